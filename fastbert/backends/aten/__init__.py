@@ -1,0 +1,40 @@
+"""`aten`: what a good PyTorch program would call. Runs on every device PyTorch runs on.
+"""
+
+from __future__ import annotations
+
+from fastbert.backends.aten.attention import attention_bwd, attention_fwd
+from fastbert.backends.aten.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
+from fastbert.backends.aten.embedding import embedding_bwd, embedding_fwd
+from fastbert.backends.aten.layer_norm import layer_norm_bwd, layer_norm_fwd
+from fastbert.backends.aten.linear import linear_bwd, linear_fwd
+from fastbert.backends.aten.padding import pack_fwd, unpack_fwd
+from fastbert.ops import padding
+from fastbert.ops.checks import FLOATS
+
+DTYPES = {
+    **dict.fromkeys(("attention", "cross_entropy", "embedding", "layer_norm", "linear"), FLOATS),
+    "padding": padding.DTYPES,
+}
+
+__all__ = [
+    "DTYPES",
+    "attention_bwd",
+    "attention_fwd",
+    "available",
+    "cross_entropy_bwd",
+    "cross_entropy_fwd",
+    "embedding_bwd",
+    "embedding_fwd",
+    "layer_norm_bwd",
+    "layer_norm_fwd",
+    "linear_bwd",
+    "linear_fwd",
+    "pack_fwd",
+    "unpack_fwd",
+]
+
+
+def available(device_type: str) -> str | None:
+    """Runs wherever PyTorch does."""
+    return None

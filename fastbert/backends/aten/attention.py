@@ -1,0 +1,284 @@
+"""`attention` by the `aten` backend; contract in fastbert/ops/attention.py.
+
+CPU: the packed rows are read in place, one call for each run of neighbouring sequences of one length, without any
+padding. Forward without dropout and probs goes to PyTorch's fused CPU kernel (the one behind
+scaled_dot_product_attention; its operator also gives lse); the rest to explicit products, a few heads at a time.
+Other devices: explicit products on a dense (batch, S) grid, built without a host synchronisation.
+
+Half precision is computed in float32 and rounded once: on CPU the fused kernel is then faster as well as more exact.
+The fused backward recomputes P from lse, which costs float32 some digits that eager PyTorch keeps; so it serves half
+precision only, and float32 gets a softmax of its own, as eager does.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fastbert.ops.attention import from_grid, grid_mask, keep_mask, to_grid
+from fastbert.ops.checks import compute_dtype
+
+# Private operators of PyTorch >= 2.3; where they are gone, the explicit products serve.
+_flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_flash_bwd = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+
+_HALF = (torch.bfloat16, torch.float16)
+_MAX_CAST_ROWS = 1024  # rows cast to float32 at a time for the fused kernel, so that they stay in cache
+_MAX_SCORES = 1 << 20  # elements of a matrix of scores, explicit products on CPU: 4 MiB
+_MAX_GRID_SCORES = 1 << 26  # the same on the dense grid of other devices
+
+
+def attention_fwd(
+    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset, return_probs
+):
+    if q.device.type != "cpu":
+        return _grid_fwd(
+            q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset, return_probs
+        )  # fmt: skip
+    total, nheads, _ = q.shape
+    compute = compute_dtype(q)
+    out = q.new_empty(q.shape)
+    lse = q.new_empty((nheads, total), dtype=compute)
+    batch = cu_seqlens.shape[0] - 1
+    probs = q.new_zeros((batch, nheads, max_seqlen, max_seqlen) if return_probs else (0,))
+    fused = _flash is not None and dropout_p == 0 and not return_probs
+    for sequences, rows, length, heads in _runs(cu_seqlens, nheads, q.dtype, fused):
+        qs, ks, vs = (_run(t, rows, length, heads).to(compute) for t in (q, k, v))
+        mask = _mask(bias, sequences, length, heads, causal, qs, fused)
+        if fused:
+            o, run_lse = _flash(qs, ks, vs, 0.0, causal and bias is None, attn_mask=mask, scale=softmax_scale)
+            if bias is not None:  # the kernel says 0 where a row is wholly masked
+                run_lse = run_lse.masked_fill(mask.isneginf().all(-1), -math.inf)
+        else:
+            keep = _keep(cu_seqlens[sequences], length, heads, dropout_p, seed, offset)
+            o, run_lse, p = _explicit_fwd(qs, ks, vs, mask, softmax_scale, keep, dropout_p)
+            if return_probs:
+                probs[sequences, heads, :length, :length] = p
+        if gate is not None:
+            o = o * gate[heads].to(compute).reshape(-1, 1, 1)
+        _run(out, rows, length, heads).copy_(o)
+        _run(lse.t(), rows, length, heads).copy_(run_lse)
+    end = cu_seqlens[-1].item()
+    out[end:], lse[:, end:] = 0, 0
+    return out, lse, probs
+
+
+def attention_bwd(
+    dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
+    need_dbias, need_dgate,
+):  # fmt: skip
+    if q.device.type != "cpu":
+        return _grid_bwd(
+            dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed,
+            offset, need_dbias, need_dgate,
+        )  # fmt: skip
+    nheads, compute = q.shape[1], lse.dtype
+    grads = dq, dk, dv = [q.new_empty(q.shape) for _ in range(3)]
+    dbias = lse.new_zeros(bias.shape if need_dbias else (0,))
+    dgate = lse.new_zeros(gate.shape if need_dgate else (0,))
+    plain = dropout_p == 0 and gate is None and not need_dbias
+    fused = _flash_bwd is not None and plain and q.dtype in _HALF
+    for sequences, rows, length, heads in _runs(cu_seqlens, nheads, q.dtype, fused):
+        do, qs, ks, vs = (_run(t, rows, length, heads).to(compute) for t in (dout, q, k, v))
+        run_lse = _run(lse.t(), rows, length, heads)
+        mask = _mask(bias, sequences, length, heads, causal, qs, fused)
+        if fused:
+            parts = _flash_bwd(
+                do, qs, ks, vs, _run(out, rows, length, heads).to(compute),
+                run_lse.masked_fill(run_lse.isneginf(), 0.0),  # as its forward says where a row is wholly masked
+                0.0, causal and bias is None, attn_mask=mask, scale=softmax_scale,
+            )  # fmt: skip
+        else:
+            keep = _keep(cu_seqlens[sequences], length, heads, dropout_p, seed, offset)
+            *parts, ds, head = _explicit_bwd(
+                do, qs, ks, vs, None if bias is None else run_lse.isneginf(), mask, softmax_scale,
+                None if gate is None else gate[heads], keep, dropout_p, need_dgate,
+            )  # fmt: skip
+            if need_dgate:
+                dgate[heads] += head
+            if need_dbias:
+                part = _cut(dbias, sequences, length, heads)
+                part += ds.sum_to_size(part.shape)
+        for grad, part in zip(grads, parts, strict=True):
+            _run(grad, rows, length, heads).copy_(part)
+    end = cu_seqlens[-1].item()
+    for grad in grads:
+        grad[end:] = 0
+    return dq, dk, dv, dbias, dgate
+
+
+def _runs(cu_seqlens, nheads, dtype, fused):
+    """(sequences, rows, length, heads), three of them slices, of neighbouring sequences of one length >= 1.
+
+    Runs are cut where the fused kernel's float32 copies, or the explicit products' scores, would leave the cache.
+    """
+    ends = cu_seqlens.tolist()
+    first = 0
+    while first < len(ends) - 1:
+        start, length = ends[first], ends[first + 1] - ends[first]
+        last = first + 1
+        if length == 0:
+            first = last
+            continue
+        most, step = len(ends), nheads
+        if not fused:
+            most = _MAX_SCORES // (nheads * length * length)
+            step = min(nheads, max(1, _MAX_SCORES // (length * length)))
+        elif dtype in _HALF:
+            most = _MAX_CAST_ROWS // length
+        while last < len(ends) - 1 and last - first < most and ends[last + 1] - ends[last] == length:
+            last += 1
+        for head in range(0, nheads, step):
+            heads = slice(head, min(head + step, nheads))
+            yield slice(first, last), slice(start, ends[last]), length, heads
+        first = last
+
+
+def _run(t, rows, length, heads):
+    """The view (count, nheads, length, ...) of a run of packed (total, nheads, ...)."""
+    return t[rows, heads].unflatten(0, (-1, length)).transpose(1, 2)
+
+
+def _cut(bias, sequences, length, heads):
+    """The view of a 4-D bias that a run sees; dimensions of size 1 stay."""
+    if bias.shape[0] > 1:
+        bias = bias[sequences]
+    if bias.shape[1] > 1:
+        bias = bias[:, heads]
+    return bias[:, :, :length, :length]
+
+
+def _mask(bias, sequences, length, heads, causal, like, fused):
+    """What is added to a run's scores, 4-D or None; the fused kernel has a causal mask of its own."""
+    if bias is None:
+        return _causal(length, like) if causal and not fused else None
+    mask = _cut(bias, sequences, length, heads).to(like.dtype)
+    if causal:
+        mask = mask + _causal(length, like)
+    elif mask.stride(-1) not in (0, 1):  # the fused kernel reads no other
+        mask = mask.contiguous()
+    return mask.expand(*mask.shape[:2], length, length)
+
+
+def _causal(length, like):
+    return torch.full((1, 1, length, length), -math.inf, dtype=like.dtype, device=like.device).triu(1)
+
+
+def _keep(first_rows, seqlen, heads, dropout_p, seed, offset):
+    if dropout_p == 0:
+        return None
+    return keep_mask(seed, offset, first_rows, heads.stop - heads.start, seqlen, dropout_p, heads.start)
+
+
+def _explicit_fwd(q, k, v, mask, softmax_scale, keep, dropout_p):
+    """(out, lse, probs), all (batch, nheads, S, …) in the compute dtype; a wholly masked row gives 0, -inf, 0."""
+    scores = torch.matmul(q, k.transpose(-1, -2)).mul_(softmax_scale)
+    if mask is not None:
+        scores += mask
+    top = scores.amax(-1, keepdim=True)
+    top.masked_fill_(top.isneginf(), 0.0)
+    probs = scores.sub_(top).exp_()
+    norm = probs.sum(-1, keepdim=True)
+    lse = (top + norm.log()).squeeze(-1)
+    probs.div_(norm.masked_fill_(norm == 0, 1.0))
+    dropped = probs if keep is None else probs * keep * (1.0 / (1.0 - dropout_p))
+    return torch.matmul(dropped, v), lse, probs
+
+
+def _explicit_bwd(dout, q, k, v, empty, mask, softmax_scale, gate, keep, dropout_p, need_dgate):
+    """(dq, dk, dv, dS, dgate); `empty` says which rows are wholly masked (None: none). dgate None if not needed."""
+    scores = torch.matmul(q, k.transpose(-1, -2)).mul_(softmax_scale)
+    if mask is not None:
+        scores += mask
+    probs = torch.softmax(scores, -1)
+    if empty is not None:
+        probs.masked_fill_(empty.unsqueeze(-1), 0.0)
+    dropped = probs if keep is None else probs * keep * (1.0 / (1.0 - dropout_p))
+    dgate = (dout * torch.matmul(dropped, v)).sum((0, 2, 3)) if need_dgate else None
+    if gate is not None:
+        dout = dout * gate.to(dout.dtype).reshape(-1, 1, 1)
+    dv = torch.matmul(dropped.transpose(-1, -2), dout)
+    dprobs = torch.matmul(dout, v.transpose(-1, -2))
+    if keep is not None:
+        dprobs.mul_(keep).mul_(1.0 / (1.0 - dropout_p))
+    ds = torch.ops.aten._softmax_backward_data(dprobs, probs, -1, probs.dtype)  # probs * (dprobs - delta)
+    dq = torch.matmul(ds, k).mul_(softmax_scale)
+    dk = torch.matmul(ds.transpose(-1, -2), q).mul_(softmax_scale)
+    return dq, dk, dv, ds, dgate
+
+
+# --- the dense grid: devices where reading cu_seqlens on the host would synchronise --------------------------------
+
+
+def _grid_fwd(
+    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset, return_probs
+):
+    total, nheads, headdim = q.shape
+    compute = compute_dtype(q)
+    batch = cu_seqlens.shape[0] - 1
+    outs = [q.new_zeros((0, max_seqlen, nheads, headdim), dtype=compute)]
+    lses = [q.new_zeros((0, nheads, max_seqlen), dtype=compute)]
+    probs = q.new_zeros((batch, nheads, max_seqlen, max_seqlen) if return_probs else (0,))
+    for chunk in _chunks(batch, nheads, max_seqlen):
+        ends = cu_seqlens[chunk.start : chunk.stop + 1]
+        qs, ks, vs = (to_grid(t, ends, max_seqlen).to(compute).transpose(1, 2) for t in (q, k, v))
+        mask = _grid_bias(ends, max_seqlen, causal, bias, chunk, compute)
+        keep = _keep(ends[:-1], max_seqlen, slice(0, nheads), dropout_p, seed, offset)
+        o, run_lse, p = _explicit_fwd(qs, ks, vs, mask, softmax_scale, keep, dropout_p)
+        if return_probs:
+            probs[chunk] = p.to(q.dtype)
+        outs.append(o.transpose(1, 2))
+        lses.append(run_lse)
+    out, lse = torch.cat(outs), torch.cat(lses).transpose(1, 2)
+    if gate is not None:
+        out = out * gate.to(compute).unsqueeze(-1)
+    lse = from_grid(lse, cu_seqlens, total).t().contiguous()
+    return from_grid(out, cu_seqlens, total).to(q.dtype), lse, probs
+
+
+def _grid_bwd(
+    dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
+    need_dbias, need_dgate,
+):  # fmt: skip
+    total, nheads, headdim = q.shape
+    compute = lse.dtype
+    batch = cu_seqlens.shape[0] - 1
+    grads = tuple([q.new_zeros((0, max_seqlen, nheads, headdim), dtype=compute)] for _ in range(3))
+    dbias = lse.new_zeros(bias.shape if need_dbias else (0,))
+    dgate = lse.new_zeros(gate.shape if need_dgate else (0,))
+    for chunk in _chunks(batch, nheads, max_seqlen):
+        ends = cu_seqlens[chunk.start : chunk.stop + 1]
+        do, qs, ks, vs = (to_grid(t, ends, max_seqlen).to(compute).transpose(1, 2) for t in (dout, q, k, v))
+        mask = _grid_bias(ends, max_seqlen, causal, bias, chunk, compute)
+        keep = _keep(ends[:-1], max_seqlen, slice(0, nheads), dropout_p, seed, offset)
+        *parts, ds, head = _explicit_bwd(
+            do, qs, ks, vs, mask.isneginf().all(-1), mask, softmax_scale, gate, keep, dropout_p, need_dgate
+        )
+        if need_dgate:
+            dgate += head
+        if need_dbias:
+            part = dbias[chunk] if dbias.shape[0] > 1 else dbias
+            part += ds.sum_to_size(part.shape)
+        for grad, part in zip(grads, parts, strict=True):
+            grad.append(part.transpose(1, 2))
+    dq, dk, dv = (from_grid(torch.cat(grad), cu_seqlens, total).to(q.dtype) for grad in grads)
+    return dq, dk, dv, dbias, dgate
+
+
+def _chunks(batch, nheads, max_seqlen):
+    """Slices of the batch whose score matrices stay within the budget; none where there is nothing to compute."""
+    if max_seqlen == 0:
+        return []
+    step = max(1, _MAX_GRID_SCORES // (nheads * max_seqlen * max_seqlen))
+    return [slice(b, min(b + step, batch)) for b in range(0, batch, step)]
+
+
+def _grid_bias(ends, max_seqlen, causal, bias, chunk, compute):
+    """What is added to the dense scores: bias where a pair of positions is real and allowed, -inf elsewhere."""
+    allowed = grid_mask(ends, ends.shape[0] - 1, max_seqlen, causal, ends.device)
+    if bias is None:
+        bias = torch.zeros((), dtype=compute, device=ends.device)
+    elif bias.shape[0] > 1:
+        bias = bias[chunk]
+    return torch.where(allowed, bias.to(compute), -math.inf)

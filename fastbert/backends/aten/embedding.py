@@ -1,0 +1,57 @@
+"""`embedding` by the `aten` backend; contract in fastbert/ops/embedding.py."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from fastbert.backends.aten.layer_norm import layer_norm_bwd, layer_norm_fwd
+from fastbert.ops.checks import compute_dtype
+from fastbert.ops.dropout import keep_mask_2d
+
+
+def embedding_fwd(
+    input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment, ln_weight, ln_bias,
+    eps, dropout_p, seed, offset, save,
+):  # fmt: skip
+    dtype = (word if inputs_embeds is None else inputs_embeds).dtype
+    stats = torch.float64 if dtype == torch.float64 else torch.float32
+    if inputs_embeds is None:
+        z = F.embedding(input_ids, word).to(stats)
+    else:
+        z = inputs_embeds.to(stats, copy=True)
+    if position is not None:
+        z.add_(F.embedding(position_ids, position))
+    if segment is not None:
+        z.add_(F.embedding(token_type_ids, segment))
+    y, _, mean, rstd = layer_norm_fwd(z, ln_weight, ln_bias, None, None, eps, 0.0, None, 0, save)
+    if dropout_p > 0:
+        y.mul_(keep_mask_2d(seed, offset, *y.shape, dropout_p).to(stats) * (1.0 / (1.0 - dropout_p)))
+    return y.to(dtype), z.to(dtype) if save else z.new_empty(0, dtype=dtype), mean, rstd
+
+
+def embedding_bwd(
+    dy, z, ln_weight, mean, rstd, input_ids, position_ids, token_type_ids, word_rows, position_rows,
+    segment_rows, padding_idx, dropout_p, seed, offset, need_dinputs_embeds, need_dln,
+):  # fmt: skip
+    dtype, stats = dy.dtype, compute_dtype(dy)
+    if dropout_p > 0:
+        dy = dy * (keep_mask_2d(seed, offset, *dy.shape, dropout_p).to(stats) * (1.0 / (1.0 - dropout_p)))
+    dz, _, dln_weight, dln_bias, _ = layer_norm_bwd(
+        dy.to(stats), z.to(stats), ln_weight, mean, rstd, 0.0, None, 0, need_dln, False, False
+    )
+
+    def scatter(ids, rows, skip):
+        # Sums each row in the order of the tokens: PyTorch sorts the ids on a GPU, and shares out rows on a CPU.
+        if rows == 0:
+            return dy.new_empty(0, dtype=dtype)
+        return torch.ops.aten.embedding_dense_backward(dz, ids, rows, skip, False).to(dtype)
+
+    return (
+        scatter(input_ids, word_rows, padding_idx),
+        scatter(position_ids, position_rows, -1),
+        scatter(token_type_ids, segment_rows, -1),
+        dz.to(dtype) if need_dinputs_embeds else dy.new_empty(0, dtype=dtype),
+        dln_weight,
+        dln_bias,
+    )

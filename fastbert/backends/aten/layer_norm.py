@@ -1,0 +1,60 @@
+"""`layer_norm` by the `aten` backend; contract in fastbert/ops/layer_norm.py."""
+
+from __future__ import annotations
+
+import torch
+
+from fastbert.ops.checks import compute_dtype
+from fastbert.ops.dropout import keep_mask_2d
+
+
+def layer_norm_fwd(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, save):
+    # The sum is taken in float32 and normalised unrounded; native_layer_norm then needs no second cast.
+    stats = compute_dtype(x)
+    summed = residual is not None or x_bias is not None or dropout_p > 0
+    z = x
+    if summed:
+        z = x.to(stats)
+        if x_bias is not None:
+            z = z + x_bias
+        if dropout_p > 0:
+            z = z * (keep_mask_2d(seed, offset, *x.shape, dropout_p).to(stats) * (1.0 / (1.0 - dropout_p)))
+        if residual is not None:
+            z = z + residual
+    wide = z.to(stats)
+    y, mean, rstd = torch.native_layer_norm(
+        wide, wide.shape[1:], weight.to(stats), None if bias is None else bias.to(stats), eps
+    )
+    y = y.to(x.dtype)
+    if not save:
+        return y, x.new_empty(0), mean.new_empty(0), mean.new_empty(0)
+    return y, z.to(x.dtype) if summed else x.new_empty(0), mean.reshape(-1), rstd.reshape(-1)
+
+
+def layer_norm_bwd(
+    dy, z, weight, mean, rstd, dropout_p, seed, offset, need_dweight, need_dxbias, has_residual
+):
+    stats = compute_dtype(z)
+    dz, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+        dy.to(stats),
+        z.to(stats),
+        z.shape[1:],
+        mean.unsqueeze(1),
+        rstd.unsqueeze(1),
+        weight.to(stats),
+        weight.new_zeros(weight.shape, dtype=stats),
+        [True, need_dweight, need_dweight],
+    )
+    dx, dresidual = dz, z.new_empty(0)
+    if dropout_p > 0:
+        keep = keep_mask_2d(seed, offset, *z.shape, dropout_p).to(stats)
+        dx = dz * (keep * (1.0 / (1.0 - dropout_p)))
+        if has_residual:
+            dresidual = dz.to(z.dtype)
+    return (
+        dx.to(z.dtype),
+        dresidual,
+        dweight if need_dweight else mean.new_empty(0),
+        dbias if need_dweight else mean.new_empty(0),
+        dx.sum(0) if need_dxbias else mean.new_empty(0),
+    )

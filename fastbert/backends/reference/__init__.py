@@ -1,0 +1,42 @@
+"""`reference`: plain PyTorch, slow and careful. Closes every list of the dispatch table.
+
+Computes in float64 for float64 tensors and in float32 otherwise, and rounds once, at the end.
+"""
+
+from __future__ import annotations
+
+from fastbert.backends.reference.attention import attention_bwd, attention_fwd
+from fastbert.backends.reference.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
+from fastbert.backends.reference.embedding import embedding_bwd, embedding_fwd
+from fastbert.backends.reference.layer_norm import layer_norm_bwd, layer_norm_fwd
+from fastbert.backends.reference.linear import linear_bwd, linear_fwd
+from fastbert.backends.reference.padding import pack_fwd, unpack_fwd
+from fastbert.ops import padding
+from fastbert.ops.checks import FLOATS
+
+DTYPES = {
+    **dict.fromkeys(("attention", "cross_entropy", "embedding", "layer_norm", "linear"), FLOATS),
+    "padding": padding.DTYPES,
+}
+
+__all__ = [
+    "DTYPES",
+    "attention_bwd",
+    "attention_fwd",
+    "available",
+    "cross_entropy_bwd",
+    "cross_entropy_fwd",
+    "embedding_bwd",
+    "embedding_fwd",
+    "layer_norm_bwd",
+    "layer_norm_fwd",
+    "linear_bwd",
+    "linear_fwd",
+    "pack_fwd",
+    "unpack_fwd",
+]
+
+
+def available(device_type: str) -> str | None:
+    """Runs wherever PyTorch does."""
+    return None

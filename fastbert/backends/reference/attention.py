@@ -1,0 +1,90 @@
+"""`attention` by the `reference` backend; contract in fastbert/ops/attention.py.
+
+One sequence at a time, all of it in float64 or float32. Backward recomputes the probabilities from q and k, and
+delta from them: it uses neither `out` nor `lse`, so it checks backends that do.
+"""
+
+from __future__ import annotations
+
+from fastbert.ops.attention import attention_ref, keep_mask
+from fastbert.ops.checks import compute_dtype
+
+
+def attention_fwd(
+    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset, return_probs
+):
+    total, nheads, _ = q.shape
+    compute = compute_dtype(q)
+    out = q.new_zeros(q.shape)
+    lse = q.new_zeros((nheads, total), dtype=compute)
+    batch = cu_seqlens.shape[0] - 1
+    probs = q.new_zeros((batch, nheads, max_seqlen, max_seqlen) if return_probs else (0,))
+    for b, (rows, length) in _sequences(cu_seqlens):
+        o, sequence_lse, p = attention_ref(
+            *(t[rows].to(compute).unsqueeze(0) for t in (q, k, v)),
+            softmax_scale=softmax_scale,
+            causal=causal,
+            bias=None if bias is None else _cut(bias, b, length),
+            gate=gate,
+            dropout_p=dropout_p,
+            keep_mask=_keep(cu_seqlens, b, length, nheads, dropout_p, seed, offset),
+        )
+        out[rows] = o[0].to(q.dtype)
+        lse[:, rows] = sequence_lse[0]
+        if return_probs:
+            probs[b, :, :length, :length] = p[0].to(q.dtype)
+    return out, lse, probs
+
+
+def attention_bwd(
+    dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
+    need_dbias, need_dgate,
+):  # fmt: skip
+    compute, nheads = lse.dtype, q.shape[1]
+    dq, dk, dv = (q.new_zeros(q.shape) for _ in range(3))
+    dbias = lse.new_zeros(bias.shape if need_dbias else (0,))
+    dgate = lse.new_zeros(gate.shape if need_dgate else (0,))
+    for b, (rows, length) in _sequences(cu_seqlens):
+        qs, ks, vs, do = (t[rows].to(compute).transpose(0, 1) for t in (q, k, v, dout))  # (nheads, length, headdim)
+        keep = _keep(cu_seqlens, b, length, nheads, dropout_p, seed, offset)
+        p = attention_ref(
+            *(t.transpose(0, 1).unsqueeze(0) for t in (qs, ks, vs)),
+            softmax_scale=softmax_scale,
+            causal=causal,
+            bias=None if bias is None else _cut(bias, b, length),
+        )[2][0]  # (nheads, length, length)
+        dropped = p if keep is None else p * keep[0] / (1.0 - dropout_p)
+        if need_dgate:
+            dgate += (do * (dropped @ vs)).sum((1, 2))
+        if gate is not None:
+            do = do * gate.to(compute).reshape(-1, 1, 1)
+        dp = do @ vs.transpose(1, 2)
+        if keep is not None:
+            dp = dp * keep[0] / (1.0 - dropout_p)
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+        dq[rows] = (softmax_scale * (ds @ ks)).transpose(0, 1).to(q.dtype)
+        dk[rows] = (softmax_scale * (ds.transpose(1, 2) @ qs)).transpose(0, 1).to(q.dtype)
+        dv[rows] = (dropped.transpose(1, 2) @ do).transpose(0, 1).to(q.dtype)
+        if need_dbias:
+            part = _cut(dbias, b, length)  # a view
+            part += ds.unsqueeze(0).sum_to_size(part.shape)
+    return dq, dk, dv, dbias, dgate
+
+
+def _sequences(cu_seqlens):
+    """(index, (rows, length)) of each sequence that has rows."""
+    ends = cu_seqlens.tolist()
+    spans = [(slice(start, end), end - start) for start, end in zip(ends, ends[1:], strict=False)]
+    return [(b, span) for b, span in enumerate(spans) if span[1] > 0]
+
+
+def _cut(bias, b, length):
+    """The view of a 4-D bias that sequence b sees, (1, nheads or 1, length or 1, length or 1)."""
+    b = b if bias.shape[0] > 1 else 0
+    return bias[b : b + 1, :, :length, :length]
+
+
+def _keep(cu_seqlens, b, length, nheads, dropout_p, seed, offset):
+    if dropout_p == 0:
+        return None
+    return keep_mask(seed, offset, cu_seqlens[b : b + 1], nheads, length, dropout_p)

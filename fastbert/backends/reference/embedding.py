@@ -1,0 +1,60 @@
+"""`embedding` by the `reference` backend; contract in fastbert/ops/embedding.py."""
+
+from __future__ import annotations
+
+import torch
+
+from fastbert.backends.reference.layer_norm import layer_norm_bwd, layer_norm_fwd
+from fastbert.ops.checks import compute_dtype
+from fastbert.ops.dropout import keep_mask_2d
+
+
+def embedding_fwd(
+    input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment, ln_weight, ln_bias,
+    eps, dropout_p, seed, offset, save,
+):  # fmt: skip
+    source = word if inputs_embeds is None else inputs_embeds
+    compute = compute_dtype(source)
+    z = (word[input_ids] if inputs_embeds is None else inputs_embeds.clone()).to(compute)
+    if position is not None:
+        z = z + position[position_ids].to(compute)
+    if segment is not None:
+        z = z + segment[token_type_ids].to(compute)
+    y, _, mean, rstd = layer_norm_fwd(z, ln_weight, ln_bias, None, None, eps, 0.0, None, 0, save)
+    if dropout_p > 0:
+        y = y * keep_mask_2d(seed, offset, *y.shape, dropout_p) / (1.0 - dropout_p)
+    return y.to(source.dtype), z.to(source.dtype) if save else source.new_empty(0), mean, rstd
+
+
+def embedding_bwd(
+    dy, z, ln_weight, mean, rstd, input_ids, position_ids, token_type_ids, word_rows, position_rows,
+    segment_rows, padding_idx, dropout_p, seed, offset, need_dinputs_embeds, need_dln,
+):  # fmt: skip
+    dtype, compute = dy.dtype, compute_dtype(dy)
+    dn = dy.to(compute)
+    if dropout_p > 0:
+        dn = dn * keep_mask_2d(seed, offset, *dy.shape, dropout_p) / (1.0 - dropout_p)
+    dz, _, dln_weight, dln_bias, _ = layer_norm_bwd(
+        dn, z.to(compute), ln_weight, mean, rstd, 0.0, None, 0, need_dln, False, False
+    )
+    empty = dy.new_empty
+    dword = _sum_by_id(dz, input_ids, word_rows).to(dtype) if word_rows else empty(0)
+    if word_rows and padding_idx >= 0:
+        dword[padding_idx] = 0
+    return (
+        dword,
+        _sum_by_id(dz, position_ids, position_rows).to(dtype) if position_rows else empty(0),
+        _sum_by_id(dz, token_type_ids, segment_rows).to(dtype) if segment_rows else empty(0),
+        dz.to(dtype) if need_dinputs_embeds else empty(0),
+        dln_weight,
+        dln_bias,
+    )
+
+
+def _sum_by_id(dz, ids, rows):
+    """(rows, hidden): row v is the sum of the rows of `dz` whose id is v, in their order."""
+    if dz.shape[0] == 0:
+        return dz.new_zeros(rows, dz.shape[1])
+    lengths = torch.bincount(ids, minlength=rows)
+    by_id = dz[torch.argsort(ids, stable=True)]
+    return torch.segment_reduce(by_id, "sum", lengths=lengths, unsafe=True, initial=0)

@@ -1,0 +1,51 @@
+"""`layer_norm` by the `reference` backend; contract in fastbert/ops/layer_norm.py."""
+
+from __future__ import annotations
+
+from fastbert.ops.checks import compute_dtype
+from fastbert.ops.dropout import keep_mask_2d
+
+
+def layer_norm_fwd(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, save):
+    compute = compute_dtype(x)
+    z = x.to(compute)
+    if x_bias is not None:
+        z = z + x_bias.to(compute)
+    if dropout_p > 0:
+        z = z * keep_mask_2d(seed, offset, *x.shape, dropout_p) / (1.0 - dropout_p)
+    if residual is not None:
+        z = z + residual.to(compute)
+    mean = z.mean(1)
+    centred = z - mean.unsqueeze(1)
+    rstd = (centred.square().mean(1) + eps).rsqrt()
+    y = centred * rstd.unsqueeze(1) * weight.to(compute)
+    if bias is not None:
+        y = y + bias.to(compute)
+    empty = x.new_empty(0)
+    y = y.to(x.dtype)
+    if not save:
+        return y, empty, mean.new_empty(0), mean.new_empty(0)
+    summed = residual is not None or x_bias is not None or dropout_p > 0
+    return y, z.to(x.dtype) if summed else empty, mean, rstd
+
+
+def layer_norm_bwd(
+    dy, z, weight, mean, rstd, dropout_p, seed, offset, need_dweight, need_dxbias, has_residual
+):
+    compute = compute_dtype(z)
+    dy, rstd = dy.to(compute), rstd.unsqueeze(1)
+    x_hat = (z.to(compute) - mean.unsqueeze(1)) * rstd
+    g = dy * weight.to(compute)
+    dz = rstd * (g - g.mean(1, keepdim=True) - x_hat * (g * x_hat).mean(1, keepdim=True))
+    dx, dresidual = dz, z.new_empty(0)
+    if dropout_p > 0:
+        dx = dz * keep_mask_2d(seed, offset, *z.shape, dropout_p) / (1.0 - dropout_p)
+        if has_residual:
+            dresidual = dz.to(z.dtype)
+    return (
+        dx.to(z.dtype),
+        dresidual,
+        (dy * x_hat).sum(0) if need_dweight else mean.new_empty(0),
+        dy.sum(0) if need_dweight else mean.new_empty(0),
+        dx.sum(0) if need_dxbias else mean.new_empty(0),
+    )

@@ -1,0 +1,282 @@
+"""EncoderConfig: HuggingFace's config.json keys, checked.
+
+Keys this package acts on are validated; keys it does not know are kept and written back.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from fastbert.families import Family, family_of
+
+# BERT's defaults; families override some (families.py)
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 30522,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "initializer_range": 0.02,
+    "layer_norm_eps": 1e-12,
+    "pad_token_id": 0,
+    "classifier_dropout": None,
+    "problem_type": None,
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+    "chunk_size_feed_forward": 0,
+    "output_hidden_states": False,
+    "output_attentions": False,
+    "return_dict": True,
+}
+
+# HuggingFace's activation names -> ours; another name is refused
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+_COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+           "max_position_embeddings", "type_vocab_size", "embedding_size", "num_hidden_groups", "inner_group_num",
+           "relative_attention_num_buckets")  # fmt: skip
+_PROBABILITIES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout",
+                  "classifier_dropout_prob", "qa_dropout", "seq_classif_dropout", "summary_last_dropout")  # fmt: skip
+_MAY_BE_ZERO = ("num_hidden_layers", "type_vocab_size")
+PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+
+
+class EncoderConfig:
+    """Configuration of one encoder: attributes named as HuggingFace's config.json keys.
+
+    Args:
+        model_type: the family ("bert", "roberta", "distilbert", …); see `fastbert.families`.
+        num_labels: number of classes of a task head; kept in `id2label` / `label2id` as HuggingFace does.
+        id2label, label2id: names of the classes.
+        kwargs: any further key; families' own spellings (DistilBERT's `dim`, `n_layers`, …) are understood.
+
+    Raises:
+        TypeError, ValueError: naming the key, what came and what was expected.
+    """
+
+    def __init__(
+        self,
+        model_type: str = "bert",
+        *,
+        num_labels: int | None = None,
+        id2label: dict | None = None,
+        label2id: dict | None = None,
+        **kwargs: Any,
+    ):
+        family = family_of(model_type)
+        values = {**DEFAULTS, **family.defaults}
+        for key, value in kwargs.items():
+            values[family.aliases.get(key, key)] = value
+        self.__dict__.update(values)
+        self.model_type = model_type
+        self._set_labels(num_labels, id2label, label2id)
+        self.validate()
+
+    # -- labels ---------------------------------------------------------------------------------------------------
+
+    def _set_labels(self, num_labels: int | None, id2label: dict | None, label2id: dict | None) -> None:
+        if num_labels is not None and (not isinstance(num_labels, int) or num_labels < 1):
+            raise ValueError(f"num_labels: expected an integer >= 1, got {num_labels!r}")
+        if id2label is None or (num_labels is not None and num_labels != len(id2label)):
+            id2label = {i: f"LABEL_{i}" for i in range(2 if num_labels is None else num_labels)}
+            label2id = None
+        self.id2label = {int(i): name for i, name in id2label.items()}
+        self.label2id = dict(label2id) if label2id else {name: i for i, name in self.id2label.items()}
+
+    @property
+    def num_labels(self) -> int:
+        """Number of classes of a task head."""
+        return len(self.id2label)
+
+    @num_labels.setter
+    def num_labels(self, value: int) -> None:
+        self._set_labels(value, None, None)
+
+    # -- derived --------------------------------------------------------------------------------------------------
+
+    @property
+    def family(self) -> Family:
+        """What this model type changes against BERT."""
+        return family_of(self.model_type)
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def activation_name(self) -> str:
+        """`hidden_act` as `fastbert.ops.linear` spells it."""
+        return ACTIVATIONS[self.hidden_act]
+
+    @property
+    def embedding_width(self) -> int:
+        """Size of the embedding tables' rows: `embedding_size` where the family has one, else `hidden_size`."""
+        return getattr(self, "embedding_size", None) or self.hidden_size
+
+    @property
+    def norm_eps(self) -> float:
+        """eps of every LayerNorm."""
+        return self.layer_norm_eps if self.family.norm_eps is None else self.family.norm_eps
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest sequence, in tokens: the position table less the rows that RoBERTa's counting leaves unused."""
+        reserved = self.pad_token_id + 1 if self.family.pad_positions else 0
+        return self.max_position_embeddings - reserved
+
+    # -- checks ---------------------------------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        """Check every key this package acts on.
+
+        Raises:
+            TypeError, ValueError: naming the key, what came and what was expected.
+        """
+        for key in _COUNTS:
+            value = self.__dict__.get(key)
+            if value is None and key not in DEFAULTS:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"config {key}: expected an integer, got {value!r}")
+            least = 0 if key in _MAY_BE_ZERO else 1
+            if value < least:
+                raise ValueError(f"config {key}: expected an integer >= {least}, got {value}")
+        for key in _PROBABILITIES:
+            value = self.__dict__.get(key)
+            if value is not None and not (isinstance(value, (int, float)) and 0 <= value < 1):
+                raise ValueError(f"config {key}: expected a probability in [0, 1), got {value!r}")
+        for key in ("layer_norm_eps", "initializer_range"):
+            value = self.__dict__[key]
+            if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+                raise ValueError(f"config {key}: expected a finite number >= 0, got {value!r}")
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"config num_attention_heads: {self.num_attention_heads} heads do not divide "
+                f"hidden_size {self.hidden_size}"
+            )
+        if self.hidden_act not in ACTIVATIONS:
+            raise ValueError(
+                f"config hidden_act: unknown activation {self.hidden_act!r}; expected one of {', '.join(ACTIVATIONS)}"
+            )
+        pad = self.pad_token_id
+        if pad is not None and (not isinstance(pad, int) or not 0 <= pad < self.vocab_size):
+            raise ValueError(f"config pad_token_id: expected an id below vocab_size {self.vocab_size}, got {pad!r}")
+        if self.family.pad_positions and (pad is None or self.max_tokens < 1):
+            raise ValueError(
+                f"config max_position_embeddings: {self.max_position_embeddings} leaves no position after "
+                f"pad_token_id {pad!r}, from which {self.model_type} counts"
+            )
+        if self.problem_type is not None and self.problem_type not in PROBLEM_TYPES:
+            raise ValueError(
+                f"config problem_type: expected one of {', '.join(PROBLEM_TYPES)}, got {self.problem_type!r}"
+            )
+        self._refuse_other_mathematics()
+
+    def _refuse_other_mathematics(self) -> None:
+        position = self.__dict__.get("position_embedding_type", "absolute")
+        if position not in (None, "absolute"):
+            raise ValueError(f"config position_embedding_type: {position!r} is not supported; only 'absolute' is")
+        for key in ("is_decoder", "add_cross_attention", "is_encoder_decoder", "use_task_id"):
+            if self.__dict__.get(key):
+                raise ValueError(f"config {key}: True is not supported; this is an encoder without that part")
+        if self.__dict__.get("relative_attention_num_buckets", 32) != 32:  # transformers computes 32 whatever it says
+            raise ValueError(
+                f"config relative_attention_num_buckets: expected 32, got {self.relative_attention_num_buckets}"
+            )
+        if self.__dict__.get("sinusoidal_pos_embds") not in (None, False, True):
+            raise ValueError(f"config sinusoidal_pos_embds: expected a boolean, got {self.sinusoidal_pos_embds!r}")
+        if self.family.shared_layers:
+            layers, groups = self.num_hidden_layers, self.num_hidden_groups
+            if layers and groups > layers:
+                raise ValueError(f"config num_hidden_groups: {groups} groups for {layers} layers")
+
+    # -- in and out -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], **overrides: Any) -> EncoderConfig:
+        """A config from config.json's content; `overrides` stand before it."""
+        if not isinstance(values, dict):
+            raise TypeError(f"config: expected a JSON object, got {type(values).__name__}")
+        merged = copy.deepcopy(values)
+        merged.pop("num_labels", None) if "id2label" in merged else None
+        if "num_labels" in overrides and "id2label" not in overrides:
+            merged.pop("id2label", None), merged.pop("label2id", None)
+        merged.update(overrides)
+        if "model_type" not in merged:
+            raise ValueError(f"config model_type: missing; expected one of {', '.join(_model_types())}")
+        return cls(**merged)
+
+    @classmethod
+    def from_hf(cls, config: Any) -> EncoderConfig:
+        """A config from a transformers config object (anything with `to_dict()`)."""
+        return cls.from_dict(config.to_dict())
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **overrides: Any) -> EncoderConfig:
+        """Read `path`/config.json (or `path` itself when it is a file), or the config of a hub name."""
+        from fastbert import checkpoint
+
+        return cls.from_dict(checkpoint.read_config(path), **overrides)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of config.json, with the family's own spellings."""
+        spelt = {ours: theirs for theirs, ours in self.family.aliases.items()}
+        values = {spelt.get(k, k): copy.deepcopy(v) for k, v in self.__dict__.items()}
+        values["id2label"] = {str(i): name for i, name in self.id2label.items()}
+        return values
+
+    def to_json_string(self) -> str:
+        """`to_dict()` as JSON, keys sorted."""
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write `directory`/config.json."""
+        path = Path(directory)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text(self.to_json_string(), encoding="utf-8")
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__") and "model_type" in self.__dict__:
+            alias = self.family.aliases.get(name)
+            if alias is not None:
+                return self.__dict__[alias]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of `key`, or `default` where the config has none."""
+        return getattr(self, key, default)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EncoderConfig) and self.to_dict() == other.to_dict()
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} {self.to_json_string()}"
+
+
+def _model_types() -> list[str]:
+    from fastbert.families import FAMILIES
+
+    return list(FAMILIES)

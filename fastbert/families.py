@@ -1,0 +1,307 @@
+"""What each model family changes against BERT, as data.
+
+A family says how its checkpoint names the parts of one encoder, which config keys it spells differently, how it counts
+positions and which heads it has. The modules (`layers.py`, `models.py`, `heads.py`) are built from this table, so that
+every parameter has exactly the name and shape HuggingFace gives it, whatever the family.
+
+A family that needs other mathematics is refused by name and reason (`REFUSED`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LayerNames:
+    """Dotted paths of the parts of one encoder layer, relative to the layer."""
+
+    query: str = "attention.self.query"
+    key: str = "attention.self.key"
+    value: str = "attention.self.value"
+    attention_output: str = "attention.output.dense"
+    attention_norm: str = "attention.output.LayerNorm"
+    intermediate: str = "intermediate.dense"
+    output: str = "output.dense"
+    output_norm: str = "output.LayerNorm"
+
+
+@dataclass(frozen=True)
+class LMHead:
+    """Paths of a masked-LM head: act(dense(x)) -> norm -> decoder, the decoder tied to the word embeddings.
+
+    `bias` is the path of the stand-alone bias to which the decoder's bias is tied, or None.
+    `activation` None means the config's own.
+    """
+
+    dense: str
+    norm: str
+    decoder: str
+    bias: str | None
+    activation: str | None = None
+    norm_eps: float | None = None
+
+
+@dataclass(frozen=True)
+class ClassifierHead:
+    """Paths of a sequence-classification head: [pooled or first token] -> (dense -> activation) -> out.
+
+    `dense` None means that the model's own pooler comes first. `dropout_first` says whether dropout stands before the
+    dense layer too. `dropout_key` is the config key of the dropout where `classifier_dropout` does not apply.
+    """
+
+    dense: str | None
+    activation: str | None
+    out: str
+    dropout_first: bool = False
+    dropout_key: str = "classifier_dropout"
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family. See the module docstring.
+
+    Attributes:
+        prefix: name of the encoder inside a model with a head ("bert" in `bert.encoder…`).
+        class_prefix: first part of HuggingFace's class names ("Bert" in `BertModel`).
+        aliases: config key as this family spells it -> EncoderConfig's key.
+        defaults: config defaults where they differ from BERT's.
+        pad_positions: positions start at pad_token_id + 1 and skip padding (RoBERTa) instead of counting from 0.
+        segments: has token-type embeddings.
+        pooler: path of the pooler's linear layer, None if the family has none.
+        projection: path of the linear layer from the embedding to the hidden size, None if there is none;
+            `projection_always` says whether it is there even where the two sizes are equal.
+        layers: path of the list of layers.
+        relative_bias: path of the bucketed relative attention bias shared by all layers, or None.
+        shared_layers: layers come in groups of shared weights (ALBERT).
+        norm_eps: the fixed eps of every LayerNorm, None for the config's `layer_norm_eps`.
+        ffn_dropout: dropout after the feed-forward block.
+    """
+
+    model_type: str
+    prefix: str
+    class_prefix: str
+    layer: LayerNames = field(default_factory=LayerNames)
+    layers: str = "encoder.layer"
+    aliases: dict[str, str] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    pad_positions: bool = False
+    segments: bool = True
+    pooler: str | None = "pooler.dense"
+    projection: str | None = None
+    projection_always: bool = False
+    relative_bias: str | None = None
+    shared_layers: bool = False
+    norm_eps: float | None = None
+    ffn_dropout: bool = True
+    position_padding_idx: bool = False
+    lm_head: LMHead | None = None
+    classifier: ClassifierHead = ClassifierHead(None, None, "classifier")
+    choice: ClassifierHead = ClassifierHead(None, None, "classifier")
+    next_sentence: str | None = None  # path of the sentence-pair classifier
+    token_dropout_key: str = "classifier_dropout"
+    qa_dropout_key: str | None = None
+
+    @property
+    def word_table(self) -> str:
+        return "embeddings.word_embeddings"
+
+
+_BERT_LM = LMHead(
+    "cls.predictions.transform.dense",
+    "cls.predictions.transform.LayerNorm",
+    "cls.predictions.decoder",
+    "cls.predictions.bias",
+)
+_ROBERTA_LM = LMHead(
+    "lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias", activation="gelu"
+)
+_ROBERTA_CLASSIFIER = ClassifierHead("classifier.dense", "tanh", "classifier.out_proj", dropout_first=True)
+_ROBERTA = dict(
+    pad_positions=True,
+    position_padding_idx=True,
+    defaults=dict(pad_token_id=1, bos_token_id=0, eos_token_id=2),
+    lm_head=_ROBERTA_LM,
+    classifier=_ROBERTA_CLASSIFIER,
+)
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        Family("bert", "bert", "Bert", lm_head=_BERT_LM, next_sentence="cls.seq_relationship"),
+        Family("roberta", "roberta", "Roberta", **_ROBERTA),
+        Family("xlm-roberta", "roberta", "XLMRoberta", **_ROBERTA),
+        Family("camembert", "roberta", "Camembert", **_ROBERTA),
+        Family(
+            "distilbert",
+            "distilbert",
+            "DistilBert",
+            layer=LayerNames(
+                "attention.q_lin",
+                "attention.k_lin",
+                "attention.v_lin",
+                "attention.out_lin",
+                "sa_layer_norm",
+                "ffn.lin1",
+                "ffn.lin2",
+                "output_layer_norm",
+            ),
+            layers="transformer.layer",
+            aliases=dict(
+                dim="hidden_size",
+                n_layers="num_hidden_layers",
+                n_heads="num_attention_heads",
+                hidden_dim="intermediate_size",
+                dropout="hidden_dropout_prob",
+                attention_dropout="attention_probs_dropout_prob",
+                activation="hidden_act",
+            ),
+            defaults=dict(num_hidden_layers=6, qa_dropout=0.1, seq_classif_dropout=0.2, sinusoidal_pos_embds=False),
+            segments=False,
+            pooler=None,
+            norm_eps=1e-12,
+            lm_head=LMHead(
+                "vocab_transform", "vocab_layer_norm", "vocab_projector", None, norm_eps=1e-12
+            ),
+            classifier=ClassifierHead("pre_classifier", "relu", "classifier", dropout_key="seq_classif_dropout"),
+            choice=ClassifierHead("pre_classifier", "relu", "classifier", dropout_key="seq_classif_dropout"),
+            token_dropout_key="hidden_dropout_prob",
+            qa_dropout_key="qa_dropout",
+        ),
+        Family(
+            "electra",
+            "electra",
+            "Electra",
+            pooler=None,
+            projection="embeddings_project",
+            defaults=dict(embedding_size=128, hidden_size=256, num_attention_heads=4, intermediate_size=1024),
+            lm_head=LMHead(
+                "generator_predictions.dense",
+                "generator_predictions.LayerNorm",
+                "generator_lm_head",
+                None,
+                activation="gelu",
+            ),
+            classifier=ClassifierHead("classifier.dense", "gelu", "classifier.out_proj", dropout_first=True),
+            choice=ClassifierHead(
+                "sequence_summary.summary", "gelu", "classifier", dropout_key="summary_last_dropout"
+            ),
+        ),
+        Family(
+            "albert",
+            "albert",
+            "Albert",
+            layer=LayerNames(
+                "attention.query",
+                "attention.key",
+                "attention.value",
+                "attention.dense",
+                "attention.LayerNorm",
+                "ffn",
+                "ffn_output",
+                "full_layer_layer_norm",
+            ),
+            layers="encoder.albert_layer_groups",
+            shared_layers=True,
+            pooler="pooler",
+            projection="encoder.embedding_hidden_mapping_in",
+            projection_always=True,
+            ffn_dropout=False,
+            defaults=dict(
+                vocab_size=30000,
+                embedding_size=128,
+                hidden_size=4096,
+                num_attention_heads=64,
+                intermediate_size=16384,
+                hidden_act="gelu_new",
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
+                num_hidden_groups=1,
+                inner_group_num=1,
+                classifier_dropout_prob=0.1,
+                bos_token_id=2,
+                eos_token_id=3,
+            ),
+            lm_head=LMHead(
+                "predictions.dense", "predictions.LayerNorm", "predictions.decoder", "predictions.bias"
+            ),
+            classifier=ClassifierHead(None, None, "classifier", dropout_key="classifier_dropout_prob"),
+            choice=ClassifierHead(None, None, "classifier", dropout_key="classifier_dropout_prob"),
+            next_sentence="sop_classifier.classifier",
+            token_dropout_key="classifier_dropout_prob",
+        ),
+        Family(
+            "ernie",
+            "ernie",
+            "Ernie",
+            lm_head=_BERT_LM,
+            next_sentence="cls.seq_relationship",
+            defaults=dict(task_type_vocab_size=3, use_task_id=False),
+        ),
+        Family(
+            "mpnet",
+            "mpnet",
+            "MPNet",
+            layer=LayerNames(
+                "attention.attn.q",
+                "attention.attn.k",
+                "attention.attn.v",
+                "attention.attn.o",
+                "attention.LayerNorm",
+            ),
+            pad_positions=True,
+            position_padding_idx=True,
+            segments=False,
+            relative_bias="encoder.relative_attention_bias",
+            defaults=dict(
+                vocab_size=30527, relative_attention_num_buckets=32, pad_token_id=1, bos_token_id=0, eos_token_id=2
+            ),
+            lm_head=_ROBERTA_LM,
+            classifier=ClassifierHead(
+                "classifier.dense", "tanh", "classifier.out_proj", dropout_first=True, dropout_key="hidden_dropout_prob"
+            ),
+            choice=ClassifierHead(None, None, "classifier", dropout_key="hidden_dropout_prob"),
+            token_dropout_key="hidden_dropout_prob",
+        ),
+    )
+}
+
+# model_type -> why its mathematics is not ours
+REFUSED: dict[str, str] = {
+    "deberta": "disentangled attention adds content-to-position terms inside the softmax",
+    "deberta-v2": "disentangled attention adds content-to-position terms inside the softmax",
+    "xlnet": "two-stream relative attention over permutations",
+    "longformer": "sliding-window attention with global tokens",
+    "big_bird": "block-sparse attention",
+    "mobilebert": "bottlenecks and stacked feed-forward blocks in each layer",
+    "megatron-bert": "LayerNorm stands before the blocks (pre-norm), not after",
+    "modernbert": "rotary positions, gated feed-forward and pre-norm",
+    "nomic_bert": "rotary positions and gated feed-forward",
+    "roformer": "rotary positions",
+    "funnel": "pools the sequence between blocks",
+    "convbert": "convolutions mixed into attention",
+    "squeezebert": "grouped convolutions instead of linear layers",
+    "ibert": "integer-only arithmetic",
+    "roberta-prelayernorm": "LayerNorm stands before the blocks (pre-norm), not after",
+    "xlm-roberta-xl": "LayerNorm stands before the blocks (pre-norm), not after",
+    "xlm": "causal and masked variants with language embeddings",
+    "bert-generation": "decoder with cross attention",
+    "layoutlm": "two-dimensional layout embeddings",
+    "t5": "an encoder-decoder with RMSNorm and relative bias",
+    "gpt2": "a decoder",
+}
+
+
+def family_of(model_type: object) -> Family:
+    """The family of a `model_type`.
+
+    Raises:
+        ValueError: for anything else, naming the reason where it is known.
+    """
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    known = ", ".join(FAMILIES)
+    if model_type in REFUSED:
+        raise ValueError(f"model_type: {model_type!r} is not supported: {REFUSED[model_type]}; supported: {known}")
+    raise ValueError(f"model_type: {model_type!r} is not supported: unknown architecture; supported: {known}")

@@ -1,0 +1,280 @@
+"""The math of the paper, as calls to ops: embeddings, self-attention, feed-forward, pooler, relative bias.
+
+Modules hold parameters under HuggingFace's names (families.py) and see packed tokens `[total, hidden]` only. A layer
+reads its linear layers' and norms' weights and calls our ops, unless one of those sub-modules is no longer the plain
+one (LoRA, quantised, parametrized, hooked): then that sub-module itself is called, and the rest stays fused.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fastbert import prepared
+from fastbert.config import EncoderConfig
+from fastbert.ops import checks
+from fastbert.ops.attention import attention
+from fastbert.ops.dropout import keep_mask_2d
+from fastbert.ops.embedding import embedding
+from fastbert.ops.layer_norm import layer_norm
+from fastbert.ops.linear import linear
+
+_ACTIVATE = {
+    None: lambda x: x,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """What every layer of one call needs to know about the packed batch.
+
+    Attributes:
+        cu_seqlens, max_seqlen: see `fastbert.packing.Packing`.
+        bias: additive attention bias, (batch or 1, nheads or 1, S, S), or None.
+        seed: int64 tensor of one element from which all dropout of the call is drawn, None in eval.
+        return_probs: layers return their attention probabilities too.
+    """
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+    bias: Tensor | None = None
+    seed: Tensor | None = None
+    return_probs: bool = False
+
+
+def attach(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Register `module` under a dotted path, making plain containers on the way."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        if parent not in root._modules:
+            root.add_module(parent, nn.Module())
+        root = root._modules[parent]
+    root.add_module(name, module)
+
+
+@lru_cache(maxsize=None)
+def _split(path: str) -> tuple[str, ...]:
+    return tuple(path.split("."))
+
+
+def part(root: nn.Module, path: str) -> nn.Module:
+    """The sub-module under a dotted path; looked up at every call, so that a replaced one is found."""
+    for name in _split(path):
+        root = root._modules[name]
+    return root
+
+
+def is_plain(module: nn.Module, kind: type) -> bool:
+    """Whether a fused op may read the weights of `module` instead of calling it."""
+    return type(module) is kind and not (
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def apply_linear(module: nn.Module, x: Tensor, activation: str | None = None) -> Tensor:
+    """act(module(x)), fused where the module is a plain nn.Linear."""
+    if is_plain(module, nn.Linear):
+        return linear(x, module.weight, module.bias, activation)
+    return _ACTIVATE[activation](module(x))
+
+
+def apply_norm(module: nn.Module, x: Tensor) -> Tensor:
+    """module(x), on our op where the module is a plain nn.LayerNorm."""
+    if is_plain(module, nn.LayerNorm):
+        return layer_norm(x, module.weight, module.bias, eps=module.eps)
+    return module(x)
+
+
+def dense_norm(
+    dense: nn.Module, norm: nn.Module, x: Tensor, residual: Tensor, dropout_p: float, seed: Tensor | None, offset: int
+) -> Tensor:
+    """norm(residual + dropout(dense(x))): the linear layer's bias, dropout and the sum go into the norm's pass."""
+    x_bias = None
+    if is_plain(dense, nn.Linear):
+        x, x_bias = linear(x, dense.weight), dense.bias
+    else:
+        x = dense(x)
+    if is_plain(norm, nn.LayerNorm):
+        return layer_norm(
+            x, norm.weight, norm.bias,
+            residual=residual, x_bias=x_bias, eps=norm.eps, dropout_p=dropout_p, seed=seed, offset=offset,
+        )  # fmt: skip
+    if x_bias is not None:
+        x = x + x_bias
+    if dropout_p > 0:
+        x = x * (keep_mask_2d(seed, offset, *x.shape, dropout_p).to(x.dtype) * (1.0 / (1.0 - dropout_p)))
+    return norm(x + residual)
+
+
+class Embeddings(nn.Module):
+    """Word + position + segment embeddings, LayerNorm, dropout (Devlin et al. 2018, sec. 3 and fig. 2)."""
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__()
+        family, width = config.family, config.embedding_width
+        self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=config.pad_token_id)
+        self.position_embeddings = nn.Embedding(
+            config.max_position_embeddings,
+            width,
+            padding_idx=config.pad_token_id if family.position_padding_idx else None,
+        )
+        if family.segments and config.type_vocab_size > 0:
+            self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width)
+        self.LayerNorm = nn.LayerNorm(width, eps=config.norm_eps)
+        self.dropout_p = config.hidden_dropout_prob
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        position_ids: Tensor,
+        token_type_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        seed: Tensor | None,
+    ) -> Tensor:
+        """Packed ids (total,) or inputs_embeds (total, width) -> (total, width)."""
+        word, position = self.word_embeddings, self.position_embeddings
+        segment = self._modules.get("token_type_embeddings")
+        norm = self.LayerNorm
+        tables = [m for m in (word, position, segment) if m is not None]
+        if all(is_plain(m, nn.Embedding) and m.max_norm is None for m in tables) and is_plain(norm, nn.LayerNorm):
+            return embedding(
+                input_ids,
+                word.weight,
+                norm.weight,
+                norm.bias,
+                position_ids=position_ids,
+                position=position.weight,
+                token_type_ids=token_type_ids,
+                segment=None if segment is None else segment.weight,
+                inputs_embeds=inputs_embeds,
+                padding_idx=word.padding_idx,
+                eps=norm.eps,
+                dropout_p=self.dropout_p if self.training else 0.0,
+                seed=seed,
+                offset=0,
+            )
+        x = word(input_ids) if inputs_embeds is None else inputs_embeds
+        if segment is not None:
+            x = x + segment(token_type_ids)
+        x = norm(x + position(position_ids))
+        if self.training and self.dropout_p > 0:
+            x = x * (keep_mask_2d(seed, 0, *x.shape, self.dropout_p).to(x.dtype) / (1.0 - self.dropout_p))
+        return x
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and feed-forward, each followed by dropout, residual sum and LayerNorm.
+
+    Source: Vaswani et al. 2017, sec. 3.1-3.3; Devlin et al. 2018.
+    """
+
+    SITES = 3  # dropout call sites of one layer: attention probabilities, attention output, feed-forward output
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__()
+        family, hidden = config.family, config.hidden_size
+        self.names = names = family.layer
+        self.nheads, self.head_dim = config.num_attention_heads, config.head_dim
+        self.activation = config.activation_name
+        self.attention_dropout_p = config.attention_probs_dropout_prob
+        self.hidden_dropout_p = config.hidden_dropout_prob
+        self.ffn_dropout_p = config.hidden_dropout_prob if family.ffn_dropout else 0.0
+        for path in (names.query, names.key, names.value, names.attention_output):
+            attach(self, path, nn.Linear(hidden, hidden))
+        attach(self, names.attention_norm, nn.LayerNorm(hidden, eps=config.norm_eps))
+        attach(self, names.intermediate, nn.Linear(hidden, config.intermediate_size))
+        attach(self, names.output, nn.Linear(config.intermediate_size, hidden))
+        attach(self, names.output_norm, nn.LayerNorm(hidden, eps=config.norm_eps))
+
+    def forward(
+        self, hidden: Tensor, sequences: Sequences, gate: Tensor | None = None, site: int = 1
+    ) -> tuple[Tensor, Tensor | None]:
+        """(total, hidden) -> ((total, hidden), probabilities (batch, nheads, S, S) or None).
+
+        Args:
+            hidden: packed tokens.
+            sequences: the batch.
+            gate: (nheads,) factor of each head's output, or None.
+            site: first of the layer's `SITES` dropout call sites.
+        """
+        names, seed = self.names, sequences.seed
+        attention_p, hidden_p, ffn_p = (
+            (self.attention_dropout_p, self.hidden_dropout_p, self.ffn_dropout_p) if self.training else (0.0, 0.0, 0.0)
+        )
+        context = attention(
+            *self._qkv(hidden),
+            sequences.cu_seqlens,
+            sequences.max_seqlen,
+            softmax_scale=self.head_dim**-0.5,
+            bias=sequences.bias,
+            gate=gate,
+            dropout_p=attention_p,
+            seed=seed,
+            offset=site,
+            return_probs=sequences.return_probs,
+        )
+        context, probs = context if sequences.return_probs else (context, None)
+        hidden = dense_norm(
+            part(self, names.attention_output), part(self, names.attention_norm),
+            context.reshape(hidden.shape), hidden, hidden_p, seed, site + 1,
+        )  # fmt: skip
+        inner = apply_linear(part(self, names.intermediate), hidden, self.activation)
+        hidden = dense_norm(
+            part(self, names.output), part(self, names.output_norm), inner, hidden, ffn_p, seed, site + 2
+        )
+        return hidden, probs
+
+    def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value, each (total, nheads, head_dim); one product with [Wq; Wk; Wv] where that is cheaper."""
+        names = self.names
+        modules = [part(self, path) for path in (names.query, names.key, names.value)]
+        shape = (x.shape[0], self.nheads, self.head_dim)
+        weights = [m.weight for m in modules] if all(is_plain(m, nn.Linear) for m in modules) else []
+        biases = [m.bias for m in modules] if weights else []
+        grad = torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights))
+        # On a CPU the three products run as fast apart, and training would copy all three weights for nothing.
+        if not weights or any(b is None for b in biases) or (grad and not x.is_cuda):
+            return tuple(apply_linear(m, x).reshape(shape) for m in modules)
+        if grad or torch.compiler.is_compiling():
+            weight, bias = torch.cat(weights), torch.cat(biases)
+        else:
+            dtype = checks.autocast_dtype(x) or weights[0].dtype
+            weight, bias = prepared.derived(
+                self, ("qkv", dtype), (*weights, *biases), lambda: (torch.cat(weights).to(dtype), torch.cat(biases).to(dtype))
+            )
+        return linear(x, weight, bias).reshape(x.shape[0], 3, *shape[1:]).unbind(1)
+
+
+def pool_first(dense: nn.Module, first: Tensor) -> Tensor:
+    """BERT's pooler: tanh(dense(first token)), (batch, hidden) -> (batch, hidden) (Devlin et al. 2018, "C")."""
+    return torch.tanh(apply_linear(dense, first))
+
+
+def relative_bias(table: nn.Module, seqlen: int, device: torch.device, positions: Tensor | None = None) -> Tensor:
+    """MPNet's bucketed relative attention bias (Raffel et al. 2019, sec. 2.1; Song et al. 2020).
+
+    Args:
+        table: embedding of 32 buckets x nheads.
+        seqlen: S.
+        positions: (batch, S) positions of the packed tokens where they are not consecutive, else None.
+
+    Returns:
+        (1 or batch, nheads, S, S).
+    """
+    if positions is None:
+        positions = torch.arange(seqlen, device=device)[None]
+    distance = positions[:, None, :] - positions[:, :, None]  # key - query
+    # half of the 32 buckets per direction: 8 exact, 8 logarithmic up to a distance of 128
+    size = distance.abs()
+    far = 8 + (torch.log(size.clamp_min(1).float() / 8) / math.log(128 / 8) * 8).long()
+    bucket = torch.where(size < 8, size, far.clamp_max(15)) + 16 * (distance > 0)
+    return table(bucket).permute(0, 3, 1, 2)

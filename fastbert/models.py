@@ -1,0 +1,446 @@
+"""BertModel and what every model shares: what goes in and out, by HuggingFace's contract.
+
+`BertModel` is the encoder of every family in `families.py`; `RobertaModel`, `DistilBertModel`, … are the same class
+under the family's name. `AutoModel.from_pretrained` chooses by `model_type`. Task heads are in `heads.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute
+
+from fastbert import checkpoint, packing, prepared
+from fastbert.config import DEFAULTS, EncoderConfig
+from fastbert.families import FAMILIES, Family
+from fastbert.inputs import Inputs, check_inputs, head_gates
+from fastbert.layers import (
+    Embeddings,
+    EncoderLayer,
+    Sequences,
+    apply_linear,
+    attach,
+    part,
+    pool_first,
+    relative_bias,
+)
+from fastbert.outputs import BaseModelOutputWithPooling
+
+
+class PreTrainedModel(nn.Module):
+    """Construction, loading, saving and the small accessors that every model shares.
+
+    Attributes:
+        config: the EncoderConfig.
+        model_type: the family the class stands for, None for any.
+        base_model_prefix: name of the encoder inside a model with a head ("bert").
+        is_base_model: the model is the encoder itself, its keys carry no prefix.
+    """
+
+    model_type: ClassVar[str | None] = None
+    is_base_model: ClassVar[bool] = False
+    task: ClassVar[str] = "Model"  # last part of HuggingFace's class name
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__()
+        if not isinstance(config, EncoderConfig):
+            if not hasattr(config, "to_dict"):
+                raise TypeError(f"config: expected an EncoderConfig, got {type(config).__name__}")
+            config = EncoderConfig.from_hf(config)
+        if self.model_type is not None and config.model_type != self.model_type:
+            raise ValueError(
+                f"config model_type: {type(self).__name__} is for {self.model_type!r}, got {config.model_type!r}; "
+                "AutoModel chooses the class by model_type"
+            )
+        self.config = config
+        self.gradient_checkpointing = False
+
+    @property
+    def family(self) -> Family:
+        """What this model's family changes against BERT."""
+        return self.config.family
+
+    @property
+    def base_model_prefix(self) -> str:
+        """Name of the encoder inside a model with a head."""
+        return self.family.prefix
+
+    @property
+    def base_model(self) -> BertModel:
+        """The encoder."""
+        return self if self.is_base_model else self._modules[self.base_model_prefix]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the parameters."""
+        return next(self.parameters()).dtype
+
+    def num_parameters(self, only_trainable: bool = False) -> int:
+        """How many numbers the parameters hold, tied ones once."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad or not only_trainable)
+
+    # -- construction and files -----------------------------------------------------------------------------------
+
+    @classmethod
+    def from_config(cls, config: EncoderConfig, **kwargs: Any) -> PreTrainedModel:
+        """A freshly initialised model; `kwargs` go to the constructor (`add_pooling_layer`)."""
+        return cls.class_for(config)(config, **kwargs)
+
+    @classmethod
+    def class_for(cls, config: EncoderConfig) -> type[PreTrainedModel]:
+        """The class that serves `config`: this one, or for an Auto class the family's."""
+        return cls
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path,
+        *,
+        config: EncoderConfig | None = None,
+        dtype: torch.dtype | str | None = "auto",
+        device: torch.device | str | None = None,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        token: str | None = None,
+        **overrides: Any,
+    ) -> PreTrainedModel:
+        """Load a HuggingFace directory, or a hub name where huggingface_hub and a network are there; in eval mode.
+
+        Args:
+            name_or_path: directory with config.json and weights (safetensors or .bin, sharded or not), or a hub name.
+            config: used instead of the directory's config.json.
+            dtype: parameters' dtype; "auto" takes the one config.json or the file states, None is float32.
+            device: where to put the model; CPU by default.
+            revision, cache_dir, local_files_only, token: for hub names.
+            overrides: config keys that stand before the file's (num_labels, hidden_dropout_prob, …), and the
+                constructor's own (add_pooling_layer).
+
+        Raises:
+            fastbert.CheckpointError: naming file, key and cause, where the weights do not fit.
+            TypeError: for an override that is no config key.
+        """
+        if "torch_dtype" in overrides:  # transformers' old spelling
+            dtype = overrides.pop("torch_dtype")
+        directory = checkpoint.resolve(
+            name_or_path, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only, token=token
+        )
+        own = {k: overrides.pop(k) for k in ("add_pooling_layer",) if k in overrides}
+        if config is None:
+            content = checkpoint.read_config(directory)
+            _check_overrides(overrides, content)
+            config = EncoderConfig.from_dict(content, **overrides)
+        elif overrides:
+            raise TypeError(f"from_pretrained: overrides {sorted(overrides)} cannot go with config=")
+        with torch.device("meta"):
+            model = cls.class_for(config)(config, **own)
+        model.to(_resolve_dtype(dtype, config, directory)).to_empty(device="cpu")
+        model.tie_weights()
+        model.load_report = checkpoint.load_weights(model, directory)
+        model.tie_weights()
+        return model.to(device if device is not None else "cpu").eval()
+
+    def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
+        """Write config.json and model.safetensors, as transformers does; an interrupted save leaves the old files."""
+        checkpoint.save(self, directory, **kwargs)
+
+    @torch.no_grad()
+    def init_weights(self, module: nn.Module | None = None) -> None:
+        """BERT's initialisation of `module` (default: all): normal(0, initializer_range), zero biases, unit norms."""
+        for child in (self if module is None else module).modules():
+            if isinstance(child, (nn.Linear, nn.Embedding)):
+                child.weight.normal_(0.0, self.config.initializer_range)
+                if isinstance(child, nn.Embedding) and child.padding_idx is not None:
+                    child.weight[child.padding_idx].zero_()
+            elif isinstance(child, nn.LayerNorm):
+                child.weight.fill_(1.0)
+            if getattr(child, "bias", None) is not None:
+                child.bias.zero_()
+
+    def post_init(self) -> None:
+        """Initialise (not on the meta device) and tie; every constructor ends with it."""
+        if self.device.type != "meta":
+            self.init_weights()
+        self.tie_weights()
+
+    def tied_weights(self) -> dict[str, str]:
+        """Tied parameter -> the parameter it shares, both by name; empty where nothing is tied."""
+        return {}
+
+    def tie_weights(self) -> None:
+        """Make the tied parameters one object again (after loading, `to_empty`, or replacing an embedding)."""
+        for target, source in self.tied_weights().items():
+            (*target_path, target_name), (*source_path, source_name) = target.split("."), source.split(".")
+            parameter = getattr(self.get_submodule(".".join(source_path)), source_name)
+            setattr(self.get_submodule(".".join(target_path)), target_name, parameter)
+
+    # -- accessors ------------------------------------------------------------------------------------------------
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The word embeddings."""
+        return self.base_model.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Replace the word embeddings; tied weights follow."""
+        self.base_model.embeddings.word_embeddings = value
+        self.tie_weights()
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None) -> None:
+        """Recompute each layer in backward instead of keeping its activations (non-reentrant, bit-equal)."""
+        if gradient_checkpointing_kwargs and gradient_checkpointing_kwargs.get("use_reentrant"):
+            raise ValueError("gradient_checkpointing_kwargs: use_reentrant=True is not supported")
+        self.base_model.gradient_checkpointing = True
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep activations again."""
+        self.base_model.gradient_checkpointing = False
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether layers are recomputed in backward."""
+        return self.base_model.gradient_checkpointing
+
+    def train(self, mode: bool = True) -> PreTrainedModel:
+        """Set training mode; what was derived from the weights is forgotten."""
+        prepared.clear(self)
+        return super().train(mode)
+
+
+def _check_overrides(overrides: dict[str, Any], content: dict[str, Any]) -> None:
+    family = FAMILIES.get(content.get("model_type"))
+    known = {*DEFAULTS, *content, "num_labels", "id2label", "label2id"}
+    if family is not None:
+        known |= {*family.aliases, *family.defaults}
+    unknown = sorted(set(overrides) - known)
+    if unknown:
+        raise TypeError(f"from_pretrained: unexpected arguments {unknown}: no argument and no config key of this model")
+
+
+def _resolve_dtype(dtype: torch.dtype | str | None, config: EncoderConfig, directory: Path) -> torch.dtype:
+    if dtype == "auto":
+        stated = config.get("dtype") or config.get("torch_dtype")
+        dtype = stated if stated is not None else checkpoint.stored_dtype(directory)
+    if dtype is None:
+        return torch.float32
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(f"dtype: expected float32, bfloat16, float16, float64, 'auto' or None, got {dtype!r}")
+    return dtype
+
+
+class BertModel(PreTrainedModel):
+    """The encoder: embeddings, layers and (where the family has one) the pooler.
+
+    Args:
+        config: an EncoderConfig, or a transformers config object.
+        add_pooling_layer: make the pooler; families without one have none either way.
+
+    Source: Devlin et al. 2018, "BERT: Pre-training of Deep Bidirectional Transformers", sec. 3.
+    """
+
+    is_base_model = True
+
+    def __init__(self, config: EncoderConfig, add_pooling_layer: bool = True):
+        super().__init__(config)
+        config, family = self.config, self.family
+        self.embeddings = Embeddings(config)
+        if family.projection and (family.projection_always or config.embedding_width != config.hidden_size):
+            attach(self, family.projection, nn.Linear(config.embedding_width, config.hidden_size))
+        elif config.embedding_width != config.hidden_size:
+            raise ValueError(
+                f"config embedding_size: {config.embedding_width} differs from hidden_size {config.hidden_size}, and "
+                f"{config.model_type} has no projection between them"
+            )
+        attach(self, family.layers, _layer_list(config))
+        if family.relative_bias:
+            attach(self, family.relative_bias, nn.Embedding(32, config.num_attention_heads))
+        if family.pooler and add_pooling_layer:
+            attach(self, family.pooler, nn.Linear(config.hidden_size, config.hidden_size))
+        self.has_pooler = bool(family.pooler) and add_pooling_layer
+        self.post_init()
+
+    def layers(self) -> list[EncoderLayer]:
+        """The layers in the order in which they run; a shared one stands there as often as it runs."""
+        stack = part(self, self.family.layers)
+        if not self.family.shared_layers:
+            return list(stack)
+        depth, groups = self.config.num_hidden_layers, self.config.num_hidden_groups
+        chosen = [stack[int(i / (depth / groups))] for i in range(depth)]
+        return [layer for group in chosen for layer in group.albert_layers]
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        *,
+        head_mask: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> BaseModelOutputWithPooling | tuple:
+        """Encode a padded batch; the padding itself is never computed.
+
+        Args:
+            input_ids: (batch, seqlen) int64 or int32; or give `inputs_embeds` (batch, seqlen, embedding size).
+            attention_mask: (batch, seqlen) bool, int or float, non-zero = keep, holes legal; or 4-D
+                (batch or 1, nheads or 1, seqlen, seqlen), bool (True = attend) or additive, used as it is.
+            token_type_ids, position_ids: (batch, seqlen); position_ids may be (1, seqlen).
+            encoder_hidden_states, encoder_attention_mask, past_key_values, use_cache: refused if given; this is no
+                decoder.
+            head_mask: (nheads,) or (layers, nheads): each head's output is multiplied by its entry.
+            output_attentions: return the probabilities of every layer, (batch, nheads, seqlen, seqlen).
+            output_hidden_states: return the embedding output and every layer's output.
+            return_dict: False gives a tuple.
+
+        Returns:
+            last_hidden_state (batch, seqlen, hidden), pooler_output (batch, hidden) or None, hidden_states, attentions.
+            Rows of masked tokens are zeros, and so are their rows and columns of the attentions. The pooler reads
+            position 0; a batch of no sequences gives empty tensors.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what was expected.
+        """
+        for name, value in (
+            ("encoder_hidden_states", encoder_hidden_states),
+            ("encoder_attention_mask", encoder_attention_mask),
+            ("past_key_values", past_key_values),
+            ("use_cache", use_cache or None),
+        ):
+            if value is not None:
+                raise ValueError(f"{name}: not supported; this is an encoder without cross attention or cache")
+        config = self.config
+        inputs = check_inputs(config, self.device, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        gates = head_gates(config, head_mask, self.device)
+        want_attentions = config.output_attentions if output_attentions is None else output_attentions
+        want_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        packed = inputs.packing
+
+        hidden, states, attentions = self._encode(inputs, gates, want_attentions, want_states)
+
+        last = packed.unpack(hidden)
+        output = BaseModelOutputWithPooling(
+            last_hidden_state=last,
+            pooler_output=pool_first(part(self, self.family.pooler), last[:, 0]) if self.has_pooler else None,
+            hidden_states=tuple([*(packed.unpack(s) for s in states), last]) if want_states else None,
+            attentions=tuple(packed.unpack_scores(p) for p in attentions) if want_attentions else None,
+        )
+        return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+    def forward_packed(
+        self,
+        input_ids: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Encode sequences that are packed already.
+
+        Args:
+            input_ids: (total,) ids of all sequences, one after another.
+            cu_seqlens: (batch + 1,) int32, where each sequence starts; the last entry is total.
+            max_seqlen: the longest length, or more.
+            token_type_ids, position_ids: (total,); by default 0, and counted from each sequence's start.
+
+        Returns:
+            (total, hidden).
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what was expected.
+        """
+        inputs = Inputs.from_packed(self.config, self.device, input_ids, cu_seqlens, max_seqlen, token_type_ids, position_ids)
+        return self._encode(inputs, None, False, False)[0]
+
+    def _encode(
+        self, inputs: Inputs, gates: Tensor | None, want_attentions: bool, want_states: bool
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Packed tokens through all layers: (last hidden, hidden states before each layer, probabilities)."""
+        packed, seed = inputs.packing, self._dropout_seed()
+        hidden = self.embeddings(
+            inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds, seed
+        )
+        if self.family.projection and self.config.embedding_width != self.config.hidden_size or self.family.projection_always:
+            hidden = apply_linear(part(self, self.family.projection), hidden)
+        sequences = Sequences(packed.cu_seqlens, packed.max_seqlen, self._bias(inputs), seed, want_attentions)
+        states, attentions = [], []
+        for i, layer in enumerate(self.layers()):
+            if want_states:
+                states.append(hidden)
+            arguments = (hidden, sequences, None if gates is None else gates[i], 1 + i * EncoderLayer.SITES)
+            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+                hidden, probs = recompute(layer, *arguments, use_reentrant=False)
+            else:
+                hidden, probs = layer(*arguments)
+            if want_attentions:
+                attentions.append(probs)
+        return hidden, states, attentions
+
+    def _dropout_seed(self) -> Tensor | None:
+        """One seed a call, from which every dropout site draws by its own offset; a device tensor, so that a replayed
+        graph draws anew."""
+        config = self.config
+        if not self.training or not (config.hidden_dropout_prob or config.attention_probs_dropout_prob):
+            return None
+        return torch.randint(2**62, (1,), dtype=torch.int64, device=self.device)
+
+    def _bias(self, inputs: Inputs) -> Tensor | None:
+        """The additive attention bias: the caller's 4-D mask, MPNet's relative bias, their sum, or None."""
+        bias, packed = inputs.bias, inputs.packing
+        if self.family.relative_bias is None or packed.max_seqlen == 0:
+            return bias
+        positions = None
+        if packed.mask is not None and (torch.compiler.is_compiling() or packing.has_holes(packed.mask)):
+            order = torch.argsort(packed.mask.logical_not().to(torch.uint8), dim=1, stable=True)
+            positions = order[:, : packed.max_seqlen]
+        table = part(self, self.family.relative_bias)
+        relative = relative_bias(table, packed.max_seqlen, self.device, positions)
+        return relative if bias is None else bias + relative
+
+
+def _layer_list(config: EncoderConfig) -> nn.ModuleList:
+    if not config.family.shared_layers:
+        return nn.ModuleList(EncoderLayer(config) for _ in range(config.num_hidden_layers))
+    groups = []
+    for _ in range(config.num_hidden_groups):
+        group = nn.Module()
+        group.albert_layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.inner_group_num))
+        groups.append(group)
+    return nn.ModuleList(groups)
+
+
+class AutoModel(BertModel):
+    """Chooses the family's class by `model_type`: `AutoModel.from_pretrained(path)`, `AutoModel.from_config(config)`."""
+
+    @classmethod
+    def class_for(cls, config: EncoderConfig) -> type[PreTrainedModel]:
+        return globals()[f"{config.family.class_prefix}Model"]
+
+
+def family_classes(base: type[PreTrainedModel], families: list[str], module: str) -> dict[str, type[PreTrainedModel]]:
+    """`base` under each family's own class name ("RobertaModel"), bound to that `model_type`."""
+    made = {}
+    for model_type in families:
+        name = FAMILIES[model_type].class_prefix + base.task
+        body = {"model_type": model_type, "__module__": module, "__qualname__": name, "__doc__": base.__doc__}
+        made[name] = type(name, (base,), body)
+    return made
+
+
+_others = [model_type for model_type in FAMILIES if model_type != "bert"]
+globals().update(family_classes(BertModel, _others, __name__))

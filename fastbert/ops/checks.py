@@ -1,0 +1,114 @@
+"""Argument checks shared by the ops. Every error names the argument, what came and what was expected."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def float_tensor(name: str, t: object, like: torch.Tensor | None = None) -> None:
+    """`t` must be a float32, bfloat16, float16 or float64 tensor, on `like`'s device if given."""
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
+    if t.dtype not in FLOATS:
+        raise TypeError(f"{name}: expected float32, bfloat16, float16 or float64, got {t.dtype}")
+    same_device(name, t, like)
+
+
+def int_tensor(name: str, t: object, like: torch.Tensor | None = None) -> None:
+    """`t` must be an int64 or int32 tensor, on `like`'s device if given."""
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
+    if t.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name}: expected int64 or int32, got {t.dtype}")
+    same_device(name, t, like)
+
+
+def same_device(name: str, t: torch.Tensor, like: torch.Tensor | None) -> None:
+    """`t` must live where `like` does."""
+    if like is not None and t.device != like.device:
+        raise ValueError(f"{name}: expected a tensor on {like.device}, got one on {t.device}")
+
+
+def shape(name: str, t: torch.Tensor, expected: tuple) -> None:
+    """`t` must have exactly this shape."""
+    if tuple(t.shape) != tuple(expected):
+        raise ValueError(f"{name}: expected shape {tuple(expected)}, got {tuple(t.shape)}")
+
+
+def dropout(dropout_p: float, seed: torch.Tensor | None, offset: int, like: torch.Tensor) -> torch.Tensor | None:
+    """Check the dropout arguments; returns the seed, or None where nothing is dropped."""
+    if not isinstance(dropout_p, (int, float)) or not 0.0 <= dropout_p < 1.0:  # NaN fails both comparisons
+        raise ValueError(f"dropout_p: expected a probability in [0, 1), got {dropout_p!r}")
+    if dropout_p == 0.0:
+        return None
+    if seed is None:
+        raise ValueError("seed: dropout_p > 0 needs an int64 tensor of one element, got None")
+    if not isinstance(seed, torch.Tensor) or seed.dtype != torch.int64 or seed.numel() != 1:
+        got = f"{seed.dtype} {tuple(seed.shape)}" if isinstance(seed, torch.Tensor) else type(seed).__name__
+        raise ValueError(f"seed: expected an int64 tensor of one element, got {got}")
+    same_device("seed", seed, like)
+    if not isinstance(offset, (int, torch.SymInt)) or not 0 <= offset < 2**32:
+        raise ValueError(f"offset: expected an integer in [0, 2**32), got {offset!r}")
+    return seed.reshape(1)
+
+
+def eps(value: float) -> float:
+    """`eps` of a norm must be a finite number >= 0."""
+    if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"eps: expected a finite number >= 0, got {value!r}")
+    return float(value)
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The autocast dtype in force on `x`'s device, or None."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return None
+
+
+def compute_dtype(t: torch.Tensor) -> torch.dtype:
+    """float64 for float64 tensors, else float32: what the reference and all statistics are computed in."""
+    return torch.float64 if t.dtype == torch.float64 else torch.float32
+
+
+def under_autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """The tensors in the autocast dtype where autocast is on, as PyTorch does it: float64 stays as it is."""
+    dtype = autocast_dtype(tensors[0])
+    if dtype is None:
+        return tensors
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+
+
+def same_dtype(name: str, t: torch.Tensor, other: str, like: torch.Tensor) -> None:
+    """`t` must have the dtype of `like`, which is the argument called `other`."""
+    if t.dtype != like.dtype:
+        raise TypeError(f"{name}: expected {other}'s dtype {like.dtype}, got {t.dtype}")
+
+
+def rows(t: torch.Tensor) -> torch.Tensor:
+    """The 2-D view (rows, last dimension) of `t`, copied only where the last dimension has gaps."""
+    if t.dim() != 2:
+        t = t.reshape(-1, t.shape[-1])
+    return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
+
+
+def norm_vector(vector: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """A norm's parameter as the backends take it: in `dtype` or float32 (float64 with float64), contiguous."""
+    if vector is None:
+        return None
+    if vector.dtype not in (dtype, torch.float32) or dtype == torch.float64:
+        vector = vector.to(dtype if dtype == torch.float64 else torch.float32)
+    return vector.contiguous()
+
+
+def ids_in_range(name: str, what: str, ids: torch.Tensor, size: int, table: str) -> None:
+    """Every id must index a table of `size` rows. Looks at CPU tensors only: elsewhere it would cost a sync."""
+    if ids.device.type != "cpu" or ids.numel() == 0 or torch.compiler.is_compiling():
+        return
+    low, high = (value.item() for value in torch.aminmax(ids))
+    if low < 0 or high >= size:
+        raise ValueError(f"{name}: {what} {low if low < 0 else high} is out of range for {table} of {size}")

@@ -1,0 +1,356 @@
+r"""The encoder's input: word, position and segment embeddings summed, LayerNorm, dropout.
+
+Forward, per token, in float32 (float64 for float64 tables):
+
+    z = word[id] (or inputs_embeds) + position[pos] + segment[type]
+    mean = Σ z / hidden,  var = Σ (z - mean)² / hidden,  rstd = 1 / sqrt(var + eps)
+    y = dropout((z - mean) * rstd * ln_weight + ln_bias)
+
+Backward, with dn = dropout'(dy), x_hat = (z - mean) * rstd and g = dn * ln_weight:
+
+    dz = rstd * (g - mean(g) - x_hat * mean(g * x_hat))
+    dword[v] = Σ dz over the tokens with id v (0 in row padding_idx),  dposition, dsegment likewise
+    dinputs_embeds = dz,  dln_weight = Σ_tokens dn * x_hat,  dln_bias = Σ_tokens dn
+
+Dropout comes after the norm. Its bits: `fastbert.ops.dropout`, plane 0, row = index of the token, col = column. The
+tables' gradients are summed in float32 in an order that is fixed: repeats are bit-equal.
+
+Source: Devlin et al. 2018, "BERT", fig. 2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastbert import dispatch
+from fastbert.ops import checks
+from fastbert.ops.layer_norm import layer_norm_ref
+
+
+def embedding_ref(
+    input_ids: Tensor | None,
+    word: Tensor | None,
+    ln_weight: Tensor,
+    ln_bias: Tensor,
+    position_ids: Tensor | None = None,
+    position: Tensor | None = None,
+    token_type_ids: Tensor | None = None,
+    segment: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    padding_idx: int | None = None,
+    eps: float = 1e-12,
+    dropout_p: float = 0.0,
+    keep_mask: Tensor | None = None,
+) -> Tensor:
+    """Plain PyTorch, differentiable by autograd; computes in float64 for float64 tables, else in float32.
+
+    `keep_mask` (the shape of the output, bool) says which elements dropout keeps; None keeps all.
+    """
+    source = word if inputs_embeds is None else inputs_embeds
+    compute = checks.compute_dtype(source)
+    if inputs_embeds is None:
+        z = torch.nn.functional.embedding(input_ids, word.to(compute), padding_idx)
+    else:
+        z = inputs_embeds.to(compute)
+    if position is not None:
+        z = z + position.to(compute)[position_ids]
+    if segment is not None:
+        z = z + segment.to(compute)[token_type_ids]
+    y = layer_norm_ref(z, ln_weight, ln_bias, eps=eps)
+    if keep_mask is not None:
+        y = y * keep_mask / (1.0 - dropout_p)
+    return y.to(source.dtype)
+
+
+# --- custom ops: what torch.compile sees ------------------------------------------------------------------------
+
+
+@torch.library.custom_op("fastbert::embedding_fwd", mutates_args=())
+def embedding_fwd(
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    word: Tensor | None,
+    position_ids: Tensor | None,
+    position: Tensor | None,
+    token_type_ids: Tensor | None,
+    segment: Tensor | None,
+    ln_weight: Tensor,
+    ln_bias: Tensor,
+    padding_idx: int,
+    eps: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    offset: int,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(y, z, mean, rstd) for flat ids; z, mean, rstd are empty where not saved. `padding_idx` < 0 is none."""
+    return _launch_fwd(
+        input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment, ln_weight, ln_bias,
+        padding_idx, eps, dropout_p, seed, offset, save,
+    )  # fmt: skip
+
+
+def _launch_fwd(input_ids, inputs_embeds, word, *args):
+    """The backend's forward; it does not see `padding_idx`, which matters to backward alone."""
+    key = word if inputs_embeds is None else inputs_embeds
+    return dispatch.call("embedding_fwd", key, input_ids, inputs_embeds, word, *args[:6], *args[7:])
+
+
+@embedding_fwd.register_fake
+def _(
+    input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment, ln_weight, ln_bias,
+    padding_idx, eps, dropout_p, seed, offset, save,
+):  # fmt: skip
+    source = word if inputs_embeds is None else inputs_embeds
+    rows = input_ids.shape[0] if inputs_embeds is None else inputs_embeds.shape[0]
+    stats = checks.compute_dtype(source)
+    return (
+        source.new_empty((rows, source.shape[1])),
+        source.new_empty((rows, source.shape[1]) if save else (0,)),
+        source.new_empty((rows if save else 0,), dtype=stats),
+        source.new_empty((rows if save else 0,), dtype=stats),
+    )
+
+
+@torch.library.custom_op("fastbert::embedding_bwd", mutates_args=())
+def embedding_bwd(
+    dy: Tensor,
+    z: Tensor,
+    ln_weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    input_ids: Tensor | None,
+    position_ids: Tensor | None,
+    token_type_ids: Tensor | None,
+    word_rows: int,
+    position_rows: int,
+    segment_rows: int,
+    padding_idx: int,
+    dropout_p: float,
+    seed: Tensor | None,
+    offset: int,
+    need_dinputs_embeds: bool,
+    need_dln: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dword, dposition, dsegment, dinputs_embeds, dln_weight, dln_bias).
+
+    `word_rows`, `position_rows` and `segment_rows` are the tables' sizes, and 0 where the gradient is not needed. What
+    is not needed is empty, of shape (0,). dln_weight and dln_bias are float32 (float64), the others have dy's dtype.
+    """
+    return dispatch.call(
+        "embedding_bwd",
+        dy,
+        dy, z, ln_weight, mean, rstd, input_ids, position_ids, token_type_ids, word_rows, position_rows,
+        segment_rows, padding_idx, dropout_p, seed, offset, need_dinputs_embeds, need_dln,
+    )  # fmt: skip
+
+
+@embedding_bwd.register_fake
+def _(
+    dy, z, ln_weight, mean, rstd, input_ids, position_ids, token_type_ids, word_rows, position_rows,
+    segment_rows, padding_idx, dropout_p, seed, offset, need_dinputs_embeds, need_dln,
+):  # fmt: skip
+    rows, hidden = dy.shape
+    sizes = (word_rows, position_rows, segment_rows, rows if need_dinputs_embeds else 0)
+    wanted = (word_rows > 0, position_rows > 0, segment_rows > 0, need_dinputs_embeds)
+    tables = (dy.new_empty((n, hidden) if want else (0,)) for n, want in zip(sizes, wanted, strict=True))
+    return *tables, *(mean.new_empty((hidden if need_dln else 0,)) for _ in range(2))
+
+
+# --- autograd: one setup and one backward for eager and for the compiled op ----------------------------------------
+
+
+def _setup_context(ctx, inputs, output):
+    input_ids, _, word, position_ids, position, token_type_ids, segment, ln_weight, ln_bias = inputs[:9]
+    padding_idx, _eps, dropout_p, seed, offset, _save = inputs[9:]
+    _y, z, mean, rstd = output
+    need = ctx.needs_input_grad
+    ctx.save_for_backward(
+        z, ln_weight, mean, rstd, seed,
+        input_ids if need[2] else None,
+        position_ids if need[4] else None,
+        token_type_ids if need[6] else None,
+    )  # fmt: skip
+    ctx.set_materialize_grads(False)
+    ctx.table_rows = [
+        table.shape[0] if n else 0
+        for table, n in ((word, need[2]), (position, need[4]), (segment, need[6]))
+    ]
+    ctx.padding_idx, ctx.dropout_p, ctx.offset = padding_idx, dropout_p, offset
+    ctx.ln_bias_dtype = ln_bias.dtype
+
+
+def _backward(launch, ctx, dy):
+    if dy is None:
+        return (None,) * 15
+    z, ln_weight, mean, rstd, seed, *ids = ctx.saved_tensors
+    need = ctx.needs_input_grad
+    dword, dposition, dsegment, dinputs_embeds, dln_weight, dln_bias = launch(
+        dy.contiguous(), z, ln_weight, mean, rstd, *ids, *ctx.table_rows,
+        ctx.padding_idx, ctx.dropout_p, seed, ctx.offset, need[1], need[7] or need[8],
+    )  # fmt: skip
+    return (
+        None,
+        dinputs_embeds if need[1] else None,
+        dword if need[2] else None,
+        None,
+        dposition if need[4] else None,
+        None,
+        dsegment if need[6] else None,
+        dln_weight.to(ln_weight.dtype) if need[7] else None,
+        dln_bias.to(ctx.ln_bias_dtype) if need[8] else None,
+        None, None, None, None, None, None,
+    )  # fmt: skip
+
+
+class EmbeddingFunction(torch.autograd.Function):
+    """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
+
+    @staticmethod
+    def forward(ctx, *inputs):  # a setup_context of its own would cost an inspect.signature at every call
+        output = _launch_fwd(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return _backward(lambda *args: dispatch.call("embedding_bwd", args[0], *args), ctx, dy)
+
+
+embedding_fwd.register_autograd(
+    lambda ctx, dy, *_: _backward(embedding_bwd, ctx, dy), setup_context=_setup_context
+)
+
+
+# --- public function -----------------------------------------------------------------------------------------------
+
+
+def embedding(
+    input_ids: Tensor | None,
+    word: Tensor | None,
+    ln_weight: Tensor,
+    ln_bias: Tensor,
+    *,
+    position_ids: Tensor | None = None,
+    position: Tensor | None = None,
+    token_type_ids: Tensor | None = None,
+    segment: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    padding_idx: int | None = None,
+    eps: float = 1e-12,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    offset: int = 0,
+) -> Tensor:
+    """dropout(LayerNorm(word[input_ids] + position[position_ids] + segment[token_type_ids])).
+
+    Ids of CPU tensors are checked against their tables; on other devices that would stop the device, so that the
+    caller must have checked them.
+
+    Args:
+        input_ids: (...,) int64 or int32, or None with `inputs_embeds`.
+        word: (vocab, hidden). Not read, and may be None, where `inputs_embeds` is given.
+        ln_weight: (hidden,); its dtype may differ from the tables'.
+        ln_bias: (hidden,).
+        position_ids: ids of a shape that broadcasts to the tokens'; None without `position`.
+        position: (positions, hidden) of the word table's dtype, or None.
+        token_type_ids: as `position_ids`; None without `segment`.
+        segment: (types, hidden) of the word table's dtype, or None.
+        inputs_embeds: (..., hidden) in place of `input_ids`, of the tables' dtype.
+        padding_idx: row of `word` that gets no gradient, or None; a negative one counts from the end.
+        eps: added to the variance, >= 0.
+        dropout_p: probability of dropping an element of the normalised sum, in [0, 1).
+        seed: int64 tensor of one element on the tables' device; needed where dropout_p > 0.
+        offset: the call site, in [0, 2**32).
+
+    Returns:
+        (..., hidden) in the tables' dtype; under autocast, promoted with the norm's, as PyTorch's norms are.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what was expected, ids out of range included.
+
+    Source: Devlin et al. 2018, "BERT", fig. 2.
+    """
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("input_ids, inputs_embeds: expected exactly one of the two, got " + (
+            "neither" if input_ids is None else "both"
+        ))  # fmt: skip
+    if inputs_embeds is None:
+        source, shape, padding_idx = _check_words(input_ids, word, padding_idx)
+        input_ids, word = _flat_ids(input_ids, shape), checks.rows(word)
+    else:
+        checks.float_tensor("inputs_embeds", inputs_embeds)
+        if inputs_embeds.dim() == 0 or inputs_embeds.shape[-1] == 0:
+            raise ValueError(
+                f"inputs_embeds: expected shape (..., hidden), hidden >= 1, got {tuple(inputs_embeds.shape)}"
+            )
+        source, shape, word, padding_idx = inputs_embeds, inputs_embeds.shape[:-1], None, -1
+        inputs_embeds = checks.rows(inputs_embeds)
+    hidden = source.shape[-1]
+    position_ids, position = _check_table("position", position, "position_ids", position_ids, source, shape)
+    token_type_ids, segment = _check_table(
+        "segment", segment, "token_type_ids", token_type_ids, source, shape
+    )
+    for name, vector in (("ln_weight", ln_weight), ("ln_bias", ln_bias)):
+        checks.float_tensor(name, vector, source)
+        checks.shape(name, vector, (hidden,))
+    eps = checks.eps(eps)
+    seed = checks.dropout(dropout_p, seed, offset, source)
+    promoted = source.dtype
+    if checks.autocast_dtype(source) is not None:
+        promoted = torch.promote_types(promoted, ln_weight.dtype)
+    ln_weight, ln_bias = (checks.norm_vector(v, source.dtype) for v in (ln_weight, ln_bias))
+
+    trainable = (inputs_embeds, word, position, segment, ln_weight, ln_bias)
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trainable)
+    args = (
+        input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment, ln_weight, ln_bias,
+        padding_idx, eps, float(dropout_p), seed, offset, save,
+    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        y = embedding_fwd(*args)[0]
+    elif save:
+        y = EmbeddingFunction.apply(*args)
+    else:
+        y = _launch_fwd(*args)[0]
+    return y.view(*shape, hidden).to(promoted)
+
+
+def _check_words(input_ids: Tensor, word: Tensor | None, padding_idx: int | None):
+    checks.float_tensor("word", word)
+    if word.dim() != 2 or 0 in word.shape:
+        raise ValueError(f"word: expected shape (vocab, hidden), got {tuple(word.shape)}")
+    vocab = word.shape[0]
+    checks.int_tensor("input_ids", input_ids, word)
+    checks.ids_in_range("input_ids", "token id", input_ids, vocab, "a vocabulary")
+    if padding_idx is None:
+        return word, input_ids.shape, -1
+    if not isinstance(padding_idx, int) or not -vocab <= padding_idx < vocab:
+        raise ValueError(f"padding_idx: expected an integer in [{-vocab}, {vocab}), got {padding_idx!r}")
+    return word, input_ids.shape, padding_idx % vocab
+
+
+def _check_table(name: str, table: Tensor | None, ids_name: str, ids: Tensor | None, like: Tensor, shape):
+    if table is None and ids is None:
+        return None, None
+    if table is None or ids is None:
+        given, missing = (ids_name, name) if table is None else (name, ids_name)
+        raise ValueError(f"{missing}: expected a tensor, because {given} is given, got None")
+    checks.float_tensor(name, table, like)
+    if table.dim() != 2 or table.shape[0] == 0 or table.shape[1] != like.shape[-1]:
+        raise ValueError(f"{name}: expected shape (rows, {like.shape[-1]}), got {tuple(table.shape)}")
+    checks.same_dtype(name, table, "the word embeddings", like)
+    checks.int_tensor(ids_name, ids, like)
+    if ids.dim() > len(shape) or any(
+        n not in (1, m) for n, m in zip(reversed(ids.shape), reversed(shape), strict=False)
+    ):
+        raise ValueError(f"{ids_name}: expected a shape that broadcasts to {tuple(shape)}, got {tuple(ids.shape)}")
+    checks.ids_in_range(ids_name, "id", ids, table.shape[0], f"a {name} table")
+    return _flat_ids(ids, shape), checks.rows(table)
+
+
+def _flat_ids(ids: Tensor, shape) -> Tensor:
+    return ids.to(torch.int64).expand(shape).reshape(-1)

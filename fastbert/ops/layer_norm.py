@@ -1,0 +1,254 @@
+r"""LayerNorm with the residual sum, the bias of the linear before it and dropout in the same pass.
+
+Forward, per row of `hidden` elements, in float32 (float64 for float64 input):
+
+    z = residual + dropout(x + x_bias)
+    mean = Σ z / hidden,  var = Σ (z - mean)² / hidden,  rstd = 1 / sqrt(var + eps)
+    y = (z - mean) * rstd * weight + bias
+
+Backward, with x_hat = (z - mean) * rstd and g = dy * weight:
+
+    dz = rstd * (g - mean(g) - x_hat * mean(g * x_hat))
+    dresidual = dz,  dx = dropout'(dz),  dx_bias = Σ_rows dx
+    dweight = Σ_rows dy * x_hat,  dbias = Σ_rows dy
+
+`z` is rounded to the storage dtype only to be saved for backward; the statistics come from the unrounded sum.
+`residual`, `x_bias` and `bias` are optional. Dropout bits: `fastbert.ops.dropout`, plane 0, row and column of `x`.
+
+Source: Ba, Kiros, Hinton 2016, "Layer Normalization", eq. 4; post-norm residual of Vaswani et al. 2017, sec. 3.1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastbert import dispatch
+from fastbert.ops import checks
+
+
+def layer_norm_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    x_bias: Tensor | None = None,
+    eps: float = 1e-12,
+    dropout_p: float = 0.0,
+    keep_mask: Tensor | None = None,
+) -> Tensor:
+    """Plain PyTorch, differentiable by autograd; computes in float64 for float64 `x`, else in float32.
+
+    `keep_mask` (the shape of `x`, bool) says which elements dropout keeps; None keeps all.
+    """
+    compute = checks.compute_dtype(x)
+    z = x.to(compute)
+    if x_bias is not None:
+        z = z + x_bias.to(compute)
+    if keep_mask is not None:
+        z = z * keep_mask / (1.0 - dropout_p)
+    if residual is not None:
+        z = z + residual.to(compute)
+    centred = z - z.mean(-1, keepdim=True)
+    rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    y = centred * rstd * weight.to(compute)
+    if bias is not None:
+        y = y + bias.to(compute)
+    return y.to(x.dtype)
+
+
+# --- custom ops: what torch.compile sees ------------------------------------------------------------------------
+
+
+@torch.library.custom_op("fastbert::layer_norm_fwd", mutates_args=())
+def layer_norm_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    x_bias: Tensor | None,
+    eps: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    offset: int,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(y, z, mean, rstd) for 2-D `x`; z, mean, rstd are empty where not saved (see the module)."""
+    return dispatch.call(
+        "layer_norm_fwd", x, x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, save
+    )
+
+
+@layer_norm_fwd.register_fake
+def _(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, save):
+    stats = checks.compute_dtype(x)
+    sums = residual is not None or x_bias is not None or dropout_p > 0
+    rows = x.shape[0] if save else 0
+    return (
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        x.new_empty(x.shape if save and sums else (0,)),
+        x.new_empty((rows,), dtype=stats),
+        x.new_empty((rows,), dtype=stats),
+    )
+
+
+@torch.library.custom_op("fastbert::layer_norm_bwd", mutates_args=())
+def layer_norm_bwd(
+    dy: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    dropout_p: float,
+    seed: Tensor | None,
+    offset: int,
+    need_dweight: bool,
+    need_dxbias: bool,
+    has_residual: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(dx, dresidual, dweight, dbias, dx_bias); dresidual is empty where it equals dx, sums where not needed."""
+    return dispatch.call(
+        "layer_norm_bwd",
+        dy,
+        dy, z, weight, mean, rstd, dropout_p, seed, offset, need_dweight, need_dxbias, has_residual,
+    )  # fmt: skip
+
+
+@layer_norm_bwd.register_fake
+def _(dy, z, weight, mean, rstd, dropout_p, seed, offset, need_dweight, need_dxbias, has_residual):
+    hidden = z.shape[1]
+    return (
+        torch.empty_like(z, memory_format=torch.contiguous_format),
+        z.new_empty(z.shape if has_residual and dropout_p > 0 else (0,)),
+        mean.new_empty((hidden if need_dweight else 0,)),
+        mean.new_empty((hidden if need_dweight else 0,)),
+        mean.new_empty((hidden if need_dxbias else 0,)),
+    )
+
+
+# --- autograd: one setup and one backward for eager and for the compiled op ----------------------------------------
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, bias, residual, x_bias, _eps, dropout_p, seed, offset, _save = inputs
+    _y, z, mean, rstd = output
+    summed = residual is not None or x_bias is not None or dropout_p > 0
+    ctx.save_for_backward(z if summed else x, weight, mean, rstd, seed)
+    ctx.set_materialize_grads(False)
+    ctx.dropout_p, ctx.offset = dropout_p, offset
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.x_bias_dtype = None if x_bias is None else x_bias.dtype
+    ctx.has_residual = residual is not None
+
+
+def _backward(launch, ctx, dy):
+    z, weight, mean, rstd, seed = ctx.saved_tensors
+    if dy is None:
+        return (None,) * 10
+    need = ctx.needs_input_grad
+    need_dweight = need[1] or need[2]
+    dx, dresidual, dweight, dbias, dx_bias = launch(
+        dy.contiguous(), z, weight, mean, rstd, ctx.dropout_p, seed, ctx.offset, need_dweight, need[4], ctx.has_residual
+    )
+    if ctx.has_residual and ctx.dropout_p == 0:
+        dresidual = dx
+    return (
+        dx if need[0] else None,
+        dweight.to(weight.dtype) if need[1] else None,
+        dbias.to(ctx.bias_dtype) if need[2] else None,
+        dresidual if need[3] else None,
+        dx_bias.to(ctx.x_bias_dtype) if need[4] else None,
+        None, None, None, None, None,
+    )  # fmt: skip
+
+
+class LayerNormFunction(torch.autograd.Function):
+    """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
+
+    @staticmethod
+    def forward(ctx, *inputs):  # a setup_context of its own would cost an inspect.signature at every call
+        output = dispatch.call("layer_norm_fwd", inputs[0], *inputs)
+        _setup_context(ctx, inputs, output)
+        return output[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return _backward(lambda *args: dispatch.call("layer_norm_bwd", args[0], *args), ctx, dy)
+
+
+layer_norm_fwd.register_autograd(
+    lambda ctx, dy, *_: _backward(layer_norm_bwd, ctx, dy), setup_context=_setup_context
+)
+
+
+# --- public function -----------------------------------------------------------------------------------------------
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    x_bias: Tensor | None = None,
+    eps: float = 1e-12,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    offset: int = 0,
+) -> Tensor:
+    """LayerNorm(residual + dropout(x + x_bias)) over the last dimension, in one pass.
+
+    Args:
+        x: (..., hidden), float32, bfloat16, float16 or float64.
+        weight: (hidden,), gamma; its dtype may differ from `x`'s (float32 parameters, half-precision activations).
+        bias: (hidden,) beta, or None.
+        residual: the shape of `x`, or None. Where its dtype differs, both are promoted, as PyTorch's `+` does.
+        x_bias: (hidden,) bias of the linear layer that made `x`, or None.
+        eps: added to the variance, >= 0.
+        dropout_p: probability of dropping an element of `x + x_bias`, in [0, 1).
+        seed: int64 tensor of one element on `x`'s device; needed where dropout_p > 0.
+        offset: the call site, in [0, 2**32): two sites with one seed need two offsets.
+
+    Returns:
+        y of the shape of `x`. An input of no rows gives an output of no rows.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what was expected.
+
+    Source: Ba, Kiros, Hinton 2016, "Layer Normalization".
+    """
+    checks.float_tensor("x", x)
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x: expected shape (..., hidden) with hidden >= 1, got {tuple(x.shape)}")
+    hidden = x.shape[-1]
+    for name, vector in (("weight", weight), ("bias", bias), ("x_bias", x_bias)):
+        if vector is not None or name == "weight":
+            checks.float_tensor(name, vector, x)
+            checks.shape(name, vector, (hidden,))
+    if residual is not None:
+        checks.float_tensor("residual", residual, x)
+        checks.shape("residual", residual, x.shape)
+        if residual.dtype != x.dtype:
+            promoted = torch.promote_types(x.dtype, residual.dtype)
+            x, residual = x.to(promoted), residual.to(promoted)
+    elif checks.autocast_dtype(x) is not None:  # as PyTorch: norms give the parameters' precision under autocast
+        x = x.to(torch.promote_types(x.dtype, weight.dtype))
+    eps = checks.eps(eps)
+    seed = checks.dropout(dropout_p, seed, offset, x)
+    weight, bias, x_bias = (checks.norm_vector(v, x.dtype) for v in (weight, bias, x_bias))
+
+    shape = x.shape
+    x = checks.rows(x)
+    residual = None if residual is None else checks.rows(residual)
+    tensors = (x, weight, bias, residual, x_bias)
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    args = (*tensors, eps, float(dropout_p), seed, offset, save)
+    if torch.compiler.is_compiling():
+        y = layer_norm_fwd(*args)[0]
+    elif save:
+        y = LayerNormFunction.apply(*args)
+    else:
+        y = dispatch.call("layer_norm_fwd", x, *args)[0]
+    return y if len(shape) == 2 else y.view(shape)

@@ -1,0 +1,133 @@
+"""Padded batch <-> packed tokens.
+
+A batch (batch, seqlen) with a mask is packed once per model call: the kept tokens of all sequences lie one after
+another in `[total, …]`, sequence b at rows `cu_seqlens[b]` to `cu_seqlens[b + 1]`. Any 2-D mask is legal, holes and
+left padding included: the kept tokens are gathered in order.
+
+Under `torch.compile` the number of kept tokens is not known without a host synchronisation. There the packed layout has
+room for all batch x seqlen tokens: kept ones first, the rest behind `cu_seqlens[-1]`, where attention neither reads nor
+writes and from where nothing returns to the padded output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fastbert.ops.padding import pack, unpack
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the tokens of a padded batch lie in the packed layout.
+
+    Attributes:
+        batch, seqlen: shape of the padded batch.
+        cu_seqlens: (batch + 1,) int32, start of each sequence in the packed layout.
+        max_seqlen: an upper bound of the sequence lengths (the longest, where it is known on the host).
+        indices: (rows,) int64, flat position in the padded batch of each packed row; None where all tokens are kept.
+        mask: (batch, seqlen) bool, None where all tokens are kept.
+        capacity: the layout has a row for every padded position (see the module).
+    """
+
+    batch: int
+    seqlen: int
+    cu_seqlens: Tensor
+    max_seqlen: int
+    indices: Tensor | None = None
+    mask: Tensor | None = None
+    capacity: bool = False
+
+    def pack(self, x: Tensor) -> Tensor:
+        """(batch, seqlen, …) -> (rows, …)."""
+        if self.indices is None:
+            return x.reshape(self.batch * self.seqlen, *x.shape[2:])
+        if self.capacity:
+            return x.reshape(self.batch * self.seqlen, *x.shape[2:]).index_select(0, self.indices)
+        return pack(x, self.indices)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """(rows, …) -> (batch, seqlen, …), zeros where no token is kept."""
+        if self.indices is None:
+            return x.reshape(self.batch, self.seqlen, *x.shape[1:])
+        if self.capacity:
+            where = torch.empty_like(self.indices)
+            where = where.scatter(0, self.indices, torch.arange(where.shape[0], device=where.device))
+            padded = x.index_select(0, where).reshape(self.batch, self.seqlen, *x.shape[1:])
+            keep = self.mask.reshape(self.batch, self.seqlen, *(1,) * (x.dim() - 1))
+            return torch.where(keep, padded, torch.zeros((), dtype=x.dtype, device=x.device))
+        return unpack(x, self.indices, self.batch, self.seqlen)
+
+    def first_rows(self, x: Tensor) -> Tensor:
+        """(rows, hidden) -> (batch, hidden): the token at padded position 0 of each sequence, zeros if masked."""
+        if self.indices is None:
+            return x.reshape(self.batch, self.seqlen, -1)[:, 0]
+        starts = self.cu_seqlens[:-1].long().clamp_max(max(x.shape[0] - 1, 0))
+        if x.shape[0] == 0:
+            return x.new_zeros(self.batch, x.shape[1])
+        return torch.where(self.mask[:, :1], x.index_select(0, starts), torch.zeros((), dtype=x.dtype, device=x.device))
+
+    @cached_property
+    def ranks(self) -> Tensor:
+        """(batch, seqlen) int64: how many kept tokens of its sequence stand before each padded position."""
+        return self.mask.long().cumsum(1) - self.mask.long()
+
+    def unpack_scores(self, scores: Tensor) -> Tensor:
+        """(batch, nheads, max_seqlen, max_seqlen) over packed positions -> (batch, nheads, seqlen, seqlen) over padded."""
+        if self.indices is None:
+            return scores
+        ranks = self.ranks.clamp_max(max(scores.shape[-1] - 1, 0))
+        batch = torch.arange(self.batch, device=scores.device)[:, None, None]
+        if scores.shape[-1] == 0:
+            return scores.new_zeros(self.batch, scores.shape[1], self.seqlen, self.seqlen)
+        padded = scores.permute(0, 2, 3, 1)[batch, ranks[:, :, None], ranks[:, None, :]].permute(0, 3, 1, 2)
+        keep = (self.mask[:, :, None] & self.mask[:, None, :])[:, None]
+        return torch.where(keep, padded, torch.zeros((), dtype=scores.dtype, device=scores.device))
+
+
+def dense(batch: int, seqlen: int, device: torch.device) -> Packing:
+    """The packing of a batch in which every token is kept."""
+    cu_seqlens = torch.arange(batch + 1, device=device, dtype=torch.int32) * seqlen
+    return Packing(batch, seqlen, cu_seqlens, seqlen)
+
+
+def from_mask(mask: Tensor, lengths: list[int] | None = None) -> Packing:
+    """The packing of a batch with a mask.
+
+    Args:
+        mask: (batch, seqlen) bool, True = keep.
+        lengths: kept tokens of each sequence, when the host knows them already; read back (one synchronisation on a
+            GPU) otherwise. Not needed and not used under `torch.compile`.
+    """
+    batch, seqlen = mask.shape
+    counts = mask.sum(1, dtype=torch.int32)
+    cu_seqlens = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    if torch.compiler.is_compiling():
+        order = torch.argsort(mask.reshape(-1).logical_not().to(torch.uint8), stable=True)
+        return Packing(batch, seqlen, cu_seqlens, seqlen, order, mask, capacity=True)
+    if lengths is None:
+        lengths = counts.tolist()
+    total = sum(lengths)
+    if total == batch * seqlen:
+        return dense(batch, seqlen, mask.device)
+    indices = torch.nonzero_static(mask.reshape(-1), size=total).squeeze(1)
+    return Packing(batch, seqlen, cu_seqlens, max(lengths, default=0), indices, mask)
+
+
+def positions_of(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """(sequence number, position within the sequence) of each packed row, both (total,) int64."""
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+    sequence = torch.repeat_interleave(
+        torch.arange(lengths.shape[0], device=cu_seqlens.device), lengths, output_size=total
+    )
+    return sequence, torch.arange(total, device=cu_seqlens.device) - cu_seqlens[:-1].long()[sequence]
+
+
+def has_holes(mask: Tensor) -> bool:
+    """Whether some sequence's kept tokens are not consecutive (one synchronisation on a GPU)."""
+    starts = mask[:, 1:] & ~mask[:, :-1]
+    runs = starts.sum(1) + mask[:, 0]
+    return bool((runs > 1).any())
