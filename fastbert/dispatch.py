@@ -1,11 +1,12 @@
 """Which backend serves which op.
 
-One literal table, `device -> op -> backends, best first`. `reference` closes every list. A backend that is not
-installed, does not run on the device or does not store the dtype is passed over; `explain()` says why.
+One literal table, `device -> op -> backends, best first`. `reference` closes every list. A backend that is
+not installed, does not run on the device or does not store the dtype is passed over; `explain()` says why.
 
-A hand-written GPU kernel (`triton`, `cuda`) serves only after a self-check on the user's own device: a few tiny
-`testing.Case`s of its op against the reference, once per process, op, dtype and device. A failure drops the backend
-for that op with one warning. `use_backend` pins a backend and skips the check; a pinned gap raises.
+A hand-written GPU kernel (`triton`, `cuda`) serves only after a self-check on the user's own device: a few
+tiny `testing.Case`s of its op against the reference, once per process, op, dtype and device. A failure drops
+the backend for that op with one warning. `use_backend` pins a backend and skips the check; a pinned gap
+raises.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 
 OPS = ("attention", "cross_entropy", "embedding", "layer_norm", "linear", "padding")
 
-# Order within a line is by measurement, or by count of bytes moved where no results row exists yet (see README).
+# Order within a line is by measurement, or by count of bytes where no results row exists yet (see README).
 # `cuda` (CUDA C++) is absent until a row in bench/results proves it on a device of that compute capability.
 TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {
@@ -52,7 +53,7 @@ class BackendError(RuntimeError):
 
 @dataclass(frozen=True)
 class Choice:
-    """One line of `explain()`: the backend that serves `op` for `dtype` on `device`, and why not the better ones."""
+    """One line of `explain()`: the backend that serves `op` for `dtype` on `device`, and why no other."""
 
     op: str
     device: str
@@ -61,7 +62,9 @@ class Choice:
     why: str
 
 
-_pins: dict[str, str] = {}  # op -> backend; process-wide, because autograd runs backward in threads of its own
+_pins: dict[
+    str, str
+] = {}  # op -> backend; process-wide, because autograd runs backward in threads of its own
 _resolved: dict[tuple[str, torch.device, torch.dtype], Callable] = {}
 _verdicts: dict[tuple[str, str, str, int | None, torch.dtype], str | None] = {}
 _lock = threading.RLock()
@@ -79,7 +82,9 @@ def backends_for(op: str, device: str) -> tuple[str, ...]:
     return tuple(name for name in BACKENDS if gap(name, op, device, None) is None)
 
 
-def gap(name: str, op: str, device: str, dtype: torch.dtype | None, function: str | None = None) -> str | None:
+def gap(
+    name: str, op: str, device: str, dtype: torch.dtype | None, function: str | None = None
+) -> str | None:
     """Why backend `name` cannot run `op` on `device` for `dtype` (None = any); None if it can."""
     module = backend_module(name)
     if op not in module.DTYPES:
@@ -128,7 +133,8 @@ def _resolve(function: str, device: torch.device, dtype: torch.dtype) -> Callabl
                 others = [b for b in BACKENDS if gap(b, op, device.type, dtype, function) is None]
                 raise BackendError(
                     f"use_backend({pinned!r}): op {op!r} cannot run on {device.type} in "
-                    f"{str(dtype).removeprefix('torch.')}: {reason}; alternatives: {', '.join(others) or 'none'}"
+                    f"{str(dtype).removeprefix('torch.')}: {reason}; "
+                    f"alternatives: {', '.join(others) or 'none'}"
                 )
             launch = getattr(backend_module(pinned), function)
         else:
@@ -191,7 +197,9 @@ def use_backend(name: str | None = None, /, **per_op: str) -> Iterator[None]:
         if op != "*" and op not in OPS:
             raise ValueError(f"use_backend: unknown op {op!r}; expected one of {', '.join(OPS)}")
         if backend not in BACKENDS:
-            raise ValueError(f"use_backend: unknown backend {backend!r}; expected one of {', '.join(BACKENDS)}")
+            raise ValueError(
+                f"use_backend: unknown backend {backend!r}; expected one of {', '.join(BACKENDS)}"
+            )
     with _lock:
         before = dict(_pins)
         _pins.update(wanted)
@@ -208,7 +216,8 @@ def use_backend(name: str | None = None, /, **per_op: str) -> Iterator[None]:
 def explain(device: str | torch.device = "cpu") -> list[Choice]:
     """Which backend serves every op and dtype on `device` now, and why the better ones do not.
 
-    Pins made by `use_backend` are not counted. GPU kernels that have not been checked yet are said to be unverified.
+    Pins made by `use_backend` are not counted. GPU kernels that have not been checked yet are said to be
+    unverified.
     """
     device = torch.device(device)
     rows = []
@@ -227,6 +236,8 @@ def explain(device: str | torch.device = "cpu") -> list[Choice]:
                     break
                 passed_over.append(f"{name}: {reason}")
             rows.append(
-                Choice(op, device.type, str(dtype).removeprefix("torch."), name, "; ".join(passed_over) or "best")
+                Choice(
+                    op, device.type, str(dtype).removeprefix("torch."), name, "; ".join(passed_over) or "best"
+                )
             )
     return rows

@@ -20,7 +20,8 @@ class AttentionCase(Case):
         padded: (batch, seqlen, …) layout; the lengths must be equal.
         capacity: rows past cu_seqlens[-1].
         slack: how much max_seqlen exceeds the longest length.
-        bias: "" or its shape: "shared" (nheads, S, S), "sequence" (batch, nheads, S, S), "keys" (batch, 1, 1, S).
+        bias: "" or its shape: "shared" (nheads, S, S), "sequence" (batch, nheads, S, S) or "keys"
+            (batch, 1, 1, S).
         masked: a quarter of the bias is -inf, and one row of it wholly, if it has rows.
         packed_qkv: q, k, v are views of one tensor.
         lse, probs: also compare lse, probs.
@@ -49,7 +50,11 @@ class AttentionCase(Case):
         lengths = self.lengths
         uniform = len(set(lengths)) == 1 and len(lengths) > 1
         shape = f"{len(lengths)}x{lengths[0]}" if uniform else "_".join(map(str, lengths))
-        options = [n for n in ("padded", "causal", "masked", "gate", "packed_qkv", "lse", "probs") if getattr(self, n)]
+        options = [
+            n
+            for n in ("padded", "causal", "masked", "gate", "packed_qkv", "lse", "probs")
+            if getattr(self, n)
+        ]
         options += [f"bias_{self.bias}"] if self.bias else []
         options += [f"capacity{self.capacity}"] if self.capacity else []
         options += [f"slack{self.slack}"] if self.slack else []
@@ -148,7 +153,10 @@ class AttentionCase(Case):
             if bias is not None:
                 part = (bias if bias.dim() == 3 else bias[b])[:, :n, :n]
             out, lse, probs = self._eager_batch(
-                *(t[rows].unsqueeze(0) for t in (q, k, v)), part, gate, None if keep is None else keep[b, :, :n, :n]
+                *(t[rows].unsqueeze(0) for t in (q, k, v)),
+                part,
+                gate,
+                None if keep is None else keep[b, :, :n, :n],
             )
             outs.append(out[0])
             lses.append(lse[0])

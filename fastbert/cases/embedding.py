@@ -69,7 +69,9 @@ class EmbeddingCase(Case):
         )  # fmt: skip
 
     def _keep(self, seed):
-        return keep_mask_2d(seed, OFFSET, self.tokens, self.hidden, self.dropout_p) if self.dropout_p else None
+        return (
+            keep_mask_2d(seed, OFFSET, self.tokens, self.hidden, self.dropout_p) if self.dropout_p else None
+        )
 
     def eager(
         self, input_ids, word, ln_weight, ln_bias, seed, position_ids, position, token_type_ids, segment,
@@ -101,7 +103,9 @@ class EmbeddingCase(Case):
     def bytes(self, dtype):
         reads = 1 + self.position + self.segment
         ids = 8 * self.tokens * (reads - self.inputs_embeds)
-        return ids + (reads + 1) * self.tokens * self.hidden * dtype.itemsize + 2 * self.hidden * dtype.itemsize
+        return (
+            ids + (reads + 1) * self.tokens * self.hidden * dtype.itemsize + 2 * self.hidden * dtype.itemsize
+        )
 
 
 SMALL = [

@@ -37,7 +37,9 @@ class PaddingCase(Case):
         shapes = (len(self.lengths), self.seqlen, *self.inner), (sum(self.lengths), *self.inner)
         padded, packed = (torch.randn(*shape, generator=g).to(dtype).to(device) for shape in shapes)
         return {
-            "padded": padded.masked_fill(~mask.to(device).view(*mask.shape, *(1,) * len(self.inner)), torch.nan),
+            "padded": padded.masked_fill(
+                ~mask.to(device).view(*mask.shape, *(1,) * len(self.inner)), torch.nan
+            ),
             "packed": packed,
             "indices": mask.flatten().nonzero().flatten().to(device),
         }
@@ -47,7 +49,9 @@ class PaddingCase(Case):
 
     def eager(self, padded, packed, indices):
         flat = padded.flatten(0, 1)[indices]
-        out = torch.zeros(len(self.lengths) * self.seqlen, *self.inner, dtype=packed.dtype, device=packed.device)
+        out = torch.zeros(
+            len(self.lengths) * self.seqlen, *self.inner, dtype=packed.dtype, device=packed.device
+        )
         return flat, out.index_put((indices,), packed).unflatten(0, (len(self.lengths), self.seqlen))
 
     def oracle(self, padded, packed, indices):

@@ -14,22 +14,25 @@ Backward, with dO = gate * dout and delta = rowsum(dout ∘ out) (= rowsum(P ∘
 
 P is recomputed from lse, and the dropout bits from the seed: nothing of size seqlen² is saved.
 
-Packed layout: q, k, v (total, nheads, headdim), sequence b in rows cu_seqlens[b] to cu_seqlens[b + 1]. They may be
-strided views of one (total, 3, nheads, headdim) tensor: only the last dimension must be contiguous. Padded layout:
-(batch, seqlen, nheads, headdim); backends get it as packed with uniform cu_seqlens. Rows at and past cu_seqlens[-1]
-(capacity) are never read; their out, lse and gradients are 0. A query without an allowed key has out 0, lse -inf,
-probs 0 and gradients 0. Zero-length sequences are legal.
-Dropout bits: `fastbert.ops.dropout`, plane = head, row = row of the query in the packed layout, column = position of
-the key within its sequence. Neither max_seqlen nor the layout changes them.
+Packed layout: q, k, v (total, nheads, headdim), sequence b in rows cu_seqlens[b] to cu_seqlens[b + 1]. They
+may be strided views of one (total, 3, nheads, headdim) tensor: only the last dimension must be contiguous
+(what is not, or has expanded rows, is copied). Padded layout: (batch, seqlen, nheads, headdim); backends
+get it as packed with uniform cu_seqlens. Rows at and past cu_seqlens[-1] (capacity) are never read; their
+out, lse and gradients are 0. A query without an allowed key has out 0, lse -inf, probs 0 and gradients 0.
+Zero-length sequences are legal.
 
-Source: Vaswani et al. 2017, "Attention Is All You Need", eq. 1; backward as in Dao et al. 2022, "FlashAttention",
-sec. 3.1; gate: Michel, Levy, Neubig 2019, "Are Sixteen Heads Really Better than One?", eq. 1.
+Dropout bits: `fastbert.ops.dropout`, plane = head, row = row of the query in the packed layout, column =
+position of the key within its sequence. Neither max_seqlen nor the layout changes them.
+
+Source: Vaswani et al. 2017, "Attention Is All You Need", eq. 1; backward as in Dao et al. 2022,
+"FlashAttention", sec. 3.1; gate: Michel, Levy, Neubig 2019, "Are Sixteen Heads Really Better than One?",
+eq. 1.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Optional
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -56,8 +59,8 @@ def attention_ref(
     """(out, lse, probs) in plain PyTorch, differentiable in q, k, v, bias and gate through out and probs.
 
     Computes in float64 for float64 `q`, else in float32, on a dense (batch, nheads, S, S) grid; no host
-    synchronisation. `keep_mask` (batch, nheads, S, S), bool, says which probabilities dropout keeps; None keeps all.
-    `probs` are those before dropout, in q's dtype. `lse` carries no gradient.
+    synchronisation. `keep_mask` (batch, nheads, S, S), bool, says which probabilities dropout keeps; None
+    keeps all. `probs` are those before dropout, in q's dtype. `lse` carries no gradient.
     """
     compute = checks.compute_dtype(q)
     if softmax_scale is None:
@@ -89,7 +92,7 @@ def attention_ref(
 
 
 def to_grid(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """Packed (total, ...) -> (batch, max_seqlen, ...), zeros past each length; differentiable, no host sync."""
+    """Packed (total, ...) -> (batch, max_seqlen, ...), zeros past each length; differentiable, no sync."""
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.long().diff()
     position = torch.arange(max_seqlen, device=x.device)
     rows = torch.where(position < lengths.unsqueeze(1), starts.unsqueeze(1) + position, x.shape[0])
@@ -97,7 +100,7 @@ def to_grid(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
 
 
 def from_grid(grid: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
-    """(batch, max_seqlen, ...) -> packed (total, ...), zeros from cu_seqlens[-1]; differentiable, no host sync."""
+    """(batch, max_seqlen, ...) -> packed (total, ...), zeros from cu_seqlens[-1]; differentiable, no sync."""
     batch, seqlen = grid.shape[:2]
     ends = cu_seqlens[1:].long()
     row = torch.arange(total, device=grid.device)
@@ -111,7 +114,7 @@ def from_grid(grid: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
 def grid_mask(
     cu_seqlens: Tensor | None, batch: int, seqlen: int, causal: bool, device: torch.device
 ) -> Tensor:
-    """Which (query, key) pairs of a dense grid are real and allowed; bool, (batch or 1, 1, seqlen, seqlen)."""
+    """Which (query, key) pairs of a dense grid are real and allowed: bool (batch or 1, 1, seqlen, seqlen)."""
     position = torch.arange(seqlen, device=device)
     if cu_seqlens is None:
         allowed = torch.ones((1, 1, seqlen, seqlen), dtype=torch.bool, device=device)
@@ -124,10 +127,16 @@ def grid_mask(
 
 
 def keep_mask(
-    seed: Tensor, offset: int, first_rows: Tensor, nheads: int, seqlen: int, dropout_p: float, first_head: int = 0
+    seed: Tensor,
+    offset: int,
+    first_rows: Tensor,
+    nheads: int,
+    seqlen: int,
+    dropout_p: float,
+    first_head: int = 0,
 ) -> Tensor:
-    """Dropout bits (len(first_rows), nheads, seqlen, seqlen) of sequences that begin at packed rows `first_rows`,
-    for `nheads` heads from `first_head` on.
+    """Dropout bits (len(first_rows), nheads, seqlen, seqlen) of sequences that begin at packed rows
+    `first_rows`, for `nheads` heads from `first_head` on.
     """
     device = seed.device
     position = torch.arange(seqlen, device=device)
@@ -141,7 +150,7 @@ def keep_mask(
     return torch.stack([word >= threshold(dropout_p) for word in words], dim=-1).flatten(-2)[..., :seqlen]
 
 
-# --- custom ops: what torch.compile sees ------------------------------------------------------------------------
+# --- custom ops: what torch.compile sees --------------------------------------------------------------------
 
 
 @torch.library.custom_op("fastbert::attention_fwd", mutates_args=())
@@ -153,10 +162,10 @@ def attention_fwd(
     max_seqlen: int,
     softmax_scale: float,
     causal: bool,
-    bias: Optional[Tensor],
-    gate: Optional[Tensor],
+    bias: Tensor | None,
+    gate: Tensor | None,
     dropout_p: float,
-    seed: Optional[Tensor],
+    seed: Tensor | None,
     offset: int,
     return_probs: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,7 +176,8 @@ def attention_fwd(
     return dispatch.call(
         "attention_fwd",
         q,
-        q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset, return_probs,
+        q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
+        return_probs,
     )  # fmt: skip
 
 
@@ -196,29 +206,29 @@ def attention_bwd(
     max_seqlen: int,
     softmax_scale: float,
     causal: bool,
-    bias: Optional[Tensor],
-    gate: Optional[Tensor],
+    bias: Tensor | None,
+    gate: Tensor | None,
     dropout_p: float,
-    seed: Optional[Tensor],
+    seed: Tensor | None,
     offset: int,
     need_dbias: bool,
     need_dgate: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dbias, dgate): the first three contiguous in q's dtype; dbias in bias' shape and dgate (nheads,)
-    in float32 (float64 for float64), or empty (0,) where not needed. `dout` is contiguous.
+    """(dq, dk, dv, dbias, dgate): the first three contiguous in q's dtype; dbias in bias' shape and dgate
+    (nheads,) in float32 (float64 for float64), or empty (0,) where not needed. `dout` is contiguous.
     """
     return dispatch.call(
         "attention_bwd",
         q,
-        dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
-        need_dbias, need_dgate,
+        dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed,
+        offset, need_dbias, need_dgate,
     )  # fmt: skip
 
 
 @attention_bwd.register_fake
 def _(
-    dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
-    need_dbias, need_dgate,
+    dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed,
+    offset, need_dbias, need_dgate,
 ):  # fmt: skip
     return (
         q.new_empty(q.shape),
@@ -229,7 +239,7 @@ def _(
     )
 
 
-# --- autograd: one setup and one backward for eager and for the compiled op ----------------------------------------
+# --- autograd: one setup and one backward for eager and for the compiled op ---------------------------------
 
 
 def _setup_context(ctx, inputs, output):
@@ -265,20 +275,11 @@ class AttentionFunction(torch.autograd.Function):
     """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
 
     @staticmethod
-    def forward(
-        q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset, return_probs
-    ):  # fmt: skip
-        return dispatch.call(
-            "attention_fwd",
-            q,
-            q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
-            return_probs,
-        )  # fmt: skip
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
+    def forward(ctx, *inputs):  # a setup_context of its own would cost an inspect.signature at every call
+        output = dispatch.call("attention_fwd", inputs[0], *inputs)
         ctx.mark_non_differentiable(*output[1:])
         _setup_context(ctx, inputs, output)
+        return output
 
     @staticmethod
     @once_differentiable
@@ -291,7 +292,7 @@ attention_fwd.register_autograd(
 )
 
 
-# --- public function -----------------------------------------------------------------------------------------------
+# --- public function ----------------------------------------------------------------------------------------
 
 
 def attention(
@@ -314,28 +315,29 @@ def attention(
     """gate * dropout(softmax(softmax_scale * q kᵀ + bias)) v, for each head and each sequence by itself.
 
     Args:
-        q, k, v: one shape and one dtype (float32, bfloat16, float16 or float64). Packed: (total, nheads, headdim).
-            Padded: (batch, seqlen, nheads, headdim), every position a token. Views of one packed qkv tensor are read
-            in place. Under autocast they are cast to its dtype, as scaled_dot_product_attention does (float64 is not).
-        cu_seqlens: int32 (batch + 1,): 0, then where each sequence ends, not beyond `total`. None = padded layout. Its
-            values are checked where it is a CPU tensor; on CUDA, and under torch.compile, that would cost a
-            synchronisation, and the caller answers for them.
+        q, k, v: one shape and one dtype (float32, bfloat16, float16 or float64). Packed: (total, nheads,
+            headdim). Padded: (batch, seqlen, nheads, headdim), every position a token. Views of one packed
+            qkv tensor are read in place. Under autocast they are cast to its dtype, as
+            scaled_dot_product_attention does (float64 is not).
+        cu_seqlens: int32 (batch + 1,): 0, then where each sequence ends, not beyond `total`. None = padded
+            layout. Its values are checked where it is a CPU tensor; on CUDA, and under torch.compile, that
+            would cost a synchronisation, and the caller answers for them.
         max_seqlen: packed layout only: at least the longest length; S below. The padded layout's S is seqlen.
         softmax_scale: headdim ** -0.5 by default.
         causal: whether a query sees only keys up to its own position.
-        bias: added to the scores: (nheads, S, S) or (batch, nheads, S, S), any float dtype, -inf allowed. Dimensions of
-            size 1 broadcast. Differentiable. Cells past a sequence's length are not read.
+        bias: added to the scores: (nheads, S, S) or (batch, nheads, S, S), any float dtype, -inf allowed.
+            Dimensions of size 1 broadcast. Differentiable. Cells past a sequence's length are not read.
         gate: (nheads,), any float dtype: factor of each head's output (a soft head mask). Differentiable.
         dropout_p: probability of dropping a probability, in [0, 1).
         seed: int64 tensor of one element on `q`'s device; needed where dropout_p > 0.
         offset: the call site, in [0, 2**32): two sites with one seed need two offsets.
         return_lse: also return lse, which carries no gradient.
-        return_probs: also return the probabilities P, before dropout and gate, in q's dtype. Where a gradient is
-            needed they are differentiable; the dense plain-PyTorch reference then does the work.
+        return_probs: also return the probabilities P, before dropout and gate, in q's dtype. Where a
+            gradient is needed they are differentiable; the dense plain-PyTorch reference then does the work.
 
     Returns:
-        out, in the shape of `q`; with lse or probs asked for, a tuple (out, lse, probs) of what was asked for.
-        lse: natural log, float32 (float64 for float64), (nheads, total), padded layout (batch, nheads, seqlen).
+        out, in the shape of `q`; with lse or probs asked for, a tuple, in the order (out, lse, probs).
+        lse: natural log, float32 (float64 for float64), (nheads, total), padded (batch, nheads, seqlen).
         probs: (batch, nheads, S, S), 0 outside each sequence.
         Rows from cu_seqlens[-1] on: out and lse 0. A query without an allowed key: out 0, lse -inf, probs 0.
 
@@ -372,15 +374,18 @@ def attention(
     seed = checks.dropout(dropout_p, seed, offset, q)
     dropout_p = float(dropout_p)
 
-    q, k, v = (t if t.stride(-1) == 1 or headdim == 1 else t.contiguous() for t in (q, k, v))
+    q, k, v = (_readable(t, headdim) for t in (q, k, v))
     differentiable = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (q, k, v, bias, gate)
     )
     args = (
-        q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset, return_probs
+        q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
+        return_probs
     )  # fmt: skip
     if return_probs and differentiable:
-        keep = None if seed is None else keep_mask(seed, offset, cu_seqlens[:-1], nheads, max_seqlen, dropout_p)
+        keep = (
+            None if seed is None else keep_mask(seed, offset, cu_seqlens[:-1], nheads, max_seqlen, dropout_p)
+        )
         with torch.autocast(q.device.type, enabled=False):
             out, lse, probs = attention_ref(*args[:9], dropout_p, keep)
     elif torch.compiler.is_compiling():
@@ -397,6 +402,12 @@ def attention(
     if not (return_lse or return_probs):
         return out
     return (out, *((lse,) if return_lse else ()), *((probs,) if return_probs else ()))
+
+
+def _readable(t: Tensor, headdim: int) -> Tensor:
+    """`t` itself where its heads' rows are contiguous and do not overlap, as BLAS asks; else a copy."""
+    readable = (t.stride(-1) == 1 or headdim == 1) and t.stride(0) >= headdim
+    return t if readable else t.contiguous()
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
@@ -431,10 +442,12 @@ def _check_lengths(cu_seqlens: Tensor, max_seqlen: int | None, q: Tensor) -> Non
     ends = cu_seqlens.tolist()
     if ends[0] != 0:
         raise ValueError(f"cu_seqlens: expected to start at 0, got {ends[0]}")
-    lengths = [end - start for start, end in zip(ends, ends[1:])]  # noqa: B905 (one element shorter by design)
+    lengths = [end - start for start, end in pairwise(ends)]
     if min(lengths, default=0) < 0:
         b = next(b for b, length in enumerate(lengths) if length < 0)
-        raise ValueError(f"cu_seqlens: expected to be non-decreasing, got {ends[b]} then {ends[b + 1]} at {b}")
+        raise ValueError(
+            f"cu_seqlens: expected to be non-decreasing, got {ends[b]} then {ends[b + 1]} at {b}"
+        )
     if ends[-1] > q.shape[0]:
         raise ValueError(f"cu_seqlens: expected to end within the {q.shape[0]} rows of q, got {ends[-1]}")
     if max(lengths, default=0) > max_seqlen:
@@ -460,6 +473,7 @@ def _bias_4d(bias: Tensor | None, batch: int, nheads: int, seqlen: int, q: Tenso
         size not in (1, wanted) for size, wanted in zip(bias.shape, full[-bias.dim() :], strict=True)
     ):
         raise ValueError(
-            f"bias: expected (nheads, S, S) or (batch, nheads, S, S) with these {full} or 1, got {tuple(bias.shape)}"
+            "bias: expected (nheads, S, S) or (batch, nheads, S, S), each size that of "
+            f"{full} or 1, got {tuple(bias.shape)}"
         )
     return bias.unsqueeze(0) if bias.dim() == 3 else bias

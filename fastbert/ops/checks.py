@@ -39,7 +39,9 @@ def shape(name: str, t: torch.Tensor, expected: tuple) -> None:
         raise ValueError(f"{name}: expected shape {tuple(expected)}, got {tuple(t.shape)}")
 
 
-def dropout(dropout_p: float, seed: torch.Tensor | None, offset: int, like: torch.Tensor) -> torch.Tensor | None:
+def dropout(
+    dropout_p: float, seed: torch.Tensor | None, offset: int, like: torch.Tensor
+) -> torch.Tensor | None:
     """Check the dropout arguments; returns the seed, or None where nothing is dropped."""
     if not isinstance(dropout_p, (int, float)) or not 0.0 <= dropout_p < 1.0:  # NaN fails both comparisons
         raise ValueError(f"dropout_p: expected a probability in [0, 1), got {dropout_p!r}")
@@ -98,7 +100,7 @@ def rows(t: torch.Tensor) -> torch.Tensor:
 
 
 def norm_vector(vector: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A norm's parameter as the backends take it: in `dtype` or float32 (float64 with float64), contiguous."""
+    """A norm's parameter for the backends: contiguous, in `dtype` or float32 (float64 with float64)."""
     if vector is None:
         return None
     if vector.dtype not in (dtype, torch.float32) or dtype == torch.float64:
@@ -107,7 +109,7 @@ def norm_vector(vector: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor
 
 
 def ids_in_range(name: str, what: str, ids: torch.Tensor, size: int, table: str) -> None:
-    """Every id must index a table of `size` rows. Looks at CPU tensors only: elsewhere it would cost a sync."""
+    """Every id must index a table of `size` rows. Looks at CPU tensors only: a GPU would have to sync."""
     if ids.device.type != "cpu" or ids.numel() == 0 or torch.compiler.is_compiling():
         return
     low, high = (value.item() for value in torch.aminmax(ids))

@@ -10,10 +10,10 @@ Backward:
 
     dx_k = dloss / count * (softmax(x)_k - (1 - s) [k = t] - s / K),  0 in rows without a label
 
-`lse` is saved in its two parts (m, l), because x - (m + l) has lost its digits where logits reach 1e4. Rows whose
-label is `ignore_index` are not computed, and whatever stands in them reaches neither the loss nor a gradient.
-A logit of -inf is a class that is ruled out: legal unless it is the label, or with label smoothing (the loss is then
-infinite, as the formula says).
+`lse` is saved in its two parts (m, l), because x - (m + l) has lost its digits where logits reach 1e4. Rows
+whose label is `ignore_index` are not computed, and whatever stands in them reaches neither the loss nor a
+gradient. A logit of -inf is a class that is ruled out: legal unless it is the label, or with label smoothing
+(the loss is then infinite, as the formula says).
 
 Source: Szegedy et al. 2015, "Rethinking the Inception Architecture", sec. 7 (label smoothing).
 """
@@ -31,7 +31,7 @@ from fastbert.ops import checks
 def cross_entropy_ref(
     logits: Tensor, labels: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Plain PyTorch, differentiable by autograd; computes in float64 for float64 `logits`, else in float32."""
+    """Plain PyTorch, differentiable by autograd; in float64 for float64 `logits`, else in float32."""
     keep = labels != ignore_index
     x, labels = logits[keep].to(checks.compute_dtype(logits)), labels[keep].long()
     if labels.numel() == 0:
@@ -43,14 +43,14 @@ def cross_entropy_ref(
     return loss.mean()
 
 
-# --- custom ops: what torch.compile sees ------------------------------------------------------------------------
+# --- custom ops: what torch.compile sees --------------------------------------------------------------------
 
 
 @torch.library.custom_op("fastbert::cross_entropy_fwd", mutates_args=())
 def cross_entropy_fwd(
     logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, lse, count): loss (), lse (2, rows) the max and the log of the sum, 0 where ignored; count () int64."""
+    """(loss (), lse (2, rows), count () int64); lse is the max and the log of the sum, 0 where ignored."""
     return dispatch.call("cross_entropy_fwd", logits, logits, labels, ignore_index, label_smoothing)
 
 
@@ -85,7 +85,7 @@ def _(dloss, logits, labels, lse, count, ignore_index, label_smoothing):
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-# --- autograd: one setup and one backward for eager and for the compiled op ----------------------------------------
+# --- autograd: one setup and one backward for eager and for the compiled op ---------------------------------
 
 
 def _setup_context(ctx, inputs, output):
@@ -121,7 +121,7 @@ cross_entropy_fwd.register_autograd(
 )
 
 
-# --- public function -----------------------------------------------------------------------------------------------
+# --- public function ----------------------------------------------------------------------------------------
 
 
 def cross_entropy(
@@ -138,8 +138,8 @@ def cross_entropy(
         label_smoothing: share of the target spread evenly over all classes, in [0, 1].
 
     Returns:
-        The loss, a scalar in float32 (float64 for float64 logits); 0 with zero gradients where no row is labelled.
-        The gradient has the dtype of `logits`.
+        The loss, a scalar in float32 (float64 for float64 logits); 0 with zero gradients where nothing is
+        labelled. The gradient has the dtype of `logits`.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
@@ -148,7 +148,9 @@ def cross_entropy(
     """
     checks.float_tensor("logits", logits)
     if logits.dim() != 2 or logits.shape[1] == 0:
-        raise ValueError(f"logits: expected shape (rows, classes) with classes >= 1, got {tuple(logits.shape)}")
+        raise ValueError(
+            f"logits: expected shape (rows, classes) with classes >= 1, got {tuple(logits.shape)}"
+        )
     checks.int_tensor("labels", labels, logits)
     checks.shape("labels", labels, (logits.shape[0],))
     if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):

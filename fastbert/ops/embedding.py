@@ -12,8 +12,8 @@ Backward, with dn = dropout'(dy), x_hat = (z - mean) * rstd and g = dn * ln_weig
     dword[v] = Σ dz over the tokens with id v (0 in row padding_idx),  dposition, dsegment likewise
     dinputs_embeds = dz,  dln_weight = Σ_tokens dn * x_hat,  dln_bias = Σ_tokens dn
 
-Dropout comes after the norm. Its bits: `fastbert.ops.dropout`, plane 0, row = index of the token, col = column. The
-tables' gradients are summed in float32 in an order that is fixed: repeats are bit-equal.
+Dropout comes after the norm. Its bits: `fastbert.ops.dropout`, plane 0, row = index of the token, col =
+column. The tables' gradients are summed in float32 in an order that is fixed: repeats are bit-equal.
 
 Source: Devlin et al. 2018, "BERT", fig. 2.
 """
@@ -64,7 +64,7 @@ def embedding_ref(
     return y.to(source.dtype)
 
 
-# --- custom ops: what torch.compile sees ------------------------------------------------------------------------
+# --- custom ops: what torch.compile sees --------------------------------------------------------------------
 
 
 @torch.library.custom_op("fastbert::embedding_fwd", mutates_args=())
@@ -136,8 +136,9 @@ def embedding_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dword, dposition, dsegment, dinputs_embeds, dln_weight, dln_bias).
 
-    `word_rows`, `position_rows` and `segment_rows` are the tables' sizes, and 0 where the gradient is not needed. What
-    is not needed is empty, of shape (0,). dln_weight and dln_bias are float32 (float64), the others have dy's dtype.
+    `word_rows`, `position_rows` and `segment_rows` are the tables' sizes, and 0 where the gradient is not
+    needed. What is not needed is empty, of shape (0,). dln_weight and dln_bias are float32 (float64), the
+    others have dy's dtype.
     """
     return dispatch.call(
         "embedding_bwd",
@@ -159,7 +160,7 @@ def _(
     return *tables, *(mean.new_empty((hidden if need_dln else 0,)) for _ in range(2))
 
 
-# --- autograd: one setup and one backward for eager and for the compiled op ----------------------------------------
+# --- autograd: one setup and one backward for eager and for the compiled op ---------------------------------
 
 
 def _setup_context(ctx, inputs, output):
@@ -175,8 +176,7 @@ def _setup_context(ctx, inputs, output):
     )  # fmt: skip
     ctx.set_materialize_grads(False)
     ctx.table_rows = [
-        table.shape[0] if n else 0
-        for table, n in ((word, need[2]), (position, need[4]), (segment, need[6]))
+        table.shape[0] if n else 0 for table, n in ((word, need[2]), (position, need[4]), (segment, need[6]))
     ]
     ctx.padding_idx, ctx.dropout_p, ctx.offset = padding_idx, dropout_p, offset
     ctx.ln_bias_dtype = ln_bias.dtype
@@ -225,7 +225,7 @@ embedding_fwd.register_autograd(
 )
 
 
-# --- public function -----------------------------------------------------------------------------------------------
+# --- public function ----------------------------------------------------------------------------------------
 
 
 def embedding(
@@ -247,8 +247,8 @@ def embedding(
 ) -> Tensor:
     """dropout(LayerNorm(word[input_ids] + position[position_ids] + segment[token_type_ids])).
 
-    Ids of CPU tensors are checked against their tables; on other devices that would stop the device, so that the
-    caller must have checked them.
+    Ids of CPU tensors are checked against their tables; on other devices that would stop the device, so that
+    the caller must have checked them.
 
     Args:
         input_ids: (...,) int64 or int32, or None with `inputs_embeds`.
@@ -270,7 +270,8 @@ def embedding(
         (..., hidden) in the tables' dtype; under autocast, promoted with the norm's, as PyTorch's norms are.
 
     Raises:
-        TypeError, ValueError: naming the argument, what came and what was expected, ids out of range included.
+        TypeError, ValueError: naming the argument, what came and what was expected, ids out of range
+            included.
 
     Source: Devlin et al. 2018, "BERT", fig. 2.
     """
@@ -290,10 +291,9 @@ def embedding(
         source, shape, word, padding_idx = inputs_embeds, inputs_embeds.shape[:-1], None, -1
         inputs_embeds = checks.rows(inputs_embeds)
     hidden = source.shape[-1]
-    position_ids, position = _check_table("position", position, "position_ids", position_ids, source, shape)
-    token_type_ids, segment = _check_table(
-        "segment", segment, "token_type_ids", token_type_ids, source, shape
-    )
+    like = ("word" if inputs_embeds is None else "inputs_embeds", source, shape)
+    position_ids, position = _check_table("position", position, "position_ids", position_ids, *like)
+    token_type_ids, segment = _check_table("segment", segment, "token_type_ids", token_type_ids, *like)
     for name, vector in (("ln_weight", ln_weight), ("ln_bias", ln_bias)):
         checks.float_tensor(name, vector, source)
         checks.shape(name, vector, (hidden,))
@@ -333,7 +333,7 @@ def _check_words(input_ids: Tensor, word: Tensor | None, padding_idx: int | None
     return word, input_ids.shape, padding_idx % vocab
 
 
-def _check_table(name: str, table: Tensor | None, ids_name: str, ids: Tensor | None, like: Tensor, shape):
+def _check_table(name, table, ids_name, ids, source_name, like, shape):
     if table is None and ids is None:
         return None, None
     if table is None or ids is None:
@@ -342,12 +342,14 @@ def _check_table(name: str, table: Tensor | None, ids_name: str, ids: Tensor | N
     checks.float_tensor(name, table, like)
     if table.dim() != 2 or table.shape[0] == 0 or table.shape[1] != like.shape[-1]:
         raise ValueError(f"{name}: expected shape (rows, {like.shape[-1]}), got {tuple(table.shape)}")
-    checks.same_dtype(name, table, "the word embeddings", like)
+    checks.same_dtype(name, table, source_name, like)
     checks.int_tensor(ids_name, ids, like)
     if ids.dim() > len(shape) or any(
         n not in (1, m) for n, m in zip(reversed(ids.shape), reversed(shape), strict=False)
     ):
-        raise ValueError(f"{ids_name}: expected a shape that broadcasts to {tuple(shape)}, got {tuple(ids.shape)}")
+        raise ValueError(
+            f"{ids_name}: expected a shape that broadcasts to {tuple(shape)}, got {tuple(ids.shape)}"
+        )
     checks.ids_in_range(ids_name, "id", ids, table.shape[0], f"a {name} table")
     return _flat_ids(ids, shape), checks.rows(table)
 

@@ -13,9 +13,9 @@ Backward, with x_hat = (z - mean) * rstd and g = dy * weight:
     dweight = Σ_rows dy * x_hat,  dbias = Σ_rows dy
 
 `z` is rounded to the storage dtype only to be saved for backward; the statistics come from the unrounded sum.
-`residual`, `x_bias` and `bias` are optional. Dropout bits: `fastbert.ops.dropout`, plane 0, row and column of `x`.
+`residual`, `x_bias` and `bias` are optional. Dropout bits: `fastbert.ops.dropout`, plane 0, row and column.
 
-Source: Ba, Kiros, Hinton 2016, "Layer Normalization", eq. 4; post-norm residual of Vaswani et al. 2017, sec. 3.1.
+Source: Ba, Kiros, Hinton 2016, "Layer Normalization", eq. 4; residual of Vaswani et al. 2017, sec. 3.1.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def layer_norm_ref(
     return y.to(x.dtype)
 
 
-# --- custom ops: what torch.compile sees ------------------------------------------------------------------------
+# --- custom ops: what torch.compile sees --------------------------------------------------------------------
 
 
 @torch.library.custom_op("fastbert::layer_norm_fwd", mutates_args=())
@@ -107,7 +107,11 @@ def layer_norm_bwd(
     need_dxbias: bool,
     has_residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dresidual, dweight, dbias, dx_bias); dresidual is empty where it equals dx, sums where not needed."""
+    """(dx, dresidual, dweight, dbias, dx_bias).
+
+    dresidual is empty where it equals dx, the sums where they are not needed: each empty tensor one of its
+    own.
+    """
     return dispatch.call(
         "layer_norm_bwd",
         dy,
@@ -127,7 +131,7 @@ def _(dy, z, weight, mean, rstd, dropout_p, seed, offset, need_dweight, need_dxb
     )
 
 
-# --- autograd: one setup and one backward for eager and for the compiled op ----------------------------------------
+# --- autograd: one setup and one backward for eager and for the compiled op ---------------------------------
 
 
 def _setup_context(ctx, inputs, output):
@@ -149,7 +153,17 @@ def _backward(launch, ctx, dy):
     need = ctx.needs_input_grad
     need_dweight = need[1] or need[2]
     dx, dresidual, dweight, dbias, dx_bias = launch(
-        dy.contiguous(), z, weight, mean, rstd, ctx.dropout_p, seed, ctx.offset, need_dweight, need[4], ctx.has_residual
+        dy.contiguous(),
+        z,
+        weight,
+        mean,
+        rstd,
+        ctx.dropout_p,
+        seed,
+        ctx.offset,
+        need_dweight,
+        need[4],
+        ctx.has_residual,
     )
     if ctx.has_residual and ctx.dropout_p == 0:
         dresidual = dx
@@ -183,7 +197,7 @@ layer_norm_fwd.register_autograd(
 )
 
 
-# --- public function -----------------------------------------------------------------------------------------------
+# --- public function ----------------------------------------------------------------------------------------
 
 
 def layer_norm(
@@ -202,9 +216,11 @@ def layer_norm(
 
     Args:
         x: (..., hidden), float32, bfloat16, float16 or float64.
-        weight: (hidden,), gamma; its dtype may differ from `x`'s (float32 parameters, half-precision activations).
+        weight: (hidden,), gamma; its dtype may differ from `x`'s (float32 parameters, half-precision
+            activations).
         bias: (hidden,) beta, or None.
-        residual: the shape of `x`, or None. Where its dtype differs, both are promoted, as PyTorch's `+` does.
+        residual: the shape of `x`, or None. Where its dtype differs, both are promoted, as PyTorch's `+`
+            does.
         x_bias: (hidden,) bias of the linear layer that made `x`, or None.
         eps: added to the variance, >= 0.
         dropout_p: probability of dropping an element of `x + x_bias`, in [0, 1).
@@ -233,7 +249,9 @@ def layer_norm(
         if residual.dtype != x.dtype:
             promoted = torch.promote_types(x.dtype, residual.dtype)
             x, residual = x.to(promoted), residual.to(promoted)
-    elif checks.autocast_dtype(x) is not None:  # as PyTorch: norms give the parameters' precision under autocast
+    elif (
+        checks.autocast_dtype(x) is not None
+    ):  # as PyTorch: norms give the parameters' precision under autocast
         x = x.to(torch.promote_types(x.dtype, weight.dtype))
     eps = checks.eps(eps)
     seed = checks.dropout(dropout_p, seed, offset, x)

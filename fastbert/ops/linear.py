@@ -9,16 +9,17 @@ Backward, with g = dy * act'(pre):
 
     dx = g @ weight,  dweight = g.T @ x,  dbias = Σ_rows g,  dresidual = dy
 
-Activations and their derivatives, with Φ and φ the normal distribution and its density, σ the logistic function:
+Activations and their derivatives, with Φ and φ the normal distribution and density, σ the logistic function:
 
-    "gelu"       z Φ(z) = 0.5 z erfc(-z / √2)                         Φ(z) + z φ(z)
-    "gelu_tanh"  0.5 z (1 + t),  t = tanh(√(2/π) (z + 0.044715 z³))   0.5 (1 + t) + 0.5 z (1 - t²) √(2/π) (1 + 0.134145 z²)
-    "relu"       max(z, 0)                                            1 where z > 0, else 0
-    "silu"       z σ(z)                                               σ(z) (1 + z (1 - σ(z)))
+    "gelu"       z Φ(z) = 0.5 z erfc(-z / √2)    Φ(z) + z φ(z)
+    "gelu_tanh"  0.5 z (1 + t)                   0.5 (1 + t) + 0.5 z (1 - t²) √(2/π) (1 + 0.134145 z²)
+                 with t = tanh(√(2/π) (z + 0.044715 z³))
+    "relu"       max(z, 0)                       1 where z > 0, else 0
+    "silu"       z σ(z)                          σ(z) (1 + z (1 - σ(z)))
 
-The product accumulates in float32 (float64 for float64). Activations are computed in float32 and rounded once; given
-`pre`, at least 99.9% of GELU's half-precision outputs are correctly rounded. `pre` is kept for backward, in the
-storage dtype, only where there is an activation.
+The product accumulates in float32 (float64 for float64). Activations are computed in float32 and rounded
+once; given `pre`, at least 99.9% of GELU's half-precision outputs are correctly rounded. `pre` is kept for
+backward, in the storage dtype, only where there is an activation.
 
 Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units"; Vaswani et al. 2017, sec. 3.3.
 """
@@ -66,7 +67,7 @@ def linear_ref(
     return y.to(x.dtype)
 
 
-# --- custom ops: what torch.compile sees ------------------------------------------------------------------------
+# --- custom ops: what torch.compile sees --------------------------------------------------------------------
 
 
 @torch.library.custom_op("fastbert::linear_fwd", mutates_args=())
@@ -103,9 +104,7 @@ def linear_bwd(
 
     `x` is None where dweight is not needed, `weight` where dx is not, `pre` without an activation.
     """
-    return dispatch.call(
-        "linear_bwd", dy, dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias
-    )
+    return dispatch.call("linear_bwd", dy, dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias)
 
 
 @linear_bwd.register_fake
@@ -118,7 +117,7 @@ def _(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias):
     )
 
 
-# --- autograd: one setup and one backward for eager and for the compiled op ----------------------------------------
+# --- autograd: one setup and one backward for eager and for the compiled op ---------------------------------
 
 
 def _setup_context(ctx, inputs, output):
@@ -171,7 +170,7 @@ class LinearFunction(torch.autograd.Function):
 linear_fwd.register_autograd(lambda ctx, dy, _: _backward(linear_bwd, ctx, dy), setup_context=_setup_context)
 
 
-# --- public function -----------------------------------------------------------------------------------------------
+# --- public function ----------------------------------------------------------------------------------------
 
 
 def linear(
@@ -188,7 +187,8 @@ def linear(
         weight: (out, in), of `x`'s dtype outside autocast.
         bias: (out,) of `x`'s dtype outside autocast, or None.
         activation: "gelu" (erf), "gelu_tanh", "relu", "silu" or None.
-        residual: (..., out), or None. Where its dtype differs from the product's, the sum is promoted, as `+` does.
+        residual: (..., out), or None. Where its dtype differs from the product's, the sum is promoted, as `+`
+            does.
 
     Returns:
         y (..., out). An input of no rows gives an output of no rows.

@@ -3,8 +3,9 @@ r"""Padded <-> packed: gather the kept tokens of a padded batch, and put them ba
 `pack`: y[t] = x.reshape(batch * seqlen, ...)[indices[t]].
 `unpack`: y.reshape(batch * seqlen, ...)[indices[t]] = x[t], and 0 everywhere else.
 
-Backward: each is the other's. dx of `pack` is `unpack(dy)`, dx of `unpack` is `pack(dy)`. Nothing is computed, so
-every element is exact, and what stands in a slot that is not kept reaches neither output nor gradient.
+Backward: each is the other's. dx of `pack` is `unpack(dy)`, dx of `unpack` is `pack(dy)`. Nothing is
+computed, so every element is exact, and what stands in a slot that is not kept reaches neither output nor
+gradient.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def unpack_ref(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     return padded.index_put((indices,), x).reshape(batch, seqlen, *x.shape[1:])
 
 
-# --- custom ops: what torch.compile sees ------------------------------------------------------------------------
+# --- custom ops: what torch.compile sees --------------------------------------------------------------------
 
 
 @torch.library.custom_op("fastbert::pack_fwd", mutates_args=())
@@ -56,7 +57,7 @@ def _(x, indices, rows):
     return x.new_empty((rows, x.shape[1]))
 
 
-# --- autograd: one setup and one backward for eager and for the compiled op ----------------------------------------
+# --- autograd: one setup and one backward for eager and for the compiled op ---------------------------------
 
 
 def _pack_setup_context(ctx, inputs, output):
@@ -70,7 +71,7 @@ def _unpack_setup_context(ctx, inputs, output):
 
 
 class PackFunction(torch.autograd.Function):
-    """Eager autograd around the backend's launcher; its backward is `unpack`, so that it differentiates twice."""
+    """Eager autograd around the backend's launcher; its backward is `unpack`, so it differentiates twice."""
 
     @staticmethod
     def forward(ctx, *inputs):  # a setup_context of its own would cost an inspect.signature at every call
@@ -105,7 +106,7 @@ unpack_fwd.register_autograd(
 )
 
 
-# --- public functions ----------------------------------------------------------------------------------------------
+# --- public functions ---------------------------------------------------------------------------------------
 
 
 def pack(x: Tensor, indices: Tensor) -> Tensor:
@@ -113,8 +114,8 @@ def pack(x: Tensor, indices: Tensor) -> Tensor:
 
     Args:
         x: (batch, seqlen, ...), floating point, int64, int32 or bool.
-        indices: (total,) int64, strictly increasing positions in [0, batch * seqlen), on `x`'s device. The values
-            are checked on the CPU only: elsewhere that would stop the device.
+        indices: (total,) int64, strictly increasing positions in [0, batch * seqlen), on `x`'s device. The
+            values are checked on the CPU only: elsewhere that would stop the device.
 
     Returns:
         (total, ...).
@@ -158,7 +159,9 @@ def unpack(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     rows = batch * seqlen
     _check_indices(indices, x, rows)
     if x.dim() < 1 or x.shape[0] != indices.shape[0]:
-        raise ValueError(f"x: expected shape ({indices.shape[0]}, ...), one row for each index, got {tuple(x.shape)}")
+        raise ValueError(
+            f"x: expected shape ({indices.shape[0]}, ...), one row for each index, got {tuple(x.shape)}"
+        )
     inner = x.shape[1:]
     flat = _flat(x, x.shape[0], inner)
     if torch.compiler.is_compiling():

@@ -1,5 +1,4 @@
-"""`aten`: what a good PyTorch program would call. Runs on every device PyTorch runs on.
-"""
+"""`aten`: what a good PyTorch program would call. Runs on every device PyTorch runs on."""
 
 from __future__ import annotations
 

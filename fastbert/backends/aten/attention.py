@@ -1,13 +1,13 @@
 """`attention` by the `aten` backend; contract in fastbert/ops/attention.py.
 
-CPU: the packed rows are read in place, one call for each run of neighbouring sequences of one length, without any
-padding. Forward without dropout and probs goes to PyTorch's fused CPU kernel (the one behind
-scaled_dot_product_attention; its operator also gives lse); the rest to explicit products, a few heads at a time.
-Other devices: explicit products on a dense (batch, S) grid, built without a host synchronisation.
+CPU: the packed rows are read in place, one call for each run of neighbouring sequences of one length, without
+any padding. Forward without dropout and probs goes to PyTorch's fused CPU kernel (the one behind
+scaled_dot_product_attention; its operator also gives lse), the rest to explicit products, a few heads at a
+time. Other devices: explicit products on a dense (batch, S) grid, built without a host synchronisation.
 
-Half precision is computed in float32 and rounded once: on CPU the fused kernel is then faster as well as more exact.
-The fused backward recomputes P from lse, which costs float32 some digits that eager PyTorch keeps; so it serves half
-precision only, and float32 gets a softmax of its own, as eager does.
+Half precision is computed in float32 and rounded once. The fused backward recomputes P from lse, which
+costs float32 some digits that eager PyTorch keeps; so it serves half precision only, and float32 gets a
+softmax of its own, as eager does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def attention_fwd(
 ):
     if q.device.type != "cpu":
         return _grid_fwd(
-            q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset, return_probs
+            q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
+            return_probs,
         )  # fmt: skip
     total, nheads, _ = q.shape
     compute = compute_dtype(q)
@@ -42,8 +43,9 @@ def attention_fwd(
     lse = q.new_empty((nheads, total), dtype=compute)
     batch = cu_seqlens.shape[0] - 1
     probs = q.new_zeros((batch, nheads, max_seqlen, max_seqlen) if return_probs else (0,))
+    ends = cu_seqlens.tolist()
     fused = _flash is not None and dropout_p == 0 and not return_probs
-    for sequences, rows, length, heads in _runs(cu_seqlens, nheads, q.dtype, fused):
+    for sequences, rows, length, heads in _runs(ends, nheads, q.dtype, fused):
         qs, ks, vs = (_run(t, rows, length, heads).to(compute) for t in (q, k, v))
         mask = _mask(bias, sequences, length, heads, causal, qs, fused)
         if fused:
@@ -59,34 +61,35 @@ def attention_fwd(
             o = o * gate[heads].to(compute).reshape(-1, 1, 1)
         _run(out, rows, length, heads).copy_(o)
         _run(lse.t(), rows, length, heads).copy_(run_lse)
-    end = cu_seqlens[-1].item()
-    out[end:], lse[:, end:] = 0, 0
+    if ends[-1] < total:
+        out[ends[-1] :], lse[:, ends[-1] :] = 0, 0
     return out, lse, probs
 
 
 def attention_bwd(
-    dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
-    need_dbias, need_dgate,
+    dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed,
+    offset, need_dbias, need_dgate,
 ):  # fmt: skip
     if q.device.type != "cpu":
         return _grid_bwd(
-            dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed,
-            offset, need_dbias, need_dgate,
+            dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p,
+            seed, offset, need_dbias, need_dgate,
         )  # fmt: skip
-    nheads, compute = q.shape[1], lse.dtype
+    (total, nheads, _), compute = q.shape, lse.dtype
     grads = dq, dk, dv = [q.new_empty(q.shape) for _ in range(3)]
     dbias = lse.new_zeros(bias.shape if need_dbias else (0,))
     dgate = lse.new_zeros(gate.shape if need_dgate else (0,))
     plain = dropout_p == 0 and gate is None and not need_dbias
     fused = _flash_bwd is not None and plain and q.dtype in _HALF
-    for sequences, rows, length, heads in _runs(cu_seqlens, nheads, q.dtype, fused):
+    ends = cu_seqlens.tolist()
+    for sequences, rows, length, heads in _runs(ends, nheads, q.dtype, fused):
         do, qs, ks, vs = (_run(t, rows, length, heads).to(compute) for t in (dout, q, k, v))
         run_lse = _run(lse.t(), rows, length, heads)
         mask = _mask(bias, sequences, length, heads, causal, qs, fused)
         if fused:
             parts = _flash_bwd(
                 do, qs, ks, vs, _run(out, rows, length, heads).to(compute),
-                run_lse.masked_fill(run_lse.isneginf(), 0.0),  # as its forward says where a row is wholly masked
+                run_lse if bias is None else run_lse.masked_fill(run_lse.isneginf(), 0.0),  # 0, as it says
                 0.0, causal and bias is None, attn_mask=mask, scale=softmax_scale,
             )  # fmt: skip
         else:
@@ -102,18 +105,17 @@ def attention_bwd(
                 part += ds.sum_to_size(part.shape)
         for grad, part in zip(grads, parts, strict=True):
             _run(grad, rows, length, heads).copy_(part)
-    end = cu_seqlens[-1].item()
-    for grad in grads:
-        grad[end:] = 0
+    if ends[-1] < total:
+        for grad in grads:
+            grad[ends[-1] :] = 0
     return dq, dk, dv, dbias, dgate
 
 
-def _runs(cu_seqlens, nheads, dtype, fused):
+def _runs(ends, nheads, dtype, fused):
     """(sequences, rows, length, heads), three of them slices, of neighbouring sequences of one length >= 1.
 
-    Runs are cut where the fused kernel's float32 copies, or the explicit products' scores, would leave the cache.
+    Runs are cut where the fused kernel's float32 copies, or the explicit scores, would leave the cache.
     """
-    ends = cu_seqlens.tolist()
     first = 0
     while first < len(ends) - 1:
         start, length = ends[first], ends[first + 1] - ends[first]
@@ -137,7 +139,7 @@ def _runs(cu_seqlens, nheads, dtype, fused):
 
 def _run(t, rows, length, heads):
     """The view (count, nheads, length, ...) of a run of packed (total, nheads, ...)."""
-    return t[rows, heads].unflatten(0, (-1, length)).transpose(1, 2)
+    return t[rows, heads].view(-1, length, heads.stop - heads.start, *t.shape[2:]).transpose(1, 2)
 
 
 def _cut(bias, sequences, length, heads):
@@ -172,7 +174,7 @@ def _keep(first_rows, seqlen, heads, dropout_p, seed, offset):
 
 
 def _explicit_fwd(q, k, v, mask, softmax_scale, keep, dropout_p):
-    """(out, lse, probs), all (batch, nheads, S, …) in the compute dtype; a wholly masked row gives 0, -inf, 0."""
+    """(out, lse, probs), (batch, nheads, S, …) in the compute dtype; a wholly masked row gives 0, -inf, 0."""
     scores = torch.matmul(q, k.transpose(-1, -2)).mul_(softmax_scale)
     if mask is not None:
         scores += mask
@@ -187,7 +189,7 @@ def _explicit_fwd(q, k, v, mask, softmax_scale, keep, dropout_p):
 
 
 def _explicit_bwd(dout, q, k, v, empty, mask, softmax_scale, gate, keep, dropout_p, need_dgate):
-    """(dq, dk, dv, dS, dgate); `empty` says which rows are wholly masked (None: none). dgate None if not needed."""
+    """(dq, dk, dv, dS, dgate or None); `empty` says which rows are wholly masked, None that none is."""
     scores = torch.matmul(q, k.transpose(-1, -2)).mul_(softmax_scale)
     if mask is not None:
         scores += mask
@@ -208,7 +210,7 @@ def _explicit_bwd(dout, q, k, v, empty, mask, softmax_scale, gate, keep, dropout
     return dq, dk, dv, ds, dgate
 
 
-# --- the dense grid: devices where reading cu_seqlens on the host would synchronise --------------------------------
+# --- the dense grid: devices where reading cu_seqlens on the host would synchronise -------------------------
 
 
 def _grid_fwd(
@@ -238,8 +240,8 @@ def _grid_fwd(
 
 
 def _grid_bwd(
-    dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
-    need_dbias, need_dgate,
+    dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed,
+    offset, need_dbias, need_dgate,
 ):  # fmt: skip
     total, nheads, headdim = q.shape
     compute = lse.dtype
@@ -267,7 +269,7 @@ def _grid_bwd(
 
 
 def _chunks(batch, nheads, max_seqlen):
-    """Slices of the batch whose score matrices stay within the budget; none where there is nothing to compute."""
+    """Slices of the batch whose scores stay within the budget; none where there is nothing to compute."""
     if max_seqlen == 0:
         return []
     step = max(1, _MAX_GRID_SCORES // (nheads * max_seqlen * max_seqlen))
@@ -275,7 +277,7 @@ def _chunks(batch, nheads, max_seqlen):
 
 
 def _grid_bias(ends, max_seqlen, causal, bias, chunk, compute):
-    """What is added to the dense scores: bias where a pair of positions is real and allowed, -inf elsewhere."""
+    """What is added to the dense scores: bias where a pair of positions is allowed, -inf elsewhere."""
     allowed = grid_mask(ends, ends.shape[0] - 1, max_seqlen, causal, ends.device)
     if bias is None:
         bias = torch.zeros((), dtype=compute, device=ends.device)

@@ -6,7 +6,8 @@ import torch
 
 from fastbert.ops.checks import compute_dtype
 
-_BLOCK = {"cpu": 2**18, "cuda": 2**26}  # elements held in float32 at a time: a cache on the CPU, a kernel's worth on a GPU
+# Elements held in float32 at a time: a cache on the CPU, a kernel's worth on a GPU.
+_BLOCK = {"cpu": 2**18, "cuda": 2**26}
 
 
 def cross_entropy_fwd(logits, labels, ignore_index, label_smoothing):
@@ -49,7 +50,7 @@ def cross_entropy_bwd(dloss, logits, labels, lse, count, ignore_index, label_smo
 
 
 def _blocks(logits, keep):
-    """Row numbers in blocks: of the labelled rows on the CPU, of all on a GPU, where to count them would be a sync."""
+    """Row numbers in blocks: the labelled rows on the CPU, all on a GPU, where to count them is a sync."""
     if logits.device.type == "cpu":
         rows = keep.nonzero().squeeze(1)
     else:

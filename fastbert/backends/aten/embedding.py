@@ -42,7 +42,7 @@ def embedding_bwd(
     )
 
     def scatter(ids, rows, skip):
-        # Sums each row in the order of the tokens: PyTorch sorts the ids on a GPU, and shares out rows on a CPU.
+        # Each row in the order of its tokens: PyTorch sorts the ids on a GPU and shares out rows on a CPU.
         if rows == 0:
             return dy.new_empty(0, dtype=dtype)
         return torch.ops.aten.embedding_dense_backward(dz, ids, rows, skip, False).to(dtype)

@@ -1,10 +1,12 @@
 """`attention` by the `reference` backend; contract in fastbert/ops/attention.py.
 
-One sequence at a time, all of it in float64 or float32. Backward recomputes the probabilities from q and k, and
-delta from them: it uses neither `out` nor `lse`, so it checks backends that do.
+One sequence at a time, all of it in float64 or float32. Backward recomputes the probabilities from q and k,
+and delta from them: it uses neither `out` nor `lse`, so it checks backends that do.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 from fastbert.ops.attention import attention_ref, keep_mask
 from fastbert.ops.checks import compute_dtype
@@ -37,15 +39,17 @@ def attention_fwd(
 
 
 def attention_bwd(
-    dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
-    need_dbias, need_dgate,
+    dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed,
+    offset, need_dbias, need_dgate,
 ):  # fmt: skip
     compute, nheads = lse.dtype, q.shape[1]
     dq, dk, dv = (q.new_zeros(q.shape) for _ in range(3))
     dbias = lse.new_zeros(bias.shape if need_dbias else (0,))
     dgate = lse.new_zeros(gate.shape if need_dgate else (0,))
     for b, (rows, length) in _sequences(cu_seqlens):
-        qs, ks, vs, do = (t[rows].to(compute).transpose(0, 1) for t in (q, k, v, dout))  # (nheads, length, headdim)
+        qs, ks, vs, do = (
+            t[rows].to(compute).transpose(0, 1) for t in (q, k, v, dout)
+        )  # (nheads, length, headdim)
         keep = _keep(cu_seqlens, b, length, nheads, dropout_p, seed, offset)
         p = attention_ref(
             *(t.transpose(0, 1).unsqueeze(0) for t in (qs, ks, vs)),
@@ -74,7 +78,7 @@ def attention_bwd(
 def _sequences(cu_seqlens):
     """(index, (rows, length)) of each sequence that has rows."""
     ends = cu_seqlens.tolist()
-    spans = [(slice(start, end), end - start) for start, end in zip(ends, ends[1:], strict=False)]
+    spans = [(slice(start, end), end - start) for start, end in pairwise(ends)]
     return [(b, span) for b, span in enumerate(spans) if span[1] > 0]
 
 

@@ -28,5 +28,7 @@ def cross_entropy_bwd(dloss, logits, labels, lse, count, ignore_index, label_smo
     target = torch.zeros_like(x).scatter_(1, labels[keep].unsqueeze(1), 1.0 - label_smoothing)
     p = torch.exp(x - lse[0, keep].unsqueeze(1) - lse[1, keep].unsqueeze(1))
     dlogits = torch.zeros_like(logits, memory_format=torch.contiguous_format)
-    dlogits[keep] = ((p - target - label_smoothing / x.shape[1]) * (dloss / count.clamp(min=1))).to(logits.dtype)
+    dlogits[keep] = ((p - target - label_smoothing / x.shape[1]) * (dloss / count.clamp(min=1))).to(
+        logits.dtype
+    )
     return dlogits

@@ -1,0 +1,329 @@
+"""Choosing backends: the table, pins, gaps, self-checks, `explain`."""
+
+from __future__ import annotations
+
+import threading
+import types
+import warnings
+
+import pytest
+import torch
+
+from fastbert import dispatch, testing
+from fastbert.backends import aten, reference
+from fastbert.ops.layer_norm import layer_norm
+from fastbert.ops.linear import linear
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def clean_tables():
+    """Verdicts and resolved launchers of these tests must not outlive them."""
+    verdicts = dict(dispatch._verdicts)
+    dispatch._resolved.clear()
+    yield
+    dispatch._verdicts.clear()
+    dispatch._verdicts.update(verdicts)
+    dispatch._resolved.clear()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the launchers called, in order, as "backend.function"."""
+    seen = []
+    for backend in (aten, reference):
+        for function in ("linear_fwd", "linear_bwd", "layer_norm_fwd"):
+            launch = getattr(backend, function)
+
+            label = f"{backend.__name__.rsplit('.', 1)[1]}.{function}"
+
+            def spy(*args, launch=launch, label=label):
+                seen.append(label)
+                return launch(*args)
+
+            monkeypatch.setattr(backend, function, spy)
+    dispatch._resolved.clear()
+    return seen
+
+
+def fake_backend(monkeypatch, name="triton", **functions):
+    """A module that stands for GPU backend `name`, first in the CPU's table for layer_norm."""
+    module = types.ModuleType(f"fastbert.backends.{name}")
+    module.DTYPES = {"layer_norm": FLOATS}
+    module.available = lambda device_type: None
+    module.layer_norm_fwd, module.layer_norm_bwd = aten.layer_norm_fwd, aten.layer_norm_bwd
+    for key, value in functions.items():
+        setattr(module, key, value)
+    real = dispatch.backend_module
+    monkeypatch.setattr(dispatch, "backend_module", lambda n: module if n == name else real(n))
+    monkeypatch.setitem(dispatch.TABLE["cpu"], "layer_norm", (name, "aten", "reference"))
+    dispatch._resolved.clear()
+    return module
+
+
+def run(dtype=torch.float32):
+    return layer_norm(torch.ones(2, 4, dtype=dtype), torch.ones(4, dtype=dtype))
+
+
+# --- the table ----------------------------------------------------------------------------------------------
+
+
+def test_every_line_of_the_table_is_of_known_ops_and_backends_and_ends_in_reference():
+    for ops in dispatch.TABLE.values():
+        assert set(ops) == set(dispatch.OPS)
+        for names in ops.values():
+            assert names[-1] == "reference"
+            assert set(names) <= set(dispatch.BACKENDS)
+
+
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+def test_reference_and_aten_have_every_op_in_every_dtype(backend):
+    module = dispatch.backend_module(backend)
+    assert set(module.DTYPES) == set(dispatch.OPS)
+    for op in dispatch.OPS:
+        assert set(FLOATS) <= set(module.DTYPES[op])
+        assert dispatch.gap(backend, op, "cpu", torch.float32) is None
+        for function in ("pack_fwd", "unpack_fwd") if op == "padding" else (f"{op}_fwd", f"{op}_bwd"):
+            assert callable(getattr(module, function))
+
+
+def test_every_op_has_cases_and_small_cases():
+    for op in dispatch.OPS:
+        cases = testing.cases(op)
+        assert len({case.id for case in cases}) == len(cases)
+        assert all(case.op == op for case in cases)
+        assert 1 <= len(testing.small_cases(op)) <= 4
+
+
+# --- pins ---------------------------------------------------------------------------------------------------
+
+
+def test_use_backend_pins_and_restores(calls):
+    x, w = torch.ones(1, 2), torch.ones(3, 2)
+    linear(x, w)
+    with dispatch.use_backend("reference"):
+        linear(x, w)
+        with dispatch.use_backend("aten"):
+            linear(x, w)
+        linear(x, w)
+    linear(x, w)
+    assert calls == [f"{b}.linear_fwd" for b in ("aten", "reference", "aten", "reference", "aten")]
+
+
+def test_pins_nest_and_an_op_stands_before_all(calls):
+    x, w = torch.ones(1, 2), torch.ones(3, 2)
+    with dispatch.use_backend("aten"):
+        with dispatch.use_backend(linear="reference"):
+            linear(x, w)
+            layer_norm(x, torch.ones(2))
+            with dispatch.use_backend("aten"):  # the pin of one op still stands before
+                linear(x, w)
+            with dispatch.use_backend("reference", linear="aten"):
+                linear(x, w)
+                layer_norm(x, torch.ones(2))
+        linear(x, w)
+    assert calls == [
+        "reference.linear_fwd", "aten.layer_norm_fwd", "reference.linear_fwd", "aten.linear_fwd",
+        "reference.layer_norm_fwd", "aten.linear_fwd",
+    ]  # fmt: skip
+
+
+def test_pins_are_undone_by_an_exception():
+    with pytest.raises(KeyError), dispatch.use_backend("reference"):
+        raise KeyError
+    assert dispatch._pins == {}
+
+
+def test_a_pin_reaches_the_thread_that_runs_backward(calls):
+    x, w = torch.ones(1, 2, requires_grad=True), torch.ones(3, 2)
+    with dispatch.use_backend("reference"):
+        y = linear(x, w).sum()
+        thread = threading.Thread(target=y.backward)
+        thread.start()
+        thread.join()
+    assert calls == ["reference.linear_fwd", "reference.linear_bwd"]
+
+
+@pytest.mark.parametrize(
+    ("args", "per_op", "message"),
+    [
+        (("cudnn",), {}, "unknown backend 'cudnn'; expected one of reference, aten"),
+        ((), {"linear": "mkl"}, "unknown backend 'mkl'"),
+        ((), {"softmax": "aten"}, "unknown op 'softmax'; expected one of attention"),
+        (("",), {}, "unknown backend ''"),
+    ],
+)
+def test_unknown_names(args, per_op, message):
+    with pytest.raises(ValueError, match=message), dispatch.use_backend(*args, **per_op):
+        pass
+    assert dispatch._pins == {}
+
+
+def test_unknown_names_elsewhere():
+    with pytest.raises(ValueError, match="backend: unknown name 'os'"):
+        dispatch.backend_module("os")
+    with pytest.raises(ValueError, match="op: unknown op 'gemm'"):
+        testing.cases("gemm")
+
+
+def test_a_pinned_gap_names_op_backend_reason_and_alternatives(monkeypatch):
+    module = fake_backend(monkeypatch)
+    module.DTYPES = {"layer_norm": (torch.bfloat16,)}
+    with (
+        dispatch.use_backend("triton"),
+        pytest.raises(dispatch.BackendError) as error,
+    ):
+        run(torch.float64)
+    text = str(error.value)
+    assert (
+        "use_backend('triton'): op 'layer_norm' cannot run on cpu in float64: does not store float64" in text
+    )
+    assert "alternatives: reference, aten" in text
+    module.available = lambda device_type: "no compiler"
+    with dispatch.use_backend("triton"), pytest.raises(dispatch.BackendError, match="no compiler"):
+        run(torch.bfloat16)
+
+
+def test_a_pinned_backend_without_the_op_or_the_function(monkeypatch):
+    module = fake_backend(monkeypatch)
+    with (
+        dispatch.use_backend("triton"),
+        pytest.raises(dispatch.BackendError, match="has no kernel for this op"),
+    ):
+        linear(torch.ones(1, 2), torch.ones(3, 2))
+    del module.layer_norm_bwd
+    x = torch.ones(2, 4, requires_grad=True)
+    with dispatch.use_backend("triton"):
+        y = layer_norm(x, torch.ones(4)).sum()
+        with pytest.raises(dispatch.BackendError, match="has no layer_norm_bwd"):
+            y.backward()
+
+
+# --- self-check ---------------------------------------------------------------------------------------------
+
+
+def test_a_good_backend_serves_after_its_check_and_is_checked_once(monkeypatch):
+    served, checked = [], []
+
+    def good(*args):
+        served.append(1)
+        return aten.layer_norm_fwd(*args)
+
+    fake_backend(monkeypatch, layer_norm_fwd=good)
+    check = testing.self_check
+    monkeypatch.setattr(testing, "self_check", lambda *args: checked.append(args[:2]) or check(*args))
+    run()
+    assert served, "the backend was not used"
+    before = len(served)
+    dispatch._resolved.clear()
+    run()
+    assert len(served) == before + 1
+    assert checked == [("layer_norm", "triton")]
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (
+            lambda *args: (aten.layer_norm_fwd(*args)[0] + 0.1, *aten.layer_norm_fwd(*args)[1:]),
+            "y: max error",
+        ),
+        (
+            lambda *args: (aten.layer_norm_fwd(*args)[0] * float("nan"), *aten.layer_norm_fwd(*args)[1:]),
+            "NaN",
+        ),
+        (lambda *args: 1 / 0, "ZeroDivisionError: division by zero"),
+    ],
+    ids=["wrong", "nan", "crash"],
+)
+def test_a_bad_backend_is_dropped_with_one_warning(monkeypatch, fault, text):
+    fake_backend(monkeypatch, layer_norm_fwd=fault)
+    with pytest.warns(
+        RuntimeWarning, match="triton kernel of 'layer_norm' failed its self-check on cpu in float32"
+    ) as caught:
+        y = run()
+    assert len(caught) == 1
+    assert text in str(caught[0].message)
+    assert torch.equal(
+        y, aten.layer_norm_fwd(torch.ones(2, 4), torch.ones(4), *(None,) * 3, 1e-12, 0.0, None, 0, False)[0]
+    )
+    dispatch._resolved.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run()  # the verdict is remembered: no second check, no second warning
+    line = next(c for c in dispatch.explain("cpu") if c.op == "layer_norm" and c.dtype == "float32")
+    assert line.backend == "aten"
+    assert text in line.why
+
+
+def test_a_bad_backward_drops_the_backend_too(monkeypatch):
+    fake_backend(monkeypatch, layer_norm_bwd=lambda *args: tuple(t * 1.1 for t in aten.layer_norm_bwd(*args)))
+    with pytest.warns(RuntimeWarning, match="dx: max error"):
+        run()
+
+
+def test_a_failure_in_one_dtype_leaves_the_others(monkeypatch):
+    def fault(x, *args):
+        if x.dtype == torch.bfloat16:
+            raise RuntimeError("no bfloat16 here")
+        return aten.layer_norm_fwd(x, *args)
+
+    fake_backend(monkeypatch, layer_norm_fwd=fault)
+    with pytest.warns(RuntimeWarning, match="no bfloat16 here"):
+        run(torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(torch.float32)
+    lines = {c.dtype: c.backend for c in dispatch.explain("cpu") if c.op == "layer_norm"}
+    assert lines["bfloat16"] == "aten"
+    assert lines["float32"] == "triton"
+
+
+def test_a_pin_skips_the_check(monkeypatch):
+    fake_backend(monkeypatch)
+    monkeypatch.setattr(testing, "self_check", lambda *args: pytest.fail("checked"))
+    with dispatch.use_backend("triton"):
+        run()
+
+
+# --- explain ------------------------------------------------------------------------------------------------
+
+
+def test_explain_has_a_line_for_every_op_and_dtype():
+    lines = dispatch.explain("cpu")
+    assert [(c.op, c.dtype) for c in lines] == [
+        (op, str(dtype).removeprefix("torch.")) for op in dispatch.OPS for dtype in FLOATS
+    ]
+    for line in lines:
+        assert line.device == "cpu"
+        assert dispatch.gap(line.backend, line.op, "cpu", getattr(torch, line.dtype)) is None
+        assert line.why
+
+
+def test_explain_says_what_is_missing_and_what_is_unverified(monkeypatch):
+    module = fake_backend(monkeypatch)
+
+    def why():
+        return next(c for c in dispatch.explain("cpu") if c.op == "layer_norm" and c.dtype == "float32")
+
+    assert why().backend == "aten"
+    assert why().why == "triton: to be self-checked at first use"
+    run()
+    assert (why().backend, why().why) == ("triton", "best")
+    module.available = lambda device_type: "not installed"
+    assert (why().backend, why().why) == ("aten", "triton: not installed")
+
+
+def test_autocast_is_off_inside_a_backend(monkeypatch):
+    states = []
+    launch = aten.linear_fwd
+    monkeypatch.setattr(
+        aten, "linear_fwd", lambda *args: states.append(torch.is_autocast_enabled("cpu")) or launch(*args)
+    )
+    dispatch._resolved.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(torch.ones(1, 2), torch.ones(3, 2))
+        assert torch.is_autocast_enabled("cpu")
+    assert states == [False]
+    assert y.dtype == torch.bfloat16
