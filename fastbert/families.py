@@ -40,7 +40,6 @@ class LMHead:
     decoder: str
     bias: str | None
     activation: str | None = None
-    norm_eps: float | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,8 @@ class Family:
         shared_layers: layers come in groups of shared weights (ALBERT).
         norm_eps: the fixed eps of every LayerNorm, None for the config's `layer_norm_eps`.
         ffn_dropout: dropout after the feed-forward block.
+        positional: name of a class's task ("" for all) -> how many leading arguments of forward stand where BERT's
+            do in transformers; the others must be given by name.
     """
 
     model_type: str
@@ -100,8 +101,10 @@ class Family:
     classifier: ClassifierHead = ClassifierHead(None, None, "classifier")
     choice: ClassifierHead = ClassifierHead(None, None, "classifier")
     next_sentence: str | None = None  # path of the sentence-pair classifier
+    next_sentence_dropout_key: str | None = None
     token_dropout_key: str = "classifier_dropout"
     qa_dropout_key: str | None = None
+    positional: dict[str, int] = field(default_factory=dict)
 
     @property
     def word_table(self) -> str:
@@ -124,6 +127,8 @@ _ROBERTA = dict(
     defaults=dict(pad_token_id=1, bos_token_id=0, eos_token_id=2),
     lm_head=_ROBERTA_LM,
     classifier=_ROBERTA_CLASSIFIER,
+    choice=ClassifierHead(None, None, "classifier", dropout_key="hidden_dropout_prob"),
+    positional={"ForMultipleChoice": 1},
 )
 
 FAMILIES: dict[str, Family] = {
@@ -161,13 +166,12 @@ FAMILIES: dict[str, Family] = {
             segments=False,
             pooler=None,
             norm_eps=1e-12,
-            lm_head=LMHead(
-                "vocab_transform", "vocab_layer_norm", "vocab_projector", None, norm_eps=1e-12
-            ),
+            lm_head=LMHead("vocab_transform", "vocab_layer_norm", "vocab_projector", None),
             classifier=ClassifierHead("pre_classifier", "relu", "classifier", dropout_key="seq_classif_dropout"),
             choice=ClassifierHead("pre_classifier", "relu", "classifier", dropout_key="seq_classif_dropout"),
             token_dropout_key="hidden_dropout_prob",
             qa_dropout_key="qa_dropout",
+            positional={"": 2},
         ),
         Family(
             "electra",
@@ -175,7 +179,13 @@ FAMILIES: dict[str, Family] = {
             "Electra",
             pooler=None,
             projection="embeddings_project",
-            defaults=dict(embedding_size=128, hidden_size=256, num_attention_heads=4, intermediate_size=1024),
+            defaults=dict(
+                embedding_size=128,
+                hidden_size=256,
+                num_attention_heads=4,
+                intermediate_size=1024,
+                summary_last_dropout=0.1,
+            ),
             lm_head=LMHead(
                 "generator_predictions.dense",
                 "generator_predictions.LayerNorm",
@@ -229,6 +239,7 @@ FAMILIES: dict[str, Family] = {
             classifier=ClassifierHead(None, None, "classifier", dropout_key="classifier_dropout_prob"),
             choice=ClassifierHead(None, None, "classifier", dropout_key="classifier_dropout_prob"),
             next_sentence="sop_classifier.classifier",
+            next_sentence_dropout_key="classifier_dropout_prob",
             token_dropout_key="classifier_dropout_prob",
         ),
         Family(
@@ -238,6 +249,7 @@ FAMILIES: dict[str, Family] = {
             lm_head=_BERT_LM,
             next_sentence="cls.seq_relationship",
             defaults=dict(task_type_vocab_size=3, use_task_id=False),
+            positional={"": 3},
         ),
         Family(
             "mpnet",
@@ -263,6 +275,7 @@ FAMILIES: dict[str, Family] = {
             ),
             choice=ClassifierHead(None, None, "classifier", dropout_key="hidden_dropout_prob"),
             token_dropout_key="hidden_dropout_prob",
+            positional={"": 2},
         ),
     )
 }

@@ -26,6 +26,8 @@ class Inputs:
         inputs_embeds: (rows, embedding size) instead of input_ids, or None.
         bias: additive attention bias (batch or 1, nheads or 1, S, S) from a 4-D mask, or None.
         packing: where the rows come from.
+        headless: the first sequence of which tokens are kept but not the one at position 0, None if there is none
+            (not looked for under `torch.compile`).
     """
 
     input_ids: Tensor | None
@@ -34,6 +36,7 @@ class Inputs:
     inputs_embeds: Tensor | None
     bias: Tensor | None
     packing: Packing
+    headless: int | None = None
 
     @classmethod
     def from_packed(
@@ -131,12 +134,13 @@ def check_inputs(
             raise ValueError(f"position_ids: expected shape {shape} or (1, {seqlen}), got {tuple(position_ids.shape)}")
         position_ids = position_ids.expand(shape)
     mask, bias = _masks(config, attention_mask, batch, seqlen, device)
-    lengths = None
+    lengths = headless = None
     if not torch.compiler.is_compiling() and batch:
         ids = {"input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids}
-        facts = _read_back(ids, None if mask is None else mask.sum(1))
+        facts = _read_back(ids, None if mask is None else torch.cat([mask.sum(1), mask[:, 0].long()]))
         _check_ranges(config, facts)
-        lengths = facts["extra"]
+        lengths, first_kept = facts["extra"][:batch], facts["extra"][batch:]
+        headless = next((i for i, kept in enumerate(first_kept) if lengths[i] and not kept), None)
     packed = packing.dense(batch, seqlen, device) if mask is None or batch == 0 else packing.from_mask(mask, lengths)
     if position_ids is None:
         position_ids = _default_positions(config, input_ids, batch, seqlen, device)
@@ -146,6 +150,7 @@ def check_inputs(
         *(None if t is None else packed.pack(t) for t in (input_ids, position_ids, token_type_ids, inputs_embeds)),
         bias,
         packed,
+        headless,
     )
 
 

@@ -109,20 +109,23 @@ def dense_norm(
     return norm(x + residual)
 
 
+def table(rows: int, width: int, padding_idx: int | None = None) -> nn.Embedding:
+    """An embedding table, not initialised: PyTorch's own initialisation loads half a second of modules on meta."""
+    return nn.Embedding(rows, width, padding_idx, _weight=torch.empty(rows, width))
+
+
 class Embeddings(nn.Module):
     """Word + position + segment embeddings, LayerNorm, dropout (Devlin et al. 2018, sec. 3 and fig. 2)."""
 
     def __init__(self, config: EncoderConfig):
         super().__init__()
         family, width = config.family, config.embedding_width
-        self.word_embeddings = nn.Embedding(config.vocab_size, width, padding_idx=config.pad_token_id)
-        self.position_embeddings = nn.Embedding(
-            config.max_position_embeddings,
-            width,
-            padding_idx=config.pad_token_id if family.position_padding_idx else None,
+        self.word_embeddings = table(config.vocab_size, width, config.pad_token_id)
+        self.position_embeddings = table(
+            config.max_position_embeddings, width, config.pad_token_id if family.position_padding_idx else None
         )
         if family.segments and config.type_vocab_size > 0:
-            self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width)
+            self.token_type_embeddings = table(config.type_vocab_size, width)
         self.LayerNorm = nn.LayerNorm(width, eps=config.norm_eps)
         self.dropout_p = config.hidden_dropout_prob
 

@@ -6,6 +6,9 @@ under the family's name. `AutoModel.from_pretrained` chooses by `model_type`. Ta
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +29,7 @@ from fastbert.layers import (
     part,
     pool_first,
     relative_bias,
+    table,
 )
 from fastbert.outputs import BaseModelOutputWithPooling
 
@@ -142,8 +146,7 @@ class PreTrainedModel(nn.Module):
             raise TypeError(f"from_pretrained: overrides {sorted(overrides)} cannot go with config=")
         with torch.device("meta"):
             model = cls.class_for(config)(config, **own)
-        model.to(_resolve_dtype(dtype, config, directory)).to_empty(device="cpu")
-        model.tie_weights()
+        model.to(_resolve_dtype(dtype, config, directory))
         model.load_report = checkpoint.load_weights(model, directory)
         model.tie_weights()
         return model.to(device if device is not None else "cpu").eval()
@@ -193,6 +196,56 @@ class PreTrainedModel(nn.Module):
         self.base_model.embeddings.word_embeddings = value
         self.tie_weights()
 
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The layer that gives one logit a token of the vocabulary; None where there is none."""
+        return None
+
+    def vocabulary_parameters(self) -> list[str]:
+        """Names of the parameters with one row a token of the vocabulary."""
+        prefix = "" if self.is_base_model else f"{self.base_model_prefix}."
+        return [f"{prefix}{self.family.word_table}.weight"]
+
+    @torch.no_grad()
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None
+    ) -> nn.Embedding:
+        """Change the size of the vocabulary: of the word embeddings, and of the decoder and its bias where there is one.
+
+        New rows are drawn from normal(0, initializer_range), new biases are 0; the old ones stay. The parameters are
+        new objects: make an optimizer afterwards.
+
+        Args:
+            new_num_tokens: the new size; None keeps it.
+            pad_to_multiple_of: round the size up to a multiple of this.
+
+        Returns:
+            The word embeddings.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what was expected.
+        """
+        config = self.config
+        size = config.vocab_size if new_num_tokens is None else new_num_tokens
+        for name, value in (("new_num_tokens", size), ("pad_to_multiple_of", pad_to_multiple_of)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
+        size = -(-size // pad_to_multiple_of) * pad_to_multiple_of if pad_to_multiple_of else size
+        if config.pad_token_id is not None and size <= config.pad_token_id:
+            raise ValueError(f"new_num_tokens: {size} leaves out pad_token_id {config.pad_token_id}")
+        tied = self.tied_weights()
+        for name in self.vocabulary_parameters():
+            path, _, leaf = name.rpartition(".")
+            module = self.get_submodule(path)
+            if name not in tied:
+                setattr(module, leaf, _resized(getattr(module, leaf), size, config.initializer_range))
+            if isinstance(module, nn.Embedding):
+                module.num_embeddings = size
+            elif isinstance(module, nn.Linear):
+                module.out_features = size
+        config.vocab_size = size
+        self.tie_weights()
+        return self.get_input_embeddings()
+
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None) -> None:
         """Recompute each layer in backward instead of keeping its activations (non-reentrant, bit-equal)."""
         if gradient_checkpointing_kwargs and gradient_checkpointing_kwargs.get("use_reentrant"):
@@ -212,6 +265,14 @@ class PreTrainedModel(nn.Module):
         """Set training mode; what was derived from the weights is forgotten."""
         prepared.clear(self)
         return super().train(mode)
+
+
+def _resized(old: nn.Parameter, rows: int, std: float) -> nn.Parameter:
+    new = old.new_zeros(rows, *old.shape[1:])
+    if old.dim() > 1:
+        new[old.shape[0] :].normal_(0.0, std)
+    new[: old.shape[0]] = old[:rows]
+    return nn.Parameter(new, old.requires_grad)
 
 
 def _check_overrides(overrides: dict[str, Any], content: dict[str, Any]) -> None:
@@ -262,7 +323,7 @@ class BertModel(PreTrainedModel):
             )
         attach(self, family.layers, _layer_list(config))
         if family.relative_bias:
-            attach(self, family.relative_bias, nn.Embedding(32, config.num_attention_heads))
+            attach(self, family.relative_bias, table(32, config.num_attention_heads))
         if family.pooler and add_pooling_layer:
             attach(self, family.pooler, nn.Linear(config.hidden_size, config.hidden_size))
         self.has_pooler = bool(family.pooler) and add_pooling_layer
@@ -293,6 +354,7 @@ class BertModel(PreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        packed: bool = False,
     ) -> BaseModelOutputWithPooling | tuple:
         """Encode a padded batch; the padding itself is never computed.
 
@@ -307,6 +369,8 @@ class BertModel(PreTrainedModel):
             output_attentions: return the probabilities of every layer, (batch, nheads, seqlen, seqlen).
             output_hidden_states: return the embedding output and every layer's output.
             return_dict: False gives a tuple.
+            packed: for the task heads: return (hidden (rows, hidden), hidden states before each layer, probabilities,
+                Inputs), all of them packed, the second and third None if not asked for.
 
         Returns:
             last_hidden_state (batch, seqlen, hidden), pooler_output (batch, hidden) or None, hidden_states, attentions.
@@ -329,16 +393,18 @@ class BertModel(PreTrainedModel):
         gates = head_gates(config, head_mask, self.device)
         want_attentions = config.output_attentions if output_attentions is None else output_attentions
         want_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        packed = inputs.packing
 
         hidden, states, attentions = self._encode(inputs, gates, want_attentions, want_states)
+        if packed:
+            return hidden, states if want_states else None, attentions if want_attentions else None, inputs
 
-        last = packed.unpack(hidden)
+        packing = inputs.packing
+        last = packing.unpack(hidden)
         output = BaseModelOutputWithPooling(
             last_hidden_state=last,
             pooler_output=pool_first(part(self, self.family.pooler), last[:, 0]) if self.has_pooler else None,
-            hidden_states=tuple([*(packed.unpack(s) for s in states), last]) if want_states else None,
-            attentions=tuple(packed.unpack_scores(p) for p in attentions) if want_attentions else None,
+            hidden_states=tuple([*(packing.unpack(s) for s in states), last]) if want_states else None,
+            attentions=tuple(packing.unpack_scores(p) for p in attentions) if want_attentions else None,
         )
         return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
@@ -408,8 +474,8 @@ class BertModel(PreTrainedModel):
         if packed.mask is not None and (torch.compiler.is_compiling() or packing.has_holes(packed.mask)):
             order = torch.argsort(packed.mask.logical_not().to(torch.uint8), dim=1, stable=True)
             positions = order[:, : packed.max_seqlen]
-        table = part(self, self.family.relative_bias)
-        relative = relative_bias(table, packed.max_seqlen, self.device, positions)
+        buckets = part(self, self.family.relative_bias)
+        relative = relative_bias(buckets, packed.max_seqlen, self.device, positions)
         return relative if bias is None else bias + relative
 
 
@@ -438,8 +504,31 @@ def family_classes(base: type[PreTrainedModel], families: list[str], module: str
     for model_type in families:
         name = FAMILIES[model_type].class_prefix + base.task
         body = {"model_type": model_type, "__module__": module, "__qualname__": name, "__doc__": base.__doc__}
+        positional = FAMILIES[model_type].positional
+        count = positional.get(base.task, positional.get(""))
+        if count is not None:
+            body["forward"] = _by_name_after(base.forward, count, name)
         made[name] = type(name, (base,), body)
     return made
+
+
+def _by_name_after(forward: Callable, count: int, name: str) -> Callable:
+    """`forward` taking no more than `count` positional arguments: transformers has the others in another order."""
+    signature = inspect.signature(forward)
+    own, *parameters = signature.parameters.values()
+    shown = [p.replace(kind=p.KEYWORD_ONLY) if i >= count else p for i, p in enumerate(parameters)]
+
+    @functools.wraps(forward)
+    def limited(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > count:
+            raise TypeError(
+                f"{name}.forward: expected at most {count} positional arguments, got {len(args)}; give "
+                f"{', '.join(p.name for p in shown[count : len(args)])} by name"
+            )
+        return forward(self, *args, **kwargs)
+
+    limited.__signature__ = signature.replace(parameters=[own, *shown])
+    return limited
 
 
 _others = [model_type for model_type in FAMILIES if model_type != "bert"]

@@ -1,0 +1,798 @@
+"""A HuggingFace directory <-> a module: files, key names, strict checks.
+
+Loading goes through four steps, and the module is touched only by the last:
+    files   model.safetensors, pytorch_model.bin or shards of either -> {key as stored: tensor}, memory-mapped
+    names   old and foreign spellings -> the module's own key (this is the only place that knows them)
+    checks  missing, unexpected, shape, dtype, finite: refused with file, key and cause
+    values  copied into the parameters, cast to their dtype
+
+Saving writes temporary files beside the old ones and renames them: an interrupted save leaves what was there.
+Nothing is unpickled except by `torch.load(weights_only=True)`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import socket
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+CONFIG = "config.json"
+SAFETENSORS = "model.safetensors"
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+BIN = "pytorch_model.bin"
+BIN_INDEX = "pytorch_model.bin.index.json"
+
+# What a hub download brings: first without .bin, which is fetched only where there are no safetensors.
+_HUB_FILES = ["*.json", "vocab.txt", "merges.txt", "*.model", SAFETENSORS, "model-*.safetensors"]
+_HUB_BIN_FILES = [BIN, "pytorch_model-*.bin"]
+
+# First parts of the keys of every family's task heads.
+_HEADS = {
+    "cls", "classifier", "pre_classifier", "sop_classifier", "qa_outputs", "lm_head", "predictions",
+    "vocab_transform", "vocab_layer_norm", "vocab_projector", "sequence_summary",
+    "discriminator_predictions", "generator_predictions", "generator_lm_head",
+}  # fmt: skip
+# Wrappers that put their own name before every key: DataParallel, torch.compile.
+_WRAPPERS = ("module.", "_orig_mod.")
+# Buffers that old versions stored and that hold no weights.
+_OLD_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
+_OLD_SUFFIXES = {".gamma": ".weight", ".beta": ".bias"}
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read or written: names the file, the key and the cause."""
+
+
+@dataclass
+class LoadReport:
+    """What `load_weights` found.
+
+    Attributes:
+        files: the files read.
+        missing: the module's keys that no file held (a fresh head); empty for a complete checkpoint.
+        unused: keys, as stored, of heads that the module does not have.
+    """
+
+    files: list[Path]
+    missing: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+
+
+class _Stored(NamedTuple):
+    """One tensor of a file."""
+
+    file: Path
+    key: str  # as the file spells it
+    tensor: Tensor
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.key}"
+
+
+# --- where the files are ------------------------------------------------------------------------------------
+
+
+def resolve(
+    name_or_path: str | os.PathLike,
+    *,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike | None = None,
+    local_files_only: bool = False,
+    token: str | bool | None = None,
+) -> Path:
+    """The directory of a checkpoint: `name_or_path` itself, or the local copy of a hub repository.
+
+    Args:
+        name_or_path: a directory, or a HuggingFace hub name ("bert-base-uncased", "owner/name").
+        revision, cache_dir, local_files_only, token: as in `huggingface_hub.snapshot_download`.
+
+    Raises:
+        CheckpointError: it is neither, or the hub cannot be reached.
+    """
+    path = _local(name_or_path)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{path}: is a file; expected the directory that holds it")
+    hub = _hub(name_or_path)
+    options = {
+        "revision": revision,
+        "cache_dir": cache_dir,
+        "local_files_only": local_files_only,
+        "token": token,
+    }
+    directory = Path(_ask_hub(hub.snapshot_download, name_or_path, allow_patterns=_HUB_FILES, **options))
+    if not any((directory / name).exists() for name in (SAFETENSORS, SAFETENSORS_INDEX)):
+        _ask_hub(hub.snapshot_download, name_or_path, allow_patterns=_HUB_BIN_FILES, **options)
+    return directory
+
+
+def read_config(name_or_path: str | os.PathLike, **options: Any) -> dict[str, Any]:
+    """The content of a checkpoint's config.json.
+
+    Args:
+        name_or_path: a directory, a JSON file, or a hub name.
+        options: revision, cache_dir, local_files_only, token, as in `resolve`.
+
+    Raises:
+        CheckpointError: no such file, or it is not a JSON object.
+    """
+    path = _local(name_or_path)
+    if path.is_dir():
+        path = path / CONFIG
+    elif not path.exists():
+        path = Path(_ask_hub(_hub(name_or_path).hf_hub_download, name_or_path, filename=CONFIG, **options))
+    return _read_json(path)
+
+
+def _local(name_or_path: str | os.PathLike) -> Path:
+    if not isinstance(name_or_path, (str, os.PathLike)):
+        raise TypeError(f"name_or_path: expected a path or a hub name, got {type(name_or_path).__name__}")
+    if not os.fspath(name_or_path):
+        raise CheckpointError("name_or_path: is empty; expected a directory or a hub name")
+    return Path(name_or_path).expanduser()
+
+
+def _hub(name: str | os.PathLike) -> Any:
+    text = os.fspath(name)
+    if isinstance(name, Path) or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text):
+        raise CheckpointError(f"{text}: no such directory")
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise CheckpointError(
+            f"{text}: no such directory; to fetch it by that name from the hub, install huggingface_hub"
+        ) from error
+    return huggingface_hub
+
+
+def _ask_hub(function: Any, name: str | os.PathLike, **options: Any) -> str:
+    try:
+        return function(os.fspath(name), **options)
+    except Exception as error:  # network, permission, cache, naming: dozens of types, some of other packages
+        raise CheckpointError(
+            f"{name}: no such directory here, and the HuggingFace hub did not give it: {_cause(error)}"
+        ) from error
+
+
+def _cause(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {_cause(error)}") from error
+    except ValueError as error:  # broken JSON or broken UTF-8
+        raise CheckpointError(f"{path}: is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _read_weights(directory: Path) -> tuple[list[Path], dict[str, _Stored]]:
+    """(files read, key as stored -> tensor) of the first of the four layouts that is there."""
+    for name, index in ((SAFETENSORS, SAFETENSORS_INDEX), (BIN, BIN_INDEX)):
+        if os.path.lexists(directory / name):
+            return [directory / name], _open_file(directory / name)
+        if os.path.lexists(directory / index):
+            return _open_shards(directory / index)
+    there = sorted(p.name for p in directory.iterdir()) if directory.is_dir() else None
+    if there is None:
+        raise CheckpointError(f"{directory}: no such directory")
+    cause = ""
+    if "adapter_model.safetensors" in there:
+        cause = "; adapter_model.safetensors is a PEFT adapter: load its base model and merge it first"
+    elif foreign := [n for n in there if n.endswith((".h5", ".msgpack", ".onnx", ".gguf", ".ckpt.index"))]:
+        cause = f"; {foreign[0]} is of a format that is not read here"
+    raise CheckpointError(
+        f"{directory}: no weights; expected {SAFETENSORS}, {SAFETENSORS_INDEX}, {BIN} or {BIN_INDEX}{cause}"
+    )
+
+
+def _open_shards(index: Path) -> tuple[list[Path], dict[str, _Stored]]:
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: weight_map: expected a non-empty object of key to file name")
+    for key, name in weight_map.items():
+        if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0]", name):
+            raise CheckpointError(
+                f"{index}: weight_map: {key}: expected the name of a file beside it, got {name!r}"
+            )
+    files = [index.parent / name for name in sorted(set(weight_map.values()))]
+    if absent := [file.name for file in files if not file.is_file()]:
+        raise CheckpointError(f"{index}: missing shards beside it: {_list(absent)}")
+    stored: dict[str, _Stored] = {}
+    for file in files:
+        content = _open_file(file)
+        if twice := sorted(stored.keys() & content.keys()):
+            raise CheckpointError(f"{file}: also in {stored[twice[0]].file.name}: {_list(twice)}")
+        stored.update(content)
+    absent = [key for key, name in weight_map.items() if key not in stored or stored[key].file.name != name]
+    if absent:
+        raise CheckpointError(
+            f"{index.parent / weight_map[absent[0]]}: lacks what {index.name} says: {_list(absent)}"
+        )
+    return files, stored
+
+
+def _open_file(file: Path) -> dict[str, _Stored]:
+    if not file.is_file():
+        raise CheckpointError(f"{file}: is not a file, or a link to one that is gone")
+    content = _open_safetensors(file) if file.suffix == ".safetensors" else _open_bin(file)
+    if not content:
+        raise CheckpointError(f"{file}: holds no tensors")
+    return {key: _Stored(file, key, tensor) for key, tensor in content.items()}
+
+
+def _open_safetensors(file: Path) -> dict[str, Tensor]:
+    from safetensors import safe_open
+
+    try:
+        with safe_open(file, framework="pt") as reader:
+            return {key: reader.get_tensor(key) for key in reader.keys()}  # noqa: SIM118 - the reader is no dict
+    except Exception as error:  # SafetensorError, OSError, and torch's own for dtypes it lacks
+        raise CheckpointError(f"{file}: truncated, or not a safetensors file: {_cause(error)}") from error
+
+
+def _open_bin(file: Path) -> dict[str, Tensor]:
+    import pickle
+    import zipfile
+
+    try:  # files older than torch 1.6 are no zip archives and cannot be mapped
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except pickle.UnpicklingError as error:
+        reason = re.search(r"unsupported (global|class)[^\n]*", str(error), re.IGNORECASE)
+        if reason is None:
+            cause = "truncated, or not a PyTorch file (pickles of other kinds are not read)"
+        else:
+            cause = f"refused: its pickle asks for more than tensors, which would run code: {reason[0]}"
+        raise CheckpointError(f"{file}: {cause}") from error
+    except Exception as error:  # RuntimeError, EOFError, ValueError…: whatever a damaged archive leads to
+        raise CheckpointError(f"{file}: truncated, or not a PyTorch file: {_cause(error)}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: expected a dictionary of tensors, got {type(content).__name__}")
+    for key, value in content.items():
+        if not isinstance(key, str) or not isinstance(value, Tensor):
+            raise CheckpointError(f"{file}: {key}: expected a tensor, got {type(value).__name__}")
+    return content
+
+
+# --- names --------------------------------------------------------------------------------------------------
+
+
+class _Names:
+    """The keys of one module, and how a file may spell them."""
+
+    def __init__(self, model: nn.Module):
+        self.family = model.config.family
+        self.state = model.state_dict(keep_vars=True)  # key -> parameter or buffer
+        self.tied = {k: v for k, v in model.tied_weights().items() if k in self.state}  # target -> source
+        self.is_base = model.is_base_model
+        self.prefix = "" if self.is_base else model.base_model_prefix + "."
+        self.stored_prefix = model.base_model_prefix + "."
+        self.encoder = [key for key in self.state if key.startswith(self.prefix)]
+        # first parts of the encoder's own keys: "embeddings", "encoder", …
+        self.roots = {key[len(self.prefix) :].split(".")[0] for key in self.encoder}
+        self.pooler = (self.family.pooler or "pooler") + "."
+
+    def canonical(self, key: str) -> str:
+        """The module's spelling of a stored key."""
+        while key.startswith(_WRAPPERS):
+            key = key.split(".", 1)[1]
+        for old, new in _OLD_SUFFIXES.items():
+            if key.endswith(old):
+                key = key[: -len(old)] + new
+        inside = key.startswith(self.stored_prefix)
+        while key.startswith(self.stored_prefix):
+            key = key[len(self.stored_prefix) :]
+        if inside or key.split(".")[0] in self.roots | {"pooler"}:
+            return self.prefix + key
+        return key
+
+    def is_pooler(self, key: str) -> bool:
+        return key.startswith(self.prefix + self.pooler)
+
+    def may_be_left_over(self, key: str) -> bool:
+        """Whether an unexpected key, in our spelling, is part of a head that this module does not have."""
+        return key.split(".")[0] in _HEADS or self.is_pooler(key)
+
+    def part(self, key: str) -> str | None:
+        """The part of the module that may be absent as a whole and to which the key belongs, or None."""
+        if self.is_base:
+            return None
+        if key.startswith(self.prefix):
+            return "pooler" if self.is_pooler(key) else None
+        pair = self.family.next_sentence
+        return "sentence-pair head" if pair and key.startswith(pair + ".") else "head"
+
+
+def _rename(names: _Names, stored: dict[str, _Stored]) -> dict[str, _Stored]:
+    renamed: dict[str, _Stored] = {}
+    for key, item in stored.items():
+        if key.endswith(_OLD_BUFFERS):
+            continue
+        ours = names.canonical(key)
+        if ours in renamed:
+            raise CheckpointError(f"{item}: the same parameter as {renamed[ours].key}, stored twice")
+        renamed[ours] = item
+    return renamed
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal bit for bit (NaN too)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def _resolve_ties(names: _Names, found: dict[str, _Stored]) -> None:
+    """Drop stored copies of tied weights; use a copy where the original is absent."""
+    for target, source in names.tied.items():
+        copy = found.pop(target, None)
+        if copy is None:
+            continue
+        original = found.setdefault(source, copy)
+        if not _same(copy.tensor, original.tensor):
+            raise CheckpointError(
+                f"{copy}: differs from {original.key}, to which config tie_word_embeddings = true ties it; "
+                f"if the file is right, set tie_word_embeddings to false in config.json"
+            )
+    # Untied decoders once had their bias tied all the same: one of the two names was stored.
+    lm_head = names.family.lm_head
+    if lm_head is not None and lm_head.bias is not None:
+        pair = lm_head.bias, lm_head.decoder + ".bias"
+        for absent, there in (pair, pair[::-1]):
+            if absent in names.state and absent not in names.tied and absent not in found and there in found:
+                found[absent] = found[there]
+
+
+# --- checks -------------------------------------------------------------------------------------------------
+
+
+def _list(keys: Iterable[str], most: int = 20) -> str:
+    keys = list(keys)
+    rest = f" … and {len(keys) - most} more" if len(keys) > most else ""
+    return ", ".join(keys[:most]) + rest
+
+
+def _numbered(path: str, keys: Iterable[str]) -> int:
+    """How many numbered entries `path` has among the keys."""
+    pattern = re.compile(rf"(?:^|\.){re.escape(path)}\.(\d+)\.")
+    return 1 + max((int(m[1]) for key in keys if (m := pattern.search(key))), default=-1)
+
+
+def _spelt(names: _Names, key: str) -> str:
+    """A config key as the family's config.json spells it."""
+    return {ours: theirs for theirs, ours in names.family.aliases.items()}.get(key, key)
+
+
+def _why(names: _Names, config: Any, found: dict[str, _Stored]) -> str:
+    """The likely cause of missing or unexpected keys, "" where none is plain."""
+    count_key = "num_hidden_groups" if names.family.shared_layers else "num_hidden_layers"
+    says, holds = getattr(config, count_key), _numbered(names.family.layers, found)
+    if holds and says != holds:
+        return f"; config {_spelt(names, count_key)} says {says}, the file has {holds}"
+    if names.family.shared_layers:
+        inner = _numbered("albert_layers", found)
+        if inner and inner != config.inner_group_num:
+            return f"; config inner_group_num says {config.inner_group_num}, the file has {inner}"
+    from fastbert.families import FAMILIES, REFUSED
+
+    first = {item.key.split(".")[0] for item in found.values()}
+    others = {family.prefix for family in FAMILIES.values()} | {name.replace("-", "_") for name in REFUSED}
+    if foreign := sorted(first & (others - {names.family.prefix})):
+        return (
+            f"; config model_type says {config.model_type!r}, but the file's keys begin with {foreign[0]!r}"
+        )
+    if lm := names.family.lm_head:
+        weight = lm.decoder + ".weight"
+        if weight in names.state and weight not in names.tied and weight not in found:
+            return f"; config tie_word_embeddings is false, so {weight} must be stored"
+    return ""
+
+
+def _check_keys(names: _Names, config: Any, files: list[Path], found: dict[str, _Stored]) -> LoadReport:
+    expected = [key for key in names.state if key not in names.tied]
+    missing = [key for key in expected if key not in found]
+    extra = [key for key in found if key not in names.state]
+    unexpected = [key for key in extra if not names.may_be_left_over(key)]
+    where = files[0] if len(files) == 1 else files[0].parent
+
+    # a head or a pooler may be absent as a whole
+    fresh = []
+    for part in ("head", "sentence-pair head", "pooler"):
+        keys = [key for key in expected if names.part(key) == part]
+        if keys and all(key in missing for key in keys):
+            fresh += keys
+    refused = [key for key in missing if key not in fresh]
+    if refused or unexpected:
+        problems = []
+        if refused:
+            problems.append(f"missing keys: {_list(refused)}")
+        if unexpected:
+            problems.append(f"unexpected keys: {_list(found[key].key for key in unexpected)}")
+        why = _why(names, config, found)
+        if refused and all(names.is_pooler(key) for key in refused):
+            why = "; the file has no pooler: pass add_pooling_layer=False"
+        raise CheckpointError(f"{where}: {'; '.join(problems)}{why}")
+    return LoadReport(files, missing=fresh, unused=[found[key].key for key in extra])
+
+
+def _size_key(names: _Names, key: str, axis: int) -> str | None:
+    """The config key that sets the size of one axis of a parameter."""
+    family, layer = names.family, names.family.layer
+    hidden = "embedding_size" if family.projection and ".embeddings." in "." + key else "hidden_size"
+    lm = family.lm_head
+    decoders = () if lm is None else (lm.decoder + ".weight", lm.decoder + ".bias", lm.bias)
+    for suffixes, sizes in (
+        (("word_embeddings.weight",), ("vocab_size", hidden)),
+        (("position_embeddings.weight",), ("max_position_embeddings", hidden)),
+        (("token_type_embeddings.weight",), ("type_vocab_size", hidden)),
+        (("relative_attention_bias.weight",), ("relative_attention_num_buckets", "num_attention_heads")),
+        (tuple(d for d in decoders if d), ("vocab_size", hidden)),
+        ((f".{layer.intermediate}.weight", f".{layer.intermediate}.bias"), ("intermediate_size", hidden)),
+        ((f".{layer.output}.weight",), (hidden, "intermediate_size")),
+        (("classifier.weight", "classifier.bias", "classifier.out_proj.weight", "classifier.out_proj.bias",
+          "qa_outputs.weight", "qa_outputs.bias"), ("num_labels", hidden)),
+        (("embeddings_project.weight", "hidden_mapping_in.weight"), ("hidden_size", "embedding_size")),
+    ):  # fmt: skip
+        if key.endswith(suffixes) and not key.endswith("pre_classifier.weight"):
+            return sizes[axis]
+    return hidden
+
+
+def _check_shapes(names: _Names, config: Any, found: dict[str, _Stored]) -> None:
+    wrong = []
+    for key, param in names.state.items():
+        item = found.get(key)
+        if item is None or item.tensor.shape == param.shape:
+            continue
+        text = f"{item}: shape {tuple(item.tensor.shape)}, but the config makes it {tuple(param.shape)}"
+        if item.tensor.dim() == param.dim():
+            axis = next(
+                i for i, (a, b) in enumerate(zip(item.tensor.shape, param.shape, strict=True)) if a != b
+            )
+            size_key = _size_key(names, key, axis)
+            if getattr(config, size_key, None) == param.shape[axis]:
+                size = item.tensor.shape[axis]
+                text += f" (config {_spelt(names, size_key)} says {param.shape[axis]}, the file has {size})"
+        wrong.append(text)
+    if wrong:
+        more = f" … and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise CheckpointError("; ".join(wrong[:5]) + more)
+
+
+def _check_values(item: _Stored, dtype: torch.dtype) -> None:
+    tensor = item.tensor
+    if tensor.dtype not in _FLOATS or tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = tensor.dtype if tensor.layout is torch.strided else tensor.layout
+        raise CheckpointError(
+            f"{item}: dtype {kind}; expected float32, float64, float16 or bfloat16 (no quantised weights)"
+        )
+    if tensor.numel() == 0:
+        return
+    low, high = (float(v) for v in torch.aminmax(tensor))  # NaN where there is one; one pass, no copy
+    if not (abs(low) < float("inf") and abs(high) < float("inf")):
+        raise CheckpointError(f"{item}: holds {'NaN' if low != low else 'infinity'}; expected finite weights")
+    if max(-low, high) > torch.finfo(dtype).max:
+        raise CheckpointError(f"{item}: {max(-low, high):.3g} is too large for {dtype}, the model's dtype")
+
+
+# --- loading ------------------------------------------------------------------------------------------------
+
+
+def load_weights(
+    model: nn.Module, directory: str | os.PathLike, *, allow_missing_head: bool = True
+) -> LoadReport:
+    """Load a checkpoint's weights into a model, cast to the dtypes of its parameters.
+
+    Parameters on the meta device are replaced by parameters on the CPU, others are written in place. Nothing
+    is changed if anything is refused.
+
+    Args:
+        model: a model of this package (of it are used: `config`, `base_model_prefix`, `is_base_model`,
+            `tied_weights()`).
+        directory: holds model.safetensors, pytorch_model.bin or shards of either with their index.
+        allow_missing_head: a head (or the pooler under one) of which the files hold no key keeps its fresh
+            values, with one warning; False refuses that too.
+
+    Returns:
+        LoadReport: files read, fresh keys, keys of other heads left over.
+
+    Raises:
+        CheckpointError: naming file, key and cause.
+    """
+    config = model.config
+    if config.get("quantization_config"):
+        raise CheckpointError(
+            f"{Path(directory) / CONFIG}: quantization_config: quantised weights are not read"
+        )
+    names = _Names(model)
+    files, stored = _read_weights(Path(directory))
+    found = _rename(names, stored)
+    _resolve_ties(names, found)
+    report = _check_keys(names, config, files, found)
+    if report.missing and not allow_missing_head:
+        raise CheckpointError(f"{files[0].parent}: missing keys: {_list(report.missing)}")
+    _check_shapes(names, config, found)
+    for key, param in names.state.items():
+        if key in found:
+            _check_values(found[key], param.dtype)
+
+    _assign(model, names, found, fresh=set(report.missing))
+    if report.missing:
+        text = f"has no weights for {_list(report.missing)}: freshly initialised, train them before use"
+        warnings.warn(f"{files[0].parent}: {text}", UserWarning, stacklevel=3)
+    if report.unused:
+        logger.info("%s: left over, of heads not in this model: %s", files[0].parent, _list(report.unused))
+    return report
+
+
+def stored_dtype(directory: str | os.PathLike) -> torch.dtype:
+    """The dtype of the first floating-point weight in the files.
+
+    Raises:
+        CheckpointError: the files cannot be read, or hold no such weight.
+    """
+    files, stored = _read_weights(Path(directory))
+    for item in stored.values():
+        if item.tensor.dtype in _FLOATS:
+            return item.tensor.dtype
+    raise CheckpointError(f"{files[0]}: no float weights; expected float32, float64, float16 or bfloat16")
+
+
+@torch.no_grad()
+def _assign(model: nn.Module, names: _Names, found: dict[str, _Stored], fresh: set[str]) -> None:
+    made: dict[int, Tensor] = {}  # id of the parameter on meta -> the one that takes its place
+    for key, param in names.state.items():
+        if not param.is_meta or id(param) in made or key in names.tied:
+            continue
+        value = torch.empty(param.shape, dtype=param.dtype, device="cpu")
+        if key in fresh:
+            _initialise(key, value, model.config.initializer_range)
+        else:
+            value.copy_(found[key].tensor)
+        is_parameter = isinstance(param, nn.Parameter)
+        made[id(param)] = nn.Parameter(value, param.requires_grad) if is_parameter else value
+    for key, param in names.state.items():
+        if not param.is_meta:
+            if key in found:
+                param.copy_(found[key].tensor)
+            continue
+        source = names.state[names.tied.get(key, key)]
+        owner, _, name = key.rpartition(".")
+        module = model.get_submodule(owner)
+        (module._parameters if name in module._parameters else module._buffers)[name] = made[id(source)]
+
+
+def _initialise(key: str, value: Tensor, std: float) -> None:
+    """What every family does to a new head: normal weights, zero biases, LayerNorm at identity."""
+    if key.endswith("bias"):
+        value.zero_()
+    elif value.dim() == 1:
+        value.fill_(1.0)
+    else:
+        value.normal_(0.0, std)
+
+
+# --- saving -------------------------------------------------------------------------------------------------
+
+
+def save(model: nn.Module, directory: str | os.PathLike, *, max_shard_size: int | str = "5GB") -> list[Path]:
+    """Write config.json and model.safetensors (or shards and their index) as HuggingFace does.
+
+    Everything is first written beside the old files and flushed to the disk, then renamed: a save that fails
+    or is killed leaves the old checkpoint whole. (The weights become the new ones in one step. A config that
+    differs from the old one is renamed just before that step, and put back if the step fails.)
+
+    Args:
+        model: a model of this package.
+        directory: made if absent.
+        max_shard_size: bytes, or text such as "500MB" or "5GB"; larger checkpoints are split.
+
+    Returns:
+        The weight files written.
+
+    Raises:
+        CheckpointError: a file could not be written, or a weight is not finite or has no value.
+    """
+    limit = _bytes(max_shard_size)
+    directory = Path(directory)
+    tied = model.tied_weights()
+    state = {key: value.detach() for key, value in model.state_dict().items() if key not in tied}
+    for key, value in state.items():
+        if value.is_meta:
+            raise CheckpointError(f"{directory}: {key}: is on the meta device and has no value to save")
+        if value.numel() and not all(v.isfinite() for v in torch.aminmax(value)):
+            raise CheckpointError(f"{directory}: {key}: holds NaN or infinity; not saved")
+    config_text = _config_text(model, state)
+    shards = _split(state, limit)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(directory)
+        return _write(directory, config_text, state, shards)
+    except CheckpointError:
+        raise
+    except Exception as error:  # OSError, and safetensors' own for a full disk
+        raise CheckpointError(
+            f"{directory}: could not be saved, what was there is unchanged: {_cause(error)}"
+        ) from error
+
+
+def _bytes(size: int | str) -> int:
+    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    match = re.fullmatch(r"(\d+)\s*([A-Z]*)", str(size).strip().upper())
+    value = int(match[1]) * units.get(match[2], 0) if match else 0
+    if value < 1:
+        raise ValueError(f"max_shard_size: expected a number of bytes or text such as '500MB', got {size!r}")
+    return value
+
+
+def _config_text(model: nn.Module, state: dict[str, Tensor]) -> str:
+    values = model.config.to_dict()
+    values["architectures"] = [model.config.family.class_prefix + model.task]  # transformers' class name
+    dtypes = [value.dtype for value in state.values() if value.is_floating_point()]
+    values["dtype"] = str(dtypes[0]).removeprefix("torch.") if dtypes else "float32"
+    if "torch_dtype" in values:  # the same key before transformers 5
+        values["torch_dtype"] = values["dtype"]
+    return json.dumps(values, indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
+def _split(state: dict[str, Tensor], limit: int) -> list[list[str]]:
+    """Keys of each shard, in order; a tensor over the limit has a shard of its own."""
+    shards: list[list[str]] = [[]]
+    room = limit
+    for key, value in state.items():
+        if value.nbytes > room and shards[-1]:
+            shards.append([])
+            room = limit
+        shards[-1].append(key)
+        room -= value.nbytes
+    return shards
+
+
+def _write(
+    directory: Path, config_text: str, state: dict[str, Tensor], shards: list[list[str]]
+) -> list[Path]:
+    names = [SAFETENSORS] if len(shards) == 1 else _shard_names(directory, len(shards))
+    with contextlib.ExitStack() as stack:  # its end removes what was not renamed
+        workplace = stack.enter_context(_workplace(directory))
+
+        def written(name: str, content: bytes) -> Path:
+            with open(workplace / name, "wb") as handle:
+                handle.write(content)
+                handle.flush()
+                os.fsync(handle.fileno())
+            return workplace / name
+
+        for name, keys in zip(names, shards, strict=True):
+            _write_safetensors(workplace / name, {key: state[key] for key in keys})
+        weights = workplace / SAFETENSORS, directory / SAFETENSORS
+        if len(shards) > 1:  # under names that nothing points to until the index is renamed
+            for name in names:
+                os.replace(workplace / name, directory / name)
+                stack.callback(_remove_unless_listed, directory / name)
+            weight_map = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
+            total = sum(value.nbytes for value in state.values())
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            file = written(SAFETENSORS_INDEX, json.dumps(index, indent=2).encode() + b"\n")
+            weights = file, directory / SAFETENSORS_INDEX
+
+        config, content = directory / CONFIG, config_text.encode()
+        old = config.read_bytes() if config.exists() else None
+        backup = None if old in (None, content) else written(CONFIG + ".old", old)
+        if old != content:
+            os.replace(written(CONFIG, content), config)
+        try:
+            os.replace(*weights)
+            single = directory / SAFETENSORS
+            if len(shards) > 1 and single.exists():
+                single.unlink()  # until then it stands before the index
+        except BaseException:
+            if old is None:
+                config.unlink()
+            elif backup is not None:
+                os.replace(backup, config)
+            raise
+        _flush_directory(directory)
+
+    stale = {file.name for file in directory.glob("model-*-of-*.safetensors")} - set(names)
+    if len(shards) == 1:
+        stale.add(SAFETENSORS_INDEX)
+    for name in stale:  # nothing reads them any more
+        with contextlib.suppress(OSError):
+            (directory / name).unlink(missing_ok=True)
+    return [directory / name for name in names]
+
+
+def _shard_names(directory: Path, count: int) -> list[str]:
+    """HuggingFace's names, with a tag where one of them is taken, so that the old checkpoint stays whole."""
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    if any((directory / name).exists() for name in names):
+        tag = secrets.token_hex(4)
+        names = [name.replace(".safetensors", f"-{tag}.safetensors") for name in names]
+    return names
+
+
+def _remove_unless_listed(shard: Path) -> None:
+    """Remove a shard that no index came to name, because the save failed before."""
+    index = shard.parent / SAFETENSORS_INDEX
+    with contextlib.suppress(OSError):
+        if not index.exists() or shard.name not in index.read_text(encoding="utf-8", errors="replace"):
+            shard.unlink(missing_ok=True)
+
+
+def _write_safetensors(file: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    whole = {}
+    for key, value in tensors.items():
+        value = value.cpu().contiguous()
+        # the format wants each tensor in a storage of its own
+        whole[key] = value.clone() if value.untyped_storage().nbytes() != value.nbytes else value
+    seen: set[int] = set()
+    for key, value in whole.items():
+        if value.data_ptr() in seen and value.numel():
+            whole[key] = value.clone()
+        seen.add(value.data_ptr())
+    save_file(whole, file, metadata={"format": "pt"})
+    file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors leaves it to the owner alone
+    with open(file, "rb") as handle:
+        os.fsync(handle.fileno())
+
+
+def _flush_directory(directory: Path) -> None:
+    """Make the renames last through a power cut, where the system lets a directory be flushed."""
+    with contextlib.suppress(OSError):
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@contextlib.contextmanager
+def _workplace(directory: Path) -> Iterator[Path]:
+    """A hidden folder beside the files, from which they are renamed into place; its name says whose it is."""
+    folder = directory / f".saving-{secrets.token_hex(4)}.{socket.gethostname()}.{os.getpid()}"
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove the folders of saves that were killed: of this machine, their process gone."""
+    for folder in directory.glob(f".saving-*.{socket.gethostname()}.*"):
+        pid = folder.suffix[1:]
+        try:
+            os.kill(int(pid), 0)
+        except (ProcessLookupError, OverflowError):
+            shutil.rmtree(folder, ignore_errors=True)
+        except (OSError, ValueError):  # alive and another user's, or not one of ours
+            continue

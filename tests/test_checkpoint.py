@@ -1,0 +1,776 @@
+"""Checkpoints: every layout and spelling HuggingFace wrote, both ways, and saves that lose nothing."""
+
+import json
+import logging
+import os
+import resource
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from fastbert import checkpoint, heads, models
+from fastbert.checkpoint import CheckpointError
+from fastbert.config import EncoderConfig
+from fastbert.families import FAMILIES
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 61,
+    "max_position_embeddings": 40,
+}
+DISTIL = {
+    "dim": 32,
+    "n_layers": 3,
+    "n_heads": 4,
+    "hidden_dim": 48,
+    "vocab_size": 61,
+    "max_position_embeddings": 40,
+}
+# class prefix -> config; sizes that differ from each other, so that a swapped axis shows
+CONFIGS = {
+    "Bert": SIZES,
+    "Roberta": SIZES,
+    "XLMRoberta": SIZES,
+    "Camembert": SIZES,
+    "DistilBert": DISTIL,
+    "Electra": {**SIZES, "embedding_size": 16},
+    "Albert": {**SIZES, "embedding_size": 16, "num_hidden_groups": 2, "inner_group_num": 2},
+    "Ernie": SIZES,
+    "MPNet": SIZES,
+}
+TASKS = ("Model", "ForPreTraining", "ForMaskedLM", "ForNextSentencePrediction", "ForSequenceClassification",
+         "ForMultipleChoice", "ForTokenClassification", "ForQuestionAnswering")  # fmt: skip
+# ELECTRA's discriminator is not among our tasks; its keys are tested as left-over ones.
+NAMES = [
+    prefix + task
+    for prefix in CONFIGS
+    for task in TASKS
+    if hasattr(transformers, prefix + task) and prefix + task != "ElectraForPreTraining"
+]
+
+
+def ours(name):
+    """Our class of HuggingFace's name."""
+    return getattr(models, name, None) or getattr(heads, name)
+
+
+def split_name(name):
+    prefix = next(p for p in sorted(CONFIGS, key=len, reverse=True) if name.startswith(p))
+    return prefix, name[len(prefix) :]
+
+
+def randomise(model, seed=0):
+    """No two parameters alike, and none at its default."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator))
+    return model.eval()
+
+
+def theirs(name, **overrides):
+    """A randomised transformers model of one of `NAMES`."""
+    prefix, _ = split_name(name)
+    config = getattr(transformers, prefix + "Config")(**{**CONFIGS[prefix], **overrides})
+    return randomise(getattr(transformers, name)(config))
+
+
+def empty(name, directory, dtype=torch.float32, device="meta", **overrides):
+    """Our model of the directory's config, without its weights."""
+    own = {k: overrides.pop(k) for k in ("add_pooling_layer",) if k in overrides}
+    config = EncoderConfig.from_pretrained(directory, **overrides)
+    with torch.device(device):
+        return ours(name)(config, **own).to(dtype)
+
+
+def load(name, directory, **overrides):
+    model = empty(name, directory, **overrides)
+    model.load_report = checkpoint.load_weights(model, directory)
+    return model
+
+
+def assert_same_state(a, b):
+    a, b = a.state_dict(), b.state_dict()
+    assert set(a) == set(b)
+    for key in a:
+        torch.testing.assert_close(a[key], b[key], rtol=0, atol=0, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def write(directory, config, state):
+    """A checkpoint directory from a plain dictionary of tensors."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = config.to_dict() if hasattr(config, "to_dict") else config
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(
+        {k: v.clone().contiguous() for k, v in state.items()},
+        directory / "model.safetensors",
+        {"format": "pt"},
+    )
+    return directory
+
+
+@pytest.fixture
+def bert_mlm():
+    return theirs("BertForMaskedLM")
+
+
+# --- both ways, every family and head -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_by_transformers_loads_here(name, tmp_path):
+    model = theirs(name)
+    model.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = load(name, tmp_path)
+    assert_same_state(loaded, model)
+    assert loaded.load_report.missing == loaded.load_report.unused == []
+    assert all(param.requires_grad and not param.is_meta for param in loaded.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_here_loads_in_transformers(name, tmp_path):
+    prefix, task = split_name(name)
+    num_labels = 3 if task in ("ForSequenceClassification", "ForTokenClassification") else 2
+    model_type = next(family.model_type for family in FAMILIES.values() if family.class_prefix == prefix)
+    config = EncoderConfig(model_type, **CONFIGS[prefix], num_labels=num_labels)
+    model = randomise(ours(name)(config))
+    checkpoint.save(model, tmp_path)
+
+    loaded, info = getattr(transformers, name).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    assert_same_state(loaded, model)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored["architectures"] == [name]
+    assert stored["dtype"] == "float32"
+    assert type(transformers.AutoConfig.from_pretrained(tmp_path)) is getattr(transformers, prefix + "Config")
+    with safe_open(tmp_path / "model.safetensors", "pt") as reader:
+        assert not set(reader.keys()) & set(model.tied_weights())
+        assert reader.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "RobertaForSequenceClassification", "AlbertModel"])
+def test_round_trip_keeps_config(name, tmp_path):
+    model = theirs(name, num_labels=5, hidden_dropout_prob=0.25)
+    model.config.our_own_key = {"kept": [1, 2]}
+    model.save_pretrained(tmp_path / "a")
+    before = json.loads((tmp_path / "a" / "config.json").read_text())
+    checkpoint.save(load(name, tmp_path / "a"), tmp_path / "b")
+    after = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert {key: after.get(key) for key in before} == before
+
+
+def test_from_pretrained_and_save_pretrained(tmp_path):
+    theirs("DistilBertForMaskedLM").save_pretrained(tmp_path / "a")
+    model = ours("DistilBertForMaskedLM").from_pretrained(tmp_path / "a")
+    model.save_pretrained(tmp_path / "b")
+    assert_same_state(model, transformers.DistilBertForMaskedLM.from_pretrained(tmp_path / "b"))
+    assert model.vocab_projector.weight is model.distilbert.embeddings.word_embeddings.weight
+    assert not model.training
+
+
+def test_fresh_head_from_pretrained_is_initialised(tmp_path):
+    theirs("BertModel").save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"classifier\.weight.*freshly initialised"):
+        model = ours("BertForSequenceClassification").from_pretrained(tmp_path, num_labels=3)
+    assert model.classifier.bias.eq(0).all()
+    assert 0 < model.classifier.weight.std() < 0.1
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["BertForPreTraining", "AlbertForMaskedLM"])
+def test_shards_of_transformers(name, tmp_path):
+    model = theirs(name)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    loaded = load(name, tmp_path)
+    assert_same_state(loaded, model)
+    assert len(loaded.load_report.files) > 2
+
+
+def test_our_shards_load_in_transformers(tmp_path):
+    model = randomise(ours("BertForMaskedLM")(EncoderConfig("bert", **SIZES)))
+    files = checkpoint.save(model, tmp_path, max_shard_size="20KB")
+    assert len(files) > 2
+    assert all(file.stat().st_size < 25_000 for file in files)
+    loaded, info = transformers.BertForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    assert_same_state(loaded, model)
+    assert_same_state(load("BertForMaskedLM", tmp_path), model)
+
+
+@pytest.mark.parametrize("zip_format", [True, False], ids=["zip", "older-than-1.6"])
+def test_bin(bert_mlm, tmp_path, zip_format):
+    bert_mlm.config.save_pretrained(tmp_path)
+    torch.save(
+        bert_mlm.state_dict(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zip_format
+    )
+    assert_same_state(load("BertForMaskedLM", tmp_path), bert_mlm)  # holds the tied decoder too
+
+
+def test_sharded_bin(bert_mlm, tmp_path):
+    bert_mlm.config.save_pretrained(tmp_path)
+    state = list(bert_mlm.state_dict().items())
+    names = [f"pytorch_model-{i}-of-2.bin" for i in (1, 2)]
+    halves = state[:20], state[20:]
+    for name, half in zip(names, halves, strict=True):
+        torch.save(dict(half), tmp_path / name)
+    weight_map = {key: name for name, half in zip(names, halves, strict=True) for key, _ in half}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
+    assert_same_state(load("BertForMaskedLM", tmp_path), bert_mlm)
+
+
+def test_safetensors_stand_before_bin(bert_mlm, tmp_path):
+    bert_mlm.save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"never read")
+    assert_same_state(load("BertForMaskedLM", tmp_path), bert_mlm)
+
+
+def test_loaded_weights_do_not_hang_on_the_file(bert_mlm, tmp_path):
+    bert_mlm.save_pretrained(tmp_path)
+    model = load("BertForMaskedLM", tmp_path)
+    file = tmp_path / "model.safetensors"
+    with open(file, "r+b") as handle:  # in place, as a mapping would see it
+        handle.write(bytes(file.stat().st_size))
+    assert_same_state(model, bert_mlm)
+
+
+def test_links_into_a_cache(bert_mlm, tmp_path):
+    bert_mlm.save_pretrained(tmp_path / "blobs")
+    (tmp_path / "snapshot").mkdir()
+    for file in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(file)
+    assert_same_state(load("BertForMaskedLM", tmp_path / "snapshot"), bert_mlm)
+
+
+# --- names --------------------------------------------------------------------------------------------------
+
+
+def old_norms(key):
+    return key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+
+
+@pytest.mark.parametrize(
+    "spell",
+    [
+        old_norms,
+        lambda key: "module." + key,
+        lambda key: "_orig_mod." + key,
+        lambda key: "module._orig_mod." + old_norms(key),
+        lambda key: "bert." + key,
+    ],
+    ids=["gamma-beta", "data-parallel", "compiled", "all-of-these", "prefix-twice"],
+)
+def test_old_and_wrapped_names(bert_mlm, tmp_path, spell):
+    state = {spell(key): value for key, value in bert_mlm.state_dict().items() if key.startswith("bert.")}
+    state |= {
+        spell(key).removeprefix("bert."): v
+        for key, v in bert_mlm.state_dict().items()
+        if key.startswith("cls.")
+    }
+    state["bert.embeddings.position_ids"] = torch.arange(40)[None]
+    state["embeddings.token_type_ids"] = torch.zeros(1, 40, dtype=torch.long)
+    assert_same_state(load("BertForMaskedLM", write(tmp_path, bert_mlm.config, state)), bert_mlm)
+
+
+@pytest.mark.parametrize("name", [p + "Model" for p in CONFIGS])
+def test_missing_and_extra_prefix(name, tmp_path):
+    base = theirs(name)
+    prefix = base.base_model_prefix + "."
+    with_prefix = write(tmp_path / "a", base.config, {prefix + k: v for k, v in base.state_dict().items()})
+    assert_same_state(load(name, with_prefix), base)
+
+    head = name.removesuffix("Model") + "ForTokenClassification"
+    base.save_pretrained(tmp_path / "b")  # keys without the prefix
+    with pytest.warns(UserWarning, match=r"classifier\.weight, classifier\.bias: freshly"):
+        model = load(head, tmp_path / "b")
+    inside = {k: v for k, v in base.state_dict().items() if not k.startswith("pooler")}
+    loaded = model.base_model.state_dict()
+    assert set(loaded) == set(inside)
+    assert all(torch.equal(loaded[key], inside[key]) for key in inside)
+
+
+# --- heads --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        ("BertForPreTraining", "BertModel"),
+        ("RobertaForSequenceClassification", "RobertaForMaskedLM"),
+        ("DistilBertForMaskedLM", "DistilBertModel"),
+        ("DistilBertForSequenceClassification", "DistilBertForQuestionAnswering"),
+        ("ElectraForPreTraining", "ElectraModel"),
+        ("ElectraForMaskedLM", "ElectraForTokenClassification"),
+        ("ElectraForMultipleChoice", "ElectraModel"),
+        ("AlbertForPreTraining", "AlbertForQuestionAnswering"),
+        ("MPNetModel", "MPNetForMaskedLM"),
+        ("BertForNextSentencePrediction", "BertForSequenceClassification"),
+    ],
+)
+def test_another_models_head_is_left_over_and_reported(stored, wanted, tmp_path, caplog):
+    model = theirs(stored)
+    model.save_pretrained(tmp_path)
+    own = {"add_pooling_layer": False} if stored == "BertForPreTraining" else {}
+    caplog.set_level(logging.INFO, logger="fastbert.checkpoint")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if "For" in wanted else "error", UserWarning)
+        loaded = load(wanted, tmp_path, **own)
+    report, state = loaded.load_report, loaded.state_dict()
+    files = set(load_file(tmp_path / "model.safetensors"))
+    wanted_keys = set(state) - set(loaded.tied_weights())
+    if wanted.endswith("Model"):
+        prefix = loaded.base_model_prefix + "."
+        files = {key.removeprefix(prefix): key for key in files}
+        assert set(report.unused) == {files[key] for key in set(files) - wanted_keys}
+    else:
+        prefixed = {
+            k if k in wanted_keys or "For" in stored else f"{loaded.base_model_prefix}.{k}": k for k in files
+        }
+        assert set(report.unused) == {prefixed[key] for key in set(prefixed) - wanted_keys}
+        assert set(report.missing) == wanted_keys - set(prefixed)
+    assert report.unused
+    assert report.unused[0] in caplog.text
+    theirs_base = model.base_model.state_dict()
+    assert all(torch.equal(value, theirs_base[key]) for key, value in loaded.base_model.state_dict().items())
+
+
+def test_fresh_head_is_initialised_and_named_once(tmp_path):
+    theirs("RobertaModel").save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="freshly initialised") as record:
+        model = load("RobertaForMaskedLM", tmp_path)
+    (warning,) = record
+    missing = ["lm_head.bias", "lm_head.dense.bias", "lm_head.dense.weight", "lm_head.layer_norm.bias",
+               "lm_head.layer_norm.weight"]  # fmt: skip
+    assert sorted(model.load_report.missing) == missing
+    assert all(key in str(warning.message) for key in missing)
+    assert model.lm_head.layer_norm.weight.eq(1).all()
+    assert model.lm_head.dense.bias.eq(0).all()
+    assert 0.01 < model.lm_head.dense.weight.std() < 0.03
+    assert model.lm_head.decoder.weight is model.get_input_embeddings().weight
+    with pytest.raises(CheckpointError, match=r"missing keys: .*lm_head\.dense\.weight"):
+        checkpoint.load_weights(empty("RobertaForMaskedLM", tmp_path), tmp_path, allow_missing_head=False)
+
+
+def test_fresh_sentence_pair_head_beside_a_stored_lm_head(bert_mlm, tmp_path):
+    bert_mlm.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="freshly initialised"):
+        report = load("BertForPreTraining", tmp_path).load_report
+    pooler = ["bert.pooler.dense.bias", "bert.pooler.dense.weight"]
+    assert sorted(report.missing) == [*pooler, "cls.seq_relationship.bias", "cls.seq_relationship.weight"]
+
+
+def test_bare_encoder_without_pooler(bert_mlm, tmp_path):
+    bert_mlm.save_pretrained(tmp_path)
+    assert load("BertModel", tmp_path, add_pooling_layer=False).load_report.missing == []
+    with pytest.raises(CheckpointError, match=r"pooler\.dense\.weight.*add_pooling_layer=False"):
+        load("BertModel", tmp_path)
+
+
+# --- tied weights -------------------------------------------------------------------------------------------
+
+
+def test_tied_copy_in_the_file(bert_mlm, tmp_path):
+    state = bert_mlm.state_dict()  # decoder.weight and decoder.bias are in it, equal
+    model = load("BertForMaskedLM", write(tmp_path, bert_mlm.config, state))
+    assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
+    assert model.cls.predictions.decoder.bias is model.cls.predictions.bias
+
+
+def test_only_the_tied_copy_is_in_the_file(bert_mlm, tmp_path):
+    state = bert_mlm.state_dict()
+    del state["bert.embeddings.word_embeddings.weight"], state["cls.predictions.bias"]
+    assert_same_state(load("BertForMaskedLM", write(tmp_path, bert_mlm.config, state)), bert_mlm)
+
+
+@pytest.mark.parametrize("key", ["cls.predictions.decoder.weight", "cls.predictions.decoder.bias"])
+def test_tied_copy_that_differs_is_refused(bert_mlm, tmp_path, key):
+    state = bert_mlm.state_dict()
+    state[key] = state[key] + 1
+    write(tmp_path, bert_mlm.config, state)
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: {key}: differs .*tie_word_embeddings"):
+        load("BertForMaskedLM", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "RobertaForMaskedLM", "DistilBertForMaskedLM"])
+def test_untied(name, tmp_path):
+    model = theirs(name, tie_word_embeddings=False)
+    model.save_pretrained(tmp_path)
+    loaded = load(name, tmp_path)
+    assert_same_state(loaded, model)
+    checkpoint.save(loaded, tmp_path / "ours")
+    assert_same_state(getattr(transformers, name).from_pretrained(tmp_path / "ours"), model)
+
+
+def test_untied_but_one_bias_stored(tmp_path):  # older transformers tied the bias all the same
+    model = theirs("BertForMaskedLM", tie_word_embeddings=False)
+    state = model.state_dict()
+    bias = state.pop("cls.predictions.decoder.bias")
+    state["cls.predictions.bias"] = bias
+    loaded = load("BertForMaskedLM", write(tmp_path, model.config, state))
+    torch.testing.assert_close(loaded.cls.predictions.decoder.bias, bias, rtol=0, atol=0)
+
+
+def test_untied_decoder_missing(bert_mlm, tmp_path):
+    bert_mlm.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"decoder\.weight; config tie_word_embeddings is false"):
+        load("BertForMaskedLM", tmp_path, tie_word_embeddings=False)
+
+
+# --- values -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes(stored, wanted, tmp_path):
+    model = theirs("BertModel").to(stored)
+    model.save_pretrained(tmp_path)
+    assert_same_state(load("BertModel", tmp_path, dtype=wanted), model.to(wanted))
+    assert checkpoint.stored_dtype(tmp_path) == stored
+
+
+def test_into_a_live_model_in_place(bert_mlm, tmp_path):
+    bert_mlm.save_pretrained(tmp_path)
+    model = empty("BertForMaskedLM", tmp_path, device="cpu")
+    model.bert.embeddings.requires_grad_(False)
+    before = {key: (id(p), p.data_ptr(), p.requires_grad) for key, p in model.named_parameters()}
+    checkpoint.load_weights(model, tmp_path)
+    assert {key: (id(p), p.data_ptr(), p.requires_grad) for key, p in model.named_parameters()} == before
+    assert_same_state(model, bert_mlm)
+
+
+def test_meta_keeps_requires_grad(bert_mlm, tmp_path):
+    bert_mlm.save_pretrained(tmp_path)
+    model = empty("BertForMaskedLM", tmp_path)
+    model.bert.embeddings.requires_grad_(False)
+    checkpoint.load_weights(model, tmp_path)
+    assert {k for k, p in model.named_parameters() if not p.requires_grad} == {
+        k for k, _ in model.named_parameters() if k.startswith("bert.embeddings.")
+    }
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_nothing_is_changed_when_refused(device, bert_mlm, tmp_path):
+    state = bert_mlm.state_dict()
+    state["bert.encoder.layer.2.output.LayerNorm.bias"][3] = float("nan")  # among the last
+    write(tmp_path, bert_mlm.config, state)
+    model = empty("BertForMaskedLM", tmp_path, device=device)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"layer\.2\.output\.LayerNorm\.bias: holds NaN"):
+        checkpoint.load_weights(model, tmp_path)
+    for key, value in model.state_dict().items():
+        assert value.is_meta if device == "meta" else torch.equal(value, before[key])
+
+
+# --- saving -------------------------------------------------------------------------------------------------
+
+
+def test_save_of_views_and_shared_storage(tmp_path):
+    model = randomise(ours("BertModel")(EncoderConfig("bert", **SIZES)))
+    storage = torch.randn(32 * 32 + 32)
+    one, two, three = (layer.attention.self for layer in model.encoder.layer)
+    one.query.weight = torch.nn.Parameter(torch.randn(32, 32).t())  # not contiguous
+    two.query.weight = torch.nn.Parameter(storage[:1024].view(32, 32))  # two that overlap
+    two.key.weight = torch.nn.Parameter(storage[32:].view(32, 32))
+    three.key.weight = three.query.weight  # one parameter under two names
+    checkpoint.save(model, tmp_path)
+    assert_same_state(load("BertModel", tmp_path), model)
+    assert (tmp_path / "model.safetensors").stat().st_size < 1.1 * 4 * sum(
+        v.numel() for v in model.state_dict().values()
+    )
+
+
+def test_save_refuses_what_could_not_be_loaded(tmp_path):
+    model = randomise(ours("BertModel")(EncoderConfig("bert", **SIZES)))
+    checkpoint.save(model, tmp_path)
+    with torch.no_grad():
+        model.pooler.dense.bias[0] = float("inf")
+    with pytest.raises(CheckpointError, match=r"pooler\.dense\.bias: holds NaN or infinity"):
+        checkpoint.save(model, tmp_path)
+    load("BertModel", tmp_path)
+    with torch.device("meta"):
+        model = ours("BertModel")(EncoderConfig("bert", **SIZES))
+    with pytest.raises(CheckpointError, match=r"word_embeddings\.weight: is on the meta device"):
+        checkpoint.save(model, tmp_path)
+    for size in ("5 parsecs", 0, "-3GB"):
+        with pytest.raises(ValueError, match="max_shard_size"):
+            checkpoint.save(model, tmp_path, max_shard_size=size)
+
+
+def two_models():
+    """The same sizes, other weights and another config value."""
+    return [randomise(ours("BertModel")(EncoderConfig("bert", **SIZES, hidden_dropout_prob=p)), seed)
+            for seed, p in ((1, 0.1), (2, 0.2))]  # fmt: skip
+
+
+def is_checkpoint_of(directory, model):
+    """Config and weights are this model's; raises where the directory does not load at all."""
+    loaded = load("BertModel", directory)
+    same = all(
+        torch.equal(a, b)
+        for a, b in zip(loaded.state_dict().values(), model.state_dict().values(), strict=True)
+    )
+    assert same == (
+        loaded.config.hidden_dropout_prob == model.config.hidden_dropout_prob
+    )  # never half and half
+    return same
+
+
+LAYOUTS = {"single": "5GB", "shards": "60KB"}
+
+
+@pytest.mark.parametrize("second", LAYOUTS)
+@pytest.mark.parametrize("first", LAYOUTS)
+def test_save_over_another_layout(first, second, tmp_path):
+    old, new = two_models()
+    checkpoint.save(old, tmp_path, max_shard_size=LAYOUTS[first])
+    (tmp_path / "tokenizer.json").write_text("{}")
+    files = checkpoint.save(new, tmp_path, max_shard_size=LAYOUTS[second])
+    assert is_checkpoint_of(tmp_path, new)
+    assert_same_state(transformers.BertModel.from_pretrained(tmp_path), new)
+    assert {file.stat().st_mode for file in files} == {(tmp_path / "tokenizer.json").stat().st_mode}
+    names = {file.name for file in files} | {"config.json", "tokenizer.json"}
+    assert {p.name for p in tmp_path.iterdir()} == names | (
+        {"model.safetensors.index.json"} if len(files) > 1 else set()
+    )
+
+
+@pytest.mark.parametrize("second", LAYOUTS)
+@pytest.mark.parametrize("first", [None, *LAYOUTS])
+def test_every_failing_step_of_a_save_leaves_one_whole_checkpoint(first, second, tmp_path, monkeypatch):
+    old, new = two_models()
+    calls = fail_at = 0
+
+    def failing(function):
+        def wrapper(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == fail_at:
+                raise OSError(28, "No space left on device")
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    for owner, name in ((os, "replace"), (os, "fsync"), (Path, "unlink"), (checkpoint, "_write_safetensors")):
+        monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
+    outcomes = []
+    for step in range(1, 100):
+        directory = tmp_path / str(step)
+        calls, fail_at = 0, -1
+        directory.mkdir()
+        if first is not None:
+            checkpoint.save(old, directory, max_shard_size=LAYOUTS[first])
+        calls, fail_at = 0, step
+        try:
+            checkpoint.save(new, directory, max_shard_size=LAYOUTS[second])
+        except CheckpointError as error:
+            assert "No space left on device" in str(error)  # noqa: PT017 - not every step's failure is raised
+            assert list(directory.iterdir()) == [] if first is None else is_checkpoint_of(directory, old)
+            outcomes.append("old")
+        else:
+            assert is_checkpoint_of(directory, new)
+            outcomes.append("new")
+        if calls < fail_at:  # no step was left to fail
+            break
+    assert outcomes[-1] == "new"
+    assert outcomes.count("old") >= (5 if second == "single" else 10)
+    assert outcomes == sorted(outcomes, reverse=True)  # one moment at which it becomes the new one
+
+
+def test_full_disk(tmp_path):
+    old, new = two_models()
+    checkpoint.save(old, tmp_path)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (30_000, hard)
+    )  # a write past it fails, like one to a full disk
+    try:
+        with pytest.raises(CheckpointError, match=r"could not be saved, what was there is unchanged"):
+            checkpoint.save(new, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def test_killed_saves(tmp_path):
+    """SIGKILL: at every step of a save, then at random moments of a loop of saves."""
+    script = """
+        import os, random, signal, sys, time
+        from pathlib import Path
+        import torch
+        from fastbert import checkpoint
+        from fastbert.config import EncoderConfig
+        from fastbert.models import BertModel
+
+        torch.set_num_threads(1)
+        directory, sizes = Path(sys.argv[1]), ("5GB", "40KB")
+        config = EncoderConfig("bert", hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                               intermediate_size=48, vocab_size=61, max_position_embeddings=40)
+        models = [BertModel(config) for _ in range(2)]
+
+        def whole():
+            loaded = BertModel(config)
+            checkpoint.load_weights(loaded, directory)
+            state = loaded.state_dict()
+            same = [all(torch.equal(v, state[k]) for k, v in m.state_dict().items()) for m in models]
+            return same.index(True)
+
+        def die_at(step):
+            calls = 0
+            for owner, name in ((os, "replace"), (os, "fsync"), (Path, "unlink"), (os, "open")):
+                def wrapper(*args, function=getattr(owner, name), **kwargs):
+                    nonlocal calls
+                    calls += 1
+                    if calls == step:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return function(*args, **kwargs)
+                setattr(owner, name, wrapper)
+
+        def forked(job, patience):
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    job()
+                finally:
+                    os._exit(0)
+            if patience:
+                time.sleep(patience)
+                os.kill(pid, signal.SIGKILL)
+            return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+
+        def loop():
+            i = 0
+            while True:
+                i += 1
+                checkpoint.save(models[i % 2], directory, max_shard_size=random.choice(sizes))
+
+        killed = 0
+        for first in sizes:
+            for second in sizes:
+                for step in range(1, 60):
+                    checkpoint.save(models[0], directory, max_shard_size=first)
+                    assert whole() == 0
+                    def job():
+                        die_at(step)
+                        checkpoint.save(models[1], directory, max_shard_size=second)
+                    if not forked(job, 0):
+                        assert whole() == 1
+                        break
+                    killed += 1
+                    whole()
+        random.seed(0)
+        for _ in range(15):
+            assert forked(loop, random.uniform(0.002, 0.03))
+            whole()
+        checkpoint.save(models[0], directory)
+        assert whole() == 0
+        assert sorted(os.listdir(directory)) == ["config.json", "model.safetensors"], os.listdir(directory)
+        print("killed", killed)
+    """
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "m")],
+        env=env, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout.split()[-1]) > 40
+
+
+# --- where the files are ------------------------------------------------------------------------------------
+
+
+def test_resolve_a_directory(tmp_path, monkeypatch):
+    assert checkpoint.resolve(tmp_path) == tmp_path
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert checkpoint.resolve("~/model") == tmp_path / "model"
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "bin"])
+def test_resolve_a_hub_name(layout, tmp_path, monkeypatch):
+    """A stand-in for the hub: copies the files that the patterns ask for, as snapshot_download does."""
+    import fnmatch
+
+    import huggingface_hub
+
+    remote, local = tmp_path / "remote", tmp_path / "local"
+    model = theirs("BertForMaskedLM")
+    model.config.save_pretrained(remote)
+    torch.save(model.state_dict(), remote / "pytorch_model.bin")
+    if layout == "safetensors":
+        model.save_pretrained(remote)
+    (remote / "vocab.txt").write_text("[PAD]")
+    (remote / "flax_model.msgpack").write_text("large")
+    asked = []
+
+    def snapshot_download(name, *, allow_patterns, revision, cache_dir, local_files_only, token):
+        asked.append((name, revision, cache_dir, local_files_only, token))
+        local.mkdir(exist_ok=True)
+        for file in remote.iterdir():
+            if any(fnmatch.fnmatch(file.name, pattern) for pattern in allow_patterns):
+                (local / file.name).write_bytes(file.read_bytes())
+        return str(local)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    directory = checkpoint.resolve(
+        "someone/bert", revision="v1", cache_dir="c", local_files_only=True, token="t"
+    )
+    assert directory == local
+    assert set(asked) == {("someone/bert", "v1", "c", True, "t")}
+    weights = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}[layout]
+    assert {p.name for p in local.iterdir()} == {"config.json", "vocab.txt", weights} | (
+        {"generation_config.json"} if (remote / "generation_config.json").exists() else set()
+    )
+    assert_same_state(load("BertForMaskedLM", directory), model)
+
+
+def test_read_config(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    theirs("BertModel").save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert checkpoint.read_config(tmp_path) == content
+    assert checkpoint.read_config(str(tmp_path / "config.json")) == content
+    monkeypatch.setattr(
+        huggingface_hub, "hf_hub_download", lambda name, filename, **_: str(tmp_path / filename)
+    )
+    assert checkpoint.read_config("someone/bert") == content
+
+
+def test_hub_name_without_huggingface_hub(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # importing it fails
+    for call in (checkpoint.resolve, checkpoint.read_config):
+        with pytest.raises(
+            CheckpointError, match=r"someone/bert: no such directory; .*install huggingface_hub"
+        ):
+            call("someone/bert")
+
+
+def test_hub_error_is_named(monkeypatch):
+    import huggingface_hub
+
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("no route to host\nand a long story")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(
+        CheckpointError, match=r"someone/bert: .* did not give it: ConnectionError: no route to host$"
+    ):
+        checkpoint.resolve("someone/bert")
