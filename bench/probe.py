@@ -1,0 +1,463 @@
+"""Measure the roofs of this machine and its peers' encoder baselines: `python bench/probe.py [--json FILE]`.
+
+Steps, in order of priority (a short `--budget` drops the last ones, and says so):
+matrix, bandwidth, launch, cluster, gemm, sdpa, forward, train, compile-*.
+
+A line is printed, and the JSON file replaced atomically, as soon as a row is measured: a kill loses nothing.
+The steps run in a worker process. A row that fails is recorded with its error; a step that hangs or takes the
+process down is recorded too, and the next step gets a fresh worker.
+
+Needs only torch. With transformers installed the peers are its BertModel (sdpa) with random weights, eager
+and under torch.compile(mode="max-autotune"); without it torch's own nn.TransformerEncoder stands in, by that
+name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import queue
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
+    sys.path[0] = str(ROOT)
+
+import torch  # noqa: E402
+
+from bench.probe_steps import PLANTED, STEPS, Bench, Step  # noqa: E402
+from bench.timing import cache_bytes, memory_bytes, synchronize  # noqa: E402
+
+SCHEMA = 1
+BUDGET_SECONDS = {"cuda": 450.0, "cpu": 225.0}
+LEAST_SECONDS = 5.0  # a step is not begun with less than this left of the budget
+
+
+# ---- What machine this is ----
+
+
+def read_clocks(device: torch.device) -> dict[str, str] | None:
+    """Clocks, power, temperature (a CPU: clocks, load) as found; never set. None where nothing tells."""
+    if device.type != "cuda":
+        with contextlib.suppress(OSError):
+            found = re.findall(r"^cpu MHz\s*:\s*([\d.]+)", Path("/proc/cpuinfo").read_text(), re.M)
+            return {"cpu_mhz": ", ".join(found), "load": ", ".join(f"{x:.1f}" for x in os.getloadavg())}
+        return None
+    fields = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu,persistence_mode"
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    if uuid is not None:
+        command.append(f"--id=GPU-{uuid}")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return None
+    return dict(zip(fields.split(","), (value.strip() for value in lines[0].split(",")), strict=False))
+
+
+def cpu_facts() -> dict[str, object]:
+    """Name, family and model of the processor, and how many cores this process may use."""
+    facts: dict[str, object] = {"name": platform.processor() or platform.machine()}
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text()
+        for key, field in (("name", "model name"), ("family", "cpu family"), ("model", "model")):
+            if found := re.search(rf"^{field}\s*:\s*(.+)$", text, re.M):
+                facts[key] = found[1].strip()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return facts | {"cores": cores}
+
+
+def slug(text: str) -> str:
+    """Lower-case words joined by dashes, without trademark signs."""
+    return "-".join(re.findall(r"[a-z0-9]+", re.sub(r"\((r|tm)\)", " ", text.lower())))
+
+
+def device_slug(environment: dict) -> str:
+    """The name of this device's folder under bench/results."""
+    if environment["device_type"] == "cuda":
+        return slug(environment["device"])
+    cpu = environment["cpu"]
+    which = f" family {cpu['family']} model {cpu['model']}" if "family" in cpu and "model" in cpu else ""
+    return f"cpu-{slug(cpu['name'] + which)}-{cpu['cores']}c"
+
+
+def package_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def commit_here() -> dict[str, object]:
+    """Commit of the checkout and whether tracked files differ from it; None where git cannot tell."""
+
+    def git(*args: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "--verify", "HEAD")
+    changes = git("status", "--porcelain", "--untracked-files=no") if commit else None
+    return {"commit": commit, "changed": None if changes is None else bool(changes)}
+
+
+def describe(device: torch.device) -> dict[str, object]:
+    """Device, versions and clocks as found."""
+    cpu = cpu_facts()
+    facts: dict[str, object] = {
+        "device_type": device.type,
+        "device": cpu["name"],
+        "cpu": cpu | {"capability": torch.backends.cpu.get_cpu_capability()},
+        "threads": torch.get_num_threads(),
+        "cache_bytes": cache_bytes(device),
+        "memory_bytes": memory_bytes(device),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": package_version("triton"),
+        "transformers": package_version("transformers"),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "device": properties.name,
+            "sms": properties.multi_processor_count,
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+            facts["driver"] = done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
+    return facts | {"slug": device_slug(facts), "clocks_at_start": read_clocks(device)}
+
+
+# ---- The worker: reads step names from stdin, writes one JSON line per message to its channel ----
+
+
+def work(channel: int, device_name: str | None, threads: int | None, smoke: bool) -> None:
+    """Serve steps until stdin closes; a closed stdin ends the process even in the middle of a step."""
+    os.set_inheritable(channel, False)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    names: queue.Queue[str] = queue.Queue()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            names.put(line.strip())
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+
+    def send(message: dict) -> None:
+        view = memoryview((json.dumps(message) + "\n").encode())
+        while view:
+            view = view[os.write(channel, view) :]
+
+    if device_name == "cuda" and not torch.cuda.is_available():
+        send({"kind": "refused", "error": "--device: got cuda, but torch finds no CUDA device here"})
+        return
+    name = device_name or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+    torch.manual_seed(0)
+    send({"kind": "environment", "environment": describe(device)})
+    bench = Bench(device, smoke, lambda row: send({"kind": "row", "row": row}))
+    steps = {step.name: step for step in (*STEPS, *PLANTED)}
+    while True:
+        step = steps[names.get()]
+        bench.step = step.name
+        error = None
+        try:
+            step.run(bench)
+            synchronize(device)
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {str(caught).strip()}"[:2000]
+        with contextlib.suppress(Exception):  # a broken context fails here too, and the next step will tell
+            bench.free()
+        send({"kind": "end", "error": error, "clocks": read_clocks(device)})
+
+
+class Worker:
+    """The worker as the parent sees it."""
+
+    def __init__(self, device: str | None, threads: int | None, smoke: bool):
+        reading, writing = os.pipe()
+        command = [sys.executable, str(Path(__file__).resolve()), "--channel", str(writing)]
+        command += ["--device", device] if device else []
+        command += ["--threads", str(threads)] if threads is not None else []
+        command += ["--smoke"] if smoke else []
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=sys.stderr.fileno(),
+            pass_fds=(writing,),
+            start_new_session=True,  # so that the compilers it starts end with it
+            cwd=ROOT,
+        )
+        os.close(writing)
+        self.reading, self.pending = reading, b""
+
+    def send(self, name: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # a dead worker shows at the next receive
+            self.process.stdin.write(name.encode() + b"\n")
+            self.process.stdin.flush()
+
+    def receive(self, deadline: float) -> dict | None:
+        """The next message; None when the worker has ended; TimeoutError at the deadline."""
+        while b"\n" not in self.pending:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise TimeoutError
+            ready, _, _ = select.select([self.reading], [], [], min(remaining, 1.0))
+            if ready:
+                chunk = os.read(self.reading, 1 << 16)
+                if not chunk:
+                    return None
+                self.pending += chunk
+            elif self.process.poll() is not None:  # a grandchild may hold the pipe open
+                return None
+        line, _, self.pending = self.pending.partition(b"\n")
+        return json.loads(line)
+
+    def stop(self) -> int:
+        """End the worker and whatever it started; its exit status."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        code = self.process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        os.close(self.reading)
+        return code
+
+
+# ---- The parent: plan, print, record ----
+
+
+def write_atomically(path: Path, data: dict) -> None:
+    """Replace the file by the data in one step: a reader sees the old or the new text, never half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(data, file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def row_line(row: dict) -> str:
+    """The printed form of a row."""
+    name = f"{row['name']:<60}"
+    if row["status"] == "error":
+        return f"{name} error: {row['error'].splitlines()[0][:120] if row['error'] else 'no message'}"
+    if "median_ms" not in row:
+        known = ("step", "name", "status")
+        return f"{name} " + " ".join(f"{key}={value}" for key, value in row.items() if key not in known)
+    rate = ""
+    if "gflops" in row:
+        rate = f"{row['gflops']:,.0f} GFLOP/s"
+    elif "gbs" in row:
+        rate = f"{row['gbs']:,.1f} GB/s"
+    return f"{name} {row['median_ms']:>11.4f} ms {rate:>18} n={row['n']} spread={row['spread']:.1%}"
+
+
+class Report:
+    """The run so far; saved after every change."""
+
+    def __init__(self, path: Path | None, settings: dict, note: str | None):
+        self.path = path
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        self.data = {
+            "schema": SCHEMA,
+            "date": now,
+            "finished": False,
+            "note": note,
+            **commit_here(),
+            "settings": settings,
+            "environment": {},
+            "steps": [],
+            "rows": [],
+        }
+
+    def save(self) -> None:
+        if self.path is not None:
+            write_atomically(self.path, self.data)
+
+    def row(self, row: dict) -> None:
+        self.data["rows"].append(row)
+        self.save()
+        print(row_line(row), flush=True)
+
+    def step(
+        self, name: str, status: str, seconds: float, reason: str | None, clocks: dict | None = None
+    ) -> None:
+        record = {"step": name, "status": status, "seconds": round(seconds, 2), "reason": reason}
+        self.data["steps"].append(record | {"clocks_after": clocks})
+        self.save()
+        ending = "" if reason is None else f": {reason.splitlines()[0][:150]}"
+        print(f"# {name}: {status} after {seconds:.1f} s{ending}", flush=True)
+
+
+def choose_steps(only: list[str] | None, device_type: str) -> list[Step]:
+    """The steps to run, in order of priority; names asked for must exist on this device."""
+    here = [step for step in STEPS if device_type in step.guard]
+    if not only:
+        return here
+    known = {step.name: step for step in (*here, *PLANTED)}
+    missing = [name for name in only if name not in known]
+    if missing:
+        names = ", ".join(step.name for step in here)
+        raise ValueError(f"--only: got {', '.join(missing)}, expected one of {names} on {device_type}")
+    return [known[name] for name in only]
+
+
+def run_step(worker: Worker, step: Step, seconds: float, report: Report) -> bool:
+    """Run one step in the worker and record how it went; False when the worker is gone."""
+    start = time.monotonic()
+    worker.send(step.name)
+    try:
+        while (message := worker.receive(start + seconds)) is not None:
+            if message["kind"] == "row":
+                report.row(message["row"])
+                continue
+            status = "ok" if message["error"] is None else "failed"
+            report.step(step.name, status, time.monotonic() - start, message["error"], message["clocks"])
+            return True
+    except TimeoutError:
+        worker.stop()
+        reason = f"stopped after its {seconds:.0f} s"
+        report.step(step.name, "timeout", time.monotonic() - start, reason)
+        return False
+    code = worker.stop()
+    report.step(step.name, "crashed", time.monotonic() - start, f"the worker ended with status {code}")
+    return False
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan the steps and run them; the exit status of the command."""
+    begin = time.monotonic()
+    unknown = set(args.only or ()) - {step.name for step in (*STEPS, *PLANTED)}
+    if unknown:  # known at once; whether a step exists on this device only the worker can tell
+        names = ", ".join(step.name for step in STEPS)
+        print(f"probe: --only: got {', '.join(sorted(unknown))}, expected one of {names}", file=sys.stderr)
+        return 2
+    settings = {"device": args.device, "threads": args.threads, "budget_s": args.budget}
+    settings |= {"only": args.only, "smoke": args.smoke}
+    report = Report(args.json, settings, args.note)
+    report.save()
+    worker: Worker | None = None
+    environment: dict = {}
+
+    def start() -> str | None:
+        """A fresh worker, or why there is none."""
+        nonlocal worker, environment
+        worker = Worker(args.device, args.threads, args.smoke)
+        try:
+            message = worker.receive(time.monotonic() + 120)
+        except TimeoutError:
+            message = {"kind": "refused", "error": "the worker did not start within 120 s"}
+        if message is None or message["kind"] != "environment":
+            code = worker.stop()
+            worker = None
+            return message["error"] if message else f"the worker ended with status {code} before it began"
+        environment = message["environment"]
+        return None
+
+    try:
+        if error := start():
+            print(f"probe: {error}", file=sys.stderr)
+            return 2
+        report.data["environment"] = environment
+        try:
+            plan = choose_steps(args.only, environment["device_type"])
+        except ValueError as wrong:
+            print(f"probe: {wrong}", file=sys.stderr)
+            return 2
+        budget = args.budget if args.budget is not None else BUDGET_SECONDS[environment["device_type"]]
+        settings["budget_s"] = budget
+        print(f"# {environment['device']}: torch {environment['torch']}, budget {budget:.0f} s", flush=True)
+        for step in plan:
+            left = budget - (time.monotonic() - begin)
+            if left < LEAST_SECONDS:
+                report.step(step.name, "skipped", 0.0, "budget")
+                continue
+            if worker is None and (error := start()):
+                report.step(step.name, "failed", 0.0, error)
+                continue
+            if not run_step(worker, step, min(step.guard[environment["device_type"]], left), report):
+                worker = None
+    finally:
+        if worker is not None:
+            worker.stop()
+    report.data["finished"] = True
+    report.data["seconds"] = round(time.monotonic() - begin, 2)
+    report.save()
+    print(f"# done in {report.data['seconds']:.1f} s; kept under bench/results/{environment['slug']}/")
+    return 0
+
+
+def positive(text: str) -> float:
+    """A finite number of seconds above zero."""
+    value = float(text)
+    if not (value > 0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"got {text}, expected a number of seconds above 0")
+    return value
+
+
+def count(text: str) -> int:
+    """A whole number above zero."""
+    if not (text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"got {text}, expected a whole number above 0")
+    return int(text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="probe", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="file to write, replaced atomically after every row")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument(
+        "--budget", type=positive, help="seconds in all (default: 450 on a GPU, 225 on a CPU)"
+    )
+    steps = ", ".join(step.name for step in STEPS)
+    parser.add_argument("--only", action="append", metavar="STEP", help=f"may be repeated; one of {steps}")
+    parser.add_argument("--note", help="a remark to keep with the results, such as 'shared machine'")
+    parser.add_argument("--threads", type=count, metavar="N", help="CPU threads (default: torch's)")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes: tries the code only")
+    parser.add_argument("--channel", type=int, help=argparse.SUPPRESS)  # this process is the worker
+    args = parser.parse_args(argv)
+    if args.channel is not None:
+        work(args.channel, args.device, args.threads, args.smoke)
+        return 0
+    return run(args)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs `finally`: the worker ends too
+    sys.exit(main())

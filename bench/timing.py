@@ -1,0 +1,217 @@
+"""How every benchmark times: warm up, interleave the candidates, take medians.
+
+Three clocks:
+
+- `wall`: host time with the device idle at both ends. What a caller waits. The only clock on a CPU.
+- `event`: device time between two CUDA events, behind a short spin so that the queue is full when the first
+  event fires. What the device needs when launches are hidden.
+- `graph`: the calls captured into one CUDA graph and replayed between two events. What small kernels need
+  when no launch gap is left.
+
+A sample is the mean over `inner` back-to-back calls; the reported time is the median over samples.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+Call = Callable[[], object]
+
+CLOCKS = ("wall", "event", "graph")
+SPIN_CYCLES = 1_000_000  # about 0.5 ms on a GPU: the host enqueues ahead meanwhile
+SAMPLE_MS = {"wall": 1.0, "event": 2.0, "graph": 2.0}  # calls shorter than this are repeated within a sample
+MAX_INNER = 1000
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of one candidate, in milliseconds per call."""
+
+    median_ms: float
+    min_ms: float
+    spread: float  # (third quartile - first quartile) / median
+    n: int  # samples
+    inner: int  # calls within a sample
+    clock: str
+    # median processor time of the process, all its threads; with one thread, the time without interruptions
+    cpu_ms: float | None = None
+
+
+def summarise(
+    samples_ms: Sequence[float], inner: int, clock: str, cpu_samples_ms: Sequence[float] = ()
+) -> Timing:
+    """Median, minimum and relative interquartile range of samples given in milliseconds per call."""
+    if not samples_ms:
+        raise ValueError("samples_ms: got no sample, expected at least 1")
+    median = statistics.median(samples_ms)
+    spread = 0.0
+    if len(samples_ms) > 1 and median > 0:
+        low, _, high = statistics.quantiles(samples_ms, n=4, method="inclusive")
+        spread = (high - low) / median
+    cpu_ms = statistics.median(cpu_samples_ms) if cpu_samples_ms else None
+    return Timing(median, min(samples_ms), spread, len(samples_ms), inner, clock, cpu_ms)
+
+
+class _Sampler:
+    """One candidate on one clock. Several calls are rotated through: no one buffer stays in the cache."""
+
+    def __init__(self, calls: Call | Sequence[Call], device: torch.device, clock: str, warmup: int):
+        self.calls = [calls] if callable(calls) else list(calls)
+        if not self.calls:
+            raise ValueError("calls: got an empty sequence, expected at least 1 callable")
+        self.device, self.clock, self.next, self.graph = device, clock, 0, None
+        self.times_ms: list[float] = []
+        self.cpu_times_ms: list[float] = []
+        estimate = min(self._timed(1) for _ in range(max(1, warmup)))
+        inner = min(MAX_INNER, math.ceil(SAMPLE_MS[clock] / max(estimate, 1e-6)))
+        self.inner = max(inner, 1 if clock == "wall" else len(self.calls))
+        self.sample_ms = estimate * self.inner
+        if clock == "graph":
+            self._capture()
+
+    def _run(self, count: int) -> None:
+        for _ in range(count):
+            self.calls[self.next % len(self.calls)]()
+            self.next += 1
+
+    def _capture(self) -> None:
+        # Capture needs a side stream that has already run the calls (lazy handles, workspaces).
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            self._run(len(self.calls))
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            self._run(self.inner)
+        graph.replay()
+        torch.cuda.synchronize(self.device)
+        self.graph = graph
+
+    def _timed(self, count: int) -> float:
+        """Milliseconds per call over `count` calls (or one replay, which holds `inner` of them)."""
+        if self.clock == "wall":
+            synchronize(self.device)
+            start, cpu_start = time.perf_counter(), time.process_time()
+            self._run(count)
+            synchronize(self.device)
+            self.cpu_ms = (time.process_time() - cpu_start) * 1e3 / count
+            return (time.perf_counter() - start) * 1e3 / count
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(SPIN_CYCLES)
+        begin.record()
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self._run(count)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / count
+
+    def sample(self) -> None:
+        self.times_ms.append(self._timed(self.inner))
+        if self.device.type == "cpu":
+            self.cpu_times_ms.append(self.cpu_ms)
+
+    def timing(self) -> Timing:
+        return summarise(self.times_ms, self.inner, self.clock, self.cpu_times_ms)
+
+
+def interleave(
+    candidates: Mapping[str, Call | Sequence[Call]],
+    device: torch.device | str,
+    *,
+    clock: str | None = None,
+    seconds: float = 0.25,
+    samples: tuple[int, int] = (5, 50),
+    warmup: int = 2,
+) -> dict[str, Timing]:
+    """Time several candidates turn by turn, so that drift of the machine meets all of them alike.
+
+    Args:
+        candidates: name -> callable, or several callables over different buffers to rotate through.
+        device: where the calls run; its default clock is `wall` on a CPU and `event` on a GPU.
+        clock: `wall`, `event` or `graph`.
+        seconds: aim of the measuring time per candidate.
+        samples: least and most samples per candidate; the least wins over `seconds`.
+        warmup: calls of each candidate before it counts (they also set how often it is repeated).
+
+    Returns:
+        name -> Timing, in the order given.
+    """
+    device = torch.device(device)
+    clock = clock or ("event" if device.type == "cuda" else "wall")
+    if clock not in CLOCKS:
+        raise ValueError(f"clock: got {clock!r}, expected one of {', '.join(CLOCKS)}")
+    if clock != "wall" and device.type != "cuda":
+        raise ValueError(f"clock: got {clock!r} on {device.type}, expected 'wall' there")
+    samplers = {name: _Sampler(calls, device, clock, warmup) for name, calls in candidates.items()}
+    wanted = {
+        name: min(samples[1], max(samples[0], int(seconds * 1e3 / max(sampler.sample_ms, 1e-6))))
+        for name, sampler in samplers.items()
+    }
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for turn in range(max(wanted.values(), default=0)):
+            for name, sampler in samplers.items():
+                if turn < wanted[name]:
+                    sampler.sample()
+    finally:
+        if collecting:
+            gc.enable()
+    return {name: sampler.timing() for name, sampler in samplers.items()}
+
+
+def measure(calls: Call | Sequence[Call], device: torch.device | str, **options) -> Timing:
+    """Time one candidate; options as `interleave`'s."""
+    return interleave({"": calls}, device, **options)[""]
+
+
+def synchronize(device: torch.device | str) -> None:
+    """Wait for the device; a CPU has nothing to wait for."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def cache_bytes(device: torch.device | str) -> int:
+    """Size of the last-level cache: L2 on a GPU, the largest of core 0 on a CPU (32 MiB if not told)."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        if text[:-1].isdigit() and text[-1:] in units:
+            sizes.append(int(text[:-1]) * units[text[-1]])
+    return max(sizes, default=32 << 20)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """All memory of the device (of the machine, for a CPU)."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def rotations(bytes_per_set: int, device: torch.device | str, limit: int = 16) -> int:
+    """How many sets of buffers exceed the last-level cache twice (at most `limit`)."""
+    return max(1, min(limit, math.ceil(2 * cache_bytes(device) / max(1, bytes_per_set))))
+
+
+def flush_cache(device: torch.device | str) -> None:
+    """Push other data through the last-level cache: a buffer of twice its size (at most 1 GiB)."""
+    buffer = torch.empty(min(1 << 30, 2 * cache_bytes(device)), dtype=torch.uint8, device=device)
+    buffer.fill_(1)
+    buffer.sum(dtype=torch.int64)

@@ -1,0 +1,135 @@
+"""The workloads every benchmark uses: token lengths of the sequences of one batch, and model sizes.
+
+| name | one batch |
+|---|---|
+| `full` | 32 x 512, every token real |
+| `squad` | 96 lengths drawn from SQuAD v1.1 dev (about 17,000 real tokens, close to `full`'s 16,384) |
+| `latency-128`, `latency-384` | one sequence; `latency` names both |
+| `train` | 48 packs of 512 tokens |
+| `1x128`, `1x512`, `8x128` | CPU: batch x length |
+| `ragged16`, `ragged64` | CPU: 16 or 64 lengths drawn from SQuAD v1.1 dev |
+
+Drawn lengths are a stratified sample: one window from each of n equally likely strata of the distribution,
+in shuffled order. Small batches then keep the distribution's mean and its longest windows.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import random
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+
+SQUAD_LENGTHS = Path(__file__).with_name("squad_v1.1_dev_lengths.csv")
+
+FIXED = {
+    "full": (512,) * 32,
+    "latency-128": (128,),
+    "latency-384": (384,),
+    "train": (512,) * 48,
+    "1x128": (128,),
+    "1x512": (512,),
+    "8x128": (128,) * 8,
+}
+DRAWN = {"squad": 96, "ragged16": 16, "ragged64": 64}
+GROUPS = {"latency": ("latency-128", "latency-384")}
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes that set an encoder's cost."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+    vocab: int = 30522
+
+    def gemms(self) -> dict[str, tuple[int, int]]:
+        """The layer's products as name -> (out features, in features)."""
+        h, f = self.hidden, self.intermediate
+        return {"qkv": (3 * h, h), "proj": (h, h), "ffn1": (f, h), "ffn2": (h, f)}
+
+
+BASE = Model("base", 768, 12, 12, 3072)
+LARGE = Model("large", 1024, 24, 16, 4096)
+TINY = Model("tiny", 64, 2, 2, 128, vocab=211)
+MODELS = {model.name: model for model in (BASE, LARGE, TINY)}
+
+
+@functools.cache
+def squad_histogram() -> tuple[tuple[int, int], ...]:
+    """(tokens, windows) of every SQuAD v1.1 dev window, by rising length."""
+    with SQUAD_LENGTHS.open(newline="") as file:
+        return tuple(sorted((int(row["tokens"]), int(row["windows"])) for row in csv.DictReader(file)))
+
+
+def draw_squad(n: int, seed: int = 0) -> tuple[int, ...]:
+    """n window lengths, one from each of n equally likely strata, in shuffled order."""
+    if n < 1:
+        raise ValueError(f"n: got {n}, expected at least 1")
+    tokens, windows = zip(*squad_histogram(), strict=True)
+    cumulative = list(accumulate(windows))
+    rng = random.Random(seed)
+    drawn = [tokens[bisect_right(cumulative, (i + rng.random()) / n * cumulative[-1])] for i in range(n)]
+    rng.shuffle(drawn)
+    return tuple(drawn)
+
+
+def names() -> tuple[str, ...]:
+    """Every workload that is one batch."""
+    return (*FIXED, *DRAWN)
+
+
+def expand(name: str) -> tuple[str, ...]:
+    """The batches a name stands for: `latency` is two, any other is itself."""
+    if name not in FIXED and name not in DRAWN and name not in GROUPS:
+        raise ValueError(f"name: got {name!r}, expected one of {', '.join((*names(), *GROUPS))}")
+    return GROUPS.get(name, (name,))
+
+
+def lengths(name: str, seed: int = 0) -> tuple[int, ...]:
+    """Token length of each sequence of one batch; `seed` matters only to the drawn workloads."""
+    if name in GROUPS:
+        raise ValueError(f"name: {name!r} stands for the batches {', '.join(GROUPS[name])}: name one of them")
+    expand(name)
+    return FIXED[name] if name in FIXED else draw_squad(DRAWN[name], seed)
+
+
+def padded_inputs(
+    lengths: tuple[int, ...], vocab: int, device: torch.device | str, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Random right-padded model inputs: input_ids, attention_mask, token_type_ids, int64 (batch, longest).
+
+    A batch without padding has no attention_mask, as a careful caller would leave it out.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(lengths), max(lengths))
+    mask = (torch.arange(shape[1])[None, :] < torch.tensor(lengths)[:, None]).long()
+    first = min(1000, vocab // 2)  # BERT's special and unused ids lie below 1000
+    inputs = {
+        "input_ids": torch.randint(first, vocab, shape, generator=generator) * mask,
+        "token_type_ids": torch.randint(0, 2, shape, generator=generator) * mask,
+    }
+    if not bool(mask.all()):
+        inputs["attention_mask"] = mask
+    return {key: value.to(device) for key, value in inputs.items()}
+
+
+def encoder_flops(lengths: tuple[int, ...], model: Model) -> int:
+    """Floating-point operations of one forward on the real tokens: matrix products and attention only."""
+    h, f = model.hidden, model.intermediate
+    per_token = 2 * (4 * h * h + 2 * h * f)
+    return model.layers * (per_token * sum(lengths) + 4 * h * sum(n * n for n in lengths))
+
+
+def training_flops(lengths: tuple[int, ...], model: Model, labelled: int) -> int:
+    """Forward and backward (three forwards) of the encoder and of an MLM head on the labelled rows only."""
+    head = 2 * labelled * model.hidden * (model.hidden + model.vocab)
+    return 3 * (encoder_flops(lengths, model) + head)
