@@ -1,0 +1,595 @@
+"""Text to embeddings: tokenise, sort by length, pack into batches, run, pool, put back in order.
+
+A directory may be a plain HuggingFace one (config.json, weights, tokenizer.json or vocab.txt) or one saved by
+sentence-transformers, whose modules.json, pooling, normalisation, maximum length and default prompt are
+obeyed. What is not implemented there (a Dense module, a pooling mode) is refused by name, not skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from fastbert import checkpoint
+from fastbert.models import AutoModel
+from fastbert.pooling import POOLINGS, pool
+
+_SLICE = 32_768  # sentences tokenised at a time: bounds the memory that token ids take
+
+# sentence-transformers' names of the file with the maximum length, in the order in which it looks for them
+_LENGTH_FILES = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta")
+)
+_POOLING_KEYS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+
+
+class EncodingError(ValueError):
+    """A sentence that cannot be encoded: `index`, its 0-based place, and `problem`, what is wrong with it."""
+
+    def __init__(self, index: int, problem: str) -> None:
+        super().__init__(f"sentences[{index}]: {problem}")
+        self.index = index
+        self.problem = problem
+
+
+@dataclass(frozen=True)
+class SentenceSettings:
+    """How a directory wants its sentences encoded.
+
+    Attributes:
+        transformer: folder with config.json, weights and tokenizer.
+        pooling: "mean", "cls" or "max".
+        normalize: scale each embedding to length 1.
+        max_length: tokens a sentence may have, special ones included; None if the directory does not say.
+        lower_case: lower the text before the tokenizer sees it.
+        prompt: text put before every sentence.
+    """
+
+    transformer: Path
+    pooling: str = "mean"
+    normalize: bool = False
+    max_length: int | None = None
+    lower_case: bool = False
+    prompt: str = ""
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Token ids of many sentences, one after the other.
+
+    Attributes:
+        ids: (total,) int64, special tokens included.
+        starts: (sentences + 1,) int64; sentence i is ids[starts[i]:starts[i + 1]].
+        full_lengths: (sentences,) int64, tokens before truncation.
+    """
+
+    ids: np.ndarray
+    starts: np.ndarray
+    full_lengths: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(sentences,) int64, tokens kept."""
+        return np.diff(self.starts)
+
+    @property
+    def truncated(self) -> np.ndarray:
+        """Indices of the sentences that lost tokens."""
+        return np.flatnonzero(self.full_lengths > self.lengths)
+
+
+def _read_json(path: Path, kind: type) -> Any:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, kind):
+        raise ValueError(f"{path}: holds a {type(value).__name__}; expected a {kind.__name__}")
+    return value
+
+
+def _pooling_of(folder: Path, override: str | None) -> tuple[str, dict[str, Any]]:
+    """The pooling mode that `folder`/config.json asks for (or the override), and the file's content."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: missing, though the directory asks for a Pooling module")
+    config = _read_json(path, dict)
+    if override is not None:
+        return override, config
+    if "pooling_mode" in config:
+        named = config["pooling_mode"]
+        modes = list(named) if isinstance(named, (list, tuple)) else [named]
+    else:
+        modes = [
+            _POOLING_KEYS.get(k, k)
+            for k, on in config.items()
+            if k.startswith("pooling_mode_") and on is True
+        ]
+    if len(modes) == 1 and modes[0] in POOLINGS:
+        return modes[0], config
+    asked = " + ".join(map(str, modes)) or "none"
+    raise ValueError(
+        f"{path}: pooling {asked} is not implemented; implemented: {', '.join(POOLINGS)} (one of them). "
+        "Give pooling= (--pooling) to choose one"
+    )
+
+
+def sentence_settings(
+    directory: str | Path,
+    *,
+    pooling: str | None = None,
+    normalize: bool | None = None,
+    prompt: str | None = None,
+) -> SentenceSettings:
+    """Read how `directory` wants its sentences encoded; the keywords stand before what the directory says.
+
+    Without sentence-transformers' files: mean pooling, no normalisation, no prompt.
+
+    Raises:
+        ValueError: a module or pooling mode that is not implemented (by name), or a file that makes no sense.
+        FileNotFoundError: a file that another one names is missing.
+    """
+    directory = Path(directory)
+    if pooling is not None and pooling not in POOLINGS:
+        raise ValueError(f"pooling: {pooling!r}; expected one of {', '.join(POOLINGS)}")
+    transformer, pooling_folder, says_normalize = directory, None, False
+    modules_path = directory / "modules.json"
+    if modules_path.is_file():
+        kinds = []
+        for place, module in enumerate(_read_json(modules_path, list)):
+            if not isinstance(module, dict) or not isinstance(module.get("type"), str):
+                raise ValueError(f"{modules_path}: entry {place} has no type")
+            kind = module["type"].rsplit(".", 1)[-1]
+            folder = directory / str(module.get("path", ""))
+            kinds.append(kind)
+            if kind == "Transformer":
+                transformer = folder
+            elif kind == "Pooling":
+                pooling_folder = folder
+            elif kind == "Normalize":
+                says_normalize = True
+            else:
+                raise ValueError(
+                    f"{modules_path}: module {kind!r} ({module['type']}) is not implemented; "
+                    "implemented: Transformer, Pooling, Normalize"
+                )
+        if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+            raise ValueError(
+                f"{modules_path}: modules {', '.join(kinds) or 'none'}; "
+                "expected Transformer, Pooling and perhaps Normalize"
+            )
+    elif (directory / "1_Pooling" / "config.json").is_file():
+        pooling_folder = directory / "1_Pooling"
+
+    mode, pooling_config = pooling or "mean", {}
+    if pooling_folder is not None:
+        mode, pooling_config = _pooling_of(pooling_folder, pooling)
+
+    if prompt is None:
+        prompt = _default_prompt(directory / "config_sentence_transformers.json")
+    if prompt and pooling_config.get("include_prompt", True) is False:
+        raise ValueError(
+            f"{pooling_folder / 'config.json'}: include_prompt false is not implemented "
+            f"(the prompt is {prompt!r})"
+        )
+
+    max_length, lower_case = None, False
+    for name in _LENGTH_FILES:
+        if (transformer / name).is_file():
+            config = _read_json(transformer / name, dict)
+            max_length, lower_case = config.get("max_seq_length"), bool(config.get("do_lower_case", False))
+            if max_length is not None and (type(max_length) is not int or max_length < 1):
+                raise ValueError(
+                    f"{transformer / name}: max_seq_length {max_length!r}; expected a positive integer"
+                )
+            break
+    if max_length is None and (transformer / "tokenizer_config.json").is_file():
+        says = _read_json(transformer / "tokenizer_config.json", dict).get("model_max_length")
+        if isinstance(says, (int, float)) and 0 < says < 1e9:  # 1e30 stands for no limit
+            max_length = int(says)
+    return SentenceSettings(
+        transformer,
+        mode,
+        says_normalize if normalize is None else bool(normalize),
+        max_length,
+        lower_case,
+        prompt,
+    )
+
+
+def _default_prompt(path: Path) -> str:
+    if not path.is_file():
+        return ""
+    config = _read_json(path, dict)
+    name, prompts = config.get("default_prompt_name"), config.get("prompts") or {}
+    if name is None:
+        return ""
+    if not isinstance(prompts, dict) or not isinstance(prompts.get(name), str):
+        raise ValueError(f"{path}: default_prompt_name {name!r} is not among the prompts")
+    return prompts[name]
+
+
+def load_tokenizer(directory: str | Path) -> Tokenizer:
+    """The tokenizer of a HuggingFace directory: tokenizer.json, or a WordPiece one made from vocab.txt.
+
+    Padding and truncation baked into tokenizer.json are switched off. vocab.txt is read as BERT's, with
+    do_lower_case, strip_accents, tokenize_chinese_chars and the special tokens of tokenizer_config.json.
+
+    Raises:
+        FileNotFoundError: neither file is there.
+        ValueError: a file that is not what its name says.
+    """
+    directory = Path(directory)
+    path = directory / "tokenizer.json"
+    if path.is_file():
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the Rust side raises a bare Exception
+            raise ValueError(f"{path}: not a tokenizer of the tokenizers library ({error})") from None
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return tokenizer
+    if (directory / "vocab.txt").is_file():
+        return _wordpiece(directory)
+    others = ("vocab.json", "merges.txt", "sentencepiece.bpe.model", "spiece.model")
+    found = [name for name in others if (directory / name).is_file()]
+    hint = f" ({', '.join(found)} is there: save it once with transformers' fast tokenizer)" if found else ""
+    raise FileNotFoundError(f"{directory}: no tokenizer.json and no vocab.txt{hint}")
+
+
+def _wordpiece(directory: Path) -> Tokenizer:
+    path = directory / "vocab.txt"
+    config_path = directory / "tokenizer_config.json"
+    config = _read_json(config_path, dict) if config_path.is_file() else {}
+    try:
+        words = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error})") from None
+    if words and not words[-1]:
+        words.pop()
+    vocab = {word.rstrip("\r"): i for i, word in enumerate(words)}
+
+    special = {}
+    for name in ("unk", "sep", "pad", "cls", "mask"):
+        token = config.get(f"{name}_token") or f"[{name.upper()}]"
+        special[name] = token["content"] if isinstance(token, dict) else token
+        if special[name] not in vocab and name in ("unk", "sep", "cls"):
+            raise ValueError(
+                f"{path}: has no {name}_token {special[name]!r}; expected a BERT WordPiece vocabulary"
+            )
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=special["unk"]))
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=config.get("tokenize_chinese_chars", True),
+        strip_accents=config.get("strip_accents"),
+        lowercase=config.get("do_lower_case", True),
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    cls, sep = special["cls"], special["sep"]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{cls}:0 $A:0 {sep}:0",
+        pair=f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1",
+        special_tokens=[(cls, vocab[cls]), (sep, vocab[sep])],
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(t, normalized=False, special=True) for t in special.values() if t in vocab]
+    )
+    return tokenizer
+
+
+def pack_batches(lengths: np.ndarray, batch_tokens: int) -> Iterator[np.ndarray]:
+    """Split sentences into batches of at most `batch_tokens` tokens, longest first.
+
+    Yields:
+        indices into `lengths`; a sentence longer than `batch_tokens` is a batch of its own.
+    """
+    order = np.argsort(-lengths, kind="stable")  # longest first: what does not fit in memory fails at once
+    first, tokens = 0, 0
+    for place, index in enumerate(order):
+        length = int(lengths[index])
+        if place > first and tokens + length > batch_tokens:
+            yield order[first:place]
+            first, tokens = place, 0
+        tokens += length
+    if first < len(order):
+        yield order[first:]
+
+
+class SentenceEncoder:
+    """Model, tokenizer and pooling, loaded once. Many threads may call `encode` at the same time.
+
+    Args:
+        model: a fastbert encoder in eval mode (anything with `config` and `forward_packed`), on its device.
+        tokenizer: of the `tokenizers` library. Copied, so that its padding and truncation stay as they are.
+        pooling: "mean" (over all tokens, special ones included), "cls" or "max".
+        normalize: scale each embedding to length 1; an all-zero one stays zero.
+        max_length: tokens a sentence may have, special ones included; None = as many as the model can.
+        lower_case: lower the text before the tokenizer sees it.
+        prompt: text put before every sentence.
+
+    Raises:
+        ValueError: an unknown pooling, or a max_length too large for the model or too small for one token.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tokenizer: Tokenizer,
+        *,
+        pooling: str = "mean",
+        normalize: bool = False,
+        max_length: int | None = None,
+        lower_case: bool = False,
+        prompt: str = "",
+    ) -> None:
+        if pooling not in POOLINGS:
+            raise ValueError(f"pooling: {pooling!r}; expected one of {', '.join(POOLINGS)}")
+        limit = model.config.max_tokens
+        max_length = limit if max_length is None else max_length
+        special = tokenizer.num_special_tokens_to_add(False)
+        if type(max_length) is not int or not special < max_length <= limit:
+            raise ValueError(
+                f"max_length: {max_length!r}; expected an integer from {special + 1} ({special} special "
+                f"tokens and one more) to {limit} (what the model has positions for)"
+            )
+        self.model = model
+        self.pooling = pooling
+        self.normalize = normalize
+        self.max_length = max_length
+        self.lower_case = lower_case
+        self.prompt = prompt
+        self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        self._tokenizer.no_padding()
+        self._tokenizer.enable_truncation(max_length)  # keeps the special tokens
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | Path,
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        max_length: int | None = None,
+        prompt: str | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> SentenceEncoder:
+        """Load a HuggingFace or sentence-transformers directory.
+
+        Args:
+            directory: the folder (or a hub name, where huggingface_hub is installed).
+            pooling, normalize, max_length, prompt: None = what the directory says (see `sentence_settings`).
+            dtype: of the weights; None = as the directory stores them.
+            device: None = the first GPU if there is one, else the CPU.
+
+        Raises:
+            ValueError, FileNotFoundError: what is wrong, naming the file or the argument.
+        """
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        directory = checkpoint.resolve(directory)
+        settings = sentence_settings(directory, pooling=pooling, normalize=normalize, prompt=prompt)
+        tokenizer = load_tokenizer(settings.transformer)
+        model = AutoModel.from_pretrained(
+            settings.transformer,
+            dtype="auto" if dtype is None else dtype,
+            device=device,
+            add_pooling_layer=False,
+        )
+        if max_length is None and settings.max_length is not None:
+            max_length = min(settings.max_length, model.config.max_tokens)
+        return cls(
+            model,
+            tokenizer,
+            pooling=settings.pooling,
+            normalize=settings.normalize,
+            max_length=max_length,
+            lower_case=settings.lower_case,
+            prompt=settings.prompt,
+        )
+
+    @property
+    def width(self) -> int:
+        """Numbers in an embedding."""
+        return self.model.config.hidden_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the embeddings: float64 from a float64 model, else float32."""
+        wide = next(self.model.parameters()).dtype == torch.float64
+        return np.dtype(np.float64 if wide else np.float32)
+
+    def tokenize(self, sentences: Sequence[str]) -> TokenBatch:
+        """Token ids, truncated to `max_length`; white space around a sentence does not count.
+
+        Raises:
+            EncodingError: text that is no valid Unicode, or a token that the model has no embedding for.
+            TypeError: something that is no str.
+        """
+        for index, text in enumerate(sentences):
+            if not isinstance(text, str):
+                raise TypeError(f"sentences[{index}]: {type(text).__name__}; expected str")
+        texts = [(self.prompt + text).strip() for text in sentences]
+        if self.lower_case:
+            texts = [text.lower() for text in texts]
+        try:
+            encoded = self._tokenizer.encode_batch_fast(texts)
+        except Exception as error:
+            for index, text in enumerate(texts):
+                if re.search("[\ud800-\udfff]", text):
+                    raise EncodingError(index, "half of a surrogate pair is no valid Unicode") from None
+            raise ValueError(f"the tokenizer failed: {error}") from error
+        lengths = np.fromiter((len(e) for e in encoded), np.int64, len(encoded))
+        full_lengths = lengths.copy()
+        for index, one in enumerate(encoded):
+            for rest in one.overflowing:  # repeats the special tokens
+                full_lengths[index] += len(rest) - sum(rest.special_tokens_mask)
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        ids = np.fromiter((i for e in encoded for i in e.ids), np.int64, int(starts[-1]))
+        vocab_size = self.model.config.vocab_size
+        if ids.size and ids.max() >= vocab_size:
+            place = int(np.argmax(ids >= vocab_size))
+            index = int(np.searchsorted(starts, place, side="right")) - 1
+            token = self._tokenizer.id_to_token(int(ids[place]))
+            problem = f"token {token!r} has id {ids[place]}, but the model knows {vocab_size} tokens"
+            raise EncodingError(index, problem)
+        return TokenBatch(ids, starts, full_lengths)
+
+    def encode_tokens(
+        self,
+        tokens: TokenBatch,
+        *,
+        batch_tokens: int = 8192,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> np.ndarray:
+        """Embeddings of tokenised sentences; arguments as `encode`. Returns (sentences, width)."""
+        self.check_batch_tokens(batch_tokens)
+        out = np.empty((len(tokens.full_lengths), self.width), self.dtype)
+        lengths = tokens.lengths
+        for batch in pack_batches(lengths, batch_tokens):
+            pieces = [tokens.ids[tokens.starts[i] : tokens.starts[i + 1]] for i in batch]
+            rows = self._forward(np.concatenate(pieces), lengths[batch])
+            bad = ~np.isfinite(rows).all(axis=1)
+            if bad.any():
+                raise EncodingError(int(batch[bad].min()), "the embedding is not finite")
+            out[batch] = rows
+            if progress is not None:
+                progress(len(batch), int(lengths[batch].sum()))
+        return out
+
+    def encode(
+        self,
+        sentences: Sequence[str],
+        *,
+        batch_tokens: int = 8192,
+        on_long: str = "truncate",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> np.ndarray:
+        """Embed sentences. Runs without gradients, in batches packed without padding; the order is kept.
+
+        Args:
+            sentences: texts. An empty one is encoded as its special tokens alone.
+            batch_tokens: tokens in one batch at most; at least `max_length`.
+            on_long: a sentence of more than `max_length` tokens: "truncate" or "error".
+            progress: called after each batch with the sentences and tokens it held.
+
+        Returns:
+            (len(sentences), width) float32 (float64 from a float64 model).
+
+        Raises:
+            EncodingError: a sentence that cannot be encoded, by index; an embedding that is not finite.
+            TypeError: a lone str instead of a sequence, or something that is no str in it.
+            ValueError: an argument out of range, or a model in training mode.
+        """
+        if isinstance(sentences, str):
+            raise TypeError("sentences: a str; expected a sequence of str")
+        if on_long not in ("truncate", "error"):
+            raise ValueError(f"on_long: {on_long!r}; expected 'truncate' or 'error'")
+        self.check_batch_tokens(batch_tokens)
+        sentences = list(sentences)
+        out = np.empty((len(sentences), self.width), self.dtype)
+        for first in range(0, len(sentences), _SLICE):
+            try:
+                tokens = self.tokenize(sentences[first : first + _SLICE])
+                if on_long == "error" and tokens.truncated.size:
+                    raise self.too_long(tokens)
+                rows = self.encode_tokens(tokens, batch_tokens=batch_tokens, progress=progress)
+                out[first : first + _SLICE] = rows
+            except EncodingError as error:
+                raise EncodingError(first + error.index, error.problem) from None
+        return out
+
+    def too_long(self, tokens: TokenBatch) -> EncodingError:
+        """The error for the first sentence that lost tokens."""
+        index = int(tokens.truncated[0])
+        return EncodingError(index, f"{tokens.full_lengths[index]} tokens; at most {self.max_length} fit")
+
+    def check_batch_tokens(self, batch_tokens: int) -> None:
+        """Raise ValueError if `encode` would refuse `batch_tokens`, or the model's mode."""
+        if self.model.training:  # switching it here would race with other threads
+            raise ValueError("model: in training mode, where dropout acts; call model.eval() first")
+        if type(batch_tokens) is not int or batch_tokens < self.max_length:
+            raise ValueError(
+                f"batch_tokens: {batch_tokens!r}; expected an integer >= max_length = {self.max_length}"
+            )
+
+    # no_grad rather than inference_mode: what the model caches on the way stays usable under autograd
+    @torch.no_grad()
+    def _forward(self, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        if ids.size == 0:  # a tokenizer without special tokens, and only empty sentences
+            return np.zeros((len(lengths), self.width), self.dtype)
+        device = self.device
+        input_ids = torch.from_numpy(ids).to(device)  # (total,)
+        cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
+        hidden = self.model.forward_packed(input_ids, cu_seqlens, int(lengths.max()))  # (total, hidden)
+        rows = pool(hidden, cu_seqlens, self.pooling)
+        if self.normalize:
+            rows = torch.nn.functional.normalize(rows, dim=1)
+        return rows.cpu().numpy()
+
+
+def encode(
+    model: str | Path | SentenceEncoder,
+    sentences: Sequence[str],
+    *,
+    pooling: str | None = None,
+    normalize: bool | None = None,
+    max_length: int | None = None,
+    prompt: str | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    batch_tokens: int = 8192,
+    on_long: str = "truncate",
+) -> np.ndarray:
+    """Embed sentences with the model of a directory: (len(sentences), width) float32, in their order.
+
+    Args:
+        model: a HuggingFace or sentence-transformers directory (loaded for this one call), or a
+            `SentenceEncoder`; that one has its settings already, and none may be given here.
+        sentences, batch_tokens, on_long: as `SentenceEncoder.encode`.
+        pooling, normalize, max_length, prompt, dtype, device: as `SentenceEncoder.from_pretrained`.
+
+    Raises:
+        ValueError, TypeError, FileNotFoundError: as those two.
+    """
+    settings = {
+        "pooling": pooling,
+        "normalize": normalize,
+        "max_length": max_length,
+        "prompt": prompt,
+        "dtype": dtype,
+        "device": device,
+    }
+    if isinstance(model, SentenceEncoder):
+        given = [name for name, value in settings.items() if value is not None]
+        if given:
+            raise ValueError(f"{', '.join(given)}: settings of a SentenceEncoder are given when it is made")
+        encoder = model
+    elif isinstance(model, (str, Path)):
+        encoder = SentenceEncoder.from_pretrained(model, **settings)
+    else:
+        raise TypeError(
+            f"model: {type(model).__name__}; expected a directory or a SentenceEncoder "
+            "(make one of a module and its tokenizer: SentenceEncoder(module, tokenizer))"
+        )
+    return encoder.encode(sentences, batch_tokens=batch_tokens, on_long=on_long)

@@ -1,0 +1,110 @@
+"""fastbert.pooling against loops over the sequences, in float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from fastbert.pooling import POOLINGS, pool
+
+LENGTHS = ([5], [1, 1, 1], [0, 3, 0, 7, 1, 0], [0, 0], [512, 3, 128], list(range(1, 40)))
+
+
+def packed(lengths, width=24, dtype=torch.float32, tail=0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(sum(lengths) + tail, width, generator=generator, dtype=torch.float64).to(dtype)
+    return hidden, torch.tensor(np.concatenate([[0], np.cumsum(lengths)]), dtype=torch.int32)
+
+
+def expected(hidden, lengths, mode):
+    rows = []
+    for piece in hidden.double()[: sum(lengths)].split(lengths):
+        if len(piece) == 0:
+            rows.append(torch.zeros(hidden.shape[1], dtype=torch.float64))
+        else:
+            rows.append({"mean": piece.mean(0), "max": piece.amax(0), "cls": piece[0]}[mode])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", POOLINGS)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_equals_a_loop(lengths, mode, dtype):
+    hidden, cu_seqlens = packed(lengths, dtype=dtype)
+    out = pool(hidden, cu_seqlens, mode)
+    assert out.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    truth = expected(hidden, lengths, mode)
+    # float32 sums of halves: the error is float32's, not the storage dtype's
+    torch.testing.assert_close(out.double(), truth, rtol=1e-5, atol=1e-6 if dtype != torch.float64 else 1e-14)
+
+
+def test_sums_in_float32():
+    hidden = torch.full(
+        (4096, 2), 1.0 + 2.0**-7, dtype=torch.bfloat16
+    )  # a bfloat16 sum would stop growing at 256
+    out = pool(hidden, torch.tensor([0, 4096], dtype=torch.int32), "mean")
+    assert torch.equal(out, torch.full((1, 2), 1.0 + 2.0**-7))
+
+
+@pytest.mark.parametrize("mode", POOLINGS)
+def test_a_row_does_not_depend_on_the_batch_and_repeats_are_equal(mode):
+    hidden, cu_seqlens = packed([17, 0, 64, 3])
+    together = pool(hidden, cu_seqlens, mode)
+    assert torch.equal(together, pool(hidden, cu_seqlens, mode))
+    alone = pool(hidden[17:81], torch.tensor([0, 64], dtype=torch.int32), mode)
+    assert torch.equal(together[2:3], alone)
+
+
+@pytest.mark.parametrize("mode", POOLINGS)
+def test_rows_past_the_end_are_ignored(mode):
+    hidden, cu_seqlens = packed([4, 2, 0], dtype=torch.float64, tail=5)
+    hidden[6:] = float("nan")
+    hidden.requires_grad_()
+    out = pool(hidden, cu_seqlens, mode)
+    torch.testing.assert_close(out, expected(hidden, [4, 2, 0], mode))
+    (grad,) = torch.autograd.grad(out.sum(), hidden)
+    assert torch.equal(grad[6:], torch.zeros_like(grad[6:]))
+
+
+@pytest.mark.parametrize("mode", POOLINGS)
+def test_gradient(mode):
+    hidden, cu_seqlens = packed([3, 0, 1, 5], width=4, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda h: pool(h, cu_seqlens, mode), hidden.requires_grad_())
+
+
+@pytest.mark.parametrize("mode", POOLINGS)
+def test_nothing_to_pool(mode):
+    none = torch.zeros(1, dtype=torch.int32)
+    assert pool(torch.empty(0, 8), none, mode).shape == (0, 8)
+    assert torch.equal(pool(torch.empty(0, 8), torch.zeros(3, dtype=torch.int32), mode), torch.zeros(2, 8))
+
+
+def test_a_nan_is_not_hidden():
+    hidden, cu_seqlens = packed([3, 2])
+    hidden[1, 0] = float("nan")
+    for mode in ("mean", "max"):
+        out = pool(hidden, cu_seqlens, mode)
+        assert out[0, 0].isnan()
+        assert out[0, 1:].isfinite().all()
+        assert out[1].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"mode": "sum"}, ValueError, "mode: 'sum'; expected one of mean, cls, max"),
+        ({"hidden": torch.zeros(2, 3, 4)}, ValueError, r"hidden: shape \(2, 3, 4\)"),
+        ({"hidden": torch.zeros(2, 3, dtype=torch.int64)}, TypeError, "hidden: dtype torch.int64"),
+        ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, ValueError, r"cu_seqlens: shape \(0,\)"),
+        ({"cu_seqlens": torch.zeros(2, 2, dtype=torch.int32)}, ValueError, "cu_seqlens: shape"),
+        ({"cu_seqlens": torch.zeros(3)}, TypeError, "cu_seqlens: dtype torch.float32"),
+        ({"cu_seqlens": torch.zeros(3, dtype=torch.int32, device="meta")}, ValueError, "cu_seqlens: on meta"),
+    ],
+)
+def test_refuses(change, error, words):
+    arguments = {
+        "hidden": torch.zeros(2, 3),
+        "cu_seqlens": torch.tensor([0, 2], dtype=torch.int32),
+        "mode": "mean",
+    }
+    with pytest.raises(error, match=words):
+        pool(**{**arguments, **change})
