@@ -109,6 +109,15 @@ def dense_norm(
     return norm(x + residual)
 
 
+def _untrained_row(module: nn.Embedding) -> Tensor:
+    """The table, no gradient reaching its padding row: as nn.Embedding, for tables whose op knows no padding."""
+    weight, row = module.weight, module.padding_idx
+    if row is None or not (torch.is_grad_enabled() and weight.requires_grad):
+        return weight
+    rows = torch.arange(weight.shape[0], device=weight.device).unsqueeze(1)
+    return torch.where(rows == row, weight.detach(), weight)
+
+
 def table(rows: int, width: int, padding_idx: int | None = None) -> nn.Embedding:
     """An embedding table, not initialised: PyTorch's own initialisation loads half a second of modules on meta."""
     return nn.Embedding(rows, width, padding_idx, _weight=torch.empty(rows, width))
@@ -149,7 +158,7 @@ class Embeddings(nn.Module):
                 norm.weight,
                 norm.bias,
                 position_ids=position_ids,
-                position=position.weight,
+                position=_untrained_row(position),
                 token_type_ids=token_type_ids,
                 segment=None if segment is None else segment.weight,
                 inputs_embeds=inputs_embeds,

@@ -12,7 +12,6 @@ writes and from where nothing returns to the padded output.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -70,7 +69,7 @@ class Packing:
             return x.new_zeros(self.batch, x.shape[1])
         return torch.where(self.mask[:, :1], x.index_select(0, starts), torch.zeros((), dtype=x.dtype, device=x.device))
 
-    @cached_property
+    @property
     def ranks(self) -> Tensor:
         """(batch, seqlen) int64: how many kept tokens of its sequence stand before each padded position."""
         return self.mask.long().cumsum(1) - self.mask.long()

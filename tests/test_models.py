@@ -120,6 +120,18 @@ def test_gradients_equal_transformers(name):
         close(parameter.grad, expected, 2e-4 * expected.abs().max().item() + 1e-6 * largest)
 
 
+@pytest.mark.parametrize("name", ["roberta", "mpnet"])
+def test_position_row_of_the_pad_id_is_not_trained(name):
+    hf = hf_model(name)
+    model = ours(hf)
+    ids = batch(name)["input_ids"]  # pads among them, and no mask
+    for m in (hf, model):
+        m(ids).last_hidden_state.square().sum().backward()
+    gradient = model.embeddings.position_embeddings.weight.grad
+    assert gradient[1].eq(0).all()
+    close(gradient, hf.embeddings.position_embeddings.weight.grad, 2e-4 * gradient.abs().max().item())
+
+
 def test_inputs_embeds_positions_and_types_given_by_hand(bert):
     hf, model = bert
     inputs = batch("bert")
@@ -458,6 +470,19 @@ def test_compile_full_graph_dynamic(name):
         gradients.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()])
     for a, b in zip(*gradients, strict=True):
         close(a, b, 1e-4 * max(1.0, b.abs().max().item()))
+
+
+def test_compile_with_attentions_and_a_mask():
+    torch._dynamo.reset()
+    model = _small()
+    inputs = batch("bert", seqlen=20)
+    wanted = dict(output_attentions=True, output_hidden_states=True)
+    with torch.no_grad():
+        actual = torch.compile(model, fullgraph=True, backend="eager")(**inputs, **wanted)
+        expected = model(**inputs, **wanted)
+    for a, e in zip(actual.attentions, expected.attentions, strict=True):
+        close(a, e, 1e-6)
+    close(actual.hidden_states[1], expected.hidden_states[1], 5e-6)
 
 
 def test_compile_with_inductor():

@@ -1,0 +1,92 @@
+"""What a caller may hand a head as labels: checks, and the loss of one label a sequence.
+
+Values are looked at before the encoder is launched, by one transfer to the host: there a GPU is idle anyway.
+Under `torch.compile` they are not looked at.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastbert.ops import checks
+from fastbert.ops.cross_entropy import cross_entropy
+
+IGNORED = -100  # the label that does not count
+
+
+def check_classes(name: str, labels: Tensor, classes: int, mask: Tensor | None = None) -> None:
+    """Labels must be integers in [0, classes) or `IGNORED`; `IGNORED` where a 2-D `mask` (if any) is 0."""
+    checks.int_tensor(name, labels)
+    if torch.compiler.is_compiling() or labels.numel() == 0:
+        return
+    counts = labels != IGNORED
+    bad = [counts & ((labels < 0) | (labels >= classes))]
+    if _is_mask_of(mask, labels):
+        bad.append(counts & (mask == 0))
+    found = torch.stack([b.any() for b in bad]).tolist()
+    if found[0]:
+        raise ValueError(
+            f"{name}: {labels[bad[0]][0].item()} at {_where(bad[0])} is no class; "
+            f"expected 0 to {classes - 1}, or {IGNORED} for none"
+        )
+    if found[-1]:
+        raise ValueError(
+            f"{name}: {labels[bad[1]][0].item()} at {_where(bad[1])}, where attention_mask is 0: masked "
+            f"tokens are not computed; expected {IGNORED} there"
+        )
+
+
+def check_shares(name: str, labels: Tensor, mask: Tensor | None) -> None:
+    """Labels must be numbers from 0 to 1, except where a 2-D `mask` (if given) is 0."""
+    if not isinstance(labels, Tensor) or labels.dtype.is_complex:
+        raise TypeError(
+            f"{name}: expected a real torch.Tensor, got {getattr(labels, 'dtype', type(labels).__name__)}"
+        )
+    if torch.compiler.is_compiling() or labels.numel() == 0:
+        return
+    wrong = ~((labels >= 0) & (labels <= 1))
+    if _is_mask_of(mask, labels):
+        wrong &= mask != 0
+    if wrong.any():
+        raise ValueError(f"{name}: expected 0 or 1, got {labels[wrong][0].item()} at {_where(wrong)}")
+
+
+def _is_mask_of(mask: object, labels: Tensor) -> bool:
+    # what is no mask of this shape is refused by the encoder or by the shape check after it
+    return isinstance(mask, Tensor) and mask.shape == labels.shape and mask.device == labels.device
+
+
+def _where(wrong: Tensor) -> tuple[int, ...]:
+    return tuple(wrong.nonzero()[0].tolist())
+
+
+def one_a_sequence(name: str, labels: Tensor, batch: int, logits: Tensor) -> None:
+    """One label a sequence: (batch,) or (batch, 1)."""
+    checks.same_device(name, labels, logits)
+    if tuple(labels.shape) not in ((batch,), (batch, 1)):
+        raise ValueError(f"{name}: expected shape ({batch},), got {tuple(labels.shape)}")
+
+
+def sequence_loss(name: str, logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy of one label a sequence."""
+    one_a_sequence(name, labels, logits.shape[0], logits)
+    return cross_entropy(logits, labels.reshape(-1), ignore_index=IGNORED)
+
+
+def check_positions(name: str, positions: Tensor, mask: object) -> None:
+    """Integers; after clamping, none may be the position of a masked token."""
+    checks.int_tensor(name, positions)
+    if torch.compiler.is_compiling() or not isinstance(mask, Tensor) or mask.dim() != 2:
+        return
+    flat = positions.reshape(-1)
+    if mask.shape[0] != flat.shape[0] or mask.device != flat.device or mask.numel() == 0:
+        return  # refused later, for its shape or device
+    at = flat.long().clamp(0, mask.shape[1])
+    wrong = (at < mask.shape[1]) & (mask.gather(1, at.clamp_max(mask.shape[1] - 1)[:, None])[:, 0] == 0)
+    if wrong.any():
+        sequence = _where(wrong)[0]
+        raise ValueError(
+            f"{name}: {flat[sequence].item()} in sequence {sequence} is a masked token, which is not "
+            f"computed; expected a kept token, or seqlen ({mask.shape[1]}) for none"
+        )

@@ -1,0 +1,824 @@
+"""The task heads against transformers, for every family."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import pickle
+import warnings
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional as F
+
+from fastbert import heads
+from fastbert.config import EncoderConfig
+from fastbert.families import FAMILIES
+from fastbert.models import AutoModel, BertModel
+from tests.hf_models import FAMILY_NAMES, batch, hf_model
+
+TASKS = (
+    "ForMaskedLM",
+    "ForPreTraining",
+    "ForNextSentencePrediction",
+    "ForSequenceClassification",
+    "ForMultipleChoice",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+)
+SEQUENCE_TASKS = (
+    "ForPreTraining",
+    "ForNextSentencePrediction",
+    "ForSequenceClassification",
+    "ForMultipleChoice",
+)
+NEXT_SENTENCE = ("bert", "ernie")
+CASES = [
+    (n, t) for t in TASKS for n in FAMILY_NAMES if t != "ForNextSentencePrediction" or n in NEXT_SENTENCE
+]
+NUM_LABELS = {"ForSequenceClassification": 5, "ForTokenClassification": 5}
+
+
+def build(name: str, task: str, **config) -> tuple[torch.nn.Module, heads.TaskModel]:
+    """(transformers' model, ours with its weights), both in eval."""
+    config = {"num_labels": NUM_LABELS.get(task, 2), **config}
+    hf = hf_model(name, getattr(transformers, "AutoModel" + task), **config)
+    model = getattr(heads, "AutoModel" + task).from_config(EncoderConfig.from_hf(hf.config)).eval()
+    model.load_state_dict(hf.state_dict(), strict=True)
+    return hf, model
+
+
+pair = functools.lru_cache(maxsize=None)(build)  # shared between tests that change neither
+
+
+def real_task(model: torch.nn.Module) -> str:
+    return "For" + type(model).__name__.split("For")[1]
+
+
+def inputs_for(name: str, task: str, seed: int = 0, **kwargs) -> dict[str, torch.Tensor]:
+    """A padded batch that the head accepts: classifiers read position 0, so there no left padding."""
+    inputs = batch(name, seed=seed, **{"batch_size": 4, "seqlen": 18, **kwargs})
+    if task in SEQUENCE_TASKS:
+        inputs["attention_mask"][:, 0] = 1
+        inputs["input_ids"][:, 0] = 7
+    if task == "ForMultipleChoice":
+        inputs = {k: v.reshape(2, 2, -1) for k, v in inputs.items()}
+    return inputs
+
+
+def labels_for(
+    model: torch.nn.Module, inputs: dict[str, torch.Tensor], seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Labels of the head's kind, none of them on a masked token."""
+    g = torch.Generator().manual_seed(seed)
+    kept, config, task = inputs["attention_mask"].bool(), model.config, real_task(model)
+    size, seqlen = kept.shape[0], kept.shape[-1]
+    if task == "ForMaskedLM" or (task == "ForPreTraining" and config.model_type != "electra"):
+        chosen = kept & (torch.rand(kept.shape, generator=g) < 0.4)
+        labels = torch.randint(0, config.vocab_size, kept.shape, generator=g).where(chosen, -100)
+        pair_name = {"albert": "sentence_order_label"}.get(config.model_type, "next_sentence_label")
+        pair_label = torch.randint(0, 2, (size,), generator=g)
+        return {"labels": labels} if task == "ForMaskedLM" else {"labels": labels, pair_name: pair_label}
+    if task == "ForPreTraining":
+        return {"labels": torch.randint(0, 2, kept.shape, generator=g)}
+    if task == "ForTokenClassification":
+        return {"labels": torch.randint(0, config.num_labels, kept.shape, generator=g).where(kept, -100)}
+    if task == "ForQuestionAnswering":
+        return {
+            k: torch.randint(0, seqlen, (size,), generator=g) for k in ("start_positions", "end_positions")
+        }
+    classes = config.num_labels if task == "ForSequenceClassification" else 2
+    return {"labels": torch.randint(0, classes, (size,), generator=g)}
+
+
+def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 2e-5) -> None:
+    assert a.shape == b.shape
+    error = (a - b).abs().max().item() if a.numel() else 0.0
+    assert error <= tolerance, f"max error {error:.3g}"
+
+
+def token_level(t: torch.Tensor, kept: torch.Tensor) -> bool:
+    return t.shape[: kept.dim()] == kept.shape
+
+
+# -- against transformers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "task"), CASES)
+def test_names_outputs_and_loss_equal_transformers(name, task):
+    hf, model = pair(name, task)
+    assert type(model).__name__ == type(hf).__name__
+    assert {k: v.shape for k, v in model.state_dict().items()} == {
+        k: v.shape for k, v in hf.state_dict().items()
+    }
+
+    inputs = inputs_for(name, task)
+    if task == "ForQuestionAnswering":  # the loss of a padded batch has its own test
+        del inputs["attention_mask"]
+        inputs["input_ids"].masked_fill_(inputs["input_ids"] == 1, 8)
+    kept = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    labels = labels_for(hf, {**inputs, "attention_mask": kept})
+    with torch.no_grad():
+        expected = hf(**inputs, **labels, output_hidden_states=True, output_attentions=True)
+        actual = model(**inputs, **labels, output_hidden_states=True, output_attentions=True)
+    assert list(actual.keys()) == list(expected.keys())
+    close(actual.loss, expected.loss, 1e-5)
+    for key in actual:
+        if "logits" not in key:
+            continue
+        if token_level(expected[key], kept):
+            close(actual[key][kept], expected[key][kept])
+            assert actual[key][~kept].eq(0).all()
+        else:
+            close(actual[key], expected[key])
+    flat = kept.reshape(-1, kept.shape[-1])
+    assert len(actual.hidden_states) == len(expected.hidden_states)
+    for a, e in zip(actual.hidden_states, expected.hidden_states, strict=True):
+        close(a[flat], e[flat])
+    pairs = (flat[:, None, :, None] & flat[:, None, None, :]).expand(
+        -1, model.config.num_attention_heads, -1, -1
+    )
+    assert len(actual.attentions) == len(expected.attentions)
+    for a, e in zip(actual.attentions, expected.attentions, strict=True):
+        close(a[pairs], e[pairs])
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "dtype", "tolerance"),
+    # deep ALBERT's gradients are so ill-conditioned that transformers' own float32 ones are off by 4e-4
+    [(*case, torch.float64, 1e-9) for case in CASES]
+    + [(*case, torch.float32, 1e-4) for case in CASES if case[0] in ("bert", "distilbert", "mpnet")],
+)
+def test_gradients_equal_transformers(name, task, dtype, tolerance):
+    hf, model = (copy.deepcopy(m).to(dtype) for m in pair(name, task))
+    inputs = inputs_for(name, task, seed=1)
+    if task == "ForQuestionAnswering":
+        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+        inputs["input_ids"].masked_fill_(inputs["input_ids"] == 1, 8)
+    labels = labels_for(hf, inputs, seed=1)
+    for m in (hf, model):
+        m.zero_grad(set_to_none=True)
+        m(**inputs, **labels).loss.backward()
+    reference = {k: p.grad for k, p in hf.named_parameters(remove_duplicate=False)}
+    largest = max(g.abs().max().item() for g in reference.values() if g is not None)
+    for key, parameter in model.named_parameters():
+        expected = reference[key]
+        if expected is None:
+            assert parameter.grad is None, key
+            continue
+        # a key's bias has no gradient at all: what stands there is the rounding of terms as large as the rest
+        close(parameter.grad, expected, tolerance * (expected.abs().max().item() + 1e-2 * largest))
+
+
+@pytest.mark.parametrize(
+    ("name", "task"), [c for c in CASES if c[0] in ("bert", "distilbert", "albert", "electra")]
+)
+def test_saved_by_either_loads_into_the_other(name, task, tmp_path):
+    hf, model = pair(name, task)
+    hf.save_pretrained(tmp_path / "hf")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = getattr(heads, "AutoModel" + task).from_pretrained(tmp_path / "hf")
+    assert type(loaded) is type(model)
+    for key, value in hf.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], value), key
+    model.save_pretrained(tmp_path / "ours")
+    back, info = type(hf).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for key, value in back.state_dict().items():
+        assert torch.equal(value, hf.state_dict()[key]), key
+    again = type(model).from_pretrained(tmp_path / "ours")
+    inputs = inputs_for(name, task)
+    with torch.no_grad():
+        assert torch.equal(again(**inputs)[0], model(**inputs)[0])
+
+
+def test_head_over_an_encoders_checkpoint_is_initialised_with_one_warning(tmp_path):
+    encoder = BertModel(EncoderConfig.from_hf(pair("bert", "ForMaskedLM")[0].config))
+    encoder.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"classifier\.weight") as caught:
+        model = heads.BertForSequenceClassification.from_pretrained(tmp_path, num_labels=40)
+    assert len(caught) == 1
+    assert model.classifier.weight.shape == (40, 48)
+    assert 0.015 < model.classifier.weight.std() < 0.025
+    assert model.classifier.bias.eq(0).all()
+    assert torch.equal(
+        model.bert.encoder.layer[1].output.dense.weight, encoder.encoder.layer[1].output.dense.weight
+    )
+    with pytest.warns(UserWarning, match="cls.predictions"):
+        lm = heads.BertForMaskedLM.from_pretrained(tmp_path)
+    assert lm.cls.predictions.decoder.weight is lm.bert.embeddings.word_embeddings.weight
+    assert lm.cls.predictions.transform.LayerNorm.weight.eq(1).all()
+
+
+# -- arguments and outputs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_tuples(task):
+    hf, model = pair("bert", task)
+    inputs = inputs_for("bert", task)
+    if task == "ForQuestionAnswering":
+        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    with torch.no_grad():
+        for extra in ({}, labels_for(hf, inputs), {"output_hidden_states": True}):
+            expected = hf(**inputs, **extra, return_dict=False)
+            actual = model(**inputs, **extra, return_dict=False)
+            assert isinstance(actual, tuple)
+            assert [type(a) for a in actual] == [type(e) for e in expected]
+            for a, e in zip(actual, expected, strict=True):
+                assert len(a) == len(e) if isinstance(a, tuple) else a.shape == e.shape
+            named = model(**inputs, **extra)
+            assert torch.equal(named[0], actual[0])
+    model.config.return_dict = False
+    try:
+        assert isinstance(model(**inputs), tuple)
+    finally:
+        model.config.return_dict = True
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_positional_arguments_stand_where_transformers_has_them(task):
+    for name in ("bert", "albert"):
+        hf, model = pair(
+            name, "ForMaskedLM" if name == "albert" and task == "ForNextSentencePrediction" else task
+        )
+        decoder_only = ("encoder_hidden_states", "encoder_attention_mask")
+        theirs = [
+            k for k in inspect.signature(type(hf).forward).parameters if k not in (*decoder_only, "kwargs")
+        ]
+        assert list(inspect.signature(type(model).forward).parameters)[: len(theirs)] == theirs
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "count"),
+    [
+        ("distilbert", "ForTokenClassification", 2),
+        ("mpnet", "ForMaskedLM", 2),
+        ("ernie", "ForMaskedLM", 3),
+        ("roberta", "ForMultipleChoice", 1),
+    ],
+)
+def test_arguments_that_stand_elsewhere_in_transformers_must_be_named(name, task, count):
+    hf, model = pair(name, task)
+    theirs, mine = (list(inspect.signature(type(m).forward).parameters)[1:] for m in (hf, model))
+    assert mine[:count] == theirs[:count]
+    assert mine[count] != theirs[count]
+    inputs = inputs_for(name, task)
+    given = [inputs[k] for k in mine[:count]]
+    with torch.no_grad():
+        assert torch.equal(model(*given)[0], model(**dict(zip(mine, given, strict=False)))[0])
+    with pytest.raises(
+        TypeError, match=f"at most {count} positional arguments, got {count + 1}; give {mine[count]} by"
+    ):
+        model(*given, given[0])
+
+
+def test_head_mask_reaches_the_encoder():
+    _, model = pair("bert", "ForTokenClassification")
+    inputs = inputs_for("bert", "ForTokenClassification")
+    with torch.no_grad():
+        whole = model(**inputs).logits
+        assert torch.equal(model(**inputs, head_mask=torch.ones(3)).logits, whole)
+        gated = model(**inputs, head_mask=torch.tensor([1.0, 0.0, 1.0]))
+        hidden = model.bert(**inputs, head_mask=torch.tensor([1.0, 0.0, 1.0])).last_hidden_state
+    kept = inputs["attention_mask"].bool()
+    assert not torch.allclose(gated.logits, whole)
+    close(gated.logits[kept], (hidden @ model.classifier.weight.T + model.classifier.bias)[kept])
+
+
+def test_inputs_embeds_and_no_mask():
+    for task in ("ForMaskedLM", "ForMultipleChoice"):
+        hf, model = pair("bert", task)
+        inputs = inputs_for("bert", task)
+        embeds = hf.bert.embeddings.word_embeddings(inputs["input_ids"])
+        with torch.no_grad():
+            close(model(inputs_embeds=embeds).logits, hf(inputs_embeds=embeds).logits)
+
+
+def test_forward_hooks_of_the_encoder_run():
+    _, model = pair("bert", "ForTokenClassification")
+    seen = []
+    handle = model.bert.register_forward_hook(lambda *_: seen.append(1))
+    model(**inputs_for("bert", "ForTokenClassification"))
+    handle.remove()
+    assert seen == [1]
+
+
+# -- losses --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("problem", "num_labels", "labels"),
+    [
+        (None, 1, torch.tensor([0.5, -1.0, 2.0, 0.0])),
+        (None, 1, torch.tensor([[0.5], [-1.0], [2.0], [0.0]])),
+        ("regression", 3, torch.linspace(-1, 1, 12).reshape(4, 3)),
+        (None, 3, torch.tensor([0, 2, 1, 1])),
+        (None, 3, torch.tensor([0, -100, 1, 1])),
+        (None, 3, torch.tensor([[0.0, 1.0, 1.0]] * 4)),
+        ("multi_label_classification", 3, torch.tensor([[0.0, 1.0, 0.3]] * 4)),
+        ("single_label_classification", 3, torch.tensor([0, 2, 1, 1])),
+    ],
+)
+@pytest.mark.parametrize("name", ["bert", "distilbert", "roberta"])
+def test_problem_types(name, problem, num_labels, labels):
+    hf, model = build(name, "ForSequenceClassification", num_labels=num_labels, problem_type=problem)
+    inputs = inputs_for(name, "ForSequenceClassification")
+    with torch.no_grad():
+        expected, actual = hf(**inputs, labels=labels), model(**inputs, labels=labels)
+    close(actual.loss, expected.loss, 1e-5)
+    close(actual.logits, expected.logits)
+    assert model.config.problem_type == problem  # asking for a loss changes no config
+
+
+def test_problem_type_takes_integers_where_it_must():
+    _, model = build("bert", "ForSequenceClassification", num_labels=1)
+    inputs = inputs_for("bert", "ForSequenceClassification")
+    ones = model(**inputs, labels=torch.ones(4, dtype=torch.long))
+    close(ones.loss, model(**inputs, labels=torch.ones(4)).loss)
+    _, model = build(
+        "bert", "ForSequenceClassification", num_labels=3, problem_type="multi_label_classification"
+    )
+    labels = torch.tensor([[0, 1, 1]] * 4)
+    close(model(**inputs, labels=labels).loss, model(**inputs, labels=labels.float()).loss)
+
+
+@pytest.mark.parametrize("task", [t for t in TASKS if t != "ForPreTraining"])
+def test_no_label_counts(task):
+    _, model = pair("bert", task)
+    model.zero_grad()
+    inputs = inputs_for("bert", task)
+    labels = {k: torch.full_like(v, -100) for k, v in labels_for(model, inputs).items()}
+    if task == "ForQuestionAnswering":
+        labels = {k: torch.full_like(v, 18) for k, v in labels.items()}
+    loss = model(**inputs, **labels).loss
+    assert loss.item() == 0.0
+    loss.backward()
+    assert all(p.grad is None or p.grad.eq(0).all() for p in model.parameters())
+
+
+def test_pretraining_has_a_loss_only_with_both_labels():
+    for name in ("bert", "albert"):
+        _, model = pair(name, "ForPreTraining")
+        inputs = inputs_for(name, "ForPreTraining")
+        labels = labels_for(model, inputs)
+        for key, value in labels.items():
+            assert model(**inputs, **{key: value}).loss is None
+        assert model(**inputs, **labels).loss.isfinite()
+
+
+def test_question_answering_loss_of_a_padded_batch_is_over_the_kept_tokens():
+    hf, model = pair("bert", "ForQuestionAnswering")
+    inputs = inputs_for("bert", "ForQuestionAnswering")
+    kept = inputs["attention_mask"].bool()
+    first = kept.long().argmax(1)
+    with torch.no_grad():
+        expected = hf(**inputs)
+        actual = model(**inputs, start_positions=first, end_positions=first)
+    losses = []
+    for key in ("start_logits", "end_logits"):
+        close(actual[key][kept], expected[key][kept])
+        assert actual[key].isfinite().all()
+        assert actual[key].softmax(-1)[~kept].eq(0).all()
+        losses.append(F.cross_entropy(expected[key].masked_fill(~kept, float("-inf")), first))
+    close(actual.loss, (losses[0] + losses[1]) / 2, 1e-5)
+
+
+def test_question_answering_positions_are_clamped():
+    hf, model = pair("distilbert", "ForQuestionAnswering")
+    inputs = inputs_for("distilbert", "ForQuestionAnswering")
+    del inputs["attention_mask"]
+    for shape in ((4,), (4, 1)):
+        start = torch.tensor([-3, 17, 18, 500]).reshape(shape)
+        end = torch.tensor([2, 18, 500, 17]).reshape(shape)
+        with torch.no_grad():
+            close(
+                model(**inputs, start_positions=start, end_positions=end).loss,
+                hf(**inputs, start_positions=start, end_positions=end).loss,
+                1e-5,
+            )
+    assert model(**inputs, start_positions=start).loss is None
+
+
+def test_electra_discriminator_counts_kept_tokens_only():
+    hf, model = pair("electra", "ForPreTraining")
+    inputs = inputs_for("electra", "ForMaskedLM")
+    kept = inputs["attention_mask"].bool()
+    labels = torch.ones(4, 18, dtype=torch.long).where(kept, -100)
+    labels[:, 9] = 0
+    with torch.no_grad():
+        close(model(**inputs, labels=labels).loss, hf(**inputs, labels=labels).loss, 1e-5)
+        assert model(inputs["input_ids"], torch.zeros(4, 18), labels=labels).loss == 0.0
+    with pytest.raises(ValueError, match="labels: expected 0 or 1, got -100"):
+        model(inputs["input_ids"], labels=labels)
+
+
+# -- bad arguments -------------------------------------------------------------------------------------------
+
+
+def _bad(task, what, match, error=ValueError, name="bert", **change):
+    return pytest.param(name, task, change, error, match, id=f"{task}-{what}")
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "change", "error", "match"),
+    [
+        _bad("ForMaskedLM", "range", r"labels: 120 at \(0, 1\)", labels=lambda b: _at(b, (0, 1), 120)),
+        _bad("ForMaskedLM", "negative", r"labels: -1 at \(0, 1\)", labels=lambda b: _at(b, (0, 1), -1)),
+        _bad(
+            "ForMaskedLM",
+            "masked",
+            r"labels: 7 at \(1, 0\), where attention_mask",
+            labels=lambda b: _at(b, (1, 0), 7),
+        ),
+        _bad("ForMaskedLM", "shape", "labels: expected shape", labels=lambda b: _at(b, (0, 1), 7)[:, 1:]),
+        _bad("ForMaskedLM", "dtype", "labels: expected int64", TypeError, labels=lambda b: torch.ones(4, 18)),
+        _bad("ForMaskedLM", "type", "labels: expected a torch.Tensor", TypeError, labels=lambda b: [[1]]),
+        _bad("ForTokenClassification", "range", "labels: 5 at", labels=lambda b: _at(b, (0, 1), 5)),
+        _bad("ForTokenClassification", "masked", "where attention_mask", labels=lambda b: _at(b, (1, 0), 1)),
+        _bad(
+            "ForSequenceClassification", "range", "labels: 5 at", labels=lambda b: torch.tensor([0, 1, 5, 2])
+        ),
+        _bad(
+            "ForSequenceClassification",
+            "shape",
+            r"labels: expected shape \(4,\)",
+            labels=lambda b: torch.zeros(3).long(),
+        ),
+        _bad(
+            "ForSequenceClassification",
+            "multi",
+            r"labels: expected shape \(4, 5\)",
+            labels=lambda b: torch.zeros(4),
+        ),
+        _bad(
+            "ForSequenceClassification",
+            "left",
+            "attention_mask: position 0 of sequence 2",
+            attention_mask=lambda b: _at(b, (2, 0), 0, "attention_mask"),
+        ),
+        _bad(
+            "ForNextSentencePrediction", "range", "labels: 2 at", labels=lambda b: torch.tensor([0, 1, 2, 1])
+        ),
+        _bad(
+            "ForPreTraining",
+            "range",
+            "next_sentence_label: 2 at",
+            next_sentence_label=lambda b: torch.tensor([0, 1, 2, 1]),
+        ),
+        _bad(
+            "ForPreTraining",
+            "order",
+            "sentence_order_label: 3 at",
+            name="albert",
+            sentence_order_label=lambda b: torch.tensor([0, 1, 3, 1]),
+        ),
+        _bad("ForMultipleChoice", "range", "labels: 2 at", labels=lambda b: torch.tensor([0, 2])),
+        _bad(
+            "ForMultipleChoice",
+            "flat",
+            r"input_ids: expected shape \(batch, choices",
+            input_ids=lambda b: b["input_ids"][0],
+        ),
+        _bad(
+            "ForMultipleChoice",
+            "mask",
+            "attention_mask: expected shape",
+            attention_mask=lambda b: b["attention_mask"][0],
+        ),
+        _bad(
+            "ForMultipleChoice",
+            "neither",
+            "input_ids, inputs_embeds: expected exactly one",
+            input_ids=lambda b: None,
+        ),
+        _bad(
+            "ForQuestionAnswering",
+            "dtype",
+            "start_positions: expected int64",
+            TypeError,
+            start_positions=lambda b: torch.zeros(4),
+        ),
+        _bad(
+            "ForQuestionAnswering",
+            "shape",
+            r"end_positions: expected shape \(4,\)",
+            end_positions=lambda b: torch.zeros(5).long(),
+        ),
+        _bad(
+            "ForQuestionAnswering",
+            "masked",
+            "start_positions: 0 in sequence 1 is a masked token",
+            start_positions=lambda b: torch.zeros(4).long(),
+        ),
+    ],
+)
+def test_bad_arguments(name, task, change, error, match):
+    _, model = pair(name, task)
+    inputs = inputs_for(name, task)
+    inputs.update({k: make(inputs) for k, make in change.items()})
+    with pytest.raises(error, match=match):
+        model(**inputs)
+
+
+def _at(inputs, where, value, name="labels"):
+    t = inputs[name].clone() if name in inputs else torch.full_like(inputs["input_ids"], -100)
+    t[where] = value
+    return t
+
+
+def test_families_without_a_head_are_refused_by_name():
+    config = {
+        m: EncoderConfig(m, hidden_size=32, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8)
+        for m in FAMILIES
+    }
+    with pytest.raises(ValueError, match=r"'roberta' has no head 'ForNextSentencePrediction'.*bert, ernie"):
+        heads.AutoModelForNextSentencePrediction.from_config(config["roberta"])
+    with pytest.raises(ValueError, match="'distilbert' has no head 'ForPreTraining'"):
+        heads.BertForPreTraining(config["distilbert"])
+    with pytest.raises(ValueError, match="RobertaForMaskedLM is for 'roberta', got 'bert'"):
+        heads.RobertaForMaskedLM(config["bert"])
+    with pytest.raises(TypeError, match="from_pretrained"):
+        heads.AutoModelForMaskedLM(config["bert"])
+    with pytest.raises(ValueError, match="num_labels: expected 2"):
+        heads.BertForQuestionAnswering(EncoderConfig(hidden_size=24, num_labels=3))
+    with pytest.raises(ValueError, match="num_labels: expected 2"):
+        heads.AlbertForPreTraining(
+            EncoderConfig("albert", hidden_size=32, num_attention_heads=2, intermediate_size=8, num_labels=3)
+        )
+    config["electra"].summary_type = "mean"
+    with pytest.raises(ValueError, match="summary_type: only 'first'"):
+        heads.ElectraForMultipleChoice(config["electra"])
+
+
+def test_a_wholly_masked_sequence_is_finite():
+    for name, task in (
+        ("bert", "ForSequenceClassification"),
+        ("roberta", "ForTokenClassification"),
+        ("bert", "ForQuestionAnswering"),
+    ):
+        _, model = pair(name, task)
+        inputs = inputs_for(name, task)
+        inputs["attention_mask"][:] = 0
+        assert all(t.isfinite().all() for t in model(**inputs).values())
+
+
+# -- weights -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_decoder_is_tied(name):
+    hf, model = pair(name, "ForMaskedLM")
+    assert model.tied_weights() == dict(hf._tied_weights_keys)
+    decoder = model.get_output_embeddings()
+    assert decoder.weight is model.get_input_embeddings().weight
+    for target, source in model.tied_weights().items():
+        assert model.get_parameter(target) is model.get_parameter(source)
+    # the table's gradient has both parts: the rows looked up, and all rows through the decoder
+    inputs = inputs_for(name, "ForMaskedLM")
+    labels = torch.full_like(inputs["input_ids"], -100)
+    labels[0, 0] = 100
+    model.zero_grad()
+    model(**inputs, labels=labels).loss.backward()
+    assert decoder.weight.grad.abs().sum(1).gt(0).sum() > inputs["input_ids"].unique().numel()
+
+
+@pytest.mark.parametrize("name", ["bert", "electra", "roberta"])
+def test_untied_decoder(name):
+    hf, model = build(name, "ForMaskedLM", tie_word_embeddings=False)
+    assert model.tied_weights() == {}
+    assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+    inputs = inputs_for(name, "ForMaskedLM")
+    kept = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        close(model(**inputs).logits[kept], hf(**inputs).logits[kept])
+
+
+def test_set_output_embeddings():
+    _, model = build("bert", "ForMaskedLM")
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        model.set_output_embeddings(torch.nn.Linear(48, 120))
+    _, model = build("bert", "ForMaskedLM", tie_word_embeddings=False)
+    decoder = torch.nn.Linear(48, 120)
+    model.set_output_embeddings(decoder)
+    assert model.get_output_embeddings() is decoder
+    assert model.cls.predictions.bias is decoder.bias
+    assert pair("bert", "ForTokenClassification")[1].get_output_embeddings() is None
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["bert", "electra", "albert", "distilbert", "mpnet"])
+def test_resize_token_embeddings(name, tied, tmp_path):
+    _, model = build(name, "ForMaskedLM", tie_word_embeddings=tied)
+    inputs = inputs_for(name, "ForMaskedLM")
+    before = model(**inputs).logits
+    table = model.resize_token_embeddings(130)
+    assert table is model.get_input_embeddings()
+    assert (table.num_embeddings, model.get_output_embeddings().out_features, model.config.vocab_size) == (
+        130,
+    ) * 3
+    assert 0 < table.weight[120:].std() < 0.04
+    after = model(**inputs).logits
+    assert after.shape[-1] == 130
+    close(after[..., :120], before, 1e-6)
+    inputs["input_ids"][3, 3] = 129
+    labels = torch.full_like(inputs["input_ids"], -100)
+    labels[3, 3] = 128
+    model(**inputs, labels=labels).loss.backward()
+    assert table.weight.grad[129].abs().max() > 0
+    model.save_pretrained(tmp_path)
+    again = heads.AutoModelForMaskedLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(**inputs).logits, model(**inputs).logits)
+    model.resize_token_embeddings(100, pad_to_multiple_of=64)
+    assert table.num_embeddings == 128
+    model.resize_token_embeddings(100)
+    with pytest.raises(ValueError, match="input_ids: token id"):
+        model(**inputs)
+    for name_, args in (("new_num_tokens", (0,)), ("pad_to_multiple_of", (8, 0)), ("pad_token_id", (1,))):
+        if name_ != "pad_token_id" or model.config.pad_token_id == 1:
+            with pytest.raises(ValueError, match=name_):
+                model.resize_token_embeddings(*args)
+    assert table.num_embeddings == 100
+
+
+def test_resize_of_a_model_without_decoder():
+    config = EncoderConfig.from_hf(pair("bert", "ForMaskedLM")[0].config)
+    for model in (AutoModel.from_config(config), heads.BertForTokenClassification(config)):
+        size = config.vocab_size
+        assert model.resize_token_embeddings() is model.get_input_embeddings()
+        assert model.resize_token_embeddings(size + 3).weight.shape == (size + 3, 48)
+        assert model(torch.tensor([[size + 2]]))[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "task"), [c for c in CASES if c[0] in ("bert", "xlm-roberta", "mpnet", "albert")]
+)
+def test_copies(name, task):
+    _, model = pair(name, task)
+    inputs = inputs_for(name, task)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin) is type(model)
+        assert not {id(p) for p in twin.parameters()} & {id(p) for p in model.parameters()}
+        assert len(list(twin.parameters())) == len(list(model.parameters()))  # tied ones are still one
+        with torch.no_grad():
+            assert torch.equal(twin(**inputs)[0], model(**inputs)[0])
+
+
+def test_fresh_heads_are_initialised():
+    torch.manual_seed(0)
+    config = EncoderConfig.from_hf(pair("albert", "ForPreTraining")[0].config)
+    config.initializer_range = 0.5
+    model = heads.AlbertForPreTraining(config)
+    for key, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            assert 0.4 < parameter.std() < 0.6, key
+        else:
+            assert parameter.eq(
+                1.0 if key.endswith("norm.weight") or "LayerNorm.weight" in key else 0.0
+            ).all(), key
+
+
+# -- training ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "task"), CASES)
+def test_head_dropout_is_transformers_own(name, task):
+    """Only the head drops out here, drawing from torch's generator in transformers' order and shapes."""
+    keys = {
+        "albert": ["classifier_dropout_prob"],
+        "albert-groups": ["classifier_dropout_prob"],
+        "distilbert": ["seq_classif_dropout", "qa_dropout"],
+        "electra": ["classifier_dropout", "summary_last_dropout"],
+    }.get(name, ["classifier_dropout"])
+    encoder = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    inputs = inputs_for(name, task)
+    del inputs["attention_mask"]
+    for probabilities in (dict.fromkeys(keys, 0.3), {}):
+        hf, model = (m.train() for m in build(name, task, **encoder, **probabilities))
+        outputs = []
+        for m in (hf, model):
+            torch.manual_seed(11)
+            outputs.append(m(**inputs))
+        for key in outputs[1]:
+            close(outputs[1][key], outputs[0][key])
+
+
+def test_dropout_probability_of_the_head():
+    _, model = build(
+        "bert",
+        "ForTokenClassification",
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        classifier_dropout=0.25,
+    )
+    model.train()
+    torch.manual_seed(0)
+    x = model.dropout(torch.ones(100_000), model.family.token_dropout_key)
+    assert abs((x == 0).float().mean() - 0.25) < 0.01
+    assert x.max() == pytest.approx(1 / 0.75)
+
+
+def test_gradient_checkpointing_changes_no_bit():
+    _, model = build("bert", "ForTokenClassification", hidden_dropout_prob=0.1)
+    inputs = inputs_for("bert", "ForTokenClassification")
+    inputs |= labels_for(model, inputs)
+    model.train()
+    grads = []
+    for enable in (False, True):
+        if enable:
+            model.gradient_checkpointing_enable()
+            assert model.is_gradient_checkpointing
+        torch.manual_seed(7)
+        model.zero_grad()
+        model(**inputs).loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_training_with_dropout_learns_a_batch():
+    _, model = build("bert", "ForSequenceClassification", num_hidden_layers=1)
+    inputs = inputs_for("bert", "ForSequenceClassification")
+    inputs |= labels_for(model, inputs)
+    before = model(**inputs).loss.item()
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+    torch.manual_seed(0)
+    for _ in range(15):
+        optimizer.zero_grad()
+        model(**inputs).loss.backward()
+        optimizer.step()
+    assert model.eval()(**inputs).loss.item() < 0.3 * before
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        ("bert", "ForMaskedLM"),
+        ("bert", "ForQuestionAnswering"),
+        ("roberta", "ForMultipleChoice"),
+        ("electra", "ForPreTraining"),
+    ],
+)
+def test_compiled_in_one_graph(name, task):
+    _, model = build(name, task, num_hidden_layers=1)
+    inputs = inputs_for(name, task)
+    labels = labels_for(model, inputs)
+    if task == "ForQuestionAnswering":
+        labels = {k: inputs["attention_mask"].argmax(1) for k in labels}
+    inputs |= labels
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)(**inputs)
+    grads = []
+    for output in (compiled, model(**inputs)):
+        model.zero_grad()
+        output.loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for key, value in model(**inputs).items():
+        close(compiled[key], value, 1e-6)
+    for a, b in zip(*grads, strict=True):
+        close(a, b, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes(dtype):
+    for task in TASKS:
+        _, model = build("bert", task)
+        model.to(dtype)
+        inputs = inputs_for("bert", task)
+        labels = labels_for(model, inputs)
+        if task == "ForQuestionAnswering":
+            inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+        output = model(**inputs, **labels)
+        assert output[1].dtype == dtype
+        assert output.loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        output.loss.backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def test_autocast():
+    for task in ("ForMaskedLM", "ForSequenceClassification"):
+        _, model = pair("bert", task)
+        inputs = inputs_for("bert", task)
+        inputs |= labels_for(model, inputs)
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            half = model(**inputs)
+        with torch.no_grad():
+            full = model(**inputs)
+        assert half.logits.dtype == torch.bfloat16
+        close(half.loss, full.loss, 0.05 * full.loss.item())
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_config_defaults_are_transformers_own(model_type):
+    theirs, mine = (
+        transformers.AutoConfig.for_model(model_type).to_dict(),
+        EncoderConfig(model_type).to_dict(),
+    )
+    shared = (mine.keys() & theirs.keys()) - {"id2label"}
+    assert {k: mine[k] for k in shared} == {k: theirs[k] for k in shared}
+    dropouts = {k for k in theirs if "dropout" in k}
+    assert dropouts <= mine.keys()
