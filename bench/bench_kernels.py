@@ -1,8 +1,9 @@
-"""One line per op, case, dtype and backend: µs, GFLOP/s, GB/s, share of this machine's measured copy bandwidth, and
-how many times plain eager PyTorch's speed. `python bench/bench_kernels.py [--op OP] [--device cuda] [--json FILE]`.
+"""One line per op, case, dtype and backend: µs, GFLOP/s, GB/s, share of this machine's measured copy
+bandwidth, and how many times plain eager PyTorch's speed. `python bench/bench_kernels.py [--op OP] [--device
+cuda] [--json FILE]`.
 
-All backends of a case and eager PyTorch are timed turn by turn in one run; medians. The shapes are BERT-base's at
-8 x 128 tokens on a CPU and 32 x 512 on a GPU, from the same `testing.Case`s the tests use.
+All backends of a case and eager PyTorch are timed turn by turn in one run; medians. The shapes are
+BERT-base's at 8 x 128 tokens on a CPU and 32 x 512 on a GPU, from the same `testing.Case`s the tests use.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def bench_case(
     """Rows of one case: eager PyTorch and every backend that runs here, interleaved."""
     sets = [case.inputs(dtype, device, seed) for seed in range(rotations(case.bytes(dtype), device, limit=8))]
     names = [b for b in dispatch.BACKENDS if dispatch.gap(b, case.op, device.type, dtype) is None]
-    if not (device.type == "cpu"):
+    if device.type != "cpu":
         names = [n for n in names if n != "reference"]
     names = [
         n for n in names if not (n == "triton" and device.type == "cpu")
@@ -129,7 +130,8 @@ def main() -> int:
     )
     print(f"# {machine}; torch {torch.__version__}; copy {bandwidth / 1e9:.1f} GB/s")
     print(
-        f"{'op':14} {'case':34} {'dtype':9} {'backend':10} {'µs':>10} {'GFLOP/s':>9} {'GB/s':>8} {'of copy':>8} {'× eager':>8}"
+        f"{'op':14} {'case':34} {'dtype':9} {'backend':10} {'µs':>10} {'GFLOP/s':>9} {'GB/s':>8} "
+        f"{'of copy':>8} {'× eager':>8}"
     )
     rows: list[dict] = []
     for op in args.op or dispatch.OPS:
@@ -138,8 +140,9 @@ def main() -> int:
                 for row in bench_case(case, dtype, device, args.backward, bandwidth):
                     rows.append(row)
                     print(
-                        f"{row['op']:14} {row['case']:34} {row['dtype']:9} {row['backend']:10} {row['us']:10.1f} "
-                        f"{row['gflops']:9.1f} {row['gbytes']:8.2f} {row['share_of_copy']:8.1%} {row['times_eager']:8.2f}",
+                        f"{row['op']:14} {row['case']:34} {row['dtype']:9} {row['backend']:10} "
+                        f"{row['us']:10.1f} {row['gflops']:9.1f} {row['gbytes']:8.2f} "
+                        f"{row['share_of_copy']:8.1%} {row['times_eager']:8.2f}",
                         flush=True,
                     )
                 if args.json:

@@ -52,10 +52,17 @@ ACTIVATIONS = {
 }
 
 _COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-           "max_position_embeddings", "type_vocab_size", "embedding_size", "num_hidden_groups", "inner_group_num",
-           "relative_attention_num_buckets")  # fmt: skip
-_PROBABILITIES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout",
-                  "classifier_dropout_prob", "qa_dropout", "seq_classif_dropout", "summary_last_dropout")  # fmt: skip
+           "max_position_embeddings", "type_vocab_size", "embedding_size", "num_hidden_groups",
+           "inner_group_num", "relative_attention_num_buckets")  # fmt: skip
+_PROBABILITIES = (
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "classifier_dropout",
+    "classifier_dropout_prob",
+    "qa_dropout",
+    "seq_classif_dropout",
+    "summary_last_dropout",
+)
 _MAY_BE_ZERO = ("num_hidden_layers", "type_vocab_size")
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
@@ -91,7 +98,7 @@ class EncoderConfig:
         self._set_labels(num_labels, id2label, label2id)
         self.validate()
 
-    # -- labels ---------------------------------------------------------------------------------------------------
+    # -- labels ----------------------------------------------------------------------------------------------
 
     def _set_labels(self, num_labels: int | None, id2label: dict | None, label2id: dict | None) -> None:
         if num_labels is not None and (not isinstance(num_labels, int) or num_labels < 1):
@@ -111,7 +118,7 @@ class EncoderConfig:
     def num_labels(self, value: int) -> None:
         self._set_labels(value, None, None)
 
-    # -- derived --------------------------------------------------------------------------------------------------
+    # -- derived ---------------------------------------------------------------------------------------------
 
     @property
     def family(self) -> Family:
@@ -130,7 +137,9 @@ class EncoderConfig:
 
     @property
     def embedding_width(self) -> int:
-        """Size of the embedding tables' rows: `embedding_size` where the family has one, else `hidden_size`."""
+        """Size of the embedding tables' rows: `embedding_size` where the family has one, else
+        `hidden_size`.
+        """
         return getattr(self, "embedding_size", None) or self.hidden_size
 
     @property
@@ -140,11 +149,13 @@ class EncoderConfig:
 
     @property
     def max_tokens(self) -> int:
-        """Longest sequence, in tokens: the position table less the rows that RoBERTa's counting leaves unused."""
+        """Longest sequence, in tokens: the position table less the rows that RoBERTa's counting leaves
+        unused.
+        """
         reserved = self.pad_token_id + 1 if self.family.pad_positions else 0
         return self.max_position_embeddings - reserved
 
-    # -- checks ---------------------------------------------------------------------------------------------------
+    # -- checks ----------------------------------------------------------------------------------------------
 
     def validate(self) -> None:
         """Check every key this package acts on.
@@ -176,11 +187,14 @@ class EncoderConfig:
             )
         if self.hidden_act not in ACTIVATIONS:
             raise ValueError(
-                f"config hidden_act: unknown activation {self.hidden_act!r}; expected one of {', '.join(ACTIVATIONS)}"
+                f"config hidden_act: unknown activation {self.hidden_act!r}; "
+                f"expected one of {', '.join(ACTIVATIONS)}"
             )
         pad = self.pad_token_id
         if pad is not None and (not isinstance(pad, int) or not 0 <= pad < self.vocab_size):
-            raise ValueError(f"config pad_token_id: expected an id below vocab_size {self.vocab_size}, got {pad!r}")
+            raise ValueError(
+                f"config pad_token_id: expected an id below vocab_size {self.vocab_size}, got {pad!r}"
+            )
         if self.family.pad_positions and (pad is None or self.max_tokens < 1):
             raise ValueError(
                 f"config max_position_embeddings: {self.max_position_embeddings} leaves no position after "
@@ -195,22 +209,29 @@ class EncoderConfig:
     def _refuse_other_mathematics(self) -> None:
         position = self.__dict__.get("position_embedding_type", "absolute")
         if position not in (None, "absolute"):
-            raise ValueError(f"config position_embedding_type: {position!r} is not supported; only 'absolute' is")
+            raise ValueError(
+                f"config position_embedding_type: {position!r} is not supported; only 'absolute' is"
+            )
         for key in ("is_decoder", "add_cross_attention", "is_encoder_decoder", "use_task_id"):
             if self.__dict__.get(key):
                 raise ValueError(f"config {key}: True is not supported; this is an encoder without that part")
-        if self.__dict__.get("relative_attention_num_buckets", 32) != 32:  # transformers computes 32 whatever it says
+        if (
+            self.__dict__.get("relative_attention_num_buckets", 32) != 32
+        ):  # transformers computes 32 whatever it says
             raise ValueError(
-                f"config relative_attention_num_buckets: expected 32, got {self.relative_attention_num_buckets}"
+                "config relative_attention_num_buckets: expected 32, "
+                f"got {self.relative_attention_num_buckets}"
             )
         if self.__dict__.get("sinusoidal_pos_embds") not in (None, False, True):
-            raise ValueError(f"config sinusoidal_pos_embds: expected a boolean, got {self.sinusoidal_pos_embds!r}")
+            raise ValueError(
+                f"config sinusoidal_pos_embds: expected a boolean, got {self.sinusoidal_pos_embds!r}"
+            )
         if self.family.shared_layers:
             layers, groups = self.num_hidden_layers, self.num_hidden_groups
             if layers and groups > layers:
                 raise ValueError(f"config num_hidden_groups: {groups} groups for {layers} layers")
 
-    # -- in and out -----------------------------------------------------------------------------------------------
+    # -- in and out ------------------------------------------------------------------------------------------
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], **overrides: Any) -> EncoderConfig:

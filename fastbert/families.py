@@ -1,8 +1,8 @@
 """What each model family changes against BERT, as data.
 
-A family says how its checkpoint names the parts of one encoder, which config keys it spells differently, how it counts
-positions and which heads it has. The modules (`layers.py`, `models.py`, `heads.py`) are built from this table, so that
-every parameter has exactly the name and shape HuggingFace gives it, whatever the family.
+A family says how its checkpoint names the parts of one encoder, which config keys it spells differently, how
+it counts positions and which heads it has. The modules (`layers.py`, `models.py`, `heads.py`) are built from
+this table, so that every parameter has exactly the name and shape HuggingFace gives it, whatever the family.
 
 A family that needs other mathematics is refused by name and reason (`REFUSED`).
 """
@@ -46,8 +46,9 @@ class LMHead:
 class ClassifierHead:
     """Paths of a sequence-classification head: [pooled or first token] -> (dense -> activation) -> out.
 
-    `dense` None means that the model's own pooler comes first. `dropout_first` says whether dropout stands before the
-    dense layer too. `dropout_key` is the config key of the dropout where `classifier_dropout` does not apply.
+    `dense` None means that the model's own pooler comes first. `dropout_first` says whether dropout stands
+    before the dense layer too. `dropout_key` is the config key of the dropout where `classifier_dropout`
+    does not apply.
     """
 
     dense: str | None
@@ -66,7 +67,8 @@ class Family:
         class_prefix: first part of HuggingFace's class names ("Bert" in `BertModel`).
         aliases: config key as this family spells it -> EncoderConfig's key.
         defaults: config defaults where they differ from BERT's.
-        pad_positions: positions start at pad_token_id + 1 and skip padding (RoBERTa) instead of counting from 0.
+        pad_positions: positions start at pad_token_id + 1 and skip padding (RoBERTa) instead of counting
+            from 0.
         segments: has token-type embeddings.
         pooler: path of the pooler's linear layer, None if the family has none.
         projection: path of the linear layer from the embedding to the hidden size, None if there is none;
@@ -76,8 +78,8 @@ class Family:
         shared_layers: layers come in groups of shared weights (ALBERT).
         norm_eps: the fixed eps of every LayerNorm, None for the config's `layer_norm_eps`.
         ffn_dropout: dropout after the feed-forward block.
-        positional: name of a class's task ("" for all) -> how many leading arguments of forward stand where BERT's
-            do in transformers; the others must be given by name.
+        positional: name of a class's task ("" for all) -> how many leading arguments of forward stand where
+            BERT's do in transformers; the others must be given by name.
     """
 
     model_type: str
@@ -108,6 +110,7 @@ class Family:
 
     @property
     def word_table(self) -> str:
+        """Path of the word embeddings."""
         return "embeddings.word_embeddings"
 
 
@@ -135,7 +138,12 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         Family("bert", "bert", "Bert", lm_head=_BERT_LM, next_sentence="cls.seq_relationship"),
-        Family("roberta", "roberta", "Roberta", **_ROBERTA),
+        Family(
+            "roberta",
+            "roberta",
+            "Roberta",
+            **_ROBERTA | {"defaults": {**_ROBERTA["defaults"], "vocab_size": 50265}},
+        ),
         Family("xlm-roberta", "roberta", "XLMRoberta", **_ROBERTA),
         Family("camembert", "roberta", "Camembert", **_ROBERTA),
         Family(
@@ -162,12 +170,16 @@ FAMILIES: dict[str, Family] = {
                 attention_dropout="attention_probs_dropout_prob",
                 activation="hidden_act",
             ),
-            defaults=dict(num_hidden_layers=6, qa_dropout=0.1, seq_classif_dropout=0.2, sinusoidal_pos_embds=False),
+            defaults=dict(
+                num_hidden_layers=6, qa_dropout=0.1, seq_classif_dropout=0.2, sinusoidal_pos_embds=False
+            ),
             segments=False,
             pooler=None,
             norm_eps=1e-12,
             lm_head=LMHead("vocab_transform", "vocab_layer_norm", "vocab_projector", None),
-            classifier=ClassifierHead("pre_classifier", "relu", "classifier", dropout_key="seq_classif_dropout"),
+            classifier=ClassifierHead(
+                "pre_classifier", "relu", "classifier", dropout_key="seq_classif_dropout"
+            ),
             choice=ClassifierHead("pre_classifier", "relu", "classifier", dropout_key="seq_classif_dropout"),
             token_dropout_key="hidden_dropout_prob",
             qa_dropout_key="qa_dropout",
@@ -267,11 +279,19 @@ FAMILIES: dict[str, Family] = {
             segments=False,
             relative_bias="encoder.relative_attention_bias",
             defaults=dict(
-                vocab_size=30527, relative_attention_num_buckets=32, pad_token_id=1, bos_token_id=0, eos_token_id=2
+                vocab_size=30527,
+                relative_attention_num_buckets=32,
+                pad_token_id=1,
+                bos_token_id=0,
+                eos_token_id=2,
             ),
             lm_head=_ROBERTA_LM,
             classifier=ClassifierHead(
-                "classifier.dense", "tanh", "classifier.out_proj", dropout_first=True, dropout_key="hidden_dropout_prob"
+                "classifier.dense",
+                "tanh",
+                "classifier.out_proj",
+                dropout_first=True,
+                dropout_key="hidden_dropout_prob",
             ),
             choice=ClassifierHead(None, None, "classifier", dropout_key="hidden_dropout_prob"),
             token_dropout_key="hidden_dropout_prob",
@@ -316,5 +336,7 @@ def family_of(model_type: object) -> Family:
         return FAMILIES[model_type]
     known = ", ".join(FAMILIES)
     if model_type in REFUSED:
-        raise ValueError(f"model_type: {model_type!r} is not supported: {REFUSED[model_type]}; supported: {known}")
+        raise ValueError(
+            f"model_type: {model_type!r} is not supported: {REFUSED[model_type]}; supported: {known}"
+        )
     raise ValueError(f"model_type: {model_type!r} is not supported: unknown architecture; supported: {known}")

@@ -1,7 +1,7 @@
 """What a caller may hand a model: checks, defaults, and the packed form of it.
 
-Every check that must look at values (ids in range, kept tokens per sequence) is answered by one read-back, so that a
-forward on a GPU waits for it once. Under `torch.compile` values are not looked at.
+Every check that must look at values (ids in range, kept tokens per sequence) is answered by one read-back,
+so that a forward on a GPU waits for it once. Under `torch.compile` values are not looked at.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ class Inputs:
     """Packed inputs of one call.
 
     Attributes:
-        input_ids, position_ids, token_type_ids: (rows,) int64; token_type_ids None where the family has no segments.
+        input_ids, position_ids, token_type_ids: (rows,) int64; token_type_ids None where the family has no
+            segments.
         inputs_embeds: (rows, embedding size) instead of input_ids, or None.
         bias: additive attention bias (batch or 1, nheads or 1, S, S) from a 4-D mask, or None.
         packing: where the rows come from.
-        headless: the first sequence of which tokens are kept but not the one at position 0, None if there is none
-            (not looked for under `torch.compile`).
+        headless: the first sequence of which tokens are kept but not the one at position 0, None if there is
+            none (not looked for under `torch.compile`).
     """
 
     input_ids: Tensor | None
@@ -70,7 +71,8 @@ class Inputs:
             first, last = facts["extra"][0], facts["extra"][-1]
             if first != 0 or last != total or facts["lengths"][0] < 0:
                 raise ValueError(
-                    f"cu_seqlens: expected to rise from 0 to total = {total}, got {first} to {last} with a smallest step "
+                    f"cu_seqlens: expected to rise from 0 to total = {total}, got {first} to {last} "
+                    "with a smallest step "
                     f"of {facts['lengths'][0]}"
                 )
             longest = facts["lengths"][1]
@@ -85,7 +87,9 @@ class Inputs:
                 position_ids = position_ids + (config.pad_token_id + 1)
         if token_type_ids is None and config.family.segments:
             token_type_ids = torch.zeros_like(input_ids)
-        return cls(input_ids, position_ids, token_type_ids if config.family.segments else None, None, None, packed)
+        return cls(
+            input_ids, position_ids, token_type_ids if config.family.segments else None, None, None, packed
+        )
 
 
 def check_inputs(
@@ -115,7 +119,8 @@ def check_inputs(
         _on("inputs_embeds", inputs_embeds, device)
         if inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != config.embedding_width:
             raise ValueError(
-                f"inputs_embeds: expected shape (batch, seqlen, {config.embedding_width}), got {tuple(inputs_embeds.shape)}"
+                f"inputs_embeds: expected shape (batch, seqlen, {config.embedding_width}), "
+                f"got {tuple(inputs_embeds.shape)}"
             )
         source, shape = "inputs_embeds", tuple(inputs_embeds.shape[:2])
     batch, seqlen = shape
@@ -131,7 +136,9 @@ def check_inputs(
     if position_ids is not None:
         _ids("position_ids", position_ids, device)
         if tuple(position_ids.shape) not in (shape, (1, seqlen)):
-            raise ValueError(f"position_ids: expected shape {shape} or (1, {seqlen}), got {tuple(position_ids.shape)}")
+            raise ValueError(
+                f"position_ids: expected shape {shape} or (1, {seqlen}), got {tuple(position_ids.shape)}"
+            )
         position_ids = position_ids.expand(shape)
     mask, bias = _masks(config, attention_mask, batch, seqlen, device)
     lengths = headless = None
@@ -141,13 +148,20 @@ def check_inputs(
         _check_ranges(config, facts)
         lengths, first_kept = facts["extra"][:batch], facts["extra"][batch:]
         headless = next((i for i, kept in enumerate(first_kept) if lengths[i] and not kept), None)
-    packed = packing.dense(batch, seqlen, device) if mask is None or batch == 0 else packing.from_mask(mask, lengths)
+    packed = (
+        packing.dense(batch, seqlen, device)
+        if mask is None or batch == 0
+        else packing.from_mask(mask, lengths)
+    )
     if position_ids is None:
         position_ids = _default_positions(config, input_ids, batch, seqlen, device)
     if token_type_ids is None and config.family.segments:
         token_type_ids = position_ids.new_zeros(1, 1).expand(shape)
     return Inputs(
-        *(None if t is None else packed.pack(t) for t in (input_ids, position_ids, token_type_ids, inputs_embeds)),
+        *(
+            None if t is None else packed.pack(t)
+            for t in (input_ids, position_ids, token_type_ids, inputs_embeds)
+        ),
         bias,
         packed,
         headless,
@@ -164,9 +178,14 @@ def head_gates(config: EncoderConfig, head_mask: Tensor | None, device: torch.de
         return None
     if not isinstance(head_mask, Tensor):
         raise TypeError(f"head_mask: expected a torch.Tensor, got {type(head_mask).__name__}")
-    layers, nheads = config.num_hidden_layers * (config.get("inner_group_num") or 1), config.num_attention_heads
+    layers, nheads = (
+        config.num_hidden_layers * (config.get("inner_group_num") or 1),
+        config.num_attention_heads,
+    )
     if tuple(head_mask.shape) not in ((nheads,), (layers, nheads)):
-        raise ValueError(f"head_mask: expected shape ({nheads},) or ({layers}, {nheads}), got {tuple(head_mask.shape)}")
+        raise ValueError(
+            f"head_mask: expected shape ({nheads},) or ({layers}, {nheads}), got {tuple(head_mask.shape)}"
+        )
     if head_mask.dtype.is_complex:
         raise TypeError(f"head_mask: expected a real tensor, got {head_mask.dtype}")
     _on("head_mask", head_mask, device)
@@ -203,20 +222,24 @@ def _masks(
         b, h, *rest = mask.shape
         if b not in (1, batch) or h not in (1, heads) or rest != [seqlen, seqlen]:
             raise ValueError(
-                f"attention_mask: expected shape ({batch} or 1, {heads} or 1, {seqlen}, {seqlen}), got {tuple(mask.shape)}"
+                f"attention_mask: expected shape ({batch} or 1, {heads} or 1, {seqlen}, {seqlen}), "
+                f"got {tuple(mask.shape)}"
             )
         if mask.dtype == torch.bool:
             mask = torch.zeros(mask.shape, device=device).masked_fill(mask.logical_not(), float("-inf"))
         return None, mask
     raise ValueError(
-        f"attention_mask: expected 2-D of any real dtype, or 4-D bool or float, got {mask.dim()}-D {mask.dtype}"
+        "attention_mask: expected 2-D of any real dtype, or 4-D bool or float, "
+        f"got {mask.dim()}-D {mask.dtype}"
     )
 
 
 def _default_positions(
     config: EncoderConfig, input_ids: Tensor | None, batch: int, seqlen: int, device: torch.device
 ) -> Tensor:
-    """Positions (batch, seqlen): counted from 0, or RoBERTa's: from pad + 1, over the ids that are not padding."""
+    """Positions (batch, seqlen): counted from 0, or RoBERTa's: from pad + 1, over the ids that are not
+    padding.
+    """
     pad = config.pad_token_id
     if config.family.pad_positions and input_ids is not None:
         real = input_ids.ne(pad).long()
@@ -255,4 +278,6 @@ def _check_ranges(config: EncoderConfig, facts: dict[str, list[int]]) -> None:
     for name, what, size, key in tables:
         low, high = facts.get(name, (0, 0))
         if low < 0 or high >= size:
-            raise ValueError(f"{name}: {what} {low if low < 0 else high} is outside [0, {size}), the range {key} allows")
+            raise ValueError(
+                f"{name}: {what} {low if low < 0 else high} is outside [0, {size}), the range {key} allows"
+            )

@@ -1,8 +1,9 @@
 """The math of the paper, as calls to ops: embeddings, self-attention, feed-forward, pooler, relative bias.
 
-Modules hold parameters under HuggingFace's names (families.py) and see packed tokens `[total, hidden]` only. A layer
-reads its linear layers' and norms' weights and calls our ops, unless one of those sub-modules is no longer the plain
-one (LoRA, quantised, parametrized, hooked): then that sub-module itself is called, and the rest stays fused.
+Modules hold parameters under HuggingFace's names (families.py) and see packed tokens `[total, hidden]` only.
+A layer reads its linear layers' and norms' weights and calls our ops, unless one of those sub-modules is no
+longer the plain one (LoRA, quantised, parametrized, hooked): then that sub-module itself is called, and the
+rest stays fused.
 """
 
 from __future__ import annotations
@@ -70,7 +71,10 @@ def part(root: nn.Module, path: str) -> nn.Module:
 def is_plain(module: nn.Module, kind: type) -> bool:
     """Whether a fused op may read the weights of `module` instead of calling it."""
     return type(module) is kind and not (
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
     )
 
 
@@ -89,9 +93,17 @@ def apply_norm(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def dense_norm(
-    dense: nn.Module, norm: nn.Module, x: Tensor, residual: Tensor, dropout_p: float, seed: Tensor | None, offset: int
+    dense: nn.Module,
+    norm: nn.Module,
+    x: Tensor,
+    residual: Tensor,
+    dropout_p: float,
+    seed: Tensor | None,
+    offset: int,
 ) -> Tensor:
-    """norm(residual + dropout(dense(x))): the linear layer's bias, dropout and the sum go into the norm's pass."""
+    """norm(residual + dropout(dense(x))): the linear layer's bias, dropout and the sum go into the norm's
+    pass.
+    """
     x_bias = None
     if is_plain(dense, nn.Linear):
         x, x_bias = linear(x, dense.weight), dense.bias
@@ -110,7 +122,9 @@ def dense_norm(
 
 
 def _untrained_row(module: nn.Embedding) -> Tensor:
-    """The table, no gradient reaching its padding row: as nn.Embedding, for tables whose op knows no padding."""
+    """The table, no gradient reaching its padding row: as nn.Embedding, for tables whose op knows no
+    padding.
+    """
     weight, row = module.weight, module.padding_idx
     if row is None or not (torch.is_grad_enabled() and weight.requires_grad):
         return weight
@@ -119,7 +133,9 @@ def _untrained_row(module: nn.Embedding) -> Tensor:
 
 
 def table(rows: int, width: int, padding_idx: int | None = None) -> nn.Embedding:
-    """An embedding table, not initialised: PyTorch's own initialisation loads half a second of modules on meta."""
+    """An embedding table, not initialised: PyTorch's own initialisation loads half a second of modules on
+    meta.
+    """
     return nn.Embedding(rows, width, padding_idx, _weight=torch.empty(rows, width))
 
 
@@ -131,7 +147,9 @@ class Embeddings(nn.Module):
         family, width = config.family, config.embedding_width
         self.word_embeddings = table(config.vocab_size, width, config.pad_token_id)
         self.position_embeddings = table(
-            config.max_position_embeddings, width, config.pad_token_id if family.position_padding_idx else None
+            config.max_position_embeddings,
+            width,
+            config.pad_token_id if family.position_padding_idx else None,
         )
         if family.segments and config.type_vocab_size > 0:
             self.token_type_embeddings = table(config.type_vocab_size, width)
@@ -151,7 +169,9 @@ class Embeddings(nn.Module):
         segment = self._modules.get("token_type_embeddings")
         norm = self.LayerNorm
         tables = [m for m in (word, position, segment) if m is not None]
-        if all(is_plain(m, nn.Embedding) and m.max_norm is None for m in tables) and is_plain(norm, nn.LayerNorm):
+        if all(is_plain(m, nn.Embedding) and m.max_norm is None for m in tables) and is_plain(
+            norm, nn.LayerNorm
+        ):
             return embedding(
                 input_ids,
                 word.weight,
@@ -183,7 +203,9 @@ class EncoderLayer(nn.Module):
     Source: Vaswani et al. 2017, sec. 3.1-3.3; Devlin et al. 2018.
     """
 
-    SITES = 3  # dropout call sites of one layer: attention probabilities, attention output, feed-forward output
+    SITES = (
+        3  # dropout call sites of one layer: attention probabilities, attention output, feed-forward output
+    )
 
     def __init__(self, config: EncoderConfig):
         super().__init__()
@@ -214,7 +236,9 @@ class EncoderLayer(nn.Module):
         """
         names, seed = self.names, sequences.seed
         attention_p, hidden_p, ffn_p = (
-            (self.attention_dropout_p, self.hidden_dropout_p, self.ffn_dropout_p) if self.training else (0.0, 0.0, 0.0)
+            (self.attention_dropout_p, self.hidden_dropout_p, self.ffn_dropout_p)
+            if self.training
+            else (0.0, 0.0, 0.0)
         )
         context = attention(
             *self._qkv(hidden),
@@ -240,14 +264,17 @@ class EncoderLayer(nn.Module):
         return hidden, probs
 
     def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value, each (total, nheads, head_dim); one product with [Wq; Wk; Wv] where that is cheaper."""
+        """Query, key and value, each (total, nheads, head_dim); one product with [Wq; Wk; Wv] where that is
+        cheaper.
+        """
         names = self.names
         modules = [part(self, path) for path in (names.query, names.key, names.value)]
         shape = (x.shape[0], self.nheads, self.head_dim)
         weights = [m.weight for m in modules] if all(is_plain(m, nn.Linear) for m in modules) else []
         biases = [m.bias for m in modules] if weights else []
         grad = torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights))
-        # On a CPU the three products run as fast apart, and training would copy all three weights for nothing.
+        # On a CPU the three products run as fast apart, and training would copy all three weights for
+        # nothing.
         if not weights or any(b is None for b in biases) or (grad and not x.is_cuda):
             return tuple(apply_linear(m, x).reshape(shape) for m in modules)
         if grad or torch.compiler.is_compiling():
@@ -255,17 +282,24 @@ class EncoderLayer(nn.Module):
         else:
             dtype = checks.autocast_dtype(x) or weights[0].dtype
             weight, bias = prepared.derived(
-                self, ("qkv", dtype), (*weights, *biases), lambda: (torch.cat(weights).to(dtype), torch.cat(biases).to(dtype))
+                self,
+                ("qkv", dtype),
+                (*weights, *biases),
+                lambda: (torch.cat(weights).to(dtype), torch.cat(biases).to(dtype)),
             )
         return linear(x, weight, bias).reshape(x.shape[0], 3, *shape[1:]).unbind(1)
 
 
 def pool_first(dense: nn.Module, first: Tensor) -> Tensor:
-    """BERT's pooler: tanh(dense(first token)), (batch, hidden) -> (batch, hidden) (Devlin et al. 2018, "C")."""
+    """BERT's pooler: tanh(dense(first token)), (batch, hidden) -> (batch, hidden) (Devlin et al. 2018,
+    "C").
+    """
     return torch.tanh(apply_linear(dense, first))
 
 
-def relative_bias(table: nn.Module, seqlen: int, device: torch.device, positions: Tensor | None = None) -> Tensor:
+def relative_bias(
+    table: nn.Module, seqlen: int, device: torch.device, positions: Tensor | None = None
+) -> Tensor:
     """MPNet's bucketed relative attention bias (Raffel et al. 2019, sec. 2.1; Song et al. 2020).
 
     Args:

@@ -1,7 +1,8 @@
 """BertModel and what every model shares: what goes in and out, by HuggingFace's contract.
 
-`BertModel` is the encoder of every family in `families.py`; `RobertaModel`, `DistilBertModel`, … are the same class
-under the family's name. `AutoModel.from_pretrained` chooses by `model_type`. Task heads are in `heads.py`.
+`BertModel` is the encoder of every family in `families.py`; `RobertaModel`, `DistilBertModel`, … are the
+same class under the family's name. `AutoModel.from_pretrained` chooses by `model_type`. Task heads are in
+`heads.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class PreTrainedModel(nn.Module):
             config = EncoderConfig.from_hf(config)
         if self.model_type is not None and config.model_type != self.model_type:
             raise ValueError(
-                f"config model_type: {type(self).__name__} is for {self.model_type!r}, got {config.model_type!r}; "
+                f"config model_type: {type(self).__name__} is for {self.model_type!r}, "
+                f"got {config.model_type!r}; "
                 "AutoModel chooses the class by model_type"
             )
         self.config = config
@@ -91,7 +93,7 @@ class PreTrainedModel(nn.Module):
         """How many numbers the parameters hold, tied ones once."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad or not only_trainable)
 
-    # -- construction and files -----------------------------------------------------------------------------------
+    # -- construction and files ------------------------------------------------------------------------------
 
     @classmethod
     def from_config(cls, config: EncoderConfig, **kwargs: Any) -> PreTrainedModel:
@@ -117,10 +119,12 @@ class PreTrainedModel(nn.Module):
         token: str | None = None,
         **overrides: Any,
     ) -> PreTrainedModel:
-        """Load a HuggingFace directory, or a hub name where huggingface_hub and a network are there; in eval mode.
+        """Load a HuggingFace directory, or a hub name where huggingface_hub and a network are there; in eval
+        mode.
 
         Args:
-            name_or_path: directory with config.json and weights (safetensors or .bin, sharded or not), or a hub name.
+            name_or_path: directory with config.json and weights (safetensors or .bin, sharded or not), or a
+                hub name.
             config: used instead of the directory's config.json.
             dtype: parameters' dtype; "auto" takes the one config.json or the file states, None is float32.
             device: where to put the model; CPU by default.
@@ -135,7 +139,11 @@ class PreTrainedModel(nn.Module):
         if "torch_dtype" in overrides:  # transformers' old spelling
             dtype = overrides.pop("torch_dtype")
         directory = checkpoint.resolve(
-            name_or_path, revision=revision, cache_dir=cache_dir, local_files_only=local_files_only, token=token
+            name_or_path,
+            revision=revision,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+            token=token,
         )
         own = {k: overrides.pop(k) for k in ("add_pooling_layer",) if k in overrides}
         if config is None:
@@ -152,12 +160,16 @@ class PreTrainedModel(nn.Module):
         return model.to(device if device is not None else "cpu").eval()
 
     def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
-        """Write config.json and model.safetensors, as transformers does; an interrupted save leaves the old files."""
+        """Write config.json and model.safetensors, as transformers does; an interrupted save leaves the old
+        files.
+        """
         checkpoint.save(self, directory, **kwargs)
 
     @torch.no_grad()
     def init_weights(self, module: nn.Module | None = None) -> None:
-        """BERT's initialisation of `module` (default: all): normal(0, initializer_range), zero biases, unit norms."""
+        """BERT's initialisation of `module` (default: all): normal(0, initializer_range), zero biases, unit
+        norms.
+        """
         for child in (self if module is None else module).modules():
             if isinstance(child, (nn.Linear, nn.Embedding)):
                 child.weight.normal_(0.0, self.config.initializer_range)
@@ -179,13 +191,15 @@ class PreTrainedModel(nn.Module):
         return {}
 
     def tie_weights(self) -> None:
-        """Make the tied parameters one object again (after loading, `to_empty`, or replacing an embedding)."""
+        """Make the tied parameters one object again (after loading, `to_empty`, or replacing an
+        embedding).
+        """
         for target, source in self.tied_weights().items():
             (*target_path, target_name), (*source_path, source_name) = target.split("."), source.split(".")
             parameter = getattr(self.get_submodule(".".join(source_path)), source_name)
             setattr(self.get_submodule(".".join(target_path)), target_name, parameter)
 
-    # -- accessors ------------------------------------------------------------------------------------------------
+    # -- accessors -------------------------------------------------------------------------------------------
 
     def get_input_embeddings(self) -> nn.Embedding:
         """The word embeddings."""
@@ -209,10 +223,11 @@ class PreTrainedModel(nn.Module):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None
     ) -> nn.Embedding:
-        """Change the size of the vocabulary: of the word embeddings, and of the decoder and its bias where there is one.
+        """Change the size of the vocabulary: of the word embeddings, and of the decoder and its bias where
+        there is one.
 
-        New rows are drawn from normal(0, initializer_range), new biases are 0; the old ones stay. The parameters are
-        new objects: make an optimizer afterwards.
+        New rows are drawn from normal(0, initializer_range), new biases are 0; the old ones stay. The
+        parameters are new objects: make an optimizer afterwards.
 
         Args:
             new_num_tokens: the new size; None keeps it.
@@ -282,7 +297,9 @@ def _check_overrides(overrides: dict[str, Any], content: dict[str, Any]) -> None
         known |= {*family.aliases, *family.defaults}
     unknown = sorted(set(overrides) - known)
     if unknown:
-        raise TypeError(f"from_pretrained: unexpected arguments {unknown}: no argument and no config key of this model")
+        raise TypeError(
+            f"from_pretrained: unexpected arguments {unknown}: no argument and no config key of this model"
+        )
 
 
 def _resolve_dtype(dtype: torch.dtype | str | None, config: EncoderConfig, directory: Path) -> torch.dtype:
@@ -294,7 +311,9 @@ def _resolve_dtype(dtype: torch.dtype | str | None, config: EncoderConfig, direc
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
-        raise ValueError(f"dtype: expected float32, bfloat16, float16, float64, 'auto' or None, got {dtype!r}")
+        raise ValueError(
+            f"dtype: expected float32, bfloat16, float16, float64, 'auto' or None, got {dtype!r}"
+        )
     return dtype
 
 
@@ -314,11 +333,15 @@ class BertModel(PreTrainedModel):
         super().__init__(config)
         config, family = self.config, self.family
         self.embeddings = Embeddings(config)
-        if family.projection and (family.projection_always or config.embedding_width != config.hidden_size):
+        self.has_projection = bool(family.projection) and (
+            family.projection_always or config.embedding_width != config.hidden_size
+        )
+        if self.has_projection:
             attach(self, family.projection, nn.Linear(config.embedding_width, config.hidden_size))
         elif config.embedding_width != config.hidden_size:
             raise ValueError(
-                f"config embedding_size: {config.embedding_width} differs from hidden_size {config.hidden_size}, and "
+                f"config embedding_size: {config.embedding_width} differs from hidden_size "
+                f"{config.hidden_size}, and "
                 f"{config.model_type} has no projection between them"
             )
         attach(self, family.layers, _layer_list(config))
@@ -359,23 +382,24 @@ class BertModel(PreTrainedModel):
         """Encode a padded batch; the padding itself is never computed.
 
         Args:
-            input_ids: (batch, seqlen) int64 or int32; or give `inputs_embeds` (batch, seqlen, embedding size).
+            input_ids: (batch, seqlen) int64 or int32; or give `inputs_embeds` (batch, seqlen, embedding
+                size).
             attention_mask: (batch, seqlen) bool, int or float, non-zero = keep, holes legal; or 4-D
                 (batch or 1, nheads or 1, seqlen, seqlen), bool (True = attend) or additive, used as it is.
             token_type_ids, position_ids: (batch, seqlen); position_ids may be (1, seqlen).
-            encoder_hidden_states, encoder_attention_mask, past_key_values, use_cache: refused if given; this is no
-                decoder.
+            encoder_hidden_states, encoder_attention_mask, past_key_values, use_cache: refused if given; this
+                is no decoder.
             head_mask: (nheads,) or (layers, nheads): each head's output is multiplied by its entry.
             output_attentions: return the probabilities of every layer, (batch, nheads, seqlen, seqlen).
             output_hidden_states: return the embedding output and every layer's output.
             return_dict: False gives a tuple.
-            packed: for the task heads: return (hidden (rows, hidden), hidden states before each layer, probabilities,
-                Inputs), all of them packed, the second and third None if not asked for.
+            packed: for the task heads: return (hidden (rows, hidden), hidden states before each layer,
+                probabilities, Inputs), all of them packed, the second and third None if not asked for.
 
         Returns:
-            last_hidden_state (batch, seqlen, hidden), pooler_output (batch, hidden) or None, hidden_states, attentions.
-            Rows of masked tokens are zeros, and so are their rows and columns of the attentions. The pooler reads
-            position 0; a batch of no sequences gives empty tensors.
+            last_hidden_state (batch, seqlen, hidden), pooler_output (batch, hidden) or None, hidden_states,
+            attentions. Rows of masked tokens are zeros, and so are their rows and columns of the attentions.
+            The pooler reads position 0; a batch of no sequences gives empty tensors.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
@@ -387,9 +411,13 @@ class BertModel(PreTrainedModel):
             ("use_cache", use_cache or None),
         ):
             if value is not None:
-                raise ValueError(f"{name}: not supported; this is an encoder without cross attention or cache")
+                raise ValueError(
+                    f"{name}: not supported; this is an encoder without cross attention or cache"
+                )
         config = self.config
-        inputs = check_inputs(config, self.device, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        inputs = check_inputs(
+            config, self.device, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        )
         gates = head_gates(config, head_mask, self.device)
         want_attentions = config.output_attentions if output_attentions is None else output_attentions
         want_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
@@ -403,7 +431,7 @@ class BertModel(PreTrainedModel):
         output = BaseModelOutputWithPooling(
             last_hidden_state=last,
             pooler_output=pool_first(part(self, self.family.pooler), last[:, 0]) if self.has_pooler else None,
-            hidden_states=tuple([*(packing.unpack(s) for s in states), last]) if want_states else None,
+            hidden_states=(*(packing.unpack(s) for s in states), last) if want_states else None,
             attentions=tuple(packing.unpack_scores(p) for p in attentions) if want_attentions else None,
         )
         return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
@@ -430,7 +458,9 @@ class BertModel(PreTrainedModel):
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
         """
-        inputs = Inputs.from_packed(self.config, self.device, input_ids, cu_seqlens, max_seqlen, token_type_ids, position_ids)
+        inputs = Inputs.from_packed(
+            self.config, self.device, input_ids, cu_seqlens, max_seqlen, token_type_ids, position_ids
+        )
         return self._encode(inputs, None, False, False)[0]
 
     def _encode(
@@ -441,7 +471,7 @@ class BertModel(PreTrainedModel):
         hidden = self.embeddings(
             inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds, seed
         )
-        if self.family.projection and self.config.embedding_width != self.config.hidden_size or self.family.projection_always:
+        if self.has_projection:
             hidden = apply_linear(part(self, self.family.projection), hidden)
         sequences = Sequences(packed.cu_seqlens, packed.max_seqlen, self._bias(inputs), seed, want_attentions)
         states, attentions = [], []
@@ -458,8 +488,8 @@ class BertModel(PreTrainedModel):
         return hidden, states, attentions
 
     def _dropout_seed(self) -> Tensor | None:
-        """One seed a call, from which every dropout site draws by its own offset; a device tensor, so that a replayed
-        graph draws anew."""
+        """One seed a call, from which every dropout site draws by its own offset; a device tensor, so that a
+        replayed graph draws anew."""
         config = self.config
         if not self.training or not (config.hidden_dropout_prob or config.attention_probs_dropout_prob):
             return None
@@ -491,14 +521,19 @@ def _layer_list(config: EncoderConfig) -> nn.ModuleList:
 
 
 class AutoModel(BertModel):
-    """Chooses the family's class by `model_type`: `AutoModel.from_pretrained(path)`, `AutoModel.from_config(config)`."""
+    """Chooses the family's class by `model_type`: `AutoModel.from_pretrained(path)`,
+    `AutoModel.from_config(config)`.
+    """
 
     @classmethod
     def class_for(cls, config: EncoderConfig) -> type[PreTrainedModel]:
+        """The class of `config`'s family."""
         return globals()[f"{config.family.class_prefix}Model"]
 
 
-def family_classes(base: type[PreTrainedModel], families: list[str], module: str) -> dict[str, type[PreTrainedModel]]:
+def family_classes(
+    base: type[PreTrainedModel], families: list[str], module: str
+) -> dict[str, type[PreTrainedModel]]:
     """`base` under each family's own class name ("RobertaModel"), bound to that `model_type`."""
     made = {}
     for model_type in families:
@@ -513,7 +548,9 @@ def family_classes(base: type[PreTrainedModel], families: list[str], module: str
 
 
 def _by_name_after(forward: Callable, count: int, name: str) -> Callable:
-    """`forward` taking no more than `count` positional arguments: transformers has the others in another order."""
+    """`forward` taking no more than `count` positional arguments: transformers has the others in another
+    order.
+    """
     signature = inspect.signature(forward)
     own, *parameters = signature.parameters.values()
     shown = [p.replace(kind=p.KEYWORD_ONLY) if i >= count else p for i, p in enumerate(parameters)]

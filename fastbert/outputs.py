@@ -1,7 +1,7 @@
 """What models return: HuggingFace's output classes, field for field.
 
-Each is an ordered dict of the fields that are not None, with attribute, key, index and slice access, as users of
-transformers (and its Trainer, which asks `isinstance(outputs, dict)`) expect.
+Each is an ordered dict of the fields that are not None, with attribute, key, index and slice access, as
+users of transformers (and its Trainer, which asks `isinstance(outputs, dict)`) expect.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def _rebuild(cls: type, values: dict) -> ModelOutput:
 
 @dataclass
 class BaseModelOutputWithPooling(ModelOutput):
-    """last_hidden_state (batch, seqlen, hidden); pooler_output (batch, hidden); hidden_states: layers + 1 tensors, the
-    embedding output first; attentions: per layer (batch, nheads, seqlen, seqlen)."""
+    """last_hidden_state (batch, seqlen, hidden); pooler_output (batch, hidden); hidden_states: layers + 1
+    tensors, the embedding output first; attentions: per layer (batch, nheads, seqlen, seqlen)."""
 
     last_hidden_state: Tensor | None = None
     pooler_output: Tensor | None = None
@@ -94,7 +94,9 @@ class AlbertPreTrainingOutput(ModelOutput):
 
 @dataclass
 class LogitsOutput(ModelOutput):
-    """logits of a masked-LM, sequence, token, pair or choice head; their shape is stated by the model's class."""
+    """logits of a masked-LM, sequence, token, pair or choice head; their shape is stated by the model's
+    class.
+    """
 
     loss: Tensor | None = None
     logits: Tensor | None = None

@@ -1,12 +1,12 @@
 """Padded batch <-> packed tokens.
 
-A batch (batch, seqlen) with a mask is packed once per model call: the kept tokens of all sequences lie one after
-another in `[total, …]`, sequence b at rows `cu_seqlens[b]` to `cu_seqlens[b + 1]`. Any 2-D mask is legal, holes and
-left padding included: the kept tokens are gathered in order.
+A batch (batch, seqlen) with a mask is packed once per model call: the kept tokens of all sequences lie one
+after another in `[total, …]`, sequence b at rows `cu_seqlens[b]` to `cu_seqlens[b + 1]`. Any 2-D mask is
+legal, holes and left padding included: the kept tokens are gathered in order.
 
-Under `torch.compile` the number of kept tokens is not known without a host synchronisation. There the packed layout has
-room for all batch x seqlen tokens: kept ones first, the rest behind `cu_seqlens[-1]`, where attention neither reads nor
-writes and from where nothing returns to the padded output.
+Under `torch.compile` the number of kept tokens is not known without a host synchronisation. There the packed
+layout has room for all batch x seqlen tokens: kept ones first, the rest behind `cu_seqlens[-1]`, where
+attention neither reads nor writes and from where nothing returns to the padded output.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Packing:
         batch, seqlen: shape of the padded batch.
         cu_seqlens: (batch + 1,) int32, start of each sequence in the packed layout.
         max_seqlen: an upper bound of the sequence lengths (the longest, where it is known on the host).
-        indices: (rows,) int64, flat position in the padded batch of each packed row; None where all tokens are kept.
+        indices: (rows,) int64, flat position in the padded batch of each packed row; None where all tokens
+            are kept.
         mask: (batch, seqlen) bool, None where all tokens are kept.
         capacity: the layout has a row for every padded position (see the module).
     """
@@ -61,13 +62,17 @@ class Packing:
         return unpack(x, self.indices, self.batch, self.seqlen)
 
     def first_rows(self, x: Tensor) -> Tensor:
-        """(rows, hidden) -> (batch, hidden): the token at padded position 0 of each sequence, zeros if masked."""
+        """(rows, hidden) -> (batch, hidden): the token at padded position 0 of each sequence, zeros if
+        masked.
+        """
         if self.indices is None:
             return x.reshape(self.batch, self.seqlen, -1)[:, 0]
         starts = self.cu_seqlens[:-1].long().clamp_max(max(x.shape[0] - 1, 0))
         if x.shape[0] == 0:
             return x.new_zeros(self.batch, x.shape[1])
-        return torch.where(self.mask[:, :1], x.index_select(0, starts), torch.zeros((), dtype=x.dtype, device=x.device))
+        return torch.where(
+            self.mask[:, :1], x.index_select(0, starts), torch.zeros((), dtype=x.dtype, device=x.device)
+        )
 
     @property
     def ranks(self) -> Tensor:
@@ -75,7 +80,9 @@ class Packing:
         return self.mask.long().cumsum(1) - self.mask.long()
 
     def unpack_scores(self, scores: Tensor) -> Tensor:
-        """(batch, nheads, max_seqlen, max_seqlen) over packed positions -> (batch, nheads, seqlen, seqlen) over padded."""
+        """(batch, nheads, max_seqlen, max_seqlen) over packed positions -> (batch, nheads, seqlen, seqlen)
+        over padded.
+        """
         if self.indices is None:
             return scores
         ranks = self.ranks.clamp_max(max(scores.shape[-1] - 1, 0))
@@ -98,8 +105,8 @@ def from_mask(mask: Tensor, lengths: list[int] | None = None) -> Packing:
 
     Args:
         mask: (batch, seqlen) bool, True = keep.
-        lengths: kept tokens of each sequence, when the host knows them already; read back (one synchronisation on a
-            GPU) otherwise. Not needed and not used under `torch.compile`.
+        lengths: kept tokens of each sequence, when the host knows them already; read back (one
+            synchronisation on a GPU) otherwise. Not needed and not used under `torch.compile`.
     """
     batch, seqlen = mask.shape
     counts = mask.sum(1, dtype=torch.int32)

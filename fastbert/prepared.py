@@ -1,12 +1,15 @@
 """Weights derived from parameters: the one cache.
 
-Parameters stay exactly HuggingFace's. What a kernel wants otherwise (Q, K and V concatenated, packed, folded, 8-bit) is
-derived here, built lazily where no gradient is needed, and dropped as soon as a source changes.
+Parameters stay exactly HuggingFace's. What a kernel wants otherwise (Q, K and V concatenated, packed,
+folded, 8-bit) is derived here, built lazily where no gradient is needed, and dropped as soon as a source
+changes.
 
-A derived tensor is keyed by the identity, storage, version counter, dtype and device of each of its sources, so
-`load_state_dict`, an optimizer step, `.to()` and `copy_` all make a new one. Writing through `parameter.data` bypasses
-PyTorch's version counter; after that call `clear(module)` (`model.train()` and `model.eval()` do).
-The cache holds modules weakly and lives outside them: it is freed with the module and never copied, pickled or saved.
+A derived tensor is keyed by the identity, storage, version counter, dtype and device of each of its sources,
+so `load_state_dict`, an optimizer step, `.to()` and `copy_` all make a new one. Writing through
+`parameter.data` bypasses PyTorch's version counter; after that call `clear(module)` (`model.train()` and
+`model.eval()` do).
+The cache holds modules weakly and lives outside them: it is freed with the module and never copied, pickled
+or saved.
 """
 
 from __future__ import annotations
@@ -17,10 +20,14 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor, nn
 
-_cache: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, tuple[tuple, object]]] = weakref.WeakKeyDictionary()
+_cache: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, tuple[tuple, object]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def derived(owner: nn.Module, name: Hashable, sources: tuple[Tensor, ...], build: Callable[[], object]) -> object:
+def derived(
+    owner: nn.Module, name: Hashable, sources: tuple[Tensor, ...], build: Callable[[], object]
+) -> object:
     """`build()`, remembered for `owner` under `name` until one of `sources` changes.
 
     Args:

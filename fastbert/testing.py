@@ -1,9 +1,10 @@
-"""Cases and the error rule: one definition of "correct", shared by the tests, `fastbert verify`, the benchmarks and
-the self-check that a GPU kernel must pass before it serves.
+"""Cases and the error rule: one definition of "correct", shared by the tests, `fastbert verify`, the
+benchmarks and the self-check that a GPU kernel must pass before it serves.
 
-The error rule. The same thing is computed (a) in float64 by the reference, (b) by plain eager PyTorch in the dtype
-under test, (c) by the backend under test. Then
-  - half precision: max error of (c) <= max error of (b) + one rounding step of the output; mean error <= 1.0 x (b)'s;
+The error rule. The same thing is computed (a) in float64 by the reference, (b) by plain eager PyTorch in the
+dtype under test, (c) by the backend under test. Then
+  - half precision: max error of (c) <= max error of (b) + one rounding step of the output; mean error <= 1.0
+    x (b)'s;
   - float32 and float64: max error of (c) <= max error of (b) + the case's conditioning floor;
 and nothing is NaN or infinite where (a) is finite.
 """
@@ -22,7 +23,8 @@ from fastbert import dispatch
 
 HALF = (torch.bfloat16, torch.float16)
 
-# A backend that rounds every element correctly can still tie with eager PyTorch, and two equal means differ by noise.
+# A backend that rounds every element correctly can still tie with eager PyTorch, and two equal means differ
+# by noise.
 _MEAN_SLACK = 1.005
 
 
@@ -91,6 +93,7 @@ class Row:
     reason: str
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields by name."""
         return asdict(self)
 
 
@@ -135,7 +138,9 @@ def compare(
 
 
 def _mean_noise(truth: Tensor, dtype: torch.dtype) -> float:
-    """Mean error of correct rounding (a quarter step) and three standard deviations of it over so few elements."""
+    """Mean error of correct rounding (a quarter step) and three standard deviations of it over so few
+    elements.
+    """
     step = rounding_step(truth, dtype)
     return (0.25 * step.mean() + 3 * 0.1445 * step.square().mean().sqrt() / truth.numel() ** 0.5).item()
 
@@ -152,9 +157,16 @@ def _with_grad(inputs: dict[str, Any], names: Iterable[str], dtype: torch.dtype 
 
 
 def evaluate(
-    function, case: Case, inputs: dict[str, Any], dtype: torch.dtype | None, backward: bool, douts: list[Tensor]
+    function,
+    case: Case,
+    inputs: dict[str, Any],
+    dtype: torch.dtype | None,
+    backward: bool,
+    douts: list[Tensor],
 ) -> dict[str, Tensor]:
-    """Outputs of `function` and, with `backward`, the gradients for the upstream gradients `douts`, by name."""
+    """Outputs of `function` and, with `backward`, the gradients for the upstream gradients `douts`, by
+    name.
+    """
     names = case.grad_inputs if backward else ()
     kwargs = _with_grad(inputs, names, dtype)
     with torch.set_grad_enabled(backward):
@@ -186,7 +198,9 @@ def run_case(
         shapes = case.oracle(**_with_grad(inputs, (), torch.float64))
     shapes = shapes if isinstance(shapes, tuple) else (shapes,)
     generator = torch.Generator().manual_seed(seed + 1)
-    douts = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(dtype).to(device) for o in shapes]
+    douts = [
+        torch.randn(o.shape, generator=generator, dtype=torch.float64).to(dtype).to(device) for o in shapes
+    ]
     oracle = evaluate(case.oracle, case, inputs, torch.float64, backward, douts)
     eager = evaluate(case.eager, case, inputs, None, backward, douts)
     with dispatch.use_backend(**{case.op: backend}):
@@ -196,7 +210,17 @@ def run_case(
         floor = case.floor(inputs, name) if dtype not in HALF else 0.0
         *errors, reason = compare(actual[name], eager[name], truth, dtype, floor)
         rows.append(
-            Row(case.op, case.id, backend, str(dtype).removeprefix("torch."), str(device), name, *errors, not reason, reason)
+            Row(
+                case.op,
+                case.id,
+                backend,
+                str(dtype).removeprefix("torch."),
+                str(device),
+                name,
+                *errors,
+                not reason,
+                reason,
+            )
         )
     return rows
 
@@ -219,7 +243,9 @@ def verify(
     dtypes: Iterable[torch.dtype] | None = None,
     device: torch.device | str = "cpu",
 ) -> Iterator[Row]:
-    """The numerics table: every case of the ops on every backend that can run on `device`, a row at a time."""
+    """The numerics table: every case of the ops on every backend that can run on `device`, a row at a
+    time.
+    """
     device_type = torch.device(device).type
     for op in ops or dispatch.OPS:
         for name in backends or dispatch.BACKENDS:

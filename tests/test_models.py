@@ -8,7 +8,6 @@ import pickle
 import pytest
 import torch
 import transformers
-from tests.hf_models import FAMILY_NAMES, batch, hf_config, hf_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ import fastbert
 from fastbert import dispatch, prepared
 from fastbert.config import EncoderConfig
 from fastbert.models import AutoModel, BertModel
+from tests.hf_models import FAMILY_NAMES, batch, hf_config, hf_model
 
 
 def ours(hf: torch.nn.Module, **kwargs) -> BertModel:
@@ -53,7 +53,9 @@ def test_family_saved_by_transformers_gives_its_outputs(name, tmp_path):
     for a, e in zip(actual.hidden_states, expected.hidden_states, strict=True):
         close(a[kept], e[kept])
     assert actual.hidden_states[-1] is actual.last_hidden_state
-    pairs = (kept[:, None, :, None] & kept[:, None, None, :]).expand(-1, hf.config.num_attention_heads, -1, -1)
+    pairs = (kept[:, None, :, None] & kept[:, None, None, :]).expand(
+        -1, hf.config.num_attention_heads, -1, -1
+    )
     assert len(actual.attentions) == len(expected.attentions)
     for a, e in zip(actual.attentions, expected.attentions, strict=True):
         close(a[pairs], e[pairs])
@@ -116,7 +118,8 @@ def test_gradients_equal_transformers(name):
         if expected is None:
             assert parameter.grad is None or parameter.grad.eq(0).all(), key
             continue
-        # a key's bias has no gradient at all: what stands there is the rounding of terms as large as the others'
+        # a key's bias has no gradient at all: what stands there is the rounding of terms as large as the
+        # others'
         close(parameter.grad, expected, 2e-4 * expected.abs().max().item() + 1e-6 * largest)
 
 
@@ -162,7 +165,10 @@ def test_four_dimensional_masks(bert, kind):
     allowed = torch.rand(4, 1, 40, 40) > 0.3
     allowed |= torch.eye(40, dtype=torch.bool)
     if kind == "bool":
-        mask, theirs = allowed, torch.zeros(4, 1, 40, 40).masked_fill(~allowed, torch.finfo(torch.float32).min)
+        mask, theirs = (
+            allowed,
+            torch.zeros(4, 1, 40, 40).masked_fill(~allowed, torch.finfo(torch.float32).min),
+        )
     elif kind == "additive":
         mask = theirs = torch.zeros(4, 1, 40, 40).masked_fill(~allowed, torch.finfo(torch.float32).min)
     else:
@@ -206,7 +212,9 @@ def test_fully_masked_row_is_finite_in_half_precision_and_backward(bert):
 def test_no_token_kept_at_all(bert):
     _, model = bert
     with torch.no_grad():
-        out = model(torch.full((2, 5), 7), torch.zeros(2, 5), output_attentions=True, output_hidden_states=True)
+        out = model(
+            torch.full((2, 5), 7), torch.zeros(2, 5), output_attentions=True, output_hidden_states=True
+        )
     assert out.last_hidden_state.shape == (2, 5, 48)
     assert out.last_hidden_state.eq(0).all()
     assert out.attentions[0].shape == (2, 3, 5, 5)
@@ -226,7 +234,13 @@ def test_any_mask_equals_each_sequence_alone(data):
     model = _small()
     batch_size, seqlen = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 20))
     mask = torch.tensor(
-        data.draw(st.lists(st.lists(st.booleans(), min_size=seqlen, max_size=seqlen), min_size=batch_size, max_size=batch_size))
+        data.draw(
+            st.lists(
+                st.lists(st.booleans(), min_size=seqlen, max_size=seqlen),
+                min_size=batch_size,
+                max_size=batch_size,
+            )
+        )
     )
     ids = torch.randint(5, 120, (batch_size, seqlen), generator=torch.Generator().manual_seed(seqlen))
     with torch.no_grad():
@@ -235,7 +249,9 @@ def test_any_mask_equals_each_sequence_alone(data):
             positions = mask[row].nonzero().squeeze(1)
             assert out[row][~mask[row]].eq(0).all()
             if len(positions):
-                alone = model(ids[row : row + 1, positions], position_ids=positions[None]).last_hidden_state[0]
+                alone = model(ids[row : row + 1, positions], position_ids=positions[None]).last_hidden_state[
+                    0
+                ]
                 close(out[row, positions], alone, 1e-5)
 
 
@@ -248,9 +264,14 @@ def _small() -> BertModel:
         _SMALL.append(
             BertModel(
                 EncoderConfig(
-                    vocab_size=120, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-                    intermediate_size=48, max_position_embeddings=32, initializer_range=0.2,
-                )  # fmt: skip
+                    vocab_size=120,
+                    hidden_size=32,
+                    num_hidden_layers=2,
+                    num_attention_heads=2,
+                    intermediate_size=48,
+                    max_position_embeddings=32,
+                    initializer_range=0.2,
+                )
             ).eval()
         )
     return _SMALL[0]
@@ -298,7 +319,9 @@ def test_head_mask_has_a_gradient(bert):
     with torch.no_grad():
         up = model(**inputs, head_mask=1 + step * direction).last_hidden_state.double().square().sum()
         down = model(**inputs, head_mask=1 - step * direction).last_hidden_state.double().square().sum()
-    torch.testing.assert_close((up - down) / (2 * step), (gradient * direction).sum().double(), rtol=0.05, atol=0.5)
+    torch.testing.assert_close(
+        (up - down) / (2 * step), (gradient * direction).sum().double(), rtol=0.05, atol=0.5
+    )
 
 
 def test_tuple_and_dict_outputs(bert):
@@ -431,7 +454,11 @@ def test_autocast_matches_transformers_autocast(dtype, training):
     assert mine <= 1.1 * theirs, f"mean error {mine:.3g}, transformers' {theirs:.3g}"
     if training:
         actual.float().square().sum().backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for k, p in model.named_parameters() if "pooler" not in k)
+        assert all(
+            p.grad is not None and p.grad.isfinite().all()
+            for k, p in model.named_parameters()
+            if "pooler" not in k
+        )
 
 
 def test_inference_mode_and_autograd_share_the_derived_weights():
@@ -467,7 +494,9 @@ def test_compile_full_graph_dynamic(name):
         model.zero_grad()
         m(**inputs).last_hidden_state.square().sum().backward()
         # a compiled graph may give zeros where eager gives None
-        gradients.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()])
+        gradients.append(
+            [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+        )
     for a, b in zip(*gradients, strict=True):
         close(a, b, 1e-4 * max(1.0, b.abs().max().item()))
 

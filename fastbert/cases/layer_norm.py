@@ -51,7 +51,15 @@ class LayerNormCase(Case):
 
     def call(self, x, weight, bias, residual, x_bias, seed):
         return layer_norm(
-            x, weight, bias, residual=residual, x_bias=x_bias, eps=1e-12, dropout_p=self.dropout_p, seed=seed, offset=3
+            x,
+            weight,
+            bias,
+            residual=residual,
+            x_bias=x_bias,
+            eps=1e-12,
+            dropout_p=self.dropout_p,
+            seed=seed,
+            offset=3,
         )
 
     def _keep(self, x, seed):
@@ -71,7 +79,11 @@ class LayerNormCase(Case):
 
     def floor(self, inputs, name):
         eps = torch.finfo(torch.float32).eps
-        if name in ("dweight", "dbias", "dx_bias"):  # sums over rows: a few roundings of their largest partial sum
+        if name in (
+            "dweight",
+            "dbias",
+            "dx_bias",
+        ):  # sums over rows: a few roundings of their largest partial sum
             return 4 * eps * max(1.0, self.rows**0.5)
         return 4 * eps
 

@@ -1,9 +1,10 @@
 """Dropout bits: Philox4x32-10, one definition for every backend.
 
 `keep(seed, offset, plane, row, col)`: with key = (low, high 32 bits of seed) and
-counter = (col >> 2, row, plane, offset), the element is kept iff word `col & 3` of philox4x32_10(counter, key),
-read as unsigned, is at least `threshold(p)`. The bits depend on nothing else: not on the device, the backend, the
-tile shape or the address of the seed. So forward, backward and recomputation agree without storing a mask.
+counter = (col >> 2, row, plane, offset), the element is kept iff word `col & 3` of philox4x32_10(counter,
+key), read as unsigned, is at least `threshold(p)`. The bits depend on nothing else: not on the device, the
+backend, the tile shape or the address of the seed. So forward, backward and recomputation agree without
+storing a mask.
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Philox4x32-10).
 """
