@@ -237,6 +237,11 @@ def small_cases(op: str) -> list[Case]:
     return list(importlib.import_module(f"fastbert.cases.{op}").SMALL)
 
 
+def bench_cases(op: str, lengths: tuple[int, ...]) -> list[Case]:
+    """What BERT-base asks of an op for a batch of sequences of these lengths, in tokens."""
+    return list(importlib.import_module(f"fastbert.cases.{op}").bench(lengths))
+
+
 def verify(
     ops: Iterable[str] | None = None,
     backends: Iterable[str] | None = None,

@@ -252,3 +252,8 @@ CASES = [
     AttentionCase((18, 9), 2, 64, probs=True, lse=True, dropout_p=0.1, slack=2),
     AttentionCase((511, 512), 1, 64, packed_qkv=True),
 ]
+
+
+def bench(lengths: tuple[int, ...]) -> list[Case]:
+    """What BERT-base asks of this op for a batch of sequences of these lengths, in tokens."""
+    return [AttentionCase(lengths, 12, 64, packed_qkv=True)]

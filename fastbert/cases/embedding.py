@@ -121,3 +121,8 @@ CASES = [
     EmbeddingCase(33, 7, 31, position=False, inputs_embeds=True, dropout_p=0.1),
     EmbeddingCase(257, 5, 64, segment=False),  # every row of the table many times over
 ]
+
+
+def bench(lengths: tuple[int, ...]) -> list[Case]:
+    """What BERT-base asks of this op for a batch of sequences of these lengths, in tokens."""
+    return [EmbeddingCase(sum(lengths), 30522, 768, padding_idx=0)]

@@ -109,3 +109,9 @@ CASES = [
     LayerNormCase(130, 31, x_bias=True),  # no multiple of a vector
     LayerNormCase(3, 4099),  # beyond one block of most kernels
 ]
+
+
+def bench(lengths: tuple[int, ...]) -> list[Case]:
+    """What BERT-base asks of this op for a batch of sequences of these lengths, in tokens."""
+    tokens = sum(lengths)
+    return [LayerNormCase(tokens, 768), LayerNormCase(tokens, 768, residual=True, x_bias=True)]

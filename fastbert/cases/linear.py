@@ -97,3 +97,14 @@ CASES = [
     LinearCase(130, 31, 65, bias=False),  # no multiple of a vector or a tile
     LinearCase(48, 768, 768),  # BERT-base's projections
 ]
+
+
+def bench(lengths: tuple[int, ...]) -> list[Case]:
+    """What BERT-base asks of this op for a batch of sequences of these lengths, in tokens."""
+    tokens = sum(lengths)
+    return [
+        LinearCase(tokens, 768, 2304),
+        LinearCase(tokens, 768, 768, bias=False),
+        LinearCase(tokens, 768, 3072, "gelu"),
+        LinearCase(tokens, 3072, 768, bias=False),
+    ]
