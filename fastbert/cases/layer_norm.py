@@ -85,7 +85,7 @@ class LayerNormCase(Case):
             "dx_bias",
         ):  # sums over rows: a few roundings of their largest partial sum
             return 4 * eps * max(1.0, self.rows**0.5)
-        return 4 * eps
+        return 4 * eps / (1 - self.dropout_p)
 
     def flops(self):
         return 8 * self.rows * self.hidden

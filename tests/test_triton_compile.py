@@ -1,0 +1,50 @@
+"""What the launchers launch compiles for every GPU generation without spilling, within its shared memory."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def compiled(op: str, *options: str) -> list[dict]:
+    """Rows of tests/triton_compile.py, run with the interpreter off."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, str(ROOT / "tests/triton_compile.py"), op, *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=3600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def assert_fit(rows: list[dict], kernels: set[str]) -> None:
+    assert {r["kernel"] for r in rows} == kernels
+    assert {r["arch"] for r in rows} == {80, 90, 100, 120}
+    assert [r for r in rows if r["stack"] or r["local"]] == []  # spilled registers live on the stack
+    assert [r for r in rows if r["dynamic_shared"] > r["shared_limit"]] == []
+
+
+LAYER_NORM = {
+    "_layer_norm_fwd_kernel",
+    "_layer_norm_bwd_kernel",
+    "_wide_fwd_stats_kernel",
+    "_wide_bwd_means_kernel",
+    "_sum_partials_kernel",
+}
+
+
+def test_layer_norm():
+    assert_fit(compiled("layer_norm"), LAYER_NORM)
+
+
+@pytest.mark.slow
+def test_layer_norm_in_every_config():
+    assert_fit(compiled("layer_norm", "--full"), LAYER_NORM)
+
+
+def test_a_spill_is_seen():
+    rows = compiled("layer_norm", "--jobs", "1", "--max-registers", "32")
+    assert [r["stack"] > 0 for r in rows if r["kernel"] == "_layer_norm_bwd_kernel"] == [True]
