@@ -27,7 +27,7 @@ OPS = ("attention", "cross_entropy", "embedding", "layer_norm", "linear", "paddi
 # `cuda` (CUDA C++) is absent until a row in bench/results proves it on a device of that compute capability.
 TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {
-        "attention": ("aten", "reference"),
+        "attention": ("cpu", "aten", "reference"),
         "cross_entropy": ("aten", "reference"),
         "embedding": ("aten", "reference"),
         "layer_norm": ("cpu", "aten", "reference"),

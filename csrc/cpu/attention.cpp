@@ -1,0 +1,108 @@
+// Attention on the CPU: cuts the batch into tasks. A task of forward is a run of queries of one sequence and
+// head, a task of backward one sequence and head as a whole, which sums dk and dv alone: results do not
+// depend on the number of threads.
+#include "attention.h"
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "isa.h"
+#include "parallel.h"
+#include "workspace.h"
+
+namespace fastbert {
+
+#if FASTBERT_X86
+namespace avx2 {
+extern const AttentionKernels attention_kernels;
+}
+namespace avx512 {
+extern const AttentionKernels attention_kernels;
+}
+#endif
+
+namespace {
+
+constexpr const char* kNoKernels =
+    "no SIMD kernels: FASTBERT_ISA=none, or the processor lacks AVX2, FMA, F16C";
+// Queries of a task where there are few sequences and heads: packing the keys again costs each task little.
+constexpr std::int64_t kSplit = 5 * kQueryBlock;
+
+const AttentionKernels* kernels() {
+#if FASTBERT_X86
+    return pick(&avx2::attention_kernels, &avx512::attention_kernels);
+#else
+    return nullptr;
+#endif
+}
+
+struct Task {
+    std::int32_t sequence, head, begin, end;
+};
+
+// All tasks, those of the longest sequences first, so that no thread begins a long one last.
+std::vector<Task> cut(const Attention& args, std::int64_t split) {
+    std::vector<std::int32_t> order(static_cast<std::size_t>(args.batch));
+    std::iota(order.begin(), order.end(), 0);
+    const auto length = [&](std::int32_t b) { return args.cu_seqlens[b + 1] - args.cu_seqlens[b]; };
+    std::stable_sort(order.begin(), order.end(),
+                     [&](std::int32_t a, std::int32_t b) { return length(a) > length(b); });
+    std::vector<Task> tasks;
+    for (const std::int32_t b : order)
+        for (std::int32_t h = 0; h < args.nheads; ++h)
+            for (std::int64_t begin = 0; begin < length(b); begin += split)
+                tasks.push_back(
+                    {b, h, static_cast<std::int32_t>(begin),
+                     static_cast<std::int32_t>(std::min<std::int64_t>(length(b), begin + split))});
+    return tasks;
+}
+
+std::int64_t longest(const Attention& args) {
+    std::int64_t most = 0;
+    for (std::int64_t b = 0; b < args.batch; ++b)
+        most = std::max<std::int64_t>(most, args.cu_seqlens[b + 1] - args.cu_seqlens[b]);
+    return most;
+}
+
+}  // namespace
+
+const char* cpu_attention_fwd(const AttentionFwd& args, int threads) {
+    const AttentionKernels* simd = kernels();
+    if (simd == nullptr) return kNoKernels;
+    if (threads < 1) return "threads: expected >= 1";
+    const std::int64_t seqlen = longest(args);
+    const bool plenty = args.batch * args.nheads >= 4 * static_cast<std::int64_t>(threads);
+    const std::vector<Task> tasks =
+        cut(args, plenty || threads == 1 ? std::max<std::int64_t>(seqlen, 1) : kSplit);
+    if (tasks.empty()) return nullptr;
+    const std::int64_t share = simd->forward_scratch(seqlen, args.headdim);
+    const Workspace workspace(share * threads);
+    if (workspace.data() == nullptr) return kOutOfMemory;
+    parallel_for(static_cast<std::int64_t>(tasks.size()), threads, [&](std::int64_t i, int worker) {
+        const Task& task = tasks[static_cast<std::size_t>(i)];
+        simd->forward(args, task.sequence, task.head, task.begin, task.end,
+                      workspace.data() + worker * share);
+    });
+    return nullptr;
+}
+
+const char* cpu_attention_bwd(const AttentionBwd& args, int threads) {
+    const AttentionKernels* simd = kernels();
+    if (simd == nullptr) return kNoKernels;
+    if (threads < 1) return "threads: expected >= 1";
+    const std::int64_t seqlen = longest(args);
+    const std::vector<Task> tasks = cut(args, std::max<std::int64_t>(seqlen, 1));
+    if (args.dgate != nullptr) std::fill(args.dgate, args.dgate + args.batch * args.nheads, 0.0);
+    if (tasks.empty()) return nullptr;
+    const std::int64_t share = simd->backward_scratch(seqlen, args.headdim);
+    const Workspace workspace(share * threads);
+    if (workspace.data() == nullptr) return kOutOfMemory;
+    parallel_for(static_cast<std::int64_t>(tasks.size()), threads, [&](std::int64_t i, int worker) {
+        const Task& task = tasks[static_cast<std::size_t>(i)];
+        simd->backward(args, task.sequence, task.head, workspace.data() + worker * share);
+    });
+    return nullptr;
+}
+
+}  // namespace fastbert

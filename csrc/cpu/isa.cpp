@@ -1,0 +1,51 @@
+#include "isa.h"
+
+#include <atomic>
+#include <cstring>
+
+namespace fastbert {
+namespace {
+
+constexpr const char* kNames[] = {"none", "avx2", "avx512"};
+std::atomic<int> g_isa{-1};
+
+}  // namespace
+
+Isa best_isa() {
+#if FASTBERT_X86
+    __builtin_cpu_init();  // also asks the operating system whether it saves the wide registers
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                      __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi") &&
+                      __builtin_cpu_supports("bmi2");
+    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        return Isa::kAvx512;
+    if (avx2) return Isa::kAvx2;
+#endif
+    return Isa::kNone;
+}
+
+Isa current_isa() {
+    int isa = g_isa.load(std::memory_order_relaxed);
+    if (isa < 0) g_isa.store(isa = static_cast<int>(best_isa()), std::memory_order_relaxed);
+    return static_cast<Isa>(isa);
+}
+
+bool set_isa(const char* name) {
+    const int best = static_cast<int>(best_isa());
+    if (std::strcmp(name, "best") == 0) {
+        g_isa.store(best, std::memory_order_relaxed);
+        return true;
+    }
+    for (int isa = 0; isa <= best; ++isa) {
+        if (std::strcmp(name, kNames[isa]) == 0) {
+            g_isa.store(isa, std::memory_order_relaxed);
+            return true;
+        }
+    }
+    return false;
+}
+
+const char* isa_name(Isa isa) { return kNames[static_cast<int>(isa)]; }
+
+}  // namespace fastbert

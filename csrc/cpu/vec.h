@@ -1,0 +1,92 @@
+// Vectors of floats for `<op>_simd.cpp`: one small set of functions, once in AVX2 and once in AVX-512.
+//
+//   Vec            kLanes floats
+//   load(p, n)     the first n elements of float, bf16 or fp16 at p, widened; the lanes from n on are 0.
+//   store(p, v, n) the first n lanes, rounded to nearest even. Neither touches memory past p[n - 1].
+//   first(v, n)    lanes from n on set to 0
+//   kept(v, bits)  lanes whose bit is 0 set to 0
+//   sum(v)         of all lanes, in a fixed order
+//   philox_keep    dropout bits of 64 columns
+// n is 1 … kLanes; where it is the constant kLanes, the plain load or store remains.
+#pragma once
+
+#if !FASTBERT_X86 && !defined(__AVX2__)
+#error "this file is compiled once per instruction set, with its flags"
+#endif
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "../dtype.h"
+
+#define FASTBERT_INLINE static inline __attribute__((always_inline))
+
+#ifdef __AVX512F__
+#include "vec_avx512.h"
+#else
+#include "vec_avx2.h"
+#endif
+
+namespace fastbert {
+namespace FASTBERT_ISA {
+namespace {
+
+constexpr std::uint32_t kPhiloxM0 = 0xD2511F53u, kPhiloxM1 = 0xCD9E8D57u;
+constexpr std::uint32_t kPhiloxW0 = 0x9E3779B9u, kPhiloxW1 = 0xBB67AE85u;
+
+struct Dropout {
+    std::uint64_t seed;
+    std::uint32_t offset, plane, threshold;
+};
+
+// Bit i says whether column 64 * block + i of `row` is kept: word (col & 3) of Philox4x32-10 with counter
+// (col >> 2, row, plane, offset), at least the threshold.
+FASTBERT_INLINE std::uint64_t philox_keep(const Dropout& dropout, std::uint32_t row, std::uint32_t block) {
+    constexpr int kCounters = kLanes;  // four columns each
+    constexpr std::uint64_t kEveryFourth = 0x1111111111111111ull;
+    std::uint64_t bits = 0;
+    for (int part = 0; part < 16 / kCounters; ++part) {
+        UVec c0 = iota(block * 16 + part * kCounters), c1 = broadcast(row);
+        UVec c2 = broadcast(dropout.plane), c3 = broadcast(dropout.offset);
+        std::uint32_t k0 = static_cast<std::uint32_t>(dropout.seed);
+        std::uint32_t k1 = static_cast<std::uint32_t>(dropout.seed >> 32);
+        for (int round = 0; round < 10; ++round, k0 += kPhiloxW0, k1 += kPhiloxW1) {
+            UVec hi0, lo0, hi1, lo1;
+            multiply(c0, kPhiloxM0, hi0, lo0);
+            multiply(c2, kPhiloxM1, hi1, lo1);
+            c0 = exclusive_or(hi1, c1, broadcast(k0));
+            c2 = exclusive_or(hi0, c3, broadcast(k1));
+            c1 = lo1;
+            c3 = lo0;
+        }
+        const UVec words[4] = {c0, c1, c2, c3};
+        for (int word = 0; word < 4; ++word) {
+            const std::uint64_t mask = at_least(words[word], dropout.threshold);  // bit i: counter i
+            bits |= _pdep_u64(mask, kEveryFourth << word) << (part * 4 * kCounters);
+        }
+    }
+    return bits;
+}
+
+// f(column, k, n) for every vector of a row: n lanes from `column` on. Four in a row differ in k = 0 … 3, so
+// that a sum can be kept in four accumulators.
+template <class F>
+FASTBERT_INLINE void for_vectors(std::int64_t columns, const F& f) {
+    std::int64_t column = 0;
+    for (; column + 4 * kLanes <= columns; column += 4 * kLanes) {
+        f(column, 0, kLanes);
+        f(column + kLanes, 1, kLanes);
+        f(column + 2 * kLanes, 2, kLanes);
+        f(column + 3 * kLanes, 3, kLanes);
+    }
+    for (; column + kLanes <= columns; column += kLanes) f(column, 0, kLanes);
+    if (column < columns) f(column, 0, static_cast<int>(columns - column));
+}
+
+FASTBERT_INLINE float sum4(const Vec (&a)[4]) { return sum(add(add(a[0], a[1]), add(a[2], a[3]))); }
+
+}  // namespace
+}  // namespace FASTBERT_ISA
+}  // namespace fastbert

@@ -1,0 +1,101 @@
+// AVX2, FMA, F16C, BMI2: eight lanes; tails of 16-bit elements go through a small buffer. See vec.h.
+#pragma once
+
+namespace fastbert {
+namespace FASTBERT_ISA {
+namespace {
+
+constexpr int kLanes = 8;
+using Vec = __m256;
+using UVec = __m256i;
+
+FASTBERT_INLINE UVec iota(std::uint32_t start) {
+    return _mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(start)),
+                            _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+FASTBERT_INLINE __m256i mask_of(int n) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), iota(0)); }
+
+FASTBERT_INLINE Vec zero() { return _mm256_setzero_ps(); }
+FASTBERT_INLINE Vec broadcast(float x) { return _mm256_set1_ps(x); }
+FASTBERT_INLINE Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+FASTBERT_INLINE Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+FASTBERT_INLINE Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+FASTBERT_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+FASTBERT_INLINE Vec fnma(Vec a, Vec b, Vec c) { return _mm256_fnmadd_ps(a, b, c); }  // c - a b
+FASTBERT_INLINE Vec first(Vec v, int n) {
+    return n == kLanes ? v : _mm256_and_ps(v, _mm256_castsi256_ps(mask_of(n)));
+}
+FASTBERT_INLINE Vec kept(Vec v, std::uint64_t bits) {
+    const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i own = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits & 0xff)), lane);
+    return _mm256_and_ps(v, _mm256_castsi256_ps(_mm256_cmpeq_epi32(own, lane)));
+}
+FASTBERT_INLINE float sum(Vec v) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+
+FASTBERT_INLINE Vec load(const float* p, int n) {
+    return n == kLanes ? _mm256_loadu_ps(p) : _mm256_maskload_ps(p, mask_of(n));
+}
+FASTBERT_INLINE __m128i load_words(const void* p, int n) {
+    if (n == kLanes) return _mm_loadu_si128(static_cast<const __m128i*>(p));
+    alignas(16) std::uint16_t buffer[kLanes] = {};
+    for (int i = 0; i < n; ++i) buffer[i] = static_cast<const std::uint16_t*>(p)[i];
+    return _mm_load_si128(reinterpret_cast<const __m128i*>(buffer));
+}
+FASTBERT_INLINE Vec load(const bf16* p, int n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_words(p, n)), 16));
+}
+FASTBERT_INLINE Vec load(const fp16* p, int n) { return _mm256_cvtph_ps(load_words(p, n)); }
+
+FASTBERT_INLINE void store(float* p, Vec v, int n) {
+    if (n == kLanes)
+        _mm256_storeu_ps(p, v);
+    else
+        _mm256_maskstore_ps(p, mask_of(n), v);
+}
+FASTBERT_INLINE void store_words(void* p, __m128i words, int n) {
+    if (n == kLanes) {
+        _mm_storeu_si128(static_cast<__m128i*>(p), words);
+        return;
+    }
+    alignas(16) std::uint16_t buffer[kLanes];
+    _mm_store_si128(reinterpret_cast<__m128i*>(buffer), words);
+    for (int i = 0; i < n; ++i) static_cast<std::uint16_t*>(p)[i] = buffer[i];
+}
+FASTBERT_INLINE void store(bf16* p, Vec v, int n) {
+    const __m256i bits = _mm256_castps_si256(v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i quiet =
+        _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));  // a NaN must not become infinity
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    const __m256i result = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
+    store_words(p, _mm_packus_epi32(_mm256_castsi256_si128(result), _mm256_extracti128_si256(result, 1)), n);
+}
+FASTBERT_INLINE void store(fp16* p, Vec v, int n) {
+    store_words(p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), n);
+}
+
+FASTBERT_INLINE UVec broadcast(std::uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+FASTBERT_INLINE UVec exclusive_or(UVec a, UVec b, UVec c) {
+    return _mm256_xor_si256(a, _mm256_xor_si256(b, c));
+}
+FASTBERT_INLINE void multiply(UVec a, std::uint32_t b, UVec& hi, UVec& lo) {
+    const UVec factor = broadcast(b);
+    const UVec even = _mm256_mul_epu32(a, factor);
+    const UVec odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), factor);
+    hi = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+    lo = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+}
+FASTBERT_INLINE std::uint32_t at_least(UVec a, std::uint32_t b) {
+    const UVec limit = broadcast(b);  // unsigned a >= b  <=>  max(a, b) == a
+    return static_cast<std::uint32_t>(
+        _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_max_epu32(a, limit), a))));
+}
+
+}  // namespace
+}  // namespace FASTBERT_ISA
+}  // namespace fastbert

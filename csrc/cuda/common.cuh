@@ -1,0 +1,119 @@
+// Small parts that every kernel uses: conversions, 16-byte accesses, sums over threads, dropout bits,
+// launching.
+//
+// The kernels also compile as plain C++: then `cuda_on_host.h` (tests/native) stands in for the CUDA runtime
+// and runs the threads of a block one by one, so that their indices, tails and sums are tested without a GPU.
+#pragma once
+
+#include <cstdint>
+
+#include "../dtype.h"
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#else
+#include "cuda_on_host.h"
+#endif
+
+namespace fastbert {
+namespace cuda {
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// --- conversions: exact to float, rounded to nearest even from it ---
+
+#ifdef __CUDACC__
+__device__ __forceinline__ float widen(bf16 x) {
+    return __uint_as_float(static_cast<unsigned>(x.bits) << 16);
+}
+__device__ __forceinline__ float widen(fp16 x) { return __half2float(__ushort_as_half(x.bits)); }
+__device__ __forceinline__ void narrow(float x, bf16& out) {
+    out.bits = __bfloat16_as_ushort(__float2bfloat16_rn(x));
+}
+__device__ __forceinline__ void narrow(float x, fp16& out) {
+    out.bits = __half_as_ushort(__float2half_rn(x));
+}
+#endif
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ void narrow(float x, float& out) { out = x; }
+
+// --- packs: as many elements as fit 16 bytes ---
+
+template <class T>
+constexpr int kPack = 16 / static_cast<int>(sizeof(T));
+
+template <class T>
+struct alignas(16) Pack {
+    T item[kPack<T>];
+};
+
+template <class T>
+__device__ __forceinline__ Pack<T> load_pack(const T* p) {
+    return *reinterpret_cast<const Pack<T>*>(p);
+}
+
+template <class T>
+__device__ __forceinline__ void store_pack(T* p, const float* values) {
+    Pack<T> pack;
+#pragma unroll
+    for (int i = 0; i < kPack<T>; ++i) narrow(values[i], pack.item[i]);
+    *reinterpret_cast<Pack<T>*>(p) = pack;
+}
+
+template <class T>
+__device__ __forceinline__ void widen_pack(const Pack<T>& pack, float* out) {
+#pragma unroll
+    for (int i = 0; i < kPack<T>; ++i) out[i] = widen(pack.item[i]);
+}
+
+inline bool aligned(const void* p) { return reinterpret_cast<std::uintptr_t>(p) % 16 == 0; }
+
+// --- sums over the lanes of a warp: every lane gets the same bits ---
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int lane = kWarp / 2; lane > 0; lane /= 2) x += __shfl_xor_sync(kAllLanes, x, lane);
+    return x;
+}
+
+// --- dropout bits: Philox4x32-10, fastbert/ops/dropout.py ---
+
+struct Philox {
+    std::uint32_t word[4];
+};
+
+// The words of columns 4 * quad … 4 * quad + 3.
+__device__ __forceinline__ Philox philox(std::uint64_t seed, std::uint32_t quad, std::uint32_t row,
+                                         std::uint32_t plane, std::uint32_t offset) {
+    std::uint32_t c0 = quad, c1 = row, c2 = plane, c3 = offset;
+    std::uint32_t k0 = static_cast<std::uint32_t>(seed), k1 = static_cast<std::uint32_t>(seed >> 32);
+#pragma unroll
+    for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+        const std::uint64_t p0 = static_cast<std::uint64_t>(c0) * 0xD2511F53u;
+        const std::uint64_t p1 = static_cast<std::uint64_t>(c2) * 0xCD9E8D57u;
+        c0 = static_cast<std::uint32_t>(p1 >> 32) ^ c1 ^ k0;
+        c1 = static_cast<std::uint32_t>(p1);
+        c2 = static_cast<std::uint32_t>(p0 >> 32) ^ c3 ^ k1;
+        c3 = static_cast<std::uint32_t>(p0);
+    }
+    return {{c0, c1, c2, c3}};
+}
+
+// --- launching: nullptr, or the text of the error ---
+
+#ifdef __CUDACC__
+template <class... Params>
+const char* launch(void (*kernel)(Params...), dim3 grid, dim3 block, std::uintptr_t stream,
+                   Params... params) {
+    void* pointers[] = {&params...};
+    const cudaError_t error = cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, block, pointers,
+                                               0, reinterpret_cast<cudaStream_t>(stream));
+    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+#endif
+
+}  // namespace cuda
+}  // namespace fastbert

@@ -1,0 +1,48 @@
+// LayerNorm: what Python hands over, the same on the CPU and on a GPU. Contract: fastbert/ops/layer_norm.py.
+// Tensors of `dtype` are 2-D [rows, hidden], their last dimension contiguous; strides are in elements.
+#pragma once
+
+#include <cstdint>
+
+#include "dtype.h"
+
+namespace fastbert {
+
+// A vector of `hidden` parameters, in its own storage type; data may be null.
+struct Param {
+    const void* data;
+    DType dtype;
+};
+
+// Bits: fastbert/ops/dropout.py.
+struct DropoutArgs {
+    const std::uint64_t* seed;  // where the tensors are; null: no dropout
+    std::uint32_t offset, threshold;
+    float scale;  // 1 / (1 - p)
+};
+
+struct LayerNormFwd {
+    DType dtype;
+    std::int64_t rows, hidden;
+    const void *x, *residual;  // residual may be null
+    std::int64_t x_stride, residual_stride;
+    Param weight, bias, x_bias;  // bias, x_bias may be null
+    double eps;
+    DropoutArgs dropout;
+    void *y, *z;         // contiguous; z may be null
+    float *mean, *rstd;  // may be null
+};
+
+struct LayerNormBwd {
+    DType dtype;
+    std::int64_t rows, hidden;
+    const void *dy, *z;
+    std::int64_t dy_stride, z_stride;
+    Param weight;
+    const float *mean, *rstd;
+    DropoutArgs dropout;
+    void *dx, *dresidual;              // contiguous; dresidual may be null
+    float *dweight, *dbias, *dx_bias;  // may be null (dweight and dbias together)
+};
+
+}  // namespace fastbert

@@ -1,0 +1,87 @@
+"""The compiled extension `fastbert._C`: loaded once, with the reason at hand where it cannot be.
+
+Importing it starts no CUDA and needs no driver. It finds PyTorch's own OpenMP pool, so that our kernels run
+on the threads that PyTorch's ops run on, `torch.get_num_threads()` of them (see csrc/cpu/parallel.h).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from fastbert.ops.dropout import threshold
+
+# The codes of csrc/dtype.h.
+DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+_NO_DROPOUT = (0, 0, 0, 1.0)
+
+
+def vector(t: torch.Tensor | None) -> tuple[int, int]:
+    """(address, dtype code) of a parameter, or of none."""
+    return (0, 0) if t is None else (t.data_ptr(), DTYPE_CODES[t.dtype])
+
+
+def dropout(p: float, seed: torch.Tensor | None, offset: int) -> tuple[int, int, int, float]:
+    """(address of the seed, offset, threshold, 1 / (1 - p)), as csrc/layer_norm.h has them."""
+    return (seed.data_ptr(), offset, threshold(p), 1.0 / (1.0 - p)) if p > 0 else _NO_DROPOUT
+
+
+def _team_start() -> int:
+    """Address of GOMP_parallel in the OpenMP runtime that PyTorch is linked to; 0 where there is none."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:  # loaded by torch already: this gives its handle, and looks through what it is linked to
+        return ctypes.cast(ctypes.CDLL(str(library)).GOMP_parallel, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):
+        return 0
+
+
+def _load() -> tuple[ModuleType | None, str | None]:
+    try:
+        from fastbert import _C
+    except ImportError as error:
+        if any(Path(__file__).parent.glob("_C*.so")):
+            return None, f"the compiled extension fastbert._C does not load: {error}"
+        return None, "the compiled extension fastbert._C is not built (pip install -e . builds it)"
+    _C.set_team_start(_team_start())
+    return _C, None
+
+
+extension, missing = _load()
+"""The extension module or None, and why it is None."""
+
+_isa_error: str | None = None
+if extension is not None and os.environ.get("FASTBERT_ISA"):
+    try:
+        extension.set_cpu_isa(os.environ["FASTBERT_ISA"])
+    except ValueError as error:
+        extension.set_cpu_isa("none")
+        _isa_error = str(error)
+
+
+def cpu_gap() -> str | None:
+    """Why the C++ CPU kernels cannot run, or None."""
+    if extension is None:
+        return missing
+    if extension.cpu_isa() != "none":
+        return None
+    if _isa_error is not None:
+        return _isa_error
+    if extension.best_cpu_isa() == "none":
+        return "this processor has no AVX2 with FMA and F16C"
+    return "switched off by FASTBERT_ISA=none"
+
+
+def cuda_gap() -> str | None:
+    """Why the CUDA C++ kernels cannot run, or None."""
+    if extension is None:
+        return missing
+    if not extension.cuda_archs:
+        return "fastbert._C was built without CUDA (FASTBERT_CUDA=1 pip install -e . builds it; needs nvcc)"
+    if not torch.cuda.is_available():
+        return "torch.cuda.is_available() is False: no CUDA device, no driver, or a PyTorch without CUDA"
+    return None

@@ -1,0 +1,194 @@
+"""Build of `fastbert._C`: plain C++17 and, where nvcc is found, CUDA. Neither torch nor a GPU is needed.
+
+What is compiled follows from the file's place under csrc/:
+  bindings.cpp          the Python module (pybind11)
+  cpu/<op>_simd.cpp     once per instruction set, each time with that set's flags and in its own namespace
+  cpu/*.cpp             the rest, with baseline flags: checks, threads, choice of the instruction set
+  cuda/*.cu             for every architecture in CUDA_ARCHS, and PTX for those to come
+
+Environment:
+  FASTBERT_CUDA         1: CUDA or an error; 0: no CUDA; unset: CUDA if nvcc is found
+  FASTBERT_CUDA_ARCHS   such as "90a" or "80;90a;120"; PTX is always added
+  CXX, CXXFLAGS, LDFLAGS, CUDA_HOME, MAX_JOBS   as usual
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, SetupError
+
+ROOT = Path(__file__).resolve().parent
+CSRC = ROOT / "csrc"
+
+CXX_FLAGS = [
+    "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden",
+    "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra",
+]  # fmt: skip
+# GCC 12 finds its own AVX-512 header uninitialised (its bug 105593), hence the last flag.
+AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-Wno-maybe-uninitialized"]
+ISAS = {"avx2": AVX2, "avx512": [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]}
+CUDA_ARCHS = ["80", "90a", "100a", "120"]
+PTX_ARCH = "80"  # the oldest: every later device can compile it
+NVCC_FLAGS = [
+    "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall", "-Xptxas", "--warn-on-spills",
+    "--threads", "4",
+]  # fmt: skip
+
+
+def find_nvcc() -> str | None:
+    """Path of nvcc, or None where CUDA is not to be built. Raises where FASTBERT_CUDA=1 and there is none."""
+    wanted = os.environ.get("FASTBERT_CUDA", "")
+    if wanted not in ("", "0", "1"):
+        raise SetupError(f"FASTBERT_CUDA: expected 0, 1 or nothing, got {wanted!r}")
+    if wanted == "0":
+        return None
+    home = os.environ.get("CUDA_HOME")
+    nvcc = shutil.which("nvcc", path=os.path.join(home, "bin") if home else None)
+    if nvcc is None and wanted == "1":
+        where = f"CUDA_HOME={home}" if home else "PATH"
+        raise SetupError(
+            f"FASTBERT_CUDA=1, but there is no nvcc under {where}: install the CUDA toolkit or set "
+            "CUDA_HOME, or build without CUDA (FASTBERT_CUDA=0)"
+        )
+    return nvcc
+
+
+def find_ninja() -> str:
+    """Path of ninja, from its Python package or from PATH."""
+    try:
+        import ninja
+
+        found = shutil.which("ninja", path=ninja.BIN_DIR)
+    except ImportError:
+        found = None
+    found = found or shutil.which("ninja")
+    if found is None:
+        raise SetupError("ninja is needed to build fastbert: pip install ninja")
+    return found
+
+
+def cuda_archs(nvcc: str) -> list[str]:
+    """The architectures to build for: those asked for, or of ours those that this nvcc knows."""
+    listing = subprocess.run(
+        [nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True
+    ).stdout.split()
+    known = [code.removeprefix("sm_") for code in listing]
+    asked = os.environ.get("FASTBERT_CUDA_ARCHS", "").replace(",", " ").replace(";", " ").split()
+    unknown = [
+        arch for arch in asked or CUDA_ARCHS if arch.rstrip("af") not in known
+    ]  # nvcc lists 90, not 90a
+    if asked and unknown:
+        raise SetupError(
+            f"FASTBERT_CUDA_ARCHS: {nvcc} knows {', '.join(known)}, and not {', '.join(unknown)}"
+        )
+    for arch in unknown:
+        print(f"fastbert: {nvcc} is too old for sm_{arch}: left out")
+    return asked or [arch for arch in CUDA_ARCHS if arch not in unknown]
+
+
+class Ninja:
+    """A build.ninja being written: one rule per kind of object, dependencies read back from the compiler."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.lines, self.objects = folder, ["ninja_required_version = 1.5"], []
+
+    @staticmethod
+    def path(path: Path) -> str:
+        return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+    def rule(self, name: str, command: list[str], tail: str, deps: bool) -> None:
+        text = " ".join(shlex.quote(part).replace("$", "$$") for part in command)
+        self.lines += [f"rule {name}", f"  command = {text} {tail}", f"  description = {name} $out"]
+        self.lines += ["  deps = gcc", "  depfile = $out.d"] if deps else []
+
+    def compile_rule(self, name: str, command: list[str]) -> None:
+        self.rule(name, command, "-MD -MF $out.d -c $in -o $out", True)
+
+    def compile(self, rule: str, source: Path, suffix: str = "") -> None:
+        # The suffix of the source stays in the object's name: cpu/x.cpp and cuda/x.cu never meet.
+        out = self.folder / "obj" / source.relative_to(CSRC).parent / f"{source.name}{suffix}.o"
+        self.objects.append(out)
+        self.lines.append(f"build {self.path(out)}: {rule} {self.path(source)}")
+
+    def link(self, command: list[str], tail: str, out: Path) -> None:
+        self.rule("link", command, f"-o $out $in {tail}", False)
+        inputs = " ".join(map(self.path, self.objects))
+        self.lines += [f"build {self.path(out)}: link {inputs}", f"default {self.path(out)}"]
+
+    def run(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "build.ninja").write_text("\n".join(self.lines) + "\n")
+        jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
+        result = subprocess.run([find_ninja(), "-C", str(self.folder), *jobs])
+        if result.returncode:
+            raise CompileError(
+                f"the build of fastbert._C failed: see above, or run ninja -v -C {self.folder}"
+            )
+
+
+class BuildExtension(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        import pybind11
+
+        cxx = shlex.split(os.environ.get("CXX") or "c++")
+        if shutil.which(cxx[0]) is None:
+            raise SetupError(
+                f"{cxx[0]}: no C++ compiler of this name; install g++ (>= 9) or clang++, or set CXX"
+            )
+        extra, link_extra = (shlex.split(os.environ.get(name, "")) for name in ("CXXFLAGS", "LDFLAGS"))
+        target = subprocess.run([*cxx, "-dumpmachine"], capture_output=True, text=True, check=True).stdout
+        isas = ISAS if target.startswith("x86_64") else {}
+        nvcc = find_nvcc()
+        archs = cuda_archs(nvcc) if nvcc else []
+
+        x86 = f"-DFASTBERT_X86={int(bool(isas))}"
+        includes = [pybind11.get_include(), sysconfig.get_path("include")]
+        module = [x86, f"-DFASTBERT_CUDA={int(bool(nvcc))}", f'-DFASTBERT_CUDA_ARCHS="{";".join(archs)}"']
+        module += [flag for path in includes for flag in ("-isystem", path)]
+        base = [*cxx, *CXX_FLAGS, *extra]
+
+        ninja = Ninja(Path(self.build_temp).resolve() / "fastbert")
+        ninja.compile_rule("module", [*base, *module])
+        ninja.compile("module", CSRC / "bindings.cpp")
+        ninja.compile_rule("cpu", [*base, x86])
+        for isa, flags in isas.items():
+            ninja.compile_rule(isa, [*base, *flags, f"-DFASTBERT_ISA={isa}"])
+        for source in sorted((CSRC / "cpu").glob("*.cpp")):
+            if not source.stem.endswith("_simd"):
+                ninja.compile("cpu", source)
+                continue
+            for isa in isas:
+                ninja.compile(isa, source, f".{isa}")
+        if nvcc:
+            codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
+            codes.append(f"-gencode=arch=compute_{PTX_ARCH},code=compute_{PTX_ARCH}")
+            host = ["-ccbin", cxx[0]] if os.environ.get("CXX") else []
+            ninja.compile_rule("cuda", [nvcc, *NVCC_FLAGS, *host, *codes])
+            for source in sorted((CSRC / "cuda").glob("*.cu")):
+                ninja.compile("cuda", source)
+
+        out = Path(self.get_ext_fullpath(ext.name)).resolve()
+        out.parent.mkdir(parents=True, exist_ok=True)
+        # cudart, linked in, is not exported: another copy in the process must not meet ours.
+        libraries = ["-Wl,--exclude-libs,ALL", *link_extra]
+        if nvcc:
+            command = [nvcc, "-shared", "-cudart", "static", "--no-device-link", *host]
+            libraries = [part for flag in libraries for part in ("-Xcompiler", flag.replace(",", "\\,"))]
+        else:
+            command = [*cxx, "-shared"]
+        ninja.link(command, shlex.join(libraries).replace("$", "$$"), out)
+        ninja.run()
+
+
+setup(
+    ext_modules=[Extension("fastbert._C", sources=["csrc/bindings.cpp"])],
+    cmdclass={"build_ext": BuildExtension},
+)

@@ -1,0 +1,104 @@
+"""Builds of the C++ sources for tests: under sanitizers, and with the CUDA kernels compiled for the host.
+
+They land in build/tests, so that a second run compiles only what changed.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NATIVE = ROOT / "tests" / "native"
+FLAGS = ["-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Werror"]
+FLAGS += ["-Wno-unknown-pragmas", "-Wno-maybe-uninitialized", f"-I{ROOT / 'csrc'}", f"-I{NATIVE}"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"]
+ISA_FLAGS = {"avx2": AVX2, "avx512": [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]}
+
+
+def compiler() -> str:
+    """The C++ compiler; the test is skipped where there is none."""
+    found = shutil.which("c++")
+    if found is None:
+        pytest.skip("needs a C++ compiler")
+    return found
+
+
+def ninja_build(name: str, objects: dict[str, tuple[Path, list[str]]], output: str, link: list[str]) -> Path:
+    """Compile `objects` (name -> source, flags) and link them to build/tests/<name>/<output>.
+
+    Skips where a tool or a sanitizer's library is missing; fails where the sources do not compile.
+    """
+    cxx = compiler()
+    probe = subprocess.run(
+        [cxx, "-x", "c++", "-", "-o", "/dev/null", *[f for f in link if f.startswith("-fsanitize")]],
+        input="int main() { return 0; }", text=True, capture_output=True,
+    )  # fmt: skip
+    if probe.returncode:
+        pytest.skip(f"{cxx} cannot link {' '.join(link)}: {probe.stderr.strip()[-200:]}")
+    ninja = pytest.importorskip("ninja")
+    folder = ROOT / "build" / "tests" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for stem, (source, flags) in objects.items():
+        rule = stem.replace(".", "_")
+        command = shlex.join([cxx, *FLAGS, *flags, "-x", "c++"]).replace("$", "$$")
+        lines += [f"rule {rule}", f"  command = {command} -MD -MF $out.d -c $in -o $out", "  deps = gcc"]
+        lines += ["  depfile = $out.d", f"build {stem}.o: {rule} {source}"]
+    lines += ["rule link", f"  command = {shlex.join([cxx, *link])} $in -o $out"]
+    lines += [f"build {output}: link {' '.join(f'{stem}.o' for stem in objects)}", ""]
+    (folder / "build.ninja").write_text("\n".join(lines))
+    run = subprocess.run(
+        [shutil.which("ninja", path=ninja.BIN_DIR) or "ninja", "-C", str(folder)],
+        text=True,
+        capture_output=True,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return folder / output
+
+
+def cpu_objects(flags: list[str], isas: bool) -> dict[str, tuple[Path, list[str]]]:
+    """Everything under csrc/cpu; with `isas` also the kernels, once per instruction set."""
+    csrc = ROOT / "csrc" / "cpu"
+    objects = {}
+    for source in sorted(csrc.glob("*.cpp")):
+        if not source.stem.endswith("_simd"):
+            objects[source.stem] = (source, [*flags, f"-DFASTBERT_X86={int(isas)}"])
+        elif isas:
+            for isa, isa_flags in ISA_FLAGS.items():
+                objects[f"{source.stem}.{isa}"] = (source, [*flags, *isa_flags, f"-DFASTBERT_ISA={isa}"])
+    return objects
+
+
+def cuda_objects(flags: list[str]) -> dict[str, tuple[Path, list[str]]]:
+    """Everything under csrc/cuda, compiled for the host (x86-64, F16C) with tests/native/cuda_on_host.h."""
+    return {f"cuda_{p.stem}": (p, [*flags, "-mf16c"]) for p in sorted((ROOT / "csrc" / "cuda").glob("*.cu"))}
+
+
+def emulated_extension() -> Path:
+    """`_C` with the CUDA kernels compiled for the host, and no CPU kernels."""
+    pybind11 = pytest.importorskip("pybind11")
+    includes = [pybind11.get_include(), sysconfig.get_path("include")]
+    flags = ["-O1", "-fvisibility=hidden"]
+    module = [*flags, "-DFASTBERT_X86=0", "-DFASTBERT_CUDA=1", '-DFASTBERT_CUDA_ARCHS="host"']
+    module += [flag for path in includes for flag in ("-isystem", path)]
+    objects = {"bindings": (ROOT / "csrc" / "bindings.cpp", module)}
+    objects |= cpu_objects(flags, isas=False) | cuda_objects(flags)
+    tag = f"cuda_on_host-{sys.implementation.cache_tag}"
+    return ninja_build(tag, objects, "_C" + sysconfig.get_config_var("EXT_SUFFIX"), ["-shared"])
+
+
+def sanitized_layer_norm(sanitizers: str, cuda: bool) -> Path:
+    """tests/native/sanitize_layer_norm.cpp, built with -fsanitize=<sanitizers>."""
+    flags = ["-O1", "-g1", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+    objects = cpu_objects(flags, isas=True) | (cuda_objects(flags) if cuda else {})
+    driver = ["-DWITH_CUDA_ON_HOST", "-mf16c"] if cuda else []
+    objects["driver"] = (NATIVE / "sanitize_layer_norm.cpp", [*flags, *driver])
+    name = "-".join(["sanitized", *sanitizers.split(","), *(["cuda"] if cuda else [])])
+    return ninja_build(name, objects, "driver", [f"-fsanitize={sanitizers}", "-pthread"])
