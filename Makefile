@@ -9,9 +9,11 @@ OUT    ?= out
 
 ifeq ($(strip $(VENV)),)
 PY    := $(PYTHON)
+BIN   :=
 READY := build/in-place
 else
 PY    := $(VENV)/bin/python
+BIN   := $(VENV)/bin/
 READY := $(VENV)/ready
 endif
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
@@ -28,7 +30,7 @@ test: $(READY)
 lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	git ls-files 'csrc/*' | grep -E '\.(cpp|cu|cuh|h)$$' | xargs $(PY) -m clang_format --dry-run -Werror
+	git ls-files 'csrc/*' 'tests/native/*' | grep -E '\.(cpp|cu|cuh|h)$$' | xargs $(BIN)clang-format --dry-run -Werror
 
 bench: $(READY)
 	$(PY) bench/bench_kernels.py
