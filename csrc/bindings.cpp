@@ -172,6 +172,11 @@ void attention_bwd(const py::tuple& common, Address dout, Address dq, Address dk
 
 PYBIND11_MODULE(_C, m) {
     m.doc() = "Compiled kernels of fastbert";
+#ifdef __clang__
+    m.attr("compiler") = __VERSION__;
+#else
+    m.attr("compiler") = "GCC " __VERSION__;
+#endif
     m.attr("cuda_archs") = FASTBERT_CUDA_ARCHS;  // "80;90a;…", empty where built without CUDA
 
     m.def("cpu_isa", [] { return isa_name(current_isa()); }, "Instruction set of the CPU kernels in use");

@@ -29,6 +29,7 @@ _PUBLIC = {  # public name -> where it is defined; an alias names its target aft
     "BertConfig": "config:EncoderConfig",
     "CheckpointError": "checkpoint",
     "EncoderConfig": "config",
+    "EncodingError": "encoding",
     "SentenceEncoder": "encoding",
     "encode": "encoding",
     "explain": "dispatch",
@@ -65,6 +66,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; the families' other nam
     from fastbert.config import EncoderConfig as EncoderConfig
     from fastbert.dispatch import explain as explain
     from fastbert.dispatch import use_backend as use_backend
+    from fastbert.encoding import EncodingError as EncodingError
     from fastbert.encoding import SentenceEncoder as SentenceEncoder
     from fastbert.encoding import encode as encode
     from fastbert.heads import AlbertForPreTraining as AlbertForPreTraining

@@ -237,7 +237,11 @@ def explain(device: str | torch.device = "cpu") -> list[Choice]:
                 passed_over.append(f"{name}: {reason}")
             rows.append(
                 Choice(
-                    op, device.type, str(dtype).removeprefix("torch."), name, "; ".join(passed_over) or "best"
+                    op,
+                    device.type,
+                    str(dtype).removeprefix("torch."),
+                    name,
+                    "; ".join(passed_over) or "first in the table",
                 )
             )
     return rows

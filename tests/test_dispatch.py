@@ -310,7 +310,7 @@ def test_explain_says_what_is_missing_and_what_is_unverified(monkeypatch):
     assert why().backend == "aten"
     assert why().why == "triton: to be self-checked at first use"
     run()
-    assert (why().backend, why().why) == ("triton", "best")
+    assert (why().backend, why().why) == ("triton", "first in the table")
     module.available = lambda device_type: "not installed"
     assert (why().backend, why().why) == ("aten", "triton: not installed")
 
