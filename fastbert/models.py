@@ -51,10 +51,7 @@ class PreTrainedModel(nn.Module):
 
     def __init__(self, config: EncoderConfig):
         super().__init__()
-        if not isinstance(config, EncoderConfig):
-            if not hasattr(config, "to_dict"):
-                raise TypeError(f"config: expected an EncoderConfig, got {type(config).__name__}")
-            config = EncoderConfig.from_hf(config)
+        config = _as_config(config)
         if self.model_type is not None and config.model_type != self.model_type:
             raise ValueError(
                 f"config model_type: {type(self).__name__} is for {self.model_type!r}, "
@@ -98,6 +95,7 @@ class PreTrainedModel(nn.Module):
     @classmethod
     def from_config(cls, config: EncoderConfig, **kwargs: Any) -> PreTrainedModel:
         """A freshly initialised model; `kwargs` go to the constructor (`add_pooling_layer`)."""
+        config = _as_config(config)
         return cls.class_for(config)(config, **kwargs)
 
     @classmethod
@@ -150,7 +148,9 @@ class PreTrainedModel(nn.Module):
             content = checkpoint.read_config(directory)
             _check_overrides(overrides, content)
             config = EncoderConfig.from_dict(content, **overrides)
-        elif overrides:
+        elif not overrides:
+            config = _as_config(config)
+        else:
             raise TypeError(f"from_pretrained: overrides {sorted(overrides)} cannot go with config=")
         with torch.device("meta"):
             model = cls.class_for(config)(config, **own)
@@ -288,6 +288,14 @@ def _resized(old: nn.Parameter, rows: int, std: float) -> nn.Parameter:
         new[old.shape[0] :].normal_(0.0, std)
     new[: old.shape[0]] = old[:rows]
     return nn.Parameter(new, old.requires_grad)
+
+
+def _as_config(config: Any) -> EncoderConfig:
+    if isinstance(config, EncoderConfig):
+        return config
+    if not hasattr(config, "to_dict"):
+        raise TypeError(f"config: expected an EncoderConfig, got {type(config).__name__}")
+    return EncoderConfig.from_hf(config)
 
 
 def _check_overrides(overrides: dict[str, Any], content: dict[str, Any]) -> None:

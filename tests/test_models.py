@@ -553,6 +553,16 @@ def test_random_configs_equal_transformers(name, heads, head_dim, layers, act, s
         close(model(**inputs).last_hidden_state[kept], hf(**inputs).last_hidden_state[kept])
 
 
+def test_transformers_config_objects_are_understood():
+    hf = hf_model("roberta")
+    model = AutoModel.from_config(hf.config, add_pooling_layer=False)
+    assert type(model) is fastbert.RobertaModel
+    assert model.config == EncoderConfig.from_hf(hf.config)
+    assert not model.has_pooler
+    with pytest.raises(TypeError, match="config: expected an EncoderConfig, got dict"):
+        AutoModel.from_config({})
+
+
 def test_public_names():
     assert fastbert.BertModel is BertModel
     assert fastbert.RobertaModel.model_type == "roberta"
