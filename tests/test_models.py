@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -551,6 +552,26 @@ def test_random_configs_equal_transformers(name, heads, head_dim, layers, act, s
     kept = inputs["attention_mask"].bool()
     with torch.no_grad():
         close(model(**inputs).last_hidden_state[kept], hf(**inputs).last_hidden_state[kept])
+
+
+def test_many_lengths_leave_nothing_behind():
+    model = _small()
+    ids = torch.randint(5, 120, (2, 32))
+
+    def run(lengths):
+        with torch.no_grad():
+            for n in lengths:
+                model(ids[:, :n], torch.arange(n)[None] < torch.tensor([[n], [max(1, n - 3)]]))
+
+    run(range(1, 33))
+    kept = len(dispatch._resolved), len(prepared.held(model))
+    gc.collect()
+    tensors = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+    run(range(1, 33))
+    run(range(32, 0, -1))
+    gc.collect()
+    assert (len(dispatch._resolved), len(prepared.held(model))) == kept
+    assert sum(isinstance(o, torch.Tensor) for o in gc.get_objects()) <= tensors
 
 
 def test_transformers_config_objects_are_understood():

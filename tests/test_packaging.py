@@ -335,3 +335,18 @@ def test_editable_install(checkout, tmp_path, isolated):
 def test_extension_of_this_tree_is_built():
     """Every other native test is skipped without it: say so here instead of passing silently."""
     assert _native.extension is not None, _native.missing
+
+
+# --- CUDA -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    not getattr(_native.extension, "cuda_archs", ""), reason="fastbert._C is built without CUDA"
+)
+def test_every_architecture_is_built_and_ptx_is_there_for_those_to_come():
+    triton = pytest.importorskip("triton")
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    listed = run(cuobjdump, "--list-elf", "--list-ptx", _native.extension.__file__, cwd=ROOT).stdout
+    for arch in _native.extension.cuda_archs.split(";"):
+        assert f"sm_{arch}.cubin" in listed
+    assert "sm_80.ptx" in listed
