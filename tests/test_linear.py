@@ -8,7 +8,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 from fastbert import dispatch, testing
-from fastbert.cases.linear import CASES, EAGER
+from fastbert.backends.aten import linear as aten_linear
+from fastbert.cases.linear import CASES, EAGER, LinearCase
 from fastbert.ops import linear as op
 from fastbert.ops.linear import ACTIVATIONS, linear, linear_ref
 
@@ -293,3 +294,21 @@ BAD = [
 def test_bad_inputs(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("slow", [True, False])
+@pytest.mark.parametrize("rows", [63, 64, 130])
+def test_bfloat16_through_float32_where_that_is_faster(monkeypatch, slow, rows):
+    """The processor decides which way is taken; both must be right, and the wide one is rounded once."""
+    monkeypatch.setattr(aten_linear, "_bf16_is_slow", lambda: slow)
+    for activation in (None, "gelu"):
+        for row in testing.run_case(LinearCase(rows, 96, 72, activation), "aten", torch.bfloat16):
+            assert row.passed, f"{row.quantity}: {row.reason}"
+    g = torch.Generator().manual_seed(0)
+    x, w, b = (torch.randn(s, generator=g).bfloat16() for s in ((rows, 96), (72, 96), (72,)))
+    with dispatch.use_backend(linear="aten"):
+        y = linear(x, w, b)
+    once = F.linear(x.float(), w.float(), b.float()).bfloat16()
+    if slow and rows >= 64:
+        assert torch.equal(y, once)
+    assert (y - once).abs().max() <= 2**-8 * once.abs().max()
