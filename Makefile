@@ -34,6 +34,7 @@ lint: $(READY)
 
 bench: $(READY)
 	$(PY) bench/bench_kernels.py
+	$(PY) bench/bench_cpu.py
 
 gpu: $(READY)
 	mkdir -p $(OUT)

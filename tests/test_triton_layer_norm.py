@@ -152,7 +152,8 @@ def test_rows_wider_than_one_block(width):
 
 @pytest.mark.slow
 def test_more_than_65536_rows():
-    check(LayerNormCase(65_537, 4, residual=True, x_bias=True, dropout_p=0.25), torch.float32)
+    # 16 columns: among so many rows of four some are nearly constant, and rounding is all that is left of them
+    check(LayerNormCase(65_537, 16, residual=True, x_bias=True, dropout_p=0.25), torch.float32)
 
 
 def test_row_tiles_are_on_the_grid_axis_that_has_no_limit(monkeypatch):
