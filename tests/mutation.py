@@ -163,6 +163,16 @@ def run_in_process(suite: str, sample: int | None = None) -> list[dict[str, obje
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def assert_caught(rows: list[dict[str, object]], share: float) -> None:
+    """The unchanged tree passes, and at least `share` of the faults are caught."""
+    unchanged, *faults = rows
+    assert unchanged["fault"] is None
+    assert unchanged["verdict"] == "passed", unchanged["log"]
+    assert [r for r in faults if r["verdict"] == "error"] == []
+    survived = [r["fault"] for r in faults if not r["caught"]]
+    assert 1 - len(survived) / len(faults) >= share, survived
+
+
 def main() -> None:
     """Command line of this file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -94,11 +94,21 @@ def emulated_extension() -> Path:
     return ninja_build(tag, objects, "_C" + sysconfig.get_config_var("EXT_SUFFIX"), ["-shared"])
 
 
-def sanitized_layer_norm(sanitizers: str, cuda: bool) -> Path:
-    """tests/native/sanitize_layer_norm.cpp, built with -fsanitize=<sanitizers>."""
+def sanitized(op: str, sanitizers: str, cuda: bool = False) -> Path:
+    """tests/native/sanitize_<op>.cpp, built with -fsanitize=<sanitizers>. The ops share their objects."""
     flags = ["-O1", "-g1", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
     objects = cpu_objects(flags, isas=True) | (cuda_objects(flags) if cuda else {})
     driver = ["-DWITH_CUDA_ON_HOST", "-mf16c"] if cuda else []
-    objects["driver"] = (NATIVE / "sanitize_layer_norm.cpp", [*flags, *driver])
+    objects[f"driver_{op}"] = (NATIVE / f"sanitize_{op}.cpp", [*flags, *driver])
     name = "-".join(["sanitized", *sanitizers.split(","), *(["cuda"] if cuda else [])])
-    return ninja_build(name, objects, "driver", [f"-fsanitize={sanitizers}", "-pthread"])
+    return ninja_build(name, objects, op, [f"-fsanitize={sanitizers}", "-pthread"])
+
+
+def exponential() -> Path:
+    """Shared library of tests/native/exponential.cpp: exp of csrc/cpu/exp.h for each instruction set."""
+    source = NATIVE / "exponential.cpp"
+    objects = {
+        f"exponential.{isa}": (source, ["-O2", *flags, f"-DFASTBERT_ISA={isa}"])
+        for isa, flags in ISA_FLAGS.items()
+    }
+    return ninja_build("exponential", objects, "libexponential.so", ["-shared"])

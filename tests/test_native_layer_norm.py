@@ -25,60 +25,15 @@ from tests import native_build
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HALF = (torch.bfloat16, torch.float16)
-ISAS = ("avx2", "avx512")
 HIDDEN = (1, 2, 7, 8, 15, 16, 17, 31, 64, 96, 384, 768, 1000, 1024, 4096)
 SEED = torch.tensor([-0x123456789ABCDEF])
 _C = _native.extension
 
+pytest_plugins = ("tests.native_fixtures",)
 pytestmark = pytest.mark.skipif(_C is None, reason=str(_native.missing))
 needs_cuda_part = pytest.mark.skipif(
     not getattr(_C, "cuda_archs", ""), reason="fastbert._C is built without CUDA"
 )
-
-
-@pytest.fixture(params=ISAS)
-def isa(request):
-    """Each instruction set in turn."""
-    if ISAS.index(request.param) > ("none", *ISAS).index(_C.best_cpu_isa()) - 1:
-        pytest.skip(f"this processor has no {request.param}")
-    before = _C.cpu_isa()
-    _C.set_cpu_isa(request.param)
-    yield request.param
-    _C.set_cpu_isa(before)
-
-
-@pytest.fixture
-def threads():
-    """Gives torch its number of threads back."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def guarded(monkeypatch):
-    """Every tensor the backend allocates lies between two guards, all of it filled with ones: NaN.
-
-    A guard that changed fails at the end of the test; an element that was not written stays NaN.
-    """
-    guards = []
-
-    def new_empty(self, *size, dtype=None):
-        size = size[0] if len(size) == 1 else size
-        shape = torch.Size(size if isinstance(size, (tuple, list, torch.Size)) else (size,))
-        dtype = dtype or self.dtype
-        pad = 128 // dtype.itemsize
-        memory = torch.full(((shape.numel() + 2 * pad) * dtype.itemsize,), 0xFF, dtype=torch.uint8)
-        guards.append((memory, pad * dtype.itemsize))
-        whole = memory.view(dtype)
-        return whole[pad : pad + shape.numel()].view(shape)
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
-    yield
-    assert guards, "the backend allocated nothing through new_empty: the guards guard nothing"
-    for memory, pad in guards:
-        assert (memory[:pad] == 0xFF).all(), "written before the start of an output"
-        assert (memory[-pad:] == 0xFF).all(), "written past the end of an output"
 
 
 def randn(*shape, dtype=torch.float32, seed=0):
@@ -561,7 +516,7 @@ def test_instruction_set_units_share_no_function(tmp_path):
 def test_kernels_under_address_and_undefined_sanitizers():
     if _C.best_cpu_isa() == "none":
         pytest.skip("this processor has no AVX2")
-    driver = native_build.sanitized_layer_norm("address,undefined", cuda=False)
+    driver = native_build.sanitized("layer_norm", "address,undefined")
     run = subprocess.run([str(driver)], text=True, capture_output=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     assert int(run.stdout.split()[0]) > 500, run.stdout
@@ -572,7 +527,7 @@ def test_kernels_under_address_and_undefined_sanitizers():
 def test_kernels_under_more_sanitizers(sanitizers, cuda):
     if _C.best_cpu_isa() == "none":
         pytest.skip("this processor has no AVX2")
-    driver = native_build.sanitized_layer_norm(sanitizers, cuda)
+    driver = native_build.sanitized("layer_norm", sanitizers, cuda)
     run = subprocess.run([str(driver)], text=True, capture_output=True, timeout=900)
     assert run.returncode == 0, run.stderr[-3000:]
     assert int(run.stdout.split()[0]) > 50, run.stdout

@@ -152,7 +152,7 @@ def test_rows_wider_than_one_block(width):
 
 @pytest.mark.slow
 def test_more_than_65536_rows():
-    # 16 columns: among so many rows of four some are nearly constant, and rounding is all that is left of them
+    # 16 columns: among so many rows of four some are nearly constant, and only rounding is left of them
     check(LayerNormCase(65_537, 16, residual=True, x_bias=True, dropout_p=0.25), torch.float32)
 
 

@@ -37,6 +37,9 @@ const AttentionKernels* kernels() {
 #endif
 }
 
+// Products of one call below which waking a thread does not pay.
+constexpr std::int64_t kGrain = 1 << 20;
+
 struct Task {
     std::int32_t sequence, head, begin, end;
 };
@@ -58,6 +61,15 @@ std::vector<Task> cut(const Attention& args, std::int64_t split) {
     return tasks;
 }
 
+int team(const Attention& args, int threads) {
+    std::int64_t pairs = 0;
+    for (std::int64_t b = 0; b < args.batch; ++b) {
+        const std::int64_t n = args.cu_seqlens[b + 1] - args.cu_seqlens[b];
+        pairs += n * n;
+    }
+    return pairs * args.nheads * args.headdim < kGrain ? 1 : threads;
+}
+
 std::int64_t longest(const Attention& args) {
     std::int64_t most = 0;
     for (std::int64_t b = 0; b < args.batch; ++b)
@@ -71,6 +83,7 @@ const char* cpu_attention_fwd(const AttentionFwd& args, int threads) {
     const AttentionKernels* simd = kernels();
     if (simd == nullptr) return kNoKernels;
     if (threads < 1) return "threads: expected >= 1";
+    threads = team(args, threads);
     const std::int64_t seqlen = longest(args);
     const bool plenty = args.batch * args.nheads >= 4 * static_cast<std::int64_t>(threads);
     const std::vector<Task> tasks =
@@ -91,6 +104,7 @@ const char* cpu_attention_bwd(const AttentionBwd& args, int threads) {
     const AttentionKernels* simd = kernels();
     if (simd == nullptr) return kNoKernels;
     if (threads < 1) return "threads: expected >= 1";
+    threads = team(args, threads);
     const std::int64_t seqlen = longest(args);
     const std::vector<Task> tasks = cut(args, std::max<std::int64_t>(seqlen, 1));
     if (args.dgate != nullptr) std::fill(args.dgate, args.dgate + args.batch * args.nheads, 0.0);

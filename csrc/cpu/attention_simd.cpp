@@ -5,12 +5,11 @@
 //            dP = dropout'(dout vᵀ);  delta = rowsum(P ∘ dP);  dS = gate P ∘ (dP - delta)
 //            dq = scale dS k;  dk = scale dSᵀ q;  dv = gate dropout(P)ᵀ dout;  dgate = Σ delta
 // Tiling     K (and V for backward) is packed transposed into panels of 64 keys, V (and K) as float rows: at
-// 512
-//            tokens and 64 columns each is 128 KiB and stays in L2. 24 queries go through all keys together:
-//            a panel comes from L2 once for them. Register tile: 6 rows x 4 vectors (AVX-512), 6 x 2 (AVX2).
-// Precision  widened to float on load, rounded once on store; P is never rounded. Softmax in two passes over
-// the
-//            row, its maximum subtracted; backward computes it again instead of exp(S - lse), which would
+//            512 tokens and 64 columns each is 128 KiB and stays in L2. 24 queries go through all keys
+//            together, so that a panel comes from L2 once for them. A register tile is 6 rows by 4 vectors
+//            (AVX-512) or by 2 (AVX2).
+// Precision  widened to float on load, rounded once on store; P is never rounded. The maximum of a row is
+//            subtracted before exp; backward computes the softmax again instead of exp(S - lse), which would
 //            carry the rounding of a large lse into every P.
 // Source     Vaswani et al. 2017, eq. 1; blocking as in Goto, van de Geijn 2008, "Anatomy of High-Performance
 //            Matrix Multiplication".
@@ -90,7 +89,7 @@ void copy_rows(const Heads& t, std::int64_t first, std::int64_t head, std::int64
     }
 }
 
-// Panels [headdim][kPanel] of the transpose, zeros for the keys behind `count`; `buffer` holds kPanel rows.
+// Panels [headdim][kPanel] of the transpose, zeros for the keys behind `count`.
 void transpose(const float* rows, std::int64_t count, std::int64_t headdim, std::int64_t width, float* out) {
     for (std::int64_t first = 0; first < count; first += kPanel, out += headdim * kPanel) {
         const std::int64_t n = less(kPanel, count - first);
@@ -136,9 +135,12 @@ FASTBERT_INLINE Row softmax_row(float* s, std::int64_t allowed, std::int64_t key
         most[k] = maximum(most[k], n == kLanes ? x : first_or(x, n, -INFINITY));
     });
     const float top = largest(maximum(maximum(most[0], most[1]), maximum(most[2], most[3])));
-    if (top == -INFINITY) {
-        for (std::int64_t j = 0; j < keys; ++j) s[j] = 0.0f;
-        return {top, 0.0f};
+    if (top == -INFINITY) {  // no allowed key, or NaNs, which a maximum may lose: the row is then NaN
+        float sum = 0.0f;
+        for (std::int64_t j = 0; j < allowed; ++j)
+            if (s[j] != s[j]) sum = s[j];
+        for (std::int64_t j = 0; j < keys; ++j) s[j] = sum;
+        return {top, sum};
     }
     const Vec shift = broadcast(top);
     Vec total[4] = {zero(), zero(), zero(), zero()};

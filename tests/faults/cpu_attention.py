@@ -1,0 +1,112 @@
+"""Faults of the C++ attention."""
+
+# ruff: noqa: E501 (a table)
+
+import sys
+
+from tests.mutation import Fault, Suite
+
+_SIMD = "csrc/cpu/attention_simd.cpp"
+_TASKS = "csrc/cpu/attention.cpp"
+_EXP = "csrc/cpu/exp.h"
+_PYTHON = "fastbert/backends/cpu.py"
+
+
+def _fault(name: str, old: str, new: str, file: str = _SIMD) -> Fault:
+    return Fault(name, file, old, new)
+
+
+FAULTS = (
+    # layout
+    _fault("heads share one stride", "row * t.row_stride + head * t.head_stride", "row * t.row_stride"),
+    _fault("int32 rows", "row * t.row_stride", "static_cast<std::int32_t>(row * t.row_stride)"),
+    _fault("columns past the head read", "store(out + i * width + c,\n                  i < count && n > 0 ? load(row_of<T>(t, first + i, head) + c, static_cast<int>(n)) : zero(),",
+           "store(out + i * width + c,\n                  i < count && n > 0 ? load(row_of<T>(t, first + i, head) + c, kLanes) : zero(),"),
+    _fault("first row of the sequence forgotten", "copy_rows<T>(args.k, tokens.start, head, n, n, headdim, width, v)",
+           "copy_rows<T>(args.k, 0, head, n, n, headdim, width, v)"),
+    _fault("k taken for v in forward", "copy_rows<T>(args.v, tokens.start, head, n, n, headdim, width, v)", "copy_rows<T>(args.k, tokens.start, head, n, n, headdim, width, v)"),
+    _fault("v taken for k in forward", "copy_rows<T>(args.k, tokens.start, head, n, n, headdim, width, v)", "copy_rows<T>(args.v, tokens.start, head, n, n, headdim, width, v)"),
+    _fault("q taken for k in backward", "copy_rows<T>(args.k, tokens.start, head, n, n, headdim, width, k)", "copy_rows<T>(args.q, tokens.start, head, n, n, headdim, width, k)"),
+    _fault("rows of dout strided like one head", "upstream{args.dout, args.nheads * headdim, headdim}", "upstream{args.dout, headdim, args.nheads * headdim}"),
+    _fault("out of another head", "((tokens.start + i + r) * args.nheads + head) * headdim", "((tokens.start + i + r) * args.nheads) * headdim"),
+    _fault("lse transposed", "args.lse[head * args.total + row]", "args.lse[row * args.nheads + head]"),
+    # panels and tiles
+    _fault("keys of a panel short of one", "for (std::int64_t j = 0; j < n; ++j) line[j]", "for (std::int64_t j = 0; j + 1 < n; ++j) line[j]"),
+    _fault("second panel forgotten", "const std::int64_t n = less(kPanel, count - first)", "const std::int64_t n = first > 0 ? 0 : less(kPanel, count - first)"),
+    _fault("narrow tiles repeat the first columns", "for (; j < columns; j += kLanes) tile<1>(a, a_row, a_k, b + j,", "for (; j < columns; j += kLanes) tile<1>(a, a_row, a_k, b,"),
+    _fault("later keys overwrite earlier ones", "out + r * width, width, width, j > 0);", "out + r * width, width, width, false);"),
+    _fault("old sums kept", "out + r * width, width, width, j > 0);", "out + r * width, width, width, true);"),
+    _fault("last query block dropped", "for (std::int64_t i = begin; i < end; i += kQueryBlock) {", "for (std::int64_t i = begin; i + kQueryBlock <= end || i == begin; i += kQueryBlock) {"),
+    _fault("last query block dropped in backward", "for (std::int64_t i = 0; i < n; i += kQueryBlock) {", "for (std::int64_t i = 0; i + kQueryBlock <= n || i == 0; i += kQueryBlock) {"),
+    # softmax
+    _fault("scale missing", "Vec x = mul(load(s + j, n), factor);", "Vec x = load(s + j, n);"),
+    _fault("maximum not subtracted", "exponential(sub(load(s + j, n), shift))", "exponential(load(s + j, n))"),
+    _fault("tail lanes in the maximum", "n == kLanes ? x : first_or(x, n, -INFINITY)", "x"),
+    _fault("tail lanes in the sum", "const Vec e = first(exponential(sub(load(s + j, n), shift)), n);", "const Vec e = exponential(sub(load(s + j, n), shift));"),
+    _fault("future keys keep their scores", "for (std::int64_t j = allowed; j < keys; ++j) s[j] = 0.0f;", ""),
+    _fault("NaN taken for an empty row", "if (s[j] != s[j]) sum = s[j];", "if (s[j] > INFINITY) sum = s[j];"),
+    _fault("empty rows not recognised", "if (top == -INFINITY) {", "if (top == INFINITY) {"),
+    _fault("causal off by one", "softmax_row(s, args.causal ? i + r + 1 : n,", "softmax_row(s, args.causal ? less(i + r + 2, n) : n,"),
+    _fault("causal off by one in backward", "softmax_row(pr, args.causal ? i + r + 1 : n,", "softmax_row(pr, args.causal ? less(i + r + 2, n) : n,"),
+    _fault("causal counts from the run's start", "softmax_row(s, args.causal ? i + r + 1 : n,", "softmax_row(s, args.causal ? i - begin + r + 1 : n,"),
+    _fault("lse without the maximum", "softmax.top + __builtin_logf(softmax.sum)", "__builtin_logf(softmax.sum)"),
+    _fault("probs not normalised", "store(p + j, mul(load(s + j, m), broadcast(inverse)), m);", "store(p + j, load(s + j, m), m);"),
+    _fault("probs after dropout", "const bool empty = softmax.sum == 0.0f;", "if (args.dropout.seed != nullptr && args.probs != nullptr) weigh(s, s, n, 1.0f, args.dropout, head, row);\n            const bool empty = softmax.sum == 0.0f;"),
+    _fault("bias of another sequence", "sequence * bias.batch_stride", "0 * sequence * bias.batch_stride"),
+    _fault("bias strides swapped", "head * bias.head_stride + i * bias.row_stride", "head * bias.row_stride + i * bias.head_stride"),
+    _fault("bias added before the scale", "Vec x = mul(load(s + j, n), factor);\n        if (bias != nullptr) x = add(x, load(bias + j, n));",
+           "Vec x = load(s + j, n);\n        if (bias != nullptr) x = add(x, load(bias + j, n));\n        x = mul(x, factor);"),
+    # exp
+    _fault("exp a term short", "Vec series = broadcast(1.0f / 5040.0f);", "Vec series = zero();", _EXP),
+    _fault("exp with a wrong coefficient", "1.0f / 120.0f", "1.0f / 121.0f", _EXP),
+    _fault("exp with a short ln 2", "1.428606820309417e-6f", "1.4e-6f", _EXP),
+    _fault("exp stops before the subnormals", "broadcast(-104.0f)", "broadcast(-87.0f)", _EXP),
+    _fault("exp swallows NaN", "maximum(broadcast(-104.0f), x)", "maximum(x, broadcast(-104.0f))", _EXP),
+    # dropout
+    _fault("bits of the first 64 columns for all", "static_cast<std::uint32_t>(block / 64))", "0u)"),
+    _fault("bits shifted by a vector", "kept(x, bits >> (j - block))", "kept(x, bits)"),
+    _fault("plane and row swapped", "static_cast<std::uint32_t>(head),", "static_cast<std::uint32_t>(row),"),
+    _fault("row within its sequence", "if (args.dropout.seed != nullptr) weigh(s, s, n, 1.0f, args.dropout, head, row);", "if (args.dropout.seed != nullptr) weigh(s, s, n, 1.0f, args.dropout, head, i + r);"),
+    _fault("dropout scale missing", "drop ? factor * args.scale : factor", "factor"),
+    _fault("dP not dropped", "if (args.dropout.seed != nullptr) weigh(dpr, dpr,", "if (false) weigh(dpr, dpr,"),
+    _fault("dv from undropped P", "weigh(pr, wr, n, gate, args.dropout, head, row);", "weigh(pr, wr, n, gate, DropoutArgs{}, head, row);"),
+    # gate and gradients
+    _fault("gate forgotten in forward", "factor[r] = inverse * gate;", "factor[r] = inverse;"),
+    _fault("gate forgotten in dv", "weigh(pr, wr, n, gate,", "weigh(pr, wr, n, 1.0f,"),
+    _fault("gate forgotten in dS", "sub(load(dpr + j, c), broadcast(delta))), broadcast(gate))", "sub(load(dpr + j, c), broadcast(delta))), broadcast(1.0f))"),
+    _fault("gate within dgate", "gate_sum += delta;", "gate_sum += gate * delta;"),
+    _fault("dgate of the last row", "gate_sum += delta;", "gate_sum = delta;"),
+    _fault("dgate of one head", "args.dgate[sequence * args.nheads + head]", "args.dgate[sequence * args.nheads]"),
+    _fault("delta missing", "sub(load(dpr + j, c), broadcast(delta))", "load(dpr + j, c)"),
+    _fault("P not normalised in backward", "const Vec normal = broadcast(inverse);", "const Vec normal = broadcast(1.0f + 0.0f * inverse);"),
+    _fault("dq not scaled", "store_rows(dq, rows, width, args.softmax_scale,", "store_rows(dq, rows, width, 1.0f,"),
+    _fault("dk not scaled", "store_rows(dk, n, width, args.softmax_scale,", "store_rows(dk, n, width, 1.0f,"),
+    _fault("dk and dv not zeroed", "dk[e] = dv[e] = 0.0f;", "dk[e] = 0.0f;"),
+    _fault("dk from dout", "add_transposed(p, stride, rows, q, n, width, dk);", "add_transposed(p, stride, rows, dout, n, width, dk);"),
+    _fault("dv from dS", "add_transposed(w, stride, rows, dout, n, width, dv);", "add_transposed(p, stride, rows, dout, n, width, dv);"),
+    _fault("dk only of the last block", "sums + j * width, width, width, true);", "sums + j * width, width, width, false);"),
+    _fault("dbias of another row", "(sequence * args.nheads + head) * args.max_seqlen + i + r) * args.max_seqlen;\n            for_vectors", "(sequence * args.nheads + head) * args.max_seqlen + r) * args.max_seqlen;\n            for_vectors"),
+    # tasks
+    _fault("last run of queries lost", "begin < length(b); begin += split)", "begin + split <= length(b) || begin == 0; begin += split)", _TASKS),
+    _fault("runs overlap by a block", "begin + split)", "begin + split - kQueryBlock)", _TASKS),
+    _fault("workers share their scratch", "workspace.data() + worker * share);\n    });\n    return nullptr;\n}\n\nconst char* cpu_attention_bwd",
+           "workspace.data() + worker * 0);\n    });\n    return nullptr;\n}\n\nconst char* cpu_attention_bwd", _TASKS),
+    _fault("dgate of empty sequences not set", "if (args.dgate != nullptr) std::fill(args.dgate, args.dgate + args.batch * args.nheads, 0.0);", "", _TASKS),
+    # Python
+    _fault("transposed bias read as it lies", "if bias.stride(3) != 1 and max_seqlen > 1:", "if bias.stride(3) == 0 and max_seqlen > 1:", _PYTHON),
+    _fault("bias not widened", "bias = bias.float().expand", "bias = bias.expand", _PYTHON),
+    _fault("rows behind the sequences unset", "out[end:], lse[:, end:] = 0, 0", "pass", _PYTHON),
+    _fault("gradients behind the sequences unset", "            grad[end:] = 0", "            pass", _PYTHON),
+    _fault("gate's stride forgotten", "gate.float().contiguous()", "gate.float()", _PYTHON),
+)  # fmt: skip
+
+SUITE = Suite(
+    faults=FAULTS,
+    tests=(
+        "tests/test_native_attention.py",
+        "-k",
+        "not error_rule and not repeats and not many and not windows and not isa_none",  # the sanitizers come last
+    ),
+    build=(sys.executable, "setup.py", "build_ext", "--inplace"),
+    environment={"FASTBERT_CUDA": "0", "CXXFLAGS": "-O1"},
+)

@@ -1,0 +1,14 @@
+"""Faults planted in the attention kernels must make the tests fail."""
+
+import pytest
+
+from fastbert import _native
+from tests import mutation, native_build
+
+
+@pytest.mark.slow
+def test_cpu_faults_are_caught():
+    native_build.compiler()
+    if _native.extension is None or _native.extension.best_cpu_isa() == "none":
+        pytest.skip("needs the extension and a processor with AVX2")
+    mutation.assert_caught(mutation.run_in_process("cpu_attention"), share=0.95)
