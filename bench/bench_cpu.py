@@ -10,6 +10,7 @@ is fast by being wrong. Real tokens per second: padding does not count.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import sys
@@ -27,10 +28,12 @@ import torch  # noqa: E402
 
 from bench import workloads  # noqa: E402
 from bench.peers import build_peer  # noqa: E402
+from bench.probe import commit_here, cpu_facts, package_version  # noqa: E402
 from bench.timing import interleave  # noqa: E402
 
 WORKLOADS = ("1x128", "1x512", "8x128", "ragged16")
 MODELS = {**workloads.MODELS, "minilm": workloads.Model("minilm", 384, 6, 12, 1536)}
+PEERS = ("transformers", "onnxruntime", "openvino")
 COLUMNS = ("workload", "candidate", "ms", "tokens_per_s", "gflops", "cosine", "spread", "n")
 EXPORTED = ("onnxruntime-fp32", "onnxruntime-int8", "openvino-fp32", "openvino-bf16")
 LINE = "{:10} {:20} {:>10} {:>13} {:>8} {:>9} {:>7} {:>4}"
@@ -164,7 +167,15 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     model = MODELS[args.model]
     rows: list[dict] = []
-    head = {"model": args.model, "threads": args.threads, "torch": torch.__version__}
+    head = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **commit_here(),
+        "cpu": cpu_facts(),
+        "versions": {name: package_version(name) for name in PEERS},
+        "model": args.model,
+        "threads": args.threads,
+        "torch": torch.__version__,
+    }
     print(f"# BERT-{args.model}, {args.threads} threads, torch {torch.__version__}")
     print(LINE.format(*COLUMNS), flush=True)
     with tempfile.TemporaryDirectory() as folder:
