@@ -1,7 +1,7 @@
 """Build of `fastbert._C`: plain C++17 and, where nvcc is found, CUDA. Neither torch nor a GPU is needed.
 
 What is compiled follows from the file's place under csrc/:
-  bindings.cpp          the Python module (pybind11)
+  bindings/*.cpp        the Python module (pybind11), one file per op
   cpu/<op>_simd.cpp     once per instruction set, each time with that set's flags and in its own namespace
   cpu/*.cpp             the rest, with baseline flags: checks, threads, choice of the instruction set
   cuda/*.cu             for every architecture in CUDA_ARCHS, and PTX for those to come
@@ -157,7 +157,8 @@ class BuildExtension(build_ext):
 
         ninja = Ninja(Path(self.build_temp).resolve() / "fastbert")
         ninja.compile_rule("module", [*base, *module])
-        ninja.compile("module", CSRC / "bindings.cpp")
+        for source in sorted((CSRC / "bindings").glob("*.cpp")):
+            ninja.compile("module", source)
         ninja.compile_rule("cpu", [*base, x86])
         for isa, flags in isas.items():
             ninja.compile_rule(isa, [*base, *flags, f"-DFASTBERT_ISA={isa}"])
@@ -189,6 +190,6 @@ class BuildExtension(build_ext):
 
 
 setup(
-    ext_modules=[Extension("fastbert._C", sources=["csrc/bindings.cpp"])],
+    ext_modules=[Extension("fastbert._C", sources=["csrc/bindings/module.cpp"])],
     cmdclass={"build_ext": BuildExtension},
 )

@@ -88,7 +88,7 @@ def emulated_extension() -> Path:
     flags = ["-O1", "-fvisibility=hidden"]
     module = [*flags, "-DFASTBERT_X86=0", "-DFASTBERT_CUDA=1", '-DFASTBERT_CUDA_ARCHS="host"']
     module += [flag for path in includes for flag in ("-isystem", path)]
-    objects = {"bindings": (ROOT / "csrc" / "bindings.cpp", module)}
+    objects = {f"bind_{p.stem}": (p, module) for p in sorted((ROOT / "csrc" / "bindings").glob("*.cpp"))}
     objects |= cpu_objects(flags, isas=False) | cuda_objects(flags)
     tag = f"cuda_on_host-{sys.implementation.cache_tag}"
     return ninja_build(tag, objects, "_C" + sysconfig.get_config_var("EXT_SUFFIX"), ["-shared"])

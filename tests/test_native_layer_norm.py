@@ -377,7 +377,7 @@ def python(code: str, **env: str) -> subprocess.CompletedProcess:
 def test_a_forked_child_does_not_hang():
     run = python(
         "import os, torch, signal\n"
-        "from fastbert.backends import cpu\n"
+        "from fastbert import _native\nfrom fastbert.backends import cpu\n"
         "torch.set_num_threads(2)\n"
         "x, w = torch.randn(4096, 64), torch.ones(64)\n"
         "call = lambda: cpu.layer_norm_fwd(x, w, None, None, None, 1e-5, 0.0, None, 0, False)[0]\n"
@@ -386,9 +386,9 @@ def test_a_forked_child_does_not_hang():
         "if pid == 0:\n"
         "    signal.alarm(30)\n"
         "    same = (call().numpy() == y.numpy()).all()  # by NumPy: PyTorch's own threads hang here\n"
-        "    os._exit(0 if same and not cpu._C.has_team() else 1)\n"
+        "    os._exit(0 if same and not _native.extension.has_team() else 1)\n"
         "assert os.waitpid(pid, 0)[1] == 0, 'the child hung or differs'\n"
-        "assert cpu._C.has_team()\n"
+        "assert _native.extension.has_team()\n"
     )
     assert run.returncode == 0, run.stderr
 
@@ -412,7 +412,7 @@ def test_isa_none_switches_the_backend_off():
 @pytest.mark.parametrize("value", ("none", "avx2", "sse9"))
 def test_isa_from_the_environment(value):
     run = python(
-        "from fastbert.backends import cpu\nprint(cpu._C.cpu_isa(), cpu.available('cpu'), sep='|')",
+        "from fastbert import _native\nfrom fastbert.backends import cpu\nprint(_native.extension.cpu_isa(), cpu.available('cpu'), sep='|')",
         FASTBERT_ISA=value,
     )
     assert run.returncode == 0, run.stderr

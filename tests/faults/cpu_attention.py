@@ -9,7 +9,7 @@ from tests.mutation import Fault, Suite
 _SIMD = "csrc/cpu/attention_simd.cpp"
 _TASKS = "csrc/cpu/attention.cpp"
 _EXP = "csrc/cpu/exp.h"
-_PYTHON = "fastbert/backends/cpu.py"
+_PYTHON = "fastbert/backends/cpu/attention.py"
 
 
 def _fault(name: str, old: str, new: str, file: str = _SIMD) -> Fault:

@@ -1,68 +1,17 @@
-"""`cpu`: C++ kernels with AVX2 or AVX-512, through raw pointers. Allocates, and hands over.
-
-They run on PyTorch's own threads, `torch.get_num_threads()` of them. Environment:
-FASTBERT_ISA=avx512|avx2|none, read at import.
-"""
+"""`attention` by the `cpu` backend: csrc/cpu/attention; contract in fastbert/ops/attention.py."""
 
 from __future__ import annotations
 
 import torch
 
-from fastbert import _native
-from fastbert._native import DTYPE_CODES, dropout, vector
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-DTYPES: dict[str, tuple[torch.dtype, ...]] = dict.fromkeys(("attention", "layer_norm"), _FLOATS)
-
-_C = _native.extension
-
-
-def available(device_type: str) -> str | None:
-    """None where the kernels run on this device type, else why not."""
-    if device_type != "cpu":
-        return f"runs on cpu, not on {device_type}"
-    return _native.cpu_gap()
-
-
-def layer_norm_fwd(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, save):
-    rows, hidden = x.shape
-    summed = residual is not None or x_bias is not None or dropout_p > 0
-    y = x.new_empty(rows, hidden)
-    z = x.new_empty((rows, hidden) if save and summed else 0)
-    mean = x.new_empty(rows if save else 0, dtype=torch.float32)
-    rstd = x.new_empty(rows if save else 0, dtype=torch.float32)
-    _C.cpu_layer_norm_fwd(
-        DTYPE_CODES[x.dtype], rows, hidden, x.data_ptr(), x.stride(0),
-        *((0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))),
-        *vector(weight), *vector(bias), *vector(x_bias),
-        eps, *dropout(dropout_p, seed, offset),
-        y.data_ptr(), z.data_ptr(), mean.data_ptr(), rstd.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
-    return y, z, mean, rstd
-
-
-def layer_norm_bwd(
-    dy, z, weight, mean, rstd, dropout_p, seed, offset, need_dweight, need_dxbias, has_residual
-):
-    rows, hidden = z.shape
-    dx = z.new_empty(rows, hidden)
-    dresidual = z.new_empty((rows, hidden) if has_residual and dropout_p > 0 else 0)
-    dweight = mean.new_empty(hidden if need_dweight else 0)
-    dbias = mean.new_empty(hidden if need_dweight else 0)
-    dx_bias = mean.new_empty(hidden if need_dxbias else 0)
-    _C.cpu_layer_norm_bwd(
-        DTYPE_CODES[z.dtype], rows, hidden, dy.data_ptr(), dy.stride(0), z.data_ptr(), z.stride(0),
-        *vector(weight), mean.data_ptr(), rstd.data_ptr(), *dropout(dropout_p, seed, offset),
-        dx.data_ptr(), dresidual.data_ptr(),
-        dweight.data_ptr(), dbias.data_ptr(), dx_bias.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
-    return dx, dresidual, dweight, dbias, dx_bias
+from fastbert._native import DTYPE_CODES, dropout
+from fastbert._native import extension as _C
 
 
 def _attention_args(
     q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset
 ) -> tuple[tuple, list]:
-    """(what csrc/bindings.cpp takes, the tensors it points to and that must outlive the call)."""
+    """(what csrc/bindings/attention.cpp takes, the tensors it points to and that must outlive the call)."""
     total, nheads, headdim = q.shape
     batch = cu_seqlens.shape[0] - 1
     cu_seqlens = cu_seqlens.contiguous()

@@ -1,0 +1,85 @@
+// layer_norm: CPU and CUDA take the same arguments.
+#include "../cpu/layer_norm.h"
+
+#include "bindings.h"
+#if FASTBERT_CUDA
+#include "../cuda/layer_norm.h"
+#endif
+
+namespace fastbert {
+namespace {
+
+// Defines <name>(tensors …, tail …) for `launch(args, tail …)`; the tail is `threads`, or a device and its
+// stream.
+template <class... Tail>
+void def_layer_norm_fwd(py::module_& m, const char* name,
+                        const char* (*launch)(const LayerNormFwd&, Tail...)) {
+    m.def(name, [launch](int dtype, std::int64_t rows, std::int64_t hidden, Address x, std::int64_t x_stride,
+                         Address residual, std::int64_t residual_stride, Address weight, int weight_dtype,
+                         Address bias, int bias_dtype, Address x_bias, int x_bias_dtype, double eps,
+                         Address seed, std::uint32_t offset, std::uint32_t threshold, float scale, Address y,
+                         Address z, Address mean, Address rstd, Tail... tail) {
+        check_shape(rows, hidden);
+        const LayerNormFwd args{dtype_of(dtype),
+                                rows,
+                                hidden,
+                                pointer(x),
+                                pointer(residual),
+                                x_stride,
+                                residual_stride,
+                                param(weight, weight_dtype),
+                                param(bias, bias_dtype),
+                                param(x_bias, x_bias_dtype),
+                                eps,
+                                {pointer<const std::uint64_t>(seed), offset, threshold, scale},
+                                pointer(y),
+                                pointer(z),
+                                pointer<float>(mean),
+                                pointer<float>(rstd)};
+        run([&] { return launch(args, tail...); });
+    });
+}
+
+template <class... Tail>
+void def_layer_norm_bwd(py::module_& m, const char* name,
+                        const char* (*launch)(const LayerNormBwd&, Tail...)) {
+    m.def(name, [launch](int dtype, std::int64_t rows, std::int64_t hidden, Address dy,
+                         std::int64_t dy_stride, Address z, std::int64_t z_stride, Address weight,
+                         int weight_dtype, Address mean, Address rstd, Address seed, std::uint32_t offset,
+                         std::uint32_t threshold, float scale, Address dx, Address dresidual, Address dweight,
+                         Address dbias, Address dx_bias, Tail... tail) {
+        check_shape(rows, hidden);
+        const LayerNormBwd args{dtype_of(dtype),
+                                rows,
+                                hidden,
+                                pointer(dy),
+                                pointer(z),
+                                dy_stride,
+                                z_stride,
+                                param(weight, weight_dtype),
+                                pointer<const float>(mean),
+                                pointer<const float>(rstd),
+                                {pointer<const std::uint64_t>(seed), offset, threshold, scale},
+                                pointer(dx),
+                                pointer(dresidual),
+                                pointer<float>(dweight),
+                                pointer<float>(dbias),
+                                pointer<float>(dx_bias)};
+        run([&] { return launch(args, tail...); });
+    });
+}
+
+}  // namespace
+
+void bind_layer_norm(py::module_& m) {
+    def_layer_norm_fwd(m, "cpu_layer_norm_fwd", &cpu_layer_norm_fwd);
+    def_layer_norm_bwd(m, "cpu_layer_norm_bwd", &cpu_layer_norm_bwd);
+#if FASTBERT_CUDA
+    def_layer_norm_fwd(m, "cuda_layer_norm_fwd", &cuda_layer_norm_fwd);
+    def_layer_norm_bwd(m, "cuda_layer_norm_bwd", &cuda_layer_norm_bwd);
+    m.def("cuda_layer_norm_bwd_parts", &cuda_layer_norm_bwd_parts,
+          "Rows of the float workspace [parts, 3, hidden] for (dtype code, rows, hidden, multiprocessors)");
+#endif
+}
+
+}  // namespace fastbert

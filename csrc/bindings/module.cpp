@@ -1,0 +1,35 @@
+// The Python module fastbert._C.
+#include <string>
+
+#include "../cpu/isa.h"
+#include "../cpu/parallel.h"
+#include "bindings.h"
+
+using namespace fastbert;
+
+PYBIND11_MODULE(_C, m) {
+    m.doc() = "Compiled kernels of fastbert";
+#ifdef __clang__
+    m.attr("compiler") = __VERSION__;
+#else
+    m.attr("compiler") = "GCC " __VERSION__;
+#endif
+    m.attr("cuda_archs") = FASTBERT_CUDA_ARCHS;  // "80;90a;…", empty where built without CUDA
+
+    m.def("cpu_isa", [] { return isa_name(current_isa()); }, "Instruction set of the CPU kernels in use");
+    m.def(
+        "best_cpu_isa", [] { return isa_name(best_isa()); },
+        "The best that this processor and build can run");
+    m.def("set_cpu_isa", [](const std::string& name) {
+        if (!set_isa(name.c_str()))
+            throw py::value_error(
+                "FASTBERT_ISA: expected none, avx2, avx512 or best, and no more than this processor "
+                "has (" +
+                std::string(isa_name(best_isa())) + "), got " + name);
+    });
+    m.def("set_team_start", &set_team_start, "Hand over the address of the OpenMP runtime's GOMP_parallel");
+    m.def("has_team", &has_team, "Whether work is spread over threads at all");
+
+    bind_attention(m);
+    bind_layer_norm(m);
+}

@@ -1,0 +1,43 @@
+"""`layer_norm` by the `cpu` backend: csrc/cpu/layer_norm; contract in fastbert/ops/layer_norm.py."""
+
+from __future__ import annotations
+
+import torch
+
+from fastbert._native import DTYPE_CODES, dropout, vector
+from fastbert._native import extension as _C
+
+
+def layer_norm_fwd(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, save):
+    rows, hidden = x.shape
+    summed = residual is not None or x_bias is not None or dropout_p > 0
+    y = x.new_empty(rows, hidden)
+    z = x.new_empty((rows, hidden) if save and summed else 0)
+    mean = x.new_empty(rows if save else 0, dtype=torch.float32)
+    rstd = x.new_empty(rows if save else 0, dtype=torch.float32)
+    _C.cpu_layer_norm_fwd(
+        DTYPE_CODES[x.dtype], rows, hidden, x.data_ptr(), x.stride(0),
+        *((0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))),
+        *vector(weight), *vector(bias), *vector(x_bias),
+        eps, *dropout(dropout_p, seed, offset),
+        y.data_ptr(), z.data_ptr(), mean.data_ptr(), rstd.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return y, z, mean, rstd
+
+
+def layer_norm_bwd(
+    dy, z, weight, mean, rstd, dropout_p, seed, offset, need_dweight, need_dxbias, has_residual
+):
+    rows, hidden = z.shape
+    dx = z.new_empty(rows, hidden)
+    dresidual = z.new_empty((rows, hidden) if has_residual and dropout_p > 0 else 0)
+    dweight = mean.new_empty(hidden if need_dweight else 0)
+    dbias = mean.new_empty(hidden if need_dweight else 0)
+    dx_bias = mean.new_empty(hidden if need_dxbias else 0)
+    _C.cpu_layer_norm_bwd(
+        DTYPE_CODES[z.dtype], rows, hidden, dy.data_ptr(), dy.stride(0), z.data_ptr(), z.stride(0),
+        *vector(weight), mean.data_ptr(), rstd.data_ptr(), *dropout(dropout_p, seed, offset),
+        dx.data_ptr(), dresidual.data_ptr(),
+        dweight.data_ptr(), dbias.data_ptr(), dx_bias.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return dx, dresidual, dweight, dbias, dx_bias
