@@ -1,23 +1,32 @@
-"""The encoder on a CPU beside its peers, in one run: `python bench/bench_cpu.py [--model base]`.
+"""The encoder on a CPU beside its peers, in one run: `python bench/bench_cpu.py`, or `make bench`.
 
-Ours, transformers (sdpa), ONNX Runtime (fp32 and dynamic int8) and OpenVINO (fp32 and bf16), the last two
-where they are installed (`pip install .[bench]`). All have the same random weights and the same inputs, are
-pinned to the same number of threads and are timed turn by turn; medians. Every peer's output is compared with
-transformers' in fp32 first: the mean cosine of the kept tokens' vectors stands in the table, so that nobody
-is fast by being wrong. Real tokens per second: padding does not count.
+| step | what |
+|---|---|
+| `roofs` | this machine's arithmetic peak per dtype and memory bandwidth |
+| `encoder` | the forward of BERT-base and MiniLM (with its real weights, where they are installed) |
+| `training` | BERT-base: forward, backward and AdamW step, dropout 0.1; fp32 and bf16 autocast |
+| `memory` | BERT-base: peak of one `ragged64` forward, each engine in a process of its own |
+| `kernels` | a line per op with BERT-base's shapes, forward and backward |
+
+Ours and every peer that is installed (`pip install .[bench]`): transformers (sdpa), torch.compile of it, ONNX
+Runtime, OpenVINO. All have the same weights, inputs and number of threads and are timed turn by turn: medians
+of real tokens per second, padding does not count. A peer that is missing or fails is a row with the reason.
+
+The whole takes more than an hour on two cores. First the run says how long it will take; `--budget` (20
+minutes if not given, 0: no end) leaves out what interests least, and says what. Rows go to
+bench/results/<machine>/bench_cpu.json as they are measured; at the end a chart per model is drawn beside it.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
+import gc
 import os
 import sys
 import tempfile
-import warnings
-from collections.abc import Callable
-from functools import partial
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,191 +35,280 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 
 import torch  # noqa: E402
 
-from bench import workloads  # noqa: E402
-from bench.peers import build_peer  # noqa: E402
-from bench.probe import commit_here, cpu_facts, package_version  # noqa: E402
-from bench.timing import interleave  # noqa: E402
+from bench import bench_kernels, encoder, memory, plan, plot, roofs, training  # noqa: E402
+from bench.engines import ENGINES, MODELS, PACKAGES, Bank  # noqa: E402
+from bench.probe import Report, count, describe, package_version, row_line  # noqa: E402
+from bench.probe_steps import reason_of  # noqa: E402
+from fastbert import dispatch  # noqa: E402
 
-WORKLOADS = ("1x128", "1x512", "8x128", "ragged16")
-MODELS = {**workloads.MODELS, "minilm": workloads.Model("minilm", 384, 6, 12, 1536)}
-PEERS = ("transformers", "onnxruntime", "openvino")
-COLUMNS = ("workload", "candidate", "ms", "tokens_per_s", "gflops", "cosine", "spread", "n")
-EXPORTED = ("onnxruntime-fp32", "onnxruntime-int8", "openvino-fp32", "openvino-bf16")
-LINE = "{:10} {:20} {:>10} {:>13} {:>8} {:>9} {:>7} {:>4}"
-
-Forward = Callable[[dict[str, torch.Tensor]], torch.Tensor]
-
-
-def torch_forward(module: torch.nn.Module) -> Forward:
-    """Last hidden state by a PyTorch model, in inference mode."""
-
-    def forward(inputs):
-        with torch.inference_mode():
-            return module(**inputs).last_hidden_state
-
-    return forward
+STEPS = ("encoder", "training", "memory", "kernels")
+WORKLOADS = ("1x128", "1x512", "8x128", "ragged16", "ragged64")
+TRAINED = ("8x128", "ragged16")
+KERNELS = ("8x128", "ragged16", "1x512", "1x128")  # the first ones matter most
+BUDGET_SECONDS = 1200.0
+COLUMNS = ("workload", "candidate", "ms", "tokens/s", "gflops", "of floor", "cosine", "spread", "n")
+LINE = "{:9} {:19} {:>10} {:>9} {:>7} {:>9} {:>8} {:>7} {:>3}"
+PAIRS = (
+    ("fastbert-bf16", "openvino-bf16"),
+    ("fastbert-fp32", "openvino-fp32"),
+    ("fastbert-int8", "onnxruntime-int8"),
+    ("fastbert-bf16", "transformers-bf16"),
+    ("fastbert-fp32", "transformers-fp32"),
+)
 
 
-def export(module: torch.nn.Module, folder: Path) -> Path:
-    """The transformers model as ONNX, of dynamic batch and length."""
-    path = folder / "model.onnx"
-    names = ["input_ids", "attention_mask", "token_type_ids"]
-    example = {name: torch.ones(2, 16, dtype=torch.int64) for name in names}  # one tensor would be one input
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            module, (), str(path), kwargs=example, input_names=names, verbose=False,
-            output_names=["last_hidden_state"], dynamo=True,
-            dynamic_shapes={n: {0: torch.export.Dim("batch"), 1: torch.export.Dim("seqlen")} for n in names},
-        )  # fmt: skip
-    return path
+def line(row: dict) -> str:
+    """The printed form of a row of any step."""
+    if row["status"] == "skipped":
+        return f"{row['name']:<50} skipped: {row['error']}"
+    if row["status"] != "ok":
+        return memory.line(row)
+    if row["step"] == "kernels":
+        return bench_kernels.line(row)
+    if row["step"] == "memory":
+        return memory.line(row)
+    if row["step"] not in ("encoder", "training"):
+        return row_line(row)
+    cosine = row.get("cosine", row.get("grad_cosine"))
+    columns = [
+        row["workload"], row["candidate"], f"{row['median_ms']:,.1f}", f"{row['tokens_per_s']:,.0f}",
+        f"{row['gflops']:,.0f}", f"{row['of_floor']:.0%}" if "of_floor" in row else "",
+        "" if cosine is None else f"{cosine:.5f}", f"{row['spread']:.1%}", row["n"],
+    ]  # fmt: skip
+    text = LINE.format(*columns)
+    if row["step"] == "training":
+        text += " forward {:,.0f} backward {:,.0f} step {:,.0f} ms".format(*(row[p] for p in training.PARTS))
+    return text
 
 
-def arrays(inputs: dict[str, torch.Tensor]) -> dict:
-    """NumPy inputs of an exported model; the mask is always there."""
-    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
-    return {
-        "input_ids": inputs["input_ids"].numpy(),
-        "attention_mask": mask.numpy(),
-        "token_type_ids": inputs["token_type_ids"].numpy(),
+def ratios(rows: Iterable[dict]) -> list[dict]:
+    """How many times a peer's speed ours has, and our share of transformers' memory, from rows of one run."""
+    ok = {
+        (r["step"], r.get("model"), r.get("workload"), r.get("candidate")): r
+        for r in rows
+        if r["status"] == "ok"
     }
-
-
-def onnxruntime_forward(path: Path, threads: int, int8: bool) -> Forward:
-    """ONNX Runtime, its transformer fusions on; `int8` quantises the weights dynamically, per channel."""
-    import onnxruntime
-
-    if int8:
-        from onnxruntime.quantization import QuantType, quantize_dynamic
-
-        target = path.with_name("int8.onnx")
-        quantize_dynamic(str(path), str(target), per_channel=True, weight_type=QuantType.QInt8)
-        path = target
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    return lambda inputs: torch.from_numpy(session.run(None, arrays(inputs))[0])
-
-
-def openvino_forward(path: Path, threads: int, precision: str) -> Forward:
-    """OpenVINO, latency hint, `precision` "f32" or "bf16"."""
-    import openvino
-
-    config = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": threads}
-    compiled = openvino.Core().compile_model(str(path), "CPU", {**config, "PERFORMANCE_HINT": "LATENCY"})
-    return lambda inputs: torch.from_numpy(compiled(arrays(inputs))[0])
-
-
-def candidates(
-    model: workloads.Model, threads: int, folder: Path, only: tuple[str, ...]
-) -> dict[str, Forward]:
-    """name -> forward, of everything wanted that is installed; what is not is said on stderr."""
-    import fastbert
-
-    name, peer = build_peer(model, False, torch.device("cpu"))
-    if name != "transformers_sdpa":
-        sys.exit("bench_cpu needs transformers: pip install .[bench]")
-    peer.eval()
-    found = {}
-    for dtype, tag in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
-        ours = fastbert.AutoModel.from_config(peer.config, add_pooling_layer=False).eval()
-        ours.load_state_dict(peer.state_dict())
-        found[f"fastbert-{tag}"] = torch_forward(ours.to(dtype))
-        theirs = build_peer(model, False, torch.device("cpu"))[1].eval()
-        theirs.load_state_dict(peer.state_dict())
-        found[f"transformers-{tag}"] = torch_forward(theirs.to(dtype))
-    found = {name: forward for name, forward in found.items() if name.startswith(only)}
-    exported = [name for name in EXPORTED if name.startswith(only)]
-    if not exported:
-        return found
-    try:
-        path = export(peer, folder)
-    except Exception as error:
-        print(
-            f"# no ONNX export, so no ONNX Runtime and OpenVINO: {type(error).__name__}: {error}",
-            file=sys.stderr,
-        )
-        return found
-    makers = {
-        "onnxruntime-fp32": lambda: onnxruntime_forward(path, threads, False),
-        "onnxruntime-int8": lambda: onnxruntime_forward(path, threads, True),
-        "openvino-fp32": lambda: openvino_forward(path, threads, "f32"),
-        "openvino-bf16": lambda: openvino_forward(path, threads, "bf16"),
-    }
-    for name in exported:
-        try:
-            found[name] = makers[name]()
-        except Exception as error:
-            print(f"# {name} is left out: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
+    found = []
+    for (step, model, workload, candidate), row in ok.items():
+        for ours, theirs in PAIRS:
+            other = ok.get((step, model, workload, theirs))
+            if candidate != ours or other is None or step not in ("encoder", "training", "memory"):
+                continue
+            keys = ("peak_mib", "above_mib") if step == "memory" else ("median_ms",)
+            for key in keys:
+                value = row[key] / other[key] if step == "memory" else other[key] / row[key]
+                what = {"step": step, "model": model, "workload": workload}
+                found.append({**what, "ours": ours, "theirs": theirs, "of": key, "ratio": value})
     return found
 
 
-def kept_vectors(hidden: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """(real tokens, hidden) in float32."""
-    mask = inputs.get("attention_mask")
-    return (hidden if mask is None else hidden[mask.bool()]).reshape(-1, hidden.shape[-1]).float()
+def wanted_engines(prefixes: Iterable[str] | None) -> tuple[str, ...]:
+    """Ours, and the peers whose name begins with one of `prefixes` (None: all, "none": nobody)."""
+    if prefixes is None:
+        return ENGINES
+    chosen = {"fastbert"}
+    for prefix in prefixes:
+        if prefix != "none" and not any(name.startswith(prefix) for name in ENGINES):
+            names = ", ".join(n for n in ENGINES if not n.startswith("fastbert"))
+            raise ValueError(f"--peers: got {prefix}, expected the beginning of one of {names}, or none")
+        chosen.add(prefix)
+    return tuple(name for name in ENGINES if name.startswith(tuple(chosen)))
 
 
-def main() -> int:
-    """Time what the arguments name; print a line and rewrite the JSON file after each workload."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", choices=("base", "large", "minilm", "tiny"), default="base")
-    parser.add_argument("--workload", action="append", choices=workloads.names())
-    parser.add_argument("--only", action="append", help="candidates whose name begins with this")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--samples", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="write the rows here, after each workload")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    model = MODELS[args.model]
-    rows: list[dict] = []
-    head = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        **commit_here(),
-        "cpu": cpu_facts(),
-        "versions": {name: package_version(name) for name in PEERS},
-        "model": args.model,
-        "threads": args.threads,
-        "torch": torch.__version__,
-    }
-    print(f"# BERT-{args.model}, {args.threads} threads, torch {torch.__version__}")
-    print(LINE.format(*COLUMNS), flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        forwards = candidates(model, args.threads, Path(folder), tuple(args.only or ("",)))
-        for name in args.workload or WORKLOADS:
-            lengths = workloads.lengths(name)
-            inputs = workloads.padded_inputs(lengths, model.vocab, "cpu")
-            truth = kept_vectors(
-                forwards.get("transformers-fp32", next(iter(forwards.values())))(inputs), inputs
+class Benchmark:
+    """One run: the plan, then its steps, each row recorded as it is measured."""
+
+    def __init__(self, args: argparse.Namespace, report: Report):
+        self.args, self.report, self.begin = args, report, time.monotonic()
+        self.engines = wanted_engines(args.peers)
+        self.roofs = roofs.measure("cpu", args.smoke, report.row)
+        report.data["roofs"] = asdict(self.roofs)
+        self.units = self.planned()
+        plan.choose(self.units, args.budget)
+
+    def planned(self) -> list[plan.Unit]:
+        """Every unit of the steps, models and workloads asked for."""
+        args, units = self.args, []
+        main_model, calls = args.models[0], args.samples + 1
+        for i, model in enumerate(args.models if "encoder" in args.steps else ()):
+            units += plan.encoder_units(model, i == 0, args.workloads, self.engines, calls, self.roofs)
+        if "training" in args.steps:
+            names = [name for name in TRAINED if name in args.workloads]
+            candidates = plan.training_candidates(self.engines)
+            units += plan.training_units(main_model, names, candidates, calls, self.roofs)
+        if "memory" in args.steps:
+            engines = [name for name in memory.ENGINES if name in self.engines]
+            units += plan.memory_units(main_model, engines, self.roofs)
+        if "kernels" in args.steps:
+            names = [name for name in KERNELS if name in args.workloads]
+            units += plan.kernels_units(names, args.ops, self.roofs)
+        return units
+
+    def announce(self) -> None:
+        """Say how long it will take and what is left out."""
+        everything = plan.cost(self.units) / 60
+        chosen = plan.cost(unit for unit in self.units if unit.chosen) / 60
+        print(
+            f"# this will take about {chosen:.0f} minutes; all of it would take {everything:.0f}", flush=True
+        )
+        for unit in self.units:
+            if not unit.chosen:
+                reason = f"about {unit.seconds:.0f} s, for which --budget {self.args.budget:.0f} has no room"
+                self.skip(unit, reason)
+
+    def skip(self, unit: plan.Unit, reason: str) -> None:
+        """Record that a unit was not measured."""
+        row = {"step": unit.step, "name": f"{unit.step}-{unit.who}-{unit.model}-{unit.workload}"}
+        facts = {"model": unit.model, "workload": unit.workload, "candidate": unit.who}
+        self.report.row({**row, "status": "skipped", "error": reason, **facts})
+
+    def run(self) -> None:
+        """All chosen units, step by step; a step that fails costs the others nothing."""
+        groups: dict[tuple[str, str, str], list[plan.Unit]] = {}
+        for unit in self.units:
+            if unit.chosen:  # the forward of a model is one group: its engines are built once
+                workload = "" if unit.step in ("encoder", "memory") else unit.workload
+                groups.setdefault((unit.step, unit.model, workload), []).append(unit)
+        for (step, model, workload), units in groups.items():
+            name, start = "-".join(filter(None, (step, model, workload))), time.monotonic()
+            print(f"# {name}", flush=True)
+            status, reason = "ok", None
+            try:
+                for row in getattr(self, step)(units):
+                    self.report.row(row)
+            except Exception as error:
+                status, reason = "failed", reason_of(error)
+            self.report.step(name, status, time.monotonic() - start, reason)
+            gc.collect()
+
+    def spent(self) -> bool:
+        """The budget is used up, whatever the plan thought."""
+        return 0 < 1.25 * self.args.budget < time.monotonic() - self.begin
+
+    def encoder(self, units: list[plan.Unit]) -> Iterator[dict]:
+        """The forward of one model."""
+        model = MODELS[units[0].model]
+        print(LINE.format(*COLUMNS), flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            bank = Bank(model, self.args.threads, Path(folder))
+            self.report.data["weights"][model.name] = bank.weights
+            names = {unit.who for unit in units}
+            forwards = encoder.build(bank, tuple(name for name in ENGINES if name in names))
+            for workload in dict.fromkeys(unit.workload for unit in units):
+                chosen = [unit for unit in units if unit.workload == workload]
+                if self.spent():
+                    for unit in chosen:
+                        self.skip(unit, "the budget is spent")
+                    continue
+                some = {unit.who: forwards[unit.who] for unit in chosen}
+                yield from encoder.bench_encoder(model, workload, some, self.roofs, samples=self.args.samples)
+                torch._dynamo.reset()  # every shape is compiled for itself, and kept until here
+
+    def training(self, units: list[plan.Unit]) -> Iterator[dict]:
+        """The training step on one workload, a dtype after the other."""
+        model = MODELS[units[0].model]
+        for tag in ("fp32", "bf16"):
+            chosen = [unit for unit in units if unit.who.endswith(tag)]
+            if self.spent():
+                for unit in chosen:
+                    self.skip(unit, "the budget is spent")
+                continue
+            wanted = tuple(unit.who.split("-")[0] for unit in chosen)
+            yield from training.bench_training(
+                model, units[0].workload, tag, wanted=wanted, head=self.args.head, samples=self.args.samples
             )
-            cosine = {
-                k: torch.cosine_similarity(kept_vectors(f(inputs), inputs), truth).mean().item()
-                for k, f in forwards.items()
-            }
-            timed = interleave(
-                {k: partial(f, inputs) for k, f in forwards.items()},
-                "cpu", seconds=0.0, samples=(args.samples, args.samples), warmup=1,
-            )  # fmt: skip
-            for candidate, timing in timed.items():
-                seconds = timing.median_ms * 1e-3
-                row = {
-                    "workload": name,
-                    "candidate": candidate,
-                    "ms": round(timing.median_ms, 1),
-                    "tokens_per_s": round(sum(lengths) / seconds),
-                    "gflops": round(workloads.encoder_flops(lengths, model) / seconds / 1e9, 1),
-                    "cosine": round(cosine[candidate], 5),
-                    "spread": round(timing.spread, 2),
-                    "n": timing.n,
-                }
-                rows.append(row)
-                print(LINE.format(*(str(row[c]) for c in COLUMNS)), flush=True)
-            if args.json:
-                args.json.parent.mkdir(parents=True, exist_ok=True)
-                args.json.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+            torch._dynamo.reset()
+            gc.collect()
+
+    def memory(self, units: list[plan.Unit]) -> Iterator[dict]:
+        """Peak memory of one forward."""
+        engines = tuple(unit.who for unit in units)
+        return memory.bench_memory(units[0].model, units[0].workload, engines, self.args.threads)
+
+    def kernels(self, units: list[plan.Unit]) -> Iterator[dict]:
+        """A line per op on one workload."""
+        print(bench_kernels.HEAD, flush=True)
+        for unit in units:
+            if self.spent():
+                self.skip(unit, "the budget is spent")
+                continue
+            try:
+                ops = (unit.who,)
+                yield from bench_kernels.bench_workload(unit.workload, torch.device("cpu"), self.roofs, ops)
+            except Exception as error:
+                text = reason_of(error)
+                row = {"step": unit.step, "name": f"kernels-{unit.who}-{unit.workload}", "status": "error"}
+                yield {**row, "error": text, "workload": unit.workload, "op": unit.who}
+
+
+def finish(report: Report, folder: Path) -> None:
+    """Ratios and charts, from what was measured."""
+    report.data["ratios"] = ratios(report.data["rows"])
+    for row in report.data["ratios"]:
+        where = f"{row['step']} {row['model']} {row['workload']}"
+        print(f"# {where:<26} {row['ours']:14} / {row['theirs']:18} {row['ratio']:.2f} ({row['of']})")
+    try:
+        for path in plot.charts(report.data, folder):
+            print(f"# {path}")
+    except RuntimeError as error:
+        print(f"# {error}", flush=True)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="bench_cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", nargs="+", choices=tuple(MODELS), default=["base", "minilm"], metavar="MODEL"
+    )
+    parser.add_argument(
+        "--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="WORKLOAD"
+    )
+    parser.add_argument(
+        "--peers", nargs="+", metavar="NAME", help="beginnings of names, such as openvino; or none"
+    )
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP")
+    parser.add_argument("--ops", nargs="+", choices=dispatch.OPS, default=list(dispatch.OPS), metavar="OP")
+    parser.add_argument("--head", choices=training.HEADS, default="classification", help="what is trained")
+    parser.add_argument("--samples", type=count, default=7, help="of each engine on each workload")
+    parser.add_argument("--threads", type=count, default=len(os.sched_getaffinity(0)), help="of every engine")
+    parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds in all; 0: no end")
+    parser.add_argument("--out", type=Path, help="folder (default: bench/results/<machine>)")
+    parser.add_argument("--note", help="a remark to keep with the results, such as 'shared machine'")
+    parser.add_argument("--smoke", action="store_true", help="tiny roofs: tries the code only")
+    args = parser.parse_args(argv)
+    if not args.budget >= 0:
+        parser.error(f"--budget: got {args.budget}, expected seconds, or 0 for no end")
+    try:
+        wanted_engines(args.peers)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure what the arguments name; every row is printed and recorded at once."""
+    args = parse(argv)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    torch.set_num_threads(args.threads)
+    environment = describe(torch.device("cpu"))
+    environment["versions"] = {name: package_version(name) for name in PACKAGES}
+    folder = args.out or ROOT / "bench" / "results" / environment["slug"]
+    settings = {key: value for key, value in vars(args).items() if key not in ("out", "note")}
+    report = Report(folder / "bench_cpu.json", settings, args.note, line)
+    report.data |= {"environment": environment, "weights": {}}
+    print(
+        f"# {environment['device']}, {args.threads} threads, torch {torch.__version__}: the roofs", flush=True
+    )
+    benchmark = Benchmark(args, report)
+    benchmark.announce()
+    benchmark.run()
+    finish(report, folder)
+    report.data["finished"] = True
+    report.data["seconds"] = round(time.monotonic() - benchmark.begin, 1)
+    report.save()
+    print(f"# done in {report.data['seconds'] / 60:.1f} minutes: {report.path}")
     return 0
 
 

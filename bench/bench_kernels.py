@@ -1,19 +1,26 @@
-"""One line per op, case, dtype and backend: µs, GFLOP/s, GB/s, share of this machine's measured copy
-bandwidth, and how many times plain eager PyTorch's speed.
+"""One line per op, case, pass, dtype and backend: µs, GFLOP/s or GB/s, share of this machine's roof, and how
+many times the speed of the plain PyTorch call.
 
-    python bench/bench_kernels.py [--op OP] [--workload 8x128] [--device cuda] [--backward] [--json FILE]
+    python bench/bench_kernels.py [--op OP] [--workload 8x128] [--device cuda] [--pass backward] [--json FILE]
 
-Every backend is timed turn by turn with eager PyTorch; medians. The shapes are BERT-base's for a workload of
-bench/workloads.py (`8x128` on a CPU, `full` on a GPU), from the `testing.Case`s that the tests use too.
-GFLOP/s and GB/s count the forward's work, so with --backward only the time and the ratio are given.
+The shapes are BERT-base's for a workload of bench/workloads.py (`8x128` on a CPU, `full` on a GPU), from the
+`testing.Case`s that the tests use too. Every backend is timed turn by turn with what a PyTorch user would
+call: F.linear and F.gelu, F.layer_norm, SDPA on the padded batch with its mask, …; for `linear_int8` the same
+F.linear on the weights in floating point. Medians.
+
+`of_roof` is the time the machine's roofs allow (`roofs.py`: arithmetic peak of the dtype, memory bandwidth;
+whichever is longer) over the time taken; tensors that stay in a cache can pass 1. `*` marks the backend that
+serves by default. Backward is the backward alone, the gradients of every input.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import functools
+import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,36 +28,114 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
     sys.path[0] = str(ROOT)
 
 import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 
+from bench import roofs as machine_roofs  # noqa: E402
 from bench import workloads  # noqa: E402
+from bench.probe import Report, count, describe, row_line  # noqa: E402
+from bench.probe_steps import reason_of  # noqa: E402
+from bench.roofs import TAGS, Roofs  # noqa: E402
 from bench.timing import interleave, rotations  # noqa: E402
 from fastbert import dispatch, testing  # noqa: E402
 
-COLUMNS = ("op", "case", "dtype", "backend", "us", "gflops", "gbytes", "of_copy", "times_eager")
-LINE = "{:13} {:38} {:9} {:8} {:>10} {:>9} {:>8} {:>8} {:>11}"
+PASSES = ("forward", "backward")
+FLOPS_OF_BACKWARD = {"linear": 2.0, "attention": 2.5}  # times the forward's; the rest is bound by memory
+LINE = "{:1}{:13} {:30} {:8} {:4} {:9} {:>10} {:>9} {:>8} {:>8} {:>8}"
+HEAD = LINE.format("", "op", "case", "pass", "", "backend", "us", "gflops", "gbytes", "of_roof", "× torch")
 
 
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second of a large copy, read and write counted."""
-    source = torch.randn((1 << 28 if device.type == "cuda" else 1 << 26), device=device)
-    target = torch.empty_like(source)
-    timing = interleave({"copy": lambda: target.copy_(source)}, device)["copy"]
-    return 2 * source.nbytes / (timing.median_ms * 1e-3)
+def line(row: dict) -> str:
+    """The printed form of a row."""
+    if row["status"] != "ok" or "times_torch" not in row:
+        return row_line(row)
+    names = [row[k] for k in ("op", "case", "pass", "dtype", "backend")]
+    figures = (f"{row['median_ms'] * 1e3:,.1f}", *(f"{row[k]:,.1f}" for k in ("gflops", "gbs")))
+    shares = f"{row['of_roof']:.0%}", f"{row['times_torch']:.2f}"
+    return LINE.format("*" if row["serves"] else "", *names, *figures, *shares)
+
+
+def torch_inputs(case: testing.Case, inputs: dict) -> dict:
+    """Inputs of the plain PyTorch call: the case's own, but attention's padded, int8's in floating point."""
+    if case.op == "linear_int8":
+        x, weight, scale = inputs["x"], inputs["weight"], inputs["scale"]
+        return {"x": x, "weight": (weight * scale[:, None]).to(x.dtype), "bias": inputs["bias"]}
+    if case.op != "attention":
+        return inputs
+    sequences = inputs["qkv"].split(list(case.lengths))
+    lengths = torch.tensor(case.lengths, device=inputs["qkv"].device)
+    mask = torch.arange(max(case.lengths), device=lengths.device) < lengths[:, None]
+    return {
+        "qkv": torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True),
+        "mask": None
+        if mask.all()
+        else mask[:, None, None, :],  # (batch, 1, 1, seqlen), as transformers gives it
+    }
+
+
+def torch_call(case: testing.Case) -> Callable:
+    """The plain PyTorch call, for `torch_inputs`."""
+    if case.op == "attention":
+
+        def sdpa(qkv: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+            q, k, v = (t.transpose(1, 2) for t in qkv.unbind(2))  # each (batch, nheads, seqlen, headdim)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+        return sdpa
+    if case.op == "linear_int8":
+        activation = {None: lambda y: y, "gelu": F.gelu}[case.activation]
+        return lambda x, weight, bias: activation(F.linear(x, weight, bias))
+    return case.eager
+
+
+def our_call(case: testing.Case, inputs: dict) -> Callable:
+    """Our op as a model in eval calls it: the weight packed beforehand, where the backend packs."""
+    module = importlib.import_module(f"fastbert.ops.{case.op}")
+    pack = module.packer(inputs["x"].device, inputs["x"].dtype) if hasattr(module, "packer") else None
+    if pack is None:
+        return case.call
+    options = {"activation": case.activation, "packed": pack(inputs["weight"])}
+    return functools.partial(getattr(module, case.op), **options)
 
 
 def one_call(function: Callable, case: testing.Case, inputs: dict, backward: bool) -> Callable[[], object]:
-    """`function` on one set of inputs, with the gradients of all its inputs if `backward`."""
-    with torch.no_grad():
-        outputs = function(**inputs)
-    douts = [torch.ones_like(o) for o in (outputs if isinstance(outputs, tuple) else (outputs,))]
-    if backward:
-        return lambda: testing.evaluate(function, case, inputs, None, True, douts)
+    """`function` on one set of inputs; with `backward`, the gradients of all its inputs alone."""
+    if not backward:
 
-    def forward() -> None:
-        with torch.no_grad():
-            function(**inputs)
+        def forward() -> None:
+            with torch.no_grad():
+                function(**inputs)
 
-    return forward
+        return forward
+    kwargs = {
+        name: value.detach().requires_grad_() if name in case.grad_inputs and value is not None else value
+        for name, value in inputs.items()
+    }
+    wanted = [kwargs[name] for name in kwargs if name in case.grad_inputs and kwargs[name] is not None]
+    outputs = function(**kwargs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    douts = [torch.randn_like(output) for output in outputs]
+    return lambda: torch.autograd.grad(outputs, wanted, douts, retain_graph=True)
+
+
+def work(case: testing.Case, dtype: torch.dtype, inputs: dict, backward: bool) -> tuple[float, float]:
+    """(operations, fewest bytes moved) of one pass."""
+    if not backward:
+        return case.flops(), case.bytes(dtype)
+    flops = FLOPS_OF_BACKWARD.get(case.op, 1.0) * case.flops()
+    element = dtype.itemsize
+    if case.op == "layer_norm":  # z, dy; dx, which is the residual's gradient too
+        return flops, 3 * case.rows * case.hidden * element
+    if case.op == "linear":  # x, weight, dy, and the pre-activation if there is one; dx, dweight
+        rows, k, n = case.rows, case.in_features, case.out_features
+        return flops, (2 * rows * k + 2 * n * k + rows * n * (2 if case.activation else 1)) * element
+    if case.op == "attention":  # q, k, v, out, dout; dq, dk, dv
+        return flops, 8 * case.total * case.nheads * case.headdim * element
+    if case.op == "embedding":  # z, dy; the tables' gradients
+        tables = sum(inputs[name].nbytes for name in case.grad_inputs if inputs[name] is not None)
+        return flops, 2 * case.tokens * case.hidden * element + tables
+    if case.op == "cross_entropy":  # logits; dlogits
+        return flops, 2 * case.rows * case.classes * element
+    return flops, case.bytes(dtype)  # padding: the other way round
 
 
 def timed_backends(op: str, device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -64,43 +149,74 @@ def timed_backends(op: str, device: torch.device, dtype: torch.dtype) -> list[st
 
 
 def bench_case(
-    case: testing.Case, dtype: torch.dtype, device: torch.device, backward: bool, bandwidth: float
-) -> list[dict]:
-    """A row for every backend that runs this case here."""
-    moved, rows = case.bytes(dtype), []
-    sets = [case.inputs(dtype, device, seed) for seed in range(rotations(moved, device, limit=4))]
-    eager = [one_call(case.eager, case, inputs, backward) for inputs in sets]
+    case: testing.Case, workload: str, dtype: torch.dtype, device: torch.device, backward: bool, roofs: Roofs
+) -> Iterator[dict]:
+    """A row for every backend that runs this case here; one that fails is a row with the reason."""
+    tag = TAGS[dtype]
+    sets = [case.inputs(dtype, device, s) for s in range(rotations(case.bytes(dtype), device, limit=4))]
+    flops, moved = work(case, dtype, sets[0], backward)
+    least = roofs.seconds(flops, moved, "int8" if case.op == "linear_int8" else tag)
+    plain = [one_call(torch_call(case), case, torch_inputs(case, inputs), backward) for inputs in sets]
+    serving = {(c.op, c.dtype): c.backend for c in dispatch.explain(device)}
+    label = case.id if len(case.id) <= 30 else workload
     for name in timed_backends(case.op, device, dtype):
-        with dispatch.use_backend(
-            **{case.op: name}
-        ):  # a pin is process-wide: one backend a run, beside eager
-            ours = [one_call(case.call, case, inputs, backward) for inputs in sets]
-            timed = interleave({"eager": eager, name: ours}, device)
+        row = {
+            "step": "kernels",
+            "name": "-".join([case.op, name, tag, label, *(["backward"] if backward else [])]),
+            "status": "ok",
+        }
+        facts = {
+            "op": case.op,
+            "case": label,
+            "workload": workload,
+            "pass": PASSES[backward],
+            "dtype": tag,
+            "backend": name,
+            "serves": serving[case.op, str(dtype).removeprefix("torch.")] == name,
+        }
+        try:
+            # a pin is process-wide: one backend a run, beside PyTorch
+            with dispatch.use_backend(**{case.op: name}):
+                calls = [case.call if backward else our_call(case, inputs) for inputs in sets]
+                ours = [one_call(c, case, inputs, backward) for c, inputs in zip(calls, sets, strict=True)]
+                timed = interleave({"torch": plain, name: ours}, device, seconds=0.15, samples=(7, 50))
+        except Exception as error:
+            text = reason_of(error)
+            yield {**row, "status": "error", "error": text, **facts}
+            continue
         seconds = timed[name].median_ms * 1e-3
-        work = {} if backward else {
-            "gflops": round(case.flops() / seconds / 1e9, 1),
-            "gbytes": round(moved / seconds / 1e9, 2),
-            "of_copy": round(moved / seconds / bandwidth, 3),
-        }  # fmt: skip
-        rows.append(
-            {
-                "op": case.op,
-                "case": case.id,
-                "pass": "forward+backward" if backward else "forward",
-                "dtype": str(dtype).removeprefix("torch."),
-                "backend": name,
-                "us": round(seconds * 1e6, 1),
-                **work,
-                "times_eager": round(timed["eager"].median_ms / timed[name].median_ms, 2),
-                "spread": round(timed[name].spread, 3),
-                "n": timed[name].n,
-            }
-        )
-    return rows
+        yield {
+            **row,
+            **{key: value for key, value in asdict(timed[name]).items() if value is not None},
+            "gflops": flops / seconds * 1e-9,
+            "gbs": moved / seconds * 1e-9,
+            "of_roof": least / seconds,
+            "torch_ms": timed["torch"].median_ms,
+            "times_torch": timed["torch"].median_ms / timed[name].median_ms,
+            **facts,
+        }
+
+
+def bench_workload(
+    workload: str,
+    device: torch.device,
+    roofs: Roofs,
+    ops: tuple[str, ...] = dispatch.OPS,
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16),
+    passes: tuple[str, ...] = PASSES,
+) -> Iterator[dict]:
+    """Rows of every op, case, dtype and pass that BERT-base asks for on one workload."""
+    for op in ops:
+        for dtype in dtypes:
+            for which in passes:
+                if which == "backward" and op in getattr(dispatch, "INFERENCE_ONLY", ()):
+                    continue
+                for case in testing.bench_cases(op, workloads.lengths(workload)):
+                    yield from bench_case(case, workload, dtype, device, which == "backward", roofs)
 
 
 def main() -> int:
-    """Time what the arguments name; print a line and rewrite the JSON file after each case."""
+    """Time what the arguments name; print and record a row at a time."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -108,35 +224,28 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workload", choices=workloads.names(), help="which batch; see bench/workloads.py")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), action="append")
-    parser.add_argument("--backward", action="store_true", help="forward and backward instead of forward")
-    parser.add_argument("--threads", type=int, help="threads on a CPU")
-    parser.add_argument("--json", type=Path, help="write the rows here, after each case")
+    parser.add_argument("--pass", choices=PASSES, action="append", dest="passes", help="default: both")
+    parser.add_argument("--threads", type=count, help="threads on a CPU")
+    parser.add_argument("--json", type=Path, help="write the rows here, after each one")
+    parser.add_argument("--smoke", action="store_true", help="tiny roofs: tries the code only")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
     device = torch.device(args.device)
-    on_gpu = device.type == "cuda"
-    workload = args.workload or ("full" if on_gpu else "8x128")
-    bandwidth = copy_bandwidth(device)
-    machine = torch.cuda.get_device_name(device) if on_gpu else f"cpu, {torch.get_num_threads()} threads"
-    head = {
-        "machine": machine,
-        "torch": torch.__version__,
-        "workload": workload,
-        "copy_gbytes": bandwidth / 1e9,
-    }
-    print(f"# {machine}; torch {torch.__version__}; {workload}; copy {bandwidth / 1e9:.1f} GB/s")
-    print(LINE.format(*COLUMNS), flush=True)
-    rows: list[dict] = []
-    for op in args.op or dispatch.OPS:
-        for dtype in [getattr(torch, d) for d in args.dtype or ("float32", "bfloat16")]:
-            for case in testing.bench_cases(op, workloads.lengths(workload)):
-                for row in bench_case(case, dtype, device, args.backward, bandwidth):
-                    rows.append(row)
-                    print(LINE.format(*(str(row.get(column, "")) for column in COLUMNS)), flush=True)
-                if args.json:
-                    args.json.parent.mkdir(parents=True, exist_ok=True)
-                    args.json.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+    workload = args.workload or ("full" if device.type == "cuda" else "8x128")
+    settings = {key: value for key, value in vars(args).items() if key != "json"} | {"workload": workload}
+    report = Report(args.json, settings, None, line)
+    report.data["environment"] = describe(device)
+    print(f"# {report.data['environment']['device']}; torch {torch.__version__}; {workload}", flush=True)
+    roofs = machine_roofs.measure(device, args.smoke, report.row)
+    report.data["roofs"] = asdict(roofs)
+    print(HEAD, flush=True)
+    dtypes = tuple(getattr(torch, name) for name in args.dtype or ("float32", "bfloat16"))
+    chosen = tuple(args.op or dispatch.OPS), dtypes, tuple(args.passes or PASSES)
+    for row in bench_workload(workload, device, roofs, *chosen):
+        report.row(row)
+    report.data["finished"] = True
+    report.save()
     return 0
 
 

@@ -31,6 +31,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -288,10 +289,12 @@ def row_line(row: dict) -> str:
 
 
 class Report:
-    """The run so far; saved after every change."""
+    """The run so far; saved after every change. `line` is the printed form of a row."""
 
-    def __init__(self, path: Path | None, settings: dict, note: str | None):
-        self.path = path
+    def __init__(
+        self, path: Path | None, settings: dict, note: str | None, line: Callable[[dict], str] = row_line
+    ):
+        self.path, self.line = path, line
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self.data = {
             "schema": SCHEMA,
@@ -312,7 +315,7 @@ class Report:
     def row(self, row: dict) -> None:
         self.data["rows"].append(row)
         self.save()
-        print(row_line(row), flush=True)
+        print(self.line(row), flush=True)
 
     def step(
         self, name: str, status: str, seconds: float, reason: str | None, clocks: dict | None = None

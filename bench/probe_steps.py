@@ -23,6 +23,11 @@ from bench.timing import Timing, interleave, measure, memory_bytes, rotations, s
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def reason_of(error: Exception) -> str:
+    """What a row says of an exception."""
+    return f"{type(error).__name__}: {str(error).strip()}"[:2000]
+
+
 @dataclasses.dataclass
 class Candidate:
     """One row to be: `make` builds the call (or several over different buffers) and may raise."""
@@ -59,7 +64,7 @@ class Bench:
 
     def error(self, name: str, error: Exception | str, **facts) -> None:
         """Hand over a row that could not be measured."""
-        text = error if isinstance(error, str) else f"{type(error).__name__}: {str(error).strip()}"
+        text = error if isinstance(error, str) else reason_of(error)
         self.emit({"step": self.step, "name": name, "status": "error", "error": text[:2000]} | facts)
 
     @contextlib.contextmanager

