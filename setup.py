@@ -2,7 +2,8 @@
 
 What is compiled follows from the file's place under csrc/:
   bindings/*.cpp        the Python module (pybind11), one file per op
-  cpu/<op>_simd.cpp     once per instruction set, each time with that set's flags and in its own namespace
+  cpu/<op>_simd.cpp     for AVX2 and for AVX-512, each time with that set's flags and in its own namespace
+  cpu/<op>_bf16_simd.cpp  for AVX-512-BF16, likewise
   cpu/*.cpp             the rest, with baseline flags: checks, threads, choice of the instruction set
   cuda/*.cu             for every architecture in CUDA_ARCHS, and PTX for those to come
 
@@ -33,14 +34,22 @@ CXX_FLAGS = [
     "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra",
 ]  # fmt: skip
 # GCC 12 finds its own AVX-512 header uninitialised (its bug 105593), hence the last flag.
-AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-Wno-maybe-uninitialized"]
-ISAS = {"avx2": AVX2, "avx512": [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]}
+AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
+ISAS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
 CUDA_ARCHS = ["80", "90a", "100a", "120"]
 PTX_ARCH = "80"  # the oldest: every later device can compile it
 NVCC_FLAGS = [
     "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall", "-Xptxas", "--warn-on-spills",
     "--threads", "4",
 ]  # fmt: skip
+
+
+def isas_of(source: Path) -> list[str]:
+    """The instruction sets for which a source under csrc/cpu is compiled; none where baseline flags do."""
+    if source.stem.endswith("_bf16_simd"):
+        return ["avx512_bf16"]
+    return ["avx2", "avx512"] if source.stem.endswith("_simd") else []
 
 
 def find_nvcc() -> str | None:
@@ -141,7 +150,7 @@ class BuildExtension(build_ext):
         cxx = shlex.split(os.environ.get("CXX") or "c++")
         if shutil.which(cxx[0]) is None:
             raise SetupError(
-                f"{cxx[0]}: no C++ compiler of this name; install g++ (>= 9) or clang++, or set CXX"
+                f"{cxx[0]}: no C++ compiler of this name; install g++ (>= 10) or clang++, or set CXX"
             )
         extra, link_extra = (shlex.split(os.environ.get(name, "")) for name in ("CXXFLAGS", "LDFLAGS"))
         target = subprocess.run([*cxx, "-dumpmachine"], capture_output=True, text=True, check=True).stdout
@@ -163,10 +172,10 @@ class BuildExtension(build_ext):
         for isa, flags in isas.items():
             ninja.compile_rule(isa, [*base, *flags, f"-DFASTBERT_ISA={isa}"])
         for source in sorted((CSRC / "cpu").glob("*.cpp")):
-            if not source.stem.endswith("_simd"):
+            wanted = isas_of(source)
+            if not wanted:
                 ninja.compile("cpu", source)
-                continue
-            for isa in isas:
+            for isa in filter(isas.__contains__, wanted):
                 ninja.compile(isa, source, f".{isa}")
         if nvcc:
             codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]

@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastbert import quantization
+
 logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
@@ -298,6 +300,12 @@ class _Names:
         # first parts of the encoder's own keys: "embeddings", "encoder", …
         self.roots = {key[len(self.prefix) :].split(".")[0] for key in self.encoder}
         self.pooler = (self.family.pooler or "pooler") + "."
+        self.int8 = {  # key -> the module whose 8-bit weight or scales it is
+            f"{name}.{leaf}": module
+            for name, module in model.named_modules()
+            if isinstance(module, quantization.QuantizedLinear)
+            for leaf in ("weight", "scale")
+        }
 
     def canonical(self, key: str) -> str:
         """The module's spelling of a stored key."""
@@ -390,8 +398,17 @@ def _spelt(names: _Names, key: str) -> str:
     return {ours: theirs for theirs, ours in names.family.aliases.items()}.get(key, key)
 
 
+def _is_int8(item: _Stored | None) -> bool:
+    return item is not None and item.tensor.dtype == torch.int8
+
+
 def _why(names: _Names, config: Any, found: dict[str, _Stored]) -> str:
     """The likely cause of missing or unexpected keys, "" where none is plain."""
+    scales = any(key.endswith(".scale") and _is_int8(found.get(key[:-5] + "weight")) for key in found)
+    if scales and not names.int8:
+        return "; the file holds 8-bit weights, but the config has no quantization_config of this package"
+    if names.int8 and not scales:
+        return "; config quantization_config says that the weights are 8-bit, but those of the file are not"
     count_key = "num_hidden_groups" if names.family.shared_layers else "num_hidden_layers"
     says, holds = getattr(config, count_key), _numbered(names.family.layers, found)
     if holds and says != holds:
@@ -454,7 +471,8 @@ def _size_key(names: _Names, key: str, axis: int) -> str | None:
         (("token_type_embeddings.weight",), ("type_vocab_size", hidden)),
         (("relative_attention_bias.weight",), ("relative_attention_num_buckets", "num_attention_heads")),
         (tuple(d for d in decoders if d), ("vocab_size", hidden)),
-        ((f".{layer.intermediate}.weight", f".{layer.intermediate}.bias"), ("intermediate_size", hidden)),
+        (tuple(f".{layer.intermediate}.{leaf}" for leaf in ("weight", "scale", "bias")),
+         ("intermediate_size", hidden)),
         ((f".{layer.output}.weight",), (hidden, "intermediate_size")),
         (("classifier.weight", "classifier.bias", "classifier.out_proj.weight", "classifier.out_proj.bias",
           "qa_outputs.weight", "qa_outputs.bias"), ("num_labels", hidden)),
@@ -486,8 +504,13 @@ def _check_shapes(names: _Names, config: Any, found: dict[str, _Stored]) -> None
         raise CheckpointError("; ".join(wrong[:5]) + more)
 
 
-def _check_values(item: _Stored, dtype: torch.dtype) -> None:
-    tensor = item.tensor
+def _check_values(names: _Names, key: str, item: _Stored) -> None:
+    tensor, dtype = item.tensor, names.state[key].dtype
+    if key in names.int8:
+        problem = names.int8[key].problem(key.rpartition(".")[2], tensor)
+        if problem:
+            raise CheckpointError(f"{item}: {problem}")
+        return
     if tensor.dtype not in _FLOATS or tensor.layout is not torch.strided or tensor.is_quantized:
         kind = tensor.dtype if tensor.layout is torch.strided else tensor.layout
         raise CheckpointError(
@@ -527,9 +550,12 @@ def load_weights(
         CheckpointError: naming file, key and cause.
     """
     config = model.config
-    if config.get("quantization_config"):
+    foreign = config.get("quantization_config")
+    if foreign and not quantization.in_config(config):
+        method = foreign.get("quant_method", foreign.get("format")) if isinstance(foreign, dict) else foreign
         raise CheckpointError(
-            f"{Path(directory) / CONFIG}: quantization_config: quantised weights are not read"
+            f"{Path(directory) / CONFIG}: quantization_config: quantised weights are not read but those of "
+            f"this package's quantize(), got {method!r}; load the floating-point checkpoint and quantise that"
         )
     names = _Names(model)
     files, stored = _read_weights(Path(directory))
@@ -539,9 +565,9 @@ def load_weights(
     if report.missing and not allow_missing_head:
         raise CheckpointError(f"{files[0].parent}: missing keys: {_list(report.missing)}")
     _check_shapes(names, config, found)
-    for key, param in names.state.items():
+    for key in names.state:
         if key in found:
-            _check_values(found[key], param.dtype)
+            _check_values(names, key, found[key])
 
     _assign(model, names, found, fresh=set(report.missing))
     if report.missing:
@@ -657,6 +683,9 @@ def _config_text(model: nn.Module, state: dict[str, Tensor]) -> str:
     values["architectures"] = [model.config.family.class_prefix + model.task]  # transformers' class name
     dtypes = [value.dtype for value in state.values() if value.is_floating_point()]
     values["dtype"] = str(dtypes[0]).removeprefix("torch.") if dtypes else "float32"
+    values.pop("quantization_config", None)  # the weights say what is true, not the file the config is from
+    if quantization.is_quantized(model):
+        values["quantization_config"] = dict(quantization.CONFIG)
     if "torch_dtype" in values:  # the same key before transformers 5
         values["torch_dtype"] = values["dtype"]
     return json.dumps(values, indent=2, sort_keys=True, allow_nan=False) + "\n"

@@ -34,6 +34,7 @@ from fastbert.pooling import POOLINGS
 
 _log = logging.getLogger("fastbert")
 
+_INT8 = "int8"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CHUNK_BYTES = 16 << 20  # text held in memory at a time, beside --chunk-lines
 
@@ -54,6 +55,8 @@ class _Stopped(BaseException):
 
 def _encode(args: argparse.Namespace) -> int:
     device = _device(args.device)
+    if args.dtype == _INT8 and device.type != "cpu":
+        raise UsageError(f"--dtype {_INT8}: runs on a CPU, not on {device}; add --device cpu")
     if args.chunk_lines < 1:
         raise UsageError(f"--chunk-lines {args.chunk_lines}: expected at least 1")
     output = Path(args.output)
@@ -76,6 +79,8 @@ def _encode(args: argparse.Namespace) -> int:
             dtype=_DTYPES.get(args.dtype),
             device=device,
         )
+        if args.dtype == _INT8:
+            encoder.quantize(_INT8)
         batch_tokens = max(8192, encoder.max_length) if args.batch_tokens is None else args.batch_tokens
         encoder.check_batch_tokens(batch_tokens)
         writer = _WRITERS[kind](file, encoder.width)
@@ -364,6 +369,7 @@ def _extension() -> dict[str, Any]:
         "compiler": getattr(extension, "compiler", None),
         "cpu_isa": extension.cpu_isa(),
         "best_cpu_isa": extension.best_cpu_isa(),
+        "preferred_cpu_isa": extension.preferred_cpu_isa(),
         "cuda_archs": extension.cuda_archs or None,
         "path": extension.__file__,
     }
@@ -560,7 +566,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--on-long", choices=("truncate", "error"), default="truncate", help="for a line over that"
     )
     encode.add_argument(
-        "--dtype", choices=("auto", *_DTYPES), default="auto", help="of the weights; auto: as stored"
+        "--dtype",
+        choices=("auto", *_DTYPES, _INT8),
+        default="auto",
+        help="of the weights; auto: as stored; int8: quantised, on a CPU",
     )
     encode.add_argument("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     encode.add_argument("--threads", type=int, metavar="N", help="CPU threads")

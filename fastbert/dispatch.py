@@ -21,18 +21,20 @@ from types import ModuleType
 
 import torch
 
-OPS = ("attention", "cross_entropy", "embedding", "layer_norm", "linear", "padding")
+OPS = ("attention", "cross_entropy", "embedding", "layer_norm", "linear", "linear_int8", "padding")
+INFERENCE_ONLY = ("linear_int8",)  # ops without a backward
 
 # Order within a line is by measurement, or by count of bytes where no results row exists yet (see README).
 # `cuda` (CUDA C++) is absent until a row in bench/results proves it on a device of that compute capability.
 TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {
         "attention": ("cpu", "aten", "reference"),
-        "cross_entropy": ("aten", "reference"),
-        "embedding": ("aten", "reference"),
+        "cross_entropy": ("cpu", "aten", "reference"),
+        "embedding": ("cpu", "aten", "reference"),
         "layer_norm": ("cpu", "aten", "reference"),
-        "linear": ("aten", "reference"),
-        "padding": ("aten", "reference"),
+        "linear": ("cpu", "aten", "reference"),
+        "linear_int8": ("cpu", "aten", "reference"),
+        "padding": ("cpu", "aten", "reference"),
     },
     "cuda": {
         "attention": ("aten", "reference"),
@@ -40,6 +42,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "embedding": ("aten", "reference"),
         "layer_norm": ("triton", "aten", "reference"),  # one pass over z instead of three: count of bytes
         "linear": ("aten", "reference"),
+        "linear_int8": ("aten", "reference"),
         "padding": ("aten", "reference"),
     },
 }
@@ -65,7 +68,8 @@ class Choice:
 _pins: dict[
     str, str
 ] = {}  # op -> backend; process-wide, because autograd runs backward in threads of its own
-_resolved: dict[tuple[str, torch.device, torch.dtype], Callable] = {}
+_resolved: dict[tuple[str, torch.device, torch.dtype], Callable | None] = {}
+_UNKNOWN = object()
 _verdicts: dict[tuple[str, str, str, int | None, torch.dtype], str | None] = {}
 _lock = threading.RLock()
 
@@ -80,6 +84,11 @@ def backend_module(name: str) -> ModuleType:
 def backends_for(op: str, device: str) -> tuple[str, ...]:
     """All backends that have `op`, whether or not the table serves them on `device`."""
     return tuple(name for name in BACKENDS if gap(name, op, device, None) is None)
+
+
+def has_backward(name: str, op: str) -> bool:
+    """Whether backend `name` differentiates `op`; `pack` and `unpack` are each other's backward."""
+    return op == "padding" or hasattr(backend_module(name), f"{op}_bwd")
 
 
 def gap(
@@ -123,29 +132,49 @@ def _op_of(function: str) -> str:
     )
 
 
+def optional(function: str, device: torch.device, dtype: torch.dtype) -> Callable | None:
+    """`function` (such as "linear_int8_pack") of the backend that now serves its op's forward.
+
+    None where that backend has no such function.
+    """
+    key = (function, device, dtype)
+    found = _resolved.get(key, _UNKNOWN)
+    if found is _UNKNOWN:
+        with _lock:
+            name, cacheable = _choose(f"{_op_of(function)}_fwd", device, dtype)
+            found = getattr(backend_module(name), function, None)
+            if cacheable:
+                _resolved[key] = found
+    return found
+
+
 def _resolve(function: str, device: torch.device, dtype: torch.dtype) -> Callable:
-    op = _op_of(function)
     with _lock:
-        pinned = _pins.get(op) or _pins.get("*")
-        if pinned is not None:
-            reason = gap(pinned, op, device.type, dtype, function)
-            if reason is not None:
-                others = [b for b in BACKENDS if gap(b, op, device.type, dtype, function) is None]
-                raise BackendError(
-                    f"use_backend({pinned!r}): op {op!r} cannot run on {device.type} in "
-                    f"{str(dtype).removeprefix('torch.')}: {reason}; "
-                    f"alternatives: {', '.join(others) or 'none'}"
-                )
-            launch = getattr(backend_module(pinned), function)
-        else:
-            launch, cacheable = _first_proven(function, op, device, dtype)
-            if not cacheable:
-                return launch
-        _resolved[(function, device, dtype)] = launch
+        name, cacheable = _choose(function, device, dtype)
+        launch = getattr(backend_module(name), function)
+        if cacheable:
+            _resolved[(function, device, dtype)] = launch
         return launch
 
 
-def _first_proven(function: str, op: str, device: torch.device, dtype: torch.dtype) -> tuple[Callable, bool]:
+def _choose(function: str, device: torch.device, dtype: torch.dtype) -> tuple[str, bool]:
+    """(the backend that is pinned or serves, whether that will stay so)."""
+    op = _op_of(function)
+    pinned = _pins.get(op) or _pins.get("*")
+    if pinned is None:
+        return _first_proven(function, op, device, dtype)
+    reason = gap(pinned, op, device.type, dtype, function)
+    if reason is not None:
+        others = [b for b in BACKENDS if gap(b, op, device.type, dtype, function) is None]
+        raise BackendError(
+            f"use_backend({pinned!r}): op {op!r} cannot run on {device.type} in "
+            f"{str(dtype).removeprefix('torch.')}: {reason}; "
+            f"alternatives: {', '.join(others) or 'none'}"
+        )
+    return pinned, True
+
+
+def _first_proven(function: str, op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, bool]:
     cacheable = True
     for name in TABLE.get(device.type, {}).get(op, ("aten", "reference")):
         if gap(name, op, device.type, dtype, function) is not None:
@@ -157,7 +186,7 @@ def _first_proven(function: str, op: str, device: torch.device, dtype: torch.dty
                 continue
             if _verdict(key, device) is not None:
                 continue
-        return getattr(backend_module(name), function), cacheable
+        return name, cacheable
     raise BackendError(f"no backend serves op {op!r} on {device.type} in {str(dtype).removeprefix('torch.')}")
 
 

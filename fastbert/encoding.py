@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 from fastbert import checkpoint
 from fastbert.models import AutoModel
+from fastbert.ops import checks
 from fastbert.pooling import POOLINGS, pool
 
 _SLICE = 32_768  # sentences tokenised at a time: bounds the memory that token ids take
@@ -315,9 +316,11 @@ class SentenceEncoder:
     """Model, tokenizer and pooling, loaded once. Many threads may call `encode` at the same time.
 
     Args:
-        model: a fastbert encoder in eval mode (anything with `config` and `forward_packed`), on its device.
+        model: a fastbert encoder in eval mode (anything with `config` and `forward_packed`, which pooling
+            "cls" calls with first_token_only=True), on its device.
         tokenizer: of the `tokenizers` library. Copied, so that its padding and truncation stay as they are.
-        pooling: "mean" (over all tokens, special ones included), "cls" or "max".
+        pooling: "mean" (over all tokens, special ones included), "cls" (the last layer is then computed for
+            the first tokens alone) or "max".
         normalize: scale each embedding to length 1; an all-zero one stays zero.
         max_length: tokens a sentence may have, special ones included; None = as many as the model can.
         lower_case: lower the text before the tokenizer sees it.
@@ -402,6 +405,14 @@ class SentenceEncoder:
             lower_case=settings.lower_case,
             prompt=settings.prompt,
         )
+
+    def quantize(self, dtype: str = "int8") -> SentenceEncoder:
+        """Quantise the model in place, for inference on a CPU (`fastbert.quantization`); returns the encoder.
+
+        Not while other threads encode.
+        """
+        self.model.quantize(dtype)
+        return self
 
     @property
     def width(self) -> int:
@@ -541,8 +552,12 @@ class SentenceEncoder:
         device = self.device
         input_ids = torch.from_numpy(ids).to(device)  # (total,)
         cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
-        hidden = self.model.forward_packed(input_ids, cu_seqlens, int(lengths.max()))  # (total, hidden)
-        rows = pool(hidden, cu_seqlens, self.pooling)
+        packed = (input_ids, cu_seqlens, int(lengths.max()))
+        if self.pooling == "cls":
+            rows = self.model.forward_packed(*packed, first_token_only=True)  # (sentences, hidden)
+            rows = rows.to(checks.compute_dtype(rows))
+        else:
+            rows = pool(self.model.forward_packed(*packed), cu_seqlens, self.pooling)
         if self.normalize:
             rows = torch.nn.functional.normalize(rows, dim=1)
         return rows.cpu().numpy()

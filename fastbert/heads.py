@@ -9,7 +9,8 @@ Heads work on packed tokens: the logits of masked tokens are never computed. Whe
 numbers for them, zeros stand here (in question answering: the lowest finite number, so that no softmax or
 argmax picks them). Therefore a label on a masked token is an error, and so is a batch whose position 0, which
 a classifier reads, is masked out (left padding). Labels of -100 do not count; where none counts the loss is
-0, with zero gradients.
+0, with zero gradients. In eval mode without gradients a head that reads position 0 alone has the last layer
+computed for that token only (`BertModel.forward`, first_token_only).
 """
 
 from __future__ import annotations
@@ -51,16 +52,18 @@ class Encoded:
     """What the encoder hands to a head.
 
     Attributes:
-        hidden: (rows, hidden), the kept tokens of all sequences.
+        hidden: (rows, hidden), the kept tokens of all sequences; with `first_only` (batch, hidden), the
+            token at position 0 of each, zeros where it is masked.
         inputs: the batch they come from.
-        states, probs: hidden states before each layer, and attention probabilities, packed; None if not asked
-        for.
+        states, probs: all hidden states and attention probabilities, packed; None if not asked for.
+        first_only: see `hidden`.
     """
 
     hidden: Tensor
     inputs: Inputs
     states: list[Tensor] | None
     probs: list[Tensor] | None
+    first_only: bool
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -93,12 +96,12 @@ class Encoded:
                 f"attention_mask: position 0 of sequence {self.inputs.headless}, which this head reads, is "
                 "masked out; expected the first token to be kept (pad on the right)"
             )
-        return self.inputs.packing.first_rows(self.hidden)
+        return self.hidden if self.first_only else self.inputs.packing.first_rows(self.hidden)
 
     @property
     def hidden_states(self) -> tuple[Tensor, ...] | None:
         """The embedding output and every layer's output, padded."""
-        return None if self.states is None else tuple(self.unpack(s) for s in [*self.states, self.hidden])
+        return None if self.states is None else tuple(self.unpack(s) for s in self.states)
 
     @property
     def attentions(self) -> tuple[Tensor, ...] | None:
@@ -112,6 +115,7 @@ class TaskModel(PreTrainedModel):
     """
 
     model_types: ClassVar[Sequence[str]] = tuple(FAMILIES)  # the families that have this head
+    reads_first_only: ClassVar[bool] = False  # the head reads the token at position 0 and no other
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)
@@ -211,9 +215,10 @@ class TaskModel(PreTrainedModel):
             head_mask=head_mask,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
+            first_token_only=self.reads_first_only,
             packed=True,
         )
-        return Encoded(hidden, inputs, states, probs)
+        return Encoded(hidden, inputs, states, probs, self.reads_first_only)
 
     def answer(self, output: ModelOutput, return_dict: bool | None) -> Any:
         """`output`, or its tuple."""
@@ -532,6 +537,7 @@ class BertForNextSentencePrediction(TaskModel):
 
     task = "ForNextSentencePrediction"
     model_types = ("bert", "ernie")
+    reads_first_only = True
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)
@@ -573,6 +579,7 @@ class BertForSequenceClassification(TaskModel):
     """
 
     task = "ForSequenceClassification"
+    reads_first_only = True
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)
@@ -638,6 +645,7 @@ class BertForMultipleChoice(TaskModel):
     """
 
     task = "ForMultipleChoice"
+    reads_first_only = True
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)

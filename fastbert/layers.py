@@ -2,20 +2,21 @@
 
 Modules hold parameters under HuggingFace's names (families.py) and see packed tokens `[total, hidden]` only.
 A layer reads its linear layers' and norms' weights and calls our ops, unless one of those sub-modules is no
-longer the plain one (LoRA, quantised, parametrized, hooked): then that sub-module itself is called, and the
-rest stays fused.
+longer the plain one (LoRA, parametrized, hooked): then that sub-module itself is called, and the rest stays
+fused. A linear layer that `quantize` replaced counts as plain.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastbert import prepared
+from fastbert import packing, prepared
 from fastbert.config import EncoderConfig
 from fastbert.ops import checks
 from fastbert.ops.attention import attention
@@ -23,6 +24,10 @@ from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.embedding import embedding
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
+from fastbert.ops.linear import packer as linear_packer
+from fastbert.quantization import QuantizedLinear, int8_product
+
+_CAST_FROM = 64  # tokens that pay for casting two half-precision weights to float32
 
 _ACTIVATE = {
     None: lambda x: x,
@@ -31,6 +36,10 @@ _ACTIVATE = {
     "relu": F.relu,
     "silu": F.silu,
 }
+
+
+_MANY_ROWS = 1536  # from here on a weight is packed for the call, not kept packed
+_BLOCK_ROWS = 2048  # of a large batch: see EncoderLayer._blocks
 
 
 @dataclass(frozen=True)
@@ -68,9 +77,9 @@ def part(root: nn.Module, path: str) -> nn.Module:
     return root
 
 
-def is_plain(module: nn.Module, kind: type) -> bool:
-    """Whether a fused op may read the weights of `module` instead of calling it."""
-    return type(module) is kind and not (
+def is_hooked(module: nn.Module) -> bool:
+    """Whether someone watches the calls of `module` itself."""
+    return bool(
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
@@ -78,10 +87,36 @@ def is_plain(module: nn.Module, kind: type) -> bool:
     )
 
 
+def is_plain(module: nn.Module, kind: type) -> bool:
+    """Whether a fused op may read the weights of `module` instead of calling it."""
+    return type(module) is kind and not is_hooked(module)
+
+
+def packed_weight(module: nn.Linear, x: Tensor) -> Tensor | None:
+    """The module's weight as the serving backend reads it; made at the first call and kept for inference.
+
+    None in training, under torch.compile, where the backend packs nothing, and for so many rows that packing
+    for the one call costs next to nothing.
+    """
+    if module.training or torch.compiler.is_compiling() or x.shape[:-1].numel() >= _MANY_ROWS:
+        return None
+    dtype = module.weight.dtype
+    if dtype != torch.float64:  # which autocast leaves alone
+        dtype = checks.autocast_dtype(x) or dtype
+    pack = linear_packer(x.device, dtype)
+    if pack is None:
+        return None
+    return prepared.derived(
+        module, ("packed", dtype), (module.weight,), lambda: pack(module.weight.to(dtype).contiguous())
+    )
+
+
 def apply_linear(module: nn.Module, x: Tensor, activation: str | None = None) -> Tensor:
     """act(module(x)), fused where the module is a plain nn.Linear."""
     if is_plain(module, nn.Linear):
-        return linear(x, module.weight, module.bias, activation)
+        return linear(x, module.weight, module.bias, activation, packed=packed_weight(module, x))
+    if is_plain(module, QuantizedLinear):
+        return int8_product(x, module, [module], activation)
     return _ACTIVATE[activation](module(x))
 
 
@@ -106,7 +141,9 @@ def dense_norm(
     """
     x_bias = None
     if is_plain(dense, nn.Linear):
-        x, x_bias = linear(x, dense.weight), dense.bias
+        x, x_bias = linear(x, dense.weight, packed=packed_weight(dense, x)), dense.bias
+    elif is_plain(dense, QuantizedLinear):
+        x, x_bias = int8_product(x, dense, [dense], with_bias=False), dense.bias
     else:
         x = dense(x)
     if is_plain(norm, nn.LayerNorm):
@@ -224,7 +261,12 @@ class EncoderLayer(nn.Module):
         attach(self, names.output_norm, nn.LayerNorm(hidden, eps=config.norm_eps))
 
     def forward(
-        self, hidden: Tensor, sequences: Sequences, gate: Tensor | None = None, site: int = 1
+        self,
+        hidden: Tensor,
+        sequences: Sequences,
+        gate: Tensor | None = None,
+        site: int = 1,
+        first_only: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """(total, hidden) -> ((total, hidden), probabilities (batch, nheads, S, S) or None).
 
@@ -233,26 +275,45 @@ class EncoderLayer(nn.Module):
             sequences: the batch.
             gate: (nheads,) factor of each head's output, or None.
             site: first of the layer's `SITES` dropout call sites.
+            first_only: compute only the rows of `packing.starts`, the first token of each sequence:
+                ((batch, hidden), None). Only where `may_skip_rows` says so, with total >= 1 and without
+                probabilities; the row of an empty sequence has no meaning.
         """
+        if not first_only and (blocks := self._blocks(hidden, sequences)):
+            out = torch.empty_like(hidden)
+            for first, last in blocks:
+                ends = sequences.cu_seqlens[first : last + 1]
+                rows = slice(int(ends[0]), int(ends[-1]))
+                some = replace(sequences, cu_seqlens=ends - ends[0])
+                out[rows] = self._forward(hidden[rows], some, gate, site)[0]
+            return out, None
+        return self._forward(hidden, sequences, gate, site, first_only)
+
+    def _forward(self, hidden, sequences, gate, site, first_only=False):
         names, seed = self.names, sequences.seed
         attention_p, hidden_p, ffn_p = (
             (self.attention_dropout_p, self.hidden_dropout_p, self.ffn_dropout_p)
             if self.training
             else (0.0, 0.0, 0.0)
         )
-        context = attention(
-            *self._qkv(hidden),
-            sequences.cu_seqlens,
-            sequences.max_seqlen,
-            softmax_scale=self.head_dim**-0.5,
-            bias=sequences.bias,
-            gate=gate,
-            dropout_p=attention_p,
-            seed=seed,
-            offset=site,
-            return_probs=sequences.return_probs,
-        )
-        context, probs = context if sequences.return_probs else (context, None)
+        if first_only:
+            starts = packing.starts(sequences.cu_seqlens, hidden.shape[0])
+            context, probs = self._first_context(hidden, starts, sequences, gate), None
+            hidden = hidden.index_select(0, starts)
+        else:
+            context = attention(
+                *self._qkv(hidden),
+                sequences.cu_seqlens,
+                sequences.max_seqlen,
+                softmax_scale=self.head_dim**-0.5,
+                bias=sequences.bias,
+                gate=gate,
+                dropout_p=attention_p,
+                seed=seed,
+                offset=site,
+                return_probs=sequences.return_probs,
+            )
+            context, probs = context if sequences.return_probs else (context, None)
         hidden = dense_norm(
             part(self, names.attention_output), part(self, names.attention_norm),
             context.reshape(hidden.shape), hidden, hidden_p, seed, site + 1,
@@ -263,6 +324,74 @@ class EncoderLayer(nn.Module):
         )
         return hidden, probs
 
+    def _blocks(self, x: Tensor, sequences: Sequences) -> list[tuple[int, int]]:
+        """Ranges of sequences to compute one after the other, so that a large batch's q, k, v and
+        feed-forward, most of its memory, never exist as a whole; empty where all go at once.
+
+        Inference on a CPU only: a GPU wants all rows together. A hook would see one call a block.
+        """
+        if (
+            x.shape[0] < 2 * _BLOCK_ROWS
+            or x.device.type != "cpu"
+            or sequences.bias is not None
+            or sequences.return_probs
+            or torch.compiler.is_compiling()
+            or not self.may_skip_rows()
+        ):
+            return []
+        ends = sequences.cu_seqlens.tolist()
+        if ends[-1] != x.shape[0]:
+            return []
+        blocks, first = [], 0
+        size = -(-ends[-1] // (ends[-1] // _BLOCK_ROWS))
+        for last in range(1, len(ends)):  # the last block takes what would be too few rows for one more
+            if ends[last] - ends[first] >= size and ends[-1] - ends[last] >= _MANY_ROWS:
+                blocks.append((first, last))
+                first = last
+        return [*blocks, (first, len(ends) - 1)]
+
+    def may_skip_rows(self) -> bool:
+        """Whether `forward` may leave out rows that nobody asked for.
+
+        Not in training (dropout draws by row), not where a gradient may be wanted, and not where a hook
+        watches the layer or a part of it: it would miss tokens. A replaced part (LoRA, quantised) is called
+        on fewer rows; it has no way to mix rows, which belong to different sequences anyway.
+        """
+        return not (
+            self.training or torch.is_grad_enabled() or any(is_hooked(module) for module in self.modules())
+        )
+
+    def _first_context(self, x: Tensor, starts: Tensor, sequences: Sequences, gate: Tensor | None) -> Tensor:
+        """The attention's output at the rows `starts` alone: (total, hidden) -> (batch, hidden)."""
+        names, shape = self.names, (-1, self.nheads, self.head_dim)
+        q = apply_linear(part(self, names.query), x.index_select(0, starts)).reshape(shape)
+        key, value = part(self, names.key), part(self, names.value)
+        # On a CPU the sequences' ends can be read at no cost
+        if (
+            x.device.type == "cpu"
+            and (x.shape[0] >= _CAST_FROM or checks.compute_dtype(x) == x.dtype)
+            and is_plain(key, nn.Linear)
+            and is_plain(value, nn.Linear)
+            and checks.autocast_dtype(x) is None
+            and not torch.compiler.is_compiling()
+        ):
+            return first_attention(
+                x, q, key.weight, value.weight, value.bias, sequences.cu_seqlens,
+                softmax_scale=self.head_dim**-0.5, bias=sequences.bias, gate=gate,
+            )  # fmt: skip
+        k, v = (apply_linear(module, x).reshape(shape) for module in (key, value))
+        context = attention(
+            torch.zeros_like(k).index_copy(0, starts, q),  # what the other rows ask for is thrown away
+            k,
+            v,
+            sequences.cu_seqlens,
+            sequences.max_seqlen,
+            softmax_scale=self.head_dim**-0.5,
+            bias=sequences.bias,
+            gate=gate,
+        )
+        return context.index_select(0, starts).flatten(1)
+
     def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value, each (total, nheads, head_dim); one product with [Wq; Wk; Wv] where that is
         cheaper.
@@ -270,12 +399,13 @@ class EncoderLayer(nn.Module):
         names = self.names
         modules = [part(self, path) for path in (names.query, names.key, names.value)]
         shape = (x.shape[0], self.nheads, self.head_dim)
+        if all(is_plain(m, QuantizedLinear) for m in modules) and len({m.bias is None for m in modules}) == 1:
+            return int8_product(x, self, modules).reshape(x.shape[0], 3, *shape[1:]).unbind(1)
         weights = [m.weight for m in modules] if all(is_plain(m, nn.Linear) for m in modules) else []
         biases = [m.bias for m in modules] if weights else []
         grad = torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights))
-        # On a CPU the three products run as fast apart, and training would copy all three weights for
-        # nothing.
-        if not weights or any(b is None for b in biases) or (grad and not x.is_cuda):
+        # On a CPU the three products run as fast apart, and need no copy of the three weights.
+        if not weights or any(b is None for b in biases) or not x.is_cuda:
             return tuple(apply_linear(m, x).reshape(shape) for m in modules)
         if grad or torch.compiler.is_compiling():
             weight, bias = torch.cat(weights), torch.cat(biases)
@@ -288,6 +418,69 @@ class EncoderLayer(nn.Module):
                 lambda: (torch.cat(weights).to(dtype), torch.cat(biases).to(dtype)),
             )
         return linear(x, weight, bias).reshape(x.shape[0], 3, *shape[1:]).unbind(1)
+
+
+def first_attention(
+    x: Tensor,
+    q: Tensor,
+    key_weight: Tensor,
+    value_weight: Tensor,
+    value_bias: Tensor | None,
+    cu_seqlens: Tensor,
+    *,
+    softmax_scale: float,
+    bias: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """Attention of one query a sequence, that of its first token, without making any key or value.
+
+    For a head with one query q, over the tokens x_t of its sequence,
+
+        q · (Wk x_t + bk) = (Wkᵀ q) · x_t + a constant, which softmax does not see
+        Σ_t p_t (Wv x_t + bv) = Wv (Σ_t p_t x_t) + bv
+
+    so both products with a weight run over sequences instead of tokens. Computed in float32 (float64 for
+    float64) and rounded once. On a CPU only: it reads `cu_seqlens` on the host.
+
+    Args:
+        x: (total, hidden), what keys and values would be made of.
+        q: (batch, nheads, head_dim).
+        key_weight, value_weight, value_bias: of the linear layers; (hidden, hidden), and (hidden,) or None.
+        cu_seqlens: (batch + 1,) int32.
+        softmax_scale, bias, gate: as `ops.attention.attention`; of a 4-D `bias` query 0 is read.
+
+    Returns:
+        (batch, hidden) in x's dtype; zeros where a sequence has no token or its query no allowed key.
+    """
+    compute = checks.compute_dtype(x)
+    batch, nheads, head_dim = q.shape
+    wk, wv = (w.to(compute).reshape(nheads, head_dim, -1) for w in (key_weight, value_weight))
+    scaled = (q.to(compute) * softmax_scale).transpose(0, 1)  # (nheads, batch, head_dim)
+    asked = (scaled @ wk).transpose(0, 1)  # (batch, nheads, hidden)
+    mixed = asked.new_zeros(asked.shape)  # Σ_t p_t x_t
+    mass = asked.new_zeros(batch, nheads, 1)  # Σ_t p_t: 1, or 0 where there is no allowed key
+    ends = cu_seqlens.tolist()
+    lengths = [end - start for start, end in pairwise(ends)]
+    last = 0
+    for length, run in groupby(lengths):  # neighbours of one length go together
+        first, last = last, last + len(list(run))
+        if length == 0:
+            continue
+        tokens = x[ends[first] : ends[last]].to(compute).reshape(last - first, length, -1)
+        scores = asked[first:last] @ tokens.mT  # (sequences, nheads, length)
+        mass[first:last] = 1
+        if bias is not None:
+            scores = scores + bias[slice(first, last) if bias.shape[0] > 1 else 0, :, 0, :length].to(compute)
+            blind = scores.isneginf().all(-1, keepdim=True)
+            scores, mass[first:last] = scores.masked_fill(blind, 0), blind.logical_not().to(compute)
+        mixed[first:last] = torch.softmax(scores, -1) @ tokens
+    context = (mixed.transpose(0, 1) @ wv.mT).transpose(0, 1)  # (batch, nheads, head_dim)
+    if value_bias is not None:
+        context = context + value_bias.to(compute).reshape(nheads, head_dim)
+    context = context * mass
+    if gate is not None:
+        context = context * gate.to(compute).unsqueeze(1)
+    return context.reshape(batch, -1).to(x.dtype)
 
 
 def pool_first(dense: nn.Module, first: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-from fastbert import checkpoint, packing, prepared
+from fastbert import checkpoint, packing, prepared, quantization
 from fastbert.config import DEFAULTS, EncoderConfig
 from fastbert.families import FAMILIES, Family
 from fastbert.inputs import Inputs, check_inputs, head_gates
@@ -87,8 +87,9 @@ class PreTrainedModel(nn.Module):
         return next(self.parameters()).dtype
 
     def num_parameters(self, only_trainable: bool = False) -> int:
-        """How many numbers the parameters hold, tied ones once."""
-        return sum(p.numel() for p in self.parameters() if p.requires_grad or not only_trainable)
+        """How many numbers the parameters hold, tied ones once, and 8-bit weights, which are buffers."""
+        count = sum(p.numel() for p in self.parameters() if p.requires_grad or not only_trainable)
+        return count if only_trainable else count + quantization.num_weights(self)
 
     # -- construction and files ------------------------------------------------------------------------------
 
@@ -125,6 +126,7 @@ class PreTrainedModel(nn.Module):
                 hub name.
             config: used instead of the directory's config.json.
             dtype: parameters' dtype; "auto" takes the one config.json or the file states, None is float32.
+                Weights that were saved as 8-bit integers stay so.
             device: where to put the model; CPU by default.
             revision, cache_dir, local_files_only, token: for hub names.
             overrides: config keys that stand before the file's (num_labels, hidden_dropout_prob, …), and the
@@ -152,8 +154,16 @@ class PreTrainedModel(nn.Module):
             config = _as_config(config)
         else:
             raise TypeError(f"from_pretrained: overrides {sorted(overrides)} cannot go with config=")
+        int8 = quantization.in_config(config)
+        if int8 and device is not None and torch.device(device).type != "cpu":
+            raise ValueError(
+                f"device: {device}, but the checkpoint is quantised to 8 bits, which is for a CPU; "
+                "pass device='cpu', or load the floating-point checkpoint"
+            )
         with torch.device("meta"):
             model = cls.class_for(config)(config, **own)
+        if int8:
+            quantization.prepare(model)
         model.to(_resolve_dtype(dtype, config, directory))
         model.load_report = checkpoint.load_weights(model, directory)
         model.tie_weights()
@@ -165,11 +175,27 @@ class PreTrainedModel(nn.Module):
         """
         checkpoint.save(self, directory, **kwargs)
 
+    def quantize(self, dtype: str = "int8") -> PreTrainedModel:
+        """Quantise the encoder layers' linear layers in place, for inference on a CPU; returns the model.
+
+        One range a token and one scale an output channel, without calibration. The model is put in eval mode
+        and its parameters are frozen: it cannot be trained afterwards. `save_pretrained` and
+        `from_pretrained` keep the integers. See `fastbert.quantization`.
+
+        Args:
+            dtype: "int8".
+
+        Raises:
+            TypeError, ValueError: naming the argument or the layer; nothing is changed then.
+        """
+        return quantization.quantize(self, dtype)
+
     @torch.no_grad()
     def init_weights(self, module: nn.Module | None = None) -> None:
         """BERT's initialisation of `module` (default: all): normal(0, initializer_range), zero biases, unit
         norms.
         """
+        quantization.check_trainable(self if module is None else module, "init_weights")
         for child in (self if module is None else module).modules():
             if isinstance(child, (nn.Linear, nn.Embedding)):
                 child.weight.normal_(0.0, self.config.initializer_range)
@@ -277,7 +303,13 @@ class PreTrainedModel(nn.Module):
         return self.base_model.gradient_checkpointing
 
     def train(self, mode: bool = True) -> PreTrainedModel:
-        """Set training mode; what was derived from the weights is forgotten."""
+        """Set training mode; what was derived from the weights is forgotten.
+
+        Raises:
+            RuntimeError: training mode for a quantised model; nothing is changed then.
+        """
+        if mode:
+            quantization.check_trainable(self, "train")
         prepared.clear(self)
         return super().train(mode)
 
@@ -385,6 +417,7 @@ class BertModel(PreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        first_token_only: bool = False,
         packed: bool = False,
     ) -> BaseModelOutputWithPooling | tuple:
         """Encode a padded batch; the padding itself is never computed.
@@ -401,8 +434,13 @@ class BertModel(PreTrainedModel):
             output_attentions: return the probabilities of every layer, (batch, nheads, seqlen, seqlen).
             output_hidden_states: return the embedding output and every layer's output.
             return_dict: False gives a tuple.
-            packed: for the task heads: return (hidden (rows, hidden), hidden states before each layer,
-                probabilities, Inputs), all of them packed, the second and third None if not asked for.
+            first_token_only: only position 0 of each sequence is wanted (CLS pooling, pooler_output):
+                last_hidden_state is (batch, 1, hidden). In eval mode without gradients (`torch.no_grad`,
+                `torch.inference_mode`) the last layer is then computed for those rows alone, unless hidden
+                states or attentions are asked for, or a hook watches that layer or a part of it.
+            packed: for the task heads: return (hidden, hidden states, probabilities, Inputs), all of them
+                packed, the second and third None if not asked for. hidden is (rows, hidden), with
+                `first_token_only` (batch, hidden); the hidden states are (rows, hidden) either way.
 
         Returns:
             last_hidden_state (batch, seqlen, hidden), pooler_output (batch, hidden) or None, hidden_states,
@@ -430,16 +468,21 @@ class BertModel(PreTrainedModel):
         want_attentions = config.output_attentions if output_attentions is None else output_attentions
         want_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
 
-        hidden, states, attentions = self._encode(inputs, gates, want_attentions, want_states)
+        hidden, states, attentions = self._encode(
+            inputs, gates, want_attentions, want_states, first_token_only
+        )
         if packed:
             return hidden, states if want_states else None, attentions if want_attentions else None, inputs
 
         packing = inputs.packing
-        last = packing.unpack(hidden)
+        last = hidden.unsqueeze(1) if first_token_only else packing.unpack(hidden)
+        if want_states:
+            whole = packing.unpack(states[-1]) if first_token_only else last
+            states = (*(packing.unpack(s) for s in states[:-1]), whole)
         output = BaseModelOutputWithPooling(
             last_hidden_state=last,
             pooler_output=pool_first(part(self, self.family.pooler), last[:, 0]) if self.has_pooler else None,
-            hidden_states=(*(packing.unpack(s) for s in states), last) if want_states else None,
+            hidden_states=states if want_states else None,
             attentions=tuple(packing.unpack_scores(p) for p in attentions) if want_attentions else None,
         )
         return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
@@ -451,6 +494,8 @@ class BertModel(PreTrainedModel):
         max_seqlen: int,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
+        *,
+        first_token_only: bool = False,
     ) -> Tensor:
         """Encode sequences that are packed already.
 
@@ -459,9 +504,10 @@ class BertModel(PreTrainedModel):
             cu_seqlens: (batch + 1,) int32, where each sequence starts; the last entry is total.
             max_seqlen: the longest length, or more.
             token_type_ids, position_ids: (total,); by default 0, and counted from each sequence's start.
+            first_token_only: only the first token of each sequence is wanted; see `forward`.
 
         Returns:
-            (total, hidden).
+            (total, hidden); with `first_token_only` (batch, hidden), zeros where a sequence is empty.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
@@ -469,12 +515,19 @@ class BertModel(PreTrainedModel):
         inputs = Inputs.from_packed(
             self.config, self.device, input_ids, cu_seqlens, max_seqlen, token_type_ids, position_ids
         )
-        return self._encode(inputs, None, False, False)[0]
+        return self._encode(inputs, None, False, False, first_token_only)[0]
 
     def _encode(
-        self, inputs: Inputs, gates: Tensor | None, want_attentions: bool, want_states: bool
+        self,
+        inputs: Inputs,
+        gates: Tensor | None,
+        want_attentions: bool,
+        want_states: bool,
+        first_only: bool,
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Packed tokens through all layers: (last hidden, hidden states before each layer, probabilities)."""
+        """Packed tokens through all layers: (last hidden, all hidden states, probabilities), the last hidden
+        (batch, hidden) with `first_only`.
+        """
         packed, seed = inputs.packing, self._dropout_seed()
         hidden = self.embeddings(
             inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds, seed
@@ -482,17 +535,30 @@ class BertModel(PreTrainedModel):
         if self.has_projection:
             hidden = apply_linear(part(self, self.family.projection), hidden)
         sequences = Sequences(packed.cu_seqlens, packed.max_seqlen, self._bias(inputs), seed, want_attentions)
-        states, attentions = [], []
-        for i, layer in enumerate(self.layers()):
-            if want_states:
-                states.append(hidden)
+        layers, attentions = self.layers(), []
+        states = [hidden] if want_states else []
+        skip = (
+            first_only
+            and not (want_attentions or want_states)
+            and hidden.shape[0] > 0
+            and len(layers) > 0
+            and type(layers[-1]) is EncoderLayer
+            and layers[-1].may_skip_rows()
+        )
+        for i, layer in enumerate(layers):
             arguments = (hidden, sequences, None if gates is None else gates[i], 1 + i * EncoderLayer.SITES)
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
                 hidden, probs = recompute(layer, *arguments, use_reentrant=False)
+            elif skip and i == len(layers) - 1:
+                hidden, probs = layer(*arguments, first_only=True)
             else:
                 hidden, probs = layer(*arguments)
+            if want_states:
+                states.append(hidden)
             if want_attentions:
                 attentions.append(probs)
+        if first_only:
+            hidden = packed.keep_first(hidden) if skip else packed.first_rows(hidden)
         return hidden, states, attentions
 
     def _dropout_seed(self) -> Tensor | None:

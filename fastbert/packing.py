@@ -65,14 +65,16 @@ class Packing:
         """(rows, hidden) -> (batch, hidden): the token at padded position 0 of each sequence, zeros if
         masked.
         """
-        if self.indices is None:
-            return x.reshape(self.batch, self.seqlen, -1)[:, 0]
-        starts = self.cu_seqlens[:-1].long().clamp_max(max(x.shape[0] - 1, 0))
         if x.shape[0] == 0:
-            return x.new_zeros(self.batch, x.shape[1])
-        return torch.where(
-            self.mask[:, :1], x.index_select(0, starts), torch.zeros((), dtype=x.dtype, device=x.device)
-        )
+            return x.new_zeros(self.batch, x.shape[1]) + x.sum(0)  # the sum: to stay part of the graph
+        return self.keep_first(x.index_select(0, starts(self.cu_seqlens, x.shape[0])))
+
+    def keep_first(self, rows: Tensor) -> Tensor:
+        """The rows (batch, hidden) of `starts`, zeros where padded position 0 is masked (and where a packed
+        sequence is empty).
+        """
+        kept = self.cu_seqlens.diff() > 0 if self.mask is None else self.mask[:, 0]
+        return torch.where(kept.unsqueeze(1), rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
 
     @property
     def ranks(self) -> Tensor:
@@ -121,6 +123,13 @@ def from_mask(mask: Tensor, lengths: list[int] | None = None) -> Packing:
         return dense(batch, seqlen, mask.device)
     indices = torch.nonzero_static(mask.reshape(-1), size=total).squeeze(1)
     return Packing(batch, seqlen, cu_seqlens, max(lengths, default=0), indices, mask)
+
+
+def starts(cu_seqlens: Tensor, rows: int) -> Tensor:
+    """(batch,) int64: the packed row of each sequence's first token, of `rows` >= 1; some other sequence's
+    row where a sequence is empty.
+    """
+    return cu_seqlens[:-1].long().clamp_max(rows - 1)
 
 
 def positions_of(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:

@@ -121,6 +121,7 @@ def compare(
         return (float("inf"),) * 4 + (f"shape {tuple(actual.shape)}, expected {tuple(oracle.shape)}",)
     if oracle.numel() == 0:
         return 0.0, 0.0, 0.0, 0.0, ""
+    oracle = oracle.double()  # of an op that moves integers or booleans too
     finite = torch.isfinite(oracle)
     wide = actual.double()
     if not torch.equal(torch.isfinite(wide), finite) or not torch.equal(wide[~finite], oracle[~finite]):
@@ -197,7 +198,11 @@ def run_case(
     backward: bool = True,
     seed: int = 0,
 ) -> list[Row]:
-    """One case on one backend by the error rule: a row for each output and each gradient."""
+    """One case on one backend by the error rule: a row for each output and each gradient.
+
+    Gradients only where the backend has the op's backward and the dtype has gradients at all.
+    """
+    backward = backward and dtype.is_floating_point and dispatch.has_backward(backend, case.op)
     inputs = case.inputs(dtype, device, seed)
     with torch.no_grad():
         shapes = case.oracle(**_with_grad(inputs, (), torch.float64))
@@ -266,7 +271,9 @@ def verify(
 
 
 def self_check(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Run the op's tiny cases, forward and backward, on one backend and device; None, or what went wrong."""
+    """Run the op's tiny cases on one backend and device, backward too if it has one; None, or what went
+    wrong.
+    """
     try:
         for case in small_cases(op):
             for row in run_case(case, backend, dtype, device):

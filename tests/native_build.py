@@ -17,9 +17,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 NATIVE = ROOT / "tests" / "native"
 FLAGS = ["-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Werror"]
-FLAGS += ["-Wno-unknown-pragmas", "-Wno-maybe-uninitialized", f"-I{ROOT / 'csrc'}", f"-I{NATIVE}"]
+FLAGS += ["-Wno-unknown-pragmas", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+FLAGS += [f"-I{ROOT / 'csrc'}", f"-I{NATIVE}"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"]
-ISA_FLAGS = {"avx2": AVX2, "avx512": [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]}
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
+ISA_FLAGS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
+
+
+def isas_of(source: Path) -> list[str]:
+    """As in setup.py: the instruction sets for which a source under csrc/cpu is compiled."""
+    if source.stem.endswith("_bf16_simd"):
+        return ["avx512_bf16"]
+    return ["avx2", "avx512"] if source.stem.endswith("_simd") else []
 
 
 def compiler() -> str:
@@ -64,15 +73,16 @@ def ninja_build(name: str, objects: dict[str, tuple[Path, list[str]]], output: s
 
 
 def cpu_objects(flags: list[str], isas: bool) -> dict[str, tuple[Path, list[str]]]:
-    """Everything under csrc/cpu; with `isas` also the kernels, once per instruction set."""
+    """Everything under csrc/cpu; with `isas` also the kernels, for each of their instruction sets."""
     csrc = ROOT / "csrc" / "cpu"
     objects = {}
     for source in sorted(csrc.glob("*.cpp")):
-        if not source.stem.endswith("_simd"):
+        wanted = isas_of(source)
+        if not wanted:
             objects[source.stem] = (source, [*flags, f"-DFASTBERT_X86={int(isas)}"])
-        elif isas:
-            for isa, isa_flags in ISA_FLAGS.items():
-                objects[f"{source.stem}.{isa}"] = (source, [*flags, *isa_flags, f"-DFASTBERT_ISA={isa}"])
+        for isa in wanted if isas else ():
+            defined = [*flags, *ISA_FLAGS[isa], f"-DFASTBERT_ISA={isa}"]
+            objects[f"{source.stem}.{isa}"] = (source, defined)
     return objects
 
 
@@ -112,3 +122,21 @@ def exponential() -> Path:
         for isa, flags in ISA_FLAGS.items()
     }
     return ninja_build("exponential", objects, "libexponential.so", ["-shared"])
+
+
+def faked_isa() -> Path:
+    """Shared library of tests/native/isa_faked.cpp: the choice of the instruction set on other processors."""
+    objects = {"isa_faked": (NATIVE / "isa_faked.cpp", ["-O1", "-DFASTBERT_X86=1"])}
+    return ninja_build("isa_faked", objects, "libisa_faked.so", ["-shared"])
+
+
+def int8_pairs() -> Path:
+    """Shared library of tests/native/linear_int8_pairs.cpp: linear_int8 with AVX-512 but without VNNI."""
+    csrc, flags = ROOT / "csrc" / "cpu", ["-O2", "-DFASTBERT_X86=1"]
+    objects = {name: (csrc / f"{name}.cpp", flags) for name in ("isa", "parallel")}
+    objects["linear_int8_pairs"] = (NATIVE / "linear_int8_pairs.cpp", flags)
+    for isa in isas_of(csrc / "linear_int8_simd.cpp"):
+        objects[f"linear_int8_simd.{isa}"] = (
+            csrc / "linear_int8_simd.cpp", [*flags, *ISA_FLAGS[isa], f"-DFASTBERT_ISA={isa}"]
+        )  # fmt: skip
+    return ninja_build("int8_pairs", objects, "libint8_pairs.so", ["-shared"])

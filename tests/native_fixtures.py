@@ -5,19 +5,30 @@ import torch
 
 from fastbert import _native
 
-ISAS = ("avx2", "avx512")
+ISAS = ("avx2", "avx512", "avx512_bf16")
+
+
+def _using(name):
+    """Body of a fixture: this instruction set in use; skips where the processor lacks it."""
+    module = _native.extension
+    if ISAS.index(name) > ("none", *ISAS).index(module.best_cpu_isa()) - 1:
+        pytest.skip(f"this processor has no {name}")
+    before = module.cpu_isa()
+    module.set_cpu_isa(name)
+    yield name
+    module.set_cpu_isa(before)
+
+
+@pytest.fixture(params=ISAS[:2])
+def isa(request):
+    """AVX2 and AVX-512 in turn: all that an op without kernels for AVX-512-BF16 has (tests/test_isa.py)."""
+    yield from _using(request.param)
 
 
 @pytest.fixture(params=ISAS)
-def isa(request):
+def every_isa(request):
     """Each instruction set in turn."""
-    module = _native.extension
-    if ISAS.index(request.param) > ("none", *ISAS).index(module.best_cpu_isa()) - 1:
-        pytest.skip(f"this processor has no {request.param}")
-    before = module.cpu_isa()
-    module.set_cpu_isa(request.param)
-    yield request.param
-    module.set_cpu_isa(before)
+    yield from _using(request.param)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Bad inputs, one table: each is refused by an error that names the argument, file or key, and the cause."""
 
+import copy
 import functools
 import json
 import os
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from fastbert import checkpoint, heads, models
 from fastbert.checkpoint import CheckpointError
@@ -483,7 +484,69 @@ FORWARD = [
         ids=ids_with(61).reshape(-1)),
 ]  # fmt: skip
 
-TABLE = CONFIG + FILES + FORWARD
+
+# --- quantisation -------------------------------------------------------------------------------------------
+
+
+def int8(change=None, name="BertModel"):
+    """A copy of `model(name)`, on which `change` is done, quantised."""
+    twin = copy.deepcopy(model(name))
+    if change is not None:
+        change(twin)
+    return twin.quantize()
+
+
+def reload(tmp_path, damage, **options):
+    """A quantised checkpoint, on whose state and config `damage` is done, loaded."""
+    int8().save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    values = json.loads((tmp_path / "config.json").read_text())
+    damage(state, values)
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    return load(tmp_path, "BertModel", **options)
+
+
+def fill(path, value):
+    return lambda twin: torch.nn.init.constant_(twin.get_submodule(path).weight, value)
+
+
+INTEGERS = "encoder.layer.0.intermediate.dense"
+SCALE, ENTRY = INTEGERS + ".scale", "quantization_config"
+HOOKED = "encoder.layer.1.attention.self.key"
+QUANTIZE = [
+    Bad("int8-mode", lambda _: copy.deepcopy(model("BertModel")).quantize("int4"), ValueError,
+        r"dtype: expected 'int8', got 'int4'"),
+    Bad("int8-mode-is-a-dtype", lambda _: copy.deepcopy(model("BertModel")).quantize(torch.int8), ValueError,
+        r"dtype: expected 'int8', got torch\.int8"),
+    Bad("int8-nan", lambda _: int8(fill(INTEGERS, float("nan"))), ValueError,
+        rf"{INTEGERS}\.weight: holds NaN or infinity"),
+    Bad("int8-infinity-in-a-head", lambda _: int8(fill("bert." + INTEGERS, float("inf")), "BertForMaskedLM"),
+        ValueError, rf"bert\.{INTEGERS}\.weight: holds NaN or infinity"),
+    Bad("int8-hooked",
+        lambda _: int8(lambda twin: twin.get_submodule(HOOKED).register_forward_hook(lambda *a: None)),
+        TypeError, rf"{HOOKED}: expected a plain nn\.Linear, got Linear with hooks"),
+    Bad("int8-on-meta", lambda _: copy.deepcopy(model("BertModel")).to("meta").quantize(), ValueError,
+        r"model: on meta; int8 is for inference on a CPU"),
+    Bad("int8-train", lambda _: int8().train(), RuntimeError, r"train: BertModel is quantised .*trained"),
+    Bad("int8-gradient", lambda _: int8()(inputs_embeds=torch.ones(1, 3, 32, requires_grad=True)),
+        RuntimeError, r"x: requires a gradient.*cannot be trained"),
+    Bad("int8-float-weights", lambda _: int8().load_state_dict(model("BertModel").state_dict()),
+        RuntimeError, r"query\.weight: dtype torch\.float32; expected torch\.int8"),
+    Bad("int8-file-without-a-scale", lambda p: reload(p, lambda state, _: state.pop(SCALE)),
+        CheckpointError, rf"missing keys: {INTEGERS}\.scale$"),
+    Bad("int8-file-with-a-zero-scale", lambda p: reload(p, lambda state, _: state[SCALE].zero_()),
+        CheckpointError, rf"model\.safetensors: {INTEGERS}\.scale: expected positive finite scales"),
+    Bad("int8-file-of-no-quantisation", lambda p: reload(p, lambda _, values: values.pop(ENTRY)),
+        CheckpointError, r"unexpected keys: .*8-bit weights, but the config has no quantization_config"),
+    Bad("int8-file-of-bitsandbytes",
+        lambda p: reload(p, lambda _, values: values.update({ENTRY: {"quant_method": "bitsandbytes"}})),
+        CheckpointError, r"config\.json: quantization_config: quantised weights are not read.*'bitsandb"),
+    Bad("int8-file-to-a-gpu", lambda p: reload(p, lambda *_: None, device="cuda"), ValueError,
+        r"device: cuda, but the checkpoint is quantised to 8 bits, which is for a CPU"),
+]  # fmt: skip
+
+TABLE = CONFIG + FILES + FORWARD + QUANTIZE
 
 
 def test_the_table_is_whole():

@@ -145,6 +145,18 @@ def test_flags_reach_the_encoder(run, model, text, tmp_path):
     assert 1e-5 < np.abs(half - full).max() < 0.1
 
 
+def test_int8_quantises_the_model(run, model, text, tmp_path, monkeypatch):
+    run(*encode_args(model, text, tmp_path / "q.npy", "--dtype", "int8"))
+    truth = SentenceEncoder.from_pretrained(model, device="cpu").quantize("int8").encode(LINES)
+    assert np.array_equal(np.load(tmp_path / "q.npy"), truth)
+    full = SentenceEncoder.from_pretrained(model, device="cpu").encode(LINES)
+    assert 1e-5 < np.abs(truth - full).max() < 0.1
+    monkeypatch.setattr(cli, "_device", lambda name: torch.device("cuda:0"))
+    _, err = run(*encode_args(model, text, tmp_path / "r.npy", "--dtype", "int8"), status=2)
+    assert "fastbert: error: --dtype int8: runs on a CPU, not on cuda:0; add --device cpu" in err
+    assert not (tmp_path / "r.npy").exists()
+
+
 def test_threads_are_put_back(run, model, text, tmp_path, monkeypatch):
     monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
     before = torch.get_num_threads()
@@ -402,7 +414,7 @@ BAD_CALLS = {
     "model not there": (["{encode}", "--model", "{dir}/none"], "none"),
     "model empty": (["{encode}", "--model", "{dir}"], "no tokenizer.json and no vocab.txt"),
     "pooling": (["{encode}", "--pooling", "sum"], "argument --pooling: invalid choice: 'sum'"),
-    "dtype": (["{encode}", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+    "dtype": (["{encode}", "--dtype", "int4"], "argument --dtype: invalid choice: 'int4'"),
     "batch tokens": (
         ["{encode}", "--batch-tokens", "47"],
         "batch_tokens: 47; expected an integer >= max_length = 48",
@@ -478,7 +490,7 @@ def test_env_json(run):
     assert report["devices"][0]["device"] == "cpu"
     assert isinstance(report["extension"]["built"], bool)
     if report["extension"]["built"]:
-        assert report["extension"]["cpu_isa"] in ("none", "avx2", "avx512")
+        assert report["extension"]["cpu_isa"] in ("none", "avx2", "avx512", "avx512_bf16")
     served = {(r["op"], r["dtype"]): r for r in report["backends"] if r["device"] == "cpu"}
     assert {op for op, _ in served} == set(dispatch.OPS)
     for row in served.values():

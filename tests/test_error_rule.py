@@ -106,7 +106,9 @@ def test_rounding_step_is_the_spacing_of_the_dtype(dtype):
         assert testing.rounding_step(value.double(), dtype) == above.double() - magnitude.double()
 
 
-@pytest.mark.parametrize("op", ["layer_norm", "linear", "embedding", "cross_entropy", "padding"])
+@pytest.mark.parametrize(
+    "op", ["layer_norm", "linear", "linear_int8", "embedding", "cross_entropy", "padding"]
+)
 def test_a_broken_backend_fails_its_cases(op, monkeypatch):
     """One percent off in the forward must show in every op's smallest cases."""
     from fastbert.backends import aten

@@ -88,7 +88,7 @@ def test_half_precision_error_is_no_larger_than_transformers_own(name, dtype):
     hf_half, model_half = copy.deepcopy(hf).to(dtype), copy.deepcopy(model).to(dtype)
     truth_model = copy.deepcopy(hf_half).double()
     mine, theirs = [], []
-    for seed in range(4):
+    for seed in range(12):
         inputs = batch(name, seed=seed)
         kept = inputs["attention_mask"].bool()
         with torch.no_grad():
@@ -98,7 +98,7 @@ def test_half_precision_error_is_no_larger_than_transformers_own(name, dtype):
     mine, theirs = torch.cat(mine), torch.cat(theirs)
     assert mine.mean() <= theirs.mean()
     assert mine.square().mean() <= theirs.square().mean()
-    # one worst element of 25,000 is a draw; a wrong kernel is off by far more than half
+    # one worst element of 75,000 is a draw; a wrong kernel is off by far more than half
     assert mine.max() <= 1.5 * theirs.max()
 
 

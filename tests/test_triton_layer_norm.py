@@ -484,15 +484,15 @@ def test_backend_says_why_it_cannot_serve(monkeypatch):
 
 def test_backend_says_that_triton_is_missing_or_old(monkeypatch):
     def absent(name):
-        raise backend.importlib.metadata.PackageNotFoundError(name)
+        raise backend.device.importlib.metadata.PackageNotFoundError(name)
 
     old = "Triton 3.5.1 is older than 3.6"
     for version, reason in ((absent, "Triton is not installed"), (lambda _: "3.5.1", old)):
-        monkeypatch.setattr(backend.importlib.metadata, "version", version)
-        backend._triton_missing.cache_clear()
+        monkeypatch.setattr(backend.device.importlib.metadata, "version", version)
+        backend.device._triton_missing.cache_clear()
         assert backend.available("cuda") == reason
     monkeypatch.undo()
-    backend._triton_missing.cache_clear()
+    backend.device._triton_missing.cache_clear()
 
 
 def test_importing_fastbert_does_not_import_triton():

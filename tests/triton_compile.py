@@ -99,6 +99,8 @@ def source(kernel, args: tuple, config: dict, max_registers: int | None = None):
             signature[param.name], constexprs[(i,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[param.name], attrs[(i,)] = pointers[value.dtype], aligned
+        elif hasattr(value, "block_shape"):  # a tensor descriptor made on the host
+            signature[param.name] = triton.runtime.jit.mangle_type(value)
         elif isinstance(value, int):
             signature[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             if value % 16 == 0 and not param.do_not_specialize:

@@ -358,9 +358,9 @@ def sanitized() -> Iterator[Report]:
         log.append((addresses, x + nx * (y + ny * z)))
         return addresses
 
-    def masked_load(self, ptrs, mask, *args):
+    def masked_load(self, ptrs, mask, *args, **options):  # by name where a tensor descriptor loads
         access(self, "load", ptrs, mask)
-        return original(InterpreterBuilder, "create_masked_load", self, ptrs, mask, *args)
+        return original(InterpreterBuilder, "create_masked_load", self, ptrs, mask, *args, **options)
 
     def masked_store(self, ptrs, value, mask, *args):
         addresses = access(self, "store", ptrs, mask)

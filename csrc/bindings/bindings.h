@@ -50,6 +50,10 @@ void run(F&& f) {
 
 // Each file defines the functions of its op.
 void bind_attention(py::module_& m);
+void bind_cross_entropy(py::module_& m);
+void bind_embedding(py::module_& m);
 void bind_layer_norm(py::module_& m);
+void bind_linear(py::module_& m);
+void bind_padding(py::module_& m);
 
 }  // namespace fastbert

@@ -20,16 +20,23 @@ PYBIND11_MODULE(_C, m) {
     m.def(
         "best_cpu_isa", [] { return isa_name(best_isa()); },
         "The best that this processor and build can run");
+    m.def(
+        "preferred_cpu_isa", [] { return isa_name(preferred_isa()); },
+        "The one that serves unless FASTBERT_ISA names another");
     m.def("set_cpu_isa", [](const std::string& name) {
         if (!set_isa(name.c_str()))
             throw py::value_error(
-                "FASTBERT_ISA: expected none, avx2, avx512 or best, and no more than this processor "
-                "has (" +
+                "FASTBERT_ISA: expected none, avx2, avx512, avx512_bf16 or best, and no more than this "
+                "processor has (" +
                 std::string(isa_name(best_isa())) + "), got " + name);
     });
     m.def("set_team_start", &set_team_start, "Hand over the address of the OpenMP runtime's GOMP_parallel");
     m.def("has_team", &has_team, "Whether work is spread over threads at all");
 
     bind_attention(m);
+    bind_cross_entropy(m);
+    bind_embedding(m);
     bind_layer_norm(m);
+    bind_linear(m);
+    bind_padding(m);
 }

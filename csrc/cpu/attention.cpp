@@ -20,19 +20,22 @@ extern const AttentionKernels attention_kernels;
 namespace avx512 {
 extern const AttentionKernels attention_kernels;
 }
+namespace avx512_bf16 {
+extern const AttentionKernels attention_kernels;  // of bf16 alone
+}
 #endif
 
 namespace {
 
-constexpr const char* kNoKernels =
-    "no SIMD kernels: FASTBERT_ISA=none, or the processor lacks AVX2, FMA, F16C";
 // Queries of a task where there are few sequences and heads: packing the keys again costs each task little.
 constexpr std::int64_t kSplit = 5 * kQueryBlock;
 
-const AttentionKernels* kernels() {
+const AttentionKernels* kernels(DType dtype) {
 #if FASTBERT_X86
-    return pick(&avx2::attention_kernels, &avx512::attention_kernels);
+    return pick(&avx2::attention_kernels, &avx512::attention_kernels,
+                dtype == DType::kBFloat16 ? &avx512_bf16::attention_kernels : nullptr);
 #else
+    static_cast<void>(dtype);
     return nullptr;
 #endif
 }
@@ -80,8 +83,8 @@ std::int64_t longest(const Attention& args) {
 }  // namespace
 
 const char* cpu_attention_fwd(const AttentionFwd& args, int threads) {
-    const AttentionKernels* simd = kernels();
-    if (simd == nullptr) return kNoKernels;
+    const AttentionKernels* simd = kernels(args.dtype);
+    if (simd == nullptr) return kNoIsa;
     if (threads < 1) return "threads: expected >= 1";
     threads = team(args, threads);
     const std::int64_t seqlen = longest(args);
@@ -101,8 +104,8 @@ const char* cpu_attention_fwd(const AttentionFwd& args, int threads) {
 }
 
 const char* cpu_attention_bwd(const AttentionBwd& args, int threads) {
-    const AttentionKernels* simd = kernels();
-    if (simd == nullptr) return kNoKernels;
+    const AttentionKernels* simd = kernels(args.dtype);
+    if (simd == nullptr) return kNoIsa;
     if (threads < 1) return "threads: expected >= 1";
     threads = team(args, threads);
     const std::int64_t seqlen = longest(args);

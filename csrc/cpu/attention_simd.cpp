@@ -13,66 +13,11 @@
 //            carry the rounding of a large lse into every P.
 // Source     Vaswani et al. 2017, eq. 1; blocking as in Goto, van de Geijn 2008, "Anatomy of High-Performance
 //            Matrix Multiplication".
-#include <cmath>
-
-#include "attention.h"
-#include "exp.h"
-#include "vec.h"
+#include "attention_simd.h"
 
 namespace fastbert {
 namespace FASTBERT_ISA {
 namespace {
-
-constexpr int kRows = 6;                           // rows of a register tile
-constexpr int kMaxVectors = kLanes == 16 ? 4 : 2;  // its vectors
-constexpr std::int64_t kDepth = 64;                // keys a block of P v goes through before it changes rows
-
-FASTBERT_INLINE std::int64_t round_up(std::int64_t n, std::int64_t to) { return (n + to - 1) / to * to; }
-FASTBERT_INLINE std::int64_t less(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
-
-// c (kRows x kVectors vectors) = or += a b. a: element (row, k) at a[row * a_row + k * a_k]; b: row-major.
-template <int kVectors>
-FASTBERT_INLINE void tile(const float* a, std::int64_t a_row, std::int64_t a_k, const float* b,
-                          std::int64_t b_row, std::int64_t depth, float* c, std::int64_t c_row,
-                          bool accumulate) {
-    Vec sum[kRows][kVectors];
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v)
-            sum[r][v] = accumulate ? load(c + r * c_row + v * kLanes, kLanes) : zero();
-    for (std::int64_t k = 0; k < depth; ++k) {
-        Vec right[kVectors];
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) right[v] = load(b + k * b_row + v * kLanes, kLanes);
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-            const Vec left = broadcast(a[r * a_row + k * a_k]);
-#pragma GCC unroll 4
-            for (int v = 0; v < kVectors; ++v) sum[r][v] = fma(left, right[v], sum[r][v]);
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) store(c + r * c_row + v * kLanes, sum[r][v], kLanes);
-}
-
-// The same over `columns` (a multiple of kLanes) columns of b and c.
-void tiles(const float* a, std::int64_t a_row, std::int64_t a_k, const float* b, std::int64_t b_row,
-           std::int64_t depth, float* c, std::int64_t c_row, std::int64_t columns, bool accumulate) {
-    std::int64_t j = 0;
-    for (; j + kMaxVectors * kLanes <= columns; j += kMaxVectors * kLanes)
-        tile<kMaxVectors>(a, a_row, a_k, b + j, b_row, depth, c + j, c_row, accumulate);
-    for (; j + 2 * kLanes <= columns; j += 2 * kLanes)
-        tile<2>(a, a_row, a_k, b + j, b_row, depth, c + j, c_row, accumulate);
-    for (; j < columns; j += kLanes) tile<1>(a, a_row, a_k, b + j, b_row, depth, c + j, c_row, accumulate);
-}
-
-template <class T>
-FASTBERT_INLINE const T* row_of(const Heads& t, std::int64_t row, std::int64_t head) {
-    return static_cast<const T*>(t.data) + row * t.row_stride + head * t.head_stride;
-}
 
 // Rows [first, first + count) as floats, `width` a row, zeros behind `headdim`; then zero rows up to
 // `padded`.
@@ -100,95 +45,6 @@ void transpose(const float* rows, std::int64_t count, std::int64_t headdim, std:
         }
     }
 }
-
-// scores (kQueryBlock x stride) = a (kQueryBlock x headdim) times the panels.
-void times_panels(const float* a, std::int64_t width, std::int64_t rows, const float* panels,
-                  std::int64_t keys, std::int64_t headdim, float* scores, std::int64_t stride) {
-    for (std::int64_t j = 0; j < keys; j += kPanel, panels += headdim * kPanel)
-        for (std::int64_t r = 0; r < rows; r += kRows)
-            tiles(a + r * width, width, 1, panels, kPanel, headdim, scores + r * stride + j, stride,
-                  less(kPanel, round_up(keys - j, kLanes)), false);
-}
-
-// out (rows x width) = weights (rows x keys) times rows of b.
-void times_rows(const float* weights, std::int64_t stride, std::int64_t rows, const float* b,
-                std::int64_t keys, std::int64_t width, float* out) {
-    for (std::int64_t j = 0; j < keys; j += kDepth)
-        for (std::int64_t r = 0; r < rows; r += kRows)
-            tiles(weights + r * stride + j, stride, 1, b + j * width, width, less(kDepth, keys - j),
-                  out + r * width, width, width, j > 0);
-}
-
-struct Row {
-    float top, sum;  // P = exp(s - top) / sum; sum 0 where no key is allowed
-};
-
-// One row of scores: scale and bias, then exp(s - max) in place; columns from `allowed` to `keys` become 0.
-FASTBERT_INLINE Row softmax_row(float* s, std::int64_t allowed, std::int64_t keys, float scale,
-                                const float* bias) {
-    const Vec factor = broadcast(scale);
-    Vec most[4] = {broadcast(-INFINITY), broadcast(-INFINITY), broadcast(-INFINITY), broadcast(-INFINITY)};
-    for_vectors(allowed, [&](std::int64_t j, int k, int n) __attribute__((always_inline)) {
-        Vec x = mul(load(s + j, n), factor);
-        if (bias != nullptr) x = add(x, load(bias + j, n));
-        store(s + j, x, n);
-        most[k] = maximum(most[k], n == kLanes ? x : first_or(x, n, -INFINITY));
-    });
-    const float top = largest(maximum(maximum(most[0], most[1]), maximum(most[2], most[3])));
-    if (top == -INFINITY) {  // no allowed key, or NaNs, which a maximum may lose: the row is then NaN
-        float sum = 0.0f;
-        for (std::int64_t j = 0; j < allowed; ++j)
-            if (s[j] != s[j]) sum = s[j];
-        for (std::int64_t j = 0; j < keys; ++j) s[j] = sum;
-        return {top, sum};
-    }
-    const Vec shift = broadcast(top);
-    Vec total[4] = {zero(), zero(), zero(), zero()};
-    for_vectors(allowed, [&](std::int64_t j, int k, int n) __attribute__((always_inline)) {
-        const Vec e = first(exponential(sub(load(s + j, n), shift)), n);
-        store(s + j, e, n);
-        total[k] = add(total[k], e);
-    });
-    for (std::int64_t j = allowed; j < keys; ++j) s[j] = 0.0f;
-    return {top, sum4(total)};
-}
-
-struct Span {  // the tokens of one sequence
-    std::int64_t start, length;
-};
-
-FASTBERT_INLINE Span span_of(const Attention& args, std::int64_t sequence) {
-    const std::int64_t start = args.cu_seqlens[sequence];
-    return {start, args.cu_seqlens[sequence + 1] - start};
-}
-
-FASTBERT_INLINE const float* bias_row(const Bias& bias, std::int64_t sequence, std::int64_t head,
-                                      std::int64_t i) {
-    return bias.data == nullptr
-               ? nullptr
-               : bias.data + sequence * bias.batch_stride + head * bias.head_stride + i * bias.row_stride;
-}
-
-// w = dropout(p) times `factor`; 64 columns share a word of bits.
-FASTBERT_INLINE void weigh(const float* p, float* w, std::int64_t keys, float factor, const DropoutArgs& args,
-                           std::int64_t head, std::int64_t row) {
-    const bool drop = args.seed != nullptr;
-    const Dropout dropout{drop ? *args.seed : 0, args.offset, static_cast<std::uint32_t>(head),
-                          args.threshold};
-    const Vec scale = broadcast(drop ? factor * args.scale : factor);
-    for (std::int64_t block = 0; block < keys; block += 64) {
-        const std::uint64_t bits = drop ? philox_keep(dropout, static_cast<std::uint32_t>(row),
-                                                      static_cast<std::uint32_t>(block / 64))
-                                        : ~0ull;
-        for (std::int64_t j = block; j < less(keys, block + 64); j += kLanes) {
-            const int n = static_cast<int>(less(keys - j, kLanes));
-            const Vec x = mul(load(p + j, n), scale);
-            store(w + j, drop ? kept(x, bits >> (j - block)) : x, n);
-        }
-    }
-}
-
-std::int64_t width_of(std::int64_t headdim) { return round_up(headdim, kLanes); }
 
 std::int64_t forward_scratch(std::int64_t seqlen, std::int64_t headdim) {
     const std::int64_t keys = round_up(seqlen, kPanel), width = width_of(headdim);
@@ -245,22 +101,6 @@ std::int64_t backward_scratch(std::int64_t seqlen, std::int64_t headdim) {
     // panels of K and V; rows of K, dk and dv (kRows more, for the last tile); q, dout, dq; P, dP, weights
     return round_up(
         2 * keys * headdim + 3 * (keys + kRows) * width + kQueryBlock * (3 * width + 3 * (keys + kRows)), 16);
-}
-
-// sums[j] += Σ_r weights[r][j] b[r], for all keys j.
-void add_transposed(const float* weights, std::int64_t stride, std::int64_t rows, const float* b,
-                    std::int64_t keys, std::int64_t width, float* sums) {
-    for (std::int64_t j = 0; j < keys; j += kRows)
-        tiles(weights + j, 1, stride, b, width, rows, sums + j * width, width, width, true);
-}
-
-template <class T>
-void store_rows(const float* rows, std::int64_t count, std::int64_t width, float factor, T* out,
-                std::int64_t headdim, std::int64_t out_stride) {
-    for (std::int64_t j = 0; j < count; ++j)
-        for_vectors(headdim, [&](std::int64_t c, int, int n) __attribute__((always_inline)) {
-            store(out + j * out_stride + c, mul(load(rows + j * width + c, n), broadcast(factor)), n);
-        });
 }
 
 template <class T>

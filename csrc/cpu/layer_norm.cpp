@@ -22,13 +22,7 @@ extern const LayerNormKernels layer_norm_kernels;
 }
 #endif
 
-namespace {
-
-constexpr std::int64_t kGrain = 32768;  // elements a task should have: fewer do not pay for waking a thread
-constexpr const char* kNoKernels =
-    "no SIMD kernels: FASTBERT_ISA=none, or the processor lacks AVX2, FMA, F16C";
-
-const LayerNormKernels* kernels() {
+const LayerNormKernels* layer_norm_kernels() {
 #if FASTBERT_X86
     return pick(&avx2::layer_norm_kernels, &avx512::layer_norm_kernels);
 #else
@@ -36,22 +30,20 @@ const LayerNormKernels* kernels() {
 #endif
 }
 
-std::int64_t rows_per_task(std::int64_t rows, std::int64_t hidden, int threads) {
-    const std::int64_t grain = std::max<std::int64_t>(1, kGrain / hidden);
+std::int64_t norm_rows_per_task(std::int64_t rows, std::int64_t hidden, int threads) {
+    const std::int64_t grain = std::max<std::int64_t>(1, kNormGrain / hidden);
     const std::int64_t share = (rows + 4 * threads - 1) / (4 * threads);  // a few tasks per thread even out
     return std::max(grain, share);
 }
 
-std::int64_t rows_per_chunk(std::int64_t rows) {
+std::int64_t norm_rows_per_chunk(std::int64_t rows) {
     const std::int64_t share = (rows + 255) / 256;
     return std::max<std::int64_t>(32, (share + 3) / 4 * 4);
 }
 
-}  // namespace
-
 const char* cpu_layer_norm_fwd(const LayerNormFwd& args, int threads) {
-    const LayerNormKernels* simd = kernels();
-    if (simd == nullptr) return kNoKernels;
+    const LayerNormKernels* simd = layer_norm_kernels();
+    if (simd == nullptr) return kNoIsa;
     if (threads < 1) return "threads: expected >= 1";
     if (args.rows == 0) return nullptr;
     const std::int64_t hidden = args.hidden, width = padded(hidden);
@@ -65,7 +57,7 @@ const char* cpu_layer_norm_fwd(const LayerNormFwd& args, int threads) {
         simd->widen(args.x_bias, 0.0f, x_bias, hidden);
     else
         x_bias = nullptr;
-    const std::int64_t step = rows_per_task(args.rows, hidden, threads);
+    const std::int64_t step = norm_rows_per_task(args.rows, hidden, threads);
     parallel_for((args.rows + step - 1) / step, threads, [&](std::int64_t task, int worker) {
         simd->forward(args, weight, bias, x_bias, task * step, std::min(args.rows, (task + 1) * step),
                       scratch + worker * 2 * width);
@@ -74,16 +66,16 @@ const char* cpu_layer_norm_fwd(const LayerNormFwd& args, int threads) {
 }
 
 const char* cpu_layer_norm_bwd(const LayerNormBwd& args, int threads) {
-    const LayerNormKernels* simd = kernels();
-    if (simd == nullptr) return kNoKernels;
+    const LayerNormKernels* simd = layer_norm_kernels();
+    if (simd == nullptr) return kNoIsa;
     if (threads < 1) return "threads: expected >= 1";
     const std::int64_t hidden = args.hidden, width = padded(hidden);
-    const std::int64_t step = rows_per_chunk(args.rows), chunks = (args.rows + step - 1) / step;
+    const std::int64_t step = norm_rows_per_chunk(args.rows), chunks = (args.rows + step - 1) / step;
     const Workspace workspace((1 + 3 * chunks + threads) * width);
     if (workspace.data() == nullptr) return kOutOfMemory;
     float *weight = workspace.data(), *partial = weight + width, *scratch = partial + 3 * chunks * width;
     simd->widen(args.weight, 1.0f, weight, hidden);
-    const int team = args.rows * hidden < kGrain ? 1 : threads;
+    const int team = args.rows * hidden < kNormGrain ? 1 : threads;
     parallel_for(chunks, team, [&](std::int64_t chunk, int worker) {
         simd->backward(args, weight, chunk * step, std::min(args.rows, (chunk + 1) * step),
                        partial + chunk * 3 * width, scratch + worker * width);
@@ -91,7 +83,7 @@ const char* cpu_layer_norm_bwd(const LayerNormBwd& args, int threads) {
     // A second parallel region costs more than adding up a megabyte or two.
     float* const sums[3] = {args.dweight, args.dbias, args.dx_bias};
     const std::int64_t tile = 256, tiles = (hidden + tile - 1) / tile;
-    parallel_for(3 * tiles, 3 * chunks * width < 16 * kGrain ? 1 : team, [&](std::int64_t task, int) {
+    parallel_for(3 * tiles, 3 * chunks * width < 16 * kNormGrain ? 1 : team, [&](std::int64_t task, int) {
         const std::int64_t k = task / tiles, begin = task % tiles * tile;
         if (sums[k] == nullptr) return;
         simd->sum_chunks(partial + k * width, chunks, 3 * width, sums[k], begin,

@@ -30,4 +30,14 @@ struct LayerNormKernels {
                        std::int64_t begin, std::int64_t end);
 };
 
+// --- for the ops that end in a LayerNorm ---
+
+const LayerNormKernels* layer_norm_kernels();  // null: no instruction set to run on
+
+// Elements a task should have: fewer do not pay for waking a thread.
+inline constexpr std::int64_t kNormGrain = 32768;
+// Rows of a task of forward, and of a chunk of backward, which depends on the shape alone.
+std::int64_t norm_rows_per_task(std::int64_t rows, std::int64_t hidden, int threads);
+std::int64_t norm_rows_per_chunk(std::int64_t rows);
+
 }  // namespace fastbert

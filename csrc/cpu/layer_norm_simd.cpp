@@ -5,30 +5,13 @@
 // Tiling     forward: a row at a time, z kept in a float row in L1. Backward: four rows at a time, so that a
 // column
 //            sum is loaded and stored once for four rows.
-// Precision  widened to float on load, rounded once on store. Variance in two passes about the mean m of the
-// first;
-//            the second pass also sums z - m, whose mean d corrects m (Chan, Golub, LeVeque 1983): the
-//            rounding of the first sum does not reach the result, nor does a mean far from 0.
+// Precision  widened to float on load, rounded once on store; statistics as norm_rows.h says.
 // Saved      z rounded to T, mean and rstd; the dropout bits are drawn again.
-#include "layer_norm.h"
-#include "vec.h"
+#include "norm_rows.h"
 
 namespace fastbert {
 namespace FASTBERT_ISA {
 namespace {
-
-// The dropout bits of one row, 64 columns a word.
-FASTBERT_INLINE void draw_bits(const DropoutArgs& args, std::int64_t row, std::int64_t hidden,
-                               std::uint64_t* bits) {
-    const Dropout dropout{*args.seed, args.offset, 0, args.threshold};
-    for (std::int64_t block = 0; block * 64 < hidden; ++block)
-        bits[block] =
-            philox_keep(dropout, static_cast<std::uint32_t>(row), static_cast<std::uint32_t>(block));
-}
-
-FASTBERT_INLINE std::uint64_t bits_at(const std::uint64_t* bits, std::int64_t column) {
-    return bits[column >> 6] >> (column & 63);
-}
 
 template <class T>
 void widen_as(const Param& param, float* out, std::int64_t hidden) {
@@ -76,34 +59,6 @@ FASTBERT_INLINE float gather_row(const LayerNormFwd& args, const float* x_bias, 
     return sum4(total);
 }
 
-FASTBERT_INLINE float plain_sum(const float* z, std::int64_t hidden) {
-    Vec total[4] = {zero(), zero(), zero(), zero()};
-    for_vectors(hidden, [&](std::int64_t j, int k, int n)
-                            __attribute__((always_inline)) { total[k] = add(total[k], load(z + j, n)); });
-    return sum4(total);
-}
-
-struct Moments {
-    float mean, correction, rstd;  // the mean is mean + correction
-};
-
-FASTBERT_INLINE Moments moments_of(const float* z, std::int64_t hidden, float total, double eps) {
-    const double inverse = 1.0 / static_cast<double>(hidden);
-    const float mean = static_cast<float>(total * inverse);
-    const Vec centre = broadcast(mean);
-    Vec first_moment[4] = {zero(), zero(), zero(), zero()},
-        second_moment[4] = {zero(), zero(), zero(), zero()};
-    for_vectors(hidden, [&](std::int64_t j, int k, int n) __attribute__((always_inline)) {
-        const Vec centred = first(sub(load(z + j, n), centre), n);
-        first_moment[k] = add(first_moment[k], centred);
-        second_moment[k] = fma(centred, centred, second_moment[k]);
-    });
-    const double correction = sum4(first_moment) * inverse;
-    const double variance = sum4(second_moment) * inverse - correction * correction;
-    const double rstd = 1.0 / __builtin_sqrt((variance > 0.0 || variance != variance ? variance : 0.0) + eps);
-    return {mean, static_cast<float>(correction), static_cast<float>(rstd)};
-}
-
 template <class T>
 void forward_rows(const LayerNormFwd& args, const float* weight, const float* bias, const float* x_bias,
                   std::int64_t begin, std::int64_t end, float* scratch) {
@@ -126,31 +81,10 @@ void forward_rows(const LayerNormFwd& args, const float* weight, const float* bi
             args.mean[row] = moments.mean + moments.correction;
             args.rstd[row] = moments.rstd;
         }
-        const Vec mean = broadcast(moments.mean), correction = broadcast(moments.correction);
-        const Vec rstd = broadcast(moments.rstd);
         T* y = static_cast<T*>(args.y) + row * hidden;
-        for_vectors(hidden, [&](std::int64_t j, int, int n) __attribute__((always_inline)) {
-            const Vec x_hat = mul(sub(sub(load(z + j, n), mean), correction), rstd);
-            store(y + j, fma(x_hat, load(weight + j, n), load(bias + j, n)), n);
-        });
+        normalise(z, moments, weight, bias, hidden,
+                  [&](std::int64_t j, int n, Vec v) __attribute__((always_inline)) { store(y + j, v, n); });
     }
-}
-
-// Row r of kRows: its means of g and g x_hat.
-template <class T>
-FASTBERT_INLINE void row_means(const T* dy, const T* z, const float* weight, std::int64_t hidden, float mean,
-                               float rstd, float& mean_g, float& mean_gx) {
-    const Vec centre = broadcast(mean), scale = broadcast(rstd);
-    Vec g_sum[4] = {zero(), zero(), zero(), zero()}, gx_sum[4] = {zero(), zero(), zero(), zero()};
-    for_vectors(hidden, [&](std::int64_t j, int k, int n) __attribute__((always_inline)) {
-        const Vec g = mul(load(dy + j, n), load(weight + j, n));  // 0 in the lanes past n: x_hat need not be
-        const Vec x_hat = first(mul(sub(load(z + j, n), centre), scale), n);
-        g_sum[k] = add(g_sum[k], g);
-        gx_sum[k] = fma(g, x_hat, gx_sum[k]);
-    });
-    const double inverse = 1.0 / static_cast<double>(hidden);
-    mean_g = static_cast<float>(sum4(g_sum) * inverse);
-    mean_gx = static_cast<float>(sum4(gx_sum) * inverse);
 }
 
 // Rows [row, row + kRows): dx, dresidual, and their column sums added to `partial`.
@@ -159,46 +93,32 @@ FASTBERT_INLINE void backward_block(const LayerNormBwd& args, const float* weigh
                                     float* partial, std::uint64_t* bits) {
     const std::int64_t hidden = args.hidden, bit_words = padded(hidden) / 64;
     const T* dy = static_cast<const T*>(args.dy) + row * args.dy_stride;
-    const T* z = static_cast<const T*>(args.z) + row * args.z_stride;
     T* dx = static_cast<T*>(args.dx) + row * hidden;
     T* dresidual = args.dresidual == nullptr ? nullptr : static_cast<T*>(args.dresidual) + row * hidden;
-    const float *mean = args.mean + row, *rstd = args.rstd + row;
     const bool dropout = args.dropout.seed != nullptr, sum_params = args.dweight != nullptr;
-    const bool sum_dx = args.dx_bias != nullptr;
-    float* const dweight = partial;
-    float* const dbias = partial + padded(hidden);
-    float* const dx_bias = partial + 2 * padded(hidden);
-
-    float mean_g[kRows], mean_gx[kRows];
-    for (int r = 0; r < kRows; ++r) {
-        row_means(dy + r * args.dy_stride, z + r * args.z_stride, weight, hidden, mean[r], rstd[r], mean_g[r],
-                  mean_gx[r]);
-        if (dropout) draw_bits(args.dropout, row + r, hidden, bits + r * bit_words);
-    }
+    float* const dx_bias = args.dx_bias == nullptr ? nullptr : partial + 2 * padded(hidden);
+    if (dropout)
+        for (int r = 0; r < kRows; ++r) draw_bits(args.dropout, row + r, hidden, bits + r * bit_words);
     const Vec keep_scale = broadcast(args.dropout.scale);
-    for_vectors(hidden, [&](std::int64_t j, int, int n) __attribute__((always_inline)) {
-        const Vec w = load(weight + j, n);
-        Vec dw = zero(), db = zero(), dxb = zero();
-        for (int r = 0; r < kRows; ++r) {
-            const Vec grad = load(dy + r * args.dy_stride + j, n);
-            const Vec scale = broadcast(rstd[r]);
-            const Vec x_hat = mul(sub(load(z + r * args.z_stride + j, n), broadcast(mean[r])), scale);
-            const Vec centred = fnma(x_hat, broadcast(mean_gx[r]), sub(mul(grad, w), broadcast(mean_g[r])));
-            const Vec dz = mul(centred, scale);
-            if (dresidual != nullptr) store(dresidual + r * hidden + j, dz, n);
-            Vec out = dz;
-            if (dropout) out = kept(mul(dz, keep_scale), bits_at(bits + r * bit_words, j));
-            store(dx + r * hidden + j, out, n);
-            dw = fma(grad, x_hat, dw);
-            db = add(db, grad);
-            dxb = add(dxb, out);
-        }
-        if (sum_params) {
-            store(dweight + j, add(load(dweight + j, n), dw), n);
-            store(dbias + j, add(load(dbias + j, n), db), n);
-        }
-        if (sum_dx) store(dx_bias + j, add(load(dx_bias + j, n), dxb), n);
-    });
+    const NormRows<T> rows{
+        hidden,          args.z_stride,   static_cast<const T*>(args.z) + row * args.z_stride,
+        args.mean + row, args.rstd + row, weight};
+    norm_backward<kRows>(
+        rows,
+        [&](int r, std::int64_t j, int n)
+            __attribute__((always_inline)) { return load(dy + r * args.dy_stride + j, n); },
+        sum_params ? partial : nullptr, sum_params ? partial + padded(hidden) : nullptr,
+        [&](std::int64_t j, int n, const Vec(&dz)[kRows]) __attribute__((always_inline)) {
+            Vec dxb = zero();
+            for (int r = 0; r < kRows; ++r) {
+                if (dresidual != nullptr) store(dresidual + r * hidden + j, dz[r], n);
+                Vec out = dz[r];
+                if (dropout) out = kept(mul(out, keep_scale), bits_at(bits + r * bit_words, j));
+                store(dx + r * hidden + j, out, n);
+                dxb = add(dxb, out);
+            }
+            if (dx_bias != nullptr) store(dx_bias + j, add(load(dx_bias + j, n), dxb), n);
+        });
 }
 
 template <class T>

@@ -25,6 +25,9 @@
 
 #ifdef __AVX512F__
 #include "vec_avx512.h"
+#ifdef __AVX512BF16__
+#include "vec_avx512_bf16.h"
+#endif
 #else
 #include "vec_avx2.h"
 #endif

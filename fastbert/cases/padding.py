@@ -38,7 +38,8 @@ class PaddingCase(Case):
         padded, packed = (torch.randn(*shape, generator=g).to(dtype).to(device) for shape in shapes)
         return {
             "padded": padded.masked_fill(
-                ~mask.to(device).view(*mask.shape, *(1,) * len(self.inner)), torch.nan
+                ~mask.to(device).view(*mask.shape, *(1,) * len(self.inner)),
+                torch.nan if dtype.is_floating_point else 1,
             ),
             "packed": packed,
             "indices": mask.flatten().nonzero().flatten().to(device),
@@ -61,8 +62,9 @@ class PaddingCase(Case):
         return 0
 
     def bytes(self, dtype):
-        """Of `pack` alone: the kept rows, read and written, and their indices."""
-        return sum(self.lengths) * (2 * math.prod(self.inner) * dtype.itemsize + 8)
+        """Of `pack` and `unpack`: the kept rows, read and written, their indices, and the padding's zeros."""
+        row, kept = math.prod(self.inner) * dtype.itemsize, sum(self.lengths)
+        return kept * (3 * row + 16) + len(self.lengths) * self.seqlen * row
 
 
 SMALL = [PaddingCase((3, 5, 1)), PaddingCase((2, 0, 4), (3, 7))]

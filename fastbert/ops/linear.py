@@ -21,12 +21,16 @@ The product accumulates in float32 (float64 for float64). Activations are comput
 once; given `pre`, at least 99.9% of GELU's half-precision outputs are correctly rounded. `pre` is kept for
 backward, in the storage dtype, only where there is an activation.
 
+`packed` is the weight once more, in the order in which the serving backend reads it. Whoever owns the weight
+makes it with `packer` and keeps it (prepared.py); other backends work from `weight`.
+
 Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units"; Vaswani et al. 2017, sec. 3.3.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -135,7 +139,7 @@ def _setup_context(ctx, inputs, output):
 def _backward(launch, ctx, dy):
     if dy is None:
         return (None,) * 6
-    need_dx, need_dweight, need_dbias, _, need_dresidual, _ = ctx.needs_input_grad
+    need_dx, need_dweight, need_dbias, _, need_dresidual, _ = ctx.needs_input_grad[:6]
     dx = dweight = dbias = None
     if need_dx or need_dweight or need_dbias:
         x, weight, pre = ctx.saved_tensors
@@ -156,21 +160,27 @@ class LinearFunction(torch.autograd.Function):
     """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
 
     @staticmethod
-    def forward(ctx, *inputs):  # a setup_context of its own would cost an inspect.signature at every call
-        output = dispatch.call("linear_fwd", inputs[0], *inputs)
+    def forward(ctx, *args):  # a setup_context of its own would cost an inspect.signature at every call
+        output = dispatch.call("linear_fwd", args[0], *args)
+        inputs = args[:-1]  # without `packed`
         _setup_context(ctx, inputs, output)
         return output[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return _backward(lambda *args: dispatch.call("linear_bwd", args[0], *args), ctx, dy)
+        return *_backward(lambda *args: dispatch.call("linear_bwd", args[0], *args), ctx, dy), None
 
 
 linear_fwd.register_autograd(lambda ctx, dy, _: _backward(linear_bwd, ctx, dy), setup_context=_setup_context)
 
 
-# --- public function ----------------------------------------------------------------------------------------
+# --- public functions ---------------------------------------------------------------------------------------
+
+
+def packer(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+    """What makes `packed` of a weight for the backend that serves `x` of that device and dtype; or None."""
+    return dispatch.optional("linear_pack", device, dtype)
 
 
 def linear(
@@ -179,6 +189,7 @@ def linear(
     bias: Tensor | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
+    packed: Tensor | None = None,
 ) -> Tensor:
     """act(x @ weight.T + bias) + residual, in one op. Under autocast it casts as `F.linear` does.
 
@@ -189,6 +200,8 @@ def linear(
         activation: "gelu" (erf), "gelu_tanh", "relu", "silu" or None.
         residual: (..., out), or None. Where its dtype differs from the product's, the sum is promoted, as `+`
             does.
+        packed: what `packer(…)` made of `weight` (of the dtype it is multiplied in) for the backend that
+            serves this call, or None. Not used under torch.compile.
 
     Returns:
         y (..., out). An input of no rows gives an output of no rows.
@@ -214,13 +227,17 @@ def linear(
     if residual is not None:
         checks.float_tensor("residual", residual, x)
         checks.shape("residual", residual, shape)
+    if packed is not None:
+        checks.float_tensor("packed", packed, x)
     x, weight, bias = checks.under_autocast(x, weight, bias)
     checks.same_dtype("weight", weight, "x", x)
     if bias is not None:
         checks.same_dtype("bias", bias, "x", x)
         bias = bias.contiguous()
+    if packed is not None:
+        checks.same_dtype("packed", packed, "x", x)
     if residual is not None and residual.dtype != x.dtype:
-        return linear(x, weight, bias, activation) + residual
+        return linear(x, weight, bias, activation, packed=packed) + residual
 
     x, weight = checks.rows(x), checks.rows(weight)
     residual = None if residual is None else checks.rows(residual)
@@ -230,7 +247,7 @@ def linear(
     if torch.compiler.is_compiling():
         y = linear_fwd(*args)[0]
     elif save or (grad and residual is not None and residual.requires_grad):
-        y = LinearFunction.apply(*args)
+        y = LinearFunction.apply(*args, packed)
     else:
-        y = dispatch.call("linear_fwd", x, *args)[0]
+        y = dispatch.call("linear_fwd", x, *args, packed)[0]
     return y if len(shape) == 2 else y.view(shape)

@@ -7,6 +7,7 @@ import sys
 from tests.mutation import Fault, Suite
 
 _SIMD = "csrc/cpu/attention_simd.cpp"
+_SHARED = "csrc/cpu/attention_simd.h"
 _TASKS = "csrc/cpu/attention.cpp"
 _EXP = "csrc/cpu/exp.h"
 _PYTHON = "fastbert/backends/cpu/attention.py"
@@ -18,8 +19,8 @@ def _fault(name: str, old: str, new: str, file: str = _SIMD) -> Fault:
 
 FAULTS = (
     # layout
-    _fault("heads share one stride", "row * t.row_stride + head * t.head_stride", "row * t.row_stride"),
-    _fault("int32 rows", "row * t.row_stride", "static_cast<std::int32_t>(row * t.row_stride)"),
+    _fault("heads share one stride", "row * t.row_stride + head * t.head_stride", "row * t.row_stride", _SHARED),
+    _fault("int32 rows", "row * t.row_stride", "static_cast<std::int32_t>(row * t.row_stride)", _SHARED),
     _fault("columns past the head read", "store(out + i * width + c,\n                  i < count && n > 0 ? load(row_of<T>(t, first + i, head) + c, static_cast<int>(n)) : zero(),",
            "store(out + i * width + c,\n                  i < count && n > 0 ? load(row_of<T>(t, first + i, head) + c, kLanes) : zero(),"),
     _fault("first row of the sequence forgotten", "copy_rows<T>(args.k, tokens.start, head, n, n, headdim, width, v)",
@@ -33,29 +34,29 @@ FAULTS = (
     # panels and tiles
     _fault("keys of a panel short of one", "for (std::int64_t j = 0; j < n; ++j) line[j]", "for (std::int64_t j = 0; j + 1 < n; ++j) line[j]"),
     _fault("second panel forgotten", "const std::int64_t n = less(kPanel, count - first)", "const std::int64_t n = first > 0 ? 0 : less(kPanel, count - first)"),
-    _fault("narrow tiles repeat the first columns", "for (; j < columns; j += kLanes) tile<1>(a, a_row, a_k, b + j,", "for (; j < columns; j += kLanes) tile<1>(a, a_row, a_k, b,"),
-    _fault("later keys overwrite earlier ones", "out + r * width, width, width, j > 0);", "out + r * width, width, width, false);"),
-    _fault("old sums kept", "out + r * width, width, width, j > 0);", "out + r * width, width, width, true);"),
+    _fault("narrow tiles repeat the first columns", "for (; j < columns; j += kLanes) tile<1>(a, a_row, a_k, b + j,", "for (; j < columns; j += kLanes) tile<1>(a, a_row, a_k, b,", _SHARED),
+    _fault("later keys overwrite earlier ones", "out + r * width, width, width, j > 0);", "out + r * width, width, width, false);", _SHARED),
+    _fault("old sums kept", "out + r * width, width, width, j > 0);", "out + r * width, width, width, true);", _SHARED),
     _fault("last query block dropped", "for (std::int64_t i = begin; i < end; i += kQueryBlock) {", "for (std::int64_t i = begin; i + kQueryBlock <= end || i == begin; i += kQueryBlock) {"),
     _fault("last query block dropped in backward", "for (std::int64_t i = 0; i < n; i += kQueryBlock) {", "for (std::int64_t i = 0; i + kQueryBlock <= n || i == 0; i += kQueryBlock) {"),
     # softmax
-    _fault("scale missing", "Vec x = mul(load(s + j, n), factor);", "Vec x = load(s + j, n);"),
-    _fault("maximum not subtracted", "exponential(sub(load(s + j, n), shift))", "exponential(load(s + j, n))"),
-    _fault("tail lanes in the maximum", "n == kLanes ? x : first_or(x, n, -INFINITY)", "x"),
-    _fault("tail lanes in the sum", "const Vec e = first(exponential(sub(load(s + j, n), shift)), n);", "const Vec e = exponential(sub(load(s + j, n), shift));"),
-    _fault("future keys keep their scores", "for (std::int64_t j = allowed; j < keys; ++j) s[j] = 0.0f;", ""),
-    _fault("NaN taken for an empty row", "if (s[j] != s[j]) sum = s[j];", "if (s[j] > INFINITY) sum = s[j];"),
-    _fault("empty rows not recognised", "if (top == -INFINITY) {", "if (top == INFINITY) {"),
+    _fault("scale missing", "Vec x = mul(load(s + j, n), factor);", "Vec x = load(s + j, n);", _SHARED),
+    _fault("maximum not subtracted", "exponential(sub(load(s + j, n), shift))", "exponential(load(s + j, n))", _SHARED),
+    _fault("tail lanes in the maximum", "n == kLanes ? x : first_or(x, n, -INFINITY)", "x", _SHARED),
+    _fault("tail lanes in the sum", "const Vec e = first(exponential(sub(load(s + j, n), shift)), n);", "const Vec e = exponential(sub(load(s + j, n), shift));", _SHARED),
+    _fault("future keys keep their scores", "for (std::int64_t j = allowed; j < keys; ++j) s[j] = 0.0f;", "", _SHARED),
+    _fault("NaN taken for an empty row", "if (s[j] != s[j]) sum = s[j];", "if (s[j] > INFINITY) sum = s[j];", _SHARED),
+    _fault("empty rows not recognised", "if (top == -INFINITY) {", "if (top == INFINITY) {", _SHARED),
     _fault("causal off by one", "softmax_row(s, args.causal ? i + r + 1 : n,", "softmax_row(s, args.causal ? less(i + r + 2, n) : n,"),
     _fault("causal off by one in backward", "softmax_row(pr, args.causal ? i + r + 1 : n,", "softmax_row(pr, args.causal ? less(i + r + 2, n) : n,"),
     _fault("causal counts from the run's start", "softmax_row(s, args.causal ? i + r + 1 : n,", "softmax_row(s, args.causal ? i - begin + r + 1 : n,"),
     _fault("lse without the maximum", "softmax.top + __builtin_logf(softmax.sum)", "__builtin_logf(softmax.sum)"),
     _fault("probs not normalised", "store(p + j, mul(load(s + j, m), broadcast(inverse)), m);", "store(p + j, load(s + j, m), m);"),
     _fault("probs after dropout", "const bool empty = softmax.sum == 0.0f;", "if (args.dropout.seed != nullptr && args.probs != nullptr) weigh(s, s, n, 1.0f, args.dropout, head, row);\n            const bool empty = softmax.sum == 0.0f;"),
-    _fault("bias of another sequence", "sequence * bias.batch_stride", "0 * sequence * bias.batch_stride"),
-    _fault("bias strides swapped", "head * bias.head_stride + i * bias.row_stride", "head * bias.row_stride + i * bias.head_stride"),
+    _fault("bias of another sequence", "sequence * bias.batch_stride", "0 * sequence * bias.batch_stride", _SHARED),
+    _fault("bias strides swapped", "head * bias.head_stride + i * bias.row_stride", "head * bias.row_stride + i * bias.head_stride", _SHARED),
     _fault("bias added before the scale", "Vec x = mul(load(s + j, n), factor);\n        if (bias != nullptr) x = add(x, load(bias + j, n));",
-           "Vec x = load(s + j, n);\n        if (bias != nullptr) x = add(x, load(bias + j, n));\n        x = mul(x, factor);"),
+           "Vec x = load(s + j, n);\n        if (bias != nullptr) x = add(x, load(bias + j, n));\n        x = mul(x, factor);", _SHARED),
     # exp
     _fault("exp a term short", "Vec series = broadcast(1.0f / 5040.0f);", "Vec series = zero();", _EXP),
     _fault("exp with a wrong coefficient", "1.0f / 120.0f", "1.0f / 121.0f", _EXP),
@@ -63,11 +64,11 @@ FAULTS = (
     _fault("exp stops before the subnormals", "broadcast(-104.0f)", "broadcast(-87.0f)", _EXP),
     _fault("exp swallows NaN", "maximum(broadcast(-104.0f), x)", "maximum(x, broadcast(-104.0f))", _EXP),
     # dropout
-    _fault("bits of the first 64 columns for all", "static_cast<std::uint32_t>(block / 64))", "0u)"),
-    _fault("bits shifted by a vector", "kept(x, bits >> (j - block))", "kept(x, bits)"),
-    _fault("plane and row swapped", "static_cast<std::uint32_t>(head),", "static_cast<std::uint32_t>(row),"),
+    _fault("bits of the first 64 columns for all", "static_cast<std::uint32_t>(block / 64))", "0u)", _SHARED),
+    _fault("bits shifted by a vector", "bits >> (j - block));", "bits);", _SHARED),
+    _fault("plane and row swapped", "static_cast<std::uint32_t>(head),", "static_cast<std::uint32_t>(row),", _SHARED),
     _fault("row within its sequence", "if (args.dropout.seed != nullptr) weigh(s, s, n, 1.0f, args.dropout, head, row);", "if (args.dropout.seed != nullptr) weigh(s, s, n, 1.0f, args.dropout, head, i + r);"),
-    _fault("dropout scale missing", "drop ? factor * args.scale : factor", "factor"),
+    _fault("dropout scale missing", "drop ? factor * args.scale : factor", "factor", _SHARED),
     _fault("dP not dropped", "if (args.dropout.seed != nullptr) weigh(dpr, dpr,", "if (false) weigh(dpr, dpr,"),
     _fault("dv from undropped P", "weigh(pr, wr, n, gate, args.dropout, head, row);", "weigh(pr, wr, n, gate, DropoutArgs{}, head, row);"),
     # gate and gradients
@@ -84,7 +85,7 @@ FAULTS = (
     _fault("dk and dv not zeroed", "dk[e] = dv[e] = 0.0f;", "dk[e] = 0.0f;"),
     _fault("dk from dout", "add_transposed(p, stride, rows, q, n, width, dk);", "add_transposed(p, stride, rows, dout, n, width, dk);"),
     _fault("dv from dS", "add_transposed(w, stride, rows, dout, n, width, dv);", "add_transposed(p, stride, rows, dout, n, width, dv);"),
-    _fault("dk only of the last block", "sums + j * width, width, width, true);", "sums + j * width, width, width, false);"),
+    _fault("dk only of the last block", "sums + j * width, width, width, true);", "sums + j * width, width, width, false);", _SHARED),
     _fault("dbias of another row", "(sequence * args.nheads + head) * args.max_seqlen + i + r) * args.max_seqlen;\n            for_vectors", "(sequence * args.nheads + head) * args.max_seqlen + r) * args.max_seqlen;\n            for_vectors"),
     # tasks
     _fault("last run of queries lost", "begin < length(b); begin += split)", "begin + split <= length(b) || begin == 0; begin += split)", _TASKS),

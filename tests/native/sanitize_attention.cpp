@@ -1,7 +1,10 @@
-// Runs the attention kernels on heap buffers of exactly the needed size, to be built with
+// Runs the attention kernels on buffers of exactly the needed size, to be built with
 // -fsanitize=address,undefined (or thread): an access past an end, an overflow or a misaligned access ends
 // it. The instruction sets are compared with each other, numbers of threads bit for bit. Prints the number of
 // calls.
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -27,12 +30,40 @@ void team(void (*work)(void*), void* argument, unsigned threads, unsigned) {
     for (std::thread& other : others) other.join();
 }
 
-// n bytes from malloc, and nothing behind them.
+void require(bool good, const char* what) {
+    if (good) return;
+    std::fprintf(stderr, "failed: %s\n", what);
+    std::exit(1);
+}
+
+struct Release {
+    char* pages;  // null: from new
+    std::size_t length;
+    void operator()(char* bytes) const {
+        if (pages == nullptr)
+            delete[] bytes;
+        else
+            munmap(pages, length);
+    }
+};
+
+// n bytes and nothing behind them. Outputs are from new. Inputs end where a page ends that the next one may
+// not be read from: the sanitizers do not see what a masked vector load reads.
 struct Buffer {
-    std::unique_ptr<char[]> bytes;
+    std::unique_ptr<char[], Release> bytes;
     std::size_t size;
-    explicit Buffer(std::size_t n, int fill = 0xff) : bytes(new char[n]), size(n) {
+    Buffer(char* start, std::size_t n, Release release) : bytes(start, release), size(n) {}
+    explicit Buffer(std::size_t n, int fill = 0xff) : Buffer(new char[n], n, Release{nullptr, 0}) {
         std::memset(bytes.get(), fill, n);
+    }
+    static Buffer input(std::size_t n) {
+        const std::size_t page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+        const std::size_t used = (n + page - 1) / page * page, length = used + page;
+        void* pages = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        require(pages != MAP_FAILED, "memory for the inputs");
+        char* start = static_cast<char*>(pages);
+        require(mprotect(start + used, page, PROT_NONE) == 0, "a page that may not be read");
+        return Buffer(start + used - n, n, Release{start, length});
     }
     template <class T = void>
     T* data() const {
@@ -44,7 +75,7 @@ std::mt19937 generator(1);
 
 Buffer random_buffer(std::int64_t elements, DType dtype) {
     const bool wide = dtype == DType::kFloat32;
-    Buffer out(static_cast<std::size_t>(elements) * (wide ? 4 : 2));
+    Buffer out = Buffer::input(static_cast<std::size_t>(elements) * (wide ? 4 : 2));
     std::normal_distribution<float> normal;
     for (std::int64_t i = 0; i < elements; ++i) {
         const float x = normal(generator);
@@ -59,12 +90,6 @@ Buffer random_buffer(std::int64_t elements, DType dtype) {
             std::memcpy(out.bytes.get() + 2 * i, &half, 2);
     }
     return out;
-}
-
-void require(bool good, const char* what) {
-    if (good) return;
-    std::fprintf(stderr, "failed: %s\n", what);
-    std::exit(1);
 }
 
 void require_none(const char* reason) { require(reason == nullptr, reason); }
@@ -129,7 +154,7 @@ int check(const std::vector<std::int32_t>& lengths, std::int64_t nheads, std::in
     }
     int calls = 0;
     std::unique_ptr<Outputs> first;
-    for (const char* isa : {"avx2", "avx512"}) {
+    for (const char* isa : {"avx2", "avx512", "avx512_bf16"}) {
         if (!set_isa(isa)) continue;
         std::unique_ptr<Outputs> one_thread;
         for (const int threads : {1, 3}) {

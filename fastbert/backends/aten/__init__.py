@@ -7,12 +7,15 @@ from fastbert.backends.aten.cross_entropy import cross_entropy_bwd, cross_entrop
 from fastbert.backends.aten.embedding import embedding_bwd, embedding_fwd
 from fastbert.backends.aten.layer_norm import layer_norm_bwd, layer_norm_fwd
 from fastbert.backends.aten.linear import linear_bwd, linear_fwd
+from fastbert.backends.aten.linear_int8 import linear_int8_fwd
 from fastbert.backends.aten.padding import pack_fwd, unpack_fwd
 from fastbert.ops import padding
 from fastbert.ops.checks import FLOATS
 
 DTYPES = {
-    **dict.fromkeys(("attention", "cross_entropy", "embedding", "layer_norm", "linear"), FLOATS),
+    **dict.fromkeys(
+        ("attention", "cross_entropy", "embedding", "layer_norm", "linear", "linear_int8"), FLOATS
+    ),
     "padding": padding.DTYPES,
 }
 
@@ -29,6 +32,7 @@ __all__ = [
     "layer_norm_fwd",
     "linear_bwd",
     "linear_fwd",
+    "linear_int8_fwd",
     "pack_fwd",
     "unpack_fwd",
 ]

@@ -1,7 +1,7 @@
-"""`cpu`: C++ kernels with AVX2 or AVX-512, through raw pointers. Allocates, and hands over.
+"""`cpu`: C++ kernels with AVX2, AVX-512 or AVX-512-BF16, through raw pointers. Allocates, and hands over.
 
 They run on PyTorch's own threads, `torch.get_num_threads()` of them. Environment:
-FASTBERT_ISA=avx512|avx2|none, read at import.
+FASTBERT_ISA=avx512_bf16|avx512|avx2|none|best, read at import (csrc/cpu/isa.h).
 """
 
 from __future__ import annotations
@@ -10,12 +10,41 @@ import torch
 
 from fastbert import _native
 from fastbert.backends.cpu.attention import attention_bwd, attention_fwd
+from fastbert.backends.cpu.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
+from fastbert.backends.cpu.embedding import embedding_bwd, embedding_fwd
 from fastbert.backends.cpu.layer_norm import layer_norm_bwd, layer_norm_fwd
+from fastbert.backends.cpu.linear import linear_bwd, linear_fwd, linear_pack
+from fastbert.backends.cpu.linear_int8 import linear_int8_fwd, linear_int8_pack
+from fastbert.backends.cpu.padding import pack_fwd, unpack_fwd
+from fastbert.ops import padding
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-DTYPES: dict[str, tuple[torch.dtype, ...]] = dict.fromkeys(("attention", "layer_norm"), _FLOATS)
+DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    **dict.fromkeys(
+        ("attention", "cross_entropy", "embedding", "layer_norm", "linear", "linear_int8"), _FLOATS
+    ),
+    "padding": padding.DTYPES,
+}
 
-__all__ = ["DTYPES", "attention_bwd", "attention_fwd", "available", "layer_norm_bwd", "layer_norm_fwd"]
+__all__ = [
+    "DTYPES",
+    "attention_bwd",
+    "attention_fwd",
+    "available",
+    "cross_entropy_bwd",
+    "cross_entropy_fwd",
+    "embedding_bwd",
+    "embedding_fwd",
+    "layer_norm_bwd",
+    "layer_norm_fwd",
+    "linear_bwd",
+    "linear_fwd",
+    "linear_int8_fwd",
+    "linear_int8_pack",
+    "linear_pack",
+    "pack_fwd",
+    "unpack_fwd",
+]
 
 
 def available(device_type: str) -> str | None:

@@ -10,7 +10,7 @@ from fastbert.ops.checks import compute_dtype
 from fastbert.ops.linear import activate_ref
 
 
-def linear_fwd(x, weight, bias, activation, residual, save):
+def linear_fwd(x, weight, bias, activation, residual, save, packed=None):
     compute = compute_dtype(x)
     pre = x.to(compute) @ weight.to(compute).T
     if bias is not None:

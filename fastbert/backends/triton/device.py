@@ -1,7 +1,4 @@
-"""Triton kernels (`kernels/`): CUDA tensors, and CPU tensors in Triton's interpreter (TRITON_INTERPRET=1).
-
-Triton is imported at the first launch, so that `import fastbert` needs neither Triton nor a driver.
-"""
+"""Where Triton runs; and how its kernels are imported: at the first launch, not with `fastbert`."""
 
 from __future__ import annotations
 
@@ -12,9 +9,6 @@ from functools import cache
 from types import ModuleType
 
 import torch
-
-HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
-DTYPES: dict[str, tuple[torch.dtype, ...]] = {"layer_norm": HALF_AND_SINGLE}
 
 OLDEST_TRITON = (3, 6)  # the oldest that the tests run
 OLDEST_CAPABILITY = (8, 0)  # bfloat16 arithmetic
@@ -52,15 +46,6 @@ def _triton_missing() -> str | None:
 
 
 @cache
-def _kernels(op: str) -> ModuleType:
+def kernels(op: str) -> ModuleType:
+    """`fastbert.kernels.<op>`, which imports Triton."""
     return importlib.import_module(f"fastbert.kernels.{op}")
-
-
-def layer_norm_fwd(*args):
-    """`kernels/layer_norm.py`; the contract stands in `fastbert/ops/layer_norm.py`."""
-    return _kernels("layer_norm").layer_norm_fwd(*args)
-
-
-def layer_norm_bwd(*args):
-    """`kernels/layer_norm.py`; the contract stands in `fastbert/ops/layer_norm.py`."""
-    return _kernels("layer_norm").layer_norm_bwd(*args)

@@ -1,0 +1,87 @@
+// embedding on the CPU.
+#include "../cpu/embedding.h"
+
+#include "bindings.h"
+
+namespace fastbert {
+namespace {
+
+// Under torch.compile the op cannot look at ids: those of a call are looked at here, before memory is.
+void check_ids(const char* name, const std::int64_t* ids, std::int64_t tokens, std::int64_t rows) {
+    for (std::int64_t t = 0; t < tokens; ++t)
+        if (ids[t] < 0 || ids[t] >= rows)
+            throw py::value_error(std::string(name) + ": id " + std::to_string(ids[t]) +
+                                  " is out of range for a table of " + std::to_string(rows));
+}
+
+// (address, stride, rows, address of the ids), as fastbert/backends/cpu/embedding.py hands it over.
+Lookup lookup(const char* name, const py::tuple& from, std::int64_t tokens) {
+    const Lookup out{pointer(from[0].cast<Address>()), from[1].cast<std::int64_t>(),
+                     from[2].cast<std::int64_t>(), pointer<const std::int64_t>(from[3].cast<Address>())};
+    if (out.table != nullptr && out.ids != nullptr) check_ids(name, out.ids, tokens, out.rows);
+    return out;
+}
+
+// (address, rows, row to skip, address of the ids)
+TableGrad table_grad(const char* name, const py::tuple& from, std::int64_t tokens) {
+    const TableGrad out{pointer(from[0].cast<Address>()), from[1].cast<std::int64_t>(),
+                        from[2].cast<std::int64_t>(), pointer<const std::int64_t>(from[3].cast<Address>())};
+    if (out.out != nullptr) check_ids(name, out.ids, tokens, out.rows);
+    return out;
+}
+
+void embedding_fwd(int dtype, std::int64_t tokens, std::int64_t hidden, const py::tuple& word,
+                   const py::tuple& position, const py::tuple& segment, Address weight, int weight_dtype,
+                   Address bias, int bias_dtype, double eps, Address seed, std::uint32_t offset,
+                   std::uint32_t threshold, float scale, Address y, Address z, Address mean, Address rstd,
+                   int threads) {
+    check_shape(tokens, hidden);
+    const EmbeddingFwd args{dtype_of(dtype),
+                            tokens,
+                            hidden,
+                            lookup("input_ids", word, tokens),
+                            lookup("position_ids", position, tokens),
+                            lookup("token_type_ids", segment, tokens),
+                            param(weight, weight_dtype),
+                            param(bias, bias_dtype),
+                            eps,
+                            {pointer<const std::uint64_t>(seed), offset, threshold, scale},
+                            pointer(y),
+                            pointer(z),
+                            pointer<float>(mean),
+                            pointer<float>(rstd)};
+    run([&] { return cpu_embedding_fwd(args, threads); });
+}
+
+void embedding_bwd(int dtype, std::int64_t tokens, std::int64_t hidden, Address dy, Address z, Address weight,
+                   int weight_dtype, Address mean, Address rstd, Address seed, std::uint32_t offset,
+                   std::uint32_t threshold, float scale, const py::tuple& word, const py::tuple& position,
+                   const py::tuple& segment, Address dinputs_embeds, Address dweight, Address dbias,
+                   int threads) {
+    check_shape(tokens, hidden);
+    const EmbeddingBwd args{dtype_of(dtype),
+                            tokens,
+                            hidden,
+                            pointer(dy),
+                            pointer(z),
+                            param(weight, weight_dtype),
+                            pointer<const float>(mean),
+                            pointer<const float>(rstd),
+                            {pointer<const std::uint64_t>(seed), offset, threshold, scale},
+                            table_grad("input_ids", word, tokens),
+                            table_grad("position_ids", position, tokens),
+                            table_grad("token_type_ids", segment, tokens),
+                            pointer(dinputs_embeds),
+                            pointer<float>(dweight),
+                            pointer<float>(dbias)};
+    run([&] { return cpu_embedding_bwd(args, threads); });
+}
+
+}  // namespace
+
+void bind_embedding(py::module_& m) {
+    m.def("cpu_embedding_fwd", &embedding_fwd);
+    m.def("cpu_embedding_bwd", &embedding_bwd);
+}
+
+}  // namespace fastbert

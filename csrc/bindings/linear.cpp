@@ -1,0 +1,97 @@
+// linear and linear_int8 on the CPU.
+#include "../cpu/linear.h"
+
+#include "../cpu/linear_int8.h"
+#include "bindings.h"
+
+namespace fastbert {
+namespace {
+
+Activation activation_of(int code) {
+    if (code < 0 || code > 4)
+        throw py::value_error("activation: expected code 0 … 4, got " + std::to_string(code));
+    return static_cast<Activation>(code);
+}
+
+void pack(int dtype, std::int64_t depth, std::int64_t columns, Address b, std::int64_t depth_stride,
+          std::int64_t column_stride, Address packed, int threads) {
+    check_shape(columns, depth);
+    if (depth_stride != 1 && column_stride != 1) throw py::value_error("pack: expected one stride of 1");
+    const Pack args{dtype_of(dtype), depth,         columns,        pointer(b),
+                    depth_stride,    column_stride, pointer(packed)};
+    run([&] { return cpu_linear_pack(args, threads); });
+}
+
+void product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t depth, Address a,
+             std::int64_t row_stride, std::int64_t depth_stride, Address packed, Address b,
+             std::int64_t b_stride, Address bias, int bias_dtype, int activation, Address residual,
+             std::int64_t residual_stride, Address c, Address pre, int threads) {
+    check_shape(rows, depth);
+    check_shape(rows, columns);
+    if (row_stride != 1 && depth_stride != 1) throw py::value_error("product: expected one stride of 1");
+    const Product args{dtype_of(dtype),
+                       rows,
+                       columns,
+                       depth,
+                       pointer(a),
+                       row_stride,
+                       depth_stride,
+                       pointer(packed),
+                       pointer(b),
+                       b_stride,
+                       param(bias, bias_dtype),
+                       activation_of(activation),
+                       pointer(residual),
+                       residual_stride,
+                       pointer(c),
+                       pointer(pre)};
+    run([&] { return cpu_linear_product(args, threads); });
+}
+
+void activation_bwd(int dtype, std::int64_t rows, std::int64_t columns, Address dy, Address pre,
+                    int activation, Address g, Address dbias, int threads) {
+    check_shape(rows, columns);
+    const ActivationBwd args{
+        dtype_of(dtype),      rows, columns, pointer(dy), pointer(pre), activation_of(activation), pointer(g),
+        pointer<float>(dbias)};
+    run([&] { return cpu_linear_activation_bwd(args, threads); });
+}
+
+void pack_int8(std::int64_t depth, std::int64_t columns, Address weight, Address packed, int threads) {
+    check_shape(columns, depth);
+    const PackInt8 args{depth, columns, pointer<const std::int8_t>(weight), pointer<std::uint8_t>(packed)};
+    run([&] { return cpu_linear_int8_pack(args, threads); });
+}
+
+void product_int8(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t depth, Address x,
+                  std::int64_t x_stride, Address packed, Address scale, Address bias, int bias_dtype,
+                  int activation, Address y, int threads) {
+    check_shape(rows, depth);
+    check_shape(rows, columns);
+    const ProductInt8 args{dtype_of(dtype),
+                           rows,
+                           columns,
+                           depth,
+                           pointer(x),
+                           x_stride,
+                           pointer<const std::uint8_t>(packed),
+                           pointer<const float>(scale),
+                           param(bias, bias_dtype),
+                           activation_of(activation),
+                           pointer(y)};
+    run([&] { return cpu_linear_int8(args, threads); });
+}
+
+}  // namespace
+
+void bind_linear(py::module_& m) {
+    m.def("cpu_linear_packed_size", &packed_size, "Elements of the panels of a (depth x columns) matrix");
+    m.def("cpu_linear_pack", &pack);
+    m.def("cpu_linear_product", &product);
+    m.def("cpu_linear_activation_bwd", &activation_bwd);
+    m.def("cpu_linear_int8_packed_size", &int8_packed_size, "Bytes, for the instruction set in use");
+    m.def("cpu_linear_int8_pack", &pack_int8);
+    m.def("cpu_linear_int8", &product_int8);
+}
+
+}  // namespace fastbert

@@ -1,0 +1,44 @@
+// pack and unpack on the CPU.
+#include "../cpu/padding.h"
+
+#include "bindings.h"
+
+namespace fastbert {
+namespace {
+
+Gather gather(Address x, std::int64_t stride, std::int64_t width, Address indices, std::int64_t total,
+              std::int64_t rows) {
+    const Gather out{pointer(x), stride, width, pointer<const std::int64_t>(indices), total};
+    const auto wrong = [&](std::int64_t t) {
+        return out.indices[t] <= (t > 0 ? out.indices[t - 1] : -1) || out.indices[t] >= rows;
+    };
+    bool any = false;  // under torch.compile the op cannot look
+    for (std::int64_t t = 0; t < total; ++t) any |= wrong(t);
+    for (std::int64_t t = 0; any; ++t)
+        if (wrong(t))
+            throw py::value_error("indices: expected strictly increasing positions in [0, " +
+                                  std::to_string(rows) + "), got " + std::to_string(out.indices[t]) + " at " +
+                                  std::to_string(t));
+    return out;
+}
+
+void pack(Address x, std::int64_t stride, std::int64_t width, Address indices, std::int64_t total,
+          std::int64_t rows, Address out, int threads) {
+    const Gather args = gather(x, stride, width, indices, total, rows);
+    run([&] { return cpu_pack(args, pointer(out), threads); });
+}
+
+void unpack(Address x, std::int64_t stride, std::int64_t width, Address indices, std::int64_t total,
+            std::int64_t rows, Address out, int threads) {
+    const Gather args = gather(x, stride, width, indices, total, rows);
+    run([&] { return cpu_unpack(args, rows, pointer(out), threads); });
+}
+
+}  // namespace
+
+void bind_padding(py::module_& m) {
+    m.def("cpu_pack", &pack);
+    m.def("cpu_unpack", &unpack);
+}
+
+}  // namespace fastbert

@@ -1,0 +1,247 @@
+// Attention of one sequence and head in bf16, by AVX-512-BF16's product of pairs. Contract:
+// fastbert/ops/attention.py; math: attention_simd.cpp.
+//
+// Tiling     as in attention_simd.cpp, where an element of a sum is now a pair of bf16: q kᵀ and dout vᵀ sum
+//            over pairs of columns ([headdim / 2][64 keys] panels), P v and dS k over pairs of keys ([keys /
+//            2] [headdim]), dSᵀ q and Pᵀ dout over pairs of queries ([12][headdim]). K and V take half the
+//            memory. What a tile reads behind the queries or keys may be anything: it enters only sums that
+//            nobody reads. The partner of the last of an odd number weighs 0.
+// Precision  sums, softmax, lse, probs, delta, the bias' and the gate's gradient in float, as there. Rounded
+//            to bf16 before their product, once: exp(S - max) in forward, P and P ∘ (dP - delta) in backward.
+//            Eager PyTorch in bf16 rounds the same, and S and dP besides. What is constant for a row or a
+//            head (1 / sum, gate, 1 / (1 - p), scale) multiplies the float sum. Subnormal elements count as 0
+//            (vec_avx512_bf16.h). Sequences of fewer than 16 tokens go through the kernels for AVX-512, which
+//            round neither P nor dS: over so few roundings an error below eager's would be luck.
+// Source     Intel, "Intel Architecture Instruction Set Extensions Programming Reference", VDPBF16PS.
+#include "attention_simd.h"
+
+namespace fastbert {
+namespace avx512 {
+extern const AttentionKernels attention_kernels;
+}
+namespace FASTBERT_ISA {
+namespace {
+
+constexpr std::int64_t kFew = 16;  // tokens, from which on products of bf16 serve
+
+FASTBERT_INLINE std::int64_t more(std::int64_t a, std::int64_t b) { return a < b ? b : a; }
+constexpr std::int64_t half(std::int64_t n) { return (n + 1) / 2; }
+
+// Columns c … c + 15 of a row of q, k, v or dout, zeros from `headdim` on.
+FASTBERT_INLINE Words words_of(const bf16* row, std::int64_t c, std::int64_t headdim) {
+    const std::int64_t n = less(headdim - c, kLanes);
+    return n > 0 ? load_words(row + c, static_cast<int>(n)) : _mm256_setzero_si256();
+}
+
+// Rows [first, first + count) as they are, in pairs of columns, `width` columns a row.
+void copy_rows(const Heads& t, std::int64_t first, std::int64_t head, std::int64_t count,
+               std::int64_t headdim, std::int64_t width, Pair* out) {
+    for (std::int64_t i = 0; i < count; ++i)
+        for (std::int64_t c = 0; c < width; c += kLanes)
+            store_words(out + (i * width + c) / 2, words_of(row_of<bf16>(t, first + i, head), c, headdim),
+                        kLanes);
+}
+
+// Row i of `out` holds the pairs {row 2i, row 2i + 1}; the partner of a last row is the row itself.
+void pair_rows(const Heads& t, std::int64_t first, std::int64_t head, std::int64_t count,
+               std::int64_t headdim, std::int64_t width, Pair* out) {
+    for (std::int64_t i = 0; i < count; i += 2, out += width) {
+        const bf16* even = row_of<bf16>(t, first + i, head);
+        const bf16* odd = row_of<bf16>(t, first + less(i + 1, count - 1), head);
+        for (std::int64_t c = 0; c < width; c += kLanes)
+            store(out + c, interleave(words_of(even, c, headdim), words_of(odd, c, headdim)));
+    }
+}
+
+// Panels [half(headdim)][kPanel] of the transpose, pairs of columns; zeros for keys from `count` to the next
+// multiple of kLanes.
+void transpose_rows(const Heads& t, std::int64_t first, std::int64_t head, std::int64_t count,
+                    std::int64_t headdim, Pair* out) {
+    const std::int64_t depth = half(headdim);
+    for (std::int64_t j = 0; j < count; j += kLanes) {
+        Pair* panel = out + j / kPanel * depth * kPanel + j % kPanel;
+        for (std::int64_t c = 0; c < depth; c += kLanes) {
+            const std::int64_t n = less(2 * kLanes, headdim - 2 * c);
+            const __mmask32 mask = static_cast<__mmask32>((1ull << n) - 1);
+            __m512i block[kLanes];
+#pragma GCC unroll 16
+            for (int i = 0; i < kLanes; ++i)
+                block[i] = j + i < count
+                               ? _mm512_maskz_loadu_epi16(mask, row_of<bf16>(t, first + j + i, head) + 2 * c)
+                               : _mm512_setzero_si512();
+            transpose(block);
+#pragma GCC unroll 16
+            for (int i = 0; i < kLanes; ++i)
+                if (c + i < depth) store(panel + (c + i) * kPanel, block[i]);
+        }
+    }
+}
+
+// out = dropout(p) rounded, without the factor 1 / (1 - p); zeros up to the next multiple of kLanes.
+FASTBERT_INLINE void narrow_row(const float* p, std::int64_t keys, const DropoutArgs& args, std::int64_t head,
+                                std::int64_t row, Pair* out) {
+    for_kept(keys, args, head, row,
+             [&](std::int64_t j, int n, std::uint64_t bits) __attribute__((always_inline)) {
+                 store_words(out + j / 2, narrow(kept(load(p + j, n), bits)), kLanes);
+             });
+}
+
+void clear(Pair* out, std::int64_t count) {
+    for (std::int64_t i = 0; i < count; ++i) out[i] = Pair{0, 0};
+}
+
+// Row i of `out` holds the pairs {row 2i, row 2i + 1} of `rows` (count x stride pairs of columns).
+void pair_weights(const Pair* rows, std::int64_t stride, std::int64_t count, std::int64_t columns, Pair* out,
+                  std::int64_t out_stride) {
+    for (std::int64_t i = 0; i < count; i += 2, rows += 2 * stride, out += out_stride)
+        for (std::int64_t j = 0; j < columns; j += kLanes)
+            store(out + j,
+                  interleave(load_words(rows + j / 2, kLanes), load_words(rows + stride + j / 2, kLanes)));
+}
+
+std::int64_t forward_scratch(std::int64_t seqlen, std::int64_t headdim) {
+    const std::int64_t keys = round_up(seqlen, kPanel), width = width_of(headdim);
+    // panels of K, pairs of rows of V; of a block: q, P, out and scores
+    const std::int64_t own =
+        keys * half(headdim) + keys / 2 * width + kQueryBlock * (width / 2 + keys / 2 + width + keys);
+    return more(round_up(own, 16), avx512::attention_kernels.forward_scratch(less(seqlen, kFew), headdim));
+}
+
+void forward(const AttentionFwd& args, std::int64_t sequence, std::int64_t head, std::int64_t begin,
+             std::int64_t end, float* scratch) {
+    const Span tokens = span_of(args, sequence);
+    if (tokens.length < kFew)
+        return avx512::attention_kernels.forward(args, sequence, head, begin, end, scratch);
+    const std::int64_t n = tokens.length, keys = round_up(n, kPanel);
+    const std::int64_t headdim = args.headdim, width = width_of(headdim), depth = half(headdim);
+    Pair *panels = reinterpret_cast<Pair*>(scratch), *v = panels + keys * depth, *q = v + keys / 2 * width;
+    Pair* weights = q + kQueryBlock * width / 2;
+    float* out = reinterpret_cast<float*>(weights + kQueryBlock * keys / 2);
+    float* scores = out + kQueryBlock * width;
+    transpose_rows(args.k, tokens.start, head, n, headdim, panels);
+    pair_rows(args.v, tokens.start, head, n, headdim, width, v);
+    const float gate = args.gate == nullptr ? 1.0f : args.gate[head];
+    const float common = args.dropout.seed == nullptr ? gate : gate * args.dropout.scale;
+    for (std::int64_t i = begin; i < end; i += kQueryBlock) {
+        const std::int64_t rows = less(kQueryBlock, end - i), padded = round_up(rows, kRows);
+        copy_rows(args.q, tokens.start + i, head, rows, headdim, width, q);
+        times_panels(q, width / 2, padded, panels, n, depth, scores, keys);
+        float factor[kQueryBlock];
+        for (std::int64_t r = 0; r < rows; ++r) {
+            float* s = scores + r * keys;
+            const std::int64_t row = tokens.start + i + r;
+            const Row softmax = softmax_row(s, args.causal ? i + r + 1 : n, n, args.softmax_scale,
+                                            bias_row(args.bias, sequence, head, i + r));
+            const bool empty = softmax.sum == 0.0f;
+            const float inverse = empty ? 0.0f : 1.0f / softmax.sum;
+            args.lse[head * args.total + row] = empty ? -INFINITY : softmax.top + __builtin_logf(softmax.sum);
+            if (args.probs != nullptr) {
+                bf16* p = static_cast<bf16*>(args.probs) +
+                          ((sequence * args.nheads + head) * args.max_seqlen + i + r) * args.max_seqlen;
+                for_vectors(n, [&](std::int64_t j, int, int m) __attribute__((always_inline)) {
+                    store(p + j, mul(load(s + j, m), broadcast(inverse)), m);
+                });
+            }
+            narrow_row(s, n, args.dropout, head, row, weights + r * keys / 2);
+            factor[r] = inverse * common;
+        }
+        times_rows(weights, keys / 2, padded, v, half(n), width, out);
+        for (std::int64_t r = 0; r < rows; ++r)
+            store_rows(out + r * width, 1, width, factor[r],
+                       static_cast<bf16*>(args.out) + ((tokens.start + i + r) * args.nheads + head) * headdim,
+                       headdim, 0);
+    }
+}
+
+std::int64_t backward_scratch(std::int64_t seqlen, std::int64_t headdim) {
+    const std::int64_t keys = round_up(seqlen, kPanel), width = width_of(headdim);
+    // panels of K and V, pairs of rows of K; dk and dv (more, for the last tile); of a block: q and dout,
+    // each in pairs of columns and of rows, dq, P and dP, weights and dS, each in pairs of keys and of
+    // queries
+    const std::int64_t own = 2 * keys * half(headdim) + keys / 2 * width + 2 * (keys + kLanes) * width +
+                             kQueryBlock * (2 * width + width + 2 * keys + keys + keys + kLanes);
+    return more(round_up(own, 16), avx512::attention_kernels.backward_scratch(less(seqlen, kFew), headdim));
+}
+
+void backward(const AttentionBwd& args, std::int64_t sequence, std::int64_t head, float* scratch) {
+    const Span tokens = span_of(args, sequence);
+    if (tokens.length < kFew) return avx512::attention_kernels.backward(args, sequence, head, scratch);
+    const std::int64_t n = tokens.length, keys = round_up(n, kPanel), stride = keys + kLanes;
+    const std::int64_t headdim = args.headdim, width = width_of(headdim), depth = half(headdim);
+    Pair *k_panels = reinterpret_cast<Pair*>(scratch), *v_panels = k_panels + keys * depth;
+    Pair *k = v_panels + keys * depth, *q = k + keys / 2 * width, *dout = q + kQueryBlock * width / 2;
+    Pair *q_pairs = dout + kQueryBlock * width / 2, *dout_pairs = q_pairs + kQueryBlock / 2 * width;
+    Pair *w = dout_pairs + kQueryBlock / 2 * width, *ds = w + kQueryBlock * keys / 2;
+    Pair *w_pairs = ds + kQueryBlock * keys / 2, *ds_pairs = w_pairs + kQueryBlock / 2 * stride;
+    float *dk = reinterpret_cast<float*>(ds_pairs + kQueryBlock / 2 * stride), *dv = dk + stride * width;
+    float *dq = dv + stride * width, *p = dq + kQueryBlock * width, *dp = p + kQueryBlock * keys;
+    const Heads upstream{args.dout, args.nheads * headdim, headdim};
+    transpose_rows(args.k, tokens.start, head, n, headdim, k_panels);
+    transpose_rows(args.v, tokens.start, head, n, headdim, v_panels);
+    pair_rows(args.k, tokens.start, head, n, headdim, width, k);
+    for (std::int64_t e = 0; e < stride * width; ++e) dk[e] = dv[e] = 0.0f;
+    const bool drop = args.dropout.seed != nullptr;
+    const float gate = args.gate == nullptr ? 1.0f : args.gate[head];
+    double gate_sum = 0.0;
+    const std::int64_t step = args.nheads * headdim, first = tokens.start * step + head * headdim;
+    for (std::int64_t i = 0; i < n; i += kQueryBlock) {
+        const std::int64_t rows = less(kQueryBlock, n - i), padded = round_up(rows, kRows);
+        copy_rows(args.q, tokens.start + i, head, rows, headdim, width, q);
+        copy_rows(upstream, tokens.start + i, head, rows, headdim, width, dout);
+        pair_rows(args.q, tokens.start + i, head, rows, headdim, width, q_pairs);
+        pair_rows(upstream, tokens.start + i, head, rows, headdim, width, dout_pairs);
+        times_panels(q, width / 2, padded, k_panels, n, depth, p, keys);
+        times_panels(dout, width / 2, padded, v_panels, n, depth, dp, keys);
+        for (std::int64_t r = 0; r < rows; ++r) {
+            float *pr = p + r * keys, *dpr = dp + r * keys;
+            const std::int64_t row = tokens.start + i + r;
+            const Row softmax = softmax_row(pr, args.causal ? i + r + 1 : n, n, args.softmax_scale,
+                                            bias_row(args.bias, sequence, head, i + r));
+            const float inverse = softmax.sum == 0.0f ? 0.0f : 1.0f / softmax.sum;
+            const Vec normal = broadcast(inverse);
+            if (drop) weigh(dpr, dpr, n, 1.0f, args.dropout, head, row);
+            Vec total[4] = {zero(), zero(), zero(), zero()};
+            for_vectors(n, [&](std::int64_t j, int m, int c) __attribute__((always_inline)) {
+                const Vec probability = mul(load(pr + j, c), normal);
+                store(pr + j, probability, c);
+                total[m] = fma(probability, load(dpr + j, c), total[m]);
+            });
+            const float delta = sum4(total);
+            gate_sum += delta;
+            narrow_row(pr, n, args.dropout, head, row, w + r * keys / 2);
+            Pair* ds_row = ds + r * keys / 2;
+            float* wide =
+                args.ds == nullptr
+                    ? nullptr
+                    : args.ds + ((sequence * args.nheads + head) * args.max_seqlen + i + r) * args.max_seqlen;
+            for_vectors(n, [&](std::int64_t j, int, int c) __attribute__((always_inline)) {
+                const Vec d = mul(load(pr + j, c), sub(load(dpr + j, c), broadcast(delta)));
+                store_words(ds_row + j / 2, narrow(d), kLanes);
+                if (wide != nullptr) store(wide + j, mul(d, broadcast(gate)), c);
+            });
+        }
+        if (rows % 2 == 1) {  // the last query's partner
+            clear(w + rows * keys / 2, keys / 2);
+            clear(ds + rows * keys / 2, keys / 2);
+        }
+        pair_weights(w, keys / 2, rows, n, w_pairs, stride);
+        pair_weights(ds, keys / 2, rows, n, ds_pairs, stride);
+        times_rows(ds, keys / 2, padded, k, half(n), width, dq);
+        add_transposed(ds_pairs, stride, half(rows), q_pairs, n, width, dk);
+        add_transposed(w_pairs, stride, half(rows), dout_pairs, n, width, dv);
+        store_rows(dq, rows, width, gate * args.softmax_scale, static_cast<bf16*>(args.dq) + first + i * step,
+                   headdim, step);
+    }
+    store_rows(dk, n, width, gate * args.softmax_scale, static_cast<bf16*>(args.dk) + first, headdim, step);
+    store_rows(dv, n, width, drop ? gate * args.dropout.scale : gate, static_cast<bf16*>(args.dv) + first,
+               headdim, step);
+    if (args.dgate != nullptr) args.dgate[sequence * args.nheads + head] = gate_sum;
+}
+
+}  // namespace
+
+extern const AttentionKernels attention_kernels;
+const AttentionKernels attention_kernels = {forward_scratch, backward_scratch, forward, backward};
+
+}  // namespace FASTBERT_ISA
+}  // namespace fastbert

@@ -1,0 +1,186 @@
+// What the attention kernels of all instruction sets share: products by register tiles, softmax of a row,
+// dropout. Included by attention_simd.cpp, which computes in float, and by attention_bf16_simd.cpp, which
+// multiplies bf16 two by two. An element E of a sum is therefore a float or a Pair of bf16.
+#pragma once
+
+#include <cmath>
+
+#include "attention.h"
+#include "exp.h"
+#include "vec.h"
+
+namespace fastbert {
+namespace FASTBERT_ISA {
+namespace {
+
+constexpr int kRows = 6;                           // rows of a register tile
+constexpr int kMaxVectors = kLanes == 16 ? 4 : 2;  // its vectors
+constexpr std::int64_t kDepth = 64;  // elements a block of P v goes through before it changes rows
+
+FASTBERT_INLINE std::int64_t round_up(std::int64_t n, std::int64_t to) { return (n + to - 1) / to * to; }
+FASTBERT_INLINE std::int64_t less(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+FASTBERT_INLINE std::int64_t width_of(std::int64_t headdim) { return round_up(headdim, kLanes); }
+
+// c (kRows x kVectors vectors) = or += a b. a: element (row, k) at a[row * a_row + k * a_k]; b: row-major.
+template <int kVectors, class E>
+FASTBERT_INLINE void tile(const E* a, std::int64_t a_row, std::int64_t a_k, const E* b, std::int64_t b_row,
+                          std::int64_t depth, float* c, std::int64_t c_row, bool accumulate) {
+    Vec sum[kRows][kVectors];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v)
+            sum[r][v] = accumulate ? load(c + r * c_row + v * kLanes, kLanes) : zero();
+    for (std::int64_t k = 0; k < depth; ++k) {
+        decltype(load(b, kLanes)) right[kVectors];
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) right[v] = load(b + k * b_row + v * kLanes, kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+            const auto left = broadcast(a[r * a_row + k * a_k]);
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; ++v) sum[r][v] = fma(left, right[v], sum[r][v]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) store(c + r * c_row + v * kLanes, sum[r][v], kLanes);
+}
+
+// The same over `columns` (a multiple of kLanes) columns of b and c.
+template <class E>
+void tiles(const E* a, std::int64_t a_row, std::int64_t a_k, const E* b, std::int64_t b_row,
+           std::int64_t depth, float* c, std::int64_t c_row, std::int64_t columns, bool accumulate) {
+    std::int64_t j = 0;
+    for (; j + kMaxVectors * kLanes <= columns; j += kMaxVectors * kLanes)
+        tile<kMaxVectors>(a, a_row, a_k, b + j, b_row, depth, c + j, c_row, accumulate);
+    for (; j + 2 * kLanes <= columns; j += 2 * kLanes)
+        tile<2>(a, a_row, a_k, b + j, b_row, depth, c + j, c_row, accumulate);
+    for (; j < columns; j += kLanes) tile<1>(a, a_row, a_k, b + j, b_row, depth, c + j, c_row, accumulate);
+}
+
+// scores (rows x stride) = a (rows x depth, a_row apart) times the panels [depth][kPanel] of all keys.
+template <class E>
+void times_panels(const E* a, std::int64_t a_row, std::int64_t rows, const E* panels, std::int64_t keys,
+                  std::int64_t depth, float* scores, std::int64_t stride) {
+    for (std::int64_t j = 0; j < keys; j += kPanel, panels += depth * kPanel)
+        for (std::int64_t r = 0; r < rows; r += kRows)
+            tiles(a + r * a_row, a_row, 1, panels, kPanel, depth, scores + r * stride + j, stride,
+                  less(kPanel, round_up(keys - j, kLanes)), false);
+}
+
+// out (rows x width) = weights (rows x depth) times b (depth x width).
+template <class E>
+void times_rows(const E* weights, std::int64_t stride, std::int64_t rows, const E* b, std::int64_t depth,
+                std::int64_t width, float* out) {
+    for (std::int64_t j = 0; j < depth; j += kDepth)
+        for (std::int64_t r = 0; r < rows; r += kRows)
+            tiles(weights + r * stride + j, stride, 1, b + j * width, width, less(kDepth, depth - j),
+                  out + r * width, width, width, j > 0);
+}
+
+// sums[j] += Σ_k weights[k][j] b[k], for all keys j and `depth` elements k.
+template <class E>
+void add_transposed(const E* weights, std::int64_t stride, std::int64_t depth, const E* b, std::int64_t keys,
+                    std::int64_t width, float* sums) {
+    for (std::int64_t j = 0; j < keys; j += kRows)
+        tiles(weights + j, 1, stride, b, width, depth, sums + j * width, width, width, true);
+}
+
+template <class T>
+FASTBERT_INLINE const T* row_of(const Heads& t, std::int64_t row, std::int64_t head) {
+    return static_cast<const T*>(t.data) + row * t.row_stride + head * t.head_stride;
+}
+
+template <class T>
+void store_rows(const float* rows, std::int64_t count, std::int64_t width, float factor, T* out,
+                std::int64_t headdim, std::int64_t out_stride) {
+    for (std::int64_t j = 0; j < count; ++j)
+        for_vectors(headdim, [&](std::int64_t c, int, int n) __attribute__((always_inline)) {
+            store(out + j * out_stride + c, mul(load(rows + j * width + c, n), broadcast(factor)), n);
+        });
+}
+
+struct Row {
+    float top, sum;  // P = exp(s - top) / sum; sum 0 where no key is allowed
+};
+
+// One row of scores: scale and bias, then exp(s - max) in place; columns from `allowed` to `keys` become 0.
+FASTBERT_INLINE Row softmax_row(float* s, std::int64_t allowed, std::int64_t keys, float scale,
+                                const float* bias) {
+    const Vec factor = broadcast(scale);
+    Vec most[4] = {broadcast(-INFINITY), broadcast(-INFINITY), broadcast(-INFINITY), broadcast(-INFINITY)};
+    for_vectors(allowed, [&](std::int64_t j, int k, int n) __attribute__((always_inline)) {
+        Vec x = mul(load(s + j, n), factor);
+        if (bias != nullptr) x = add(x, load(bias + j, n));
+        store(s + j, x, n);
+        most[k] = maximum(most[k], n == kLanes ? x : first_or(x, n, -INFINITY));
+    });
+    const float top = largest(maximum(maximum(most[0], most[1]), maximum(most[2], most[3])));
+    if (top == -INFINITY) {  // no allowed key, or NaNs, which a maximum may lose: the row is then NaN
+        float sum = 0.0f;
+        for (std::int64_t j = 0; j < allowed; ++j)
+            if (s[j] != s[j]) sum = s[j];
+        for (std::int64_t j = 0; j < keys; ++j) s[j] = sum;
+        return {top, sum};
+    }
+    const Vec shift = broadcast(top);
+    Vec total[4] = {zero(), zero(), zero(), zero()};
+    for_vectors(allowed, [&](std::int64_t j, int k, int n) __attribute__((always_inline)) {
+        const Vec e = first(exponential(sub(load(s + j, n), shift)), n);
+        store(s + j, e, n);
+        total[k] = add(total[k], e);
+    });
+    for (std::int64_t j = allowed; j < keys; ++j) s[j] = 0.0f;
+    return {top, sum4(total)};
+}
+
+struct Span {  // the tokens of one sequence
+    std::int64_t start, length;
+};
+
+FASTBERT_INLINE Span span_of(const Attention& args, std::int64_t sequence) {
+    const std::int64_t start = args.cu_seqlens[sequence];
+    return {start, args.cu_seqlens[sequence + 1] - start};
+}
+
+FASTBERT_INLINE const float* bias_row(const Bias& bias, std::int64_t sequence, std::int64_t head,
+                                      std::int64_t i) {
+    return bias.data == nullptr
+               ? nullptr
+               : bias.data + sequence * bias.batch_stride + head * bias.head_stride + i * bias.row_stride;
+}
+
+// f(j, n, bits) for every vector of a row's keys: bit i says whether dropout keeps key j + i; all ones
+// without dropout. 64 columns share a word of bits.
+template <class F>
+FASTBERT_INLINE void for_kept(std::int64_t keys, const DropoutArgs& args, std::int64_t head, std::int64_t row,
+                              const F& f) {
+    const bool drop = args.seed != nullptr;
+    const Dropout dropout{drop ? *args.seed : 0, args.offset, static_cast<std::uint32_t>(head),
+                          args.threshold};
+    for (std::int64_t block = 0; block < keys; block += 64) {
+        const std::uint64_t bits = drop ? philox_keep(dropout, static_cast<std::uint32_t>(row),
+                                                      static_cast<std::uint32_t>(block / 64))
+                                        : ~0ull;
+        for (std::int64_t j = block; j < less(keys, block + 64); j += kLanes)
+            f(j, static_cast<int>(less(keys - j, kLanes)), bits >> (j - block));
+    }
+}
+
+// w = dropout(p) times `factor`.
+FASTBERT_INLINE void weigh(const float* p, float* w, std::int64_t keys, float factor, const DropoutArgs& args,
+                           std::int64_t head, std::int64_t row) {
+    const bool drop = args.seed != nullptr;
+    const Vec scale = broadcast(drop ? factor * args.scale : factor);
+    for_kept(keys, args, head, row,
+             [&](std::int64_t j, int n, std::uint64_t bits) __attribute__((always_inline)) {
+                 const Vec x = mul(load(p + j, n), scale);
+                 store(w + j, drop ? kept(x, bits) : x, n);
+             });
+}
+
+}  // namespace
+}  // namespace FASTBERT_ISA
+}  // namespace fastbert

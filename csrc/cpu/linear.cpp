@@ -1,0 +1,112 @@
+// Linear layers on the CPU: cuts a product into tasks, and adds up the bias gradient.
+//
+// An element of the product is one sum over the depth whatever the tasks, so results are bit-equal for any
+// number of threads. The bias gradient is summed in chunks that depend on the shape alone, and the chunks are
+// added in order, in double.
+#include "linear.h"
+
+#include <algorithm>
+
+#include "isa.h"
+#include "parallel.h"
+#include "widened.h"
+#include "workspace.h"
+
+namespace fastbert {
+
+#if FASTBERT_X86
+namespace avx2 {
+extern const LinearKernels linear_kernels;
+}
+namespace avx512 {
+extern const LinearKernels linear_kernels;
+}
+#endif
+
+namespace {
+
+constexpr const char* kNoKernels =
+    "no SIMD kernels: FASTBERT_ISA=none, or the processor lacks AVX2, FMA, F16C";
+constexpr std::int64_t kBlockRows = 160;  // of one task: with 768 deep floats it fills a quarter of a 2 MB L2
+constexpr std::int64_t kGrain = 1 << 17;  // multiply-adds that pay for waking a thread
+
+const LinearKernels* kernels() {
+#if FASTBERT_X86
+    return pick(&avx2::linear_kernels, &avx512::linear_kernels);
+#else
+    return nullptr;
+#endif
+}
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+const char* cpu_linear_pack(const Pack& args, int threads) {
+    const LinearKernels* simd = kernels();
+    if (simd == nullptr) return kNoKernels;
+    if (threads < 1) return "threads: expected >= 1";
+    parallel_for(ceil_div(args.columns, kPanel), args.columns * args.depth < kGrain ? 1 : threads,
+                 [&](std::int64_t panel, int) { simd->pack(args, panel); });
+    return nullptr;
+}
+
+const char* cpu_linear_product(const Product& args, int threads) {
+    const LinearKernels* simd = kernels();
+    if (simd == nullptr) return kNoKernels;
+    if (threads < 1) return "threads: expected >= 1";
+    if (args.rows == 0) return nullptr;
+    const std::int64_t panels = ceil_div(args.columns, kPanel);
+    const int team = args.rows * args.columns * args.depth < kGrain ? 1 : threads;
+    // A few tasks per thread even out what the others' work on a core costs; a task has two panels at least.
+    // A transposed a is gathered by every task that has its rows: these get all columns.
+    const std::int64_t fewest =
+        args.depth_stride == 1 ? 1 : std::min<std::int64_t>(4 * team, ceil_div(args.rows, 48));
+    const std::int64_t row_blocks = std::max(fewest, ceil_div(args.rows, kBlockRows));
+    const std::int64_t rows = ceil_div(args.rows, row_blocks);
+    const std::int64_t wanted = team == 1 ? 1 : ceil_div(4 * team, row_blocks);
+    const std::int64_t column_blocks = std::min(wanted, ceil_div(panels, 2));
+    const std::int64_t columns = ceil_div(panels, column_blocks) * kPanel;
+    const std::int64_t scratch = (product_scratch(args, rows, std::min(columns, kMaxColumns)) + 15) / 16 * 16;
+    const std::int64_t padded = panels * kPanel;
+    const Workspace workspace(padded + team * scratch);
+    if (workspace.data() == nullptr) return kOutOfMemory;
+    float* bias = nullptr;
+    if (args.bias.data != nullptr) {
+        bias = workspace.data();
+        for (std::int64_t j = 0; j < padded; ++j) bias[j] = j < args.columns ? widened(args.bias, j) : 0.0f;
+    }
+    parallel_for(row_blocks * ceil_div(padded, columns), team, [&](std::int64_t task, int worker) {
+        // neighbours in time share their columns: the weights stay in the cache they all see
+        const std::int64_t row = task % row_blocks * rows, column = task / row_blocks * columns;
+        if (row >= args.rows) return;
+        simd->product(args, bias, row, std::min(args.rows, row + rows), column,
+                      std::min(args.columns, column + columns), workspace.data() + padded + worker * scratch);
+    });
+    return nullptr;
+}
+
+const char* cpu_linear_activation_bwd(const ActivationBwd& args, int threads) {
+    const LinearKernels* simd = kernels();
+    if (simd == nullptr) return kNoKernels;
+    if (threads < 1) return "threads: expected >= 1";
+    const std::int64_t step = std::max<std::int64_t>(16, ceil_div(args.rows, 128));
+    const std::int64_t chunks = ceil_div(args.rows, step), columns = args.columns;
+    const Workspace workspace(args.dbias == nullptr ? 1 : std::max<std::int64_t>(1, chunks * columns));
+    if (workspace.data() == nullptr) return kOutOfMemory;
+    float* const partial = args.dbias == nullptr ? nullptr : workspace.data();
+    const int team = args.rows * columns < kGrain / 4 ? 1 : threads;
+    parallel_for(chunks, team, [&](std::int64_t chunk, int) {
+        simd->activation_bwd(args, chunk * step, std::min(args.rows, (chunk + 1) * step),
+                             partial == nullptr ? nullptr : partial + chunk * columns);
+    });
+    if (partial == nullptr) return nullptr;
+    for (std::int64_t j = 0; j < columns; ++j) {
+        double sum = 0.0;
+        for (std::int64_t chunk = 0; chunk < chunks; ++chunk) sum += partial[chunk * columns + j];
+        args.dbias[j] = static_cast<float>(sum);
+    }
+    return nullptr;
+}
+
+}  // namespace fastbert

@@ -1,0 +1,94 @@
+// Linear layers on the CPU: the entry points, and the kernels that each instruction set provides.
+//
+// One product serves forward and backward: c = act(a b + bias) + residual, with b in panels of kPanel
+// columns. Panels make every step of the inner loop read one run of memory; packing costs one pass over b,
+// and is done once per weight where the caller keeps the panels. Where b already lies row by row, as in
+// backward, each task copies the panel that it is at.
+#pragma once
+
+#include <cstdint>
+
+#include "../layer_norm.h"
+
+namespace fastbert {
+
+enum class Activation : int { kNone = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kSilu = 4 };
+
+constexpr std::int64_t kPanel = 64;  // columns
+
+// Elements of b (depth x columns) in panels [columns / kPanel][depth][kPanel], the last one filled with
+// zeros.
+static inline constexpr std::int64_t packed_size(std::int64_t depth, std::int64_t columns) {
+    return (columns + kPanel - 1) / kPanel * kPanel * depth;
+}
+
+struct Pack {
+    DType dtype;
+    std::int64_t depth, columns;
+    const void* b;
+    std::int64_t depth_stride, column_stride;  // one of them is 1
+    void* packed;
+};
+
+struct Product {
+    DType dtype;  // of a, b, residual, c and pre
+    std::int64_t rows, columns, depth;
+    const void* a;
+    std::int64_t row_stride, depth_stride;  // of a; one of them is 1
+    const void* packed;                     // b in panels, or null:
+    const void* b;                          // then b (depth x columns), row by row
+    std::int64_t b_stride;                  // between its rows
+    Param bias;                             // data may be null
+    Activation activation;
+    const void* residual;  // may be null
+    std::int64_t residual_stride;
+    void *c, *pre;  // contiguous; pre (what the activation is taken of) may be null
+};
+
+struct ActivationBwd {
+    DType dtype;
+    std::int64_t rows, columns;
+    const void *dy, *pre;  // contiguous; pre is null without an activation
+    Activation activation;
+    void* g;       // dy * act'(pre), contiguous; may be null
+    float* dbias;  // sum of g's rows, before rounding; may be null
+};
+
+// All return nullptr, or the reason why nothing was done.
+const char* cpu_linear_pack(const Pack& args, int threads);
+const char* cpu_linear_product(const Product& args, int threads);
+const char* cpu_linear_activation_bwd(const ActivationBwd& args, int threads);
+
+// --- per instruction set ---
+
+constexpr std::int64_t kMaxDepth = 1024;    // of one pass over a panel: in float it stays in the L2 cache
+constexpr std::int64_t kMaxColumns = 1024;  // for which partial sums are kept over several passes
+
+struct LinearKernels {
+    void (*pack)(const Pack& args, std::int64_t panel);
+    // Rows [row, row_end) of columns [column, column_end), column a multiple of kPanel. bias (or null) is
+    // widened and padded; scratch holds product_scratch() floats.
+    void (*product)(const Product& args, const float* bias, std::int64_t row, std::int64_t row_end,
+                    std::int64_t column, std::int64_t column_end, float* scratch);
+    // Rows [begin, end), their column sums into partial (or null).
+    void (*activation_bwd)(const ActivationBwd& args, std::int64_t begin, std::int64_t end, float* partial);
+};
+
+// Passes over the depth, and floats of scratch that one task of `rows` x `columns` needs.
+static inline constexpr std::int64_t passes(std::int64_t depth) {
+    return (depth + kMaxDepth - 1) / kMaxDepth;
+}
+static inline constexpr std::int64_t depth_of_pass(std::int64_t depth) {
+    const std::int64_t n = passes(depth);
+    return ((depth + n - 1) / n + 15) / 16 * 16;
+}
+static inline constexpr std::int64_t product_scratch(const Product& args, std::int64_t rows,
+                                                     std::int64_t columns) {
+    const bool wide = args.dtype == DType::kFloat32;
+    const std::int64_t depth = depth_of_pass(args.depth);
+    const std::int64_t a = wide && args.depth_stride == 1 ? 0 : rows * depth;
+    const std::int64_t b = wide && args.packed != nullptr ? 0 : kPanel * depth;
+    return a + b + (passes(args.depth) > 1 ? rows * columns : 0) + 64;
+}
+
+}  // namespace fastbert

@@ -1,0 +1,103 @@
+// 8-bit linear layers on the CPU: cuts the rows, then the product, into tasks. Sums are integers, so results
+// are bit-equal for any number of threads.
+#include "linear_int8.h"
+
+#include <algorithm>
+
+#include "isa.h"
+#include "parallel.h"
+#include "widened.h"
+#include "workspace.h"
+
+namespace fastbert {
+
+#if FASTBERT_X86
+namespace avx2 {
+extern const LinearInt8Kernels linear_int8_kernels;
+}
+namespace avx512 {
+extern const LinearInt8Kernels linear_int8_kernels, linear_int8_vnni_kernels;
+}
+#endif
+
+namespace {
+
+constexpr const char* kNoKernels =
+    "no SIMD kernels: FASTBERT_ISA=none, or the processor lacks AVX2, FMA, F16C";
+constexpr std::int64_t kBlockRows = 240;
+constexpr std::int64_t kGrain = 1 << 19;  // multiply-adds that pay for waking a thread
+
+const LinearInt8Kernels* kernels() {
+#if FASTBERT_X86
+    static const bool vnni = __builtin_cpu_supports("avx512vnni");
+    return pick(&avx2::linear_int8_kernels,
+                vnni ? &avx512::linear_int8_vnni_kernels : &avx512::linear_int8_kernels);
+#else
+    return nullptr;
+#endif
+}
+
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+std::int64_t padded_to_panels(std::int64_t columns) { return ceil_div(columns, kPanel) * kPanel; }
+
+}  // namespace
+
+std::int64_t int8_packed_size(std::int64_t depth, std::int64_t columns) {
+    const LinearInt8Kernels* simd = kernels();
+    if (simd == nullptr) return 0;
+    // `group` more: so two layouts always differ in size, which is how the launcher tells them apart
+    return padded_to_panels(columns) * 4 * (groups_of(depth, simd->group) + 1) + simd->group;
+}
+
+const char* cpu_linear_int8_pack(const PackInt8& args, int threads) {
+    const LinearInt8Kernels* simd = kernels();
+    if (simd == nullptr) return kNoKernels;
+    if (threads < 1) return "threads: expected >= 1";
+    const std::int64_t padded = padded_to_panels(args.columns);
+    auto* const sums =
+        reinterpret_cast<std::int32_t*>(args.packed + padded * 4 * groups_of(args.depth, simd->group));
+    parallel_for(padded / kPanel, args.columns * args.depth < kGrain ? 1 : threads,
+                 [&](std::int64_t panel, int) { simd->pack(args, panel, sums); });
+    std::fill_n(reinterpret_cast<std::uint8_t*>(sums + padded), simd->group, 0);
+    return nullptr;
+}
+
+const char* cpu_linear_int8(const ProductInt8& args, int threads) {
+    const LinearInt8Kernels* simd = kernels();
+    if (simd == nullptr) return kNoKernels;
+    if (threads < 1) return "threads: expected >= 1";
+    if (args.rows == 0) return nullptr;
+    const std::int64_t count = groups_of(args.depth, simd->group), padded = padded_to_panels(args.columns);
+    const int team = args.rows * args.columns * args.depth < kGrain ? 1 : threads;
+    static_assert(sizeof(QuantizedRow) == 2 * sizeof(float), "");
+    const Workspace workspace(2 * padded + args.rows * (count + 2));
+    if (workspace.data() == nullptr) return kOutOfMemory;
+    float *const scale = workspace.data(), *const bias = scale + padded;
+    auto* const groups = reinterpret_cast<std::uint32_t*>(bias + padded);
+    auto* const quantized = reinterpret_cast<QuantizedRow*>(groups + args.rows * count);
+    for (std::int64_t j = 0; j < padded; ++j) {
+        const bool real = j < args.columns;
+        scale[j] = real ? args.scale[j] : 0.0f;
+        bias[j] = real && args.bias.data != nullptr ? widened(args.bias, j) : 0.0f;
+    }
+
+    const std::int64_t some = std::max<std::int64_t>(1, (1 << 15) / args.depth);
+    parallel_for(ceil_div(args.rows, some), team, [&](std::int64_t task, int) {
+        for (std::int64_t row = task * some; row < std::min(args.rows, (task + 1) * some); ++row)
+            quantized[row] = simd->quantize(args, row, groups + row * count);
+    });
+
+    const std::int64_t panels = padded / kPanel;
+    const std::int64_t row_blocks = ceil_div(args.rows, kBlockRows), rows = ceil_div(args.rows, row_blocks);
+    const std::int64_t wanted = team == 1 ? 1 : ceil_div(4 * team, row_blocks);
+    const std::int64_t columns = ceil_div(panels, std::min(wanted, panels)) * kPanel;
+    parallel_for(row_blocks * ceil_div(padded, columns), team, [&](std::int64_t task, int) {
+        const std::int64_t row = task % row_blocks * rows, column = task / row_blocks * columns;
+        if (row >= args.rows) return;
+        simd->product(args, groups, quantized, scale, args.bias.data == nullptr ? nullptr : bias, row,
+                      std::min(args.rows, row + rows), column, std::min(args.columns, column + columns));
+    });
+    return nullptr;
+}
+
+}  // namespace fastbert

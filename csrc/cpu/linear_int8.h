@@ -1,0 +1,63 @@
+// 8-bit linear layers on the CPU: the entry points, and the kernels that each instruction set provides.
+// Contract: fastbert/ops/linear_int8.py.
+//
+// A group is what one lane multiplies and adds in one instruction: four bytes with VNNI, else two 16-bit
+// integers (the byte instruction before VNNI saturates). Rows of x and panels of the weight lie in groups of
+// four bytes either way.
+#pragma once
+
+#include <cstdint>
+
+#include "linear.h"
+
+namespace fastbert {
+
+struct PackInt8 {
+    std::int64_t depth, columns;
+    const std::int8_t* weight;  // (columns, depth), contiguous
+    std::uint8_t* packed;       // int8_packed_size() bytes, 64-byte aligned or not
+};
+
+struct ProductInt8 {
+    DType dtype;  // of x and y
+    std::int64_t rows, columns, depth;
+    const void* x;
+    std::int64_t x_stride;
+    const std::uint8_t* packed;
+    const float* scale;  // (columns)
+    Param bias;          // data may be null
+    Activation activation;
+    void* y;  // contiguous
+};
+
+// Bytes of the panels and of the weight's column sums behind them, for the instruction set in use.
+std::int64_t int8_packed_size(std::int64_t depth, std::int64_t columns);
+
+// Both return nullptr, or the reason why nothing was done.
+const char* cpu_linear_int8_pack(const PackInt8& args, int threads);
+const char* cpu_linear_int8(const ProductInt8& args, int threads);
+
+// --- per instruction set ---
+
+struct QuantizedRow {
+    float step;
+    std::int32_t zero;
+};
+
+struct LinearInt8Kernels {
+    int group;  // elements in four bytes
+    void (*pack)(const PackInt8& args, std::int64_t panel, std::int32_t* sums);
+    // Row of x into ceil(depth / group) groups, zeros behind the last element.
+    QuantizedRow (*quantize)(const ProductInt8& args, std::int64_t row, std::uint32_t* groups);
+    // Rows [row, row_end) of columns [column, column_end), column a multiple of kPanel. scale and bias (or
+    // null) are padded to whole panels.
+    void (*product)(const ProductInt8& args, const std::uint32_t* groups, const QuantizedRow* quantized,
+                    const float* scale, const float* bias, std::int64_t row, std::int64_t row_end,
+                    std::int64_t column, std::int64_t column_end);
+};
+
+static inline constexpr std::int64_t groups_of(std::int64_t depth, int group) {
+    return (depth + group - 1) / group;
+}
+
+}  // namespace fastbert

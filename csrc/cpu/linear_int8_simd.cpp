@@ -1,0 +1,247 @@
+// 8-bit linear layers: packing, rows to integers, the product of a block. Compiled once per instruction set.
+#include <type_traits>
+
+#include "activation.h"
+#include "linear_int8.h"
+
+namespace fastbert {
+namespace FASTBERT_ISA {
+namespace {
+
+constexpr int kTileRows = 6;
+constexpr int kTileVectors = kLanes == 16 ? 4 : 2;
+constexpr int kTileColumns = kTileVectors * kLanes;
+
+FASTBERT_INLINE std::int64_t less(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+
+#ifdef __AVX512F__
+FASTBERT_INLINE UVec load_bits(const void* p) { return _mm512_loadu_si512(p); }
+FASTBERT_INLINE void store_bits(void* p, UVec v) { _mm512_storeu_si512(p, v); }
+FASTBERT_INLINE UVec dot_pairs(UVec sums, UVec a, UVec b) {
+    return _mm512_add_epi32(sums, _mm512_madd_epi16(a, b));
+}
+FASTBERT_INLINE UVec subtract(UVec a, UVec b) { return _mm512_sub_epi32(a, b); }
+FASTBERT_INLINE UVec multiply(UVec a, UVec b) { return _mm512_mullo_epi32(a, b); }
+FASTBERT_INLINE Vec to_float(UVec v) { return _mm512_cvtepi32_ps(v); }
+FASTBERT_INLINE UVec to_int(Vec v) { return _mm512_cvtps_epi32(v); }
+FASTBERT_INLINE Vec minimum(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+FASTBERT_INLINE float smallest(Vec v) { return _mm512_reduce_min_ps(v); }
+FASTBERT_INLINE void store_bytes(std::uint8_t* p, UVec v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v));
+}
+FASTBERT_INLINE void store_shorts(std::uint16_t* p, UVec v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(v));
+}
+#else
+FASTBERT_INLINE UVec load_bits(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+FASTBERT_INLINE void store_bits(void* p, UVec v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
+FASTBERT_INLINE UVec dot_pairs(UVec sums, UVec a, UVec b) {
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
+}
+FASTBERT_INLINE UVec subtract(UVec a, UVec b) { return _mm256_sub_epi32(a, b); }
+FASTBERT_INLINE UVec multiply(UVec a, UVec b) { return _mm256_mullo_epi32(a, b); }
+FASTBERT_INLINE Vec to_float(UVec v) { return _mm256_cvtepi32_ps(v); }
+FASTBERT_INLINE UVec to_int(Vec v) { return _mm256_cvtps_epi32(v); }
+FASTBERT_INLINE Vec minimum(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+FASTBERT_INLINE float smallest(Vec v) { return -largest(sub(zero(), v)); }
+FASTBERT_INLINE void store_bytes(std::uint8_t* p, UVec v) {
+    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+}
+FASTBERT_INLINE void store_shorts(std::uint16_t* p, UVec v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1)));
+}
+#endif
+
+// sums (kRows x kTileColumns) of `groups` rows of a panel. `ahead`: as in linear_simd.cpp.
+#define FASTBERT_TILE_INT8(NAME, DOT, ...)                                                            \
+    template <int kRows>                                                                              \
+    __VA_ARGS__ __attribute__((noinline)) void NAME(                                                  \
+        const std::uint32_t* a, std::int64_t a_stride, const std::uint8_t* b, std::int64_t groups,    \
+        std::int32_t* sums, const char* ahead, std::int64_t ahead_step) {                             \
+        UVec acc[kRows][kTileVectors];                                                                \
+        _Pragma("GCC unroll 8") for (int r = 0; r < kRows; ++r)                                       \
+            _Pragma("GCC unroll 8") for (int v = 0; v < kTileVectors; ++v) acc[r][v] = broadcast(0u); \
+        for (std::int64_t k = 0; k < groups; ++k, b += 4 * kPanel, ahead += ahead_step) {             \
+            __builtin_prefetch(ahead, 0, 2);                                                          \
+            UVec right[kTileVectors];                                                                 \
+            _Pragma("GCC unroll 8") for (int v = 0; v < kTileVectors; ++v) right[v] =                 \
+                load_bits(b + 4 * v * kLanes);                                                        \
+            _Pragma("GCC unroll 8") for (int r = 0; r < kRows; ++r) {                                 \
+                const UVec left = broadcast(a[r * a_stride + k]);                                     \
+                _Pragma("GCC unroll 8") for (int v = 0; v < kTileVectors; ++v) acc[r][v] =            \
+                    DOT(acc[r][v], left, right[v]);                                                   \
+            }                                                                                         \
+        }                                                                                             \
+        _Pragma("GCC unroll 8") for (int r = 0; r < kRows; ++r)                                       \
+            _Pragma("GCC unroll 8") for (int v = 0; v < kTileVectors; ++v)                            \
+                store_bits(sums + r * kPanel + v * kLanes, acc[r][v]);                                \
+    }
+
+FASTBERT_TILE_INT8(tile_pairs, dot_pairs)
+#ifdef __AVX512F__
+FASTBERT_TILE_INT8(tile_vnni, _mm512_dpbusd_epi32, __attribute__((target("avx512vnni"))))
+#endif
+#undef FASTBERT_TILE_INT8
+
+using Tile = void (*)(const std::uint32_t*, std::int64_t, const std::uint8_t*, std::int64_t, std::int32_t*,
+                      const char*, std::int64_t);
+
+template <int kGroup>
+struct Tiles {
+    static constexpr Tile kAll[kTileRows] = {tile_pairs<1>, tile_pairs<2>, tile_pairs<3>,
+                                             tile_pairs<4>, tile_pairs<5>, tile_pairs<6>};
+};
+#ifdef __AVX512F__
+template <>
+struct Tiles<4> {
+    static constexpr Tile kAll[kTileRows] = {tile_vnni<1>, tile_vnni<2>, tile_vnni<3>,
+                                             tile_vnni<4>, tile_vnni<5>, tile_vnni<6>};
+};
+#endif
+
+template <class T, Activation kind>
+void finish(const ProductInt8& args, const QuantizedRow* quantized, const float* scale, const float* bias,
+            const std::int32_t* column_sums, const std::int32_t* sums, std::int64_t row, std::int64_t rows,
+            std::int64_t column, std::int64_t columns) {
+    for (std::int64_t r = 0; r < rows; ++r, sums += kPanel) {
+        const UVec point = broadcast(static_cast<std::uint32_t>(quantized[row + r].zero));
+        const Vec step = broadcast(quantized[row + r].step);
+        T* const y = static_cast<T*>(args.y) + (row + r) * args.columns + column;
+        for (std::int64_t j = 0; j < columns; j += kLanes) {
+            const UVec acc =
+                subtract(load_bits(sums + j), multiply(point, load_bits(column_sums + column + j)));
+            Vec z = mul(to_float(acc), mul(step, load(scale + column + j, kLanes)));
+            if (bias != nullptr) z = add(z, load(bias + column + j, kLanes));
+            store(y + j, activate<kind>(z, sizeof(T) == 4), static_cast<int>(less(columns - j, kLanes)));
+        }
+    }
+}
+
+template <class T>
+using Finish = void (*)(const ProductInt8&, const QuantizedRow*, const float*, const float*,
+                        const std::int32_t*, const std::int32_t*, std::int64_t, std::int64_t, std::int64_t,
+                        std::int64_t);
+template <class T>
+constexpr Finish<T> kFinish[] = {finish<T, Activation::kNone>, finish<T, Activation::kGelu>,
+                                 finish<T, Activation::kGeluTanh>, finish<T, Activation::kRelu>,
+                                 finish<T, Activation::kSilu>};
+
+template <int kGroup, class T>
+void product_of(const ProductInt8& args, const std::uint32_t* groups, const QuantizedRow* quantized,
+                const float* scale, const float* bias, std::int64_t row, std::int64_t row_end,
+                std::int64_t column, std::int64_t column_end) {
+    const std::int64_t count = groups_of(args.depth, kGroup), panel_bytes = count * 4 * kPanel;
+    const std::int64_t panels = (args.columns + kPanel - 1) / kPanel;
+    const auto* const column_sums = reinterpret_cast<const std::int32_t*>(args.packed + panels * panel_bytes);
+    alignas(64) std::int32_t buffer[kTileRows * kPanel];
+    for (std::int64_t j = column; j < column_end; j += kPanel) {
+        const std::uint8_t* const panel = args.packed + j / kPanel * panel_bytes;
+        std::int64_t tiles = (row_end - row + kTileRows - 1) / kTileRows;
+        const std::int64_t pace = (4 * kPanel + tiles - 1) / tiles;
+        const char* ahead =
+            reinterpret_cast<const char*>(j + kPanel < column_end ? panel + panel_bytes : panel);
+        for (std::int64_t i = row, n; i < row_end; i += n, --tiles) {
+            n = (row_end - i + tiles - 1) / tiles;
+            for (int part = 0; part < kPanel; part += kTileColumns)
+                Tiles<kGroup>::kAll[n - 1](groups + i * count, count, panel + 4 * part, count, buffer + part,
+                                           ahead, pace);
+            ahead += count * pace;
+            kFinish<T>[static_cast<int>(args.activation)](args, quantized, scale, bias, column_sums, buffer,
+                                                          i, n, j, less(kPanel, args.columns - j));
+        }
+    }
+}
+
+template <int kGroup>
+void product(const ProductInt8& args, const std::uint32_t* groups, const QuantizedRow* quantized,
+             const float* scale, const float* bias, std::int64_t row, std::int64_t row_end,
+             std::int64_t column, std::int64_t column_end) {
+    constexpr decltype(&product_of<kGroup, float>) kTypes[] = {
+        product_of<kGroup, float>, product_of<kGroup, bf16>, product_of<kGroup, fp16>};
+    kTypes[static_cast<int>(args.dtype)](args, groups, quantized, scale, bias, row, row_end, column,
+                                         column_end);
+}
+
+template <int kGroup, class T>
+QuantizedRow quantize_of(const ProductInt8& args, std::int64_t row, std::uint32_t* groups) {
+    const T* const x = static_cast<const T*>(args.x) + row * args.x_stride;
+    Vec low[4], high[4], nothing[4];
+    for (int k = 0; k < 4; ++k) low[k] = high[k] = nothing[k] = zero();
+    for_vectors(args.depth, [&](std::int64_t i, int k, int n) __attribute__((always_inline)) {
+        const Vec v = load(x + i, n);  // lanes behind the end are 0, which is within the range anyway
+        low[k] = minimum(low[k], v);
+        high[k] = maximum(high[k], v);
+        nothing[k] = fma(v, zero(), nothing[k]);  // NaN once there is NaN or infinity
+    });
+    const float lo = smallest(minimum(minimum(low[0], low[1]), minimum(low[2], low[3])));
+    const float hi = largest(maximum(maximum(high[0], high[1]), maximum(high[2], high[3])));
+    const float width = hi - lo, poison = sum4(nothing);
+    float step = width / 255.0f;
+    if (step < 1.17549435e-38f) step = 1.0f;  // the smallest normal number: below it 1 / step overflows
+    const std::int64_t count = groups_of(args.depth, kGroup);
+    if (poison != 0.0f || !(width <= 3.40282347e+38f)) {
+        __builtin_memset(groups, 0, static_cast<std::size_t>(count) * 4);
+        return {__builtin_nanf(""), 0};
+    }
+    const float inv = 1.0f / step;
+    const float point = __builtin_rintf(-lo * inv);
+    const Vec factor = broadcast(inv), shift = broadcast(point), most = broadcast(255.0f);
+    alignas(64) std::uint32_t tail[kLanes] = {};
+    for (std::int64_t i = 0; i < args.depth; i += kLanes) {
+        const int n = static_cast<int>(less(args.depth - i, kLanes));
+        const Vec rounded = add(nearest(mul(load(x + i, n), factor)), shift);
+        const UVec u = to_int(first(minimum(maximum(rounded, zero()), most), n));
+        std::uint32_t* const to = n == kLanes ? groups + i / kGroup : tail;
+        if constexpr (kGroup == 4)
+            store_bytes(reinterpret_cast<std::uint8_t*>(to), u);
+        else
+            store_shorts(reinterpret_cast<std::uint16_t*>(to), u);
+        if (n < kLanes)
+            __builtin_memcpy(groups + i / kGroup, tail, static_cast<std::size_t>(groups_of(n, kGroup)) * 4);
+    }
+    return {step, static_cast<std::int32_t>(point)};
+}
+
+template <int kGroup>
+QuantizedRow quantize(const ProductInt8& args, std::int64_t row, std::uint32_t* groups) {
+    switch (args.dtype) {
+        case DType::kFloat32:
+            return quantize_of<kGroup, float>(args, row, groups);
+        case DType::kBFloat16:
+            return quantize_of<kGroup, bf16>(args, row, groups);
+        default:
+            return quantize_of<kGroup, fp16>(args, row, groups);
+    }
+}
+
+template <int kGroup>
+void pack(const PackInt8& args, std::int64_t panel, std::int32_t* sums) {
+    using Element = std::conditional_t<kGroup == 4, std::int8_t, std::int16_t>;
+    const std::int64_t first = panel * kPanel, count = groups_of(args.depth, kGroup);
+    std::uint8_t* const out = args.packed + panel * count * 4 * kPanel;
+    __builtin_memset(out, 0, static_cast<std::size_t>(count) * 4 * kPanel);
+    for (std::int64_t j = 0; j < kPanel; ++j) {
+        std::int32_t sum = 0;
+        for (std::int64_t i = 0; first + j < args.columns && i < args.depth; ++i) {
+            const Element w = args.weight[(first + j) * args.depth + i];
+            sum += w;
+            __builtin_memcpy(out + (i / kGroup * kPanel + j) * 4 + i % kGroup * sizeof(Element), &w,
+                             sizeof w);
+        }
+        sums[first + j] = sum;
+    }
+}
+
+}  // namespace
+
+extern const LinearInt8Kernels linear_int8_kernels;
+const LinearInt8Kernels linear_int8_kernels = {2, pack<2>, quantize<2>, product<2>};
+#ifdef __AVX512F__
+extern const LinearInt8Kernels linear_int8_vnni_kernels;
+const LinearInt8Kernels linear_int8_vnni_kernels = {4, pack<4>, quantize<4>, product<4>};
+#endif
+
+}  // namespace FASTBERT_ISA
+}  // namespace fastbert

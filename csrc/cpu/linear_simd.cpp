@@ -1,0 +1,335 @@
+// Linear layers: packing, the product of a block, the gradient of the activation. Compiled once per
+// instruction set.
+#include "activation.h"
+#include "linear.h"
+
+namespace fastbert {
+namespace FASTBERT_ISA {
+namespace {
+
+// A tile of c is held in registers: 6 x 64 in 24 of AVX-512's 32, 6 x 16 in 12 of AVX2's 16.
+constexpr int kTileRows = 6;
+constexpr int kTileVectors = kLanes == 16 ? 4 : 2;
+constexpr int kTileColumns = kTileVectors * kLanes;
+constexpr std::int64_t kSumDepth = 256;  // of one sum in float; longer ones are added up from these
+static_assert(kPanel % kTileColumns == 0, "a panel is a whole number of tiles wide");
+
+FASTBERT_INLINE std::int64_t less(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+
+template <class T>
+constexpr bool kIsFloat = sizeof(T) == 4;
+
+// c (kRows x kTileColumns) = or += a times `depth` rows of a panel. The new sum starts from zero: float loses
+// less in many short sums than in a long one. On the way it asks for memory from `ahead` on, `ahead_step`
+// bytes per row: the next panel, which would otherwise be waited for.
+template <int kRows>
+__attribute__((noinline)) void tile(const float* a, std::int64_t row_stride, std::int64_t depth_stride,
+                                    const float* b, std::int64_t depth, float* c, std::int64_t c_stride,
+                                    bool accumulate, const char* ahead, std::int64_t ahead_step) {
+    Vec sums[kRows][kTileVectors];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+        for (int v = 0; v < kTileVectors; ++v) sums[r][v] = zero();
+    for (std::int64_t k = 0; k < depth; ++k, a += depth_stride, b += kPanel, ahead += ahead_step) {
+        __builtin_prefetch(ahead, 0, 2);
+        Vec right[kTileVectors];
+#pragma GCC unroll 8
+        for (int v = 0; v < kTileVectors; ++v) right[v] = load(b + v * kLanes, kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+            const Vec left = broadcast(a[r * row_stride]);
+#pragma GCC unroll 8
+            for (int v = 0; v < kTileVectors; ++v) sums[r][v] = fma(left, right[v], sums[r][v]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+        for (int v = 0; v < kTileVectors; ++v) {
+            float* const at = c + r * c_stride + v * kLanes;
+            store(at, accumulate ? add(load(at, kLanes), sums[r][v]) : sums[r][v], kLanes);
+        }
+}
+
+using Tile = void (*)(const float*, std::int64_t, std::int64_t, const float*, std::int64_t, float*,
+                      std::int64_t, bool, const char*, std::int64_t);
+constexpr Tile kTiles[kTileRows] = {tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>};
+
+// Bias, activation, residual and rounding of `rows` rows of c from `row` on, columns [column, column + n).
+template <class T, Activation kind>
+void finish(const Product& args, const float* bias, const float* c, std::int64_t c_stride, std::int64_t row,
+            std::int64_t rows, std::int64_t column, std::int64_t columns) {
+    for (std::int64_t r = 0; r < rows; ++r, c += c_stride) {
+        const std::int64_t at = (row + r) * args.columns + column;
+        for (std::int64_t j = 0; j < columns; j += kLanes) {
+            const int n = static_cast<int>(less(columns - j, kLanes));
+            Vec z = load(c + j, kLanes);
+            if (bias != nullptr) z = add(z, load(bias + column + j, kLanes));
+            if (args.pre != nullptr) store(static_cast<T*>(args.pre) + at + j, z, n);
+            z = activate<kind>(z, kIsFloat<T>);
+            if (args.residual != nullptr) {
+                const T* residual = static_cast<const T*>(args.residual);
+                z = add(z, load(residual + (row + r) * args.residual_stride + column + j, n));
+            }
+            store(static_cast<T*>(args.c) + at + j, z, n);
+        }
+    }
+}
+
+template <class T>
+using Finish = void (*)(const Product&, const float*, const float*, std::int64_t, std::int64_t, std::int64_t,
+                        std::int64_t, std::int64_t);
+template <class T>
+constexpr Finish<T> kFinish[] = {finish<T, Activation::kNone>, finish<T, Activation::kGelu>,
+                                 finish<T, Activation::kGeluTanh>, finish<T, Activation::kRelu>,
+                                 finish<T, Activation::kSilu>};
+
+template <class T>
+FASTBERT_INLINE void widen(const T* from, std::int64_t count, float* to) {
+    std::int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i, kLanes), kLanes);
+    if (i < count) store(to + i, load(from + i, static_cast<int>(count - i)), static_cast<int>(count - i));
+}
+
+// Rows of b as a panel, zeros behind its last column.
+template <class T>
+void copy_panel(const T* b, std::int64_t stride, std::int64_t depth, std::int64_t columns, float* out) {
+    for (std::int64_t k = 0; k < depth; ++k, b += stride, out += kPanel)
+        for (int j = 0; j < kPanel; j += kLanes) {
+            const int n = static_cast<int>(less(columns - j, kLanes));
+            store(out + j, n == kLanes ? load(b + j, kLanes) : n > 0 ? load(b + j, n) : zero(), kLanes);
+        }
+}
+
+// Rows in tiles of as even a height as can be: a tile of one row waits for its own sums.
+FASTBERT_INLINE std::int64_t tile_height(std::int64_t rows, std::int64_t tiles) {
+    return (rows + tiles - 1) / tiles;
+}
+
+// A transposed a, tile after tile: each [depth][height of the tile], one run of memory. Whole vectors are
+// read where `readable` elements of a line allow, and stored where what they overwrite is still to come.
+template <class T>
+void gather_columns(const T* a, std::int64_t depth_stride, std::int64_t rows, std::int64_t readable,
+                    std::int64_t depth, float* out) {
+    for (std::int64_t k = 0; k < depth; ++k, a += depth_stride) {
+        std::int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+        for (std::int64_t i = 0, n; i < rows; i += n, --tiles) {
+            n = tile_height(rows - i, tiles);
+            float* const to = out + i * depth + k * n;
+            if (i + kLanes <= readable && (depth - k) * n >= kLanes)
+                store(to, load(a + i, kLanes), kLanes);
+            else
+                store(to, load(a + i, static_cast<int>(n)), static_cast<int>(n));
+        }
+    }
+}
+
+template <class T>
+void product_of(const Product& args, const float* bias, std::int64_t row, std::int64_t row_end,
+                std::int64_t column, std::int64_t column_end, float* scratch) {
+    const std::int64_t rows = row_end - row, step = depth_of_pass(args.depth);
+    const bool once = step >= args.depth, by_rows = args.depth_stride == 1;
+    const T* const a = static_cast<const T*>(args.a) + row * args.row_stride;
+    alignas(64) float buffer[kTileRows * kPanel];
+    float *wide_a = scratch, *wide_b = wide_a + (by_rows && kIsFloat<T> ? 0 : rows * step),
+          *sums = wide_b + (kIsFloat<T> && args.packed != nullptr ? 0 : kPanel * step);
+    std::int64_t held = -1;  // the pass whose part of a lies in wide_a
+    for (std::int64_t first = column; first < column_end; first += kMaxColumns) {
+        const std::int64_t end = less(column_end, first + kMaxColumns);
+        const std::int64_t width = (end - first + kPanel - 1) / kPanel * kPanel;
+        for (std::int64_t k = 0; k < args.depth; k += step) {
+            const std::int64_t depth = less(step, args.depth - k);
+            const float* left = wide_a;
+            if (by_rows && kIsFloat<T>) {
+                left = reinterpret_cast<const float*>(a + k);
+            } else if (held != k) {
+                held = k;
+                if (by_rows)
+                    for (std::int64_t i = 0; i < rows; ++i)
+                        widen(a + i * args.row_stride + k, depth, wide_a + i * step);
+                else
+                    gather_columns(a + k * args.depth_stride, args.depth_stride, rows, args.rows - row, depth,
+                                   wide_a);
+            }
+            for (std::int64_t j = first; j < end; j += kPanel) {
+                const std::int64_t columns = less(kPanel, args.columns - j);
+                const T* const packed = static_cast<const T*>(args.packed) + j * args.depth + k * kPanel;
+                const T* next = packed;
+                const float* panel = wide_b;
+                if (args.packed == nullptr) {
+                    const T* const b = static_cast<const T*>(args.b) + k * args.b_stride + j;
+                    copy_panel(b, args.b_stride, depth, columns, wide_b);
+                    next = b;
+                } else {
+                    if (j + kPanel < end) next += kPanel * args.depth;
+                    if constexpr (kIsFloat<T>)
+                        panel = packed;
+                    else
+                        widen(packed, depth * kPanel, wide_b);
+                }
+                std::int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+                const std::int64_t pace =
+                    (kPanel * static_cast<std::int64_t>(sizeof(T)) + tiles - 1) / tiles;  // bytes per row
+                const char* ahead = reinterpret_cast<const char*>(next);
+                for (std::int64_t i = 0, n; i < rows; i += n, --tiles) {
+                    n = tile_height(rows - i, tiles);
+                    const std::int64_t row_stride = !by_rows ? 1 : kIsFloat<T> ? args.row_stride : step;
+                    const std::int64_t depth_stride = by_rows ? 1 : n;
+                    const float* const tile_a = left + i * (by_rows ? row_stride : depth);
+                    float* c = once ? buffer : sums + i * width + j - first;
+                    const std::int64_t c_stride = once ? kPanel : width;
+                    for (std::int64_t d = 0; d < depth; d += kSumDepth)
+                        for (int part = 0; part < kPanel; part += kTileColumns)
+                            kTiles[n - 1](tile_a + d * depth_stride, row_stride, depth_stride,
+                                          panel + d * kPanel + part, less(kSumDepth, depth - d), c + part,
+                                          c_stride, k + d > 0, ahead + d * pace, pace);
+                    ahead += depth * pace;
+                    if (k + step >= args.depth)
+                        kFinish<T>[static_cast<int>(args.activation)](args, bias, c, c_stride, row + i, n, j,
+                                                                      columns);
+                }
+            }
+        }
+    }
+}
+
+void product(const Product& args, const float* bias, std::int64_t row, std::int64_t row_end,
+             std::int64_t column, std::int64_t column_end, float* scratch) {
+    switch (args.dtype) {
+        case DType::kFloat32:
+            return product_of<float>(args, bias, row, row_end, column, column_end, scratch);
+        case DType::kBFloat16:
+            return product_of<bf16>(args, bias, row, row_end, column, column_end, scratch);
+        case DType::kFloat16:
+            return product_of<fp16>(args, bias, row, row_end, column, column_end, scratch);
+    }
+}
+
+#ifdef __AVX512F__
+FASTBERT_INLINE void transpose(Vec (&v)[kLanes]) {
+    Vec w[kLanes];
+    for (int i = 0; i < 16; i += 2) {  // pairs, then quadruples within the four parts of a vector
+        w[i] = _mm512_unpacklo_ps(v[i], v[i + 1]);
+        w[i + 1] = _mm512_unpackhi_ps(v[i], v[i + 1]);
+    }
+    const auto low = [](Vec a, Vec b) {
+        return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+    };
+    const auto high = [](Vec a, Vec b) {
+        return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+    };
+    for (int i = 0; i < 16; i += 4) {
+        v[i] = low(w[i], w[i + 2]);
+        v[i + 1] = high(w[i], w[i + 2]);
+        v[i + 2] = low(w[i + 1], w[i + 3]);
+        v[i + 3] = high(w[i + 1], w[i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {  // then the parts
+        const Vec a = _mm512_shuffle_f32x4(v[i], v[i + 4], 0x88),
+                  b = _mm512_shuffle_f32x4(v[i], v[i + 4], 0xdd);
+        const Vec c = _mm512_shuffle_f32x4(v[i + 8], v[i + 12], 0x88),
+                  d = _mm512_shuffle_f32x4(v[i + 8], v[i + 12], 0xdd);
+        w[i] = _mm512_shuffle_f32x4(a, c, 0x88);
+        w[i + 4] = _mm512_shuffle_f32x4(b, d, 0x88);
+        w[i + 8] = _mm512_shuffle_f32x4(a, c, 0xdd);
+        w[i + 12] = _mm512_shuffle_f32x4(b, d, 0xdd);
+    }
+    for (int i = 0; i < 16; ++i) v[i] = w[i];
+}
+#else
+FASTBERT_INLINE void transpose(Vec (&v)[kLanes]) {
+    Vec w[kLanes];
+    for (int i = 0; i < 8; i += 4) {
+        const Vec a = _mm256_unpacklo_ps(v[i], v[i + 1]), b = _mm256_unpackhi_ps(v[i], v[i + 1]);
+        const Vec c = _mm256_unpacklo_ps(v[i + 2], v[i + 3]), d = _mm256_unpackhi_ps(v[i + 2], v[i + 3]);
+        w[i] = _mm256_shuffle_ps(a, c, 0x44);
+        w[i + 1] = _mm256_shuffle_ps(a, c, 0xee);
+        w[i + 2] = _mm256_shuffle_ps(b, d, 0x44);
+        w[i + 3] = _mm256_shuffle_ps(b, d, 0xee);
+    }
+    for (int i = 0; i < 4; ++i) {
+        v[i] = _mm256_permute2f128_ps(w[i], w[i + 4], 0x20);
+        v[i + 4] = _mm256_permute2f128_ps(w[i], w[i + 4], 0x31);
+    }
+}
+#endif
+
+template <class T>
+void pack_of(const Pack& args, std::int64_t panel) {
+    const std::int64_t first = panel * kPanel, columns = less(kPanel, args.columns - first);
+    const T* const b = static_cast<const T*>(args.b) + first * args.column_stride;
+    T* const out = static_cast<T*>(args.packed) + first * args.depth;
+    if (args.column_stride == 1) {
+        for (std::int64_t k = 0; k < args.depth; ++k) {
+            T* const line = out + k * kPanel;
+            __builtin_memcpy(line, b + k * args.depth_stride, static_cast<std::size_t>(columns) * sizeof(T));
+            __builtin_memset(line + columns, 0, static_cast<std::size_t>(kPanel - columns) * sizeof(T));
+        }
+        return;
+    }
+    for (std::int64_t j = 0; j < kPanel; j += kLanes) {
+        for (std::int64_t k = 0; k < args.depth; k += kLanes) {
+            const int n = static_cast<int>(less(kLanes, args.depth - k));
+            Vec block[kLanes];
+            for (int i = 0; i < kLanes; ++i)
+                block[i] = j + i < columns ? load(b + (j + i) * args.column_stride + k, n) : zero();
+            transpose(block);
+            for (int i = 0; i < n; ++i) store(out + (k + i) * kPanel + j, block[i], kLanes);
+        }
+    }
+}
+
+void pack(const Pack& args, std::int64_t panel) {
+    switch (args.dtype) {
+        case DType::kFloat32:
+            return pack_of<float>(args, panel);
+        case DType::kBFloat16:
+            return pack_of<bf16>(args, panel);
+        case DType::kFloat16:
+            return pack_of<fp16>(args, panel);
+    }
+}
+
+template <class T, Activation kind>
+void activation_bwd_of(const ActivationBwd& args, std::int64_t begin, std::int64_t end, float* partial) {
+    for (std::int64_t row = begin; row < end; ++row) {
+        const std::int64_t at = row * args.columns;
+        for (std::int64_t j = 0; j < args.columns; j += kLanes) {
+            const int n = static_cast<int>(less(args.columns - j, kLanes));
+            Vec g = load(static_cast<const T*>(args.dy) + at + j, n);
+            if (kind != Activation::kNone)
+                g = activate_bwd<kind>(g, load(static_cast<const T*>(args.pre) + at + j, n), kIsFloat<T>);
+            if (args.g != nullptr) store(static_cast<T*>(args.g) + at + j, g, n);
+            if (partial != nullptr) store(partial + j, row == begin ? g : add(load(partial + j, n), g), n);
+        }
+    }
+}
+
+template <class T>
+void activation_bwd_of(const ActivationBwd& args, std::int64_t begin, std::int64_t end, float* partial) {
+    constexpr decltype(&activation_bwd_of<T, Activation::kNone>) kKinds[] = {
+        activation_bwd_of<T, Activation::kNone>, activation_bwd_of<T, Activation::kGelu>,
+        activation_bwd_of<T, Activation::kGeluTanh>, activation_bwd_of<T, Activation::kRelu>,
+        activation_bwd_of<T, Activation::kSilu>};
+    kKinds[static_cast<int>(args.activation)](args, begin, end, partial);
+}
+
+void activation_bwd(const ActivationBwd& args, std::int64_t begin, std::int64_t end, float* partial) {
+    switch (args.dtype) {
+        case DType::kFloat32:
+            return activation_bwd_of<float>(args, begin, end, partial);
+        case DType::kBFloat16:
+            return activation_bwd_of<bf16>(args, begin, end, partial);
+        case DType::kFloat16:
+            return activation_bwd_of<fp16>(args, begin, end, partial);
+    }
+}
+
+}  // namespace
+
+extern const LinearKernels linear_kernels;
+const LinearKernels linear_kernels = {pack, product, activation_bwd};
+
+}  // namespace FASTBERT_ISA
+}  // namespace fastbert

@@ -1,0 +1,66 @@
+// AVX-512-BF16, besides what vec_avx512.h has: sums of products of bf16, two by two. See vec.h.
+//
+//   Pair               two bf16 that follow each other in a sum
+//   Pairs              kLanes of them
+//   fma(a, b, c)       in every lane c + a.second * b.second + a.first * b.first, by vdpbf16ps: products are
+//                      exact, each sum is rounded to float (nearest even), whatever MXCSR says. A subnormal
+//                      operand counts as 0, a subnormal result becomes 0.
+//   narrow(v)          rounded to bf16 (nearest even), by vcvtneps2bf16: subnormals become 0, which fma would
+//                      take them for anyway; a NaN stays one
+//   interleave(a, b)   lane i is {a[i], b[i]}
+//   transpose(block)   of 16 x 16 pairs
+#pragma once
+
+namespace fastbert {
+namespace FASTBERT_ISA {
+namespace {
+
+struct Pair {
+    std::uint16_t first, second;
+};
+using Words = __m256i;  // kLanes bf16
+using Pairs = __m512bh;
+
+FASTBERT_INLINE Pairs load(const Pair* p, int) { return (Pairs)_mm512_loadu_si512(p); }
+FASTBERT_INLINE void store(Pair* p, __m512i pairs) { _mm512_storeu_si512(p, pairs); }
+FASTBERT_INLINE Pairs broadcast(Pair pair) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &pair, sizeof bits);
+    return (Pairs)_mm512_set1_epi32(static_cast<int>(bits));
+}
+FASTBERT_INLINE Vec fma(Pairs a, Pairs b, Vec c) { return _mm512_dpbf16_ps(c, a, b); }
+FASTBERT_INLINE Words narrow(Vec v) { return (Words)_mm512_cvtneps_pbh(v); }
+FASTBERT_INLINE __m512i interleave(Words first, Words second) {
+    return _mm512_or_si512(_mm512_cvtepu16_epi32(first),
+                           _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16));
+}
+
+FASTBERT_INLINE void transpose(__m512i (&block)[16]) {
+    __m512i half[16];
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {  // within each 128 bits: 4 x 4
+        const __m512i low0 = _mm512_unpacklo_epi32(block[i], block[i + 1]);
+        const __m512i high0 = _mm512_unpackhi_epi32(block[i], block[i + 1]);
+        const __m512i low1 = _mm512_unpacklo_epi32(block[i + 2], block[i + 3]);
+        const __m512i high1 = _mm512_unpackhi_epi32(block[i + 2], block[i + 3]);
+        half[i] = _mm512_unpacklo_epi64(low0, low1);
+        half[i + 1] = _mm512_unpackhi_epi64(low0, low1);
+        half[i + 2] = _mm512_unpacklo_epi64(high0, high1);
+        half[i + 3] = _mm512_unpackhi_epi64(high0, high1);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {  // the 128 bits among each other: 4 x 4 again
+        const __m512i even0 = _mm512_shuffle_i32x4(half[i], half[i + 4], 0x88);
+        const __m512i odd0 = _mm512_shuffle_i32x4(half[i], half[i + 4], 0xdd);
+        const __m512i even1 = _mm512_shuffle_i32x4(half[i + 8], half[i + 12], 0x88);
+        const __m512i odd1 = _mm512_shuffle_i32x4(half[i + 8], half[i + 12], 0xdd);
+        block[i] = _mm512_shuffle_i32x4(even0, even1, 0x88);
+        block[i + 4] = _mm512_shuffle_i32x4(odd0, odd1, 0x88);
+        block[i + 8] = _mm512_shuffle_i32x4(even0, even1, 0xdd);
+        block[i + 12] = _mm512_shuffle_i32x4(odd0, odd1, 0xdd);
+    }
+}
+
+}  // namespace
+}  // namespace FASTBERT_ISA
+}  // namespace fastbert

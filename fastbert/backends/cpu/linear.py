@@ -1,0 +1,93 @@
+"""`linear` by the `cpu` backend: csrc/cpu/linear; contract in fastbert/ops/linear.py.
+
+A weight is multiplied from panels of 64 columns (csrc/cpu/linear.h). Inference keeps them (`linear_pack`);
+elsewhere they are made for the call, which pays from some rows on: below, `aten` multiplies.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fastbert._native import DTYPE_CODES, vector
+from fastbert._native import extension as _C
+from fastbert.backends.aten import linear as aten
+
+ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "silu": 4}
+_PACKING_ROWS = 32  # from here on packing a weight for one product costs less than it gains
+
+
+def _strides(m: torch.Tensor) -> tuple[int, int]:
+    """Those of a matrix, one of which is 1; a dimension of one element may have any."""
+    return (m.stride(0), 1) if m.stride(1) == 1 or m.shape[1] == 1 else (1, m.stride(1))
+
+
+def _panels(b: torch.Tensor) -> torch.Tensor:
+    """The (depth, columns) matrix `b`, one of its strides 1, in panels: a vector of the same dtype."""
+    depth, columns = b.shape
+    packed = b.new_empty(_C.cpu_linear_packed_size(depth, columns))
+    _C.cpu_linear_pack(
+        DTYPE_CODES[b.dtype], depth, columns, b.data_ptr(), *_strides(b), packed.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return packed
+
+
+def _product(a, b, columns, bias=None, activation=None, residual=None, pre=None):
+    """act(a @ b + bias) + residual; `a` (rows, depth) has one stride of 1.
+
+    `b` is a vector of panels, or (depth, columns) row by row.
+    """
+    rows, depth = a.shape
+    right = (b.data_ptr(), 0, 0) if b.dim() == 1 else (0, b.data_ptr(), b.stride(0))
+    c = a.new_empty(rows, columns)
+    _C.cpu_linear_product(
+        DTYPE_CODES[a.dtype], rows, columns, depth, a.data_ptr(), *_strides(a), *right,
+        *vector(bias), ACTIVATIONS[activation],
+        *((0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))),
+        c.data_ptr(), 0 if pre is None else pre.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return c
+
+
+def linear_pack(weight):
+    return _panels(weight.contiguous().t())
+
+
+def linear_fwd(x, weight, bias, activation, residual, save, packed=None):
+    if packed is None:
+        if x.shape[0] < _PACKING_ROWS:
+            return aten.linear_fwd(x, weight, bias, activation, residual, save)
+        packed = _panels(weight.t())
+    elif packed.shape != (_C.cpu_linear_packed_size(weight.shape[1], weight.shape[0]),):
+        raise ValueError(
+            f"packed: expected what packer(…) makes of weight {tuple(weight.shape)}, "
+            f"got shape {tuple(packed.shape)}"
+        )
+    pre = x.new_empty((x.shape[0], weight.shape[0]) if save and activation is not None else 0)
+    y = _product(x, packed, weight.shape[0], bias, activation, residual, pre if pre.numel() else None)
+    return y, pre
+
+
+def linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias):
+    rows, out = dy.shape
+    if rows < _PACKING_ROWS:
+        return aten.linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias)
+    g = dy if activation is None else dy.new_empty(dy.shape)
+    dbias = dy.new_empty(out if need_dbias else 0, dtype=torch.float32)
+    if need_dbias or activation is not None:
+        _C.cpu_linear_activation_bwd(
+            DTYPE_CODES[dy.dtype], rows, out, dy.data_ptr(), 0 if activation is None else pre.data_ptr(),
+            ACTIVATIONS[activation], 0 if activation is None else g.data_ptr(),
+            dbias.data_ptr() if need_dbias else 0, torch.get_num_threads(),
+        )  # fmt: skip
+    if dy.dtype == torch.float32:  # where nothing is to be widened, copying for one product does not pay
+        dx, dweight = g @ weight if need_dx else None, g.t() @ x if need_dweight else None
+    else:
+        dx = _product(g, weight, weight.shape[1]) if need_dx else None
+        dweight = _product(g.t(), x, x.shape[1]) if need_dweight else None
+    # a custom op may not return one tensor twice, not even an empty one
+    return (
+        dy.new_empty(0) if dx is None else dx,
+        dy.new_empty(0) if dweight is None else dweight,
+        dbias.to(dy.dtype),
+    )

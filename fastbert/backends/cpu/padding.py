@@ -1,0 +1,24 @@
+"""`padding` by the `cpu` backend: csrc/cpu/padding; contract in fastbert/ops/padding.py."""
+
+from __future__ import annotations
+
+import torch
+
+from fastbert._native import extension as _C
+
+
+def _copy(launch, x, indices, rows, out):
+    indices, item = indices.contiguous(), x.element_size()
+    launch(
+        x.data_ptr(), x.stride(0) * item, x.shape[1] * item, indices.data_ptr(), indices.shape[0], rows,
+        out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def pack_fwd(x, indices):
+    return _copy(_C.cpu_pack, x, indices, x.shape[0], x.new_empty(indices.shape[0], x.shape[1]))
+
+
+def unpack_fwd(x, indices, rows):
+    return _copy(_C.cpu_unpack, x, indices, rows, x.new_empty(rows, x.shape[1]))

@@ -1,0 +1,178 @@
+r"""Linear layer on 8-bit integers: rows of x quantised as they come, weights beforehand. Inference only.
+
+Per row of x, in float32 whatever x's dtype (float64 is rounded first), each operation rounded once:
+
+    lo = min(0, min_i x_i),  hi = max(0, max_i x_i)
+    step = (hi - lo) / 255,  or 1 where that is below 2**-126 (nothing but zeros, or as good as)
+    inv = 1 / step
+    zero = round(-lo inv)                             0 … 255
+    u_i = clamp(round(x_i inv) + zero, 0, 255)
+
+`round` takes halves to the even integer, and rounds before `zero` is added. With weight (out, in) of integers
+from -127 to 127 and scale (out,):
+
+    acc_c = Σ_i (u_i - zero) weight_ci                exact integers, so equal bit for bit in every backend
+    y_c = act(float(acc_c) (step scale_c) + bias_c)   in float32 (float64 for float64 x), rounded once
+
+One step more or less in `inv` moves some u by one: that is why the arithmetic up to `acc` is fixed here to
+the bit. A row with NaN or infinity in it, or whose hi - lo overflows float32, gives a row of NaN. The
+integers fit in 32 bits up to in = 65,536; more is refused.
+
+A backend may keep a copy of the weight in an order of its own: `linear_int8_pack(weight)` of its namespace
+makes it, and `packed=` brings it back. There is no backward: integers have no gradient.
+
+Source: Jacob et al. 2017, "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
+Inference", sec. 2; per token and per channel: Dettmers et al. 2022, "LLM.int8()", sec. 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fastbert import dispatch
+from fastbert.ops import checks
+from fastbert.ops.linear import ACTIVATIONS, activate_ref
+
+MOST_INPUTS = 65_536
+SMALLEST_STEP = 2.0**-126  # the smallest normal float32: below it 1 / step overflows
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(u - zero, zero, step) of 2-D `x`: float32 (rows, in), (rows, 1), (rows, 1).
+
+    Where a row has no finite range its integers are 0 and its step is NaN.
+    """
+    x = x.float()
+    lo, hi = x.amin(1, keepdim=True).clamp(max=0), x.amax(1, keepdim=True).clamp(min=0)
+    width = hi - lo
+    step = width / width.new_tensor(255.0)  # by a Python number, a GPU would multiply by its reciprocal
+    step = torch.where(step < SMALLEST_STEP, 1.0, step)
+    bad = ~torch.isfinite(step)
+    inv = 1.0 / step.masked_fill(bad, 1.0)
+    zero = torch.round(-lo * inv).masked_fill(bad, 0.0)
+    u = (torch.round(x * inv) + zero).clamp(0, 255).masked_fill(bad, 0.0)
+    return u - zero, zero, step.masked_fill(bad, float("nan"))
+
+
+def linear_int8_ref(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    """Plain PyTorch on 2-D `x`; exact sums, the epilogue in float64 for float64 `x`, else in float32."""
+    compute = checks.compute_dtype(x)
+    centred, _, step = quantize_rows(x)
+    acc = centred.double() @ weight.double().T  # below 2**31: exact in any order
+    pre = acc.to(compute) * (step.to(compute) * scale.to(compute))
+    if bias is not None:
+        pre = pre + bias.to(compute)
+    return activate_ref(pre, activation).to(x.dtype)
+
+
+# --- custom op: what torch.compile sees ---------------------------------------------------------------------
+
+
+@torch.library.custom_op("fastbert::linear_int8_fwd", mutates_args=())
+def linear_int8_fwd(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    packed: Tensor | None,
+) -> Tensor:
+    """y for 2-D `x`."""
+    return dispatch.call("linear_int8_fwd", x, x, weight, scale, bias, activation, packed)
+
+
+@linear_int8_fwd.register_fake
+def _(x, weight, scale, bias, activation, packed):
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+# --- public functions ---------------------------------------------------------------------------------------
+
+
+def packer(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+    """What makes `packed` of a weight for the backend that serves `x` of that device and dtype; or None."""
+    return dispatch.optional("linear_int8_pack", device, dtype)
+
+
+def linear_int8(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    packed: Tensor | None = None,
+) -> Tensor:
+    """act(x @ (weight * scale).T + bias) with each row of x rounded to 8 bits, on integers.
+
+    Args:
+        x: (..., in), float32, bfloat16, float16 or float64, in <= 65,536; cast under autocast as `F.linear`
+            does.
+        weight: (out, in) int8, from -127 to 127.
+        scale: (out,) float32: what one step of each row of `weight` is worth.
+        bias: (out,) of `x`'s dtype or float32, or None.
+        activation: "gelu" (erf), "gelu_tanh", "relu", "silu" or None.
+        packed: what `packer(…)` made of `weight` for the backend that serves this call, or None. Other
+            backends work from `weight`.
+
+    Returns:
+        y (..., out) of `x`'s dtype. An input of no rows gives an output of no rows; a row with NaN or
+        infinity gives a row of NaN.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what was expected.
+        RuntimeError: gradients are enabled and an argument requires one.
+
+    Source: Jacob et al. 2017, sec. 2.
+    """
+    checks.float_tensor("x", x)
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x: expected shape (..., in) with in >= 1, got {tuple(x.shape)}")
+    if x.shape[-1] > MOST_INPUTS:
+        raise ValueError(f"x: expected at most {MOST_INPUTS} elements a row, got {x.shape[-1]}")
+    _typed("weight", weight, torch.int8, x)
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
+        raise ValueError(f"weight: expected shape (out, {x.shape[-1]}), got {tuple(weight.shape)}")
+    out = weight.shape[0]
+    _typed("scale", scale, torch.float32, x)
+    checks.shape("scale", scale, (out,))
+    if bias is not None:
+        checks.float_tensor("bias", bias, x)
+        checks.shape("bias", bias, (out,))
+        if bias.dtype not in (x.dtype, torch.float32):
+            raise TypeError(f"bias: expected x's dtype {x.dtype} or float32, got {bias.dtype}")
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation: expected None or one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    if packed is not None:
+        _typed("packed", packed, torch.uint8, x)
+    if torch.is_grad_enabled():
+        for name, tensor in (("x", x), ("scale", scale), ("bias", bias)):
+            if tensor is not None and tensor.requires_grad:
+                raise RuntimeError(
+                    f"{name}: requires a gradient, and 8-bit weights give none: a quantised model cannot be "
+                    "trained. For inference call it under torch.no_grad(); to train, load the "
+                    "floating-point checkpoint, train that, and quantise it afterwards"
+                )
+    shape = x.shape
+    (x,) = checks.under_autocast(x)
+    if bias is not None:
+        bias = (bias if bias.dtype in (x.dtype, torch.float32) else bias.float()).contiguous()
+    args = (checks.rows(x), weight.contiguous(), scale.contiguous(), bias, activation, packed)
+    if torch.compiler.is_compiling():
+        y = linear_int8_fwd(*args)
+    else:
+        y = dispatch.call("linear_int8_fwd", args[0], *args)
+    return y if len(shape) == 2 else y.view(*shape[:-1], out)
+
+
+def _typed(name: str, t: object, dtype: torch.dtype, x: Tensor) -> None:
+    """`t` must be a tensor of this dtype on `x`'s device."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
+    if t.dtype != dtype:
+        raise TypeError(f"{name}: expected {str(dtype).removeprefix('torch.')}, got {t.dtype}")
+    checks.same_device(name, t, x)

@@ -1,0 +1,100 @@
+"""Faults of the C++ linear."""
+
+# ruff: noqa: E501 (a table)
+
+import sys
+
+from tests.mutation import Fault, Suite
+
+_SIMD = "csrc/cpu/linear_simd.cpp"
+_TASKS = "csrc/cpu/linear.cpp"
+_ACTIVATION = "csrc/cpu/activation.h"
+_WIDENED = "csrc/cpu/widened.h"
+
+
+def _fault(name: str, old: str, new: str, file: str = _SIMD) -> Fault:
+    return Fault(name, file, old, new)
+
+
+FAULTS = (
+    # the product: tiles, sums, passes
+    _fault("a product left out of a long sum", "less(kSumDepth, depth - d)", "less(kSumDepth - 1, depth - d)"),
+    _fault("long sums overwritten", "c_stride, k + d > 0, ahead", "c_stride, d > 0, ahead"),
+    _fault("one long sum in float", "kSumDepth = 256;", "kSumDepth = 1 << 20;"),
+    _fault("second run of a sum from the first panel row", "panel + d * kPanel + part", "panel + part"),
+    _fault("second run of a sum from a's first element", "kTiles[n - 1](tile_a + d * depth_stride,", "kTiles[n - 1](tile_a,"),
+    _fault("later passes from b's first row", "+ j * args.depth + k * kPanel;", "+ j * args.depth;"),
+    _fault("later passes from b's first row, unpacked", "static_cast<const T*>(args.b) + k * args.b_stride + j;", "static_cast<const T*>(args.b) + j;"),
+    _fault("later passes from a's first column", "left = reinterpret_cast<const float*>(a + k);", "left = reinterpret_cast<const float*>(a);"),
+    _fault("later passes from a's first column, widened", "widen(a + i * args.row_stride + k, depth,", "widen(a + i * args.row_stride, depth,"),
+    _fault("a of the first pass kept", "} else if (held != k) {", "} else if (held < 0) {"),
+    _fault("a of the last pass kept for more columns", "} else if (held != k) {", "} else if (held < k) {"),
+    _fault("partial sums of another row", "sums + i * width + j - first", "sums + j - first"),
+    _fault("partial sums of the first columns", "sums + i * width + j - first", "sums + i * width"),
+    _fault("finished after the first pass", "if (k + step >= args.depth)", "if (k == 0)"),
+    _fault("columns past the first 1,024 forgotten", "first < column_end; first += kMaxColumns)", "first < less(column_end, kMaxColumns); first += kMaxColumns)"),
+    _fault("second half of the panel forgotten", "part < kPanel; part += kTileColumns)", "part < kPanel; part += 2 * kTileColumns)"),
+    _fault("a's rows one stride", "const float* const tile_a = left + i * (by_rows ? row_stride : depth);", "const float* const tile_a = left + (by_rows ? i * row_stride : 0);"),
+    # a transposed, b unpacked, widening
+    _fault("whole vectors stored over the next tile", "if (i + kLanes <= readable && (depth - k) * n >= kLanes)", "if (i + kLanes <= readable)"),
+    _fault("lines of a one row apart", "gather_columns(a + k * args.depth_stride, args.depth_stride,", "gather_columns(a + k * args.depth_stride, args.rows,"),
+    _fault("columns behind the panel's last read", "n == kLanes ? load(b + j, kLanes) : n > 0 ? load(b + j, n) : zero()", "n > 0 ? load(b + j, kLanes) : zero()"),
+    _fault("last elements not widened", "if (i < count) store(to + i,", "if (i + 1 < count) store(to + i,"),
+    _fault("scratch without the partial sums", "return a + b + (passes(args.depth) > 1 ? rows * columns : 0) + 64;", "return a + b + 64;", "csrc/cpu/linear.h"),
+    # the epilogue
+    _fault("bias of the first panel", "load(bias + column + j, kLanes));\n            if (args.pre", "load(bias + j, kLanes));\n            if (args.pre"),
+    _fault("pre behind the activation", "if (args.pre != nullptr) store(static_cast<T*>(args.pre) + at + j, z, n);\n            z = activate<kind>(z, kIsFloat<T>);", "z = activate<kind>(z, kIsFloat<T>);\n            if (args.pre != nullptr) store(static_cast<T*>(args.pre) + at + j, z, n);"),
+    _fault("activation of pre rounded", "store(static_cast<T*>(args.pre) + at + j, z, n);", "{ store(static_cast<T*>(args.pre) + at + j, z, n); z = load(static_cast<T*>(args.pre) + at + j, n); }"),
+    _fault("residual before the activation", "z = activate<kind>(z, kIsFloat<T>);\n            if (args.residual != nullptr) {\n                const T* residual = static_cast<const T*>(args.residual);\n                z = add(z, load(residual + (row + r) * args.residual_stride + column + j, n));\n            }",
+           "if (args.residual != nullptr) {\n                const T* residual = static_cast<const T*>(args.residual);\n                z = add(z, load(residual + (row + r) * args.residual_stride + column + j, n));\n            }\n            z = activate<kind>(z, kIsFloat<T>);"),
+    _fault("residual read past the row's end", "args.residual_stride + column + j, n));", "args.residual_stride + column + j, kLanes));"),
+    _fault("output written past the row's end", "store(static_cast<T*>(args.c) + at + j, z, n);", "store(static_cast<T*>(args.c) + at + j, z, kLanes);"),
+    # packing
+    _fault("panel not filled with zeros", "__builtin_memset(line + columns, 0,", "if (false) __builtin_memset(line + columns, 0,"),
+    _fault("transposed panel not filled with zeros", "j + i < columns ? load(b + (j + i) * args.column_stride + k, n) : zero()", "load(b + (j + i < columns ? j + i : columns - 1) * args.column_stride + k, n)"),
+    _fault("last rows of a panel left out", "for (int i = 0; i < n; ++i) store(out + (k + i) * kPanel + j,", "for (int i = 0; i < n - (n < kLanes); ++i) store(out + (k + i) * kPanel + j,"),
+    _fault("quarters of the transposition swapped", "w[i + 8] = _mm512_shuffle_f32x4(a, c, 0xdd);", "w[i + 8] = _mm512_shuffle_f32x4(a, c, 0xd7);"),
+    # gradient of the activation, bias gradient
+    _fault("first row counted twice", "row == begin ? g : add(load(partial + j, n), g)", "row == begin ? add(g, g) : add(load(partial + j, n), g)"),
+    _fault("bias gradient of the rows' last", "row == begin ? g : add(load(partial + j, n), g)", "g"),
+    _fault("bias gradient of rounded g", "if (partial != nullptr) store(partial + j,", "if (args.g != nullptr) g = load(static_cast<T*>(args.g) + at + j, n);\n            if (partial != nullptr) store(partial + j,"),
+    _fault("last chunk of rows lost", "chunks = ceil_div(args.rows, step), columns = args.columns;", "chunks = (args.rows - 1) / step, columns = args.columns;", _TASKS),
+    _fault("bias gradient in long float sums", "double sum = 0.0;", "float sum = 0.0f;", _TASKS),
+    _fault("chunks of rows too long", "std::max<std::int64_t>(16, ceil_div(args.rows, 128))", "std::max<std::int64_t>(4096, ceil_div(args.rows, 2))", _TASKS),
+    # tasks
+    _fault("last block of rows lost", "if (row >= args.rows) return;\n        simd->product(args, bias,", "if (row + rows > args.rows && row > 0) return;\n        simd->product(args, bias,", _TASKS),
+    _fault("last columns lost", "parallel_for(row_blocks * ceil_div(padded, columns), team, [&](std::int64_t task, int worker) {", "parallel_for(row_blocks * std::max<std::int64_t>(1, padded / columns), team, [&](std::int64_t task, int worker) {", _TASKS),
+    _fault("workers share their scratch", "workspace.data() + padded + worker * scratch", "workspace.data() + padded + 0 * worker * scratch", _TASKS),
+    _fault("scratch over the bias", "workspace.data() + padded + worker * scratch", "workspace.data() + worker * scratch", _TASKS),
+    # activations
+    _fault("exponent of the density doubled", "mul(square, broadcast(-0.5f))", "mul(square, broadcast(-1.0f))", _ACTIVATION),
+    _fault("coefficient of the tail", "0.155805543f", "0.155806543f", _ACTIVATION),
+    _fault("coefficient around 0", "-0.0664903745f", "-0.0664913745f", _ACTIVATION),
+    _fault("no fine path around 0", "if (fine) {", "if (false) {", _ACTIVATION),
+    _fault("fine path too far out", "where_less(x, broadcast(1.25f)", "where_less(x, broadcast(1.75f)", _ACTIVATION),
+    _fault("gelu by 1 - Φ(-z) alone", "where_negative(z, tail, sub(broadcast(1.0f), tail))", "where_negative(z, sub(broadcast(1.0f), sub(broadcast(1.0f), tail)), sub(broadcast(1.0f), tail))", _ACTIVATION),
+    _fault("gelu's derivative without z φ", "fma(mul(z, n.exponential), broadcast(0.398942280401432678f), n.distribution)", "n.distribution", _ACTIVATION),
+    _fault("tanh's cubic term", "0.044715f * 1.5957691216057308f", "0.04471f * 1.5957691216057308f", _ACTIVATION),
+    _fault("tanh's slope", "0.134145f", "0.13414f", _ACTIVATION),
+    _fault("tanh's slope overflows", "where_less(zero(), both, fma(mul(z, slope), both, l.value), l.value)", "fma(mul(mul(z, slope), l.complement), l.value, l.value)", _ACTIVATION),
+    _fault("relu swallows NaN", "return maximum(zero(), z);", "return maximum(z, zero());", _ACTIVATION),
+    _fault("relu's slope at 0", "where_less(zero(), z, g, where_less(z, broadcast(__builtin_inff()), zero(), g))", "where_less(z, zero(), zero(), g)", _ACTIVATION),
+    _fault("relu's slope loses NaN", "where_less(zero(), z, g, where_less(z, broadcast(__builtin_inff()), zero(), g))", "where_less(zero(), z, g, zero())", _ACTIVATION),
+    _fault("silu's derivative without z", "fma(z, l.complement, broadcast(1.0f))", "add(l.complement, broadcast(1.0f))", _ACTIVATION),
+    _fault("logistic without the sign", "return {where_negative(x, small, r), where_negative(x, r, small)};", "return {r, small};", _ACTIVATION),
+    _fault("half of fp16's range", "if ((bits & 0x7c00) == 0x7c00) {", "if ((bits & 0x7c00) == 0x7800) {", _WIDENED),
+    _fault("fp16's sign", "return bits & 0x8000 ? -out : out;", "return out;", _WIDENED),
+    _fault("fp16's subnormals", "out *= 5.192296858534828e33f;", "out = (bits & 0x7c00) == 0 ? 0.0f : out * 5.192296858534828e33f;", _WIDENED),
+)  # fmt: skip
+
+SUITE = Suite(
+    faults=FAULTS,
+    tests=(
+        "tests/test_native_linear.py",
+        "-k",
+        "not error_rule and not repeats and not isa_none and not by_default",
+    ),
+    build=(sys.executable, "setup.py", "build_ext", "--inplace"),
+    environment={"FASTBERT_CUDA": "0", "CXXFLAGS": "-O1"},
+    timeout_s=600.0,
+)

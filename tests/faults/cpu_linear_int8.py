@@ -1,0 +1,59 @@
+"""Faults of the C++ linear_int8."""
+
+# ruff: noqa: E501 (a table)
+
+import sys
+
+from tests.mutation import Fault, Suite
+
+_SIMD = "csrc/cpu/linear_int8_simd.cpp"
+_TASKS = "csrc/cpu/linear_int8.cpp"
+
+
+def _fault(name: str, old: str, new: str, file: str = _SIMD) -> Fault:
+    return Fault(name, file, old, new)
+
+
+FAULTS = (
+    # rows to integers
+    _fault("halves away from even", "add(nearest(mul(load(x + i, n), factor)), shift)", "nearest(add(mul(load(x + i, n), factor), shift))"),
+    _fault("zero point not rounded to even", "__builtin_rintf(-lo * inv)", "__builtin_roundf(-lo * inv)"),
+    _fault("not clamped above", "minimum(maximum(rounded, zero()), most)", "maximum(rounded, zero())"),
+    _fault("range without 0 below", "low[k] = high[k] = nothing[k] = zero();", "high[k] = nothing[k] = zero();\n    for (int k = 0; k < 4; ++k) low[k] = broadcast(3.0f);"),
+    _fault("a step of 1 / 256", "float step = width / 255.0f;", "float step = width / 256.0f;"),
+    _fault("smallest steps kept", "if (step < 1.17549435e-38f) step = 1.0f;", "if (step == 0.0f) step = 1.0f;"),
+    _fault("NaN not seen", "if (poison != 0.0f || !(width <= 3.40282347e+38f)) {", "if (!(width <= 3.40282347e+38f)) {"),
+    _fault("a range that overflows not seen", "if (poison != 0.0f || !(width <= 3.40282347e+38f)) {", "if (poison != 0.0f) {"),
+    _fault("minima of a quarter of the row", "minimum(minimum(low[0], low[1]), minimum(low[2], low[3]))", "low[0]"),
+    _fault("last group of a row cut", "static_cast<std::size_t>(groups_of(n, kGroup)) * 4);\n    }\n    return {step", "static_cast<std::size_t>(n / kGroup) * 4);\n    }\n    return {step"),
+    # the product
+    _fault("zero point times the sum of another column", "load_bits(column_sums + column + j)", "load_bits(column_sums + j)"),
+    _fault("zero point of another row", "broadcast(static_cast<std::uint32_t>(quantized[row + r].zero))", "broadcast(static_cast<std::uint32_t>(quantized[row].zero))"),
+    _fault("step of another row", "broadcast(quantized[row + r].step)", "broadcast(quantized[row].step)"),
+    _fault("steps multiplied in another order", "mul(to_float(acc), mul(step, load(scale + column + j, kLanes)))", "mul(mul(to_float(acc), step), load(scale + column + j, kLanes))"),
+    _fault("8-bit bias of the first panel", "if (bias != nullptr) z = add(z, load(bias + column + j, kLanes));", "if (bias != nullptr) z = add(z, load(bias + j, kLanes));"),
+    _fault("8-bit groups one row apart", "(groups + i * count, count, panel", "(groups + i * (count + 1), count, panel"),
+    _fault("last group left out", "count, panel + 4 * part, count, buffer + part,", "count, panel + 4 * part, count - (count > 9), buffer + part,"),
+    _fault("AVX-512's pairs lose a bit", "_mm512_add_epi32(sums, _mm512_madd_epi16(a, b))", "_mm512_add_epi32(sums, _mm512_madd_epi16(a, _mm512_slli_epi16(_mm512_srli_epi16(b, 1), 1)))"),
+    _fault("AVX2's pairs lose a bit", "_mm256_add_epi32(sums, _mm256_madd_epi16(a, b))", "_mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_slli_epi16(_mm256_srli_epi16(a, 1), 1), b))"),
+    _fault("signed and unsigned bytes swapped", "DOT(acc[r][v], left, right[v]);", "DOT(acc[r][v], right[v], left);"),
+    _fault("sum of a column over whole groups alone", "sum += w;", "if (i / kGroup * kGroup + kGroup <= args.depth) sum += w;"),
+    _fault("panel's padding unset", "__builtin_memset(out, 0, static_cast<std::size_t>(count) * 4 * kPanel);", ""),
+    _fault("layouts equal in size", "(groups_of(depth, simd->group) + 1) + simd->group;", "(groups_of(depth, simd->group) + 1) + 4;", _TASKS),
+    _fault("last rows not quantised", "parallel_for(ceil_div(args.rows, some), team,", "parallel_for(std::max<std::int64_t>(1, args.rows / some), team,", _TASKS),
+    _fault("8-bit blocks of rows lost", "if (row >= args.rows) return;\n        simd->product(args, groups,", "if (row > 0) return;\n        simd->product(args, groups,", _TASKS),
+    _fault("8-bit bias taken for float32", "widened(args.bias, j) : 0.0f;", "widened({args.bias.data, args.dtype}, j) : 0.0f;", _TASKS),
+)  # fmt: skip
+
+SUITE = Suite(
+    faults=FAULTS,
+    tests=(
+        "tests/test_native_linear_int8.py",
+        "tests/test_native_linear.py::test_kernels_under_address_and_undefined_sanitizers",
+        "-k",
+        "not error_rule and not repeats and not isa_none and not by_default",
+    ),
+    build=(sys.executable, "setup.py", "build_ext", "--inplace"),
+    environment={"FASTBERT_CUDA": "0", "CXXFLAGS": "-O1"},
+    timeout_s=600.0,
+)

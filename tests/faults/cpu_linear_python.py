@@ -1,0 +1,54 @@
+"""Faults of the launchers of linear and linear_int8, and of the weights packed for inference.
+
+Nothing is built: they run on the extension as it is.
+"""
+
+# ruff: noqa: E501 (a table)
+
+from tests.mutation import Fault, Suite
+
+_PYTHON = "fastbert/backends/cpu/linear.py"
+_INT8 = "fastbert/backends/cpu/linear_int8.py"
+_LAYERS = "fastbert/layers.py"
+
+
+def _fault(name: str, old: str, new: str, file: str) -> Fault:
+    return Fault(name, file, old, new)
+
+
+FAULTS = (
+    _fault("bias gradient in PyTorch's default dtype", "dy.new_empty(out if need_dbias else 0, dtype=torch.float32)", "torch.empty(out if need_dbias else 0)", _PYTHON),
+    _fault("strides of one column taken as they are", "m.stride(1) == 1 or m.shape[1] == 1", "m.stride(1) == 1", _PYTHON),
+    _fault("any weight packed as it lies", "_panels(weight.contiguous().t())", "_panels(weight.t())", _PYTHON),
+    _fault("packed of any size taken", "    elif packed.shape != (_C", "    elif packed.dim() != 1 and packed.shape != (_C", _PYTHON),
+    _fault("residual read as if contiguous", "(residual.data_ptr(), residual.stride(0))", "(residual.data_ptr(), residual.shape[1])", _PYTHON),
+    _fault("b read as if contiguous", "(0, b.data_ptr(), b.stride(0))", "(0, b.data_ptr(), b.shape[1])", _PYTHON),
+    _fault("pre not saved", "if save and activation is not None else 0)", "if False else 0)", _PYTHON),
+    _fault("bias forgotten", "_product(x, packed, weight.shape[0], bias,", "_product(x, packed, weight.shape[0], None,", _PYTHON),
+    _fault("gradient of the activation forgotten", "g = dy if activation is None else dy.new_empty(dy.shape)", "g = dy if activation is None else dy.clone()\n    pre, activation = None, None", _PYTHON),
+    _fault("few rows packed for the call", "if x.shape[0] < _PACKING_ROWS:", "if x.shape[0] < 0:", _PYTHON),
+    _fault("packed weight not used", "    if packed is None:\n        if x.shape[0]", "    if True:\n        if x.shape[0]", _PYTHON),
+    _fault("one tensor for both empty gradients", "        dy.new_empty(0) if dx is None else dx,\n        dy.new_empty(0) if dweight is None else dweight,", "        *((lambda e: (e if dx is None else dx, e if dweight is None else dweight))(dy.new_empty(0))),", _PYTHON),
+    _fault("packed in training", "if module.training or torch.compiler", "if torch.compiler", _LAYERS),
+    _fault("packed under torch.compile", "torch.compiler.is_compiling() or x.shape[:-1]", "x.shape[:-1]", _LAYERS),
+    _fault("packed for one row more", "x.shape[:-1].numel() >= _MANY_ROWS:", "x.shape[:-1].numel() > _MANY_ROWS:", _LAYERS),
+    _fault("rows of one sequence counted", "x.shape[:-1].numel() >= _MANY_ROWS:", "x.shape[-2] >= _MANY_ROWS:", _LAYERS),
+    _fault("one packed weight for every dtype", '("packed", dtype), (module.weight,)', '"packed", (module.weight,)', _LAYERS),
+    _fault("changes of the weight not seen", '("packed", dtype), (module.weight,)', '("packed", dtype), ()', _LAYERS),
+    _fault("float64 under autocast packed as half", "if dtype != torch.float64:", "if True:", _LAYERS),
+    _fault("weight freed before it is packed", "(out, depth), weight = weight.shape, weight.contiguous()", "out, depth = weight.shape", _INT8),
+    _fault("8-bit panels of any layout taken", "packed.numel() != _C.cpu_linear_int8_packed_size(depth, out)", "False", _INT8),
+    _fault("8-bit x read as if contiguous", "x.data_ptr(), x.stride(0)", "x.data_ptr(), depth", _INT8),
+)  # fmt: skip
+
+SUITE = Suite(
+    faults=FAULTS,
+    tests=(
+        "tests/test_native_linear_prepared.py",
+        "tests/test_native_linear_int8.py",
+        "tests/test_native_linear.py",
+        "-k",
+        "not error_rule and not repeats and not threads and not sanitizer and not avx2 and not without_vnni",
+    ),
+    timeout_s=600.0,
+)

@@ -1,0 +1,37 @@
+// csrc/cpu/linear_int8.cpp as on a processor with AVX-512 but without VNNI, to be called from Python.
+#define __builtin_cpu_supports(name) false
+#include "cpu/linear_int8.cpp"
+
+using namespace fastbert;
+
+extern "C" bool pairs_start(std::uintptr_t gomp_parallel) {
+    set_team_start(gomp_parallel);
+    return set_isa("avx512");
+}
+
+extern "C" std::int64_t pairs_packed_size(std::int64_t depth, std::int64_t columns) {
+    return int8_packed_size(depth, columns);
+}
+
+extern "C" const char* pairs_pack(std::int64_t depth, std::int64_t columns, const std::int8_t* weight,
+                                  std::uint8_t* packed, int threads) {
+    return cpu_linear_int8_pack({depth, columns, weight, packed}, threads);
+}
+
+extern "C" const char* pairs_product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t depth,
+                                     const void* x, std::int64_t x_stride, const std::uint8_t* packed,
+                                     const float* scale, const void* bias, int bias_dtype, int activation,
+                                     void* y, int threads) {
+    return cpu_linear_int8({static_cast<DType>(dtype),
+                            rows,
+                            columns,
+                            depth,
+                            x,
+                            x_stride,
+                            packed,
+                            scale,
+                            {bias, static_cast<DType>(bias_dtype)},
+                            static_cast<Activation>(activation),
+                            y},
+                           threads);
+}

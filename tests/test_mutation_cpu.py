@@ -1,0 +1,15 @@
+"""Faults planted in the C++ row kernels must make the tests fail."""
+
+import pytest
+
+from fastbert import _native
+from tests import mutation, native_build
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ("cross_entropy", "embedding", "padding"))
+def test_faults_are_caught(op):
+    native_build.compiler()
+    if _native.extension is None or _native.extension.best_cpu_isa() == "none":
+        pytest.skip("needs the extension and a processor with AVX2")
+    mutation.assert_caught(mutation.run_in_process(f"cpu_{op}"), share=0.95)
