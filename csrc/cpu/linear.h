@@ -67,9 +67,10 @@ constexpr std::int64_t kMaxColumns = 1024;  // for which partial sums are kept o
 struct LinearKernels {
     void (*pack)(const Pack& args, std::int64_t panel);
     // Rows [row, row_end) of columns [column, column_end), column a multiple of kPanel. bias (or null) is
-    // widened and padded; scratch holds product_scratch() floats.
+    // widened and padded; scratch holds product_scratch() floats. next_column is where this thread will
+    // probably go on: it asks for that panel's memory.
     void (*product)(const Product& args, const float* bias, std::int64_t row, std::int64_t row_end,
-                    std::int64_t column, std::int64_t column_end, float* scratch);
+                    std::int64_t column, std::int64_t column_end, std::int64_t next_column, float* scratch);
     // Rows [begin, end), their column sums into partial (or null).
     void (*activation_bwd)(const ActivationBwd& args, std::int64_t begin, std::int64_t end, float* partial);
 };

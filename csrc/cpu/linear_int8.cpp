@@ -91,11 +91,13 @@ const char* cpu_linear_int8(const ProductInt8& args, int threads) {
     const std::int64_t row_blocks = ceil_div(args.rows, kBlockRows), rows = ceil_div(args.rows, row_blocks);
     const std::int64_t wanted = team == 1 ? 1 : ceil_div(4 * team, row_blocks);
     const std::int64_t columns = ceil_div(panels, std::min(wanted, panels)) * kPanel;
-    parallel_for(row_blocks * ceil_div(padded, columns), team, [&](std::int64_t task, int) {
+    const std::int64_t tasks = row_blocks * ceil_div(padded, columns);
+    parallel_for(tasks, team, [&](std::int64_t task, int) {
         const std::int64_t row = task % row_blocks * rows, column = task / row_blocks * columns;
         if (row >= args.rows) return;
         simd->product(args, groups, quantized, scale, args.bias.data == nullptr ? nullptr : bias, row,
-                      std::min(args.rows, row + rows), column, std::min(args.columns, column + columns));
+                      std::min(args.rows, row + rows), column, std::min(args.columns, column + columns),
+                      std::min(task + team, tasks - 1) / row_blocks * columns);
     });
     return nullptr;
 }

@@ -50,10 +50,10 @@ struct LinearInt8Kernels {
     // Row of x into ceil(depth / group) groups, zeros behind the last element.
     QuantizedRow (*quantize)(const ProductInt8& args, std::int64_t row, std::uint32_t* groups);
     // Rows [row, row_end) of columns [column, column_end), column a multiple of kPanel. scale and bias (or
-    // null) are padded to whole panels.
+    // null) are padded to whole panels. next_column: as in LinearKernels.
     void (*product)(const ProductInt8& args, const std::uint32_t* groups, const QuantizedRow* quantized,
                     const float* scale, const float* bias, std::int64_t row, std::int64_t row_end,
-                    std::int64_t column, std::int64_t column_end);
+                    std::int64_t column, std::int64_t column_end, std::int64_t next_column);
 };
 
 static inline constexpr std::int64_t groups_of(std::int64_t depth, int group) {

@@ -131,7 +131,7 @@ constexpr Finish<T> kFinish[] = {finish<T, Activation::kNone>, finish<T, Activat
 template <int kGroup, class T>
 void product_of(const ProductInt8& args, const std::uint32_t* groups, const QuantizedRow* quantized,
                 const float* scale, const float* bias, std::int64_t row, std::int64_t row_end,
-                std::int64_t column, std::int64_t column_end) {
+                std::int64_t column, std::int64_t column_end, std::int64_t next_column) {
     const std::int64_t count = groups_of(args.depth, kGroup), panel_bytes = count * 4 * kPanel;
     const std::int64_t panels = (args.columns + kPanel - 1) / kPanel;
     const auto* const column_sums = reinterpret_cast<const std::int32_t*>(args.packed + panels * panel_bytes);
@@ -140,8 +140,8 @@ void product_of(const ProductInt8& args, const std::uint32_t* groups, const Quan
         const std::uint8_t* const panel = args.packed + j / kPanel * panel_bytes;
         std::int64_t tiles = (row_end - row + kTileRows - 1) / kTileRows;
         const std::int64_t pace = (4 * kPanel + tiles - 1) / tiles;
-        const char* ahead =
-            reinterpret_cast<const char*>(j + kPanel < column_end ? panel + panel_bytes : panel);
+        const char* ahead = reinterpret_cast<const char*>(
+            args.packed + (j + kPanel < column_end ? j + kPanel : next_column) / kPanel * panel_bytes);
         for (std::int64_t i = row, n; i < row_end; i += n, --tiles) {
             n = (row_end - i + tiles - 1) / tiles;
             for (int part = 0; part < kPanel; part += kTileColumns)
@@ -157,11 +157,11 @@ void product_of(const ProductInt8& args, const std::uint32_t* groups, const Quan
 template <int kGroup>
 void product(const ProductInt8& args, const std::uint32_t* groups, const QuantizedRow* quantized,
              const float* scale, const float* bias, std::int64_t row, std::int64_t row_end,
-             std::int64_t column, std::int64_t column_end) {
+             std::int64_t column, std::int64_t column_end, std::int64_t next_column) {
     constexpr decltype(&product_of<kGroup, float>) kTypes[] = {
         product_of<kGroup, float>, product_of<kGroup, bf16>, product_of<kGroup, fp16>};
     kTypes[static_cast<int>(args.dtype)](args, groups, quantized, scale, bias, row, row_end, column,
-                                         column_end);
+                                         column_end, next_column);
 }
 
 template <int kGroup, class T>

@@ -127,7 +127,7 @@ void gather_columns(const T* a, std::int64_t depth_stride, std::int64_t rows, st
 
 template <class T>
 void product_of(const Product& args, const float* bias, std::int64_t row, std::int64_t row_end,
-                std::int64_t column, std::int64_t column_end, float* scratch) {
+                std::int64_t column, std::int64_t column_end, std::int64_t next_column, float* scratch) {
     const std::int64_t rows = row_end - row, step = depth_of_pass(args.depth);
     const bool once = step >= args.depth, by_rows = args.depth_stride == 1;
     const T* const a = static_cast<const T*>(args.a) + row * args.row_stride;
@@ -162,7 +162,12 @@ void product_of(const Product& args, const float* bias, std::int64_t row, std::i
                     copy_panel(b, args.b_stride, depth, columns, wide_b);
                     next = b;
                 } else {
-                    if (j + kPanel < end) next += kPanel * args.depth;
+                    if (j + kPanel < end)
+                        next += kPanel * args.depth;
+                    else if (k + step < args.depth)
+                        next += (first - j) * args.depth + step * kPanel;
+                    else
+                        next += ((end < column_end ? end : next_column) - j) * args.depth - k * kPanel;
                     if constexpr (kIsFloat<T>)
                         panel = packed;
                     else
@@ -195,14 +200,14 @@ void product_of(const Product& args, const float* bias, std::int64_t row, std::i
 }
 
 void product(const Product& args, const float* bias, std::int64_t row, std::int64_t row_end,
-             std::int64_t column, std::int64_t column_end, float* scratch) {
+             std::int64_t column, std::int64_t column_end, std::int64_t next_column, float* scratch) {
     switch (args.dtype) {
         case DType::kFloat32:
-            return product_of<float>(args, bias, row, row_end, column, column_end, scratch);
+            return product_of<float>(args, bias, row, row_end, column, column_end, next_column, scratch);
         case DType::kBFloat16:
-            return product_of<bf16>(args, bias, row, row_end, column, column_end, scratch);
+            return product_of<bf16>(args, bias, row, row_end, column, column_end, next_column, scratch);
         case DType::kFloat16:
-            return product_of<fp16>(args, bias, row, row_end, column, column_end, scratch);
+            return product_of<fp16>(args, bias, row, row_end, column, column_end, next_column, scratch);
     }
 }
 

@@ -196,7 +196,7 @@ Buffer product_by_pairs(const ProductInt8& args, const std::int8_t* weight) {
     own.packed = packed.data<std::uint8_t>();
     own.y = y.data();
     simd.product(own, groups.data<std::uint32_t>(), quantized.data(), scale.data(), nullptr, 0, args.rows, 0,
-                 args.columns);
+                 args.columns, 0);
     ++g_calls;
     return y;
 }
