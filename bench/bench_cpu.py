@@ -36,7 +36,7 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 import torch  # noqa: E402
 
 from bench import bench_kernels, encoder, memory, plan, plot, roofs, training  # noqa: E402
-from bench.engines import ENGINES, MODELS, PACKAGES, Bank  # noqa: E402
+from bench.engines import ENGINES, MODELS, PACKAGES, Bank, compile_cache  # noqa: E402
 from bench.probe import Report, count, describe, package_version, row_line  # noqa: E402
 from bench.probe_steps import reason_of  # noqa: E402
 from fastbert import dispatch  # noqa: E402
@@ -303,7 +303,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     benchmark = Benchmark(args, report)
     benchmark.announce()
-    benchmark.run()
+    with compile_cache():
+        benchmark.run()
     finish(report, folder)
     report.data["finished"] = True
     report.data["seconds"] = round(time.monotonic() - benchmark.begin, 1)

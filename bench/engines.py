@@ -12,6 +12,8 @@ import contextlib
 import functools
 import importlib.util
 import logging
+import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -101,6 +103,21 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+@contextlib.contextmanager
+def compile_cache() -> Iterator[Path]:
+    """An empty cache for torch.compile: a killed run may have left half a library in the usual one."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(name)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[name] = folder
+        try:
+            yield Path(folder)
+        finally:
+            os.environ.pop(name)
+            if before is not None:
+                os.environ[name] = before
 
 
 def torch_forward(module: torch.nn.Module) -> Forward:

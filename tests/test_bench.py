@@ -413,13 +413,28 @@ def test_the_threads_reach_the_peers(monkeypatch, tmp_path):
 def test_torch_compile_computes_the_same(tmp_path):
     names = ("transformers-fp32", "torch_compile-fp32", "torch_compile-bf16")
     found = encoder.build(engines.Bank(TINY, 1, tmp_path), names)
-    for row in encoder.bench_encoder(TINY, "a", found, ROOFS, samples=1, lengths=LENGTHS):
+    with engines.compile_cache() as cache:
+        for row in encoder.bench_encoder(TINY, "a", found, ROOFS, samples=1, lengths=LENGTHS):
+            assert row["status"] == "ok", row
+            assert row["cosine"] > 0.999
+        torch._dynamo.reset()  # as between workloads
+        wanted = ("torch_compile",)
+        [row] = training.bench_training(TINY, "a", "fp32", wanted=wanted, samples=1, lengths=LENGTHS)
         assert row["status"] == "ok", row
-        assert row["cosine"] > 0.999
-    [row] = training.bench_training(
-        TINY, "a", "fp32", wanted=("torch_compile",), samples=1, lengths=LENGTHS
-    )  # fmt: skip
-    assert row["status"] == "ok", row
+        assert any(cache.rglob("*.so"))  # compiled here and now
+
+
+def test_the_compile_cache_is_new_each_time(monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/usual")
+    with engines.compile_cache() as cache:
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache)
+        assert not any(cache.iterdir())
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/usual"
+    assert not cache.exists()
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    with engines.compile_cache() as cache:
+        pass
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
 
 def test_minilm_has_its_real_weights_where_they_are_installed(monkeypatch):
@@ -531,8 +546,8 @@ def test_memory_grows_with_the_batch():
     for row in (small, large):
         assert row["status"] == "ok", row
         assert row["peak_mib"] == pytest.approx(row["loaded_mib"] + row["above_mib"])
-    # the FFN's hidden rows and their input alone: 64 x 512 tokens x (128 + 64) floats are 24 MiB
-    assert large["above_mib"] - small["above_mib"] > 24
+    # a layer's input and output: 64 x 512 tokens x 2 x 64 floats are 16 MiB; less what the small one kept
+    assert large["above_mib"] - small["above_mib"] > 10
     assert large["above_mib"] < 500
 
 
