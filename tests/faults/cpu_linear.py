@@ -62,8 +62,8 @@ FAULTS = (
     _fault("bias gradient in long float sums", "double sum = 0.0;", "float sum = 0.0f;", _TASKS),
     _fault("chunks of rows too long", "std::max<std::int64_t>(16, ceil_div(args.rows, 128))", "std::max<std::int64_t>(4096, ceil_div(args.rows, 2))", _TASKS),
     # tasks
-    _fault("last block of rows lost", "if (row >= args.rows) return;\n        simd->product(args, bias,", "if (row + rows > args.rows && row > 0) return;\n        simd->product(args, bias,", _TASKS),
-    _fault("last columns lost", "parallel_for(row_blocks * ceil_div(padded, columns), team, [&](std::int64_t task, int worker) {", "parallel_for(row_blocks * std::max<std::int64_t>(1, padded / columns), team, [&](std::int64_t task, int worker) {", _TASKS),
+    _fault("last block of rows lost", "if (row >= args.rows) return;\n        if (task < team", "if (row + rows > args.rows && row > 0) return;\n        if (task < team", _TASKS),
+    _fault("last columns lost", "const std::int64_t tasks = row_blocks * ceil_div(padded, columns);", "const std::int64_t tasks = row_blocks * std::max<std::int64_t>(1, padded / columns);", _TASKS),
     _fault("workers share their scratch", "workspace.data() + padded + worker * scratch", "workspace.data() + padded + 0 * worker * scratch", _TASKS),
     _fault("scratch over the bias", "workspace.data() + padded + worker * scratch", "workspace.data() + worker * scratch", _TASKS),
     # activations
