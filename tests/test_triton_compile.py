@@ -45,6 +45,58 @@ def test_layer_norm_in_every_config():
     assert_fit(compiled("layer_norm", "--full"), LAYER_NORM)
 
 
+def assert_linear(rows: list[dict]) -> None:
+    """It fits; half precision runs on each generation's tensor cores, moved by TMA where there is one."""
+    assert_fit(rows, {"_linear_fwd_kernel"})
+    for row in rows:
+        plain = row["job"].startswith("float32") or "-771-" in row["job"]
+        unit = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}[row["arch"]]
+        assert (row["tma"] > 0) == (row["arch"] in (90, 100) and not plain), row
+        assert row["tf32"] == 0, row
+        if not plain:
+            assert row[unit] > 0, row
+
+
+def test_linear():
+    assert_linear(compiled("linear"))
+
+
+@pytest.mark.slow
+def test_linear_in_every_config():
+    assert_linear(compiled("linear", "--full"))
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_embedding(full):
+    assert_fit(compiled("embedding", *["--full"] * full), {"_embedding_fwd_kernel"})
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_padding(full):
+    assert_fit(compiled("padding", *["--full"] * full), {"_pack_kernel", "_unpack_kernel"})
+
+
+def test_attention():
+    rows = compiled("attention")
+    assert_fit(rows, {"_attention_fwd_kernel"})
+    assert_warp_group_products(rows)
+
+
+@pytest.mark.slow
+def test_attention_in_every_config():
+    rows = compiled("attention", "--full")
+    assert_fit(rows, {"_attention_fwd_kernel"})
+    assert_warp_group_products(rows)
+
+
+def assert_warp_group_products(rows: list[dict]) -> None:
+    """Hopper's own matrix product serves half precision there, but for tiles under its 64 rows."""
+    for r in rows:
+        dtype, _, seqlen = r["job"].split("-")[:3]
+        meant = r["arch"] == 90 and dtype != "float32" and seqlen == "512"
+        assert (r["wgmma"] > 0) == meant, r
+
+
 def test_a_spill_is_seen():
     rows = compiled("layer_norm", "--jobs", "1", "--max-registers", "32")
     assert [r["stack"] > 0 for r in rows if r["kernel"] == "_layer_norm_bwd_kernel"] == [True]

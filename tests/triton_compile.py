@@ -66,7 +66,154 @@ def layer_norm_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]
             yield name, arch, lambda a=dtype, b=hidden, c=everything: call(a, b, c)
 
 
-JOBS = {"layer_norm": layer_norm_jobs}
+def attention_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """(name, architecture, call that launches) for every config, each with and without the optional inputs.
+
+    By default head dimension 64 in bfloat16 on every architecture, plain and with everything, and float32
+    with everything on sm_90. `full` adds float16, other head dimensions, and each option by itself.
+    """
+    import torch
+
+    from fastbert.kernels import attention as kernels
+
+    options = {
+        "plain": {},
+        "causal": {"causal": True},
+        "negative-scale": {"scale": -0.1},
+        "keys": {"bias": (32, 1, 1, None)},
+        "bias": {"bias": (1, 12, None, None)},
+        "dropout": {"dropout_p": 0.1},
+        "probs": {"probs": True},
+        "all": {"bias": (32, 12, None, None), "dropout_p": 0.1, "probs": True, "causal": True, "gate": True},
+    }
+
+    def call(
+        arch: int, dtype: torch.dtype, headdim: int, seqlen: int, scale: float = 0.125,
+        bias: tuple | None = None, dropout_p: float = 0.0, probs: bool = False, causal: bool = False,
+        gate: bool = False,
+    ) -> None:  # fmt: skip
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        kernels._capability = lambda device: divmod(arch, 10)
+        kernels.attention_fwd(
+            *empty(16384, 3, 12, headdim).unbind(1), empty(33, dtype=torch.int32), seqlen, scale, causal,
+            None if bias is None else empty(*(n or seqlen for n in bias)), empty(12) if gate else None,
+            dropout_p, empty(1, dtype=torch.int64) if dropout_p else None, 3, probs,
+        )  # fmt: skip
+
+    float32, bfloat16, float16 = torch.float32, torch.bfloat16, torch.float16
+    sizes = [(64, 512), (128, 512), (16, 512), (32, 512), (80, 512), (64, 32), (128, 32)]
+    for arch, dtype, (headdim, seqlen), name in itertools.product(
+        SHARED_LIMIT, (bfloat16, float32, float16), sizes, options
+    ):
+        usual = (headdim, seqlen) == (64, 512) and name in ("plain", "all")
+        if full:
+            wanted = dtype != float16 or usual
+        else:
+            wanted = usual and (dtype == bfloat16 or (dtype == float32 and arch == 90 and name == "all"))
+        if wanted:
+            title = f"{str(dtype).removeprefix('torch.')}-{headdim}-{seqlen}-{name}"
+            args = (arch, dtype, headdim, seqlen)
+            yield title, arch, lambda args=args, name=name: call(*args, **options[name])
+
+
+def linear_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """(name, architecture, call that launches): the configs of the heuristic.
+
+    By default the largest tiles with GELU in bfloat16 on every architecture; on sm_90 also with everything
+    that an epilogue can do, by pointers, and in float32. `full` is the product.
+    """
+    import torch
+
+    from fastbert.kernels import linear as kernels
+
+    def call(config: kernels.Config, dtype: torch.dtype, in_features: int, options: str) -> None:
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        everything, bare = options == "all", options == "bare"
+        kernels.linear_fwd_with(
+            config, empty(16384, in_features), empty(3072, in_features), None if bare else empty(3072),
+            None if bare else "gelu", empty(16384, 3072) if everything else None, everything,
+        )  # fmt: skip
+
+    for arch, dtype, aligned in itertools.product(
+        SHARED_LIMIT, (torch.bfloat16, torch.float16, torch.float32), (True, False)
+    ):
+        ladder = kernels.ladder(dtype, aligned, divmod(arch, 10))
+        for config, options in itertools.product(ladder, ("gelu", "bare", "all")):
+            usual = dtype == torch.bfloat16 and aligned and options == "gelu"
+            if arch == 90:
+                usual = (dtype == torch.bfloat16 or aligned) and dtype != torch.float16 and options == "all"
+            if full or (usual and config == ladder[0]):
+                in_features = 768 if aligned else 771
+                tiles = "x".join(map(str, config[:3]))
+                name = f"{str(dtype).removeprefix('torch.')}-{in_features}-{tiles}-{options}"
+                args = (config, dtype, in_features, options)
+                yield name, arch, lambda args=args: call(*args)
+
+
+def embedding_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """(name, architecture, call that launches): by default 768 columns in bfloat16, with everything.
+
+    `full` adds other widths and dtypes, and what has neither positions nor segments nor dropout.
+    """
+    import torch
+
+    from fastbert.kernels import embedding as kernels
+
+    def call(dtype: torch.dtype, hidden: int, everything: bool) -> None:
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        ids, seed = empty(16384, dtype=torch.int64), empty(1, dtype=torch.int64)
+        norm = (empty(hidden, dtype=torch.float32),) * 2
+        if everything:
+            tables = ids, empty(512, hidden), ids, empty(2, hidden)
+            kernels.embedding_fwd(ids, None, empty(30522, hidden), *tables, *norm, 1e-12, 0.1, seed, 3, True)
+        else:
+            rest = (None,) * 5
+            kernels.embedding_fwd(None, empty(16384, hidden), *rest, *norm, 1e-12, 0.0, None, 0, False)
+
+    widths = (16, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 12000)
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    for arch, dtype, hidden, everything in itertools.product(SHARED_LIMIT, dtypes, widths, (True, False)):
+        if full or (everything and dtype == torch.bfloat16 and hidden in (768, 8192, 12000)):
+            name = f"{str(dtype).removeprefix('torch.')}-{hidden}-{'all' if everything else 'plain'}"
+            yield name, arch, lambda a=dtype, b=hidden, c=everything: call(a, b, c)
+
+
+def padding_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """(name, architecture, call that launches): by default 768 columns of two bytes.
+
+    `full`: every size of element, and widths of one block and of several.
+    """
+    import torch
+
+    from fastbert.kernels import padding as kernels
+
+    def call(dtype: torch.dtype, inner: int) -> None:
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        indices = empty(8000, dtype=torch.int64)
+        kernels.pack_fwd(empty(16384, inner), indices)
+        kernels.unpack_fwd(empty(8000, inner), indices, 16384)
+
+    dtypes = (torch.bfloat16, torch.bool, torch.float32, torch.int64)
+    for arch, dtype, inner in itertools.product(SHARED_LIMIT, dtypes, (1, 17, 768, 5000)):
+        if full or (dtype == torch.bfloat16 and inner == 768):
+            yield f"{str(dtype).removeprefix('torch.')}-{inner}", arch, lambda a=dtype, b=inner: call(a, b)
+
+
+JOBS = {
+    "attention": attention_jobs,
+    "embedding": embedding_jobs,
+    "layer_norm": layer_norm_jobs,
+    "linear": linear_jobs,
+    "padding": padding_jobs,
+}
 
 
 def recorded(module, call: Callable[[], None]) -> list[tuple]:
@@ -88,7 +235,7 @@ def source(kernel, args: tuple, config: dict, max_registers: int | None = None):
 
     pointers = {
         torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64",
-        torch.int32: "*i32", torch.uint8: "*u8", torch.int8: "*i8", torch.bool: "*i1",
+        torch.int32: "*i32", torch.int16: "*i16", torch.uint8: "*u8", torch.int8: "*i8", torch.bool: "*i1",
     }  # fmt: skip
     signature, constexprs, attrs = {}, {}, {}
     aligned = [["tt.divisibility", 16]]
@@ -147,6 +294,11 @@ def results(op: str, full: bool, jobs: int | None = None, max_registers: int | N
                 "arch": arch,
                 "num_warps": options["num_warps"],
                 "dynamic_shared": compiled.metadata.shared,
+                "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
+                "tcgen05": compiled.asm["ptx"].count("tcgen05.mma"),
+                "mma": compiled.asm["ptx"].count("mma.sync"),
+                "tma": compiled.asm["ptx"].count("cp.async.bulk.tensor"),
+                "tf32": compiled.asm["ptx"].count("tf32"),
                 "shared_limit": SHARED_LIMIT[arch],
                 **resources(compiled.asm["cubin"]),
             }

@@ -7,10 +7,31 @@ from __future__ import annotations
 
 import torch
 
+from fastbert.backends.triton.attention import attention_fwd
 from fastbert.backends.triton.device import available
+from fastbert.backends.triton.embedding import embedding_fwd
 from fastbert.backends.triton.layer_norm import layer_norm_bwd, layer_norm_fwd
+from fastbert.backends.triton.linear import linear_fwd
+from fastbert.backends.triton.padding import pack_fwd, unpack_fwd
+from fastbert.ops import padding as _padding
 
 HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
-DTYPES: dict[str, tuple[torch.dtype, ...]] = {"layer_norm": HALF_AND_SINGLE}
+DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    "attention": HALF_AND_SINGLE,
+    "embedding": HALF_AND_SINGLE,
+    "layer_norm": HALF_AND_SINGLE,
+    "linear": HALF_AND_SINGLE,
+    "padding": _padding.DTYPES,  # nothing is computed
+}
 
-__all__ = ["DTYPES", "available", "layer_norm_bwd", "layer_norm_fwd"]
+__all__ = [
+    "DTYPES",
+    "attention_fwd",
+    "available",
+    "embedding_fwd",
+    "layer_norm_bwd",
+    "layer_norm_fwd",
+    "linear_fwd",
+    "pack_fwd",
+    "unpack_fwd",
+]

@@ -1,0 +1,9 @@
+"""`linear`, forward, by `triton`: kernels/linear.py; contract in fastbert/ops/linear.py."""
+
+from __future__ import annotations
+
+from fastbert.backends.triton.device import kernels
+
+
+def linear_fwd(*args):
+    return kernels("linear").linear_fwd(*args)

@@ -1,0 +1,344 @@
+"""Multi-head attention over packed sequences of any lengths, with bias, gate and dropout; forward.
+
+Math       S = softmax_scale * q kᵀ + bias;  P = softmax(S) by row, lse = log Σ_j exp S_ij
+           out = gate * dropout(P) v;  a row without an allowed key: out 0, lse -inf, probs 0
+Tiling     A program owns BLOCK_M queries of one sequence and head and walks over its keys, BLOCK_N at a time,
+           with an online softmax. The grid holds the tiles of max_seqlen for every sequence (no
+           synchronisation with the host); those past a sequence's end return at once. One more row of tiles
+           zeroes the rows past the last sequence. q, k, v are read in place, through their strides; only the
+           last block of keys is masked (causal: those on the diagonal).
+Precision  Products of the storage type summed in float32 (float32: IEEE products, no TF32); softmax in
+           float32, exp as exp2; P rounded to storage type for P v; one rounding at the store. Without a bias
+           the scale is folded into exp2's factor. With one, the maximum is subtracted before the factor: a
+           mask of float32's lowest value must not overflow to -inf.
+Saved      lse. Probabilities, where asked for, are computed again from the final maximum and sum.
+           Dropout bits: plane = head, row = row in the packed layout, column = key in its sequence.
+Source     Milakov, Gimelshein 2018, Online normalizer calculation for softmax, alg. 3;
+           Dao 2023, FlashAttention-2, alg. 1.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastbert.kernels.launch import launch
+from fastbert.kernels.philox import as_int32_bits, philox_keep, threshold_bits
+
+MAX_HEADDIM = 128  # wider heads would spill
+LOG2_E = 1.4426950408889634
+LN_2 = tl.constexpr(0.6931471805599453)
+# 1 and multiples of 16 compile nothing anew
+_FIXED_TYPES = ("total", "n_sequences", "n_tiles", "max_seqlen", "offset", "threshold")
+
+
+@triton.jit
+def _load_rows(
+    ptr, stride, first, end, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`tile` = [BLOCK, BLOCK_D], the rows from `first` on; MASKED: 0 from row `end` on."""
+    rows = tl.arange(0, BLOCK)
+    dims = tl.arange(0, BLOCK_D)
+    at = ptr + tl.cast(first, tl.int64) * stride + (rows.to(tl.int64)[:, None] * stride + dims[None, :])
+    if MASKED:
+        return tl.load(at, mask=(rows < end - first)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    elif HEAD_DIM < BLOCK_D:
+        return tl.load(at, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def _score_tile(
+    q, q_ptr, q_stride, k_ptr, k_stride, bias_ptr, bias_row_stride, bias_key_stride,
+    first_row, first_key, length, scale,
+    HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, FOLDED: tl.constexpr, MASKED: tl.constexpr,
+    BIAS_HAS_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """`scores` = [BLOCK_M, BLOCK_N] in float32, -inf where not allowed; FOLDED: before their scale."""
+    if q is not None:
+        k = _load_rows(k_ptr, k_stride, first_key, length, HEAD_DIM, MASKED, BLOCK_N, BLOCK_D)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    else:
+        scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for d in tl.static_range(0, BLOCK_D, CHUNK):
+            part = _load_rows(q_ptr + d, q_stride, first_row, length, HEAD_DIM - d, True, BLOCK_M, CHUNK)
+            k = _load_rows(k_ptr + d, k_stride, first_key, length, HEAD_DIM - d, MASKED, BLOCK_N, CHUNK)
+            scores = tl.dot(part, tl.trans(k), scores, input_precision="ieee")
+    rows = first_row + tl.arange(0, BLOCK_M)
+    keys = first_key + tl.arange(0, BLOCK_N)
+    if not FOLDED:
+        scores *= scale
+    if bias_ptr is not None:
+        key_at = bias_ptr + keys.to(tl.int64) * bias_key_stride
+        if BIAS_HAS_ROWS:
+            bias_at = key_at[None, :] + rows.to(tl.int64)[:, None] * bias_row_stride
+            inside = (rows < length)[:, None] & (keys < length)[None, :]
+            scores += tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)
+        else:
+            scores += tl.load(key_at, mask=keys < length, other=0.0).to(tl.float32)[None, :]
+    if MASKED:
+        allowed = (keys < length)[None, :]
+        if CAUSAL:
+            allowed = allowed & (keys[None, :] <= rows[:, None])
+        scores = tl.where(allowed, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def _finite(top):
+    """`top`, or 0 where no key has been allowed yet: -inf - -inf would be NaN."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def _weights(scores, top, unit, FOLDED: tl.constexpr):
+    """exp(S - top); FOLDED: `top` counts in units of log 2, else in the scores' own."""
+    if FOLDED:
+        return tl.exp2(scores * unit - top[:, None])
+    else:
+        return tl.exp2((scores - _finite(top)[:, None]) * unit)
+
+
+@triton.jit
+def _walk(
+    acc, norm, top, begin, end, q, q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride,
+    bias_ptr, bias_row_stride, bias_key_stride, seed_ptr, offset, threshold, head, packed_rows,
+    first_row, length, scale, unit,
+    HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, FOLDED: tl.constexpr, MASKED: tl.constexpr,
+    BIAS_HAS_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Take the keys from `begin` to `end` into acc = Σ exp(S - top) v, norm = Σ exp(S - top), top = max S."""
+    for first_key in tl.range(begin, end, BLOCK_N, num_stages=NUM_STAGES):
+        scores = _score_tile(
+            q, q_ptr, q_stride, k_ptr, k_stride, bias_ptr, bias_row_stride, bias_key_stride,
+            first_row, first_key, length, scale,
+            HEAD_DIM, CAUSAL, FOLDED, MASKED, BIAS_HAS_ROWS, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK,
+        )  # fmt: skip
+        if FOLDED:
+            new_top = tl.maximum(top, tl.max(scores, 1) * unit)
+            shrink = tl.exp2(top - new_top)
+        else:
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            shrink = tl.exp2((top - _finite(new_top)) * unit)
+        top = new_top
+        weights = _weights(scores, top, unit, FOLDED)
+        norm = norm * shrink + tl.sum(weights, 1)
+        if seed_ptr is not None:
+            keep = philox_keep(seed_ptr, offset, head, packed_rows, first_key, threshold, BLOCK_M, BLOCK_N)
+            weights = tl.where(keep, weights, 0.0)
+        v = _load_rows(v_ptr, v_stride, first_key, length, HEAD_DIM, MASKED, BLOCK_N, BLOCK_D)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, norm, top
+
+
+@triton.jit
+def _store_rows(
+    out_ptr, out_stride, lse_ptr, out, lse, first, end,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """`out` = [BLOCK_M, BLOCK_D], `lse` = [BLOCK_M] into the packed rows from `first` on, before `end`."""
+    rows = first.to(tl.int64) + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    mask = (rows < end)[:, None] & (dims < HEAD_DIM)[None, :]
+    out_at = out_ptr + rows[:, None] * out_stride + dims[None, :]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(lse_ptr + rows, lse, mask=rows < end)
+
+
+@triton.jit(do_not_specialize=_FIXED_TYPES)
+def _attention_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, cu_seqlens_ptr, bias_ptr, gate_ptr, seed_ptr, out_ptr, lse_ptr, probs_ptr,
+    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
+    bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride,
+    out_stride, out_head_stride, lse_head_stride, probs_batch_stride, probs_head_stride, probs_row_stride,
+    total, n_sequences, n_tiles, max_seqlen, scale, unit, offset, threshold, keep_scale,
+    HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, FOLDED: tl.constexpr, BIAS_HAS_ROWS: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """One tile of one sequence and head; sequence `n_sequences` stands for the rows past the last one."""
+    sequence = tl.program_id(0) // n_tiles
+    tile = tl.program_id(0) % n_tiles
+    head = tl.program_id(1)
+    wide_head = head.to(tl.int64)
+    start = tl.load(cu_seqlens_ptr + sequence)
+    first_row = tile * BLOCK_M
+    out_ptr += wide_head * out_head_stride
+    lse_ptr += wide_head * lse_head_stride
+    if sequence == n_sequences:
+        zeros, zero_lse = tl.zeros((BLOCK_M, BLOCK_D), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+        for first in range(start + first_row, total, n_tiles * BLOCK_M):
+            _store_rows(
+                out_ptr, out_stride, lse_ptr, zeros, zero_lse, tl.cast(first, tl.int64), total,
+                HEAD_DIM, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+    else:
+        length = tl.load(cu_seqlens_ptr + sequence + 1) - start
+        if probs_ptr is not None or first_row < length:
+            wide_start = start.to(tl.int64)
+            q_ptr += wide_start * q_stride + wide_head * q_head_stride
+            k_ptr += wide_start * k_stride + wide_head * k_head_stride
+            v_ptr += wide_start * v_stride + wide_head * v_head_stride
+            if bias_ptr is not None:
+                bias_ptr += sequence.to(tl.int64) * bias_batch_stride + wide_head * bias_head_stride
+            packed_rows = start + first_row + tl.arange(0, BLOCK_M)
+            if CHUNK == BLOCK_D:
+                q = _load_rows(q_ptr, q_stride, first_row, length, HEAD_DIM, True, BLOCK_M, BLOCK_D)
+            else:
+                q = None
+            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+            norm = tl.zeros((BLOCK_M,), tl.float32)
+            top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            end = tl.where(first_row < length, length, 0)
+            unmasked = end  # keys that every row of the tile may see
+            if CAUSAL:
+                end = tl.minimum(end, first_row + BLOCK_M)
+                unmasked = tl.minimum(end, first_row)
+            unmasked = unmasked // BLOCK_N * BLOCK_N
+            if SPLIT:
+                acc, norm, top = _walk(
+                    acc, norm, top, 0, unmasked, q, q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride,
+                    bias_ptr, bias_row_stride, bias_key_stride, seed_ptr, offset, threshold, head,
+                    packed_rows, first_row, length, scale, unit,
+                    HEAD_DIM, CAUSAL, FOLDED, False, BIAS_HAS_ROWS, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK,
+                    NUM_STAGES,
+                )  # fmt: skip
+            else:
+                unmasked = 0
+            acc, norm, top = _walk(
+                acc, norm, top, unmasked, end, q, q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride,
+                bias_ptr, bias_row_stride, bias_key_stride, seed_ptr, offset, threshold, head,
+                packed_rows, first_row, length, scale, unit,
+                HEAD_DIM, CAUSAL, FOLDED, True, BIAS_HAS_ROWS, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK,
+                1 if SPLIT else NUM_STAGES,
+            )  # fmt: skip
+            empty = norm == 0.0
+            inverse = 1.0 / tl.where(empty, 1.0, norm)
+            factor = inverse * keep_scale
+            if gate_ptr is not None:
+                factor *= tl.load(gate_ptr + head).to(tl.float32)
+            if FOLDED:
+                lse = (top + tl.log2(norm)) * LN_2
+            else:
+                lse = top + tl.log2(norm) * LN_2
+            lse = tl.where(empty, float("-inf"), lse)
+            _store_rows(
+                out_ptr, out_stride, lse_ptr, acc * factor[:, None], lse, wide_start + first_row,
+                wide_start + length, HEAD_DIM, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+            if probs_ptr is not None:
+                probs_ptr += sequence.to(tl.int64) * probs_batch_stride + wide_head * probs_head_stride
+                rows = first_row + tl.arange(0, BLOCK_M)
+                for first_key in tl.range(0, max_seqlen, BLOCK_N, num_stages=1):
+                    scores = _score_tile(
+                        q, q_ptr, q_stride, k_ptr, k_stride, bias_ptr, bias_row_stride, bias_key_stride,
+                        first_row, first_key, length, scale,
+                        HEAD_DIM, CAUSAL, FOLDED, True, BIAS_HAS_ROWS, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK,
+                    )  # fmt: skip
+                    keys = first_key + tl.arange(0, BLOCK_N)
+                    probs = _weights(scores, top, unit, FOLDED) * inverse[:, None]
+                    # rows past the sequence have seen no key: inf - inf
+                    probs = tl.where((rows < length)[:, None] & (keys < length)[None, :], probs, 0.0)
+                    probs_at = probs_ptr + rows.to(tl.int64)[:, None] * probs_row_stride + keys[None, :]
+                    inside = (rows < max_seqlen)[:, None] & (keys < max_seqlen)[None, :]
+                    tl.store(probs_at, probs.to(probs_ptr.dtype.element_ty), mask=inside)
+
+
+# --- launcher -----------------------------------------------------------------------------------------------
+
+
+class Config(NamedTuple):
+    """How the work is cut.
+
+    Attributes:
+        block_m, block_n: queries and keys of a tile.
+        chunk: head dimensions in one product of q and k; all of them where q stays in registers.
+        split: whether blocks of keys that need no mask have a loop of their own.
+        num_warps, num_stages: as Triton has them.
+    """
+
+    block_m: int
+    block_n: int
+    chunk: int
+    split: bool
+    num_warps: int
+    num_stages: int
+
+
+def fwd_config(
+    headdim: int, dtype: torch.dtype, max_seqlen: int, extras: bool, capability: tuple[int, int]
+) -> Config:
+    """Tiles that compile without a spill. `extras`: with bias, dropout or probs, which need registers."""
+    block_d = max(16, triton.next_power_of_2(headdim))
+    if dtype == torch.float32:  # products without tensor cores hold whole rows of their operands
+        return Config(32, 32, 16, False, 4, 1) if headdim <= 64 else Config(32, 16, 16, False, 8, 1)
+    if max_seqlen <= 32:
+        return Config(32, 32, block_d, False, 4, 2)
+    if extras:
+        return Config(64, 32, block_d, False, 4, 2)
+    if headdim > 64 or headdim <= 16:
+        return Config(64, 64, block_d, True, 4, 2)
+    if capability[0] == 9 and max_seqlen > 64:  # a warp group's product is 64 rows high: two in flight
+        return Config(128, 64, block_d, True, 4, 3)
+    return Config(64, 64, block_d, True, 4, 3)
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def attention_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    softmax_scale: float,
+    causal: bool,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    offset: int,
+    return_probs: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, probs); the contract of `fastbert.ops.attention.attention_fwd`, headdim <= MAX_HEADDIM."""
+    total, nheads, headdim = q.shape
+    batch = cu_seqlens.shape[0] - 1
+    seed = seed if dropout_p > 0 else None
+    out = torch.empty((total, nheads, headdim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((nheads, total), dtype=torch.float32, device=q.device)
+    shape = (batch, nheads, max_seqlen, max_seqlen) if return_probs else (0,)
+    probs = torch.empty(shape, dtype=q.dtype, device=q.device)
+    if total == 0 and probs.numel() == 0:
+        return out, lse, probs
+    # without a bias the greatest product is the greatest score, unless the scale turns the order
+    folded = bias is None and softmax_scale > 0
+    extras = bias is not None or seed is not None or return_probs
+    config = fwd_config(headdim, q.dtype, max_seqlen, extras, _capability(q.device))
+    n_tiles = max(1, triton.cdiv(max_seqlen, config.block_m))
+    bias_strides = (0,) * 4
+    if bias is not None:  # a size of 1 is one for all
+        bias_strides = tuple(s if n > 1 else 0 for n, s in zip(bias.shape, bias.stride(), strict=True))
+    launch(
+        _attention_fwd_kernel, (n_tiles * (batch + 1), nheads), q.device,
+        q, k, v, cu_seqlens, bias, gate, seed, out, lse, probs if return_probs else None,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *bias_strides,
+        *out.stride()[:2], lse.stride(0), *(probs.stride()[:3] if return_probs else (0, 0, 0)),
+        total, batch, n_tiles, max_seqlen, softmax_scale, (softmax_scale if folded else 1.0) * LOG2_E,
+        as_int32_bits(offset), threshold_bits(dropout_p), 1.0 / (1.0 - dropout_p),
+        HEAD_DIM=headdim, CAUSAL=causal, FOLDED=folded,
+        BIAS_HAS_ROWS=bias is not None and bias.shape[2] > 1, SPLIT=config.split,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        BLOCK_D=max(16, triton.next_power_of_2(headdim)), CHUNK=config.chunk,
+        NUM_STAGES=config.num_stages, num_warps=config.num_warps,
+    )  # fmt: skip
+    return out, lse, probs

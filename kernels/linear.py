@@ -1,0 +1,265 @@
+"""A product with bias, activation and residual in its epilogue.
+
+Math       pre = x @ weight.T + bias;  y = act(pre) + residual
+Tiling     A program walks over output tiles of [BLOCK_M, BLOCK_N], every num_programs-th of them. The order
+           goes down GROUP_M row tiles before it takes the next column tile, so that what is read stays in the
+           L2 cache. Edges: rows beyond the last read the last row again and are not stored; columns beyond IN
+           are 0. The accumulator is cut into SPLIT parts before the epilogue: in one piece it spills.
+Precision  float32 accumulators ("ieee": float32 inputs are not cut to TF32); bias, activation and residual in
+           float32; one rounding at each store.
+Saved      pre in storage dtype, where backward will ask for it.
+Transport  From compute capability 9.0 on tiles move by TMA, through tensor descriptors made on the host.
+           Other GPUs, and matrices that TMA cannot describe (16-byte alignment), use pointers.
+Source     Hendrycks and Gimpel 2016, Gaussian Error Linear Units; Tillet, Kung, Cox 2019, Triton, for the
+           grouped order.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fastbert.kernels import tuning
+from fastbert.kernels.activation import activate
+from fastbert.kernels.launch import launch
+
+
+@triton.jit
+def _tile_at(index, row_tiles, COL_TILES: tl.constexpr, GROUP_M: tl.constexpr):
+    """(row tile, column tile) of the index-th tile in grouped order."""
+    first_row = index // (GROUP_M * COL_TILES) * GROUP_M
+    height = tl.minimum(row_tiles - first_row, GROUP_M)
+    within = index % (GROUP_M * COL_TILES)
+    return first_row + within % height, within // height
+
+
+@triton.jit
+def _halves(tile):
+    """The left and the right half of the columns of a tile."""
+    cut = tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2))
+    return tl.split(tl.permute(cut, (0, 2, 1)))
+
+
+@triton.jit
+def _epilogue(
+    acc, bias_ptr, residual_ptr, y, pre, y_stride, residual_stride, row_start, col_start, n_rows,
+    OUT: tl.constexpr, ACTIVATION: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Finish and store `acc` = [BLOCK_M, SPLIT * part], part by part."""
+    if SPLIT > 1:
+        left, right = _halves(acc)
+        HALF: tl.constexpr = acc.shape[1] // 2
+        _epilogue(
+            left, bias_ptr, residual_ptr, y, pre, y_stride, residual_stride, row_start, col_start, n_rows,
+            OUT, ACTIVATION, SPLIT // 2, TMA, DTYPE,
+        )  # fmt: skip
+        _epilogue(
+            right, bias_ptr, residual_ptr, y, pre, y_stride, residual_stride, row_start, col_start + HALF,
+            n_rows, OUT, ACTIVATION, SPLIT // 2, TMA, DTYPE,
+        )  # fmt: skip
+    else:
+        rows = row_start + tl.arange(0, acc.shape[0])
+        cols = col_start + tl.arange(0, acc.shape[1])
+        mask = (rows < n_rows)[:, None] & (cols < OUT)[None, :]
+        at = rows.to(tl.int64)[:, None] * y_stride + cols[None, :]
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + cols, mask=cols < OUT, other=0.0).to(tl.float32)[None, :]
+        if pre is not None:
+            if TMA:
+                pre.store([row_start, col_start], acc.to(DTYPE))
+            else:
+                tl.store(pre + at, acc.to(DTYPE), mask=mask)
+        acc = activate(acc, ACTIVATION, FEW_DIGITS=DTYPE == tl.bfloat16)  # noqa: SIM300
+        if residual_ptr is not None:
+            residual_at = residual_ptr + rows.to(tl.int64)[:, None] * residual_stride + cols[None, :]
+            acc += tl.load(residual_at, mask=mask, other=0.0).to(tl.float32)
+        if TMA:
+            y.store([row_start, col_start], acc.to(DTYPE))
+        else:
+            tl.store(y + at, acc.to(DTYPE), mask=mask)
+
+
+@triton.jit(do_not_specialize=("n_rows",))
+def _linear_fwd_kernel(
+    x, weight, bias_ptr, residual_ptr, y, pre, x_stride, weight_stride, y_stride, residual_stride, n_rows,
+    IN: tl.constexpr, OUT: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """With TMA `x`, `weight`, `y` and `pre` are tensor descriptors, else pointers."""
+    DTYPE: tl.constexpr = x.dtype if TMA else x.dtype.element_ty
+    COL_TILES: tl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
+    row_tiles = tl.cdiv(n_rows, BLOCK_M)
+    for tile in tl.range(tl.program_id(0), row_tiles * COL_TILES, tl.num_programs(0), flatten=TMA):
+        row_tile, col_tile = _tile_at(tile, row_tiles, COL_TILES, GROUP_M)
+        row_start, col_start = row_tile * BLOCK_M, col_tile * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if TMA:
+            for k in range(0, IN, BLOCK_K):
+                x_tile = x.load([row_start, k])  # [BLOCK_M, BLOCK_K]
+                weight_tile = weight.load([col_start, k])  # [BLOCK_N, BLOCK_K]
+                acc = tl.dot(x_tile, weight_tile.T, acc, input_precision="ieee")
+        else:
+            rows = tl.minimum(row_start + tl.arange(0, BLOCK_M), n_rows - 1).to(tl.int64)
+            outs = tl.minimum(col_start + tl.arange(0, BLOCK_N), OUT - 1).to(tl.int64)
+            ks = tl.arange(0, BLOCK_K)
+            x_at = x + rows[:, None] * x_stride + ks[None, :]
+            weight_at = weight + outs[None, :] * weight_stride + ks[:, None]
+            for k in range(0, IN, BLOCK_K):
+                if IN % BLOCK_K == 0:
+                    x_tile = tl.load(x_at + k)  # [BLOCK_M, BLOCK_K]
+                    weight_tile = tl.load(weight_at + k)  # [BLOCK_K, BLOCK_N]
+                else:
+                    inside = ks < IN - k
+                    x_tile = tl.load(x_at + k, mask=inside[None, :], other=0.0)
+                    weight_tile = tl.load(weight_at + k, mask=inside[:, None], other=0.0)
+                acc = tl.dot(x_tile, weight_tile, acc, input_precision="ieee")
+        _epilogue(
+            acc, bias_ptr, residual_ptr, y, pre, y_stride, residual_stride, row_start, col_start, n_rows,
+            OUT, ACTIVATION, SPLIT, TMA, DTYPE,
+        )  # fmt: skip
+
+
+# --- launchers ----------------------------------------------------------------------------------------------
+
+
+class Config(NamedTuple):
+    """How the kernel runs; a line of kernels/tuned/<gpu>.json."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    split: int  # parts of the accumulator in the epilogue
+    tma: bool  # where the matrices allow it
+    group_m: int = 8
+    per_multiprocessor: int = 1  # programs
+
+
+def heuristic(
+    rows: int, out_features: int, dtype: torch.dtype, aligned: bool, device: tuning.Device
+) -> Config:
+    """The config where no table has one: the largest tiles of which there are enough for the device."""
+    configs = ladder(dtype, aligned, device.capability)
+    for config in configs:
+        tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(out_features, config.block_n)
+        if tiles >= device.multiprocessors:
+            return config
+    return configs[-1]
+
+
+def ladder(dtype: torch.dtype, aligned: bool, capability: tuple[int, int]) -> tuple[Config, ...]:
+    """Configs from large tiles to small ones; all of them fit the GPU's shared memory and do not spill."""
+    if capability == (0, 0):  # small, so that small tests have several tiles
+        sizes = ((32, 64, 64), (16, 32, 32))
+        return tuple(Config(*size, 4, 2, 2, tma=aligned, group_m=2) for size in sizes)
+    if dtype == torch.float32 or not aligned:  # no tensor cores; or elements that come one by one
+        return Config(64, 64, 32, 4, 2, 1, tma=False), Config(32, 32, 32, 4, 2, 1, tma=False)
+    if capability[0] in (9, 10):
+        return (
+            Config(128, 256, 64, 8, 3, 4, tma=True),
+            Config(128, 128, 64, 8, 4, 2, tma=True),
+            Config(64, 64, 64, 4, 6, 1, tma=True),
+        )
+    return (  # the smallest of these GPUs have 99 KB of shared memory
+        Config(128, 128, 32, 8, 4, 2, tma=False),
+        Config(64, 64, 64, 4, 4, 1, tma=False),
+        Config(32, 64, 64, 4, 4, 1, tma=False),
+    )
+
+
+def tuning_key(
+    in_features: int, out_features: int, activation: str | None, residual: bool, dtype: torch.dtype
+) -> str:
+    """What is computed, as kernels/tuned names it: "bfloat16 768x3072 gelu"."""
+    words = [str(dtype).removeprefix("torch."), f"{in_features}x{out_features}"]
+    return " ".join(words + ([activation] if activation else []) + (["residual"] if residual else []))
+
+
+@lru_cache(maxsize=4096)
+def config_for(
+    rows_bucket: int,
+    in_features: int,
+    out_features: int,
+    activation: str | None,
+    residual: bool,
+    dtype: torch.dtype,
+    aligned: bool,
+    device: tuning.Device,
+) -> Config:
+    """From the GPU's table, which is for aligned matrices; else from the heuristic."""
+    key = tuning_key(in_features, out_features, activation, residual, dtype)
+    found = tuning.tuned(device, "linear", key, rows_bucket) if aligned else None
+    if found is not None:
+        return Config(**found)
+    return heuristic(2**rows_bucket, out_features, dtype, aligned, device)
+
+
+def _aligned(*matrices: Tensor) -> bool:
+    """Whether starts and rows lie on 16 bytes and no two rows overlap: what a tensor map can describe."""
+    return all(
+        t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.stride(0) >= t.shape[1]
+        for t in matrices
+    )
+
+
+def linear_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+    save: bool,
+    packed: None = None,
+) -> tuple[Tensor, Tensor]:
+    """(y, pre); the contract of `fastbert.ops.linear.linear_fwd`. This backend packs no weights."""
+    out_features = weight.shape[0]
+    aligned = _aligned(x, weight) and out_features * x.element_size() % 16 == 0
+    config = config_for(
+        tuning.bucket(x.shape[0]), x.shape[1], out_features, activation, residual is not None, x.dtype,
+        aligned, tuning.device_of(x.device),
+    )  # fmt: skip
+    return linear_fwd_with(config, x, weight, bias, activation, residual, save)
+
+
+def linear_fwd_with(
+    config: Config,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    residual: Tensor | None,
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    """`linear_fwd` by a given config, for the tuner and the tests; one with TMA needs aligned matrices."""
+    rows, out_features = x.shape[0], weight.shape[0]
+    y = torch.empty((rows, out_features), dtype=x.dtype, device=x.device)
+    pre = torch.empty_like(y) if save and activation is not None else x.new_empty((0,))
+    if rows == 0:
+        return y, pre
+    saved = pre if pre.numel() > 0 else None
+    x_arg, weight_arg, y_arg, pre_arg = x, weight, y, saved
+    if config.tma:
+        part = [config.block_m, config.block_n // config.split]
+        x_arg = TensorDescriptor.from_tensor(x, [config.block_m, config.block_k])
+        weight_arg = TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k])
+        y_arg = TensorDescriptor.from_tensor(y, part)
+        pre_arg = None if saved is None else TensorDescriptor.from_tensor(saved, part)
+    tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(out_features, config.block_n)
+    programs = min(tiles, tuning.device_of(x.device).multiprocessors * config.per_multiprocessor)
+    launch(
+        _linear_fwd_kernel, (programs,), x.device, x_arg, weight_arg, bias, residual, y_arg, pre_arg,
+        x.stride(0), weight.stride(0), y.stride(0), 0 if residual is None else residual.stride(0), rows,
+        IN=x.shape[1], OUT=out_features, ACTIVATION=activation, BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m, SPLIT=config.split,
+        TMA=config.tma, num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return y, pre

@@ -1,0 +1,71 @@
+"""Faults of the Triton embedding."""
+
+# ruff: noqa: E501 (a table)
+
+from tests.mutation import Fault, Suite
+
+
+def _fault(name: str, old: str, new: str) -> Fault:
+    return Fault(name, "kernels/embedding.py", old, new)
+
+
+FAULTS = (
+    # gathers, masks and offsets
+    _fault("ids not read", "picked = tl.load(ids_ptr + rows, mask=row_mask, other=0)", "picked = tl.load(ids_ptr + rows, mask=row_mask, other=0) * 0"),
+    _fault("ids read beyond the last", "tl.load(ids_ptr + rows, mask=row_mask, other=0)", "tl.load(ids_ptr + rows)"),
+    _fault("int32 ids", "mask=row_mask, other=0)\n    return", "mask=row_mask, other=0).to(tl.int32)\n    return"),
+    _fault("int32 rows", "tl.program_id(0).to(tl.int64) * BLOCK_M", "tl.program_id(0) * BLOCK_M"),
+    _fault("positions by the segments' ids", "_row_starts(position_ids_ptr, position_stride", "_row_starts(segment_ids_ptr, position_stride"),
+    _fault("stride of the words for the positions", "position_ids_ptr, position_stride, rows", "position_ids_ptr, word_stride, rows"),
+    _fault("stride of the segments forgotten", "segment_ids_ptr, segment_stride, rows", "segment_ids_ptr, HIDDEN, rows"),
+    _fault("position forgotten", "row = position_ptr + position_at[:, None]\n        z +=", "row = position_ptr + position_at[:, None]\n        z + "),
+    _fault("segment taken for position", "row = segment_ptr + segment_at", "row = segment_ptr + position_at"),
+    _fault("column mask dropped", "mask = row_mask[:, None] & (cols < HIDDEN)[None, :]", "mask = row_mask[:, None] & (cols >= 0)[None, :]"),
+    _fault("row mask dropped from the stores", "mask = row_mask[:, None] & col_mask[None, :]", "mask = (rows >= 0)[:, None] & col_mask[None, :]"),
+    _fault("y at the stride of the row's width", "at = rows[:, None] * y_stride", "at = rows[:, None] * HIDDEN"),
+    # norm
+    _fault("eps missing", "HIDDEN * 1.0) + eps)", "HIDDEN * 1.0))"),
+    _fault("mean not subtracted", "y = (z - mean[:, None])", "y = z"),
+    _fault("mean over the block", "mean = tl.div_rn(tl.sum(z, 1), HIDDEN * 1.0)", "mean = tl.div_rn(tl.sum(z, 1), BLOCK_N * 1.0)"),
+    _fault("masked columns in the variance", "centred = tl.where(mask, z - mean[:, None], 0.0)", "centred = z - mean[:, None]"),
+    _fault("masked columns in the variance of blocks", "centred = tl.where(mask, z - block_mean[:, None], 0.0)", "centred = z - block_mean[:, None]"),
+    _fault("unbiased variance", "tl.div_rn(squares, HIDDEN * 1.0)", "tl.div_rn(squares, HIDDEN - 1.0)"),
+    _fault("blocks merged without their distance", " + delta * delta * col_start * share", ""),
+    _fault("last block counted as a full one", "tl.minimum(HIDDEN - col_start, BLOCK_N)", "tl.minimum(HIDDEN, BLOCK_N)"),
+    _fault("second pass over the last block of the first", "if HIDDEN > BLOCK_N:\n", "if HIDDEN < 0:\n"),
+    _fault("statistics of the rounded sum", "            mean = tl.div_rn(tl.sum(z, 1)", "            z = z.to(y_ptr.dtype.element_ty).to(tl.float32)\n            mean = tl.div_rn(tl.sum(z, 1)"),
+    _fault("mean and rstd swapped", "tl.store(mean_ptr + rows, mean,", "tl.store(mean_ptr + rows, rstd,"),
+    _fault("bias forgotten", "weight[None, :] + bias[None, :]", "weight[None, :]"),
+    _fault("weight forgotten", " * weight[None, :] + bias", " + bias"),
+    # dropout
+    _fault("scale of the kept forgotten", "y * keep_scale", "y"),
+    _fault("dropout before the norm's bias", "keep = philox_keep(", "y -= bias[None, :]\n            keep = philox_keep("),
+    _fault("another plane", "philox_keep(seed_ptr, offset, 0, rows", "philox_keep(seed_ptr, offset, 1, rows"),
+    _fault("columns of the block, not of the row", "rows, col_start, threshold", "rows, 0, threshold"),
+    _fault("seed read without dropout", "seed if dropout_p > 0 else None", "seed"),
+    # launcher
+    _fault("a tile too few", "(triton.cdiv(rows, block_m),)", "(max(1, rows // block_m),)"),
+    _fault("z returned though not saved", "torch.empty_like(y) if save else", "torch.empty_like(y) if rows else"),
+    _fault("rows of the word table for the tokens", "else input_ids.shape[0]", "else word.shape[0]"),
+)  # fmt: skip
+
+_TESTS = "tests/test_triton_embedding.py"
+
+SUITE = Suite(
+    faults=FAULTS,
+    tests=(  # what catches most comes first
+        *(
+            f"{_TESTS}::test_{name}"
+            for name in ("exact_on_small_integers", "offsets_beyond_2_to_31_elements")
+        ),
+        *(
+            f"{_TESTS}::test_{name}"
+            for name in ("what_forward_returns", "strided_tables_with_poisoned_padding")
+        ),
+        _TESTS,
+        "-k",
+        "not fuzz and not cases and not widths and not wider and not 129",
+    ),
+    environment={"TRITON_INTERPRET": "1"},
+    preload=("torch", "torch._inductor.config", "pytest", "hypothesis", "triton"),
+)

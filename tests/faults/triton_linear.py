@@ -1,0 +1,95 @@
+"""Faults of the Triton linear, its activations and its look-up of configs."""
+
+# ruff: noqa: E501 (a table)
+
+from tests.mutation import Fault, Suite
+
+_KERNEL = "kernels/linear.py"
+_ACTIVATION = "kernels/activation.py"
+_TUNING = "kernels/tuning.py"
+
+
+def _fault(name: str, old: str, new: str, file: str = _KERNEL) -> Fault:
+    return Fault(name, file, old, new)
+
+
+FAULTS = (
+    # tile order
+    _fault("last group taken for a full one", "height = tl.minimum(row_tiles - first_row, GROUP_M)", "height = GROUP_M"),
+    _fault("row within the group forgotten", "return first_row + within % height,", "return first_row,"),
+    _fault("column tile from the group's full height", "within // height\n", "within // GROUP_M\n"),
+    _fault("every program takes every tile", "tl.num_programs(0), flatten=TMA)", "1, flatten=TMA)"),
+    _fault("last tile forgotten", "row_tiles * COL_TILES, tl.num", "row_tiles * COL_TILES - 1, tl.num"),
+    _fault("column tiles rounded down", "(OUT + BLOCK_N - 1) // BLOCK_N", "(OUT + BLOCK_N // 2) // BLOCK_N"),
+    # masks and offsets
+    _fault("row beyond the last read", "tl.minimum(row_start + tl.arange(0, BLOCK_M), n_rows - 1)", "(row_start + tl.arange(0, BLOCK_M))"),
+    _fault("column beyond the last read", "tl.minimum(col_start + tl.arange(0, BLOCK_N), OUT - 1)", "(col_start + tl.arange(0, BLOCK_N))"),
+    _fault("int32 rows of x", "n_rows - 1).to(tl.int64)", "n_rows - 1)"),
+    _fault("int32 rows of weight", "OUT - 1).to(tl.int64)", "OUT - 1)"),
+    _fault("int32 rows of y", "at = rows.to(tl.int64)[:, None] * y_stride", "at = rows[:, None] * y_stride"),
+    _fault("int32 rows of the residual", "residual_ptr + rows.to(tl.int64)[:, None]", "residual_ptr + rows[:, None]"),
+    _fault("row mask dropped", "mask = (rows < n_rows)[:, None] & (cols < OUT)[None, :]", "mask = (rows >= 0)[:, None] & (cols < OUT)[None, :]"),
+    _fault("column mask off by one", "& (cols < OUT)[None, :]", "& (cols < OUT - 1)[None, :]"),
+    _fault("depth mask dropped from x", "mask=inside[None, :], other=0.0", "mask=(ks >= 0)[None, :], other=0.0"),
+    _fault("depth mask off by one", "inside = ks < IN - k", "inside = ks < IN - k - 1"),
+    _fault("always read as a whole number of blocks", "if IN % BLOCK_K == 0:", "if IN % 8 == 0:"),
+    _fault("stride of weight forgotten", "outs[None, :] * weight_stride", "outs[None, :] * IN"),
+    _fault("stride of x forgotten", "rows[:, None] * x_stride", "rows[:, None] * IN"),
+    _fault("stride of the residual swapped for y's", "[:, None] * residual_stride", "[:, None] * y_stride"),
+    _fault("first block of weight at every depth", "weight_tile = weight.load([col_start, k])", "weight_tile = weight.load([col_start, 0])"),
+    _fault("first block of x at every depth", "x_tile = tl.load(x_at + k)  #", "x_tile = tl.load(x_at)  #"),
+    # accumulator and its parts
+    _fault("accumulator kept from the last tile", "        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)\n        if TMA",
+           "        if tile == tl.program_id(0):\n            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)\n        if TMA"),
+    _fault("only the last block of depth counts", "weight_tile.T, acc, input", "weight_tile.T, acc * 0, input"),
+    _fault("even and odd columns for halves", "tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2))\n    return tl.split(tl.permute(cut, (0, 2, 1)))",
+           "tl.reshape(tile, (tile.shape[0], tile.shape[1] // 2, 2))\n    return tl.split(cut)"),
+    _fault("right half over the left", "row_start, col_start + HALF,", "row_start, col_start,"),
+    # epilogue
+    _fault("bias forgotten", "    acc += tl.load(bias_ptr + cols", "    acc + tl.load(bias_ptr + cols"),
+    _fault("bias after the activation is saved", "pre.store([row_start, col_start], acc.to(DTYPE))", "pre.store([row_start, col_start], activate(acc, ACTIVATION, False).to(DTYPE))"),
+    _fault("residual before the activation", "        acc = activate(acc, ACTIVATION, FEW_DIGITS=", "        if residual_ptr is not None:\n            acc += tl.load(residual_ptr + rows.to(tl.int64)[:, None] * residual_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)\n            residual_ptr = None\n        acc = activate(acc, ACTIVATION, FEW_DIGITS="),
+    _fault("activation of the rounded product", "acc = activate(acc, ACTIVATION,", "acc = activate(acc.to(DTYPE).to(tl.float32), ACTIVATION,"),
+    _fault("few digits in every dtype", "FEW_DIGITS=DTYPE == tl.bfloat16)", "FEW_DIGITS=True)"),
+    _fault("y stored one row down", "y.store([row_start, col_start]", "y.store([row_start + 1, col_start]"),
+    # activations
+    _fault("tanh form for erf", 'if ACTIVATION == "gelu":\n        z = gelu(z, FEW_DIGITS)', 'if ACTIVATION == "gelu":\n        z = z / (1.0 + _exp(-1.5957691216057308 * (z + 0.044715 * z * z * z)))', _ACTIVATION),
+    _fault("a coefficient's sign", "p = p * t - 0.01698279", "p = p * t + 0.01698279", _ACTIVATION),
+    _fault("a coefficient's digit in float32", "p = p * t + 0.11983191", "p = p * t + 0.11983791", _ACTIVATION),
+    _fault("u of any size", "tl.minimum(tl.abs(z), 20.0, propagate_nan=tl.PropagateNan.ALL)", "tl.abs(z)", _ACTIVATION),
+    _fault("NaN becomes a number", "20.0, propagate_nan=tl.PropagateNan.ALL)", "20.0)", _ACTIVATION),
+    _fault("relu drops NaN", "tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)", "tl.maximum(z, 0.0)", _ACTIVATION),
+    _fault("silu without its sign", "_exp(-z)", "_exp(z)", _ACTIVATION),
+    _fault("cube forgotten", "0.044715 * z * z * z", "0.044715 * z * z", _ACTIVATION),
+    # launcher and configs
+    _fault("pre saved without an activation", "if save and activation is not None else", "if save else"),
+    _fault("pre not saved", "if save and activation is not None else", "if False else"),
+    _fault("TMA for rows that are not aligned", "t.stride(0) * t.element_size() % 16 == 0", "t.stride(0) > 0"),
+    _fault("TMA from any start", "t.data_ptr() % 16 == 0", "t.data_ptr() >= 0"),
+    _fault("TMA of float32 on a GPU", "if dtype == torch.float32 or not aligned:", "if not aligned:"),
+    _fault("tables for matrices that are not aligned", "rows_bucket) if aligned else None", "rows_bucket)"),
+    _fault("table never read", "    if found is not None:\n        return Config(**found)\n", ""),
+    _fault("smallest tiles always", "if tiles >= device.multiprocessors:", "if tiles < 0:"),
+    _fault("bucket of the rows themselves", "return max(0, rows - 1).bit_length()", "return rows", _TUNING),
+    _fault("first bucket for every length", "buckets[nearest]", "buckets[min(buckets)]", _TUNING),
+    _fault("table of another GPU", 'TUNED / ("-".join(re.findall(r"[a-z0-9]+", name.lower())) + ".json")', 'TUNED / "nvidia-test-gpu-x.json"', _TUNING),
+)  # fmt: skip
+
+_TESTS = "tests/test_triton_linear.py"
+
+SUITE = Suite(
+    faults=FAULTS,
+    tests=(  # what catches most comes first
+        *(
+            f"{_TESTS}::test_{name}"
+            for name in ("exact_on_small_integers", "offsets_beyond_2_to_31_elements")
+        ),
+        *(f"{_TESTS}::test_{name}" for name in ("nan_stays_in_its_row_and_column", "tile_order")),
+        _TESTS,
+        "-k",
+        "(integers or pinned or activations or unrounded or strided or aligned or 2_to_31 or tile_order or parts or nan or"
+        " returns or table or heuristic or tma or config or lengths or (edges and 33) or repeats)",
+    ),
+    environment={"TRITON_INTERPRET": "1"},
+    preload=("torch", "torch._inductor.config", "pytest", "hypothesis", "triton"),
+)

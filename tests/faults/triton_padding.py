@@ -1,0 +1,59 @@
+"""Faults of the Triton pack and unpack."""
+
+# ruff: noqa: E501 (a table)
+
+from tests.mutation import Fault, Suite
+
+
+def _fault(name: str, old: str, new: str) -> Fault:
+    return Fault(name, "kernels/padding.py", old, new)
+
+
+FAULTS = (
+    _fault("indices read beyond the last", "tl.load(indices_ptr + rows, mask=rows < total, other=0)", "tl.load(indices_ptr + rows)"),
+    _fault("int32 indices in pack", "mask=rows < total, other=0)\n", "mask=rows < total, other=0).to(tl.int32)\n"),
+    _fault("int32 rows in pack", "    rows = tl.program_id(0).to(tl.int64)", "    rows = tl.program_id(0)"),
+    _fault("int32 rows in unpack", "padded = tl.program_id(0).to(tl.int64)", "padded = tl.program_id(0)"),
+    _fault("int32 search", "low = tl.zeros((BLOCK_M,), tl.int64)", "low = tl.zeros((BLOCK_M,), tl.int32)"),
+    _fault("row mask dropped in pack", "mask = (rows < total)[:, None]", "mask = (rows >= 0)[:, None]"),
+    _fault("column mask dropped in pack", "& (cols < inner)[None, :]", "& (cols >= 0)[None, :]"),
+    _fault("column mask dropped in unpack", "inside = (cols < inner)[None, :]", "inside = (cols >= 0)[None, :]"),
+    _fault("row mask dropped in unpack", "mask=(padded < rows)[:, None] & inside", "mask=(padded >= 0)[:, None] & inside"),
+    _fault("second column block writes the first in pack", "tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)\n    mask", "tl.arange(0, BLOCK_N)\n    mask"),
+    _fault("second column block writes the first in unpack", "tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)\n    low", "tl.arange(0, BLOCK_N)\n    low"),
+    _fault("stride of x forgotten in pack", "taken[:, None] * x_stride", "taken[:, None] * inner"),
+    _fault("stride of x forgotten in unpack", "low[:, None] * x_stride", "low[:, None] * inner"),
+    _fault("pack does not gather", "x_ptr + taken[:, None]", "x_ptr + rows[:, None]"),
+    _fault("search stops one step early", "for _ in range(steps):", "for _ in range(steps - 1):"),
+    _fault("search for the row after", "other=0) < padded\n", "other=0) <= padded\n"),
+    _fault("search ends below", "middle + 1, low)", "middle, low)"),
+    _fault("search narrows what it has found", "tl.where(searching & below, middle", "tl.where(below, middle"),
+    _fault("padding filled from the next token", "other=-1) == padded)", "other=-1) >= padded)"),
+    _fault("every row kept", "kept = (low < total) & (tl.load", "kept = (low < total) | (tl.load"),
+    _fault("padding left as it was", "mask=(padded < rows)[:, None] & inside", "mask=((padded < rows) & kept)[:, None] & inside"),
+    _fault("padding is not zero", "mask=kept[:, None] & inside, other=0)", "mask=kept[:, None] & inside, other=1)"),
+    _fault("too few steps", "total.bit_length(), BLOCK_M", "max(0, total - 1).bit_length(), BLOCK_M"),
+    _fault("a tile too few in pack", "(triton.cdiv(total, block_m), triton.cdiv(inner, block_n))", "(max(1, total // block_m), triton.cdiv(inner, block_n))"),
+    _fault("columns of one block in unpack", "_unpack_kernel, (triton.cdiv(rows, block_m), triton.cdiv(inner, block_n))", "_unpack_kernel, (triton.cdiv(rows, block_m), 1)"),
+    _fault("rows on the short axis of the grid", "_pack_kernel, (triton.cdiv(total, block_m), triton.cdiv(inner, block_n))", "_pack_kernel, (triton.cdiv(inner, block_n), triton.cdiv(total, block_m))"),
+    _fault("bits of another width", "2: torch.int16", "2: torch.int8"),
+    _fault("floats moved as floats", "return t.view(_AS_INTEGER[t.element_size()])", "return t + 0 if t.is_floating_point() else t.view(_AS_INTEGER[t.element_size()])"),
+)  # fmt: skip
+
+_TESTS = "tests/test_triton_padding.py"
+
+SUITE = Suite(
+    faults=FAULTS,
+    tests=(  # what catches most comes first
+        *(f"{_TESTS}::test_{name}" for name in ("offsets_beyond_2_to_31_elements", "every_bit_arrives")),
+        *(
+            f"{_TESTS}::test_{name}"
+            for name in ("search", "strided_rows_with_poisoned_padding", "edges_of_tiles")
+        ),
+        _TESTS,
+        "-k",
+        "not fuzz and not cases and not self_check",
+    ),
+    environment={"TRITON_INTERPRET": "1"},
+    preload=("torch", "torch._inductor.config", "pytest", "hypothesis", "triton"),
+)
