@@ -9,8 +9,8 @@ Heads work on packed tokens: the logits of masked tokens are never computed. Whe
 numbers for them, zeros stand here (in question answering: the lowest finite number, so that no softmax or
 argmax picks them). Therefore a label on a masked token is an error, and so is a batch whose position 0, which
 a classifier reads, is masked out (left padding). Labels of -100 do not count; where none counts the loss is
-0, with zero gradients. In eval mode without gradients a head that reads position 0 alone has the last layer
-computed for that token only (`BertModel.forward`, first_token_only).
+0, with zero gradients. A head that reads position 0 alone has the last layer computed for that token only, in
+training too (`BertModel.forward`, first_token_only).
 """
 
 from __future__ import annotations

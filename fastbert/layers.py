@@ -298,7 +298,8 @@ class EncoderLayer(nn.Module):
         )
         if first_only:
             starts = packing.starts(sequences.cu_seqlens, hidden.shape[0])
-            context, probs = self._first_context(hidden, starts, sequences, gate), None
+            context = self._first_context(hidden, starts, sequences, gate, attention_p, site)
+            probs = None
             hidden = hidden.index_select(0, starts)
         else:
             context = attention(
@@ -336,6 +337,8 @@ class EncoderLayer(nn.Module):
             or sequences.bias is not None
             or sequences.return_probs
             or torch.compiler.is_compiling()
+            or self.training
+            or torch.is_grad_enabled()
             or not self.may_skip_rows()
         ):
             return []
@@ -353,15 +356,21 @@ class EncoderLayer(nn.Module):
     def may_skip_rows(self) -> bool:
         """Whether `forward` may leave out rows that nobody asked for.
 
-        Not in training (dropout draws by row), not where a gradient may be wanted, and not where a hook
-        watches the layer or a part of it: it would miss tokens. A replaced part (LoRA, quantised) is called
-        on fewer rows; it has no way to mix rows, which belong to different sequences anyway.
+        Not where a hook watches the layer or a part of it: it would miss tokens. A replaced part (LoRA,
+        quantised) is called on fewer rows; it has no way to mix rows, which belong to different sequences
+        anyway.
         """
-        return not (
-            self.training or torch.is_grad_enabled() or any(is_hooked(module) for module in self.modules())
-        )
+        return not any(is_hooked(module) for module in self.modules())
 
-    def _first_context(self, x: Tensor, starts: Tensor, sequences: Sequences, gate: Tensor | None) -> Tensor:
+    def _first_context(
+        self,
+        x: Tensor,
+        starts: Tensor,
+        sequences: Sequences,
+        gate: Tensor | None,
+        dropout_p: float,
+        site: int,
+    ) -> Tensor:
         """The attention's output at the rows `starts` alone: (total, hidden) -> (batch, hidden)."""
         names, shape = self.names, (-1, self.nheads, self.head_dim)
         q = apply_linear(part(self, names.query), x.index_select(0, starts)).reshape(shape)
@@ -369,6 +378,8 @@ class EncoderLayer(nn.Module):
         # On a CPU the sequences' ends can be read at no cost
         if (
             x.device.type == "cpu"
+            and not torch.is_grad_enabled()
+            and dropout_p == 0.0
             and (x.shape[0] >= _CAST_FROM or checks.compute_dtype(x) == x.dtype)
             and is_plain(key, nn.Linear)
             and is_plain(value, nn.Linear)
@@ -380,8 +391,11 @@ class EncoderLayer(nn.Module):
                 softmax_scale=self.head_dim**-0.5, bias=sequences.bias, gate=gate,
             )  # fmt: skip
         k, v = (apply_linear(module, x).reshape(shape) for module in (key, value))
+        # What the other rows ask for is thrown away. An empty sequence has the start of the next one, whose
+        # query it must neither change nor, in backward, see.
+        filled = sequences.cu_seqlens.diff().gt(0)[:, None, None]
         context = attention(
-            torch.zeros_like(k).index_copy(0, starts, q),  # what the other rows ask for is thrown away
+            torch.zeros_like(k).index_add(0, starts, torch.where(filled, q, 0)),
             k,
             v,
             sequences.cu_seqlens,
@@ -389,6 +403,9 @@ class EncoderLayer(nn.Module):
             softmax_scale=self.head_dim**-0.5,
             bias=sequences.bias,
             gate=gate,
+            dropout_p=dropout_p,
+            seed=sequences.seed,
+            offset=site,
         )
         return context.index_select(0, starts).flatten(1)
 

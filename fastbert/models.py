@@ -435,9 +435,9 @@ class BertModel(PreTrainedModel):
             output_hidden_states: return the embedding output and every layer's output.
             return_dict: False gives a tuple.
             first_token_only: only position 0 of each sequence is wanted (CLS pooling, pooler_output):
-                last_hidden_state is (batch, 1, hidden). In eval mode without gradients (`torch.no_grad`,
-                `torch.inference_mode`) the last layer is then computed for those rows alone, unless hidden
-                states or attentions are asked for, or a hook watches that layer or a part of it.
+                last_hidden_state is (batch, 1, hidden). The last layer is then computed for those rows
+                alone, in training too, unless hidden states or attentions are asked for, or a hook watches
+                that layer or a part of it.
             packed: for the task heads: return (hidden, hidden states, probabilities, Inputs), all of them
                 packed, the second and third None if not asked for. hidden is (rows, hidden), with
                 `first_token_only` (batch, hidden); the hidden states are (rows, hidden) either way.
@@ -547,12 +547,11 @@ class BertModel(PreTrainedModel):
         )
         for i, layer in enumerate(layers):
             arguments = (hidden, sequences, None if gates is None else gates[i], 1 + i * EncoderLayer.SITES)
+            only = {"first_only": True} if skip and i == len(layers) - 1 else {}
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                hidden, probs = recompute(layer, *arguments, use_reentrant=False)
-            elif skip and i == len(layers) - 1:
-                hidden, probs = layer(*arguments, first_only=True)
+                hidden, probs = recompute(layer, *arguments, **only, use_reentrant=False)
             else:
-                hidden, probs = layer(*arguments)
+                hidden, probs = layer(*arguments, **only)
             if want_states:
                 states.append(hidden)
             if want_attentions:

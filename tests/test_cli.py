@@ -321,6 +321,8 @@ def test_stopped_by_a_signal_midway(model, tmp_path, name, kind):
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment,
+        # a shell's background job ignores SIGINT, and so would its children
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         process.stdin.write("".join(f"{c}\n" for c in LETTERS[:8]).encode())  # and the pipe stays open

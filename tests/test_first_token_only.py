@@ -15,6 +15,7 @@ from fastbert import dispatch, heads, layers, testing
 from fastbert.config import EncoderConfig
 from fastbert.encoding import SentenceEncoder, load_tokenizer
 from fastbert.models import AutoModel, BertModel
+from fastbert.ops.dropout import keep_mask_2d
 from fastbert.pooling import pool
 from tests.hf_models import FAMILY_NAMES, batch, hf_model
 from tests.test_heads import SEQUENCE_TASKS, inputs_for, labels_for, pair
@@ -222,7 +223,9 @@ def test_heads_that_read_position_0_equal_transformers(name, task):
     assert inner_rows(seen) == [*[total] * (n - 1), 4]
     close(actual.logits, expected.logits, 2e-5)
     close(actual.loss, expected.loss, 1e-5)
-    whole = model(**inputs, **labels)  # with gradients
+    model.reads_first_only = False
+    whole = model(**inputs, **labels)
+    model.reads_first_only = True
     close(actual.logits, whole.logits.detach())
     with torch.no_grad():
         assert torch.equal(model(**inputs, return_dict=False)[0], actual.logits)
@@ -311,10 +314,116 @@ def test_forward_packed(name, lengths, grad):
         whole = model.forward_packed(ids, cu_seqlens, max(lengths))
         del seen[:]
         first = model.forward_packed(ids, cu_seqlens, max(lengths), first_token_only=True)
-    last = len(lengths) if sum(lengths) and not grad else sum(lengths)
+    last = len(lengths) if sum(lengths) else 0
     assert inner_rows(seen)[-1] == last
     close(first, pool(whole, cu_seqlens, "cls"))
     assert first.requires_grad == grad
+
+
+# -- gradients and training ----------------------------------------------------------------------------------
+
+
+def gradients(model, out) -> dict[str, torch.Tensor | None]:
+    model.zero_grad()
+    out.square().sum().backward()
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_gradients(actual, expected, tolerance) -> None:
+    assert actual.keys() == expected.keys()
+    largest = max(b.abs().max() for b in expected.values() if b is not None)
+    for name, b in expected.items():
+        a = actual[name]
+        if b is not None and b.any():  # that of a key's bias is rounding and nothing else
+            scale = largest if name.endswith(("key.bias", "k.bias", "k_lin.bias")) else b.abs().max()
+            assert (a - b).abs().max() <= tolerance * scale, name
+        else:  # what only the left-out rows reached
+            assert a is None or a.eq(0).all(), name
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_equal_the_whole_models(name, checkpointing):
+    model, inputs = model_of(name).double(), batch(name)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+        model.train()
+    for part in model.modules():
+        for key in ("dropout_p", "attention_dropout_p", "hidden_dropout_p", "ffn_dropout_p"):
+            if hasattr(part, key):
+                setattr(part, key, 0.0)
+    whole = model(**inputs)[0][:, 0]
+    expected = gradients(model, whole)
+    with products() as seen:
+        first = model(**inputs, first_token_only=True)[0][:, 0]
+    assert inner_rows(seen)[-1] == 4
+    close(first, whole, 1e-13)
+    assert_gradients(gradients(model, first), expected, 1e-12)
+
+
+@pytest.mark.parametrize("lengths", [[7, 1, 40, 23], [0, 5, 5, 0, 0, 1, 0], [4], [1, 0]], ids=str)
+def test_gradients_beside_empty_sequences(lengths):
+    model = model_of("bert").double()
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    ids = torch.randint(5, 120, (sum(lengths),), generator=torch.Generator().manual_seed(2))
+    whole = pool(model.forward_packed(ids, cu_seqlens, max(lengths)), cu_seqlens, "cls")
+    expected = gradients(model, whole)
+    first = model.forward_packed(ids, cu_seqlens, max(lengths), first_token_only=True)
+    close(first, whole, 1e-13)
+    assert_gradients(gradients(model, first), expected, 1e-12)
+
+
+def test_dropout_of_attention_draws_as_in_the_whole_layer():
+    model, inputs = model_of("bert").train(), batch("bert")
+    for layer in model.layers():
+        layer.hidden_dropout_p = layer.ffn_dropout_p = 0.0
+        layer.attention_dropout_p = 0.4
+    found = []
+    for only in (False, True):
+        torch.manual_seed(5)
+        out = model(**inputs, first_token_only=only)[0][:, 0]
+        found.append((out, gradients(model, out)))
+    close(found[1][0], found[0][0])
+    assert_gradients(found[1][1], found[0][1], 2e-5)
+    torch.manual_seed(6)
+    assert not torch.allclose(model(**inputs, first_token_only=True)[0][:, 0], found[1][0], atol=1e-3)
+
+
+def test_dropout_after_attention_and_feed_forward_draws_by_the_rows_that_are_computed():
+    layer, lengths, site = model_of("bert").double().layers()[-1].train(), [7, 1, 20, 3], 4
+    layer.attention_dropout_p, layer.hidden_dropout_p, layer.ffn_dropout_p = 0.0, 0.3, 0.6
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    x = torch.randn(sum(lengths), HIDDEN, dtype=torch.float64)
+    seed = torch.tensor([11])
+    sequences = layers.Sequences(cu_seqlens, max(lengths), seed=seed)
+    starts = cu_seqlens[:-1].long()
+    first, _ = layer(x, sequences, None, site, first_only=True)
+    context = layers.attention(*layer._qkv(x), cu_seqlens, max(lengths)).flatten(1)[starts]
+
+    def drop(y, offset, p):
+        return y * keep_mask_2d(seed, offset, *y.shape, p) / (1 - p)
+
+    attended, norm = layer.attention.output.dense, layer.attention.output.LayerNorm
+    y = norm(drop(F.linear(context, attended.weight, attended.bias), site + 1, 0.3) + x[starts])
+    inner = F.gelu(F.linear(y, layer.intermediate.dense.weight, layer.intermediate.dense.bias))
+    out = layer.output.dense
+    expected = layer.output.LayerNorm(drop(F.linear(inner, out.weight, out.bias), site + 2, 0.6) + y)
+    close(first, expected, 1e-12)
+
+
+def test_training_in_half_precision_and_recomputed_draws_the_same():
+    model, inputs = model_of("bert").train(), batch("bert")
+    found = []
+    for checkpointing in (False, True):
+        (model.gradient_checkpointing_enable if checkpointing else model.gradient_checkpointing_disable)()
+        torch.manual_seed(3)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(**inputs, first_token_only=True)[0][:, 0]
+        found.append((out, gradients(model, out.float())))
+    assert torch.equal(found[0][0], found[1][0])
+    for key, value in found[0][1].items():
+        assert (value is None) == (found[1][1][key] is None)
+        assert value is None or torch.equal(value, found[1][1][key]), key
 
 
 # -- where every row is computed all the same ----------------------------------------------------------------
@@ -354,33 +463,6 @@ def test_config_may_ask_for_other_outputs():
     with torch.no_grad():
         assert rows_of_the_last_layer(model, inputs, first_token_only=True) == inputs["attention_mask"].sum()
         assert len(model(**inputs, first_token_only=True).hidden_states) == LAYERS + 1
-
-
-def test_training_and_gradients_need_every_row():
-    model = model_of("bert")
-    inputs = batch("bert")
-    total = int(inputs["attention_mask"].sum())
-    whole, first = (model(**inputs, first_token_only=only) for only in (False, True))
-    assert torch.equal(first.last_hidden_state, whole.last_hidden_state[:, :1])
-    assert rows_of_the_last_layer(model, inputs, first_token_only=True) == total
-    gradients = []
-    for out in (whole.last_hidden_state[:, 0], first.last_hidden_state[:, 0]):
-        model.zero_grad()
-        out.square().sum().backward()
-        gradients.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
-    for a, b in zip(*gradients, strict=True):
-        assert (a is None) == (b is None)
-        assert a is None or torch.equal(a, b)
-    model.train()
-    with torch.no_grad():
-        assert rows_of_the_last_layer(model, inputs, first_token_only=True) == total
-        torch.manual_seed(5)
-        dropped = model(**inputs)[0][:, :1]
-        torch.manual_seed(5)
-        assert torch.equal(model(**inputs, first_token_only=True)[0], dropped)
-    model.eval()
-    with torch.no_grad():
-        assert rows_of_the_last_layer(model, inputs, first_token_only=True) == 4
 
 
 @pytest.mark.parametrize(
