@@ -4,7 +4,8 @@ One literal table, `device -> op -> backends, best first`. `reference` closes ev
 not installed, does not run on the device or does not store the dtype is passed over; `explain()` says why.
 
 A hand-written GPU kernel (`triton`, `cuda`) serves only after a self-check on the user's own device: a few
-tiny `testing.Case`s of its op against the reference, once per process, op, dtype and device. A failure drops
+tiny `testing.Case`s of its op against the reference, at the first use of op and dtype. The verdict is kept on
+disk (`verdicts.py`); during the capture of a CUDA graph only verdicts that are there count. A failure drops
 the backend for that op with one warning. `use_backend` pins a backend and skips the check; a pinned gap
 raises.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,11 +23,18 @@ from types import ModuleType
 
 import torch
 
+from fastbert import verdicts
+from fastbert.verdicts import Verdict
+
 OPS = ("attention", "cross_entropy", "embedding", "layer_norm", "linear", "linear_int8", "padding")
 INFERENCE_ONLY = ("linear_int8",)  # ops without a backward
 
+HALF = (torch.bfloat16, torch.float16)
+
 # Order within a line is by measurement, or by count of bytes where no results row exists yet (see README).
 # `cuda` (CUDA C++) is absent until a row in bench/results proves it on a device of that compute capability.
+# A line may stand for a part of an op's calls: "linear activation" for those with an activation, "linear
+# half" for those in half precision, "linear activation half". The narrowest line counts.
 TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {
         "attention": ("cpu", "aten", "reference"),
@@ -58,7 +67,7 @@ class BackendError(RuntimeError):
 class Choice:
     """One line of `explain()`: the backend that serves `op` for `dtype` on `device`, and why no other."""
 
-    op: str
+    op: str  # or the part of its calls that has a line of its own, such as "linear activation"
     device: str
     dtype: str
     backend: str
@@ -70,8 +79,14 @@ _pins: dict[
 ] = {}  # op -> backend; process-wide, because autograd runs backward in threads of its own
 _resolved: dict[tuple[str, torch.device, torch.dtype], Callable | None] = {}
 _UNKNOWN = object()
-_verdicts: dict[tuple[str, str, str, int | None, torch.dtype], str | None] = {}
-_lock = threading.RLock()
+_changes = 0  # of the pins; what was chosen before one is not kept after it
+_trials = 0  # self-checks under way; meanwhile nothing is kept in `_resolved`
+_trial = threading.local()  # .pins: as `_pins`, for the thread that runs a self-check
+_lock = threading.RLock()  # guards the four above; never held while a kernel runs
+
+_verdicts: dict[tuple[str, str, str, int | None, torch.dtype], Verdict] = {}
+_checking = threading.RLock()  # one self-check at a time
+_SLOW_SECONDS = 60.0  # a self-check that takes longer is told of: it may hang
 
 
 def backend_module(name: str) -> ModuleType:
@@ -127,9 +142,25 @@ def call(function: str, key: torch.Tensor, *args):
 
 
 def _op_of(function: str) -> str:
-    return {"pack": "padding", "unpack": "padding"}.get(
-        function.rsplit("_", 1)[0], function.rsplit("_", 1)[0]
-    )
+    op = function.partition(" ")[0].rsplit("_", 1)[0]
+    return "padding" if op in ("pack", "unpack") else op
+
+
+def line(function: str, device_type: str, dtype: torch.dtype) -> tuple[str, ...]:
+    """The table's narrowest line for calls of `function`, such as "linear_fwd" or "linear_fwd activation"."""
+    op, part = _op_of(function), function.partition(" ")[2]
+    lines = TABLE.get(device_type, {})
+    half = " half" if dtype in HALF else ""
+    for name in (f"{op} {part}{half}", f"{op} {part}", f"{op}{half}", op):
+        if name in lines:
+            return lines[name]
+    return ("aten", "reference")
+
+
+def parts(op: str, device_type: str) -> tuple[str, ...]:
+    """What of the op's calls has a line of its own: "" for all, and such as "activation"."""
+    named = [name.split()[1:] for name in TABLE.get(device_type, {}) if name.split()[0] == op]
+    return "", *sorted({words[0] for words in named if words and words[0] != "half"})
 
 
 def optional(function: str, device: torch.device, dtype: torch.dtype) -> Callable | None:
@@ -137,74 +168,211 @@ def optional(function: str, device: torch.device, dtype: torch.dtype) -> Callabl
 
     None where that backend has no such function.
     """
-    key = (function, device, dtype)
-    found = _resolved.get(key, _UNKNOWN)
+    found = _resolved.get((function, device, dtype), _UNKNOWN)
     if found is _UNKNOWN:
-        with _lock:
-            name, cacheable = _choose(f"{_op_of(function)}_fwd", device, dtype)
-            found = getattr(backend_module(name), function, None)
-            if cacheable:
-                _resolved[key] = found
+        found = _choose(function, f"{_op_of(function)}_fwd", device, dtype)
     return found
 
 
 def _resolve(function: str, device: torch.device, dtype: torch.dtype) -> Callable:
-    with _lock:
-        name, cacheable = _choose(function, device, dtype)
-        launch = getattr(backend_module(name), function)
-        if cacheable:
-            _resolved[(function, device, dtype)] = launch
-        return launch
+    launch = _choose(function, function, device, dtype)
+    assert launch is not None  # a backend without the function was passed over
+    return launch
 
 
-def _choose(function: str, device: torch.device, dtype: torch.dtype) -> tuple[str, bool]:
-    """(the backend that is pinned or serves, whether that will stay so)."""
-    op = _op_of(function)
-    pinned = _pins.get(op) or _pins.get("*")
+def _choose(function: str, serving: str, device: torch.device, dtype: torch.dtype) -> Callable | None:
+    """`function` of the backend that is pinned for `serving`, or serves it; None where it has none.
+
+    Kept for the calls to come, unless that will not stay so.
+    """
+    changes = _changes
+    op = _op_of(serving)
+    trial = getattr(_trial, "pins", {}).get(op)
+    pinned = trial or _pins.get(op) or _pins.get("*")
     if pinned is None:
-        return _first_proven(function, op, device, dtype)
-    reason = gap(pinned, op, device.type, dtype, function)
+        name, cacheable = _first_proven(serving, op, device, dtype)
+    else:
+        name, cacheable = pinned, True
+        _refuse_gap(pinned, op, device.type, dtype, serving.partition(" ")[0])
+    found = getattr(backend_module(name), function.partition(" ")[0], None)
+    with _lock:
+        if cacheable and _trials == 0 and changes == _changes:
+            _resolved[function, device, dtype] = found
+    return found
+
+
+def _refuse_gap(pinned: str, op: str, device_type: str, dtype: torch.dtype, function: str) -> None:
+    reason = gap(pinned, op, device_type, dtype, function)
     if reason is not None:
-        others = [b for b in BACKENDS if gap(b, op, device.type, dtype, function) is None]
+        others = [b for b in BACKENDS if gap(b, op, device_type, dtype, function) is None]
         raise BackendError(
-            f"use_backend({pinned!r}): op {op!r} cannot run on {device.type} in "
+            f"use_backend({pinned!r}): op {op!r} cannot run on {device_type} in "
             f"{str(dtype).removeprefix('torch.')}: {reason}; "
             f"alternatives: {', '.join(others) or 'none'}"
         )
-    return pinned, True
 
 
 def _first_proven(function: str, op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, bool]:
+    """(the first backend of the line that can serve, whether that will stay so)."""
     cacheable = True
-    for name in TABLE.get(device.type, {}).get(op, ("aten", "reference")):
-        if gap(name, op, device.type, dtype, function) is not None:
+    for name in line(function, device.type, dtype):
+        if gap(name, op, device.type, dtype, function.partition(" ")[0]) is not None:
             continue
         if name in SELF_CHECKED:
-            key = (name, op, device.type, device.index, dtype)
-            if key not in _verdicts and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                cacheable = False  # a check cannot run inside a capture: this call takes the next backend
+            verdict = _verdict(name, op, device, dtype)
+            if verdict is None:
+                cacheable = False  # not to be known now: this call takes the next backend
                 continue
-            if _verdict(key, device) is not None:
+            if not verdict.passed:
                 continue
         return name, cacheable
     raise BackendError(f"no backend serves op {op!r} on {device.type} in {str(dtype).removeprefix('torch.')}")
 
 
-def _verdict(key: tuple, device: torch.device) -> str | None:
-    """None if the backend passed its self-check on this device, else what went wrong. Runs the check once."""
-    if key not in _verdicts:
+# --- self-checks --------------------------------------------------------------------------------------------
+
+
+def to_check(op: str, device_type: str) -> Iterator[tuple[str, torch.dtype]]:
+    """(backend, dtype) of every kernel of the op that must pass a self-check before it serves there."""
+    for name in SELF_CHECKED:
+        for dtype in backend_module(name).DTYPES.get(op, ()):
+            lines = [line(f"{op}_fwd {part}".rstrip(), device_type, dtype) for part in parts(op, device_type)]
+            if any(name in each for each in lines) and gap(name, op, device_type, dtype) is None:
+                yield name, dtype
+
+
+def known_verdict(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Verdict | None:
+    """What is known of a kernel, from this process or from disk; None where it has not been checked."""
+    found = _verdicts.get((name, op, device.type, device.index, dtype))
+    return found or verdicts.load(verdicts.key_of(op, name, device, dtype))
+
+
+def _verdict(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Verdict | None:
+    """The verdict on a kernel; checks it if need be. None where it is not known and no check can run now."""
+    key = (name, op, device.type, device.index, dtype)
+    if key in _verdicts:
+        return _verdicts[key]
+    only_look = hasattr(_trial, "pins") or _capturing(device)
+    with contextlib.nullcontext() if only_look else _checking:
+        verdict = known_verdict(name, op, device, dtype)
+        if verdict is None:
+            if only_look:
+                return None
+            verdict = check(name, op, device, dtype)
+        if key not in _verdicts:
+            _verdicts[key] = verdict
+            if not verdict.passed:
+                _tell(name, op, device, dtype, verdict)
+    return _verdicts[key]
+
+
+def _capturing(device: torch.device) -> bool:
+    """Whether this thread's work on the device goes into a CUDA graph, where a check cannot run."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _tell(name: str, op: str, device: torch.device, dtype: torch.dtype, verdict: Verdict) -> None:
+    since = f" (found at {verdict.date}; `fastbert warmup --again` checks anew)" if verdict.kept else ""
+    warnings.warn(
+        f"fastbert: the {name} kernel of {op!r} failed its self-check on {device} in "
+        f"{str(dtype).removeprefix('torch.')} and will not serve there: {verdict.reason}{since}",
+        RuntimeWarning,
+        stacklevel=5,
+    )
+
+
+def check(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Verdict:
+    """Run the self-check of a kernel now, keep its verdict on disk, and return it.
+
+    It runs in a thread of its own, which has the default state whatever the caller is in: inference mode,
+    autocast, a checkpoint's hooks, a side stream. What a kernel does is kept: wrong results, a broken CUDA
+    context, code that does not compile. Other errors may be the machine's (memory, no C compiler) and count
+    for this process only.
+
+    Raises:
+        BackendError: the kernel broke the CUDA context; nothing more runs on the GPU in this process.
+    """
+    key = verdicts.key_of(op, name, device, dtype)
+    found: list[tuple[Verdict, bool]] = []
+
+    def run() -> None:
         from fastbert import testing
 
-        name, op, _, _, dtype = key
-        _verdicts[key] = testing.self_check(op, name, device, dtype)
-        if _verdicts[key] is not None:
+        with verdicts.running(key):
+            begin = time.perf_counter()
+            reason, lasting, lost = None, True, False
+            try:
+                here = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+                with here, trial():  # of none yet, so that nothing in this thread starts another check
+                    reason = testing.self_check(op, name, device, dtype)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                lost = _context_lost(device)
+                lasting = lost or any(c.__name__ == "TritonError" for c in type(error).__mro__)
+            verdict = Verdict(reason, time.perf_counter() - begin, verdicts.now())
+            if lasting:
+                verdicts.store(key, verdict)
+            found.append((verdict, lost))
+
+    thread = threading.Thread(target=run, name=f"fastbert-check-{op}", daemon=True)
+    thread.start()
+    try:
+        thread.join(_SLOW_SECONDS)
+        if thread.is_alive():
             warnings.warn(
-                f"fastbert: the {name} kernel of {op!r} failed its self-check on {device} in "
-                f"{str(dtype).removeprefix('torch.')} and will not serve there: {_verdicts[key]}",
+                f"fastbert: the self-check of the {name} kernel of {op!r} in {key['dtype']} on {device} has "
+                f"run for {_SLOW_SECONDS:.0f} s. If it hangs, end the process: the next one will not try it",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
-    return _verdicts[key]
+            thread.join()
+    except BaseException:  # Ctrl-C: a check that is about to end may still take its marker away
+        thread.join(1.0)
+        raise
+    if not found:
+        raise BackendError(f"the self-check of the {name} kernel of {op!r} ended without a verdict")
+    verdict, lost = found[0]
+    if lost:
+        raise BackendError(
+            f"the {name} kernel of {op!r} broke the CUDA context of this process at its self-check in "
+            f"{key['dtype']} on {device}: {verdict.reason}. Start the process anew: the kernel will not be "
+            "tried again on this machine"
+        )
+    return verdict
+
+
+def _context_lost(device: torch.device) -> bool:
+    """Whether nothing runs on the GPU in this process any more, as after an illegal access."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except Exception:
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def trial(**per_op: str) -> Iterator[None]:
+    """Pin backends in this thread alone, for a self-check; other threads go on as the table says.
+
+    Backward runs in this thread too. There is no check of other kernels within.
+    """
+    global _trials
+    with _lock:
+        _trials += 1
+        _resolved.clear()  # and it stays empty: every call looks for its own thread's pins
+    before = getattr(_trial, "pins", None)
+    _trial.pins = {**(before or {}), **per_op}
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        if before is None:
+            del _trial.pins
+        else:
+            _trial.pins = before
+        with _lock:
+            _trials -= 1
 
 
 @contextlib.contextmanager
@@ -229,9 +397,11 @@ def use_backend(name: str | None = None, /, **per_op: str) -> Iterator[None]:
             raise ValueError(
                 f"use_backend: unknown backend {backend!r}; expected one of {', '.join(BACKENDS)}"
             )
+    global _changes
     with _lock:
         before = dict(_pins)
         _pins.update(wanted)
+        _changes += 1
         _resolved.clear()
     try:
         yield
@@ -239,6 +409,7 @@ def use_backend(name: str | None = None, /, **per_op: str) -> Iterator[None]:
         with _lock:
             _pins.clear()
             _pins.update(before)
+            _changes += 1
             _resolved.clear()
 
 
@@ -246,31 +417,33 @@ def explain(device: str | torch.device = "cpu") -> list[Choice]:
     """Which backend serves every op and dtype on `device` now, and why the better ones do not.
 
     Pins made by `use_backend` are not counted. GPU kernels that have not been checked yet are said to be
-    unverified.
+    unverified. Calls that the table serves otherwise than the rest of their op have rows of their own.
     """
-    device = torch.device(device)
-    rows = []
-    for op in OPS:
-        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            passed_over = []
-            for name in TABLE.get(device.type, {}).get(op, ("aten", "reference")):
-                reason = gap(name, op, device.type, dtype)
-                key = (name, op, device.type, device.index, dtype)
-                if reason is None and name in SELF_CHECKED:
-                    if key not in _verdicts:
-                        passed_over.append(f"{name}: to be self-checked at first use")
-                        continue
-                    reason = _verdicts[key]
-                if reason is None:
-                    break
-                passed_over.append(f"{name}: {reason}")
-            rows.append(
-                Choice(
-                    op,
-                    device.type,
-                    str(dtype).removeprefix("torch."),
-                    name,
-                    "; ".join(passed_over) or "first in the table",
-                )
-            )
-    return rows
+    device = _with_index(torch.device(device))
+    return [
+        _choice(op, part, device, dtype)
+        for op in OPS
+        for part in parts(op, device.type)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    ]
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """`cuda` as the device that it means now."""
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _choice(op: str, part: str, device: torch.device, dtype: torch.dtype) -> Choice:
+    passed_over = []
+    for name in line(f"{op}_fwd {part}".rstrip(), device.type, dtype):
+        reason = gap(name, op, device.type, dtype)
+        if reason is None and name in SELF_CHECKED:
+            verdict = known_verdict(name, op, device, dtype)
+            reason = "to be self-checked at first use" if verdict is None else verdict.reason
+        if reason is None:
+            break
+        passed_over.append(f"{name}: {reason}")
+    why = "; ".join(passed_over) or "first in the table"
+    return Choice(f"{op} {part}".rstrip(), device.type, str(dtype).removeprefix("torch."), name, why)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 import types
 import warnings
 
 import pytest
 import torch
 
-from fastbert import dispatch, testing
+from fastbert import dispatch, testing, verdicts
 from fastbert.backends import aten, cpu, reference
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
@@ -21,13 +22,15 @@ FIRST = next(
 
 
 @pytest.fixture(autouse=True)
-def clean_tables():
+def clean_tables(tmp_path, monkeypatch):
     """Verdicts and resolved launchers of these tests must not outlive them."""
-    verdicts = dict(dispatch._verdicts)
+    monkeypatch.setenv("FASTBERT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(verdicts, "_warned", False)
+    known = dict(dispatch._verdicts)
     dispatch._resolved.clear()
     yield
     dispatch._verdicts.clear()
-    dispatch._verdicts.update(verdicts)
+    dispatch._verdicts.update(known)
     dispatch._resolved.clear()
 
 
@@ -207,16 +210,28 @@ def test_a_pinned_backend_without_the_op_or_the_function(monkeypatch):
 # --- self-check ---------------------------------------------------------------------------------------------
 
 
+def counted(monkeypatch):
+    """(op, backend) of every self-check that runs."""
+    checked, check = [], testing.self_check
+    monkeypatch.setattr(testing, "self_check", lambda *args: checked.append(args[:2]) or check(*args))
+    return checked
+
+
+def next_process():
+    """What a new process knows: nothing but what is on disk."""
+    dispatch._verdicts.clear()
+    dispatch._resolved.clear()
+
+
 def test_a_good_backend_serves_after_its_check_and_is_checked_once(monkeypatch):
-    served, checked = [], []
+    served = []
 
     def good(*args):
         served.append(1)
         return aten.layer_norm_fwd(*args)
 
     fake_backend(monkeypatch, layer_norm_fwd=good)
-    check = testing.self_check
-    monkeypatch.setattr(testing, "self_check", lambda *args: checked.append(args[:2]) or check(*args))
+    checked = counted(monkeypatch)
     run()
     assert served, "the backend was not used"
     before = len(served)
@@ -224,6 +239,26 @@ def test_a_good_backend_serves_after_its_check_and_is_checked_once(monkeypatch):
     run()
     assert len(served) == before + 1
     assert checked == [("layer_norm", "triton")]
+    next_process()
+    run()
+    assert len(served) == before + 2
+    assert len(checked) == 1  # the verdict is on disk
+
+
+def test_without_a_disk_every_process_checks(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FASTBERT_CACHE", str(tmp_path / "file"))
+    fake_backend(monkeypatch)
+    checked = counted(monkeypatch)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+        run(torch.bfloat16)
+        next_process()
+        run()
+    (one,) = caught
+    assert "cannot be kept" in str(one.message)
+    assert len(checked) == 3
 
 
 @pytest.mark.parametrize(
@@ -259,6 +294,17 @@ def test_a_bad_backend_is_dropped_with_one_warning(monkeypatch, fault, text):
     line = next(c for c in dispatch.explain("cpu") if c.op == "layer_norm" and c.dtype == "float32")
     assert line.backend == "aten"
     assert text in line.why
+    checked = counted(monkeypatch)
+    next_process()
+    with pytest.warns(RuntimeWarning, match="failed its self-check on cpu in float32") as caught:
+        run()
+    assert len(caught) == 1
+    assert text in str(caught[0].message)
+    if text.startswith("Zero"):  # an error may be the machine's: the next process tries again
+        assert len(checked) == 1
+    else:
+        assert checked == []
+        assert "`fastbert warmup --again` checks anew" in str(caught[0].message)
 
 
 def test_a_bad_backward_drops_the_backend_too(monkeypatch):
@@ -282,6 +328,189 @@ def test_a_failure_in_one_dtype_leaves_the_others(monkeypatch):
     lines = {c.dtype: c.backend for c in dispatch.explain("cpu") if c.op == "layer_norm"}
     assert lines["bfloat16"] == "aten"
     assert lines["float32"] == "triton"
+
+
+class TritonError(Exception):
+    """By its name the base class of what Triton's compiler raises."""
+
+
+def test_code_that_does_not_compile_is_not_compiled_again(monkeypatch):
+    class OutOfResources(TritonError):
+        pass
+
+    def fault(*args):
+        raise OutOfResources("shared memory, Required: 300000")
+
+    fake_backend(monkeypatch, layer_norm_fwd=fault)
+    checked = counted(monkeypatch)
+    for _ in range(2):
+        with pytest.warns(RuntimeWarning, match="OutOfResources: shared memory"):
+            run()
+        next_process()
+    assert len(checked) == 1
+
+
+def test_a_broken_context_is_said_and_kept(monkeypatch):
+    def fault(*args):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    fake_backend(monkeypatch, layer_norm_fwd=fault)
+    monkeypatch.setattr(dispatch, "_context_lost", lambda device: True)
+    with pytest.raises(dispatch.BackendError, match=r"broke the CUDA context.*illegal memory access.*anew"):
+        run()
+    monkeypatch.setattr(dispatch, "_context_lost", lambda device: False)
+    next_process()
+    checked = counted(monkeypatch)
+    with pytest.warns(RuntimeWarning, match="illegal memory access"):
+        run()
+    assert checked == []
+
+
+def test_a_context_is_lost_where_waiting_for_the_device_fails(monkeypatch):
+    def fail(device):
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    assert dispatch._context_lost(torch.device("cuda"))
+    assert not dispatch._context_lost(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert not dispatch._context_lost(torch.device("cuda"))
+
+
+def test_a_check_runs_whatever_state_the_caller_is_in(monkeypatch):
+    states = []
+
+    def backward(*args):
+        states.append((
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch._C._is_multithreading_enabled(),  # else a GPU's backward runs in a thread without the trial
+        ))  # fmt: skip
+        return aten.layer_norm_bwd(*args)
+
+    fake_backend(monkeypatch, layer_norm_bwd=backward)
+    saved = []
+    x, w = torch.ones(2, 4), torch.ones(4)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer_norm(x, w)
+    assert states
+    assert set(states) == {(False, False, False)}
+    next_process()
+    verdicts.forget(verdicts.key_of("layer_norm", "triton", torch.device("cpu"), torch.float32))
+    states.clear()
+    w.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        layer_norm(x, w)
+    assert states
+    assert set(saved) <= {(2, 4), (4,), (2,)}  # the op's own, none of the check's
+    assert torch._C._is_multithreading_enabled()
+
+
+def test_other_threads_never_meet_the_backend_on_trial(monkeypatch):
+    inside, go_on, served = threading.Event(), threading.Event(), []
+
+    def slow(*args):
+        served.append(threading.current_thread().name)
+        inside.set()
+        assert go_on.wait(20)
+        return aten.layer_norm_fwd(*args)
+
+    fake_backend(monkeypatch, layer_norm_fwd=slow)
+    done = []
+    first = threading.Thread(target=lambda: done.append(run()))
+    first.start()
+    assert inside.wait(20)
+    linear(torch.ones(1, 2), torch.ones(3, 2))  # another op does not wait
+    assert not dispatch._resolved  # and nothing is kept that could hide the trial
+    with dispatch.use_backend(layer_norm="aten"):
+        run()  # a pin does not wait either
+        assert set(served) == {"fastbert-check-layer_norm"}
+    second = threading.Thread(target=lambda: done.append(run()), name="second")
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()  # waits for the verdict
+    assert "second" not in served
+    go_on.set()
+    for thread in (first, second):
+        thread.join(20)
+    assert len(done) == 2
+    assert "second" in served
+
+
+def test_what_was_chosen_before_a_pin_is_not_kept_after_it(monkeypatch):
+    real = dispatch._first_proven
+
+    def pinned_meanwhile(*args):
+        found = real(*args)
+        with dispatch.use_backend("reference"):
+            pass
+        return found
+
+    monkeypatch.setattr(dispatch, "_first_proven", pinned_meanwhile)
+    run()
+    assert dispatch._resolved == {}
+
+
+def test_in_a_graph_capture_only_verdicts_that_are_known_count(monkeypatch):
+    served = []
+    fake_backend(monkeypatch, layer_norm_fwd=lambda *args: served.append(1) or aten.layer_norm_fwd(*args))
+    checked = counted(monkeypatch)
+    monkeypatch.setattr(dispatch, "_capturing", lambda device: True)
+    run()
+    assert (checked, served, dispatch._resolved) == ([], [], {})  # another backend served, for this once
+    monkeypatch.setattr(dispatch, "_capturing", lambda device: False)
+    run()
+    assert checked
+    assert served
+    next_process()
+    served.clear()
+    monkeypatch.setattr(dispatch, "_capturing", lambda device: True)
+    run()  # the verdict on disk counts
+    assert len(checked) == 1
+    assert served == [1]
+
+
+def test_what_a_capture_is(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert dispatch._capturing(torch.device("cuda", 0))
+    assert not dispatch._capturing(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert not dispatch._capturing(torch.device("cuda", 0))
+
+
+def test_a_check_that_takes_long_is_told_of(monkeypatch):
+    def slow(*args):
+        time.sleep(0.05)
+        return aten.layer_norm_fwd(*args)
+
+    fake_backend(monkeypatch, layer_norm_fwd=slow)
+    monkeypatch.setattr(dispatch, "_SLOW_SECONDS", 0.01)
+    with pytest.warns(RuntimeWarning, match="layer_norm.* has run for 0 s. If it hangs, end the process"):
+        run()
+
+
+def test_a_stopped_wait_leaves_the_marker_of_a_hanging_kernel(monkeypatch, tmp_path):
+    go_on = threading.Event()
+    fake_backend(monkeypatch, layer_norm_fwd=lambda *args: go_on.wait(20) and 1 / 0)
+    join, waits = threading.Thread.join, []
+
+    def interrupted(thread, timeout=None):
+        if thread.name == "fastbert-check-layer_norm" and not waits:
+            waits.append(timeout)
+            raise KeyboardInterrupt
+        join(thread, 0.01)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    assert len(list(tmp_path.glob("cache/self_checks/*.running"))) == 1
+    go_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "fastbert-check-layer_norm":
+            join(thread, 20)
+    assert not list(tmp_path.glob("cache/self_checks/*.running"))
 
 
 def test_a_pin_skips_the_check(monkeypatch):
