@@ -76,11 +76,83 @@ def run(dtype=torch.float32):
 
 
 def test_every_line_of_the_table_is_of_known_ops_and_backends_and_ends_in_reference():
-    for ops in dispatch.TABLE.values():
-        assert set(ops) == set(dispatch.OPS)
-        for names in ops.values():
+    for lines in dispatch.TABLE.values():
+        assert {name for name in lines if " " not in name} == set(dispatch.OPS)
+        for line, names in lines.items():
+            assert line.split()[0] in dispatch.OPS
+            assert " ".join(line.split()[1:]) in ("", "half", "activation", "activation half")
             assert names[-1] == "reference"
             assert set(names) <= set(dispatch.BACKENDS)
+            for name in names:
+                assert line.split()[0] in dispatch.backend_module(name).DTYPES
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype", "first"),
+    [
+        ("linear_fwd", torch.bfloat16, "aten"),
+        ("linear_fwd activation", torch.bfloat16, "triton"),
+        ("linear_fwd activation", torch.float16, "triton"),
+        ("linear_fwd activation", torch.float32, "aten"),
+        ("linear_bwd", torch.bfloat16, "aten"),
+        ("attention_fwd", torch.float32, "triton"),
+        ("pack_fwd", torch.int64, "triton"),
+        ("unpack_fwd", torch.bool, "triton"),
+        ("embedding_fwd", torch.float32, "triton"),
+        ("cross_entropy_fwd", torch.float32, "aten"),
+    ],
+)
+def test_the_line_of_a_call_on_a_gpu(function, dtype, first):
+    assert dispatch.line(function, "cuda", dtype)[0] == first
+    assert dispatch.line(function, "xpu", dtype) == ("aten", "reference")
+
+
+def test_the_narrowest_line_counts(monkeypatch, calls):
+    x, w = torch.ones(1, 2), torch.ones(3, 2)
+    lines = {"linear": ("cpu", "aten", "reference"), "linear half": ("aten", "reference")}
+    monkeypatch.setitem(dispatch.TABLE, "cpu", lines | {"linear activation": ("reference",)})
+    assert dispatch.parts("linear", "cpu") == ("", "activation")
+    assert dispatch.parts("padding", "cpu") == ("",)
+    assert dispatch.line("linear_fwd", "cpu", torch.float16) == ("aten", "reference")
+    assert dispatch.line("linear_fwd activation", "cpu", torch.float16) == ("reference",)
+    linear(x.half(), w.half())
+    linear(x.half(), w.half(), activation="gelu")
+    linear(x, w, activation="gelu")
+    y = linear(x.requires_grad_(), w, activation="gelu")
+    linear(x.detach(), w)
+    y.sum().backward()  # backward goes by the op's own line
+    first = "cpu" if FIRST == "cpu" else "aten"
+    assert calls == [
+        "aten.linear_fwd", "reference.linear_fwd", "reference.linear_fwd", "reference.linear_fwd",
+        f"{first}.linear_fwd", f"{first}.linear_bwd",
+    ]  # fmt: skip
+    rows = {(c.op, c.dtype): c.backend for c in dispatch.explain("cpu")}
+    assert rows["linear", "bfloat16"] == "aten"
+    assert rows["linear activation", "bfloat16"] == "reference"
+
+
+def test_a_pin_holds_for_every_part_of_an_op(calls, monkeypatch):
+    monkeypatch.setitem(dispatch.TABLE["cpu"], "linear activation", ("reference",))
+    with dispatch.use_backend(linear="aten"):
+        linear(torch.ones(1, 2), torch.ones(3, 2), activation="relu")
+    assert calls == ["aten.linear_fwd"]
+
+
+def test_a_forward_only_kernel_trains_through_the_next_backend(monkeypatch):
+    served = []
+    module = fake_backend(
+        monkeypatch, layer_norm_fwd=lambda *args: served.append("triton") or aten.layer_norm_fwd(*args)
+    )
+    del module.layer_norm_bwd
+    x = torch.randn(2, 4, requires_grad=True)
+    layer_norm(x.detach(), torch.ones(4))  # the check
+    served.clear()
+    monkeypatch.setattr(
+        aten, "layer_norm_bwd", lambda *args, bwd=aten.layer_norm_bwd: served.append("aten") or bwd(*args)
+    )
+    layer_norm(x, torch.ones(4)).square().sum().backward()
+    assert served == ["triton", "aten"]
+    assert x.grad is not None
 
 
 @pytest.mark.parametrize("backend", ["reference", "aten"])
@@ -101,6 +173,44 @@ def test_every_op_has_cases_and_small_cases():
         assert len({case.id for case in cases}) == len(cases)
         assert all(case.op == op for case in cases)
         assert 1 <= len(testing.small_cases(op)) <= 4
+
+
+def test_the_table_of_gpus_trains_a_model(monkeypatch):
+    """In Triton's interpreter: its kernels where the table has them, backward by aten where there is none."""
+    from fastbert import BertModel, EncoderConfig
+    from fastbert.backends import triton
+
+    monkeypatch.setitem(dispatch.TABLE, "cpu", dispatch.TABLE["cuda"])
+    if triton.available("cpu") is not None:
+        pytest.skip(f"no interpreter here: {triton.available('cpu')}")
+    served = []
+    for name in ("attention_fwd", "embedding_fwd", "layer_norm_fwd", "layer_norm_bwd", "pack_fwd"):
+        launch = getattr(triton, name)
+        monkeypatch.setattr(triton, name, lambda *args, f=launch, n=name: served.append(n) or f(*args))
+    torch.manual_seed(0)
+    config = dict(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    config |= dict(intermediate_size=48, max_position_embeddings=16, hidden_dropout_prob=0.0)
+    model = BertModel(EncoderConfig(**config, attention_probs_dropout_prob=0.0)).train()
+    ids = torch.randint(1, 50, (3, 9))
+    mask, weights = torch.arange(9) < torch.tensor([9, 1, 5])[:, None], torch.randn(3, 9, 32)
+
+    def gradients():
+        model.zero_grad()
+        (model(ids, attention_mask=mask).last_hidden_state * weights).sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="fastbert")  # every self-check passes
+        ours = gradients()
+    assert {"attention_fwd", "embedding_fwd", "layer_norm_fwd", "layer_norm_bwd"} <= set(served)
+    with dispatch.use_backend("reference"):
+        theirs = gradients()
+    assert ours.keys() == theirs.keys()
+    for name, grad in theirs.items():
+        # the key's bias has no gradient but for rounding
+        torch.testing.assert_close(
+            ours[name], grad, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 # --- pins ---------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def products():
 
     def call(function, key, *args):
         result = launch(function, key, *args)
-        if function in ("linear_fwd", "linear_int8_fwd"):
+        if function.split()[0] in ("linear_fwd", "linear_int8_fwd"):
             seen.append(tuple((result[0] if isinstance(result, tuple) else result).shape))
         return result
 

@@ -71,6 +71,11 @@ def linear_ref(
     return y.to(x.dtype)
 
 
+def _forward(activation: str | None) -> str:
+    """What `dispatch` calls it: products with an activation may have a backend of their own."""
+    return "linear_fwd" if activation is None else "linear_fwd activation"
+
+
 # --- custom ops: what torch.compile sees --------------------------------------------------------------------
 
 
@@ -84,7 +89,7 @@ def linear_fwd(
     save: bool,
 ) -> tuple[Tensor, Tensor]:
     """(y, pre) for 2-D `x`; pre is empty, of shape (0,), without an activation or where not saved."""
-    return dispatch.call("linear_fwd", x, x, weight, bias, activation, residual, save)
+    return dispatch.call(_forward(activation), x, x, weight, bias, activation, residual, save)
 
 
 @linear_fwd.register_fake
@@ -161,7 +166,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *args):  # a setup_context of its own would cost an inspect.signature at every call
-        output = dispatch.call("linear_fwd", args[0], *args)
+        output = dispatch.call(_forward(args[3]), args[0], *args)
         inputs = args[:-1]  # without `packed`
         _setup_context(ctx, inputs, output)
         return output[0]
@@ -249,5 +254,5 @@ def linear(
     elif save or (grad and residual is not None and residual.requires_grad):
         y = LinearFunction.apply(*args, packed)
     else:
-        y = dispatch.call("linear_fwd", x, *args, packed)[0]
+        y = dispatch.call(_forward(activation), x, *args, packed)[0]
     return y if len(shape) == 2 else y.view(shape)
