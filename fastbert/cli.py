@@ -1,6 +1,6 @@
-"""The `fastbert` command: encode, env, verify, bench.
+"""The `fastbert` command: encode, env, verify, warmup, bench.
 
-Exit status: 0 done; 1 a numerics check failed; 2 a mistake in the call or its input, told in one line
+Exit status: 0 done; 1 a check failed; 2 a mistake in the call or its input, told in one line
 (FASTBERT_LOG=debug adds the traceback); 128 + n stopped by signal n.
 """
 
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 import fastbert
-from fastbert import _native, dispatch, testing
+from fastbert import _native, dispatch, testing, verdicts, warmup
 from fastbert.encoding import EncodingError, SentenceEncoder
 from fastbert.pooling import POOLINGS
 
@@ -357,6 +357,8 @@ def environment() -> dict[str, Any]:
         "extension": _extension(),
         "devices": devices,
         "backends": [vars(row) for entry in devices for row in dispatch.explain(entry["device"])],
+        "gpu_kernels": [vars(row) for entry in devices for row in dispatch.proofs(entry["device"])],
+        "verdicts": None if (where := verdicts.folder()) is None else str(where),
     }
 
 
@@ -406,6 +408,11 @@ def _env(args: argparse.Namespace) -> int:
         print("  " + ", ".join(f"{key} {value}" for key, value in entry.items()))
     print("backends")
     _table(("op", "device", "dtype", "backend", "why"), report["backends"])
+    print(f"GPU kernels (verdicts in {report['verdicts'] or 'no folder: FASTBERT_CACHE is empty'})")
+    if report["gpu_kernels"]:
+        _table(("op", "device", "dtype", "backend", "state", "detail"), report["gpu_kernels"])
+    else:
+        print("  no GPU to run them")
     return 0
 
 
@@ -482,6 +489,61 @@ def _print_group(op: str, backend: str, dtype_name: str, group: list[testing.Row
 def _finite(row: dict[str, Any]) -> dict[str, Any]:
     """JSON has no infinity: null."""
     return {k: None if isinstance(v, float) and not np.isfinite(v) else v for k, v in row.items()}
+
+
+# ---------------------------------------------------------------------------------------------------- warmup
+
+_WARMUP_LINE = "{:<14}{:<11}{:<10}{:>10}  {}"
+
+
+def _warmup(args: argparse.Namespace) -> int:
+    device = _device(args.device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if not 0 < args.timeout < float("inf"):
+        raise UsageError(f"--timeout {args.timeout}: expected a number of seconds above 0")
+    dtypes = [_DTYPES[name] for name in args.dtype] if args.dtype else None
+    rows: list[warmup.Result] = []
+    where = verdicts.folder()
+    if not args.json and warmup.wanted(device, args.op, dtypes):
+        print(
+            f"verdicts on {device} are kept in {where}" if where else "verdicts are not kept: FASTBERT_CACHE="
+        )
+        print(_WARMUP_LINE.format("op", "backend", "dtype", "ms", "verdict"), flush=True)
+    for row in warmup.run(device, args.op, dtypes, again=args.again, seconds=args.timeout):
+        rows.append(row)
+        if not args.json:
+            verdict = "pass" if row.passed else f"FAIL: {row.reason}"
+            kept = f" (of {row.date})" if row.kept else ""
+            ms = f"{row.seconds * 1e3:,.0f}"
+            print(_WARMUP_LINE.format(row.op, row.backend, row.dtype, ms, verdict + kept), flush=True)
+    passed = all(row.passed for row in rows)
+    if args.json:
+        folder = None if where is None else str(where)
+        report = {
+            "device": str(device),
+            "verdicts": folder,
+            "passed": passed,
+            "rows": [vars(r) for r in rows],
+        }
+        print(json.dumps(report, indent=1))
+    elif not rows:
+        print(f"nothing needs a check on {device}: {_no_check(device, args.op or dispatch.OPS)}")
+    else:
+        failed = sum(not row.passed for row in rows)
+        print(f"{len(rows)} kernels on {device}, {failed} failed")
+    return 0 if passed else 1
+
+
+def _no_check(device: torch.device, ops: Sequence[str]) -> str:
+    """Why no kernel of these ops has to pass a check."""
+    if device.type == "cpu":
+        return "only GPU kernels are checked before they serve"
+    pairs = [(op, name) for name in dispatch.SELF_CHECKED for op in ops]
+    having = [(op, name) for op, name in pairs if op in dispatch.backend_module(name).DTYPES]
+    gaps = [(name, dispatch.gap(name, op, device.type, None)) for op, name in having]
+    told = dict.fromkeys(f"{name}: {reason}" for name, reason in gaps if reason)
+    return "; ".join(told) or "no GPU kernel of theirs is in the table"
 
 
 # ----------------------------------------------------------------------------------------------------- bench
@@ -601,6 +663,29 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_argument("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     verify.add_argument("--all", action="store_true", help="print every check, not the worst of each group")
     verify.set_defaults(run=_verify)
+
+    warm = commands.add_parser(
+        "warmup",
+        help="run the self-checks of the GPU kernels now, and keep their verdicts",
+        description="A GPU kernel serves on a device only after a self-check there, which otherwise runs at "
+        "its first use. Verdicts are kept in $FASTBERT_CACHE (~/.cache/fastbert); a kernel that failed, "
+        "crashed or hung is not tried again before something it depends on changes, or --again.",
+    )
+    warm.add_argument("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
+    warm.add_argument("--op", action="append", choices=dispatch.OPS, help="may be repeated; default: all")
+    warm.add_argument(
+        "--dtype", action="append", choices=tuple(_DTYPES), help="may be repeated; default: all"
+    )
+    warm.add_argument("--again", action="store_true", help="check also what has a verdict")
+    warm.add_argument(
+        "--timeout",
+        type=float,
+        default=warmup.SECONDS,
+        metavar="S",
+        help="seconds for one check (default 300)",
+    )
+    warm.add_argument("--json", action="store_true")
+    warm.set_defaults(run=_warmup)
 
     bench = commands.add_parser("bench", help="list or run the benchmarks of a source checkout")
     bench.add_argument("name", nargs="?", help="such as kernels; none: list them")

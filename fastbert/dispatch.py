@@ -77,6 +77,23 @@ class Choice:
     why: str
 
 
+@dataclass(frozen=True)
+class Proof:
+    """One line of `proofs()`: what is known of a GPU kernel on `device`.
+
+    Attributes:
+        state: "proven here", "failed here", "proven elsewhere", "unverified" or "cannot run here".
+        detail: since when, by which results file, or why not.
+    """
+
+    op: str
+    device: str
+    dtype: str
+    backend: str
+    state: str
+    detail: str
+
+
 _pins: dict[
     str, str
 ] = {}  # op -> backend; process-wide, because autograd runs backward in threads of its own
@@ -239,9 +256,14 @@ def to_check(op: str, device_type: str) -> Iterator[tuple[str, torch.dtype]]:
     """(backend, dtype) of every kernel of the op that must pass a self-check before it serves there."""
     for name in SELF_CHECKED:
         for dtype in backend_module(name).DTYPES.get(op, ()):
-            lines = [line(f"{op}_fwd {part}".rstrip(), device_type, dtype) for part in parts(op, device_type)]
-            if any(name in each for each in lines) and gap(name, op, device_type, dtype) is None:
+            if gap(name, op, device_type, dtype) is None and _in_a_line(name, op, device_type, dtype):
                 yield name, dtype
+
+
+def _in_a_line(name: str, op: str, device_type: str, dtype: torch.dtype) -> bool:
+    """Whether the table may choose the backend for any call of the op."""
+    calls = (f"{op}_fwd {part}".rstrip() for part in parts(op, device_type))
+    return any(name in line(call, device_type, dtype) for call in calls)
 
 
 def known_verdict(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Verdict | None:
@@ -451,3 +473,35 @@ def choice(op: str, part: str, device: torch.device, dtype: torch.dtype) -> Choi
         passed_over.append(f"{name}: {reason}")
     why = "; ".join(passed_over) or "first in the table"
     return Choice(f"{op} {part}".rstrip(), device.type, str(dtype).removeprefix("torch."), name, why)
+
+
+def proofs(device: str | torch.device) -> list[Proof]:
+    """What is known of every kernel that needs a proof, in every dtype that it stores.
+
+    "proven here": it passed its self-check on this machine. "proven elsewhere": bench/results has its checks
+    from a device of the same compute capability.
+    """
+    device = _with_index(torch.device(device))
+    if device.type != "cuda":
+        return []
+    return [
+        Proof(op, str(device), str(dtype).removeprefix("torch."), name, *_proof(name, op, device, dtype))
+        for op in OPS
+        for name in SELF_CHECKED
+        for dtype in backend_module(name).DTYPES.get(op, ())
+    ]
+
+
+def _proof(name: str, op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    reason = gap(name, op, device.type, dtype)
+    if reason is not None:
+        return "cannot run here", reason
+    verdict = known_verdict(name, op, device, dtype)
+    if verdict is not None:
+        return ("proven here", verdict.date) if verdict.passed else ("failed here", verdict.reason or "")
+    capability = verdicts.key_of(op, name, device, dtype)["capability"]
+    file = verdicts.proven_elsewhere(op, name, dtype, capability)
+    if file is not None:
+        return "proven elsewhere", file
+    served = _in_a_line(name, op, device.type, dtype)
+    return "unverified", "checked at first use" if served else "not in the table: use_backend reaches it"

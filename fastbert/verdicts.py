@@ -282,6 +282,33 @@ def forget(key: Key) -> None:
         _cannot_keep(where, error)
 
 
+# --- proof by other machines -------------------------------------------------------------------------------
+
+_TAGS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def proven_elsewhere(op: str, backend: str, dtype: torch.dtype, capability: str) -> str | None:
+    """The file in bench/results that proves the kernel on a device of that capability; or None.
+
+    `make gpu` makes it, and only a source checkout has it. All correctness rows of the kernel must be good.
+    """
+    name = str(dtype).removeprefix("torch.")
+    begin = f"{op}-{backend}-{_TAGS.get(name, name)}"
+    for path in sorted(PACKAGE.parent.glob("bench/results/*/checks.json")):
+        data = _read(path)
+        facts, rows = data.get("environment"), data.get("rows")
+        if not isinstance(facts, dict) or facts.get("compute_capability") != capability:
+            continue
+        mine = [
+            row.get("status")
+            for row in (rows if isinstance(rows, list) else [])
+            if row.get("step") == "correctness" and f"{row.get('name')}-".startswith(f"{begin}-")
+        ]
+        if mine and set(mine) == {"ok"}:
+            return str(path.relative_to(PACKAGE.parent))
+    return None
+
+
 # --- markers ------------------------------------------------------------------------------------------------
 
 
