@@ -3,21 +3,23 @@
 Math       S = softmax_scale * q kᵀ + bias;  P = softmax(S) by row, lse = log Σ_j exp S_ij
            out = gate * dropout(P) v;  a row without an allowed key: out 0, lse -inf, probs 0
 Tiling     A program owns BLOCK_M queries of one sequence and head and walks over its keys, BLOCK_N at a time,
-           with an online softmax. The grid holds the tiles of max_seqlen for every sequence (no
-           synchronisation with the host); those past a sequence's end return at once. One more row of tiles
-           zeroes the rows past the last sequence. q, k, v are read in place, through their strides; only the
-           last block of keys is masked (causal: those on the diagonal).
+           with an online softmax. The host knows only `total`: a slot of the grid finds its sequence and tile
+           in cu_seqlens (`_place`), up to SORTED sequences the longest first, so that the last programs to
+           start are short ones. Heads vary fastest: a token's heads are neighbours in memory. Slots past the
+           last tile zero the rows past the last sequence. q, k, v are read in place, through their strides;
+           only the last block of keys is masked (causal: those on the diagonal).
 Precision  Products of the storage type summed in float32 (float32: IEEE products, no TF32); softmax in
            float32, exp as exp2; P rounded to storage type for P v; one rounding at the store. Without a bias
            the scale is folded into exp2's factor. With one, the maximum is subtracted before the factor: a
            mask of float32's lowest value must not overflow to -inf.
-Saved      lse. Probabilities, where asked for, are computed again from the final maximum and sum.
+Saved      lse. Probabilities, where asked for, are computed again from the final maximum and sum; their
+           grid holds every tile of max_seqlen, because cells outside a sequence are written, too.
            Dropout bits: plane = head, row = row in the packed layout, column = key in its sequence.
 Source     Milakov, Gimelshein 2018, Online normalizer calculation for softmax, alg. 3;
            Dao 2023, FlashAttention-2, alg. 1.
 """
 
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -25,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastbert.kernels import tuning
 from fastbert.kernels.launch import launch
 from fastbert.kernels.philox import as_int32_bits, philox_keep, threshold_bits
 
@@ -32,7 +35,49 @@ MAX_HEADDIM = 128  # wider heads would spill
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
 # 1 and multiples of 16 compile nothing anew
-_FIXED_TYPES = ("total", "n_sequences", "n_tiles", "max_seqlen", "offset", "threshold")
+_FIXED_TYPES = (
+    "lse_head_stride", "nheads", "total", "n_sequences", "n_tiles", "max_seqlen", "offset", "threshold",
+)  # fmt: skip
+SORTED = 64  # more sequences than this: ranking them costs more than the order gains
+
+
+@triton.jit
+def _place(
+    cu_seqlens_ptr, slot, n_slots, n_sequences, n_tiles, BLOCK_M: tl.constexpr, WHOLE: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    """(sequence, tile, how many slots share the tail) of a slot; sequence `n_sequences` is the tail.
+
+    WHOLE: `n_tiles` for every sequence. Else each has tiles for its length: SEQUENCES > 0, at least
+    n_sequences: without a gap, longest first; 0: in order, with at most one slot too many for each.
+    """
+    if WHOLE:
+        sequence, tile, tail_slots = slot // n_tiles, slot % n_tiles, n_tiles
+    elif SEQUENCES > 0:
+        at = tl.arange(0, SEQUENCES)
+        starts = tl.load(cu_seqlens_ptr + at, mask=at < n_sequences, other=0)
+        lengths = tl.load(cu_seqlens_ptr + 1 + at, mask=at < n_sequences, other=0) - starts
+        tiles = (lengths + BLOCK_M - 1) // BLOCK_M
+        rank = lengths * SEQUENCES + at  # no two are equal
+        before = tl.sum(tl.where(rank[None, :] > rank[:, None], tiles[None, :], 0), 1)
+        here = (before <= slot) & (slot < before + tiles)
+        used = tl.sum(tiles, 0)
+        tail_slots = n_slots - used
+        sequence, tile = n_sequences, slot - used
+        if slot < used:  # of causal tiles, too, the long ones first
+            sequence = tl.sum(tl.where(here, at, 0), 0)
+            tile = tl.sum(tl.where(here, before + tiles - 1, 0), 0) - slot
+    else:  # sequence b begins at slot start // BLOCK_M + b
+        sequence, last = 0, n_sequences
+        while sequence < last:
+            middle = (sequence + last + 1) // 2
+            if tl.load(cu_seqlens_ptr + middle) // BLOCK_M + middle <= slot:
+                sequence = middle
+            else:
+                last = middle - 1
+        begin = tl.load(cu_seqlens_ptr + sequence) // BLOCK_M + sequence
+        tile, tail_slots = slot - begin, n_slots - begin
+    return sequence, tile, tail_slots
 
 
 @triton.jit
@@ -152,29 +197,41 @@ def _store_rows(
     tl.store(lse_ptr + rows, lse, mask=rows < end)
 
 
+@triton.jit
+def _store_probs(probs_ptr, stride, probs, rows, first_key, max_seqlen, BLOCK_N: tl.constexpr):
+    """`probs` = [BLOCK_M, BLOCK_N] into the square of max_seqlen, from column `first_key` on."""
+    keys = first_key + tl.arange(0, BLOCK_N)
+    probs_at = probs_ptr + rows.to(tl.int64)[:, None] * stride + keys[None, :]
+    inside = (rows < max_seqlen)[:, None] & (keys < max_seqlen)[None, :]
+    tl.store(probs_at, probs.to(probs_ptr.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=_FIXED_TYPES)
 def _attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, cu_seqlens_ptr, bias_ptr, gate_ptr, seed_ptr, out_ptr, lse_ptr, probs_ptr,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
     bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride,
     out_stride, out_head_stride, lse_head_stride, probs_batch_stride, probs_head_stride, probs_row_stride,
-    total, n_sequences, n_tiles, max_seqlen, scale, unit, offset, threshold, keep_scale,
+    nheads, total, n_sequences, n_tiles, max_seqlen, scale, unit, offset, threshold, keep_scale,
     HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, FOLDED: tl.constexpr, BIAS_HAS_ROWS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr, NUM_STAGES: tl.constexpr,
+    CHUNK: tl.constexpr, SEQUENCES: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one sequence and head; sequence `n_sequences` stands for the rows past the last one."""
-    sequence = tl.program_id(0) // n_tiles
-    tile = tl.program_id(0) % n_tiles
-    head = tl.program_id(1)
+    """One tile of one sequence and head, or rows past the last sequence."""
+    head = tl.program_id(0) % nheads
+    sequence, tile, tail_slots = _place(
+        cu_seqlens_ptr, tl.program_id(0) // nheads, tl.num_programs(0) // nheads, n_sequences, n_tiles,
+        BLOCK_M, probs_ptr is not None, SEQUENCES,
+    )  # fmt: skip
     wide_head = head.to(tl.int64)
+    wide_sequence = tl.cast(sequence, tl.int64)
     start = tl.load(cu_seqlens_ptr + sequence)
     first_row = tile * BLOCK_M
     out_ptr += wide_head * out_head_stride
     lse_ptr += wide_head * lse_head_stride
     if sequence == n_sequences:
         zeros, zero_lse = tl.zeros((BLOCK_M, BLOCK_D), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
-        for first in range(start + first_row, total, n_tiles * BLOCK_M):
+        for first in range(start + first_row, total, tail_slots * BLOCK_M):
             _store_rows(
                 out_ptr, out_stride, lse_ptr, zeros, zero_lse, tl.cast(first, tl.int64), total,
                 HEAD_DIM, BLOCK_M, BLOCK_D,
@@ -187,7 +244,7 @@ def _attention_fwd_kernel(
             k_ptr += wide_start * k_stride + wide_head * k_head_stride
             v_ptr += wide_start * v_stride + wide_head * v_head_stride
             if bias_ptr is not None:
-                bias_ptr += sequence.to(tl.int64) * bias_batch_stride + wide_head * bias_head_stride
+                bias_ptr += wide_sequence * bias_batch_stride + wide_head * bias_head_stride
             packed_rows = start + first_row + tl.arange(0, BLOCK_M)
             if CHUNK == BLOCK_D:
                 q = _load_rows(q_ptr, q_stride, first_row, length, HEAD_DIM, True, BLOCK_M, BLOCK_D)
@@ -234,21 +291,20 @@ def _attention_fwd_kernel(
                 wide_start + length, HEAD_DIM, BLOCK_M, BLOCK_D,
             )  # fmt: skip
             if probs_ptr is not None:
-                probs_ptr += sequence.to(tl.int64) * probs_batch_stride + wide_head * probs_head_stride
+                probs_ptr += wide_sequence * probs_batch_stride + wide_head * probs_head_stride
                 rows = first_row + tl.arange(0, BLOCK_M)
-                for first_key in tl.range(0, max_seqlen, BLOCK_N, num_stages=1):
+                for first_key in tl.range(0, end, BLOCK_N, num_stages=1):
                     scores = _score_tile(
                         q, q_ptr, q_stride, k_ptr, k_stride, bias_ptr, bias_row_stride, bias_key_stride,
                         first_row, first_key, length, scale,
                         HEAD_DIM, CAUSAL, FOLDED, True, BIAS_HAS_ROWS, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK,
                     )  # fmt: skip
-                    keys = first_key + tl.arange(0, BLOCK_N)
                     probs = _weights(scores, top, unit, FOLDED) * inverse[:, None]
-                    # rows past the sequence have seen no key: inf - inf
-                    probs = tl.where((rows < length)[:, None] & (keys < length)[None, :], probs, 0.0)
-                    probs_at = probs_ptr + rows.to(tl.int64)[:, None] * probs_row_stride + keys[None, :]
-                    inside = (rows < max_seqlen)[:, None] & (keys < max_seqlen)[None, :]
-                    tl.store(probs_at, probs.to(probs_ptr.dtype.element_ty), mask=inside)
+                    probs = tl.where((rows < length)[:, None], probs, 0.0)
+                    _store_probs(probs_ptr, probs_row_stride, probs, rows, first_key, max_seqlen, BLOCK_N)
+                unseen = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                for first_key in tl.range((end + BLOCK_N - 1) // BLOCK_N * BLOCK_N, max_seqlen, BLOCK_N):
+                    _store_probs(probs_ptr, probs_row_stride, unseen, rows, first_key, max_seqlen, BLOCK_N)
 
 
 # --- launcher -----------------------------------------------------------------------------------------------
@@ -272,27 +328,77 @@ class Config(NamedTuple):
     num_stages: int
 
 
-def fwd_config(
-    headdim: int, dtype: torch.dtype, max_seqlen: int, extras: bool, capability: tuple[int, int]
-) -> Config:
-    """Tiles that compile without a spill. `extras`: with bias, dropout or probs, which need registers."""
+def ladder(headdim: int, dtype: torch.dtype, extras: bool, capability: tuple[int, int]) -> tuple[Config, ...]:
+    """Configs from high tiles to low ones, none of which spills. `extras`: bias, dropout or probs, which
+    need registers.
+    """
     block_d = max(16, triton.next_power_of_2(headdim))
     if dtype == torch.float32:  # products without tensor cores hold whole rows of their operands
-        return Config(32, 32, 16, False, 4, 1) if headdim <= 64 else Config(32, 16, 16, False, 8, 1)
-    if max_seqlen <= 32:
-        return Config(32, 32, block_d, False, 4, 2)
+        return (Config(32, 32, 16, False, 4, 1) if headdim <= 64 else Config(32, 16, 16, False, 8, 1),)
+    low = Config(32, 32, block_d, False, 4, 2)
     if extras:
-        return Config(64, 32, block_d, False, 4, 2)
+        return Config(64, 32, block_d, False, 4, 2), low
     if headdim > 64 or headdim <= 16:
-        return Config(64, 64, block_d, True, 4, 2)
-    if capability[0] == 9 and max_seqlen > 64:  # a warp group's product is 64 rows high: two in flight
-        return Config(128, 64, block_d, True, 4, 3)
-    return Config(64, 64, block_d, True, 4, 3)
+        return Config(64, 64, block_d, True, 4, 2), low
+    middle = Config(64, 64, block_d, True, 4, 3)
+    if capability[0] == 9:  # a warp group's product is 64 rows high: two in flight
+        return Config(128, 64, block_d, True, 4, 3), middle, low
+    return middle, low
 
 
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+def candidates(
+    headdim: int, dtype: torch.dtype, extras: bool, capability: tuple[int, int]
+) -> tuple[Config, ...]:
+    """What a tuner may choose from: the ladder, and beside it what only a measurement can rank."""
+    found = ladder(headdim, dtype, extras, capability)
+    block_d = max(16, triton.next_power_of_2(headdim))
+    if dtype == torch.float32 or extras or block_d > 64:
+        return found
+    more = (Config(128, 64, block_d, True, 8, 2), Config(64, 64, block_d, True, 4, 2))
+    if capability[0] in (9, 10):  # operands of a product may stay in shared memory
+        more += (
+            Config(128, 128, block_d, True, 8, 2),
+            Config(128, 64, block_d, True, 4, 2),
+            Config(64, 128, block_d, True, 4, 2),
+        )
+    return found + tuple(config for config in more if config not in found)
+
+
+def heuristic(configs: tuple[Config, ...], max_seqlen: int, rows: int, multiprocessors: int) -> Config:
+    """The highest tiles that a sequence fills and of which there are enough for the device.
+
+    `rows`: of queries, those of all heads counted.
+    """
+    for config in configs:
+        programs = triton.cdiv(rows, config.block_m)
+        if config.block_m <= max_seqlen and 4 * programs >= 3 * multiprocessors:
+            return config
+    return configs[-1]
+
+
+def tuning_key(headdim: int, dtype: torch.dtype, extras: bool) -> str:
+    """What is computed, as kernels/tuned names it: "bfloat16 64" or "bfloat16 64 extras"."""
+    return f"{str(dtype).removeprefix('torch.')} {headdim}{' extras' if extras else ''}"
+
+
+@lru_cache(maxsize=4096)
+def config_for(
+    headdim: int,
+    dtype: torch.dtype,
+    extras: bool,
+    seqlen_bucket: int,
+    rows_bucket: int,
+    device: tuning.Device,
+) -> Config:
+    """From the GPU's table, by bucket of max_seqlen, where there is work for the whole GPU; else from the
+    heuristic.
+    """
+    configs = ladder(headdim, dtype, extras, device.capability)
+    chosen = heuristic(configs, 2**seqlen_bucket, 2**rows_bucket, device.multiprocessors)
+    if triton.cdiv(2**rows_bucket, configs[0].block_m) < device.multiprocessors:
+        return chosen
+    found = tuning.tuned(device, "attention", tuning_key(headdim, dtype, extras), seqlen_bucket)
+    return chosen if found is None else Config(**found)
 
 
 def attention_fwd(
@@ -312,6 +418,34 @@ def attention_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, probs); the contract of `fastbert.ops.attention.attention_fwd`, headdim <= MAX_HEADDIM."""
     total, nheads, headdim = q.shape
+    config = config_for(
+        headdim, q.dtype, bias is not None or dropout_p > 0 or return_probs, tuning.bucket(max_seqlen),
+        tuning.bucket(total * nheads), tuning.device_of(q.device),
+    )  # fmt: skip
+    return attention_fwd_with(
+        config, q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
+        return_probs,
+    )  # fmt: skip
+
+
+def attention_fwd_with(
+    config: Config,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    softmax_scale: float,
+    causal: bool,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    offset: int,
+    return_probs: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention_fwd` by a given config, for the tuner and the tests."""
+    total, nheads, headdim = q.shape
     batch = cu_seqlens.shape[0] - 1
     seed = seed if dropout_p > 0 else None
     out = torch.empty((total, nheads, headdim), dtype=q.dtype, device=q.device)
@@ -322,23 +456,33 @@ def attention_fwd(
         return out, lse, probs
     # without a bias the greatest product is the greatest score, unless the scale turns the order
     folded = bias is None and softmax_scale > 0
-    extras = bias is not None or seed is not None or return_probs
-    config = fwd_config(headdim, q.dtype, max_seqlen, extras, _capability(q.device))
     n_tiles = max(1, triton.cdiv(max_seqlen, config.block_m))
+    sequences = max(16, triton.next_power_of_2(batch)) if batch <= SORTED and not return_probs else 0
+    n_slots = slots(config.block_m, total, batch, n_tiles, sequences > 0, return_probs)
     bias_strides = (0,) * 4
     if bias is not None:  # a size of 1 is one for all
         bias_strides = tuple(s if n > 1 else 0 for n, s in zip(bias.shape, bias.stride(), strict=True))
     launch(
-        _attention_fwd_kernel, (n_tiles * (batch + 1), nheads), q.device,
-        q, k, v, cu_seqlens, bias, gate, seed, out, lse, probs if return_probs else None,
+        _attention_fwd_kernel, (n_slots * nheads,), q.device,
+        q, k, v, cu_seqlens.contiguous(), bias, gate, seed, out, lse, probs if return_probs else None,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *bias_strides,
         *out.stride()[:2], lse.stride(0), *(probs.stride()[:3] if return_probs else (0, 0, 0)),
-        total, batch, n_tiles, max_seqlen, softmax_scale, (softmax_scale if folded else 1.0) * LOG2_E,
+        nheads, total, batch, n_tiles, max_seqlen,
+        softmax_scale, (softmax_scale if folded else 1.0) * LOG2_E,
         as_int32_bits(offset), threshold_bits(dropout_p), 1.0 / (1.0 - dropout_p),
         HEAD_DIM=headdim, CAUSAL=causal, FOLDED=folded,
         BIAS_HAS_ROWS=bias is not None and bias.shape[2] > 1, SPLIT=config.split,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        BLOCK_D=max(16, triton.next_power_of_2(headdim)), CHUNK=config.chunk,
+        BLOCK_D=max(16, triton.next_power_of_2(headdim)), CHUNK=config.chunk, SEQUENCES=sequences,
         NUM_STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
     return out, lse, probs
+
+
+def slots(block_m: int, total: int, batch: int, n_tiles: int, ranked: bool, whole: bool) -> int:
+    """Slots of the grid that hold the tiles of any `batch` lengths within `total` rows, and the tail's."""
+    if whole:
+        return n_tiles * (batch + 1)
+    if ranked:  # a length wastes at most block_m - 1 rows of its last tile
+        return min(n_tiles * batch, (total + batch * (block_m - 1)) // block_m) + 1
+    return total // block_m + batch + 1

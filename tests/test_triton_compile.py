@@ -90,11 +90,14 @@ def test_attention_in_every_config():
 
 
 def assert_warp_group_products(rows: list[dict]) -> None:
-    """Hopper's own matrix product serves half precision there, but for tiles under its 64 rows."""
+    """Each generation's own matrix product serves half precision, but for tiles under its 64 rows."""
     for r in rows:
-        dtype, _, seqlen = r["job"].split("-")[:3]
-        meant = r["arch"] == 90 and dtype != "float32" and seqlen == "512"
-        assert (r["wgmma"] > 0) == meant, r
+        dtype, _, tiles = r["job"].split("-")[:3]
+        half, high = dtype != "float32", int(tiles.split("x")[0]) >= 64
+        assert (r["wgmma"] > 0) == (r["arch"] == 90 and half and high), r
+        assert (r["tcgen05"] > 0) == (r["arch"] == 100 and half and high), r
+        assert (r["mma"] > 0) == (half and not (high and r["arch"] in (90, 100))), r
+        assert r["tf32"] == 0, r
 
 
 def test_a_spill_is_seen():

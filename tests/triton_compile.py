@@ -67,55 +67,60 @@ def layer_norm_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]
 
 
 def attention_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
-    """(name, architecture, call that launches) for every config, each with and without the optional inputs.
+    """(name, architecture, call that launches): configs that the tuner may choose, with various options.
 
-    By default head dimension 64 in bfloat16 on every architecture, plain and with everything, and float32
-    with everything on sm_90. `full` adds float16, other head dimensions, and each option by itself.
+    By default head dimension 64 in bfloat16 on every architecture, the highest tiles of the heuristic, plain
+    and with everything, and float32 with everything on sm_90. `full` adds the other configs, float16, other
+    head dimensions, and each option by itself.
     """
     import torch
 
     from fastbert.kernels import attention as kernels
 
-    options = {
+    plain = {
         "plain": {},
         "causal": {"causal": True},
         "negative-scale": {"scale": -0.1},
-        "keys": {"bias": (32, 1, 1, None)},
-        "bias": {"bias": (1, 12, None, None)},
+        "many": {"batch": kernels.SORTED + 1, "gate": True},
+    }
+    extras = {
+        "keys": {"bias": (32, 1, 1, 512)},
+        "bias": {"bias": (1, 12, 512, 512)},
         "dropout": {"dropout_p": 0.1},
         "probs": {"probs": True},
-        "all": {"bias": (32, 12, None, None), "dropout_p": 0.1, "probs": True, "causal": True, "gate": True},
+        "all": {"bias": (32, 12, 512, 512), "dropout_p": 0.1, "probs": True, "causal": True, "gate": True},
     }
 
     def call(
-        arch: int, dtype: torch.dtype, headdim: int, seqlen: int, scale: float = 0.125,
+        config: kernels.Config, dtype: torch.dtype, headdim: int, batch: int = 32, scale: float = 0.125,
         bias: tuple | None = None, dropout_p: float = 0.0, probs: bool = False, causal: bool = False,
         gate: bool = False,
     ) -> None:  # fmt: skip
         def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
 
-        kernels._capability = lambda device: divmod(arch, 10)
-        kernels.attention_fwd(
-            *empty(16384, 3, 12, headdim).unbind(1), empty(33, dtype=torch.int32), seqlen, scale, causal,
-            None if bias is None else empty(*(n or seqlen for n in bias)), empty(12) if gate else None,
+        kernels.attention_fwd_with(
+            config, *empty(16384, 3, 12, headdim).unbind(1), empty(batch + 1, dtype=torch.int32), 512, scale,
+            causal, None if bias is None else empty(*bias), empty(12) if gate else None,
             dropout_p, empty(1, dtype=torch.int64) if dropout_p else None, 3, probs,
         )  # fmt: skip
 
     float32, bfloat16, float16 = torch.float32, torch.bfloat16, torch.float16
-    sizes = [(64, 512), (128, 512), (16, 512), (32, 512), (80, 512), (64, 32), (128, 32)]
-    for arch, dtype, (headdim, seqlen), name in itertools.product(
-        SHARED_LIMIT, (bfloat16, float32, float16), sizes, options
+    for arch, dtype, headdim, options in itertools.product(
+        SHARED_LIMIT, (bfloat16, float32, float16), (64, 128, 16, 32, 80), (plain, extras)
     ):
-        usual = (headdim, seqlen) == (64, 512) and name in ("plain", "all")
-        if full:
-            wanted = dtype != float16 or usual
-        else:
-            wanted = usual and (dtype == bfloat16 or (dtype == float32 and arch == 90 and name == "all"))
-        if wanted:
-            title = f"{str(dtype).removeprefix('torch.')}-{headdim}-{seqlen}-{name}"
-            args = (arch, dtype, headdim, seqlen)
-            yield title, arch, lambda args=args, name=name: call(*args, **options[name])
+        configs = kernels.candidates(headdim, dtype, options is extras, divmod(arch, 10))
+        for config, name in itertools.product(configs, options):
+            usual = headdim == 64 and config == configs[0] and name in ("plain", "all")
+            if full:
+                wanted = dtype != float16 or usual
+            else:
+                wanted = usual and (dtype == bfloat16 or (dtype == float32 and arch == 90 and name == "all"))
+            if wanted:
+                tiles = f"{config.block_m}x{config.block_n}x{config.num_warps}x{config.num_stages}"
+                title = f"{str(dtype).removeprefix('torch.')}-{headdim}-{tiles}-{name}"
+                args = (config, dtype, headdim)
+                yield title, arch, lambda args=args, given=options[name]: call(*args, **given)
 
 
 def linear_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
