@@ -18,7 +18,9 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -46,6 +48,8 @@ HEAD = LINE.format("", "op", "case", "pass", "", "backend", "us", "gflops", "gby
 
 def line(row: dict) -> str:
     """The printed form of a row."""
+    if row["status"] == "skipped":
+        return f"{row['name']:<60} skipped: {row['error']}"
     if row["status"] != "ok" or "times_torch" not in row:
         return row_line(row)
     names = [row[k] for k in ("op", "case", "pass", "dtype", "backend")]
@@ -157,7 +161,8 @@ def bench_case(
     flops, moved = work(case, dtype, sets[0], backward)
     least = roofs.seconds(flops, moved, "int8" if case.op == "linear_int8" else tag)
     plain = [one_call(torch_call(case), case, torch_inputs(case, inputs), backward) for inputs in sets]
-    serving = {(c.op, c.dtype): c.backend for c in dispatch.explain(device)}
+    part = "activation" if getattr(case, "activation", None) else ""
+    serving = dispatch.choice(case.op, part, device, dtype).backend
     label = case.id if len(case.id) <= 30 else workload
     for name in timed_backends(case.op, device, dtype):
         row = {
@@ -172,7 +177,7 @@ def bench_case(
             "pass": PASSES[backward],
             "dtype": tag,
             "backend": name,
-            "serves": serving[case.op, str(dtype).removeprefix("torch.")] == name,
+            "serves": serving == name,
         }
         try:
             # a pin is process-wide: one backend a run, beside PyTorch
@@ -204,15 +209,28 @@ def bench_workload(
     ops: tuple[str, ...] = dispatch.OPS,
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16),
     passes: tuple[str, ...] = PASSES,
+    left: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[dict]:
-    """Rows of every op, case, dtype and pass that BERT-base asks for on one workload."""
+    """Rows of every op, case, dtype and pass that BERT-base asks for on one workload; `left`: seconds of the
+    budget, without which the rest is a row each that says so.
+    """
     for op in ops:
         for dtype in dtypes:
             for which in passes:
                 if which == "backward" and op in getattr(dispatch, "INFERENCE_ONLY", ()):
                     continue
                 for case in testing.bench_cases(op, workloads.lengths(workload)):
-                    yield from bench_case(case, workload, dtype, device, which == "backward", roofs)
+                    if left() > 0:
+                        yield from bench_case(case, workload, dtype, device, which == "backward", roofs)
+                    else:
+                        name = f"{op}-{TAGS[dtype]}-{case.id}-{which}"[:200]
+                        row = {"step": "kernels", "name": name, "status": "skipped", "workload": workload}
+                        yield row | {"error": "the budget is spent"}
+
+
+def seconds_left(begin: float, budget: float) -> float:
+    """Of a budget that began at `begin` on time.monotonic()."""
+    return budget - (time.monotonic() - begin)
 
 
 def main() -> int:
@@ -222,28 +240,38 @@ def main() -> int:
     )
     parser.add_argument("--op", choices=dispatch.OPS, action="append", help="only this op (may be repeated)")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--workload", choices=workloads.names(), help="which batch; see bench/workloads.py")
+    known = workloads.names()
+    parser.add_argument("--workload", choices=known, action="append", help="a batch (may be repeated)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), action="append")
     parser.add_argument("--pass", choices=PASSES, action="append", dest="passes", help="default: both")
     parser.add_argument("--threads", type=count, help="threads on a CPU")
-    parser.add_argument("--json", type=Path, help="write the rows here, after each one")
+    parser.add_argument("--json", type=Path, help="write the rows here, after each one (*.jsonl: appended)")
+    parser.add_argument("--roofs", type=Path, help="the probe's file: its roofs are not measured again")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds in all")
     parser.add_argument("--smoke", action="store_true", help="tiny roofs: tries the code only")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
     device = torch.device(args.device)
-    workload = args.workload or ("full" if device.type == "cuda" else "8x128")
-    settings = {key: value for key, value in vars(args).items() if key != "json"} | {"workload": workload}
+    begin = time.monotonic()
+    batches = args.workload or ["full" if device.type == "cuda" else "8x128"]
+    settings = {key: value for key, value in vars(args).items() if key not in ("json", "roofs")}
+    settings |= {"workload": batches}
     report = Report(args.json, settings, None, line)
     report.data["environment"] = describe(device)
-    print(f"# {report.data['environment']['device']}; torch {torch.__version__}; {workload}", flush=True)
-    roofs = machine_roofs.measure(device, args.smoke, report.row)
+    print(
+        f"# {report.data['environment']['device']}; torch {torch.__version__}; {', '.join(batches)}",
+        flush=True,
+    )
+    roofs = machine_roofs.known_or_measured(args.roofs, device, args.smoke, report.row)
     report.data["roofs"] = asdict(roofs)
     print(HEAD, flush=True)
     dtypes = tuple(getattr(torch, name) for name in args.dtype or ("float32", "bfloat16"))
     chosen = tuple(args.op or dispatch.OPS), dtypes, tuple(args.passes or PASSES)
-    for row in bench_workload(workload, device, roofs, *chosen):
-        report.row(row)
+    for workload in batches:
+        left = functools.partial(seconds_left, begin, args.budget)
+        for row in bench_workload(workload, device, roofs, *chosen, left):
+            report.row(row)
     report.data["finished"] = True
     report.save()
     return 0

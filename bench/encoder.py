@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -9,10 +10,10 @@ from dataclasses import asdict
 import torch
 
 from bench import workloads
-from bench.engines import Bank, Forward
+from bench.engines import DTYPES, Bank, Forward
 from bench.probe_steps import reason_of
 from bench.roofs import Roofs
-from bench.timing import interleave
+from bench.timing import interleave, synchronize
 
 PAUSE_SECONDS = 0.02  # before each sample: see timing.interleave
 
@@ -28,20 +29,27 @@ def build(bank: Bank, wanted: tuple[str, ...]) -> dict[str, Forward | str]:
     return found
 
 
-class _Run:
-    """A forward on fixed inputs that remembers what it gave last."""
+def kept(hidden: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """(real tokens, hidden) in float64: what padded positions hold is nobody's business."""
+    mask = inputs.get("attention_mask")
+    hidden = hidden if mask is None else hidden[mask.bool()]
+    return hidden.reshape(-1, hidden.shape[-1]).double()
 
-    def __init__(self, forward: Forward, inputs: dict[str, torch.Tensor]):
-        self.forward, self.inputs = forward, inputs
 
-    def __call__(self) -> None:
-        self.hidden = self.forward(self.inputs)
+def least_bytes(model: workloads.Model, tokens: int, itemsize: int) -> int:
+    """What one forward moves at the very least: the layers' matrices and each token's three embeddings, read;
+    the last hidden state, written.
+    """
+    matrices = model.layers * sum(n * k for n, k in model.gemms().values())
+    return (matrices + 4 * tokens * model.hidden) * itemsize
 
-    def kept(self) -> torch.Tensor:
-        """(real tokens, hidden) in float64: what padded positions hold is nobody's business."""
-        mask = self.inputs.get("attention_mask")
-        hidden = self.hidden if mask is None else self.hidden[mask.bool()]
-        return hidden.reshape(-1, hidden.shape[-1]).double()
+
+def floor_seconds(
+    model: workloads.Model, lengths: tuple[int, ...], roofs: Roofs, tag: str, whole: bool
+) -> float:
+    """The least time of one forward on this machine: of the operations, and with `whole` of the bytes too."""
+    moved = least_bytes(model, sum(lengths), DTYPES[tag].itemsize) if whole else 0
+    return roofs.seconds(workloads.encoder_flops(lengths, model), moved, tag)
 
 
 def bench_encoder(
@@ -50,55 +58,75 @@ def bench_encoder(
     forwards: Mapping[str, Forward | str],
     roofs: Roofs,
     *,
+    device: torch.device | str = "cpu",
     samples: int = 7,
+    sets: int = 1,
     lengths: tuple[int, ...] | None = None,
 ) -> Iterator[dict]:
     """A row for each engine; one that fails or is missing is a row with the reason.
+
+    A sample is one call, from the caller's side: the device is idle at both ends. The first call warms up, on
+    a GPU each batch twice more; the first one's output is what the engines are compared by, before anything
+    is timed.
 
     Args:
         model: the encoder's sizes.
         workload: a batch of bench/workloads.py.
         forwards: engine -> its forward, or the reason why there is none.
         roofs: of this machine, for the floor.
-        samples: calls of each engine that count, after one to warm up.
+        device: where the inputs lie.
+        samples: calls of each engine that count.
+        sets: how many batches of the same lengths and other tokens the samples go through.
         lengths: the batch, if not `workload`'s own.
 
     Yields:
         Rows as bench/results/README.md says. `cosine` is the mean over the real tokens of the cosine between
         the engine's vector and that of `cosine_to`: nobody is fast by being wrong.
     """
+    device = torch.device(device)
     lengths = lengths or workloads.lengths(workload)
-    inputs = workloads.padded_inputs(lengths, model.vocab, "cpu")
+    batches = [workloads.padded_inputs(lengths, model.vocab, device, seed) for seed in range(sets)]
     tokens, flops = sum(lengths), workloads.encoder_flops(lengths, model)
-    runs: dict[str, _Run] = {}
+    warmups = 2 if device.type == "cuda" else 0
+    calls: dict[str, list] = {}
     failed: dict[str, str] = {}
     first_call: dict[str, float] = {}
+    vectors: dict[str, torch.Tensor] = {}
     for name, forward in forwards.items():
         if isinstance(forward, str):
             failed[name] = forward
             continue
         try:
-            run, start = _Run(forward, inputs), time.perf_counter()
-            run()
+            start = time.perf_counter()
+            hidden = forward(batches[0])
+            synchronize(device)
             first_call[name] = time.perf_counter() - start  # with torch.compile, mostly the compiling
-            runs[name] = run
+            vectors[name] = kept(hidden, batches[0])  # a copy: the engine may write its buffer again
+            calls[name] = [functools.partial(forward, inputs) for inputs in batches]
+            for call in calls[name] * warmups:
+                call()
+            synchronize(device)
         except Exception as error:
             failed[name] = reason_of(error)
-    options = {"seconds": 0.0, "samples": (samples, samples), "warmup": 0, "pause": PAUSE_SECONDS}
+            calls.pop(name, None)
+        hidden = None
+    options = {"seconds": 0.0, "samples": (samples, samples), "warmup": 0, "inner": 1, "clock": "wall"}
     try:
-        timed = interleave(runs, "cpu", **options)
+        timed = interleave(calls, device, pause=0.0 if device.type == "cuda" else PAUSE_SECONDS, **options)
     except Exception as error:  # whose, is not known
-        failed |= dict.fromkeys(runs, f"one of {', '.join(runs)}: {reason_of(error)}")
-    against = next((n for n in ("transformers-fp32", "fastbert-fp32", *runs) if n in runs), None)
-    truth = runs[against].kept() if against else None
+        failed |= dict.fromkeys(calls, f"one of {', '.join(calls)}: {reason_of(error)}")
+    truths = ("transformers-fp32", "transformers_eager-bf16", "fastbert-fp32", *vectors)
+    against = next((name for name in truths if name in vectors and name not in failed), None)
     for name in forwards:
         row = {"step": "encoder", "name": f"encoder-{name}-{model.name}-{workload}"}
         facts = {"model": model.name, "workload": workload, "candidate": name}
         if name in failed:
             yield {**row, "status": "error", "error": failed[name], **facts}
             continue
-        seconds = timed[name].median_ms * 1e-3
+        seconds, tag = timed[name].median_ms * 1e-3, name.split("-")[1]
         floors = {tag: tokens / (flops / peak * 1e-9) for tag, peak in roofs.gflops.items()}
+        # on a GPU a single sequence is bound by the weights' bytes, not by arithmetic
+        floor = floor_seconds(model, lengths, roofs, tag, whole=device.type == "cuda")
         yield {
             **row,
             "status": "ok",
@@ -108,8 +136,9 @@ def bench_encoder(
             "tokens_per_s": tokens / seconds,
             "gflops": flops / seconds * 1e-9,
             "floor_tokens_per_s": floors,
-            "of_floor": tokens / seconds / floors[name.split("-")[1]],
-            "cosine": torch.cosine_similarity(runs[name].kept(), truth).mean().item(),
+            "floor_ms": floor * 1e3,
+            "of_floor": floor / seconds,
+            "cosine": torch.cosine_similarity(vectors[name], vectors[against]).mean().item(),
             "cosine_to": against,
             "first_call_s": first_call[name],
             **facts,

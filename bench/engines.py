@@ -76,11 +76,14 @@ def ours(model: workloads.Model) -> tuple[fastbert.AutoModel, str]:
     return fastbert.AutoModel.from_config(config_of(model), add_pooling_layer=False).eval(), "random"
 
 
-def theirs(config: fastbert.EncoderConfig) -> torch.nn.Module:
-    """transformers' encoder (sdpa) of the same configuration, in eval mode, its weights to be loaded."""
+def theirs(config: fastbert.EncoderConfig, attention: str = "sdpa") -> torch.nn.Module:
+    """transformers' encoder of the same configuration, in eval mode, its weights to be loaded.
+
+    `attention` is what transformers calls attn_implementation: "sdpa", "eager", "flash_attention_2".
+    """
     transformers = needed("transformers")
     other = transformers.BertConfig.from_dict(config.to_dict())
-    other._attn_implementation = "sdpa"
+    other._attn_implementation = attention
     return transformers.BertModel(other, add_pooling_layer=False).eval()
 
 

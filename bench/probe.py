@@ -40,6 +40,7 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 
 import torch  # noqa: E402
 
+from bench import lines  # noqa: E402
 from bench.probe_steps import PLANTED, STEPS, Bench, Step  # noqa: E402
 from bench.timing import cache_bytes, memory_bytes, synchronize  # noqa: E402
 
@@ -289,7 +290,10 @@ def row_line(row: dict) -> str:
 
 
 class Report:
-    """The run so far; saved after every change. `line` is the printed form of a row."""
+    """The run so far; saved after every change: a file `*.jsonl` grows by a line, any other is replaced.
+
+    `line` is the printed form of a row.
+    """
 
     def __init__(
         self, path: Path | None, settings: dict, note: str | None, line: Callable[[dict], str] = row_line
@@ -309,12 +313,20 @@ class Report:
         }
 
     def save(self) -> None:
-        if self.path is not None:
+        """Record everything but rows and steps anew."""
+        self._save("head", {key: value for key, value in self.data.items() if key not in ("rows", "steps")})
+
+    def _save(self, kind: str, value: dict) -> None:
+        if self.path is None:
+            return
+        if self.path.suffix == ".jsonl":
+            lines.append(self.path, kind, value)
+        else:
             write_atomically(self.path, self.data)
 
     def row(self, row: dict) -> None:
         self.data["rows"].append(row)
-        self.save()
+        self._save("row", row)
         print(self.line(row), flush=True)
 
     def step(
@@ -322,7 +334,7 @@ class Report:
     ) -> None:
         record = {"step": name, "status": status, "seconds": round(seconds, 2), "reason": reason}
         self.data["steps"].append(record | {"clocks_after": clocks})
-        self.save()
+        self._save("step", self.data["steps"][-1])
         ending = "" if reason is None else f": {reason.splitlines()[0][:150]}"
         print(f"# {name}: {status} after {seconds:.1f} s{ending}", flush=True)
 
@@ -443,7 +455,11 @@ def count(text: str) -> int:
 def main(argv: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="probe", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="file to write, replaced atomically after every row")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="file to write: replaced after every row, or grown by a line each if it ends in .jsonl",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument(
         "--budget", type=positive, help="seconds in all (default: 450 on a GPU, 225 on a CPU)"

@@ -9,6 +9,7 @@ processor that multiplies bf16 slower than fp32, bf16's roof is fp32's.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import shutil
 import subprocess
@@ -21,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from bench.probe_steps import Bench, step_bandwidth, step_matrix
+from bench import lines
+from bench.probe_steps import Bench, reason_of, step_bandwidth, step_matrix
 from bench.timing import summarise
 
 REGISTER_LOOPS = ("fp32-avx2", "fp32-avx512", "bf16-avx512", "int8-avx512")  # the kinds of peak.cpp
@@ -61,6 +63,12 @@ def from_rows(rows: Iterable[dict]) -> Roofs:
     return Roofs(best, gbytes)
 
 
+def of_file(path: Path) -> Roofs:
+    """The roofs that a run of the probe recorded in a `*.json` or `*.jsonl`. Raises as `from_rows`."""
+    data = lines.read(path) if path.suffix == ".jsonl" else json.loads(path.read_text())
+    return from_rows(row for row in data["rows"] if row["step"] in ("matrix", "bandwidth"))
+
+
 def measure(
     device: torch.device | str, smoke: bool = False, emit: Callable[[dict], None] = lambda row: None
 ) -> Roofs:
@@ -87,6 +95,18 @@ def measure(
         with bench.recorded("peak-registers"), tempfile.TemporaryDirectory() as folder:
             register_peaks(bench, build(Path(folder)), torch.get_num_threads())
     return from_rows(rows)
+
+
+def known_or_measured(
+    file: Path | None, device: torch.device | str, smoke: bool, emit: Callable[[dict], None]
+) -> Roofs:
+    """The roofs of the probe's file, or, where there is none or it tells none, measured now."""
+    if file is not None:
+        try:
+            return of_file(file)
+        except (OSError, KeyError, ValueError, RuntimeError) as error:
+            print(f"# {file}: {reason_of(error)}; the roofs are measured anew", flush=True)
+    return measure(device, smoke, emit)
 
 
 def build(folder: Path) -> ctypes.CDLL:

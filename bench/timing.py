@@ -64,7 +64,9 @@ def summarise(
 class _Sampler:
     """One candidate on one clock. Several calls are rotated through: no one buffer stays in the cache."""
 
-    def __init__(self, calls: Call | Sequence[Call], device: torch.device, clock: str, warmup: int):
+    def __init__(
+        self, calls: Call | Sequence[Call], device: torch.device, clock: str, warmup: int, inner: int | None
+    ):
         self.calls = [calls] if callable(calls) else list(calls)
         if not self.calls:
             raise ValueError("calls: got an empty sequence, expected at least 1 callable")
@@ -72,8 +74,10 @@ class _Sampler:
         self.times_ms: list[float] = []
         self.cpu_times_ms: list[float] = []
         estimate = min((self._timed(1) for _ in range(warmup)), default=SAMPLE_MS[clock])
-        inner = min(MAX_INNER, math.ceil(SAMPLE_MS[clock] / max(estimate, 1e-6)))
-        self.inner = max(inner, 1 if clock == "wall" else len(self.calls))
+        if inner is None:
+            inner = min(MAX_INNER, math.ceil(SAMPLE_MS[clock] / max(estimate, 1e-6)))
+            inner = max(inner, 1 if clock == "wall" else len(self.calls))
+        self.inner = inner
         self.sample_ms = estimate * self.inner
         if clock == "graph":
             self._capture()
@@ -136,6 +140,7 @@ def interleave(
     samples: tuple[int, int] = (5, 50),
     warmup: int = 2,
     pause: float = 0.0,
+    inner: int | None = None,
 ) -> dict[str, Timing]:
     """Time several candidates turn by turn, so that drift of the machine meets all of them alike.
 
@@ -149,6 +154,8 @@ def interleave(
             the caller has made one: a sample is then one call, or one of each buffer on a GPU.
         pause: seconds to wait before each sample: idle threads of another library's pool spin for some
             milliseconds after its last call, and would take a core from the next candidate.
+        inner: calls within a sample, back to back; as many as make it long enough to time if not given. 1 on
+            the clock `wall` is the latency of a single call.
 
     Returns:
         name -> Timing, in the order given.
@@ -159,7 +166,7 @@ def interleave(
         raise ValueError(f"clock: got {clock!r}, expected one of {', '.join(CLOCKS)}")
     if clock != "wall" and device.type != "cuda":
         raise ValueError(f"clock: got {clock!r} on {device.type}, expected 'wall' there")
-    samplers = {name: _Sampler(calls, device, clock, warmup) for name, calls in candidates.items()}
+    samplers = {name: _Sampler(calls, device, clock, warmup, inner) for name, calls in candidates.items()}
     wanted = {
         name: min(samples[1], max(samples[0], int(seconds * 1e3 / max(sampler.sample_ms, 1e-6))))
         for name, sampler in samplers.items()
