@@ -353,6 +353,9 @@ def check(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Verdi
             thread.join()
     except BaseException:  # Ctrl-C: a check that is about to end may still take its marker away
         thread.join(1.0)
+        if not found:  # it may hang: this process does without the kernel
+            stopped = Verdict("its self-check was stopped before it ended", date=verdicts.now())
+            _verdicts[name, op, device.type, device.index, dtype] = stopped
         raise
     if not found:
         raise BackendError(f"the self-check of the {name} kernel of {op!r} ended without a verdict")

@@ -1,5 +1,6 @@
 """Settings of every test run."""
 
+import os
 import pathlib
 import sys
 import zlib
@@ -12,6 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the work
 from tests import triton_interpreter
 
 triton_interpreter.choose()  # before anything imports Triton
+os.environ["FASTBERT_CACHE"] = ""  # tests neither read nor write the user's verdicts
 
 
 @pytest.fixture(autouse=True)

@@ -616,6 +616,9 @@ def test_a_stopped_wait_leaves_the_marker_of_a_hanging_kernel(monkeypatch, tmp_p
         with pytest.raises(KeyboardInterrupt):
             run()
     assert len(list(tmp_path.glob("cache/self_checks/*.running"))) == 1
+    run()  # by another backend, without a second check that would hang too
+    line = next(c for c in dispatch.explain("cpu") if c.op == "layer_norm" and c.dtype == "float32")
+    assert (line.backend, line.why) == ("aten", "triton: its self-check was stopped before it ended")
     go_on.set()
     for thread in threading.enumerate():
         if thread.name == "fastbert-check-layer_norm":
