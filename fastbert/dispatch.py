@@ -97,7 +97,7 @@ class Proof:
 _pins: dict[
     str, str
 ] = {}  # op -> backend; process-wide, because autograd runs backward in threads of its own
-_resolved: dict[tuple[str, torch.device, torch.dtype], Callable | None] = {}
+_resolved: dict[tuple, Callable | None] = {}
 _UNKNOWN = object()
 _changes = 0  # of the pins; what was chosen before one is not kept after it
 _trials = 0  # self-checks under way; meanwhile nothing is kept in `_resolved`
@@ -194,6 +194,22 @@ def optional(function: str, device: torch.device, dtype: torch.dtype) -> Callabl
     return found
 
 
+def fused(function: str, ops: tuple[str, ...], device: torch.device, dtype: torch.dtype) -> Callable | None:
+    """`function` of the backend that now serves the forward of every one of `ops`.
+
+    None where several backends share them, or the one has no such function.
+    """
+    key = (function, ops, device, dtype)
+    found = _resolved.get(key, _UNKNOWN)
+    if found is _UNKNOWN:
+        changes = _changes
+        chosen = [_serving(f"{op}_fwd", device, dtype) for op in ops]
+        names = {name for name, _ in chosen}
+        found = getattr(backend_module(names.pop()), function, None) if len(names) == 1 else None
+        _keep(key, found, changes, all(cacheable for _, cacheable in chosen))
+    return found
+
+
 def _resolve(function: str, device: torch.device, dtype: torch.dtype) -> Callable:
     launch = _choose(function, function, device, dtype)
     assert launch is not None  # a backend without the function was passed over
@@ -206,19 +222,28 @@ def _choose(function: str, serving: str, device: torch.device, dtype: torch.dtyp
     Kept for the calls to come, unless that will not stay so.
     """
     changes = _changes
-    op = _op_of(serving)
+    name, cacheable = _serving(serving, device, dtype)
+    found = getattr(backend_module(name), function.partition(" ")[0], None)
+    _keep((function, device, dtype), found, changes, cacheable)
+    return found
+
+
+def _serving(function: str, device: torch.device, dtype: torch.dtype) -> tuple[str, bool]:
+    """(the backend that is pinned for `function` or serves it, whether that will stay so)."""
+    op = _op_of(function)
     trial = getattr(_trial, "pins", {}).get(op)
     pinned = trial or _pins.get(op) or _pins.get("*")
     if pinned is None:
-        name, cacheable = _first_proven(serving, op, device, dtype)
-    else:
-        name, cacheable = pinned, True
-        _refuse_gap(pinned, op, device.type, dtype, serving.partition(" ")[0])
-    found = getattr(backend_module(name), function.partition(" ")[0], None)
+        return _first_proven(function, op, device, dtype)
+    _refuse_gap(pinned, op, device.type, dtype, function.partition(" ")[0])
+    return pinned, True
+
+
+def _keep(key: tuple, found: Callable | None, changes: int, cacheable: bool) -> None:
+    """Remember what was chosen when the pins had changed `changes` times, if it will stay so."""
     with _lock:
         if cacheable and _trials == 0 and changes == _changes:
-            _resolved[function, device, dtype] = found
-    return found
+            _resolved[key] = found
 
 
 def _refuse_gap(pinned: str, op: str, device_type: str, dtype: torch.dtype, function: str) -> None:
@@ -302,7 +327,7 @@ def _tell(name: str, op: str, device: torch.device, dtype: torch.dtype, verdict:
         f"fastbert: the {name} kernel of {op!r} failed its self-check on {device} in "
         f"{str(dtype).removeprefix('torch.')} and will not serve there: {verdict.reason}{since}",
         RuntimeWarning,
-        stacklevel=5,
+        stacklevel=6,
     )
 
 

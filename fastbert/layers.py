@@ -9,6 +9,7 @@ fused. A linear layer that `quantize` replaced counts as plain.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
@@ -22,10 +23,11 @@ from fastbert.ops import checks
 from fastbert.ops.attention import attention
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.embedding import embedding
+from fastbert.ops.encoder_layer import encoder_layer, launchers
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
 from fastbert.ops.linear import packer as linear_packer
-from fastbert.quantization import QuantizedLinear, int8_product
+from fastbert.quantization import QuantizedLinear, int8_operands, int8_product
 
 _CAST_FROM = 64  # tokens that pay for casting two half-precision weights to float32
 
@@ -39,7 +41,8 @@ _ACTIVATE = {
 
 
 _MANY_ROWS = 1536  # from here on a weight is packed for the call, not kept packed
-_BLOCK_ROWS = 2048  # of a large batch: see EncoderLayer._blocks
+_BLOCK_ROWS = 2048  # of a large batch, whose weights are packed block by block: see EncoderLayer._blocks
+_FUSED_ROWS = 1024  # the same where the layer is fused, and its weights packed once for all blocks
 
 
 @dataclass(frozen=True)
@@ -92,13 +95,14 @@ def is_plain(module: nn.Module, kind: type) -> bool:
     return type(module) is kind and not is_hooked(module)
 
 
-def packed_weight(module: nn.Linear, x: Tensor) -> Tensor | None:
+def packed_weight(module: nn.Linear, x: Tensor, for_this_call: bool = False) -> Tensor | None:
     """The module's weight as the serving backend reads it; made at the first call and kept for inference.
 
     None in training, under torch.compile, where the backend packs nothing, and for so many rows that packing
-    for the one call costs next to nothing.
+    for the one call costs next to nothing: then `for_this_call` makes one that is not kept.
     """
-    if module.training or torch.compiler.is_compiling() or x.shape[:-1].numel() >= _MANY_ROWS:
+    many = x.shape[:-1].numel() >= _MANY_ROWS
+    if module.training or torch.compiler.is_compiling() or (many and not for_this_call):
         return None
     dtype = module.weight.dtype
     if dtype != torch.float64:  # which autocast leaves alone
@@ -106,9 +110,11 @@ def packed_weight(module: nn.Linear, x: Tensor) -> Tensor | None:
     pack = linear_packer(x.device, dtype)
     if pack is None:
         return None
-    return prepared.derived(
-        module, ("packed", dtype), (module.weight,), lambda: pack(module.weight.to(dtype).contiguous())
-    )
+
+    def made() -> Tensor:
+        return pack(module.weight.to(dtype).contiguous())
+
+    return made() if many else prepared.derived(module, ("packed", dtype), (module.weight,), made)
 
 
 def apply_linear(module: nn.Module, x: Tensor, activation: str | None = None) -> Tensor:
@@ -279,15 +285,24 @@ class EncoderLayer(nn.Module):
                 ((batch, hidden), None). Only where `may_skip_rows` says so, with total >= 1 and without
                 probabilities; the row of an empty sequence has no meaning.
         """
-        if not first_only and (blocks := self._blocks(hidden, sequences)):
-            out = torch.empty_like(hidden)
-            for first, last in blocks:
-                ends = sequences.cu_seqlens[first : last + 1]
-                rows = slice(int(ends[0]), int(ends[-1]))
-                some = replace(sequences, cu_seqlens=ends - ends[0])
-                out[rows] = self._forward(hidden[rows], some, gate, site)[0]
-            return out, None
-        return self._forward(hidden, sequences, gate, site, first_only)
+        if first_only:
+            return self._forward(hidden, sequences, gate, site, first_only)
+        fused = self._fused(hidden, sequences)
+
+        def run(rows: Tensor, some: Sequences) -> tuple[Tensor, Tensor | None]:
+            if fused is None:
+                return self._forward(rows, some, gate, site)
+            return self._forward_fused(*fused, rows, some, gate), None
+
+        blocks = self._blocks(hidden, sequences, _BLOCK_ROWS if fused is None else _FUSED_ROWS)
+        if not blocks:
+            return run(hidden, sequences)
+        out = torch.empty_like(hidden)
+        for first, last in blocks:
+            ends = sequences.cu_seqlens[first : last + 1]
+            rows = slice(int(ends[0]), int(ends[-1]))
+            out[rows] = run(hidden[rows], replace(sequences, cu_seqlens=ends - ends[0]))[0]
+        return out, None
 
     def _forward(self, hidden, sequences, gate, site, first_only=False):
         names, seed = self.names, sequences.seed
@@ -325,14 +340,104 @@ class EncoderLayer(nn.Module):
         )
         return hidden, probs
 
-    def _blocks(self, x: Tensor, sequences: Sequences) -> list[tuple[int, int]]:
-        """Ranges of sequences to compute one after the other, so that a large batch's q, k, v and
-        feed-forward, most of its memory, never exist as a whole; empty where all go at once.
+    def _forward_fused(
+        self, launch: Callable, weights: object, hidden: Tensor, sequences: Sequences, gate: Tensor | None
+    ) -> Tensor:
+        names = self.names
+        return encoder_layer(
+            launch,
+            hidden,
+            weights,
+            sequences.cu_seqlens,
+            sequences.max_seqlen,
+            nheads=self.nheads,
+            inner=part(self, names.intermediate).out_features,
+            softmax_scale=self.head_dim**-0.5,
+            bias=sequences.bias,
+            gate=gate,
+            activation=self.activation,
+            eps=(part(self, names.attention_norm).eps, part(self, names.output_norm).eps),
+        )
+
+    def _fused(self, x: Tensor, sequences: Sequences) -> tuple[Callable, object] | None:
+        """(the serving backend's function for a whole layer, the layer's weights as it takes them), or None.
+
+        For inference on a CPU, in a layer whose parts are all plain and hold parameters of `x`'s dtype.
+        """
+        if (
+            self.training
+            or torch.is_grad_enabled()
+            or x.shape[0] == 0
+            or x.device.type != "cpu"
+            or sequences.return_probs
+            or torch.compiler.is_compiling()
+            or checks.autocast_dtype(x) is not None
+        ):
+            return None
+        names = self.names
+        dense = [
+            part(self, path)
+            for path in (
+                names.query, names.key, names.value, names.attention_output, names.intermediate, names.output
+            )
+        ]  # fmt: skip
+        norms = [part(self, path) for path in (names.attention_norm, names.output_norm)]
+        kind = type(dense[0])
+        op = {nn.Linear: "linear", QuantizedLinear: "linear_int8"}.get(kind)
+        if (
+            op is None
+            or not all(is_plain(m, kind) for m in dense)
+            or not all(is_plain(m, nn.LayerNorm) for m in norms)
+        ):
+            return None
+        found = launchers(x.device, x.dtype, op)
+        if found is None:
+            return None
+        make, launch = found
+        if kind is nn.Linear and x.shape[0] >= _MANY_ROWS:
+            weights = self._layer_weights(make, dense, norms, x)
+        else:
+            tensors = (t for m in (*dense, *norms) for d in (m._parameters, m._buffers) for t in d.values())
+            sources = tuple(t for t in tensors if t is not None)
+            weights = prepared.derived(
+                self, ("layer", x.dtype, launch), sources, lambda: self._layer_weights(make, dense, norms, x)
+            )
+        return None if weights is None else (launch, weights)
+
+    def _layer_weights(
+        self, make: Callable, dense: list[nn.Module], norms: list[nn.Module], x: Tensor
+    ) -> object | None:
+        """What `make` makes of the layer's weights; None where a parameter has not the dtype or device that
+        the fused layer takes: the single ops then say what is wrong, or cast.
+        """
+        vectors = [m.bias for m in dense] + [t for m in norms for t in (m.weight, m.bias)]
+        if any(t is not None and (t.dtype != x.dtype or t.device != x.device) for t in vectors):
+            return None
+        if type(dense[0]) is nn.Linear:
+            if any(m.weight.dtype != x.dtype or m.weight.device != x.device for m in dense):
+                return None
+            linears = [(packed_weight(m, x, for_this_call=True), None, m.bias) for m in dense]
+        else:
+            qkv = dense[:3]
+            if len({m.bias is None for m in qkv}) > 1:
+                return None
+            linears = []
+            for owner, modules in ((self, qkv), *((m, [m]) for m in dense[3:])):
+                _, scale, bias, packed = int8_operands(x.device, x.dtype, owner, modules)
+                linears.append((packed, scale, bias))
+        if any(packed is None for packed, *_ in linears):
+            return None
+        return make(linears, [(m.weight, m.bias) for m in norms])
+
+    def _blocks(self, x: Tensor, sequences: Sequences, least: int) -> list[tuple[int, int]]:
+        """Ranges of sequences, of `least` rows or more, to compute one after the other, so that a large
+        batch's q, k, v and feed-forward, most of its memory, never exist as a whole; empty where all go at
+        once.
 
         Inference on a CPU only: a GPU wants all rows together. A hook would see one call a block.
         """
         if (
-            x.shape[0] < 2 * _BLOCK_ROWS
+            x.shape[0] < 2 * least
             or x.device.type != "cpu"
             or sequences.bias is not None
             or sequences.return_probs
@@ -346,9 +451,9 @@ class EncoderLayer(nn.Module):
         if ends[-1] != x.shape[0]:
             return []
         blocks, first = [], 0
-        size = -(-ends[-1] // (ends[-1] // _BLOCK_ROWS))
+        size = -(-ends[-1] // (ends[-1] // least))
         for last in range(1, len(ends)):  # the last block takes what would be too few rows for one more
-            if ends[last] - ends[first] >= size and ends[-1] - ends[last] >= _MANY_ROWS:
+            if ends[last] - ends[first] >= size and ends[-1] - ends[last] >= min(least, _MANY_ROWS):
                 blocks.append((first, last))
                 first = last
         return [*blocks, (first, len(ends) - 1)]

@@ -192,11 +192,26 @@ def int8_product(
             f"int8 layers are for inference on a CPU, and their input is on {x.device}: move the model back "
             "by model.cpu(), or use a bfloat16 or float16 model there"
         )
-    biased = with_bias and modules[0].bias is not None
     if torch.compiler.is_compiling():
+        biased = with_bias and modules[0].bias is not None
         return linear_int8(x, *_joined(modules, biased), activation)
     dtype = x.dtype if x.dtype == torch.float64 else checks.autocast_dtype(x) or x.dtype
-    pack = packer(x.device, dtype)
+    weight, scale, bias, packed = int8_operands(x.device, dtype, owner, modules, with_bias)
+    return linear_int8(x, weight, scale, bias, activation, packed)
+
+
+def int8_operands(
+    device: torch.device,
+    dtype: torch.dtype,
+    owner: nn.Module,
+    modules: list[QuantizedLinear],
+    with_bias: bool = True,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """(weight, scale, bias, packed) of quantised layers as one, for `linear_int8` on rows of that dtype.
+
+    Arguments as in `int8_product`; kept for `owner`. packed is None where the serving backend packs nothing.
+    """
+    biased = with_bias and modules[0].bias is not None
     if len(modules) == 1:
         weight, scale, bias = _joined(modules, biased)
     else:
@@ -204,10 +219,10 @@ def int8_product(
         weight, scale, bias = prepared.derived(
             owner, ("int8", biased), sources, lambda: _joined(modules, biased)
         )
-    packed = None
+    packed, pack = None, packer(device, dtype)
     if pack is not None:  # kept for this backend alone: another one would not understand it
         packed = prepared.derived(owner, ("int8 packed", pack), (weight,), lambda: pack(weight))
-    return linear_int8(x, weight, scale, bias, activation, packed)
+    return weight, scale, bias, packed
 
 
 def _joined(modules: list[QuantizedLinear], biased: bool) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -15,6 +15,7 @@ SMALL = dict(
 def small_blocks(monkeypatch):
     monkeypatch.setattr(layers, "_BLOCK_ROWS", 40)
     monkeypatch.setattr(layers, "_MANY_ROWS", 30)
+    monkeypatch.setattr(layers, "launchers", lambda *_: None)  # fused layers: tests/test_encoder_layer.py
 
 
 @pytest.fixture

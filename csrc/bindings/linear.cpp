@@ -7,12 +7,6 @@
 namespace fastbert {
 namespace {
 
-Activation activation_of(int code) {
-    if (code < 0 || code > 4)
-        throw py::value_error("activation: expected code 0 … 4, got " + std::to_string(code));
-    return static_cast<Activation>(code);
-}
-
 void pack(int dtype, std::int64_t depth, std::int64_t columns, Address b, std::int64_t depth_stride,
           std::int64_t column_stride, Address packed, int threads) {
     check_shape(columns, depth);

@@ -36,6 +36,7 @@ PYBIND11_MODULE(_C, m) {
     bind_attention(m);
     bind_cross_entropy(m);
     bind_embedding(m);
+    bind_encoder_layer(m);
     bind_layer_norm(m);
     bind_linear(m);
     bind_padding(m);

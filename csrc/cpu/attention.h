@@ -49,7 +49,7 @@ const char* cpu_attention_bwd(const AttentionBwd& args, int threads);
 
 // --- per instruction set ---
 
-inline constexpr std::int64_t kPanel = 64;       // keys of one panel of K transposed
+inline constexpr std::int64_t kKeyPanel = 64;    // keys of one panel of K transposed
 inline constexpr std::int64_t kQueryBlock = 24;  // queries that go through the keys together
 
 struct AttentionKernels {

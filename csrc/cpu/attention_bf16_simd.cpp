@@ -53,13 +53,13 @@ void pair_rows(const Heads& t, std::int64_t first, std::int64_t head, std::int64
     }
 }
 
-// Panels [half(headdim)][kPanel] of the transpose, pairs of columns; zeros for keys from `count` to the next
-// multiple of kLanes.
+// Panels [half(headdim)][kKeyPanel] of the transpose, pairs of columns; zeros for keys from `count` to the
+// next multiple of kLanes.
 void transpose_rows(const Heads& t, std::int64_t first, std::int64_t head, std::int64_t count,
                     std::int64_t headdim, Pair* out) {
     const std::int64_t depth = half(headdim);
     for (std::int64_t j = 0; j < count; j += kLanes) {
-        Pair* panel = out + j / kPanel * depth * kPanel + j % kPanel;
+        Pair* panel = out + j / kKeyPanel * depth * kKeyPanel + j % kKeyPanel;
         for (std::int64_t c = 0; c < depth; c += kLanes) {
             const std::int64_t n = less(2 * kLanes, headdim - 2 * c);
             const __mmask32 mask = static_cast<__mmask32>((1ull << n) - 1);
@@ -72,7 +72,7 @@ void transpose_rows(const Heads& t, std::int64_t first, std::int64_t head, std::
             transpose(block);
 #pragma GCC unroll 16
             for (int i = 0; i < kLanes; ++i)
-                if (c + i < depth) store(panel + (c + i) * kPanel, block[i]);
+                if (c + i < depth) store(panel + (c + i) * kKeyPanel, block[i]);
         }
     }
 }
@@ -100,7 +100,7 @@ void pair_weights(const Pair* rows, std::int64_t stride, std::int64_t count, std
 }
 
 std::int64_t forward_scratch(std::int64_t seqlen, std::int64_t headdim) {
-    const std::int64_t keys = round_up(seqlen, kPanel), width = width_of(headdim);
+    const std::int64_t keys = round_up(seqlen, kKeyPanel), width = width_of(headdim);
     // panels of K, pairs of rows of V; of a block: q, P, out and scores
     const std::int64_t own =
         keys * half(headdim) + keys / 2 * width + kQueryBlock * (width / 2 + keys / 2 + width + keys);
@@ -112,7 +112,7 @@ void forward(const AttentionFwd& args, std::int64_t sequence, std::int64_t head,
     const Span tokens = span_of(args, sequence);
     if (tokens.length < kFew)
         return avx512::attention_kernels.forward(args, sequence, head, begin, end, scratch);
-    const std::int64_t n = tokens.length, keys = round_up(n, kPanel);
+    const std::int64_t n = tokens.length, keys = round_up(n, kKeyPanel);
     const std::int64_t headdim = args.headdim, width = width_of(headdim), depth = half(headdim);
     Pair *panels = reinterpret_cast<Pair*>(scratch), *v = panels + keys * depth, *q = v + keys / 2 * width;
     Pair* weights = q + kQueryBlock * width / 2;
@@ -154,7 +154,7 @@ void forward(const AttentionFwd& args, std::int64_t sequence, std::int64_t head,
 }
 
 std::int64_t backward_scratch(std::int64_t seqlen, std::int64_t headdim) {
-    const std::int64_t keys = round_up(seqlen, kPanel), width = width_of(headdim);
+    const std::int64_t keys = round_up(seqlen, kKeyPanel), width = width_of(headdim);
     // panels of K and V, pairs of rows of K; dk and dv (more, for the last tile); of a block: q and dout,
     // each in pairs of columns and of rows, dq, P and dP, weights and dS, each in pairs of keys and of
     // queries
@@ -166,7 +166,7 @@ std::int64_t backward_scratch(std::int64_t seqlen, std::int64_t headdim) {
 void backward(const AttentionBwd& args, std::int64_t sequence, std::int64_t head, float* scratch) {
     const Span tokens = span_of(args, sequence);
     if (tokens.length < kFew) return avx512::attention_kernels.backward(args, sequence, head, scratch);
-    const std::int64_t n = tokens.length, keys = round_up(n, kPanel), stride = keys + kLanes;
+    const std::int64_t n = tokens.length, keys = round_up(n, kKeyPanel), stride = keys + kLanes;
     const std::int64_t headdim = args.headdim, width = width_of(headdim), depth = half(headdim);
     Pair *k_panels = reinterpret_cast<Pair*>(scratch), *v_panels = k_panels + keys * depth;
     Pair *k = v_panels + keys * depth, *q = k + keys / 2 * width, *dout = q + kQueryBlock * width / 2;

@@ -34,20 +34,20 @@ void copy_rows(const Heads& t, std::int64_t first, std::int64_t head, std::int64
     }
 }
 
-// Panels [headdim][kPanel] of the transpose, zeros for the keys behind `count`.
+// Panels [headdim][kKeyPanel] of the transpose, zeros for the keys behind `count`.
 void transpose(const float* rows, std::int64_t count, std::int64_t headdim, std::int64_t width, float* out) {
-    for (std::int64_t first = 0; first < count; first += kPanel, out += headdim * kPanel) {
-        const std::int64_t n = less(kPanel, count - first);
+    for (std::int64_t first = 0; first < count; first += kKeyPanel, out += headdim * kKeyPanel) {
+        const std::int64_t n = less(kKeyPanel, count - first);
         for (std::int64_t c = 0; c < headdim; ++c) {
-            float* line = out + c * kPanel;
+            float* line = out + c * kKeyPanel;
             for (std::int64_t j = 0; j < n; ++j) line[j] = rows[(first + j) * width + c];
-            for (std::int64_t j = n; j < kPanel; ++j) line[j] = 0.0f;
+            for (std::int64_t j = n; j < kKeyPanel; ++j) line[j] = 0.0f;
         }
     }
 }
 
 std::int64_t forward_scratch(std::int64_t seqlen, std::int64_t headdim) {
-    const std::int64_t keys = round_up(seqlen, kPanel), width = width_of(headdim);
+    const std::int64_t keys = round_up(seqlen, kKeyPanel), width = width_of(headdim);
     return round_up(keys * headdim + keys * width + kQueryBlock * (2 * width + keys), 16);
 }
 
@@ -55,7 +55,7 @@ template <class T>
 void forward_as(const AttentionFwd& args, std::int64_t sequence, std::int64_t head, std::int64_t begin,
                 std::int64_t end, float* scratch) {
     const Span tokens = span_of(args, sequence);
-    const std::int64_t n = tokens.length, keys = round_up(n, kPanel);
+    const std::int64_t n = tokens.length, keys = round_up(n, kKeyPanel);
     const std::int64_t headdim = args.headdim, width = width_of(headdim);
     float *panels = scratch, *v = panels + keys * headdim, *q = v + keys * width;
     float *out = q + kQueryBlock * width, *scores = out + kQueryBlock * width;
@@ -97,7 +97,7 @@ void forward_as(const AttentionFwd& args, std::int64_t sequence, std::int64_t he
 }
 
 std::int64_t backward_scratch(std::int64_t seqlen, std::int64_t headdim) {
-    const std::int64_t keys = round_up(seqlen, kPanel), width = width_of(headdim);
+    const std::int64_t keys = round_up(seqlen, kKeyPanel), width = width_of(headdim);
     // panels of K and V; rows of K, dk and dv (kRows more, for the last tile); q, dout, dq; P, dP, weights
     return round_up(
         2 * keys * headdim + 3 * (keys + kRows) * width + kQueryBlock * (3 * width + 3 * (keys + kRows)), 16);
@@ -106,7 +106,7 @@ std::int64_t backward_scratch(std::int64_t seqlen, std::int64_t headdim) {
 template <class T>
 void backward_as(const AttentionBwd& args, std::int64_t sequence, std::int64_t head, float* scratch) {
     const Span tokens = span_of(args, sequence);
-    const std::int64_t n = tokens.length, keys = round_up(n, kPanel), tall = n + kRows;
+    const std::int64_t n = tokens.length, keys = round_up(n, kKeyPanel), tall = n + kRows;
     const std::int64_t headdim = args.headdim, width = width_of(headdim), stride = keys + kRows;
     float *k_panels = scratch, *v_panels = k_panels + keys * headdim, *k = v_panels + keys * headdim;
     float *dk = k + (keys + kRows) * width, *dv = dk + (keys + kRows) * width,

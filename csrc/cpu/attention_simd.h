@@ -60,14 +60,14 @@ void tiles(const E* a, std::int64_t a_row, std::int64_t a_k, const E* b, std::in
     for (; j < columns; j += kLanes) tile<1>(a, a_row, a_k, b + j, b_row, depth, c + j, c_row, accumulate);
 }
 
-// scores (rows x stride) = a (rows x depth, a_row apart) times the panels [depth][kPanel] of all keys.
+// scores (rows x stride) = a (rows x depth, a_row apart) times the panels [depth][kKeyPanel] of all keys.
 template <class E>
 void times_panels(const E* a, std::int64_t a_row, std::int64_t rows, const E* panels, std::int64_t keys,
                   std::int64_t depth, float* scores, std::int64_t stride) {
-    for (std::int64_t j = 0; j < keys; j += kPanel, panels += depth * kPanel)
+    for (std::int64_t j = 0; j < keys; j += kKeyPanel, panels += depth * kKeyPanel)
         for (std::int64_t r = 0; r < rows; r += kRows)
-            tiles(a + r * a_row, a_row, 1, panels, kPanel, depth, scores + r * stride + j, stride,
-                  less(kPanel, round_up(keys - j, kLanes)), false);
+            tiles(a + r * a_row, a_row, 1, panels, kKeyPanel, depth, scores + r * stride + j, stride,
+                  less(kKeyPanel, round_up(keys - j, kLanes)), false);
 }
 
 // out (rows x width) = weights (rows x depth) times b (depth x width).

@@ -361,12 +361,12 @@ def attention(
         cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * max_seqlen
         q, k, v = (t.reshape(batch * max_seqlen, nheads, headdim) for t in (q, k, v))
     else:
-        _check_lengths(cu_seqlens, max_seqlen, q)
+        check_lengths(cu_seqlens, max_seqlen, q)
         batch = cu_seqlens.shape[0] - 1
     softmax_scale = _scale(softmax_scale, headdim)
     if not isinstance(causal, bool):
         raise TypeError(f"causal: expected a bool, got {causal!r}")
-    bias = _bias_4d(bias, batch, nheads, max_seqlen, q)
+    bias = check_bias(bias, batch, nheads, max_seqlen, q)
     if gate is not None:
         checks.float_tensor("gate", gate, q)
         checks.shape("gate", gate, (nheads,))
@@ -425,7 +425,8 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> No
         checks.shape(name, t, q.shape)
 
 
-def _check_lengths(cu_seqlens: Tensor, max_seqlen: int | None, q: Tensor) -> None:
+def check_lengths(cu_seqlens: Tensor, max_seqlen: int | None, q: Tensor) -> None:
+    """Of the packed layout, for the rows of `q`; the values too where they lie on the CPU."""
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens: expected an int32 torch.Tensor, got {type(cu_seqlens).__name__}")
     if cu_seqlens.dtype != torch.int32:
@@ -464,7 +465,8 @@ def _scale(softmax_scale: float | None, headdim: int) -> float:
     return float(softmax_scale)
 
 
-def _bias_4d(bias: Tensor | None, batch: int, nheads: int, seqlen: int, q: Tensor) -> Tensor | None:
+def check_bias(bias: Tensor | None, batch: int, nheads: int, seqlen: int, q: Tensor) -> Tensor | None:
+    """The bias in four dimensions."""
     if bias is None:
         return None
     checks.float_tensor("bias", bias, q)

@@ -33,7 +33,7 @@ FAULTS = (
     _fault("lse transposed", "args.lse[head * args.total + row]", "args.lse[row * args.nheads + head]"),
     # panels and tiles
     _fault("keys of a panel short of one", "for (std::int64_t j = 0; j < n; ++j) line[j]", "for (std::int64_t j = 0; j + 1 < n; ++j) line[j]"),
-    _fault("second panel forgotten", "const std::int64_t n = less(kPanel, count - first)", "const std::int64_t n = first > 0 ? 0 : less(kPanel, count - first)"),
+    _fault("second panel forgotten", "const std::int64_t n = less(kKeyPanel, count - first)", "const std::int64_t n = first > 0 ? 0 : less(kKeyPanel, count - first)"),
     _fault("narrow tiles repeat the first columns", "for (; j < columns; j += kLanes) tile<1>(a, a_row, a_k, b + j,", "for (; j < columns; j += kLanes) tile<1>(a, a_row, a_k, b,", _SHARED),
     _fault("later keys overwrite earlier ones", "out + r * width, width, width, j > 0);", "out + r * width, width, width, false);", _SHARED),
     _fault("old sums kept", "out + r * width, width, width, j > 0);", "out + r * width, width, width, true);", _SHARED),

@@ -24,7 +24,7 @@ FAULTS = (
     _fault("columns past the head in the panels", "static_cast<__mmask32>((1ull << n) - 1)", "static_cast<__mmask32>(-1)"),
     _fault("panels without an odd last column", "const std::int64_t n = less(2 * kLanes, headdim - 2 * c);", "const std::int64_t n = less(2 * kLanes, headdim / 2 * 2 - 2 * c);"),
     _fault("panels repeat the first 32 columns", "first + j + i, head) + 2 * c)", "first + j + i, head))"),
-    _fault("panels all at the first", "out + j / kPanel * depth * kPanel + j % kPanel", "out + j % kPanel"),
+    _fault("panels all at the first", "out + j / kKeyPanel * depth * kKeyPanel + j % kKeyPanel", "out + j % kKeyPanel"),
     _fault("panels of the first sequence", "_mm512_maskz_loadu_epi16(mask, row_of<bf16>(t, first + j + i, head)", "_mm512_maskz_loadu_epi16(mask, row_of<bf16>(t, j + i, head)"),
     _fault("panels past the last key", "block[i] = j + i < count", "block[i] = j + i < count + 1"),
     _fault("panels short of a key", "block[i] = j + i < count", "block[i] = j + i + 1 < count"),

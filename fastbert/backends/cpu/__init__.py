@@ -12,6 +12,7 @@ from fastbert import _native
 from fastbert.backends.cpu.attention import attention_bwd, attention_fwd
 from fastbert.backends.cpu.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from fastbert.backends.cpu.embedding import embedding_bwd, embedding_fwd
+from fastbert.backends.cpu.encoder_layer import encoder_layer_fwd, encoder_layer_weights
 from fastbert.backends.cpu.layer_norm import layer_norm_bwd, layer_norm_fwd
 from fastbert.backends.cpu.linear import linear_bwd, linear_fwd, linear_pack
 from fastbert.backends.cpu.linear_int8 import linear_int8_fwd, linear_int8_pack
@@ -35,6 +36,8 @@ __all__ = [
     "cross_entropy_fwd",
     "embedding_bwd",
     "embedding_fwd",
+    "encoder_layer_fwd",
+    "encoder_layer_weights",
     "layer_norm_bwd",
     "layer_norm_fwd",
     "linear_bwd",

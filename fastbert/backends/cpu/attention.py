@@ -8,6 +8,18 @@ from fastbert._native import DTYPE_CODES, dropout
 from fastbert._native import extension as _C
 
 
+def bias_args(
+    bias: torch.Tensor | None, batch: int, nheads: int, max_seqlen: int
+) -> tuple[torch.Tensor | None, tuple[int, int, int, int]]:
+    """(the bias as the kernels read it, its address and strides): csrc/cpu/attention.h, Bias."""
+    if bias is None:
+        return None, (0, 0, 0, 0)
+    bias = bias.float().expand(batch, nheads, max_seqlen, max_seqlen)
+    if bias.stride(3) != 1 and max_seqlen > 1:  # one value for a whole row, or transposed
+        bias = bias.contiguous()
+    return bias, (bias.data_ptr(), *bias.stride()[:3])
+
+
 def _attention_args(
     q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset
 ) -> tuple[tuple, list]:
@@ -15,18 +27,13 @@ def _attention_args(
     total, nheads, headdim = q.shape
     batch = cu_seqlens.shape[0] - 1
     cu_seqlens = cu_seqlens.contiguous()
-    bias_args = (0, 0, 0, 0)
-    if bias is not None:
-        bias = bias.float().expand(batch, nheads, max_seqlen, max_seqlen)
-        if bias.stride(3) != 1 and max_seqlen > 1:  # one value for a whole row, or transposed
-            bias = bias.contiguous()
-        bias_args = (bias.data_ptr(), *bias.stride()[:3])
+    bias, bias_numbers = bias_args(bias, batch, nheads, max_seqlen)
     if gate is not None:
         gate = gate.float().contiguous()
     args = (
         DTYPE_CODES[q.dtype], batch, nheads, headdim, total, max_seqlen, cu_seqlens.data_ptr(),
         *(n for t in (q, k, v) for n in (t.data_ptr(), t.stride(0), t.stride(1))),
-        softmax_scale, causal, *bias_args, 0 if gate is None else gate.data_ptr(),
+        softmax_scale, causal, *bias_numbers, 0 if gate is None else gate.data_ptr(),
         *dropout(dropout_p, seed, offset),
     )  # fmt: skip
     return args, [cu_seqlens, bias, gate]

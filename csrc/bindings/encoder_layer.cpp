@@ -1,0 +1,88 @@
+// A whole encoder layer on the CPU.
+#include "../cpu/encoder_layer.h"
+
+#include "bindings.h"
+
+namespace fastbert {
+namespace {
+
+// Reads a tuple of numbers in the order in which fastbert/backends/cpu/encoder_layer.py wrote it.
+class Reader {
+  public:
+    explicit Reader(const py::tuple& from) : from_(from) {}
+    template <class T>
+    T next() {
+        return from_[at_++].cast<T>();  // raises IndexError behind the end
+    }
+    template <class T>
+    T* address() {
+        return pointer<T>(next<Address>());
+    }
+    Param vector() {
+        const Address data = next<Address>();
+        return param(data, next<int>());
+    }
+    LayerLinear linear() {
+        const void* const packed = address<const void>();
+        const float* const scale = address<const float>();
+        return {packed, scale, vector()};
+    }
+    LayerNormParams norm() {
+        const Param weight = vector();
+        return {weight, vector(), 0.0};
+    }
+    void end(const char* name) const {
+        if (at_ != from_.size()) throw py::value_error(std::string(name) + ": too many numbers");
+    }
+
+  private:
+    const py::tuple& from_;
+    std::size_t at_ = 0;
+};
+
+void encoder_layer_fwd(int dtype, const py::tuple& sizes, const py::tuple& weights, Address cu_seqlens,
+                       Address x, std::int64_t x_stride, double attention_eps, double output_eps,
+                       int activation, float softmax_scale, const py::tuple& bias, Address gate, Address y,
+                       int threads) {
+    EncoderLayer args{};
+    args.dtype = dtype_of(dtype);
+    Reader size(sizes);
+    args.batch = size.next<std::int64_t>();
+    args.nheads = size.next<std::int64_t>();
+    args.headdim = size.next<std::int64_t>();
+    args.total = size.next<std::int64_t>();
+    args.max_seqlen = size.next<std::int64_t>();
+    args.inner = size.next<std::int64_t>();
+    size.end("sizes");
+    check_shape(args.total, args.nheads * args.headdim);
+    check_shape(args.batch, args.inner);
+    Reader weight(weights);
+    for (LayerLinear* linear : {&args.query, &args.key, &args.value, &args.attention_output,
+                                &args.intermediate, &args.output})
+        *linear = weight.linear();
+    args.attention_norm = weight.norm();
+    args.output_norm = weight.norm();
+    weight.end("weights");
+    args.attention_norm.eps = attention_eps;
+    args.output_norm.eps = output_eps;
+    args.cu_seqlens = pointer<const std::int32_t>(cu_seqlens);
+    args.x = pointer(x);
+    args.x_stride = x_stride;
+    args.activation = activation_of(activation);
+    args.softmax_scale = softmax_scale;
+    Reader strides(bias);
+    args.bias.data = strides.address<const float>();
+    args.bias.batch_stride = strides.next<std::int64_t>();
+    args.bias.head_stride = strides.next<std::int64_t>();
+    args.bias.row_stride = strides.next<std::int64_t>();
+    strides.end("bias");
+    args.gate = pointer<const float>(gate);
+    args.y = pointer(y);
+    run([&] { return cpu_encoder_layer_fwd(args, threads); });
+}
+
+}  // namespace
+
+void bind_encoder_layer(py::module_& m) { m.def("cpu_encoder_layer_fwd", &encoder_layer_fwd); }
+
+}  // namespace fastbert

@@ -1,0 +1,43 @@
+// A whole encoder layer for inference on the CPU: the kernels of attention, linear (or linear_int8) and
+// layer_norm in the order of fastbert/layers.py, with one workspace, so that a layer costs one call from
+// Python and its intermediate results stay in memory that is mapped already.
+#pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+#include "linear.h"
+
+namespace fastbert {
+
+struct LayerLinear {
+    const void* packed;  // panels of linear, or of linear_int8
+    const float* scale;  // of linear_int8; null: linear
+    Param bias;          // data may be null
+};
+
+struct LayerNormParams {
+    Param weight, bias;  // bias may be null
+    double eps;
+};
+
+struct EncoderLayer {
+    DType dtype;
+    std::int64_t batch, nheads, headdim, total, max_seqlen, inner;
+    const std::int32_t* cu_seqlens;  // batch + 1
+    const void* x;                   // (total, nheads * headdim)
+    std::int64_t x_stride;
+    LayerLinear query, key, value;  // with 8 bits, query is all three: one product of 3 * hidden columns
+    LayerLinear attention_output, intermediate, output;
+    LayerNormParams attention_norm, output_norm;
+    Activation activation;
+    float softmax_scale;
+    Bias bias;
+    const float* gate;  // (nheads,), null: none
+    void* y;            // (total, nheads * headdim), contiguous
+};
+
+// nullptr, or the reason why y is not what it should be.
+const char* cpu_encoder_layer_fwd(const EncoderLayer& args, int threads);
+
+}  // namespace fastbert

@@ -1,0 +1,92 @@
+"""A whole encoder layer for inference, in one call of a backend that can: no op of its own in the dispatch
+table, but attention, linear (or linear_int8) and layer_norm fused.
+
+    q, k, v = x Wqᵀ + bq, x Wkᵀ + bk, x Wvᵀ + bv
+    a = LayerNorm(x + attention(q, k, v) Woᵀ + bo)
+    y = LayerNorm(a + act(a Wiᵀ + bi) Wfᵀ + bf)
+
+A fused layer gives bit for bit what those ops give one after another on the same backend. What it saves is
+the fixed cost of nine calls and the memory of their results, which counts where tokens are few.
+
+Backend functions, found by `launchers`:
+
+    encoder_layer_weights(linears, norms) -> weights
+        linears: (packed, scale or None, bias or None) of query, key, value, attention output, intermediate
+        and output, `packed` as the backend's `linear_pack` makes it; or, of 8-bit layers, of query, key and
+        value joined, attention output, …, as `linear_int8_pack` makes it. norms: (weight, bias or None) of
+        both.
+    encoder_layer_fwd(x, weights, cu_seqlens, max_seqlen, nheads, inner, softmax_scale, bias, gate,
+        activation, eps) -> y
+        x, y: (total, hidden), last dimension contiguous; inner: columns of the intermediate layer; eps: of
+        both norms; bias 4-D; the rest as in `ops.attention` and `ops.linear`.
+
+Source: Vaswani et al. 2017, sec. 3.1-3.3; Devlin et al. 2018.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fastbert import dispatch
+from fastbert.ops import checks
+from fastbert.ops.attention import check_bias, check_lengths
+from fastbert.ops.linear import ACTIVATIONS
+
+
+def launchers(device: torch.device, dtype: torch.dtype, linear: str) -> tuple[Callable, Callable] | None:
+    """(encoder_layer_weights, encoder_layer_fwd) of the backend that serves attention, layer_norm and
+    `linear` ("linear" or "linear_int8"); None where several do, or the one has no fused layer.
+    """
+    ops = ("attention", "layer_norm", linear)
+    weights = dispatch.fused("encoder_layer_weights", ops, device, dtype)
+    forward = dispatch.fused("encoder_layer_fwd", ops, device, dtype)
+    return None if weights is None or forward is None else (weights, forward)
+
+
+def encoder_layer(
+    launch: Callable,
+    x: Tensor,
+    weights: object,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    nheads: int,
+    inner: int,
+    softmax_scale: float,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    activation: str | None,
+    eps: tuple[float, float],
+) -> Tensor:
+    """One layer, without autograd.
+
+    Args:
+        launch, weights: of `launchers`, and what its other function made, for `x`'s device and dtype.
+        x: (total, hidden).
+        cu_seqlens, max_seqlen, softmax_scale, bias, gate: as `ops.attention.attention`, packed layout.
+        nheads, inner, activation: heads, columns and activation of the intermediate layer.
+        eps: of the norm after attention, and of the one after the feed-forward.
+
+    Returns:
+        (total, hidden).
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what was expected.
+    """
+    checks.float_tensor("x", x)
+    if x.dim() != 2 or x.shape[1] == 0 or x.shape[1] % nheads:
+        raise ValueError(f"x: expected shape (total, hidden), hidden of {nheads} heads, got {tuple(x.shape)}")
+    check_lengths(cu_seqlens, max_seqlen, x)
+    bias = check_bias(bias, cu_seqlens.shape[0] - 1, nheads, max_seqlen, x)
+    if gate is not None:
+        checks.float_tensor("gate", gate, x)
+        checks.shape("gate", gate, (nheads,))
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation: expected None or one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    return launch(
+        checks.rows(x), weights, cu_seqlens, max_seqlen, nheads, inner, softmax_scale, bias, gate, activation,
+        (checks.eps(eps[0]), checks.eps(eps[1])),
+    )  # fmt: skip

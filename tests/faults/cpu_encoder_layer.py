@@ -1,0 +1,65 @@
+"""Faults of the C++ fused encoder layer."""
+
+# ruff: noqa: E501 (a table)
+
+import sys
+
+from tests.mutation import Fault, Suite
+
+_CPP = "csrc/cpu/encoder_layer.cpp"
+_BINDING = "csrc/bindings/encoder_layer.cpp"
+_PYTHON = "fastbert/backends/cpu/encoder_layer.py"
+_LAYERS = "fastbert/layers.py"
+
+
+def _fault(name: str, old: str, new: str, file: str = _CPP) -> Fault:
+    return Fault(name, file, old, new)
+
+
+FAULTS = (
+    # places in the workspace
+    _fault("no room for wide inner rows", "std::max(2 * plane, wide)", "2 * plane"),
+    _fault("context over v", "char* const context = base + 3 * plane;", "char* const context = base + 2 * plane;"),
+    _fault("first norm over its own input's place", "void* const attended = base + plane;", "void* const attended = base + 2 * plane;"),
+    _fault("lse over the last rows", "attention.lse = workspace.data() + (bytes + 3) / 4;", "attention.lse = workspace.data() + bytes / 4 - layer.total;"),
+    _fault("half precision takes no less", "? 4 : 2;\n    const std::int64_t plane", "? 4 : 1;\n    const std::int64_t plane"),
+    # attention
+    _fault("one weight for all three", "multiply(layer, *weights[i], layer.x", "multiply(layer, *weights[0], layer.x"),
+    _fault("joined rows as single ones", "attention.k = {base + hidden * size, stride,", "attention.k = {base + hidden * size, hidden,"),
+    _fault("v is k", "attention.v = {base + 2 * hidden * size", "attention.v = {base + hidden * size"),
+    _fault("bias forgotten", "    attention.bias = layer.bias;\n", ""),
+    _fault("gate forgotten", "    attention.gate = layer.gate;\n", ""),
+    _fault("scale forgotten", "attention.softmax_scale = layer.softmax_scale;", "attention.softmax_scale = 1.0f;"),
+    _fault("rows behind the last token not zero", "    std::memset(context + end", "    if (end < 0) std::memset(context + end"),
+    _fault("rows of x side by side", "multiply(layer, *weights[i], layer.x, layer.x_stride,", "multiply(layer, *weights[i], layer.x, hidden,"),
+    _fault("joined: rows of x side by side", "multiply(layer, layer.query, layer.x, layer.x_stride,", "multiply(layer, layer.query, layer.x, hidden,"),
+    # norms
+    _fault("residual's rows side by side", "                          layer.x_stride, attended, threads);", "                          hidden, attended, threads);"),
+    _fault("second residual is x", "layer.output.bias, attended, hidden, layer.y", "layer.output.bias, layer.x, layer.x_stride, layer.y"),
+    _fault("bias of the output layer forgotten", "    args.x_bias = bias;\n", ""),
+    _fault("first norm twice", "add_norm(layer, layer.output_norm,", "add_norm(layer, layer.attention_norm,"),
+    _fault("eps of the other norm", "args.output_norm.eps = output_eps;", "args.output_norm.eps = attention_eps;", _BINDING),
+    _fault("no activation", "layer.activation, inner, threads);", "Activation::kNone, inner, threads);"),
+    _fault("bias twice", "hidden, false,\n                      Activation::kNone, sum", "hidden, true,\n                      Activation::kNone, sum"),
+    # Python
+    _fault("gate as it comes", "gate = gate.float().contiguous()", "gate = gate", _PYTHON),
+    _fault("weights of another instruction set", "if isa != _C.cpu_isa():", "if False:", _PYTHON),
+    _fault("places of key and value not skipped", "if scale is not None and len(numbers) == 4:", "if False:", _PYTHON),
+    _fault("rows of x side by side, in Python", "x.data_ptr(), x.stride(0), *eps", "x.data_ptr(), x.shape[1], *eps", _PYTHON),
+    _fault("fused under autocast", "            or checks.autocast_dtype(x) is not None\n        ):\n            return None\n        names", "        ):\n            return None\n        names", _LAYERS),
+    _fault("hooked norms are fused over", "            or not all(is_plain(m, nn.LayerNorm) for m in norms)\n", "", _LAYERS),
+    _fault("hooked layers are fused over", "            or not all(is_plain(m, kind) for m in dense)\n", "", _LAYERS),
+    _fault("norms' weights may change", "for m in (*dense, *norms) for d in", "for m in dense for d in", _LAYERS),
+    _fault("fused where probabilities are asked for", "            or sequences.return_probs\n            or torch.compiler.is_compiling()\n            or checks", "            or torch.compiler.is_compiling()\n            or checks", _LAYERS),
+    _fault("kept although the rows are many", "            weights = self._layer_weights(make, dense, norms, x)\n", "            weights = prepared.derived(self, ('layer', x.dtype, launch), (), lambda: self._layer_weights(make, dense, norms, x))\n", _LAYERS),
+    _fault("joined although one bias is missing", "if len({m.bias is None for m in qkv}) > 1:", "if False:", _LAYERS),
+    _fault("parameters of other dtypes", "t.dtype != x.dtype or t.device", "t.device", _LAYERS),
+)  # fmt: skip
+
+SUITE = Suite(
+    faults=FAULTS,
+    tests=("tests/test_encoder_layer.py", "-k", "not sanitizer and not compiled"),
+    build=(sys.executable, "setup.py", "build_ext", "--inplace"),
+    environment={"FASTBERT_CUDA": "0", "CXXFLAGS": "-O1"},
+    timeout_s=300.0,
+)
