@@ -144,6 +144,9 @@ class Config(NamedTuple):
     per_multiprocessor: int = 1  # programs
 
 
+MOST_REGISTERS = 255  # a thread; few programs share a multiprocessor, and a lower limit would spill
+
+
 def heuristic(
     rows: int, out_features: int, dtype: torch.dtype, aligned: bool, device: tuning.Device
 ) -> Config:
@@ -162,17 +165,19 @@ def ladder(dtype: torch.dtype, aligned: bool, capability: tuple[int, int]) -> tu
         sizes = ((32, 64, 64), (16, 32, 32))
         return tuple(Config(*size, 4, 2, 2, tma=aligned, group_m=2) for size in sizes)
     if dtype == torch.float32 or not aligned:  # no tensor cores; or elements that come one by one
-        return Config(64, 64, 32, 4, 2, 1, tma=False), Config(32, 32, 32, 4, 2, 1, tma=False)
+        sizes = ((64, 64, 32), (32, 32, 32))
+        return tuple(Config(*size, 4, 2, 1, tma=False, per_multiprocessor=2) for size in sizes)
+    tma = capability >= (9, 0)
     if capability[0] in (9, 10):
         return (
-            Config(128, 256, 64, 8, 3, 4, tma=True),
-            Config(128, 128, 64, 8, 4, 2, tma=True),
-            Config(64, 64, 64, 4, 6, 1, tma=True),
+            Config(128, 256, 64, 8, 3, 4, tma),
+            Config(128, 128, 64, 8, 4, 2, tma),
+            Config(64, 64, 64, 4, 5, 1, tma, per_multiprocessor=2),
         )
     return (  # the smallest of these GPUs have 99 KB of shared memory
-        Config(128, 128, 32, 8, 4, 2, tma=False),
-        Config(64, 64, 64, 4, 4, 1, tma=False),
-        Config(32, 64, 64, 4, 4, 1, tma=False),
+        Config(128, 128, 32, 8, 4, 2, tma),
+        Config(64, 64, 64, 4, 4, 1, tma, per_multiprocessor=2),
+        Config(32, 64, 64, 4, 4, 1, tma, per_multiprocessor=2),
     )
 
 
@@ -206,7 +211,10 @@ def config_for(
 def _aligned(*matrices: Tensor) -> bool:
     """Whether starts and rows lie on 16 bytes and no two rows overlap: what a tensor map can describe."""
     return all(
-        t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.stride(0) >= t.shape[1]
+        t.data_ptr() % 16 == 0
+        and t.stride(0) * t.element_size() % 16 == 0
+        and t.stride(0) >= t.shape[1]
+        and t.stride(1) == 1  # of a single column it may be anything
         for t in matrices
     )
 
@@ -260,6 +268,6 @@ def linear_fwd_with(
         x.stride(0), weight.stride(0), y.stride(0), 0 if residual is None else residual.stride(0), rows,
         IN=x.shape[1], OUT=out_features, ACTIVATION=activation, BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m, SPLIT=config.split,
-        TMA=config.tma, num_warps=config.num_warps, num_stages=config.num_stages,
+        TMA=config.tma, num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return y, pre

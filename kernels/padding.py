@@ -58,7 +58,7 @@ def _unpack_kernel(
 
 def config_for(inner: int) -> tuple[int, int]:
     """(BLOCK_M, BLOCK_N): 2048 elements a program, which is 16 for each of 128 threads."""
-    block_n = max(16, min(1024, triton.next_power_of_2(inner)))
+    block_n = max(16, min(512, triton.next_power_of_2(inner)))
     return max(1, 2048 // block_n), block_n
 
 

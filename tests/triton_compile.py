@@ -261,8 +261,10 @@ def source(kernel, args: tuple, config: dict, max_registers: int | None = None):
             signature[param.name] = "fp32"
         else:
             raise TypeError(f"{param.name}: no Triton type for {value!r}")
-    options = {k: v for k, v in config.items() if k in ("num_warps", "num_stages")}
-    options |= {"enable_fp_fusion": True, "maxnreg": max_registers}
+    options = {k: v for k, v in config.items() if k in ("num_warps", "num_stages", "maxnreg")}
+    options |= {"enable_fp_fusion": True}
+    if max_registers is not None:
+        options["maxnreg"] = max_registers
     return triton.compiler.ASTSource(kernel, signature, constexprs, attrs), options
 
 
