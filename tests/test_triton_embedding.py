@@ -337,7 +337,8 @@ def test_forward_here_and_backward_by_another_backend(monkeypatch):
 
     actual = grads()
     key = ("triton", "embedding", DEVICE.type, actual[0].device.index, torch.float32)
-    assert dispatch._verdicts == {key: None}  # checked, forward alone, and passed
+    assert list(dispatch._verdicts) == [key]  # checked, forward alone, and passed
+    assert dispatch._verdicts[key].passed
     with dispatch.use_backend("reference"):
         for a, e in zip(actual, grads(), strict=True):
             torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
