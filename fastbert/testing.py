@@ -250,6 +250,11 @@ def small_cases(op: str) -> list[Case]:
     return list(importlib.import_module(f"fastbert.cases.{op}").SMALL)
 
 
+def gpu_cases(op: str) -> list[Case]:
+    """What a self-check runs on a GPU besides: cheap there, and large enough for the configs of real work."""
+    return list(getattr(importlib.import_module(f"fastbert.cases.{op}"), "ON_GPU", []))
+
+
 def bench_cases(op: str, lengths: tuple[int, ...]) -> list[Case]:
     """What BERT-base asks of an op for a batch of sequences of these lengths, in tokens."""
     return list(importlib.import_module(f"fastbert.cases.{op}").bench(lengths))
@@ -274,7 +279,8 @@ def verify(
 
 
 def self_check(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Run the op's tiny cases on one backend and device, backward too if it has one.
+    """Run the op's tiny cases, on a GPU `gpu_cases` too, on one backend and device; backward too if it has
+    one.
 
     Other threads that call the op meanwhile do not get the backend on trial.
 
@@ -284,7 +290,7 @@ def self_check(op: str, backend: str, device: torch.device, dtype: torch.dtype) 
     Raises:
         What the backend raises.
     """
-    for case in small_cases(op):
+    for case in small_cases(op) + (gpu_cases(op) if device.type == "cuda" else []):
         for row in run_case(case, backend, dtype, device, pin=dispatch.trial):
             if not row.passed:
                 return f"{row.case} {row.quantity}: {row.reason}"

@@ -317,6 +317,59 @@ def test_a_pinned_backend_without_the_op_or_the_function(monkeypatch):
             y.backward()
 
 
+# --- what a self-check runs ---------------------------------------------------------------------------------
+
+
+def test_a_gpus_check_has_cases_of_its_own(monkeypatch):
+    seen = []
+    monkeypatch.setattr(testing, "run_case", lambda case, *args, **options: seen.append(case) or [])
+    for op in dispatch.OPS:
+        seen.clear()
+        assert testing.self_check(op, "aten", torch.device("cpu"), torch.float32) is None
+        assert seen == testing.small_cases(op)
+        seen.clear()
+        testing.self_check(op, "aten", torch.device("cuda", 0), torch.float32)
+        assert seen == testing.small_cases(op) + testing.gpu_cases(op)
+
+
+@pytest.mark.parametrize("op", [op for op in dispatch.OPS if testing.gpu_cases(op)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_gpu_is_checked_with_is_fair(op, dtype):
+    for case in testing.gpu_cases(op):
+        for row in testing.run_case(case, "reference", dtype, backward=op in ("layer_norm", "embedding")):
+            assert row.passed, (row.case, row.quantity, row.reason)
+
+
+@pytest.mark.parametrize(
+    ("capability", "multiprocessors", "of_linear"),
+    [
+        ((9, 0), 132, 3),
+        ((9, 0), 78, 2),
+        ((10, 0), 148, 3),
+        ((8, 0), 108, 2),
+        ((8, 6), 28, 2),
+        ((12, 0), 170, 2),
+    ],
+)
+def test_a_gpus_check_meets_the_configs_of_real_work(capability, multiprocessors, of_linear):
+    pytest.importorskip("triton")
+    from fastbert.kernels import attention, linear, tuning
+
+    device = tuning.Device("a GPU without a table", capability, multiprocessors)
+    dtype = torch.bfloat16
+    cases = testing.small_cases("linear") + testing.gpu_cases("linear")
+    met = {linear.heuristic(2 ** tuning.bucket(c.rows), c.out_features, dtype, True, device) for c in cases}
+    ladder = linear.ladder(dtype, True, capability)
+    assert ladder[0] in met
+    assert len(met & set(ladder)) >= of_linear
+    cases = testing.small_cases("attention") + testing.gpu_cases("attention")
+    met = set()
+    for c in cases:
+        buckets = tuning.bucket(c.max_seqlen), tuning.bucket(c.total * c.nheads)
+        met.add(attention.config_for(c.headdim, dtype, bool(c.bias or c.dropout_p), *buckets, device))
+    assert set(attention.ladder(64, dtype, False, capability)) <= met
+
+
 # --- self-check ---------------------------------------------------------------------------------------------
 
 

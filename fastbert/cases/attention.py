@@ -231,6 +231,10 @@ SMALL = [
     AttentionCase((17, 0, 5), 2, 64, capacity=3, lse=True),
     AttentionCase((7, 33), 2, 32, bias="sequence", masked=True, dropout_p=0.25, packed_qkv=True),
 ]
+ON_GPU = [  # enough tiles of 128 queries, and of 64, for every GPU
+    AttentionCase((512, 300, 500, 257), 12, 64, packed_qkv=True, lse=True),
+    AttentionCase((64, 50, 64, 33) * 4, 12, 64, packed_qkv=True, lse=True),
+]
 CASES = [
     *SMALL,
     AttentionCase((1,), 1, 16),

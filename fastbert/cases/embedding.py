@@ -112,6 +112,7 @@ SMALL = [
     EmbeddingCase(6, 11, 96, padding_idx=0),
     EmbeddingCase(5, 11, 100, position=False, dropout_p=0.25),
 ]
+ON_GPU = [EmbeddingCase(40, 500, 768, padding_idx=3, dropout_p=0.1)]  # the blocks of base and large
 CASES = [
     *SMALL,
     EmbeddingCase(1, 1, 1, position=False, segment=False),  # variance 0

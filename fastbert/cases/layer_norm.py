@@ -99,6 +99,7 @@ SMALL = [
     LayerNormCase(5, 96),
     LayerNormCase(3, 100, residual=True, x_bias=True, dropout_p=0.25),
 ]
+ON_GPU = [LayerNormCase(33, 768, residual=True, x_bias=True, dropout_p=0.1)]  # the blocks of base and large
 CASES = [
     *SMALL,
     LayerNormCase(1, 1),  # variance 0: rstd = 1/sqrt(eps)

@@ -86,6 +86,10 @@ SMALL = [
     LinearCase(5, 24, 40, "gelu"),
     LinearCase(3, 17, 9, residual=True),
 ]
+ON_GPU = [  # enough tiles of the largest size for every GPU; of the next for those of capability 9 and 10
+    LinearCase(2100, 200, 2560, "gelu"),
+    LinearCase(1000, 200, 2560, "gelu", residual=True),
+]
 CASES = [
     *SMALL,
     LinearCase(1, 1, 1),

@@ -68,6 +68,7 @@ class PaddingCase(Case):
 
 
 SMALL = [PaddingCase((3, 5, 1)), PaddingCase((2, 0, 4), (3, 7))]
+ON_GPU = [PaddingCase((33, 1, 20), (768,))]  # the blocks of base and large
 CASES = [
     *SMALL,
     PaddingCase((1,), ()),
