@@ -1,0 +1,349 @@
+"""`make gpu OUT=DIR`: prove the project on this machine's GPU, in under ten minutes.
+
+    python bench/gpu.py --out DIR [--only STEP[,STEP]] [--budget 570]   run the steps into DIR
+    python bench/gpu.py --out DIR --device cpu       the same, tiny, in Triton's interpreter
+    python bench/gpu.py merge DIR                    DIR into bench/results, kernels/tuned and README
+    python bench/gpu.py readme [--check]             README's tables from bench/results
+
+Each step is a process of its own with an end to its time. What it measures is appended to `DIR/*.jsonl`, line
+by line and to the disk at once, and what it prints to `DIR/log.txt`: a kill loses nothing. A step that fails,
+crashes or hangs is recorded in `DIR/steps.jsonl` with the end of its output, and the next one goes on.
+
+`--budget` is seconds in all. A step gets at most its own share of it and never what the steps after it need
+at least; one for which too little is left is recorded as skipped. The exit status is 1 where a step went
+wrong.
+
+Only Python's standard library is needed to run this file: that torch does not import is a result too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
+    sys.path[0] = str(ROOT)
+
+from bench import lines  # noqa: E402
+
+BUDGET_SECONDS = 570.0
+TAIL = 3000  # characters of output that the record of a failed step keeps
+GRACE_SECONDS = 5.0  # what a step keeps between its own end and the one that is forced
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every step is told."""
+
+    out: Path
+    device: str
+    python: str = sys.executable
+
+    @property
+    def tiny(self) -> bool:
+        """Whether this only tries the code."""
+        return self.device == "cpu"
+
+    def file(self, name: str) -> Path:
+        """A file of the run."""
+        return self.out / name
+
+    def script(self, name: str, *arguments: object) -> list[str]:
+        """The command of a script of bench/."""
+        return [self.python, str(ROOT / "bench" / name), *map(str, arguments)]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A named step.
+
+    Attributes:
+        most, least: seconds that it may take, and without which it is not begun.
+        command: from the run and the seconds after which the step should end by itself.
+    """
+
+    name: str
+    most: float
+    least: float
+    command: Callable[[Run, float], list[str]]
+
+
+def build(run: Run, seconds: float) -> list[str]:
+    """Compile the extension in place; on a CPU what is built is taken as it is."""
+    if run.tiny:
+        return [run.python, "-c", "from fastbert import _native; print(_native.extension)"]
+    return [run.python, str(ROOT / "setup.py"), "build_ext", "--inplace"]
+
+
+def probe(run: Run, seconds: float) -> list[str]:
+    """The machine's roofs, cuBLAS at our shapes, clusters; in the dry run what all steps after it need."""
+    names = (
+        ("bandwidth", "matrix") if run.tiny else ("matrix", "bandwidth", "launch", "cluster", "gemm", "sdpa")
+    )
+    options = ["--device", run.device, "--json", run.file("probe.jsonl"), "--budget", f"{seconds:.0f}"]
+    for name in names:
+        options += ["--only", name]
+    return run.script("probe.py", *options, *(["--smoke"] if run.tiny else []))
+
+
+def check(name: str) -> Callable[[Run, float], list[str]]:
+    """A step of gpu_checks.py."""
+
+    def command(run: Run, seconds: float) -> list[str]:
+        options = ["--device", run.device, "--json", run.file("checks.jsonl"), "--budget", f"{seconds:.0f}"]
+        return run.script("gpu_checks.py", name, *options)
+
+    return command
+
+
+def tuning(run: Run, seconds: float) -> list[str]:
+    """The kernels' configs; what it finds serves the steps after it."""
+    options = ["--device", run.device, "--json", run.file("tuning.jsonl"), "--budget", f"{seconds:.0f}"]
+    options += ["--dtype", "bfloat16", *(["--out", run.file("tuned.json")] if run.tiny else [])]
+    return run.script("tune.py", *options)
+
+
+def kernels(run: Run, seconds: float) -> list[str]:
+    """Every op beside PyTorch."""
+    options = ["--device", run.device, "--json", run.file("kernels.jsonl"), "--budget", f"{seconds:.0f}"]
+    options += ["--roofs", run.file("probe.jsonl"), "--dtype", "bfloat16", "--pass", "forward"]
+    if run.tiny:
+        return run.script("bench_kernels.py", *options, "--smoke", "--workload", "1x128", "--op", "padding")
+    return run.script("bench_kernels.py", *options, "--workload", "full", "--workload", "squad")
+
+
+def encoder(*engines: str) -> Callable[[Run, float], list[str]]:
+    """The encoder's forward by these engines."""
+
+    def command(run: Run, seconds: float) -> list[str]:
+        options = ["--device", run.device, "--json", run.file("encoder.jsonl"), "--budget", f"{seconds:.0f}"]
+        options += ["--roofs", run.file("probe.jsonl"), "--engines", *engines]
+        if run.tiny:
+            options += ["--models", "tiny", "--workloads", "squad", "--samples", 2, "--smoke"]
+        return run.script("bench_encoder.py", *options)
+
+    return command
+
+
+STEPS = (
+    Step("build", 120, 20, build),
+    Step("probe", 90, 20, probe),
+    Step("correctness", 130, 30, check("correctness")),
+    Step("determinism", 40, 10, check("determinism")),
+    Step("graphs", 40, 10, check("graphs")),
+    Step("stream", 25, 10, check("stream")),
+    Step("memory", 40, 10, check("memory")),
+    Step("sanitizer", 50, 15, check("sanitizer")),
+    Step("tuning", 90, 15, tuning),
+    Step("kernels", 50, 20, kernels),
+    Step("encoder", 100, 40, encoder("fastbert", "transformers", "torch_encoder")),
+    Step("compile", 300, 60, encoder("torch_compile")),
+)
+
+
+# ---- Steps that misbehave, for the tests: never run unless named ----
+
+
+def _planted(code: str) -> Callable[[Run, float], list[str]]:
+    return lambda run, seconds: [run.python, "-c", code]
+
+
+_HANG = "import subprocess, time; print('begun', flush=True); subprocess.run(['sleep', '600'])"
+PLANTED = (
+    Step("planted-failure", 30, 1, _planted("import sys; print('planted', 'failure'); sys.exit(3)")),
+    Step("planted-crash", 30, 1, _planted("import os; os.abort()")),
+    Step("planted-hang", 2, 1, _planted(_HANG)),
+    Step("planted-missing", 30, 1, lambda run, seconds: ["/no/such/program"]),
+    Step("planted-good", 30, 1, _planted("print('well')")),
+)
+
+
+def choose(only: str | None) -> list[Step]:
+    """The steps named, in the order in which they run; all without a name."""
+    if only is None:
+        return list(STEPS)
+    names = [name.strip() for name in only.split(",")]
+    known = {step.name: step for step in (*STEPS, *PLANTED)}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        expected = ", ".join(step.name for step in STEPS)
+        raise ValueError(f"--only: got {', '.join(unknown) or repr(only)}, expected some of {expected}")
+    return [step for step in known.values() if step.name in names]
+
+
+def share(step: Step, later: list[Step], left: float, scale: float) -> float:
+    """Seconds for `step`: its most, less where the steps after it need the rest; 0: too few are left."""
+    if left < step.least:
+        return 0.0
+    return max(step.least, min(step.most * scale, left - sum(other.least for other in later)))
+
+
+def environment(run: Run) -> dict[str, str]:
+    """The environment of every step."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    if run.tiny:
+        env |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return env
+
+
+class Log:
+    """Everything that is printed, in one file; what a step prints is shown as it comes."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.reading = open(path, "rb") if path.exists() else open(path, "w+b")  # noqa: SIM115
+        self.reading.seek(0, os.SEEK_END)
+        self.start = self.reading.tell()
+
+    def say(self, text: str) -> None:
+        """A line of our own."""
+        with open(self.path, "a") as file:
+            file.write(text + "\n")
+        self.show()
+
+    def show(self) -> None:
+        """Print what has come since."""
+        sys.stdout.write(self.reading.read().decode(errors="replace"))
+        sys.stdout.flush()
+
+    def mark(self) -> None:
+        """A step begins."""
+        self.show()
+        self.start = self.reading.tell()
+
+    def tail(self) -> str:
+        """The end of what the step printed."""
+        self.show()
+        self.reading.seek(max(self.start, self.reading.tell() - TAIL))
+        return self.reading.read().decode(errors="replace")
+
+
+def end(process: subprocess.Popen) -> bool:
+    """End a process and all it started; whether it is gone."""
+    for which, seconds in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 10.0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, which)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+            if which == signal.SIGKILL:
+                return True
+    return process.poll() is not None
+
+
+def run_step(step: Step, run: Run, seconds: float, log: Log) -> dict:
+    """Run one step to its end; its record."""
+    log.mark()
+    begin = time.monotonic()
+    soft = max(seconds - GRACE_SECONDS, 0.8 * seconds)
+    record: dict = {"step": step.name, "status": "ok", "limit_s": round(seconds, 1), "reason": None}
+    try:
+        with open(log.path, "ab") as output:
+            process = subprocess.Popen(
+                step.command(run, soft), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                cwd=ROOT, env=environment(run), start_new_session=True,
+            )  # fmt: skip
+    except OSError as error:
+        return record | {"status": "failed", "seconds": 0.0, "reason": f"not begun: {error}"}
+    try:
+        while process.poll() is None and time.monotonic() - begin < seconds:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.1)
+            log.show()
+        code = process.poll()
+        if code is None:
+            gone = end(process)
+            record |= {"status": "timeout", "reason": f"stopped after its {seconds:.0f} s"}
+            record["reason"] += "" if gone else "; it could not be ended"
+        elif code:
+            what = f"ended by signal {-code}" if code < 0 else f"exit status {code}"
+            record |= {"status": "crashed" if code < 0 else "failed", "reason": what}
+    finally:  # whatever it has started ends with it; an interrupted run too
+        if end(process):
+            record["exit"] = process.returncode
+    record["seconds"] = round(time.monotonic() - begin, 1)
+    tail = log.tail()
+    return record if record["status"] == "ok" else record | {"tail": tail}
+
+
+def proceed(run: Run, steps: list[Step], budget: float) -> int:
+    """Run the steps one after the other; the exit status of the command."""
+    begin = time.monotonic()
+    run.out.mkdir(parents=True, exist_ok=True)
+    log, file = Log(run.file("log.txt")), run.file("steps.jsonl")
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    head = {"schema": 1, "date": now, "finished": False, "budget_s": budget, "device_type": run.device}
+    head |= {"python": platform.python_version(), "platform": platform.platform()}
+    lines.append(file, "head", head | {"planned": [step.name for step in steps]})
+    records = []
+    for index, step in enumerate(steps):
+        left = budget - (time.monotonic() - begin)
+        seconds = share(step, steps[index + 1 :], left, max(1.0, budget / BUDGET_SECONDS))
+        if seconds == 0.0:
+            reason = f"{max(0.0, left):.0f} s left of --budget {budget:.0f}, {step.least:.0f} s needed"
+            record = {"step": step.name, "status": "skipped", "seconds": 0.0, "reason": reason}
+        else:
+            log.say(f"# {step.name}: at most {seconds:.0f} s")
+            record = run_step(step, run, seconds, log)
+        records.append(record)
+        lines.append(file, "step", record)
+        log.say(summary(record))
+    spent = round(time.monotonic() - begin, 1)
+    lines.append(file, "head", {"finished": True, "seconds": spent})
+    log.say("# all steps:")
+    for record in records:
+        log.say(summary(record))
+    log.say(f"# {spent:.0f} s; in {run.out}; `python bench/gpu.py merge {run.out}` keeps it")
+    return int(any(record["status"] not in ("ok", "skipped") for record in records))
+
+
+def summary(record: dict) -> str:
+    """One line on a step."""
+    reason = f": {record['reason']}" if record["reason"] else ""
+    return f"# {record['step']:<12} {record['status']:<8} {record['seconds']:6.1f} s{reason}"
+
+
+def seconds_of(text: str) -> float:
+    """A finite number of seconds above zero."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text}, expected a number of seconds above 0")
+    return value
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] in (["merge"], ["readme"]):
+        from bench import gpu_results
+
+        return gpu_results.main(arguments)
+    parser = argparse.ArgumentParser(
+        prog="gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for what the steps record")
+    names = ", ".join(step.name for step in STEPS)
+    parser.add_argument("--only", metavar="STEP[,STEP]", help=f"some of {names}")
+    parser.add_argument("--budget", type=seconds_of, default=BUDGET_SECONDS, help="seconds in all (570)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    args = parser.parse_args(arguments)
+    try:
+        steps = choose(args.only)
+    except ValueError as error:
+        parser.error(str(error))
+    return proceed(Run(args.out.resolve(), args.device), steps, args.budget)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs `finally`: the step ends too
+    sys.exit(main())

@@ -1,0 +1,537 @@
+"""The checks of `make gpu`, one a call: `python bench/gpu_checks.py correctness --json FILE`.
+
+| check | what must hold |
+|---|---|
+| `correctness` | the error rule for every GPU kernel, case and dtype, unwritten memory being NaN |
+| `determinism` | 250 runs of every kernel are bit-equal, the backward too where there is one |
+| `graphs` | a call captured once and replayed on new inputs gives an eager call's bits |
+| `stream` | on a stream of its own, behind a delay, every kernel gives the same bits |
+| `memory` | 300 batches of other lengths leave memory where it was |
+| `sanitizer` | compute-sanitizer's memcheck and racecheck find nothing in the tiny cases |
+
+Each op is a process of its own with an end to its time: a kernel that hangs or takes the device's context
+down is a row, and the others go on. Rows are appended to FILE at once. The exit status is 1 where something
+failed. With `--device cpu` the Triton kernels run in its interpreter, on tiny cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import itertools
+import math
+import multiprocessing
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
+    sys.path[0] = str(ROOT)
+
+import torch  # noqa: E402
+
+from bench import lines, workloads  # noqa: E402
+from bench.engines import config_of  # noqa: E402
+from bench.probe import Report, describe  # noqa: E402
+from bench.probe_steps import reason_of  # noqa: E402
+from bench.roofs import TAGS  # noqa: E402
+from fastbert import dispatch, testing  # noqa: E402
+
+BACKENDS = ("triton", "cuda")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+REPEATS, REPLAYS, LENGTHS = 250, 20, 300
+GRAPH_ERROR = 1e-2  # of two bf16 encoders that sum in different orders, as a share of the norm
+DELAY_CYCLES = 20_000_000  # about 10 ms: what does not wait for its stream comes too early
+UNIT_SECONDS = 100.0  # most a unit may take
+FAILED = 17  # exit status of a unit's process that has recorded what failed
+SLACK_BYTES = 8 << 20  # by which memory may move
+RSS_BYTES = 96 << 20  # host memory; compiled kernels lie there
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """What one process checks; `backend` None: the whole encoder."""
+
+    op: str
+    backend: str | None
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """As rows name it."""
+        return "-".join(filter(None, (self.op, self.backend, TAGS[self.dtype])))
+
+
+def op_units(dtypes: tuple[torch.dtype, ...]) -> list[Unit]:
+    """Every op of every GPU backend. Which of them run here only the unit's own process asks: CUDA must not
+    be woken in the one that forks them.
+    """
+    units = [
+        Unit(op, backend, dtype)
+        for dtype in dtypes
+        for backend in BACKENDS
+        for op in dispatch.OPS
+        if op in dispatch.backend_module(backend).DTYPES
+    ]
+    return sorted(units, key=lambda unit: unit.op not in ("attention", "linear"))  # the longest first
+
+
+@dataclasses.dataclass
+class Check:
+    """Where and how large a check runs, and where its rows go."""
+
+    name: str
+    device: torch.device
+    emit: Callable[[dict], None]
+    end: float = math.inf  # time.monotonic() at which the budget is spent
+
+    @property
+    def tiny(self) -> bool:
+        """Whether this only tries the code."""
+        return self.device.type == "cpu"
+
+    def left(self) -> float:
+        """Seconds of the budget."""
+        return self.end - time.monotonic()
+
+    def row(self, name: str, status: str, error: str | None = None, **facts) -> None:
+        """Hand over one row."""
+        row = {"step": self.name, "name": name, "status": status}
+        self.emit(row | ({"error": error[:2000]} if error else {}) | facts)
+
+    def verdict(self, name: str, problem: str | None, **facts) -> None:
+        """A row that is `ok` without a problem and `failed` with one."""
+        self.row(name, "failed" if problem else "ok", problem, **facts)
+
+
+def gap(check: Check, unit: Unit) -> str | None:
+    """Why the unit does not run on this device; None if it does."""
+    return dispatch.gap(unit.backend, unit.op, check.device.type, unit.dtype)
+
+
+def cases(check: Check, unit: Unit) -> list[testing.Case]:
+    """Every case of the op, and BERT-base's shapes for some SQuAD lengths; interpreted, a tiny one."""
+    if check.tiny:
+        return testing.small_cases(unit.op)[:1]
+    return [*testing.cases(unit.op), *testing.bench_cases(unit.op, workloads.lengths("squad")[:24])]
+
+
+def one_case(check: Check, unit: Unit) -> testing.Case:
+    """The op's case that looks most like BERT."""
+    return cases(check, unit)[-1]
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Memory comes as NaN, so that what a kernel does not write shows.
+
+    With torch's deterministic mode, which is what fills `torch.empty`.
+    """
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of operations of torch's own that have no deterministic form
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            if not torch.empty(8, device="cpu").isnan().all():
+                raise RuntimeError("torch.utils.deterministic.fill_uninitialized_memory is off")
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+# ---- The checks ----
+
+
+def correctness(check: Check, unit: Unit) -> Iterator[None]:
+    """The error rule."""
+    for case in cases(check, unit):
+        name = f"{unit.name}-{case.id}"
+        with recorded(check, name), poisoned():
+            rows = testing.run_case(case, unit.backend, unit.dtype, check.device)
+            failed = [f"{row.quantity}: {row.reason}" for row in rows if not row.passed]
+            worst = max(rows, key=lambda row: row.max_error / max(row.eager_max_error, 1e-300))
+            facts = {"quantities": len(rows), "quantity": worst.quantity, "max_error": worst.max_error}
+            facts |= {"eager_max_error": worst.eager_max_error, "op": unit.op, "backend": unit.backend}
+            check.verdict(name, "; ".join(failed) or None, dtype=TAGS[unit.dtype], **facts)
+        yield
+
+
+@contextlib.contextmanager
+def recorded(check: Check, name: str) -> Iterator[None]:
+    """An exception of the body is a failed row."""
+    try:
+        yield
+    except Exception as error:
+        check.row(name, "failed", reason_of(error))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bits: -0 is not 0, and a NaN is itself."""
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().contiguous().view(sizes[tensor.element_size()])
+
+
+def equal_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Whether all are bit-equal, on the device: nothing waits."""
+    same = [(bits(actual[name]) == bits(value)).all() for name, value in expected.items()]
+    return torch.stack(same).all()
+
+
+def evaluator(
+    check: Check, unit: Unit, case: testing.Case, inputs: dict, backward: bool
+) -> Callable[[], dict[str, torch.Tensor]]:
+    """A call of the op on `inputs`: its outputs, and with `backward` the gradients. Pin the backend."""
+    douts = []
+    if backward:
+        with torch.no_grad():
+            outputs = case.call(**inputs)
+        for output in outputs if isinstance(outputs, tuple) else (outputs,):
+            generator = torch.Generator().manual_seed(1)
+            douts.append(torch.randn(output.shape, generator=generator).to(unit.dtype).to(check.device))
+    return lambda: testing.evaluate(case.call, case, inputs, None, backward, douts)
+
+
+def determinism(check: Check, unit: Unit) -> Iterator[None]:
+    """Bit-equal repeats."""
+    case, repeats = one_case(check, unit), 3 if check.tiny else REPEATS
+    with recorded(check, unit.name), dispatch.use_backend(**{unit.op: unit.backend}):
+        backward = dispatch.has_backward(unit.backend, unit.op)
+        inputs = case.inputs(unit.dtype, check.device)
+        call = evaluator(check, unit, case, inputs, backward)
+        first = {name: value.clone() for name, value in call().items()}
+        same = torch.stack([equal_bits(call(), first) for _ in range(repeats)])
+        different = int((~same).sum())
+        problem = f"{different} of {repeats} repeats differ from the first run" if different else None
+        check.verdict(unit.name, problem, repeats=repeats, case=case.id, backward=backward)
+    yield
+
+
+def swapped(case: testing.Case, check: Check, unit: Unit, static: dict, seed: int) -> dict:
+    """Copy the floating-point inputs of another seed into `static`; what the op gives for them, eagerly."""
+    fresh = case.inputs(unit.dtype, check.device, seed)
+    for name, value in fresh.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            static[name].copy_(value)
+    return evaluator(check, unit, case, static, False)()
+
+
+def graphs(check: Check, unit: Unit) -> Iterator[None]:
+    """Replays of a captured call."""
+    if unit.backend is None:
+        yield from encoder_graphs(check, unit)
+        return
+    if check.tiny:
+        check.row(unit.name, "skipped", "CUDA graphs need a GPU")
+        return
+    case = one_case(check, unit)
+    with recorded(check, unit.name), dispatch.use_backend(**{unit.op: unit.backend}):
+        inputs = case.inputs(unit.dtype, check.device)
+        call = evaluator(check, unit, case, inputs, False)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # what is compiled, made or chosen at a first call
+            for _ in range(2):
+                call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            static = call()
+        same = []
+        for seed in range(1, REPLAYS + 1):
+            expected = swapped(case, check, unit, inputs, seed)
+            graph.replay()
+            same.append(equal_bits(static, expected))
+        different = int((~torch.stack(same)).sum())
+        problem = f"{different} of {REPLAYS} replays differ from an eager call" if different else None
+        check.verdict(unit.name, problem, replays=REPLAYS, case=case.id)
+    yield
+
+
+def encoder_graphs(check: Check, unit: Unit) -> Iterator[None]:
+    """The whole encoder by fastbert.graphs: as by itself, the same bits each time, with the weights as they
+    are by then.
+    """
+    from fastbert import graphs as graph_replay
+
+    with recorded(check, unit.name), dispatch.use_backend(**pins(check, unit.dtype)), torch.no_grad():
+        module, model = encoder(check, unit.dtype)
+        recorder = graph_replay.EagerRecorder if check.tiny else graph_replay.recorder_for
+        graphed = graph_replay.graph(module, max_tokens=4096, max_batch=8, recorder=recorder)
+        problems, worst = [], 0.0
+        for index in range(2 if check.tiny else REPLAYS):
+            inputs = workloads.padded_inputs(
+                some_lengths(index, check.tiny), model.vocab, check.device, index
+            )
+            if index == 1:
+                module.encoder.layer[0].output.dense.weight.mul_(1.5)
+            first, again = (graphed(**inputs).last_hidden_state for _ in range(2))
+            if graphed.last_fallback is not None:
+                problems.append(f"batch {index} was not replayed: {graphed.last_fallback}")
+            if not torch.equal(bits(first), bits(again)):
+                problems.append(f"batch {index}: two replays differ")
+            plain = module(**inputs).last_hidden_state.double()
+            worst = max(worst, ((first - plain).norm() / plain.norm()).nan_to_num(nan=math.inf).item())
+        if worst > GRAPH_ERROR:  # rows padded to a bucket may be multiplied in another order
+            problems.append(f"{worst:.3g} away from the model itself, {GRAPH_ERROR:.3g} allowed")
+        facts = {"replays": graphed.replays, "graphs": len(graphed.graphs), "bytes_held": graphed.bytes_held}
+        check.verdict(unit.name, "; ".join(problems) or None, relative_error=worst, **facts)
+    yield
+
+
+def stream(check: Check, unit: Unit) -> Iterator[None]:
+    """The same bits on a stream of its own, where the inputs come late."""
+    if check.tiny:
+        check.row(unit.name, "skipped", "streams need a GPU")
+        return
+    case = one_case(check, unit)
+    with recorded(check, unit.name), dispatch.use_backend(**{unit.op: unit.backend}):
+        inputs = case.inputs(unit.dtype, check.device)
+        call = evaluator(check, unit, case, inputs, False)
+        expected = {name: value.clone() for name, value in call().items()}
+        floating = {
+            name: (value, value.clone())
+            for name, value in inputs.items()
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+        }
+        different = 0
+        for _ in range(5):
+            for value, _ in floating.values():
+                value.fill_(float("nan"))
+            torch.cuda.synchronize()
+            side = torch.cuda.Stream()
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(DELAY_CYCLES)
+                for value, kept in floating.values():
+                    value.copy_(kept)
+                different += not bool(equal_bits(call(), expected))
+            torch.cuda.synchronize()
+        problem = f"{different} of 5 runs on a side stream differ" if different else None
+        check.verdict(unit.name, problem, case=case.id)
+    yield
+
+
+def encoder(check: Check, dtype: torch.dtype, model: workloads.Model | None = None):
+    """Our encoder with random weights on the device; tiny in the dry run, else two of BERT-base's layers."""
+    import fastbert
+
+    torch.manual_seed(0)
+    model = model or (workloads.TINY if check.tiny else dataclasses.replace(workloads.BASE, layers=2))
+    module = fastbert.AutoModel.from_config(config_of(model), add_pooling_layer=False)
+    return module.to(check.device, dtype).eval(), model
+
+
+def some_lengths(index: int, tiny: bool) -> tuple[int, ...]:
+    """Another mix of lengths for each index."""
+    most, batch = (9, 2) if tiny else (384, 1 + index % 7)
+    return tuple(1 + (7919 * (index + 1) * (i + 3) + index) % most for i in range(batch))
+
+
+def pins(check: Check, dtype: torch.dtype) -> dict[str, str]:
+    """Triton for every op that it serves here."""
+    triton = [op for op in dispatch.OPS if dispatch.gap("triton", op, check.device.type, dtype) is None]
+    return dict.fromkeys(triton, "triton")
+
+
+def host_bytes() -> int:
+    """Host memory of this process now (its peak where nothing tells)."""
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def memory(check: Check, unit: Unit) -> Iterator[None]:
+    """Memory after many batches of other lengths is what it was."""
+    count, settled = (6, 2) if check.tiny else (LENGTHS, LENGTHS // 3)
+    with recorded(check, unit.name), dispatch.use_backend(**pins(check, unit.dtype)), torch.no_grad():
+        module, model = encoder(check, unit.dtype)
+        used: list[tuple[int, int]] = []
+        for index in range(count):
+            lengths = some_lengths(index, check.tiny)
+            inputs = workloads.padded_inputs(lengths, model.vocab, check.device, seed=index)
+            hidden = module(**inputs).last_hidden_state
+            if not hidden.isfinite().all():
+                raise RuntimeError(f"batch {index} of lengths {lengths}: NaN or infinity")
+            del inputs, hidden
+            used.append((0 if check.tiny else torch.cuda.memory_allocated(check.device), host_bytes()))
+        gc.collect()
+        device, host = (max(side[settled:]) - side[settled] for side in zip(*used, strict=True))
+        grown = [f"{device >> 20} MiB on the device"] * (device > SLACK_BYTES)
+        grown += [f"{host >> 20} MiB on the host"] * (host > RSS_BYTES)
+        problem = f"grew by {' and '.join(grown)}" if grown else None
+        facts = {"lengths": count, "settled": settled, "device_growth": device, "host_growth": host}
+        check.verdict(unit.name, problem, **facts)
+    yield
+
+
+def sanitizer(check: Check, unit: Unit) -> Iterator[None]:
+    """compute-sanitizer over the tiny cases of all ops, one tool after the other."""
+    program = shutil.which("compute-sanitizer")
+    if check.tiny or program is None:
+        check.row("sanitizer", "skipped", "needs a GPU" if check.tiny else "no compute-sanitizer on the PATH")
+        return
+    for tool in ("memcheck", "racecheck"):
+        seconds = min(check.left() - 3, 45.0)
+        if seconds < 8:
+            check.row(f"sanitizer-{tool}", "skipped", f"{seconds:.0f} s left of the budget")
+            continue
+        check.row(f"sanitizer-{tool}", *sanitized(program, tool, seconds))
+        yield
+
+
+def sanitized(program: str, tool: str, seconds: float) -> tuple[str, str | None]:
+    """(status, reason) of one tool over the tiny cases."""
+    command = [program, f"--tool={tool}", "--error-exitcode=99", "--target-processes=application-only"]
+    command += [sys.executable, str(Path(__file__).resolve()), "tiny-cases"]
+    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # every tensor has bounds of its own
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env)
+    except subprocess.TimeoutExpired:
+        return "skipped", f"did not end within {seconds:.0f} s"
+    text = done.stdout + done.stderr
+    print(text[-3000:], flush=True)
+    if done.returncode == 0 and "tiny cases: done" in text:
+        return "ok", None
+    found = [line for line in text.splitlines() if "ERROR SUMMARY" in line or "RACECHECK SUMMARY" in line]
+    if done.returncode == 99 and "not supported" not in text:
+        return "failed", f"{'; '.join(found)}: {text[-1500:]}"
+    return "skipped", f"the tool does not work here (exit status {done.returncode}): {text[-600:]}"
+
+
+def tiny_cases() -> int:
+    """What the sanitizer watches: the tiny cases of every op that Triton serves, forward."""
+    for op, backend in itertools.product(dispatch.OPS, BACKENDS):
+        if dispatch.gap(backend, op, "cuda", torch.bfloat16) is None:
+            with dispatch.use_backend(**{op: backend}), torch.no_grad():
+                for case in testing.small_cases(op):
+                    case.call(**case.inputs(torch.bfloat16, "cuda"))
+                    torch.cuda.synchronize()
+                    print(f"{op} {backend} {case.id}", flush=True)
+    print("tiny cases: done")
+    return 0
+
+
+# ---- Each unit in a process of its own ----
+
+CHECKS: dict[str, tuple[Callable[[Check, Unit], Iterator[None]], Callable[[bool], list[Unit]]]] = {
+    "correctness": (correctness, lambda tiny: op_units(DTYPES[:1] if tiny else DTYPES)),
+    "determinism": (determinism, lambda tiny: op_units(DTYPES[:1])),
+    "graphs": (graphs, lambda tiny: [Unit("encoder", None, torch.bfloat16), *op_units(DTYPES[:1])]),
+    "stream": (stream, lambda tiny: op_units(DTYPES[:1])),
+    "memory": (memory, lambda tiny: [Unit("encoder", None, torch.bfloat16)]),
+    "sanitizer": (sanitizer, lambda tiny: [Unit("sanitizer", None, torch.bfloat16)]),
+}
+
+
+def run_unit(check: Check, unit: Unit) -> None:
+    """Check one unit; what stands in the way is a row. Ends the process, by `FAILED` where a row is bad."""
+    bad = []
+    emit = check.emit
+
+    def noting(row: dict) -> None:
+        bad.extend([row] * (row["status"] == "failed"))
+        emit(row)
+
+    check = dataclasses.replace(check, emit=noting)
+    with recorded(check, unit.name):
+        reason = gap(check, unit) if unit.backend is not None else None
+        if reason is not None:
+            check.row(unit.name, "skipped", reason)
+        else:
+            for _ in CHECKS[check.name][0](check, unit):
+                gc.collect()
+    sys.stdout.flush()
+    if bad:
+        sys.exit(FAILED)
+
+
+def in_processes(check: Check, units: list[Unit], at_once: int, run=run_unit) -> int:
+    """Each unit in a forked process of its own, some side by side; an end by force and a crash are rows.
+
+    Returns:
+        How many units went wrong.
+    """
+    context = multiprocessing.get_context("fork")
+    waiting, running, wrong = list(units), {}, 0
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            unit = waiting.pop(0)
+            if check.left() < 1.0:
+                check.row(unit.name, "skipped", "the budget is spent")
+                continue
+            process = context.Process(target=run, args=(check, unit))
+            process.start()
+            running[unit] = process, time.monotonic() + min(UNIT_SECONDS, check.left())
+        for unit, (process, until) in list(running.items()):
+            process.join(0.05)
+            if process.exitcode is None and time.monotonic() < until:
+                continue
+            if process.exitcode is None:
+                process.kill()
+                process.join(10)
+                check.row(unit.name, "timeout", "its process did not end in its time")
+            elif process.exitcode not in (0, FAILED):
+                check.row(unit.name, "crashed", f"its process ended with {process.exitcode}")
+            wrong += process.exitcode != 0
+            del running[unit]
+    return wrong
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="gpu_checks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("check", choices=(*CHECKS, "tiny-cases"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--json", type=Path, help="a file *.jsonl to append to")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds in all")
+    args = parser.parse_args(argv)
+    if args.json is not None and args.json.suffix != ".jsonl":
+        parser.error(f"--json: got {args.json}, expected a name ending in .jsonl: several processes write it")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one check; its exit status."""
+    args = parse(argv)
+    end = time.monotonic() + args.budget
+    if args.check == "tiny-cases":
+        return tiny_cases()
+    if args.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+        from tests import triton_interpreter  # without it the interpreter computes bfloat16 wrong
+
+        triton_interpreter.choose()
+        torch.set_num_threads(1)
+
+    def emit(row: dict) -> None:
+        if args.json is not None:
+            lines.append(args.json, "row", row)
+        print(f"{row['status']:8} {row['step']}-{row['name']} {row.get('error', '')[:300]}", flush=True)
+
+    def tell_where(check: Check, _: Unit) -> None:
+        report = Report(args.json, {"device": args.device}, None)
+        report.data["environment"] = describe(check.device)
+        report.save()
+
+    check = Check(args.check, torch.device(args.device), emit, end)
+    wrong = in_processes(check, [Unit("environment", None, torch.float32)], 1, tell_where)
+    at_once = 1 if check.tiny else min(8, len(os.sched_getaffinity(0)))
+    wrong += in_processes(check, CHECKS[args.check][1](check.tiny), at_once)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Every way to run the encoder's forward on a GPU that the benchmark compares: ours and the peers.
+
+One `Bank` per model holds the weights, drawn on the device and the same for everybody. `Bank.forward(name)`
+builds an engine or raises with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fastbert
+from bench import workloads
+from bench.engines import DTYPES, Forward, config_of, theirs, torch_forward
+from bench.peers import StandInEncoder, forward_call
+
+# torch_compile comes last: it takes a minute or more for every shape
+ENGINES = (
+    "fastbert-bf16",
+    "fastbert_graphs-bf16",
+    "transformers_eager-bf16",
+    "transformers_sdpa-bf16",
+    "transformers_sdpa_cudnn-bf16",
+    "transformers_flash2-bf16",
+    "torch_encoder-bf16",
+    "torch_compile-bf16",
+)
+MOST_TOKENS = 32768  # of a batch that our graphs serve
+ATTENTION = {
+    "transformers_eager": "eager",
+    "transformers_sdpa": "sdpa",
+    "transformers_sdpa_cudnn": "sdpa",
+    "transformers_flash2": "flash_attention_2",
+    "torch_compile": "sdpa",
+}
+
+
+def torch_encoder_state(state: dict[str, torch.Tensor], layers: int) -> dict[str, torch.Tensor]:
+    """BERT's weights under the names of `peers.StandInEncoder`, torch's own nn.TransformerEncoder."""
+    table = "embeddings.{}_embeddings.weight"
+    found = {
+        "word.weight": state[table.format("word")],
+        "position.weight": state[table.format("position")],
+        "segment.weight": state[table.format("token_type")],
+    }
+    plain = {
+        "self_attn.out_proj": "attention.output.dense",
+        "linear1": "intermediate.dense",
+        "linear2": "output.dense",
+        "norm1": "attention.output.LayerNorm",
+        "norm2": "output.LayerNorm",
+    }
+    for kind in ("weight", "bias"):
+        found[f"norm.{kind}"] = state[f"embeddings.LayerNorm.{kind}"]
+        for i in range(layers):
+            ours, to = f"encoder.layer.{i}.", f"encoder.layers.{i}."
+            qkv = [state[f"{ours}attention.self.{name}.{kind}"] for name in ("query", "key", "value")]
+            found[f"{to}self_attn.in_proj_{kind}"] = torch.cat(qkv)
+            found |= {f"{to}{name}.{kind}": state[f"{ours}{other}.{kind}"] for name, other in plain.items()}
+    return found
+
+
+class Bank:
+    """The engines of one model on one device."""
+
+    def __init__(self, model: workloads.Model, device: torch.device | str):
+        self.model, self.device = model, torch.device(device)
+        torch.manual_seed(0)
+        self.config = config_of(model)
+        with self.device:  # on a CPU drawing a large model's weights takes seconds
+            master = fastbert.AutoModel.from_config(self.config, add_pooling_layer=False)
+        self.state = master.state_dict()
+
+    def _placed(self, module: torch.nn.Module, dtype: torch.dtype, state: dict | None = None):
+        module.load_state_dict(self.state if state is None else state)
+        return module.to(dtype).eval()
+
+    @functools.cached_property
+    def ours(self) -> fastbert.BertModel:
+        """Our encoder in bf16."""
+        with self.device:
+            module = fastbert.AutoModel.from_config(self.config, add_pooling_layer=False)
+        return self._placed(module, torch.bfloat16)
+
+    @functools.cache  # noqa: B019  (a bank lives as long as its engines)
+    def _theirs(self, attention: str) -> torch.nn.Module:
+        with self.device:
+            module = theirs(self.config, attention)
+        return self._placed(module, torch.bfloat16)
+
+    def forward(self, name: str) -> Forward:
+        """The engine `name` of ENGINES, ready to run. Raises with the reason where it cannot be built."""
+        engine, tag = name.split("-")
+        if name not in ENGINES:
+            raise ValueError(f"name: got {name!r}, expected one of {', '.join(ENGINES)}")
+        if engine == "fastbert":
+            return torch_forward(self.ours)
+        if engine == "fastbert_graphs":
+            return self._graphs()
+        if engine == "torch_encoder":
+            with self.device:
+                module = StandInEncoder(self.model, heads_on=False)
+            module = self._placed(module, DTYPES[tag], torch_encoder_state(self.state, self.model.layers))
+            return lambda inputs: forward_call(module, inputs, compiled=False)()
+        if engine == "transformers_flash2" and importlib.util.find_spec("flash_attn") is None:
+            raise RuntimeError("flash_attn is not installed")
+        module = self._theirs(ATTENTION[engine])
+        if engine == "torch_compile":
+            module = torch.compile(module, mode="max-autotune", dynamic=False)
+            return lambda inputs: forward_call(module, inputs, compiled=True)().last_hidden_state
+        if engine == "transformers_sdpa_cudnn":
+            if self.device.type != "cuda":
+                raise RuntimeError(f"cuDNN's attention runs on cuda, not on {self.device.type}")
+
+            def cudnn(inputs):
+                with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                    return forward_call(module, inputs, compiled=False)().last_hidden_state
+
+            return cudnn
+        return torch_forward(module)
+
+    def _graphs(self) -> Forward:
+        from fastbert import graphs
+
+        # on a CPU there are no graphs: there this tries the code only
+        recorder = graphs.recorder_for if self.device.type == "cuda" else graphs.EagerRecorder
+        graphed = graphs.graph(self.ours, max_tokens=MOST_TOKENS, recorder=recorder)
+
+        def forward(inputs):
+            with torch.inference_mode():
+                hidden = graphed(**inputs).last_hidden_state
+            if graphed.last_fallback is not None:
+                raise RuntimeError(f"no graph was replayed: {graphed.last_fallback}")
+            return hidden
+
+        return forward

@@ -1,0 +1,235 @@
+"""What `make gpu` left in a folder, kept: under bench/results, in kernels/tuned and in README's tables."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from bench import lines, tune
+from bench.bench_encoder import ratios
+from bench.probe import commit_here, write_atomically
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+README = ROOT / "README.md"
+FILES = ("steps", "probe", "checks", "kernels", "encoder", "tuning")
+
+CPU_WORKLOADS = ("1x128", "1x512", "8x128", "ragged16")
+CPU_NAMES = {
+    "fastbert": "**fastbert {}**",
+    "transformers": "transformers sdpa {}",
+    "onnxruntime": "ONNX Runtime {}",
+    "openvino": "OpenVINO {}",
+    "torch_compile": "transformers, torch.compile {}",
+}
+GPU_WORKLOADS = {"full": "32x512", "squad": "squad", "latency-128": "1x128", "latency-384": "1x384"}
+GPU_NAMES = {
+    "fastbert-bf16": "**fastbert**",
+    "fastbert_graphs-bf16": "**fastbert, CUDA graphs**",
+    "transformers_eager-bf16": "transformers eager",
+    "transformers_sdpa-bf16": "transformers sdpa",
+    "transformers_sdpa_cudnn-bf16": "transformers sdpa, cuDNN",
+    "transformers_flash2-bf16": "transformers flash-attention 2",
+    "torch_encoder-bf16": "torch nn.TransformerEncoder",
+    "torch_compile-bf16": "transformers, torch.compile max-autotune",
+}
+
+
+# ---- DIR -> bench/results ----
+
+
+def latest(rows: Iterable[dict]) -> list[dict]:
+    """Of rows measured twice, as by two runs into one folder, the later one."""
+    found: dict[tuple, dict] = {}
+    for row in rows:
+        key = row.get("step"), row.get("name"), row.get("group")
+        found.pop(key, None)  # its place is that of the later one
+        found[key] = row
+    return list(found.values())
+
+
+def merge(folder: Path, results: Path = RESULTS, tuned: Path | None = None) -> list[Path]:
+    """Write one JSON file per file of the run, and what it tuned; returns their paths.
+
+    A run on a machine without git gets the commit of this checkout, and `commit_of` says so.
+
+    Args:
+        folder: what `make gpu OUT=…` made.
+        results: instead of bench/results.
+        tuned: the table of tuned configs, instead of the device's in kernels/tuned.
+
+    Raises:
+        ValueError: naming the folder, where it holds no run on a GPU.
+    """
+    runs = {name: lines.read(path) for name in FILES if (path := folder / f"{name}.jsonl").is_file()}
+    if not runs:
+        raise ValueError(f"{folder}: no {', '.join(f'{name}.jsonl' for name in FILES)} there")
+    environment = next((run["environment"] for run in runs.values() if run.get("environment")), None)
+    if environment is None:
+        raise ValueError(f"{folder}: nothing there says on which device it ran")
+    if environment["device_type"] != "cuda":
+        raise ValueError(f"{folder}: ran on {environment['device']}: a dry run on a CPU is no result")
+    here, now = commit_here(), datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    target = results / environment["slug"]
+    written = []
+    for name, run in runs.items():
+        run["rows"] = latest(run["rows"])
+        run["environment"] = run.get("environment") or environment
+        if run.get("commit") is None:
+            run |= here | {"commit_of": "the checkout that merged it; the machine had no git"}
+        if name == "encoder":
+            run["ratios"] = ratios(run["rows"])
+        target.mkdir(parents=True, exist_ok=True)
+        write_atomically(target / f"{name}.json", run | {"merged": now})
+        written.append(target / f"{name}.json")
+    if "tuning" in runs:
+        path, count = tune.merge(folder / "tuning.jsonl", tuned)
+        written += [path] * (count > 0)
+    return written
+
+
+# ---- bench/results -> README ----
+
+
+def where(data: dict, path: Path, results: Path) -> str:
+    """File, commit, date and versions, as a caption."""
+    commit = (data.get("commit") or "unknown")[:9] + (" and changes" if data.get("changed") else "")
+    file = f"bench/results/{path.relative_to(results)}"
+    versions = [f"torch {data['environment']['torch']}"]
+    if data["environment"]["device_type"] == "cuda":
+        versions += [f"{what} {data['environment'].get(what.lower())}" for what in ("Triton", "driver")]
+    return f"`{file}`, commit {commit}, {data['date'][:10]}, {', '.join(versions)}"
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """A Markdown table."""
+    text = [f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in (head, *rows)]
+    return [text[0], "|" + "---|" * len(head), *text[1:]]
+
+
+def cpu_table(data: dict) -> list[str]:
+    """Real tokens per second of BERT-base by every engine, dtype by dtype."""
+    rows = {
+        (row["candidate"], row["workload"]): f"{row['tokens_per_s']:,.0f}"
+        for row in data["rows"]
+        if row["step"] == "encoder" and row["model"] == "base" and row["status"] == "ok"
+    }
+    body = []
+    for tag in ("fp32", "bf16", "int8"):
+        for engine, label in CPU_NAMES.items():
+            cells = [rows.get((f"{engine}-{tag}", workload)) for workload in CPU_WORKLOADS]
+            if any(cells):
+                dynamic = " (dynamic)" if (engine, tag) == ("onnxruntime", "int8") else ""
+                body.append([label.format(tag) + dynamic, *(cell or "–" for cell in cells)])
+    return table(["", *CPU_WORKLOADS], body)
+
+
+def gpu_table(data: dict) -> list[str]:
+    """Milliseconds of one forward and share of the floor by every engine; then ours over the best peer."""
+    ok = [row for row in data["rows"] if row["step"] == "encoder" and row["status"] == "ok"]
+    cells: dict[tuple, str] = {}
+    for row in sorted(ok, key=lambda row: row["group"] == "plain"):  # ours beside torch.compile comes second
+        figures = f"{row['median_ms']:.2f} ({row['of_floor']:.0%})"
+        cells[row["candidate"], row["model"], row["workload"]] = figures
+    columns = [
+        (model, workload)
+        for model in ("base", "large")
+        for workload in GPU_WORKLOADS
+        if any(key[1:] == (model, workload) for key in cells)
+    ]
+    body = [
+        [label, *(cells.get((name, *column), "–") for column in columns)]
+        for name, label in GPU_NAMES.items()
+        if any((name, *column) in cells for column in columns)
+    ]
+    best = ["ours over the best peer"]
+    for model, workload in columns:
+        found = [r["ratio"] for r in data["ratios"] if (r["model"], r["workload"]) == (model, workload)]
+        best.append(f"{min(found):.2f} ×" if found else "–")
+    head = ["", *(f"{model} {GPU_WORKLOADS[workload]}" for model, workload in columns)]
+    return table(head, [*body, best])
+
+
+def checks_line(data: dict) -> str:
+    """How many checks of each kind held."""
+    parts = []
+    for step in dict.fromkeys(row["step"] for row in data["rows"]):
+        statuses = [row["status"] for row in data["rows"] if row["step"] == step]
+        counts = [f"{statuses.count(status)} {status}" for status in dict.fromkeys(sorted(statuses))]
+        parts.append(f"{step} {', '.join(counts)}")
+    return "Checks there: " + "; ".join(parts) + "."
+
+
+def sections(results: Path = RESULTS) -> dict[str, list[str]]:
+    """Name of a generated section -> its lines."""
+    found: dict[str, list[str]] = {"cpu numbers": [], "gpu numbers": []}
+    for path in sorted(results.glob("*/bench_cpu.json")):
+        data = json.loads(path.read_text())
+        found["cpu numbers"] += [f"From {where(data, path, results)}:", "", *cpu_table(data), ""]
+    for path in sorted(results.glob("*/encoder.json")):
+        data = json.loads(path.read_text())
+        device, roofs = data["environment"]["device"], data.get("roofs")
+        caption = f"{device}, bf16, milliseconds of one forward and share of the floor"
+        if roofs:
+            rate, width = roofs["gflops"]["bf16"] / 1e3, roofs["gbytes"] / 1e3
+            caption += f" at the {rate:,.0f} TFLOP/s and {width:.1f} TB/s measured there"
+        found["gpu numbers"] += [f"{caption}; {where(data, path, results)}:", "", *gpu_table(data), ""]
+        checks = path.with_name("checks.json")
+        if checks.exists():
+            found["gpu numbers"] += [checks_line(json.loads(checks.read_text())), ""]
+    if not found["gpu numbers"]:
+        found["gpu numbers"] = ["No speed on a GPU is claimed: `bench/results/` holds no GPU run yet.", ""]
+    return found
+
+
+def filled(text: str, made: dict[str, list[str]]) -> str:
+    """`text` with each generated section between its two markers replaced.
+
+    Raises:
+        ValueError: naming the section whose markers are not there once each, in order.
+    """
+    for name, section in made.items():
+        begin, end = f"<!-- {name}: made by `python bench/gpu.py readme` -->\n", f"<!-- end of {name} -->\n"
+        if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
+            raise ValueError(f"README: expected {begin.strip()} and {end.strip()}, once each, in this order")
+        pattern = re.escape(begin) + r".*?" + re.escape(end)
+        body = begin + "\n" + "\n".join(section).strip() + "\n\n" + end
+        text = re.sub(pattern, lambda _, body=body: body, text, flags=re.DOTALL)
+    return text
+
+
+def main(argv: list[str]) -> int:
+    """`merge DIR` and `readme [--check]`."""
+    parser = argparse.ArgumentParser(prog="gpu", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    merging = commands.add_parser("merge", help="DIR into bench/results, kernels/tuned, README")
+    merging.add_argument("folder", type=Path, metavar="DIR")
+    merging.add_argument("--tuned", type=Path, help="instead of kernels/tuned/<gpu>.json")
+    making = commands.add_parser("readme", help="README's tables from bench/results")
+    making.add_argument(
+        "--check", action="store_true", help="write nothing; exit status 1 if it would change"
+    )
+    for command in (merging, making):
+        command.add_argument("--results", type=Path, default=RESULTS, help="instead of bench/results")
+        command.add_argument("--readme", type=Path, default=README, help="instead of README.md")
+    args = parser.parse_args(argv)
+    try:
+        if args.command == "merge":
+            for path in merge(args.folder, args.results, args.tuned):
+                print(path)
+        before = args.readme.read_text()
+        after = filled(before, sections(args.results))
+    except (OSError, ValueError) as error:
+        print(f"gpu: {error}", file=sys.stderr)
+        return 2
+    if args.command == "readme" and args.check:
+        return int(before != after)
+    if before != after:
+        args.readme.write_text(after)
+        print(args.readme)
+    return 0
