@@ -213,6 +213,15 @@ def test_a_corrupt_file_is_no_verdict(cache, spoil):
     assert verdicts.load(KEY).passed
 
 
+def test_a_verdict_is_replaced_in_one_step(cache):
+    verdicts.store(KEY, Verdict(None, date="old"))
+    (path,) = cache.iterdir()
+    with open(path) as reader:  # another process, in the middle of reading
+        verdicts.store(KEY, Verdict("wrong", date="new"))
+        assert json.load(reader)["date"] == "old"
+    assert verdicts.load(KEY).date == "new"
+
+
 def test_a_verdict_is_never_half_written(cache, monkeypatch):
     verdicts.store(KEY, Verdict(None, date="old"))
     write = Path.write_text
