@@ -521,9 +521,14 @@ def main(argv: list[str] | None = None) -> int:
             lines.append(args.json, "row", row)
         print(f"{row['status']:8} {row['step']}-{row['name']} {row.get('error', '')[:300]}", flush=True)
 
-    def tell_where(check: Check, _: Unit) -> None:
+    def tell_where(check: Check, unit: Unit) -> None:
+        try:
+            environment = describe(check.device)
+        except Exception as error:
+            check.row(unit.name, "failed", reason_of(error))
+            sys.exit(FAILED)
         report = Report(args.json, {"device": args.device}, None)
-        report.data["environment"] = describe(check.device)
+        report.data["environment"] = environment
         report.save()
 
     check = Check(args.check, torch.device(args.device), emit, end)

@@ -73,6 +73,7 @@ class Bank:
         with self.device:  # on a CPU drawing a large model's weights takes seconds
             master = fastbert.AutoModel.from_config(self.config, add_pooling_layer=False)
         self.state = master.state_dict()
+        self._peers: dict[str, torch.nn.Module] = {}
 
     def _placed(self, module: torch.nn.Module, dtype: torch.dtype, state: dict | None = None):
         module.load_state_dict(self.state if state is None else state)
@@ -85,11 +86,12 @@ class Bank:
             module = fastbert.AutoModel.from_config(self.config, add_pooling_layer=False)
         return self._placed(module, torch.bfloat16)
 
-    @functools.cache  # noqa: B019  (a bank lives as long as its engines)
     def _theirs(self, attention: str) -> torch.nn.Module:
-        with self.device:
-            module = theirs(self.config, attention)
-        return self._placed(module, torch.bfloat16)
+        if attention not in self._peers:
+            with self.device:
+                module = theirs(self.config, attention)
+            self._peers[attention] = self._placed(module, torch.bfloat16)
+        return self._peers[attention]
 
     def forward(self, name: str) -> Forward:
         """The engine `name` of ENGINES, ready to run. Raises with the reason where it cannot be built."""
