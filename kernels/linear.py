@@ -8,8 +8,8 @@ Tiling     A program walks over output tiles of [BLOCK_M, BLOCK_N], every num_pr
 Precision  float32 accumulators ("ieee": float32 inputs are not cut to TF32); bias, activation and residual in
            float32; one rounding at each store.
 Saved      pre in storage dtype, where backward will ask for it.
-Transport  From compute capability 9.0 on tiles move by TMA, through tensor descriptors made on the host.
-           Other GPUs, and matrices that TMA cannot describe (16-byte alignment), use pointers.
+Transport  With compute capability 9.x and 10.x tiles move by TMA, through tensor descriptors made on the
+           host. Other GPUs, and matrices that TMA cannot describe (16-byte alignment), use pointers.
 Source     Hendrycks and Gimpel 2016, Gaussian Error Linear Units; Tillet, Kung, Cox 2019, Triton, for the
            grouped order.
 """
@@ -167,17 +167,16 @@ def ladder(dtype: torch.dtype, aligned: bool, capability: tuple[int, int]) -> tu
     if dtype == torch.float32 or not aligned:  # no tensor cores; or elements that come one by one
         sizes = ((64, 64, 32), (32, 32, 32))
         return tuple(Config(*size, 4, 2, 1, tma=False, per_multiprocessor=2) for size in sizes)
-    tma = capability >= (9, 0)
     if capability[0] in (9, 10):
         return (
-            Config(128, 256, 64, 8, 3, 4, tma),
-            Config(128, 128, 64, 8, 4, 2, tma),
-            Config(64, 64, 64, 4, 5, 1, tma, per_multiprocessor=2),
+            Config(128, 256, 64, 8, 3, 4, tma=True),
+            Config(128, 128, 64, 8, 4, 2, tma=True),
+            Config(64, 64, 64, 4, 5, 1, tma=True, per_multiprocessor=2),
         )
-    return (  # the smallest of these GPUs have 99 KB of shared memory
-        Config(128, 128, 32, 8, 4, 2, tma),
-        Config(64, 64, 64, 4, 4, 1, tma, per_multiprocessor=2),
-        Config(32, 64, 64, 4, 4, 1, tma, per_multiprocessor=2),
+    return (  # the smallest of these GPUs have 99 KB of shared memory; with TMA Triton 3.6 spills on sm_120
+        Config(128, 128, 32, 8, 4, 2, tma=False),
+        Config(64, 64, 64, 4, 4, 1, tma=False, per_multiprocessor=2),
+        Config(32, 64, 64, 4, 4, 1, tma=False, per_multiprocessor=2),
     )
 
 
