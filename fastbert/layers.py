@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 
 import torch
@@ -54,6 +54,7 @@ class Sequences:
         bias: additive attention bias, (batch or 1, nheads or 1, S, S), or None.
         seed: int64 tensor of one element from which all dropout of the call is drawn, None in eval.
         return_probs: layers return their attention probabilities too.
+        scratch: memory in which a backend packs the weights of one layer after the other.
     """
 
     cu_seqlens: Tensor
@@ -61,6 +62,7 @@ class Sequences:
     bias: Tensor | None = None
     seed: Tensor | None = None
     return_probs: bool = False
+    scratch: list[Tensor] = field(default_factory=list)
 
 
 def attach(root: nn.Module, path: str, module: nn.Module) -> None:
@@ -95,14 +97,13 @@ def is_plain(module: nn.Module, kind: type) -> bool:
     return type(module) is kind and not is_hooked(module)
 
 
-def packed_weight(module: nn.Linear, x: Tensor, for_this_call: bool = False) -> Tensor | None:
+def packed_weight(module: nn.Linear, x: Tensor) -> Tensor | None:
     """The module's weight as the serving backend reads it; made at the first call and kept for inference.
 
     None in training, under torch.compile, where the backend packs nothing, and for so many rows that packing
-    for the one call costs next to nothing: then `for_this_call` makes one that is not kept.
+    for the one call costs next to nothing.
     """
-    many = x.shape[:-1].numel() >= _MANY_ROWS
-    if module.training or torch.compiler.is_compiling() or (many and not for_this_call):
+    if module.training or torch.compiler.is_compiling() or x.shape[:-1].numel() >= _MANY_ROWS:
         return None
     dtype = module.weight.dtype
     if dtype != torch.float64:  # which autocast leaves alone
@@ -110,11 +111,9 @@ def packed_weight(module: nn.Linear, x: Tensor, for_this_call: bool = False) -> 
     pack = linear_packer(x.device, dtype)
     if pack is None:
         return None
-
-    def made() -> Tensor:
-        return pack(module.weight.to(dtype).contiguous())
-
-    return made() if many else prepared.derived(module, ("packed", dtype), (module.weight,), made)
+    return prepared.derived(
+        module, ("packed", dtype), (module.weight,), lambda: pack(module.weight.to(dtype).contiguous())
+    )
 
 
 def apply_linear(module: nn.Module, x: Tensor, activation: str | None = None) -> Tensor:
@@ -395,7 +394,7 @@ class EncoderLayer(nn.Module):
             return None
         make, launch = found
         if kind is nn.Linear and x.shape[0] >= _MANY_ROWS:
-            weights = self._layer_weights(make, dense, norms, x)
+            weights = self._layer_weights(make, dense, norms, x, sequences.scratch)
         else:
             tensors = (t for m in (*dense, *norms) for d in (m._parameters, m._buffers) for t in d.values())
             sources = tuple(t for t in tensors if t is not None)
@@ -405,7 +404,12 @@ class EncoderLayer(nn.Module):
         return None if weights is None else (launch, weights)
 
     def _layer_weights(
-        self, make: Callable, dense: list[nn.Module], norms: list[nn.Module], x: Tensor
+        self,
+        make: Callable,
+        dense: list[nn.Module],
+        norms: list[nn.Module],
+        x: Tensor,
+        scratch: list[Tensor] | None = None,
     ) -> object | None:
         """What `make` makes of the layer's weights; None where a parameter has not the dtype or device that
         the fused layer takes: the single ops then say what is wrong, or cast.
@@ -416,18 +420,16 @@ class EncoderLayer(nn.Module):
         if type(dense[0]) is nn.Linear:
             if any(m.weight.dtype != x.dtype or m.weight.device != x.device for m in dense):
                 return None
-            linears = [(packed_weight(m, x, for_this_call=True), None, m.bias) for m in dense]
+            linears = [(m.weight, packed_weight(m, x), None, m.bias) for m in dense]
         else:
             qkv = dense[:3]
             if len({m.bias is None for m in qkv}) > 1:
                 return None
             linears = []
             for owner, modules in ((self, qkv), *((m, [m]) for m in dense[3:])):
-                _, scale, bias, packed = int8_operands(x.device, x.dtype, owner, modules)
-                linears.append((packed, scale, bias))
-        if any(packed is None for packed, *_ in linears):
-            return None
-        return make(linears, [(m.weight, m.bias) for m in norms])
+                weight, scale, bias, packed = int8_operands(x.device, x.dtype, owner, modules)
+                linears.append((weight, packed, scale, bias))
+        return make(linears, [(m.weight, m.bias) for m in norms], scratch)
 
     def _blocks(self, x: Tensor, sequences: Sequences, least: int) -> list[tuple[int, int]]:
         """Ranges of sequences, of `least` rows or more, to compute one after the other, so that a large

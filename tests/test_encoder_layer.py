@@ -12,6 +12,7 @@ from torch import nn
 
 from fastbert import _native, dispatch, layers, prepared
 from fastbert.backends import cpu
+from fastbert.backends.cpu import encoder_layer as cpu_encoder_layer
 from fastbert.config import EncoderConfig
 from fastbert.models import AutoModel, BertModel
 from fastbert.ops.encoder_layer import encoder_layer, launchers
@@ -215,6 +216,25 @@ def test_freed_with_the_model():
     assert any(name[0] == "layer" for name in prepared.held(model))
     model.eval()
     assert prepared.held(model) == []
+
+
+def test_one_scratch_serves_layers_of_any_size_and_dtype(monkeypatch):
+    monkeypatch.setattr(layers, "_MANY_ROWS", 1)
+    monkeypatch.setattr(cpu_encoder_layer, "_RETURNED", 0)  # no memory to spare
+    ends, scratch, sizes = torch.tensor([0, 40], dtype=torch.int32), [], []
+    with torch.no_grad():
+        for inner, dtype in ((40, BF16), (40, FLOAT), (90, FLOAT), (40, FLOAT), (90, FP16), (300, FP16)):
+            layer = of("bert", intermediate_size=inner).to(dtype).layers()[0]
+            x, sequences = torch.randn(40, 48).to(dtype), layers.Sequences(ends, 40, scratch=scratch)
+            with fused_calls() as seen:
+                out = layer(x, sequences)[0]
+            assert seen == [40]
+            assert not prepared.held(layer)
+            assert len(scratch) == 1
+            sizes.append(scratch[0].data_ptr())
+            with op_by_op():
+                assert torch.equal(layer(x, sequences)[0], out)
+    assert sizes[2] == sizes[3]
 
 
 # --- where the ops run one by one ---------------------------------------------------------------------------

@@ -57,8 +57,8 @@ void encoder_layer_fwd(int dtype, const py::tuple& sizes, const py::tuple& weigh
     check_shape(args.total, args.nheads * args.headdim);
     check_shape(args.batch, args.inner);
     Reader weight(weights);
-    for (LayerLinear* linear : {&args.query, &args.key, &args.value, &args.attention_output,
-                                &args.intermediate, &args.output})
+    for (LayerLinear* linear :
+         {&args.query, &args.key, &args.value, &args.attention_output, &args.intermediate, &args.output})
         *linear = weight.linear();
     args.attention_norm = weight.norm();
     args.output_norm = weight.norm();

@@ -69,6 +69,7 @@ const char* cpu_cross_entropy_bwd(const CrossEntropyBwd& args, int threads) {
     const double factor =
         static_cast<double>(*args.dloss) / static_cast<double>(std::max<std::int64_t>(1, *args.count));
     const std::int64_t row_bytes = args.classes * (args.dtype == DType::kFloat32 ? 4 : 2);
+    expect_writes(args.dlogits, args.rows * row_bytes);
     for_rows(args, threads, [&](std::int64_t begin, std::int64_t end) {
         populate(static_cast<char*>(args.dlogits) + begin * row_bytes, (end - begin) * row_bytes,
                  args.rows * row_bytes);

@@ -60,6 +60,7 @@ void sum_table(const EmbeddingKernels* simd, const EmbeddingBwd& args, const Tab
     const std::int64_t tiles = (hidden + width - 1) / width;
     const std::int64_t item = item_size(args.dtype);
     const int team = (args.tokens + table.rows) * hidden < kNormGrain ? 1 : threads;
+    expect_writes(table.out, table.rows * hidden * item);
     parallel_for(blocks * tiles, team, [&](std::int64_t task, int) {
         const std::int64_t begin = task / tiles * rows, end = std::min(table.rows, begin + rows);
         const std::int64_t column = task % tiles * width, columns = std::min(width, hidden - column);

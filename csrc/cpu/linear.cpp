@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "isa.h"
+#include "pages.h"
 #include "parallel.h"
 #include "widened.h"
 #include "workspace.h"
@@ -100,6 +101,7 @@ const char* cpu_linear_product(const Product& args, int threads) {
 }
 
 const char* cpu_linear_activation_bwd(const ActivationBwd& args, int threads) {
+    keep_freed_pieces();
     const LinearKernels* simd = kernels();
     if (simd == nullptr) return kNoKernels;
     if (threads < 1) return "threads: expected >= 1";

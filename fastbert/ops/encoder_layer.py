@@ -10,11 +10,13 @@ the fixed cost of nine calls and the memory of their results, which counts where
 
 Backend functions, found by `launchers`:
 
-    encoder_layer_weights(linears, norms) -> weights
-        linears: (packed, scale or None, bias or None) of query, key, value, attention output, intermediate
-        and output, `packed` as the backend's `linear_pack` makes it; or, of 8-bit layers, of query, key and
-        value joined, attention output, …, as `linear_int8_pack` makes it. norms: (weight, bias or None) of
-        both.
+    encoder_layer_weights(linears, norms, scratch) -> weights
+        linears: (weight, packed, scale, bias) of query, key, value, attention output, intermediate and
+        output, `packed` as the backend's `linear_pack` makes it, scale None; or, of 8-bit layers, of query,
+        key and value joined, attention output, …, as `linear_int8_pack` makes it. bias may be None. norms:
+        (weight, bias or None) of both. packed may be None: then it is made for the call, in the memory that
+        the list `scratch` holds or gets; the next call with that list overwrites it. scratch None: in memory
+        that the weights own.
     encoder_layer_fwd(x, weights, cu_seqlens, max_seqlen, nheads, inner, softmax_scale, bias, gate,
         activation, eps) -> y
         x, y: (total, hidden), last dimension contiguous; inner: columns of the intermediate layer; eps: of

@@ -51,7 +51,10 @@ FAULTS = (
     _fault("hooked layers are fused over", "            or not all(is_plain(m, kind) for m in dense)\n", "", _LAYERS),
     _fault("norms' weights may change", "for m in (*dense, *norms) for d in", "for m in dense for d in", _LAYERS),
     _fault("fused where probabilities are asked for", "            or sequences.return_probs\n            or torch.compiler.is_compiling()\n            or checks", "            or torch.compiler.is_compiling()\n            or checks", _LAYERS),
-    _fault("kept although the rows are many", "            weights = self._layer_weights(make, dense, norms, x)\n", "            weights = prepared.derived(self, ('layer', x.dtype, launch), (), lambda: self._layer_weights(make, dense, norms, x))\n", _LAYERS),
+    _fault("kept although the rows are many", "if kind is nn.Linear and x.shape[0] >= _MANY_ROWS:", "if False:", _LAYERS),
+    _fault("all weights packed to one place", ".split(sizes))", ".split(sizes))\n        memory = iter([scratch[0][:n] for n in sizes])", _PYTHON),
+    _fault("scratch too small", "scratch[0].numel() < sum(sizes)", "False", _PYTHON),
+    _fault("scratch of another dtype", "scratch[0].dtype != like.dtype or ", "", _PYTHON),
     _fault("joined although one bias is missing", "if len({m.bias is None for m in qkv}) > 1:", "if False:", _LAYERS),
     _fault("parameters of other dtypes", "t.dtype != x.dtype or t.device", "t.device", _LAYERS),
 )  # fmt: skip

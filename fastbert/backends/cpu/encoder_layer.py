@@ -9,15 +9,18 @@ import torch
 from fastbert._native import DTYPE_CODES, vector
 from fastbert._native import extension as _C
 from fastbert.backends.cpu.attention import bias_args
-from fastbert.backends.cpu.linear import ACTIVATIONS
+from fastbert.backends.cpu.linear import ACTIVATIONS, linear_pack
 
+# Bytes from which glibc gives a block back to the system when it is freed, and keeps no hole in its heap.
+_RETURNED = 33 << 20
 _NOTHING = (0, 0, 0, 0)  # in place of the key's and the value's layer, where one product makes all three
 
 
-def encoder_layer_weights(linears, norms):
+def encoder_layer_weights(linears, norms, scratch=None):
     """What `encoder_layer_fwd` takes: the numbers for csrc/bindings/encoder_layer.cpp, the instruction set
     that 8-bit weights are packed for, and the tensors behind the numbers.
     """
+    linears = _packed(linears, scratch)
     numbers, isa = [], _C.cpu_isa()
     for packed, scale, bias in linears:
         numbers += (packed.data_ptr(), 0 if scale is None else scale.data_ptr(), *vector(bias))
@@ -26,6 +29,27 @@ def encoder_layer_weights(linears, norms):
     for weight, bias in norms:
         numbers += (*vector(weight), *vector(bias))
     return tuple(numbers), isa, tuple(chain(*linears, *norms))
+
+
+def _packed(linears, scratch):
+    """(packed, scale, bias) of each; what comes unpacked lies side by side in the scratch memory."""
+    sizes = [
+        0 if packed is not None else _C.cpu_linear_packed_size(weight.shape[1], weight.shape[0])
+        for weight, packed, _, _ in linears
+    ]
+    memory = None
+    if any(sizes):
+        scratch = [] if scratch is None else scratch
+        like = linears[0][0]
+        if not scratch or scratch[0].dtype != like.dtype or scratch[0].numel() < sum(sizes):
+            scratch[:] = [like.new_empty(max(sum(sizes), _RETURNED // like.element_size()))]
+        memory = iter(scratch[0][: sum(sizes)].split(sizes))
+    return [
+        (packed if memory is None or not size else linear_pack(weight, into), scale, bias)
+        for (weight, packed, scale, bias), size, into in zip(
+            linears, sizes, memory or [None] * len(sizes), strict=True
+        )
+    ]
 
 
 def encoder_layer_fwd(

@@ -21,10 +21,10 @@ def _strides(m: torch.Tensor) -> tuple[int, int]:
     return (m.stride(0), 1) if m.stride(1) == 1 or m.shape[1] == 1 else (1, m.stride(1))
 
 
-def _panels(b: torch.Tensor) -> torch.Tensor:
+def _panels(b: torch.Tensor, packed: torch.Tensor | None = None) -> torch.Tensor:
     """The (depth, columns) matrix `b`, one of its strides 1, in panels: a vector of the same dtype."""
     depth, columns = b.shape
-    packed = b.new_empty(_C.cpu_linear_packed_size(depth, columns))
+    packed = b.new_empty(_C.cpu_linear_packed_size(depth, columns)) if packed is None else packed
     _C.cpu_linear_pack(
         DTYPE_CODES[b.dtype], depth, columns, b.data_ptr(), *_strides(b), packed.data_ptr(),
         torch.get_num_threads(),
@@ -49,8 +49,8 @@ def _product(a, b, columns, bias=None, activation=None, residual=None, pre=None)
     return c
 
 
-def linear_pack(weight):
-    return _panels(weight.contiguous().t())
+def linear_pack(weight, into=None):
+    return _panels(weight.contiguous().t(), into)
 
 
 def linear_fwd(x, weight, bias, activation, residual, save, packed=None):
