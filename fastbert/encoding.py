@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from fastbert import checkpoint
+from fastbert import checkpoint, packing
 from fastbert.models import AutoModel
 from fastbert.ops import checks
 from fastbert.pooling import POOLINGS, pool
@@ -316,8 +316,8 @@ class SentenceEncoder:
     """Model, tokenizer and pooling, loaded once. Many threads may call `encode` at the same time.
 
     Args:
-        model: a fastbert encoder in eval mode (anything with `config` and `forward_packed`, which pooling
-            "cls" calls with first_token_only=True), on its device.
+        model: a fastbert encoder in eval mode (anything with `config` and `forward_packed`, which gets CPU
+            tensors, and from pooling "cls" first_token_only=True), on its device.
         tokenizer: of the `tokenizers` library. Copied, so that its padding and truncation stay as they are.
         pooling: "mean" (over all tokens, special ones included), "cls" (the last layer is then computed for
             the first tokens alone) or "max".
@@ -549,15 +549,15 @@ class SentenceEncoder:
     def _forward(self, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         if ids.size == 0:  # a tokenizer without special tokens, and only empty sentences
             return np.zeros((len(lengths), self.width), self.dtype)
-        device = self.device
-        input_ids = torch.from_numpy(ids).to(device)  # (total,)
-        cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
-        packed = (input_ids, cu_seqlens, int(lengths.max()))
+        cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+        # both on the host, so that a GPU is not waited for before its result
+        packed = (torch.from_numpy(ids), cu_seqlens, int(lengths.max()))
         if self.pooling == "cls":
             rows = self.model.forward_packed(*packed, first_token_only=True)  # (sentences, hidden)
             rows = rows.to(checks.compute_dtype(rows))
         else:
-            rows = pool(self.model.forward_packed(*packed), cu_seqlens, self.pooling)
+            hidden = self.model.forward_packed(*packed)  # (total, hidden)
+            rows = pool(hidden, packing.send(cu_seqlens, hidden.device), self.pooling)
         if self.normalize:
             rows = torch.nn.functional.normalize(rows, dim=1)
         return rows.cpu().numpy()

@@ -1,12 +1,17 @@
 """What a caller may hand a model: checks, defaults, and the packed form of it.
 
 Every check that must look at values (ids in range, kept tokens per sequence) is answered by one read-back,
-so that a forward on a GPU waits for it once. Under `torch.compile` values are not looked at.
+so that a forward on a GPU waits for it once. It never waits where the lengths are given on the host, as a
+mask or cu_seqlens in CPU memory: either with all other inputs there too, which are then checked and packed
+on the host and sent to the GPU, or with ids on the GPU, which are then not looked at (as the ops do not:
+the caller answers for their range). Under `torch.compile` values are not looked at, and everything must be
+on the model's device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +34,8 @@ class Inputs:
         packing: where the rows come from.
         headless: the first sequence of which tokens are kept but not the one at position 0, None if there is
             none (not looked for under `torch.compile`).
+        holes: some sequence's kept tokens are not neighbours (under `torch.compile`: there is a mask); looked
+            for only where the family's attention bias depends on it.
     """
 
     input_ids: Tensor | None
@@ -38,6 +45,16 @@ class Inputs:
     bias: Tensor | None
     packing: Packing
     headless: int | None = None
+    holes: bool = False
+
+    def to(self, device: torch.device) -> Inputs:
+        """The same with its tensors on `device`; the host does not wait for them."""
+        if self.position_ids.device == device:
+            return self
+        names = ("input_ids", "position_ids", "token_type_ids", "inputs_embeds", "bias")
+        given = {name: getattr(self, name) for name in names}
+        moved = {n: None if t is None else packing.send(t, device) for n, t in given.items()}
+        return replace(self, packing=self.packing.to(device), **moved)
 
     @classmethod
     def from_packed(
@@ -50,24 +67,29 @@ class Inputs:
         token_type_ids: Tensor | None,
         position_ids: Tensor | None,
     ) -> Inputs:
-        """The inputs of `forward_packed`, checked."""
-        _ids("input_ids", input_ids, device)
+        """The inputs of `forward_packed`, checked, where `input_ids` is."""
+        home = _home("input_ids", checks.int_tensor, input_ids, device)
         if input_ids.dim() != 1:
             raise ValueError(f"input_ids: expected shape (total,), got {tuple(input_ids.shape)}")
         total = input_ids.shape[0]
         if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
             raise TypeError("cu_seqlens: expected a one-dimensional int32 tensor of batch + 1 entries")
-        checks.same_device("cu_seqlens", cu_seqlens, input_ids)
+        if not (cu_seqlens.device.type == "cpu" and _may_be_on_host(home)):
+            _on("cu_seqlens", cu_seqlens, home)
         if cu_seqlens.shape[0] < 1:
             raise ValueError("cu_seqlens: expected batch + 1 entries, got none")
         for name, ids in (("token_type_ids", token_type_ids), ("position_ids", position_ids)):
             if ids is not None:
-                _ids(name, ids, device)
+                _ids(name, ids, home)
                 checks.shape(name, ids, (total,))
         lengths = cu_seqlens[1:] - cu_seqlens[:-1]
         if not torch.compiler.is_compiling():
-            bounds = {"input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids}
-            facts = _read_back({**bounds, "lengths": lengths}, cu_seqlens)
+            looked_at = {"lengths": lengths}
+            if cu_seqlens.device == home:
+                looked_at |= {
+                    "input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids
+                }  # fmt: skip
+            facts = _read_back(looked_at, cu_seqlens)
             first, last = facts["extra"][0], facts["extra"][-1]
             if first != 0 or last != total or facts["lengths"][0] < 0:
                 raise ValueError(
@@ -80,6 +102,7 @@ class Inputs:
                 raise ValueError(f"max_seqlen: {max_seqlen} is below the longest sequence, {longest}")
             _check_length(config, longest, "input_ids")
             _check_ranges(config, facts)
+        cu_seqlens = packing.send(cu_seqlens, home)
         packed = Packing(cu_seqlens.shape[0] - 1, max_seqlen, cu_seqlens, max_seqlen)
         if position_ids is None:
             position_ids = packing.positions_of(cu_seqlens, total)[1]
@@ -101,7 +124,7 @@ def check_inputs(
     position_ids: Tensor | None,
     inputs_embeds: Tensor | None,
 ) -> Inputs:
-    """Check a padded batch, fill in the defaults and pack it.
+    """Check a padded batch, fill in the defaults and pack it, where `input_ids` or `inputs_embeds` is.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
@@ -110,13 +133,12 @@ def check_inputs(
         given = "neither" if input_ids is None else "both"
         raise ValueError(f"input_ids, inputs_embeds: expected exactly one of the two, got {given}")
     if input_ids is not None:
-        _ids("input_ids", input_ids, device)
+        home = _home("input_ids", checks.int_tensor, input_ids, device)
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids: expected shape (batch, seqlen), got {tuple(input_ids.shape)}")
         source, shape = "input_ids", tuple(input_ids.shape)
     else:
-        checks.float_tensor("inputs_embeds", inputs_embeds)
-        _on("inputs_embeds", inputs_embeds, device)
+        home = _home("inputs_embeds", checks.float_tensor, inputs_embeds, device)
         if inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != config.embedding_width:
             raise ValueError(
                 f"inputs_embeds: expected shape (batch, seqlen, {config.embedding_width}), "
@@ -129,32 +151,42 @@ def check_inputs(
     if position_ids is None:
         _check_length(config, seqlen, source)
     if token_type_ids is not None:
-        _ids("token_type_ids", token_type_ids, device)
+        _ids("token_type_ids", token_type_ids, home)
         checks.shape("token_type_ids", token_type_ids, shape)
         if not config.family.segments:
             raise ValueError(f"token_type_ids: {config.model_type} has no segment embeddings; expected None")
     if position_ids is not None:
-        _ids("position_ids", position_ids, device)
+        _ids("position_ids", position_ids, home)
         if tuple(position_ids.shape) not in (shape, (1, seqlen)):
             raise ValueError(
                 f"position_ids: expected shape {shape} or (1, {seqlen}), got {tuple(position_ids.shape)}"
             )
         position_ids = position_ids.expand(shape)
-    mask, bias = _masks(config, attention_mask, batch, seqlen, device)
+    mask, bias = _masks(config, attention_mask, batch, seqlen, home)
     lengths = headless = None
+    holes = mask is not None and torch.compiler.is_compiling()
     if not torch.compiler.is_compiling() and batch:
         ids = {"input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids}
-        facts = _read_back(ids, None if mask is None else torch.cat([mask.sum(1), mask[:, 0].long()]))
+        if mask is not None and mask.device != home:  # the host has the lengths: do not wait for the rest
+            ids = {}
+        asked = []
+        if mask is not None:
+            asked = [mask.sum(1), mask[:, 0].long()]
+            if config.family.relative_bias is not None:
+                asked.append(packing.runs(mask))
+        facts = _read_back(ids, torch.cat(asked) if asked else None)
         _check_ranges(config, facts)
-        lengths, first_kept = facts["extra"][:batch], facts["extra"][batch:]
+        extra = facts["extra"]
+        lengths, first_kept, in_runs = extra[:batch], extra[batch : 2 * batch], extra[2 * batch :]
         headless = next((i for i, kept in enumerate(first_kept) if lengths[i] and not kept), None)
+        holes = max(in_runs, default=0) > 1
     packed = (
-        packing.dense(batch, seqlen, device)
+        packing.dense(batch, seqlen, home)
         if mask is None or batch == 0
-        else packing.from_mask(mask, lengths)
+        else packing.from_mask(mask, lengths).to(home)
     )
     if position_ids is None:
-        position_ids = _default_positions(config, input_ids, batch, seqlen, device)
+        position_ids = _default_positions(config, input_ids, batch, seqlen, home)
     if token_type_ids is None and config.family.segments:
         token_type_ids = position_ids.new_zeros(1, 1).expand(shape)
     return Inputs(
@@ -165,6 +197,7 @@ def check_inputs(
         bias,
         packed,
         headless,
+        holes,
     )
 
 
@@ -200,7 +233,23 @@ def _ids(name: str, ids: object, device: torch.device) -> None:
 
 def _on(name: str, t: Tensor, device: torch.device) -> None:
     if t.device != device:
-        raise ValueError(f"{name}: expected a tensor on {device}, where the model is, got one on {t.device}")
+        raise ValueError(
+            f"{name}: expected a tensor on {device}, where the model or the ids are, got one on {t.device}"
+        )
+
+
+def _may_be_on_host(device: torch.device) -> bool:
+    """Whether a caller of a model on `device` may give CPU tensors too."""
+    return device.type not in ("cpu", "meta") and not torch.compiler.is_compiling()
+
+
+def _home(name: str, check: Callable[[str, object], None], t: Tensor, device: torch.device) -> torch.device:
+    """Where a call's inputs are: on the model's device, or on the host."""
+    check(name, t)
+    if t.device.type == "cpu" and _may_be_on_host(device):
+        return t.device
+    _on(name, t, device)
+    return device
 
 
 def _masks(
@@ -213,7 +262,8 @@ def _masks(
         raise TypeError(f"attention_mask: expected a torch.Tensor, got {type(mask).__name__}")
     if mask.dtype.is_complex:
         raise TypeError(f"attention_mask: expected bool, an integer or a float dtype, got {mask.dtype}")
-    _on("attention_mask", mask, device)
+    if not (mask.dim() == 2 and mask.device.type == "cpu" and _may_be_on_host(device)):
+        _on("attention_mask", mask, device)
     if mask.dim() == 2:
         checks.shape("attention_mask", mask, (batch, seqlen))
         return mask if mask.dtype == torch.bool else mask != 0, None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-from fastbert import checkpoint, packing, prepared, quantization
+from fastbert import checkpoint, prepared, quantization
 from fastbert.config import DEFAULTS, EncoderConfig
 from fastbert.families import FAMILIES, Family
 from fastbert.inputs import Inputs, check_inputs, head_gates
@@ -447,6 +447,12 @@ class BertModel(PreTrainedModel):
             attentions. Rows of masked tokens are zeros, and so are their rows and columns of the attentions.
             The pooler reads position 0; a batch of no sequences gives empty tensors.
 
+        A call on a GPU waits for it once: for the smallest and largest ids, which are checked, and for the
+        number of kept tokens. It does not wait where that number is given on the host:
+            - all inputs are CPU tensors: checked and packed there, then sent to the GPU;
+            - input_ids on the GPU and a 2-D attention_mask that is a CPU tensor: the ids are not looked at,
+              and one out of range is the caller's own fault, as in `torch.nn.functional.embedding`.
+
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
         """
@@ -463,7 +469,7 @@ class BertModel(PreTrainedModel):
         config = self.config
         inputs = check_inputs(
             config, self.device, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
-        )
+        ).to(self.device)
         gates = head_gates(config, head_mask, self.device)
         want_attentions = config.output_attentions if output_attentions is None else output_attentions
         want_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
@@ -471,21 +477,39 @@ class BertModel(PreTrainedModel):
         hidden, states, attentions = self._encode(
             inputs, gates, want_attentions, want_states, first_token_only
         )
+        states, attentions = states if want_states else None, attentions if want_attentions else None
         if packed:
-            return hidden, states if want_states else None, attentions if want_attentions else None, inputs
+            return hidden, states, attentions, inputs
+        return self._output(inputs, hidden, states, attentions, first_token_only, return_dict)
 
+    def _output(
+        self,
+        inputs: Inputs,
+        hidden: Tensor,
+        states: list[Tensor] | None,
+        attentions: list[Tensor] | None,
+        first_token_only: bool,
+        return_dict: bool | None,
+        pooled: Tensor | None = None,
+    ) -> BaseModelOutputWithPooling | tuple:
+        """What `forward` returns, from packed tokens; `states` and `attentions` None where not asked for,
+        `pooled` the pooler's output where it has run already.
+        """
         packing = inputs.packing
         last = hidden.unsqueeze(1) if first_token_only else packing.unpack(hidden)
-        if want_states:
+        if states is not None:
             whole = packing.unpack(states[-1]) if first_token_only else last
             states = (*(packing.unpack(s) for s in states[:-1]), whole)
+        if self.has_pooler and pooled is None:
+            pooled = pool_first(part(self, self.family.pooler), last[:, 0])
         output = BaseModelOutputWithPooling(
             last_hidden_state=last,
-            pooler_output=pool_first(part(self, self.family.pooler), last[:, 0]) if self.has_pooler else None,
-            hidden_states=states if want_states else None,
-            attentions=tuple(packing.unpack_scores(p) for p in attentions) if want_attentions else None,
+            pooler_output=pooled,
+            hidden_states=states,
+            attentions=None if attentions is None else tuple(packing.unpack_scores(p) for p in attentions),
         )
-        return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+        wanted = self.config.return_dict if return_dict is None else return_dict
+        return output if wanted else output.to_tuple()
 
     def forward_packed(
         self,
@@ -506,15 +530,19 @@ class BertModel(PreTrainedModel):
             token_type_ids, position_ids: (total,); by default 0, and counted from each sequence's start.
             first_token_only: only the first token of each sequence is wanted; see `forward`.
 
+        All of them on the model's device, which a GPU is waited for once to check; or all of them CPU
+        tensors; or `cu_seqlens` alone a CPU tensor. Then there is no waiting; see `forward`.
+
         Returns:
-            (total, hidden); with `first_token_only` (batch, hidden), zeros where a sequence is empty.
+            (total, hidden) on the model's device; with `first_token_only` (batch, hidden), zeros where a
+            sequence is empty.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
         """
         inputs = Inputs.from_packed(
             self.config, self.device, input_ids, cu_seqlens, max_seqlen, token_type_ids, position_ids
-        )
+        ).to(self.device)
         return self._encode(inputs, None, False, False, first_token_only)[0]
 
     def _encode(
@@ -574,7 +602,7 @@ class BertModel(PreTrainedModel):
         if self.family.relative_bias is None or packed.max_seqlen == 0:
             return bias
         positions = None
-        if packed.mask is not None and (torch.compiler.is_compiling() or packing.has_holes(packed.mask)):
+        if inputs.holes:
             order = torch.argsort(packed.mask.logical_not().to(torch.uint8), dim=1, stable=True)
             positions = order[:, : packed.max_seqlen]
         buckets = part(self, self.family.relative_bias)

@@ -11,7 +11,7 @@ attention neither reads nor writes and from where nothing returns to the padded 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -75,6 +75,13 @@ class Packing:
         """
         kept = self.cu_seqlens.diff() > 0 if self.mask is None else self.mask[:, 0]
         return torch.where(kept.unsqueeze(1), rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
+
+    def to(self, device: torch.device) -> Packing:
+        """The same with its tensors on `device`; no waiting (see `send`)."""
+        if self.cu_seqlens.device == device:
+            return self
+        moved = {name: getattr(self, name) for name in ("cu_seqlens", "indices", "mask")}
+        return replace(self, **{n: None if t is None else send(t, device) for n, t in moved.items()})
 
     @property
     def ranks(self) -> Tensor:
@@ -141,8 +148,17 @@ def positions_of(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     return sequence, torch.arange(total, device=cu_seqlens.device) - cu_seqlens[:-1].long()[sequence]
 
 
-def has_holes(mask: Tensor) -> bool:
-    """Whether some sequence's kept tokens are not consecutive (one synchronisation on a GPU)."""
-    starts = mask[:, 1:] & ~mask[:, :-1]
-    runs = starts.sum(1) + mask[:, 0]
-    return bool((runs > 1).any())
+def runs(mask: Tensor) -> Tensor:
+    """(batch,) int64: into how many runs of neighbours a sequence's kept tokens fall; more than 1: it has
+    holes.
+    """
+    return (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
+
+
+def send(t: Tensor, device: torch.device) -> Tensor:
+    """`t`, of the host or of `device`, on `device`; the host does not wait for it."""
+    if t.device == device:
+        return t
+    if device.type == "cuda":  # from pageable memory the driver may wait
+        t = t.pin_memory()
+    return t.to(device, non_blocking=True)

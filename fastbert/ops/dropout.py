@@ -73,7 +73,8 @@ def philox_keep(
     dropout_p: float,
 ) -> torch.Tensor:
     """Boolean keep mask of the broadcast shape of (plane, rows, cols); see the module's definition."""
-    plane = torch.as_tensor(plane, dtype=torch.int64, device=rows.device)
+    if not isinstance(plane, torch.Tensor):  # `as_tensor` would wait for a GPU
+        plane = torch.full((), plane, dtype=torch.int64, device=rows.device)
     return philox_words(seed, offset, plane, rows, cols) >= threshold(dropout_p)
 
 
