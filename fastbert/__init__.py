@@ -33,6 +33,7 @@ _PUBLIC = {  # public name -> where it is defined; an alias names its target aft
     "SentenceEncoder": "encoding",
     "encode": "encoding",
     "explain": "dispatch",
+    "graph": "graphs",
     "use_backend": "dispatch",
 }
 
@@ -69,6 +70,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; the families' other nam
     from fastbert.encoding import EncodingError as EncodingError
     from fastbert.encoding import SentenceEncoder as SentenceEncoder
     from fastbert.encoding import encode as encode
+    from fastbert.graphs import graph as graph
     from fastbert.heads import AlbertForPreTraining as AlbertForPreTraining
     from fastbert.heads import AutoModelForMaskedLM as AutoModelForMaskedLM
     from fastbert.heads import AutoModelForMultipleChoice as AutoModelForMultipleChoice
