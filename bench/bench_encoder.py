@@ -40,7 +40,7 @@ from bench.probe_steps import reason_of  # noqa: E402
 
 WORKLOADS = ("full", "squad", "latency")
 COMPILED = "torch_compile-bf16"
-BESIDE_COMPILED = ("fastbert-bf16", "transformers_sdpa-bf16", COMPILED)
+BESIDE_COMPILED = ("fastbert-bf16", "fastbert_graphs-bf16", "transformers_sdpa-bf16", COMPILED)
 # seconds that a group of engines needs on one batch; without them it is left out
 PLAIN_SECONDS, COMPILE_SECONDS = {"base": 6.0, "large": 12.0}, {"base": 60.0, "large": 100.0}
 COLUMNS = ("model", "workload", "candidate", "ms", "tokens/s", "tflops", "of floor", "cosine", "spread", "n")
