@@ -409,7 +409,7 @@ def step_gemm(bench: Bench) -> None:
     """torch's product at every shape of base and large: plain, bias, bias and GELU, bias and fused GELU."""
     device = bench.device
     models = [workloads.TINY] if bench.smoke else [workloads.BASE, workloads.LARGE]
-    tokens = bench.pick((2048, 4096, 8192, 16384), (128, 512, 1024), (8,))
+    tokens = bench.pick((16384, 384, 128, 8192, 4096, 2048), (128, 512, 1024), (8,))  # workloads' own first
     dtypes = bench.pick(("bf16",), ("fp32", "bf16"), ("bf16",))
 
     def variants(t: int, n: int, k: int, dtype: torch.dtype) -> dict[str, Callable[[], list]]:

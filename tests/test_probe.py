@@ -299,7 +299,7 @@ def test_gpu_gemm_step_covers_every_shape(untimed):
     shapes = {tuple(map(int, row["name"].split("-")[3].split("x"))) for row in rows}
     weights = {(2304, 768), (768, 768), (3072, 768), (768, 3072)}
     weights |= {(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)}
-    assert shapes == {(t, n, k) for t in (2048, 4096, 8192, 16384) for n, k in weights}
+    assert shapes == {(t, n, k) for t in (128, 384, 2048, 4096, 8192, 16384) for n, k in weights}
     assert len(rows) == len(shapes) * 4
 
 
