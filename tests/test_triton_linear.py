@@ -126,13 +126,14 @@ def test_parts_of_the_accumulator(split, tma):
         torch.testing.assert_close(a, e)
 
 
-def test_exact_on_small_integers(transport):
+@pytest.mark.parametrize("depth", [48, 128])  # blocks of 64, the last one cut; and whole blocks
+def test_exact_on_small_integers(depth, transport):
     g = torch.Generator().manual_seed(3)
 
     def integers(*shape):
         return torch.randint(-2, 3, shape, generator=g).to(DEVICE)
 
-    x, weight, bias, residual = integers(37, 48), integers(72, 48), integers(72), integers(37, 72)
+    x, weight, bias, residual = integers(37, depth), integers(72, depth), integers(72), integers(37, 72)
     pre = (x.double() @ weight.double().T + bias).long()
     assert pre.abs().max() <= 255  # exact in bfloat16
     for dtype in DTYPES:
