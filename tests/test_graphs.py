@@ -732,6 +732,7 @@ def wrap(model):
         lambda m: m.bfloat16(),
         lambda m: parametrize.register_parametrization(m.pooler.dense, "weight", Twice()).eval(),
         lambda m: m.resize_token_embeddings(130),
+        lambda m: m.add_module("extra", nn.Linear(2, 2).eval()),
     ],
 )  # fmt: skip
 def test_replaced_parameters_are_noticed(change):

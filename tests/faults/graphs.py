@@ -1,0 +1,223 @@
+"""Faults of graph replay."""
+
+# ruff: noqa: E501 (a table)
+
+from tests.mutation import Fault, Suite
+
+_GRAPHS = "fastbert/graphs.py"
+_PREPARED = "fastbert/prepared.py"
+
+
+def _fault(name: str, old: str, new: str, file: str = _GRAPHS) -> Fault:
+    return Fault(name, file, old, new)
+
+
+FAULTS = (
+    _fault("rows behind the tokens left as they were", "        rows[:, total:] = 0\n", ""),
+    _fault("unused sequences left as they were", "        ends[batch + 1 :] = total\n", ""),
+    _fault(
+        "unused sequences end at the bucket's end",
+        "        ends[batch + 1 :] = total\n",
+        "        ends[batch + 1 :] = rows.shape[1]\n",
+    ),
+    _fault(
+        "inputs' memory not blanked before recording",
+        "                self._blank()\n                recording",
+        "                recording",
+    ),
+    _fault(
+        "inputs' memory not blanked before deriving", "        self._blank()\n        done", "        done"
+    ),
+    _fault(
+        "a view of the graph's output returned",
+        "if bucket.first_token_only else total].clone()",
+        "if bucket.first_token_only else total]",
+    ),
+    _fault("a view of the graph's pooler output returned", "pooled[:batch].clone()", "pooled[:batch]"),
+    _fault(
+        "all rows of the bucket returned",
+        "hidden[: batch if bucket.first_token_only else total]",
+        "hidden[: batch if bucket.first_token_only else None]",
+    ),
+    _fault("next smaller bucket", "if size >= total)", "if size * 1.25 >= total)"),
+    _fault("a full bucket passed over", "if size >= total)", "if size > total)"),
+    _fault("too many tokens taken", "if total > self.buckets[-1]:", "if total > 2 * self.buckets[-1]:"),
+    _fault(
+        "too many sequences taken",
+        "if packed.batch > self.max_batch:",
+        "if packed.batch > 8 * self.max_batch:",
+    ),
+    _fault("no tokens replayed", "        if total == 0:\n", "        if total < 0:\n"),
+    _fault("holes replayed", "        if inputs.holes:\n", "        if False:\n"),
+    _fault(
+        "longest length taken as the smallest bucket",
+        "        while seqlen < packed.max_seqlen:",
+        "        while seqlen < 0:",
+    ),
+    _fault("longest length not bounded by the tokens", "min(seqlen, tokens)\n", "seqlen\n"),
+    _fault("sequences not bounded by max_batch", "min(batch, self.max_batch), ", "batch, "),
+    _fault(
+        "first rows and all rows in one bucket",
+        "Bucket(tokens, batch, seqlen, first_only, pooled,",
+        "Bucket(tokens, batch, seqlen, False, pooled,",
+    ),
+    _fault(
+        "with and without pooler in one bucket",
+        "Bucket(tokens, batch, seqlen, first_only, pooled,",
+        "Bucket(tokens, batch, seqlen, first_only, True,",
+    ),
+    _fault("pins not in the bucket", "tuple(sorted(dict(dispatch._pins).items())))", "())"),
+    _fault("the newest graph gives way", "popitem(last=False)", "popitem(last=True)"),
+    _fault("use does not keep a graph", "        self._recordings.move_to_end(bucket)\n", ""),
+    _fault(
+        "one graph too many",
+        "            while len(self._recordings) >= self.max_graphs:",
+        "            while len(self._recordings) > self.max_graphs:",
+    ),
+    _fault("replaced parameters not looked for", "        if weights.replaced():", "        if False:"),
+    _fault("modules' classes not looked at", "list(map(type, self.modules)) != self.classes", "False"),
+    _fault("new entries not looked for", "list(map(len, self.tables)) != self.sizes", "False"),
+    _fault(
+        "identity not looked at",
+        "not all(map(is_, map(dict.get, self.homes, self.names), self.values))",
+        "False",
+    ),
+    _fault("addresses not looked at", "[t.data_ptr() for t in self.tensors] != self.pointers", "False"),
+    _fault("old memory let go", "self.memory = [t.detach() for t in self.tensors]", "self.memory = []"),
+    _fault("versions not looked at", "[t._version for t in self.tensors] != self.versions", "False"),
+    _fault("cleared derived weights not looked at", "prepared.clears() != self.clears or", ""),
+    _fault("derived weights kept", "        prepared.clear(self.model)\n        weights", "        weights"),
+    _fault(
+        "one kind of recording alone derives",
+        "kind = replace(bucket, tokens=0, batch=0, seqlen=0)",
+        "kind = None",
+    ),
+    _fault(
+        "derived weights not overwritten",
+        "return all(prepared.overwrite(*entry) for entry in self._derived.values())",
+        "return True",
+    ),
+    _fault("failed overwriting goes on", "        if not current:\n            self._drop()\n", ""),
+    _fault(
+        "an outdated replay returned",
+        "                if self._settle():\n",
+        "                if self._settle() or True:\n",
+    ),
+    _fault("hooks not looked for", "        if any(self.hooks):\n", "        if False:\n"),
+    _fault(
+        "hooks of the whole model not looked for",
+        "        if is_hooked(model) or _has_any_global_hook():",
+        "        if False:",
+    ),
+    _fault("parts in training replayed", 'if any(map(attrgetter("training"), self.modules)):', "if False:"),
+    _fault("training replayed", "        if model.training:\n", "        if False:\n"),
+    _fault(
+        "gradients lost",
+        "if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):",
+        "if False:",
+    ),
+    _fault("frozen models not replayed", "and any(p.requires_grad for p in model.parameters()):", ":"),
+    _fault("autocast ignored", "        if torch.is_autocast_enabled(device.type):", "        if False:"),
+    _fault(
+        "attentions not returned",
+        'for name in ("output_attentions", "output_hidden_states"):',
+        'for name in ("output_hidden_states",):',
+    ),
+    _fault("the config's wishes ignored", "or (given.get(name) is None and getattr(config, name))", ""),
+    _fault("a 4-D mask taken for none", "if isinstance(mask, Tensor) and mask.dim() == 4:", "if False:"),
+    _fault(
+        "other arguments ignored",
+        "if value is not None and value is not False and name not in _RECORDED:",
+        "if False:",
+    ),
+    _fault("a masked first token pooled", "and inputs.headless is None", ""),
+    _fault(
+        "a masked first token returned", "if first_only and inputs.packing.mask is not None:", "if False:"
+    ),
+    _fault(
+        "positional arguments dropped",
+        "dict(zip(self._positional, args, strict=False))",
+        "dict(zip(self._positional[:2], args, strict=False))",
+    ),
+    _fault("arguments given twice taken", "or given.keys() & kwargs or", "or"),
+    _fault("unknown arguments taken", "or not kwargs.keys() <= self._names:", ":"),
+    _fault(
+        "packed asked for, padded given",
+        '        if given.get("packed"):\n            return hidden',
+        "        if False:\n            return hidden",
+    ),
+    _fault(
+        "return_dict ignored", 'first_only, given.get("return_dict"), pooled)', "first_only, None, pooled)"
+    ),
+    _fault(
+        "no lock",
+        "        with self._lock:\n            for _ in range(_TRIES):",
+        "        with contextlib.nullcontext():\n            for _ in range(_TRIES):",
+    ),
+    _fault(
+        "memory made in inference mode",
+        "        with torch.inference_mode(False):  # what is made",
+        "        with contextlib.nullcontext():  # what is made",
+    ),
+    _fault(
+        "recorded in inference mode",
+        "            with torch.inference_mode(False), torch.no_grad():\n                hidden",
+        "            with torch.no_grad():\n                hidden",
+    ),
+    _fault(
+        "a failure to record raised",
+        "        except Exception as error:",
+        "        except MemoryError as error:",
+    ),
+    _fault("a failed recording tried again", "            self._failed[bucket] = reason\n", ""),
+    _fault(
+        "another thread's reason told",
+        "self._last = threading.local()",
+        "self._last = type('Shared', (), {})()",
+    ),
+    _fault("the inputs' memory not counted", "return self._rows.nbytes + self._ends.nbytes + (", "return ("),
+    _fault("no wait for the warm-up", "            current.wait_stream(self._stream)\n", ""),
+    _fault("no wait before the warm-up", "            self._stream.wait_stream(current)\n", ""),
+    _fault(
+        "no warm-up",
+        "                function()\n            current",
+        "                pass\n            current",
+    ),
+    _fault(
+        "captured on another stream",
+        "stream=self._stream, capture_error_mode",
+        "stream=current, capture_error_mode",
+    ),
+    _fault(
+        "a pool for each graph",
+        "captured, pool=self._pool",
+        "captured, pool=torch.cuda.graph_pool_handle and None",
+    ),
+    _fault(
+        "streams not ordered before", "            torch.cuda.current_stream().wait_event(self._done)\n", ""
+    ),
+    _fault(
+        "streams not ordered after",
+        "                self._done.record(torch.cuda.current_stream())",
+        "                pass",
+    ),
+    _fault(
+        "an error leaves streams unordered",
+        "            try:\n                yield\n            finally:\n                self._done",
+        "            yield\n            if True:\n                self._done",
+    ),
+    _fault("all memory taken for the pool's", 'if tuple(s["segment_pool_id"]) == tuple(self._pool)', ""),
+    _fault("overwriting copies nothing", "                a.copy_(b)\n", "                pass\n", _PREPARED),
+    _fault("overwritten weights not remembered", "    _cache[owner][name] = (key, value)\n", "", _PREPARED),
+    _fault("clearing not counted", "    _clears += 1\n", "", _PREPARED),
+)
+
+SUITE = Suite(
+    FAULTS,
+    tests=(
+        "tests/test_graphs.py", "-x", "-q", "-k",
+        "not compile and not long_sequences and not test_bad and not sentence_encoder",
+    ),
+    preload=("torch", "pytest", "hypothesis", "transformers"),
+    timeout_s=600.0,
+)  # fmt: skip
