@@ -245,6 +245,7 @@ def test_single_columns_whose_stride_says_nothing():
 def test_one_row_expanded_to_many():
     args = forward_args(1, 40, 72)
     many = args | {"x": args["x"].expand(33, 40), "residual": args["residual"].expand(33, 72)}
+    assert not kernels._aligned(many["x"])  # the interpreter would take them, a tensor map does not
     y, one = kernels.linear_fwd(*many.values())[0], kernels.linear_fwd(*args.values())[0]
     torch.testing.assert_close(y, one.expand(33, 72), rtol=0, atol=1e-6)  # tiles may differ
 
