@@ -26,7 +26,9 @@ import torch
 from fastbert import verdicts
 from fastbert.verdicts import Verdict
 
-OPS = ("attention", "cross_entropy", "embedding", "layer_norm", "linear", "linear_int8", "padding")
+OPS = (
+    "attention", "cross_entropy", "embedding", "layer_norm", "linear", "linear_int8", "padding", "pooling"
+)  # fmt: skip
 INFERENCE_ONLY = ("linear_int8",)  # ops without a backward
 
 HALF = (torch.bfloat16, torch.float16)
@@ -44,6 +46,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "linear": ("cpu", "aten", "reference"),
         "linear_int8": ("cpu", "aten", "reference"),
         "padding": ("cpu", "aten", "reference"),
+        "pooling": ("aten", "reference"),
     },
     # All of "cuda" is by count of bytes: bench/results has no row of a GPU yet.
     "cuda": {
@@ -56,6 +59,11 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "linear activation half": ("triton", "aten", "reference"),
         "linear_int8": ("aten", "reference"),
         "padding": ("triton", "aten", "reference"),  # unpack writes a row once, aten zeros first; pack: equal
+        "pooling": (
+            "triton",
+            "aten",
+            "reference",
+        ),  # reads the tokens once, aten writes them in float32 first
     },
 }
 BACKENDS = ("reference", "aten", "cpu", "triton", "cuda")

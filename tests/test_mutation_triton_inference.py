@@ -1,10 +1,10 @@
-"""Faults planted in the Triton linear, embedding and padding must make the tests fail."""
+"""Faults planted in the Triton linear, embedding, padding and pooling must make the tests fail."""
 
 import pytest
 
 from tests import mutation
 
-SUITES = ("triton_linear", "triton_embedding", "triton_padding")
+SUITES = ("triton_linear", "triton_embedding", "triton_padding", "triton_pooling")
 
 
 def test_sample_of_the_linear_faults_is_caught():

@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from fastbert import dispatch, testing
+from fastbert.cases.pooling import CASES
+from fastbert.ops.pooling import pooling_fwd
 from fastbert.pooling import POOLINGS, pool
 
 LENGTHS = ([5], [1, 1, 1], [0, 3, 0, 7, 1, 0], [0, 0], [512, 3, 128], list(range(1, 40)))
@@ -108,3 +111,59 @@ def test_refuses(change, error, words):
     }
     with pytest.raises(error, match=words):
         pool(**{**arguments, **change})
+
+
+# -- the op, by every backend --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_error_rule(case, backend, dtype):
+    rows = testing.run_case(case, backend, dtype)
+    assert [row.quantity for row in rows] == ["y", "dhidden"]
+    assert [f"{row.quantity}: {row.reason}" for row in rows if not row.passed] == []
+
+
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+@pytest.mark.parametrize("mode", POOLINGS)
+def test_gradients_of_every_backend(mode, backend):
+    hidden, cu_seqlens = packed([3, 0, 1, 5], width=4, dtype=torch.float64, tail=2)
+    with dispatch.use_backend(pooling=backend):
+        assert torch.autograd.gradcheck(lambda h: pool(h, cu_seqlens, mode), hidden.requires_grad_())
+
+
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+def test_tokens_that_share_the_maximum_share_its_gradient(backend):
+    hidden = torch.tensor([[2.0, 1.0], [2.0, 3.0], [0.0, 3.0], [2.0, 3.0]], requires_grad=True)
+    with dispatch.use_backend(pooling=backend):
+        pool(hidden, torch.tensor([0, 3, 4]), "max").sum().backward()
+    assert torch.equal(hidden.grad, torch.tensor([[0.5, 0.0], [0.5, 0.5], [0.0, 0.5], [1.0, 1.0]]))
+
+
+@pytest.mark.parametrize("mode", POOLINGS)
+def test_strided_and_64_bit_lengths(mode):
+    hidden, cu_seqlens = packed([3, 0, 5])
+    expected = pool(hidden, cu_seqlens, mode)
+    wide = torch.full((8, 60), torch.nan)
+    wide[:, 10:34] = hidden
+    assert torch.equal(pool(wide[:, 10:34], cu_seqlens.long(), mode), expected)
+    assert torch.equal(pool(hidden.t().contiguous().t(), cu_seqlens, mode), expected)
+
+
+@pytest.mark.parametrize("mode", POOLINGS)
+def test_opcheck_and_compile(mode):
+    hidden, cu_seqlens = packed([3, 0, 1, 5], width=4, tail=1)
+    torch.library.opcheck(pooling_fwd, (hidden.requires_grad_(), cu_seqlens, mode))
+    compiled = torch.compile(pool, fullgraph=True, backend="aot_eager")
+    for lengths in ([3, 0, 1, 5], [2, 9], [4, 4, 4]):
+        hidden, cu_seqlens = packed(lengths, width=4)
+        grads = []
+        for function in (pool, compiled):
+            h = hidden.clone().requires_grad_()
+            out = function(h, cu_seqlens, mode)
+            out.square().sum().backward()
+            grads += [out.detach(), h.grad]
+        assert torch.equal(grads[0], grads[2])
+        assert torch.equal(grads[1], grads[3])
+    torch._dynamo.reset()

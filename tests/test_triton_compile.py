@@ -76,6 +76,11 @@ def test_padding(full):
     assert_fit(compiled("padding", *["--full"] * full), {"_pack_kernel", "_unpack_kernel"})
 
 
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_pooling(full):
+    assert_fit(compiled("pooling", *["--full"] * full), {"_pooling_fwd_kernel"})
+
+
 def test_attention():
     rows = compiled("attention")
     assert_fit(rows, {"_attention_fwd_kernel"})

@@ -212,12 +212,34 @@ def padding_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
             yield f"{str(dtype).removeprefix('torch.')}-{inner}", arch, lambda a=dtype, b=inner: call(a, b)
 
 
+def pooling_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """(name, architecture, call that launches): by default 768 columns of bfloat16, the three modes.
+
+    `full`: every dtype, and one block of columns and several.
+    """
+    import torch
+
+    from fastbert.kernels import pooling as kernels
+    from fastbert.ops.pooling import MODES
+
+    def call(dtype: torch.dtype, width: int, mode: str) -> None:
+        hidden = torch.empty(16384, width, dtype=dtype, device="meta")
+        kernels.pooling_fwd(hidden, torch.empty(65, dtype=torch.int32, device="meta"), mode)
+
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    for arch, dtype, width, mode in itertools.product(SHARED_LIMIT, dtypes, (1, 17, 768), MODES):
+        if full or (dtype == torch.bfloat16 and width == 768):
+            name = f"{str(dtype).removeprefix('torch.')}-{width}-{mode}"
+            yield name, arch, lambda a=dtype, b=width, c=mode: call(a, b, c)
+
+
 JOBS = {
     "attention": attention_jobs,
     "embedding": embedding_jobs,
     "layer_norm": layer_norm_jobs,
     "linear": linear_jobs,
     "padding": padding_jobs,
+    "pooling": pooling_jobs,
 }
 
 

@@ -9,12 +9,13 @@ from fastbert.backends.aten.layer_norm import layer_norm_bwd, layer_norm_fwd
 from fastbert.backends.aten.linear import linear_bwd, linear_fwd
 from fastbert.backends.aten.linear_int8 import linear_int8_fwd
 from fastbert.backends.aten.padding import pack_fwd, unpack_fwd
+from fastbert.backends.aten.pooling import pooling_bwd, pooling_fwd
 from fastbert.ops import padding
 from fastbert.ops.checks import FLOATS
 
 DTYPES = {
     **dict.fromkeys(
-        ("attention", "cross_entropy", "embedding", "layer_norm", "linear", "linear_int8"), FLOATS
+        ("attention", "cross_entropy", "embedding", "layer_norm", "linear", "linear_int8", "pooling"), FLOATS
     ),
     "padding": padding.DTYPES,
 }
@@ -34,6 +35,8 @@ __all__ = [
     "linear_fwd",
     "linear_int8_fwd",
     "pack_fwd",
+    "pooling_bwd",
+    "pooling_fwd",
     "unpack_fwd",
 ]
 

@@ -13,6 +13,7 @@ from fastbert.backends.triton.embedding import embedding_fwd
 from fastbert.backends.triton.layer_norm import layer_norm_bwd, layer_norm_fwd
 from fastbert.backends.triton.linear import linear_fwd
 from fastbert.backends.triton.padding import pack_fwd, unpack_fwd
+from fastbert.backends.triton.pooling import pooling_fwd
 from fastbert.ops import padding as _padding
 
 HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -22,6 +23,7 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "layer_norm": HALF_AND_SINGLE,
     "linear": HALF_AND_SINGLE,
     "padding": _padding.DTYPES,  # nothing is computed
+    "pooling": HALF_AND_SINGLE,
 }
 
 __all__ = [
@@ -33,5 +35,6 @@ __all__ = [
     "layer_norm_fwd",
     "linear_fwd",
     "pack_fwd",
+    "pooling_fwd",
     "unpack_fwd",
 ]

@@ -1,0 +1,18 @@
+"""`pooling` by the `reference` backend; contract in fastbert/ops/pooling.py."""
+
+from __future__ import annotations
+
+import torch
+
+from fastbert.ops.pooling import pooling_ref
+
+
+def pooling_fwd(hidden, cu_seqlens, mode):
+    return pooling_ref(hidden, cu_seqlens, mode)
+
+
+def pooling_bwd(dy, hidden, y, cu_seqlens, mode):
+    with torch.enable_grad():
+        wide = hidden.detach().to(y.dtype).requires_grad_()
+        (grad,) = torch.autograd.grad(pooling_ref(wide, cu_seqlens, mode), wide, dy)
+    return grad.to(hidden.dtype)

@@ -1,0 +1,144 @@
+r"""Pooling: one vector for each packed sequence, from the hidden states of its tokens.
+
+Forward, for sequence i with the tokens t in [cu_seqlens[i], cu_seqlens[i + 1]), in float32 (float64 for
+float64):
+
+    cls   y_i = h_t of the first token
+    mean  y_i = Σ_t h_t / length
+    max   y_i = max_t h_t, element by element; NaN where one of them is
+
+Backward: cls, dh of the first token = dy_i; mean, dh_t = dy_i / length; max, dh_t = dy_i / ties where
+h_t = y_i, for as many tokens as share the maximum, else 0.
+
+y is float32 (float64 for float64): what is normalised or compared next deserves more than the storage type. A
+sequence of length zero gives zeros. Rows at and past cu_seqlens[-1] are not read; their gradient is 0. A
+row of y depends on nothing else in the batch, and repeats are bit-equal.
+
+Source: Reimers and Gurevych 2019, "Sentence-BERT", sec. 3.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastbert import dispatch
+from fastbert.ops import checks
+
+MODES = ("mean", "cls", "max")
+
+
+def pooling_ref(hidden: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
+    """Plain PyTorch, differentiable by autograd; computes in float64 for float64 tensors, else in float32."""
+    wide = hidden.to(checks.compute_dtype(hidden))
+    rows = []
+    for start, end in pairwise(cu_seqlens.tolist()):
+        tokens = wide[start:end]
+        if start == end:
+            rows.append(tokens.sum(0))
+        else:
+            rows.append(
+                {"mean": lambda x: x.mean(0), "cls": lambda x: x[0], "max": lambda x: x.amax(0)}[mode](tokens)
+            )
+    return torch.stack(rows) if rows else wide.new_zeros((0, hidden.shape[1]))
+
+
+# --- custom ops: what torch.compile sees --------------------------------------------------------------------
+
+
+@torch.library.custom_op("fastbert::pooling_fwd", mutates_args=())
+def pooling_fwd(hidden: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
+    """(batch, width) in float32 (float64 for float64) from (total, width), the last dimension contiguous."""
+    return dispatch.call("pooling_fwd", hidden, hidden, cu_seqlens, mode)
+
+
+@pooling_fwd.register_fake
+def _(hidden, cu_seqlens, mode):
+    return hidden.new_empty((cu_seqlens.shape[0] - 1, hidden.shape[1]), dtype=checks.compute_dtype(hidden))
+
+
+@torch.library.custom_op("fastbert::pooling_bwd", mutates_args=())
+def pooling_bwd(dy: Tensor, hidden: Tensor, y: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
+    """dhidden, contiguous, in hidden's dtype. Only "max" reads the elements of `hidden` and `y`."""
+    return dispatch.call("pooling_bwd", hidden, dy, hidden, y, cu_seqlens, mode)
+
+
+@pooling_bwd.register_fake
+def _(dy, hidden, y, cu_seqlens, mode):
+    return hidden.new_empty(hidden.shape)
+
+
+# --- autograd: one setup and one backward for eager and for the compiled op ---------------------------------
+
+
+def _setup_context(ctx, inputs, output):
+    hidden, cu_seqlens, ctx.mode = inputs
+    ctx.save_for_backward(hidden, output, cu_seqlens)
+
+
+def _backward(launch, ctx, dy):
+    hidden, y, cu_seqlens = ctx.saved_tensors
+    return launch(dy.contiguous(), hidden, y, cu_seqlens, ctx.mode), None, None
+
+
+class PoolingFunction(torch.autograd.Function):
+    """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
+
+    @staticmethod
+    def forward(ctx, *inputs):  # a setup_context of its own would cost an inspect.signature at every call
+        output = dispatch.call("pooling_fwd", inputs[0], *inputs)
+        _setup_context(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return _backward(lambda *args: dispatch.call("pooling_bwd", args[1], *args), ctx, dy)
+
+
+pooling_fwd.register_autograd(lambda ctx, dy: _backward(pooling_bwd, ctx, dy), setup_context=_setup_context)
+
+
+# --- public function ----------------------------------------------------------------------------------------
+
+
+def pooling(hidden: Tensor, cu_seqlens: Tensor, mode: str = "mean") -> Tensor:
+    """One row for each packed sequence.
+
+    Args:
+        hidden: (total, width), floating point. Rows at and past cu_seqlens[-1] are ignored.
+        cu_seqlens: (batch + 1,) int32 or int64 on the same device, starting at 0 and never decreasing. Its
+            values are not checked on a GPU, which would have to be waited for.
+        mode: "mean", "cls" (the first token) or "max".
+
+    Returns:
+        (batch, width) in float32 (float64 for float64 input); zeros where a sequence has no tokens.
+
+    Raises:
+        ValueError: an unknown mode, a wrong shape or device.
+        TypeError: a wrong dtype.
+
+    Source: Reimers and Gurevych 2019, "Sentence-BERT", sec. 3.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode: {mode!r}; expected one of {', '.join(MODES)}")
+    if hidden.dim() != 2:
+        raise ValueError(f"hidden: shape {tuple(hidden.shape)}; expected (total, hidden)")
+    if not hidden.is_floating_point():
+        raise TypeError(f"hidden: dtype {hidden.dtype}; expected floating point")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+        raise ValueError(f"cu_seqlens: shape {tuple(cu_seqlens.shape)}; expected (batch + 1,)")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens: dtype {cu_seqlens.dtype}; expected int32 or int64")
+    if cu_seqlens.device != hidden.device:
+        raise ValueError(f"cu_seqlens: on {cu_seqlens.device}, but hidden is on {hidden.device}")
+    hidden, cu_seqlens = checks.rows(hidden), cu_seqlens.contiguous()
+    args = (hidden, cu_seqlens, mode)
+    if torch.compiler.is_compiling():
+        return pooling_fwd(*args)
+    if torch.is_grad_enabled() and hidden.requires_grad:
+        return PoolingFunction.apply(*args)
+    return dispatch.call("pooling_fwd", hidden, *args)

@@ -1,0 +1,82 @@
+"""Mean, first or largest of the tokens of each packed sequence; forward.
+
+Math       mean y_i = Σ_t h_t / length;  cls y_i = h of the first token;  max y_i = max_t h_t, NaN kept.
+           A sequence without tokens gives zeros.
+Tiling     A program owns one sequence and BLOCK_N columns, and walks over its tokens BLOCK_M at a time: the
+           hidden states are read once, in rows, and nothing is written but the result. No program depends on
+           another's sequence. Offsets of rows are 64-bit.
+Precision  Sums in float32, by tiles in the order of the tokens; the result is float32.
+Source     Reimers and Gurevych 2019, Sentence-BERT, sec. 3.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastbert.kernels.launch import launch
+
+
+@triton.jit
+def _pooling_fwd_kernel(
+    x_ptr, cu_seqlens_ptr, y_ptr, x_stride, y_stride, width,
+    MODE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """`x` = [total, width], `y` = [batch, width]."""
+    sequence = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = cols < width
+    start = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
+    length = (tl.load(cu_seqlens_ptr + sequence + 1) - start).to(tl.int32)
+    x_ptr += start * x_stride
+    if MODE == "cls":
+        y = tl.load(x_ptr + cols, mask=inside & (length > 0), other=0.0).to(tl.float32)
+    else:
+        rows = tl.arange(0, BLOCK_M)
+        if MODE == "mean":
+            y = tl.zeros((BLOCK_N,), tl.float32)
+        else:
+            y = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+        spoiled = tl.zeros((BLOCK_N,), tl.int32)
+        for first in range(0, length, BLOCK_M):
+            tokens = first + rows
+            mask = (tokens < length)[:, None] & inside[None, :]
+            at = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + cols[None, :]
+            if MODE == "mean":
+                x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+                y += tl.sum(x, 0)
+            else:
+                x = tl.load(at, mask=mask, other=float("-inf")).to(tl.float32)
+                y = tl.maximum(y, tl.max(x, 0))
+                spoiled += tl.sum((x != x).to(tl.int32), 0)  # a maximum may pass over NaN
+        if MODE == "mean":
+            y = y / tl.maximum(length, 1).to(tl.float32)
+        else:
+            y = tl.where(spoiled > 0, float("nan"), y)
+            y = tl.where(length > 0, y, 0.0)
+    tl.store(y_ptr + sequence.to(tl.int64) * y_stride + cols, y, mask=inside)
+
+
+# --- launcher -----------------------------------------------------------------------------------------------
+
+
+def fwd_config(width: int) -> tuple[int, int]:
+    """(BLOCK_M, BLOCK_N): 2048 elements a tile, which is 16 for each of 128 threads; rows of 256 bytes or
+    more where the width has them, and several programs a sequence.
+    """
+    block_n = max(16, min(128, triton.next_power_of_2(width)))
+    return 2048 // block_n, block_n
+
+
+def pooling_fwd(hidden: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
+    """(batch, width); the contract of `fastbert.ops.pooling.pooling_fwd`."""
+    batch, width = cu_seqlens.shape[0] - 1, hidden.shape[1]
+    y = torch.empty((batch, width), dtype=torch.float32, device=hidden.device)
+    if y.numel() > 0:
+        block_m, block_n = fwd_config(width)
+        launch(
+            _pooling_fwd_kernel, (batch, triton.cdiv(width, block_n)), hidden.device,
+            hidden, cu_seqlens, y, hidden.stride(0), y.stride(0), width,
+            MODE=mode, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
+        )  # fmt: skip
+    return y

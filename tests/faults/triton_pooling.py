@@ -1,0 +1,39 @@
+"""Faults of the Triton pooling."""
+
+# ruff: noqa: E501 (a table)
+
+from tests.mutation import Fault, Suite
+
+_KERNEL = "kernels/pooling.py"
+
+
+def _fault(name: str, old: str, new: str) -> Fault:
+    return Fault(name, _KERNEL, old, new)
+
+
+FAULTS = (
+    _fault("mean over one token more", "tl.maximum(length, 1).to", "(length + 1).to"),
+    _fault("an empty sequence divides by zero", "tl.maximum(length, 1).to", "length.to"),
+    _fault("the next sequence's tokens read", "mask = (tokens < length)[:, None]", "mask = (tokens <= length)[:, None]"),
+    _fault("the last token forgotten", "mask = (tokens < length)[:, None]", "mask = (tokens < length - 1)[:, None]"),
+    _fault("one tile only", "range(0, length, BLOCK_M)", "range(0, tl.minimum(length, BLOCK_M), BLOCK_M)"),
+    _fault("maximum of nothing below zero", "mask=mask, other=float(\"-inf\"))", "mask=mask, other=0.0)"),
+    _fault("maximum starts at zero", "tl.full((BLOCK_N,), float(\"-inf\"), tl.float32)", "tl.zeros((BLOCK_N,), tl.float32)"),
+    _fault("NaN passed over", "y = tl.where(spoiled > 0, float(\"nan\"), y)", "y = tl.where(y != y, 0.0, y)"),
+    _fault("an empty sequence's maximum", "            y = tl.where(length > 0, y, 0.0)\n", ""),
+    _fault("first token of an empty sequence", "mask=inside & (length > 0)", "mask=inside"),
+    _fault("columns past the width", "    inside = cols < width\n", "    inside = cols <= width\n"),
+    _fault("one block of columns", "(batch, triton.cdiv(width, block_n))", "(batch, 1)"),
+    _fault("row stride taken for the width", "hidden, cu_seqlens, y, hidden.stride(0)", "hidden, cu_seqlens, y, width"),
+    _fault("32-bit offset of a sequence", "start = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)", "start = tl.load(cu_seqlens_ptr + sequence).to(tl.int32)"),
+    _fault("32-bit offset of a token", "tokens.to(tl.int64)[:, None]", "tokens[:, None]"),
+    _fault("sum in the storage type", "y = torch.empty((batch, width), dtype=torch.float32", "y = torch.empty((batch, width), dtype=hidden.dtype"),
+)  # fmt: skip
+
+SUITE = Suite(
+    faults=FAULTS,
+    tests=("tests/test_triton_pooling.py",),
+    timeout_s=600.0,
+    environment={"TRITON_INTERPRET": "1"},
+    preload=("torch", "torch._inductor.config", "pytest", "hypothesis", "triton"),
+)
