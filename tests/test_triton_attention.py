@@ -179,8 +179,8 @@ def test_every_head_dimension(headdim):
 @pytest.mark.parametrize("bias", ["", "sequence"])
 def test_all_cuts_by_the_error_rule(tiles, causal, bias):
     options = {"causal": causal, "bias": bias, "masked": bool(bias), "lse": True, "probs": True}
-    check(AttentionCase((35, 0, 16, 1), 1, 24, capacity=3, slack=5, gate=True, **options), torch.float32)
-    check(AttentionCase((50,), 2, 32, dropout_p=0.3, packed_qkv=True, **options), torch.bfloat16)
+    check(AttentionCase((35, 0, 16, 1), 1, 24, capacity=3, slack=5, **options), torch.float32)
+    check(AttentionCase((50,), 2, 32, gate=True, dropout_p=0.3, packed_qkv=True, **options), torch.bfloat16)
 
 
 # --- exact results ------------------------------------------------------------------------------------------
@@ -449,7 +449,8 @@ def far(t: torch.Tensor, *strides: int) -> torch.Tensor:
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="needs lazily mapped memory: the interpreter")
 @pytest.mark.parametrize("far_heads", [False, True])
 def test_offsets_beyond_2_to_31_elements(monkeypatch, far_heads):
-    args = forward_args((3, 2), nheads=3, dtype=torch.bfloat16, bias=randn(2, 3, 3, 3, dtype=torch.bfloat16))
+    bias = randn(3, 3, 3, 3, dtype=torch.bfloat16)
+    args = forward_args((3, 1, 2), nheads=3, dtype=torch.bfloat16, bias=bias)
     args["gate"] = randn(3)
     expected = run(args | {"return_probs": True})
     strides = (64, 2**30 + 64, 1) if far_heads else (2**30 + 64, 20, 1)
@@ -465,9 +466,11 @@ def test_offsets_beyond_2_to_31_elements(monkeypatch, far_heads):
     actual = run(far_args | {"return_probs": True})
     assert actual[2].stride() == probs_strides
     assert_bit_equal(actual, expected)
-    key_far = far(args["bias"][:, :, :1], 3, 6, 1, 2**30 + 3)
+    key_far = far(args["bias"][:, :, :1], 3, 9, 1, 2**30 + 3)
     keys = args | {"bias": args["bias"][:, :, :1]}
     assert_bit_equal(run(keys | {"bias": key_far})[:2], run(keys)[:2])
+    batch_far = far(bias, 2**30 + 11, 9, 3, 1)
+    assert_bit_equal(run(args | {"bias": batch_far})[:2], expected[:2])
 
 
 @pytest.mark.gpu

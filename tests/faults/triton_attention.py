@@ -1,0 +1,140 @@
+"""Faults of the Triton attention."""
+
+# ruff: noqa: E501 (a table)
+
+from tests.mutation import Fault, Suite
+
+_KERNEL = "kernels/attention.py"
+_BACKEND = "fastbert/backends/triton/attention.py"
+
+
+def _fault(name: str, old: str, new: str, file: str = _KERNEL) -> Fault:
+    return Fault(name, file, old, new)
+
+
+FAULTS = (
+    # masks
+    _fault("keys past the sequence seen", "        allowed = (keys < length)[None, :]\n", "        allowed = (keys < length + 1)[None, :]\n"),
+    _fault("last key not seen", "        allowed = (keys < length)[None, :]\n", "        allowed = (keys < length - 1)[None, :]\n"),
+    _fault("load mask of rows dropped", "mask=(rows < end - first)[:, None] & (dims < HEAD_DIM)[None, :]", "mask=(dims < HEAD_DIM)[None, :]"),
+    _fault("load mask of dims dropped", "mask=(rows < end - first)[:, None] & (dims < HEAD_DIM)[None, :]", "mask=(rows < end - first)[:, None]"),
+    _fault("dims of full blocks unmasked", "    elif HEAD_DIM < BLOCK_D:\n        return tl.load(at, mask=(dims < HEAD_DIM)[None, :], other=0.0)", "    elif HEAD_DIM < 0:\n        return tl.load(at, mask=(dims < HEAD_DIM)[None, :], other=0.0)"),
+    _fault("row end counted from the block", "(rows < end - first)", "(rows < end)"),
+    _fault("causal dropped", "allowed & (keys[None, :] <= rows[:, None])", "allowed"),
+    _fault("causal without the diagonal", "keys[None, :] <= rows[:, None]", "keys[None, :] < rows[:, None]"),
+    _fault("causal leaves the masked blocks too early", "end = tl.minimum(end, first_row + BLOCK_M)", "end = tl.minimum(end, first_row + BLOCK_N)"),
+    _fault("causal blocks on the diagonal unmasked", "unmasked = tl.minimum(end, first_row)", "unmasked = tl.minimum(end, first_row + BLOCK_N)"),
+    _fault("unmasked blocks rounded up", "unmasked = unmasked // BLOCK_N * BLOCK_N", "unmasked = (unmasked + BLOCK_N - 1) // BLOCK_N * BLOCK_N"),
+    _fault("out stored past the sequence", "mask = (rows < end)[:, None] & (dims < HEAD_DIM)[None, :]", "mask = (rows < end + 1)[:, None] & (dims < HEAD_DIM)[None, :]"),
+    _fault("lse stored past the sequence", "tl.store(lse_ptr + rows, lse, mask=rows < end)", "tl.store(lse_ptr + rows, lse, mask=rows <= end)"),
+    # softmax
+    _fault("no rescaling of the output", "acc * shrink[:, None], input_precision", "acc, input_precision"),
+    _fault("no rescaling of the sum", "norm = norm * shrink + tl.sum(weights, 1)", "norm = norm + tl.sum(weights, 1)"),
+    _fault("maximum of the block only", "            new_top = tl.maximum(top, tl.max(scores, 1) * unit)\n", "            new_top = tl.max(scores, 1) * unit\n"),
+    _fault("maximum never moves", "            new_top = tl.maximum(top, tl.max(scores, 1))\n", "            new_top = tl.maximum(top, tl.max(scores, 1) * 0.0)\n"),
+    _fault("rows without a key not guarded", "return tl.where(top == float(\"-inf\"), 0.0, top)", "return top"),
+    _fault("0 stays the maximum of a masked block", "        top = new_top\n        weights", "        top = new_top if FOLDED else _finite(new_top)\n        weights"),
+    _fault("exp for exp2", "unit, FOLDED: tl.constexpr):\n    \"\"\"exp(S - top); FOLDED: `top` counts in units of log 2, else in the scores' own.\"\"\"\n    if FOLDED:\n        return tl.exp2(", "unit, FOLDED: tl.constexpr):\n    \"\"\"exp(S - top); FOLDED: `top` counts in units of log 2, else in the scores' own.\"\"\"\n    if FOLDED:\n        return tl.exp("),
+    _fault("scale forgotten where not folded", "        scores *= scale\n", "        scores *= 1.0\n"),
+    _fault("folded whatever the sign of the scale", "folded = bias is None and softmax_scale > 0", "folded = bias is None"),
+    _fault("factor before the maximum", "tl.exp2((scores - _finite(top)[:, None]) * unit)", "tl.exp2(scores * unit - _finite(top)[:, None] * unit)"),
+    _fault("P in low precision", "weights = _weights(scores, top, unit, FOLDED)\n", "weights = _weights(scores, top, unit, FOLDED).to(tl.float16).to(tl.float32)\n"),
+    _fault("lse of base 2", "lse = (top + tl.log2(norm)) * LN_2", "lse = top + tl.log2(norm)"),
+    _fault("lse of base 2 where not folded", "lse = top + tl.log2(norm) * LN_2", "lse = top + tl.log2(norm)"),
+    _fault("empty rows divided by 0", "inverse = 1.0 / tl.where(empty, 1.0, norm)", "inverse = 1.0 / norm"),
+    # options
+    _fault("bias added twice per row", "scores += tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)", "scores += 2 * tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)"),
+    _fault("bias of the keys forgotten", "scores += tl.load(key_at, mask=keys < length, other=0.0).to(tl.float32)[None, :]", "scores += 0 * tl.load(key_at, mask=keys < length, other=0.0).to(tl.float32)[None, :]"),
+    _fault("bias read past the sequence's rows", "inside = (rows < length)[:, None] & (keys < length)[None, :]\n            scores", "inside = (rows < length + 100)[:, None] & (keys < length)[None, :]\n            scores"),
+    _fault("bias of the first sequence", "wide_sequence * bias_batch_stride", "0 * bias_batch_stride"),
+    _fault("bias of the first head", "+ wide_head * bias_head_stride", "+ 0 * bias_head_stride"),
+    _fault("bias transposed", "bias_ptr + keys.to(tl.int64) * bias_key_stride", "bias_ptr + keys.to(tl.int64) * bias_row_stride"),
+    _fault("broadcast dimensions keep their stride", "tuple(s if n > 1 else 0 for", "tuple(s if n > 0 else 0 for"),
+    _fault("gate of the first head", "tl.load(gate_ptr + head)", "tl.load(gate_ptr)"),
+    _fault("gate forgotten", "factor *= tl.load(gate_ptr + head).to(tl.float32)", "factor *= 1.0"),
+    _fault("dropout scale forgotten", "factor = inverse * keep_scale", "factor = inverse"),
+    _fault("dropout before the sum", "            weights = tl.where(keep, weights, 0.0)\n", "            norm = norm - tl.sum(tl.where(keep, 0.0, weights), 1)\n            weights = tl.where(keep, weights, 0.0)\n"),
+    _fault("dropout by the row in its sequence", "packed_rows = start + first_row + tl.arange(0, BLOCK_M)", "packed_rows = first_row + tl.arange(0, BLOCK_M)"),
+    _fault("dropout of plane 0", "philox_keep(seed_ptr, offset, head, packed_rows", "philox_keep(seed_ptr, offset, 0, packed_rows"),
+    _fault("dropout column of the block", "packed_rows, first_key, threshold", "packed_rows, first_key * 0, threshold"),
+    _fault("probs unnormalised", "_weights(scores, top, unit, FOLDED) * inverse[:, None]", "_weights(scores, top, unit, FOLDED)"),
+    _fault("probs only up to the sequence's end", "BLOCK_N * BLOCK_N, max_seqlen, BLOCK_N):", "BLOCK_N * BLOCK_N, length, BLOCK_N):"),
+    _fault("last probs overwritten with 0", "tl.range((end + BLOCK_N - 1) // BLOCK_N * BLOCK_N, max", "tl.range(end // BLOCK_N * BLOCK_N, max"),
+    _fault("probs of rows past the sequence", "probs = tl.where((rows < length)[:, None], probs, 0.0)", "probs = probs"),
+    _fault("probs stored past the last column", "inside = (rows < max_seqlen)[:, None] & (keys < max_seqlen)[None, :]", "inside = (rows < max_seqlen)[:, None]"),
+    _fault("probs not for tiles past the sequence", "if probs_ptr is not None or first_row < length:", "if first_row < length:"),
+    # addresses
+    _fault("k by q's stride", "k_ptr += wide_start * k_stride + wide_head * k_head_stride", "k_ptr += wide_start * q_stride + wide_head * k_head_stride"),
+    _fault("v by k's head stride", "v_ptr += wide_start * v_stride + wide_head * v_head_stride", "v_ptr += wide_start * v_stride + wide_head * k_head_stride"),
+    _fault("v by k's row stride", "v = _load_rows(v_ptr, v_stride,", "v = _load_rows(v_ptr, k_stride,"),
+    _fault("int32 start", "wide_start = start.to(tl.int64)", "wide_start = start"),
+    _fault("int32 head", "wide_head = head.to(tl.int64)", "wide_head = head"),
+    _fault("int32 rows in a block", "rows.to(tl.int64)[:, None] * stride + dims", "rows[:, None] * stride + dims"),
+    _fault("int32 rows of the probs", "rows.to(tl.int64)[:, None] * stride + keys", "rows[:, None] * stride + keys"),
+    _fault("int32 rows of the bias", "rows.to(tl.int64)[:, None] * bias_row_stride", "rows[:, None] * bias_row_stride"),
+    _fault("int32 keys of the bias", "keys.to(tl.int64) * bias_key_stride", "keys * bias_key_stride"),
+    _fault("int32 sequence of the bias", "wide_sequence = tl.cast(sequence, tl.int64)", "wide_sequence = tl.cast(sequence, tl.int32)"),
+    _fault("second chunk of q read as the first", "_load_rows(q_ptr + d, q_stride", "_load_rows(q_ptr, q_stride"),
+    _fault("chunks of k beyond the head", "first_key, length, HEAD_DIM - d, MASKED", "first_key, length, HEAD_DIM, MASKED"),
+    # the grid
+    _fault("equal lengths share a slot", "rank = lengths * SEQUENCES + at", "rank = lengths * SEQUENCES"),
+    _fault("a sequence ranked before itself", "rank[None, :] > rank[:, None]", "rank[None, :] >= rank[:, None]"),
+    _fault("shortest first", "rank[None, :] > rank[:, None]", "rank[None, :] < rank[:, None]"),
+    _fault("part of a tile ranked as none", "tiles = (lengths + BLOCK_M - 1) // BLOCK_M", "tiles = lengths // BLOCK_M"),
+    _fault("lengths read past the last sequence", "tl.load(cu_seqlens_ptr + 1 + at, mask=at < n_sequences, other=0)", "tl.load(cu_seqlens_ptr + 1 + at, mask=at < n_sequences + 1, other=0)"),
+    _fault("first tile beyond the sequence", "before + tiles - 1, 0), 0) - slot", "before + tiles, 0), 0) - slot"),
+    _fault("ranked tail steps too far", "tail_slots = n_slots - used", "tail_slots = n_slots"),
+    _fault("searched tail steps too far", "tile, tail_slots = slot - begin, n_slots - begin", "tile, tail_slots = slot - begin, n_slots"),
+    _fault("search stops a sequence early", "// BLOCK_M + middle <= slot:", "// BLOCK_M + middle < slot:"),
+    _fault("search without the sequences' own slots", "begin = tl.load(cu_seqlens_ptr + sequence) // BLOCK_M + sequence", "begin = tl.load(cu_seqlens_ptr + sequence) // BLOCK_M"),
+    _fault("slots for full tiles only", "(total + batch * (block_m - 1)) // block_m) + 1", "total // block_m) + 1"),
+    _fault("head of the slot's own number", "head = tl.program_id(0) % nheads", "head = tl.program_id(0) // nheads % nheads"),
+    _fault("stride of cu_seqlens", "cu_seqlens.contiguous(), bias", "cu_seqlens, bias"),
+    _fault("high tiles for short sequences", "if config.block_m <= max_seqlen and", "if"),
+    _fault("high tiles for few rows", "and 4 * programs >= 3 * multiprocessors:", "and programs > 0:"),
+    # capacity and launcher
+    _fault("tail only of the first tiles", "range(start + first_row, total, tail_slots * BLOCK_M)", "range(start + first_row, tl.minimum(total, start + tail_slots * BLOCK_M), tail_slots * BLOCK_M)"),
+    _fault("tail not zeroed", "return n_tiles * (batch + 1)", "return n_tiles * batch"),
+    _fault("tail without a slot after the ranked", "(total + batch * (block_m - 1)) // block_m) + 1", "(total + batch * (block_m - 1)) // block_m)"),
+    _fault("tail without a slot after the searched", "return total // block_m + batch + 1", "return total // block_m + batch"),
+    _fault("a tile too few", "n_tiles = max(1, triton.cdiv(max_seqlen, config.block_m))", "n_tiles = max(1, max_seqlen // config.block_m)"),
+    _fault("no tiles for sequences of length 0", "n_tiles = max(1, triton.cdiv(", "n_tiles = max(0, triton.cdiv("),
+    _fault("wide heads not handed over", "if q.shape[-1] > module.MAX_HEADDIM:", "if q.shape[-1] > 2 * module.MAX_HEADDIM:", _BACKEND),
+)  # fmt: skip
+
+# What sees most comes first: a fault costs the tests up to the one that sees it.
+TESTS = (
+    "all_cuts_by_the_error_rule",
+    "empty_sequences_and_capacity",
+    "rows_without_an_allowed_key",
+    "strided_inputs_with_poisoned_gaps",
+    "neighbours_and_unused_cells_may_be_nan",
+    "dropout_bits_are_the_definitions",
+    "dropout_leaves_lse_and_probs_alone",
+    "softmax_scale",
+    "a_mask_of_the_lowest_number_is_not_minus_infinity",
+    "large_scores_do_not_overflow",
+    "offsets_beyond_2_to_31_elements",
+    "bias_broadcasts",
+    "no_rows",
+    "lengths_in_a_strided_tensor",
+    "configs_fit_the_work",
+    "heads_wider_than_the_kernel_serves_go_to_aten",
+    "every_head_dimension",
+    "more_sequences_than_are_ranked",
+    "every_tile_has_one_slot",
+)
+
+SUITE = Suite(
+    faults=FAULTS,
+    tests=(
+        *(f"tests/test_triton_attention.py::test_{name}" for name in TESTS),
+        "-m",
+        "not slow",
+        "-k",
+        "not 16x32 and not one-loop and not bfloat16",
+    ),
+    environment={"TRITON_INTERPRET": "1"},
+    preload=("torch", "pytest", "hypothesis", "triton"),
+    timeout_s=600.0,  # on a loaded machine the passing tests alone took over 180: no hang
+)

@@ -1,0 +1,14 @@
+"""Faults planted in the Triton attention must make its tests fail."""
+
+import pytest
+
+from tests import mutation
+
+
+def test_sample_of_the_faults_is_caught():
+    mutation.assert_caught(mutation.run_in_process("triton_attention", sample=4), share=1.0)
+
+
+@pytest.mark.slow
+def test_faults_are_caught():
+    mutation.assert_caught(mutation.run_in_process("triton_attention"), share=0.95)
