@@ -660,6 +660,28 @@ def test_weights_changed_in_place_stay_valid(change, dtype, monkeypatch):
     assert g.recorded == recorded == 5
 
 
+def test_every_kind_of_recording_has_its_derived_weights(monkeypatch):
+    """The one that needs fewest was recorded first, in the same bucket of tokens."""
+    monkeypatch.setattr(EncoderLayer, "_fused", lambda *_: None)
+    g = Graphed(fresh("bert", torch.float32))
+    for order in ((True, False), (False, True)):
+        for first_only in order:
+            g.check(**lengths_batch([3, 4]), first_token_only=first_only)
+        scale(g.model)
+    assert g.recorded == 2
+
+
+def test_derived_weights_of_a_backend_that_is_not_asked(monkeypatch):
+    """They are not made anew, and so their recordings must go."""
+    monkeypatch.setattr(EncoderLayer, "_fused", lambda *_: None)
+    g = Graphed(fresh("bert", torch.float32))
+    g.check(**batch("bert"))
+    scale(g.model)
+    with dispatch.use_backend("aten"):
+        g.check(**batch("bert"))
+    g.check(**batch("bert"))
+
+
 def test_derived_weights_that_cannot_be_overwritten(monkeypatch):
     """Everything is recorded anew."""
 
