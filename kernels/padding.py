@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastbert.kernels.launch import launch
 
+MOST_REGISTERS = 255  # a thread; without a limit the assembler spills to fit one program more
 _AS_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -75,7 +76,7 @@ def pack_fwd(x: Tensor, indices: Tensor) -> Tensor:
         launch(
             _pack_kernel, (triton.cdiv(total, block_m), triton.cdiv(inner, block_n)), x.device,
             _integers(x), indices, _integers(y), x.stride(0), y.stride(0), inner, total,
-            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
+            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, maxnreg=MOST_REGISTERS,
         )  # fmt: skip
     return y
 
@@ -89,6 +90,6 @@ def unpack_fwd(x: Tensor, indices: Tensor, rows: int) -> Tensor:
         launch(
             _unpack_kernel, (triton.cdiv(rows, block_m), triton.cdiv(inner, block_n)), x.device,
             _integers(x), indices, _integers(y), x.stride(0), y.stride(0), inner, total, rows,
-            total.bit_length(), BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
+            total.bit_length(), BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, maxnreg=MOST_REGISTERS,
         )  # fmt: skip
     return y
