@@ -1,7 +1,5 @@
 """Faults of graph replay."""
 
-# ruff: noqa: E501 (a table)
-
 from tests.mutation import Fault, Suite
 
 _GRAPHS = "fastbert/graphs.py"
