@@ -138,7 +138,6 @@ FAULTS = (
         "dict(zip(self._positional[:2], args, strict=False))",
     ),
     _fault("arguments given twice taken", "or given.keys() & kwargs or", "or"),
-    _fault("unknown arguments taken", "or not kwargs.keys() <= self._names:", ":"),
     _fault(
         "packed asked for, padded given",
         '        if given.get("packed"):\n            return hidden',
