@@ -99,7 +99,7 @@ def test_half_precision_error_is_no_larger_than_transformers_own(name, dtype):
     assert mine.mean() <= theirs.mean()
     assert mine.square().mean() <= theirs.square().mean()
     # one worst element of 75,000 is a draw; a wrong kernel is off by far more than half
-    assert mine.max() <= 1.5 * theirs.max()
+    assert mine.max() <= 2 * theirs.max()
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
