@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastbert.kernels import tuning
-from fastbert.kernels.launch import launch
+from fastbert.kernels.launch import MOST_REGISTERS, launch
 from fastbert.kernels.philox import as_int32_bits, philox_keep, threshold_bits
 
 MAX_HEADDIM = 128  # wider heads would spill
@@ -334,10 +334,14 @@ def ladder(headdim: int, dtype: torch.dtype, extras: bool, capability: tuple[int
     """
     block_d = max(16, triton.next_power_of_2(headdim))
     if dtype == torch.float32:  # products without tensor cores hold whole rows of their operands
-        return (Config(32, 32, 16, False, 4, 1) if headdim <= 64 else Config(32, 16, 16, False, 8, 1),)
+        if headdim > 64:
+            return (Config(16, 16, 16, False, 8, 1),)
+        return (Config(32, 16, 16, False, 8 if headdim > 32 and capability[0] == 12 else 4, 1),)
     low = Config(32, 32, block_d, False, 4, 2)
     if extras:
         return Config(64, 32, block_d, False, 4, 2), low
+    if headdim > 64 and capability[0] not in (9, 10):  # operands in registers: 64 keys would spill
+        return Config(64, 32, block_d, True, 4, 2), low
     if headdim > 64 or headdim <= 16:
         return Config(64, 64, block_d, True, 4, 2), low
     middle = Config(64, 64, block_d, True, 4, 3)
@@ -475,6 +479,7 @@ def attention_fwd_with(
         BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_D=max(16, triton.next_power_of_2(headdim)), CHUNK=config.chunk, SEQUENCES=sequences,
         NUM_STAGES=config.num_stages, num_warps=config.num_warps,
+        maxnreg=None if q.dtype == torch.float32 else MOST_REGISTERS,
     )  # fmt: skip
     return out, lse, probs
 

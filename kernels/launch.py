@@ -6,6 +6,10 @@ from functools import cache
 
 import torch
 
+# A thread, for `maxnreg`, up to 8 warps: without a limit ptxas spills to fit one program more on a
+# multiprocessor.
+MOST_REGISTERS = 255
+
 
 def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, **config) -> None:
     """Launch `kernel` with the device guard that Triton lacks; `config`: constexprs, num_warps, num_stages.

@@ -27,7 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastbert.kernels import tuning
 from fastbert.kernels.activation import activate
-from fastbert.kernels.launch import launch
+from fastbert.kernels.launch import MOST_REGISTERS, launch
 
 
 @triton.jit
@@ -142,9 +142,6 @@ class Config(NamedTuple):
     tma: bool  # where the matrices allow it
     group_m: int = 8
     per_multiprocessor: int = 1  # programs
-
-
-MOST_REGISTERS = 255  # a thread; few programs share a multiprocessor, and a lower limit would spill
 
 
 def heuristic(

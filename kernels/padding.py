@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbert.kernels.launch import launch
+from fastbert.kernels.launch import MOST_REGISTERS, launch
 
-MOST_REGISTERS = 255  # a thread; without a limit the assembler spills to fit one program more
 _AS_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
