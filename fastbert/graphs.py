@@ -5,16 +5,23 @@
         output = graphed(input_ids, attention_mask)  # takes and returns what the model does
 
 Tokens are packed before the recorded part begins, so that a graph is bound to no lengths: one serves every
-batch whose tokens, sequences and longest length fit its `Bucket`. Rows from the last token to the bucket's
-end hold token 0; `cu_seqlens` of the sequences that are not there repeat the number of tokens. By the
-contracts of packing.py and ops/attention.py nothing reads those rows and nothing returns from them.
+batch, of whatever mix of lengths, whose number of tokens fits its `Bucket`. Rows from the last token to the
+bucket's end hold token 0; `cu_seqlens` of the sequences that are not there repeat the number of tokens. By
+the contracts of packing.py and ops/attention.py nothing reads those rows and nothing returns from them.
 
-A bucket has three sizes, because each costs something where it is too large:
-    tokens   rows of every product. Four buckets to a doubling: at most a quarter of the rows is padding.
-    seqlen   powers of 2. The attention's grid has a program for each tile of the longest length, for each
-             sequence; those past a sequence's end return at once, but thousands of them a layer are felt
-             where there are few tokens. Its tiles are chosen by it as well.
-    batch    1, 8, 64, … sequences, for the same reason; a single sentence is the case graphs are most for.
+Four buckets to a doubling: from 32 tokens on at most a fifth of the rows is padding. Two sizes follow from
+the tokens:
+    sequences  one for 8 tokens, at least 8, at most `max_batch` (`sequence_rooms`); a batch of more and
+               shorter ones goes to the next bucket that holds them. A sequence that is not there costs the
+               attention one program a head, which returns at once. Where there is room for more than 64,
+               tiles start in the batch's order instead of the longest first: a `max_batch` of 64 avoids that.
+               The pooler has a row for each and so, with `first_token_only`, has most of the last layer.
+    longest    as many tokens as the bucket or the model's positions allow. The attention kernel's grid is of
+               tokens and sequences, but its tiles are those chosen for this length: higher than short
+               sequences need. MPNet's bias has longest² elements a head, made once a replay.
+Attention on a dense grid, as all but the kernel has it on a GPU, would compute sequences x longest² scores.
+Where it serves, nothing is recorded.
+
 At most `max_graphs` are kept; the one that was used longest ago gives way.
 
 Memory: all graphs share one pool. Of what lies between input and output it holds as much as the largest graph
@@ -57,7 +64,8 @@ from fastbert.packing import Packing, send
 _capturing = threading.Lock()  # PyTorch captures one graph at a time
 _TRIES = 3  # replays of one call while its weights change under it
 _HOOKED = "a hook watches the model"
-_SMALLEST = 32  # smallest bucket of a length
+_SMALLEST = 32  # smallest default bucket
+_ROOM = 8  # sequences that each bucket holds, and tokens for each further one
 # What a recorded forward knows of the arguments of `BertModel.forward`; with any other, the model itself runs
 _RECORDED = frozenset(
     ("input_ids", "attention_mask", "token_type_ids", "position_ids", "return_dict", "first_token_only",
@@ -70,14 +78,12 @@ class Bucket:
     """What one graph serves.
 
     Attributes:
-        tokens, batch, seqlen: tokens of a batch, its sequences and its longest one, at most.
+        tokens: of a batch, at most.
         first_token_only, pooled: what it computes: one row a sequence; the pooler's output.
         pins: the backends that `use_backend` pinned.
     """
 
     tokens: int
-    batch: int
-    seqlen: int
     first_token_only: bool
     pooled: bool
     pins: tuple[tuple[str, str], ...] = ()
@@ -269,13 +275,34 @@ def token_buckets(max_tokens: int) -> tuple[int, ...]:
     return (*(s for s in sizes if s < max_tokens), max_tokens)
 
 
+def sequence_rooms(buckets: Sequence[int], max_batch: int) -> tuple[int, ...]:
+    """How many sequences each bucket of tokens holds: one for 8 tokens and at least 8, but no more than
+    `max_batch`, for which the last one has room whatever its size.
+    """
+    return (*(min(max_batch, max(_ROOM, size // _ROOM)) for size in buckets[:-1]), max_batch)
+
+
+def by_grid(model: BertModel) -> str | None:
+    """Why the model's attention would cost what a bucket has room for, not what it holds; else None."""
+    if model.device.type != "cuda":  # a CPU's reads the lengths
+        return None
+    name, _ = dispatch._serving("attention_fwd", model.device, model.dtype)
+    if name == "triton":
+        from fastbert.kernels.attention import MAX_HEADDIM  # not with `fastbert`: it imports Triton
+
+        if model.config.head_dim <= MAX_HEADDIM:
+            return None
+        name = "aten"
+    return f"attention is served by {name}, on a grid of all sequences that a graph has room for"
+
+
 def graph(
     model: BertModel,
     *,
     max_tokens: int = 16384,
     max_batch: int = 512,
     buckets: Sequence[int] | None = None,
-    max_graphs: int = 32,
+    max_graphs: int = 64,
     recorder: Callable[[torch.device], Recorder | None] = recorder_for,
 ) -> GraphedModel:
     """The model with its inference forward replayed from CUDA graphs, which are recorded as they are needed.
@@ -283,10 +310,10 @@ def graph(
     Args:
         model: an encoder (of a model with a head: `model.base_model`). Shared, not copied.
         max_tokens: kept tokens of a batch, at most; larger batches are computed by the model itself.
-        max_batch: sequences of a batch, at most; likewise.
+        max_batch: sequences of a batch, at most; likewise. No graph has room for more.
         buckets: sizes of a batch in tokens, rising, for each of which there may be graphs; the last one
             stands instead of `max_tokens`. By default `token_buckets(max_tokens)`.
-        max_graphs: graphs kept at a time.
+        max_graphs: graphs kept at a time; by default those of all default buckets for one kind of call.
         recorder: makes the recorder for the model's device, or None where there is none: `recorder_for`, by
             which models that are not on a CUDA device are never recorded.
 
@@ -306,6 +333,7 @@ class GraphedModel:
     Attributes:
         model: the model.
         buckets: sizes of a batch in tokens.
+        rooms: how many sequences each of them holds.
         max_batch, max_graphs: see `graph`.
         replays: how many calls were replayed.
         fallbacks: how many were not, by reason.
@@ -335,6 +363,7 @@ class GraphedModel:
         ):
             raise ValueError(f"buckets: expected integers >= 1, each above the one before, got {buckets!r}")
         self.model, self.buckets = model, tuple(buckets)
+        self.rooms = sequence_rooms(self.buckets, max_batch)
         self.max_batch, self.max_graphs = max_batch, max_graphs
         self.replays, self.fallbacks = 0, Counter()
         self._make_recorder = recorder
@@ -468,7 +497,7 @@ class GraphedModel:
 
     def _unfit_arguments(self, given: dict[str, Any]) -> str | None:
         """Why no graph can serve these arguments."""
-        config, mask = self.model.config, given.get("attention_mask")
+        config, ids, mask = self.model.config, given.get("input_ids"), given.get("attention_mask")
         for name in ("output_attentions", "output_hidden_states"):
             if given.get(name) or (given.get(name) is None and getattr(config, name)):
                 return f"{name} is asked for"
@@ -477,6 +506,9 @@ class GraphedModel:
                 return f"{name} is given"
         if isinstance(mask, Tensor) and mask.dim() == 4:
             return "attention_mask has four dimensions"
+        # with position_ids of the caller's a sequence may be longer than a graph reckons with
+        if isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] > config.max_tokens:
+            return f"input_ids are more than {config.max_tokens} a sequence"
         return None
 
     def _note(self, reason: str | None) -> None:
@@ -509,15 +541,12 @@ class GraphedModel:
             return f"there are more than {self.max_batch} sequences"
         if inputs.holes:
             return "the mask has holes, which this family's attention bias depends on"
-        tokens = next(size for size in self.buckets if size >= total)
-        batch, seqlen = 1, _SMALLEST
-        while batch < packed.batch:
-            batch *= 8
-        while seqlen < packed.max_seqlen:
-            seqlen *= 2
-        # no sequence is longer than all tokens together
-        batch, seqlen = min(batch, self.max_batch), min(seqlen, tokens)
-        return Bucket(tokens, batch, seqlen, first_only, pooled, tuple(sorted(dict(dispatch._pins).items())))
+        tokens = next(
+            size
+            for size, room in zip(self.buckets, self.rooms, strict=True)
+            if size >= total and room >= packed.batch
+        )
+        return Bucket(tokens, first_only, pooled, tuple(sorted(dict(dispatch._pins).items())))
 
     def _replay(
         self, inputs: Inputs, first_only: bool, pooled: bool
@@ -593,7 +622,7 @@ class GraphedModel:
         self._blank()
         done = set()
         for bucket in sorted(self._recordings, key=attrgetter("tokens")):  # one of each kind, the smallest
-            kind = replace(bucket, tokens=0, batch=0, seqlen=0)
+            kind = replace(bucket, tokens=0)
             if kind not in done:
                 done.add(kind)
                 self._recordings[bucket][1]()
@@ -603,6 +632,8 @@ class GraphedModel:
         """Record the graph of a bucket, or say why it cannot be."""
         if bucket in self._failed:
             return self._failed[bucket]
+        if (reason := by_grid(self.model)) is not None:
+            return reason
         if len(self._recordings) >= self.max_graphs:
             self._recorder.wait()
             while len(self._recordings) >= self.max_graphs:
@@ -627,13 +658,15 @@ class GraphedModel:
         self._ends.zero_()
 
     def _views(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """(ids, positions and types (3, tokens); cu_seqlens (batch + 1,)) that the bucket's graph reads."""
-        return self._rows[: 3 * bucket.tokens].view(3, -1), self._ends[: bucket.batch + 1]
+        """(ids, positions and types (3, tokens); cu_seqlens (room + 1,)) that the bucket's graph reads."""
+        room = self.rooms[self.buckets.index(bucket.tokens)]
+        return self._rows[: 3 * bucket.tokens].view(3, -1), self._ends[: room + 1]
 
     def _function(self, bucket: Bucket) -> Callable[[], tuple[Tensor, Tensor | None]]:
         """What is recorded: the model on the memory of `_views`."""
         model, (rows, ends) = self.model, self._views(bucket)
-        packed = Packing(bucket.batch, bucket.seqlen, ends, bucket.seqlen)
+        longest = min(bucket.tokens, model.config.max_tokens)
+        packed = Packing(ends.shape[0] - 1, longest, ends, longest)
         types = rows[2] if model.family.segments else None
         inputs = Inputs(rows[0], rows[1], types, None, None, packed)
 

@@ -301,14 +301,14 @@ def test_what_a_graph_reads():
     g.graphed(torch.full((2, 60), 77), token_type_ids=torch.ones(2, 60, dtype=torch.long))
     g.graphed(**lengths_batch([50, 20, 31]))
     [_, bucket] = g.graphed.graphs
-    assert (bucket.tokens, bucket.batch, bucket.seqlen) == (112, 8, 64)
+    assert bucket.tokens == 112
     rows, ends = g.graphed._views(bucket)
     assert rows.shape == (3, 112)
-    assert ends.shape == (9,)
+    assert ends.shape == (15,)
     assert rows[:, 101:].eq(0).all()
     assert rows[0, :101].ge(5).all()
     assert rows[1, :101].tolist() == [*range(50), *range(20), *range(31)]
-    assert ends.tolist() == [0, 50, 70, 101, 101, 101, 101, 101, 101]
+    assert ends.tolist() == [0, 50, 70, *[101] * 12]
 
 
 @torch.no_grad()
@@ -353,35 +353,85 @@ def test_token_buckets():
     assert len(sizes) == 37
 
 
+def test_sequence_rooms():
+    sizes = (10, 40, 64, 72, 800, 1000)
+    assert graphs.sequence_rooms(sizes, 60) == (8, 8, 8, 9, 60, 60)
+    assert graphs.sequence_rooms(sizes, 512) == (8, 8, 8, 9, 100, 512)  # the last one turns none away
+    assert graphs.sequence_rooms(sizes, 3) == (3,) * 6
+    assert graphs.sequence_rooms((7,), 60) == (60,)
+
+
 @pytest.mark.parametrize(
-    ("lengths", "expected"),
+    ("lengths", "tokens", "room"),
     [
-        ([1], (32, 1, 32)),
-        ([32], (32, 1, 32)),
-        ([33], (40, 1, 40)),  # no sequence is longer than the tokens
-        ([64], (64, 1, 64)),
-        ([30, 30], (64, 8, 32)),
-        ([1] * 8, (32, 8, 32)),
-        ([1] * 9, (32, 60, 32)),  # max_batch
-        ([65, 1, 1], (80, 8, 80)),
-        ([70] * 3, (224, 8, 128)),
-        ([64] * 8, (512, 8, 64)),
+        ([1], 32, 8),
+        ([32], 32, 8),
+        ([33], 40, 8),
+        ([1] * 8, 32, 8),
+        ([1] * 9, 80, 10),  # the smallest that holds 9 sequences
+        ([16, *[0] * 9], 80, 10),
+        ([1] * 60, 512, 60),  # max_batch
+        ([65, 1, 1], 80, 10),
+        ([70] * 3, 224, 28),
+        ([64] * 8, 512, 60),
     ],
 )
 @torch.no_grad()
-def test_the_bucket_of_a_batch(lengths, expected):
+def test_the_bucket_of_a_batch(lengths, tokens, room):
     g = Graphed(shared(), max_batch=60)
     g.check(**lengths_batch(lengths))
-    assert [(b.tokens, b.batch, b.seqlen) for b in g.graphed.graphs] == [expected]
+    assert [b.tokens for b in g.graphed.graphs] == [tokens]
+    assert dict(zip(g.graphed.buckets, g.graphed.rooms, strict=True))[tokens] == room
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "mpnet"])
+@torch.no_grad()
+def test_what_is_recorded(name, monkeypatch):
+    """Room for sequences as long as the tokens and the model's positions allow, and no longer."""
+    model, seen = shared(name), []
+    encode = type(model)._encode
+
+    def spy(self, inputs, *args):
+        seen.append((inputs.packing.batch, inputs.packing.seqlen, inputs.packing.max_seqlen))
+        return encode(self, inputs, *args)
+
+    monkeypatch.setattr(type(model), "_encode", spy)
+    g, longest = Graphed(model), model.config.max_tokens
+    assert 64 < longest < 80  # roberta and mpnet: fewer than the positions of the table
+    for length, expected in ((5, (8, 32, 32)), (48, (8, 48, 48)), (longest, (10, longest, longest))):
+        del seen[:]
+        g.graphed(torch.full((1, length), 9))
+        assert set(seen) == {expected}
+
+
+@pytest.mark.parametrize("name", ["bert", "mpnet"])
+@torch.no_grad()
+def test_one_graph_for_any_mix_of_lengths(name):
+    """All calls of one bucket of tokens, those of one sequence and of as many as it has room for."""
+    g = Graphed(shared(name))
+    for lengths in (
+        [64], [1] * 8, [57], [29, 28], [40, 20], [50, 0, 12], [12, 9, 8, 8, 8, 8, 8], [62, 1], [8] * 8,
+    ):  # fmt: skip
+        for seqlen in (None, 64):
+            g.check(**lengths_batch(lengths if sum(lengths) > 56 else [50, *lengths[1:]], seqlen))
+    assert g.recorded == 1
+    assert g.graphed.replays == 18
+    assert [b.tokens for b in g.graphed.graphs] == [64]
 
 
 @torch.no_grad()
-def test_one_graph_for_any_mix_of_lengths():
-    g = Graphed(shared())
-    for lengths in ([40, 30, 20], [64, 32], [50, 0, 42], [12, 34, 8, 8, 8, 8, 8, 9], [63, 20, 10]):
-        g.check(**lengths_batch(lengths, 64))
-    assert g.recorded == 1
-    assert g.graphed.replays == 5
+def test_no_more_graphs_than_buckets():
+    """However the lengths are mixed; and the default keeps all of the default buckets'."""
+    g, random = Graphed(shared()), torch.Generator().manual_seed(0)
+    for seed in range(60):
+        count = int(torch.randint(1, 12, (), generator=random))
+        lengths = torch.randint(1, 40, (count,), generator=random).tolist()
+        g.graphed(**lengths_batch(lengths, 64, seed), first_token_only=True)
+    held = [b.tokens for b in g.graphed.graphs]
+    assert len(held) == len(set(held)) == g.recorded <= len(g.graphed.buckets)
+    assert g.graphed.replays == 60
+    default = graphs.graph(shared())
+    assert len(default.buckets) <= default.max_graphs
 
 
 @torch.no_grad()
@@ -393,12 +443,15 @@ def test_what_makes_another_graph():
         lambda: g.graphed(**inputs, first_token_only=True),
         lambda: g.graphed(**inputs, packed=True),  # no pooler
         lambda: g.graphed(**lengths_batch([40, 60])),
-        lambda: g.graphed(**lengths_batch([9] * 9)),
+        lambda: g.graphed(**lengths_batch([6] * 14)),  # 84 tokens, and more sequences than their bucket holds
+        lambda: g.graphed(**lengths_batch([6] * 15)),
     ]
-    for count, call in enumerate(calls, 1):
+    expected = [(1, 80), (2, 80), (3, 80), (4, 112), (4, 112), (5, 128)]
+    for (count, tokens), call in zip(expected, calls, strict=True):
         for _ in range(2):
             call()
             assert g.recorded == count
+            assert g.graphed.graphs[-1].tokens == tokens
     with dispatch.use_backend("reference"):  # what was recorded by another backend must not serve
         g.check(**inputs)
     assert g.recorded == count + 1
@@ -450,6 +503,56 @@ def test_what_the_model_does_itself(reason):
     g.check(**batch("bert"))
     assert dict(g.graphed.fallbacks) == {reason: 1}
     assert g.graphed.replays == 1
+
+
+def test_sequences_longer_than_the_positions():
+    """With position_ids they are legal; no graph reckons with them."""
+    model = shared()
+    longest = model.config.max_tokens
+    ids = torch.arange(longest + 1)[None] % 100 + 5
+    g = Graphed(model)
+    g.check(ids, position_ids=ids % 50, reason=f"input_ids are more than {longest} a sequence")
+    g.check(ids[:, 1:], position_ids=ids[:, 1:] % 50)
+    with torch.no_grad():
+        for call in (g.graphed, model):
+            with pytest.raises(ValueError, match="input_ids: a sequence of 73 tokens is longer than the 72"):
+                call(ids)
+
+
+@pytest.mark.parametrize(
+    ("serving", "head_dim", "grid"),
+    [("triton", 64, None), ("triton", 128, None), ("triton", 136, "aten"), ("aten", 64, "aten"),
+     ("reference", 64, "reference")],
+)  # fmt: skip
+def test_attention_by_a_grid(serving, head_dim, grid, monkeypatch):
+    """On a GPU the time of all but the kernel grows with the room that a graph has."""
+    model, asked = fresh(dtype=torch.float16), []
+    monkeypatch.setattr(type(model.config), "head_dim", head_dim)
+    assert graphs.by_grid(model) is None  # on a CPU
+
+    def choose(*args):
+        asked.append(args)
+        return serving, True
+
+    monkeypatch.setattr(dispatch, "_serving", choose)
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(type(model), "device", device)
+    reason = grid and f"attention is served by {grid}, on a grid of all sequences that a graph has room for"
+    assert graphs.by_grid(model) == reason
+    assert asked == [("attention_fwd", device, torch.float16)]
+
+
+def test_what_a_grid_serves_is_not_recorded(monkeypatch):
+    g, reasons = Graphed(shared()), ["by a grid", "by a grid", None]
+    g.check(**lengths_batch([3]))
+    monkeypatch.setattr(graphs, "by_grid", lambda model: reasons.pop(0) if model is g.model else None)
+    g.check(**batch("bert"), reason="by a grid")
+    g.check(**batch("bert"), reason="by a grid")
+    assert g.recorded == 1
+    g.check(**batch("bert"))  # asked anew: a self-check may have passed by now
+    g.check(**batch("bert"))  # once recorded, not asked
+    assert not reasons
+    assert g.recorded == 2
 
 
 def test_batches_outside_the_buckets():
