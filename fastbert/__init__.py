@@ -4,6 +4,7 @@
 
     model = fastbert.AutoModel.from_pretrained("path/to/model")
     vectors = fastbert.encode("path/to/model", ["a sentence", "another"])
+    fastbert.accelerate(model_of_transformers)
 
 Names are imported at their first use: `import fastbert` alone loads neither torch nor a backend.
 """
@@ -31,9 +32,11 @@ _PUBLIC = {  # public name -> where it is defined; an alias names its target aft
     "EncoderConfig": "config",
     "EncodingError": "encoding",
     "SentenceEncoder": "encoding",
+    "accelerate": "acceleration",
     "encode": "encoding",
     "explain": "dispatch",
     "graph": "graphs",
+    "restore": "acceleration",
     "use_backend": "dispatch",
 }
 
@@ -62,6 +65,8 @@ del _family, _further
 __all__ = ["__version__", *sorted(_PUBLIC)]
 
 if TYPE_CHECKING:  # what type checkers and editors see; the families' other names are made at run time
+    from fastbert.acceleration import accelerate as accelerate
+    from fastbert.acceleration import restore as restore
     from fastbert.checkpoint import CheckpointError as CheckpointError
     from fastbert.config import EncoderConfig as BertConfig  # noqa: F401
     from fastbert.config import EncoderConfig as EncoderConfig

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -474,13 +475,18 @@ def use_backend(name: str | None = None, /, **per_op: str) -> Iterator[None]:
             _resolved.clear()
 
 
-def explain(device: str | torch.device = "cpu") -> list[Choice]:
-    """Which backend serves every op and dtype on `device` now, and why the better ones do not.
+def explain(target: str | torch.device | Any = "cpu") -> Any:
+    """Which backend serves every op and dtype on a device now, and why the better ones do not: a list of
+    `Choice`. Of a model: what `fastbert.acceleration.explain` says of it.
 
     Pins made by `use_backend` are not counted. GPU kernels that have not been checked yet are said to be
     unverified. Calls that the table serves otherwise than the rest of their op have rows of their own.
     """
-    device = _with_index(torch.device(device))
+    if not isinstance(target, (str, torch.device)):
+        from fastbert import acceleration  # imports what runs models, of which ops know nothing
+
+        return acceleration.explain(target)
+    device = _with_index(torch.device(target))
     return [
         choice(op, part, device, dtype)
         for op in OPS

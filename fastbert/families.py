@@ -77,7 +77,8 @@ class Family:
         relative_bias: path of the bucketed relative attention bias shared by all layers, or None.
         shared_layers: layers come in groups of shared weights (ALBERT).
         norm_eps: the fixed eps of every LayerNorm, None for the config's `layer_norm_eps`.
-        ffn_dropout: dropout after the feed-forward block.
+        attention_output_dropout, ffn_dropout: dropout after the attention's output layer, and after the
+            feed-forward block.
         positional: name of a class's task ("" for all) -> how many leading arguments of forward stand where
             BERT's do in transformers; the others must be given by name.
     """
@@ -97,6 +98,7 @@ class Family:
     relative_bias: str | None = None
     shared_layers: bool = False
     norm_eps: float | None = None
+    attention_output_dropout: bool = True
     ffn_dropout: bool = True
     position_padding_idx: bool = False
     lm_head: LMHead | None = None
@@ -173,6 +175,7 @@ FAMILIES: dict[str, Family] = {
             defaults=dict(
                 num_hidden_layers=6, qa_dropout=0.1, seq_classif_dropout=0.2, sinusoidal_pos_embds=False
             ),
+            attention_output_dropout=False,
             segments=False,
             pooler=None,
             norm_eps=1e-12,

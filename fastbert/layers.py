@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from fastbert import packing, prepared
 from fastbert.config import EncoderConfig
+from fastbert.families import LayerNames
 from fastbert.ops import checks
 from fastbert.ops.attention import attention
 from fastbert.ops.dropout import keep_mask_2d
@@ -140,9 +141,10 @@ def dense_norm(
     dropout_p: float,
     seed: Tensor | None,
     offset: int,
+    fuse: bool = True,
 ) -> Tensor:
     """norm(residual + dropout(dense(x))): the linear layer's bias, dropout and the sum go into the norm's
-    pass.
+    pass, unless the norm is not the plain one or not to `fuse`.
     """
     x_bias = None
     if is_plain(dense, nn.Linear):
@@ -151,7 +153,7 @@ def dense_norm(
         x, x_bias = int8_product(x, dense, [dense], with_bias=False), dense.bias
     else:
         x = dense(x)
-    if is_plain(norm, nn.LayerNorm):
+    if fuse and is_plain(norm, nn.LayerNorm):
         return layer_norm(
             x, norm.weight, norm.bias,
             residual=residual, x_bias=x_bias, eps=norm.eps, dropout_p=dropout_p, seed=seed, offset=offset,
@@ -181,6 +183,52 @@ def table(rows: int, width: int, padding_idx: int | None = None) -> nn.Embedding
     return nn.Embedding(rows, width, padding_idx, _weight=torch.empty(rows, width))
 
 
+def embed(
+    root: nn.Module,
+    input_ids: Tensor | None,
+    position_ids: Tensor,
+    token_type_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+) -> Tensor:
+    """Packed ids (total,) or inputs_embeds (total, width) -> (total, width): word + position + segment
+    embeddings, LayerNorm, dropout (Devlin et al. 2018, sec. 3 and fig. 2).
+
+    Args:
+        root: the module that holds the tables and the norm under HuggingFace's names.
+        seed, dropout_p: of the dropout, which is call site 0.
+    """
+    word, position = root.word_embeddings, root.position_embeddings
+    segment = root._modules.get("token_type_embeddings")
+    norm = root.LayerNorm
+    tables = [m for m in (word, position, segment) if m is not None]
+    if all(is_plain(m, nn.Embedding) and m.max_norm is None for m in tables) and is_plain(norm, nn.LayerNorm):
+        return embedding(
+            input_ids,
+            word.weight,
+            norm.weight,
+            norm.bias,
+            position_ids=position_ids,
+            position=_untrained_row(position),
+            token_type_ids=token_type_ids,
+            segment=None if segment is None else segment.weight,
+            inputs_embeds=inputs_embeds,
+            padding_idx=word.padding_idx,
+            eps=norm.eps,
+            dropout_p=dropout_p,
+            seed=seed,
+            offset=0,
+        )
+    x = word(input_ids) if inputs_embeds is None else inputs_embeds
+    if segment is not None:
+        x = x + segment(token_type_ids)
+    x = norm(x + position(position_ids))
+    if dropout_p > 0:
+        x = x * (keep_mask_2d(seed, 0, *x.shape, dropout_p).to(x.dtype) / (1.0 - dropout_p))
+    return x
+
+
 class Embeddings(nn.Module):
     """Word + position + segment embeddings, LayerNorm, dropout (Devlin et al. 2018, sec. 3 and fig. 2)."""
 
@@ -207,40 +255,33 @@ class Embeddings(nn.Module):
         seed: Tensor | None,
     ) -> Tensor:
         """Packed ids (total,) or inputs_embeds (total, width) -> (total, width)."""
-        word, position = self.word_embeddings, self.position_embeddings
-        segment = self._modules.get("token_type_embeddings")
-        norm = self.LayerNorm
-        tables = [m for m in (word, position, segment) if m is not None]
-        if all(is_plain(m, nn.Embedding) and m.max_norm is None for m in tables) and is_plain(
-            norm, nn.LayerNorm
-        ):
-            return embedding(
-                input_ids,
-                word.weight,
-                norm.weight,
-                norm.bias,
-                position_ids=position_ids,
-                position=_untrained_row(position),
-                token_type_ids=token_type_ids,
-                segment=None if segment is None else segment.weight,
-                inputs_embeds=inputs_embeds,
-                padding_idx=word.padding_idx,
-                eps=norm.eps,
-                dropout_p=self.dropout_p if self.training else 0.0,
-                seed=seed,
-                offset=0,
-            )
-        x = word(input_ids) if inputs_embeds is None else inputs_embeds
-        if segment is not None:
-            x = x + segment(token_type_ids)
-        x = norm(x + position(position_ids))
-        if self.training and self.dropout_p > 0:
-            x = x * (keep_mask_2d(seed, 0, *x.shape, self.dropout_p).to(x.dtype) / (1.0 - self.dropout_p))
-        return x
+        return embed(
+            self, input_ids, position_ids, token_type_ids, inputs_embeds, seed,
+            self.dropout_p if self.training else 0.0,
+        )  # fmt: skip
 
 
-class EncoderLayer(nn.Module):
-    """Self-attention and feed-forward, each followed by dropout, residual sum and LayerNorm.
+@dataclass(frozen=True)
+class LayerForm:
+    """What one encoder layer computes, beside its parameters.
+
+    Attributes:
+        names: where its parts are.
+        nheads, head_dim: heads, and the size of one.
+        activation: of the feed-forward block, as `fastbert.ops.linear` spells it; None where only the
+            module's own code knows it.
+    """
+
+    names: LayerNames
+    nheads: int
+    head_dim: int
+    activation: str | None
+
+
+class LayerMath:
+    """What an encoder layer computes, for a module that has a `form` and parts under the form's names.
+
+    Self-attention and feed-forward, each followed by dropout, residual sum and LayerNorm.
 
     Source: Vaswani et al. 2017, sec. 3.1-3.3; Devlin et al. 2018.
     """
@@ -248,24 +289,14 @@ class EncoderLayer(nn.Module):
     SITES = (
         3  # dropout call sites of one layer: attention probabilities, attention output, feed-forward output
     )
+    form: LayerForm
+    fuses_norm = True
 
-    def __init__(self, config: EncoderConfig):
-        super().__init__()
-        family, hidden = config.family, config.hidden_size
-        self.names = names = family.layer
-        self.nheads, self.head_dim = config.num_attention_heads, config.head_dim
-        self.activation = config.activation_name
-        self.attention_dropout_p = config.attention_probs_dropout_prob
-        self.hidden_dropout_p = config.hidden_dropout_prob
-        self.ffn_dropout_p = config.hidden_dropout_prob if family.ffn_dropout else 0.0
-        for path in (names.query, names.key, names.value, names.attention_output):
-            attach(self, path, nn.Linear(hidden, hidden))
-        attach(self, names.attention_norm, nn.LayerNorm(hidden, eps=config.norm_eps))
-        attach(self, names.intermediate, nn.Linear(hidden, config.intermediate_size))
-        attach(self, names.output, nn.Linear(config.intermediate_size, hidden))
-        attach(self, names.output_norm, nn.LayerNorm(hidden, eps=config.norm_eps))
+    def dropout_rates(self) -> tuple[float, float, float]:
+        """Of attention probabilities, attention output and feed-forward output, as they are now."""
+        raise NotImplementedError
 
-    def forward(
+    def run(
         self,
         hidden: Tensor,
         sequences: Sequences,
@@ -273,43 +304,34 @@ class EncoderLayer(nn.Module):
         site: int = 1,
         first_only: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """(total, hidden) -> ((total, hidden), probabilities (batch, nheads, S, S) or None).
-
-        Args:
-            hidden: packed tokens.
-            sequences: the batch.
-            gate: (nheads,) factor of each head's output, or None.
-            site: first of the layer's `SITES` dropout call sites.
-            first_only: compute only the rows of `packing.starts`, the first token of each sequence:
-                ((batch, hidden), None). Only where `may_skip_rows` says so, with total >= 1 and without
-                probabilities; the row of an empty sequence has no meaning.
-        """
+        """The layer on packed tokens; see `EncoderLayer.forward`."""
         if first_only:
             return self._forward(hidden, sequences, gate, site, first_only)
         fused = self._fused(hidden, sequences)
 
-        def run(rows: Tensor, some: Sequences) -> tuple[Tensor, Tensor | None]:
+        def one(rows: Tensor, some: Sequences) -> tuple[Tensor, Tensor | None]:
             if fused is None:
                 return self._forward(rows, some, gate, site)
             return self._forward_fused(*fused, rows, some, gate), None
 
         blocks = self._blocks(hidden, sequences, _BLOCK_ROWS if fused is None else _FUSED_ROWS)
         if not blocks:
-            return run(hidden, sequences)
+            return one(hidden, sequences)
         out = torch.empty_like(hidden)
         for first, last in blocks:
             ends = sequences.cu_seqlens[first : last + 1]
             rows = slice(int(ends[0]), int(ends[-1]))
-            out[rows] = run(hidden[rows], replace(sequences, cu_seqlens=ends - ends[0]))[0]
+            out[rows] = one(hidden[rows], replace(sequences, cu_seqlens=ends - ends[0]))[0]
         return out, None
 
     def _forward(self, hidden, sequences, gate, site, first_only=False):
-        names, seed = self.names, sequences.seed
-        attention_p, hidden_p, ffn_p = (
-            (self.attention_dropout_p, self.hidden_dropout_p, self.ffn_dropout_p)
-            if self.training
-            else (0.0, 0.0, 0.0)
-        )
+        hidden, probs = self._attend(hidden, sequences, gate, site, first_only)
+        return self._feed(hidden, sequences.seed, site + 2), probs
+
+    def _attend(self, hidden, sequences, gate, site, first_only):
+        """Self-attention with its residual sum and norm."""
+        form, seed = self.form, sequences.seed
+        attention_p, hidden_p, _ = self.dropout_rates()
         if first_only:
             starts = packing.starts(sequences.cu_seqlens, hidden.shape[0])
             context = self._first_context(hidden, starts, sequences, gate, attention_p, site)
@@ -320,7 +342,7 @@ class EncoderLayer(nn.Module):
                 *self._qkv(hidden),
                 sequences.cu_seqlens,
                 sequences.max_seqlen,
-                softmax_scale=self.head_dim**-0.5,
+                softmax_scale=form.head_dim**-0.5,
                 bias=sequences.bias,
                 gate=gate,
                 dropout_p=attention_p,
@@ -329,32 +351,33 @@ class EncoderLayer(nn.Module):
                 return_probs=sequences.return_probs,
             )
             context, probs = context if sequences.return_probs else (context, None)
-        hidden = dense_norm(
-            part(self, names.attention_output), part(self, names.attention_norm),
-            context.reshape(hidden.shape), hidden, hidden_p, seed, site + 1,
-        )  # fmt: skip
-        inner = apply_linear(part(self, names.intermediate), hidden, self.activation)
-        hidden = dense_norm(
-            part(self, names.output), part(self, names.output_norm), inner, hidden, ffn_p, seed, site + 2
-        )
-        return hidden, probs
+        dense, norm = part(self, form.names.attention_output), part(self, form.names.attention_norm)
+        context = context.reshape(hidden.shape)
+        return dense_norm(dense, norm, context, hidden, hidden_p, seed, site + 1, self.fuses_norm), probs
+
+    def _feed(self, hidden, seed, site):
+        """The feed-forward block with its residual sum and norm; `site` is its dropout call site."""
+        form = self.form
+        inner = apply_linear(part(self, form.names.intermediate), hidden, form.activation)
+        dense, norm = part(self, form.names.output), part(self, form.names.output_norm)
+        return dense_norm(dense, norm, inner, hidden, self.dropout_rates()[2], seed, site, self.fuses_norm)
 
     def _forward_fused(
         self, launch: Callable, weights: object, hidden: Tensor, sequences: Sequences, gate: Tensor | None
     ) -> Tensor:
-        names = self.names
+        names = self.form.names
         return encoder_layer(
             launch,
             hidden,
             weights,
             sequences.cu_seqlens,
             sequences.max_seqlen,
-            nheads=self.nheads,
+            nheads=self.form.nheads,
             inner=part(self, names.intermediate).out_features,
-            softmax_scale=self.head_dim**-0.5,
+            softmax_scale=self.form.head_dim**-0.5,
             bias=sequences.bias,
             gate=gate,
-            activation=self.activation,
+            activation=self.form.activation,
             eps=(part(self, names.attention_norm).eps, part(self, names.output_norm).eps),
         )
 
@@ -365,6 +388,7 @@ class EncoderLayer(nn.Module):
         """
         if (
             self.training
+            or any(self.dropout_rates())
             or torch.is_grad_enabled()
             or x.shape[0] == 0
             or x.device.type != "cpu"
@@ -373,7 +397,7 @@ class EncoderLayer(nn.Module):
             or checks.autocast_dtype(x) is not None
         ):
             return None
-        names = self.names
+        names = self.form.names
         dense = [
             part(self, path)
             for path in (
@@ -445,6 +469,7 @@ class EncoderLayer(nn.Module):
             or sequences.return_probs
             or torch.compiler.is_compiling()
             or self.training
+            or any(self.dropout_rates())
             or torch.is_grad_enabled()
             or not self.may_skip_rows()
         ):
@@ -479,7 +504,8 @@ class EncoderLayer(nn.Module):
         site: int,
     ) -> Tensor:
         """The attention's output at the rows `starts` alone: (total, hidden) -> (batch, hidden)."""
-        names, shape = self.names, (-1, self.nheads, self.head_dim)
+        form = self.form
+        names, shape = form.names, (-1, form.nheads, form.head_dim)
         q = apply_linear(part(self, names.query), x.index_select(0, starts)).reshape(shape)
         key, value = part(self, names.key), part(self, names.value)
         # On a CPU the sequences' ends can be read at no cost
@@ -495,7 +521,7 @@ class EncoderLayer(nn.Module):
         ):
             return first_attention(
                 x, q, key.weight, value.weight, value.bias, sequences.cu_seqlens,
-                softmax_scale=self.head_dim**-0.5, bias=sequences.bias, gate=gate,
+                softmax_scale=self.form.head_dim**-0.5, bias=sequences.bias, gate=gate,
             )  # fmt: skip
         k, v = (apply_linear(module, x).reshape(shape) for module in (key, value))
         # What the other rows ask for is thrown away. An empty sequence has the start of the next one, whose
@@ -507,7 +533,7 @@ class EncoderLayer(nn.Module):
             v,
             sequences.cu_seqlens,
             sequences.max_seqlen,
-            softmax_scale=self.head_dim**-0.5,
+            softmax_scale=self.form.head_dim**-0.5,
             bias=sequences.bias,
             gate=gate,
             dropout_p=dropout_p,
@@ -520,9 +546,9 @@ class EncoderLayer(nn.Module):
         """Query, key and value, each (total, nheads, head_dim); one product with [Wq; Wk; Wv] where that is
         cheaper.
         """
-        names = self.names
+        names = self.form.names
         modules = [part(self, path) for path in (names.query, names.key, names.value)]
-        shape = (x.shape[0], self.nheads, self.head_dim)
+        shape = (x.shape[0], self.form.nheads, self.form.head_dim)
         if all(is_plain(m, QuantizedLinear) for m in modules) and len({m.bias is None for m in modules}) == 1:
             return int8_product(x, self, modules).reshape(x.shape[0], 3, *shape[1:]).unbind(1)
         weights = [m.weight for m in modules] if all(is_plain(m, nn.Linear) for m in modules) else []
@@ -542,6 +568,53 @@ class EncoderLayer(nn.Module):
                 lambda: (torch.cat(weights).to(dtype), torch.cat(biases).to(dtype)),
             )
         return linear(x, weight, bias).reshape(x.shape[0], 3, *shape[1:]).unbind(1)
+
+
+class EncoderLayer(LayerMath, nn.Module):
+    """One encoder layer with parameters of its own."""
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__()
+        family, hidden = config.family, config.hidden_size
+        names = family.layer
+        self.form = LayerForm(names, config.num_attention_heads, config.head_dim, config.activation_name)
+        hidden_p = config.hidden_dropout_prob
+        self.attention_dropout_p = config.attention_probs_dropout_prob
+        self.hidden_dropout_p = hidden_p if family.attention_output_dropout else 0.0
+        self.ffn_dropout_p = hidden_p if family.ffn_dropout else 0.0
+        for path in (names.query, names.key, names.value, names.attention_output):
+            attach(self, path, nn.Linear(hidden, hidden))
+        attach(self, names.attention_norm, nn.LayerNorm(hidden, eps=config.norm_eps))
+        attach(self, names.intermediate, nn.Linear(hidden, config.intermediate_size))
+        attach(self, names.output, nn.Linear(config.intermediate_size, hidden))
+        attach(self, names.output_norm, nn.LayerNorm(hidden, eps=config.norm_eps))
+
+    def dropout_rates(self) -> tuple[float, float, float]:
+        """See `LayerMath`."""
+        if not self.training:
+            return 0.0, 0.0, 0.0
+        return self.attention_dropout_p, self.hidden_dropout_p, self.ffn_dropout_p
+
+    def forward(
+        self,
+        hidden: Tensor,
+        sequences: Sequences,
+        gate: Tensor | None = None,
+        site: int = 1,
+        first_only: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(total, hidden) -> ((total, hidden), probabilities (batch, nheads, S, S) or None).
+
+        Args:
+            hidden: packed tokens.
+            sequences: the batch.
+            gate: (nheads,) factor of each head's output, or None.
+            site: first of the layer's `SITES` dropout call sites.
+            first_only: compute only the rows of `packing.starts`, the first token of each sequence:
+                ((batch, hidden), None). Only where `may_skip_rows` says so, with total >= 1 and without
+                probabilities; the row of an empty sequence has no meaning.
+        """
+        return self.run(hidden, sequences, gate, site, first_only)
 
 
 def first_attention(

@@ -394,12 +394,7 @@ class BertModel(PreTrainedModel):
 
     def layers(self) -> list[EncoderLayer]:
         """The layers in the order in which they run; a shared one stands there as often as it runs."""
-        stack = part(self, self.family.layers)
-        if not self.family.shared_layers:
-            return list(stack)
-        depth, groups = self.config.num_hidden_layers, self.config.num_hidden_groups
-        chosen = [stack[int(i / (depth / groups))] for i in range(depth)]
-        return [layer for group in chosen for layer in group.albert_layers]
+        return layers_of(self, self.config, self.family)
 
     def forward(
         self,
@@ -597,17 +592,38 @@ class BertModel(PreTrainedModel):
         return torch.randint(2**62, (1,), dtype=torch.int64, device=self.device)
 
     def _bias(self, inputs: Inputs) -> Tensor | None:
-        """The additive attention bias: the caller's 4-D mask, MPNet's relative bias, their sum, or None."""
-        bias, packed = inputs.bias, inputs.packing
-        if self.family.relative_bias is None or packed.max_seqlen == 0:
-            return bias
-        positions = None
-        if inputs.holes:
-            order = torch.argsort(packed.mask.logical_not().to(torch.uint8), dim=1, stable=True)
-            positions = order[:, : packed.max_seqlen]
-        buckets = part(self, self.family.relative_bias)
-        relative = relative_bias(buckets, packed.max_seqlen, self.device, positions)
-        return relative if bias is None else bias + relative
+        return attention_bias(self, self.family, inputs, self.device)
+
+
+def layers_of(root: nn.Module, config: Any, family: Family) -> list[nn.Module]:
+    """The layers of an encoder in the order in which they run; a shared one stands there as often as it
+    runs.
+
+    Args:
+        root: the encoder, its parts under the family's names.
+        config: its EncoderConfig or transformers config.
+    """
+    stack = part(root, family.layers)
+    if not family.shared_layers:
+        return list(stack)
+    depth, groups = config.num_hidden_layers, config.num_hidden_groups
+    chosen = [stack[int(i / (depth / groups))] for i in range(depth)]
+    return [layer for group in chosen for layer in group.albert_layers]
+
+
+def attention_bias(root: nn.Module, family: Family, inputs: Inputs, device: torch.device) -> Tensor | None:
+    """The additive attention bias of a call: the caller's 4-D mask, MPNet's relative bias, their sum, or
+    None.
+    """
+    bias, packed = inputs.bias, inputs.packing
+    if family.relative_bias is None or packed.max_seqlen == 0:
+        return bias
+    positions = None
+    if inputs.holes:
+        order = torch.argsort(packed.mask.logical_not().to(torch.uint8), dim=1, stable=True)
+        positions = order[:, : packed.max_seqlen]
+    relative = relative_bias(part(root, family.relative_bias), packed.max_seqlen, device, positions)
+    return relative if bias is None else bias + relative
 
 
 def _layer_list(config: EncoderConfig) -> nn.ModuleList:

@@ -300,7 +300,7 @@ def _replace(model: nn.Module) -> None:
     names = {id(module): name for name, module in model.named_modules()}
     made: list[tuple[nn.Module, str, QuantizedLinear]] = []
     for layer in {id(layer): layer for layer in model.base_model.layers()}.values():  # shared ones once
-        paths = layer.names
+        paths = layer.form.names
         for path in (
             paths.query, paths.key, paths.value, paths.attention_output, paths.intermediate, paths.output,
         ):  # fmt: skip

@@ -516,7 +516,7 @@ def test_watched_parts_are_called(bert):
     expected, seen, layer = hidden(bert), [], bert.layers()[1]
     names = ["query", "key", "value", "attention_output", "intermediate", "output"]
     for which in names:
-        dense = part(layer, getattr(layer.names, which))
+        dense = part(layer, getattr(layer.form.names, which))
         dense.register_forward_hook(lambda *a, which=which: seen.append(which))
     torch.testing.assert_close(hidden(bert), expected, rtol=2e-2, atol=2e-2)
     assert seen == names

@@ -1,0 +1,292 @@
+"""The models people already have, on our kernels: `fastbert.accelerate(model)`.
+
+    model = AutoModelForSequenceClassification.from_pretrained(path)  # transformers
+    fastbert.accelerate(model)
+
+The model stays the object it is, with its parameters, configuration, hooks and methods; what changes is the
+class of its encoder and of each encoder layer (classes.py). A layer runs fused where all its parts are what
+they were made as, and as stock where one is not (layer.py); the encoder takes padding out once a call where
+all layers are fused and nobody looks inside (model.py). Architectures that are none of our families get our
+attention alone, through transformers' own interface for it (interface.py).
+
+Nothing here imports transformers: a model that is one has done so.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fastbert import prepared
+from fastbert.acceleration import interface
+from fastbert.acceleration import layer as layers
+from fastbert.acceleration import model as models
+from fastbert.acceleration.classes import Accelerated, Options, swap, swap_back
+from fastbert.acceleration.layer import AcceleratedLayer, LayerState
+from fastbert.acceleration.model import AcceleratedModel, ModelState, family_of
+
+TESTED = ("5", "6")  # transformers from the first to below the second
+
+_Model = TypeVar("_Model")
+
+
+def accelerate(
+    model: _Model,
+    *,
+    dtype: torch.dtype | None = None,
+    strict: bool = False,
+    attention: bool = True,
+    ffn: bool = True,
+    layer_norm: bool = True,
+    unpad: bool = True,
+) -> _Model:
+    """Make a transformers or sentence-transformers model run on fastbert's kernels, in place.
+
+    Accepted: BERT, RoBERTa, XLM-R, CamemBERT, DistilBERT, ELECTRA, ALBERT, ERNIE and MPNet models, bare or
+    with any head, and whatever holds them: PeftModel, SentenceTransformer, CrossEncoder, a pipeline. Other
+    transformers models get fastbert's attention alone where their architecture lets one choose it. For
+    inference and training, on any device. Outputs and gradients are the stock model's within rounding; rows
+    of masked tokens, of no meaning in the stock model, are zeros.
+
+    A second call changes the options. `fastbert.restore` gives the stock model back; `fastbert.explain` says
+    what runs fused, and what does not and why.
+
+    Args:
+        model: the model; an nn.Module, or an object whose `model` is one.
+        dtype: convert the model to this floating-point dtype first.
+        strict: raise where a part would not be accelerated, here or in a later call.
+        attention: fuse self-attention, its output layer included.
+        ffn: fuse the feed-forward blocks.
+        layer_norm: fuse LayerNorm with the residual sum before it.
+        unpad: take padding out of a batch once a call. Else all layers run on padded batches.
+
+    Returns:
+        `model`, the same object.
+
+    Warns:
+        RuntimeWarning: where nothing of the model can be accelerated, or transformers is of a version that
+            was not tested; the model is then untouched.
+
+    Raises:
+        TypeError: `model` is no module and has none, or another argument is of the wrong type.
+        ValueError: with `strict`, where a part cannot be accelerated; nothing has changed then. From a later
+            call of the model, then RuntimeError, naming the layer and the reason.
+        RuntimeError: with `strict`, for an untested version of transformers.
+    """
+    root = _module_of(model)
+    options = Options(strict, attention, ffn, layer_norm, unpad)
+    for name, value in vars(options).items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected True or False, got {value!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype: expected a floating-point torch.dtype or None, got {dtype!r}")
+    untested = _untested_version()
+    if untested is not None:
+        if strict:
+            raise RuntimeError(f"model: {untested}")
+        warnings.warn(
+            f"fastbert.accelerate: {untested}; the model is untouched", RuntimeWarning, stacklevel=2
+        )
+        return model
+    found = list(_found(root))
+    others = list(_others(root)) if attention else []
+    if strict:
+        _check(found, others, options)
+    if dtype is not None:
+        root.to(dtype)
+    for name, module, (model_type, kind), config in found:
+        if isinstance(module, Accelerated) and module.fastbert_state is not None:
+            module.fastbert_state.options = options
+        elif kind == "layer":
+            swap(module, AcceleratedLayer, LayerState.of(module, model_type, config, name, options))
+        else:
+            swap(module, AcceleratedModel, ModelState.of(module, model_type, name, options))
+    applied = 0
+    for _, module in others:
+        if interface.allows(module) is None:
+            interface.apply(module, strict=strict)
+            applied += 1
+    if not found and not applied:
+        why = "; ".join(f"{type(m).__name__}: {interface.allows(m)}" for _, m in others)
+        warnings.warn(
+            f"fastbert.accelerate: nothing of {type(model).__name__} can be accelerated"
+            f"{f' ({why})' if why else ''}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return model
+
+
+def restore(model: _Model) -> _Model:
+    """Undo `accelerate`: the stock classes again, with whatever weights the model now has.
+
+    Args:
+        model: what was given to `accelerate`, or anything that holds it.
+
+    Returns:
+        `model`, the same object.
+
+    Raises:
+        TypeError: `model` is no module and has none.
+        RuntimeError: FSDP has wrapped the model since.
+    """
+    root = _module_of(model)
+    prepared.clear(root)
+    for module in root.modules():
+        if isinstance(module, Accelerated):
+            swap_back(module)
+    for _, module in _others(root):
+        interface.undo(module)
+    return model
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One encoder layer: whether it runs fused now, why not, and how it ran since `accelerate`."""
+
+    name: str
+    fused: bool
+    reason: str | None
+    fused_calls: int
+    stock_calls: int
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """One encoder: whether padding is taken out now, why not, and how it ran since `accelerate`.
+
+    An encoder of no family of ours stands here too, with the reason why it is not accelerated, or that its
+    attention is; its calls are not counted.
+    """
+
+    name: str
+    unpads: bool
+    reason: str | None
+    packed_calls: int
+    padded_calls: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `fastbert.explain(model)` found; `str` of it is a table."""
+
+    models: list[ModelReport]
+    layers: list[LayerReport]
+
+    def __str__(self) -> str:
+        lines = []
+        for m in self.models:
+            how = "unpads" if m.unpads else f"padded: {m.reason}"
+            lines.append(
+                f"{m.name or 'model'}  {how}  (calls: {m.packed_calls} packed, {m.padded_calls} padded)"
+            )
+        for x in self.layers:
+            how = "fused" if x.fused else f"stock: {x.reason}"
+            lines.append(f"{x.name}  {how}  (calls: {x.fused_calls} fused, {x.stock_calls} stock)")
+        return "\n".join(lines) or "nothing to accelerate"
+
+
+def explain(model: Any) -> Explanation:
+    """Which parts of a model run on fastbert's kernels, and why the others do not.
+
+    Args:
+        model: a model, accelerated or not.
+
+    Raises:
+        TypeError: `model` is no module and has none.
+    """
+    root = _module_of(model)
+    reports, rows = [], []
+    for name, module, (_, kind), _ in _found(root):
+        state = module.fastbert_state if isinstance(module, Accelerated) else None
+        if kind == "layer":
+            reason = "not accelerated" if state is None else layers.gap(module)
+            counts = (0, 0) if state is None else (state.fused_calls, state.stock_calls)
+            rows.append(LayerReport(name, reason is None, reason, *counts))
+        else:
+            reason = "not accelerated" if state is None else models.gap(module)
+            counts = (0, 0) if state is None else (state.packed_calls, state.padded_calls)
+            reports.append(ModelReport(name, reason is None, reason, *counts))
+    for name, module in _others(root):
+        reason = interface.allows(module)
+        if reason is None:
+            reason = "attention alone" if interface.sites(module) else "not accelerated"
+        reports.append(ModelReport(name, False, f"{type(module).__name__}: {reason}", 0, 0))
+    return Explanation(reports, rows)
+
+
+def _module_of(model: Any) -> nn.Module:
+    root = model if isinstance(model, nn.Module) else getattr(model, "model", None)
+    if not isinstance(root, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module or a pipeline, got {type(model).__name__}")
+    return root
+
+
+def _untested_version() -> str | None:
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        return None
+    version = transformers.__version__
+    if TESTED[0] <= version.split(".")[0] < TESTED[1]:
+        return None
+    return f"transformers {version} is outside the tested range, >= {TESTED[0]}, < {TESTED[1]}"
+
+
+def _found(root: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, str], Any]]:
+    """(name, module, (model_type, kind), the encoder's transformers config) of all encoders and their
+    layers.
+    """
+    for name, module in root.named_modules():
+        family = family_of(module)
+        if family is None or family[1] != "model":
+            continue
+        yield name, module, family, module.config
+        for path, child in module.named_modules(prefix=name):
+            inside = family_of(child)
+            if inside is not None and inside[1] == "layer":
+                yield path, child, inside, module.config
+
+
+def _others(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost transformers models in which there is no encoder of a family."""
+    if "transformers" not in sys.modules:
+        return
+    kind = sys.modules["transformers"].PreTrainedModel
+    skip: set[int] = set()
+    for name, module in root.named_modules():
+        if id(module) in skip or not isinstance(module, kind):
+            continue
+        if next(_found(module), None) is None:
+            skip.update(id(child) for child in module.modules())
+            yield name, module
+
+
+def _check(found: list, others: list, options: Options) -> None:
+    """With `strict`: raise for what cannot be accelerated."""
+    reasons = []
+    for name, module, (model_type, kind), config in found:
+        if kind == "model":
+            state = ModelState.of(module, model_type, name, options)
+            if options.unpad and state.reason is not None:
+                reasons.append(f"{name or 'model'}: {state.reason}")
+            continue
+        state = LayerState.of(module, model_type, config, name, options)
+        reason = layers.gap(module, state=state)
+        if reason is None and options.ffn and state.form.activation is None:
+            reason = "the activation is none of fastbert's"
+        if reason is not None:
+            reasons.append(f"{name}: {reason}")
+    for name, module in others:
+        reason = interface.allows(module)
+        if reason is not None:
+            reasons.append(f"{name or type(module).__name__}: {reason}")
+    if not found and not others:
+        reasons.append("there is no transformers model in it")
+    if reasons:
+        raise ValueError(f"model: cannot be accelerated (strict=True): {'; '.join(reasons)}")

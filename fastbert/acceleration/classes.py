@@ -1,0 +1,80 @@
+"""Classes that stand in for transformers' own.
+
+A module is accelerated by giving it another `__class__`: a subclass of its class under the same name, with
+one of our mixins before it. Its parameters, buffers, hooks and attributes stay where they are, so whatever
+holds the module (an optimizer, a parent, DDP, a pipeline) never notices. A subclass is made once for a class.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `fastbert.accelerate` was asked for; its arguments."""
+
+    strict: bool = False
+    attention: bool = True
+    ffn: bool = True
+    layer_norm: bool = True
+    unpad: bool = True
+
+
+class Accelerated:
+    """Mixin of every accelerated module. `fastbert_base` is the class that it had, `fastbert_state` what
+    `accelerate` left in it (None in a module that was made of an accelerated class: it runs as stock).
+    """
+
+    fastbert_base = None
+    fastbert_mixin = None
+    fastbert_state = None
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        # The class cannot be found by its name: that is the stock class's
+        getstate = getattr(self, "__getstate__", None)
+        state = self.__dict__ if getstate is None else getstate()
+        return _bare, (self.fastbert_mixin, self.fastbert_base), state
+
+
+def _bare(mixin: type, base: type) -> nn.Module:
+    cls = class_for(mixin, base)
+    return cls.__new__(cls)
+
+
+@functools.cache
+def class_for(mixin: type, base: type) -> type:
+    """`base` with `mixin` before it, under the name of `base`."""
+    body = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "fastbert_base": base,
+        "fastbert_mixin": mixin,
+    }
+    return type(base.__name__, (mixin, base), body)
+
+
+def swap(module: nn.Module, mixin: type, state: Any) -> None:
+    """Make `module` an accelerated one."""
+    module.__class__ = class_for(mixin, type(module))
+    module.__dict__["fastbert_state"] = state
+
+
+def swap_back(module: nn.Module) -> None:
+    """Give an accelerated module its own class again.
+
+    Raises:
+        RuntimeError: where another library has made a class on top of ours.
+    """
+    if "fastbert_base" not in vars(type(module)):
+        raise RuntimeError(
+            f"model: {type(module).__name__} was wrapped (by FSDP?) after it was accelerated; it cannot be "
+            "restored"
+        )
+    module.__class__ = type(module).fastbert_base
+    module.__dict__.pop("fastbert_state", None)

@@ -1,0 +1,428 @@
+"""Our attention under the models that `accelerate` has no fused layer for: transformers' attention interface.
+
+transformers lets a model's attention modules look up by name the function that computes
+
+    out = dropout(softmax(scaling * q kᵀ + mask)) v
+
+and the one that makes the mask. `register` puts both there under the name "fastbert"; `apply` sets that name
+on a model in place of "sdpa". Projections, norms and feed-forward stay the model's own.
+
+The mask is what sdpa's mask function gives. Attention runs in `fastbert.ops.attention`, the mask as an
+additive bias. In the text encoders of `PACKED`, where the mask only tells padding and much is padding, q, k
+and v are packed instead: rows of padded queries are then 0, and kept ones as before. What we do not compute
+(`_unfit` has the list) runs in sdpa's own function, and the module's `Site` counts it with the reason.
+
+transformers is imported by `register`, not before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fastbert.ops import checks
+from fastbert.ops.attention import attention
+from fastbert.packing import Packing, from_mask
+
+NAME = "fastbert"
+SITE = "_fastbert_interface"  # where an attention module keeps its `Site`
+BEFORE = "_fastbert_interface_before"  # where a model keeps the implementations that `undo` sets again
+
+# Text encoders whose heads read kept tokens only: nothing after attention mixes a padded row into another.
+PACKED = frozenset(
+    ("data2vec-text", "esm", "eurobert", "modernbert", "nomic_bert", "roberta-prelayernorm", "roc_bert",
+     "xlm-roberta-xl", "xmod")
+)  # fmt: skip
+# Packing copies q, k, v and the output. It pays where it saves this share of all pairs (query, key).
+SAVED = 0.25
+
+# Arguments that sdpa's function passes over too: the mask holds what they say, or they are no mathematics.
+_NO_EFFECT = frozenset(
+    ("cache_position", "deterministic", "num_items_in_batch", "output_hidden_states", "position_ids",
+     "return_dict", "sliding_window", "use_cache")
+)  # fmt: skip
+
+_sdpa = _sdpa_mask = _key_padding = None  # transformers' own functions, from `register` on
+
+
+@dataclass
+class Site:
+    """What `apply` leaves on an attention module, and what happened there since.
+
+    Attributes:
+        name: the module's, within the model.
+        packs: whether q, k and v may be packed by a padding mask.
+        strict: a call that our attention cannot take raises RuntimeError.
+        fused: calls of our attention. Calls under torch.compile are not counted.
+        packed: those of them that were packed.
+        stock: reason -> calls of sdpa's own function.
+    """
+
+    name: str
+    packs: bool = False
+    strict: bool = False
+    fused: int = 0
+    packed: int = 0
+    stock: Counter[str] = field(default_factory=Counter)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        register()  # a pickled model asks for "fastbert" by name in a process that may not know it yet
+
+
+# --- the two functions --------------------------------------------------------------------------------------
+
+
+class _Padding:
+    """A mask of padded keys, made by `mask_function`: (batch, seqlen) bool, and its packing if asked for."""
+
+    def __init__(self, keep: Tensor):
+        self.keep = keep
+        self._packing: Packing | None = None
+        self._known = False
+
+    def packing(self) -> Packing | None:
+        """None where packing does not pay, or a first token is padding (heads read it)."""
+        if not self._known:
+            counts = torch.cat((self.keep.sum(1), self.keep[:, 0])).tolist()  # waits for a GPU once per mask
+            lengths, firsts = counts[: len(self.keep)], counts[len(self.keep) :]
+            pairs = self.keep.shape[0] * self.keep.shape[1] ** 2
+            if all(firsts) and sum(n * n for n in lengths) <= (1 - SAVED) * pairs:
+                self._packing = from_mask(self.keep, lengths)
+            self._known = True
+        return self._packing
+
+
+_paddings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # mask -> _Padding
+_biases: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # mask -> (its version, bias)
+
+
+def mask_function(*args: Any, **kwargs: Any) -> Tensor | None:
+    """transformers' sdpa mask for the same arguments: bool (batch, 1, S, S), True = seen, or None = all.
+
+    Where it tells nothing but which keys are padding, it comes as a view of one row for all queries, from
+    which `attention_function` knows it again.
+    """
+    mask = _sdpa_mask(*args, **kwargs)
+    keep = kwargs.get("attention_mask")
+    if (
+        mask is None
+        or torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or type(mask) is not Tensor
+        or kwargs.get("mask_function") is not _key_padding
+        or not isinstance(keep, Tensor)
+        or mask.dim() != 4
+        or mask.shape[1] != 1
+        or keep.shape != (mask.shape[0], mask.shape[3])
+        or mask.shape[2] != mask.shape[3]
+        or mask.shape[2] == 0
+    ):
+        return mask
+    rows = mask[:, :, :1].clone()  # nobody else writes here, and PyTorch refuses to write to the view
+    mask = rows.expand(mask.shape)
+    _paddings[mask] = _Padding(rows[:, 0, 0])
+    return mask
+
+
+def attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers' sdpa function computes, by `fastbert.ops.attention`.
+
+    Args:
+        module: the attention module: `num_key_value_groups`, `is_causal` and its `Site` are read.
+        query: (batch, nheads, S, headdim).
+        key, value: (batch, nheads // num_key_value_groups, S, headdim).
+        attention_mask: bool (True = seen) or additive float, (batch, nheads, S, S) with any size but the last
+            1 instead; None = all, or causal where `is_causal` says so.
+        dropout: probability of dropping a probability; drawn from PyTorch's generator of the device.
+        scaling: headdim ** -0.5 by default.
+        is_causal: the module's by default, and True if it has none. Counts where the mask is None.
+        kwargs: any but those without effect, or of value None, sends the call to sdpa's function.
+
+    Returns:
+        (batch, S, nheads, headdim), and None for the probabilities.
+
+    Raises:
+        RuntimeError: the module's site is strict, and the call is not ours to take.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", eq. 1.
+    """
+    compiling = torch.compiler.is_compiling()
+    site = None if compiling else module.__dict__.get(SITE)
+    reason = _unfit(module, query, key, value, attention_mask, dropout, scaling, kwargs)
+    if reason is not None:
+        if site is not None:
+            site.stock[reason] += 1
+            if site.strict:
+                raise RuntimeError(f"{site.name}: attention takes the stock path (strict=True): {reason}")
+        return _sdpa(
+            module, query, key, value, attention_mask,
+            dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,
+        )  # fmt: skip
+
+    groups = getattr(module, "num_key_value_groups", 1)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    options = {"softmax_scale": scaling, "causal": bool(is_causal) and attention_mask is None}
+    if dropout > 0:
+        seed = torch.randint(2**62, (1,), dtype=torch.int64, device=query.device)
+        options.update(dropout_p=dropout, seed=seed)
+    q, k, v = query.transpose(1, 2), _repeat(key, groups), _repeat(value, groups)
+
+    packing = None
+    if site is not None:
+        site.fused += 1
+        if site.packs and attention_mask is not None:
+            padding = _paddings.get(attention_mask)
+            packing = None if padding is None else padding.packing()
+    if packing is not None:
+        site.packed += 1
+        packed = (packing.pack(t) for t in (q, k, v))
+        return packing.unpack(attention(*packed, packing.cu_seqlens, packing.max_seqlen, **options)), None
+    bias = None if attention_mask is None else _bias(attention_mask, query, compiling)
+    return attention(q, k, v, bias=bias, **options), None
+
+
+def _unfit(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> str | None:
+    """Why sdpa's own function must take this call; None if ours can."""
+    for name, given in kwargs.items():
+        if given is not None and name not in _NO_EFFECT and not (name == "output_attentions" and not given):
+            return f"argument {name}"
+    dynamo = torch.compiler.is_dynamo_compiling()  # within it PyTorch < 2.14 says "exporting" to everybody
+    if torch.jit.is_tracing() or (torch.compiler.is_exporting() and not dynamo):
+        return "export"
+    if not dynamo:
+        if torch._C._are_functorch_transforms_active():
+            return "a torch.func transform"
+        for t in (query, key, value):
+            if type(t) not in (Tensor, nn.Parameter):
+                return f"a tensor of class {type(t).__name__}"
+    if query.device.type not in ("cpu", "cuda"):
+        return f"device {query.device.type}"
+    dtypes = {query.dtype, key.dtype, value.dtype}
+    mixed = len(dtypes) > 1 and (checks.autocast_dtype(query) is None or torch.float64 in dtypes)
+    if mixed or not dtypes <= set(checks.FLOATS):
+        return f"dtypes {query.dtype}, {key.dtype}, {value.dtype} of query, key, value"
+    if query.dim() != 4 or key.dim() != 4:
+        return "query or key not 4-D"
+    if query.shape[2] != key.shape[2]:
+        return "as many queries as keys are needed"
+    batch, nheads, seqlen, headdim = query.shape
+    groups = getattr(module, "num_key_value_groups", 1)
+    if key.shape[1] * groups != nheads or key.shape[0] != batch or key.shape[3] != headdim:
+        return "key of another shape than query"
+    if value.shape != key.shape:
+        return "value of another shape than key"
+    if not isinstance(dropout, (int, float)) or dropout >= 1:
+        return "dropout is not a number below 1"
+    if scaling is not None and not isinstance(scaling, (int, float, torch.SymFloat)):
+        return "scaling is not a number"
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        return "mask not 4-D"
+    if mask.dtype != torch.bool and mask.dtype not in checks.FLOATS:
+        return f"mask of {mask.dtype}"
+    if mask.device != query.device:
+        return "mask on another device"
+    sizes = zip(mask.shape, (batch, nheads, seqlen, seqlen), strict=True)
+    if any(size not in (1, full) for size, full in sizes):
+        return "mask of another size"
+    return None
+
+
+def _repeat(t: Tensor, groups: int) -> Tensor:
+    """(batch, heads, S, headdim) -> (batch, S, heads * groups, headdim): each head `groups` times."""
+    t = t.transpose(1, 2)
+    if groups == 1:
+        return t
+    batch, seqlen, heads, headdim = t.shape
+    return t.unsqueeze(3).expand(batch, seqlen, heads, groups, headdim).reshape(batch, seqlen, -1, headdim)
+
+
+def _bias(mask: Tensor, query: Tensor, compiling: bool) -> Tensor:
+    """The mask as something to add to the scores. A model's layers share their mask: so they do its bias."""
+    if mask.dtype != torch.bool:
+        return mask
+    dtype = torch.float32 if query.device.type == "cpu" else query.dtype  # the CPU kernels read float32
+    # A change in place shows in the version. Inference tensors have none, but ours are never changed.
+    cached = not compiling and (mask in _paddings or not mask.is_inference())
+    version = 0 if not cached or mask.is_inference() else mask._version
+    if cached and mask in _biases:
+        known, bias = _biases[mask]
+        same_mode = bias.is_inference() == torch.is_inference_mode_enabled()  # else autograd may refuse it
+        if known == version and bias.dtype == dtype and same_mode:
+            return bias
+    rows = mask
+    if not compiling:
+        for dim in range(3):  # one row for all is converted, and read, once
+            if rows.stride(dim) == 0 and rows.shape[dim] > 1:
+                rows = rows.narrow(dim, 0, 1)
+    bias = torch.zeros(rows.shape, dtype=dtype, device=mask.device).masked_fill(~rows, -torch.inf)
+    if cached:
+        _biases[mask] = version, bias
+    return bias
+
+
+def register() -> None:
+    """Make "fastbert" a name that transformers' models can ask for, as in
+    `AutoModel.from_pretrained(…, attn_implementation="fastbert")`. A second call changes nothing.
+
+    Raises:
+        ImportError: transformers is not installed.
+    """
+    global _sdpa, _sdpa_mask, _key_padding
+    if _sdpa is not None:
+        return
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import bidirectional_mask_function
+
+    _sdpa_mask, _key_padding = AttentionMaskInterface()["sdpa"], bidirectional_mask_function
+    _sdpa = AttentionInterface()["sdpa"]
+    # An attention function without a mask function of its name would get no padding mask, and no warning.
+    AttentionMaskInterface.register(NAME, mask_function)
+    AttentionInterface.register(NAME, attention_function)
+
+
+# --- models -------------------------------------------------------------------------------------------------
+
+
+def sites(model: nn.Module) -> dict[str, Site]:
+    """The sites of a model that `apply` has changed, by the names of their modules."""
+    found = {name: module.__dict__.get(SITE) for name, module in model.named_modules()}
+    return {name: site for name, site in found.items() if site is not None}
+
+
+def allows(model: nn.Module) -> str | None:
+    """Why `apply` cannot change this transformers model; None if it can (or has).
+
+    Raises:
+        TypeError: `model` is no transformers.PreTrainedModel.
+    """
+    for part in _parts(model):
+        name = type(part).__name__
+        if not part._supports_sdpa:
+            return f"{name} does not support sdpa, whose arithmetic ours is"
+        if not part._can_set_attn_implementation():
+            return f"{name} does not let its attention implementation be set"
+        chosen = part.config._attn_implementation
+        if chosen not in ("sdpa", NAME):
+            return f"{name} is set to the attention implementation {chosen!r}; ours replaces 'sdpa'"
+        if part.config.output_attentions:
+            return f"{name}'s config asks for output_attentions"
+    if not any(_asks(module) for module in model.modules()):
+        return f"no module of {type(model).__name__} asks transformers' attention interface"
+    for cls in dict.fromkeys(type(module) for module in model.modules()):
+        if _names_sdpa(cls):
+            return f"{cls.__name__} goes by the name 'sdpa' itself"
+    return None
+
+
+def apply(model: nn.Module, *, strict: bool = False) -> nn.Module:
+    """Give a transformers model our attention, in place; returns it. A second call changes `strict`.
+
+    Args:
+        model: a transformers.PreTrainedModel. A config that it shares with other models changes for them too,
+            as with `set_attn_implementation`.
+        strict: a call that our attention cannot take raises RuntimeError instead of running in sdpa.
+
+    Raises:
+        TypeError: `model` is none.
+        ValueError: `allows(model)` has a reason.
+    """
+    reason = allows(model)
+    if reason is not None:
+        raise ValueError(f"model: {reason}")
+    register()
+    if BEFORE not in model.__dict__:
+        before = _implementations(model.config)
+        model.set_attn_implementation(NAME)
+        model.__dict__[BEFORE] = before
+    packs = all(_packs(part.config) for part in _parts(model))
+    for name, module in model.named_modules():
+        if SITE in module.__dict__:
+            module.__dict__[SITE].strict = strict
+        elif _asks(module):
+            module.__dict__[SITE] = Site(name, packs, strict)
+    return model
+
+
+def undo(model: nn.Module) -> nn.Module:
+    """The implementations that the model had before `apply`; returns it. Without `apply`, nothing changes.
+
+    Raises:
+        TypeError: `model` is no transformers.PreTrainedModel.
+    """
+    _parts(model)
+    before = model.__dict__.pop(BEFORE, None)
+    if before is not None:
+        model.set_attn_implementation(before)
+    for module in model.modules():
+        module.__dict__.pop(SITE, None)
+    return model
+
+
+def _parts(model: nn.Module) -> list:
+    """The transformers models in `model`, itself first."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model: expected a transformers.PreTrainedModel, got {type(model).__name__}")
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
+def _implementations(config) -> str | dict:
+    """What `set_attn_implementation` takes to bring about what `config` and its parts now have."""
+    parts = {key: getattr(config, key) for key in config.sub_configs}
+    parts = {key: _implementations(part) for key, part in parts.items() if part is not None}
+    return {"": config._attn_implementation, **parts} if parts else config._attn_implementation
+
+
+def _packs(config) -> bool:
+    # is_folding_model: ESM with a structure module behind it
+    unlike = ("is_decoder", "add_cross_attention", "is_folding_model")
+    return config.model_type in PACKED and not any(getattr(config, name, False) for name in unlike)
+
+
+def _asks(module: nn.Module) -> bool:
+    """Whether the module's forward looks its attention function up in transformers' interface."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def _names_sdpa(cls: type) -> bool:
+    """Whether a method of a model's class compares with the name "sdpa" (transformers' base class may)."""
+    for base in cls.__mro__:
+        if base.__module__.startswith("torch.") or base.__module__ == "transformers.modeling_utils":
+            break
+        for value in vars(base).values():
+            code = getattr(inspect.unwrap(value), "__code__", None) if inspect.isfunction(value) else None
+            for const in () if code is None else code.co_consts:
+                if const == "sdpa" or (isinstance(const, (tuple, frozenset)) and "sdpa" in const):
+                    return True
+    return False

@@ -1,0 +1,413 @@
+"""One transformers encoder layer on our kernels, and when it must run as stock.
+
+The layer keeps its parameters in its own sub-modules; `LayerMath` (layers.py) reads them at every call. So
+before every call each of them is looked at: `gap` says why a layer cannot be fused now. The layer is called
+in one of two ways: by an accelerated model with packed tokens (`Packed`), or by anyone else with a padded
+batch and a mask, as the stock layer.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastbert.acceleration.classes import Accelerated, Options
+from fastbert.families import FAMILIES
+from fastbert.layers import LayerForm, LayerMath, Sequences
+from fastbert.layers import part as part_of
+
+# Arguments that change nothing in a layer's or an encoder's result
+HARMLESS = frozenset(("position_ids", "use_cache", "return_dict", "num_items_in_batch"))
+_CAPTURE = "transformers.utils.output_capturing"  # whose hooks do nothing until outputs are collected
+
+
+@dataclass(frozen=True)
+class Around:
+    """What a family's layer has beside the parts that `LayerNames` names. Dotted paths.
+
+    Attributes:
+        containers: the modules in between, whose code the fused layer does instead.
+        dropouts: of attention probabilities, attention output and feed-forward output; None: there is none.
+        activation: of the feed-forward block.
+        positional: names of the positional arguments of `forward` after the hidden states.
+        returns_tuple: the stock layer's output is (hidden,).
+    """
+
+    containers: tuple[str, ...]
+    dropouts: tuple[str, str | None, str | None]
+    activation: str
+    positional: tuple[str, ...] = ("attention_mask",)
+    returns_tuple: bool = False
+
+
+_BERT = Around(
+    ("attention", "attention.self", "attention.output", "intermediate", "output"),
+    ("attention.self.dropout", "attention.output.dropout", "output.dropout"),
+    "intermediate.intermediate_act_fn",
+    ("attention_mask", "encoder_hidden_states", "encoder_attention_mask", "past_key_values"),
+)
+AROUND: dict[str, Around] = {
+    "bert": _BERT,
+    "roberta": _BERT,
+    "xlm-roberta": _BERT,
+    "camembert": _BERT,
+    "electra": _BERT,
+    "ernie": _BERT,
+    "distilbert": Around(("attention", "ffn"), ("attention.dropout", None, "ffn.dropout"), "ffn.activation"),
+    "albert": Around(
+        ("attention",), ("attention.attention_dropout", "attention.output_dropout", None), "activation"
+    ),
+    "mpnet": Around(
+        ("attention", "attention.attn", "intermediate", "output"),
+        ("attention.attn.dropout", "attention.dropout", "output.dropout"),
+        "intermediate.intermediate_act_fn",
+        ("attention_mask", "position_bias", "output_attentions"),
+        returns_tuple=True,
+    ),
+}
+
+# Activation modules and functions of transformers, by their class's or their own name
+_ACTIVATIONS = {
+    "GELUActivation": "gelu",
+    "gelu": "gelu",
+    "NewGELUActivation": "gelu_tanh",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+    "ReLU": "relu",
+    "relu": "relu",
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "silu": "silu",
+}
+
+
+class Packed(NamedTuple):
+    """What an accelerated model tells each layer: the batch, the layer's first dropout call site, and whether
+    `gap` has to be asked again because the parameters came only now (FSDP).
+    """
+
+    sequences: Sequences
+    site: int
+    late: bool
+
+
+@dataclass
+class LayerState:
+    """What `accelerate` leaves in a layer.
+
+    Attributes:
+        model_type: the family.
+        name: of the layer in the model that was accelerated.
+        form: see `LayerMath`; its activation None where it is none of ours.
+        act: the activation's type that `form.activation` stands for.
+        options: see `Options`.
+        fused_calls, stock_calls: calls that ran fused, and as stock (not counted under torch.compile).
+    """
+
+    model_type: str
+    name: str
+    form: LayerForm
+    act: Any
+    options: Options
+    fused_calls: int = 0
+    stock_calls: int = 0
+    paths: tuple = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        names, around = self.form.names, AROUND[self.model_type]
+        linears = (
+            names.query, names.key, names.value, names.attention_output, names.intermediate, names.output
+        )  # fmt: skip
+        split = [path.split(".") for path in linears]
+        self.paths = (
+            tuple(path.split(".") for path in (*around.containers, *filter(None, around.dropouts))),
+            tuple(zip(split, linears, strict=True)),
+            tuple((path.split("."), path) for path in (names.attention_norm, names.output_norm)),
+            tuple(None if path is None else path.split(".") for path in around.dropouts),
+            around.activation.split("."),
+        )
+
+    @classmethod
+    def of(cls, layer: nn.Module, model_type: str, config: Any, name: str, options: Options) -> LayerState:
+        """The state of a stock layer of a model with this transformers config."""
+        heads = config.num_attention_heads
+        names = FAMILIES[model_type].layer
+        act = _attribute(layer, AROUND[model_type].activation.split("."))
+        activation = _ACTIVATIONS.get(_name_of(act))
+        form = LayerForm(names, heads, part_of(layer, names.query).out_features // heads, activation)
+        return cls(model_type, name, form, _identity(act), options)
+
+
+def exporting() -> bool:
+    """Whether the model is being exported: it is then what it was without us."""
+    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+
+
+def watched(module: nn.Module) -> bool:
+    """Whether someone other than transformers' output capture or torch.distributed hooks this module, or its
+    forward was replaced.
+    """
+    if (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    ):
+        for hooks in (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        ):
+            for hook in hooks.values():
+                home = getattr(hook, "__module__", None) or ""
+                if home == _CAPTURE:
+                    collected = sys.modules[_CAPTURE]._active_collector.get()
+                    if collected and collected.keys() - {"hidden_states", "_hidden_states_layers"}:
+                        return True
+                elif not home.startswith("torch.distributed"):
+                    return True
+    return "forward" in module.__dict__
+
+
+def gap(layer: nn.Module, at_model: bool = False, state: LayerState | None = None) -> str | None:
+    """Why the stock layer must run, None where the fused one can.
+
+    Args:
+        at_model: asked before the whole model runs, when FSDP has not gathered the parameters yet.
+        state: of the layer, where it is not accelerated yet.
+    """
+    state = layer.fastbert_state if state is None else state
+    if state is None:
+        return "it was made after the model was accelerated"
+    around, linears, norms, _, activation = state.paths
+    for path in around:
+        module = layer
+        for name in path:
+            module = module._modules.get(name)
+            if module is None:
+                return f"{'.'.join(path)} is gone"
+        if watched(module):
+            return f"{'.'.join(path)} has hooks or another forward"
+    for path, dotted in linears:
+        module = layer
+        for name in path:
+            module = module._modules[name]
+        if type(module) is not nn.Linear:
+            reason = _unknown_linear(module)
+            if reason is not None:
+                return f"{dotted} {reason}"
+        elif watched(module):
+            return f"{dotted} has hooks or another forward"
+        elif not _readable(module._parameters.get("weight"), at_model):
+            return f"{dotted} has no weight of its own to read"
+    for path, dotted in norms:
+        module = layer
+        for name in path:
+            module = module._modules[name]
+        if type(module) is not nn.LayerNorm:
+            return f"{dotted} is a {type(module).__name__}"
+        if watched(module):
+            return f"{dotted} has hooks or another forward"
+        if not _readable(module._parameters.get("weight"), at_model):
+            return f"{dotted} has no weight of its own to read"
+    act = _attribute(layer, activation)
+    if isinstance(act, nn.Module) and watched(act):
+        return "the activation has hooks or another forward"
+    if getattr(layer, "is_decoder", False) or getattr(layer, "add_cross_attention", False):
+        return "it is a decoder's"
+    if layer.__dict__.get("chunk_size_feed_forward"):
+        return "chunk_size_feed_forward is set"
+    return None
+
+
+def _readable(weight: Tensor | None, at_model: bool) -> bool:
+    kind = type(weight)
+    if kind is nn.Parameter or kind is Tensor:
+        return not weight.is_meta
+    return at_model and kind.__name__ == "DTensor"
+
+
+def _unknown_linear(module: nn.Module) -> str | None:
+    """Why a module in the place of a linear layer cannot be called on packed tokens, None where it can."""
+    if not type(module).__module__.startswith("peft.tuners.lora"):
+        return f"is a {type(module).__name__}"
+    if any(watched(child) for child in module.modules()):
+        return "has hooks or another forward"
+    if any(p.is_meta for p in module.parameters()):
+        return "has no weight of its own to read"
+    return None
+
+
+def _attribute(root: nn.Module, path: list[str]) -> Any:
+    for name in path:
+        root = getattr(root, name)
+    return root
+
+
+def _name_of(act: Any) -> str:
+    return type(act).__name__ if isinstance(act, nn.Module) else getattr(act, "__name__", "")
+
+
+def _identity(act: Any) -> Any:
+    return type(act) if isinstance(act, nn.Module) else act
+
+
+class AcceleratedLayer(LayerMath, Accelerated):
+    """Mixin of an accelerated encoder layer."""
+
+    @property
+    def form(self) -> LayerForm:
+        """See `LayerMath`."""
+        return self.fastbert_state.form
+
+    @property
+    def fuses_norm(self) -> bool:
+        """See `LayerMath`."""
+        return self.fastbert_state.options.layer_norm
+
+    def dropout_rates(self) -> tuple[float, float, float]:
+        """Of the layer's dropout modules, each by its own mode: one in training mode in an eval model drops
+        (Gal and Ghahramani 2016), as in the stock layer.
+        """
+        rates = []
+        for path in self.fastbert_state.paths[3]:
+            rate = 0.0
+            if path is not None:
+                above, module = None, self
+                for name in path:
+                    above, module = module, module._modules[name]
+                # transformers asks the attention module's mode, not its dropout's
+                mode = (
+                    above.training
+                    if not rates and self.fastbert_state.model_type != "mpnet"
+                    else module.training
+                )
+                rate = module.p if mode else 0.0
+            rates.append(rate)
+        return tuple(rates)
+
+    def may_skip_rows(self) -> bool:
+        """See `LayerMath`: `gap` has looked for hooks."""
+        return True
+
+    def fuses_ffn(self) -> bool:
+        """Whether the feed-forward block is ours; else its stock modules run, on whatever rows there are."""
+        state = self.fastbert_state
+        act = _attribute(self, state.paths[4])
+        return state.options.ffn and state.form.activation is not None and _identity(act) is state.act
+
+    def _fused(self, x: Tensor, sequences: Sequences) -> Any:
+        if not (self.fuses_norm and self.fuses_ffn()):
+            return None
+        return super()._fused(x, sequences)
+
+    def _feed(self, hidden: Tensor, seed: Tensor | None, site: int) -> Tensor:
+        return super()._feed(hidden, seed, site) if self.fuses_ffn() else self._stock_feed(hidden)
+
+    def _stock_feed(self, hidden: Tensor) -> Tensor:
+        match self.fastbert_state.model_type:
+            case "distilbert":
+                return self.output_layer_norm(self.ffn(hidden) + hidden)
+            case "albert":
+                return self.full_layer_layer_norm(self.ff_chunk(hidden) + hidden)
+            case _:
+                return self.output(self.intermediate(hidden), hidden)
+
+    def _stock_attend(self, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        attended = self.attention(hidden, *args, **kwargs)[0]
+        if self.fastbert_state.model_type == "distilbert":
+            attended = self.sa_layer_norm(attended + hidden)
+        return attended
+
+    def _count(self, fused: bool) -> None:
+        if not torch.compiler.is_compiling():  # a counter would be a constant of the compiled code
+            state = self.fastbert_state
+            if fused:
+                state.fused_calls += 1
+            else:
+                state.stock_calls += 1
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The stock layer's call; or from an accelerated model: (rows, hidden) packed tokens and
+        `fastbert=Packed(…)` -> (rows, hidden).
+        """
+        packed = kwargs.pop("fastbert", None)
+        if packed is not None:
+            reason = gap(self) if packed.late else None
+            if reason is not None:
+                raise RuntimeError(
+                    f"{self.fastbert_state.name}: {reason}; accelerate(…, unpad=False) avoids this"
+                )
+            self._count(True)
+            return self.run(hidden_states, packed.sequences, None, packed.site)[0]
+        if exporting() or self.fastbert_state is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        state = self.fastbert_state
+        around = AROUND[state.model_type]
+        given = dict(zip(around.positional, args, strict=False)) | kwargs
+        reason = gap(self)
+        if reason is None:
+            bias, reason = self._bias(hidden_states, given, around)
+        if reason is not None or len(args) > len(around.positional):
+            self._count(False)
+            if state.options.strict:
+                raise RuntimeError(f"{state.name}: {reason}; it would run as stock (strict=True)")
+            return super().forward(hidden_states, *args, **kwargs)
+        self._count(True)
+        seed = None
+        if any(self.dropout_rates()):
+            seed = torch.randint(2**62, (1,), dtype=torch.int64, device=hidden_states.device)
+        batch, seqlen, width = hidden_states.shape
+        rows = hidden_states
+        if state.options.attention:
+            ends = torch.arange(batch + 1, dtype=torch.int32, device=hidden_states.device) * seqlen
+            rows = hidden_states.reshape(batch * seqlen, width)
+            out = self.run(rows, Sequences(ends, seqlen, bias, seed))[0].reshape(hidden_states.shape)
+        else:
+            attended = self._stock_attend(hidden_states, args, kwargs)
+            out = self._feed(attended.reshape(batch * seqlen, width), seed, 1).reshape(hidden_states.shape)
+        return (out,) if around.returns_tuple else out
+
+    def _bias(
+        self, hidden: Tensor, given: dict[str, Any], around: Around
+    ) -> tuple[Tensor | None, str | None]:
+        """(additive attention bias or None, None), or (None, why these arguments need the stock layer)."""
+        mask, relative = given.get("attention_mask"), given.get("position_bias")
+        for name, value in given.items():
+            if (
+                value is None
+                or value is False
+                or name in HARMLESS
+                or name in ("attention_mask", "position_bias")
+            ):
+                continue
+            if name == "output_hidden_states":
+                continue
+            return None, f"{name} is given"
+        if hidden.dim() != 3:
+            return None, f"the hidden states have {hidden.dim()} dimensions"
+        batch, seqlen, _ = hidden.shape
+        if batch * seqlen == 0:
+            return None, "there are no tokens"
+        if mask is not None:
+            if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or mask.shape[-1] != seqlen:
+                return None, "the attention mask is of a kind that only the stock layer knows"
+            if mask.dim() == 2:
+                mask = mask.bool()[:, None, None, :]
+            if mask.dtype == torch.bool:
+                mask = torch.zeros(mask.shape, device=mask.device).masked_fill(mask.logical_not(), -torch.inf)
+            elif not mask.is_floating_point():
+                return None, "the attention mask is of integers in four dimensions"
+            if mask.shape[0] not in (1, batch) or mask.shape[1] not in (1, self.form.nheads):
+                return None, "the attention mask is of a kind that only the stock layer knows"
+            mask = mask.expand(-1, -1, seqlen, -1)
+        if relative is not None:
+            relative = relative[:1]  # the encoder repeats it for each sequence
+            mask = relative if mask is None else mask + relative
+        return mask, None

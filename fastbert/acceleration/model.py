@@ -1,0 +1,284 @@
+"""A transformers encoder with its padding taken out once a call, and when the padded layout must stay.
+
+In the padded layout the stock model's code runs, with accelerated layers in it (layer.py). `gap` and `unfit`
+say why a model, or a call, stays there.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from fastbert import prepared
+from fastbert.acceleration import layer as layers
+from fastbert.acceleration.classes import Accelerated, Options
+from fastbert.acceleration.layer import HARMLESS, AcceleratedLayer, Packed, exporting, watched
+from fastbert.config import EncoderConfig
+from fastbert.families import FAMILIES, Family
+from fastbert.inputs import Inputs, check_inputs
+from fastbert.layers import LayerMath, Sequences, apply_linear, embed, is_hooked, part
+from fastbert.models import attention_bias, layers_of
+
+_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
+_TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")
+_WITH_CACHE = "BaseModelOutputWithPastAndCrossAttentions"
+_WITH_POOLER = "BaseModelOutputWithPoolingAndCrossAttentions"
+_OUTPUTS = {  # the class of transformers that a family's encoder returns
+    "distilbert": "BaseModelOutput",
+    "electra": _WITH_CACHE,
+    "albert": "BaseModelOutputWithPooling",
+    "mpnet": "BaseModelOutputWithPooling",
+}
+
+
+@dataclass
+class ModelState:
+    """What `accelerate` leaves in an encoder.
+
+    Attributes:
+        model_type: the family.
+        name: of the encoder in the model that was accelerated.
+        config: how its inputs are read, None where only its layers can be accelerated: `reason` says why.
+        options: see `Options`.
+        packed_calls, padded_calls: calls in the one layout and in the other (not counted under
+            torch.compile).
+    """
+
+    model_type: str
+    name: str
+    config: EncoderConfig | None
+    reason: str | None
+    options: Options
+    packed_calls: int = 0
+    padded_calls: int = 0
+    sizes: tuple = field(default=(), repr=False)
+
+    @classmethod
+    def of(cls, model: nn.Module, model_type: str, name: str, options: Options) -> ModelState:
+        """The state of a stock encoder."""
+        values = model.config.to_dict()
+        spelt = {ours: theirs for theirs, ours in FAMILIES[model_type].aliases.items()}
+        values[spelt.get("hidden_act", "hidden_act")] = "gelu"  # of the layers' concern only
+        try:
+            return cls(model_type, name, EncoderConfig.from_dict(values), None, options)
+        except (TypeError, ValueError) as error:
+            return cls(model_type, name, None, str(error), options)
+
+
+@functools.cache
+def _positional(base: type) -> tuple[str, ...]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in inspect.signature(base.forward).parameters.values() if p.kind in kinds)[1:]
+
+
+def gap(model: nn.Module) -> str | None:
+    """Why the model cannot run on packed tokens now, whatever the call."""
+    state = model.fastbert_state
+    if state is None:
+        return "it was made after the model was accelerated"
+    if state.config is None:
+        return state.reason
+    if not state.options.unpad:
+        return "unpad=False"
+    if not state.options.attention:
+        return "attention=False"
+    family = FAMILIES[state.model_type]
+    if _has_any_global_hook():
+        return "there are global module hooks"
+    above = model
+    for name in family.layers.split("."):
+        above = above._modules[name]
+        if is_hooked(above) or "forward" in above.__dict__:
+            return f"{name} has hooks or another forward"
+    for name, module in model._modules.items():
+        if module is None or name == family.layers.partition(".")[0]:
+            continue
+        for child in module.modules():
+            if watched(child):
+                return f"{name} has hooks or another forward"
+    if family.shared_layers:
+        between = (above, *above, *(group.albert_layers for group in above), part(model, family.projection))
+        if any(is_hooked(m) or "forward" in m.__dict__ for m in between):
+            return "a group of layers, or the mapping before them, has hooks or another forward"
+    if family.relative_bias and watched(part(model, family.relative_bias)):
+        return f"{family.relative_bias} has hooks or another forward"
+    for layer in layers_of(model, model.config, family):
+        if not isinstance(layer, AcceleratedLayer) or layer.fastbert_state is None:
+            return "a layer is not accelerated"
+        if watched(layer):
+            return f"{layer.fastbert_state.name} has hooks or another forward"
+        reason = layers.gap(layer, at_model=True)
+        if reason is not None:
+            return f"{layer.fastbert_state.name}: {reason}"
+    return None
+
+
+def unfit(model: nn.Module, given: dict[str, Any]) -> str | None:
+    """Why a call with these arguments cannot run on packed tokens."""
+    config = model.config
+    for name in ("output_attentions", "output_hidden_states"):
+        value = given.get(name)
+        value = getattr(config, name, False) if value is None else value
+        if not value:
+            continue
+        if name == "output_attentions":
+            return "output_attentions is asked for"
+        if value is not True:
+            return "hidden states are asked for by number"
+        if torch.is_grad_enabled():
+            return "hidden states are asked for with gradients"
+    for name, value in given.items():
+        if value is None or value is False or name in HARMLESS or name in _INPUTS:
+            continue
+        if name != "output_hidden_states":
+            return f"{name} is given"
+    if given.get("use_cache"):
+        return "use_cache is given"
+    mask, ids, embeds = given.get("attention_mask"), given.get("input_ids"), given.get("inputs_embeds")
+    if (ids is None) is (embeds is None):
+        return "not exactly one of input_ids and inputs_embeds is given"
+    tokens = ids if ids is not None else embeds
+    if not isinstance(tokens, Tensor) or tokens.dim() != (2 if ids is not None else 3) or tokens.numel() == 0:
+        return "there are no tokens, or not of a batch's shape"
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+        return "the attention mask does not have two dimensions"
+    if not FAMILIES[model.fastbert_state.model_type].segments and given.get("token_type_ids") is not None:
+        return "token_type_ids are given to a family without segments"
+    return None
+
+
+class AcceleratedModel(Accelerated):
+    """Mixin of an accelerated encoder (BertModel, RobertaModel, …)."""
+
+    def train(self, mode: bool = True) -> nn.Module:
+        """Set training mode; what was derived from the weights is forgotten."""
+        prepared.clear(self)
+        return super().train(mode)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The stock model's call."""
+        state = self.fastbert_state
+        if state is None or exporting() or torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        names = _positional(self.fastbert_base)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        reason = gap(self) or unfit(self, given)
+        if reason is None and len(args) <= len(names):
+            inputs = check_inputs(self._input_config(), _device(self), *(given.get(n) for n in _INPUTS))
+            # Heads read position 0, for which the stock model computes something even where it is masked
+            if inputs.headless is None and inputs.position_ids.shape[0] > 0:
+                state.packed_calls += 1
+                return self._run_packed(inputs, given)
+        state.padded_calls += 1
+        return super().forward(*args, **kwargs)
+
+    def _input_config(self) -> EncoderConfig:
+        """How inputs are read, by the tables as they are now (`resize_token_embeddings`)."""
+        state = self.fastbert_state
+        tables = [getattr(self.embeddings, name, None) for name in _TABLES]
+        sizes = tuple(getattr(table, "num_embeddings", None) for table in tables)
+        if sizes != state.sizes:
+            keys = ("vocab_size", "max_position_embeddings", "type_vocab_size")
+            for key, size in zip(keys, sizes, strict=True):
+                if size is not None:
+                    setattr(state.config, key, size)
+            state.sizes = sizes
+        return state.config
+
+    def _run_packed(self, inputs: Inputs, given: dict[str, Any]) -> Any:
+        state, family = self.fastbert_state, FAMILIES[self.fastbert_state.model_type]
+        device = inputs.position_ids.device if inputs.inputs_embeds is None else inputs.inputs_embeds.device
+        stack = layers_of(self, self.config, family)
+        dropout = self.embeddings.dropout
+        dropout_p = dropout.p if dropout.training else 0.0
+        seed = None
+        if dropout_p or any(any(layer.dropout_rates()) for layer in stack):
+            seed = torch.randint(2**62, (1,), dtype=torch.int64, device=device)
+        hidden = self._embed(inputs, seed, dropout_p)
+        if (
+            family.projection
+            and family.projection.split(".")[-1] in part_above(self, family.projection)._modules
+        ):
+            hidden = apply_linear(part(self, family.projection), hidden)
+        packing = inputs.packing
+        bias = attention_bias(self, family, inputs, device)
+        sequences = Sequences(packing.cu_seqlens, packing.max_seqlen, bias, seed)
+        states = [hidden]
+        for i, layer in enumerate(stack):
+            late = "fastbert_base" not in vars(type(layer))
+            hidden = layer(hidden, fastbert=Packed(sequences, 1 + i * LayerMath.SITES, late))
+            states.append(hidden)
+        last = packing.unpack(hidden)
+        fields = {"last_hidden_state": last}
+        if family.pooler:
+            fields["pooler_output"] = self._pool(last[:, :1])
+        wants_states = given.get("output_hidden_states")
+        if getattr(self.config, "output_hidden_states", False) if wants_states is None else wants_states:
+            fields["hidden_states"] = (*(packing.unpack(s) for s in states[:-1]), last)
+        made = getattr(
+            sys.modules["transformers.modeling_outputs"], _OUTPUTS.get(state.model_type, _WITH_POOLER)
+        )
+        output = made(**fields)
+        wants_dict = given.get("return_dict")
+        if wants_dict is None:
+            wants_dict = getattr(self.config, "return_dict", True)
+        return output if wants_dict else output.to_tuple()
+
+    def _embed(self, inputs: Inputs, seed: Tensor | None, dropout_p: float) -> Tensor:
+        """(rows, width). A module that FSDP has wrapped must be called, or its parameters are not there."""
+        root = self.embeddings
+        ids = (inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds)
+        if not any(is_hooked(child) for child in root.modules()):
+            return embed(root, *ids, seed, dropout_p)
+        names = ("input_ids", "position_ids", "token_type_ids", "inputs_embeds")
+        rows = {name: t[None] for name, t in zip(names, ids, strict=True) if t is not None}
+        return root(**rows)[0]
+
+    def _pool(self, first: Tensor) -> Tensor | None:
+        """The pooler's output of (batch, 1, hidden)."""
+        if self.pooler is None:
+            return None
+        if self.fastbert_state.model_type == "albert":
+            return self.pooler_activation(self.pooler(first[:, 0]))
+        return self.pooler(first)
+
+
+def part_above(root: nn.Module, path: str) -> nn.Module:
+    """The module that holds the last name of a dotted path."""
+    above = path.rpartition(".")[0]
+    return part(root, above) if above else root
+
+
+def _device(model: nn.Module) -> torch.device:
+    return model.embeddings.word_embeddings.weight.device
+
+
+def family_of(module: nn.Module) -> tuple[str, str] | None:
+    """(model_type, "model" or "layer") of a module that is one of a family's classes of transformers, or of a
+    class made from one whose `forward` it keeps; None for any other.
+    """
+    for cls in type(module).__mro__:
+        found = _CLASSES.get((cls.__module__, cls.__name__))
+        if found is not None and "fastbert_base" not in vars(cls):
+            return found if isinstance(module, Accelerated) or type(module).forward is cls.forward else None
+    return None
+
+
+def _classes(family: Family) -> dict[tuple[str, str], tuple[str, str]]:
+    name = family.model_type.replace("-", "_")
+    home = f"transformers.models.{name}.modeling_{name}"
+    layer = "TransformerBlock" if family.model_type == "distilbert" else f"{family.class_prefix}Layer"
+    return {
+        (home, f"{family.class_prefix}Model"): (family.model_type, "model"),
+        (home, layer): (family.model_type, "layer"),
+    }
+
+
+_CLASSES = {key: found for family in FAMILIES.values() for key, found in _classes(family).items()}
