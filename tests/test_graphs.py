@@ -819,9 +819,10 @@ def test_derived_weights_that_cannot_be_overwritten(monkeypatch):
             self.weight = weight
 
     def projected(self, x):
-        key = part(self, self.names.key)
+        form = self.form
+        key = part(self, form.names.key)
         made = prepared.derived(self, "opaque", (key.weight,), lambda: Opaque(key.weight * 2))
-        return tuple(F.linear(x, made.weight).reshape(-1, self.nheads, self.head_dim) for _ in range(3))
+        return tuple(F.linear(x, made.weight).reshape(-1, form.nheads, form.head_dim) for _ in range(3))
 
     monkeypatch.setattr(EncoderLayer, "_fused", lambda *_: None)
     monkeypatch.setattr(EncoderLayer, "_qkv", projected)

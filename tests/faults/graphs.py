@@ -53,7 +53,7 @@ FAULTS = (
     _fault(
         "the last bucket no wider than its tokens",
         "for size in buckets[:-1]), max_batch)",
-        "for size in buckets))",
+        "for size in buckets),)",
     ),
     _fault(
         "room beyond max_batch",
