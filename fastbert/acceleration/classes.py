@@ -8,6 +8,7 @@ holds the module (an optimizer, a parent, DDP, a pipeline) never notices. A subc
 from __future__ import annotations
 
 import functools
+import types
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +56,23 @@ def class_for(mixin: type, base: type) -> type:
         "__doc__": base.__doc__,
         "fastbert_base": base,
         "fastbert_mixin": mixin,
+        "forward": _under_the_signature_of(base.forward, mixin.forward),
     }
     return type(base.__name__, (mixin, base), body)
+
+
+def _under_the_signature_of(original: Any, function: types.FunctionType) -> types.FunctionType:
+    """A copy of `function` that `inspect.signature` shows as `original`: Trainer drops the columns of a data
+    set that `forward` does not name.
+    """
+    twin = types.FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    return functools.wraps(original)(twin)
 
 
 def swap(module: nn.Module, mixin: type, state: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert.acceleration.classes import Accelerated, Options
 from fastbert.families import FAMILIES
@@ -23,6 +24,7 @@ from fastbert.layers import part as part_of
 # Arguments that change nothing in a layer's or an encoder's result
 HARMLESS = frozenset(("position_ids", "use_cache", "return_dict", "num_items_in_batch"))
 _CAPTURE = "transformers.utils.output_capturing"  # whose hooks do nothing until outputs are collected
+_WANTS_GRADIENTS = "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads"
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class LayerState:
         )  # fmt: skip
         split = [path.split(".") for path in linears]
         self.paths = (
-            tuple(path.split(".") for path in (*around.containers, *filter(None, around.dropouts))),
+            tuple(path.split(".") for path in around.containers),
             tuple(zip(split, linears, strict=True)),
             tuple((path.split("."), path) for path in (names.attention_norm, names.output_norm)),
             tuple(None if path is None else path.split(".") for path in around.dropouts),
@@ -137,9 +139,10 @@ class LayerState:
         """The state of a stock layer of a model with this transformers config."""
         heads = config.num_attention_heads
         names = FAMILIES[model_type].layer
+        width = part_of(layer, AROUND[model_type].dropouts[0].rpartition(".")[0]).attention_head_size
         act = _attribute(layer, AROUND[model_type].activation.split("."))
         activation = _ACTIVATIONS.get(_name_of(act))
-        form = LayerForm(names, heads, part_of(layer, names.query).out_features // heads, activation)
+        form = LayerForm(names, heads, width, activation)
         return cls(model_type, name, form, _identity(act), options)
 
 
@@ -149,28 +152,26 @@ def exporting() -> bool:
 
 
 def watched(module: nn.Module) -> bool:
-    """Whether someone other than transformers' output capture or torch.distributed hooks this module, or its
-    forward was replaced.
+    """Whether someone other than torch.distributed and transformers (to capture outputs, or to train adapters
+    with checkpoints) hooks this module, or its forward was replaced.
     """
+    own = module.__dict__  # looked up there, an attribute costs half
     if (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
     ):
-        for hooks in (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        ):
-            for hook in hooks.values():
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            for hook in own[kind].values():
                 home = getattr(hook, "__module__", None) or ""
                 if home == _CAPTURE:
                     collected = sys.modules[_CAPTURE]._active_collector.get()
                     if collected and collected.keys() - {"hidden_states", "_hidden_states_layers"}:
                         return True
-                elif not home.startswith("torch.distributed"):
+                elif not home.startswith("torch.distributed") and (
+                    getattr(hook, "__qualname__", "") != _WANTS_GRADIENTS
+                ):
                     return True
     return "forward" in module.__dict__
 
@@ -185,15 +186,28 @@ def gap(layer: nn.Module, at_model: bool = False, state: LayerState | None = Non
     state = layer.fastbert_state if state is None else state
     if state is None:
         return "it was made after the model was accelerated"
-    around, linears, norms, _, activation = state.paths
-    for path in around:
+    if _has_any_global_hook():
+        return "there are global module hooks"
+    containers, linears, norms, dropouts, activation = state.paths
+    home = home_of(state.model_type)
+    for path in containers:
         module = layer
         for name in path:
             module = module._modules.get(name)
             if module is None:
                 return f"{'.'.join(path)} is gone"
-        if watched(module):
+        if type(module).forward.__module__ != home or watched(module):
             return f"{'.'.join(path)} has hooks or another forward"
+    for site, path in enumerate(dropouts):
+        if path is None:
+            continue
+        above, module = None, layer
+        for name in path:
+            above, module = module, module._modules[name]
+        if not plain_dropout(module):
+            return f"{'.'.join(path)} is not a plain dropout"
+        if site == 0 and not _attends_by(above.__dict__, state.form):
+            return f"{'.'.join(path[:-1])} has other heads, or scales their scores otherwise"
     for path, dotted in linears:
         module = layer
         for name in path:
@@ -224,6 +238,28 @@ def gap(layer: nn.Module, at_model: bool = False, state: LayerState | None = Non
     if layer.__dict__.get("chunk_size_feed_forward"):
         return "chunk_size_feed_forward is set"
     return None
+
+
+def plain_dropout(module: nn.Module) -> bool:
+    """Whether ours stands for it. Dropping everything is left to PyTorch's."""
+    return type(module) is nn.Dropout and module.p < 1.0 and not watched(module)
+
+
+def home_of(model_type: str) -> str:
+    """The module of transformers in which a family's classes are."""
+    return _HOMES[model_type]
+
+
+_HOMES = {
+    name: f"transformers.models.{name.replace('-', '_')}.modeling_{name.replace('-', '_')}" for name in AROUND
+}
+
+
+def _attends_by(values: dict[str, Any], form: LayerForm) -> bool:
+    """Whether an attention module with these attributes has the form's heads and scales by their size."""
+    heads = values.get("num_attention_heads", values.get("n_heads"))
+    size = values.get("attention_head_size")
+    return (heads, size) == (form.nheads, form.head_dim) and values.get("scaling", size**-0.5) == size**-0.5
 
 
 def _readable(weight: Tensor | None, at_model: bool) -> bool:

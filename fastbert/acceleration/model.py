@@ -19,7 +19,15 @@ from torch.nn.modules.module import _has_any_global_hook
 from fastbert import prepared
 from fastbert.acceleration import layer as layers
 from fastbert.acceleration.classes import Accelerated, Options
-from fastbert.acceleration.layer import HARMLESS, AcceleratedLayer, Packed, exporting, watched
+from fastbert.acceleration.layer import (
+    HARMLESS,
+    AcceleratedLayer,
+    Packed,
+    exporting,
+    home_of,
+    plain_dropout,
+    watched,
+)
 from fastbert.config import EncoderConfig
 from fastbert.families import FAMILIES, Family
 from fastbert.inputs import Inputs, check_inputs
@@ -97,6 +105,10 @@ def gap(model: nn.Module) -> str | None:
         above = above._modules[name]
         if is_hooked(above) or "forward" in above.__dict__:
             return f"{name} has hooks or another forward"
+    if type(model.embeddings).forward.__module__ != home_of(state.model_type):
+        return "embeddings is not the stock model's"
+    if not plain_dropout(model.embeddings.dropout):
+        return "embeddings.dropout is not a plain dropout"
     for name, module in model._modules.items():
         if module is None or name == family.layers.partition(".")[0]:
             continue
@@ -149,6 +161,12 @@ def unfit(model: nn.Module, given: dict[str, Any]) -> str | None:
         return "there are no tokens, or not of a batch's shape"
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         return "the attention mask does not have two dimensions"
+    shape = tokens.shape[:2]
+    for name in ("attention_mask", "token_type_ids", "position_ids"):
+        value = given.get(name)
+        fits = (shape, (1, shape[1])) if name == "position_ids" else (shape,)
+        if value is not None and getattr(value, "shape", None) not in fits:
+            return f"{name} does not have the shape of the tokens"
     if not FAMILIES[model.fastbert_state.model_type].segments and given.get("token_type_ids") is not None:
         return "token_type_ids are given to a family without segments"
     return None
@@ -239,7 +257,7 @@ class AcceleratedModel(Accelerated):
             return embed(root, *ids, seed, dropout_p)
         names = ("input_ids", "position_ids", "token_type_ids", "inputs_embeds")
         rows = {name: t[None] for name, t in zip(names, ids, strict=True) if t is not None}
-        return root(**rows)[0]
+        return root(**{"input_ids": None, **rows})[0]
 
     def _pool(self, first: Tensor) -> Tensor | None:
         """The pooler's output of (batch, 1, hidden)."""
