@@ -18,6 +18,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import fastbert
 from fastbert.acceleration import interface
 
 BATCH, SEQLEN = 4, 24
@@ -315,10 +316,10 @@ def test_the_mask_function_gives_what_sdpas_gives(padding, form, skip):
     interface.register()
     if form == "window":
         form = sliding_window_causal_mask_function(4)
-    mask = masks().get(padding)
+    mask = None if padding == "none" else masks()[padding].bool()
     options = dict(
         batch_size=BATCH, q_length=SEQLEN, kv_length=SEQLEN, mask_function=form,
-        attention_mask=None if mask is None else mask.bool(), allow_is_causal_skip=False,
+        attention_mask=mask, allow_is_causal_skip=False,
         allow_is_bidirectional_skip=skip,
     )  # fmt: skip
     expected = AttentionMaskInterface()["sdpa"](**options)
@@ -382,6 +383,15 @@ def test_a_mask_changed_in_place_counts():
         both(module, q, k, v, mask)
         mask[:, :, :, 4:] = False
         close(*both(module, q, k, v, mask))
+
+
+def test_a_mask_goes_from_inference_mode_to_training():
+    module, (q, k, v) = Module(), qkv()
+    mask = torch.rand(3, 1, 7, 7) < 0.7
+    with torch.inference_mode():
+        both(module, q, k, v, mask)
+    q.requires_grad_()
+    close(*(torch.autograd.grad(out.square().sum(), q)[0] for out in both(module, q, k, v, mask)))
 
 
 def test_layers_share_the_bias_of_their_mask(monkeypatch):
@@ -603,6 +613,33 @@ def test_models_that_are_left_alone_say_why():
     for function in (interface.allows, interface.apply, interface.undo):
         with pytest.raises(TypeError, match=r"^model: expected a transformers\.PreTrainedModel, got Linear"):
             function(torch.nn.Linear(2, 2))
+
+
+def test_accelerate_gives_other_models_our_attention():
+    model, mask = stock("modernbert"), masks()["right"]
+    wrapper = torch.nn.Sequential(copy.deepcopy(model))
+    x, keep = ids(), mask.bool()
+    assert fastbert.accelerate(wrapper) is wrapper
+    with torch.no_grad():
+        expected = model(x, attention_mask=mask)[0]
+        close(wrapper[0](x, attention_mask=mask)[0][keep], expected[keep])
+        assert counts(wrapper[0]) == (2, 1, {})
+        fastbert.restore(wrapper)
+        assert not interface.sites(wrapper)
+        assert torch.equal(wrapper[0](x, attention_mask=mask)[0], expected)
+
+
+def test_activation_checkpointing_draws_the_same_dropout():
+    fast = ours(stock("roberta-prelayernorm", attention_probs_dropout_prob=0.3)).double().train()
+    inputs = {"input_ids": ids(), "attention_mask": masks()["right"]}
+    found = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        found.append(gradients(fast, inputs["attention_mask"], **inputs)[1])
+        fast.zero_grad(set_to_none=True)
+        fast.gradient_checkpointing_enable({"use_reentrant": False})
+    assert counts(fast)[0] == 6  # two layers, then two and again in backward
+    same_gradients(*found)
 
 
 def test_strict_names_the_layer():
