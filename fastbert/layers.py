@@ -183,6 +183,13 @@ def table(rows: int, width: int, padding_idx: int | None = None) -> nn.Embedding
     return nn.Embedding(rows, width, padding_idx, _weight=torch.empty(rows, width))
 
 
+def _is_plain_table(module: nn.Module) -> bool:
+    """Whether rows are looked up and nothing else, forward and backward."""
+    return is_plain(module, nn.Embedding) and not (
+        module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+    )
+
+
 def embed(
     root: nn.Module,
     input_ids: Tensor | None,
@@ -203,7 +210,7 @@ def embed(
     segment = root._modules.get("token_type_embeddings")
     norm = root.LayerNorm
     tables = [m for m in (word, position, segment) if m is not None]
-    if all(is_plain(m, nn.Embedding) and m.max_norm is None for m in tables) and is_plain(norm, nn.LayerNorm):
+    if all(_is_plain_table(m) for m in tables) and is_plain(norm, nn.LayerNorm) and norm.bias is not None:
         return embedding(
             input_ids,
             word.weight,

@@ -326,6 +326,10 @@ def test_inputs_embeds_and_their_gradient(name):
     for out in (actual, expected):
         out.last_hidden_state[kept].square().sum().backward()
     close(mine.grad, theirs.grad, 1e-9)
+    gradient, mine.grad = mine.grad, None
+    fast.requires_grad_(False)  # as attributions and adversarial examples have it
+    fast(inputs_embeds=mine, **inputs).last_hidden_state[kept].square().sum().backward()
+    close(mine.grad, gradient, 1e-12)
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "albert", "mpnet"])
@@ -477,6 +481,41 @@ def test_a_mask_of_ones_is_no_mask():
     ids = first_kept("bert")["input_ids"]
     with torch.no_grad(), calls(fast, packed=2, fused=2 * LAYERS):
         assert torch.equal(fast(ids)[0], fast(ids, torch.ones_like(ids))[0])
+
+
+@pytest.mark.parametrize("shape", [(1, 40), (4, 41), (4, 39)])
+def test_masks_of_other_shapes_do_what_they_do_in_the_stock_model(shape):
+    slow, fast = pair("bert")
+    ids = first_kept("bert")["input_ids"]
+    mask = torch.ones(shape, dtype=torch.long)
+    mask[:, 20:30] = 0
+    outputs = []
+    for model in (slow, fast):
+        try:
+            with torch.no_grad():
+                outputs.append(model(ids, mask).last_hidden_state)
+        except (ValueError, RuntimeError, IndexError) as error:
+            outputs.append(type(error))
+    if isinstance(outputs[0], torch.Tensor):
+        close(outputs[1], outputs[0])
+    else:
+        assert isinstance(outputs[1], type)
+
+
+def test_ids_of_32_bits():
+    slow, fast = pair("bert")
+    inputs = {k: v.int() for k, v in first_kept("bert").items()}
+    with torch.no_grad(), calls(fast, packed=1):
+        same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool())
+
+
+def test_attentions_that_sdpa_does_not_give():
+    slow, fast = pair("bert")
+    inputs = first_kept("bert")
+    with torch.no_grad():
+        expected = slow(**inputs, output_attentions=True)
+        same_outputs(fast(**inputs, output_attentions=True), expected, inputs["attention_mask"].bool())
+    assert expected.attentions == ()
 
 
 def test_positional_arguments():
@@ -1139,6 +1178,130 @@ def test_replaced_parts_run(what, when):
     same_gradients(fast, slow, 2e-4)
 
 
+class _Shifted(nn.Module):
+    """Embeddings, or a table of them, of another making."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs) + 0.5
+
+
+class _MeanPooler(nn.Module):
+    def forward(self, hidden_states):
+        return hidden_states[:, :6].mean(1)  # kept in every row
+
+
+def _early_exit(model: nn.Module) -> None:
+    class Early(type(model.encoder)):
+        def forward(self, hidden_states, attention_mask=None, **kwargs):
+            out = super().forward(hidden_states, attention_mask, **kwargs)
+            out.last_hidden_state = out.last_hidden_state - hidden_states
+            return out
+
+    model.encoder.__class__ = Early
+
+
+def _other_embedding_class(model: nn.Module) -> None:
+    class Scaled(type(model.embeddings)):
+        def forward(self, *args, **kwargs):
+            return 3 * super().forward(*args, **kwargs)
+
+    model.embeddings.__class__ = Scaled
+
+
+MODEL_REPLACEMENTS = {
+    "embeddings": lambda model: setattr(model, "embeddings", _Shifted(model.embeddings)),
+    "class-of-embeddings": _other_embedding_class,
+    "table": lambda model: setattr(
+        model.embeddings, "position_embeddings", _Shifted(model.embeddings.position_embeddings)
+    ),
+    "words": lambda model: model.set_input_embeddings(_Shifted(model.get_input_embeddings())),
+    "max-norm": lambda model: setattr(model.embeddings.word_embeddings, "max_norm", 0.5),
+    "frequency": lambda model: setattr(model.embeddings.word_embeddings, "scale_grad_by_freq", True),
+    "sparse": lambda model: setattr(model.embeddings.word_embeddings, "sparse", True),
+    "norm": lambda model: setattr(model.embeddings, "LayerNorm", _RootMeanSquare()),
+    "norm-without-bias": lambda model: setattr(model.embeddings, "LayerNorm", nn.LayerNorm(48, bias=False)),
+    "no-dropout-module": lambda model: setattr(model.embeddings, "dropout", nn.Identity()),
+    "pooler": lambda model: setattr(model, "pooler", _MeanPooler()),
+    "no-pooler": lambda model: setattr(model, "pooler", None),
+    "encoder": _early_exit,
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("what", MODEL_REPLACEMENTS)
+def test_replaced_parts_around_the_layers_run(what, when):
+    slow = stock("bert")
+    fast = copy.deepcopy(slow)
+    inputs = first_kept("bert")
+    inputs["attention_mask"][:, :6] = 1
+    kept = inputs["attention_mask"].bool()
+    if when == "after":
+        fastbert.accelerate(fast)
+        with torch.no_grad():
+            fast(**inputs)
+    for model in (slow, fast):
+        MODEL_REPLACEMENTS[what](model)
+    if when == "before":
+        fastbert.accelerate(fast)
+    expected = slow(**inputs)
+    with calls(fast, fused=LAYERS, stock=0):
+        actual = fast(**inputs)
+    actual.cross_attentions = expected.cross_attentions = None
+    if what == "no-pooler":
+        assert actual.pooler_output is expected.pooler_output is None
+    same_outputs(actual, expected, kept)
+    for out in (actual, expected):
+        out.last_hidden_state[kept].square().sum().backward()
+    if what == "sparse":
+        table, other = (m.embeddings.word_embeddings.weight for m in (fast, slow))
+        assert table.grad.is_sparse
+        assert other.grad.is_sparse
+        table.grad, other.grad = table.grad.to_dense(), other.grad.to_dense()
+    same_gradients(fast, slow, 1e-4)
+
+
+def test_classes_made_from_a_stock_class():
+    class Named(transformers.BertModel):
+        def size(self):
+            return self.config.hidden_size
+
+    class Doubled(transformers.BertModel):
+        def forward(self, *args, **kwargs):
+            out = super().forward(*args, **kwargs)
+            out.last_hidden_state = 2 * out.last_hidden_state
+            return out
+
+    inputs = first_kept("bert")
+    for cls in (Named, Doubled):
+        slow = stock("bert")
+        slow.__class__ = cls
+        fast = copy.deepcopy(slow)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what it does with Doubled is its own affair, if it is right
+            fastbert.accelerate(fast)
+        assert isinstance(fast, cls)
+        assert type(fast).__name__ == cls.__name__
+        with torch.no_grad():
+            same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool())
+    fast = stock("bert")
+    fast.__class__ = Named
+    fastbert.accelerate(fast, strict=True)
+    assert fast.size() == 48
+    with torch.no_grad(), calls(fast, packed=1, fused=LAYERS):
+        fast(**inputs)
+    assert type(fastbert.restore(fast)) is Named
+
+
 def test_layers_may_be_dropped_added_and_shared():
     slow, fast = build("bert")
     inputs = first_kept("bert")
@@ -1342,11 +1505,26 @@ def test_activation_checkpointing(name, reentrant):
         model.activation_checkpointing_enable({"use_reentrant": reentrant})
     labels = torch.tensor([0, 1, 0, 1])
     expected = slow(**inputs, labels=labels)
-    actual = fast(**inputs, labels=labels)
+    with calls(fast, packed=1, fused=LAYERS, stock=0):  # whatever hook transformers put on the embeddings
+        actual = fast(**inputs, labels=labels)
     close(actual.loss, expected.loss, 1e-12)
     expected.loss.backward()
     with calls(fast, fused=LAYERS, stock=0):  # each layer once more
         actual.loss.backward()
+    same_gradients(fast, slow, 1e-9)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_over_frozen_embeddings(reentrant):
+    slow, fast = (m.double().train() for m in build("bert", HEAD))
+    inputs = first_kept("bert")
+    for model in (slow, fast):
+        model.bert.embeddings.requires_grad_(False)
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        with calls(fast, packed=int(model is fast)):
+            model(**inputs, labels=torch.tensor([0, 1, 0, 1])).loss.backward()
+        model.disable_input_require_grads()
     same_gradients(fast, slow, 1e-9)
 
 

@@ -105,8 +105,12 @@ def gap(model: nn.Module) -> str | None:
         above = above._modules[name]
         if is_hooked(above) or "forward" in above.__dict__:
             return f"{name} has hooks or another forward"
-    if type(model.embeddings).forward.__module__ != home_of(state.model_type):
-        return "embeddings is not the stock model's"
+    for name in ("embeddings", family.layers.partition(".")[0]):
+        if type(model._modules[name]).forward.__module__ != home_of(state.model_type):
+            return f"{name} is not the stock model's"
+    for name in _TABLES:
+        if getattr(model.embeddings._modules.get(name), "scale_grad_by_freq", False):
+            return f"embeddings.{name} counts masked tokens too (scale_grad_by_freq)"
     if not plain_dropout(model.embeddings.dropout):
         return "embeddings.dropout is not a plain dropout"
     for name, module in model._modules.items():
@@ -236,7 +240,7 @@ class AcceleratedModel(Accelerated):
         last = packing.unpack(hidden)
         fields = {"last_hidden_state": last}
         if family.pooler:
-            fields["pooler_output"] = self._pool(last[:, :1])
+            fields["pooler_output"] = self._pool(last)
         wants_states = given.get("output_hidden_states")
         if getattr(self.config, "output_hidden_states", False) if wants_states is None else wants_states:
             fields["hidden_states"] = (*(packing.unpack(s) for s in states[:-1]), last)
@@ -259,13 +263,13 @@ class AcceleratedModel(Accelerated):
         rows = {name: t[None] for name, t in zip(names, ids, strict=True) if t is not None}
         return root(**{"input_ids": None, **rows})[0]
 
-    def _pool(self, first: Tensor) -> Tensor | None:
-        """The pooler's output of (batch, 1, hidden)."""
+    def _pool(self, hidden: Tensor) -> Tensor | None:
+        """The pooler's output of (batch, seqlen, hidden)."""
         if self.pooler is None:
             return None
         if self.fastbert_state.model_type == "albert":
-            return self.pooler_activation(self.pooler(first[:, 0]))
-        return self.pooler(first)
+            return self.pooler_activation(self.pooler(hidden[:, 0]))
+        return self.pooler(hidden)
 
 
 def part_above(root: nn.Module, path: str) -> nn.Module:
