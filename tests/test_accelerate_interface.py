@@ -469,6 +469,15 @@ def test_transforms_of_torch_func_take_sdpa():
     assert site.stock["a torch.func transform"] >= 1
 
 
+def test_mixed_dtypes_are_sdpas_to_refuse():
+    module, (q, k, v) = Module(), qkv()
+    site = site_of(module)
+    with pytest.raises(RuntimeError, match="dtype"):
+        interface.attention_function(module, q, k, v.double(), None)
+    reason = "dtypes torch.float32, torch.float32, torch.float64 of query, key, value"
+    assert dict(site.stock) == {reason: 1}
+
+
 def test_dropout_drops_scales_and_repeats_by_the_seed():
     module, (q, k, _) = Module(), qkv(seqlen=64)
     v = torch.ones_like(q)
@@ -629,6 +638,7 @@ def test_accelerate_gives_other_models_our_attention():
         assert torch.equal(wrapper[0](x, attention_mask=mask)[0], expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 def test_activation_checkpointing_draws_the_same_dropout():
     fast = ours(stock("roberta-prelayernorm", attention_probs_dropout_prob=0.3)).double().train()
     inputs = {"input_ids": ids(), "attention_mask": masks()["right"]}
@@ -672,3 +682,15 @@ def test_export_holds_no_op_of_ours():
     targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     assert any("scaled_dot_product_attention" in t for t in targets)
     assert not any("fastbert" in t for t in targets)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_trace_holds_no_op_of_ours():
+    module, inputs = Module(), tuple(qkv())
+    site = site_of(module)
+    attend = interface.attention_function
+    traced = torch.jit.trace(lambda *qkv: attend(module, *qkv, None)[0], inputs, check_trace=False)
+    assert "scaled_dot_product_attention" in str(traced.graph)
+    assert (site.fused, dict(site.stock)) == (0, {"export": 1})
+    shorter = [t[:, :, :4] for t in inputs]
+    close(traced(*shorter), both(module, *shorter, None)[1])
