@@ -3,9 +3,10 @@
     python bench/bench_encoder.py [--models base large] [--workloads full squad latency] [--budget SECONDS]
 
 `full` (32 x 512), `squad` (96 SQuAD lengths), `latency` (one sequence of 128, one of 384 tokens) for
-BERT-base and -large in bf16. Engines: ours, and ours by CUDA graphs; transformers eager, sdpa, sdpa by cuDNN
-and flash-attention 2; torch's nn.TransformerEncoder (its fused inference path); transformers under
-torch.compile(mode="max-autotune"). One that is not installed or fails is a row with the reason.
+BERT-base and -large in bf16. Engines: ours, ours by CUDA graphs, and transformers' model after
+`fastbert.accelerate`; transformers eager, sdpa, sdpa by cuDNN and flash-attention 2; torch's
+nn.TransformerEncoder (its fused inference path); transformers under torch.compile(mode="max-autotune"). One
+that is not installed or fails is a row with the reason.
 
 All have the same weights and inputs. Before anything is timed their vectors are compared (`cosine`). A sample
 is one call, the device idle at both ends: what a caller waits. Samples go turn by turn through several

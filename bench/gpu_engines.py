@@ -21,6 +21,7 @@ from bench.peers import StandInEncoder, forward_call
 ENGINES = (
     "fastbert-bf16",
     "fastbert_graphs-bf16",
+    "accelerated-bf16",
     "transformers_eager-bf16",
     "transformers_sdpa-bf16",
     "transformers_sdpa_cudnn-bf16",
@@ -30,6 +31,7 @@ ENGINES = (
 )
 MOST_TOKENS = 32768  # of a batch that our graphs serve
 ATTENTION = {
+    "accelerated": "sdpa",
     "transformers_eager": "eager",
     "transformers_sdpa": "sdpa",
     "transformers_sdpa_cudnn": "sdpa",
@@ -88,10 +90,13 @@ class Bank:
 
     def _theirs(self, attention: str) -> torch.nn.Module:
         if attention not in self._peers:
-            with self.device:
-                module = theirs(self.config, attention)
-            self._peers[attention] = self._placed(module, torch.bfloat16)
+            self._peers[attention] = self._made(attention)
         return self._peers[attention]
+
+    def _made(self, attention: str) -> torch.nn.Module:
+        with self.device:
+            module = theirs(self.config, attention)
+        return self._placed(module, torch.bfloat16)
 
     def forward(self, name: str) -> Forward:
         """The engine `name` of ENGINES, ready to run. Raises with the reason where it cannot be built."""
@@ -102,6 +107,8 @@ class Bank:
             return torch_forward(self.ours)
         if engine == "fastbert_graphs":
             return self._graphs()
+        if engine == "accelerated":  # a model of its own: transformers' others stay as they are
+            return torch_forward(fastbert.accelerate(self._made(ATTENTION[engine]), strict=True))
         if engine == "torch_encoder":
             with self.device:
                 module = StandInEncoder(self.model, heads_on=False)

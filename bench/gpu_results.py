@@ -31,6 +31,7 @@ GPU_WORKLOADS = {"full": "32x512", "squad": "squad", "latency-128": "1x128", "la
 GPU_NAMES = {
     "fastbert-bf16": "**fastbert**",
     "fastbert_graphs-bf16": "**fastbert, CUDA graphs**",
+    "accelerated-bf16": "**transformers, fastbert.accelerate**",
     "transformers_eager-bf16": "transformers eager",
     "transformers_sdpa-bf16": "transformers sdpa",
     "transformers_sdpa_cudnn-bf16": "transformers sdpa, cuDNN",
