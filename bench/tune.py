@@ -6,9 +6,9 @@
 
 One entry for each op, shape of BERT-base and -large, dtype and bucket of rows (`linear`) or of the longest
 sequence (`attention`). What dispatch.py gives to Triton comes first, in the first dtype. The candidates are
-those of the kernel's own module, for `linear` also with other stages and groups. One that does not compile,
-needs more shared memory than there is, or breaks the error rule at the very shape that is timed is recorded
-and passed over. The rest are timed turn by turn. The config that the module's
+those of the kernel's own module, which tests/triton_compile.py compiles for GPUs that are not here: without
+spills, within shared memory. One that still does not compile, or breaks the error rule at the very shape that
+is timed, is recorded and passed over. The rest are timed turn by turn. The config that the module's
 heuristic takes stays unless another is 1% faster.
 
 The table is written after every entry, merged into what the file held. A budget that is spent leaves the
@@ -151,12 +151,7 @@ def candidates(task: Task, device: tuning.Device) -> list[Any]:
     if task.op == "attention":
         extras = bool(case.bias or case.dropout_p or case.probs)
         return list(module.candidates(case.headdim, task.dtype, extras, device.capability))
-    ladder = module.ladder(task.dtype, True, device.capability)
-    if device.capability == (0, 0):
-        return list(ladder)
-    stages = [c._replace(num_stages=c.num_stages + more) for c in ladder for more in (1, -1)]
-    groups = [c._replace(group_m=group) for c in ladder for group in (4, 16)]
-    return list(dict.fromkeys([*ladder, *(c for c in stages if c.num_stages >= 2), *groups]))
+    return list(module.candidates(task.dtype, device.capability))
 
 
 def heuristic(task: Task, device: tuning.Device) -> Any:

@@ -8,8 +8,8 @@ Tiling     A program walks over output tiles of [BLOCK_M, BLOCK_N], every num_pr
 Precision  float32 accumulators ("ieee": float32 inputs are not cut to TF32); bias, activation and residual in
            float32; one rounding at each store.
 Saved      pre in storage dtype, where backward will ask for it.
-Transport  With compute capability 9.x and 10.x tiles move by TMA, through tensor descriptors made on the
-           host. Other GPUs, and matrices that TMA cannot describe (16-byte alignment), use pointers.
+Transport  With compute capability 9.x, 10.x and 12.x tiles move by TMA, through tensor descriptors made on
+           the host. Other GPUs, and matrices that TMA cannot describe (16-byte alignment), use pointers.
 Source     Hendrycks and Gimpel 2016, Gaussian Error Linear Units; Tillet, Kung, Cox 2019, Triton, for the
            grouped order.
 """
@@ -170,11 +170,49 @@ def ladder(dtype: torch.dtype, aligned: bool, capability: tuple[int, int]) -> tu
             Config(128, 128, 64, 8, 4, 2, tma=True),
             Config(64, 64, 64, 4, 5, 1, tma=True, per_multiprocessor=2),
         )
-    return (  # the smallest of these GPUs have 99 KB of shared memory; with TMA Triton 3.6 spills on sm_120
-        Config(128, 128, 32, 8, 4, 2, tma=False),
+    if capability[0] == 12:  # 99 KB of shared memory, and two programs of the small tiles in 100
+        return (
+            Config(128, 128, 64, 8, 3, 2, tma=True),
+            Config(64, 64, 64, 4, 3, 1, tma=True, per_multiprocessor=2),
+            Config(32, 64, 64, 4, 4, 1, tma=True, per_multiprocessor=2),
+        )
+    return (  # the smallest of these GPUs have 99 KB, too
+        Config(128, 128, 32, 8, 4, 4, tma=False),
         Config(64, 64, 64, 4, 4, 1, tma=False, per_multiprocessor=2),
         Config(32, 64, 64, 4, 4, 1, tma=False, per_multiprocessor=2),
     )
+
+
+def shared_memory(config: Config, dtype: torch.dtype, capability: tuple[int, int]) -> int:
+    """Bytes that a program of `config` takes at most, whatever its epilogue does."""
+    stages = config.num_stages
+    if dtype == torch.float32 or capability[0] not in (9, 10):  # the tile in use lies in registers
+        stages = max(1, stages - 1)
+    elements = stages * (config.block_m + config.block_n) * config.block_k
+    if config.tma:  # a part on its way out, and the residual on its way to the layout of the product
+        elements += 2 * config.block_m * config.block_n // config.split
+    return elements * dtype.itemsize + 1024  # barriers
+
+
+def candidates(dtype: torch.dtype, capability: tuple[int, int]) -> tuple[Config, ...]:
+    """What a tuner may choose from for aligned matrices: the ladder, and what only a measurement can rank, as
+    far as shared memory holds it.
+    """
+    found = ladder(dtype, True, capability)
+    if capability == (0, 0):
+        return found
+    more = [c._replace(num_stages=c.num_stages + step) for c in found for step in (1, -1)]
+    more += [c._replace(group_m=group) for c in found for group in (4, 16)]
+    room = _room(capability)
+    fit = [c for c in more if c.num_stages >= 2 and shared_memory(c, dtype, capability) <= room]
+    return tuple(dict.fromkeys((*found, *fit)))
+
+
+def _room(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory that a program may have; CUDA C++ Programming Guide, compute capabilities."""
+    if capability[0] in (9, 10):
+        return 227 * 1024
+    return (163 if capability in ((8, 0), (8, 7)) else 99) * 1024
 
 
 def tuning_key(

@@ -357,6 +357,7 @@ def test_heuristic_takes_the_largest_tiles_that_fill_the_device():
     assert tile(4096, 768) == (128, 128, 64)  # 96 tiles of 128 x 256, 192 of these
     assert tile(1, 1) == (64, 64, 64)
     assert tile(16384, 3072, tuning.Device("?", (8, 6), 80)) == (128, 128, 32)
+    assert tile(16384, 3072, tuning.Device("?", (12, 0), 170)) == (128, 128, 64)
     assert tile(16384, 3072, dtype=torch.float32) == tile(16384, 3072, aligned=False) == (64, 64, 32)
 
 
@@ -364,8 +365,43 @@ def test_only_devices_with_tma_and_aligned_half_precision_get_tma():
     for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (13, 0)):
         for dtype in DTYPES:
             for aligned in (True, False):
-                wanted = capability[0] in (9, 10) and dtype in HALF and aligned
+                wanted = capability[0] in (9, 10, 12) and dtype in HALF and aligned
                 assert {c.tma for c in kernels.ladder(dtype, aligned, capability)} == {wanted}
+
+
+# bytes of shared memory that a program may have
+ROOMS = {(8, 0): 166912, (8, 6): 101376, (9, 0): 232448, (10, 0): 232448, (12, 0): 101376, (12, 1): 101376}
+
+
+@pytest.mark.parametrize("capability", ROOMS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_candidates_are_the_ladder_and_what_fits(capability, dtype):
+    ladder = kernels.ladder(dtype, True, capability)
+    found = kernels.candidates(dtype, capability)
+    assert kernels._room(capability) == ROOMS[capability]
+    assert found[: len(ladder)] == ladder
+    assert len(set(found)) == len(found)
+    for base in ladder:
+        wider = [base._replace(num_stages=base.num_stages + 1), base._replace(num_stages=base.num_stages - 1)]
+        for config in (base, *wider, base._replace(group_m=4), base._replace(group_m=16)):
+            fits = kernels.shared_memory(config, dtype, capability) <= ROOMS[capability]
+            assert (config in found) == (fits and config.num_stages >= 2), config
+            assert fits or config not in ladder
+
+
+def test_shared_memory_counts_stages_and_parts():
+    big = kernels.Config(128, 256, 64, 8, 3, 4, tma=True)
+    stage, part = (128 + 256) * 64 * 2, 128 * 64 * 2
+    assert kernels.shared_memory(big, torch.bfloat16, (9, 0)) == 3 * stage + 2 * part + 1024
+    assert kernels.shared_memory(big, torch.bfloat16, (10, 0)) == 3 * stage + 2 * part + 1024
+    assert kernels.shared_memory(big, torch.bfloat16, (12, 0)) == 2 * stage + 2 * part + 1024
+    plain = big._replace(tma=False)
+    assert kernels.shared_memory(plain, torch.bfloat16, (8, 0)) == 2 * stage + 1024
+    assert kernels.shared_memory(plain, torch.float32, (9, 0)) == 2 * 2 * stage + 1024
+    # what these rules are for: one stage more is too much on one GPU and not on another
+    assert big._replace(num_stages=4) in kernels.candidates(torch.bfloat16, (9, 0))
+    first = kernels.ladder(torch.bfloat16, True, (12, 0))[0]
+    assert first._replace(num_stages=4) not in kernels.candidates(torch.bfloat16, (12, 0))
 
 
 def test_the_table_of_a_gpu_stands_before_the_heuristic(tmp_path, monkeypatch):

@@ -1,10 +1,12 @@
 """Offline compile gate for Triton kernels: what the launchers launch, compiled for GPUs that are not here.
 
 The launchers of `kernels/<op>.py` run on meta tensors with a recorder in the place of `launch`. Each recorded
-launch is compiled, and Triton's own `cuobjdump` reads registers, stack (spills) and shared
-memory from the cubin. Triton compiles only with its interpreter off, so tests run this as a process:
+launch is compiled, and Triton's own `cuobjdump` reads registers, stack (spills), shared
+memory and moves of tiles from the cubin. Triton compiles only with its interpreter off, so tests run this as
+a process:
 
     python tests/triton_compile.py layer_norm [--full]      one JSON object a line
+    python tests/triton_compile.py linear --tuning [--full] what bench/tune.py may time
 """
 
 from __future__ import annotations
@@ -91,20 +93,6 @@ def attention_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
         "all": {"bias": (32, 12, 512, 512), "dropout_p": 0.1, "probs": True, "causal": True, "gate": True},
     }
 
-    def call(
-        config: kernels.Config, dtype: torch.dtype, headdim: int, batch: int = 32, scale: float = 0.125,
-        bias: tuple | None = None, dropout_p: float = 0.0, probs: bool = False, causal: bool = False,
-        gate: bool = False,
-    ) -> None:  # fmt: skip
-        def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device="meta")
-
-        kernels.attention_fwd_with(
-            config, *empty(16384, 3, 12, headdim).unbind(1), empty(batch + 1, dtype=torch.int32), 512, scale,
-            causal, None if bias is None else empty(*bias), empty(12) if gate else None,
-            dropout_p, empty(1, dtype=torch.int64) if dropout_p else None, 3, probs,
-        )  # fmt: skip
-
     float32, bfloat16, float16 = torch.float32, torch.bfloat16, torch.float16
     for arch, dtype, headdim, options in itertools.product(
         SHARED_LIMIT, (bfloat16, float32, float16), (64, 128, 16, 32, 80), (plain, extras)
@@ -120,7 +108,27 @@ def attention_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
                 tiles = f"{config.block_m}x{config.block_n}x{config.num_warps}x{config.num_stages}"
                 title = f"{str(dtype).removeprefix('torch.')}-{headdim}-{tiles}-{name}"
                 args = (config, dtype, headdim)
-                yield title, arch, lambda args=args, given=options[name]: call(*args, **given)
+                yield title, arch, lambda args=args, given=options[name]: call_attention(*args, **given)
+
+
+def call_attention(
+    config, dtype, headdim: int, total: int = 16384, nheads: int = 12, batch: int = 32, max_seqlen: int = 512,
+    scale: float = 0.125, bias: tuple | None = None, dropout_p: float = 0.0, probs: bool = False,
+    causal: bool = False, gate: bool = False,
+) -> None:  # fmt: skip
+    """Launch attention on meta tensors; `bias`: its shape."""
+    import torch
+
+    from fastbert.kernels import attention as kernels
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    kernels.attention_fwd_with(
+        config, *empty(total, 3, nheads, headdim).unbind(1), empty(batch + 1, dtype=torch.int32), max_seqlen,
+        scale, causal, None if bias is None else empty(*bias), empty(nheads) if gate else None,
+        dropout_p, empty(1, dtype=torch.int64) if dropout_p else None, 3, probs,
+    )  # fmt: skip
 
 
 def linear_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
@@ -133,21 +141,18 @@ def linear_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
 
     from fastbert.kernels import linear as kernels
 
-    def call(config: kernels.Config, dtype: torch.dtype, in_features: int, options: str) -> None:
-        def empty(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device="meta")
-
-        everything, bare = options == "all", options == "bare"
-        kernels.linear_fwd_with(
-            config, empty(16384, in_features), empty(3072, in_features), None if bare else empty(3072),
-            None if bare else "gelu", empty(16384, 3072) if everything else None, everything,
-        )  # fmt: skip
-
+    uses = {
+        "bare": {},
+        "gelu": {"bias": True, "activation": "gelu"},
+        "saved": {"bias": True, "activation": "gelu", "save": True},
+        "residual": {"residual": True},
+        "all": {"bias": True, "activation": "gelu", "residual": True, "save": True},
+    }
     for arch, dtype, aligned in itertools.product(
         SHARED_LIMIT, (torch.bfloat16, torch.float16, torch.float32), (True, False)
     ):
         ladder = kernels.ladder(dtype, aligned, divmod(arch, 10))
-        for config, options in itertools.product(ladder, ("gelu", "bare", "all")):
+        for config, options in itertools.product(ladder, uses):
             usual = dtype == torch.bfloat16 and aligned and options == "gelu"
             if arch == 90:
                 usual = (dtype == torch.bfloat16 or aligned) and dtype != torch.float16 and options == "all"
@@ -155,8 +160,72 @@ def linear_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
                 in_features = 768 if aligned else 771
                 tiles = "x".join(map(str, config[:3]))
                 name = f"{str(dtype).removeprefix('torch.')}-{in_features}-{tiles}-{options}"
-                args = (config, dtype, in_features, options)
-                yield name, arch, lambda args=args: call(*args)
+                args = (config, dtype, 16384, in_features, 3072)
+                yield name, arch, lambda args=args, given=uses[options]: call_linear(*args, **given)
+
+
+def call_linear(
+    config, dtype, rows: int, in_features: int, out_features: int, bias: bool = False,
+    activation: str | None = None, residual: bool = False, save: bool = False,
+) -> None:  # fmt: skip
+    """Launch a product of meta tensors."""
+    import torch
+
+    from fastbert.kernels import linear as kernels
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    kernels.linear_fwd_with(
+        config, empty(rows, in_features), empty(out_features, in_features),
+        empty(out_features) if bias else None, activation,
+        empty(rows, out_features) if residual else None, save,
+    )  # fmt: skip
+
+
+def tuning_jobs(op: str, full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """(name, architecture, call that launches): each candidate of each entry that bench/tune.py may write.
+
+    An entry serves more than what it was timed at: each candidate runs so, and with all that its key covers.
+    By default bfloat16, the first entry, and of its candidates the one of most shared memory (`linear`) or
+    the last (`attention`).
+    """
+    import torch
+
+    from bench import tune
+
+    def uses(task) -> dict[str, Callable]:
+        case, dtype = task.case, task.dtype
+        if op == "linear":
+            sizes = case.rows, case.in_features, case.out_features
+            timed = {"bias": case.bias, "activation": case.activation, "residual": case.residual}
+            most = timed | {"bias": True, "save": True}
+            return {
+                "timed": lambda c: call_linear(c, dtype, *sizes, **timed),
+                "most": lambda c: call_linear(c, dtype, *sizes, **most),
+            }
+        batch, sizes = len(case.lengths), (case.headdim, case.total, case.nheads)
+        timed = {"batch": batch, "max_seqlen": case.max_seqlen, "dropout_p": case.dropout_p}
+        most = timed | {"causal": True, "gate": True}
+        if case.dropout_p:
+            most |= {"bias": (batch, case.nheads, case.max_seqlen, case.max_seqlen), "probs": True}
+        return {
+            "timed": lambda c: call_attention(c, dtype, *sizes, **timed),
+            "most": lambda c: call_attention(c, dtype, *sizes, **most),
+        }
+
+    dtypes = [torch.bfloat16, torch.float16, torch.float32]
+    tasks = tune.tasks([op], ["base", "large"], dtypes, False)
+    for arch, task in itertools.product(SHARED_LIMIT, tasks if full else tasks[:1]):
+        device = tune.tuning.Device("no such device", divmod(arch, 10), 100)
+        configs = tune.candidates(task, device)
+        if not full and op == "linear":
+            bytes_of = tune.module_of(op).shared_memory
+            configs = [max(configs, key=lambda c: bytes_of(c, task.dtype, device.capability))]
+        elif not full:
+            configs = configs[-1:]
+        for config, (use, call) in itertools.product(configs, uses(task).items()):
+            yield f"{task.name}/{tune.label(config)}/{use}", arch, lambda f=call, c=config: f(c)
 
 
 def embedding_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
@@ -290,47 +359,65 @@ def source(kernel, args: tuple, config: dict, max_registers: int | None = None):
     return triton.compiler.ASTSource(kernel, signature, constexprs, attrs), options
 
 
-def resources(cubin: bytes) -> dict[str, int]:
-    """Registers, stack and local bytes a thread (spills live there), static shared memory: from the cubin."""
+def resources(cubin: bytes, code: bool = False) -> dict[str, int]:
+    """Registers, stack and local bytes a thread, and static shared memory: from the cubin.
+
+    Also what its instructions show: `reloads` from local memory, where spilled registers and nothing else of
+    ours would lie, and tiles moved by TMA; 0 where there is no stack and `code` is false. `foreign_copies`:
+    whether TMA falls back to a call, whose argument takes stack, for the memory of another block.
+    """
     import triton
 
     cuobjdump = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run(
-            [cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True, timeout=60
-        ).stdout
-    line = re.search(r"REG:\d+ STACK:\d+ .*", text)
-    if line is None:
-        raise RuntimeError(f"cuobjdump named no kernel: {text!r}")
-    return {k.lower(): int(v) for k, v in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", line.group())}
+
+        def dumped(option: str) -> str:
+            command = [cuobjdump, option, file.name]
+            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+        text = dumped("-res-usage")
+        line = re.search(r"REG:\d+ STACK:\d+ .*", text)
+        if line is None:
+            raise RuntimeError(f"cuobjdump named no kernel: {text!r}")
+        found = {k.lower(): int(v) for k, v in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", line.group())}
+        instructions = dumped("-sass") if code or found["stack"] else ""
+    names = {"reloads": "LDL", "tma_loads": "UTMALDG", "tma_stores": "UTMASTG"}
+    found |= {key: len(re.findall(rf"\b{name}\b", instructions)) for key, name in names.items()}
+    return found | {"foreign_copies": int(b"__cuda_syscall_cp_async_bulk_tensor" in cubin)}
 
 
-def results(op: str, full: bool, jobs: int | None = None, max_registers: int | None = None) -> Iterator[dict]:
-    """Compile every launch of the op's (first `jobs`) jobs: a dict of resources for each."""
+def results(
+    module, jobs: Iterator[tuple], max_registers: int | None = None, code: bool = True
+) -> Iterator[dict]:
+    """Compile every launch of the jobs through `module`, equal ones once: a dict of resources for each.
+
+    `code`: look for TMA in the machine code, too, which costs as much time as compiling.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
 
-    module = importlib.import_module(f"fastbert.kernels.{op}")
-    for name, arch, call in itertools.islice(JOBS[op](full), jobs):
+    known: dict[str, dict] = {}
+    for name, arch, call in jobs:
         for kernel, args, config in recorded(module, call):
             src, options = source(kernel, args, config, max_registers)
-            compiled = triton.compile(src, target=GPUTarget("cuda", arch, 32), options=options)
-            yield {
-                "kernel": kernel.fn.__name__,
-                "job": name,
-                "arch": arch,
-                "num_warps": options["num_warps"],
-                "dynamic_shared": compiled.metadata.shared,
-                "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
-                "tcgen05": compiled.asm["ptx"].count("tcgen05.mma"),
-                "mma": compiled.asm["ptx"].count("mma.sync"),
-                "tma": compiled.asm["ptx"].count("cp.async.bulk.tensor"),
-                "tf32": compiled.asm["ptx"].count("tf32"),
-                "shared_limit": SHARED_LIMIT[arch],
-                **resources(compiled.asm["cubin"]),
-            }
+            key = repr((kernel.fn.__name__, arch, src.signature, src.constants, src.attrs, options))
+            if key not in known:
+                compiled = triton.compile(src, target=GPUTarget("cuda", arch, 32), options=options)
+                ptx = compiled.asm["ptx"]
+                known[key] = {
+                    "num_warps": options["num_warps"],
+                    "dynamic_shared": compiled.metadata.shared,
+                    "wgmma": ptx.count("wgmma.mma_async"),
+                    "tcgen05": ptx.count("tcgen05.mma"),
+                    "mma": ptx.count("mma.sync"),
+                    "tma": ptx.count("cp.async.bulk.tensor"),
+                    "tf32": ptx.count("tf32"),
+                    "shared_limit": SHARED_LIMIT[arch],
+                    **resources(compiled.asm["cubin"], code and "cp.async.bulk.tensor" in ptx),
+                }
+            yield {"kernel": kernel.fn.__name__, "job": name, "arch": arch, **known[key]}
 
 
 def main() -> None:
@@ -338,11 +425,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("op", choices=JOBS)
     parser.add_argument("--full", action="store_true", help="every config, dtype and architecture")
+    parser.add_argument(
+        "--tuning", action="store_true", help="what bench/tune.py may time, of linear, attention"
+    )
     parser.add_argument("--jobs", type=int, help="only the first so many calls of the launchers")
     parser.add_argument("--max-registers", type=int, help="a limit per thread, to see what spills under it")
     options = parser.parse_args()
+    if options.tuning and options.op not in ("linear", "attention"):
+        parser.error(f"--tuning: {options.op} has nothing to tune, expected linear or attention")
     sys.path.insert(0, str(ROOT))
-    for row in results(options.op, options.full, options.jobs, options.max_registers):
+    module = importlib.import_module(f"fastbert.kernels.{options.op}")
+    jobs = tuning_jobs(options.op, options.full) if options.tuning else JOBS[options.op](options.full)
+    jobs = itertools.islice(jobs, options.jobs)
+    for row in results(module, jobs, options.max_registers, code=not options.tuning):
         print(json.dumps(row), flush=True)
 
 
