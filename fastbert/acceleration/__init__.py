@@ -206,7 +206,7 @@ def explain(model: Any) -> Explanation:
     for name, module, (_, kind), _ in _found(root):
         state = module.fastbert_state if isinstance(module, Accelerated) else None
         if kind == "layer":
-            reason = "not accelerated" if state is None else layers.gap(module)
+            reason = "not accelerated" if state is None else layers.gap(module, layers.is_sharded(module))
             counts = (0, 0) if state is None else (state.fused_calls, state.stock_calls)
             rows.append(LayerReport(name, reason is None, reason, *counts))
         else:
@@ -277,7 +277,7 @@ def _check(found: list, others: list, options: Options) -> None:
                 reasons.append(f"{name or 'model'}: {state.reason}")
             continue
         state = LayerState.of(module, model_type, config, name, options)
-        reason = layers.gap(module, state=state)
+        reason = layers.gap(module, layers.is_sharded(module), state)
         if reason is None and options.ffn and state.form.activation is None:
             reason = "the activation is none of fastbert's"
         if reason is not None:

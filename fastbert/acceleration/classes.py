@@ -75,10 +75,37 @@ def _under_the_signature_of(original: Any, function: types.FunctionType) -> type
     return functools.wraps(original)(twin)
 
 
+def has_other_forward(module: nn.Module) -> bool:
+    """Whether a `forward` other than its class's was set on the module itself. (accelerate leaves the class's
+    own there when it takes its hooks off.)
+    """
+    own = module.__dict__.get("forward")
+    return own is not None and not _is_own(own, module, type(module).forward)
+
+
+def _is_own(method: Any, module: nn.Module, function: Any) -> bool:
+    return getattr(method, "__self__", None) is module and getattr(method, "__func__", None) is function
+
+
 def swap(module: nn.Module, mixin: type, state: Any) -> None:
     """Make `module` an accelerated one."""
-    module.__class__ = class_for(mixin, type(module))
+    _change(module, class_for(mixin, type(module)))
     module.__dict__["fastbert_state"] = state
+
+
+def _change(module: nn.Module, cls: type) -> None:
+    """Give `module` another class. accelerate keeps a module's own `forward` under its hooks, and leaves it
+    on the module when it takes them off: the new class's takes its place there.
+    """
+    functions = [vars(base).get("forward") for base in type(module).__mro__]
+    kept = [
+        name
+        for name in ("forward", "_old_forward")
+        if any(_is_own(module.__dict__.get(name), module, function) for function in functions)
+    ]
+    module.__class__ = cls
+    for name in kept:
+        module.__dict__[name] = types.MethodType(cls.forward, module)
 
 
 def swap_back(module: nn.Module) -> None:
@@ -92,5 +119,5 @@ def swap_back(module: nn.Module) -> None:
             f"model: {type(module).__name__} was wrapped (by FSDP?) after it was accelerated; it cannot be "
             "restored"
         )
-    module.__class__ = type(module).fastbert_base
+    _change(module, type(module).fastbert_base)
     module.__dict__.pop("fastbert_state", None)

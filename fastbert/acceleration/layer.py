@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fastbert.acceleration.classes import Accelerated, Options
+from fastbert.acceleration.classes import Accelerated, Options, has_other_forward
 from fastbert.families import FAMILIES
 from fastbert.layers import LayerForm, LayerMath, Sequences
 from fastbert.layers import part as part_of
 
 # Arguments that change nothing in a layer's or an encoder's result
 HARMLESS = frozenset(("position_ids", "use_cache", "return_dict", "num_items_in_batch"))
+_FSDP = "torch.distributed.fsdp"
 _CAPTURE = "transformers.utils.output_capturing"  # whose hooks do nothing until outputs are collected
 _WANTS_GRADIENTS = "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads"
 
@@ -152,8 +153,8 @@ def exporting() -> bool:
 
 
 def watched(module: nn.Module) -> bool:
-    """Whether someone other than torch.distributed and transformers (to capture outputs, or to train adapters
-    with checkpoints) hooks this module, or its forward was replaced.
+    """Whether someone other than FSDP and transformers (to capture outputs, or to train adapters with
+    checkpoints) hooks this module, or its forward was replaced.
     """
     own = module.__dict__  # looked up there, an attribute costs half
     if (
@@ -169,11 +170,17 @@ def watched(module: nn.Module) -> bool:
                     collected = sys.modules[_CAPTURE]._active_collector.get()
                     if collected and collected.keys() - {"hidden_states", "_hidden_states_layers"}:
                         return True
-                elif not home.startswith("torch.distributed") and (
-                    getattr(hook, "__qualname__", "") != _WANTS_GRADIENTS
-                ):
+                elif not home.startswith(_FSDP) and (getattr(hook, "__qualname__", "") != _WANTS_GRADIENTS):
                     return True
-    return "forward" in module.__dict__
+    return has_other_forward(module)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP gathers the module's parameters before every call of it."""
+    hooks = module.__dict__["_forward_pre_hooks"]
+    return bool(hooks) and any(
+        (getattr(h, "__module__", None) or "").startswith(_FSDP) for h in hooks.values()
+    )
 
 
 def gap(layer: nn.Module, at_model: bool = False, state: LayerState | None = None) -> str | None:

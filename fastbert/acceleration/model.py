@@ -18,13 +18,14 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert import prepared
 from fastbert.acceleration import layer as layers
-from fastbert.acceleration.classes import Accelerated, Options
+from fastbert.acceleration.classes import Accelerated, Options, has_other_forward
 from fastbert.acceleration.layer import (
     HARMLESS,
     AcceleratedLayer,
     Packed,
     exporting,
     home_of,
+    is_sharded,
     plain_dropout,
     watched,
 )
@@ -103,7 +104,7 @@ def gap(model: nn.Module) -> str | None:
     above = model
     for name in family.layers.split("."):
         above = above._modules[name]
-        if is_hooked(above) or "forward" in above.__dict__:
+        if is_hooked(above) or has_other_forward(above):
             return f"{name} has hooks or another forward"
     for name in ("embeddings", family.layers.partition(".")[0]):
         if type(model._modules[name]).forward.__module__ != home_of(state.model_type):
@@ -121,7 +122,7 @@ def gap(model: nn.Module) -> str | None:
                 return f"{name} has hooks or another forward"
     if family.shared_layers:
         between = (above, *above, *(group.albert_layers for group in above), part(model, family.projection))
-        if any(is_hooked(m) or "forward" in m.__dict__ for m in between):
+        if any(is_hooked(m) or has_other_forward(m) for m in between):
             return "a group of layers, or the mapping before them, has hooks or another forward"
     if family.relative_bias and watched(part(model, family.relative_bias)):
         return f"{family.relative_bias} has hooks or another forward"
@@ -130,7 +131,7 @@ def gap(model: nn.Module) -> str | None:
             return "a layer is not accelerated"
         if watched(layer):
             return f"{layer.fastbert_state.name} has hooks or another forward"
-        reason = layers.gap(layer, at_model=True)
+        reason = layers.gap(layer, at_model=is_sharded(layer))
         if reason is not None:
             return f"{layer.fastbert_state.name}: {reason}"
     return None
@@ -234,8 +235,7 @@ class AcceleratedModel(Accelerated):
         sequences = Sequences(packing.cu_seqlens, packing.max_seqlen, bias, seed)
         states = [hidden]
         for i, layer in enumerate(stack):
-            late = "fastbert_base" not in vars(type(layer))
-            hidden = layer(hidden, fastbert=Packed(sequences, 1 + i * LayerMath.SITES, late))
+            hidden = layer(hidden, fastbert=Packed(sequences, 1 + i * LayerMath.SITES, is_sharded(layer)))
             states.append(hidden)
         last = packing.unpack(hidden)
         fields = {"last_hidden_state": last}
@@ -284,12 +284,14 @@ def _device(model: nn.Module) -> torch.device:
 
 def family_of(module: nn.Module) -> tuple[str, str] | None:
     """(model_type, "model" or "layer") of a module that is one of a family's classes of transformers, or of a
-    class made from one whose `forward` it keeps; None for any other.
+    class made from one whose `forward` it keeps; None for any other. (transformers wraps the `forward` of
+    every class that is made from a layer's, also by FSDP.)
     """
     for cls in type(module).__mro__:
         found = _CLASSES.get((cls.__module__, cls.__name__))
         if found is not None and "fastbert_base" not in vars(cls):
-            return found if isinstance(module, Accelerated) or type(module).forward is cls.forward else None
+            same = inspect.unwrap(type(module).forward) is inspect.unwrap(cls.forward)
+            return found if isinstance(module, Accelerated) or same else None
     return None
 
 
