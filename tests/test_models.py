@@ -356,6 +356,25 @@ def test_gradient_checkpointing_is_bit_equal():
     assert all(torch.equal(g, gradients[1][k]) for k, g in gradients[0].items())
 
 
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_a_layer_drops_where_transformers_does(name, monkeypatch):
+    hf = hf_model(name, num_hidden_layers=2, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.2)
+    model = ours(hf)
+    seen = []
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "dropout",
+        lambda x, p=0.5, training=True, inplace=False: seen.append(p * training) or x,
+    )
+    with torch.no_grad():
+        hf.train()(**batch(name))
+    layers = model.layers()
+    embedding, *inside = [p for p in sorted(seen) if p > 0]
+    assert embedding == 0.1
+    assert inside == [p for p in sorted(layers[0].train().dropout_rates() * len(layers)) if p > 0]
+    assert layers[0].eval().dropout_rates() == (0.0, 0.0, 0.0)
+
+
 def test_dropout_acts_in_training_only_and_follows_the_seed():
     model = ours(hf_model("bert", hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2))
     inputs = batch("bert")
