@@ -543,6 +543,9 @@ def test_undo_of_a_model_with_parts():
         assert torch.equal(model(**inputs).logits_per_text, before)
     parts = (model.config, model.config.text_config, model.config.vision_config)
     assert [part._attn_implementation for part in parts] == ["sdpa"] * 3
+    model.set_attn_implementation({"text_config": interface.NAME})
+    interface.undo(interface.apply(model))
+    assert [part._attn_implementation for part in parts] == ["sdpa", interface.NAME, "sdpa"]
 
 
 def test_saved_files_are_vanilla(tmp_path):
