@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import fastbert
+from fastbert import prepared
 from tests.hf_models import FAMILY_NAMES, batch, hf_config, hf_model
 from tests.test_heads import CASES, labels_for, token_level
 
@@ -651,6 +652,7 @@ def test_restore_gives_the_stock_model_back(name):
     with torch.no_grad():
         fast(**inputs)
         assert fastbert.restore(fast) is fast
+        assert prepared.held(fast) == []
         for (path, a), (_, b) in zip(fast.named_modules(), slow.named_modules(), strict=True):
             assert type(a) is type(b), path
             assert vars(a).keys() == vars(b).keys(), path
@@ -1270,6 +1272,21 @@ def test_replaced_parts_around_the_layers_run(what, when):
     same_gradients(fast, slow, 1e-4)
 
 
+def test_replaced_group_of_layers_runs():
+    slow, fast = build("albert")
+    inputs = first_kept("albert")
+    for model in (slow, fast):
+        (group,) = model.encoder.albert_layer_groups
+
+        class Residual(type(group)):
+            def forward(self, hidden_states, *args, **kwargs):
+                return hidden_states + super().forward(hidden_states, *args, **kwargs)
+
+        group.__class__ = Residual
+    with torch.no_grad(), calls(fast, packed=0, padded=1, fused=LAYERS, stock=0):
+        same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool())
+
+
 def test_classes_made_from_a_stock_class():
     class Named(transformers.BertModel):
         def size(self):
@@ -1290,7 +1307,7 @@ def test_classes_made_from_a_stock_class():
             warnings.simplefilter("ignore")  # what it does with Doubled is its own affair, if it is right
             fastbert.accelerate(fast)
         assert isinstance(fast, cls)
-        assert type(fast).__name__ == cls.__name__
+        assert type(fast).__qualname__ == cls.__qualname__ != cls.__name__
         with torch.no_grad():
             same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool())
     fast = stock("bert")

@@ -122,7 +122,10 @@ def gap(model: nn.Module) -> str | None:
                 return f"{name} has hooks or another forward"
     if family.shared_layers:
         between = (above, *above, *(group.albert_layers for group in above), part(model, family.projection))
-        if any(is_hooked(m) or has_other_forward(m) for m in between):
+        home = home_of(state.model_type)
+        if any(is_hooked(m) or has_other_forward(m) for m in between) or any(
+            type(group).forward.__module__ != home for group in above
+        ):
             return "a group of layers, or the mapping before them, has hooks or another forward"
     if family.relative_bias and watched(part(model, family.relative_bias)):
         return f"{family.relative_bias} has hooks or another forward"
