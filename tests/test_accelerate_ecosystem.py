@@ -11,6 +11,7 @@ import os
 import pickle
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -426,7 +427,7 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ("bert", "distilbert", "albert", "mpnet"))
+@pytest.mark.parametrize("name", ("bert", "albert", "mpnet"))
 def test_compiled_in_one_graph(fresh_dynamo, name):
     recorder = Recorder()
     model, stock = (tiny(name=name, num_hidden_layers=1) for _ in range(2))
@@ -463,6 +464,31 @@ def test_compiled_by_inductor(fresh_dynamo):
     assert_close(actual.last_hidden_state[kept], expected.last_hidden_state[kept])
     first = kept[:, 0]
     assert_close(actual.pooler_output[first], expected.pooler_output[first])
+
+
+def test_layers_compiled_one_by_one(fresh_dynamo):
+    recorder, stock = Recorder(), tiny(num_hidden_layers=4)
+    model = fastbert.accelerate(tiny(num_hidden_layers=4))
+    for layer in model.bert.encoder.layer:
+        layer.compile(fullgraph=True, dynamic=True, backend=recorder)
+    for batch_size, seqlen in ((3, 9), (4, 24)):
+        inputs = ragged("bert", batch_size, seqlen)
+        with torch.no_grad():
+            assert_close(model(**inputs).logits, stock(**inputs).logits)
+    assert recorder.graphs <= 2  # not one for each layer
+    assert_accelerated_graph(recorder)
+    assert "compiled by itself" in fastbert.explain(model).models[0].reason
+
+
+def test_accelerated_after_it_was_compiled(fresh_dynamo):
+    recorder, model, inputs = Recorder(), tiny(num_hidden_layers=1), ragged("bert")
+    compiled = torch.compile(model, fullgraph=True, backend=recorder)
+    with torch.no_grad():
+        expected = compiled(**inputs).logits
+        recorder.ops.clear()
+        assert fastbert.accelerate(compiled) is compiled
+        assert_close(compiled(**inputs).logits, expected)
+    assert_accelerated_graph(recorder)
 
 
 # ---- several processes -----------------------------------------------------------------------------------
@@ -917,3 +943,96 @@ def test_jit_trace_takes_the_stock_path():
         assert_close(traced(**other)[0], tiny()(**other).logits)
     model.config.return_dict = True
     assert_runs_packed(model, inputs)
+
+
+# ---- transforms of the whole model -------------------------------------------------------------------------
+
+
+def derivative(model, inputs):
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    name = "bert.encoder.layer.0.output.dense.weight"
+    return torch.func.grad(
+        lambda w: torch.func.functional_call(model, weights | {name: w}, (), inputs).logits.square().sum()
+    )(weights[name])
+
+
+def directional(model, inputs):
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    along = {name: torch.ones_like(p) for name, p in weights.items()}
+    return torch.func.jvp(
+        lambda w: torch.func.functional_call(model, w, (), inputs).logits, (weights,), (along,)
+    )[1]
+
+
+def tangent(model, inputs):
+    words = model.bert.embeddings.word_embeddings(inputs["input_ids"]).detach()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(words, words.square())
+        logits = model(inputs_embeds=dual, attention_mask=inputs["attention_mask"]).logits
+        return torch.autograd.forward_ad.unpack_dual(logits).tangent
+
+
+@pytest.mark.parametrize("transform", (derivative, directional, tangent))
+def test_function_transforms_take_the_stock_path(transform):
+    model, stock, inputs = fastbert.accelerate(tiny()), tiny(), ragged("bert")
+    for one in (model, stock):
+        one.set_attn_implementation("eager")  # SDPA has no forward-mode derivative
+    expected = transform(stock, inputs)
+    assert expected.abs().max() > 1e-3
+    assert_close(transform(model, inputs), expected)
+    assert_runs_packed(model, inputs)
+
+
+def test_other_weights_for_one_call():
+    model, stock, inputs = fastbert.accelerate(tiny()), tiny(), ragged("bert")
+    weights = {name: 1.1 * p for name, p in stock.named_parameters()}
+    with torch.no_grad():
+        model(**inputs)  # what it derives from its own weights is not used for the others
+        expected = torch.func.functional_call(stock, weights, (), inputs).logits
+        assert relative(expected, stock(**inputs).logits) > 1e-2
+        assert_close(torch.func.functional_call(model, weights, (), inputs).logits, expected)
+    assert_runs_packed(model, inputs)
+
+
+def test_fake_tensors_and_make_fx_take_the_stock_path():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model, inputs = fastbert.accelerate(tiny()), ragged("bert")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        logits = model(**{name: mode.from_tensor(tensor) for name, tensor in inputs.items()}).logits
+    assert logits.shape == (4, 2)
+    for tracing_mode in ("real", "fake"):
+        graph = make_fx(
+            lambda ids: model(ids).logits, tracing_mode=tracing_mode, _allow_non_fake_inputs=True
+        )(inputs["input_ids"])
+        with torch.no_grad():
+            assert_close(graph(inputs["input_ids"]), tiny()(inputs["input_ids"]).logits)
+    assert_runs_packed(model, inputs)
+
+
+def test_second_derivatives_raise():
+    model, inputs = fastbert.accelerate(tiny()), ragged("bert")
+    words = model.bert.embeddings.word_embeddings(inputs["input_ids"]).detach().requires_grad_()
+    logits = model(inputs_embeds=words, attention_mask=inputs["attention_mask"]).logits
+    (gradient,) = torch.autograd.grad(logits.square().sum(), words, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
+
+
+def test_threads_share_a_model():
+    model = fastbert.accelerate(tiny())
+    batches = [ragged("bert", 4, 20 + i) for i in range(4)]
+    stock = tiny()
+    with torch.no_grad():
+        expected = [stock(**inputs).logits for inputs in batches]
+
+    @torch.no_grad()
+    def serve(inputs):
+        return [model(**inputs).logits for _ in range(10)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for answers, want in zip(pool.map(serve, batches), expected, strict=True):
+            for answer in answers:
+                assert_close(answer, want)
+    assert_fused(model)

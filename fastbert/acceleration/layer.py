@@ -23,6 +23,7 @@ from fastbert.layers import part as part_of
 
 # Arguments that change nothing in a layer's or an encoder's result
 HARMLESS = frozenset(("position_ids", "use_cache", "return_dict", "num_items_in_batch"))
+_TRACERS = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 _FSDP = "torch.distributed.fsdp"
 _CAPTURE = "transformers.utils.output_capturing"  # whose hooks do nothing until outputs are collected
 _WANTS_GRADIENTS = "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads"
@@ -148,8 +149,19 @@ class LayerState:
 
 
 def exporting() -> bool:
-    """Whether the model is being exported: it is then what it was without us."""
-    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+    """Whether the model is being exported, or its operations are otherwise to be seen one by one (fake
+    tensors, make_fx, torch.func, forward-mode derivatives): it is then what it was without us.
+    """
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    modes = torch._C._len_torch_dispatch_stack() and any(
+        torch._C._get_dispatch_mode(key) is not None for key in _TRACERS
+    )
+    return bool(
+        modes or torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 def watched(module: nn.Module) -> bool:

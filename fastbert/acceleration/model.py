@@ -132,6 +132,9 @@ def gap(model: nn.Module) -> str | None:
     for layer in layers_of(model, model.config, family):
         if not isinstance(layer, AcceleratedLayer) or layer.fastbert_state is None:
             return "a layer is not accelerated"
+        if layer.__dict__.get("_compiled_call_impl") is not None:
+            # packed tokens come with numbers of the layer's own: it would be compiled again for each layer
+            return f"{layer.fastbert_state.name} is compiled by itself"
         if watched(layer):
             return f"{layer.fastbert_state.name} has hooks or another forward"
         reason = layers.gap(layer, at_model=is_sharded(layer))
