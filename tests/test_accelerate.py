@@ -306,7 +306,7 @@ def test_ernie_with_task_ids():
 def test_chunked_feed_forward():
     slow, fast = build("bert", chunk_size_feed_forward=5)
     inputs = first_kept("bert")
-    with torch.no_grad():
+    with torch.no_grad(), calls(fast, packed=0, padded=1, fused=0, stock=LAYERS):  # it saves memory there
         same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool())
 
 
@@ -1059,6 +1059,11 @@ class _Twice(nn.Linear):
         return 2 * super().forward(x)
 
 
+class _TwiceNorm(nn.LayerNorm):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 class _RootMeanSquare(nn.Module):
     def forward(self, x):
         return x / x.square().mean(-1, keepdim=True).sqrt()
@@ -1129,6 +1134,7 @@ REPLACEMENTS = {  # what is done to a layer, and whether the layer must run as i
         True,
     ),
     "other-norm": (lambda layer: setattr(layer.attention.output, "LayerNorm", _RootMeanSquare()), True),
+    "subclassed-norm": (lambda layer: setattr(layer.output, "LayerNorm", _TwiceNorm(48)), True),
     "activation": (lambda layer: setattr(layer.intermediate, "intermediate_act_fn", nn.Tanh()), None),
     "parametrized": (lambda layer: parametrizations.weight_norm(layer.attention.self.value), True),
     "pruned": (lambda layer: prune.l1_unstructured(layer.output.dense, "weight", 0.5), True),
@@ -1854,3 +1860,42 @@ def test_model_on_the_meta_device_gives_shapes():
     ids = torch.zeros(4, 40, dtype=torch.long, device="meta")
     with torch.no_grad():
         assert fast(ids)[0].shape == slow(ids)[0].shape == (4, 40, 48)
+
+
+def test_flops_are_counted_as_in_the_stock_model():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    slow, fast = build("bert", attention="eager")
+    inputs = first_kept("bert")
+    totals = []
+    for model in (slow, fast):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(**inputs)
+        totals.append(counter.get_total_flops())
+    assert totals[0] == totals[1] > 0
+
+
+@pytest.mark.parametrize("what", ["grad", "vmap", "jvp", "forward-mode"])
+def test_transforms_of_functions_see_the_stock_model(what):
+    """Per-sample gradients, directional derivatives: our operations have no rules for them."""
+    slow, fast = (m.double() for m in build("bert", attention="eager"))
+    embeds = torch.randn(3, 7, 48, dtype=torch.float64)
+    results = []
+    for model in (slow, fast):
+
+        def loss(x, model=model):
+            return model(inputs_embeds=x)[0].square().sum()
+
+        if what == "grad":
+            results.append(torch.func.grad(loss)(embeds))
+        elif what == "vmap":
+            results.append(torch.func.vmap(torch.func.grad(loss))(embeds[:, None]))
+        elif what == "jvp":
+            results.append(torch.func.jvp(loss, (embeds,), (torch.ones_like(embeds),))[1])
+        else:
+            with torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(embeds, torch.ones_like(embeds))
+                results.append(torch.autograd.forward_ad.unpack_dual(loss(dual)).tangent)
+    close(results[1], results[0], 1e-9)
+    with torch.no_grad(), calls(fast, packed=1, fused=LAYERS, stock=0):
+        fast(inputs_embeds=embeds)
