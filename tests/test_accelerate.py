@@ -385,6 +385,18 @@ def test_outputs_asked_for_by_the_config():
         assert [type(v) for v in fast(**inputs)] == [type(v) for v in slow(**inputs)]
 
 
+@pytest.mark.parametrize("name", ["bert", "mpnet"])
+def test_attentions_asked_for_by_the_config(name):
+    slow, fast = build(name, attention="eager")
+    inputs = first_kept(name)
+    for model in (slow, fast):
+        model.config.output_attentions = True
+    with torch.no_grad(), calls(fast, packed=0, padded=1, fused=0, stock=LAYERS):
+        actual, expected = fast(**inputs), slow(**inputs)
+    same_outputs(actual, expected, inputs["attention_mask"].bool())
+    assert len(actual.attentions) == LAYERS
+
+
 @pytest.mark.parametrize("selected", [1, [0, -1], [-2]])
 def test_some_hidden_states_only(selected):
     slow, fast = pair("bert")
@@ -484,12 +496,14 @@ def test_a_mask_of_ones_is_no_mask():
         assert torch.equal(fast(ids)[0], fast(ids, torch.ones_like(ids))[0])
 
 
+@pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("shape", [(1, 40), (4, 41), (4, 39)])
-def test_masks_of_other_shapes_do_what_they_do_in_the_stock_model(shape):
+def test_masks_of_other_shapes_do_what_they_do_in_the_stock_model(shape, padding):
     slow, fast = pair("bert")
     ids = first_kept("bert")["input_ids"]
     mask = torch.ones(shape, dtype=torch.long)
-    mask[:, 20:30] = 0
+    if padding:
+        mask[:, 20:30] = 0
     outputs = []
     for model in (slow, fast):
         try:
@@ -497,10 +511,21 @@ def test_masks_of_other_shapes_do_what_they_do_in_the_stock_model(shape):
                 outputs.append(model(ids, mask).last_hidden_state)
         except (ValueError, RuntimeError, IndexError) as error:
             outputs.append(type(error))
+    assert isinstance(outputs[0], torch.Tensor) or padding  # without any, transformers drops the mask unseen
     if isinstance(outputs[0], torch.Tensor):
         close(outputs[1], outputs[0])
     else:
         assert isinstance(outputs[1], type)
+
+
+def test_arguments_of_the_attention_function_reach_it():
+    slow, fast = pair("bert")
+    ids = first_kept("bert")["input_ids"]
+    with torch.no_grad():
+        expected = slow(ids, is_causal=True)
+        with calls(fast, packed=0, padded=1, fused=0, stock=LAYERS):
+            same_outputs(fast(ids, is_causal=True), expected, torch.ones_like(ids).bool())
+        assert not torch.allclose(expected[0], slow(ids)[0], atol=0.1)
 
 
 def test_ids_of_32_bits():
@@ -1638,12 +1663,20 @@ def same_distribution(fast: nn.Module, slow: nn.Module, name: str) -> None:
         assert z.square().mean() < 4.0, z.square().mean()
 
 
-@pytest.mark.parametrize("part", ["hidden", "attention"])
-@pytest.mark.parametrize("name", ["bert", "distilbert", "albert", "electra", "mpnet"])
-def test_dropout_in_training_is_distributed_as_the_stock_models(name, part):
+@pytest.mark.parametrize(
+    ("name", "part", "unpad"),
+    [
+        (n, p, True)
+        for n in ("bert", "distilbert", "albert", "electra", "mpnet")
+        for p in ("hidden", "attention")
+    ]
+    + [("bert", "hidden", False), ("bert", "attention", False), ("mpnet", "hidden", False)],
+)
+def test_dropout_in_training_is_distributed_as_the_stock_models(name, part, unpad):
     probability = {f"{k}_dropout_prob": 0.2 * (k.startswith(part)) for k in ("hidden", "attention_probs")}
     slow, fast = (m.train() for m in build(name, num_hidden_layers=2, **probability))
-    with calls(fast, packed=1, stock=0):
+    fastbert.accelerate(fast, unpad=unpad)
+    with calls(fast, packed=int(unpad), padded=int(not unpad), fused=2, stock=0):
         same_distribution(fast, slow, name)
 
 
@@ -1704,9 +1737,11 @@ def test_dropout_probabilities_are_read_at_every_call(path, probability):
     assert torch.equal(before[0], actual[0]) == (probability == 0.0)
 
 
-def test_dropout_follows_the_seed():
+@pytest.mark.parametrize("unpad", [False, True])
+def test_dropout_follows_the_seed(unpad):
     _, fast = build("bert", hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2)
-    fast.train()
+    fastbert.accelerate(fast, unpad=unpad).train()
+    fast.embeddings.eval()  # of the layers, whichever way they are called
     inputs = first_kept("bert")
     out = []
     with torch.no_grad():
