@@ -64,13 +64,11 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def sharded(model: torch.nn.Module, *inner: str) -> torch.nn.Module:
-    """FSDP2 around each layer, and before that around these modules of it."""
+def sharded(model: torch.nn.Module, part: str = "") -> torch.nn.Module:
+    """FSDP2 around each layer, or around a part of each, and around the model."""
     mesh = init_device_mesh("cpu", (WORLD,))
     for layer in model.bert.encoder.layer:
-        for name in inner:
-            fully_shard(layer.get_submodule(name), mesh=mesh)
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer.get_submodule(part), mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
@@ -87,7 +85,7 @@ WRAPPERS = {
     "ddp, accelerated after it": lambda: fastbert.accelerate(DistributedDataParallel(tiny())),
     "fsdp2": lambda: sharded(fastbert.accelerate(tiny())),
     "fsdp2, accelerated after it": lambda: fastbert.accelerate(sharded(tiny())),
-    "fsdp2 inside the layers": lambda: sharded(fastbert.accelerate(tiny()), "intermediate.dense"),
+    "fsdp2 inside the layers": lambda: sharded(fastbert.accelerate(tiny()), "attention"),
     "tensor parallel": lambda: split(fastbert.accelerate(tiny())),
 }
 

@@ -11,6 +11,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -502,20 +503,25 @@ def two_processes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two-processes")
     script = Path(__file__).parent / "accelerate_workers.py"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "FASTBERT_CACHE": ""}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(folder)], env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+    said = [folder / f"{rank}.txt" for rank in range(2)]
+    workers = []
+    for rank in range(2):
+        with said[rank].open("w") as output:
+            command = [sys.executable, str(script), str(rank), str(folder)]
+            workers.append(
+                subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            )
     try:
-        said = [worker.communicate(timeout=240)[0] for worker in workers]
+        deadline = time.monotonic() + 240
+        while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline:
+            if any(worker.poll() for worker in workers):  # the other one would wait for it
+                break
+            time.sleep(0.1)
     finally:
         for worker in workers:
             worker.kill()
-    for worker, words in zip(workers, said, strict=True):
-        assert worker.returncode == 0, words[-4000:]
+    codes = [worker.wait() for worker in workers]
+    assert codes == [0, 0], "\n".join(words.read_text()[-3000:] for words in said)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -783,12 +789,14 @@ def saved(tmp_path_factory, tokenizer):
 @pytest.mark.parametrize("pooling", ("cls", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"))
 def test_every_pooling_sees_the_tokens_of_each_sentence(saved, pooling):
     st = pytest.importorskip("sentence_transformers")
+    from sentence_transformers import models
+
     folder = saved(transformers.AutoModel)
 
     def make():
-        words = st.models.Transformer(str(folder))
+        words = models.Transformer(str(folder))
         return st.SentenceTransformer(
-            modules=[words, st.models.Pooling(words.get_embedding_dimension(), pooling_mode=pooling)],
+            modules=[words, models.Pooling(words.get_embedding_dimension(), pooling_mode=pooling)],
             device="cpu",
         )
 
@@ -814,6 +822,46 @@ def test_a_sentence_model_trains(saved):
     assert len(gradients[0]) > 30
     error, name = worst_gradient(gradients[1], gradients[0])
     assert error <= 1e-5, name
+
+
+@pytest.mark.parametrize("expansion", (None, True, False), ids=("none", "attended", "not-attended"))
+def test_late_interaction_reads_what_it_expands_queries_by(saved, expansion):
+    st = pytest.importorskip("sentence_transformers", minversion="6")
+    folder = saved(transformers.AutoModel)
+
+    def make():
+        torch.manual_seed(0)  # of the projection
+        model = st.MultiVectorEncoder(str(folder), device="cpu")
+        if expansion is not None:
+            model[0].query_expansion = {"strategy": "fixed", "attend": expansion, "length": 16}
+        return model
+
+    model, stock = fastbert.accelerate(make()), make()
+    for encode in ("encode_query", "encode_document"):
+        got, want = (getattr(m, encode)(TEXTS[1:3]) for m in (model, stock))
+        for a, b in zip(got, want, strict=True):
+            assert_close(torch.as_tensor(a), torch.as_tensor(b))
+    how = fastbert.explain(model)
+    if expansion is False:  # the masked words of a query are scored: they may not be zeros
+        assert [part.packed_calls for part in how.models] == [0], str(how)
+        with pytest.raises(ValueError, match="query_expansion"):
+            fastbert.accelerate(make(), strict=True)
+        model[0].query_expansion = None
+        model.encode_query(TEXTS[1:3])
+        fastbert.accelerate(model).encode_query(TEXTS[1:3])
+        how = fastbert.explain(model)
+    assert [part.packed_calls > 0 for part in how.models] == [True], str(how)
+
+
+def test_sparse_encoder(saved):
+    st = pytest.importorskip("sentence_transformers")
+    folder = saved(transformers.AutoModelForMaskedLM)
+    model, stock = (st.SparseEncoder(str(folder), device="cpu") for _ in range(2))
+    fastbert.accelerate(model)
+    got, want = (m.encode(TEXTS, convert_to_sparse_tensor=False) for m in (model, stock))
+    assert want.std() > 0.05
+    assert_close(got, want)
+    assert_fused(model)
 
 
 @pytest.mark.parametrize("batch_size", (1, 32))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -96,8 +96,9 @@ def accelerate(
         return model
     found = list(_found(root))
     others = list(_others(root)) if attention else []
+    expanding = _expanding(root)
     if strict:
-        _check(found, others, options)
+        _check(found, others, options, expanding)
     if dtype is not None:
         root.to(dtype)
     for name, module, (model_type, kind), config in found:
@@ -107,6 +108,8 @@ def accelerate(
             swap(module, AcceleratedLayer, LayerState.of(module, model_type, config, name, options))
         else:
             swap(module, AcceleratedModel, ModelState.of(module, model_type, name, options))
+        if kind == "model":
+            module.fastbert_state.reads_masked = id(module) in expanding
     applied = 0
     for _, module in others:
         if interface.allows(module) is None:
@@ -267,7 +270,19 @@ def _others(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _check(found: list, others: list, options: Options) -> None:
+def _expanding(root: nn.Module) -> set[int]:
+    """The ids of the modules inside a sentence-transformers module that expands queries by masked tokens and
+    reads their outputs (ColBERT's).
+    """
+    found: set[int] = set()
+    for module in root.modules():
+        expansion = getattr(module, "query_expansion", None)
+        if isinstance(expansion, Mapping) and not expansion.get("attend"):
+            found.update(id(child) for child in module.modules())
+    return found
+
+
+def _check(found: list, others: list, options: Options, expanding: set[int]) -> None:
     """With `strict`: raise for what cannot be accelerated."""
     reasons = []
     for name, module, (model_type, kind), config in found:
@@ -275,6 +290,8 @@ def _check(found: list, others: list, options: Options) -> None:
             state = ModelState.of(module, model_type, name, options)
             if options.unpad and state.reason is not None:
                 reasons.append(f"{name or 'model'}: {state.reason}")
+            if options.unpad and id(module) in expanding:
+                reasons.append(f"{name or 'model'}: {models.READS_MASKED}")
             continue
         state = LayerState.of(module, model_type, config, name, options)
         reason = layers.gap(module, layers.is_sharded(module), state)

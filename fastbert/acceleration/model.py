@@ -45,6 +45,7 @@ _OUTPUTS = {  # the class of transformers that a family's encoder returns
     "albert": "BaseModelOutputWithPooling",
     "mpnet": "BaseModelOutputWithPooling",
 }
+READS_MASKED = "query_expansion reads the outputs of masked tokens"
 
 
 @dataclass
@@ -58,6 +59,7 @@ class ModelState:
         options: see `Options`.
         packed_calls, padded_calls: calls in the one layout and in the other (not counted under
             torch.compile).
+        reads_masked: whoever calls the encoder reads its outputs at masked tokens too.
     """
 
     model_type: str
@@ -67,6 +69,7 @@ class ModelState:
     options: Options
     packed_calls: int = 0
     padded_calls: int = 0
+    reads_masked: bool = False
     sizes: tuple = field(default=(), repr=False)
 
     @classmethod
@@ -96,6 +99,8 @@ def gap(model: nn.Module) -> str | None:
         return state.reason
     if not state.options.unpad:
         return "unpad=False"
+    if state.reads_masked:
+        return READS_MASKED
     if not state.options.attention:
         return "attention=False"
     family = FAMILIES[state.model_type]
@@ -239,16 +244,19 @@ class AcceleratedModel(Accelerated):
         packing = inputs.packing
         bias = attention_bias(self, family, inputs, device)
         sequences = Sequences(packing.cu_seqlens, packing.max_seqlen, bias, seed)
-        states = [hidden]
+        wants_states = given.get("output_hidden_states")
+        if wants_states is None:
+            wants_states = getattr(self.config, "output_hidden_states", False)
+        states = [hidden] if wants_states else []
         for i, layer in enumerate(stack):
             hidden = layer(hidden, fastbert=Packed(sequences, 1 + i * LayerMath.SITES, is_sharded(layer)))
-            states.append(hidden)
+            if wants_states:
+                states.append(hidden)
         last = packing.unpack(hidden)
         fields = {"last_hidden_state": last}
         if family.pooler:
             fields["pooler_output"] = self._pool(last)
-        wants_states = given.get("output_hidden_states")
-        if getattr(self.config, "output_hidden_states", False) if wants_states is None else wants_states:
+        if wants_states:
             fields["hidden_states"] = (*(packing.unpack(s) for s in states[:-1]), last)
         made = getattr(
             sys.modules["transformers.modeling_outputs"], _OUTPUTS.get(state.model_type, _WITH_POOLER)
