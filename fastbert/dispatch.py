@@ -53,18 +53,17 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "cuda": {
         "attention": ("triton", "aten", "reference"),  # no padded copies of q, k, v; no scores in memory
         "cross_entropy": ("aten", "reference"),
-        "embedding": ("triton", "aten", "reference"),  # one pass; aten writes and reads three float32 sums
+        # One pass; aten writes and reads three float32 sums. Backward writes a table's gradient once; aten
+        # fills it with zeros, adds to it in float32 and casts it.
+        "embedding": ("triton", "aten", "reference"),
         "layer_norm": ("triton", "aten", "reference"),  # one pass over z instead of three
         "linear": ("aten", "reference"),  # cuBLAS moves no byte more
         # The activation moves once, not three times. In float32 that is little beside the product itself.
         "linear activation half": ("triton", "aten", "reference"),
         "linear_int8": ("aten", "reference"),
         "padding": ("triton", "aten", "reference"),  # unpack writes a row once, aten zeros first; pack: equal
-        "pooling": (
-            "triton",
-            "aten",
-            "reference",
-        ),  # reads the tokens once, aten writes them in float32 first
+        # Reads the tokens once; aten writes them in float32 first, and their gradients too.
+        "pooling": ("triton", "aten", "reference"),
     },
 }
 BACKENDS = ("reference", "aten", "cpu", "triton", "cuda")

@@ -1,11 +1,16 @@
-"""Mean, first or largest of the tokens of each packed sequence; forward.
+"""Mean, first or largest of the tokens of each packed sequence, forward and backward.
 
 Math       mean y_i = Σ_t h_t / length;  cls y_i = h of the first token;  max y_i = max_t h_t, NaN kept.
            A sequence without tokens gives zeros.
+           mean dh_t = dy_i / length;  cls dh of the first token = dy_i, else 0;  max dh_t = dy_i / ties where
+           h_t = y_i, else 0. Rows behind the last sequence: 0.
 Tiling     A program owns one sequence and BLOCK_N columns, and walks over its tokens BLOCK_M at a time: the
            hidden states are read once, in rows, and nothing is written but the result. No program depends on
            another's sequence. Offsets of rows are 64-bit.
-Precision  Sums in float32, by tiles in the order of the tokens; the result is float32.
+           Backward alike: each row is written once, and only max reads the hidden states, twice: to count the
+           ties and to find them. One sequence more stands for the rows behind the last.
+Precision  Sums in float32, by tiles in the order of the tokens; the result is float32. Gradients are computed
+           in float32 and rounded once.
 Source     Reimers and Gurevych 2019, Sentence-BERT, sec. 3.
 """
 
@@ -57,10 +62,56 @@ def _pooling_fwd_kernel(
     tl.store(y_ptr + sequence.to(tl.int64) * y_stride + cols, y, mask=inside)
 
 
-# --- launcher -----------------------------------------------------------------------------------------------
+@triton.jit(do_not_specialize=("batch", "n_rows"))
+def _pooling_bwd_kernel(
+    dy_ptr, x_ptr, y_ptr, cu_seqlens_ptr, dx_ptr, dy_stride, x_stride, y_stride, batch, n_rows, width,
+    MODE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """`dx` = [n_rows, width], `dy` and `y` = [batch, width]; sequence `batch` is the rows behind the last."""
+    sequence = tl.program_id(0)
+    within = sequence < batch
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = cols < width
+    start = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
+    end = tl.load(cu_seqlens_ptr + sequence + 1, mask=within, other=0).to(tl.int64)
+    length = (tl.where(within, end, n_rows) - start).to(tl.int32)
+    row = sequence.to(tl.int64)
+    dy = tl.load(dy_ptr + row * dy_stride + cols, mask=inside & within, other=0.0).to(tl.float32)
+    dx_ptr += start * width
+    rows = tl.arange(0, BLOCK_M)
+    if MODE == "mean":
+        dy = dy / tl.maximum(length, 1).to(tl.float32)
+    if MODE == "max":
+        x_ptr += start * x_stride
+        y = tl.load(y_ptr + row * y_stride + cols, mask=inside & within, other=0.0).to(tl.float32)
+        ties = tl.zeros((BLOCK_N,), tl.int32)
+        for first in range(0, tl.where(within, length, 0), BLOCK_M):
+            tokens = first + rows
+            mask = (tokens < length)[:, None] & inside[None, :]
+            at = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + cols[None, :]
+            x = tl.load(at, mask=mask, other=float("nan")).to(tl.float32)
+            ties += tl.sum((x == y[None, :]).to(tl.int32), 0)
+        dy = dy / tl.maximum(ties, 1).to(tl.float32)
+    for first in range(0, length, BLOCK_M):
+        tokens = first + rows
+        mask = (tokens < length)[:, None] & inside[None, :]
+        if MODE == "mean":
+            given = tokens[:, None] >= 0
+        elif MODE == "cls":
+            given = tokens[:, None] == 0
+        else:
+            at = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + cols[None, :]
+            x = tl.load(at, mask=mask & within, other=float("nan")).to(tl.float32)
+            given = x == y[None, :]
+        dx = tl.where(given, dy[None, :], 0.0)
+        at = dx_ptr + tokens.to(tl.int64)[:, None] * width + cols[None, :]
+        tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def fwd_config(width: int) -> tuple[int, int]:
+# --- launchers ----------------------------------------------------------------------------------------------
+
+
+def config(width: int) -> tuple[int, int]:
     """(BLOCK_M, BLOCK_N): 2048 elements a tile, which is 16 for each of 128 threads; rows of 256 bytes or
     more where the width has them, and several programs a sequence.
     """
@@ -73,10 +124,24 @@ def pooling_fwd(hidden: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
     batch, width = cu_seqlens.shape[0] - 1, hidden.shape[1]
     y = torch.empty((batch, width), dtype=torch.float32, device=hidden.device)
     if y.numel() > 0:
-        block_m, block_n = fwd_config(width)
+        block_m, block_n = config(width)
         launch(
             _pooling_fwd_kernel, (batch, triton.cdiv(width, block_n)), hidden.device,
             hidden, cu_seqlens, y, hidden.stride(0), y.stride(0), width,
             MODE=mode, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
         )  # fmt: skip
     return y
+
+
+def pooling_bwd(dy: Tensor, hidden: Tensor, y: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
+    """dhidden, contiguous; the contract of `fastbert.ops.pooling.pooling_bwd`."""
+    batch, (rows, width) = cu_seqlens.shape[0] - 1, hidden.shape
+    dx = torch.empty((rows, width), dtype=hidden.dtype, device=hidden.device)
+    if dx.numel() > 0:
+        block_m, block_n = config(width)
+        launch(
+            _pooling_bwd_kernel, (batch + 1, triton.cdiv(width, block_n)), hidden.device,
+            dy, hidden, y, cu_seqlens, dx, dy.stride(0), hidden.stride(0), y.stride(0), batch, rows, width,
+            MODE=mode, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
+        )  # fmt: skip
+    return dx

@@ -243,12 +243,16 @@ def embedding_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
 
         ids, seed = empty(16384, dtype=torch.int64), empty(1, dtype=torch.int64)
         norm = (empty(hidden, dtype=torch.float32),) * 2
+        saved = empty(16384, hidden), empty(16384, hidden), norm[0], *[empty(16384, dtype=torch.float32)] * 2
         if everything:
             tables = ids, empty(512, hidden), ids, empty(2, hidden)
             kernels.embedding_fwd(ids, None, empty(30522, hidden), *tables, *norm, 1e-12, 0.1, seed, 3, True)
+            rows = ids, ids, ids, 30522, 512, 2, 0
+            kernels.embedding_bwd(*saved, *rows, 0.1, seed, 3, True, True)
         else:
             rest = (None,) * 5
             kernels.embedding_fwd(None, empty(16384, hidden), *rest, *norm, 1e-12, 0.0, None, 0, False)
+            kernels.embedding_bwd(*saved, None, None, None, 0, 0, 0, -1, 0.0, None, 0, True, False)
 
     widths = (16, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 12000)
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
@@ -293,7 +297,9 @@ def pooling_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
 
     def call(dtype: torch.dtype, width: int, mode: str) -> None:
         hidden = torch.empty(16384, width, dtype=dtype, device="meta")
-        kernels.pooling_fwd(hidden, torch.empty(65, dtype=torch.int32, device="meta"), mode)
+        ends = torch.empty(65, dtype=torch.int32, device="meta")
+        y = kernels.pooling_fwd(hidden, ends, mode)
+        kernels.pooling_bwd(y, hidden, y, ends, mode)
 
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     for arch, dtype, width, mode in itertools.product(SHARED_LIMIT, dtypes, (1, 17, 768), MODES):

@@ -355,4 +355,4 @@ def _check_table(name, table, ids_name, ids, source_name, like, shape):
 
 
 def _flat_ids(ids: Tensor, shape) -> Tensor:
-    return ids.to(torch.int64).expand(shape).reshape(-1)
+    return ids.to(torch.int64).expand(shape).reshape(-1).contiguous()  # reshape may keep strides

@@ -21,7 +21,7 @@ FAULTS = (
     _fault("position forgotten", "row = position_ptr + position_at[:, None]\n        z +=", "row = position_ptr + position_at[:, None]\n        z + "),
     _fault("segment taken for position", "row = segment_ptr + segment_at", "row = segment_ptr + position_at"),
     _fault("column mask dropped", "mask = row_mask[:, None] & (cols < HIDDEN)[None, :]", "mask = row_mask[:, None] & (cols >= 0)[None, :]"),
-    _fault("row mask dropped from the stores", "mask = row_mask[:, None] & col_mask[None, :]", "mask = (rows >= 0)[:, None] & col_mask[None, :]"),
+    _fault("row mask dropped from the stores", "mask = row_mask[:, None] & col_mask[None, :]\n        if", "mask = (rows >= 0)[:, None] & col_mask[None, :]\n        if"),
     _fault("y at the stride of the row's width", "at = rows[:, None] * y_stride", "at = rows[:, None] * HIDDEN"),
     # norm
     _fault("eps missing", "HIDDEN * 1.0) + eps)", "HIDDEN * 1.0))"),
@@ -39,10 +39,10 @@ FAULTS = (
     _fault("weight forgotten", " * weight[None, :] + bias", " + bias"),
     # dropout
     _fault("scale of the kept forgotten", "y * keep_scale", "y"),
-    _fault("dropout before the norm's bias", "keep = philox_keep(", "y -= bias[None, :]\n            keep = philox_keep("),
-    _fault("another plane", "philox_keep(seed_ptr, offset, 0, rows", "philox_keep(seed_ptr, offset, 1, rows"),
-    _fault("columns of the block, not of the row", "rows, col_start, threshold", "rows, 0, threshold"),
-    _fault("seed read without dropout", "seed if dropout_p > 0 else None", "seed"),
+    _fault("dropout before the norm's bias", "            keep = philox_keep(", "            y -= bias[None, :]\n            keep = philox_keep("),
+    _fault("another plane", "            keep = philox_keep(seed_ptr, offset, 0, rows", "            keep = philox_keep(seed_ptr, offset, 1, rows"),
+    _fault("columns of the block, not of the row", "            keep = philox_keep(seed_ptr, offset, 0, rows, col_start, threshold", "            keep = philox_keep(seed_ptr, offset, 0, rows, 0, threshold"),
+    _fault("seed read without dropout", "            seed if dropout_p > 0 else None, y,", "            seed, y,"),
     # launcher
     _fault("a tile too few", "(triton.cdiv(rows, block_m),)", "(max(1, rows // block_m),)"),
     _fault("z returned though not saved", "torch.empty_like(y) if save else", "torch.empty_like(y) if rows else"),

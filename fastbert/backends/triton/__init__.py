@@ -9,11 +9,11 @@ import torch
 
 from fastbert.backends.triton.attention import attention_fwd
 from fastbert.backends.triton.device import available
-from fastbert.backends.triton.embedding import embedding_fwd
+from fastbert.backends.triton.embedding import embedding_bwd, embedding_fwd
 from fastbert.backends.triton.layer_norm import layer_norm_bwd, layer_norm_fwd
 from fastbert.backends.triton.linear import linear_fwd
 from fastbert.backends.triton.padding import pack_fwd, unpack_fwd
-from fastbert.backends.triton.pooling import pooling_fwd
+from fastbert.backends.triton.pooling import pooling_bwd, pooling_fwd
 from fastbert.ops import padding as _padding
 
 HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,11 +30,13 @@ __all__ = [
     "DTYPES",
     "attention_fwd",
     "available",
+    "embedding_bwd",
     "embedding_fwd",
     "layer_norm_bwd",
     "layer_norm_fwd",
     "linear_fwd",
     "pack_fwd",
+    "pooling_bwd",
     "pooling_fwd",
     "unpack_fwd",
 ]

@@ -1,4 +1,4 @@
-"""`embedding`, forward, by `triton`: kernels/embedding.py; contract in fastbert/ops/embedding.py."""
+"""`embedding` by the `triton` backend: kernels/embedding.py; contract in fastbert/ops/embedding.py."""
 
 from __future__ import annotations
 
@@ -7,3 +7,7 @@ from fastbert.backends.triton.device import kernels
 
 def embedding_fwd(*args):
     return kernels("embedding").embedding_fwd(*args)
+
+
+def embedding_bwd(*args):
+    return kernels("embedding").embedding_bwd(*args)
