@@ -370,13 +370,17 @@ def candidates(
     block_d = max(16, triton.next_power_of_2(headdim))
     if dtype == torch.float32 or extras or block_d > 64:
         return found
-    more = (Config(128, 64, block_d, True, 8, 2), Config(64, 64, block_d, True, 4, 2))
-    if capability[0] in (9, 10):  # operands of a product may stay in shared memory
-        more += (
-            Config(128, 128, block_d, True, 8, 2),
-            Config(128, 64, block_d, True, 4, 2),
-            Config(64, 128, block_d, True, 4, 2),
-        )
+    more = (
+        Config(128, 64, block_d, True, 8, 2),
+        Config(64, 64, block_d, True, 4, 2),
+        Config(128, 128, block_d, True, 8, 2),
+        Config(128, 64, block_d, True, 4, 2),
+        Config(64, 128, block_d, True, 4, 2),
+    )
+    # float32 values of a tile of scores and of out that a thread holds; with more it spills. From sm_90 on
+    # the operands of a product may stay in shared memory
+    most = {9: 128, 10: 96}.get(capability[0], 64)
+    more = [c for c in more if c.block_m * (c.block_n + block_d) <= most * 32 * c.num_warps]
     return found + tuple(config for config in more if config not in found)
 
 

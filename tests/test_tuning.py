@@ -162,6 +162,18 @@ def test_candidates_begin_with_the_modules_own():
     assert configs == tune.candidates(task, H200)
 
 
+@pytest.mark.parametrize(("major", "most"), [(8, 64), (9, 128), (10, 96), (12, 64)])
+def test_attention_candidates_fit_a_threads_registers(major, most):
+    for headdim in (16, 32, 64):
+        configs = attention.candidates(headdim, BF16, False, (major, 0))
+        ladder = attention.ladder(headdim, BF16, False, (major, 0))
+        assert configs[: len(ladder)] == ladder
+        floats = [c.block_m * (c.block_n + headdim) / (32 * c.num_warps) for c in configs[len(ladder) :]]
+        assert max(floats) <= most
+    assert max(floats) == most  # nor is the rule tighter than it says
+    assert len(set(configs)) == len(configs)
+
+
 # --- one entry ----------------------------------------------------------------------------------------------
 
 
