@@ -8,6 +8,11 @@ Tiling     A program walks over output tiles of [BLOCK_M, BLOCK_N], every num_pr
 Precision  float32 accumulators ("ieee": float32 inputs are not cut to TF32); bias, activation and residual in
            float32; one rounding at each store.
 Saved      pre in storage dtype, where backward will ask for it.
+Backward   g = dy * act'(pre) in a pass of its own, with dbias = Σ_rows g in the same pass: partial sums in
+           registers, added in a fixed order. In the loads of the two products it would move more: a tile of g
+           is loaded OUT x IN / BLOCK times over, then as two matrices and not one, and its derivative is
+           computed as often. The products themselves, dx = g @ weight and dweight = g.T @ x, are PyTorch's
+           matrix products: no fusion is left that would save a byte.
 Transport  With compute capability 9.x, 10.x and 12.x tiles move by TMA, through tensor descriptors made on
            the host. Other GPUs, and matrices that TMA cannot describe (16-byte alignment), use pointers.
 Source     Hendrycks and Gimpel 2016, Gaussian Error Linear Units; Tillet, Kung, Cox 2019, Triton, for the
@@ -26,8 +31,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastbert.kernels import tuning
-from fastbert.kernels.activation import activate
-from fastbert.kernels.launch import MOST_REGISTERS, launch
+from fastbert.kernels.activation import activate, slope
+from fastbert.kernels.launch import MOST_REGISTERS, launch, resident_programs
+from fastbert.kernels.layer_norm import _sum_partials_kernel
 
 
 @triton.jit
@@ -125,6 +131,31 @@ def _linear_fwd_kernel(
             acc, bias_ptr, residual_ptr, y, pre, y_stride, residual_stride, row_start, col_start, n_rows,
             OUT, ACTIVATION, SPLIT, TMA, DTYPE,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("n_rows",))
+def _linear_bwd_kernel(
+    dy_ptr, pre_ptr, g_ptr, dbias_ptr, dy_stride, pre_stride, n_rows,
+    OUT: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """g in storage dtype, of every num_programs-th row tile; its column sums go to this program's row."""
+    program = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    col_mask = cols < OUT
+    dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for tile in range(program, tl.cdiv(n_rows, BLOCK_M), tl.num_programs(0)):
+        rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask = (rows < n_rows)[:, None] & col_mask[None, :]
+        g = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if ACTIVATION is not None:
+            pre = tl.load(pre_ptr + rows[:, None] * pre_stride + cols[None, :], mask=mask, other=0.0)
+            DTYPE: tl.constexpr = pre_ptr.dtype.element_ty
+            g *= slope(pre.to(tl.float32), ACTIVATION, FEW_DIGITS=DTYPE == tl.bfloat16)  # noqa: SIM300
+            if g_ptr is not None:
+                tl.store(g_ptr + rows[:, None] * OUT + cols[None, :], g.to(DTYPE), mask=mask)
+        dbias += g
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + program.to(tl.int64) * OUT + cols, tl.sum(dbias, 0), mask=col_mask)
 
 
 # --- launchers ----------------------------------------------------------------------------------------------
@@ -305,3 +336,58 @@ def linear_fwd_with(
         TMA=config.tma, num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return y, pre
+
+
+def bwd_config(out_features: int) -> tuple[int, int]:
+    """(BLOCK_M, BLOCK_N): 2048 elements a tile, which is 16 for each of 128 threads."""
+    block_n = max(16, min(256, triton.next_power_of_2(out_features)))
+    return 2048 // block_n, block_n
+
+
+def linear_bwd(
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    pre: Tensor | None,
+    activation: str | None,
+    need_dx: bool,
+    need_dweight: bool,
+    need_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias); the contract of `fastbert.ops.linear.linear_bwd`."""
+    need_g = need_dx or need_dweight
+    g, dbias = _activation_bwd(dy, pre, activation, need_g, need_dbias)
+    return (
+        g @ weight if need_dx else dy.new_empty((0,)),
+        g.t() @ x if need_dweight else dy.new_empty((0,)),
+        dbias,
+    )
+
+
+def _activation_bwd(
+    dy: Tensor, pre: Tensor | None, activation: str | None, need_g: bool, need_dbias: bool
+) -> tuple[Tensor, Tensor]:
+    """(g = dy * act'(pre), Σ_rows g); g is dy itself without an activation, dbias empty where not needed."""
+    rows, out_features = dy.shape
+    new_g = need_g and activation is not None
+    g = dy.new_empty((rows, out_features)) if new_g else dy
+    dbias = dy.new_zeros((out_features if need_dbias else 0,))  # zeros: the sum over no rows
+    if rows == 0 or not (new_g or need_dbias):
+        return g, dbias
+    block_m, block_n = bwd_config(out_features)
+    programs, column_blocks = triton.cdiv(rows, block_m), triton.cdiv(out_features, block_n)
+    partials = None
+    if need_dbias:
+        programs = min(programs, max(1, resident_programs(dy.device) // column_blocks))
+        partials = dy.new_empty((programs, out_features), dtype=torch.float32)
+    launch(
+        _linear_bwd_kernel, (programs, column_blocks), dy.device,
+        dy, pre, g if new_g else None, partials, dy.stride(0), 0 if pre is None else pre.stride(0), rows,
+        OUT=out_features, ACTIVATION=activation, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
+    )  # fmt: skip
+    if need_dbias:
+        launch(
+            _sum_partials_kernel, (triton.cdiv(out_features, 32), 1), dy.device,
+            partials, dbias, None, None, programs, HIDDEN=out_features, BLOCK_M=64, BLOCK_N=32, num_warps=4,
+        )  # fmt: skip
+    return g, dbias

@@ -4,7 +4,7 @@ import pytest
 
 from tests import mutation
 
-SUITES = ("triton_embedding_backward", "triton_pooling_backward")
+SUITES = ("triton_embedding_backward", "triton_linear_backward", "triton_pooling_backward")
 
 
 def test_sample_of_the_faults_is_caught():

@@ -167,10 +167,12 @@ def test_a_run_that_is_everything(rows, row, tokens, monkeypatch):
     assert torch.equal(*sums_by_id([row] * tokens, rows, 16, monkeypatch))
 
 
-def test_rows_of_different_heights_of_a_tile():
-    """More chunks in a run, and more tokens beside them, than a tile has rows."""
-    args = arguments(700, 200, p=0.0)
-    args["input_ids"][:450] = 12
+@pytest.mark.parametrize("chunk", [4, 12])
+def test_more_than_a_tile_holds(chunk, monkeypatch):
+    """More chunks in a run, more tokens in a chunk and beside it, than a tile has rows; and more columns."""
+    monkeypatch.setattr(kernels, "CHUNK", chunk)
+    args = arguments(150, 300, p=0.0)
+    args["input_ids"][:115] = 12
     assert_right(args)
 
 

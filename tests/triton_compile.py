@@ -135,11 +135,26 @@ def linear_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
     """(name, architecture, call that launches): the configs of the heuristic.
 
     By default the largest tiles with GELU in bfloat16 on every architecture; on sm_90 also with everything
-    that an epilogue can do, by pointers, and in float32. `full` is the product.
+    that an epilogue can do, by pointers, and in float32. `full` is the product. And the pass of backward: by
+    default with GELU in bfloat16 at 3072 columns.
     """
     import torch
 
     from fastbert.kernels import linear as kernels
+    from fastbert.ops.linear import ACTIVATIONS
+
+    def backward(dtype: torch.dtype, out_features: int, activation: str | None) -> None:
+        dy = torch.empty(16384, out_features, dtype=dtype, device="meta")
+        kernels.linear_bwd(dy, dy[:, :768], dy[:768].t(), dy, activation, True, True, True)
+
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    for arch, dtype, out_features, activation in itertools.product(
+        SHARED_LIMIT, dtypes, (17, 768, 3072), (*ACTIVATIONS, None)
+    ):
+        if full or (dtype == torch.bfloat16 and out_features == 3072 and activation == "gelu"):
+            args = (dtype, out_features, activation)
+            name = f"{str(dtype).removeprefix('torch.')}-{out_features}-backward-{activation}"
+            yield name, arch, lambda args=args: backward(*args)
 
     uses = {
         "bare": {},
@@ -148,9 +163,7 @@ def linear_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
         "residual": {"residual": True},
         "all": {"bias": True, "activation": "gelu", "residual": True, "save": True},
     }
-    for arch, dtype, aligned in itertools.product(
-        SHARED_LIMIT, (torch.bfloat16, torch.float16, torch.float32), (True, False)
-    ):
+    for arch, dtype, aligned in itertools.product(SHARED_LIMIT, dtypes, (True, False)):
         ladder = kernels.ladder(dtype, aligned, divmod(arch, 10))
         for config, options in itertools.product(ladder, uses):
             usual = dtype == torch.bfloat16 and aligned and options == "gelu"

@@ -76,6 +76,11 @@ def _forward(activation: str | None) -> str:
     return "linear_fwd" if activation is None else "linear_fwd activation"
 
 
+def _backward_of(activation: str | None) -> str:
+    """The same for backward."""
+    return "linear_bwd" if activation is None else "linear_bwd activation"
+
+
 # --- custom ops: what torch.compile sees --------------------------------------------------------------------
 
 
@@ -113,7 +118,8 @@ def linear_bwd(
 
     `x` is None where dweight is not needed, `weight` where dx is not, `pre` without an activation.
     """
-    return dispatch.call("linear_bwd", dy, dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias)
+    needs = need_dx, need_dweight, need_dbias
+    return dispatch.call(_backward_of(activation), dy, dy, x, weight, pre, activation, *needs)
 
 
 @linear_bwd.register_fake
@@ -174,7 +180,8 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return *_backward(lambda *args: dispatch.call("linear_bwd", args[0], *args), ctx, dy), None
+        function = _backward_of(ctx.activation)
+        return *_backward(lambda *args: dispatch.call(function, args[0], *args), ctx, dy), None
 
 
 linear_fwd.register_autograd(lambda ctx, dy, _: _backward(linear_bwd, ctx, dy), setup_context=_setup_context)

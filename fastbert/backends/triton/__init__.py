@@ -11,7 +11,7 @@ from fastbert.backends.triton.attention import attention_fwd
 from fastbert.backends.triton.device import available
 from fastbert.backends.triton.embedding import embedding_bwd, embedding_fwd
 from fastbert.backends.triton.layer_norm import layer_norm_bwd, layer_norm_fwd
-from fastbert.backends.triton.linear import linear_fwd
+from fastbert.backends.triton.linear import linear_bwd, linear_fwd
 from fastbert.backends.triton.padding import pack_fwd, unpack_fwd
 from fastbert.backends.triton.pooling import pooling_bwd, pooling_fwd
 from fastbert.ops import padding as _padding
@@ -34,6 +34,7 @@ __all__ = [
     "embedding_fwd",
     "layer_norm_bwd",
     "layer_norm_fwd",
+    "linear_bwd",
     "linear_fwd",
     "pack_fwd",
     "pooling_bwd",

@@ -1,4 +1,4 @@
-"""`linear`, forward, by `triton`: kernels/linear.py; contract in fastbert/ops/linear.py."""
+"""`linear` by the `triton` backend: kernels/linear.py; contract in fastbert/ops/linear.py."""
 
 from __future__ import annotations
 
@@ -7,3 +7,7 @@ from fastbert.backends.triton.device import kernels
 
 def linear_fwd(*args):
     return kernels("linear").linear_fwd(*args)
+
+
+def linear_bwd(*args):
+    return kernels("linear").linear_bwd(*args)
