@@ -377,10 +377,11 @@ def candidates(
         Config(128, 64, block_d, True, 4, 2),
         Config(64, 128, block_d, True, 4, 2),
     )
-    # float32 values of a tile of scores and of out that a thread holds; with more it spills. From sm_90 on
-    # the operands of a product may stay in shared memory
-    most = {9: 128, 10: 96}.get(capability[0], 64)
+    # float32 values of a tile of scores and of out that a thread holds, and rows of a warp; with more it
+    # spills. From sm_90 on the operands of a product may stay in shared memory
+    most, rows = {9: 128, 10: 96}.get(capability[0], 64), 32 if capability[0] == 9 else 16
     more = [c for c in more if c.block_m * (c.block_n + block_d) <= most * 32 * c.num_warps]
+    more = [c for c in more if c.block_m <= rows * c.num_warps]
     return found + tuple(config for config in more if config not in found)
 
 
