@@ -32,7 +32,7 @@ struct Attention {
 
 struct AttentionFwd : Attention {
     void* out;    // (total, nheads, headdim) contiguous; rows from cu_seqlens[batch] on are not written
-    float* lse;   // (nheads, total); the same
+    float* lse;   // (nheads, total); the same; null: not wanted
     void* probs;  // (batch, nheads, S, S) of dtype, zero on entry; null: not wanted
 };
 

@@ -134,7 +134,9 @@ void forward(const AttentionFwd& args, std::int64_t sequence, std::int64_t head,
                                             bias_row(args.bias, sequence, head, i + r));
             const bool empty = softmax.sum == 0.0f;
             const float inverse = empty ? 0.0f : 1.0f / softmax.sum;
-            args.lse[head * args.total + row] = empty ? -INFINITY : softmax.top + __builtin_logf(softmax.sum);
+            if (args.lse != nullptr)
+                args.lse[head * args.total + row] =
+                    empty ? -INFINITY : softmax.top + __builtin_logf(softmax.sum);
             if (args.probs != nullptr) {
                 bf16* p = static_cast<bf16*>(args.probs) +
                           ((sequence * args.nheads + head) * args.max_seqlen + i + r) * args.max_seqlen;
@@ -145,7 +147,7 @@ void forward(const AttentionFwd& args, std::int64_t sequence, std::int64_t head,
             narrow_row(s, n, args.dropout, head, row, weights + r * keys / 2);
             factor[r] = inverse * common;
         }
-        times_rows(weights, keys / 2, padded, v, half(n), width, out);
+        times_rows(weights, keys / 2, padded, v, width, half(n), width, out);
         for (std::int64_t r = 0; r < rows; ++r)
             store_rows(out + r * width, 1, width, factor[r],
                        static_cast<bf16*>(args.out) + ((tokens.start + i + r) * args.nheads + head) * headdim,
@@ -226,7 +228,7 @@ void backward(const AttentionBwd& args, std::int64_t sequence, std::int64_t head
         }
         pair_weights(w, keys / 2, rows, n, w_pairs, stride);
         pair_weights(ds, keys / 2, rows, n, ds_pairs, stride);
-        times_rows(ds, keys / 2, padded, k, half(n), width, dq);
+        times_rows(ds, keys / 2, padded, k, width, half(n), width, dq);
         add_transposed(ds_pairs, stride, half(rows), q_pairs, n, width, dk);
         add_transposed(w_pairs, stride, half(rows), dout_pairs, n, width, dv);
         store_rows(dq, rows, width, gate * args.softmax_scale, static_cast<bf16*>(args.dq) + first + i * step,

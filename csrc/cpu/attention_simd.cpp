@@ -15,6 +15,10 @@
 //            Matrix Multiplication".
 #include "attention_simd.h"
 
+#include <type_traits>
+
+#include "transpose.h"
+
 namespace fastbert {
 namespace FASTBERT_ISA {
 namespace {
@@ -34,16 +38,42 @@ void copy_rows(const Heads& t, std::int64_t first, std::int64_t head, std::int64
     }
 }
 
-// Panels [headdim][kKeyPanel] of the transpose, zeros for the keys behind `count`.
-void transpose(const float* rows, std::int64_t count, std::int64_t headdim, std::int64_t width, float* out) {
-    for (std::int64_t first = 0; first < count; first += kKeyPanel, out += headdim * kKeyPanel) {
-        const std::int64_t n = less(kKeyPanel, count - first);
-        for (std::int64_t c = 0; c < headdim; ++c) {
-            float* line = out + c * kKeyPanel;
-            for (std::int64_t j = 0; j < n; ++j) line[j] = rows[(first + j) * width + c];
-            for (std::int64_t j = n; j < kKeyPanel; ++j) line[j] = 0.0f;
+// Panels [headdim][kKeyPanel] of the transpose of rows [first, first + count); zeros for keys from `count` to
+// the next multiple of kLanes.
+template <class T>
+void transpose_rows(const Heads& t, std::int64_t first, std::int64_t head, std::int64_t count,
+                    std::int64_t headdim, float* out) {
+    for (std::int64_t j = 0; j < count; j += kLanes) {
+        float* const panel = out + j / kKeyPanel * headdim * kKeyPanel + j % kKeyPanel;
+        for (std::int64_t c = 0; c < headdim; c += kLanes) {
+            const int n = static_cast<int>(less(headdim - c, kLanes));
+            Vec block[kLanes];
+#pragma GCC unroll 16
+            for (int i = 0; i < kLanes; ++i)
+                block[i] = j + i < count ? load(row_of<T>(t, first + j + i, head) + c, n) : zero();
+            transpose(block);
+#pragma GCC unroll 16
+            for (int i = 0; i < kLanes; ++i)
+                if (i < n) store(panel + (c + i) * kKeyPanel, block[i], kLanes);
         }
     }
+}
+
+// Where rows [first, first + count) lie as floats in whole vectors, and how far apart: in place if they are
+// so, else copied to `out`.
+template <class T>
+FASTBERT_INLINE const float* float_rows(const Heads& t, std::int64_t first, std::int64_t head,
+                                        std::int64_t count, std::int64_t headdim, std::int64_t width,
+                                        float* out, std::int64_t& stride) {
+    if constexpr (std::is_same_v<T, float>) {
+        if (headdim == width) {
+            stride = t.row_stride;
+            return row_of<float>(t, first, head);
+        }
+    }
+    copy_rows<T>(t, first, head, count, count, headdim, width, out);
+    stride = width;
+    return out;
 }
 
 std::int64_t forward_scratch(std::int64_t seqlen, std::int64_t headdim) {
@@ -57,11 +87,11 @@ void forward_as(const AttentionFwd& args, std::int64_t sequence, std::int64_t he
     const Span tokens = span_of(args, sequence);
     const std::int64_t n = tokens.length, keys = round_up(n, kKeyPanel);
     const std::int64_t headdim = args.headdim, width = width_of(headdim);
-    float *panels = scratch, *v = panels + keys * headdim, *q = v + keys * width;
+    float *panels = scratch, *room = panels + keys * headdim, *q = room + keys * width;
     float *out = q + kQueryBlock * width, *scores = out + kQueryBlock * width;
-    copy_rows<T>(args.k, tokens.start, head, n, n, headdim, width, v);
-    transpose(v, n, headdim, width, panels);
-    copy_rows<T>(args.v, tokens.start, head, n, n, headdim, width, v);
+    transpose_rows<T>(args.k, tokens.start, head, n, headdim, panels);
+    std::int64_t v_row;
+    const float* const v = float_rows<T>(args.v, tokens.start, head, n, headdim, width, room, v_row);
     const float gate = args.gate == nullptr ? 1.0f : args.gate[head];
     for (std::int64_t i = begin; i < end; i += kQueryBlock) {
         const std::int64_t rows = less(kQueryBlock, end - i), padded = round_up(rows, kRows);
@@ -75,7 +105,9 @@ void forward_as(const AttentionFwd& args, std::int64_t sequence, std::int64_t he
                                             bias_row(args.bias, sequence, head, i + r));
             const bool empty = softmax.sum == 0.0f;
             const float inverse = empty ? 0.0f : 1.0f / softmax.sum;
-            args.lse[head * args.total + row] = empty ? -INFINITY : softmax.top + __builtin_logf(softmax.sum);
+            if (args.lse != nullptr)
+                args.lse[head * args.total + row] =
+                    empty ? -INFINITY : softmax.top + __builtin_logf(softmax.sum);
             if (args.probs != nullptr) {
                 T* p = static_cast<T*>(args.probs) +
                        ((sequence * args.nheads + head) * args.max_seqlen + i + r) * args.max_seqlen;
@@ -86,7 +118,7 @@ void forward_as(const AttentionFwd& args, std::int64_t sequence, std::int64_t he
             if (args.dropout.seed != nullptr) weigh(s, s, n, 1.0f, args.dropout, head, row);
             factor[r] = inverse * gate;
         }
-        times_rows(scores, keys, padded, v, n, width, out);
+        times_rows(scores, keys, padded, v, v_row, n, width, out);
         for (std::int64_t r = 0; r < rows; ++r) {
             T* o = static_cast<T*>(args.out) + ((tokens.start + i + r) * args.nheads + head) * headdim;
             for_vectors(headdim, [&](std::int64_t c, int, int m) __attribute__((always_inline)) {
@@ -114,10 +146,9 @@ void backward_as(const AttentionBwd& args, std::int64_t sequence, std::int64_t h
     float *dout = q + kQueryBlock * width, *dq = dout + kQueryBlock * width, *p = dq + kQueryBlock * width;
     float *dp = p + kQueryBlock * stride, *w = dp + kQueryBlock * stride;
     const Heads upstream{args.dout, args.nheads * headdim, headdim};
-    copy_rows<T>(args.v, tokens.start, head, n, n, headdim, width, k);
-    transpose(k, n, headdim, width, v_panels);
+    transpose_rows<T>(args.v, tokens.start, head, n, headdim, v_panels);
+    transpose_rows<T>(args.k, tokens.start, head, n, headdim, k_panels);
     copy_rows<T>(args.k, tokens.start, head, n, n, headdim, width, k);
-    transpose(k, n, headdim, width, k_panels);
     for (std::int64_t e = 0; e < tall * width; ++e) dk[e] = dv[e] = 0.0f;
     for (std::int64_t e = 0; e < kQueryBlock * stride; ++e) p[e] = w[e] = 0.0f;  // the last tile reads past n
     const float gate = args.gate == nullptr ? 1.0f : args.gate[head];
@@ -157,7 +188,7 @@ void backward_as(const AttentionBwd& args, std::int64_t sequence, std::int64_t h
                 if (ds != nullptr) store(ds + j, d, c);
             });
         }
-        times_rows(p, stride, padded, k, n, width, dq);
+        times_rows(p, stride, padded, k, width, n, width, dq);
         add_transposed(p, stride, rows, q, n, width, dk);
         add_transposed(w, stride, rows, dout, n, width, dv);
         store_rows(dq, rows, width, args.softmax_scale, static_cast<T*>(args.dq) + first + i * step, headdim,

@@ -70,13 +70,13 @@ void times_panels(const E* a, std::int64_t a_row, std::int64_t rows, const E* pa
                   less(kKeyPanel, round_up(keys - j, kLanes)), false);
 }
 
-// out (rows x width) = weights (rows x depth) times b (depth x width).
+// out (rows x width) = weights (rows x depth) times b (depth x width, b_row apart).
 template <class E>
-void times_rows(const E* weights, std::int64_t stride, std::int64_t rows, const E* b, std::int64_t depth,
-                std::int64_t width, float* out) {
+void times_rows(const E* weights, std::int64_t stride, std::int64_t rows, const E* b, std::int64_t b_row,
+                std::int64_t depth, std::int64_t width, float* out) {
     for (std::int64_t j = 0; j < depth; j += kDepth)
         for (std::int64_t r = 0; r < rows; r += kRows)
-            tiles(weights + r * stride + j, stride, 1, b + j * width, width, less(kDepth, depth - j),
+            tiles(weights + r * stride + j, stride, 1, b + j * b_row, b_row, less(kDepth, depth - j),
                   out + r * width, width, width, j > 0);
 }
 

@@ -8,6 +8,7 @@ from tests.mutation import Fault, Suite
 
 _SIMD = "csrc/cpu/linear_simd.cpp"
 _TASKS = "csrc/cpu/linear.cpp"
+_TRANSPOSE = "csrc/cpu/transpose.h"
 _ACTIVATION = "csrc/cpu/activation.h"
 _WIDENED = "csrc/cpu/widened.h"
 
@@ -53,7 +54,7 @@ FAULTS = (
     _fault("panel not filled with zeros", "__builtin_memset(line + columns, 0,", "if (false) __builtin_memset(line + columns, 0,"),
     _fault("transposed panel not filled with zeros", "j + i < columns ? load(b + (j + i) * args.column_stride + k, n) : zero()", "load(b + (j + i < columns ? j + i : columns - 1) * args.column_stride + k, n)"),
     _fault("last rows of a panel left out", "for (int i = 0; i < n; ++i) store(out + (k + i) * kPanel + j,", "for (int i = 0; i < n - (n < kLanes); ++i) store(out + (k + i) * kPanel + j,"),
-    _fault("quarters of the transposition swapped", "w[i + 8] = _mm512_shuffle_f32x4(a, c, 0xdd);", "w[i + 8] = _mm512_shuffle_f32x4(a, c, 0xd7);"),
+    _fault("quarters of the transposition swapped", "w[i + 8] = _mm512_shuffle_f32x4(a, c, 0xdd);", "w[i + 8] = _mm512_shuffle_f32x4(a, c, 0xd7);", _TRANSPOSE),
     # gradient of the activation, bias gradient
     _fault("first row counted twice", "row == begin ? g : add(load(partial + j, n), g)", "row == begin ? add(g, g) : add(load(partial + j, n), g)"),
     _fault("bias gradient of the rows' last", "row == begin ? g : add(load(partial + j, n), g)", "g"),
