@@ -384,6 +384,7 @@ def _activation_bwd(
         _linear_bwd_kernel, (programs, column_blocks), dy.device,
         dy, pre, g if new_g else None, partials, dy.stride(0), 0 if pre is None else pre.stride(0), rows,
         OUT=out_features, ACTIVATION=activation, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
+        maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     if need_dbias:
         launch(
