@@ -93,17 +93,21 @@ def test_eight_bits(name, dtype, every_isa):  # noqa: F811
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("int8", [False, True])
-def test_any_number_of_threads(count, int8, threads):  # noqa: F811
+# threads share rows; or each has sequences of its own: of two threads, of three, with empty ones
+@pytest.mark.parametrize("lengths", [[60, 1, 140, 154], [60, 0, 59, 0, 61, 58, 0], [40, 20, 60, 61]], ids=str)
+def test_any_number_of_threads(count, int8, lengths, threads):  # noqa: F811
     model = of("bert", hidden_size=192, num_attention_heads=3, intermediate_size=260)
-    model = model.quantize("int8") if int8 else model
-    x = torch.randn(355, 2 * 192)[:, :192]  # rows that are not next to each other, nor a multiple of a tile's
-    ends = torch.tensor([0, 60, 61, 201, 355], dtype=torch.int32)
-    torch.set_num_threads(1)
-    with torch.no_grad(), fused_calls() as seen:
-        expected = model.layers()[0](x, layers.Sequences(ends, 154))[0]
-        torch.set_num_threads(count)
-        assert torch.equal(model.layers()[0](x, layers.Sequences(ends, 154))[0], expected)
-    assert len(seen) == 2
+    layer = (model.quantize("int8") if int8 else model).layers()[0]
+    x = torch.randn(sum(lengths), 2 * 192)[:, :192]  # rows that are not next to each other
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    bias = torch.randn(len(lengths), 3, max(lengths), max(lengths))
+    for sequences in (layers.Sequences(ends, max(lengths)), layers.Sequences(ends, max(lengths), bias)):
+        torch.set_num_threads(1)
+        with torch.no_grad(), fused_calls() as seen:
+            expected = layer(x, sequences)[0]
+            torch.set_num_threads(count)
+            assert torch.equal(layer(x, sequences)[0], expected)
+        assert len(seen) == 2
 
 
 @pytest.mark.parametrize("lengths", [[7, 1, 40, 23], [0, 5, 5, 0, 0, 30, 0], [4], [1], [128, 129]], ids=str)

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <vector>
 
 #include "layer_norm.h"
 #include "linear_int8.h"
@@ -82,37 +83,69 @@ const char* add_norm(const EncoderLayer& layer, Rows rows, const LayerNormParams
     return cpu_layer_norm_fwd(args, threads);
 }
 
-// f(rows, threads) for all rows: in as many parts as there are threads, or at once by all of them. Returns
-// what one of them returned, if not null.
+bool have_own_rows(std::int64_t total, int threads) {
+    return threads > 1 && total >= threads * threads * kOwnRows;
+}
+
+// f(part) for as many parts as there are threads. Returns what one of them returned, if not null.
 template <class F>
-const char* by_rows(std::int64_t total, int threads, const F& f) {
-    if (threads < 2 || total < threads * threads * kOwnRows) return f(Rows{0, total}, threads);
+const char* by_parts(int threads, const F& f) {
     std::atomic<const char*> failed{nullptr};
     parallel_for(threads, threads, [&](std::int64_t part, int) {
-        const auto border = [&](std::int64_t i) {
-            return i == threads ? total : total * i / threads / kTile * kTile;
-        };
-        const Rows rows{border(part), border(part + 1) - border(part)};
-        if (const char* const why = f(rows, 1)) failed.store(why, std::memory_order_relaxed);
+        if (const char* const why = f(part)) failed.store(why, std::memory_order_relaxed);
     });
     return failed.load(std::memory_order_relaxed);
 }
 
-}  // namespace
+// f(rows, threads) for all rows: in as many parts as there are threads, or at once by all of them.
+template <class F>
+const char* by_rows(std::int64_t total, int threads, const F& f) {
+    if (!have_own_rows(total, threads)) return f(Rows{0, total}, threads);
+    return by_parts(threads, [&](std::int64_t part) {
+        const auto border = [&](std::int64_t i) {
+            return i == threads ? total : total * i / threads / kTile * kTile;
+        };
+        return f(Rows{border(part), border(part + 1) - border(part)}, 1);
+    });
+}
 
-const char* cpu_encoder_layer_fwd(const EncoderLayer& layer, int threads) {
-    if (layer.total == 0) return nullptr;
-    if (threads < 1) return "threads: expected >= 1";
+// Runs of whole sequences, one a thread, of about as many rows each, by the numbers of their first ones and
+// the batch at the end; empty where the longest run would keep the others waiting.
+std::vector<std::int64_t> runs_of_sequences(const EncoderLayer& layer, int threads) {
+    if (!have_own_rows(layer.total, threads) || layer.cu_seqlens[layer.batch] != layer.total) return {};
+    std::vector<std::int64_t> firsts{0};
+    for (int i = 1; i < threads; ++i) {
+        const std::int64_t wanted = layer.total * i / threads;
+        std::int64_t b = firsts.back();
+        while (b < layer.batch && layer.cu_seqlens[b] < wanted) ++b;
+        if (b > firsts.back() && layer.cu_seqlens[b] - wanted > wanted - layer.cu_seqlens[b - 1]) --b;
+        firsts.push_back(b);
+    }
+    firsts.push_back(layer.batch);
+    for (int i = 0; i < threads; ++i) {
+        const std::int64_t rows = layer.cu_seqlens[firsts[i + 1]] - layer.cu_seqlens[firsts[i]];
+        if (32 * rows * threads > 33 * layer.total) return {};
+    }
+    return firsts;
+}
+
+// Memory that a layer of so many rows works in. Context, q, k, v; after attention q's place serves the two
+// sums that go into a norm, k's the first norm's result, and from v's on there is room for the feed-forward's
+// inner rows. None of them lies over the context, of which another thread may not have read its rows yet.
+struct Places {
+    std::int64_t plane, wide;
+    Places(const EncoderLayer& layer, std::int64_t rows) {
+        const std::int64_t size = layer.dtype == DType::kFloat32 ? 4 : 2;
+        plane = (rows * layer.nheads * layer.headdim * size + 63) / 64 * 64;
+        wide = (rows * layer.inner * size + 63) / 64 * 64;
+    }
+    std::int64_t bytes() const { return 3 * plane + std::max(plane, wide); }
+};
+
+const char* run(const EncoderLayer& layer, int threads, char* memory) {
     const std::int64_t hidden = layer.nheads * layer.headdim, size = layer.dtype == DType::kFloat32 ? 4 : 2;
-    const std::int64_t plane = (layer.total * hidden * size + 63) / 64 * 64;
-    const std::int64_t wide = (layer.total * layer.inner * size + 63) / 64 * 64;
-    // context, q, k, v; after attention q's place serves the two sums that go into a norm, k's the first
-    // norm's result, and from v's on there is room for the feed-forward's inner rows. None of them lies over
-    // the context, of which another thread may not have read its rows yet.
-    const std::int64_t bytes = 3 * plane + std::max(plane, wide);
-    const Workspace workspace((bytes + 3) / 4);
-    if (workspace.data() == nullptr) return kOutOfMemory;
-    char* const context = reinterpret_cast<char*>(workspace.data());
+    const std::int64_t plane = Places(layer, layer.total).plane;
+    char* const context = memory;
     char* const base = context + plane;
     void* const sum = base;
     void* const attended = base + plane;
@@ -167,6 +200,42 @@ const char* cpu_encoder_layer_fwd(const EncoderLayer& layer, int threads) {
             why = add_norm(layer, rows, layer.output_norm, hidden, sum, layer.output.bias, attended, hidden,
                            layer.y, team);
         return why;
+    });
+}
+
+}  // namespace
+
+const char* cpu_encoder_layer_fwd(const EncoderLayer& layer, int threads) {
+    if (layer.total == 0) return nullptr;
+    if (threads < 1) return "threads: expected >= 1";
+    const std::vector<std::int64_t> firsts = runs_of_sequences(layer, threads);
+    if (firsts.empty()) {
+        const Workspace workspace(Places(layer, layer.total).bytes() / 4);
+        if (workspace.data() == nullptr) return kOutOfMemory;
+        return run(layer, threads, reinterpret_cast<char*>(workspace.data()));
+    }
+    // each thread goes through the whole layer with its own sequences, and waits for nobody
+    const std::int64_t hidden = layer.nheads * layer.headdim, size = layer.dtype == DType::kFloat32 ? 4 : 2;
+    std::vector<std::int64_t> memory{0};
+    std::vector<std::int32_t> ends;
+    for (int i = 0; i < threads; ++i) {
+        const std::int32_t begin = layer.cu_seqlens[firsts[i]], end = layer.cu_seqlens[firsts[i + 1]];
+        for (std::int64_t b = firsts[i]; b <= firsts[i + 1]; ++b) ends.push_back(layer.cu_seqlens[b] - begin);
+        memory.push_back(memory.back() + Places(layer, end - begin).bytes());
+    }
+    const Workspace workspace(memory.back() / 4);
+    if (workspace.data() == nullptr) return kOutOfMemory;
+    return by_parts(threads, [&](std::int64_t part) -> const char* {
+        const std::int64_t first = firsts[part], begin = layer.cu_seqlens[first];
+        EncoderLayer own = layer;
+        own.batch = firsts[part + 1] - first;
+        own.total = layer.cu_seqlens[firsts[part + 1]] - begin;
+        if (own.total == 0) return nullptr;
+        own.cu_seqlens = ends.data() + first + part;
+        own.x = static_cast<const char*>(layer.x) + begin * layer.x_stride * size;
+        own.y = static_cast<char*>(layer.y) + begin * hidden * size;
+        if (own.bias.data != nullptr) own.bias.data += first * own.bias.batch_stride;
+        return run(own, 1, reinterpret_cast<char*>(workspace.data()) + memory[part]);
     });
 }
 

@@ -97,7 +97,7 @@ int main() {
             for (const bool int8 : {false, true})
                 for (const bool everything : {false, true})
                     for (const std::vector<std::int32_t>& ends :
-                         {std::vector<std::int32_t>{0, 1}, {0, 5, 5, 22}, {0, 0, 131}})
+                         {std::vector<std::int32_t>{0, 1}, {0, 5, 5, 22}, {0, 0, 131}, {0, 60, 60, 121}})
                         for (const std::int64_t capacity : {0, 3})
                             for (const std::int64_t inner : {1, 40, 200})
                                 calls += run_one(dtype, int8, ends, capacity, 3, inner == 40 ? 7 : 16, inner,
