@@ -95,10 +95,11 @@ def test_eight_bits(name, dtype, every_isa):  # noqa: F811
 @pytest.mark.parametrize("int8", [False, True])
 # threads share rows; or each has sequences of its own: of two threads, of three, with empty ones
 @pytest.mark.parametrize("lengths", [[60, 1, 140, 154], [60, 0, 59, 0, 61, 58, 0], [40, 20, 60, 61]], ids=str)
-def test_any_number_of_threads(count, int8, lengths, threads):  # noqa: F811
+@pytest.mark.parametrize("capacity", [0, 2])
+def test_any_number_of_threads(count, int8, lengths, capacity, threads):  # noqa: F811
     model = of("bert", hidden_size=192, num_attention_heads=3, intermediate_size=260)
     layer = (model.quantize("int8") if int8 else model).layers()[0]
-    x = torch.randn(sum(lengths), 2 * 192)[:, :192]  # rows that are not next to each other
+    x = torch.randn(sum(lengths) + capacity, 2 * 192)[:, :192]  # rows that are not next to each other
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     bias = torch.randn(len(lengths), 3, max(lengths), max(lengths))
     for sequences in (layers.Sequences(ends, max(lengths)), layers.Sequences(ends, max(lengths), bias)):
