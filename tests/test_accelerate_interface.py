@@ -697,3 +697,27 @@ def test_a_trace_holds_no_op_of_ours():
     assert (site.fused, dict(site.stock)) == (0, {"export": 1})
     shorter = [t[:, :, :4] for t in inputs]
     close(traced(*shorter), both(module, *shorter, None)[1])
+
+
+def test_accelerate_applies_explains_and_takes_it_back():
+    config = transformers.LayoutLMConfig(
+        vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=40,
+        max_position_embeddings=24, max_2d_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LayoutLMModel(config).eval()
+    ids, mask = torch.randint(5, 60, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+    mask[1, 7:] = 0
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask)[0]
+        assert fastbert.explain(model).models[0].reason == "LayoutLMModel: not accelerated"
+        assert fastbert.accelerate(model, strict=True) is model
+        actual = model(ids, attention_mask=mask)[0]
+        assert "attention alone (calls: 2 fused)" in str(fastbert.explain(model))
+        assert (actual - expected)[mask.bool()].abs().max() < 1e-5
+        with pytest.warns(RuntimeWarning, match="LayoutLMModel: attention=False"):
+            fastbert.accelerate(model, attention=False)
+        assert model.config._attn_implementation == "sdpa"
+        assert torch.equal(model(ids, attention_mask=mask)[0], expected)
+        fastbert.restore(fastbert.accelerate(model))
+        assert model.config._attn_implementation == "sdpa"

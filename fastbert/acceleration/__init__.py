@@ -95,10 +95,10 @@ def accelerate(
         )
         return model
     found = list(_found(root))
-    others = list(_others(root)) if attention else []
+    others = list(_others(root))
     expanding = _expanding(root)
     if strict:
-        _check(found, others, options, expanding)
+        _check(found, others if attention else [], options, expanding)
     if dtype is not None:
         root.to(dtype)
     for name, module, (model_type, kind), config in found:
@@ -112,11 +112,16 @@ def accelerate(
             module.fastbert_state.reads_masked = id(module) in expanding
     applied = 0
     for _, module in others:
-        if interface.allows(module) is None:
+        if not attention:
+            interface.undo(module)
+        elif interface.allows(module) is None:
             interface.apply(module, strict=strict)
             applied += 1
     if not found and not applied:
-        why = "; ".join(f"{type(m).__name__}: {interface.allows(m)}" for _, m in others)
+        why = "; ".join(
+            f"{type(m).__name__}: {interface.allows(m) if attention else 'attention=False'}"
+            for _, m in others
+        )
         warnings.warn(
             f"fastbert.accelerate: nothing of {type(model).__name__} can be accelerated"
             f"{f' ({why})' if why else ''}",
@@ -164,8 +169,8 @@ class LayerReport:
 class ModelReport:
     """One encoder: whether padding is taken out now, why not, and how it ran since `accelerate`.
 
-    An encoder of no family of ours stands here too, with the reason why it is not accelerated, or that its
-    attention is; its calls are not counted.
+    An encoder of no family of ours stands here too: its reason says why it is not accelerated, or how often
+    its attention modules ran fused and, with the reasons, as stock.
     """
 
     name: str
@@ -219,9 +224,22 @@ def explain(model: Any) -> Explanation:
     for name, module in _others(root):
         reason = interface.allows(module)
         if reason is None:
-            reason = "attention alone" if interface.sites(module) else "not accelerated"
+            reason = _calls_of(module)
         reports.append(ModelReport(name, False, f"{type(module).__name__}: {reason}", 0, 0))
     return Explanation(reports, rows)
+
+
+def _calls_of(module: nn.Module) -> str:
+    """How the attention of a model of another family ran."""
+    sites = interface.sites(module).values()
+    if not sites:
+        return "not accelerated"
+    stock: dict[str, int] = {}
+    for site in sites:
+        for reason, calls in site.stock.items():
+            stock[reason] = stock.get(reason, 0) + calls
+    others = "".join(f", {calls} stock ({reason})" for reason, calls in stock.items())
+    return f"attention alone (calls: {sum(site.fused for site in sites)} fused{others})"
 
 
 def _module_of(model: Any) -> nn.Module:
