@@ -84,8 +84,10 @@ def attention_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
         "causal": {"causal": True},
         "negative-scale": {"scale": -0.1},
         "many": {"batch": kernels.SORTED + 1, "gate": True},
+        "sorted": {"batch": kernels.SORTED},  # where most registers are taken
     }
     extras = {
+        "sorted-keys": {"batch": kernels.SORTED, "bias": (kernels.SORTED, 1, 1, 512), "dropout_p": 0.1},
         "keys": {"bias": (32, 1, 1, 512)},
         "bias": {"bias": (1, 12, 512, 512)},
         "dropout": {"dropout_p": 0.1},
