@@ -129,9 +129,9 @@ std::vector<std::int64_t> runs_of_sequences(const EncoderLayer& layer, int threa
     return firsts;
 }
 
-// Memory that a layer of so many rows works in. Context, q, k, v; after attention q's place serves the two
-// sums that go into a norm, k's the first norm's result, and from v's on there is room for the feed-forward's
-// inner rows. None of them lies over the context, of which another thread may not have read its rows yet.
+// Memory that a layer of so many rows works in: q, k, v, context. After attention q's place serves the two
+// sums that go into a norm, k's the first norm's result; once nobody reads the context any more, there is
+// room for the feed-forward's inner rows from v's place on.
 struct Places {
     std::int64_t plane, wide;
     Places(const EncoderLayer& layer, std::int64_t rows) {
@@ -139,14 +139,14 @@ struct Places {
         plane = (rows * layer.nheads * layer.headdim * size + 63) / 64 * 64;
         wide = (rows * layer.inner * size + 63) / 64 * 64;
     }
-    std::int64_t bytes() const { return 3 * plane + std::max(plane, wide); }
+    std::int64_t bytes() const { return 2 * plane + std::max(2 * plane, wide); }
 };
 
 const char* run(const EncoderLayer& layer, int threads, char* memory) {
     const std::int64_t hidden = layer.nheads * layer.headdim, size = layer.dtype == DType::kFloat32 ? 4 : 2;
     const std::int64_t plane = Places(layer, layer.total).plane;
-    char* const context = memory;
-    char* const base = context + plane;
+    char* const base = memory;
+    char* const context = base + 3 * plane;
     void* const sum = base;
     void* const attended = base + plane;
     void* const inner = base + 2 * plane;
@@ -184,15 +184,18 @@ const char* run(const EncoderLayer& layer, int threads, char* memory) {
     const std::int64_t end = layer.cu_seqlens[layer.batch];
     std::memset(context + end * hidden * size, 0, (layer.total - end) * hidden * size);
 
-    return by_rows(layer.total, threads, [&](Rows rows, int team) {
+    failed = by_rows(layer.total, threads, [&](Rows rows, int team) {
         const char* why = multiply(layer, rows, layer.attention_output, context, hidden, hidden, hidden,
                                    false, Activation::kNone, sum, team);
         if (why == nullptr)
             why = add_norm(layer, rows, layer.attention_norm, hidden, sum, layer.attention_output.bias,
                            layer.x, layer.x_stride, attended, team);
-        if (why == nullptr)
-            why = multiply(layer, rows, layer.intermediate, attended, hidden, layer.inner, hidden, true,
-                           layer.activation, inner, team);
+        return why;
+    });
+    if (failed != nullptr) return failed;
+    return by_rows(layer.total, threads, [&](Rows rows, int team) {
+        const char* why = multiply(layer, rows, layer.intermediate, attended, hidden, layer.inner, hidden,
+                                   true, layer.activation, inner, team);
         if (why == nullptr)
             why = multiply(layer, rows, layer.output, inner, layer.inner, hidden, layer.inner, false,
                            Activation::kNone, sum, team);

@@ -18,9 +18,9 @@ def _fault(name: str, old: str, new: str, file: str = _CPP) -> Fault:
 
 FAULTS = (
     # places in the workspace
-    _fault("no room for wide inner rows", "3 * plane + std::max(plane, wide)", "4 * plane"),
-    _fault("q over the context", "char* const base = context + plane;", "char* const base = context;"),
-    _fault("inner rows over the context", "void* const inner = base + 2 * plane;", "void* const inner = context;"),
+    _fault("no room for wide inner rows", "2 * plane + std::max(2 * plane, wide)", "4 * plane"),
+    _fault("context over v", "char* const context = base + 3 * plane;", "char* const context = base + 2 * plane;"),
+    _fault("inner rows over the first norm's", "void* const inner = base + 2 * plane;", "void* const inner = attended;"),
     _fault("first norm over its own input's place", "void* const attended = base + plane;", "void* const attended = base;"),
     # parts
     _fault("part's rows of a from the first", "static_cast<const char*>(a) + rows.begin * a_stride * size", "static_cast<const char*>(a)"),
