@@ -41,8 +41,9 @@ from bench.timing import interleave, rotations  # noqa: E402
 from fastbert import dispatch, testing  # noqa: E402
 
 PASSES = ("forward", "backward")
-FLOPS_OF_BACKWARD = {"linear": 2.0, "attention": 2.5}  # times the forward's; the rest is bound by memory
-LINE = "{:1}{:13} {:30} {:8} {:4} {:9} {:>10} {:>9} {:>8} {:>8} {:>8}"
+# times the forward's; the rest is bound by memory
+FLOPS_OF_BACKWARD = {"linear": 2.0, "linear_cross_entropy": 2.0, "attention": 2.5}
+LINE = "{:1}{:20} {:30} {:8} {:4} {:9} {:>10} {:>9} {:>8} {:>8} {:>8}"
 HEAD = LINE.format("", "op", "case", "pass", "", "backend", "us", "gflops", "gbytes", "of_roof", "× torch")
 
 
@@ -139,6 +140,8 @@ def work(case: testing.Case, dtype: torch.dtype, inputs: dict, backward: bool) -
         return flops, 2 * case.tokens * case.hidden * element + tables
     if case.op == "cross_entropy":  # logits; dlogits
         return flops, 2 * case.rows * case.classes * element
+    if case.op == "linear_cross_entropy":  # x, weight; dx, dweight
+        return flops, 2 * (case.rows + case.classes) * case.in_features * element
     return flops, case.bytes(dtype)  # padding: the other way round
 
 

@@ -28,7 +28,8 @@ from fastbert import verdicts
 from fastbert.verdicts import Verdict
 
 OPS = (
-    "attention", "cross_entropy", "embedding", "layer_norm", "linear", "linear_int8", "padding", "pooling"
+    "attention", "cross_entropy", "embedding", "layer_norm", "linear", "linear_cross_entropy", "linear_int8",
+    "padding", "pooling",
 )  # fmt: skip
 INFERENCE_ONLY = ("linear_int8",)  # ops without a backward
 
@@ -45,6 +46,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "embedding": ("cpu", "aten", "reference"),
         "layer_norm": ("cpu", "aten", "reference"),
         "linear": ("cpu", "aten", "reference"),
+        "linear_cross_entropy": ("cpu", "aten", "reference"),
         "linear_int8": ("cpu", "aten", "reference"),
         "padding": ("cpu", "aten", "reference"),
         "pooling": ("aten", "reference"),
@@ -52,7 +54,8 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     # All of "cuda" is by count of bytes: bench/results has no row of a GPU yet.
     "cuda": {
         "attention": ("triton", "aten", "reference"),  # no padded copies of q, k, v; no scores in memory
-        "cross_entropy": ("aten", "reference"),
+        # Reads the labelled logits once, and once more in backward; aten copies all rows in float32 first.
+        "cross_entropy": ("triton", "aten", "reference"),
         # One pass; aten writes and reads three float32 sums. Backward writes a table's gradient once; aten
         # fills it with zeros, adds to it in float32 and casts it.
         "embedding": ("triton", "aten", "reference"),
@@ -61,6 +64,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         # The activation moves once, not three times; in backward its gradient is read once less, for the
         # bias. In float32 that is little beside the products themselves.
         "linear activation half": ("triton", "aten", "reference"),
+        "linear_cross_entropy": ("triton", "aten", "reference"),  # cuBLAS's products, cross_entropy's kernels
         "linear_int8": ("aten", "reference"),
         "padding": ("triton", "aten", "reference"),  # unpack writes a row once, aten zeros first; pack: equal
         # Reads the tokens once; aten writes them in float32 first, and their gradients too.

@@ -101,7 +101,7 @@ def test_every_line_of_the_table_is_of_known_ops_and_backends_and_ends_in_refere
         ("pack_fwd", torch.int64, "triton"),
         ("unpack_fwd", torch.bool, "triton"),
         ("embedding_fwd", torch.float32, "triton"),
-        ("cross_entropy_fwd", torch.float32, "aten"),
+        ("cross_entropy_fwd", torch.float32, "triton"),
     ],
 )
 def test_the_line_of_a_call_on_a_gpu(function, dtype, first):

@@ -1,10 +1,15 @@
-"""Faults planted in the Triton backward of embedding, pooling and linear must make their tests fail."""
+"""Faults planted in the Triton kernels of training must make their tests fail."""
 
 import pytest
 
 from tests import mutation
 
-SUITES = ("triton_embedding_backward", "triton_linear_backward", "triton_pooling_backward")
+SUITES = (
+    "triton_cross_entropy",
+    "triton_embedding_backward",
+    "triton_linear_backward",
+    "triton_pooling_backward",
+)
 
 
 def test_sample_of_the_faults_is_caught():

@@ -141,6 +141,12 @@ def test_pooling(full):
     assert_fit(compiled("pooling", *["--full"] * full), kernels)
 
 
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_cross_entropy(full):
+    kernels = {"_cross_entropy_fwd_kernel", "_cross_entropy_bwd_kernel", "_mean_loss_kernel"}
+    assert_fit(compiled("cross_entropy", *["--full"] * full), kernels)
+
+
 def test_attention():
     rows = compiled("attention")
     assert_fit(rows, {"_attention_fwd_kernel"})

@@ -90,7 +90,7 @@ def test_what_a_gpu_needs(monkeypatch):
     assert found["attention"] == found["layer_norm"] == set(FLOATS)
     assert found["linear"] == {torch.bfloat16, torch.float16}  # as the table has it
     assert found["padding"] == set(triton.DTYPES["padding"])
-    assert "cross_entropy" not in found
+    assert "linear_int8" not in found
     (only,) = warmup.wanted(torch.device("cuda", 0), ["embedding"], [torch.float16])
     assert only == ("embedding", "triton", [torch.float16])
 

@@ -300,6 +300,29 @@ def padding_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
             yield f"{str(dtype).removeprefix('torch.')}-{inner}", arch, lambda a=dtype, b=inner: call(a, b)
 
 
+def cross_entropy_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """(name, architecture, call that launches): by default the vocabulary of BERT in bfloat16.
+
+    `full`: every dtype, numbers of classes of every block and alignment, with and without label smoothing.
+    """
+    import torch
+
+    from fastbert.kernels import cross_entropy as kernels
+
+    def call(dtype: torch.dtype, classes: int, smoothing: float) -> None:
+        logits = torch.empty(2500, classes, dtype=dtype, device="meta")
+        labels = torch.empty(2500, dtype=torch.int64, device="meta")
+        loss, lse, count = kernels.cross_entropy_fwd(logits, labels, -100, smoothing)
+        kernels.cross_entropy_bwd(loss, logits, labels, lse, count, -100, smoothing)
+
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    widths = (1, 2, 256, 516, 1032, 2064, 28996, 30522, 32768)
+    for arch, dtype, classes, smoothing in itertools.product(SHARED_LIMIT, dtypes, widths, (0.0, 0.1)):
+        if full or (dtype == torch.bfloat16 and classes == 30522 and smoothing == 0.1):
+            name = f"{str(dtype).removeprefix('torch.')}-{classes}-smoothing{smoothing:g}"
+            yield name, arch, lambda a=dtype, b=classes, c=smoothing: call(a, b, c)
+
+
 def pooling_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
     """(name, architecture, call that launches): by default 768 columns of bfloat16, the three modes.
 
@@ -325,6 +348,7 @@ def pooling_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
 
 JOBS = {
     "attention": attention_jobs,
+    "cross_entropy": cross_entropy_jobs,
     "embedding": embedding_jobs,
     "layer_norm": layer_norm_jobs,
     "linear": linear_jobs,

@@ -68,6 +68,7 @@ SMALL = [
     CrossEntropyCase(5, 40, labelled=0.6),
     CrossEntropyCase(3, 17, label_smoothing=0.1),
 ]
+ON_GPU = [CrossEntropyCase(6, 30522, labelled=0.5, label_smoothing=0.1)]  # several blocks a row
 CASES = [
     *SMALL,
     CrossEntropyCase(1, 1),

@@ -124,6 +124,27 @@ cross_entropy_fwd.register_autograd(
 # --- public function ----------------------------------------------------------------------------------------
 
 
+def checked_labels(
+    labels: Tensor, rows: int, classes: int, like: Tensor, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    """The labels as the backends take them; TypeError or ValueError where one of the arguments is wrong."""
+    checks.int_tensor("labels", labels, like)
+    checks.shape("labels", labels, (rows,))
+    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
+        raise TypeError(f"ignore_index: expected an integer, got {ignore_index!r}")
+    if not isinstance(label_smoothing, (int, float)) or not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing: expected a number in [0, 1], got {label_smoothing!r}")
+    labels = labels.to(torch.int64)
+    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = labels[(labels != ignore_index) & ((labels < 0) | (labels >= classes))]
+        if wrong.numel():
+            raise ValueError(
+                f"labels: label {wrong[0].item()} is out of range for {classes} classes "
+                f"(ignore_index is {ignore_index})"
+            )
+    return labels.contiguous()
+
+
 def cross_entropy(
     logits: Tensor, labels: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Tensor:
@@ -151,21 +172,8 @@ def cross_entropy(
         raise ValueError(
             f"logits: expected shape (rows, classes) with classes >= 1, got {tuple(logits.shape)}"
         )
-    checks.int_tensor("labels", labels, logits)
-    checks.shape("labels", labels, (logits.shape[0],))
-    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
-        raise TypeError(f"ignore_index: expected an integer, got {ignore_index!r}")
-    if not isinstance(label_smoothing, (int, float)) or not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing: expected a number in [0, 1], got {label_smoothing!r}")
-    labels = labels.to(torch.int64)
-    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
-        wrong = labels[(labels != ignore_index) & ((labels < 0) | (labels >= logits.shape[1]))]
-        if wrong.numel():
-            raise ValueError(
-                f"labels: label {wrong[0].item()} is out of range for {logits.shape[1]} classes "
-                f"(ignore_index is {ignore_index})"
-            )
-    args = (checks.rows(logits), labels.contiguous(), ignore_index, float(label_smoothing))
+    labels = checked_labels(labels, *logits.shape, logits, ignore_index, label_smoothing)
+    args = (checks.rows(logits), labels, ignore_index, float(label_smoothing))
     if torch.compiler.is_compiling():
         return cross_entropy_fwd(*args)[0]
     if torch.is_grad_enabled() and logits.requires_grad:

@@ -7,6 +7,10 @@ from fastbert.backends.aten.cross_entropy import cross_entropy_bwd, cross_entrop
 from fastbert.backends.aten.embedding import embedding_bwd, embedding_fwd
 from fastbert.backends.aten.layer_norm import layer_norm_bwd, layer_norm_fwd
 from fastbert.backends.aten.linear import linear_bwd, linear_fwd
+from fastbert.backends.aten.linear_cross_entropy import (
+    linear_cross_entropy_bwd,
+    linear_cross_entropy_fwd,
+)
 from fastbert.backends.aten.linear_int8 import linear_int8_fwd
 from fastbert.backends.aten.padding import pack_fwd, unpack_fwd
 from fastbert.backends.aten.pooling import pooling_bwd, pooling_fwd
@@ -15,7 +19,17 @@ from fastbert.ops.checks import FLOATS
 
 DTYPES = {
     **dict.fromkeys(
-        ("attention", "cross_entropy", "embedding", "layer_norm", "linear", "linear_int8", "pooling"), FLOATS
+        (
+            "attention",
+            "cross_entropy",
+            "embedding",
+            "layer_norm",
+            "linear",
+            "linear_cross_entropy",
+            "linear_int8",
+            "pooling",
+        ),
+        FLOATS,
     ),
     "padding": padding.DTYPES,
 }
@@ -32,6 +46,8 @@ __all__ = [
     "layer_norm_bwd",
     "layer_norm_fwd",
     "linear_bwd",
+    "linear_cross_entropy_bwd",
+    "linear_cross_entropy_fwd",
     "linear_fwd",
     "linear_int8_fwd",
     "pack_fwd",

@@ -15,6 +15,10 @@ from fastbert.backends.cpu.embedding import embedding_bwd, embedding_fwd
 from fastbert.backends.cpu.encoder_layer import encoder_layer_fwd, encoder_layer_weights
 from fastbert.backends.cpu.layer_norm import layer_norm_bwd, layer_norm_fwd
 from fastbert.backends.cpu.linear import linear_bwd, linear_fwd, linear_pack
+from fastbert.backends.cpu.linear_cross_entropy import (
+    linear_cross_entropy_bwd,
+    linear_cross_entropy_fwd,
+)
 from fastbert.backends.cpu.linear_int8 import linear_int8_fwd, linear_int8_pack
 from fastbert.backends.cpu.padding import pack_fwd, unpack_fwd
 from fastbert.ops import padding
@@ -22,7 +26,16 @@ from fastbert.ops import padding
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     **dict.fromkeys(
-        ("attention", "cross_entropy", "embedding", "layer_norm", "linear", "linear_int8"), _FLOATS
+        (
+            "attention",
+            "cross_entropy",
+            "embedding",
+            "layer_norm",
+            "linear",
+            "linear_cross_entropy",
+            "linear_int8",
+        ),
+        _FLOATS,
     ),
     "padding": padding.DTYPES,
 }
@@ -41,6 +54,8 @@ __all__ = [
     "layer_norm_bwd",
     "layer_norm_fwd",
     "linear_bwd",
+    "linear_cross_entropy_bwd",
+    "linear_cross_entropy_fwd",
     "linear_fwd",
     "linear_int8_fwd",
     "linear_int8_pack",

@@ -8,10 +8,15 @@ from __future__ import annotations
 import torch
 
 from fastbert.backends.triton.attention import attention_fwd
+from fastbert.backends.triton.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from fastbert.backends.triton.device import available
 from fastbert.backends.triton.embedding import embedding_bwd, embedding_fwd
 from fastbert.backends.triton.layer_norm import layer_norm_bwd, layer_norm_fwd
 from fastbert.backends.triton.linear import linear_bwd, linear_fwd
+from fastbert.backends.triton.linear_cross_entropy import (
+    linear_cross_entropy_bwd,
+    linear_cross_entropy_fwd,
+)
 from fastbert.backends.triton.padding import pack_fwd, unpack_fwd
 from fastbert.backends.triton.pooling import pooling_bwd, pooling_fwd
 from fastbert.ops import padding as _padding
@@ -19,9 +24,11 @@ from fastbert.ops import padding as _padding
 HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "attention": HALF_AND_SINGLE,
+    "cross_entropy": HALF_AND_SINGLE,
     "embedding": HALF_AND_SINGLE,
     "layer_norm": HALF_AND_SINGLE,
     "linear": HALF_AND_SINGLE,
+    "linear_cross_entropy": HALF_AND_SINGLE,
     "padding": _padding.DTYPES,  # nothing is computed
     "pooling": HALF_AND_SINGLE,
 }
@@ -30,11 +37,15 @@ __all__ = [
     "DTYPES",
     "attention_fwd",
     "available",
+    "cross_entropy_bwd",
+    "cross_entropy_fwd",
     "embedding_bwd",
     "embedding_fwd",
     "layer_norm_bwd",
     "layer_norm_fwd",
     "linear_bwd",
+    "linear_cross_entropy_bwd",
+    "linear_cross_entropy_fwd",
     "linear_fwd",
     "pack_fwd",
     "pooling_bwd",

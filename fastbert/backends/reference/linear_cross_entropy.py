@@ -1,0 +1,126 @@
+"""`linear_cross_entropy`: a backend's product and its loss, chunk by chunk; contract in fastbert/ops.
+
+Every backend's two functions are made here, of its `linear` and its `cross_entropy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from fastbert.backends.reference import cross_entropy, linear
+from fastbert.ops.checks import compute_dtype
+
+
+def chunked(linear: ModuleType, cross_entropy: ModuleType) -> tuple[Callable, Callable]:
+    """(linear_cross_entropy_fwd, linear_cross_entropy_bwd), by the functions of two modules."""
+
+    def logits_of(weight: Tensor, bias: Tensor | None, times: int) -> Callable[[Tensor], Tensor]:
+        """The product with `weight`, to be taken so many times."""
+        pack = getattr(linear, "linear_pack", None) if times > 1 else None
+        packed = pack(weight) if pack is not None else None
+        return lambda x: linear.linear_fwd(x, weight, bias, None, None, False, packed)[0]
+
+    def forward(x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows, save):
+        rows, compute = x.shape[0], compute_dtype(x)
+        at = _labelled_rows(labels, labelled, ignore_index)
+        x, targets = _take(x, at), _take(labels, at)
+        total = targets.shape[0]
+        parts = _parts(total, chunk_rows)
+        product = logits_of(weight, bias, len(parts)) if parts else None
+        loss, kept = x.new_zeros((), dtype=compute), x.new_empty(0)
+        lse = x.new_zeros((2, total), dtype=compute)
+        for part in parts:
+            logits = product(x[part])
+            mean, lse[:, part], _ = cross_entropy.cross_entropy_fwd(
+                logits, targets[part], ignore_index, label_smoothing
+            )
+            if len(parts) == 1:
+                loss, kept = mean, logits if save else kept
+            else:
+                loss += mean * ((part.stop - part.start) / total)
+        if at is not None:
+            lse = lse.new_zeros((2, rows)).index_copy_(1, at, lse)
+        return loss, lse, torch.full((), total, dtype=torch.int64, device=x.device), kept
+
+    def backward(
+        dloss, x, weight, bias, labels, lse, count, logits, labelled, ignore_index, label_smoothing,
+        chunk_rows, need_dx, need_dweight, need_dbias,
+    ):  # fmt: skip
+        at = _labelled_rows(labels, labelled, ignore_index)
+        rows, x, targets = labels.shape[0], _take(x, at), _take(labels, at)
+        lse = lse if at is None else lse.index_select(1, at)
+        parts = _parts(targets.shape[0], chunk_rows)
+
+        def gradient(part: slice, logits: Tensor) -> Tensor:
+            return cross_entropy.cross_entropy_bwd(
+                dloss, logits, targets[part], lse[:, part].contiguous(), count, ignore_index, label_smoothing
+            )
+
+        if len(parts) == 1:
+            if logits.dim() == 1:
+                logits = logits_of(weight, bias, 1)(x)
+            g = gradient(parts[0], logits)
+            x, weight = x if need_dweight else None, weight if need_dx else None
+            dx, dweight, dbias = linear.linear_bwd(
+                g, x, weight, None, None, need_dx, need_dweight, need_dbias
+            )
+            return (_put(dx, at, rows) if need_dx else dx), dweight, dbias
+
+        sums = compute_dtype(x)
+        dx = x.new_empty((x.shape[0], x.shape[1]) if need_dx else (0,))
+        dweight = x.new_zeros(weight.shape if need_dweight else (0,), dtype=sums)
+        dbias = x.new_zeros((weight.shape[0] if need_dbias else 0,), dtype=sums)
+        product = logits_of(weight, bias, len(parts)) if parts else None
+        for part in parts:
+            g = gradient(part, product(x[part]))
+            if need_dx:
+                dx[part] = linear.linear_bwd(g, None, weight, None, None, True, False, False)[0]
+            if need_dweight:
+                _add_product(dweight, g, x[part])
+            if need_dbias:
+                dbias += g.sum(0, dtype=sums)
+        return _put(dx, at, rows) if need_dx else dx, dweight.to(x.dtype), dbias.to(x.dtype)
+
+    return forward, backward
+
+
+def _labelled_rows(labels: Tensor, labelled: int, ignore_index: int) -> Tensor | None:
+    """(labelled,) row numbers; None where all rows are labelled. A number below 0 is one not known."""
+    if labelled == labels.shape[0]:
+        return None
+    keep = labels != ignore_index
+    if labelled < 0:
+        return keep.nonzero().squeeze(1)
+    return torch.nonzero_static(keep, size=labelled).squeeze(1)
+
+
+def _parts(total: int, chunk_rows: int) -> list[slice]:
+    """The rows 0 to total in as few parts as `chunk_rows` allows, of equal size but for the last."""
+    size = -(-total // max(1, -(-total // chunk_rows)))
+    return [slice(start, min(start + size, total)) for start in range(0, total, max(1, size))]
+
+
+def _take(t: Tensor | None, at: Tensor | None) -> Tensor | None:
+    return t if t is None or at is None else t.index_select(0, at)
+
+
+def _put(t: Tensor, at: Tensor | None, rows: int) -> Tensor:
+    """The opposite of `_take`: zeros in all other rows."""
+    return t if at is None else t.new_zeros((rows, t.shape[1])).index_copy_(0, at, t)
+
+
+def _add_product(total: Tensor, g: Tensor, x: Tensor) -> None:
+    """total += g.T @ x; the product is not rounded to storage dtype, which would cost a tenth more error."""
+    if total.dtype == g.dtype:
+        total.addmm_(g.t(), x)
+    elif g.is_cuda and torch.version.hip is None and hasattr(torch.ops.aten.mm, "dtype"):  # PyTorch >= 2.8
+        total.add_(torch.mm(g.t(), x, out_dtype=total.dtype))
+    else:
+        total.addmm_(g.t().to(total.dtype), x.to(total.dtype))
+
+
+linear_cross_entropy_fwd, linear_cross_entropy_bwd = chunked(linear, cross_entropy)

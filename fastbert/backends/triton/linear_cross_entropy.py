@@ -1,0 +1,9 @@
+"""`linear_cross_entropy` by the `triton` backend's `cross_entropy`; the products are PyTorch's."""
+
+from __future__ import annotations
+
+from fastbert.backends.aten import linear
+from fastbert.backends.reference.linear_cross_entropy import chunked
+from fastbert.backends.triton import cross_entropy
+
+linear_cross_entropy_fwd, linear_cross_entropy_bwd = chunked(linear, cross_entropy)

@@ -1,0 +1,269 @@
+r"""Cross-entropy of a linear layer's output, over the labelled rows, without all of their logits at a time.
+
+Forward, with x (rows, in), weight (classes, in), bias (classes,), labels (rows,):
+
+    logits = x @ weight.T + bias
+    loss = the mean of cross_entropy(logits_i, label_i) over the labelled rows; 0 where there are none
+
+Backward, with g the gradient of the logits (ops/cross_entropy.py):
+
+    dx = g @ weight, 0 in rows without a label,  dweight = g.T @ x,  dbias = Σ_rows g
+
+Only labelled rows are computed, in chunks of equal size whose logits, with their gradient, fit a stated
+number of bytes. Logits and g have the storage dtype, as those of a linear layer have; dweight and dbias are
+summed over the chunks in float32 (float64 for float64) and rounded once.
+
+Saved: x and weight. The logits, too, if they fit one chunk; else backward computes them again, which is a
+third more work in this layer and about a hundredth of BERT's training step. Gradients made in forward would
+save that, but they do not know dloss: in float16 they would lose what a GradScaler is there to keep, they
+would be rounded twice, and a float32 dweight would be held, and read and written once more to be scaled. The
+peak is the same: it falls where backward begins, and there a chunk exists either way.
+
+Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", sec. 3, for the memory of
+logits; Szegedy et al. 2015, "Rethinking the Inception Architecture", sec. 7 (label smoothing).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastbert import dispatch
+from fastbert.ops import checks
+from fastbert.ops.cross_entropy import checked_labels, cross_entropy_ref
+
+# Bytes of logits and their gradient at a time, where the caller does not say. On a GPU what 15% of 32 x 512
+# tokens need in bfloat16, so that nothing is computed twice; on a CPU those of 8 x 128 in float32.
+CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29}
+UNKNOWN = -1  # the number of labelled rows, where the host has not seen it
+
+
+def linear_cross_entropy_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Plain PyTorch, differentiable by autograd; computes in float64 for float64 `x`, else in float32."""
+    compute = checks.compute_dtype(x)
+    keep = labels != ignore_index
+    logits = x[keep].to(compute) @ weight.to(compute).T
+    if bias is not None:
+        logits = logits + bias.to(compute)
+    return cross_entropy_ref(logits, labels[keep], ignore_index, label_smoothing)
+
+
+# --- custom ops: what torch.compile sees --------------------------------------------------------------------
+
+
+@torch.library.custom_op("fastbert::linear_cross_entropy_fwd", mutates_args=())
+def linear_cross_entropy_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    labelled: int,
+    ignore_index: int,
+    label_smoothing: float,
+    chunk_rows: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss (), lse (2, rows), count () int64, logits).
+
+    lse as in `cross_entropy_fwd`. The logits are (labelled rows, classes) where they are kept for backward,
+    of shape (0,) otherwise: always under torch.compile, which could not know their shape.
+    """
+    args = (x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows)
+    return dispatch.call("linear_cross_entropy_fwd", x, *args, False)
+
+
+@linear_cross_entropy_fwd.register_fake
+def _(x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows):
+    compute = checks.compute_dtype(x)
+    return (
+        x.new_empty((), dtype=compute),
+        x.new_empty((2, x.shape[0]), dtype=compute),
+        labels.new_empty(()),
+        x.new_empty((0,)),
+    )
+
+
+@torch.library.custom_op("fastbert::linear_cross_entropy_bwd", mutates_args=())
+def linear_cross_entropy_bwd(
+    dloss: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    labels: Tensor,
+    lse: Tensor,
+    count: Tensor,
+    logits: Tensor,
+    labelled: int,
+    ignore_index: int,
+    label_smoothing: float,
+    chunk_rows: int,
+    need_dx: bool,
+    need_dweight: bool,
+    need_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias), each of shape (0,) where not needed.
+
+    Where logits are given, `x` is None if dweight is not needed, `weight` if dx is not.
+    """
+    args = (dloss, x, weight, bias, labels, lse, count, logits, labelled, ignore_index, label_smoothing)
+    needs = chunk_rows, need_dx, need_dweight, need_dbias
+    return dispatch.call("linear_cross_entropy_bwd", logits, *args, *needs)
+
+
+@linear_cross_entropy_bwd.register_fake
+def _(
+    dloss, x, weight, bias, labels, lse, count, logits, labelled, ignore_index, label_smoothing, chunk_rows,
+    need_dx, need_dweight, need_dbias,
+):  # fmt: skip
+    return (
+        logits.new_empty((labels.shape[0], weight.shape[1]) if need_dx else (0,)),
+        logits.new_empty((weight.shape[0], x.shape[1]) if need_dweight else (0,)),
+        logits.new_empty((bias.shape[0] if need_dbias else 0,)),
+    )
+
+
+# --- autograd: one setup and one backward for eager and for the compiled op ---------------------------------
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, bias, labels, *ctx.options = inputs
+    _loss, lse, count, logits = output
+    need_dx, need_dweight = ctx.needs_input_grad[:2]
+    again = logits.dim() == 1  # they were not kept
+    ctx.save_for_backward(
+        x if again or need_dweight else None,
+        weight if again or need_dx else None,
+        bias,
+        labels,
+        lse,
+        count,
+        logits,
+    )
+    ctx.set_materialize_grads(False)
+
+
+def _backward(launch, ctx, dloss):
+    if dloss is None:
+        return (None,) * 8
+    needs = ctx.needs_input_grad[:3]
+    grads = launch(dloss, *ctx.saved_tensors, *ctx.options, *needs)
+    return *(g if needed else None for g, needed in zip(grads, needs, strict=True)), *(None,) * 5
+
+
+class LinearCrossEntropyFunction(torch.autograd.Function):
+    """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
+
+    @staticmethod
+    def forward(ctx, *inputs):  # a setup_context of its own would cost an inspect.signature at every call
+        output = dispatch.call("linear_cross_entropy_fwd", inputs[0], *inputs, True)
+        _setup_context(ctx, inputs, output)
+        return output[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss):
+        function = "linear_cross_entropy_bwd"
+        return _backward(lambda *args: dispatch.call(function, args[7], *args), ctx, dloss)
+
+
+linear_cross_entropy_fwd.register_autograd(
+    lambda ctx, dloss, *_: _backward(linear_cross_entropy_bwd, ctx, dloss), setup_context=_setup_context
+)
+
+
+# --- public function ----------------------------------------------------------------------------------------
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    labelled: int | None = None,
+    chunk_bytes: int | None = None,
+) -> Tensor:
+    """Mean cross-entropy of x @ weight.T + bias over the labelled rows, which alone are computed.
+
+    Under autocast it casts as `F.linear` does. Labels on the CPU are checked against the number of classes;
+    on other devices that would stop the device.
+
+    Args:
+        x: (rows, in), float32, bfloat16, float16 or float64.
+        weight: (classes, in), of `x`'s dtype outside autocast.
+        bias: (classes,) of `x`'s dtype outside autocast, or None.
+        labels: (rows,) int64 or int32, in [0, classes) or equal to `ignore_index`.
+        ignore_index: label of the rows that do not count.
+        label_smoothing: share of the target spread evenly over all classes, in [0, 1].
+        labelled: number of rows whose label is not `ignore_index`, if the host knows it; otherwise a GPU is
+            waited for. Checked on the CPU only: elsewhere a wrong number gives a wrong loss.
+        chunk_bytes: bytes that logits and their gradient may take at a time, if less than those of a row a
+            row's; None for `CHUNK_BYTES` of the device. It changes no more than how sums are rounded.
+
+    Returns:
+        The loss, a scalar in float32 (float64 for float64 `x`); 0 with zero gradients where nothing is
+        labelled. Gradients have the dtype of what they belong to.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what was expected.
+
+    Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", sec. 3.
+    """
+    checks.float_tensor("x", x)
+    checks.float_tensor("weight", weight, x)
+    if x.dim() != 2 or x.shape[1] == 0:
+        raise ValueError(f"x: expected shape (rows, in) with in >= 1, got {tuple(x.shape)}")
+    if weight.dim() != 2 or weight.shape[1] != x.shape[1] or weight.shape[0] == 0:
+        raise ValueError(f"weight: expected shape (classes, {x.shape[1]}), got {tuple(weight.shape)}")
+    rows, classes = x.shape[0], weight.shape[0]
+    if bias is not None:
+        checks.float_tensor("bias", bias, x)
+        checks.shape("bias", bias, (classes,))
+    labels = checked_labels(labels, rows, classes, x, ignore_index, label_smoothing)
+    if chunk_bytes is None:
+        chunk_bytes = CHUNK_BYTES.get(x.device.type, 2**26)
+    elif not isinstance(chunk_bytes, int) or isinstance(chunk_bytes, bool) or chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes: expected an integer >= 1, got {chunk_bytes!r}")
+    labelled = _checked_number(labelled, labels, ignore_index)
+    x, weight, bias = checks.under_autocast(x, weight, bias)
+    checks.same_dtype("weight", weight, "x", x)
+    if bias is not None:
+        checks.same_dtype("bias", bias, "x", x)
+        bias = bias.contiguous()
+    chunk_rows = max(1, chunk_bytes // (2 * classes * x.element_size()))
+    args = (
+        checks.rows(x), checks.rows(weight), bias, labels, labelled, ignore_index, float(label_smoothing),
+        chunk_rows,
+    )  # fmt: skip
+    if torch.compiler.is_compiling():
+        return linear_cross_entropy_fwd(*args)[0]
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in args[:3]):
+        return LinearCrossEntropyFunction.apply(*args)
+    return dispatch.call("linear_cross_entropy_fwd", args[0], *args, False)[0]
+
+
+def _checked_number(labelled: int | None, labels: Tensor, ignore_index: int) -> int:
+    """How many rows are labelled; UNKNOWN under torch.compile where the caller does not say."""
+    if labelled is not None and (
+        not isinstance(labelled, int) or isinstance(labelled, bool) or not 0 <= labelled <= labels.shape[0]
+    ):
+        raise ValueError(
+            f"labelled: expected None or an integer from 0 to {labels.shape[0]}, got {labelled!r}"
+        )
+    if torch.compiler.is_compiling():
+        return UNKNOWN if labelled is None else labelled
+    if labelled is None or labels.device.type == "cpu":
+        found = int((labels != ignore_index).sum())
+        if labelled not in (None, found):
+            raise ValueError(f"labelled: {labelled}, but labels has {found} other than {ignore_index}")
+        return found
+    return labelled
