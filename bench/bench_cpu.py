@@ -5,6 +5,7 @@
 | `roofs` | this machine's arithmetic peak per dtype and memory bandwidth |
 | `encoder` | the forward of BERT-base and MiniLM (with its real weights, where they are installed) |
 | `training` | BERT-base: forward, backward and AdamW step, dropout 0.1; fp32 and bf16 autocast |
+| `training_memory` | its peak in two steps, each candidate in a process of its own |
 | `memory` | BERT-base: peak of one `ragged64` forward, each engine in a process of its own |
 | `kernels` | a line per op with BERT-base's shapes, forward and backward |
 
@@ -41,9 +42,10 @@ from bench.probe import Report, count, describe, package_version, row_line  # no
 from bench.probe_steps import reason_of  # noqa: E402
 from fastbert import dispatch  # noqa: E402
 
-STEPS = ("encoder", "training", "memory", "kernels")
+STEPS = ("encoder", "training", "training_memory", "memory", "kernels")
 WORKLOADS = ("1x128", "1x512", "8x128", "ragged16", "ragged64")
-TRAINED = ("8x128", "ragged16")
+TRAINED, TRAINED_MEMORY = ("8x128", "ragged16"), ("8x128",)
+MEMORY = ("memory", "training_memory")
 KERNELS = ("8x128", "ragged16", "1x512", "1x128")  # the first ones matter most
 BUDGET_SECONDS = 1200.0
 COLUMNS = ("workload", "candidate", "ms", "tokens/s", "gflops", "of floor", "cosine", "spread", "n")
@@ -65,7 +67,7 @@ def line(row: dict) -> str:
         return memory.line(row)
     if row["step"] == "kernels":
         return bench_kernels.line(row)
-    if row["step"] == "memory":
+    if row["step"] in MEMORY:
         return memory.line(row)
     if row["step"] not in ("encoder", "training"):
         return row_line(row)
@@ -92,11 +94,11 @@ def ratios(rows: Iterable[dict]) -> list[dict]:
     for (step, model, workload, candidate), row in ok.items():
         for ours, theirs in PAIRS:
             other = ok.get((step, model, workload, theirs))
-            if candidate != ours or other is None or step not in ("encoder", "training", "memory"):
+            if candidate != ours or other is None or step not in ("encoder", "training", *MEMORY):
                 continue
-            keys = ("peak_mib", "above_mib") if step == "memory" else ("median_ms",)
+            keys = ("peak_mib", "above_mib") if step in MEMORY else ("median_ms",)
             for key in keys:
-                value = row[key] / other[key] if step == "memory" else other[key] / row[key]
+                value = row[key] / other[key] if step in MEMORY else other[key] / row[key]
                 what = {"step": step, "model": model, "workload": workload}
                 found.append({**what, "ours": ours, "theirs": theirs, "of": key, "ratio": value})
     return found
@@ -136,6 +138,10 @@ class Benchmark:
             names = [name for name in TRAINED if name in args.workloads]
             candidates = plan.training_candidates(self.engines)
             units += plan.training_units(main_model, names, candidates, calls, self.roofs)
+        if "training_memory" in args.steps:
+            names = [name for name in TRAINED_MEMORY if name in args.workloads]
+            engines = [name for name in memory.TRAINED if name in self.engines]
+            units += plan.training_memory_units(main_model, names, engines, self.roofs)
         if "memory" in args.steps:
             engines = [name for name in memory.ENGINES if name in self.engines]
             units += plan.memory_units(main_model, engines, self.roofs)
@@ -214,16 +220,19 @@ class Benchmark:
                     self.skip(unit, "the budget is spent")
                 continue
             wanted = tuple(unit.who.split("-")[0] for unit in chosen)
-            yield from training.bench_training(
-                model, units[0].workload, tag, wanted=wanted, head=self.args.head, samples=self.args.samples
-            )
+            options = {"head": self.args.head, "samples": self.args.samples, "roofs": self.roofs}
+            yield from training.bench_training(model, units[0].workload, tag, wanted=wanted, **options)
             torch._dynamo.reset()
             gc.collect()
 
-    def memory(self, units: list[plan.Unit]) -> Iterator[dict]:
-        """Peak memory of one forward."""
-        engines = tuple(unit.who for unit in units)
-        return memory.bench_memory(units[0].model, units[0].workload, engines, self.args.threads)
+    def training_memory(self, units: list[plan.Unit]) -> Iterator[dict]:
+        """Peak memory of two training steps."""
+        return self.memory(units, self.args.head)
+
+    def memory(self, units: list[plan.Unit], head: str | None = None) -> Iterator[dict]:
+        """Peak memory of one forward, or of training `head`."""
+        engines, model, workload = tuple(unit.who for unit in units), units[0].model, units[0].workload
+        return memory.bench_memory(model, workload, engines, self.args.threads, head=head)
 
     def kernels(self, units: list[plan.Unit]) -> Iterator[dict]:
         """A line per op on one workload."""
@@ -270,7 +279,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP")
     parser.add_argument("--ops", nargs="+", choices=dispatch.OPS, default=list(dispatch.OPS), metavar="OP")
-    parser.add_argument("--head", choices=training.HEADS, default="classification", help="what is trained")
+    parser.add_argument(
+        "--head", choices=tuple(training.HEADS), default="classification", help="what is trained"
+    )
     parser.add_argument("--samples", type=count, default=7, help="of each engine on each workload")
     parser.add_argument("--threads", type=count, default=len(os.sched_getaffinity(0)), help="of every engine")
     parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds in all; 0: no end")

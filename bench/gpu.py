@@ -136,6 +136,28 @@ def encoder(*engines: str) -> Callable[[Run, float], list[str]]:
     return command
 
 
+def training(run: Run, seconds: float) -> list[str]:
+    """A training step and its memory."""
+    options = ["--device", run.device, "--json", run.file("training.jsonl"), "--budget", f"{seconds:.0f}"]
+    options += ["--roofs", run.file("probe.jsonl")]
+    if run.tiny:
+        options += [
+            "--models",
+            "tiny",
+            "--heads",
+            "pretraining",
+            "--dtypes",
+            "bf16",
+            "--samples",
+            2,
+            "--smoke",
+        ]
+        options += ["--steps", "training", "footprint", "--candidates", "fastbert", "transformers"]
+    else:  # memory is measured there, and need not be counted
+        options += ["--steps", "training", "training_memory", "--samples", 15]
+    return run.script("bench_training.py", *options)
+
+
 STEPS = (
     Step("build", 120, 20, build),
     Step("probe", 90, 20, probe),
@@ -148,6 +170,7 @@ STEPS = (
     Step("tuning", 90, 15, tuning),
     Step("kernels", 50, 20, kernels),
     Step("encoder", 100, 40, encoder("fastbert", "transformers", "torch_encoder")),
+    Step("training", 150, 20, training),
     Step("compile", 300, 60, encoder("torch_compile")),
 )
 

@@ -10,14 +10,14 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from bench import lines, tune
+from bench import bench_training, lines, tune
 from bench.bench_encoder import ratios
 from bench.probe import commit_here, write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 README = ROOT / "README.md"
-FILES = ("steps", "probe", "checks", "kernels", "encoder", "tuning")
+FILES = ("steps", "probe", "checks", "kernels", "encoder", "training", "tuning")
 
 CPU_WORKLOADS = ("1x128", "1x512", "8x128", "ragged16")
 CPU_NAMES = {
@@ -28,6 +28,12 @@ CPU_NAMES = {
     "torch_compile": "transformers, torch.compile {}",
 }
 GPU_WORKLOADS = {"full": "32x512", "squad": "squad", "latency-128": "1x128", "latency-384": "1x384"}
+TRAINING_WORKLOADS = {"full": "32x512", "train": "48x512"}
+TRAINING_NAMES = {
+    "fastbert": "**fastbert**",
+    "transformers": "transformers sdpa",
+    "torch_compile": "transformers, torch.compile",
+}
 GPU_NAMES = {
     "fastbert-bf16": "**fastbert**",
     "fastbert_graphs-bf16": "**fastbert, CUDA graphs**",
@@ -85,6 +91,8 @@ def merge(folder: Path, results: Path = RESULTS, tuned: Path | None = None) -> l
             run |= here | {"commit_of": "the checkout that merged it; the machine had no git"}
         if name == "encoder":
             run["ratios"] = ratios(run["rows"])
+        if name == "training":
+            run["ratios"] = bench_training.ratios(run["rows"])
         target.mkdir(parents=True, exist_ok=True)
         write_atomically(target / f"{name}.json", run | {"merged": now})
         written.append(target / f"{name}.json")
@@ -156,6 +164,28 @@ def gpu_table(data: dict) -> list[str]:
     return table(head, [*body, best])
 
 
+def training_table(data: dict) -> list[str]:
+    """A training step by every candidate: milliseconds, share of the floor, peak memory."""
+    cells: dict[tuple, str] = {}
+    peaks = {
+        (row["candidate"], row["model"], row["workload"], row["head"]): f"; {row['peak_mib'] / 1024:.1f} GiB"
+        for row in data["rows"]
+        if row["step"] == "training_memory" and row["status"] == "ok"
+    }
+    timed = [row for row in data["rows"] if row["step"] == "training" and row["status"] == "ok"]
+    for row in sorted(timed, key=lambda row: row["group"] == "plain"):  # as in gpu_table
+        at = row["candidate"], row["model"], row["workload"], row["head"]
+        cells[at] = f"{row['median_ms']:.1f} ({row['of_floor']:.0%}){peaks.get(at, '')}"
+    columns = sorted({key[1:] for key in cells}, key=lambda c: (c[2] != "pretraining", c[:2]))
+    body = [
+        [label, *(cells.get((f"{name}-bf16", *column), "–") for column in columns)]
+        for name, label in TRAINING_NAMES.items()
+        if any((f"{name}-bf16", *column) in cells for column in columns)
+    ]
+    names = (f"{model} {TRAINING_WORKLOADS.get(batch, batch)} {head}" for model, batch, head in columns)
+    return table(["", *names], body)
+
+
 def checks_line(data: dict) -> str:
     """How many checks of each kind held."""
     parts = []
@@ -180,6 +210,14 @@ def sections(results: Path = RESULTS) -> dict[str, list[str]]:
             rate, width = roofs["gflops"]["bf16"] / 1e3, roofs["gbytes"] / 1e3
             caption += f" at the {rate:,.0f} TFLOP/s and {width:.1f} TB/s measured there"
         found["gpu numbers"] += [f"{caption}; {where(data, path, results)}:", "", *gpu_table(data), ""]
+        trained = path.with_name("training.json")
+        if trained.exists():
+            steps = json.loads(trained.read_text())
+            caption = (
+                "A training step there, bf16 autocast, dropout 0.1, AdamW: milliseconds, share of the floor"
+            )
+            found["gpu numbers"] += [f"{caption}, peak memory; {where(steps, trained, results)}:", ""]
+            found["gpu numbers"] += [*training_table(steps), ""]
         checks = path.with_name("checks.json")
         if checks.exists():
             found["gpu numbers"] += [checks_line(json.loads(checks.read_text())), ""]

@@ -1,10 +1,14 @@
-"""Peak memory of one forward, each engine in a fresh process of its own.
+"""Peak memory of one forward, or of training steps, each engine in a fresh process of its own.
 
     python bench/memory.py [--model base] [--workload ragged64] [--engine fastbert-fp32] [--threads 2]
+                           [--train pretraining] [--device cuda]
 
 `peak_mib` is the most that was resident while the forward ran, everything included: Python, torch, weights.
-`above_mib` is what of it came on top of the loaded model: activations, packed copies of weights, scratch.
-The forward is the process' first: what a library keeps from its first call counts.
+`above_mib` is what of it came on top of the loaded model: activations, packed copies of weights, scratch;
+in training gradients and AdamW's moments too. The forward is the process' first: what a library keeps from
+its first call counts. Of training two steps are run: the first one makes the moments.
+
+On a GPU it is what torch's allocator had given out at most, and `peak_mib` begins with the weights.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,6 +32,7 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 from bench import workloads  # noqa: E402
 
 ENGINES = ("fastbert-fp32", "transformers-fp32", "fastbert-bf16", "transformers-bf16", "fastbert-int8")
+TRAINED = ENGINES[:4]
 WORKLOAD = "ragged64"
 TIMEOUT_SECONDS = 600.0
 
@@ -49,13 +54,10 @@ def forget_peak() -> bool:
     return status_mib("VmHWM") - status_mib("VmRSS") < 8.0
 
 
-def measure(engine: str, model: str, lengths: tuple[int, ...], threads: int) -> dict:
-    """Load the engine's model in this process, run one forward and read the peak: figures of a row."""
-    import torch
-
+def forward_call(engine: str, model: str, lengths: tuple[int, ...], device: str) -> Callable[[], object]:
+    """One forward by `engine`, its model loaded."""
     from bench.engines import DTYPES, MODELS, ours, theirs, torch_forward
 
-    torch.set_num_threads(threads)
     name, tag = engine.split("-")
     module, _ = ours(MODELS[model])
     if name == "transformers":
@@ -63,14 +65,51 @@ def measure(engine: str, model: str, lengths: tuple[int, ...], threads: int) -> 
         peer.load_state_dict(module.state_dict())
         module = peer
     module = module.quantize("int8") if tag == "int8" else module.to(DTYPES[tag])
-    forward, inputs = torch_forward(module), workloads.padded_inputs(lengths, MODELS[model].vocab, "cpu")
+    forward = torch_forward(module.to(device))
+    inputs = workloads.padded_inputs(lengths, MODELS[model].vocab, device)
+    return lambda: forward(inputs)
+
+
+def training_call(
+    engine: str, model: str, lengths: tuple[int, ...], head: str, device: str
+) -> Callable[[], object]:
+    """Two training steps by `engine`, its model loaded."""
+    from bench import training
+    from bench.engines import MODELS
+
+    name, tag = engine.split("-")
+    module = training.modules(MODELS[model], head, (name,), device)[name]
+    if isinstance(module, str):
+        raise RuntimeError(module)
+    inputs, _ = training.batch(lengths, MODELS[model].vocab, head, device)
+    step = training.Step(
+        module.train(), training.optimizer_of(module), inputs, {"bf16": True, "fp32": False}[tag]
+    )
+    return lambda: (step(), step())
+
+
+def measure(
+    engine: str, model: str, lengths: tuple[int, ...], threads: int, head: str | None, device: str
+) -> dict:
+    """Load the engine's model in this process, run one forward (or train `head` for two steps) and read the
+    peak: figures of a row.
+    """
+    import torch
+
+    torch.set_num_threads(threads)
+    if head is None:
+        call = forward_call(engine, model, lengths, device)
+    else:
+        call = training_call(engine, model, lengths, head, device)
     gc.collect()
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)  # what loading has freed must not serve the forward unseen
+    if device == "cuda":
+        return _on_a_gpu(call)
     fresh = forget_peak()
     loaded = status_mib("VmRSS")
     start = time.perf_counter()
-    forward(inputs)
+    call()
     seconds = time.perf_counter() - start
     peak = status_mib("VmHWM") if fresh else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {
@@ -82,6 +121,25 @@ def measure(engine: str, model: str, lengths: tuple[int, ...], threads: int) -> 
     }
 
 
+def _on_a_gpu(call: Callable[[], object]) -> dict:
+    """The same of torch's allocator."""
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    loaded, start = torch.cuda.memory_allocated() / 2**20, time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() / 2**20
+    return {
+        "peak_mib": peak,
+        "loaded_mib": loaded,
+        "above_mib": peak - loaded,
+        "measured_by": "torch.cuda.max_memory_allocated",
+        "first_call_s": time.perf_counter() - start,
+    }
+
+
 def bench_memory(
     model: str,
     workload: str = WORKLOAD,
@@ -89,13 +147,20 @@ def bench_memory(
     threads: int = 1,
     lengths: tuple[int, ...] | None = None,
     timeout: float = TIMEOUT_SECONDS,
+    head: str | None = None,
+    device: str = "cpu",
 ) -> Iterator[dict]:
-    """A row for each engine; one that fails, is killed or is missing is a row with the reason."""
+    """A row for each engine; one that fails, is killed or is missing is a row with the reason.
+
+    With a `head` of training.HEADS, of training it; without, of a forward.
+    """
     lengths = lengths or workloads.lengths(workload)
+    step = "memory" if head is None else "training_memory"
     for engine in engines:
-        row = {"step": "memory", "name": f"memory-{engine}-{model}-{workload}"}
+        row = {"step": step, "name": "-".join(filter(None, (step, engine, model, workload, head)))}
         facts = {"model": model, "workload": workload, "candidate": engine, "tokens": sum(lengths)}
-        job = json.dumps([engine, model, lengths, threads])
+        facts |= {} if head is None else {"head": head}
+        job = json.dumps([engine, model, lengths, threads, head, device])
         command = [sys.executable, str(Path(__file__).resolve()), "--child", job]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
@@ -124,14 +189,21 @@ def main() -> int:
     )
     parser.add_argument("--model", choices=("base", "large", "minilm", "tiny"), default="base")
     parser.add_argument("--workload", choices=workloads.names(), default=WORKLOAD)
-    parser.add_argument("--engine", choices=ENGINES, action="append", help="may be repeated; default: all")
+    known = (*ENGINES, "torch_compile-fp32", "torch_compile-bf16")
+    parser.add_argument("--engine", choices=known, action="append", help="may be repeated; default: all")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument(
+        "--train", metavar="HEAD", help="pretraining or classification, in place of a forward"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--child", help=argparse.SUPPRESS)  # this process is the one that is measured
     args = parser.parse_args()
     if args.child is not None:
         print(json.dumps(measure(*json.loads(args.child))))
         return 0
-    for row in bench_memory(args.model, args.workload, tuple(args.engine or ENGINES), args.threads):
+    engines = tuple(args.engine or (ENGINES if args.train is None else TRAINED))
+    options = {"head": args.train, "device": args.device}
+    for row in bench_memory(args.model, args.workload, engines, args.threads, **options):
         print(line(row), flush=True)
     return 0
 

@@ -77,22 +77,45 @@ def encoder_units(
     return units
 
 
+def training_seconds(model: str, workload: str, who: str, roofs: Roofs) -> float:
+    """Of one training step by `who`, such as fastbert-bf16."""
+    size, tag = MODELS[model], who.split("-")[1]
+    once = 3 * work(workloads.lengths(workload), size, who) / (0.7 * SHARE[tag] * roofs.gflops[tag] * 1e9)
+    return once + parameters(size) * STEP_BYTES / (roofs.gbytes * 1e9)
+
+
 def training_units(
-    model: str, names: Iterable[str], wanted: Iterable[str], calls: int, roofs: Roofs
+    model: str,
+    names: Iterable[str],
+    wanted: Iterable[str],
+    calls: int,
+    roofs: Roofs,
+    tags: Iterable[str] = ("fp32", "bf16"),
 ) -> list[Unit]:
-    """Units of the training step, fp32 and bf16."""
-    units, size = [], MODELS[model]
+    """Units of the training step."""
+    units = []
     for name in names:
-        for tag in ("fp32", "bf16"):
-            for who in wanted:
-                reached = 0.7 * SHARE[tag] * roofs.gflops[tag] * 1e9
-                once = 3 * work(workloads.lengths(name), size, who) / reached
-                once += parameters(size) * STEP_BYTES / (roofs.gbytes * 1e9)
-                compiled = who == "torch_compile"
-                seconds = calls * once + compiled * COMPILE_SECONDS["training"] + BUILD_SECONDS
-                priority = 6 if compiled else 1 if name == "8x128" else 2
-                units.append(Unit("training", model, name, f"{who}-{tag}", seconds, priority))
+        for who in (f"{who}-{tag}" for tag in tags for who in wanted):
+            compiled = who.startswith("torch_compile")
+            seconds = calls * training_seconds(model, name, who, roofs) + BUILD_SECONDS
+            seconds += compiled * COMPILE_SECONDS["training"]
+            priority = 6 if compiled else 1 if name == "8x128" else 2
+            units.append(Unit("training", model, name, who, seconds, priority))
     return units
+
+
+def training_memory_units(
+    model: str, names: Iterable[str], engines: Iterable[str], roofs: Roofs
+) -> list[Unit]:
+    """Units of the peak memory of two training steps; a process each."""
+    return [
+        Unit(
+            "training_memory", model, name, who,
+            START_SECONDS + BUILD_SECONDS + 2 * training_seconds(model, name, who, roofs), 3,
+        )
+        for name in names
+        for who in engines
+    ]  # fmt: skip
 
 
 def memory_units(model: str, engines: Iterable[str], roofs: Roofs) -> list[Unit]:

@@ -196,6 +196,20 @@ def synchronize(device: torch.device | str) -> None:
         torch.cuda.synchronize(device)
 
 
+def mark(device: torch.device | str) -> float | torch.cuda.Event:
+    """This moment in the device's work; on a GPU it is not waited for."""
+    if torch.device(device).type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def milliseconds(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    """Between two marks; a GPU must have passed the second one."""
+    return (end - begin) * 1e3 if isinstance(begin, float) else begin.elapsed_time(end)
+
+
 def cache_bytes(device: torch.device | str) -> int:
     """Size of the last-level cache: L2 on a GPU, the largest of core 0 on a CPU (32 MiB if not told)."""
     device = torch.device(device)

@@ -1,8 +1,9 @@
 """One training step, ours and transformers': forward, backward and a fused AdamW step, dropout 0.1.
 
-Sequence classification by default, so that the encoder is what is compared; `masked_lm` adds a masked
-language model's head, of which ours computes only the labelled rows. Parameters are fp32; bf16 is autocast,
-as everybody trains. All candidates begin with the same weights and get the same batch and optimizer.
+The heads: `classification` of sequences, so that the encoder is what is compared, and `pretraining`, which
+is BERT's own, masked tokens and next sentence. Of the latter ours computes only the labelled rows. Parameters
+are fp32; bf16 is autocast, as everybody trains. All candidates begin with the same weights and get the same
+batch and optimizer.
 """
 
 from __future__ import annotations
@@ -20,69 +21,95 @@ from bench import workloads
 from bench.engines import config_of, needed
 from bench.peers import training_inputs
 from bench.probe_steps import reason_of
-from bench.timing import interleave
+from bench.roofs import Roofs
+from bench.timing import interleave, mark, milliseconds, synchronize
 
 CANDIDATES = ("fastbert", "transformers", "torch_compile")
-HEADS = ("classification", "masked_lm")
+HEADS = {"pretraining": "BertForPreTraining", "classification": "BertForSequenceClassification"}
 PARTS = ("forward_ms", "backward_ms", "step_ms")
 
 
-def batch(lengths: tuple[int, ...], vocab: int, head: str) -> tuple[dict[str, torch.Tensor], int]:
-    """(model inputs with labels, how many tokens have one): classes, or 15% of the real tokens."""
-    inputs, labelled = training_inputs(lengths, vocab, torch.device("cpu"))
-    classes = inputs.pop("next_sentence_label")
-    if head == "masked_lm":
+def batch(
+    lengths: tuple[int, ...], vocab: int, head: str, device: torch.device | str = "cpu"
+) -> tuple[dict[str, torch.Tensor], int]:
+    """(model inputs with labels, how many tokens have one): classes; for `pretraining` also 15% of the real
+    tokens.
+    """
+    inputs, labelled = training_inputs(lengths, vocab, torch.device(device))
+    if head == "pretraining":
         return inputs, labelled
+    classes = inputs.pop("next_sentence_label")
     return {**inputs, "labels": classes}, 0
 
 
-def modules(model: workloads.Model, head: str, wanted: tuple[str, ...]) -> dict[str, torch.nn.Module | str]:
-    """candidate -> module, or the reason why there is none. The compiled one shares transformers' weights."""
-    name = {"classification": "BertForSequenceClassification", "masked_lm": "BertForMaskedLM"}[head]
+def modules(
+    model: workloads.Model,
+    head: str,
+    wanted: tuple[str, ...],
+    device: torch.device | str = "cpu",
+    **overrides: object,
+) -> dict[str, torch.nn.Module | str]:
+    """candidate -> module, or the reason why there is none. The compiled one shares transformers' weights.
+
+    `overrides` are keys of the configuration.
+    """
+    name = HEADS[head]
     torch.manual_seed(0)
-    ours = getattr(fastbert, name)(config_of(model))
-    found: dict[str, torch.nn.Module | str] = {"fastbert": ours}
-    try:
-        transformers = needed("transformers")
-        config = transformers.BertConfig.from_dict(ours.config.to_dict())
-        config._attn_implementation = "sdpa"
-        theirs = getattr(transformers, name)(config)
-        theirs.load_state_dict(ours.state_dict())
-        found |= {"transformers": theirs, "torch_compile": torch.compile(theirs, dynamic=False)}
-    except RuntimeError as error:
-        found |= {"transformers": str(error), "torch_compile": str(error)}
+    config, found = config_of(model, **overrides), {}
+    with torch.device(device):  # the weights are drawn there: on a CPU a large model takes seconds
+        ours = getattr(fastbert, name)(config)
+        if set(wanted) == {"fastbert"}:
+            return {"fastbert": ours}
+        try:
+            transformers = needed("transformers")
+            other = transformers.BertConfig.from_dict(ours.config.to_dict())
+            other._attn_implementation = "sdpa"
+            theirs = getattr(transformers, name)(other)
+            theirs.load_state_dict(ours.state_dict())
+            found = {"transformers": theirs, "torch_compile": torch.compile(theirs, dynamic=False)}
+        except RuntimeError as error:
+            found = dict.fromkeys(CANDIDATES, str(error))
+    found["fastbert"] = ours
     return {candidate: found[candidate] for candidate in CANDIDATES if candidate in wanted}
 
 
 def loss_of(module: torch.nn.Module, inputs: dict, autocast: bool) -> torch.Tensor:
     """The forward, down to the loss."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast(inputs["input_ids"].device.type, torch.bfloat16, enabled=autocast):
         return module(**inputs).loss
 
 
-class Step:
-    """A training step to call again and again; `parts` keeps the times of each call's three parts.
+def optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that all candidates have."""
+    return torch.optim.AdamW(module.parameters(), lr=1e-5, fused=True)
 
-    Attributes:
-        parts: one (forward, backward, step) in milliseconds for each call.
-    """
+
+class Step:
+    """A training step to call again and again; it keeps the times of each call's three parts."""
 
     def __init__(
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: dict, autocast: bool
     ):
         self.module, self.optimizer, self.inputs, self.autocast = module, optimizer, inputs, autocast
-        self.parts: list[tuple[float, float, float]] = []
+        self.device = inputs["input_ids"].device
+        self.marks: list[list] = []
 
     def __call__(self) -> None:
-        times = [time.perf_counter()]
+        marks = [mark(self.device)]
         self.optimizer.zero_grad(set_to_none=True)
         loss = loss_of(self.module, self.inputs, self.autocast)
-        times.append(time.perf_counter())
+        marks.append(mark(self.device))
         loss.backward()
-        times.append(time.perf_counter())
+        marks.append(mark(self.device))
         self.optimizer.step()
-        times.append(time.perf_counter())
-        self.parts.append(tuple((b - a) * 1e3 for a, b in itertools.pairwise(times)))
+        marks.append(mark(self.device))
+        self.marks.append(marks)
+
+    def parts(self, last: int) -> dict[str, float]:
+        """Medians of forward, backward and step over the `last` calls, in milliseconds; on a GPU, its own."""
+        synchronize(self.device)
+        times = [[milliseconds(a, b) for a, b in itertools.pairwise(marks)] for marks in self.marks[-last:]]
+        return dict(zip(PARTS, map(statistics.median, zip(*times, strict=True)), strict=True))
 
 
 def gradients(module: torch.nn.Module, inputs: dict, autocast: bool) -> dict[str, torch.Tensor]:
@@ -120,11 +147,13 @@ class Trial:
 def trials(
     model: workloads.Model, inputs: dict, few: dict, tag: str, wanted: tuple[str, ...], head: str
 ) -> dict[str, Trial]:
-    """candidate -> its trial, each step run once; a candidate that fails costs nobody else anything.
+    """candidate -> its trial, each step run once, on a GPU three times; a candidate that fails costs nobody
+    else anything.
 
     Gradients are compared on the batch `few`.
     """
-    found, autocast = modules(model, head, wanted), tag == "bf16"
+    device = inputs["input_ids"].device
+    found, autocast = modules(model, head, wanted, device), tag == "bf16"
     optimizers: dict[int, torch.optim.Optimizer] = {}  # one for the modules that share weights
     truth: dict[str, torch.Tensor] | None = None
     result = {name: Trial() for name in found}
@@ -136,7 +165,7 @@ def trials(
                 raise RuntimeError(module)
             own = id(next(module.parameters()))
             if own not in optimizers:
-                optimizers[own] = torch.optim.AdamW(module.parameters(), lr=1e-5, fused=True)
+                optimizers[own] = optimizer_of(module)
             if name != "torch_compile":
                 if truth is None:
                     truth = gradients(module, few, autocast=False)
@@ -144,7 +173,11 @@ def trials(
             step = Step(module.train(), optimizers[own], inputs, autocast)
             start = time.perf_counter()
             step()
+            synchronize(device)
             trial.first_call_s = time.perf_counter() - start
+            for _ in range(2 if device.type == "cuda" else 0):
+                step()
+            synchronize(device)
             trial.step = step
         except Exception as error:
             trial.error = reason_of(error)
@@ -160,6 +193,8 @@ def bench_training(
     head: str = "classification",
     samples: int = 7,
     lengths: tuple[int, ...] | None = None,
+    device: torch.device | str = "cpu",
+    roofs: Roofs | None = None,
 ) -> Iterator[dict]:
     """A row for each candidate: median time of a step and its parts, and how well the gradients agree.
 
@@ -169,8 +204,10 @@ def bench_training(
         tag: "fp32", or "bf16" for autocast.
         wanted: of CANDIDATES; one that fails or is missing is a row with the reason.
         head: of HEADS.
-        samples: steps of each candidate, after one to warm up.
+        samples: steps of each candidate, after one to warm up. One begins and ends with the device idle.
         lengths: the batch, if not `workload`'s own.
+        device: where everything is.
+        roofs: of the machine, for the floor.
 
     Yields:
         Rows as bench/results/README.md says. `grad_cosine` is the lowest of any weight matrix: its gradient
@@ -178,36 +215,35 @@ def bench_training(
         wanted). The compiled module is not asked: it would compile anew.
     """
     lengths = lengths or workloads.lengths(workload)
-    inputs, labelled = batch(lengths, model.vocab, head)
-    if head == "masked_lm":
-        flops = workloads.training_flops(lengths, model, labelled)
-    else:
-        flops = 3 * workloads.encoder_flops(lengths, model)
-    few, _ = batch(lengths[:2], model.vocab, head)
+    inputs, labelled = batch(lengths, model.vocab, head, device)
+    flops = workloads.training_flops(lengths, model, labelled)
+    few, _ = batch(lengths[:2], model.vocab, head, device)
     tried = trials(model, inputs, few, tag, wanted, head)
     steps = {name: trial.step for name, trial in tried.items() if trial.step is not None}
     try:
-        timed = interleave(steps, "cpu", seconds=0.0, samples=(samples, samples), warmup=0)
+        options = {"seconds": 0.0, "samples": (samples, samples), "warmup": 0, "inner": 1, "clock": "wall"}
+        timed = interleave(steps, device, **options)
     except Exception as error:  # whose, is not known
         for trial in tried.values():
             trial.step, trial.error = None, trial.error or f"one of {', '.join(steps)}: {reason_of(error)}"
     for name, trial in tried.items():
         facts = {"model": model.name, "workload": workload, "candidate": f"{name}-{tag}", "head": head}
-        row = {"step": "training", "name": f"training-{name}-{tag}-{model.name}-{workload}"}
+        row = {"step": "training", "name": f"training-{name}-{tag}-{model.name}-{workload}-{head}"}
         if trial.step is None:
             yield {**row, "status": "error", "error": trial.error, **facts}
             continue
         timing = timed[name]
-        parts = zip(*trial.step.parts[-timing.n :], strict=True)
+        floor = None if roofs is None else roofs.seconds(flops, 0.0, tag) * 1e3
         yield {
             **row,
             "status": "ok",
             **{key: value for key, value in asdict(timing).items() if value is not None},
-            **dict(zip(PARTS, map(statistics.median, parts), strict=True)),
+            **trial.step.parts(timing.n),
             "tokens": sum(lengths),
             "padded_tokens": len(lengths) * max(lengths),
             "tokens_per_s": sum(lengths) / timing.median_ms * 1e3,
             "gflops": flops / timing.median_ms / 1e6,
+            **({} if floor is None else {"floor_ms": floor, "of_floor": floor / timing.median_ms}),
             "grad_cosine": trial.grad_cosine,
             "first_call_s": trial.first_call_s,
             **facts,

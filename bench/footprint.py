@@ -1,0 +1,241 @@
+"""Memory of a training step on a GPU, counted without one: `python bench/footprint.py [--model base]`.
+
+Forward and backward run on fake tensors, which have a shape and a dtype and no data: seconds for BERT-large,
+and no memory. What is counted:
+
+- `saved_mib`: what autograd keeps from forward for backward, each storage once; parameters and the batch are
+  not part of it, their half-precision copies under autocast are.
+- `peak_mib`: the most that lives at one time in a step: parameters, both moments of AdamW, gradients, what is
+  saved, and everything that forward and backward make on the way. Not the scratch inside a kernel.
+
+As on a GPU: dropout keeps one byte an element (PyTorch's) or nothing (ours), attention its output and the
+logarithm of its sums, whether it drops or not, and ours multiplies query, key and value as one product. Ours
+takes the path of `torch.compile`, where no value of a tensor is looked at; batches without padding only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
+    sys.path[0] = str(ROOT)
+
+import torch  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
+from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+from bench import training, workloads  # noqa: E402
+from bench.probe_steps import reason_of  # noqa: E402
+
+CANDIDATES = ("fastbert", "transformers")
+WORKLOAD = "full"
+GOAL = 0.6  # of transformers' peak
+MOMENTS = 2  # of AdamW: as many bytes again as the parameters, each
+MIB = 2.0**20
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of all storages that are alive and were made while this mode is on.
+
+    Attributes:
+        now, peak: bytes alive, and the most so far.
+    """
+
+    def __init__(self, old: Iterable[torch.Tensor] = ()):
+        super().__init__()
+        self.now = self.peak = 0
+        self.known = {tensor.untyped_storage()._cdata: 0 for tensor in old}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._add(leaf.untyped_storage())
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self.known:
+            return
+        self.known[key] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self.now -= self.known.pop(key)
+
+
+class Saved:
+    """Collects what autograd saves, each storage once, without the storages of `old` tensors.
+
+    Attributes:
+        found: of each storage that is still alive, dtype and shape of the tensor saved first, and its bytes.
+    """
+
+    def __init__(self, old: Iterable[torch.Tensor]):
+        self.old = {tensor.untyped_storage()._cdata for tensor in old}
+        self.found: dict[int, tuple[str, tuple[int, ...], int]] = {}
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Called with each tensor that is saved; saves that."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.old and key not in self.found:
+            self.found[key] = _name(tensor.dtype), tuple(tensor.shape), storage.nbytes()
+            weakref.finalize(storage, self.found.pop, key)
+        return tensor
+
+    def total(self) -> int:
+        """Bytes of all storages."""
+        return sum(size for _, _, size in self.found.values())
+
+    def largest(self, kinds: int) -> list[dict]:
+        """The kinds of tensors (dtype and shape) that take most, the largest first: how many, and MiB."""
+        rows = [
+            {"what": f"{dtype} {'x'.join(map(str, shape))}", "tensors": n, "mib": n * size / MIB}
+            for (dtype, shape, size), n in Counter(self.found.values()).items()
+        ]
+        return sorted(rows, key=lambda row: -row["mib"])[:kinds]
+
+
+def _name(dtype: torch.dtype) -> str:
+    """A dtype's name without `torch.`."""
+    return str(dtype).removeprefix("torch.")
+
+
+class FusedDropout(TorchFunctionMode):
+    """F.dropout as a GPU does it, keeping a mask of one byte an element; a CPU's keeps one of `x`'s dtype."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.nn.functional.dropout:
+            return self._dropout(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _dropout(input, p=0.5, training=True, inplace=False):
+        return torch.native_dropout(input, p, True)[0] if training else input
+
+
+@contextlib.contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    """Fake tensors call themselves CUDA's, and our code believes that it is being compiled."""
+    is_compiling = torch.compiler.is_compiling
+    torch.compiler.is_compiling = lambda: True
+    FakeTensor.is_cuda = True
+    try:
+        yield
+    finally:
+        torch.compiler.is_compiling = is_compiling
+        del FakeTensor.is_cuda
+
+
+def count(
+    candidate: str,
+    model: workloads.Model,
+    lengths: tuple[int, ...],
+    head: str = "pretraining",
+    tag: str = "bf16",
+    fake: bool = True,
+) -> dict:
+    """The figures of one training step; see the module.
+
+    Args:
+        candidate: of CANDIDATES.
+        model, lengths: the encoder's sizes and a batch whose sequences are equally long.
+        head: of training.HEADS.
+        tag: "fp32", or "bf16" for autocast over fp32 parameters.
+        fake: count on fake tensors. False: on real ones, as this machine computes them.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if candidate not in CANDIDATES:
+        raise ValueError(f"candidate: got {candidate!r}, expected one of {', '.join(CANDIDATES)}")
+    if len(set(lengths)) != 1:
+        raise ValueError(f"lengths: got {lengths}, expected sequences of one length")
+    inputs, labelled = training.batch(lengths, model.vocab, head)
+    kind = FakeTensorMode() if fake else contextlib.nullcontext()
+    with kind, FusedDropout():
+        if fake:
+            inputs = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in inputs.items()}
+        module = training.modules(model, head, (candidate,), attention_probs_dropout_prob=0.0)[candidate]
+        if isinstance(module, str):
+            raise RuntimeError(module)
+        module.train()
+        old = [*module.parameters(), *module.buffers(), *inputs.values()]
+        weights = sum(
+            {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in module.parameters()}.values()
+        )
+        path = _as_on_a_gpu() if fake and candidate == "fastbert" else contextlib.nullcontext()
+        with path, Live(old) as live:
+            saved = Saved(old)
+            with saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+                loss = training.loss_of(module, inputs, tag == "bf16")
+            total, largest = saved.total(), saved.largest(8)
+            loss.backward()
+    peak = max(live.peak + (1 + MOMENTS) * weights, (2 + MOMENTS) * weights)  # the latter: AdamW's own step
+    return {
+        "saved_mib": total / MIB,
+        "peak_mib": peak / MIB,
+        "parameters_mib": weights / MIB,
+        "labelled": labelled,
+        "largest": largest,
+    }
+
+
+def rows(
+    model: workloads.Model,
+    workload: str = WORKLOAD,
+    head: str = "pretraining",
+    tag: str = "bf16",
+    candidates: tuple[str, ...] = CANDIDATES,
+) -> Iterator[dict]:
+    """A row for each candidate; one that cannot be counted is a row with the reason."""
+    lengths = workloads.lengths(workload)
+    for candidate in candidates:
+        row = {"step": "footprint", "name": f"footprint-{candidate}-{tag}-{model.name}-{workload}-{head}"}
+        facts = {"model": model.name, "workload": workload, "candidate": f"{candidate}-{tag}", "head": head}
+        try:
+            counted = count(candidate, model, lengths, head, tag)
+            yield {**row, "status": "ok", **counted, "tokens": sum(lengths), **facts}
+        except Exception as error:
+            yield {**row, "status": "error", "error": reason_of(error), **facts}
+
+
+def line(row: dict) -> str:
+    """The printed form of a row."""
+    if row["status"] != "ok":
+        return f"{row['name']:<50} {row['status']}: {row['error'].splitlines()[0][:150]}"
+    return f"{row['name']:<50} saved {row['saved_mib']:8,.0f} MiB, peak {row['peak_mib']:8,.0f} MiB, counted"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print a line for each head and candidate, with what is saved."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=tuple(workloads.MODELS), default="base")
+    parser.add_argument("--workload", choices=tuple(workloads.FIXED), default=WORKLOAD)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
+    args = parser.parse_args(argv)
+    for head in training.HEADS:
+        for row in rows(workloads.MODELS[args.model], args.workload, head, args.dtype):
+            print(line(row), flush=True)
+            for kind in row.get("largest", ()):
+                print(f"    {kind['mib']:8,.0f} MiB in {kind['tensors']:3} x {kind['what']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
