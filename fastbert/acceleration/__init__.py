@@ -30,6 +30,8 @@ from fastbert.acceleration import model as models
 from fastbert.acceleration.classes import Accelerated, Options, swap, swap_back
 from fastbert.acceleration.layer import AcceleratedLayer, LayerState
 from fastbert.acceleration.model import AcceleratedModel, ModelState, family_of
+from fastbert.acceleration.sentences import AcceleratedSentences
+from fastbert.acceleration.sentences import fits as encodes
 
 TESTED = ("5", "6")  # transformers from the first to below the second
 
@@ -110,6 +112,9 @@ def accelerate(
             swap(module, AcceleratedModel, ModelState.of(module, model_type, name, options))
         if kind == "model":
             module.fastbert_state.reads_masked = id(module) in expanding
+    for module in [m for m in root.modules() if encodes(m) and not isinstance(m, Accelerated)]:
+        if next(_found(module), None) is not None:
+            swap(module, AcceleratedSentences, None)
     applied = 0
     for _, module in others:
         if not attention:

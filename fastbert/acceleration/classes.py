@@ -56,8 +56,9 @@ def class_for(mixin: type, base: type) -> type:
         "__doc__": base.__doc__,
         "fastbert_base": base,
         "fastbert_mixin": mixin,
-        "forward": _under_the_signature_of(base.forward, mixin.forward),
     }
+    if "forward" in vars(mixin):
+        body["forward"] = _under_the_signature_of(base.forward, mixin.forward)
     return type(base.__name__, (mixin, base), body)
 
 

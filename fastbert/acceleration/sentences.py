@@ -1,0 +1,165 @@
+"""`SentenceTransformer.encode` by numbers of tokens.
+
+Stock `encode` sorts its texts by their characters, cuts that list into batches of `batch_size` and tokenises
+batch by batch. Where padding costs nothing, a batch is better measured in tokens: texts are tokenised
+`_TOKENISED` at a time, sorted by their tokens, and taken in batches of about as many tokens each. Everything
+between the tokens and the embeddings is still the model's own call.
+
+sentence-transformers keeps the loop in a private method. So `fits` asks for the version, and for the very
+arguments that are known here; anything else gets stock `encode`, in which only the encoder is accelerated.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fastbert.acceleration.classes import Accelerated
+from fastbert.encoding import pack_batches
+
+TESTED = ("6", "7")  # sentence-transformers from the first to below the second
+_HOME = "sentence_transformers.sentence_transformer.model"
+_ARGUMENTS = (
+    "self", "inputs", "prompt", "batch_size", "show_progress_bar", "output_value", "save_to_cpu",
+    "normalize_embeddings", "truncate_dim", "device", "kwargs",
+)  # fmt: skip
+_TOKENISED = 4096  # texts at once: enough to fill batches, few enough to keep
+_CPU_TOKENS = 1024  # in a batch on a CPU: more do not stay in its caches, and gain nothing
+_UNPADDED = {
+    "common": {"return_tensors": None},
+    "text": {"padding": False, "return_attention_mask": False},
+}  # of the tokenizer's options
+
+
+def fits(module: nn.Module) -> bool:
+    """Whether a module is a SentenceTransformer whose loop is the one that is known here."""
+    cls = next((c for c in type(module).__mro__ if "_inference" in vars(c)), None)
+    if cls is None or cls.__module__ != _HOME or cls.__name__ != "SentenceTransformer":
+        return False
+    version = sys.modules["sentence_transformers"].__version__.split(".")[0]
+    known = tuple(inspect.signature(cls._inference).parameters) == _ARGUMENTS
+    return known and int(TESTED[0]) <= int(version) < int(TESTED[1])
+
+
+class AcceleratedSentences(Accelerated):
+    """Mixin of a SentenceTransformer."""
+
+    @torch.inference_mode()
+    def _inference(self, inputs: list, **given: Any) -> Any:
+        """Stock's, where `encode` is asked for anything but the embeddings of several texts."""
+        device = self._resolve_inference_device(given.get("device"))
+        usual = (
+            given["output_value"] == "sentence_embedding"
+            and len(inputs) > 1
+            and all(isinstance(text, str) for text in inputs)
+            and "processing_kwargs" not in given
+            and device.type != "hpu"
+            and self.__dict__.get("_compiled_call_impl") is None
+            and self._reads_plain_text()
+        )
+        found = self._by_tokens(inputs, device, given) if usual else None
+        return super()._inference(inputs, **given) if found is None else found
+
+    def _reads_plain_text(self) -> bool:
+        """Whether the first module is sentence-transformers' own, for rows of tokens padded on the right."""
+        first, tokenizer = self[0], getattr(self[0], "tokenizer", None)
+        kind = type(first)
+        return (
+            (kind.__module__, kind.__name__)
+            == ("sentence_transformers.base.modules.transformer", "Transformer")
+            and not self._can_flatten_inputs()
+            and first.query_expansion is None
+            and getattr(tokenizer, "padding_side", None) == "right"
+            and tokenizer.pad_token_id is not None
+        )
+
+    def _by_tokens(self, inputs: list[str], device: torch.device, given: dict[str, Any]) -> Tensor | None:
+        """(texts, width); None where the texts did not become rows of tokens."""
+        from tqdm.autonotebook import tqdm  # as sentence-transformers does
+
+        if any(module.training for module in self.modules()):
+            self.eval()  # which forgets what was derived from the weights
+        passed = {name: value for name, value in given.items() if name not in _ARGUMENTS}
+        order = np.argsort([-len(text) for text in inputs], kind="stable")
+        rows, places = [], []
+        with tqdm(total=len(inputs), desc="Texts", disable=not given["show_progress_bar"]) as bar:
+            for first in range(0, len(order), _TOKENISED):
+                some = order[first : first + _TOKENISED]
+                texts = Texts.of(self, [inputs[i] for i in some], given["prompt"], passed)
+                if texts is None:
+                    return None
+                longest = int(texts.lengths.max(initial=1))
+                room = given["batch_size"] * longest  # what stock's first batch holds
+                if device.type == "cpu":
+                    room = max(longest, min(room, _CPU_TOKENS))
+                for batch in pack_batches(texts.lengths, room):
+                    out = self(texts.features(batch, device), **passed)["sentence_embedding"]
+                    out = out[..., : given["truncate_dim"]]
+                    if given["normalize_embeddings"]:
+                        out = torch.nn.functional.normalize(out, p=2, dim=1)
+                    rows.append(out.cpu() if given["save_to_cpu"] else out)
+                    places.append(some[batch])
+                    bar.update(len(batch))
+        out = torch.cat(rows)
+        return out[torch.from_numpy(np.argsort(np.concatenate(places))).to(out.device)]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Tokenised texts, one behind the other.
+
+    Attributes:
+        lengths: (texts,) tokens of each.
+        tokens: name -> (all tokens,), of each feature that has a number for each token.
+        fill: name -> the number at padding.
+        others: the other features, the same for all texts.
+    """
+
+    lengths: np.ndarray
+    tokens: dict[str, np.ndarray]
+    fill: dict[str, int]
+    others: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, texts: list[str], prompt: str | None, passed: dict[str, Any]
+    ) -> Texts | None:
+        """The texts as `model` tokenises them; None where that gives anything but numbers of tokens."""
+        features = dict(model.preprocess(texts, prompt=prompt, processing_kwargs=_UNPADDED, **passed))
+        others = {name: value for name, value in features.items() if isinstance(value, (str, int))}
+        lists = {name: value for name, value in features.items() if name not in others}
+        ids = lists.get("input_ids")
+        if not isinstance(ids, list) or not set(lists) <= {"input_ids", "attention_mask", "token_type_ids"}:
+            return None
+        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+        total, tokens = int(lengths.sum()), {}
+        for name, value in lists.items():
+            if len(value) != len(texts) or [len(row) for row in value] != lengths.tolist():
+                return None
+            tokens[name] = np.fromiter(chain.from_iterable(value), np.int64, total)
+        tokenizer = model[0].tokenizer
+        fill = {"input_ids": tokenizer.pad_token_id, "attention_mask": 0}
+        fill["token_type_ids"] = tokenizer.pad_token_type_id
+        tokens.setdefault("attention_mask", np.ones(total, np.int64))
+        return cls(lengths, tokens, fill, others)
+
+    def features(self, batch: np.ndarray, device: torch.device) -> dict[str, Any]:
+        """The features of some texts, (texts, the longest's tokens) each, as `preprocess` gives them."""
+        lengths = self.lengths[batch]
+        ends = np.cumsum(self.lengths)[batch]
+        column = np.arange(lengths.max(initial=1))
+        kept = column < lengths[:, None]
+        place = ((ends - lengths)[:, None] + column)[kept]
+        found = {}
+        for name, values in self.tokens.items():
+            padded = np.full(kept.shape, self.fill[name], np.int64)
+            padded[kept] = values[place]
+            found[name] = torch.from_numpy(padded).to(device)
+        return found | self.others
