@@ -52,9 +52,10 @@ def derived(
         build: makes the derived value; called under `torch.no_grad()`.
 
     Returns:
-        The value. Not remembered where a source has no version counter (inference tensors).
+        The value. Not remembered where a source has no version counter (inference tensors), nor where FSDP
+        gathers the owner's parameters before a call: it writes them past their version counters.
     """
-    if any(s.is_inference() for s in sources):
+    if is_gathered(owner) or any(s.is_inference() for s in sources):
         with torch.no_grad():
             return build()
     key = tuple((id(s), s.data_ptr(), s._version, s.dtype, s.device) for s in sources)
@@ -70,6 +71,11 @@ def derived(
     if _watch.entries is not None:
         _watch.entries.append((owner, name, found[1]))
     return found[1]
+
+
+def is_gathered(module: nn.Module) -> bool:
+    """Whether FSDP, either one, manages the module's parameters; torch's own mark for torch.compile."""
+    return "_is_fsdp_managed_module" in module.__dict__
 
 
 def clear(module: nn.Module) -> None:

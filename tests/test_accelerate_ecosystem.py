@@ -6,12 +6,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import json
-import os
 import pickle
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +15,7 @@ import torch
 import transformers
 
 import fastbert
+from tests import processes
 from tests.accelerate_workers import worst_gradient
 from tests.hf_models import PAD_POSITIONS, batch, hf_model
 
@@ -498,31 +494,7 @@ def test_accelerated_after_it_was_compiled(fresh_dynamo):
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
     """What two processes found that trained together: by rank, by wrapper."""
-    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        pytest.skip("this torch has no gloo")
-    folder = tmp_path_factory.mktemp("two-processes")
-    script = Path(__file__).parent / "accelerate_workers.py"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "FASTBERT_CACHE": ""}
-    said = [folder / f"{rank}.txt" for rank in range(2)]
-    workers = []
-    for rank in range(2):
-        with said[rank].open("w") as output:
-            command = [sys.executable, str(script), str(rank), str(folder)]
-            workers.append(
-                subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-            )
-    try:
-        deadline = time.monotonic() + 240
-        while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline:
-            if any(worker.poll() for worker in workers):  # the other one would wait for it
-                break
-            time.sleep(0.1)
-    finally:
-        for worker in workers:
-            worker.kill()
-    codes = [worker.wait() for worker in workers]
-    assert codes == [0, 0], "\n".join(words.read_text()[-3000:] for words in said)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return processes.two("accelerate_workers.py", tmp_path_factory.mktemp("two-processes"))
 
 
 @pytest.mark.parametrize("order", ("", ", accelerated after it"))

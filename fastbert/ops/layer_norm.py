@@ -109,8 +109,8 @@ def layer_norm_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dx, dresidual, dweight, dbias, dx_bias).
 
-    dresidual is empty where it equals dx, the sums where they are not needed: each empty tensor one of its
-    own.
+    `has_residual` says whether dresidual is wanted. It is empty where it equals dx, and where it is not
+    wanted; the sums where they are not needed: each empty tensor one of its own.
     """
     return dispatch.call(
         "layer_norm_bwd",
@@ -143,7 +143,6 @@ def _setup_context(ctx, inputs, output):
     ctx.dropout_p, ctx.offset = dropout_p, offset
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.x_bias_dtype = None if x_bias is None else x_bias.dtype
-    ctx.has_residual = residual is not None
 
 
 def _backward(launch, ctx, dy):
@@ -163,9 +162,9 @@ def _backward(launch, ctx, dy):
         ctx.offset,
         need_dweight,
         need[4],
-        ctx.has_residual,
+        need[3],
     )
-    if ctx.has_residual and ctx.dropout_p == 0:
+    if need[3] and ctx.dropout_p == 0:
         dresidual = dx
     return (
         dx if need[0] else None,
