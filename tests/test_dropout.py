@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fastbert import dispatch
 from fastbert.ops.dropout import keep_mask_2d, philox_keep, philox_words, threshold
 
 # Known answers of the algorithm's authors (Random123, kat_vectors, philox4x32 10): counter, key, words.
@@ -82,3 +83,108 @@ def test_the_seed_counts_by_value_not_by_address():
     a, b = torch.tensor([17]), torch.tensor([3, 17])[1:]
     assert a.data_ptr() != b.data_ptr()
     assert torch.equal(keep_mask_2d(a, 1, 9, 9, 0.3), keep_mask_2d(b, 1, 9, 9, 0.3))
+
+
+# -- every backend's kernels against a definition without tensors --------------------------------------------
+
+
+def golden_keep(seed: int, offset: int, plane: int, row: int, col: int, p: float) -> bool:
+    """Whether the element is kept: Salmon et al. 2011, sec. 4.1, in Python's own integers."""
+    words = [col // 4, row, plane, offset]
+    key = [seed % 2**32, (seed >> 32) % 2**32]
+    for _ in range(10):
+        first, second = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
+        highs = (second >> 32) ^ words[1] ^ key[0], (first >> 32) ^ words[3] ^ key[1]
+        words = [highs[0], second % 2**32, highs[1], first % 2**32]
+        key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
+    return words[col % 4] >= min(round(p * 2**32), 2**32 - 1)
+
+
+def golden(seed: int, offset: int, rows, cols: int, p: float, plane: int = 0) -> torch.Tensor:
+    """The kept elements of the rows, bool (len(rows), cols)."""
+    kept = [[golden_keep(seed, offset, plane, row, col, p) for col in range(cols)] for row in rows]
+    return torch.tensor(kept)
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
+def test_the_definition_gives_the_authors_answers(counter, key, words):
+    group, row, plane, offset = counter
+    seed = key[0] | key[1] << 32
+    for i, word in enumerate(words):  # kept at a probability of word / 2**32, no longer at the next one
+        place = (offset, plane, row, 4 * group + i)
+        assert golden_keep(seed, *place, word / 2**32)
+        assert not golden_keep(seed, *place, (word + 1) / 2**32)
+
+
+SEEDS = [(0, 0), (1234, 7), (-5, 2**32 - 1), (2**62 + 17, 2**31)]
+
+
+def kernels(op: str, function: str):
+    """(backend, its `function`) of every backend that has it here."""
+    for name in dispatch.BACKENDS:
+        if dispatch.gap(name, op, "cpu", torch.float32, function) is None:
+            yield name, getattr(dispatch.backend_module(name), function)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+@pytest.mark.parametrize(("seed", "offset"), SEEDS)
+def test_every_layer_norm_draws_the_golden_bits(seed, offset, p):
+    keep = golden(seed, offset, range(7), 18, p)
+    where, weight, seen = torch.tensor([seed]), torch.ones(18), []
+    for name, forward in kernels("layer_norm", "layer_norm_fwd"):
+        _, z, mean, rstd = forward(torch.ones(7, 18), weight, None, None, None, 1e-5, p, where, offset, True)
+        torch.testing.assert_close(z, keep / (1 - p), rtol=1e-6, atol=0, msg=name)
+        dy = torch.randn(7, 18)
+        backward = dispatch.backend_module(name).layer_norm_bwd
+        dx, dz, *_ = backward(dy, z, weight, mean, rstd, p, where, offset, False, False, True)
+        assert dz.ne(0).all(), name
+        torch.testing.assert_close(dx, dz * keep / (1 - p), rtol=1e-6, atol=0, msg=name)
+        seen.append(name)
+    assert {"reference", "aten"} <= set(seen)
+
+
+@pytest.mark.parametrize(("seed", "offset"), SEEDS)
+def test_every_embedding_draws_the_golden_bits(seed, offset):
+    keep = golden(seed, offset, range(9), 12, 0.5)
+    where, weight, shift = torch.tensor([seed]), torch.ones(12), torch.full((12,), 100.0)
+    ids, word = torch.arange(9) % 5, torch.randn(5, 12)
+    places = (2.0 ** torch.arange(9)).unsqueeze(1).expand(9, 12).contiguous()  # a column's sum tells its bits
+    seen = []
+    for name, forward in kernels("embedding", "embedding_fwd"):
+        tables = (None, None, None, None)
+        y, z, mean, rstd = forward(ids, None, word, *tables, weight, shift, 1e-5, 0.5, where, offset, True)
+        assert torch.equal(y != 0, keep), name
+        backward = dispatch.backend_module(name).embedding_bwd
+        sums = backward(
+            places, z, weight, mean, rstd, ids, None, None, 5, 0, 0, -1, 0.5, where, offset, False, True
+        )[-1]
+        assert torch.equal(sums, 2 * (keep * places).sum(0)), name
+        seen.append(name)
+    assert {"reference", "aten"} <= set(seen)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+@pytest.mark.parametrize(("seed", "offset"), SEEDS)
+def test_every_attention_draws_the_golden_bits(seed, offset, p):
+    where, ends, n = torch.tensor([seed]), torch.tensor([0, 5, 21], dtype=torch.int32), 16
+    q = torch.zeros(21, 2, n)  # equal scores: what a row of `out` holds beside 0 is what is kept
+    unit = torch.cat([torch.eye(n)[:5], torch.eye(n)]).unsqueeze(1).repeat(1, 2, 1)
+    seen = []
+    for name, forward in kernels("attention", "attention_fwd"):
+        args = (ends, n, 1.0, False, None, None, p, where, offset)
+        out, lse, _ = forward(q, q, unit, *args, False)
+        dv = None
+        if dispatch.has_backward(name, "attention"):
+            backward = dispatch.backend_module(name).attention_bwd
+            dv = backward(unit, q, q, unit, out, lse, *args, False, False)[2]
+        for head in range(2):
+            for first, last in ((0, 5), (5, 21)):
+                size = last - first
+                kept = golden(seed, offset, range(first, last), size, p, head) / (1 - p) / size
+                torch.testing.assert_close(out[first:last, head, :size], kept, rtol=1e-6, atol=0, msg=name)
+                if dv is not None:
+                    torch.testing.assert_close(
+                        dv[first:last, head, :size], kept.t(), rtol=1e-6, atol=0, msg=name
+                    )
+        seen.append(name)
+    assert {"reference", "aten"} <= set(seen)
