@@ -130,6 +130,12 @@ def one_case(check: Check, unit: Unit) -> testing.Case:
     return cases(check, unit)[-1]
 
 
+def replayed_case(check: Check, unit: Unit) -> testing.Case:
+    """The op's last case with dropout, whose mask must follow the seed's content; `one_case` without any."""
+    found = [case for case in cases(check, unit) if getattr(case, "dropout_p", 0.0)]
+    return found[-1] if found else one_case(check, unit)
+
+
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
     """Memory comes as NaN, so that what a kernel does not write shows.
@@ -219,10 +225,12 @@ def determinism(check: Check, unit: Unit) -> Iterator[None]:
 
 
 def swapped(case: testing.Case, check: Check, unit: Unit, static: dict, seed: int) -> dict:
-    """Copy the floating-point inputs of another seed into `static`; what the op gives for them, eagerly."""
+    """Copy the floating-point inputs of another seed, and its dropout, into `static`; what the op gives for
+    them, eagerly.
+    """
     fresh = case.inputs(unit.dtype, check.device, seed)
     for name, value in fresh.items():
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
+        if isinstance(value, torch.Tensor) and (value.is_floating_point() or name == "seed"):
             static[name].copy_(value)
     return evaluator(check, unit, case, static, False)()
 
@@ -235,7 +243,7 @@ def graphs(check: Check, unit: Unit) -> Iterator[None]:
     if check.tiny:
         check.row(unit.name, "skipped", "CUDA graphs need a GPU")
         return
-    case = one_case(check, unit)
+    case = replayed_case(check, unit)
     with recorded(check, unit.name), dispatch.use_backend(**{unit.op: unit.backend}):
         inputs = case.inputs(unit.dtype, check.device)
         call = evaluator(check, unit, case, inputs, False)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bench import gpu, gpu_checks, gpu_results, lines, roofs
-from fastbert import graphs, testing
+from fastbert import dispatch, graphs, testing
 from fastbert.backends import triton as backend
 from tests import triton_interpreter
 
@@ -474,6 +474,34 @@ def test_a_replay_must_follow_its_inputs(on_gpu, monkeypatch, op):
 
 
 @interpreted
+@pytest.mark.parametrize("op", ["attention", "embedding", "layer_norm"])
+def test_a_replay_must_draw_the_mask_of_the_seed_it_finds(on_gpu, monkeypatch, op):
+    unit = gpu_checks.Unit(op, "triton", torch.float32)
+    assert "dropout" in gpu_checks.replayed_case(on_gpu, unit).id
+    monkeypatch.setattr(gpu_checks, "cases", lambda check, unit: testing.small_cases(unit.op))
+    (row,) = run(gpu_checks.graphs, on_gpu, unit)
+    assert (row["status"], row.get("error"), row["replays"]) == ("ok", None, 3)
+    assert "dropout" in row["case"]
+    on_gpu.rows.clear()
+    replay, launch, captured = on_gpu.graph.replay, getattr(backend, f"{op}_fwd"), torch.tensor([5])
+
+    def baked(*args):  # the seed that was there at the capture
+        return launch(*(captured if is_seed(a) else a for a in args))
+
+    def is_seed(a):
+        return isinstance(a, torch.Tensor) and a.dtype == torch.int64 and a.numel() == 1
+
+    def stale(graph):
+        with monkeypatch.context() as patch, dispatch.use_backend(**{op: "triton"}):
+            patch.setattr(backend, f"{op}_fwd", baked)
+            replay(graph)
+
+    monkeypatch.setattr(on_gpu.graph, "replay", stale)
+    (row,) = run(gpu_checks.graphs, on_gpu, unit)
+    assert row["error"] == "3 of 3 replays differ from an eager call"
+
+
+@interpreted
 def test_a_side_stream_must_give_the_same_bits(on_gpu, monkeypatch):
     (row,) = run(gpu_checks.stream, named(on_gpu, "stream"))
     assert (row["status"], row.get("error")) == ("ok", None)
@@ -726,6 +754,15 @@ def test_a_dry_run_times_every_engine(dry):
     measured = roofs.of_file(dry[0] / "probe.jsonl")  # by the probe, and not again
     assert data["roofs"]["gflops"]["bf16"] == pytest.approx(measured.gflops["bf16"])
     assert any(row["op"] == "padding" for row in lines.read(dry[0] / "kernels.jsonl")["rows"] if "op" in row)
+
+
+@interpreted
+def test_a_dry_run_trains(dry):
+    data = lines.read(dry[0] / "training.jsonl")
+    rows = [(row["step"], row["candidate"], row["status"]) for row in data["rows"]]
+    names = ("fastbert-bf16", "transformers-bf16")
+    assert rows == [(step, name, "ok") for step in ("training", "footprint") for name in names]
+    assert [ratio["theirs"] for ratio in data["ratios"]] == ["transformers"] * 3
 
 
 @interpreted
