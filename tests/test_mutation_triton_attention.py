@@ -1,4 +1,4 @@
-"""Faults planted in the Triton attention must make its tests fail."""
+"""Faults planted in the Triton attention, forward and backward, must make its tests fail."""
 
 import pytest
 
@@ -10,5 +10,6 @@ def test_sample_of_the_faults_is_caught():
 
 
 @pytest.mark.slow
-def test_faults_are_caught():
-    mutation.assert_caught(mutation.run_in_process("triton_attention"), share=0.95)
+@pytest.mark.parametrize("suite", ["triton_attention", "triton_attention_backward"])
+def test_faults_are_caught(suite):
+    mutation.assert_caught(mutation.run_in_process(suite), share=0.95)

@@ -171,6 +171,35 @@ def assert_warp_group_products(rows: list[dict]) -> None:
         assert r["tf32"] == 0, r
 
 
+ATTENTION_BACKWARD = {
+    "_attention_bwd_dq_kernel",
+    "_attention_bwd_dkdv_kernel",
+    "_attention_bwd_dbias_kernel",
+}
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_attention_backward(full):
+    from fastbert.kernels import attention_backward as kernels
+
+    rows = compiled("attention_backward", *["--full"] * full)
+    assert_fit(rows, ATTENTION_BACKWARD)
+    for r in rows:
+        dtype, headdim, rung, name = r["job"].split("-", 3)
+        extras = name not in ("plain", "causal", "negative-scale", "many")
+        ladder = kernels.ladder(int(headdim), getattr(torch, dtype), extras, divmod(r["arch"], 10))
+        configs = ladder[0 if rung == "high" else -1]
+        which = r["kernel"].split("_")[3]
+        rows_of_product = {  # those of the left operand
+            "dq": configs.dq.block_m, "dkdv": configs.dkdv.block_n, "dbias": configs.dbias.block_m
+        }[which]  # fmt: skip
+        high = dtype != "float32" and rows_of_product >= 64
+        assert (r["wgmma"] > 0) == (r["arch"] == 90 and high), r
+        assert (r["tcgen05"] > 0) == (r["arch"] == 100 and high), r
+        assert (r["mma"] > 0 or high) == (dtype != "float32"), r
+        assert r["tf32"] == 0, r
+
+
 def test_a_spill_is_seen():
     rows = compiled("layer_norm", "--jobs", "1", "--max-registers", "32")
     assert [spills(r) for r in rows if r["kernel"] == "_layer_norm_bwd_kernel"] == [True]

@@ -133,6 +133,73 @@ def call_attention(
     )  # fmt: skip
 
 
+def attention_backward_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """(name, architecture, call that launches): the configs of the ladder, with various options.
+
+    By default head dimension 64 in bfloat16, the highest tiles: with dropout on every architecture, with
+    everything on sm_90. `full` adds low tiles, the other dtypes and head dimensions, plain and with
+    everything, and each option by itself where BERT has it: bfloat16, head dimensions 32 and 64, high tiles.
+    """
+    import torch
+
+    from fastbert.kernels import attention_backward as kernels
+
+    batch = kernels.SORTED  # as many as are ranked: that takes most registers
+    plain = {
+        "plain": {},
+        "causal": {"causal": True},
+        "negative-scale": {"scale": -0.1},
+        "many": {"batch": batch + 1, "gate": True},
+    }
+    extras = {
+        "keys": {"bias": (batch, 1, 1, 512)},
+        "bias": {"bias": (1, 12, 512, 512)},
+        "rows": {"bias": (batch, 12, 512, 1)},
+        "dropout": {"dropout_p": 0.1},
+        "all": {"bias": (batch, 12, 512, 512), "dropout_p": 0.1, "causal": True, "gate": True},
+    }
+    float32, bfloat16, float16 = torch.float32, torch.bfloat16, torch.float16
+    for arch, dtype, headdim, options in itertools.product(
+        SHARED_LIMIT, (bfloat16, float32, float16), (64, 128, 16, 32, 80), (plain, extras)
+    ):
+        ladder = kernels.ladder(headdim, dtype, options is extras, divmod(arch, 10))
+        for configs, name in itertools.product(ladder, options):
+            high = configs == ladder[0]
+            usual = headdim == 64 and dtype == bfloat16 and high
+            if full:
+                wanted = name in ("plain", "all") and (dtype != float16 or (headdim == 64 and high))
+                wanted = wanted or (headdim in (32, 64) and dtype == bfloat16 and high)
+            else:
+                wanted = usual and name == ("all" if arch == 90 else "dropout")
+            if wanted:
+                title = f"{str(dtype).removeprefix('torch.')}-{headdim}-{'high' if high else 'low'}-{name}"
+                args = (configs, dtype, headdim)
+                given = {"batch": batch} | options[name]
+                yield title, arch, lambda args=args, given=given: call_attention_bwd(*args, **given)
+
+
+def call_attention_bwd(
+    configs, dtype, headdim: int, batch: int, total: int = 16384, nheads: int = 12,
+    max_seqlen: int = 512, scale: float = 0.125, bias: tuple | None = None, dropout_p: float = 0.0,
+    causal: bool = False, gate: bool = False,
+) -> None:  # fmt: skip
+    """Launch attention's backward on meta tensors; `bias`: its shape."""
+    import torch
+
+    from fastbert.kernels import attention_backward as kernels
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    out = empty(total, nheads, headdim)
+    kernels.attention_bwd_with(
+        configs, out, *empty(total, 3, nheads, headdim).unbind(1), out,
+        empty(nheads, total, dtype=torch.float32), empty(batch + 1, dtype=torch.int32), max_seqlen, scale,
+        causal, None if bias is None else empty(*bias), empty(nheads) if gate else None, dropout_p,
+        empty(1, dtype=torch.int64) if dropout_p else None, 3, bias is not None, gate,
+    )  # fmt: skip
+
+
 def linear_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
     """(name, architecture, call that launches): the configs of the heuristic.
 
@@ -348,6 +415,7 @@ def pooling_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
 
 JOBS = {
     "attention": attention_jobs,
+    "attention_backward": attention_backward_jobs,
     "cross_entropy": cross_entropy_jobs,
     "embedding": embedding_jobs,
     "layer_norm": layer_norm_jobs,

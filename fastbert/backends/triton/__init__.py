@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from fastbert.backends.triton.attention import attention_fwd
+from fastbert.backends.triton.attention import attention_bwd, attention_fwd
 from fastbert.backends.triton.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from fastbert.backends.triton.device import available
 from fastbert.backends.triton.embedding import embedding_bwd, embedding_fwd
@@ -35,6 +35,7 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
 
 __all__ = [
     "DTYPES",
+    "attention_bwd",
     "attention_fwd",
     "available",
     "cross_entropy_bwd",
