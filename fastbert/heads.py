@@ -11,6 +11,9 @@ argmax picks them). Therefore a label on a masked token is an error, and so is a
 a classifier reads, is masked out (left padding). Labels of -100 do not count; where none counts the loss is
 0, with zero gradients. A head that reads position 0 alone has the last layer computed for that token only, in
 training too (`BertModel.forward`, first_token_only).
+
+In training, heads over the vocabulary compute only what the loss asks for: the labelled tokens, chunk by
+chunk (`ops/linear_cross_entropy.py`). They return no logits then, unless `output_logits=True` asks for them.
 """
 
 from __future__ import annotations
@@ -34,10 +37,12 @@ from fastbert.labels import (
     one_a_sequence,
     sequence_loss,
 )
-from fastbert.layers import apply_linear, apply_norm, attach, part, pool_first
+from fastbert.layers import apply_linear, apply_norm, attach, is_plain, part, pool_first
 from fastbert.models import AutoModel, PreTrainedModel, family_classes
 from fastbert.ops import checks
 from fastbert.ops.cross_entropy import cross_entropy
+from fastbert.ops.linear_cross_entropy import linear_cross_entropy
+from fastbert.ops.padding import pack
 from fastbert.outputs import (
     AlbertPreTrainingOutput,
     LogitsOutput,
@@ -79,13 +84,25 @@ class Encoded:
         """(rows, …) -> (batch, seqlen, …), zeros where no token is kept."""
         return self.inputs.packing.unpack(x)
 
-    def token_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross-entropy of packed logits (rows, classes) against labels (batch, seqlen)."""
-        checks.same_device("labels", labels, logits)
+    def packed_labels(self, labels: Tensor) -> Tensor:
+        """(batch, seqlen) -> (rows,), checked for shape and device."""
+        checks.same_device("labels", labels, self.hidden)
         checks.shape("labels", labels, self.shape)
         if self.inputs.packing.capacity:  # rows behind the kept ones
             labels = labels.masked_fill(self.mask.logical_not(), IGNORED)
-        return cross_entropy(logits, self.inputs.packing.pack(labels), ignore_index=IGNORED)
+        return self.inputs.packing.pack(labels)
+
+    def token_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Mean cross-entropy of packed logits (rows, classes) against labels (batch, seqlen)."""
+        return cross_entropy(logits, self.packed_labels(labels), ignore_index=IGNORED)
+
+    def labelled(self, labels: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
+        """Hidden states and labels of the `count` tokens that have one; of all rows where it is not known."""
+        labels = self.packed_labels(labels)
+        if count is None or count == labels.shape[0]:
+            return self.hidden, labels
+        at = torch.nonzero_static(labels != IGNORED, size=count).squeeze(1)
+        return pack(self.hidden.unsqueeze(0), at), pack(labels.unsqueeze(0), at)
 
     def first(self) -> Tensor:
         """(batch, hidden): the token at position 0 of each sequence; zeros where the whole sequence is
@@ -319,19 +336,52 @@ class LMModel(TaskModel):
             owner, _, name = head.bias.rpartition(".")
             setattr(self.get_submodule(owner), name, value.bias)
 
-    def lm_logits(self, hidden: Tensor) -> Tensor:
-        """(rows, hidden) -> (rows, vocab_size)."""
+    def transform(self, hidden: Tensor) -> Tensor:
+        """(rows, hidden) -> (rows, embedding size): what the decoder reads."""
         head = self.family.lm_head
         activation = head.activation or self.config.activation_name
-        x = apply_linear(part(self, head.dense), hidden, activation)
-        return apply_linear(part(self, head.decoder), apply_norm(part(self, head.norm), x))
+        return apply_norm(part(self, head.norm), apply_linear(part(self, head.dense), hidden, activation))
+
+    def lm_logits(self, hidden: Tensor) -> Tensor:
+        """(rows, hidden) -> (rows, vocab_size)."""
+        return apply_linear(part(self, self.family.lm_head.decoder), self.transform(hidden))
+
+    def lm_loss(self, encoded: Encoded, labels: Tensor, count: int | None) -> Tensor:
+        """Mean cross-entropy of the labelled tokens, of which there are `count` if that is known."""
+        hidden, labels = encoded.labelled(labels, count)
+        x, decoder = self.transform(hidden), part(self, self.family.lm_head.decoder)
+        if is_plain(decoder, nn.Linear):
+            return linear_cross_entropy(
+                x, decoder.weight, decoder.bias, labels, ignore_index=IGNORED, labelled=count
+            )
+        return cross_entropy(apply_linear(decoder, x), labels, ignore_index=IGNORED)
+
+    def words(
+        self, encoded: Encoded, labels: Tensor | None, count: int | None, with_logits: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(padded logits, loss), each None where not asked for."""
+        if not with_logits:
+            return None, self.lm_loss(encoded, labels, count)
+        logits = self.lm_logits(encoded.hidden)
+        return encoded.unpack(logits), None if labels is None else encoded.token_loss(logits, labels)
+
+    def gives_logits(self, output_logits: bool | None, has_loss: bool) -> bool:
+        """What `output_logits` means in this call."""
+        if output_logits is None:
+            return not (self.training and has_loss)
+        if not isinstance(output_logits, bool):
+            raise TypeError(f"output_logits: expected True, False or None, got {output_logits!r}")
+        if not output_logits and not has_loss:
+            raise ValueError("output_logits: False leaves only the loss; there is none without all labels")
+        return output_logits
 
 
 class BertForMaskedLM(LMModel):
     """Predicts masked tokens.
 
     Labels: (batch, seqlen), token ids, -100 where nothing is to be predicted; loss: mean cross-entropy of the
-    labelled tokens. Logits: (batch, seqlen, vocab_size), zeros at masked tokens.
+    labelled tokens. Logits: (batch, seqlen, vocab_size), zeros at masked tokens; None in training with
+    labels, where they are computed for the labelled tokens only (`output_logits`).
 
     Source: Devlin et al. 2018, "BERT", sec. 3.1, task 1.
     """
@@ -342,18 +392,44 @@ class BertForMaskedLM(LMModel):
         super().__init__(config)
         self.post_init()
 
-    def check_labels(self, labels: Tensor, attention_mask: Tensor | None) -> None:
-        """Token ids, none of them on a masked token."""
-        check_classes("labels", labels, self.config.vocab_size, attention_mask)
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        head_mask: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        output_logits: bool | None = None,
+    ) -> LogitsOutput | tuple:
+        """Encode a padded batch and run the head; see the class for `labels`, and `BertModel.forward` for the
+        rest.
 
-    def logits(self, encoded: Encoded) -> tuple[Tensor, Tensor]:
-        """Packed, and padded."""
-        logits = self.lm_logits(encoded.hidden)
-        return logits, encoded.unpack(logits)
+        Args:
+            output_logits: True gives the logits, False only the loss; None gives them but in training with
+                labels.
 
-    def loss(self, logits: Tensor, labels: Tensor, encoded: Encoded) -> Tensor:
-        """Cross-entropy of the labelled tokens."""
-        return encoded.token_loss(logits, labels)
+        Returns:
+            loss (if labels are given), logits, hidden_states, attentions.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what was expected.
+        """
+        with_logits, count = self.gives_logits(output_logits, labels is not None), None
+        if labels is not None:
+            count = check_classes("labels", labels, self.config.vocab_size, attention_mask)
+        encoded = self.encode(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
+            head_mask, output_attentions, output_hidden_states,
+        )  # fmt: skip
+        logits, loss = self.words(encoded, labels, count, with_logits)
+        output = LogitsOutput(loss, logits, encoded.hidden_states, encoded.attentions)
+        return self.answer(output, return_dict)
 
 
 class BertForPreTraining(LMModel):
@@ -361,7 +437,8 @@ class BertForPreTraining(LMModel):
 
     Labels: `labels` as in BertForMaskedLM, `next_sentence_label` as in BertForNextSentencePrediction; there
     is a loss, the sum of both, only where both are given. prediction_logits: (batch, seqlen, vocab_size),
-    zeros at masked tokens; seq_relationship_logits: (batch, 2).
+    zeros at masked tokens, None in training with both labels (`output_logits`); seq_relationship_logits:
+    (batch, 2).
 
     Source: Devlin et al. 2018, "BERT", sec. 3.1.
     """
@@ -393,17 +470,20 @@ class BertForPreTraining(LMModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        output_logits: bool | None = None,
     ) -> PreTrainingOutput | tuple:
         """Encode a padded batch and run both heads; see the class.
+
+        Args:
+            output_logits: as in `BertForMaskedLM.forward`, of the prediction_logits.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
         """
         batch = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         options = (head_mask, output_attentions, output_hidden_states)
-        output = self._both(
-            PreTrainingOutput, batch, options, labels, "next_sentence_label", next_sentence_label
-        )
+        pair = ("next_sentence_label", next_sentence_label)
+        output = self._both(PreTrainingOutput, batch, options, output_logits, labels, *pair)
         return self.answer(output, return_dict)
 
     def _both(
@@ -411,25 +491,25 @@ class BertForPreTraining(LMModel):
         kind: type,
         batch: tuple,
         options: tuple,
+        output_logits: bool | None,
         labels: Tensor | None,
         pair_name: str,
         pair_label: Tensor | None,
     ) -> ModelOutput:
+        both = labels is not None and pair_label is not None
+        with_logits, count = self.gives_logits(output_logits, both), None
         if labels is not None:
-            check_classes("labels", labels, self.config.vocab_size, batch[1])
+            count = check_classes("labels", labels, self.config.vocab_size, batch[1])
         if pair_label is not None:
             check_classes(pair_name, pair_label, 2)
         encoded = self.encode(*batch, *options)
-        words = self.lm_logits(encoded.hidden)
+        words, words_loss = self.words(encoded, labels, count, with_logits)
         pooled = self.dropout(self.pooled(encoded), self.family.next_sentence_dropout_key)
         pair = apply_linear(part(self, self.family.next_sentence), pooled)
-        losses = []
-        if labels is not None:
-            losses.append(encoded.token_loss(words, labels))
-        if pair_label is not None:
-            losses.append(sequence_loss(pair_name, pair, pair_label))
-        loss = losses[0] + losses[1] if len(losses) == 2 else None
-        return kind(loss, encoded.unpack(words), pair, encoded.hidden_states, encoded.attentions)
+        loss = None if pair_label is None else sequence_loss(pair_name, pair, pair_label)
+        return kind(
+            words_loss + loss if both else None, words, pair, encoded.hidden_states, encoded.attentions
+        )
 
 
 class AlbertForPreTraining(BertForPreTraining):
@@ -437,7 +517,7 @@ class AlbertForPreTraining(BertForPreTraining):
 
     Labels: `labels` as in BertForMaskedLM, `sentence_order_label` (batch,): 0 in order, 1 swapped; there is a
     loss, the sum of both, only where both are given. prediction_logits: (batch, seqlen, vocab_size), zeros at
-    masked tokens; sop_logits: (batch, 2).
+    masked tokens, None in training with both labels (`output_logits`); sop_logits: (batch, 2).
 
     Source: Lan et al. 2019, "ALBERT", sec. 3.1.
     """
@@ -464,17 +544,20 @@ class AlbertForPreTraining(BertForPreTraining):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        output_logits: bool | None = None,
     ) -> AlbertPreTrainingOutput | tuple:
         """Encode a padded batch and run both heads; see the class.
+
+        Args:
+            output_logits: as in `BertForMaskedLM.forward`, of the prediction_logits.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
         """
         batch = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         options = (head_mask, output_attentions, output_hidden_states)
-        output = self._both(
-            AlbertPreTrainingOutput, batch, options, labels, "sentence_order_label", sentence_order_label
-        )
+        pair = ("sentence_order_label", sentence_order_label)
+        output = self._both(AlbertPreTrainingOutput, batch, options, output_logits, labels, *pair)
         return self.answer(output, return_dict)
 
 

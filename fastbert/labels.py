@@ -15,16 +15,22 @@ from fastbert.ops.cross_entropy import cross_entropy
 IGNORED = -100  # the label that does not count
 
 
-def check_classes(name: str, labels: Tensor, classes: int, mask: Tensor | None = None) -> None:
-    """Labels must be integers in [0, classes) or `IGNORED`; `IGNORED` where a 2-D `mask` (if any) is 0."""
+def check_classes(name: str, labels: Tensor, classes: int, mask: Tensor | None = None) -> int | None:
+    """Labels must be integers in [0, classes) or `IGNORED`; `IGNORED` where a 2-D `mask` (if any) is 0.
+
+    Returns:
+        How many of them are not `IGNORED`; None under `torch.compile`, where nobody looks.
+    """
     checks.int_tensor(name, labels)
-    if torch.compiler.is_compiling() or labels.numel() == 0:
-        return
+    if torch.compiler.is_compiling():
+        return None
+    if labels.numel() == 0:
+        return 0
     counts = labels != IGNORED
     bad = [counts & ((labels < 0) | (labels >= classes))]
     if _is_mask_of(mask, labels):
         bad.append(counts & (mask == 0))
-    found = torch.stack([b.any() for b in bad]).tolist()
+    *found, labelled = torch.stack([*(b.any() for b in bad), counts.sum()]).tolist()
     if found[0]:
         raise ValueError(
             f"{name}: {labels[bad[0]][0].item()} at {_where(bad[0])} is no class; "
@@ -35,6 +41,7 @@ def check_classes(name: str, labels: Tensor, classes: int, mask: Tensor | None =
             f"{name}: {labels[bad[1]][0].item()} at {_where(bad[1])}, where attention_mask is 0: masked "
             f"tokens are not computed; expected {IGNORED} there"
         )
+    return labelled
 
 
 def check_shares(name: str, labels: Tensor, mask: Tensor | None) -> None:

@@ -86,9 +86,17 @@ class PreTrainedModel(nn.Module):
         """dtype of the parameters."""
         return next(self.parameters()).dtype
 
-    def num_parameters(self, only_trainable: bool = False) -> int:
-        """How many numbers the parameters hold, tied ones once, and 8-bit weights, which are buffers."""
-        count = sum(p.numel() for p in self.parameters() if p.requires_grad or not only_trainable)
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """How many numbers the parameters hold, tied ones once, and 8-bit weights, which are buffers; without
+        those of nn.Embedding where they are to be excluded.
+        """
+        tables = (m.weight for m in self.modules() if isinstance(m, nn.Embedding))
+        left_out = {id(table) for table in tables} if exclude_embeddings else ()
+        count = sum(
+            p.numel()
+            for p in self.parameters()
+            if (p.requires_grad or not only_trainable) and id(p) not in left_out
+        )
         return count if only_trainable else count + quantization.num_weights(self)
 
     # -- construction and files ------------------------------------------------------------------------------

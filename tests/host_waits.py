@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastbert import graphs, packing
+from fastbert import graphs, heads, packing
 from fastbert.encoding import SentenceEncoder
 from fastbert.inputs import check_inputs
 from tests import fake_gpu
@@ -281,3 +281,23 @@ def test_a_graphed_model_waits_no_more():
                 expected = host(**inputs, **extra)
                 for key, value in out.items():
                     close(value, expected[key])
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_training_on_masked_words_waits_for_ids_and_labels(masked):
+    """Once each, before the encoder; neither the loss nor its backward waits."""
+    config = copy.deepcopy(pair()[0].config)
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    host = heads.AutoModelForMaskedLM.from_config(config).train()
+    device = fake_gpu.move(copy.deepcopy(host)).requires_grad_()
+    inputs = batch("bert")
+    if not masked:
+        inputs["attention_mask"][:] = 1
+    labels = inputs["input_ids"].where((torch.rand(4, 40) < 0.3) & (inputs["attention_mask"] > 0), -100)
+    with waits() as seen:
+        loss = device(**{k: fake(v) for k, v in inputs.items()}, labels=fake(labels)).loss
+        assert len(seen) == 2
+        loss.backward()
+        assert len(seen) == 2
+    expected = host(**inputs, labels=labels).loss
+    close(loss.detach(), expected.detach())

@@ -12,6 +12,8 @@ import pytest
 import torch
 import transformers
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fastbert import heads
 from fastbert.config import EncoderConfig
@@ -682,6 +684,172 @@ def test_fresh_heads_are_initialised():
             ).all(), key
 
 
+# -- the loss over the vocabulary, without logits ------------------------------------------------------------
+
+VOCABULARY_TASKS = [
+    (n, t)
+    for n, t in CASES
+    if t == "ForMaskedLM" or (t == "ForPreTraining" and n in ("bert", "albert", "ernie"))
+]
+NO_DROPOUT = {
+    "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "dropout": 0.0, "attention_dropout": 0.0,
+    "classifier_dropout_prob": 0.0, "classifier_dropout": 0.0,
+}  # fmt: skip
+
+
+class Vocabulary(TorchDispatchMode):
+    """Row counts of all tensors made that have a number for each class."""
+
+    def __init__(self, classes):
+        super().__init__()
+        self.classes, self.rows = classes, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            of_classes = isinstance(t, torch.Tensor) and t.dim() > 1 and t.shape[-1] == self.classes
+            if of_classes and t.is_contiguous():  # which a transposed weight is not
+                self.rows.append(t.numel() // self.classes)
+        return out
+
+
+@pytest.mark.parametrize(("name", "task"), VOCABULARY_TASKS)
+def test_training_computes_only_the_labelled_tokens(name, task):
+    """In one pass through the vocabulary; loss and gradients are those of all logits."""
+    _, model = build(name, task, vocab_size=333, **NO_DROPOUT)
+    model.double().train()
+    inputs = inputs_for(name, task)
+    labels = labels_for(model, inputs)
+    labelled = int((labels["labels"] != -100).sum())
+    assert 0 < labelled < inputs["attention_mask"].sum()
+    results, logits = [], []
+    for asked in (None, True):
+        model.zero_grad(set_to_none=True)
+        with Vocabulary(333) as seen:
+            output = model(**inputs, **labels, output_logits=asked)
+            output.loss.backward()
+        results.append([output.loss, *(p.grad for p in model.parameters() if p.grad is not None)])
+        logits.append(output.get("logits", output.get("prediction_logits")))
+        assert max(seen.rows) == (labelled if asked is None else inputs["input_ids"].numel())
+    assert logits[0] is None
+    assert logits[1].shape == (*inputs["input_ids"].shape, 333)
+    for a, e in zip(*results, strict=True):
+        close(a, e, 1e-12 + 1e-10 * e.abs().max().item())
+
+
+@pytest.mark.parametrize("task", ["ForMaskedLM", "ForPreTraining"])
+def test_when_logits_are_given(task):
+    _, model = build("bert", task, **NO_DROPOUT)
+    inputs = inputs_for("bert", task)
+    labels = labels_for(model, inputs)
+    key = {"ForMaskedLM": "logits", "ForPreTraining": "prediction_logits"}[task]
+    others = [] if task == "ForMaskedLM" else ["seq_relationship_logits"]
+    losses = []
+    for training in (False, True):
+        model.train(training)
+        for given in ({}, labels):
+            for asked in (None, True, False):
+                if asked is False and not given:
+                    with pytest.raises(ValueError, match="output_logits: False leaves only the loss"):
+                        model(**inputs, output_logits=False)
+                    continue
+                output = model(**inputs, **given, output_logits=asked)
+                wanted = not (training and given) if asked is None else asked
+                assert list(output) == ["loss"] * bool(given) + [key] * wanted + others
+                assert output[key] is not None if wanted else getattr(output, key) is None
+                if given:
+                    losses.append(output.loss.item())
+                tuples = model(**inputs, **given, output_logits=asked, return_dict=False)
+                assert len(tuples) == len(output)
+    assert max(losses) - min(losses) < 1e-5
+    with pytest.raises(TypeError, match="output_logits: expected True, False or None, got 1"):
+        model(**inputs, **labels, output_logits=1)
+    if task == "ForPreTraining":  # no loss without both labels
+        only = {"labels": labels["labels"]}
+        assert model(**inputs, **only).prediction_logits is not None
+        with pytest.raises(ValueError, match=r"output_logits: .* none without all labels"):
+            model(**inputs, **only, output_logits=False)
+
+
+@pytest.mark.parametrize("name", ["bert", "albert"])
+@pytest.mark.parametrize("every", [False, True])
+def test_training_with_no_label_or_with_all(name, every):
+    hf, model = build(name, "ForMaskedLM", **NO_DROPOUT)
+    model.train()
+    inputs = inputs_for(name, "ForMaskedLM")
+    labels = inputs["input_ids"].where(inputs["attention_mask"].bool(), -100)
+    if every:
+        with torch.no_grad():
+            close(model(**inputs, labels=labels).loss, hf(**inputs, labels=labels).loss, 1e-5)
+        return
+    loss = model(**inputs, labels=torch.full_like(labels, -100)).loss
+    assert loss.item() == 0.0
+    loss.backward()
+    grads = [p.grad for p in model.parameters() if p.requires_grad]
+    assert any(g is not None for g in grads)
+    assert all(g is None or g.eq(0).all() for g in grads)
+
+
+def test_training_with_a_decoder_of_another_kind():
+    """A subclass, or one with a hook, is called: for the labelled tokens."""
+
+    class Other(torch.nn.Linear):
+        def forward(self, x):
+            seen.append(x.shape[0])
+            return super().forward(x) * 1.5
+
+    _, model = build("bert", "ForMaskedLM", tie_word_embeddings=False, **NO_DROPOUT)
+    inputs = inputs_for("bert", "ForMaskedLM")
+    inputs |= labels_for(model, inputs)
+    usual, seen = model.get_output_embeddings(), []
+    other = Other(48, 120)
+    other.load_state_dict(usual.state_dict())
+    model.set_output_embeddings(other)
+    expected = model(**inputs).loss
+    actual = model.train()(**inputs).loss
+    close(actual, expected, 1e-5)
+    assert seen == [int(inputs["attention_mask"].sum()), int((inputs["labels"] != -100).sum())]
+    model.set_output_embeddings(usual)
+    handle = usual.register_forward_hook(lambda module, args, out: seen.append("hook") or out * 1.5)
+    close(model(**inputs).loss, expected, 1e-5)
+    handle.remove()
+    assert seen[2:] == ["hook"]
+
+
+def test_bad_labels_in_training():
+    _, model = build("bert", "ForMaskedLM")
+    model.train()
+    inputs = inputs_for("bert", "ForMaskedLM")
+    labels = labels_for(model, inputs)["labels"]
+    with pytest.raises(ValueError, match="labels: expected shape"):
+        model(**inputs, labels=labels[:, 1:])
+    with pytest.raises(ValueError, match="labels: 120 at"):
+        model(**inputs, labels=labels.where(labels == -100, 120))
+
+
+@pytest.mark.parametrize("name", ["bert", "mpnet"])
+def test_the_trainer_of_transformers_trains_and_evaluates(name, tmp_path):
+    """It asks for the loss in training, for logits in evaluation; label smoothing takes the labels out."""
+    hf, model = build(name, "ForMaskedLM")
+    inputs = inputs_for(name, "ForMaskedLM", batch_size=8)
+    inputs |= labels_for(model, inputs)
+    rows = [{k: v[i] for k, v in inputs.items()} for i in range(8)]
+    for options in ({}, {"exclude_embeddings": True}, {"exclude_embeddings": True, "only_trainable": True}):
+        assert model.num_parameters(**options) == hf.num_parameters(**options)
+    before = model.get_input_embeddings().weight.detach().clone()
+    for smoothing in (0.0, 0.1):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=2, per_device_train_batch_size=4, report_to=[], use_cpu=True,
+            label_smoothing_factor=smoothing, save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+        assert trainer.train().training_loss > 0
+        predicted = trainer.predict(rows)
+        assert predicted.predictions.shape == (8, 18, 120)
+        assert predicted.metrics["test_loss"] > 0
+    assert not torch.equal(model.get_input_embeddings().weight, before)
+
+
 # -- training ------------------------------------------------------------------------------------------------
 
 
@@ -755,22 +923,25 @@ def test_training_with_dropout_learns_a_batch():
 
 
 @pytest.mark.parametrize(
-    ("name", "task"),
+    ("name", "task", "training"),
     [
-        ("bert", "ForMaskedLM"),
-        ("bert", "ForQuestionAnswering"),
-        ("roberta", "ForMultipleChoice"),
-        ("electra", "ForPreTraining"),
+        ("bert", "ForMaskedLM", False),
+        ("bert", "ForPreTraining", True),
+        ("bert", "ForQuestionAnswering", False),
+        ("roberta", "ForMultipleChoice", False),
+        ("electra", "ForPreTraining", False),
     ],
 )
-def test_compiled_in_one_graph(name, task):
-    _, model = build(name, task, num_hidden_layers=1)
+def test_compiled_in_one_graph(name, task, training):
+    _, model = build(name, task, num_hidden_layers=1, **(NO_DROPOUT if training else {}))
     inputs = inputs_for(name, task)
     labels = labels_for(model, inputs)
     if task == "ForQuestionAnswering":
         labels = {k: inputs["attention_mask"].argmax(1) for k in labels}
     inputs |= labels
     torch._dynamo.reset()
+    if training:
+        model.train()
     compiled = torch.compile(model, backend="eager", fullgraph=True)(**inputs)
     grads = []
     for output in (compiled, model(**inputs)):
