@@ -112,9 +112,12 @@ def packed_weight(module: nn.Linear, x: Tensor) -> Tensor | None:
     pack = linear_packer(x.device, dtype)
     if pack is None:
         return None
-    return prepared.derived(
-        module, ("packed", dtype), (module.weight,), lambda: pack(module.weight.to(dtype).contiguous())
-    )
+
+    def build():
+        checks.float_tensor("weight", module.weight)
+        return pack(module.weight.to(dtype).contiguous())
+
+    return prepared.derived(module, ("packed", dtype), (module.weight,), build)
 
 
 def apply_linear(module: nn.Module, x: Tensor, activation: str | None = None) -> Tensor:
@@ -445,6 +448,10 @@ class LayerMath:
         """What `make` makes of the layer's weights; None where a parameter has not the dtype or device that
         the fused layer takes: the single ops then say what is wrong, or cast.
         """
+        for module in (*dense, *norms):
+            for name, t in module._parameters.items():
+                if t is not None:
+                    checks.own_elements(name, t)
         vectors = [m.bias for m in dense] + [t for m in norms for t in (m.weight, m.bias)]
         if any(t is not None and (t.dtype != x.dtype or t.device != x.device) for t in vectors):
             return None

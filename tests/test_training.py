@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 
 import pytest
@@ -526,3 +527,11 @@ def test_fsdp2_in_bfloat16_is_no_worse_than_transformers_own(two_processes):
         assert 1e-4 < found["gradients"] <= 1.5 * theirs["gradients"]
         assert max(found["logits"]) <= 1.5 * max(theirs["logits"])
         assert found["loss"] <= 0.03
+
+
+def test_weights_that_nobody_gathers_are_refused(two_processes):
+    for rank in two_processes:
+        for said in rank["inside the layers"]:
+            assert re.fullmatch(
+                "weight: expected a torch.Tensor with elements of its own, got a DTensor; .*", said
+            )

@@ -120,6 +120,21 @@ def found(rank: int, model: torch.nn.Module, cuts: int, truth: tuple) -> dict:
     return result
 
 
+def refusals() -> list[str]:
+    """What a native model says, in training and in eval, where FSDP2 wraps a container that nobody calls."""
+    model, said = native(), []
+    for layer in model.bert.encoder.layer:
+        fully_shard(layer.attention, mesh=init_device_mesh("cpu", (WORLD,)))
+    for mode in (True, False):
+        try:
+            with torch.set_grad_enabled(mode):
+                model.train(mode)(**part(0, 0))
+            said.append("nothing")
+        except TypeError as error:
+            said.append(str(error))
+    return said
+
+
 def main(rank: int, folder: pathlib.Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
@@ -127,6 +142,7 @@ def main(rank: int, folder: pathlib.Path) -> None:
     result = {}
     for name, wrap in WRAPPERS.items():
         result[name] = found(rank, wrap(), 3 if "micro" in name else 1, truth)
+    result["inside the layers"] = refusals()
     (folder / f"{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 

@@ -7,6 +7,7 @@ import math
 import torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 def float_tensor(name: str, t: object, like: torch.Tensor | None = None) -> None:
@@ -15,7 +16,18 @@ def float_tensor(name: str, t: object, like: torch.Tensor | None = None) -> None
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
     if t.dtype not in FLOATS:
         raise TypeError(f"{name}: expected float32, bfloat16, float16 or float64, got {t.dtype}")
+    if type(t) not in _ORDINARY:
+        own_elements(name, t)
     same_device(name, t, like)
+
+
+def own_elements(name: str, t: torch.Tensor) -> None:
+    """`t` must not stand for tensors elsewhere, as a DTensor does: kernels read memory, and there is none."""
+    if hasattr(type(t), "__tensor_flatten__") and not torch.compiler.is_compiling():
+        raise TypeError(
+            f"{name}: expected a torch.Tensor with elements of its own, got a {type(t).__name__}; shard and "
+            "parallelize modules that are called, such as a whole layer, not what lies between"
+        )
 
 
 def int_tensor(name: str, t: object, like: torch.Tensor | None = None) -> None:
