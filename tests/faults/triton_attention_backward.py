@@ -124,7 +124,7 @@ TESTS = (
     "all_cuts_by_the_error_rule",
     "neighbours_and_unused_cells_may_be_nan",
     "a_mask_of_the_lowest_number_is_not_minus_infinity",
-    "a_seed_without_dropout_changes_nothing",
+    "a_seed_without_dropout_is_not_read",
     "offsets_beyond_2_to_31_elements",
     "no_rows",
     "the_grid_is_known_without_the_lengths",
