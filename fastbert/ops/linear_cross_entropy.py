@@ -14,10 +14,10 @@ number of bytes. Logits and g have the storage dtype, as those of a linear layer
 summed over the chunks in float32 (float64 for float64) and rounded once.
 
 Saved: x and weight. The logits, too, if they fit one chunk; else backward computes them again, which is a
-third more work in this layer and about a hundredth of BERT's training step. Gradients made in forward would
-save that, but they do not know dloss: in float16 they would lose what a GradScaler is there to keep, they
-would be rounded twice, and a float32 dweight would be held, and read and written once more to be scaled. The
-peak is the same: it falls where backward begins, and there a chunk exists either way.
+third more work in this layer and one or two hundredths of BERT's training step. Gradients made in forward
+would save that, but they do not know dloss: in float16 they would lose what a GradScaler is there to keep,
+they would be rounded twice, and a float32 dweight would be held, and read and written once more to be scaled.
+The peak is the same: it falls where backward begins, and there a chunk exists either way.
 
 Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", sec. 3, for the memory of
 logits; Szegedy et al. 2015, "Rethinking the Inception Architecture", sec. 7 (label smoothing).
@@ -34,8 +34,8 @@ from fastbert.ops import checks
 from fastbert.ops.cross_entropy import checked_labels, cross_entropy_ref
 
 # Bytes of logits and their gradient at a time, where the caller does not say. On a GPU what 15% of 32 x 512
-# tokens need in bfloat16, so that nothing is computed twice; on a CPU those of 8 x 128 in float32.
-CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**29}
+# tokens need in bfloat16, so that nothing is computed twice; on a CPU those of 24 x 128 in float32.
+CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**29}
 UNKNOWN = -1  # the number of labelled rows, where the host has not seen it
 
 
@@ -230,7 +230,7 @@ def linear_cross_entropy(
         checks.shape("bias", bias, (classes,))
     labels = checked_labels(labels, rows, classes, x, ignore_index, label_smoothing)
     if chunk_bytes is None:
-        chunk_bytes = CHUNK_BYTES.get(x.device.type, 2**26)
+        chunk_bytes = CHUNK_BYTES.get(x.device.type, 2**27)
     elif not isinstance(chunk_bytes, int) or isinstance(chunk_bytes, bool) or chunk_bytes < 1:
         raise ValueError(f"chunk_bytes: expected an integer >= 1, got {chunk_bytes!r}")
     labelled = _checked_number(labelled, labels, ignore_index)

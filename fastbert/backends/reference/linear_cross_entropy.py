@@ -6,7 +6,7 @@ Every backend's two functions are made here, of its `linear` and its `cross_entr
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from fastbert.backends.reference import cross_entropy, linear
 from fastbert.ops.checks import compute_dtype
 
 
-def chunked(linear: ModuleType, cross_entropy: ModuleType) -> tuple[Callable, Callable]:
-    """(linear_cross_entropy_fwd, linear_cross_entropy_bwd), by the functions of two modules."""
+def chunked(linear: ModuleType | SimpleNamespace, cross_entropy: ModuleType) -> tuple[Callable, Callable]:
+    """(linear_cross_entropy_fwd, linear_cross_entropy_bwd), by the launchers that two modules hold."""
 
     def logits_of(weight: Tensor, bias: Tensor | None, times: int) -> Callable[[Tensor], Tensor]:
         """The product with `weight`, to be taken so many times."""
