@@ -86,20 +86,21 @@ def line(row: dict) -> str:
 def ratios(rows: Iterable[dict]) -> list[dict]:
     """How many times a peer's speed ours has, and our share of transformers' memory, from rows of one run."""
     ok = {
-        (r["step"], r.get("model"), r.get("workload"), r.get("candidate")): r
+        (r["step"], r.get("model"), r.get("workload"), r.get("head"), r.get("candidate")): r
         for r in rows
         if r["status"] == "ok"
     }
     found = []
-    for (step, model, workload, candidate), row in ok.items():
+    for (step, model, workload, head, candidate), row in ok.items():
         for ours, theirs in PAIRS:
-            other = ok.get((step, model, workload, theirs))
+            other = ok.get((step, model, workload, head, theirs))
             if candidate != ours or other is None or step not in ("encoder", "training", *MEMORY):
                 continue
             keys = ("peak_mib", "above_mib") if step in MEMORY else ("median_ms",)
             for key in keys:
                 value = row[key] / other[key] if step in MEMORY else other[key] / row[key]
                 what = {"step": step, "model": model, "workload": workload}
+                what |= {} if head is None else {"head": head}
                 found.append({**what, "ours": ours, "theirs": theirs, "of": key, "ratio": value})
     return found
 
@@ -137,11 +138,11 @@ class Benchmark:
         if "training" in args.steps:
             names = [name for name in TRAINED if name in args.workloads]
             candidates = plan.training_candidates(self.engines)
-            units += plan.training_units(main_model, names, candidates, calls, self.roofs)
+            units += plan.training_units(main_model, names, candidates, calls, self.roofs, heads=args.heads)
         if "training_memory" in args.steps:
             names = [name for name in TRAINED_MEMORY if name in args.workloads]
             engines = [name for name in memory.TRAINED if name in self.engines]
-            units += plan.training_memory_units(main_model, names, engines, self.roofs)
+            units += plan.training_memory_units(main_model, names, engines, self.roofs, args.heads)
         if "memory" in args.steps:
             engines = [name for name in memory.ENGINES if name in self.engines]
             units += plan.memory_units(main_model, engines, self.roofs)
@@ -164,19 +165,21 @@ class Benchmark:
 
     def skip(self, unit: plan.Unit, reason: str) -> None:
         """Record that a unit was not measured."""
-        row = {"step": unit.step, "name": f"{unit.step}-{unit.who}-{unit.model}-{unit.workload}"}
+        name = "-".join(filter(None, (unit.step, unit.who, unit.model, unit.workload, unit.head)))
+        row = {"step": unit.step, "name": name}
         facts = {"model": unit.model, "workload": unit.workload, "candidate": unit.who}
+        facts |= {"head": unit.head} if unit.head else {}
         self.report.row({**row, "status": "skipped", "error": reason, **facts})
 
     def run(self) -> None:
         """All chosen units, step by step; a step that fails costs the others nothing."""
-        groups: dict[tuple[str, str, str], list[plan.Unit]] = {}
+        groups: dict[tuple[str, str, str, str], list[plan.Unit]] = {}
         for unit in self.units:
             if unit.chosen:  # the forward of a model is one group: its engines are built once
                 workload = "" if unit.step in ("encoder", "memory") else unit.workload
-                groups.setdefault((unit.step, unit.model, workload), []).append(unit)
-        for (step, model, workload), units in groups.items():
-            name, start = "-".join(filter(None, (step, model, workload))), time.monotonic()
+                groups.setdefault((unit.step, unit.model, workload, unit.head), []).append(unit)
+        for (step, *what), units in groups.items():
+            name, start = "-".join(filter(None, (step, *what))), time.monotonic()
             print(f"# {name}", flush=True)
             status, reason = "ok", None
             try:
@@ -220,19 +223,19 @@ class Benchmark:
                     self.skip(unit, "the budget is spent")
                 continue
             wanted = tuple(unit.who.split("-")[0] for unit in chosen)
-            options = {"head": self.args.head, "samples": self.args.samples, "roofs": self.roofs}
+            options = {"head": units[0].head, "samples": self.args.samples, "roofs": self.roofs}
             yield from training.bench_training(model, units[0].workload, tag, wanted=wanted, **options)
             torch._dynamo.reset()
             gc.collect()
 
     def training_memory(self, units: list[plan.Unit]) -> Iterator[dict]:
         """Peak memory of two training steps."""
-        return self.memory(units, self.args.head)
+        return self.memory(units)
 
-    def memory(self, units: list[plan.Unit], head: str | None = None) -> Iterator[dict]:
-        """Peak memory of one forward, or of training `head`."""
-        engines, model, workload = tuple(unit.who for unit in units), units[0].model, units[0].workload
-        return memory.bench_memory(model, workload, engines, self.args.threads, head=head)
+    def memory(self, units: list[plan.Unit]) -> Iterator[dict]:
+        """Peak memory of one forward, or of training."""
+        engines, one = tuple(unit.who for unit in units), units[0]
+        return memory.bench_memory(one.model, one.workload, engines, self.args.threads, head=one.head or None)
 
     def kernels(self, units: list[plan.Unit]) -> Iterator[dict]:
         """A line per op on one workload."""
@@ -254,8 +257,8 @@ def finish(report: Report, folder: Path) -> None:
     """Ratios and charts, from what was measured."""
     report.data["ratios"] = ratios(report.data["rows"])
     for row in report.data["ratios"]:
-        where = f"{row['step']} {row['model']} {row['workload']}"
-        print(f"# {where:<26} {row['ours']:14} / {row['theirs']:18} {row['ratio']:.2f} ({row['of']})")
+        where = " ".join(filter(None, (row["step"], row["model"], row["workload"], row.get("head"))))
+        print(f"# {where:<38} {row['ours']:14} / {row['theirs']:18} {row['ratio']:.2f} ({row['of']})")
     try:
         for path in plot.charts(report.data, folder):
             print(f"# {path}")
@@ -280,7 +283,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP")
     parser.add_argument("--ops", nargs="+", choices=dispatch.OPS, default=list(dispatch.OPS), metavar="OP")
     parser.add_argument(
-        "--head", choices=tuple(training.HEADS), default="classification", help="what is trained"
+        "--heads", nargs="+", choices=tuple(training.HEADS), default=list(training.HEADS), metavar="HEAD"
     )
     parser.add_argument("--samples", type=count, default=7, help="of each engine on each workload")
     parser.add_argument("--threads", type=count, default=len(os.sched_getaffinity(0)), help="of every engine")

@@ -158,7 +158,7 @@ def groups(args: argparse.Namespace, roof: roofs.Roofs) -> list[Group]:
                     ]
                     for priority, step, who in wanted:
                         if step in args.steps and who:
-                            seconds = estimate(step, model, workload, tag, who, args, roof)
+                            seconds = estimate(step, model, workload, head, tag, who, args, roof)
                             found.append((priority, Group(step, model, workload, head, tag, who, seconds)))
         for i, head in enumerate(args.heads if "footprint" in args.steps else ()):
             seconds = GPU_SECONDS["footprint"] * len(plain)
@@ -171,6 +171,7 @@ def estimate(
     step: str,
     model: str,
     workload: str,
+    head: str,
     tag: str,
     who: tuple[str, ...],
     args: argparse.Namespace,
@@ -183,10 +184,10 @@ def estimate(
         slower = 2.0 if model == "large" else 1.0
         return slower * sum(GPU_SECONDS[COMPILED if name == COMPILED else step] for name in who)
     if step == "training":
-        units = plan.training_units(model, (workload,), who, args.samples + 1, roof, (tag,))
+        units = plan.training_units(model, (workload,), who, args.samples + 1, roof, (tag,), (head,))
     else:
         engines = [f"{name}-{tag}" for name in who]
-        units = plan.training_memory_units(model, (workload,), engines, roof)
+        units = plan.training_memory_units(model, (workload,), engines, roof, (head,))
     return plan.cost(units)
 
 

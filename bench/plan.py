@@ -7,6 +7,7 @@ first; one that no longer fits is left out whole.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -32,8 +33,9 @@ class Unit:
     Attributes:
         seconds: estimated.
         priority: lower ones first. Units of one step, model, workload and priority are one group; in training
-            of one dtype, in kernels of one op.
+            of one dtype and head, in kernels of one op.
         chosen: within the budget.
+        head: in training, what is trained.
     """
 
     step: str
@@ -43,6 +45,7 @@ class Unit:
     seconds: float
     priority: int
     chosen: bool = True
+    head: str = ""
 
 
 def work(lengths: tuple[int, ...], model: workloads.Model, who: str) -> int:
@@ -77,10 +80,14 @@ def encoder_units(
     return units
 
 
-def training_seconds(model: str, workload: str, who: str, roofs: Roofs) -> float:
-    """Of one training step by `who`, such as fastbert-bf16."""
-    size, tag = MODELS[model], who.split("-")[1]
-    once = 3 * work(workloads.lengths(workload), size, who) / (0.7 * SHARE[tag] * roofs.gflops[tag] * 1e9)
+def training_seconds(model: str, workload: str, who: str, roofs: Roofs, head: str) -> float:
+    """Of one training step by `who`, such as fastbert-bf16. Ours computes logits of labelled tokens only."""
+    size, tag, lengths = MODELS[model], who.split("-")[1], workloads.lengths(workload)
+    operations = 3 * work(lengths, size, who)
+    if head == "pretraining":
+        rows = 0.15 * sum(lengths) if who.startswith("fastbert") else len(lengths) * max(lengths)
+        operations += 6 * rows * size.hidden * size.vocab
+    once = operations / (0.7 * SHARE[tag] * roofs.gflops[tag] * 1e9)
     return once + parameters(size) * STEP_BYTES / (roofs.gbytes * 1e9)
 
 
@@ -91,31 +98,33 @@ def training_units(
     calls: int,
     roofs: Roofs,
     tags: Iterable[str] = ("fp32", "bf16"),
+    heads: Iterable[str] = ("classification",),
 ) -> list[Unit]:
     """Units of the training step."""
     units = []
-    for name in names:
+    for name, head in itertools.product(names, heads):
         for who in (f"{who}-{tag}" for tag in tags for who in wanted):
             compiled = who.startswith("torch_compile")
-            seconds = calls * training_seconds(model, name, who, roofs) + BUILD_SECONDS
+            seconds = calls * training_seconds(model, name, who, roofs, head) + BUILD_SECONDS
             seconds += compiled * COMPILE_SECONDS["training"]
             priority = 6 if compiled else 1 if name == "8x128" else 2
-            units.append(Unit("training", model, name, who, seconds, priority))
+            units.append(Unit("training", model, name, who, seconds, priority, head=head))
     return units
 
 
 def training_memory_units(
-    model: str, names: Iterable[str], engines: Iterable[str], roofs: Roofs
+    model: str,
+    names: Iterable[str],
+    engines: Iterable[str],
+    roofs: Roofs,
+    heads: Iterable[str] = ("classification",),
 ) -> list[Unit]:
     """Units of the peak memory of two training steps; a process each."""
-    return [
-        Unit(
-            "training_memory", model, name, who,
-            START_SECONDS + BUILD_SECONDS + 2 * training_seconds(model, name, who, roofs), 3,
-        )
-        for name in names
-        for who in engines
-    ]  # fmt: skip
+    units = []
+    for name, head, who in itertools.product(names, heads, engines):
+        seconds = START_SECONDS + BUILD_SECONDS + 2 * training_seconds(model, name, who, roofs, head)
+        units.append(Unit("training_memory", model, name, who, seconds, 3, head=head))
+    return units
 
 
 def memory_units(model: str, engines: Iterable[str], roofs: Roofs) -> list[Unit]:
@@ -149,7 +158,8 @@ def choose(units: list[Unit], budget: float) -> None:
     groups: dict[tuple, list[Unit]] = {}
     for unit in units:
         apart = {"kernels": unit.who, "training": unit.who.split("-")[-1]}.get(unit.step)
-        groups.setdefault((unit.priority, unit.step, unit.model, unit.workload, apart), []).append(unit)
+        key = unit.priority, unit.step, unit.model, unit.workload, unit.head, apart
+        groups.setdefault(key, []).append(unit)
     left = budget
     for group in sorted(groups.values(), key=lambda group: (group[0].priority, cost(group))):
         chosen = budget == 0 or cost(group) <= left

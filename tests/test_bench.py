@@ -90,7 +90,10 @@ def test_bench_cpu_training(whole):
     data, _, _ = whole
     rows = rows_of(data, "training")
     assert list(rows) == ["fastbert-fp32", "transformers-fp32", "fastbert-bf16", "transformers-bf16"]
+    both = [row["head"] for row in data["rows"] if row["step"] == "training"]
+    assert both == [head for head in training.HEADS for _ in rows]
     assert all(row["status"] == "ok" and row["n"] == 2 for row in rows.values())
+    assert all(0 < row["of_floor"] < 1 for row in rows.values())
     assert all(row["grad_cosine"] > 0.98 for row in rows.values())
 
 
@@ -101,7 +104,8 @@ def test_bench_cpu_says_where_and_how(whole):
     assert data["environment"]["threads"] == 1
     assert data["settings"]["samples"] == 2
     assert {step["step"]: step["status"] for step in data["steps"]} == {
-        "encoder-tiny": "ok", "training-tiny-8x128": "ok", "kernels-base-8x128": "ok",
+        "encoder-tiny": "ok", "training-tiny-8x128-pretraining": "ok",
+        "training-tiny-8x128-classification": "ok", "kernels-base-8x128": "ok",
     }  # fmt: skip
     assert "this will take about" in printed
     for row in data["rows"]:  # every recorded row was printed too
@@ -168,12 +172,16 @@ def test_ratios_are_of_one_step_model_and_workload():
         {**row, "candidate": "openvino-bf16", "status": "error", "error": "no"},
         {**row, "step": "memory", "candidate": "fastbert-fp32", "peak_mib": 3.0, "above_mib": 1.0},
         {**row, "step": "memory", "candidate": "transformers-fp32", "peak_mib": 6.0, "above_mib": 4.0},
+        {**row, "step": "training", "candidate": "fastbert-bf16", "head": "a", "median_ms": 2.0},
+        {**row, "step": "training", "candidate": "transformers-bf16", "head": "a", "median_ms": 3.0},
+        {**row, "step": "training", "candidate": "transformers-bf16", "head": "b", "median_ms": 4.0},
     ]
     found = [(r["step"], r["ours"], r["theirs"], r["of"], r["ratio"]) for r in bench_cpu.ratios(rows)]
     assert found == [
         ("encoder", "fastbert-int8", "onnxruntime-int8", "median_ms", 2.5),
         ("memory", "fastbert-fp32", "transformers-fp32", "peak_mib", 0.5),
         ("memory", "fastbert-fp32", "transformers-fp32", "above_mib", 0.25),
+        ("training", "fastbert-bf16", "transformers-bf16", "median_ms", 1.5),
     ]
 
 
@@ -235,6 +243,7 @@ def test_what_is_compared_is_chosen_together():
         plan.Unit("training", "base", "a", "transformers-bf16", 7.0, 1),
         plan.Unit("kernels", "base", "a", "linear", 3.0, 2),
         plan.Unit("kernels", "base", "a", "attention", 30.0, 2),
+        plan.Unit("training", "base", "a", "fastbert-fp32", 14.0, 1, head="b"),
     ]
     plan.choose(units, 21.0)
     assert [unit.who for unit in units if unit.chosen] == ["fastbert-fp32", "transformers-fp32", "linear"]

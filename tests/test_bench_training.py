@@ -24,6 +24,7 @@ from bench import (
     training,
     workloads,
 )
+from fastbert import heads
 
 TINY = workloads.TINY
 LENGTHS = (9, 2, 14)
@@ -207,17 +208,29 @@ def test_what_autograd_saves_is_counted_once_and_while_it_lives():
     assert saved.total() == 128  # x itself
 
 
+def test_dropout_keeps_a_byte_an_element_as_on_a_gpu():
+    x, saved = torch.ones(64, 8, requires_grad=True), footprint.Saved([])
+    with footprint.FusedDropout(), torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
+        y = nn.functional.dropout(x, 0.25)
+        assert nn.functional.dropout(x, 0.25, training=False) is x
+    assert saved.largest(2) == [{"what": "bool 64x8", "tensors": 1, "mib": 512 / 2**20}]
+    y.sum().backward()
+    assert sorted(x.grad.unique().tolist()) == [0.0, pytest.approx(4 / 3)]
+    assert torch.equal(x.grad, y.detach())
+
+
 @pytest.mark.parametrize("tag", ["fp32", "bf16"])
+@pytest.mark.parametrize("head", training.HEADS)
 @pytest.mark.parametrize("candidate", footprint.CANDIDATES)
-def test_fake_tensors_tell_what_real_ones_take(candidate, tag):
-    lengths, model = (16,) * 3, workloads.Model("small", 64, 3, 2, 128, vocab=211)
+def test_fake_tensors_tell_what_real_ones_take(candidate, head, tag):
+    lengths, model = (16,) * 3, workloads.Model("small", 64, 3, 2, 128, vocab=1000)
     fake, real = (
-        footprint.count(candidate, model, lengths, "classification", tag, fake=fake)["saved_mib"] * 2**20
+        footprint.count(candidate, model, lengths, head, tag, fake=fake)["saved_mib"] * 2**20
         for fake in (True, False)
     )
     more = 0
     if candidate == "fastbert":  # a GPU multiplies by [Wq; Wk; Wv], a copy; a CPU casts x three times
-        layers = 2  # in the last one only the first tokens ask
+        layers = 3 if head == "pretraining" else 2  # in the last one only the first tokens ask
         more = layers * (-2 * 48 * 64 * 2 if tag == "bf16" else 3 * 64 * 64 * 4)
     assert fake - real == pytest.approx(more, abs=2048)  # lengths and seeds
 
@@ -225,14 +238,22 @@ def test_fake_tensors_tell_what_real_ones_take(candidate, tag):
 def test_nothing_stays_patched_and_nothing_is_computed():
     from torch._subclasses.fake_tensor import FakeTensor
 
-    compiling, own = torch.compiler.is_compiling, "is_cuda" in vars(FakeTensor)
-    with contextlib.suppress(RuntimeError), footprint._as_on_a_gpu():
+    before, own = (torch.compiler.is_compiling, heads.check_classes), "is_cuda" in vars(FakeTensor)
+    with contextlib.suppress(RuntimeError), footprint._as_on_a_gpu(7):
         assert torch.compiler.is_compiling()
+        assert heads.check_classes("labels", None, 3, None) == 7
         raise RuntimeError("planted")
-    assert torch.compiler.is_compiling is compiling
+    assert (torch.compiler.is_compiling, heads.check_classes) == before
     assert ("is_cuda" in vars(FakeTensor)) == own
     huge = workloads.Model("huge", 8192, 2, 64, 32768)  # 6 GiB of weights, were there any
     assert footprint.count("fastbert", huge, (512,) * 64)["peak_mib"] > 4 * 6000
+
+
+def test_large_logits_are_not_kept():
+    base = workloads.BASE
+    assert footprint.head_bytes(base, 2500, 2) == (2500 * 30522 * 2, 2 * 2500 * 30522 * 2)
+    assert footprint.head_bytes(base, 2500, 4) == (0, 2**29)
+    assert footprint.head_bytes(base, 0, 2) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +266,14 @@ def test_nothing_stays_patched_and_nothing_is_computed():
 def test_bad_footprints_are_named(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         footprint.count(*arguments)
+
+
+def test_a_step_of_bert_base_needs_at_most_the_goal_of_transformers_memory():
+    ours, theirs = footprint.rows(workloads.BASE, "full", "pretraining", "bf16")
+    assert (ours["candidate"], theirs["candidate"]) == ("fastbert-bf16", "transformers-bf16")
+    assert ours["tokens"] == 32 * 512
+    assert ours["peak_mib"] <= footprint.GOAL * theirs["peak_mib"]
+    assert ours["peak_mib"] > ours["saved_mib"] + 3 * ours["parameters_mib"]
 
 
 # ---- the command ----
@@ -472,19 +501,31 @@ def test_a_gpu_run_is_kept_and_told(tmp_path):
     ]
 
 
+def test_the_plan_counts_the_vocabulary():
+    names, options = ("fastbert", "transformers"), {"tags": ("fp32",), "heads": training.HEADS}
+    units = plan.training_units("base", ("8x128",), names, 8, ROOFS, **options)
+    seconds = {(unit.head, unit.who): unit.seconds for unit in units}
+    more = [
+        seconds["pretraining", who] - seconds["classification", who]
+        for who in ("fastbert-fp32", "transformers-fp32")
+    ]
+    assert more[0] == pytest.approx(0.15 * more[1])
+    assert more[1] == pytest.approx(8 * 6 * 1024 * 768 * 30522 / (0.49 * 100e9))
+
+
 def test_make_bench_trains_and_measures_its_memory(monkeypatch):
     benchmark = object.__new__(bench_cpu.Benchmark)
     benchmark.args = bench_cpu.parse([])
     benchmark.roofs, benchmark.engines = ROOFS, bench_cpu.ENGINES
     units = [unit for unit in benchmark.planned() if unit.step == "training_memory"]
-    assert [(unit.model, unit.workload, unit.who) for unit in units] == [
-        ("base", "8x128", who) for who in memory.TRAINED
+    assert [(unit.model, unit.workload, unit.head, unit.who) for unit in units] == [
+        ("base", "8x128", head, who) for head in training.HEADS for who in memory.TRAINED
     ]
     assert all(plan.START_SECONDS < unit.seconds < 10000 for unit in units)
     asked = []
     monkeypatch.setattr(memory, "bench_memory", lambda *a, **k: asked.append((a, k)))
     benchmark.training_memory(units[:2])
     threads, engines = benchmark.args.threads, ("fastbert-fp32", "transformers-fp32")
-    assert asked == [(("base", "8x128", engines, threads), {"head": "classification"})]
-    benchmark.memory(units[:1])
+    assert asked == [(("base", "8x128", engines, threads), {"head": "pretraining"})]
+    benchmark.memory([plan.Unit("memory", "base", "8x128", engines[0], 1.0, 1)])
     assert asked[1] == (("base", "8x128", engines[:1], threads), {"head": None})
