@@ -173,7 +173,7 @@ def test_a_compiled_layer_trains_with_the_masks_of_eager():
 
 def test_a_compiled_model_draws_a_new_mask_at_every_call():
     torch._dynamo.reset()
-    model = trained("ForSequenceClassification", num_hidden_layers=1)
+    model = trained("ForSequenceClassification", num_hidden_layers=1, classifier_dropout=0.0)
     inputs = example(model, "ForSequenceClassification")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     losses = []
@@ -340,6 +340,26 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(dispatch, "call", call)
     return seen
+
+
+@pytest.mark.parametrize("name", ["bert", "albert"])
+def test_every_dropout_of_a_step_has_a_call_site_of_its_own(launches, name):
+    """In a layer that is shared, too; and backward asks for the bits that forward took."""
+    model = trained("ForTokenClassification", name, classifier_dropout_prob=0.0)
+    model(**example(model, "ForTokenClassification")).loss.backward()
+    forward = {"embedding_fwd": 12, "attention_fwd": 11, "layer_norm_fwd": 8}  # where an op has its offset
+    backward = {"embedding_bwd": 14, "attention_bwd": 14, "layer_norm_bwd": 7}
+    taken, asked = (
+        [(op[:-4], args[where[op]]) for op, args in launches if op in where] for where in (forward, backward)
+    )
+    assert sorted(offset for _, offset in taken) == list(range(1 + 2 * EncoderLayer.SITES))
+    assert sorted(asked) == sorted(taken)
+    seeds = {a.item() for op, args in launches if op in forward | backward for a in args if is_seed(a)}
+    assert len(seeds) == 1
+
+
+def is_seed(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.shape == (1,)
 
 
 def freeze(model: torch.nn.Module, what: str) -> None:
