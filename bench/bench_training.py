@@ -54,7 +54,7 @@ PLAIN = tuple(name for name in training.CANDIDATES if name != COMPILED)
 GOAL_MS = {("base", "full"): 22.0, ("large", "train"): 110.0}
 GOALS = {(COMPILED, "median_ms"): 1.5, ("transformers", "peak_mib"): footprint.GOAL}
 # seconds that a candidate takes on a GPU, where kernels compile and processes start; a CPU's are planned
-GPU_SECONDS = {"training": 10.0, "training_memory": 20.0, "footprint": 5.0, COMPILED: 90.0}
+GPU_SECONDS = {"training": 7.0, "training_memory": 20.0, "footprint": 5.0, COMPILED: 90.0}
 FOOTPRINT = {"base": "full", "large": "train", "tiny": "1x128"}
 COLUMNS = ("model", "workload", "head", "candidate", "ms", "forward", "backward", "step")
 LINE = "{:5} {:9} {:14} {:18} {:>9} {:>9} {:>9} {:>8} {:>8} {:>8} {:>9} {:>7}"
@@ -151,11 +151,11 @@ def groups(args: argparse.Namespace, roof: roofs.Roofs) -> list[Group]:
         for workload in args.workloads or BATCHES[args.device].get(model, ("1x128",)):
             for i, head in enumerate(args.heads):
                 for tag in args.dtypes:
-                    wanted = [
-                        (3 * i, "training", plain),
-                        (3 * i + 1, "training_memory", plain),
-                        (7 + i, "training", (*PLAIN, COMPILED) if COMPILED in args.candidates else ()),
-                    ]
+                    wanted = [(3 * i, "training", plain), (3 * i + 1, "training_memory", plain)]
+                    if COMPILED in args.candidates:
+                        wanted.append((7 + i, "training", (*PLAIN, COMPILED)))
+                        if args.device == "cuda":  # a CPU's resident memory would be the compiler's
+                            wanted.append((9 + i, "training_memory", (COMPILED,)))
                     for priority, step, who in wanted:
                         if step in args.steps and who:
                             seconds = estimate(step, model, workload, head, tag, who, args, roof)
@@ -238,14 +238,10 @@ class Benchmark:
             lengths = tuple(max(2, n // 32) for n in lengths[:3])
         if group.step == "training_memory":
             engines = tuple(f"{name}-{group.tag}" for name in group.candidates)
+            timeout = min(memory.TIMEOUT_SECONDS, max(1.0, self.left()))
+            options = {"timeout": timeout, "head": group.head, "device": args.device}
             yield from memory.bench_memory(
-                group.model,
-                group.workload,
-                engines,
-                args.threads,
-                lengths,
-                head=group.head,
-                device=args.device,
+                group.model, group.workload, engines, args.threads, lengths, **options
             )
             return
         compiled = COMPILED in group.candidates

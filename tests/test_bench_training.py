@@ -143,7 +143,7 @@ def test_the_floor_counts_real_tokens_and_labelled_rows():
     assert (inputs["labels"][inputs["attention_mask"] == 0] == -100).all()
     for head, rows in (("pretraining", labelled), ("classification", 0)):
         [row] = training.bench_training(
-            TINY, "a", "bf16", wanted=("fastbert",), head=head, samples=1, lengths=LENGTHS, roofs=ROOFS
+            TINY, "a", "bf16", wanted=("fastbert",), head=head, samples=3, lengths=LENGTHS, roofs=ROOFS
         )
         least = workloads.training_flops(LENGTHS, TINY, rows) / 200e9 * 1e3
         assert row["floor_ms"] == pytest.approx(least)
@@ -294,8 +294,9 @@ def test_a_gpu_measures_the_goals_first_and_torch_compile_last(monkeypatch):
         for model, workload in (("base", "full"), ("large", "train"))
     ]
     assert all((g.model, g.workload) in bench_training.GOAL_MS for g in found[:4])
-    assert all(g.candidates == ("fastbert", "transformers") for g in found[:-4])
-    assert all(g.candidates == training.CANDIDATES and g.step == "training" for g in found[-4:])
+    assert all(g.candidates == ("fastbert", "transformers") for g in found[:-8])
+    assert all(g.candidates == training.CANDIDATES and g.step == "training" for g in found[-8:-4])
+    assert all(g.candidates == ("torch_compile",) and g.step == "training_memory" for g in found[-4:])
     assert {(g.model, g.workload) for g in found if g.step == "footprint"} == set(bench_training.GOAL_MS)
     assert {g.head for g in found} == set(training.HEADS)
     assert all(g.seconds > 0 for g in found)
@@ -304,6 +305,7 @@ def test_a_gpu_measures_the_goals_first_and_torch_compile_last(monkeypatch):
 def test_a_cpu_trains_both_dtypes_on_its_batches(monkeypatch):
     found = bench_training.groups(arguments(monkeypatch, "--device", "cpu"), ROOFS)
     timed = {(g.model, g.workload, g.tag) for g in found if g.step == "training"}
+    assert ("torch_compile",) not in {g.candidates for g in found}  # no memory of a compiler
     batches = (("base", "8x128"), ("base", "ragged16"), ("large", "8x128"))
     assert timed == {(*batch, tag) for batch in batches for tag in ("fp32", "bf16")}
     large = [g.seconds for g in found if g.model == "large" and g.step == "training"]
@@ -321,10 +323,13 @@ def test_a_small_budget_leaves_rows_that_say_so(monkeypatch):
     args = arguments(monkeypatch, "--budget", "0.5", "--models", "base", "--heads", "pretraining")
     rows = list(bench_training.Benchmark(args, ROOFS).rows())
     assert all(row["status"] == "skipped" for row in rows)
+    assert [row["candidate"] for row in rows if row["step"] == "training_memory"][-1:] == [
+        "torch_compile-bf16"
+    ]
     assert [row["candidate"] for row in rows if row["step"] == "training"] == [
         "fastbert-bf16", "transformers-bf16", "torch_compile-bf16",
     ]  # fmt: skip
-    assert re.match(r"[01] s left of --budget 0, about 20 s needed", rows[0]["error"])
+    assert re.match(r"[01] s left of --budget 0, about 14 s needed", rows[0]["error"])
     assert "skipped: " in bench_training.line(rows[0])
     assert rows[0]["name"] == "training-fastbert-bf16-base-full-pretraining"
 
@@ -374,7 +379,7 @@ def test_memory_is_measured_where_the_step_runs(monkeypatch):
     args.steps, args.candidates = ["training_memory"], ["fastbert", "transformers"]
     assert list(bench_training.Benchmark(args, ROOFS).rows()) == []
     lengths, engines = workloads.lengths("full"), ("fastbert-bf16", "transformers-bf16")
-    options = {"head": "pretraining", "device": "cuda"}
+    options = {"timeout": memory.TIMEOUT_SECONDS, "head": "pretraining", "device": "cuda"}
     assert asked == [(("base", "full", engines, 3, lengths), options)]
 
 
