@@ -117,6 +117,14 @@ def test_compiled_is_eager(chunk_rows):
     assert len(set(frames)) == 1, "recompiled for another number of rows"
 
 
+@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="a later PyTorch's tag")
+@pytest.mark.parametrize("function", ["fwd", "bwd"])
+def test_inductor_captures_no_waiting(function):
+    """mode="reduce-overhead" records CUDA graphs, within which nobody may ask how many labels there are."""
+    compiled = getattr(torch.ops.fastbert, f"linear_cross_entropy_{function}").default
+    assert torch.Tag.cudagraph_unsafe in compiled.tags
+
+
 # --- memory -------------------------------------------------------------------------------------------------
 
 
@@ -296,6 +304,7 @@ def test_the_number_of_labels_may_be_given(backend):
     every = torch.arange(7) % 6
     expected = gradients(linear_cross_entropy(*given, every), given)
     assert_equal(gradients(linear_cross_entropy(*given, every, labelled=7), given), expected)
+    assert composed._labelled_rows(every, 7, IGNORE) is None  # nothing to look for, nothing to copy
 
 
 # --- what is asked for --------------------------------------------------------------------------------------

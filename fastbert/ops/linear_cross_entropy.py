@@ -58,8 +58,11 @@ def linear_cross_entropy_ref(
 
 # --- custom ops: what torch.compile sees --------------------------------------------------------------------
 
+# Where the number of labels is not known, these wait for the device: Inductor may not capture them.
+_WAITING = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
 
-@torch.library.custom_op("fastbert::linear_cross_entropy_fwd", mutates_args=())
+
+@torch.library.custom_op("fastbert::linear_cross_entropy_fwd", mutates_args=(), **_WAITING)
 def linear_cross_entropy_fwd(
     x: Tensor,
     weight: Tensor,
@@ -90,7 +93,7 @@ def _(x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_ro
     )
 
 
-@torch.library.custom_op("fastbert::linear_cross_entropy_bwd", mutates_args=())
+@torch.library.custom_op("fastbert::linear_cross_entropy_bwd", mutates_args=(), **_WAITING)
 def linear_cross_entropy_bwd(
     dloss: Tensor,
     x: Tensor | None,
