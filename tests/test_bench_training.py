@@ -392,11 +392,16 @@ def test_the_goal_is_printed_beside_ours_on_a_gpu(monkeypatch, device, goal):
     }  # fmt: skip
     names = ("fastbert", "transformers")
     both = [row | {"name": f"training-{n}-bf16-base-full", "candidate": f"{n}-bf16"} for n in names]
-    monkeypatch.setattr(training, "bench_training", lambda *_, **__: (dict(row) for row in both))
+    asked: list[dict] = []
+    monkeypatch.setattr(
+        training, "bench_training", lambda *_, **k: asked.append(k) or (dict(row) for row in both)
+    )
     args = arguments(monkeypatch, "--device", device, "--models", "base", "--steps", "training")
     args.workloads, args.heads, args.dtypes = ["full"], ["pretraining"], ["bf16"]
     ours, theirs = list(bench_training.Benchmark(args, ROOFS).rows())[:2]
     assert ours.get("goal_ms") == goal
+    assert (asked[0]["device"], asked[0]["roofs"], asked[0]["head"]) == (device, ROOFS, "pretraining")
+    assert asked[0]["lengths"] == (512,) * 32
     assert bench_training.line(ours).endswith("goal: 22 ms") == (goal is not None)
     assert "goal" not in bench_training.line(theirs)
     assert ours["group"] == "plain"
