@@ -8,6 +8,7 @@
 
 #include "exp.h"
 #include "linear.h"
+#include "normal_table.h"
 
 namespace fastbert {
 namespace FASTBERT_ISA {
@@ -66,6 +67,34 @@ FASTBERT_INLINE Normal normal(Vec z, bool fine) {
     return {distribution, e};
 }
 
+// Φ(z) alone, for GELU forward: by a table where one instruction looks up 16 of its numbers, in half the
+// time.
+#ifdef __AVX512F__
+__attribute__((noinline)) Vec far_distribution(Vec z) { return normal(z, true).distribution; }
+
+FASTBERT_INLINE Vec of_interval(const float* table, __m512i interval) {
+    return _mm512_permutex2var_ps(_mm512_load_ps(table), interval, _mm512_load_ps(table + kLanes));
+}
+
+FASTBERT_INLINE Vec distribution(Vec z, bool) {
+    const Vec x = magnitude(z);
+    if (__builtin_expect(_mm512_cmp_ps_mask(x, broadcast(5.98f), _CMP_NLT_UQ) != 0, 0))  // or NaN
+        return far_distribution(z);
+    const __m512i interval = _mm512_cvttps_epi32(mul(x, broadcast(32.0f / 6.0f)));
+    const Vec t = sub(x, of_interval(kPoint, interval));
+    Vec slope = of_interval(kTail[6], interval);
+#pragma GCC unroll 8
+    for (int i = 5; i >= 1; --i) slope = fma(slope, t, of_interval(kTail[i], interval));
+    // 1 - Φ(-x) for positive z: exact at the point where it counts, so that one rounding is left
+    const Vec at_point = of_interval(kTail[0], interval);
+    const __mmask16 positive = _knot_mask16(_mm512_movepi32_mask(_mm512_castps_si512(z)));
+    return fma(_mm512_mask_sub_ps(t, positive, zero(), t), slope,
+               _mm512_mask_sub_ps(at_point, positive, broadcast(1.0f), at_point));
+}
+#else
+FASTBERT_INLINE Vec distribution(Vec z, bool fine) { return normal(z, fine).distribution; }
+#endif
+
 struct Logistic {
     Vec value, complement;  // σ(x), 1 - σ(x)
 };
@@ -87,7 +116,7 @@ template <Activation kind>
 FASTBERT_INLINE Vec activate(Vec z, bool fine) {
     switch (kind) {
         case Activation::kGelu:
-            return mul(z, normal(z, fine).distribution);
+            return mul(z, distribution(z, fine));
         case Activation::kGeluTanh:
             return mul(z, tanh_logistic(z).value);
         case Activation::kRelu:
