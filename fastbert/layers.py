@@ -55,7 +55,7 @@ class Sequences:
         bias: additive attention bias, (batch or 1, nheads or 1, S, S), or None.
         seed: int64 tensor of one element from which all dropout of the call is drawn, None in eval.
         return_probs: layers return their attention probabilities too.
-        scratch: memory in which a backend packs the weights of one layer after the other.
+        scratch: memory in which a backend packs the weights of one layer after the other, and works.
     """
 
     cu_seqlens: Tensor

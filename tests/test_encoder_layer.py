@@ -237,11 +237,29 @@ def test_one_scratch_serves_layers_of_any_size_and_dtype(monkeypatch):
                 out = layer(x, sequences)[0]
             assert seen == [40]
             assert not prepared.held(layer)
-            assert len(scratch) == 1
+            assert len(scratch) == 2  # packed weights, and where the layer works
             sizes.append(scratch[0].data_ptr())
             with op_by_op():
                 assert torch.equal(layer(x, sequences)[0], out)
     assert sizes[2] == sizes[3]
+
+
+def test_too_little_memory_to_work_in_is_refused(monkeypatch):
+    monkeypatch.setattr(layers, "_MANY_ROWS", 1)
+    monkeypatch.setattr(cpu_encoder_layer, "_RETURNED", 0)
+    ends = torch.tensor([0, 40], dtype=torch.int32)
+    x, layer = torch.randn(40, 48), of("bert").layers()[0]
+
+    class Native:
+        def __getattr__(self, name):
+            return getattr(_native.extension, name)
+
+        def cpu_encoder_layer_work(self, *args):
+            return _native.extension.cpu_encoder_layer_work(*args) - 4
+
+    monkeypatch.setattr(cpu_encoder_layer, "_C", Native())
+    with torch.no_grad(), pytest.raises(ValueError, match="work: too few bytes"):
+        layer(x, layers.Sequences(ends, 40))
 
 
 # --- where the ops run one by one ---------------------------------------------------------------------------

@@ -395,9 +395,13 @@ def test_a_causal_row_is_the_last_row_of_its_prefix(isa):
     for i in range(FEW - 1 if isa == "avx512_bf16" else 0, n):
         some = slice(0, i + 1)
         prefix, prefix_lse, prefix_probs = forward(q[some], k[some], v[some], (i + 1,), probs=True)
-        assert torch.equal(out[i], prefix[i]), i
-        assert torch.equal(lse[:, i], prefix_lse[:, i]), i
-        assert torch.equal(probs[0, :, i, some], prefix_probs[0, :, i]), i
+        pairs = ((out[i], prefix[i]), (lse[:, i], prefix_lse[:, i]))
+        pairs += ((probs[0, :, i, some], prefix_probs[0, :, i]),)
+        for a, b in pairs:
+            if i < 64 and isa != "avx512_bf16":  # so few keys are summed in another order where all are seen
+                torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+            else:
+                assert torch.equal(a, b), i
         assert not probs[0, :, i, i + 1 :].any()
 
 
@@ -613,8 +617,36 @@ def test_dropped_values_are_zero_whatever_they_were(isa):
 
 
 def test_a_vanishing_dropout_p_is_no_dropout(isa):
-    q, k, v = (randn(20, 2, 16, dtype=own_dtype(), seed=s) for s in range(3))
-    assert torch.equal(forward(q, k, v, (20,), p=1e-60)[0], forward(q, k, v, (20,))[0])
+    q, k, v = (randn(70, 2, 16, dtype=own_dtype(), seed=s) for s in range(3))
+    assert torch.equal(forward(q, k, v, (70,), p=1e-60)[0], forward(q, k, v, (70,))[0])
+
+
+@pytest.mark.parametrize("n", (3, 20, 64))
+def test_few_keys_give_what_many_do(isa, n):
+    """Up to 64 keys a vector holds many queries; a bias of zeros leaves them to the general way."""
+    q, k, v = (randn(n, 2, 16, dtype=own_dtype(), seed=s) for s in range(3))
+    few, many = (
+        forward(q, k, v, (n,), probs=True),
+        forward(q, k, v, (n,), bias=randn(1, 1, 1, 1) * 0, probs=True),
+    )
+    for a, b in zip(few, many, strict=True):
+        torch.testing.assert_close(
+            a.float(), b.float(), rtol=1e-5 if a.dtype == torch.float32 else 1e-2, atol=1e-6
+        )
+
+
+def test_few_keys_whose_scores_are_all_minus_infinite(isa):
+    """Of one query alone: the others' rows are as without it."""
+    q, k, v = (randn(20, 1, 16, dtype=torch.float32, seed=s) for s in range(3))
+    k[:, :, 0] = 1.0 + k[:, :, 0].abs()
+    rows = torch.arange(20) != 7
+    expected = forward(q, k, v, (20,))[0]
+    q[7], q[7, :, 0] = 0.0, -3e38
+    out, lse, _ = forward(q, k * torch.tensor([4.0] + 15 * [1.0]), v, (20,))
+    assert lse[0, 7] == -math.inf
+    assert not out[7].any()
+    assert out[rows].isfinite().all()
+    assert expected.isfinite().all()
 
 
 # --- batches ----------------------------------------------------------------------------------------------

@@ -40,10 +40,7 @@ class Reader {
     std::size_t at_ = 0;
 };
 
-void encoder_layer_fwd(int dtype, const py::tuple& sizes, const py::tuple& weights, Address cu_seqlens,
-                       Address x, std::int64_t x_stride, double attention_eps, double output_eps,
-                       int activation, float softmax_scale, const py::tuple& bias, Address gate, Address y,
-                       int threads) {
+EncoderLayer layer_of(int dtype, const py::tuple& sizes) {
     EncoderLayer args{};
     args.dtype = dtype_of(dtype);
     Reader size(sizes);
@@ -56,6 +53,21 @@ void encoder_layer_fwd(int dtype, const py::tuple& sizes, const py::tuple& weigh
     size.end("sizes");
     check_shape(args.total, args.nheads * args.headdim);
     check_shape(args.batch, args.inner);
+    return args;
+}
+
+std::int64_t encoder_layer_work(int dtype, const py::tuple& sizes, int threads) {
+    return cpu_encoder_layer_work(layer_of(dtype, sizes), threads);
+}
+
+void encoder_layer_fwd(int dtype, const py::tuple& sizes, const py::tuple& weights, Address cu_seqlens,
+                       Address x, std::int64_t x_stride, double attention_eps, double output_eps,
+                       int activation, float softmax_scale, const py::tuple& bias, Address gate, Address y,
+                       int threads, Address work, std::int64_t work_bytes) {
+    EncoderLayer args = layer_of(dtype, sizes);
+    args.work = pointer(work);
+    if (work != 0 && work_bytes < cpu_encoder_layer_work(args, threads))
+        throw py::value_error("work: too few bytes");
     Reader weight(weights);
     for (LayerLinear* linear :
          {&args.query, &args.key, &args.value, &args.attention_output, &args.intermediate, &args.output})
@@ -83,6 +95,9 @@ void encoder_layer_fwd(int dtype, const py::tuple& sizes, const py::tuple& weigh
 
 }  // namespace
 
-void bind_encoder_layer(py::module_& m) { m.def("cpu_encoder_layer_fwd", &encoder_layer_fwd); }
+void bind_encoder_layer(py::module_& m) {
+    m.def("cpu_encoder_layer_work", &encoder_layer_work);
+    m.def("cpu_encoder_layer_fwd", &encoder_layer_fwd);
+}
 
 }  // namespace fastbert

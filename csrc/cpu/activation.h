@@ -15,7 +15,6 @@ namespace FASTBERT_ISA {
 namespace {
 
 #ifdef __AVX512F__
-FASTBERT_INLINE Vec divide(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 FASTBERT_INLINE Vec magnitude(Vec v) { return _mm512_abs_ps(v); }
 FASTBERT_INLINE Vec where_negative(Vec v, Vec a, Vec b) {  // a where v's sign bit is set, else b
     return _mm512_mask_blend_ps(_mm512_movepi32_mask(_mm512_castps_si512(v)), b, a);
@@ -24,7 +23,6 @@ FASTBERT_INLINE Vec where_less(Vec x, Vec y, Vec a, Vec b) {  // a where x < y, 
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_LT_OQ), b, a);
 }
 #else
-FASTBERT_INLINE Vec divide(Vec a, Vec b) { return _mm256_div_ps(a, b); }
 FASTBERT_INLINE Vec magnitude(Vec v) { return _mm256_andnot_ps(broadcast(-0.0f), v); }
 FASTBERT_INLINE Vec where_negative(Vec v, Vec a, Vec b) { return _mm256_blendv_ps(b, a, v); }
 FASTBERT_INLINE Vec where_less(Vec x, Vec y, Vec a, Vec b) {

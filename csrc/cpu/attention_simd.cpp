@@ -76,9 +76,77 @@ FASTBERT_INLINE const float* float_rows(const Heads& t, std::int64_t first, std:
     return out;
 }
 
+// Tokens of a sequence up to which a vector holds one key's scores with many queries, not one query's with
+// many keys: a row of few keys would spend its time on the sum and the maximum over a vector's lanes.
+constexpr std::int64_t kFewKeys = kKeyPanel;
+constexpr std::int64_t kFewRows = kFewKeys + kRows, kFewStride = kFewKeys + kLanes;
+
 std::int64_t forward_scratch(std::int64_t seqlen, std::int64_t headdim) {
     const std::int64_t keys = round_up(seqlen, kKeyPanel), width = width_of(headdim);
-    return round_up(keys * headdim + keys * width + kQueryBlock * (2 * width + keys), 16);
+    const std::int64_t many = keys * headdim + keys * width + kQueryBlock * (2 * width + keys);
+    const std::int64_t few = kFewKeys * headdim + kFewKeys * width + kFewRows * (2 * width + kFewStride);
+    return round_up(many > few ? many : few, 16);
+}
+
+// A sequence of at most kFewKeys tokens without bias, dropout and order. False, and nothing is done, where a
+// query has no score above -inf.
+template <class T>
+bool forward_few(const AttentionFwd& args, std::int64_t sequence, std::int64_t head, float* scratch) {
+    const Span tokens = span_of(args, sequence);
+    const std::int64_t n = tokens.length, padded = round_up(n, kRows), stride = round_up(n, kLanes);
+    const std::int64_t headdim = args.headdim, width = width_of(headdim);
+    float *panel = scratch, *room = panel + kFewKeys * headdim, *k = room + kFewKeys * width;
+    float *out = k + kFewRows * width, *scores = out + kFewRows * width;
+    transpose_rows<T>(args.q, tokens.start, head, n, headdim, panel);
+    copy_rows<T>(args.k, tokens.start, head, n, padded, headdim, width, k);
+    times_panels(k, width, padded, panel, n, headdim, scores, stride);  // (keys, queries)
+    const Vec factor = broadcast(args.softmax_scale);
+    alignas(64) float inverse[kFewStride], top[kFewStride], sum[kFewStride];
+    for (std::int64_t i = 0; i < n; i += kLanes) {
+        Vec most = broadcast(-INFINITY);
+        for (std::int64_t j = 0; j < n; ++j)
+            most = maximum(most, mul(load(scores + j * stride + i, kLanes), factor));
+        store(top + i, most, kLanes);
+    }
+    for (std::int64_t i = 0; i < n; ++i)
+        if (top[i] == -INFINITY) return false;
+    for (std::int64_t i = 0; i < n; i += kLanes) {
+        const Vec shift = load(top + i, kLanes);
+        Vec total[2] = {zero(), zero()};
+        for (std::int64_t j = 0; j < n; ++j) {
+            float* const s = scores + j * stride + i;
+            const Vec e = exponential(sub(mul(load(s, kLanes), factor), shift));
+            store(s, e, kLanes);
+            total[j & 1] = add(total[j & 1], e);
+        }
+        const Vec all = add(total[0], total[1]);
+        store(sum + i, all, kLanes);
+        store(inverse + i, divide(broadcast(1.0f), all), kLanes);
+    }
+    if (args.lse != nullptr)
+        for (std::int64_t i = 0; i < n; ++i)
+            args.lse[head * args.total + tokens.start + i] = top[i] + __builtin_logf(sum[i]);
+    for (std::int64_t i = 0; args.probs != nullptr && i < n; ++i) {
+        T* const p = static_cast<T*>(args.probs) +
+                     ((sequence * args.nheads + head) * args.max_seqlen + i) * args.max_seqlen;
+        for_vectors(n, [&](std::int64_t j, int, int m) __attribute__((always_inline)) {
+            alignas(64) float row[kLanes] = {};
+            for (int l = 0; l < m; ++l) row[l] = scores[(j + l) * stride + i];
+            store(p + j, mul(load(row, kLanes), broadcast(inverse[i])), m);
+        });
+    }
+    const float gate = args.gate == nullptr ? 1.0f : args.gate[head];
+    std::int64_t v_row;
+    const float* const v = float_rows<T>(args.v, tokens.start, head, n, headdim, width, room, v_row);
+    for (std::int64_t i = 0; i < n; i += kRows)
+        tiles(scores + i, 1, stride, v, v_row, n, out + i * width, width, width, false);
+    for (std::int64_t i = 0; i < n; ++i) {
+        T* const o = static_cast<T*>(args.out) + ((tokens.start + i) * args.nheads + head) * headdim;
+        for_vectors(headdim, [&](std::int64_t c, int, int m) __attribute__((always_inline)) {
+            store(o + c, mul(load(out + i * width + c, m), broadcast(inverse[i] * gate)), m);
+        });
+    }
+    return true;
 }
 
 template <class T>
@@ -86,6 +154,8 @@ void forward_as(const AttentionFwd& args, std::int64_t sequence, std::int64_t he
                 std::int64_t end, float* scratch) {
     const Span tokens = span_of(args, sequence);
     const std::int64_t n = tokens.length, keys = round_up(n, kKeyPanel);
+    const bool plain = !args.causal && args.bias.data == nullptr && args.dropout.seed == nullptr;
+    if (plain && n <= kFewKeys && end - begin == n && forward_few<T>(args, sequence, head, scratch)) return;
     const std::int64_t headdim = args.headdim, width = width_of(headdim);
     float *panels = scratch, *room = panels + keys * headdim, *q = room + keys * width;
     float *out = q + kQueryBlock * width, *scores = out + kQueryBlock * width;

@@ -208,15 +208,18 @@ const char* run(const EncoderLayer& layer, int threads, char* memory) {
 
 }  // namespace
 
+std::int64_t cpu_encoder_layer_work(const EncoderLayer& layer, int threads) {
+    return Places(layer, layer.total).bytes() + 4 * 64 * threads;  // each part's places begin a line
+}
+
 const char* cpu_encoder_layer_fwd(const EncoderLayer& layer, int threads) {
     if (layer.total == 0) return nullptr;
     if (threads < 1) return "threads: expected >= 1";
     const std::vector<std::int64_t> firsts = runs_of_sequences(layer, threads);
-    if (firsts.empty()) {
-        const Workspace workspace(Places(layer, layer.total).bytes() / 4);
-        if (workspace.data() == nullptr) return kOutOfMemory;
-        return run(layer, threads, reinterpret_cast<char*>(workspace.data()));
-    }
+    const Workspace own_work(layer.work != nullptr ? 0 : cpu_encoder_layer_work(layer, threads) / 4);
+    char* const work = static_cast<char*>(layer.work != nullptr ? layer.work : own_work.data());
+    if (work == nullptr) return kOutOfMemory;
+    if (firsts.empty()) return run(layer, threads, work);
     // each thread goes through the whole layer with its own sequences, and waits for nobody
     const std::int64_t hidden = layer.nheads * layer.headdim, size = layer.dtype == DType::kFloat32 ? 4 : 2;
     std::vector<std::int64_t> memory{0};
@@ -226,8 +229,6 @@ const char* cpu_encoder_layer_fwd(const EncoderLayer& layer, int threads) {
         for (std::int64_t b = firsts[i]; b <= firsts[i + 1]; ++b) ends.push_back(layer.cu_seqlens[b] - begin);
         memory.push_back(memory.back() + Places(layer, end - begin).bytes());
     }
-    const Workspace workspace(memory.back() / 4);
-    if (workspace.data() == nullptr) return kOutOfMemory;
     return by_parts(threads, [&](std::int64_t part) -> const char* {
         const std::int64_t first = firsts[part], begin = layer.cu_seqlens[first];
         EncoderLayer own = layer;
@@ -238,7 +239,7 @@ const char* cpu_encoder_layer_fwd(const EncoderLayer& layer, int threads) {
         own.x = static_cast<const char*>(layer.x) + begin * layer.x_stride * size;
         own.y = static_cast<char*>(layer.y) + begin * hidden * size;
         if (own.bias.data != nullptr) own.bias.data += first * own.bias.batch_stride;
-        return run(own, 1, reinterpret_cast<char*>(workspace.data()) + memory[part]);
+        return run(own, 1, work + memory[part]);
     });
 }
 

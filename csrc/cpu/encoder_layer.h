@@ -35,7 +35,11 @@ struct EncoderLayer {
     Bias bias;
     const float* gate;  // (nheads,), null: none
     void* y;            // (total, nheads * headdim), contiguous
+    void* work;         // cpu_encoder_layer_work() bytes, 64-byte aligned; null: allocated for the call
 };
+
+// Bytes that a layer works in, at most.
+std::int64_t cpu_encoder_layer_work(const EncoderLayer& args, int threads);
 
 // nullptr, or the reason why y is not what it should be.
 const char* cpu_encoder_layer_fwd(const EncoderLayer& args, int threads);

@@ -8,6 +8,7 @@ namespace FASTBERT_ISA {
 namespace {
 
 #ifdef __AVX512F__
+FASTBERT_INLINE Vec divide(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 FASTBERT_INLINE Vec maximum(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 FASTBERT_INLINE float largest(Vec v) { return _mm512_reduce_max_ps(v); }
 FASTBERT_INLINE Vec first_or(Vec v, int n, float other) {
@@ -18,6 +19,7 @@ FASTBERT_INLINE Vec nearest(Vec v) {
 }
 FASTBERT_INLINE Vec times_power_of_2(Vec v, Vec power) { return _mm512_scalef_ps(v, power); }
 #else
+FASTBERT_INLINE Vec divide(Vec a, Vec b) { return _mm256_div_ps(a, b); }
 FASTBERT_INLINE Vec maximum(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 FASTBERT_INLINE float largest(Vec v) {
     __m128 m = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));

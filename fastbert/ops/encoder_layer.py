@@ -15,7 +15,8 @@ Backend functions, found by `launchers`:
         output, `packed` as the backend's `linear_pack` makes it, scale None; or, of 8-bit layers, of query,
         key and value joined, attention output, …, as `linear_int8_pack` makes it. bias may be None. norms:
         (weight, bias or None) of both. packed may be None: then it is made for the call, in the memory that
-        the list `scratch` holds or gets; the next call with that list overwrites it. scratch None: in memory
+        the list `scratch` holds or gets, and the layer works there too; the next call with that list
+        overwrites it. scratch None: in memory
         that the weights own.
     encoder_layer_fwd(x, weights, cu_seqlens, max_seqlen, nheads, inner, softmax_scale, bias, gate,
         activation, eps) -> y

@@ -18,7 +18,7 @@ _NOTHING = (0, 0, 0, 0)  # in place of the key's and the value's layer, where on
 
 def encoder_layer_weights(linears, norms, scratch=None):
     """What `encoder_layer_fwd` takes: the numbers for csrc/bindings/encoder_layer.cpp, the instruction set
-    that 8-bit weights are packed for, and the tensors behind the numbers.
+    that 8-bit weights are packed for, the tensors behind the numbers, and `scratch`.
     """
     linears = _packed(linears, scratch)
     numbers, isa = [], _C.cpu_isa()
@@ -28,7 +28,7 @@ def encoder_layer_weights(linears, norms, scratch=None):
             numbers += 2 * _NOTHING
     for weight, bias in norms:
         numbers += (*vector(weight), *vector(bias))
-    return tuple(numbers), isa, tuple(chain(*linears, *norms))
+    return tuple(numbers), isa, tuple(chain(*linears, *norms)), scratch
 
 
 def _packed(linears, scratch):
@@ -39,11 +39,8 @@ def _packed(linears, scratch):
     ]
     memory = None
     if any(sizes):
-        scratch = [] if scratch is None else scratch
         like = linears[0][0]
-        if not scratch or scratch[0].dtype != like.dtype or scratch[0].numel() < sum(sizes):
-            scratch[:] = [like.new_empty(max(sum(sizes), _RETURNED // like.element_size()))]
-        memory = iter(scratch[0][: sum(sizes)].split(sizes))
+        memory = iter(_memory([] if scratch is None else scratch, 0, sum(sizes), like).split(sizes))
     return [
         (packed if memory is None or not size else linear_pack(weight, into), scale, bias)
         for (weight, packed, scale, bias), size, into in zip(
@@ -52,10 +49,17 @@ def _packed(linears, scratch):
     ]
 
 
+def _memory(scratch, place, size, like):
+    """`size` elements of the dtype of `like`: the list's tensor at `place`, made where it is too small."""
+    if len(scratch) <= place or scratch[place].dtype != like.dtype or scratch[place].numel() < size:
+        scratch[place : place + 1] = [like.new_empty(max(size, _RETURNED // like.element_size()))]
+    return scratch[place][:size]
+
+
 def encoder_layer_fwd(
     x, weights, cu_seqlens, max_seqlen, nheads, inner, softmax_scale, bias, gate, activation, eps
 ):
-    numbers, isa, _held = weights
+    numbers, isa, _held, scratch = weights
     if isa != _C.cpu_isa():
         raise RuntimeError(f"weights: packed for {isa}, and {_C.cpu_isa()} is in use now")
     total, hidden = x.shape
@@ -65,9 +69,17 @@ def encoder_layer_fwd(
     if gate is not None:
         gate = gate.float().contiguous()
     y = x.new_empty(total, hidden)
+    sizes = (batch, nheads, hidden // nheads, total, max_seqlen, inner)
+    threads, work, room = torch.get_num_threads(), None, 0
+    if (
+        scratch
+    ):  # a large batch: the memory stays until its last layer has run, and leaves no holes in the heap
+        room = _C.cpu_encoder_layer_work(DTYPE_CODES[x.dtype], sizes, threads)
+        work = _memory(scratch, 1, -(-room // x.element_size()), x)
     _C.cpu_encoder_layer_fwd(
-        DTYPE_CODES[x.dtype], (batch, nheads, hidden // nheads, total, max_seqlen, inner), numbers,
+        DTYPE_CODES[x.dtype], sizes, numbers,
         cu_seqlens.data_ptr(), x.data_ptr(), x.stride(0), *eps, ACTIVATIONS[activation], softmax_scale,
-        bias_numbers, 0 if gate is None else gate.data_ptr(), y.data_ptr(), torch.get_num_threads(),
+        bias_numbers, 0 if gate is None else gate.data_ptr(), y.data_ptr(), threads,
+        0 if work is None else work.data_ptr(), room,
     )  # fmt: skip
     return y
