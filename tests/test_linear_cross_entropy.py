@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -155,6 +157,27 @@ def test_no_more_logits_than_a_chunk_exist(backend, dtype):
     with Largest() as largest:
         torch.autograd.grad(linear_cross_entropy(x, weight, bias, labels), given)
     assert largest.shape == (300, 97)  # the labelled ones
+
+
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="others make copies of their own")
+def test_of_a_chunk_there_are_only_logits_and_gradient():
+    class Alive(TorchDispatchMode):
+        most, seen = 0, ()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for t in tree_leaves(out):
+                if isinstance(t, torch.Tensor) and t.shape == (60, 97):
+                    self.seen = [r for r in (*self.seen, weakref.ref(t)) if r() is not None]
+                    self.most = max(self.most, len({r().data_ptr() for r in self.seen}))
+            return out
+
+    given, labels = inputs(600, 8, 97), torch.arange(600) % 97
+    with dispatch.use_backend(linear_cross_entropy="cpu"), Alive() as alive:
+        loss = linear_cross_entropy(*given, labels, chunk_bytes=chunk(60, 97))
+        assert 1 <= alive.most <= 2
+        torch.autograd.grad(loss, given)
+    assert alive.most == 2
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -83,6 +83,7 @@ def chunked(linear: ModuleType | SimpleNamespace, cross_entropy: ModuleType) -> 
                 _add_product(dweight, g, x[part])
             if need_dbias:
                 dbias += g.sum(0, dtype=sums)
+            del g  # before there are other logits
         return _put(dx, at, rows) if need_dx else dx, dweight.to(x.dtype), dbias.to(x.dtype)
 
     return forward, backward
