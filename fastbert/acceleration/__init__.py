@@ -54,7 +54,9 @@ def accelerate(
     with any head, and whatever holds them: PeftModel, SentenceTransformer, CrossEncoder, a pipeline. Other
     transformers models get fastbert's attention alone where their architecture lets one choose it. For
     inference and training, on any device. Outputs and gradients are the stock model's within rounding; rows
-    of masked tokens, of no meaning in the stock model, are zeros.
+    of masked tokens, of no meaning in the stock model, are zeros. `SentenceTransformer.encode` takes its
+    batches by tokens: at most as many as `batch_size` texts of the longest's length have, on a CPU at most
+    1,024 (and always a whole text).
 
     A second call changes the options. `fastbert.restore` gives the stock model back; `fastbert.explain` says
     what runs fused, and what does not and why.
