@@ -58,7 +58,7 @@ CUTS = {
 }
 
 
-@pytest.fixture(params=CUTS)
+@pytest.fixture(params=["high-wide", pytest.param("wide-high", marks=pytest.mark.slow), "chunks"])
 def tiles(request, monkeypatch):
     monkeypatch.setattr(kernels, "configs_for", CUTS[request.param])
 
@@ -133,15 +133,11 @@ def assert_close(actual, args, tolerance=2e-5):
 
 
 def cases_and_dtypes():
-    """All; those that take seconds in the interpreter, and all but one dtype of most, are slow tests.
-
-    float32 has the lowest tiles and so takes longest: it has the small cases.
-    """
+    """All; those that take long in the interpreter, and all but one dtype of each, are slow tests."""
     for i, case in enumerate(c for c in CASES if not c.probs):
         work = sum(n * n for n in case.lengths) * case.nheads
-        usual = DTYPES if case == SMALL[1] else (DTYPES[i % 3],) if work < 3000 else (HALF[i % 2],)
-        for dtype in DTYPES:
-            slow = work > 40_000 or dtype not in usual
+        for j, dtype in enumerate(DTYPES):
+            slow = work > 4000 or j != i % 3
             yield pytest.param(case, dtype, marks=pytest.mark.slow if slow else (), id=f"{case.id}-{dtype}")
 
 
@@ -165,7 +161,7 @@ def test_every_length(dtype, causal):
     check(AttentionCase(tuple(range(1, 131)), 1, 16, causal=causal), dtype)
 
 
-@pytest.mark.parametrize("headdim", [7, 24, 64, 80, 128])
+@pytest.mark.parametrize("headdim", [7, 24, 80, 128])
 def test_every_head_dimension(headdim):
     check(AttentionCase((17, 20), 1, headdim), HALF[headdim // 8 % 2], strict=False)
     check(AttentionCase((19,), 1, headdim, bias="sequence", dropout_p=0.25), torch.float32)
@@ -278,7 +274,7 @@ def test_bias_broadcasts(small_tiles, monkeypatch, shape):
     for multiprocessors in (0, 100) if shape == (1, 1, 1, 33) else (100,):
         device = tuning.Device("cpu", (0, 0), multiprocessors)
         monkeypatch.setattr(kernels.tuning, "device_of", lambda _, device=device: device)
-        args = backward_args((33, 18, 1), bias=randn(*shape), gate=randn(2), causal=shape[0] == 1)
+        args = backward_args((33, 3, 1), bias=randn(*shape), gate=randn(2), causal=shape[0] == 1)
         assert_close(run(args), args)
 
 
@@ -462,7 +458,7 @@ def test_offsets_beyond_2_to_31_elements(monkeypatch, far_heads):
 
 def test_repeats_are_bit_equal_without_atomics(checked_memory, small_tiles):  # noqa: F811
     options = {"dropout_p": 0.1, "seed": torch.tensor([7], device=DEVICE)}
-    args = backward_args((33, 3, 17), dtype=torch.bfloat16, bias=randn(1, 2, 1, 33), gate=randn(2), **options)
+    args = backward_args((17, 3), dtype=torch.bfloat16, bias=randn(1, 2, 1, 17), gate=randn(2), **options)
     first = run(args)
     for _ in range(1 if DEVICE.type == "cpu" else 250):
         assert_bit_equal(run(args), first)
@@ -545,7 +541,7 @@ def check_drawn(case, dtype, seed, tiles):
         check(case, dtype, seed, strict=False)
 
 
-@forward.fuzz(5)
+@forward.fuzz(2)
 @given(fuzzed_cases())
 def test_fuzz(drawn):
     check_drawn(*drawn)
