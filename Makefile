@@ -7,6 +7,8 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 OUT    ?= out
 ARGS   ?=
+# of the test-suite; each takes one to two GB
+WORKERS ?= 2
 
 ifeq ($(strip $(VENV)),)
 PY    := $(PYTHON)
@@ -27,8 +29,9 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 demo: $(READY)
 	$(PY) examples/demo.py
 
+# two threads a worker, for what threads do; passive, because a spinning one holds up the other worker's
 test: $(READY)
-	$(PY) -m pytest -q
+	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 
 lint: $(READY)
 	$(PY) -m ruff check .
