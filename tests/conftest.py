@@ -13,6 +13,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the work
 from tests import triton_interpreter
 
 triton_interpreter.choose()  # before anything imports Triton
+# so that their asserts say as much as those of the test modules
+pytest.register_assert_rewrite("tests.accelerated_models", "tests.triton_fixtures")
 os.environ["FASTBERT_CACHE"] = ""  # tests neither read nor write the user's verdicts
 
 

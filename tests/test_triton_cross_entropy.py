@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastbert import dispatch, testing
@@ -13,26 +13,15 @@ from fastbert.cases.cross_entropy import CASES
 from fastbert.cases.linear_cross_entropy import LinearCrossEntropyCase
 from fastbert.ops.cross_entropy import cross_entropy
 from tests import triton_interpreter
+from tests.triton_fixtures import DEVICE, DTYPES, far, fuzz, needs_lazy_memory, set_backends
 
 kernels = pytest.importorskip(
     "fastbert.kernels.cross_entropy", reason="Triton is not installed", exc_type=ImportError
 )
-DEVICE = triton_interpreter.device()
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+pytest_plugins = ("tests.triton_fixtures",)
+pytestmark = pytest.mark.usefixtures("checked_memory")
 IGNORE = -100
 INF = float("inf")
-
-
-@pytest.fixture(autouse=True)
-def checked_memory():
-    """Every launch under the sanitizer; memory starts as NaN."""
-    with triton_interpreter.sanitized() as report:
-        before = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield report
-        finally:
-            torch.use_deterministic_algorithms(before)
 
 
 def batch(rows, classes, dtype=torch.float32, every=3, scale=2.0, seed=0):
@@ -192,13 +181,12 @@ def test_small_integers_are_exact():
     torch.testing.assert_close(dlogits, expected, rtol=0, atol=1e-7)
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="needs lazily mapped memory: the interpreter")
+@needs_lazy_memory
 def test_offsets_beyond_2_to_31_elements(monkeypatch):
     """Rows that begin where 32 bits cannot say: of the logits, and of their gradient."""
     torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
     few, labels = batch(5, 20, torch.float16)
-    logits = triton_interpreter.lazy_rows(5, 20, 2**30 + 8, torch.float16)
-    logits.copy_(few)
+    logits = far(few)
     for a, b in zip(run(kernels, logits, labels), run(kernels, few, labels), strict=True):
         assert torch.equal(a, b)
 
@@ -209,15 +197,15 @@ def test_offsets_beyond_2_to_31_elements(monkeypatch):
         kernels, "launch", lambda kernel, grid, *args, **config: launch(kernel, (grid[0], 1), *args, **config)
     )
     empty = torch.empty
-    far = triton_interpreter.lazy_rows(5, classes, classes, torch.float16)
+    output = triton_interpreter.lazy_rows(5, classes, classes, torch.float16)
     monkeypatch.setattr(
-        torch, "empty", lambda shape, **options: far if shape == (5, classes) else empty(shape, **options)
+        torch, "empty", lambda shape, **options: output if shape == (5, classes) else empty(shape, **options)
     )
     wide = triton_interpreter.lazy_rows(5, classes, classes, torch.float16)
     wide[:, :20], wide[:, 20:4096] = few, -INF
     dloss = torch.tensor(1.5)
     dlogits = kernels.cross_entropy_bwd(dloss, wide, labels, lse, count, IGNORE, 0.0)
-    assert dlogits is far
+    assert dlogits is output
     assert torch.equal(dlogits[:, :20], expected)
 
 
@@ -277,9 +265,7 @@ def test_repeats_are_bit_equal_without_atomics(checked_memory):
 
 
 def test_training_is_served_by_the_table(monkeypatch):
-    monkeypatch.setitem(dispatch.TABLE[DEVICE.type], "cross_entropy", ("triton", "reference"))
-    monkeypatch.setattr(dispatch, "_resolved", {})
-    monkeypatch.setattr(dispatch, "_verdicts", {})
+    set_backends(monkeypatch, "cross_entropy", "triton", "reference")
     served = []
     launch = kernels.cross_entropy_bwd
     monkeypatch.setattr(kernels, "cross_entropy_bwd", lambda *args: served.append(1) or launch(*args))
@@ -307,10 +293,7 @@ def test_these_kernels_serve_a_linear_layers_loss(monkeypatch):
     assert served == 4 * ["cross_entropy_fwd"] + 4 * ["cross_entropy_bwd"]
 
 
-@settings(
-    max_examples=60, deadline=None, derandomize=True, database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
+@fuzz(60)
 @given(
     st.integers(0, 20), st.one_of(st.integers(1, 40), st.integers(1, 700)), st.sampled_from(DTYPES),
     st.integers(1, 5), st.sampled_from([0.0, 0.1]), st.sampled_from([0.01, 2.0, 100.0]), st.integers(0, 99),

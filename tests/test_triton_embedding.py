@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import types
-
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastbert import dispatch, testing
@@ -15,26 +13,26 @@ from fastbert.backends import triton as backend
 from fastbert.cases.embedding import CASES, EmbeddingCase
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.embedding import embedding
-from tests import triton_interpreter
+from tests.triton_fixtures import (
+    DEVICE,
+    DTYPES,
+    HALF,
+    HugeStrides,
+    assert_bit_equal,
+    far,
+    fuzz,
+    in_float64,
+    needs_lazy_memory,
+    normal,
+    padded,
+    set_backends,
+)
 
 kernels = pytest.importorskip(
     "fastbert.kernels.embedding", reason="Triton is not installed", exc_type=ImportError
 )
-DEVICE = triton_interpreter.device()
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-HALF = (torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(autouse=True)
-def checked_memory():
-    """Every launch under the sanitizer; memory starts as NaN, so that a hole cannot pass as 0."""
-    with triton_interpreter.sanitized() as report:
-        before = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield report
-        finally:
-            torch.use_deterministic_algorithms(before)
+pytest_plugins = ("tests.triton_fixtures",)
+pytestmark = pytest.mark.usefixtures("checked_memory")
 
 
 @pytest.fixture(params=["one_block", "column_blocks"])
@@ -70,9 +68,7 @@ def check(case: EmbeddingCase, dtype: torch.dtype, seed: int = 0, strict: bool =
 def forward_args(tokens, hidden, dtype=torch.float32, *, p=0.25, eps=1e-12, save=True):
     """Arguments of `embedding_fwd`; tables of different heights, so that none can be swapped unseen."""
     g = torch.Generator().manual_seed(7)
-
-    def randn(*shape, scale=1.0, shift=0.0):
-        return (torch.randn(*shape, generator=g) * scale + shift).to(dtype).to(DEVICE)
+    randn = normal(g, dtype)
 
     def ids(high):
         return torch.randint(high, (tokens,), generator=g).to(DEVICE)
@@ -95,21 +91,8 @@ def forward_args(tokens, hidden, dtype=torch.float32, *, p=0.25, eps=1e-12, save
     }
 
 
-def in_float64(args):
-    floating = {k: v for k, v in args.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
-    return args | {k: v.double() for k, v in floating.items()}
-
-
 def run(args):
     return kernels.embedding_fwd(*args.values())
-
-
-def assert_bit_equal(actual, expected):
-    assert len(actual) == len(expected)
-    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
-        assert a.dtype == e.dtype, i
-        assert a.shape == e.shape, i
-        assert torch.equal(a, e), i
 
 
 # --- the error rule -----------------------------------------------------------------------------------------
@@ -226,13 +209,6 @@ def test_a_seed_is_not_launched_without_dropout(monkeypatch):
 # --- layouts ------------------------------------------------------------------------------------------------
 
 
-def padded(t: torch.Tensor, pad: int) -> torch.Tensor:
-    """The same values with `pad` NaN elements between rows."""
-    wide = torch.full((t.shape[0], t.shape[1] + pad), float("nan"), dtype=t.dtype, device=t.device)
-    wide[:, : t.shape[1]] = t
-    return wide[:, : t.shape[1]]
-
-
 def test_strided_tables_with_poisoned_padding(hidden):
     args = forward_args(9, hidden)
     pads = {"word": 7, "position": 11, "segment": 3}
@@ -260,24 +236,8 @@ def test_ids_of_any_strides():
         assert torch.equal(y, embedding(args["input_ids"], args["word"], *norm, **tables))
 
 
-class HugeStrides(types.SimpleNamespace):
-    """`torch` for the launcher, whose matrices get rows 2**30 elements apart."""
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-    def empty(self, shape, dtype, device):
-        return triton_interpreter.lazy_rows(*shape, 2**30 + 16, dtype)
-
-    def empty_like(self, t):
-        return self.empty(t.shape, t.dtype, t.device) if t.dim() == 2 else torch.empty_like(t)
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="needs lazily mapped memory: the interpreter")
+@needs_lazy_memory
 def test_offsets_beyond_2_to_31_elements(monkeypatch, hidden):
-    def far(t):
-        return triton_interpreter.lazy_rows(*t.shape, 2**30 + 8, t.dtype).copy_(t)
-
     args = forward_args(3, hidden, torch.bfloat16)
     args["input_ids"][:] = torch.tensor([12, 0, 11])
     args["position_ids"][:] = torch.tensor([0, 6, 5])
@@ -340,10 +300,8 @@ def test_repeats_are_bit_equal_without_atomics(checked_memory):
 
 
 def test_forward_here_and_backward_by_another_backend(monkeypatch):
-    monkeypatch.setitem(dispatch.TABLE[DEVICE.type], "embedding", ("triton", "reference"))
+    set_backends(monkeypatch, "embedding", "triton", "reference")
     monkeypatch.delattr(backend, "embedding_bwd")
-    monkeypatch.setattr(dispatch, "_resolved", {})
-    monkeypatch.setattr(dispatch, "_verdicts", {})
     args = forward_args(9, 32, p=0.0)
     names = ("position_ids", "position", "token_type_ids", "segment")
 
@@ -378,16 +336,6 @@ def fuzzed_cases(draw):
         dropout_p=draw(st.sampled_from([0.0, 0.1, 0.5])),
     )
     return case, dtype, draw(st.integers(0, 2**20))
-
-
-def fuzz(examples: int):
-    return settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    )
 
 
 @fuzz(100)

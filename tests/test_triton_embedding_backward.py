@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastbert import dispatch, testing
@@ -13,25 +13,24 @@ from fastbert.cases.embedding import CASES, EmbeddingCase
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.embedding import embedding
 from tests import triton_interpreter
+from tests.triton_fixtures import (
+    DEVICE,
+    DTYPES,
+    assert_bit_equal,
+    far,
+    fuzz,
+    needs_lazy_memory,
+    normal,
+    padded,
+    set_backends,
+)
 
 kernels = pytest.importorskip(
     "fastbert.kernels.embedding", reason="Triton is not installed", exc_type=ImportError
 )
-DEVICE = triton_interpreter.device()
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+pytest_plugins = ("tests.triton_fixtures",)
+pytestmark = pytest.mark.usefixtures("checked_memory")
 WORDS, POSITIONS, SEGMENTS = 13, 7, 3  # heights of the tables, so that none can be swapped unseen
-
-
-@pytest.fixture(autouse=True)
-def checked_memory():
-    """Every launch under the sanitizer; memory starts as NaN, so that a hole cannot pass as 0."""
-    with triton_interpreter.sanitized() as report:
-        before = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield report
-        finally:
-            torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture(params=["one_block", "column_blocks"])
@@ -52,9 +51,7 @@ def short_chunks(monkeypatch):
 def arguments(tokens, hidden, dtype=torch.float32, *, p=0.25, seed=7):
     """Arguments of `embedding_bwd` that ask for everything."""
     g = torch.Generator().manual_seed(seed)
-
-    def randn(*shape, scale=1.0, shift=0.0):
-        return (torch.randn(*shape, generator=g) * scale + shift).to(dtype).to(DEVICE)
+    randn = normal(g, dtype)
 
     def ids(high):
         return torch.randint(high, (tokens,), generator=g).to(DEVICE)
@@ -94,12 +91,6 @@ def assert_right(args):
     for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
         assert (a.dtype, a.shape) == (e.dtype, e.shape), i
         torch.testing.assert_close(a, e, rtol=1e-4 + coarse, atol=2e-5 + coarse / 16)
-
-
-def assert_bit_equal(actual, expected):
-    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
-        assert (a.dtype, a.shape) == (e.dtype, e.shape), i
-        assert torch.equal(a, e), i
 
 
 # --- the error rule -----------------------------------------------------------------------------------------
@@ -257,32 +248,21 @@ def test_a_seed_is_not_read_without_dropout(monkeypatch, hidden):
 # --- layouts ------------------------------------------------------------------------------------------------
 
 
-def padded(t: torch.Tensor, pad: int) -> torch.Tensor:
-    """The same values with `pad` NaN elements between rows."""
-    wide = torch.full((t.shape[0], t.shape[1] + pad), float("nan"), dtype=t.dtype, device=t.device)
-    wide[:, : t.shape[1]] = t
-    return wide[:, : t.shape[1]]
-
-
 def test_strided_rows_with_poisoned_padding(hidden):
     args = arguments(19, hidden)
     strided = {"dy": padded(args["dy"], 5), "z": padded(args["z"], 3)}
     assert_bit_equal(run(args | strided), run(args))
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="needs lazily mapped memory: the interpreter")
+@needs_lazy_memory
 def test_offsets_beyond_2_to_31_elements(hidden):
     args = arguments(3, hidden)
     expected = run(args)
     torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
-    far = {}
-    for name, gap in (("dy", 8), ("z", 24)):
-        t = args[name]
-        far[name] = triton_interpreter.lazy_rows(*t.shape, 2**30 + gap, t.dtype).copy_(t)
-    assert_bit_equal(run(args | far), expected)
+    assert_bit_equal(run(args | {"dy": far(args["dy"]), "z": far(args["z"], 24)}), expected)
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="needs lazily mapped memory: the interpreter")
+@needs_lazy_memory
 def test_tokens_beyond_2_to_31_elements(monkeypatch):
     """The last of 2,100 tokens of 2**20 numbers; only the first columns are computed."""
     torch.use_deterministic_algorithms(False)
@@ -365,9 +345,7 @@ def test_repeats_are_bit_equal_without_atomics(checked_memory, short_chunks):
 
 
 def test_training_is_served_by_the_table(monkeypatch):
-    monkeypatch.setitem(dispatch.TABLE[DEVICE.type], "embedding", ("triton", "reference"))
-    monkeypatch.setattr(dispatch, "_resolved", {})
-    monkeypatch.setattr(dispatch, "_verdicts", {})
+    set_backends(monkeypatch, "embedding", "triton", "reference")
     served = []
     launch = kernels.embedding_bwd
     monkeypatch.setattr(kernels, "embedding_bwd", lambda *args: served.append(1) or launch(*args))
@@ -401,10 +379,7 @@ def test_self_check_passes_in_every_dtype():
 # --- fuzz ---------------------------------------------------------------------------------------------------
 
 
-@settings(
-    max_examples=20, deadline=None, derandomize=True, database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
+@fuzz(20)
 @given(
     st.integers(1, 90), st.integers(8, 90), st.sampled_from(DTYPES), st.sampled_from([0.0, 0.1, 0.5]),
     st.lists(st.booleans(), min_size=5, max_size=5), st.sampled_from([1, 3, 8, 128]), st.integers(0, 2**20),

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import types
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastbert import dispatch, testing
@@ -15,27 +14,25 @@ from fastbert.backends import reference
 from fastbert.backends import triton as backend
 from fastbert.cases.linear import CASES, LinearCase
 from fastbert.ops.linear import ACTIVATIONS, activate_ref, linear
-from tests import triton_interpreter
+from tests.triton_fixtures import (
+    DEVICE,
+    DTYPES,
+    HALF,
+    HugeStrides,
+    assert_bit_equal,
+    far,
+    fuzz,
+    needs_lazy_memory,
+    normal,
+    padded,
+)
 
 kernels = pytest.importorskip(
     "fastbert.kernels.linear", reason="Triton is not installed", exc_type=ImportError
 )
+pytest_plugins = ("tests.triton_fixtures",)
+pytestmark = pytest.mark.usefixtures("checked_memory")
 tuning = kernels.tuning
-DEVICE = triton_interpreter.device()
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-HALF = (torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(autouse=True)
-def checked_memory():
-    """Every launch under the sanitizer; memory starts as NaN, so that a hole cannot pass as 0."""
-    with triton_interpreter.sanitized() as report:
-        before = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield report
-        finally:
-            torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture(params=["as_it_lies", "pointers"])
@@ -61,9 +58,7 @@ def check(case: LinearCase, dtype: torch.dtype, seed: int = 0, strict: bool = Fa
 def forward_args(rows, in_features, out_features, dtype=torch.float32, activation="gelu", save=True):
     """Arguments of `linear_fwd`, all of different sizes, so that none can be swapped unseen."""
     g = torch.Generator().manual_seed(7)
-
-    def randn(*shape, scale=1.0):
-        return (scale * torch.randn(*shape, generator=g)).to(dtype).to(DEVICE)
+    randn = normal(g, dtype)
 
     return {
         "x": randn(rows, in_features),
@@ -73,14 +68,6 @@ def forward_args(rows, in_features, out_features, dtype=torch.float32, activatio
         "residual": randn(rows, out_features, scale=2.0),
         "save": save,
     }
-
-
-def assert_bit_equal(actual, expected):
-    assert len(actual) == len(expected)
-    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
-        assert a.dtype == e.dtype, i
-        assert a.shape == e.shape, i
-        assert torch.equal(a, e), i
 
 
 # --- the error rule -----------------------------------------------------------------------------------------
@@ -209,13 +196,6 @@ def test_the_activation_takes_the_unrounded_product():
 # --- layouts ------------------------------------------------------------------------------------------------
 
 
-def padded(t: torch.Tensor, pad: int) -> torch.Tensor:
-    """The same values with `pad` NaN elements between rows."""
-    wide = torch.full((t.shape[0], t.shape[1] + pad), float("nan"), dtype=t.dtype, device=t.device)
-    wide[:, : t.shape[1]] = t
-    return wide[:, : t.shape[1]]
-
-
 @pytest.mark.parametrize("pads", [(8, 16, 24), (7, 3, 5)])
 def test_strided_rows_with_poisoned_padding(pads):
     args = forward_args(35, 40, 72, torch.bfloat16)
@@ -250,24 +230,8 @@ def test_one_row_expanded_to_many():
     torch.testing.assert_close(y, one.expand(33, 72), rtol=0, atol=1e-6)  # tiles may differ
 
 
-class HugeStrides(types.SimpleNamespace):
-    """`torch` for the launcher, whose matrices get rows 2**30 elements apart."""
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-    def empty(self, shape, dtype, device):
-        return triton_interpreter.lazy_rows(*shape, 2**30 + 16, dtype)
-
-    def empty_like(self, t):
-        return self.empty(t.shape, t.dtype, t.device)
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="needs lazily mapped memory: the interpreter")
+@needs_lazy_memory
 def test_offsets_beyond_2_to_31_elements(monkeypatch, transport):
-    def far(t):
-        return triton_interpreter.lazy_rows(*t.shape, 2**30 + 8, t.dtype).copy_(t)
-
     args = forward_args(3, 40, 8, torch.bfloat16)
     expected = kernels.linear_fwd(*args.values())
     far_args = args | {name: far(args[name]) for name in ("x", "weight", "residual")}
@@ -464,16 +428,6 @@ def fuzzed_cases(draw):
         residual=draw(st.booleans()),
     )
     return case, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 2**20))
-
-
-def fuzz(examples: int):
-    return settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    )
 
 
 @fuzz(100)

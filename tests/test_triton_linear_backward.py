@@ -4,41 +4,37 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastbert import dispatch, testing
 from fastbert.backends import reference
 from fastbert.cases.linear import CASES, LinearCase
 from fastbert.ops.linear import ACTIVATIONS, linear
-from tests import triton_interpreter
+from tests.triton_fixtures import (
+    DEVICE,
+    DTYPES,
+    HALF,
+    assert_bit_equal,
+    far,
+    fuzz,
+    in_float64,
+    needs_lazy_memory,
+    normal,
+    padded,
+)
 
 kernels = pytest.importorskip(
     "fastbert.kernels.linear", reason="Triton is not installed", exc_type=ImportError
 )
-DEVICE = triton_interpreter.device()
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-HALF = (torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(autouse=True)
-def checked_memory():
-    """Every launch under the sanitizer; memory starts as NaN, so that a hole cannot pass as 0."""
-    with triton_interpreter.sanitized() as report:
-        before = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield report
-        finally:
-            torch.use_deterministic_algorithms(before)
+pytest_plugins = ("tests.triton_fixtures",)
+pytestmark = pytest.mark.usefixtures("checked_memory")
 
 
 def arguments(rows, in_features, out_features, dtype=torch.float32, activation="gelu", seed=7):
     """Arguments of `linear_bwd` that ask for everything."""
     g = torch.Generator().manual_seed(seed)
-
-    def randn(*shape, scale=1.0):
-        return (scale * torch.randn(*shape, generator=g)).to(dtype).to(DEVICE)
+    randn = normal(g, dtype)
 
     return {
         "dy": randn(rows, out_features),
@@ -56,20 +52,9 @@ def run(args):
     return kernels.linear_bwd(*args.values())
 
 
-def in_float64(args):
-    floating = {k: v for k, v in args.items() if isinstance(v, torch.Tensor)}
-    return args | {k: v.double() for k, v in floating.items()}
-
-
 def passed(dy, pre, activation, need_g=True, need_dbias=True):
     """The pass before the products: (g, dbias)."""
     return kernels._activation_bwd(dy, pre, activation, need_g, need_dbias)
-
-
-def assert_bit_equal(actual, expected):
-    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
-        assert (a.dtype, a.shape) == (e.dtype, e.shape), i
-        assert torch.equal(a, e), i
 
 
 def assert_pass_right(args):
@@ -188,13 +173,6 @@ def test_a_nan_stays_in_its_column():
 # --- layouts ------------------------------------------------------------------------------------------------
 
 
-def padded(t: torch.Tensor, pad: int) -> torch.Tensor:
-    """The same values with `pad` NaN elements between rows."""
-    wide = torch.full((t.shape[0], t.shape[1] + pad), float("nan"), dtype=t.dtype, device=t.device)
-    wide[:, : t.shape[1]] = t
-    return wide[:, : t.shape[1]]
-
-
 def test_strided_rows_with_poisoned_padding():
     args = arguments(19, 24, 70)
     strided = {
@@ -205,16 +183,12 @@ def test_strided_rows_with_poisoned_padding():
     assert_bit_equal(passed(strided["dy"], strided["pre"], "gelu"), passed(args["dy"], args["pre"], "gelu"))
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="needs lazily mapped memory: the interpreter")
+@needs_lazy_memory
 def test_offsets_beyond_2_to_31_elements():
     args = arguments(3, 4, 40)
     expected = passed(args["dy"], args["pre"], "gelu")
     torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
-    dy, pre = (
-        triton_interpreter.lazy_rows(*args[name].shape, 2**30 + gap, torch.float32).copy_(args[name])
-        for name, gap in (("dy", 8), ("pre", 24))
-    )
-    assert_bit_equal(passed(dy, pre, "gelu"), expected)
+    assert_bit_equal(passed(far(args["dy"]), far(args["pre"], 24), "gelu"), expected)
 
 
 def test_row_tiles_are_on_the_grid_axis_that_has_no_limit(monkeypatch):
@@ -325,10 +299,7 @@ def test_self_check_passes_in_every_dtype():
         assert testing.self_check("linear", "triton", DEVICE, dtype) is None
 
 
-@settings(
-    max_examples=30, deadline=None, derandomize=True, database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
+@fuzz(30)
 @given(
     st.integers(1, 80), st.integers(1, 300), st.sampled_from(DTYPES),
     st.sampled_from([None, *ACTIVATIONS]), st.integers(0, 2**20),

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import types
-
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastbert import dispatch, testing
 from fastbert.backends import reference
 from fastbert.cases.padding import CASES
 from fastbert.ops.padding import DTYPES
-from tests import triton_interpreter
+from tests.triton_fixtures import DEVICE, HugeStrides, far, fuzz, needs_lazy_memory
 
 kernels = pytest.importorskip(
     "fastbert.kernels.padding", reason="Triton is not installed", exc_type=ImportError
 )
-DEVICE = triton_interpreter.device()
-
-
-@pytest.fixture(autouse=True)
-def checked_memory():
-    """Every launch under the sanitizer; memory starts as NaN or the largest integer."""
-    with triton_interpreter.sanitized() as report:
-        before = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield report
-        finally:
-            torch.use_deterministic_algorithms(before)
+pytest_plugins = ("tests.triton_fixtures",)
+pytestmark = pytest.mark.usefixtures("checked_memory")
 
 
 def random_bits(rows: int, inner: int, dtype: torch.dtype) -> torch.Tensor:
@@ -117,21 +104,8 @@ def test_one_column_of_a_matrix():
     assert_right(wide.t()[:1].t()[:, :1], wide[:20, 5:6], chosen(60, 20))
 
 
-class HugeStrides(types.SimpleNamespace):
-    """`torch` for the launcher, whose matrices get rows 2**30 elements apart."""
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-    def empty(self, shape, dtype, device):
-        return triton_interpreter.lazy_rows(*shape, 2**30 + 16, dtype)
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="needs lazily mapped memory: the interpreter")
+@needs_lazy_memory
 def test_offsets_beyond_2_to_31_elements(monkeypatch):
-    def far(t):
-        return triton_interpreter.lazy_rows(*t.shape, 2**30 + 8, t.dtype).copy_(t)
-
     x, packed = random_bits(5, 20, torch.int16), random_bits(3, 20, torch.int16)
     indices = torch.tensor([0, 3, 4])
     monkeypatch.setattr(kernels, "torch", HugeStrides())
@@ -183,16 +157,6 @@ def fuzzed_batches(draw):
     kept = draw(st.lists(st.booleans(), min_size=1, max_size=300))
     indices = torch.tensor(kept).nonzero().flatten().to(DEVICE)
     return len(kept), draw(st.integers(1, 70)), draw(st.sampled_from(DTYPES)), indices
-
-
-def fuzz(examples: int):
-    return settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    )
 
 
 def check(drawn) -> None:

@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastbert import testing
 from fastbert.backends import reference
 from fastbert.cases.pooling import CASES
 from fastbert.ops.pooling import MODES
-from tests import triton_interpreter
+from tests.triton_fixtures import DEVICE, DTYPES, far, fuzz, needs_lazy_memory, packed
 
 kernels = pytest.importorskip(
     "fastbert.kernels.pooling", reason="Triton is not installed", exc_type=ImportError
 )
-DEVICE = triton_interpreter.device()
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(autouse=True)
-def checked_memory():
-    """Every launch under the sanitizer; memory starts as NaN."""
-    with triton_interpreter.sanitized() as report:
-        before = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield report
-        finally:
-            torch.use_deterministic_algorithms(before)
-
-
-def packed(lengths, width, dtype=torch.float32, tail=0, integer=torch.int32, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(sum(lengths) + tail, width, generator=g).to(dtype)
-    hidden[sum(lengths) :] = torch.nan
-    ends = torch.tensor([0, *accumulate(lengths)], dtype=integer)
-    return hidden.to(DEVICE), ends.to(DEVICE)
+pytest_plugins = ("tests.triton_fixtures",)
+pytestmark = pytest.mark.usefixtures("checked_memory")
 
 
 def assert_right(hidden, ends, mode):
@@ -114,11 +92,11 @@ def test_nothing_to_pool():
         assert kernels.pooling_fwd(hidden, ends[:1], mode).shape == (0, 8)
 
 
+@needs_lazy_memory
 def test_offsets_beyond_2_to_31_elements():
     """Rows of which the last begin where 32 bits cannot say, in one sequence and in two."""
     torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
-    hidden = triton_interpreter.lazy_rows(5, 20, 2**30 + 8, torch.float16)
-    hidden.copy_(torch.arange(100).reshape(5, 20))
+    hidden = far(torch.arange(100).reshape(5, 20).half())
     for ends in ([0, 5], [0, 1, 4, 5]):
         assert_right(hidden, torch.tensor(ends, dtype=torch.int32), "max")
         assert_right(hidden, torch.tensor(ends, dtype=torch.int32), "cls")
@@ -140,10 +118,7 @@ def test_self_check_passes_in_every_dtype():
         assert testing.self_check("pooling", "triton", DEVICE, dtype) is None
 
 
-@settings(
-    max_examples=100, deadline=None, derandomize=True, database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
+@fuzz(100)
 @given(
     st.lists(st.integers(0, 70), min_size=1, max_size=8), st.integers(1, 150), st.sampled_from(MODES),
     st.sampled_from(DTYPES), st.integers(0, 3),

@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastbert import dispatch, testing
 from fastbert.cases.pooling import CASES
 from fastbert.ops.pooling import MODES, pooling, pooling_ref
 from tests import triton_interpreter
-from tests.test_triton_pooling import packed
+from tests.triton_fixtures import DEVICE, DTYPES, far, fuzz, needs_lazy_memory, packed, set_backends
 
 kernels = pytest.importorskip(
     "fastbert.kernels.pooling", reason="Triton is not installed", exc_type=ImportError
 )
-DEVICE = triton_interpreter.device()
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(autouse=True)
-def checked_memory():
-    """Every launch under the sanitizer; memory starts as NaN."""
-    with triton_interpreter.sanitized() as report:
-        before = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield report
-        finally:
-            torch.use_deterministic_algorithms(before)
+pytest_plugins = ("tests.triton_fixtures",)
+pytestmark = pytest.mark.usefixtures("checked_memory")
 
 
 def upstream(ends, width, seed=1):
@@ -135,15 +123,14 @@ def test_nothing_to_pool():
         assert run(upstream(ends, 8), hidden[:0], ends, mode).shape == (0, 8)
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="needs lazily mapped memory: the interpreter")
+@needs_lazy_memory
 @pytest.mark.parametrize("mode", MODES)
 def test_offsets_beyond_2_to_31_elements(mode, monkeypatch):
     """Rows of which the last begin where 32 bits cannot say: of the input; and of the result, with one column
     block computed.
     """
     torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
-    hidden = triton_interpreter.lazy_rows(5, 20, 2**30 + 8, torch.float16)
-    hidden.copy_(torch.arange(100).reshape(5, 20))
+    hidden = far(torch.arange(100).reshape(5, 20).half())
     for ends in ([0, 5], [0, 1, 4, 5]):
         assert_right(hidden, torch.tensor(ends, dtype=torch.int32), mode)
 
@@ -152,12 +139,12 @@ def test_offsets_beyond_2_to_31_elements(mode, monkeypatch):
     monkeypatch.setattr(
         kernels, "launch", lambda kernel, grid, *args, **config: launch(kernel, (grid[0], 1), *args, **config)
     )
-    monkeypatch.setattr(torch, "empty", lambda shape, dtype, device: far(*shape, dtype))
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, device: lazy(*shape, dtype))
 
-    def far(rows, cols, dtype):
+    def lazy(rows, cols, dtype):
         return triton_interpreter.lazy_rows(rows, cols, cols, dtype)
 
-    x, dy = far(5, width, torch.float16), far(2, width, torch.float32)
+    x, dy = lazy(5, width, torch.float16), lazy(2, width, torch.float32)
     x[:, :4] = torch.arange(20.0).reshape(5, 4)
     dy[:, :4] = torch.tensor([[3.0], [6.0]])
     dx = run(dy, x, ends, mode)[:, 0].tolist()
@@ -186,9 +173,7 @@ def test_repeats_are_bit_equal_without_atomics(checked_memory):
 
 
 def test_training_is_served_by_the_table(monkeypatch):
-    monkeypatch.setitem(dispatch.TABLE[DEVICE.type], "pooling", ("triton", "reference"))
-    monkeypatch.setattr(dispatch, "_resolved", {})
-    monkeypatch.setattr(dispatch, "_verdicts", {})
+    set_backends(monkeypatch, "pooling", "triton", "reference")
     served = []
     launch = kernels.pooling_bwd
     monkeypatch.setattr(kernels, "pooling_bwd", lambda *args: served.append(1) or launch(*args))
@@ -206,10 +191,7 @@ def test_self_check_passes_in_every_dtype():
         assert testing.self_check("pooling", "triton", DEVICE, dtype) is None
 
 
-@settings(
-    max_examples=30, deadline=None, derandomize=True, database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
+@fuzz(30)
 @given(
     st.lists(st.integers(0, 70), min_size=1, max_size=8), st.integers(1, 150), st.sampled_from(MODES),
     st.sampled_from(DTYPES), st.integers(0, 30), st.booleans(),
