@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import types
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastbert import testing
@@ -16,26 +15,25 @@ from fastbert.backends import reference
 from fastbert.backends import triton as backend
 from fastbert.cases.layer_norm import CASES, LayerNormCase
 from fastbert.ops.dropout import keep_mask_2d
-from tests import triton_interpreter
+from tests.triton_fixtures import (
+    DEVICE,
+    DTYPES,
+    HALF,
+    HugeStrides,
+    assert_bit_equal,
+    far,
+    fuzz,
+    in_float64,
+    needs_lazy_memory,
+    normal,
+    padded,
+)
 
 kernels = pytest.importorskip(
     "fastbert.kernels.layer_norm", reason="Triton is not installed", exc_type=ImportError
 )
-DEVICE = triton_interpreter.device()
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-HALF = (torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(autouse=True)
-def checked_memory():
-    """Every launch under the sanitizer; memory starts as NaN, so that a hole cannot pass as 0."""
-    with triton_interpreter.sanitized() as report:
-        before = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield report
-        finally:
-            torch.use_deterministic_algorithms(before)
+pytest_plugins = ("tests.triton_fixtures",)
+pytestmark = pytest.mark.usefixtures("checked_memory")
 
 
 @pytest.fixture(params=["one_block", "column_blocks"])
@@ -71,9 +69,7 @@ def forward_args(
 ):
     """Arguments of `layer_norm_fwd`, all of different sizes, so that none can be swapped unseen."""
     g = torch.Generator().manual_seed(7)
-
-    def randn(*shape, scale=1.0, shift=0.0):
-        return (torch.randn(*shape, generator=g) * scale + shift).to(dtype).to(DEVICE)
+    randn = normal(g, dtype)
 
     return {
         "x": randn(rows, hidden),
@@ -89,11 +85,6 @@ def forward_args(
     }
 
 
-def in_float64(args):
-    floating = {k: v for k, v in args.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
-    return args | {k: v.double() for k, v in floating.items()}
-
-
 def backward(module, dy, args, saved, **overrides):
     _, z, mean, rstd = saved
     z = z if z.numel() else args["x"]
@@ -101,14 +92,6 @@ def backward(module, dy, args, saved, **overrides):
     return module.layer_norm_bwd(
         dy, z, args["weight"], mean, rstd, args["dropout_p"], args["seed"], args["offset"], *rest.values()
     )
-
-
-def assert_bit_equal(actual, expected):
-    assert len(actual) == len(expected)
-    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
-        assert a.dtype == e.dtype, i
-        assert a.shape == e.shape, i
-        assert torch.equal(a, e), i
 
 
 # --- the error rule -----------------------------------------------------------------------------------------
@@ -278,13 +261,6 @@ def test_same_seed_at_two_addresses():
 # --- layouts ------------------------------------------------------------------------------------------------
 
 
-def padded(t: torch.Tensor, pad: int) -> torch.Tensor:
-    """The same values with `pad` NaN elements between rows."""
-    wide = torch.full((t.shape[0], t.shape[1] + pad), float("nan"), dtype=t.dtype, device=t.device)
-    wide[:, : t.shape[1]] = t
-    return wide[:, : t.shape[1]]
-
-
 def test_strided_rows_with_poisoned_padding(hidden):
     args = forward_args(5, hidden)
     strided = args | {"x": padded(args["x"], 7), "residual": padded(args["residual"], 11)}
@@ -303,27 +279,8 @@ def test_one_row_expanded_to_many():
     assert torch.equal(y, one.expand(6, 30))
 
 
-class HugeStrides(types.SimpleNamespace):
-    """`torch` for the launchers, whose matrices get rows 2**30 elements apart."""
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-    def empty(self, shape, dtype, device):
-        if len(shape) == 2:
-            return triton_interpreter.lazy_rows(*shape, 2**30 + 16, dtype)
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    def empty_like(self, t):
-        return self.empty(t.shape, t.dtype, t.device)
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="needs lazily mapped memory: the interpreter")
+@needs_lazy_memory
 def test_offsets_beyond_2_to_31_elements(monkeypatch, hidden):
-    def far(t):
-        lazy = triton_interpreter.lazy_rows(*t.shape, 2**30 + 8, t.dtype)
-        return lazy.copy_(t)
-
     args = forward_args(3, hidden, torch.bfloat16)
     saved = kernels.layer_norm_fwd(*args.values())
     dy = torch.randn(3, hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -439,16 +396,6 @@ def fuzzed_cases(draw):
         bias=draw(st.booleans()),
     )
     return case, dtype, draw(st.integers(0, 2**20))
-
-
-def fuzz(examples: int):
-    return settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    )
 
 
 @fuzz(200)
