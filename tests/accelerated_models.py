@@ -12,7 +12,7 @@ from torch import nn
 
 import fastbert
 from tests.hf_models import batch, hf_model
-from tests.test_heads import token_level
+from tests.model_pairs import token_level
 
 LAYERS = 3
 MODEL, HEAD = transformers.AutoModel, transformers.AutoModelForSequenceClassification

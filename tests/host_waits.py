@@ -19,7 +19,7 @@ from fastbert.inputs import check_inputs
 from tests import fake_gpu
 from tests.fake_gpu import fake, real, waits
 from tests.hf_models import batch
-from tests.test_first_token_only import model_of
+from tests.model_pairs import model_of
 
 # What differs between families on the host: positions, segments, projection, shared layers, relative bias
 FAMILIES = ("bert", "roberta", "distilbert", "electra", "albert-groups", "mpnet")

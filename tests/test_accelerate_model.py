@@ -26,7 +26,7 @@ from tests.accelerated_models import (
     stock,
 )
 from tests.hf_models import FAMILY_NAMES, batch
-from tests.test_heads import CASES, labels_for
+from tests.model_pairs import CASES, labels_for
 
 UNSUPPORTED = "tanh"  # an activation that no op of ours knows
 MASKS = ("right", "holes", "left", "ones", "none", "empty-row")

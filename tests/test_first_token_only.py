@@ -18,17 +18,10 @@ from fastbert.models import AutoModel, BertModel
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.pooling import pool
 from tests.hf_models import FAMILY_NAMES, batch, hf_model
-from tests.test_heads import SEQUENCE_TASKS, inputs_for, labels_for, pair
+from tests.model_pairs import SEQUENCE_TASKS, inputs_for, labels_for, model_of, pair
 
 LAYERS, HIDDEN, INNER = 3, 48, 80  # the tiny models of tests/hf_models.py
 FIRST_ONLY_TASKS = tuple(task for task in SEQUENCE_TASKS if task != "ForPreTraining")
-
-
-def model_of(name: str, **config) -> BertModel:
-    hf = hf_model(name, **config)
-    model = AutoModel.from_config(EncoderConfig.from_hf(hf.config)).eval()
-    model.load_state_dict(hf.state_dict())
-    return model
 
 
 @pytest.fixture(scope="module")
