@@ -41,7 +41,7 @@ struct LayerNormBwd {
     Param weight;
     const float *mean, *rstd;
     DropoutArgs dropout;
-    void *dx, *dresidual;              // contiguous; dresidual may be null
+    void *dx, *dresidual;              // contiguous; may be null
     float *dweight, *dbias, *dx_bias;  // may be null (dweight and dbias together)
 };
 

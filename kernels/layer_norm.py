@@ -161,7 +161,8 @@ def _layer_norm_bwd_kernel(
         if seed_ptr is not None:
             keep = philox_keep(seed_ptr, offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N)
             dz = tl.where(keep, dz * keep_scale, 0.0)
-        tl.store(dx_ptr + dx_at, dz.to(dx_ptr.dtype.element_ty), mask=mask)
+        if dx_ptr is not None:
+            tl.store(dx_ptr + dx_at, dz.to(dx_ptr.dtype.element_ty), mask=mask)
         if dweight_ptr is not None:
             dweight += dy * x_hat
             dbias += dy
@@ -297,15 +298,17 @@ def layer_norm_bwd(
     dropout_p: float,
     seed: Tensor | None,
     offset: int,
+    need_dx: bool,
     need_dweight: bool,
     need_dxbias: bool,
-    has_residual: bool,
+    need_dresidual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dx, dresidual, dweight, dbias, dx_bias); the contract of `fastbert.ops.layer_norm.layer_norm_bwd`."""
     rows, hidden = dy.shape
     seed = seed if dropout_p > 0 else None
-    dx = torch.empty((rows, hidden), dtype=dy.dtype, device=dy.device)
-    dresidual = torch.empty_like(dx) if has_residual and seed is not None else dy.new_empty((0,))
+    own_dresidual = need_dresidual and (seed is not None or not need_dx)
+    dx = torch.empty((rows, hidden) if need_dx else (0,), dtype=dy.dtype, device=dy.device)
+    dresidual = torch.empty((rows, hidden) if own_dresidual else (0,), dtype=dy.dtype, device=dy.device)
     sums = [
         dy.new_zeros((hidden if needed else 0,), dtype=torch.float32)  # zeros: the sums over no rows
         for needed in (need_dweight, need_dweight, need_dxbias)
@@ -330,8 +333,8 @@ def layer_norm_bwd(
         )  # fmt: skip
     launch(
         _layer_norm_bwd_kernel, (programs, column_blocks), dy.device,
-        dy, z, weight, mean, rstd, means, seed, dx, dresidual if dresidual.numel() > 0 else None,
-        dweight, dbias, dx_bias, dy.stride(0), z.stride(0), dx.stride(0),
+        dy, z, weight, mean, rstd, means, seed, dx if need_dx else None, dresidual if own_dresidual else None,
+        dweight, dbias, dx_bias, dy.stride(0), z.stride(0), (dx if need_dx else dresidual).stride(0),
         rows, *_dropout_args(dropout_p, offset),
         HIDDEN=hidden, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
     )  # fmt: skip

@@ -136,7 +136,7 @@ def test_every_layer_norm_draws_the_golden_bits(seed, offset, p):
         torch.testing.assert_close(z, keep / (1 - p), rtol=1e-6, atol=0, msg=name)
         dy = torch.randn(7, 18)
         backward = dispatch.backend_module(name).layer_norm_bwd
-        dx, dz, *_ = backward(dy, z, weight, mean, rstd, p, where, offset, False, False, True)
+        dx, dz, *_ = backward(dy, z, weight, mean, rstd, p, where, offset, True, False, False, True)
         assert dz.ne(0).all(), name
         torch.testing.assert_close(dx, dz * keep / (1 - p), rtol=1e-6, atol=0, msg=name)
         seen.append(name)

@@ -186,7 +186,7 @@ def test_an_op_without_kernels_for_bf16_pairs_runs_those_for_avx512():
     for name in ("avx512", "avx512_bf16"):
         _C.set_cpu_isa(name)
         y, _, mean, rstd = cpu.layer_norm_fwd(x, weight, None, None, None, 1e-5, 0.0, None, 0, True)
-        grads = cpu.layer_norm_bwd(y, x, weight, mean, rstd, 0.0, None, 0, True, False, False)
+        grads = cpu.layer_norm_bwd(y, x, weight, mean, rstd, 0.0, None, 0, True, True, False, False)
         results.append((y, mean, rstd, *grads[:1], *grads[2:4]))
     _C.set_cpu_isa(before)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -5,6 +5,8 @@ On every backend that serves the CPU here; the Triton kernels have a file of the
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -101,7 +103,8 @@ def test_opcheck(backend, dropout_p, summed):
     with torch.no_grad():
         mean, rstd = randn(4), randn(4).abs()
         for need in (True, False):  # where nothing is needed, the empty results must not be one tensor
-            args = (randn(4, 8), x.detach(), w.detach(), mean, rstd, dropout_p, seed, 2, need, need, summed)
+            needs = (need, need, need, summed)
+            args = (randn(4, 8), x.detach(), w.detach(), mean, rstd, dropout_p, seed, 2, *needs)
             torch.library.opcheck(op.layer_norm_bwd, args)
 
 
@@ -128,13 +131,62 @@ def test_compiled_is_eager():
     assert len(set(frames)) == 1, "recompiled for another number of tokens"
 
 
-def test_compiled_with_frozen_parameters():
+NAMES = ("x", "weight", "bias", "residual", "x_bias")
+SHAPES = ((3, 8), (8,), (8,), (3, 8), (8,))
+
+
+def gradients(run, trained, dropout_p):
+    """Of `trained`, by their names, through `run`, which is `layer_norm`."""
+    inputs = {n: randn(*s, grad=n in trained) for n, s in zip(NAMES, SHAPES, strict=True)}
+    y = run(**inputs, dropout_p=dropout_p, seed=torch.tensor([5]) if dropout_p else None)
+    grads = torch.autograd.grad(y, [inputs[n] for n in trained], torch.arange(24.0).view(3, 8))
+    return dict(zip(trained, grads, strict=True))
+
+
+@pytest.fixture
+def made(monkeypatch, request):
+    """The shapes that `layer_norm_bwd` returned, call by call."""
+    which = request.getfixturevalue("backend") if "backend" in request.fixturenames else "aten"
+    module, shapes = dispatch.backend_module(which), []
+    launch = module.layer_norm_bwd
+
+    def spy(*args):
+        grads = launch(*args)
+        shapes.append([tuple(g.shape) for g in grads])
+        return grads
+
+    monkeypatch.setattr(module, "layer_norm_bwd", spy)
+    with dispatch.use_backend(layer_norm=which):
+        yield shapes
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_backward_makes_what_is_trained_and_nothing_else(backend, made, dropout_p):
+    everything = gradients(layer_norm, NAMES, dropout_p)
+    for count in range(1, len(NAMES) + 1):
+        for trained in itertools.combinations(NAMES, count):
+            for key, grad in gradients(layer_norm, trained, dropout_p).items():
+                assert torch.equal(grad, everything[key]), (key, trained)
+            dz_is_dx = dropout_p == 0 and "x" in trained
+            sums = (8,) if "weight" in trained or "bias" in trained else (0,)
+            assert made[-1] == [
+                (3, 8) if "x" in trained else (0,),
+                (3, 8) if "residual" in trained and not dz_is_dx else (0,),
+                sums,
+                sums,
+                (8,) if "x_bias" in trained else (0,),
+            ], trained
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("trained", [("x",), ("weight", "residual"), ("bias", "x_bias")], ids=str)
+def test_compiled_with_frozen_inputs(made, trained, dropout_p):
     torch._dynamo.reset()
-    x, w, b = randn(3, 8, grad=True), randn(8), randn(8)
     run = torch.compile(layer_norm, fullgraph=True, dynamic=True, backend="aot_eager")
-    (actual,) = torch.autograd.grad(run(x, w, b).square().sum(), x)
-    (expected,) = torch.autograd.grad(layer_norm(x, w, b).square().sum(), x)
-    assert torch.equal(actual, expected)
+    actual, expected = (gradients(f, trained, dropout_p) for f in (run, layer_norm))
+    assert made[0] == made[1]
+    for key, grad in actual.items():
+        assert torch.equal(grad, expected[key])
 
 
 LAYOUTS = {
@@ -254,17 +306,6 @@ def test_gradients_reach_only_what_is_trained(backend, trainable):
         y.square().sum().backward()
     for key, tensor in tensors.items():
         assert (tensor.grad is not None) == (key == trainable)
-
-
-def test_sums_over_rows_are_skipped_for_frozen_parameters(monkeypatch):
-    from fastbert.backends import aten
-
-    seen = []
-    launch = aten.layer_norm_bwd
-    monkeypatch.setattr(aten, "layer_norm_bwd", lambda *args: seen.append(args[-3:]) or launch(*args))
-    with dispatch.use_backend(layer_norm="aten"):
-        layer_norm(randn(3, 8, grad=True), randn(8), randn(8), x_bias=randn(8)).sum().backward()
-    assert seen == [(False, False, False)]
 
 
 X, W = torch.ones(2, 3), torch.ones(3)

@@ -121,7 +121,7 @@ def both_ways(rows, hidden, dtype, options):
 
     z = z if z.numel() or not rows else x
     z = z.reshape(rows, hidden)
-    grads = cpu.layer_norm_bwd(dy, z, weight, mean, rstd, p, seed, 9, True, has_x_bias, has_residual)
+    grads = cpu.layer_norm_bwd(dy, z, weight, mean, rstd, p, seed, 9, True, True, has_x_bias, has_residual)
     dx, dz, dweight, dbias, dx_bias = backward64(dy, z, weight, mean, rstd, p, seed, 9)
     scale = rstd.max().item() ** 2 * (1 + z.double().abs().max().item()) * 4 if rows else 1.0
     sums = 4 * scale * max(rows, 1) ** 0.5
@@ -156,6 +156,26 @@ def test_every_hidden_size(isa, dtype, hidden, guarded):
 def test_every_row_count(isa, dtype, rows, guarded):
     for options in OPTIONS:
         both_ways(rows, 33, dtype, options)
+
+
+def every_need(backend, hidden, dtype, p):
+    """Each gradient is the same whatever else is wanted, and empty where it is not wanted."""
+    dy, z, weight = (randn(6, hidden, dtype=dtype, seed=s) for s in (1, 2, 3))
+    args = (dy, z, weight[0], randn(6), randn(6, seed=1).abs(), p, SEED if p else None, 9)
+    dx, dresidual, *sums = backend.layer_norm_bwd(*args, True, True, True, True)
+    for needs in itertools.product((True, False), repeat=4):
+        need_dx, need_dweight, need_dxbias, need_dresidual = needs
+        wanted = (need_dx, need_dresidual and (p > 0 or not need_dx), need_dweight, need_dweight, need_dxbias)
+        grads = backend.layer_norm_bwd(*args, *needs)
+        for grad, truth, want in zip(grads, (dx, dresidual if p else dx, *sums), wanted, strict=True):
+            assert grad.dtype == truth.dtype
+            assert torch.equal(grad, truth if want else torch.empty(0, dtype=truth.dtype)), needs
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", (0.0, 0.25))
+def test_only_what_is_wanted(isa, dtype, p, guarded):
+    every_need(cpu, 70, dtype, p)
 
 
 @pytest.mark.parametrize("rows", (65535, 65537))
@@ -205,7 +225,9 @@ def test_float32_column_sums_are_no_worse_than_torchs(isa, rows):
     theirs = torch.ops.aten.native_layer_norm_backward(dy, x, (96,), mean, rstd, weight, weight, [True] * 3)[
         2
     ]
-    ours = cpu.layer_norm_bwd(dy, x, weight, mean[:, 0], rstd[:, 0], 0.0, None, 0, True, False, False)[3]
+    ours = cpu.layer_norm_bwd(dy, x, weight, mean[:, 0], rstd[:, 0], 0.0, None, 0, False, True, False, False)[
+        3
+    ]
     assert (ours - truth).abs().mean() <= (theirs - truth).abs().mean()
 
 
@@ -227,7 +249,7 @@ def test_small_integers_are_exact(isa, dtype):
     # dy = 3 in pairs of columns (+1, -1): no mean and no x_hat component, so dz = rstd dy
     dy = (3 * (1 - 2 * (torch.arange(hidden) // 2 % 2))).expand(rows, hidden).to(dtype)
     dx, _, dweight, dbias, dx_bias = cpu.layer_norm_bwd(
-        dy, z, torch.ones(hidden, dtype=dtype), mean, rstd, 0.0, None, 0, True, True, True
+        dy, z, torch.ones(hidden, dtype=dtype), mean, rstd, 0.0, None, 0, True, True, True, True
     )
     assert torch.equal(dx, dy / 2)
     assert torch.equal(dweight, (dy.float() * signs).sum(0))
@@ -275,7 +297,7 @@ def test_a_bad_row_stays_alone(isa, bad):
         assert torch.equal(a[others], b[others])
     dy = randn(9, 100, seed=1)
     grads = [
-        cpu.layer_norm_bwd(dy, z, weight, m, r, 0.0, None, 0, False, False, False)[0]
+        cpu.layer_norm_bwd(dy, z, weight, m, r, 0.0, None, 0, True, False, False, False)[0]
         for z, (_, _, m, r) in ((randn(9, 100), clean), (x, dirty))
     ]
     assert torch.equal(grads[0][others], grads[1][others])
@@ -293,8 +315,8 @@ def test_row_strides(isa, stride):
         y, cpu.layer_norm_fwd(x.clone(), weight, None, x.clone(), None, 1e-5, 0.0, None, 0, False)[0]
     )
     stats = torch.zeros(4), torch.ones(4)
-    strided = cpu.layer_norm_bwd(x, x, weight, *stats, 0.0, None, 0, True, True, True)
-    plain = cpu.layer_norm_bwd(x.clone(), x.clone(), weight, *stats, 0.0, None, 0, True, True, True)
+    strided = cpu.layer_norm_bwd(x, x, weight, *stats, 0.0, None, 0, True, True, True, True)
+    plain = cpu.layer_norm_bwd(x.clone(), x.clone(), weight, *stats, 0.0, None, 0, True, True, True, True)
     assert all(torch.equal(a, b) for a, b in zip(strided, plain, strict=True))
 
 
@@ -312,7 +334,7 @@ def test_dropout_bits(isa, hidden):
         z = cpu.layer_norm_fwd(x, x[0], None, None, None, 1e-5, p, seed, offset, True)[1]
         assert torch.equal(z, keep * (torch.tensor(1.5) * torch.tensor(1 / (1 - p))))
         stats = torch.zeros(37), torch.ones(37)
-        dx, dz, *_ = cpu.layer_norm_bwd(x, x, x[0], *stats, p, seed, offset, False, False, True)
+        dx, dz, *_ = cpu.layer_norm_bwd(x, x, x[0], *stats, p, seed, offset, True, False, False, True)
         assert torch.equal(dx, torch.where(keep, dz * torch.tensor(1 / (1 - p)), 0.0))
 
 
@@ -345,7 +367,13 @@ def test_any_number_of_threads_gives_the_same_bits(isa, dtype, threads):
         torch.set_num_threads(count)
         y, z, mean, rstd = cpu.layer_norm_fwd(x, weight, x_bias, residual, x_bias, 1e-5, 0.1, SEED, 2, True)
         results.append(
-            (y, z, mean, rstd, *cpu.layer_norm_bwd(dy, z, weight, mean, rstd, 0.1, SEED, 2, True, True, True))
+            (
+                y,
+                z,
+                mean,
+                rstd,
+                *cpu.layer_norm_bwd(dy, z, weight, mean, rstd, 0.1, SEED, 2, True, True, True, True),
+            )
         )
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
@@ -358,7 +386,7 @@ def test_250_repeats_give_the_same_bits(isa, threads):
     first = None
     for _ in range(250):
         y, _, mean, rstd = cpu.layer_norm_fwd(x, weight, None, None, None, 1e-5, 0.0, None, 0, True)
-        result = (y, *cpu.layer_norm_bwd(dy, x, weight, mean, rstd, 0.1, SEED, 0, True, True, True))
+        result = (y, *cpu.layer_norm_bwd(dy, x, weight, mean, rstd, 0.1, SEED, 0, True, True, True, True))
         first = first or result
         assert all(torch.equal(a, b) for a, b in zip(first, result, strict=True))
 
@@ -544,8 +572,13 @@ def cuda_on_host(emulated_extension, monkeypatch):
     return cuda
 
 
+@pytest.mark.parametrize("p", (0.0, 0.25))
+@pytest.mark.parametrize("hidden", (7, 264))  # looped, in registers
+def test_cuda_makes_only_what_is_wanted(cuda_on_host, hidden, p, guarded):
+    every_need(cuda_on_host, hidden, torch.bfloat16, p)
+
+
 # A hidden size for each kernel: looped, a warp to a row (four sizes), a block to a row; and their edges.
-# edges.
 @pytest.mark.parametrize("hidden", (1, 7, 8, 256, 264, 520, 768, 1000, 1032, 2056))
 def test_cuda_kernels_on_the_host(cuda_on_host, guarded, hidden):
     for dtype, options in (
@@ -570,7 +603,9 @@ def gap_free(backend, hidden, dtype, options):
         if name != "z" or a.numel():
             assert_rounds_to(a, b, 4.0 + b.abs().max().item(), name)
     z = z if z.numel() else x
-    grads = backend.layer_norm_bwd(dy, z, weight, mean, rstd, p, seed, 9, True, has_x_bias, has_residual)
+    grads = backend.layer_norm_bwd(
+        dy, z, weight, mean, rstd, p, seed, 9, True, True, has_x_bias, has_residual
+    )
     truth = backward64(dy, z, weight, mean, rstd, p, seed, 9)
     scale = 16 * rstd.max().item() ** 2 * (1 + z.double().abs().max().item())
     for name, a, b in zip(("dx", "dresidual", "dweight", "dbias", "dx_bias"), grads, truth, strict=True):
@@ -586,7 +621,7 @@ def test_cuda_rows_on_the_host(cuda_on_host, guarded, rows):
     x, dy, weight = randn(rows, 96), randn(rows, 96, seed=1), randn(96, seed=2)
     _, _, mean, rstd = cuda_on_host.layer_norm_fwd(x, weight, None, None, None, 1e-5, 0.0, None, 0, True)
     first, second = (
-        cuda_on_host.layer_norm_bwd(dy, x, weight, mean, rstd, 0.25, SEED, 0, True, True, True)
+        cuda_on_host.layer_norm_bwd(dy, x, weight, mean, rstd, 0.25, SEED, 0, True, True, True, True)
         for _ in range(2)
     )
     for name, a, b, c in zip(

@@ -404,9 +404,9 @@ def test_nothing_needless_below_the_lowest_trained_layer(launches):
     needs = [args[-3:] for name, args in launches if name == "linear_bwd"]
     assert Counter(need_dx for need_dx, _, _ in needs) == {True: 5, False: 3}  # query, key and value
     assert all(need_dweight for _, need_dweight, _ in needs)
-    # (need_dweight, need_dxbias, whether the residual has a gradient): below the attention's norm none
-    assert [args[-3:] for name, args in launches if name == "layer_norm_bwd"] == [
-        (True, True, True), (True, True, False),
+    # (need_dx, need_dweight, need_dxbias, need_dresidual): below the attention's norm none of the last
+    assert [args[-4:] for name, args in launches if name == "layer_norm_bwd"] == [
+        (True, True, True, True), (True, True, True, False),
     ]  # fmt: skip
 
 

@@ -88,9 +88,9 @@ def forward_args(
 def backward(module, dy, args, saved, **overrides):
     _, z, mean, rstd = saved
     z = z if z.numel() else args["x"]
-    rest = {"need_dweight": True, "need_dxbias": True, "has_residual": True, **overrides}
+    needs = dict.fromkeys(("need_dx", "need_dweight", "need_dxbias", "need_dresidual"), True) | overrides
     return module.layer_norm_bwd(
-        dy, z, args["weight"], mean, rstd, args["dropout_p"], args["seed"], args["offset"], *rest.values()
+        dy, z, args["weight"], mean, rstd, args["dropout_p"], args["seed"], args["offset"], *needs.values()
     )
 
 
@@ -144,7 +144,7 @@ def test_row_tiles_are_on_the_grid_axis_that_has_no_limit(monkeypatch):
     monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **config: grids.append(grid))
     x, weight, stats = (torch.empty(shape, device="meta") for shape in ((2**22, 16), (16,), (2**22,)))
     kernels.layer_norm_fwd(x, weight, None, None, None, 1e-12, 0.0, None, 0, True)
-    kernels.layer_norm_bwd(x, x, weight, stats, stats, 0.0, None, 0, False, False, False)
+    kernels.layer_norm_bwd(x, x, weight, stats, stats, 0.0, None, 0, True, False, False, False)
     assert grids == [(2**22 // 64, 1), (2**22 // 16, 1)]
 
 
@@ -171,7 +171,7 @@ def test_exact_on_small_integers():
          torch.tensor([0.5, 0.25, 1.0], device=DEVICE)),
     )  # fmt: skip
     dy = torch.arange(48.0, device=DEVICE).reshape(3, 16)
-    _, _, dweight, dbias, _ = backward(kernels, dy, args, saved, has_residual=False)
+    _, _, dweight, dbias, _ = backward(kernels, dy, args, saved, need_dresidual=False)
     assert torch.equal(dweight, (dy * x_hat).sum(0))
     assert torch.equal(dbias, dy.sum(0))
 
@@ -231,7 +231,9 @@ def test_dropout_bits_are_the_definitions(seed, offset, p, width):
     keep = keep_mask_2d(seed, offset, 9, width, p)
     assert torch.equal(z, torch.where(keep, torch.tensor(1 / (1 - p), device=DEVICE), 0.0))
     dy = torch.randn(9, width, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    dx, dresidual, *_ = kernels.layer_norm_bwd(dy, z, weight, mean, rstd, p, seed, offset, False, False, True)
+    dx, dresidual, *_ = kernels.layer_norm_bwd(
+        dy, z, weight, mean, rstd, p, seed, offset, True, False, False, True
+    )
     assert torch.equal(dx, torch.where(keep, dresidual * torch.tensor(1 / (1 - p), device=DEVICE), 0.0))
 
 
@@ -305,8 +307,8 @@ def test_more_than_2_to_31_elements_on_the_gpu():
     y, _, mean, rstd = kernels.layer_norm_fwd(x, *args)
     few = kernels.layer_norm_fwd(x[-5:], *args)
     assert_bit_equal((y[-5:], mean[-5:], rstd[-5:]), (few[0], *few[2:]))
-    dx = kernels.layer_norm_bwd(y, x, weight, mean, rstd, 0.0, None, 0, True, False, False)[0]
-    last = kernels.layer_norm_bwd(few[0], x[-5:], weight, *few[2:], 0.0, None, 0, True, False, False)[0]
+    dx = kernels.layer_norm_bwd(y, x, weight, mean, rstd, 0.0, None, 0, True, True, False, False)[0]
+    last = kernels.layer_norm_bwd(few[0], x[-5:], weight, *few[2:], 0.0, None, 0, True, True, False, False)[0]
     assert torch.equal(dx[-5:], last)
 
 
@@ -328,15 +330,17 @@ def test_what_forward_saves(options, save, hidden):
         torch.testing.assert_close(actual[3], expected[3])
 
 
+@pytest.mark.parametrize("need_dx", [True, False])
 @pytest.mark.parametrize("need_dweight", [True, False])
 @pytest.mark.parametrize("need_dxbias", [True, False])
-@pytest.mark.parametrize("has_residual", [True, False])
+@pytest.mark.parametrize("need_dresidual", [True, False])
 @pytest.mark.parametrize("p", [0.0, 0.25])
-def test_what_backward_returns(need_dweight, need_dxbias, has_residual, p, hidden):
+def test_what_backward_returns(need_dx, need_dweight, need_dxbias, need_dresidual, p, hidden):
     args = forward_args(18, hidden, torch.float32, p=p)
     saved = kernels.layer_norm_fwd(*args.values())
     dy = torch.randn(18, hidden, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    needs = {"need_dweight": need_dweight, "need_dxbias": need_dxbias, "has_residual": has_residual}
+    needs = {"need_dx": need_dx, "need_dweight": need_dweight}
+    needs |= {"need_dxbias": need_dxbias, "need_dresidual": need_dresidual}
     actual, expected = (backward(module, dy, args, saved, **needs) for module in (kernels, reference))
     for a, e in zip(actual, expected, strict=True):
         assert (a.dtype, a.shape) == (e.dtype, e.shape)

@@ -53,10 +53,11 @@ def layer_norm_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]
         rstd, seed = empty(16384, dtype=torch.float32), empty(1, dtype=torch.int64)
         if everything:
             kernels.layer_norm_fwd(x, weight, weight, x, weight, 1e-12, 0.1, seed, 3, True)
-            kernels.layer_norm_bwd(x, x, weight, rstd, rstd, 0.1, seed, 3, True, True, True)
+            kernels.layer_norm_bwd(x, x, weight, rstd, rstd, 0.1, seed, 3, True, True, True, True)
         else:
             kernels.layer_norm_fwd(x, weight, weight, None, None, 1e-12, 0.0, None, 0, False)
-            kernels.layer_norm_bwd(x, x, weight, rstd, rstd, 0.0, None, 0, False, False, False)
+            kernels.layer_norm_bwd(x, x, weight, rstd, rstd, 0.0, None, 0, True, False, False, False)
+            kernels.layer_norm_bwd(x, x, weight, rstd, rstd, 0.0, None, 0, False, True, True, True)
 
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for arch, dtype, hidden, everything in itertools.product(SHARED_LIMIT, dtypes, widths, (True, False)):

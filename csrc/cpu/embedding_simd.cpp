@@ -89,6 +89,7 @@ FASTBERT_INLINE void backward_block(const EmbeddingBwd& args, const float* weigh
             return dropout ? kept(mul(grad, keep_scale), bits_at(bits + r * bit_words, j)) : grad;
         },
         sum_params ? partial : nullptr, sum_params ? partial + padded(hidden) : nullptr,
+        dz_out != nullptr || dinputs != nullptr,
         [&](std::int64_t j, int n, const Vec(&dz)[kRows]) __attribute__((always_inline)) {
             for (int r = 0; r < kRows; ++r) {
                 if (dz_out != nullptr) store(dz_out + r * hidden + j, dz[r], n);

@@ -87,16 +87,17 @@ void forward_rows(const LayerNormFwd& args, const float* weight, const float* bi
     }
 }
 
-// Rows [row, row + kRows): dx, dresidual, and their column sums added to `partial`.
+// Rows [row, row + kRows): dx, dresidual, and column sums added to `partial`.
 template <class T, int kRows>
 FASTBERT_INLINE void backward_block(const LayerNormBwd& args, const float* weight, std::int64_t row,
                                     float* partial, std::uint64_t* bits) {
     const std::int64_t hidden = args.hidden, bit_words = padded(hidden) / 64;
     const T* dy = static_cast<const T*>(args.dy) + row * args.dy_stride;
-    T* dx = static_cast<T*>(args.dx) + row * hidden;
+    T* dx = args.dx == nullptr ? nullptr : static_cast<T*>(args.dx) + row * hidden;
     T* dresidual = args.dresidual == nullptr ? nullptr : static_cast<T*>(args.dresidual) + row * hidden;
-    const bool dropout = args.dropout.seed != nullptr, sum_params = args.dweight != nullptr;
     float* const dx_bias = args.dx_bias == nullptr ? nullptr : partial + 2 * padded(hidden);
+    const bool need_dx = dx != nullptr || dx_bias != nullptr, sum_params = args.dweight != nullptr;
+    const bool dropout = args.dropout.seed != nullptr && need_dx;
     if (dropout)
         for (int r = 0; r < kRows; ++r) draw_bits(args.dropout, row + r, hidden, bits + r * bit_words);
     const Vec keep_scale = broadcast(args.dropout.scale);
@@ -108,13 +109,14 @@ FASTBERT_INLINE void backward_block(const LayerNormBwd& args, const float* weigh
         [&](int r, std::int64_t j, int n)
             __attribute__((always_inline)) { return load(dy + r * args.dy_stride + j, n); },
         sum_params ? partial : nullptr, sum_params ? partial + padded(hidden) : nullptr,
+        need_dx || dresidual != nullptr,
         [&](std::int64_t j, int n, const Vec(&dz)[kRows]) __attribute__((always_inline)) {
             Vec dxb = zero();
             for (int r = 0; r < kRows; ++r) {
                 if (dresidual != nullptr) store(dresidual + r * hidden + j, dz[r], n);
                 Vec out = dz[r];
                 if (dropout) out = kept(mul(out, keep_scale), bits_at(bits + r * bit_words, j));
-                store(dx + r * hidden + j, out, n);
+                if (dx != nullptr) store(dx + r * hidden + j, out, n);
                 dxb = add(dxb, out);
             }
             if (dx_bias != nullptr) store(dx_bias + j, add(load(dx_bias + j, n), dxb), n);

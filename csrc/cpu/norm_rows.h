@@ -92,13 +92,14 @@ FASTBERT_INLINE void row_means(const NormRows<T>& rows, int r, const Upstream& u
     mean_gx = static_cast<float>(sum4(gx_sum) * inverse);
 }
 
-// Backward of kRows rows: each(column, n, dz), dz a vector for each row, and the sums of dy x_hat and dy over
-// the rows added to dweight and dbias (both null: not wanted).
+// Backward of kRows rows: each(column, n, dz), dz a vector for each row, if dz is needed, and the sums of
+// dy x_hat and dy over the rows added to dweight and dbias (both null: not wanted).
 template <int kRows, class T, class Upstream, class Each>
 FASTBERT_INLINE void norm_backward(const NormRows<T>& rows, const Upstream& upstream, float* dweight,
-                                   float* dbias, const Each& each) {
-    float mean_g[kRows], mean_gx[kRows];
-    for (int r = 0; r < kRows; ++r) row_means(rows, r, upstream, mean_g[r], mean_gx[r]);
+                                   float* dbias, bool need_dz, const Each& each) {
+    float mean_g[kRows] = {}, mean_gx[kRows] = {};
+    if (need_dz)
+        for (int r = 0; r < kRows; ++r) row_means(rows, r, upstream, mean_g[r], mean_gx[r]);
     for_vectors(rows.hidden, [&](std::int64_t j, int, int n) __attribute__((always_inline)) {
         const Vec w = load(rows.weight + j, n);
         Vec dw = zero(), db = zero(), dz[kRows];
@@ -111,7 +112,7 @@ FASTBERT_INLINE void norm_backward(const NormRows<T>& rows, const Upstream& upst
             dw = fma(grad, x_hat, dw);
             db = add(db, grad);
         }
-        each(j, n, dz);
+        if (need_dz) each(j, n, dz);
         if (dweight != nullptr) {
             store(dweight + j, add(load(dweight + j, n), dw), n);
             store(dbias + j, add(load(dbias + j, n), db), n);

@@ -305,8 +305,10 @@ __global__ void __launch_bounds__(kMaxThreads, kMaxThreads == 256 ? kResident<si
                 store_pack(static_cast<T*>(args.dresidual) + at + p * N, dz + p * N);
         }
         if (args.dropout.seed != nullptr) drop<kColumns>(args.dropout, seed, row, column, dz);
+        if (args.dx != nullptr) {
 #pragma unroll
-        for (int p = 0; p < kPacks; ++p) store_pack(static_cast<T*>(args.dx) + at + p * N, dz + p * N);
+            for (int p = 0; p < kPacks; ++p) store_pack(static_cast<T*>(args.dx) + at + p * N, dz + p * N);
+        }
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) sums[2][i] += dz[i];
     }
@@ -366,7 +368,7 @@ __global__ void __launch_bounds__(kForwardThreads) backward_looped_kernel(LayerN
             const float dz = (grad * load_param(args.weight, j) - mean_g - x_hat * mean_gx) * rstd;
             const float dx = args.dropout.seed != nullptr ? drop_one(args.dropout, row, j, dz) : dz;
             if (args.dresidual != nullptr) narrow(dz, static_cast<T*>(args.dresidual)[row * args.hidden + j]);
-            narrow(dx, static_cast<T*>(args.dx)[row * args.hidden + j]);
+            if (args.dx != nullptr) narrow(dx, static_cast<T*>(args.dx)[row * args.hidden + j]);
             if (sums != nullptr) {
                 sums[j] += grad * x_hat;
                 sums[args.hidden + j] += grad;

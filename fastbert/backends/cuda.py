@@ -55,11 +55,11 @@ def layer_norm_fwd(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offs
 
 
 def layer_norm_bwd(
-    dy, z, weight, mean, rstd, dropout_p, seed, offset, need_dweight, need_dxbias, has_residual
+    dy, z, weight, mean, rstd, dropout_p, seed, offset, need_dx, need_dweight, need_dxbias, need_dresidual
 ):
     rows, hidden = z.shape
-    dx = z.new_empty(rows, hidden)
-    dresidual = z.new_empty((rows, hidden) if has_residual and dropout_p > 0 else 0)
+    dx = z.new_empty((rows, hidden) if need_dx else 0)
+    dresidual = z.new_empty((rows, hidden) if need_dresidual and (dropout_p > 0 or not need_dx) else 0)
     dweight = mean.new_empty(hidden if need_dweight else 0)
     dbias = mean.new_empty(hidden if need_dweight else 0)
     dx_bias = mean.new_empty(hidden if need_dxbias else 0)

@@ -103,28 +103,30 @@ def layer_norm_bwd(
     dropout_p: float,
     seed: Tensor | None,
     offset: int,
+    need_dx: bool,
     need_dweight: bool,
     need_dxbias: bool,
-    has_residual: bool,
+    need_dresidual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dx, dresidual, dweight, dbias, dx_bias).
 
-    `has_residual` says whether dresidual is wanted. It is empty where it equals dx, and where it is not
-    wanted; the sums where they are not needed: each empty tensor one of its own.
+    A gradient that is not wanted is an empty tensor of its own and costs no memory; `need_dweight` asks for
+    dbias, too. Without dropout dresidual equals dx, and is empty where dx is wanted as well.
     """
     return dispatch.call(
         "layer_norm_bwd",
         dy,
-        dy, z, weight, mean, rstd, dropout_p, seed, offset, need_dweight, need_dxbias, has_residual,
+        dy, z, weight, mean, rstd, dropout_p, seed, offset,
+        need_dx, need_dweight, need_dxbias, need_dresidual,
     )  # fmt: skip
 
 
 @layer_norm_bwd.register_fake
-def _(dy, z, weight, mean, rstd, dropout_p, seed, offset, need_dweight, need_dxbias, has_residual):
+def _(dy, z, weight, mean, rstd, dropout_p, seed, offset, need_dx, need_dweight, need_dxbias, need_dresidual):
     hidden = z.shape[1]
     return (
-        torch.empty_like(z, memory_format=torch.contiguous_format),
-        z.new_empty(z.shape if has_residual and dropout_p > 0 else (0,)),
+        z.new_empty(z.shape if need_dx else (0,)),
+        z.new_empty(z.shape if need_dresidual and (dropout_p > 0 or not need_dx) else (0,)),
         mean.new_empty((hidden if need_dweight else 0,)),
         mean.new_empty((hidden if need_dweight else 0,)),
         mean.new_empty((hidden if need_dxbias else 0,)),
@@ -150,7 +152,6 @@ def _backward(launch, ctx, dy):
     if dy is None:
         return (None,) * 10
     need = ctx.needs_input_grad
-    need_dweight = need[1] or need[2]
     dx, dresidual, dweight, dbias, dx_bias = launch(
         dy.contiguous(),
         z,
@@ -160,11 +161,12 @@ def _backward(launch, ctx, dy):
         ctx.dropout_p,
         seed,
         ctx.offset,
-        need_dweight,
+        need[0],
+        need[1] or need[2],
         need[4],
         need[3],
     )
-    if need[3] and ctx.dropout_p == 0:
+    if need[0] and ctx.dropout_p == 0:
         dresidual = dx
     return (
         dx if need[0] else None,

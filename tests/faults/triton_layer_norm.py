@@ -80,6 +80,8 @@ FAULTS = (
     _fault("dweight without x_hat", "dweight += dy * x_hat", "dweight += dy"),
     _fault("dbias from g", "            dbias += dy\n", "            dbias += g\n"),
     _fault("dx_bias only of the last tile", "dx_bias += dz  #", "dx_bias = dz  #"),
+    _fault("dx_bias only beside dx", "if dx_bias_ptr is not None:\n            dx_bias +=", "if dx_bias_ptr is not None and dx_ptr is not None:\n            dx_bias +="),
+    _fault("bits drawn only where dx is stored", "        if seed_ptr is not None:\n            keep", "        if seed_ptr is not None and dx_ptr is not None:\n            keep"),
     _fault("dweight only of the last tile", "dweight += dy * x_hat", "dweight = dy * x_hat"),
     _fault("every program takes every tile", "tl.cdiv(n_rows, BLOCK_M), tl.num_programs(0))", "tl.cdiv(n_rows, BLOCK_M), 1)"),
     _fault("wide means of the wrong half", "tl.load(means_ptr + n_rows + rows", "tl.load(means_ptr + rows"),
@@ -91,6 +93,8 @@ FAULTS = (
            "(max(1, rows // block_m), triton.cdiv(hidden, block_n)), x.device"),
     _fault("z not saved for x_bias alone", "(residual is not None or x_bias is not None or seed is not None)", "(residual is not None or seed is not None)"),
     _fault("statistics returned though not saved", "    if not save:\n        mean, rstd =", "    if False:\n        mean, rstd ="),
+    _fault("dx made though not wanted", "(rows, hidden) if need_dx else (0,)", "(rows, hidden)"),
+    _fault("no dresidual without dropout, even where there is no dx", "(seed is not None or not need_dx)", "seed is not None"),
     _fault("sums start unset where there are no rows", "dy.new_zeros((hidden if", "dy.new_empty((hidden if"),
 )  # fmt: skip
 

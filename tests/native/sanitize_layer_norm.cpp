@@ -73,6 +73,10 @@ void require_close(const Buffer& a, const Buffer& b, const char* what) {
         require(std::fabs(x[i] - y[i]) <= 1e-3f * (1.0f + std::fabs(x[i])), what);
 }
 
+void require_same(const Buffer& a, const Buffer& b, const char* what) {
+    require(std::memcmp(a.data(), b.data(), a.size) == 0, what);
+}
+
 struct Outputs {
     Buffer y, z, mean, rstd, dx, dresidual, dweight, dbias, dx_bias;
     Outputs(std::int64_t rows, std::int64_t hidden, std::size_t item, bool dropout)
@@ -105,6 +109,16 @@ Outputs run(LayerNormFwd fwd, LayerNormBwd bwd, std::size_t item, Forward forwar
     bwd.dbias = static_cast<float*>(out.dbias.data());
     bwd.dx_bias = static_cast<float*>(out.dx_bias.data());
     require_none(backward(bwd));
+
+    const Buffer dweight(out.dweight.size), dbias(out.dbias.size), dx_bias(out.dx_bias.size);
+    bwd.dx = bwd.dresidual = nullptr;
+    bwd.dweight = static_cast<float*>(dweight.data());
+    bwd.dbias = static_cast<float*>(dbias.data());
+    bwd.dx_bias = static_cast<float*>(dx_bias.data());
+    require_none(backward(bwd));
+    require_same(out.dweight, dweight, "dweight without dx");
+    require_same(out.dbias, dbias, "dbias without dx");
+    require_same(out.dx_bias, dx_bias, "dx_bias without dx");
     return out;
 }
 
@@ -147,7 +161,7 @@ int check(std::int64_t rows, std::int64_t hidden, DType dtype, bool options) {
             Outputs out = run(
                 fwd, bwd, item, [&](const LayerNormFwd& a) { return cpu_layer_norm_fwd(a, threads); },
                 [&](const LayerNormBwd& a) { return cpu_layer_norm_bwd(a, threads); });
-            calls += 2;
+            calls += 3;
             if (first == nullptr)
                 first.reset(new Outputs(std::move(out)));
             else
@@ -162,7 +176,7 @@ int check(std::int64_t rows, std::int64_t hidden, DType dtype, bool options) {
         [&](const LayerNormBwd& a) {
             return cuda_layer_norm_bwd(a, reinterpret_cast<std::uintptr_t>(partial.data()), parts, 0, 0);
         });
-    calls += 2;
+    calls += 3;
     if (first != nullptr && dtype == DType::kFloat32) {
         require_close(first->y, out.y, "y of CPU and CUDA");
         require_close(first->dx, out.dx, "dx of CPU and CUDA");

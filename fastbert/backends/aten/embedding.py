@@ -37,8 +37,9 @@ def embedding_bwd(
     dtype, stats = dy.dtype, compute_dtype(dy)
     if dropout_p > 0:
         dy = dy * (keep_mask_2d(seed, offset, *dy.shape, dropout_p).to(stats) * (1.0 / (1.0 - dropout_p)))
+    need_dz = need_dinputs_embeds or word_rows + position_rows + segment_rows > 0
     dz, _, dln_weight, dln_bias, _ = layer_norm_bwd(
-        dy.to(stats), z.to(stats), ln_weight, mean, rstd, 0.0, None, 0, need_dln, False, False
+        dy.to(stats), z.to(stats), ln_weight, mean, rstd, 0.0, None, 0, need_dz, need_dln, False, False
     )
 
     def scatter(ids, rows, skip):

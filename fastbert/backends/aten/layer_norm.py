@@ -32,7 +32,7 @@ def layer_norm_fwd(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offs
 
 
 def layer_norm_bwd(
-    dy, z, weight, mean, rstd, dropout_p, seed, offset, need_dweight, need_dxbias, has_residual
+    dy, z, weight, mean, rstd, dropout_p, seed, offset, need_dx, need_dweight, need_dxbias, need_dresidual
 ):
     stats = compute_dtype(z)
     dz, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
@@ -43,17 +43,15 @@ def layer_norm_bwd(
         rstd.unsqueeze(1),
         weight.to(stats),
         weight.new_zeros(weight.shape, dtype=stats),
-        [True, need_dweight, need_dweight],
+        [need_dx or need_dxbias or need_dresidual, need_dweight, need_dweight],
     )
-    dx, dresidual = dz, z.new_empty(0)
-    if dropout_p > 0:
+    dx = dz
+    if dropout_p > 0 and (need_dx or need_dxbias):
         keep = keep_mask_2d(seed, offset, *z.shape, dropout_p).to(stats)
         dx = dz * (keep * (1.0 / (1.0 - dropout_p)))
-        if has_residual:
-            dresidual = dz.to(z.dtype)
     return (
-        dx.to(z.dtype),
-        dresidual,
+        dx.to(z.dtype) if need_dx else z.new_empty(0),
+        dz.to(z.dtype) if need_dresidual and (dropout_p > 0 or not need_dx) else z.new_empty(0),
         dweight if need_dweight else mean.new_empty(0),
         dbias if need_dweight else mean.new_empty(0),
         dx.sum(0) if need_dxbias else mean.new_empty(0),

@@ -34,8 +34,9 @@ def embedding_bwd(
     dn = dy.to(compute)
     if dropout_p > 0:
         dn = dn * keep_mask_2d(seed, offset, *dy.shape, dropout_p) / (1.0 - dropout_p)
+    need_dz = need_dinputs_embeds or word_rows + position_rows + segment_rows > 0
     dz, _, dln_weight, dln_bias, _ = layer_norm_bwd(
-        dn, z.to(compute), ln_weight, mean, rstd, 0.0, None, 0, need_dln, False, False
+        dn, z.to(compute), ln_weight, mean, rstd, 0.0, None, 0, need_dz, need_dln, False, False
     )
     empty = dy.new_empty
     dword = _sum_by_id(dz, input_ids, word_rows).to(dtype) if word_rows else empty(0)

@@ -30,21 +30,19 @@ def layer_norm_fwd(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offs
 
 
 def layer_norm_bwd(
-    dy, z, weight, mean, rstd, dropout_p, seed, offset, need_dweight, need_dxbias, has_residual
+    dy, z, weight, mean, rstd, dropout_p, seed, offset, need_dx, need_dweight, need_dxbias, need_dresidual
 ):
     compute = compute_dtype(z)
     dy, rstd = dy.to(compute), rstd.unsqueeze(1)
     x_hat = (z.to(compute) - mean.unsqueeze(1)) * rstd
     g = dy * weight.to(compute)
     dz = rstd * (g - g.mean(1, keepdim=True) - x_hat * (g * x_hat).mean(1, keepdim=True))
-    dx, dresidual = dz, z.new_empty(0)
+    dx = dz
     if dropout_p > 0:
         dx = dz * keep_mask_2d(seed, offset, *z.shape, dropout_p) / (1.0 - dropout_p)
-        if has_residual:
-            dresidual = dz.to(z.dtype)
     return (
-        dx.to(z.dtype),
-        dresidual,
+        dx.to(z.dtype) if need_dx else z.new_empty(0),
+        dz.to(z.dtype) if need_dresidual and (dropout_p > 0 or not need_dx) else z.new_empty(0),
         (dy * x_hat).sum(0) if need_dweight else mean.new_empty(0),
         dy.sum(0) if need_dweight else mean.new_empty(0),
         dx.sum(0) if need_dxbias else mean.new_empty(0),
