@@ -445,6 +445,8 @@ class BertForPreTraining(LMModel):
 
     task = "ForPreTraining"
     model_types = ("bert", "ernie")
+    pair_label: ClassVar[str] = "next_sentence_label"  # what `forward` calls the labels of the pair
+    output_class: ClassVar[type[ModelOutput]] = PreTrainingOutput
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)
@@ -480,36 +482,26 @@ class BertForPreTraining(LMModel):
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
         """
-        batch = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        options = (head_mask, output_attentions, output_hidden_states)
-        pair = ("next_sentence_label", next_sentence_label)
-        output = self._both(PreTrainingOutput, batch, options, output_logits, labels, *pair)
-        return self.answer(output, return_dict)
-
-    def _both(
-        self,
-        kind: type,
-        batch: tuple,
-        options: tuple,
-        output_logits: bool | None,
-        labels: Tensor | None,
-        pair_name: str,
-        pair_label: Tensor | None,
-    ) -> ModelOutput:
-        both = labels is not None and pair_label is not None
+        both = labels is not None and next_sentence_label is not None
         with_logits, count = self.gives_logits(output_logits, both), None
         if labels is not None:
-            count = check_classes("labels", labels, self.config.vocab_size, batch[1])
-        if pair_label is not None:
-            check_classes(pair_name, pair_label, 2)
-        encoded = self.encode(*batch, *options)
+            count = check_classes("labels", labels, self.config.vocab_size, attention_mask)
+        if next_sentence_label is not None:
+            check_classes(self.pair_label, next_sentence_label, 2)
+        encoded = self.encode(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
+            head_mask, output_attentions, output_hidden_states,
+        )  # fmt: skip
         words, words_loss = self.words(encoded, labels, count, with_logits)
         pooled = self.dropout(self.pooled(encoded), self.family.next_sentence_dropout_key)
         pair = apply_linear(part(self, self.family.next_sentence), pooled)
-        loss = None if pair_label is None else sequence_loss(pair_name, pair, pair_label)
-        return kind(
+        loss = (
+            None if next_sentence_label is None else sequence_loss(self.pair_label, pair, next_sentence_label)
+        )
+        output = self.output_class(
             words_loss + loss if both else None, words, pair, encoded.hidden_states, encoded.attentions
         )
+        return self.answer(output, return_dict)
 
 
 class AlbertForPreTraining(BertForPreTraining):
@@ -524,6 +516,8 @@ class AlbertForPreTraining(BertForPreTraining):
 
     model_type = "albert"
     model_types = ("albert",)
+    pair_label = "sentence_order_label"
+    output_class = AlbertPreTrainingOutput
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)
@@ -554,11 +548,11 @@ class AlbertForPreTraining(BertForPreTraining):
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
         """
-        batch = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        options = (head_mask, output_attentions, output_hidden_states)
-        pair = ("sentence_order_label", sentence_order_label)
-        output = self._both(AlbertPreTrainingOutput, batch, options, output_logits, labels, *pair)
-        return self.answer(output, return_dict)
+        return super().forward(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
+            labels, sentence_order_label, head_mask=head_mask, output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states, return_dict=return_dict, output_logits=output_logits,
+        )  # fmt: skip
 
 
 class ElectraForPreTraining(TaskModel):
