@@ -29,14 +29,15 @@ from torch import Tensor
 
 from fastbert.kernels import tuning
 from fastbert.kernels.launch import MOST_REGISTERS, launch
-from fastbert.kernels.philox import as_int32_bits, philox_keep, threshold_bits
+from fastbert.kernels.philox import as_int32_bits, keep_tile, threshold_bits
 
 MAX_HEADDIM = 128  # wider heads would spill
 LOG2_E = 1.4426950408889634
 LN_2 = tl.constexpr(0.6931471805599453)
 # 1 and multiples of 16 compile nothing anew
 _FIXED_TYPES = (
-    "lse_head_stride", "nheads", "total", "n_sequences", "n_tiles", "max_seqlen", "offset", "threshold",
+    "lse_head_stride", "bits_stride", "nheads", "total", "n_sequences", "n_tiles", "max_seqlen", "offset",
+    "threshold",
 )  # fmt: skip
 SORTED = 64  # more sequences than this: ranking them costs more than the order gains
 
@@ -153,8 +154,8 @@ def _weights(scores, top, unit, FOLDED: tl.constexpr):
 @triton.jit
 def _walk(
     acc, norm, top, begin, end, q, q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride,
-    bias_ptr, bias_row_stride, bias_key_stride, seed_ptr, offset, threshold, head, packed_rows,
-    first_row, length, scale, unit,
+    bias_ptr, bias_row_stride, bias_key_stride, seed_ptr, offset, threshold, bits_ptr, bits_stride,
+    head, packed_rows, first_row, length, scale, unit,
     HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, FOLDED: tl.constexpr, MASKED: tl.constexpr,
     BIAS_HAS_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr, NUM_STAGES: tl.constexpr,
@@ -176,7 +177,11 @@ def _walk(
         weights = _weights(scores, top, unit, FOLDED)
         norm = norm * shrink + tl.sum(weights, 1)
         if seed_ptr is not None:
-            keep = philox_keep(seed_ptr, offset, head, packed_rows, first_key, threshold, BLOCK_M, BLOCK_N)
+            inside = first_row + tl.arange(0, BLOCK_M) < length
+            keep = keep_tile(
+                seed_ptr, offset, head, packed_rows, inside, first_key, threshold, bits_ptr, bits_stride,
+                BLOCK_M, BLOCK_N, False, False,
+            )  # fmt: skip
             weights = tl.where(keep, weights, 0.0)
         v = _load_rows(v_ptr, v_stride, first_key, length, HEAD_DIM, MASKED, BLOCK_N, BLOCK_D)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
@@ -208,11 +213,11 @@ def _store_probs(probs_ptr, stride, probs, rows, first_key, max_seqlen, BLOCK_N:
 
 @triton.jit(do_not_specialize=_FIXED_TYPES)
 def _attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, cu_seqlens_ptr, bias_ptr, gate_ptr, seed_ptr, out_ptr, lse_ptr, probs_ptr,
+    q_ptr, k_ptr, v_ptr, cu_seqlens_ptr, bias_ptr, gate_ptr, seed_ptr, out_ptr, lse_ptr, probs_ptr, bits_ptr,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
     bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride,
     out_stride, out_head_stride, lse_head_stride, probs_batch_stride, probs_head_stride, probs_row_stride,
-    nheads, total, n_sequences, n_tiles, max_seqlen, scale, unit, offset, threshold, keep_scale,
+    bits_stride, nheads, total, n_sequences, n_tiles, max_seqlen, scale, unit, offset, threshold, keep_scale,
     HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, FOLDED: tl.constexpr, BIAS_HAS_ROWS: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr, SEQUENCES: tl.constexpr, NUM_STAGES: tl.constexpr,
@@ -229,6 +234,8 @@ def _attention_fwd_kernel(
     first_row = tile * BLOCK_M
     out_ptr += wide_head * out_head_stride
     lse_ptr += wide_head * lse_head_stride
+    if bits_ptr is not None:
+        bits_ptr += wide_head * total * bits_stride
     if sequence == n_sequences:
         zeros, zero_lse = tl.zeros((BLOCK_M, BLOCK_D), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
         for first in range(start + first_row, total, tail_slots * BLOCK_M):
@@ -262,8 +269,8 @@ def _attention_fwd_kernel(
             if SPLIT:
                 acc, norm, top = _walk(
                     acc, norm, top, 0, unmasked, q, q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride,
-                    bias_ptr, bias_row_stride, bias_key_stride, seed_ptr, offset, threshold, head,
-                    packed_rows, first_row, length, scale, unit,
+                    bias_ptr, bias_row_stride, bias_key_stride, seed_ptr, offset, threshold,
+                    bits_ptr, bits_stride, head, packed_rows, first_row, length, scale, unit,
                     HEAD_DIM, CAUSAL, FOLDED, False, BIAS_HAS_ROWS, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK,
                     NUM_STAGES,
                 )  # fmt: skip
@@ -271,8 +278,8 @@ def _attention_fwd_kernel(
                 unmasked = 0
             acc, norm, top = _walk(
                 acc, norm, top, unmasked, end, q, q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride,
-                bias_ptr, bias_row_stride, bias_key_stride, seed_ptr, offset, threshold, head,
-                packed_rows, first_row, length, scale, unit,
+                bias_ptr, bias_row_stride, bias_key_stride, seed_ptr, offset, threshold,
+                bits_ptr, bits_stride, head, packed_rows, first_row, length, scale, unit,
                 HEAD_DIM, CAUSAL, FOLDED, True, BIAS_HAS_ROWS, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK,
                 1 if SPLIT else NUM_STAGES,
             )  # fmt: skip
@@ -436,8 +443,11 @@ def attention_fwd(
     seed: Tensor | None,
     offset: int,
     return_probs: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, probs); the contract of `fastbert.ops.attention.attention_fwd`, headdim <= MAX_HEADDIM."""
+    save_bits: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, lse, probs, keep_bits); the contract of `fastbert.ops.attention.attention_fwd`, headdim <=
+    MAX_HEADDIM.
+    """
     total, nheads, headdim = q.shape
     config = config_for(
         headdim, q.dtype, bias is not None or dropout_p > 0 or return_probs, tuning.bucket(max_seqlen),
@@ -445,7 +455,7 @@ def attention_fwd(
     )  # fmt: skip
     return attention_fwd_with(
         config, q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
-        return_probs,
+        return_probs, save_bits,
     )  # fmt: skip
 
 
@@ -464,7 +474,8 @@ def attention_fwd_with(
     seed: Tensor | None,
     offset: int,
     return_probs: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    save_bits: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`attention_fwd` by a given config, for the tuner and the tests."""
     total, nheads, headdim = q.shape
     batch = cu_seqlens.shape[0] - 1
@@ -473,8 +484,10 @@ def attention_fwd_with(
     lse = torch.empty((nheads, total), dtype=torch.float32, device=q.device)
     shape = (batch, nheads, max_seqlen, max_seqlen) if return_probs else (0,)
     probs = torch.empty(shape, dtype=q.dtype, device=q.device)
+    shape = (nheads, total, triton.cdiv(max_seqlen, 32)) if save_bits else (0,)
+    keep_bits = torch.empty(shape, dtype=torch.int32, device=q.device)
     if total == 0 and probs.numel() == 0:
-        return out, lse, probs
+        return out, lse, probs, keep_bits
     # without a bias the greatest product is the greatest score, unless the scale turns the order
     folded = bias is None and softmax_scale > 0
     n_tiles = max(1, triton.cdiv(max_seqlen, config.block_m))
@@ -483,12 +496,14 @@ def attention_fwd_with(
     bias_strides = (0,) * 4
     if bias is not None:  # a size of 1 is one for all
         bias_strides = tuple(s if n > 1 else 0 for n, s in zip(bias.shape, bias.stride(), strict=True))
+    words = words_of(keep_bits, config.block_n) if save_bits else None
     launch(
         _attention_fwd_kernel, (n_slots * nheads,), q.device,
         q, k, v, cu_seqlens.contiguous(), bias, gate, seed, out, lse, probs if return_probs else None,
+        words,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *bias_strides,
         *out.stride()[:2], lse.stride(0), *(probs.stride()[:3] if return_probs else (0, 0, 0)),
-        nheads, total, batch, n_tiles, max_seqlen,
+        0 if words is None else words.shape[2], nheads, total, batch, n_tiles, max_seqlen,
         softmax_scale, (softmax_scale if folded else 1.0) * LOG2_E,
         as_int32_bits(offset), threshold_bits(dropout_p), 1.0 / (1.0 - dropout_p),
         HEAD_DIM=headdim, CAUSAL=causal, FOLDED=folded,
@@ -498,7 +513,12 @@ def attention_fwd_with(
         NUM_STAGES=config.num_stages, num_warps=config.num_warps,
         maxnreg=_most_registers(headdim, q.dtype),
     )  # fmt: skip
-    return out, lse, probs
+    return out, lse, probs, keep_bits
+
+
+def words_of(keep_bits: Tensor, block_n: int) -> Tensor:
+    """The bits in words of which `block_n` columns are a whole number."""
+    return keep_bits if block_n % 32 == 0 else keep_bits.view(torch.int16)
 
 
 def slots(block_m: int, total: int, batch: int, n_tiles: int, ranked: bool, whole: bool) -> int:

@@ -27,15 +27,15 @@ import triton.language as tl
 from torch import Tensor
 
 from fastbert.kernels import tuning
-from fastbert.kernels.attention import LOG2_E, _finite, _load_rows, _place, slots
+from fastbert.kernels.attention import LOG2_E, _finite, _load_rows, _place, slots, words_of
 from fastbert.kernels.launch import MOST_REGISTERS, launch
-from fastbert.kernels.philox import as_int32_bits, philox_keep, threshold_bits
+from fastbert.kernels.philox import as_int32_bits, keep_tile, threshold_bits
 
 UNIT = tl.constexpr(LOG2_E)
 # 1 and multiples of 16 compile nothing anew
 _FIXED_TYPES = (
-    "lse_head_stride", "nheads", "total", "n_sequences", "bias_batch", "bias_heads", "max_seqlen", "splits",
-    "offset", "threshold",
+    "lse_head_stride", "bits_stride", "nheads", "total", "n_sequences", "bias_batch", "bias_heads",
+    "max_seqlen", "splits", "offset", "threshold",
 )  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def _store_tile(
 @triton.jit
 def _query_tile(
     q, do, q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride, dout_ptr, dout_stride,
-    bias_ptr, bias_row_stride, bias_key_stride, seed_ptr, shift,
+    bias_ptr, bias_row_stride, bias_key_stride, seed_ptr, bits_ptr, bits_stride, shift,
     first_row, first_key, start, head, length, scale, unit, offset, threshold,
     HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, FOLDED: tl.constexpr, BIAS_HAS_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
@@ -133,7 +133,10 @@ def _query_tile(
         HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK,
     )  # fmt: skip
     if seed_ptr is not None:
-        keep = philox_keep(seed_ptr, offset, head, start + rows, first_key, threshold, BLOCK_M, BLOCK_N)
+        keep = keep_tile(
+            seed_ptr, offset, head, start + rows, rows < length, first_key, threshold, bits_ptr, bits_stride,
+            BLOCK_M, BLOCK_N, bits_ptr is not None, False,
+        )  # fmt: skip
         dprobs = tl.where(keep, dprobs, 0.0)
     return k, weights, dprobs
 
@@ -141,17 +144,17 @@ def _query_tile(
 @triton.jit(do_not_specialize=_FIXED_TYPES)
 def _attention_bwd_dq_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_seqlens_ptr, bias_ptr, gate_ptr, seed_ptr,
-    dq_ptr, delta_ptr, norm_ptr, dgate_ptr,
+    bits_ptr, dq_ptr, delta_ptr, norm_ptr, dgate_ptr,
     dout_stride, dout_head_stride, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
     out_stride, out_head_stride, bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride,
-    grad_stride, grad_head_stride, lse_head_stride,
+    grad_stride, grad_head_stride, lse_head_stride, bits_stride,
     nheads, total, n_sequences, scale, unit, offset, threshold, keep_scale,
     HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, FOLDED: tl.constexpr, BIAS_HAS_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     SEQUENCES: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries; of its rows delta, the normaliser (FOLDED: lse in units of log 2, else
-    1 / Σ exp(S - lse)), and what they add to dgate. Or rows past the last sequence.
+    1 / Σ exp(S - lse)), and what they add to dgate. Or rows past the last sequence. No `dq_ptr`: no dq.
     """
     head = tl.program_id(0) % nheads
     sequence, tile, tail_slots = _place(
@@ -161,7 +164,8 @@ def _attention_bwd_dq_kernel(
     wide_head = head.to(tl.int64)
     start = tl.load(cu_seqlens_ptr + sequence)
     first_row = tile * BLOCK_M
-    dq_ptr += wide_head * grad_head_stride
+    if dq_ptr is not None:
+        dq_ptr += wide_head * grad_head_stride
     delta_ptr += wide_head * total
     norm_ptr += wide_head * total
     if dgate_ptr is not None:
@@ -170,7 +174,8 @@ def _attention_bwd_dq_kernel(
         zeros = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         for first in range(start + first_row, total, tail_slots * BLOCK_M):
             wide_first = tl.cast(first, tl.int64)
-            _store_tile(dq_ptr, grad_stride, zeros, wide_first, total, HEAD_DIM, BLOCK_M, BLOCK_D)
+            if dq_ptr is not None:
+                _store_tile(dq_ptr, grad_stride, zeros, wide_first, total, HEAD_DIM, BLOCK_M, BLOCK_D)
             if dgate_ptr is not None:
                 tail = wide_first + tl.arange(0, BLOCK_M)
                 tl.store(dgate_ptr + tail, tl.zeros((BLOCK_M,), tl.float32), mask=tail < total)
@@ -185,6 +190,8 @@ def _attention_bwd_dq_kernel(
             out_ptr += wide_start * out_stride + wide_head * out_head_stride
             if bias_ptr is not None:
                 bias_ptr += tl.cast(sequence, tl.int64) * bias_batch_stride + wide_head * bias_head_stride
+            if bits_ptr is not None:
+                bits_ptr += wide_head * total * bits_stride
             rows = first_row + tl.arange(0, BLOCK_M)
             packed_rows = wide_start + rows
             inside = rows < length
@@ -209,20 +216,22 @@ def _attention_bwd_dq_kernel(
             for first_key in tl.range(0, end, BLOCK_N, num_stages=NUM_STAGES):
                 k, weights, dprobs = _query_tile(
                     q, do, q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride, dout_ptr, dout_stride,
-                    bias_ptr, bias_row_stride, bias_key_stride, seed_ptr, shift,
+                    bias_ptr, bias_row_stride, bias_key_stride, seed_ptr, bits_ptr, bits_stride, shift,
                     first_row, first_key, start, head, length, scale, unit, offset, threshold,
                     HEAD_DIM, CAUSAL, FOLDED, BIAS_HAS_ROWS, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK,
                 )  # fmt: skip
                 norm += tl.sum(weights, 1)
                 if dgate_ptr is not None:
                     dgate += tl.sum(weights * dprobs, 1)
-                dscores = weights * (dprobs * factor - delta[:, None])
-                dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
+                if dq_ptr is not None:
+                    dscores = weights * (dprobs * factor - delta[:, None])
+                    dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
             inverse = 1.0 / tl.where(norm == 0.0, 1.0, norm)
-            _store_tile(
-                dq_ptr, grad_stride, dq * (inverse * scale)[:, None], wide_start + first_row,
-                wide_start + length, HEAD_DIM, BLOCK_M, BLOCK_D,
-            )  # fmt: skip
+            if dq_ptr is not None:
+                _store_tile(
+                    dq_ptr, grad_stride, dq * (inverse * scale)[:, None], wide_start + first_row,
+                    wide_start + length, HEAD_DIM, BLOCK_M, BLOCK_D,
+                )  # fmt: skip
             tl.store(delta_ptr + packed_rows, delta, mask=inside)
             tl.store(norm_ptr + packed_rows, shift + tl.log2(norm) if FOLDED else inverse, mask=inside)
             if dgate_ptr is not None:
@@ -232,16 +241,16 @@ def _attention_bwd_dq_kernel(
 @triton.jit(do_not_specialize=_FIXED_TYPES)
 def _attention_bwd_dkdv_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, cu_seqlens_ptr, bias_ptr, gate_ptr, seed_ptr,
-    delta_ptr, norm_ptr, dk_ptr, dv_ptr,
+    bits_ptr, delta_ptr, norm_ptr, dk_ptr, dv_ptr,
     dout_stride, dout_head_stride, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
     bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride,
-    grad_stride, grad_head_stride, lse_head_stride,
+    grad_stride, grad_head_stride, lse_head_stride, bits_stride,
     nheads, total, n_sequences, scale, unit, offset, threshold, keep_scale,
     HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, FOLDED: tl.constexpr, BIAS_HAS_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     SEQUENCES: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys, or of rows past the last sequence."""
+    """dk and dv of one tile of keys, or of rows past the last sequence; no `dk_ptr`: no dk, and so dv."""
     head = tl.program_id(0) % nheads
     sequence, tile, tail_slots = _place(
         cu_seqlens_ptr, tl.program_id(0) // nheads, tl.num_programs(0) // nheads, n_sequences, 0,
@@ -250,14 +259,18 @@ def _attention_bwd_dkdv_kernel(
     wide_head = head.to(tl.int64)
     start = tl.load(cu_seqlens_ptr + sequence)
     first_key = tile * BLOCK_N
-    dk_ptr += wide_head * grad_head_stride
-    dv_ptr += wide_head * grad_head_stride
+    if dk_ptr is not None:
+        dk_ptr += wide_head * grad_head_stride
+    if dv_ptr is not None:
+        dv_ptr += wide_head * grad_head_stride
     if sequence == n_sequences:
         zeros = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         for first in range(start + first_key, total, tail_slots * BLOCK_N):
             wide_first = tl.cast(first, tl.int64)
-            _store_tile(dk_ptr, grad_stride, zeros, wide_first, total, HEAD_DIM, BLOCK_N, BLOCK_D)
-            _store_tile(dv_ptr, grad_stride, zeros, wide_first, total, HEAD_DIM, BLOCK_N, BLOCK_D)
+            if dk_ptr is not None:
+                _store_tile(dk_ptr, grad_stride, zeros, wide_first, total, HEAD_DIM, BLOCK_N, BLOCK_D)
+            if dv_ptr is not None:
+                _store_tile(dv_ptr, grad_stride, zeros, wide_first, total, HEAD_DIM, BLOCK_N, BLOCK_D)
     else:
         length = tl.load(cu_seqlens_ptr + sequence + 1) - start
         if first_key < length:
@@ -271,6 +284,8 @@ def _attention_bwd_dkdv_kernel(
             delta_ptr += wide_head * total + wide_start
             norm_ptr += wide_head * total + wide_start
             lse_ptr += wide_head * lse_head_stride + wide_start
+            if bits_ptr is not None:
+                bits_ptr += wide_head * total * bits_stride
             keys = first_key + tl.arange(0, BLOCK_N)
             if CHUNK == BLOCK_D:
                 k = _load_rows(k_ptr, k_stride, first_key, length, HEAD_DIM, True, BLOCK_N, BLOCK_D)
@@ -307,33 +322,39 @@ def _attention_bwd_dkdv_kernel(
                 )  # fmt: skip
                 if not FOLDED:
                     probs *= inverse[None, :]
-                dprobs = _product(
-                    v, v_ptr, v_stride, first_key, do, dout_ptr, dout_stride, first_row, length,
-                    HEAD_DIM, BLOCK_N, BLOCK_M, BLOCK_D, CHUNK,
-                )  # fmt: skip
+                if dk_ptr is not None:
+                    dprobs = _product(
+                        v, v_ptr, v_stride, first_key, do, dout_ptr, dout_stride, first_row, length,
+                        HEAD_DIM, BLOCK_N, BLOCK_M, BLOCK_D, CHUNK,
+                    )  # fmt: skip
                 dropped = probs
                 if seed_ptr is not None:
-                    keep = philox_keep(
-                        seed_ptr, offset, head, start + rows, first_key, threshold, BLOCK_M, BLOCK_N
-                    )
-                    keep = tl.trans(keep)
+                    keep = keep_tile(
+                        seed_ptr, offset, head, start + rows, rows < length, first_key, threshold, bits_ptr,
+                        bits_stride, BLOCK_M, BLOCK_N, bits_ptr is not None, True,
+                    )  # fmt: skip
                     dropped = tl.where(keep, probs, 0.0)
-                    dprobs = tl.where(keep, dprobs, 0.0)
-                dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision="ieee")
-                dscores = probs * (dprobs * factor - delta[None, :])
-                dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
+                    if dk_ptr is not None:
+                        dprobs = tl.where(keep, dprobs, 0.0)
+                if dv_ptr is not None:
+                    dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision="ieee")
+                if dk_ptr is not None:
+                    dscores = probs * (dprobs * factor - delta[None, :])
+                    dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
             first, end = wide_start + first_key, wide_start + length
-            _store_tile(dk_ptr, grad_stride, dk * scale, first, end, HEAD_DIM, BLOCK_N, BLOCK_D)
-            _store_tile(dv_ptr, grad_stride, dv * factor, first, end, HEAD_DIM, BLOCK_N, BLOCK_D)
+            if dk_ptr is not None:
+                _store_tile(dk_ptr, grad_stride, dk * scale, first, end, HEAD_DIM, BLOCK_N, BLOCK_D)
+            if dv_ptr is not None:
+                _store_tile(dv_ptr, grad_stride, dv * factor, first, end, HEAD_DIM, BLOCK_N, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=_FIXED_TYPES)
 def _attention_bwd_dbias_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, cu_seqlens_ptr, bias_ptr, gate_ptr, seed_ptr,
-    delta_ptr, norm_ptr, dbias_ptr,
+    bits_ptr, delta_ptr, norm_ptr, dbias_ptr,
     dout_stride, dout_head_stride, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
     bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride, lse_head_stride,
-    nheads, total, n_sequences, bias_batch, bias_heads, max_seqlen, splits,
+    bits_stride, nheads, total, n_sequences, bias_batch, bias_heads, max_seqlen, splits,
     scale, unit, offset, threshold, keep_scale,
     HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, BIAS_HAS_ROWS: tl.constexpr, BIAS_HAS_KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
@@ -372,6 +393,10 @@ def _attention_bwd_dbias_kernel(
         k_at = k_ptr + wide_start * k_stride + wide_head * k_head_stride
         v_at = v_ptr + wide_start * v_stride + wide_head * v_head_stride
         bias_at = bias_ptr + wide_sequence * bias_batch_stride + wide_head * bias_head_stride
+        if bits_ptr is not None:
+            bits_at = bits_ptr + wide_head * total * bits_stride
+        else:
+            bits_at = None
         factor = keep_scale
         if gate_ptr is not None:
             factor *= tl.load(gate_ptr + head).to(tl.float32)
@@ -397,7 +422,7 @@ def _attention_bwd_dbias_kernel(
             for key in tl.range(first_key, key_end, BLOCK_N, num_stages=1):
                 _, weights, dprobs = _query_tile(
                     q, do, q_at, q_stride, k_at, k_stride, v_at, v_stride, dout_at, dout_stride,
-                    bias_at, bias_row_stride, bias_key_stride, seed_ptr, shift,
+                    bias_at, bias_row_stride, bias_key_stride, seed_ptr, bits_at, bits_stride, shift,
                     row, key, start, head, length, scale, unit, offset, threshold,
                     HEAD_DIM, CAUSAL, False, BIAS_HAS_ROWS, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK,
                 )  # fmt: skip
@@ -504,6 +529,10 @@ def attention_bwd(
     dropout_p: float,
     seed: Tensor | None,
     offset: int,
+    keep_bits: Tensor | None,
+    need_dq: bool,
+    need_dk: bool,
+    need_dv: bool,
     need_dbias: bool,
     need_dgate: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -517,7 +546,7 @@ def attention_bwd(
     )  # fmt: skip
     return attention_bwd_with(
         configs, dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate,
-        dropout_p, seed, offset, need_dbias, need_dgate,
+        dropout_p, seed, offset, keep_bits, need_dq, need_dk, need_dv, need_dbias, need_dgate,
     )  # fmt: skip
 
 
@@ -538,14 +567,21 @@ def attention_bwd_with(
     dropout_p: float,
     seed: Tensor | None,
     offset: int,
+    keep_bits: Tensor | None,
+    need_dq: bool,
+    need_dk: bool,
+    need_dv: bool,
     need_dbias: bool,
     need_dgate: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`attention_bwd` by given configs, for the tests."""
     total, nheads, headdim = q.shape
     batch = cu_seqlens.shape[0] - 1
-    seed = seed if dropout_p > 0 else None
-    dq, dk, dv = (torch.empty((total, nheads, headdim), dtype=q.dtype, device=q.device) for _ in range(3))
+    seed, keep_bits = (seed, keep_bits) if dropout_p > 0 else (None, None)
+    dq, dk, dv = (
+        torch.empty(q.shape if needed else (0,), dtype=q.dtype, device=q.device)
+        for needed in (need_dq, need_dk, need_dv)
+    )
     if total == 0:
         sizes = bias.shape if need_dbias else (0,), gate.shape if need_dgate else (0,)
         return dq, dk, dv, *(torch.zeros(size, dtype=torch.float32, device=q.device) for size in sizes)
@@ -567,30 +603,39 @@ def attention_bwd_with(
         "BLOCK_D": max(16, triton.next_power_of_2(headdim)),
     }  # fmt: skip
 
+    def words(block_n: int) -> tuple[Tensor | None, int]:
+        found = None if keep_bits is None else words_of(keep_bits, block_n)
+        return found, 0 if found is None else found.shape[2]
+
     def grid(block: int) -> tuple[int]:
         n_tiles = max(1, triton.cdiv(max_seqlen, block))
         return (slots(block, total, batch, n_tiles, sequences > 0, False) * nheads,)
 
     config = configs.dq
+    bits, bits_stride = words(config.block_n)
     launch(
         _attention_bwd_dq_kernel, grid(config.block_m), q.device,
-        dout, q, k, v, out, lse, cu_seqlens, bias, gate, seed, dq, delta, norm, dgate_rows,
-        *strides, *out.stride()[:2], *bias_strides, *dq.stride()[:2], lse.stride(0),
+        dout, q, k, v, out, lse, cu_seqlens, bias, gate, seed, bits, dq if need_dq else None, delta, norm,
+        dgate_rows, *strides, *out.stride()[:2], *bias_strides, *(dq.stride()[:2] if need_dq else (0, 0)),
+        lse.stride(0), bits_stride,
         nheads, total, batch, *scales,
         FOLDED=folded, BLOCK_M=config.block_m, BLOCK_N=config.block_n, CHUNK=config.chunk,
         SEQUENCES=sequences, NUM_STAGES=config.num_stages, num_warps=config.num_warps,
         maxnreg=config.max_registers, **shared,
     )  # fmt: skip
-    config = configs.dkdv
-    launch(
-        _attention_bwd_dkdv_kernel, grid(config.block_n), q.device,
-        dout, q, k, v, lse, cu_seqlens, bias, gate, seed, delta, norm, dk, dv,
-        *strides, *bias_strides, *dk.stride()[:2], lse.stride(0),
-        nheads, total, batch, *scales,
-        FOLDED=folded, BLOCK_M=config.block_m, BLOCK_N=config.block_n, CHUNK=config.chunk,
-        SEQUENCES=sequences, NUM_STAGES=config.num_stages, num_warps=config.num_warps,
-        maxnreg=config.max_registers, **shared,
-    )  # fmt: skip
+    if need_dk or need_dv:
+        config = configs.dkdv
+        bits, bits_stride = words(config.block_n)
+        launch(
+            _attention_bwd_dkdv_kernel, grid(config.block_n), q.device,
+            dout, q, k, v, lse, cu_seqlens, bias, gate, seed, bits, delta, norm,
+            dk if need_dk else None, dv if need_dv else None,
+            *strides, *bias_strides, *(dk if need_dk else dv).stride()[:2], lse.stride(0), bits_stride,
+            nheads, total, batch, *scales,
+            FOLDED=folded, BLOCK_M=config.block_m, BLOCK_N=config.block_n, CHUNK=config.chunk,
+            SEQUENCES=sequences, NUM_STAGES=config.num_stages, num_warps=config.num_warps,
+            maxnreg=config.max_registers, **shared,
+        )  # fmt: skip
     dbias = torch.empty((0,), dtype=torch.float32, device=q.device)
     if need_dbias:
         config = configs.dbias
@@ -601,10 +646,11 @@ def attention_bwd_with(
         splits = max(1, min(pairs, 2 * tuning.device_of(q.device).multiprocessors // max(1, programs)))
         parts = torch.empty((splits, *bias.shape), dtype=torch.float32, device=q.device)
         if programs > 0:
+            bits, bits_stride = words(config.block_n)
             launch(
                 _attention_bwd_dbias_kernel, (programs * splits,), q.device,
-                dout, q, k, v, lse, cu_seqlens, bias, gate, seed, delta, norm, parts,
-                *strides, *bias_strides, lse.stride(0),
+                dout, q, k, v, lse, cu_seqlens, bias, gate, seed, bits, delta, norm, parts,
+                *strides, *bias_strides, lse.stride(0), bits_stride,
                 nheads, total, batch, bias.shape[0], bias.shape[1], max_seqlen, splits, *scales,
                 BIAS_HAS_KEYS=bias.shape[3] > 1, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
                 CHUNK=config.chunk, num_warps=config.num_warps, maxnreg=config.max_registers, **shared,

@@ -2,7 +2,8 @@
 
 Math       key = (lo32(seed), hi32(seed)); counter = (col >> 2, row, plane, offset);
            keep iff philox(counter, key)[col & 3] >= threshold (unsigned).
-Tiling     One counter serves four neighbouring columns: BLOCK_N columns cost BLOCK_N / 4 Philox calls.
+Tiling     One counter serves four neighbouring columns: BLOCK_N columns cost BLOCK_N / 4 Philox calls. Where
+           backward needs the bits more than once, forward may leave them in memory, one bit for each element.
 Precision  32-bit unsigned integers. `offset` and `threshold` arrive as int32 with the bits of a uint32, so
            that their value never changes a launch's types.
 Source     Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC 2011).
@@ -32,3 +33,51 @@ def philox_keep(
     # `lanes` = [BLOCK_M, BLOCK_N // 4, 2, 2], the last two indices being the bits of the lane number
     lanes = tl.join(tl.join(r0, r2), tl.join(r1, r3))
     return tl.reshape(lanes, (BLOCK_M, BLOCK_N)) >= threshold.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _drawn_word(
+    seed_ptr, offset, plane, rows, col_start, threshold, BLOCK_M: tl.constexpr, WORD: tl.constexpr
+):
+    """`word` = [BLOCK_M] of int32: bit i says whether column `col_start` + i of a row is kept, i < WORD."""
+    groups = (col_start // 4 + tl.arange(0, WORD // 4)).to(tl.uint32)[None, :]
+    r0, r1, r2, r3 = tl.philox(tl.load(seed_ptr), groups, rows.to(tl.uint32)[:, None], plane, offset)
+    least = threshold.to(tl.uint32, bitcast=True)
+    bits = (r0 >= least).to(tl.int32) | ((r1 >= least).to(tl.int32) << 1)
+    bits |= ((r2 >= least).to(tl.int32) << 2) | ((r3 >= least).to(tl.int32) << 3)
+    return tl.sum(bits << (4 * tl.arange(0, WORD // 4))[None, :], 1)
+
+
+@triton.jit
+def keep_tile(
+    seed_ptr, offset, plane, rows, inside, col_start, threshold, bits_ptr, bits_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAVED: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """The tile of `philox_keep`, or TRANSPOSED; `col_start`: a multiple of BLOCK_N. SAVED: as an earlier call
+    left it at `bits_ptr`, else drawn, and left there if it is not None.
+
+    Bit i of a row's word w is its column w * WORD + i, WORD: the bits of what `bits_ptr` points to, 16 where
+    BLOCK_N is 16, else 32; it is at `bits_ptr` + row * `bits_stride` + w. Of rows not `inside` and words past
+    `bits_stride` none is written; saved ones are False.
+    """
+    WORD: tl.constexpr = BLOCK_N if BLOCK_N < 32 else 32
+    axis: tl.constexpr = 0 if TRANSPOSED else 1
+    cols = tl.expand_dims(tl.arange(0, BLOCK_N), 1 - axis)
+    words = 0
+    for w in tl.static_range(BLOCK_N // WORD):
+        if bits_ptr is not None:
+            column = col_start // WORD + w
+            word_at = bits_ptr + rows.to(tl.int64) * bits_stride + column
+            here = inside & (column < bits_stride)
+        if SAVED:
+            word = tl.load(word_at, mask=here, other=0).to(tl.int32)
+        else:
+            word = _drawn_word(seed_ptr, offset, plane, rows, col_start + w * WORD, threshold, BLOCK_M, WORD)
+            if bits_ptr is not None:
+                tl.store(word_at, word.to(bits_ptr.dtype.element_ty), mask=here)
+        word = tl.expand_dims(word, axis)
+        if w == 0:
+            words = word
+        else:
+            words = tl.where(cols < w * WORD, words, word)
+    return ((words >> (cols % WORD)) & 1) != 0

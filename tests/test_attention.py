@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from itertools import accumulate
+from itertools import accumulate, combinations
 
 import pytest
 import torch
@@ -113,6 +113,42 @@ def test_error_rule_fails_a_wrong_result():
     assert testing.compare(
         wrong, case.eager(**inputs)[0], truth[0], torch.float32, case.floor(inputs, "out")
     )[-1]
+
+
+@pytest.mark.parametrize("backend", PLAIN)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("options", [False, True])
+def test_only_the_gradients_that_are_wanted(backend, dtype, options):
+    """One by one they are those of all together, and what is not wanted is not made."""
+    lengths, seed = (5, 0, 9), torch.tensor([3])
+    q, k, v = qkv(16, 2, 8, DTYPES[dtype])
+    bias = torch.randn(3, 1, 9, 9, requires_grad=True) if options else None
+    gate = torch.rand(2, requires_grad=True) if options else None
+    inputs = {"q": q, "k": k, "v": v} | ({"bias": bias, "gate": gate} if options else {})
+    tolerance = 1e-5 if dtype == "fp32" else 2**-7  # aten has another kernel for all at once
+    made, call = [], dispatch.call
+
+    def spy(function, key, *args):
+        output = call(function, key, *args)
+        if function == "attention_bwd":
+            made.append([t.numel() > 0 for t in output])
+        return output
+
+    def gradients(names):
+        for name, t in inputs.items():
+            t.requires_grad_(name in names)
+        drop = {"dropout_p": 0.3, "seed": seed} if options else {}
+        out = attention(q, k, v, ends(lengths), 9, bias=bias, gate=gate, **drop)
+        return grads_of(out, [inputs[name] for name in names])
+
+    with serving(backend), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "call", spy)
+        every = dict(zip(inputs, gradients(inputs), strict=True))
+        for size in (1, 2):
+            for names in combinations(inputs, size):
+                for name, gradient in zip(names, gradients(names), strict=True):
+                    assert_near(gradient, every[name], tolerance)
+                assert made[-1] == [name in names for name in ("q", "k", "v", "bias", "gate")]
 
 
 @pytest.mark.parametrize("backend", PLAIN)
@@ -248,7 +284,14 @@ def test_second_derivative_is_refused():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"bias": True, "gate": True}, {"dropout_p": 0.2}, {"return_probs": True}]
+    "options",
+    [
+        {},
+        {"bias": True, "gate": True},
+        {"dropout_p": 0.2},
+        {"dropout_p": 0.2, "save_bits": True},
+        {"return_probs": True},
+    ],
 )
 @pytest.mark.parametrize("backend", PLAIN)
 def test_opcheck(backend, options):
@@ -260,13 +303,18 @@ def test_opcheck(backend, options):
     probs = options.get("return_probs", False)
     with serving(backend):
         args = (q, k, v, ends([5, 0, 3]), 5, 0.5, True, bias, gate, p, seed, 1, probs)
-        torch.library.opcheck(attention_fwd, args)
+        save_bits = options.get("save_bits", False)
+        # two runs may differ where no bit is defined
+        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+        checks = checks if save_bits else (*checks, "test_aot_dispatch_dynamic")
+        torch.library.opcheck(attention_fwd, (*args, save_bits), test_utils=checks)
         plain = [t.detach() if torch.is_tensor(t) else t for t in args[:-1]]
-        out, lse, _ = attention_fwd(*plain, False)
+        out, lse, _, bits = attention_fwd(*plain, False, save_bits)
+        bits = bits if save_bits else None
         dout = torch.randn(out.shape)
-        torch.library.opcheck(
-            attention_bwd, (dout, *plain[:3], out, lse, *plain[3:], bias is not None, gate is not None)
-        )
+        for needs in ((True, True, True), (False, True, False)):
+            needs = *needs, bias is not None, gate is not None
+            torch.library.opcheck(attention_bwd, (dout, *plain[:3], out, lse, *plain[3:], bits, *needs))
 
 
 def _compiled_body(q, k, v, cu_seqlens, max_seqlen, bias, gate, seed):

@@ -172,15 +172,19 @@ def test_every_attention_draws_the_golden_bits(seed, offset, p):
     seen = []
     for name, forward in kernels("attention", "attention_fwd"):
         args = (ends, n, 1.0, False, None, None, p, where, offset)
-        out, lse, _ = forward(q, q, unit, *args, False)
+        out, lse, _, bits = forward(q, q, unit, *args, False, True)
+        assert bits.shape == (2, 21, 1), name
         dv = None
         if dispatch.has_backward(name, "attention"):
             backward = dispatch.backend_module(name).attention_bwd
-            dv = backward(unit, q, q, unit, out, lse, *args, False, False)[2]
+            dv = backward(unit, q, q, unit, out, lse, *args, bits, True, True, True, False, False)[2]
         for head in range(2):
             for first, last in ((0, 5), (5, 21)):
                 size = last - first
-                kept = golden(seed, offset, range(first, last), size, p, head) / (1 - p) / size
+                keep = golden(seed, offset, range(first, last), size, p, head)
+                saved = bits[head, first:last] >> torch.arange(size) & 1
+                assert torch.equal(saved.bool(), keep), name
+                kept = keep / (1 - p) / size
                 torch.testing.assert_close(out[first:last, head, :size], kept, rtol=1e-6, atol=0, msg=name)
                 if dv is not None:
                     torch.testing.assert_close(

@@ -80,18 +80,19 @@ def forward(q, k, v, lengths, slack=0, scale=None, causal=False, bias=None, gate
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return cpu.attention_fwd(
         q, k, v, ends(lengths), max(lengths, default=0) + slack, scale, causal, bias, gate, p,
-        SEED if p else None, OFFSET, probs,
-    )  # fmt: skip
+        SEED if p else None, OFFSET, probs, False,
+    )[:3]  # fmt: skip
 
 
 def backward(
-    dout, q, k, v, out, lse, lengths, slack=0, scale=None, causal=False, bias=None, gate=None, p=0.0
-):
+    dout, q, k, v, out, lse, lengths, slack=0, scale=None, causal=False, bias=None, gate=None, p=0.0,
+    needs=(True, True, True),
+):  # fmt: skip
     """The backend itself: dq, dk, dv, dbias, dgate."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return cpu.attention_bwd(
         dout, q, k, v, out, lse, ends(lengths), max(lengths, default=0) + slack, scale, causal, bias, gate, p,
-        SEED if p else None, OFFSET, bias is not None, gate is not None,
+        SEED if p else None, OFFSET, None, *needs, bias is not None, gate is not None,
     )  # fmt: skip
 
 
@@ -249,6 +250,26 @@ def test_error_rule(isa, case, dtype):
     rows = testing.run_case(case, "cpu", dtype)
     assert {row.quantity for row in rows} >= {"out", "dqkv" if case.packed_qkv else "dq"}
     assert not [f"{row.quantity}: {row.reason}" for row in rows if not row.passed]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_gradient_alone_has_the_same_bits(isa, dtype):
+    lengths = (3, 0, 26, 1, 70)
+    (q, k, v), _ = strided_qkv(100, 2, 24, dtype, 2)
+    dout, options = randn(102, 2, 24, dtype=dtype, seed=9), options_of(lengths, 2)
+    out, lse, _ = forward(q, k, v, lengths, **options)
+    args = dout, q, k, v, out, lse, lengths
+    every = backward(*args, **options)
+    alone = options | {"bias": None, "gate": None}
+    few = forward(q, k, v, lengths, **alone)[:2]
+    plain = backward(*args[:4], *few, lengths, **alone)
+    for needs in itertools.product((True, False), repeat=3):
+        for given, expected in ((options, every), (alone, plain)):
+            grads = backward(
+                *args[:4], *((out, lse) if given is options else few), lengths, **given, needs=needs
+            )
+            for need, actual, e in zip((*needs, True, True), grads, expected, strict=True):
+                assert torch.equal(actual, e) if need else actual.shape == (0,)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -581,8 +602,9 @@ def test_dropout_bits(isa, seed, p):
     unit = unit.unsqueeze(1).expand(-1, nheads, -1).contiguous()
     for offset in (0, 2**32 - 1):
         args = (ends(lengths), n, 1.0, False, None, None, p, seed, offset)
-        out, lse, _ = cpu.attention_fwd(q, q, unit, *args, False)
-        dv = cpu.attention_bwd(unit, q, q, unit, out, lse, *args, False, False)[2]
+        out, lse, *_ = cpu.attention_fwd(q, q, unit, *args, False, False)
+        needs = (False, False, True, False, False)
+        dv = cpu.attention_bwd(unit, q, q, unit, out, lse, *args, None, *needs)[2]
         start = 0
         for length in lengths:
             rows = torch.arange(start, start + length).unsqueeze(1)
@@ -734,7 +756,7 @@ def test_isa_none_leaves_attention_to_another_backend():
         "print(row.backend, row.why, sep='|')\n"
         "try:\n"
         "    cu = torch.tensor([0, 3], dtype=torch.int32)\n"
-        "    cpu.attention_fwd(q[0], q[0], q[0], cu, 3, 1.0, False, None, None, 0.0, None, 0, False)\n"
+        "    cpu.attention_fwd(q[0], q[0], q[0], cu, 3, 1.0, False, None, None, 0.0, None, 0, False, False)\n"
         "except RuntimeError as error:\n"
         "    print(error)\n",
         FASTBERT_ISA="none",

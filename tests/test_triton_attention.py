@@ -108,6 +108,7 @@ def forward_args(lengths, nheads=2, headdim=16, dtype=torch.float32, capacity=0,
         "seed": None,
         "offset": 11,
         "return_probs": False,
+        "save_bits": False,
     }
     assert set(options) <= set(args)
     return args | options
@@ -118,12 +119,15 @@ def randn(*shape, dtype=torch.float32, seed=3):
 
 
 def run(args):
-    return kernels.attention_fwd(*args.values())
+    """out, lse and probs."""
+    *outputs, keep_bits = kernels.attention_fwd(*args.values())
+    assert (keep_bits.numel() > 0) == args["save_bits"]
+    return tuple(outputs)
 
 
 def truth(args):
     floating = {k: v for k, v in args.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
-    return reference.attention_fwd(*(args | {k: v.double() for k, v in floating.items()}).values())
+    return reference.attention_fwd(*(args | {k: v.double() for k, v in floating.items()}).values())[:3]
 
 
 def assert_close(actual, args, tolerance=2e-6):
@@ -245,7 +249,7 @@ def test_a_mask_of_the_lowest_number_is_not_minus_infinity(tiles):
     bias[..., 6, :30] = LOWEST
     args = forward_args((40, 33), bias=bias, return_probs=True)
     out, lse, probs = run(args)
-    expected = reference.attention_fwd(*args.values())
+    expected = reference.attention_fwd(*args.values())[:3]
     assert_bit_equal(tuple(t.isfinite() for t in (out, lse)), tuple(t.isfinite() for t in expected[:2]))
     torch.testing.assert_close(probs, expected[2], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(out, expected[0], rtol=1e-5, atol=1e-6)
@@ -317,14 +321,40 @@ def test_dropout_bits_are_the_definitions(tiles, seed, offset, p):
         start += n
 
 
+def dropped(lengths, p=0.3, seed=-7, **options):
+    """Arguments with dropout whose bits are saved."""
+    seed = torch.tensor([seed], device=DEVICE)
+    return forward_args(lengths, dropout_p=p, seed=seed, save_bits=True, **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("block_n", [16, 32, 64])  # half a word, one, two
+def test_saved_bits_are_the_definitions(monkeypatch, block_n, causal):
+    monkeypatch.setattr(kernels, "config_for", cut(16, block_n, block_n > 32))
+    lengths = (40, 0, 9, 65)
+    args = dropped(lengths, capacity=5, slack=20, causal=causal, offset=2**31 + 5)
+    *outputs, keep_bits = kernels.attention_fwd(*args.values())
+    assert_bit_equal(tuple(outputs), run(args | {"save_bits": False}))
+    assert (keep_bits.dtype, tuple(keep_bits.shape)) == (torch.int32, (2, sum(lengths) + 5, 3))
+    keep, start = keep_mask(args["seed"], 2**31 + 5, args["cu_seqlens"][:-1], 2, 65, 0.3), 0
+    keys = torch.arange(65, device=DEVICE)
+    for b, n in enumerate(lengths):
+        saved = keep_bits[:, start : start + n, keys[:n] // 32] >> (keys[:n] % 32) & 1
+        allowed = keys[:n] <= keys[:n, None] if causal else torch.ones(n, n, dtype=torch.bool, device=DEVICE)
+        assert torch.equal(saved.bool() & allowed, keep[b, :, :n, :n] & allowed)
+        start += n
+
+
 def test_dropout_leaves_lse_and_probs_alone(small_tiles):
     args = forward_args((33, 5), return_probs=True)
-    dropped = args | {"dropout_p": 0.5, "seed": torch.tensor([7], device=DEVICE)}
-    plain, wet = run(args), run(dropped)
+    with_dropout = args | {"dropout_p": 0.5, "seed": torch.tensor([7], device=DEVICE)}
+    plain, wet = run(args), run(with_dropout)
     assert_bit_equal(wet[1:], plain[1:])
     assert not torch.equal(wet[0], plain[0])
-    assert_bit_equal(run(dropped | {"seed": dropped["seed"].clone()}), wet)
-    assert_bit_equal(run(args | {"seed": dropped["seed"]}), plain)  # a seed without dropout changes nothing
+    assert_bit_equal(run(with_dropout | {"seed": with_dropout["seed"].clone()}), wet)
+    assert_bit_equal(
+        run(args | {"seed": with_dropout["seed"]}), plain
+    )  # a seed without dropout changes nothing
 
 
 # --- lengths and memory -------------------------------------------------------------------------------------
@@ -353,7 +383,7 @@ def test_no_rows():
 def test_what_forward_returns(dtype, return_probs):
     args = forward_args((4, 3), dtype=dtype, capacity=2, return_probs=return_probs)
     args["q"] = args["q"].transpose(0, 1).contiguous().transpose(0, 1)
-    for a, e in zip(run(args), reference.attention_fwd(*args.values()), strict=True):
+    for a, e in zip(run(args), reference.attention_fwd(*args.values())[:3], strict=True):
         assert (a.dtype, a.shape, a.is_contiguous()) == (e.dtype, e.shape, True)
 
 
@@ -427,6 +457,8 @@ class HugeStrides(types.SimpleNamespace):
         return getattr(torch, name)
 
     def empty(self, shape, dtype, device):
+        if dtype == torch.int32:
+            return far_bits(torch.zeros(shape, dtype=dtype))
         if len(shape) == 3:
             _, nheads, headdim = shape
             return lazy(shape, (2**30 + 16 * nheads, headdim + 1, 1), dtype)
@@ -444,6 +476,26 @@ def lazy(shape, strides, dtype) -> torch.Tensor:
 
 def far(t: torch.Tensor, *strides: int) -> torch.Tensor:
     return lazy(t.shape, strides, t.dtype).copy_(t)
+
+
+def far_bits(keep_bits: torch.Tensor) -> torch.Tensor:
+    """The same in rows of 2**29 words, as if max_seqlen were 2**34."""
+    shape = (*keep_bits.shape[:2], 2**29)
+    bits = lazy(shape, (shape[1] * shape[2], shape[2], 1), torch.int32)
+    bits[..., : keep_bits.shape[2]] = keep_bits
+    return bits
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="needs lazily mapped memory: the interpreter")
+def test_bits_beyond_2_to_31_words(monkeypatch):
+    args = dropped((3, 1, 2), nheads=3)
+    expected = kernels.attention_fwd(*args.values())[-1]
+    monkeypatch.setattr(kernels, "torch", HugeStrides(probs=None))
+    torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
+    actual = kernels.attention_fwd(*args.values())[-1]
+    assert actual.stride(0) > 2**31
+    assert torch.equal(actual[..., :1] & 7, expected & 7)  # three keys at most
+    assert (actual[:, :3, :1] & 7 != 7).any()
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="needs lazily mapped memory: the interpreter")
@@ -482,7 +534,7 @@ def test_more_than_2_to_31_elements_on_the_gpu():
     lengths = ends.clone()
     lengths[1] = lengths[0]  # nothing but the two last sequences
     lengths[1:] -= total - 200
-    rest = (0.125, False, None, None, 0.0, None, 0, False)
+    rest = (0.125, False, None, None, 0.0, None, 0, False, False)
     tail = q[-200:]
     few = kernels.attention_fwd(tail, tail, tail, lengths[1:].contiguous(), 130, *rest)
     ends[0] = ends[1]
@@ -510,7 +562,8 @@ def test_the_grid_is_known_without_the_lengths(monkeypatch):
     def grid(total, batch, max_seqlen, probs=False):
         q = torch.empty(total, 12, 64, device="meta", dtype=torch.bfloat16)
         ends = torch.empty(batch + 1, device="meta", dtype=torch.int32)  # meta: reading a value would raise
-        kernels.attention_fwd(q, q, q, ends, max_seqlen, 0.125, False, None, None, 0.0, None, 0, probs)
+        rest = (0.125, False, None, None, 0.0, None, 0, probs, False)
+        kernels.attention_fwd(q, q, q, ends, max_seqlen, *rest)
         return grids.pop()
 
     assert grid(16384, 32, 512) == ((128 + 1) * 12,)  # full: no program too many but the tail's
@@ -701,7 +754,7 @@ def test_fuzz_long(drawn):
 def test_heads_wider_than_the_kernel_serves_go_to_aten(monkeypatch):
     args = forward_args((9, 4), headdim=kernels.MAX_HEADDIM + 8, return_probs=True)
     monkeypatch.setattr(kernels, "launch", None)
-    assert_close(backend.attention_fwd(*args.values()), args)
+    assert_close(backend.attention_fwd(*args.values())[:3], args)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from fastbert import dispatch, testing
 from fastbert.backends import reference
 from fastbert.backends import triton as backend
 from fastbert.cases.attention import CASES, SMALL, AttentionCase
+from fastbert.ops import attention as attention_op
 from fastbert.ops.attention import attention, keep_mask
 from tests import test_triton_attention as forward
 from tests.test_triton_attention import (  # noqa: F401 (a fixture for all, and one by name)
@@ -36,6 +37,7 @@ kernels = pytest.importorskip(
 )
 tuning = pytest.importorskip("fastbert.kernels.tuning")
 NAMES = ("dq", "dk", "dv", "dbias", "dgate")
+WANTED = tuple(f"need_{name}" for name in NAMES)
 
 
 def cut(*tiles: tuple[int, int], chunk: int | None = None):
@@ -55,12 +57,22 @@ CUTS = {
     "high-wide": cut((32, 16), (16, 32), (16, 32)),
     "wide-high": cut((16, 32), (32, 16), (32, 16)),
     "chunks": cut((16, 16), (16, 16), (16, 16), chunk=16),
+    "two-words": cut((16, 64), (16, 64), (16, 64)),
 }
 
 
-@pytest.fixture(params=["high-wide", pytest.param("wide-high", marks=pytest.mark.slow), "chunks"])
+SLOW = ("wide-high", "two-words")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CUTS])
 def tiles(request, monkeypatch):
     monkeypatch.setattr(kernels, "configs_for", CUTS[request.param])
+
+
+@pytest.fixture(autouse=True)
+def bits_are_saved(monkeypatch):
+    """As on a GPU."""
+    monkeypatch.setattr(attention_op, "SAVED_ON", {DEVICE.type})
 
 
 @pytest.fixture
@@ -100,14 +112,18 @@ def backward_args(lengths, need_dbias=None, need_dgate=None, **options):
 
 
 def with_outputs(args):
-    """out and lse for these inputs, and all gradients asked for."""
-    inputs = {k: v for k, v in args.items() if k not in ("dout", "out", "lse", "need_dbias", "need_dgate")}
-    inputs["return_probs"] = False
-    out, lse, _ = reference.attention_fwd(*inputs.values())
+    """out, lse and the saved bits for these inputs, and all gradients asked for."""
+    made = ("dout", "out", "lse", "keep_bits", *WANTED)
+    inputs = {k: v for k, v in args.items() if k not in made}
+    inputs |= {"return_probs": False, "save_bits": inputs["dropout_p"] > 0}
+    out, lse, _, keep_bits = reference.attention_fwd(*inputs.values())
+    saved = inputs.pop("save_bits")
     del inputs["return_probs"]
     qkv = {name: inputs.pop(name) for name in "qkv"}
-    wanted = {"need_dbias": inputs["bias"] is not None, "need_dgate": inputs["gate"] is not None}
-    return {"dout": args["dout"], **qkv, "out": out, "lse": lse, **inputs, **wanted}
+    given = {"need_dbias": inputs["bias"] is not None, "need_dgate": inputs["gate"] is not None}
+    wanted = dict.fromkeys(WANTED, True) | given
+    keep_bits = keep_bits if saved else None
+    return {"dout": args["dout"], **qkv, "out": out, "lse": lse, **inputs, "keep_bits": keep_bits, **wanted}
 
 
 def run(args):
@@ -297,11 +313,12 @@ def test_a_gate_of_0_has_a_gradient(small_tiles):
 # --- dropout ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize(
     ("seed", "offset", "p"),
     [(0, 0, 0.5), (-1, 2**32 - 1, 0.25), (2**62 + 12345, 2**31, 0.9), (-(2**63), 2**31 - 1, 0.1)],
 )
-def test_dropout_bits_are_the_definitions(small_tiles, seed, offset, p):
+def test_dropout_bits_are_the_definitions(small_tiles, seed, offset, p, saved):
     lengths = (9, 32, 3)
     args = backward_args(
         lengths, headdim=32, dropout_p=p, offset=offset, seed=torch.tensor([seed], device=DEVICE)
@@ -312,6 +329,8 @@ def test_dropout_bits_are_the_definitions(small_tiles, seed, offset, p):
         args["dout"][start : start + n] = torch.eye(32, device=DEVICE)[:n].unsqueeze(1) * n  # dv = the bits
         start += n
     args = with_outputs(args)
+    if not saved:
+        args["keep_bits"] = None
     grads = run(args)
     assert_close(grads, args)
     keep = keep_mask(args["seed"], offset, args["cu_seqlens"][:-1], 2, 32, p)
@@ -321,6 +340,40 @@ def test_dropout_bits_are_the_definitions(small_tiles, seed, offset, p):
         bits = keep[b, :, :n, :n].permute(2, 0, 1)
         torch.testing.assert_close(grads[2][start : start + n, :, :n], bits * scale, rtol=1e-5, atol=0)
         start += n
+
+
+@pytest.mark.parametrize("tiles_", CUTS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_saved_bits_and_drawn_ones_are_one(monkeypatch, tiles_, causal):
+    """Whatever stands where no bit is defined: past a sequence, and where causal attention sees nothing."""
+    monkeypatch.setattr(kernels, "configs_for", CUTS[tiles_])
+    lengths = (40, 0, 9, 65)
+    options = {"dropout_p": 0.3, "seed": torch.tensor([5], device=DEVICE), "offset": 2**31 + 5}
+    options |= {"bias": randn(4, 2, 70, 70), "gate": randn(2), "causal": causal, "capacity": 5, "slack": 5}
+    args = backward_args(lengths, **options)
+    drawn = run(args | {"keep_bits": None})
+    assert_bit_equal(run(args), drawn)
+    keys, start = torch.arange(96, device=DEVICE), 0
+    defined = torch.zeros(sum(lengths) + 5, 96, dtype=torch.bool, device=DEVICE)
+    for n in lengths:
+        rows = torch.arange(n, device=DEVICE)[:, None]
+        defined[start : start + n] = (keys < n) & ((keys <= rows) | (not causal))
+        start += n
+    defined = (defined.unflatten(1, (3, 32)).long() << keys[:32]).sum(-1)
+    defined = torch.where(defined >= 2**31, defined - 2**32, defined).int()
+    noise = torch.randint(-(2**31), 2**31, args["keep_bits"].shape, device=DEVICE).int()
+    assert_bit_equal(run(args | {"keep_bits": args["keep_bits"] & defined | noise & ~defined}), drawn)
+    other = run(args | {"keep_bits": ~args["keep_bits"]})  # they are read at all
+    assert not any(torch.equal(a, b) for a, b in zip(other, drawn, strict=True))
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="needs lazily mapped memory: the interpreter")
+def test_bits_beyond_2_to_31_words(small_tiles):
+    options = {"dropout_p": 0.3, "seed": torch.tensor([5], device=DEVICE), "bias": randn(3, 3, 3, 3)}
+    args = backward_args((3, 1, 2), nheads=3, **options)
+    expected = run(args)
+    torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
+    assert_bit_equal(run(args | {"keep_bits": forward.far_bits(args["keep_bits"])}), expected)
 
 
 def test_a_seed_without_dropout_is_not_read(small_tiles, monkeypatch):
@@ -360,19 +413,31 @@ def test_no_rows():
     assert all((gradient == 0).all() for gradient in grads)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "wanted"),
-    list(zip(DTYPES, [(False, False), (True, False), (False, True)], strict=True)),
-    ids=str,
-)
-def test_what_backward_returns(dtype, wanted):
-    args = backward_args((4, 3), dtype=dtype, capacity=2, bias=randn(2, 1, 1, 4), gate=randn(2))
+# Every pair of gradients, both, one, and neither.
+NEEDS = [(1, 1, 1, 1, 1), (1, 0, 0, 0, 1), (0, 1, 0, 1, 0), (0, 0, 1, 0, 1), (0, 0, 0, 1, 1), (1, 1, 0, 0, 0)]
+NEEDS += [(0, 1, 1, 0, 0), (1, 0, 1, 1, 0), (0, 0, 1, 0, 0), (0, 0, 0, 0, 1)]
+
+
+@pytest.mark.parametrize("needs", NEEDS, ids=lambda needs: "".join(map(str, needs)))
+def test_what_backward_returns(small_tiles, monkeypatch, needs):
+    dtype = DTYPES[NEEDS.index(needs) % 3]
+    options = {"bias": randn(2, 1, 1, 20), "gate": randn(2), "capacity": 40}
+    if needs[2]:
+        options |= {"dropout_p": 0.3, "seed": torch.tensor([5], device=DEVICE)}
+    args = backward_args((20, 3), dtype=dtype, **options)
     args["q"] = args["q"].transpose(0, 1).contiguous().transpose(0, 1)
-    args |= dict(zip(("need_dbias", "need_dgate"), wanted, strict=True))
+    every, launched, original = run(args), [], kernels.launch
+    monkeypatch.setattr(kernels, "launch", lambda *a, **k: (launched.append(a[0]), original(*a, **k)))
+    args |= dict(zip(WANTED, map(bool, needs), strict=True))
     grads = run(args)
-    for a, e in zip(grads, reference.attention_bwd(*args.values()), strict=True):
+    for need, a, every_a, e in zip(needs, grads, every, reference.attention_bwd(*args.values()), strict=True):
         assert (a.dtype, a.shape, a.is_contiguous()) == (e.dtype, e.shape, True)
-    assert len({t.untyped_storage().data_ptr() for t in grads if t.numel()}) == 3 + sum(wanted)
+        assert torch.equal(a, every_a) if need else a.shape == (0,)
+    assert len({t.untyped_storage().data_ptr() for t in grads if t.numel()}) == sum(needs)
+    keys, bias = int(needs[1] or needs[2]), needs[3]
+    assert [kernel.fn.__name__[15:] for kernel in launched] == [
+        "dq_kernel", *["dkdv_kernel"] * keys, *["dbias_kernel"] * bias,
+    ]  # fmt: skip
 
 
 def test_strided_inputs_with_poisoned_gaps(tiles):
@@ -480,7 +545,7 @@ def test_the_grid_is_known_without_the_lengths(monkeypatch):
         ends = torch.empty(batch + 1, device="meta", dtype=torch.int32)  # meta: reading a value would raise
         bias = None if bias is None else torch.empty(bias, device="meta")
         lse = torch.empty(12, total, device="meta")
-        rest = (0.125, False, bias, None, 0.0, None, 0, bias is not None, False)
+        rest = (0.125, False, bias, None, 0.0, None, 0, None, *[True] * 3, bias is not None, False)
         grids.clear()
         parts = kernels.attention_bwd(q, q, q, q, q, lse, ends, max_seqlen, *rest)
         assert bias is None or parts[3].shape == bias.shape

@@ -88,13 +88,19 @@ def attention_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
         "sorted": {"batch": kernels.SORTED},  # where most registers are taken
     }
     extras = {
-        "sorted-keys": {"batch": kernels.SORTED, "bias": (kernels.SORTED, 1, 1, 512), "dropout_p": 0.1},
+        "sorted-keys": {
+            "batch": kernels.SORTED, "bias": (kernels.SORTED, 1, 1, 512), "dropout_p": 0.1, "save_bits": True,
+        },
         "keys": {"bias": (32, 1, 1, 512)},
         "bias": {"bias": (1, 12, 512, 512)},
-        "dropout": {"dropout_p": 0.1},
+        "drawn": {"dropout_p": 0.1},
+        "saved": {"dropout_p": 0.1, "save_bits": True},
         "probs": {"probs": True},
-        "all": {"bias": (32, 12, 512, 512), "dropout_p": 0.1, "probs": True, "causal": True, "gate": True},
-    }
+        "all": {
+            "bias": (32, 12, 512, 512), "dropout_p": 0.1, "save_bits": True, "probs": True, "causal": True,
+            "gate": True,
+        },
+    }  # fmt: skip
 
     float32, bfloat16, float16 = torch.float32, torch.bfloat16, torch.float16
     for arch, dtype, headdim, options in itertools.product(
@@ -116,8 +122,8 @@ def attention_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
 
 def call_attention(
     config, dtype, headdim: int, total: int = 16384, nheads: int = 12, batch: int = 32, max_seqlen: int = 512,
-    scale: float = 0.125, bias: tuple | None = None, dropout_p: float = 0.0, probs: bool = False,
-    causal: bool = False, gate: bool = False,
+    scale: float = 0.125, bias: tuple | None = None, dropout_p: float = 0.0, save_bits: bool = False,
+    probs: bool = False, causal: bool = False, gate: bool = False,
 ) -> None:  # fmt: skip
     """Launch attention on meta tensors; `bias`: its shape."""
     import torch
@@ -130,7 +136,7 @@ def call_attention(
     kernels.attention_fwd_with(
         config, *empty(total, 3, nheads, headdim).unbind(1), empty(batch + 1, dtype=torch.int32), max_seqlen,
         scale, causal, None if bias is None else empty(*bias), empty(nheads) if gate else None,
-        dropout_p, empty(1, dtype=torch.int64) if dropout_p else None, 3, probs,
+        dropout_p, empty(1, dtype=torch.int64) if dropout_p else None, 3, probs, save_bits,
     )  # fmt: skip
 
 
@@ -182,7 +188,7 @@ def attention_backward_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[],
 def call_attention_bwd(
     configs, dtype, headdim: int, batch: int, total: int = 16384, nheads: int = 12,
     max_seqlen: int = 512, scale: float = 0.125, bias: tuple | None = None, dropout_p: float = 0.0,
-    causal: bool = False, gate: bool = False,
+    saved: bool = False, causal: bool = False, gate: bool = False,
 ) -> None:  # fmt: skip
     """Launch attention's backward on meta tensors; `bias`: its shape."""
     import torch
@@ -197,7 +203,9 @@ def call_attention_bwd(
         configs, out, *empty(total, 3, nheads, headdim).unbind(1), out,
         empty(nheads, total, dtype=torch.float32), empty(batch + 1, dtype=torch.int32), max_seqlen, scale,
         causal, None if bias is None else empty(*bias), empty(nheads) if gate else None, dropout_p,
-        empty(1, dtype=torch.int64) if dropout_p else None, 3, bias is not None, gate,
+        empty(1, dtype=torch.int64) if dropout_p else None, 3,
+        empty(nheads, total, max_seqlen // 32, dtype=torch.int32) if saved else None,
+        True, True, True, bias is not None, gate,
     )  # fmt: skip
 
 
@@ -292,6 +300,7 @@ def tuning_jobs(op: str, full: bool) -> Iterator[tuple[str, int, Callable[[], No
         most = timed | {"causal": True, "gate": True}
         if case.dropout_p:
             most |= {"bias": (batch, case.nheads, case.max_seqlen, case.max_seqlen), "probs": True}
+            most |= {"save_bits": True}
         return {
             "timed": lambda c: call_attention(c, dtype, *sizes, **timed),
             "most": lambda c: call_attention(c, dtype, *sizes, **most),

@@ -38,7 +38,7 @@ struct AttentionFwd : Attention {
 
 struct AttentionBwd : Attention {
     const void* dout;    // contiguous
-    void *dq, *dk, *dv;  // contiguous; rows from cu_seqlens[batch] on are not written
+    void *dq, *dk, *dv;  // contiguous; rows from cu_seqlens[batch] on are not written; null: not wanted
     float* ds;      // (batch, nheads, S, S), zero on entry: dS of every sequence and head; null: not wanted
     double* dgate;  // (batch, nheads); null: not wanted
 };

@@ -178,9 +178,10 @@ void backward(const AttentionBwd& args, std::int64_t sequence, std::int64_t head
     float *dk = reinterpret_cast<float*>(ds_pairs + kQueryBlock / 2 * stride), *dv = dk + stride * width;
     float *dq = dv + stride * width, *p = dq + kQueryBlock * width, *dp = p + kQueryBlock * keys;
     const Heads upstream{args.dout, args.nheads * headdim, headdim};
+    const bool need_ds = needs_ds(args);
     transpose_rows(args.k, tokens.start, head, n, headdim, k_panels);
-    transpose_rows(args.v, tokens.start, head, n, headdim, v_panels);
-    pair_rows(args.k, tokens.start, head, n, headdim, width, k);
+    if (need_ds) transpose_rows(args.v, tokens.start, head, n, headdim, v_panels);
+    if (args.dq != nullptr) pair_rows(args.k, tokens.start, head, n, headdim, width, k);
     for (std::int64_t e = 0; e < stride * width; ++e) dk[e] = dv[e] = 0.0f;
     const bool drop = args.dropout.seed != nullptr;
     const float gate = args.gate == nullptr ? 1.0f : args.gate[head];
@@ -193,7 +194,7 @@ void backward(const AttentionBwd& args, std::int64_t sequence, std::int64_t head
         pair_rows(args.q, tokens.start + i, head, rows, headdim, width, q_pairs);
         pair_rows(upstream, tokens.start + i, head, rows, headdim, width, dout_pairs);
         times_panels(q, width / 2, padded, k_panels, n, depth, p, keys);
-        times_panels(dout, width / 2, padded, v_panels, n, depth, dp, keys);
+        if (need_ds) times_panels(dout, width / 2, padded, v_panels, n, depth, dp, keys);
         for (std::int64_t r = 0; r < rows; ++r) {
             float *pr = p + r * keys, *dpr = dp + r * keys;
             const std::int64_t row = tokens.start + i + r;
@@ -201,6 +202,13 @@ void backward(const AttentionBwd& args, std::int64_t sequence, std::int64_t head
                                             bias_row(args.bias, sequence, head, i + r));
             const float inverse = softmax.sum == 0.0f ? 0.0f : 1.0f / softmax.sum;
             const Vec normal = broadcast(inverse);
+            if (!need_ds) {
+                for_vectors(n, [&](std::int64_t j, int, int c) __attribute__((always_inline)) {
+                    store(pr + j, mul(load(pr + j, c), normal), c);
+                });
+                narrow_row(pr, n, args.dropout, head, row, w + r * keys / 2);
+                continue;
+            }
             if (drop) weigh(dpr, dpr, n, 1.0f, args.dropout, head, row);
             Vec total[4] = {zero(), zero(), zero(), zero()};
             for_vectors(n, [&](std::int64_t j, int m, int c) __attribute__((always_inline)) {
@@ -210,7 +218,7 @@ void backward(const AttentionBwd& args, std::int64_t sequence, std::int64_t head
             });
             const float delta = sum4(total);
             gate_sum += delta;
-            narrow_row(pr, n, args.dropout, head, row, w + r * keys / 2);
+            if (args.dv != nullptr) narrow_row(pr, n, args.dropout, head, row, w + r * keys / 2);
             Pair* ds_row = ds + r * keys / 2;
             float* wide =
                 args.ds == nullptr
@@ -226,17 +234,26 @@ void backward(const AttentionBwd& args, std::int64_t sequence, std::int64_t head
             clear(w + rows * keys / 2, keys / 2);
             clear(ds + rows * keys / 2, keys / 2);
         }
-        pair_weights(w, keys / 2, rows, n, w_pairs, stride);
-        pair_weights(ds, keys / 2, rows, n, ds_pairs, stride);
-        times_rows(ds, keys / 2, padded, k, width, half(n), width, dq);
-        add_transposed(ds_pairs, stride, half(rows), q_pairs, n, width, dk);
-        add_transposed(w_pairs, stride, half(rows), dout_pairs, n, width, dv);
-        store_rows(dq, rows, width, gate * args.softmax_scale, static_cast<bf16*>(args.dq) + first + i * step,
-                   headdim, step);
+        if (args.dk != nullptr) {
+            pair_weights(ds, keys / 2, rows, n, ds_pairs, stride);
+            add_transposed(ds_pairs, stride, half(rows), q_pairs, n, width, dk);
+        }
+        if (args.dv != nullptr) {
+            pair_weights(w, keys / 2, rows, n, w_pairs, stride);
+            add_transposed(w_pairs, stride, half(rows), dout_pairs, n, width, dv);
+        }
+        if (args.dq != nullptr) {
+            times_rows(ds, keys / 2, padded, k, width, half(n), width, dq);
+            store_rows(dq, rows, width, gate * args.softmax_scale,
+                       static_cast<bf16*>(args.dq) + first + i * step, headdim, step);
+        }
     }
-    store_rows(dk, n, width, gate * args.softmax_scale, static_cast<bf16*>(args.dk) + first, headdim, step);
-    store_rows(dv, n, width, drop ? gate * args.dropout.scale : gate, static_cast<bf16*>(args.dv) + first,
-               headdim, step);
+    if (args.dk != nullptr)
+        store_rows(dk, n, width, gate * args.softmax_scale, static_cast<bf16*>(args.dk) + first, headdim,
+                   step);
+    if (args.dv != nullptr)
+        store_rows(dv, n, width, drop ? gate * args.dropout.scale : gate, static_cast<bf16*>(args.dv) + first,
+                   headdim, step);
     if (args.dgate != nullptr) args.dgate[sequence * args.nheads + head] = gate_sum;
 }
 

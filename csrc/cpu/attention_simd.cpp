@@ -216,9 +216,10 @@ void backward_as(const AttentionBwd& args, std::int64_t sequence, std::int64_t h
     float *dout = q + kQueryBlock * width, *dq = dout + kQueryBlock * width, *p = dq + kQueryBlock * width;
     float *dp = p + kQueryBlock * stride, *w = dp + kQueryBlock * stride;
     const Heads upstream{args.dout, args.nheads * headdim, headdim};
-    transpose_rows<T>(args.v, tokens.start, head, n, headdim, v_panels);
+    const bool need_ds = needs_ds(args);
+    if (need_ds) transpose_rows<T>(args.v, tokens.start, head, n, headdim, v_panels);
     transpose_rows<T>(args.k, tokens.start, head, n, headdim, k_panels);
-    copy_rows<T>(args.k, tokens.start, head, n, n, headdim, width, k);
+    if (args.dq != nullptr) copy_rows<T>(args.k, tokens.start, head, n, n, headdim, width, k);
     for (std::int64_t e = 0; e < tall * width; ++e) dk[e] = dv[e] = 0.0f;
     for (std::int64_t e = 0; e < kQueryBlock * stride; ++e) p[e] = w[e] = 0.0f;  // the last tile reads past n
     const float gate = args.gate == nullptr ? 1.0f : args.gate[head];
@@ -229,7 +230,7 @@ void backward_as(const AttentionBwd& args, std::int64_t sequence, std::int64_t h
         copy_rows<T>(args.q, tokens.start + i, head, rows, padded, headdim, width, q);
         copy_rows<T>(upstream, tokens.start + i, head, rows, padded, headdim, width, dout);
         times_panels(q, width, padded, k_panels, n, headdim, p, stride);
-        times_panels(dout, width, padded, v_panels, n, headdim, dp, stride);
+        if (need_ds) times_panels(dout, width, padded, v_panels, n, headdim, dp, stride);
         for (std::int64_t r = 0; r < rows; ++r) {
             float *pr = p + r * stride, *dpr = dp + r * stride, *wr = w + r * stride;
             const std::int64_t row = tokens.start + i + r;
@@ -237,6 +238,13 @@ void backward_as(const AttentionBwd& args, std::int64_t sequence, std::int64_t h
                                             bias_row(args.bias, sequence, head, i + r));
             const float inverse = softmax.sum == 0.0f ? 0.0f : 1.0f / softmax.sum;
             const Vec normal = broadcast(inverse);
+            if (!need_ds) {
+                for_vectors(n, [&](std::int64_t j, int, int c) __attribute__((always_inline)) {
+                    store(pr + j, mul(load(pr + j, c), normal), c);
+                });
+                weigh(pr, wr, n, gate, args.dropout, head, row);
+                continue;
+            }
             if (args.dropout.seed != nullptr) weigh(dpr, dpr, n, 1.0f, args.dropout, head, row);
             Vec total[4] = {zero(), zero(), zero(), zero()};
             for_vectors(n, [&](std::int64_t j, int m, int c) __attribute__((always_inline)) {
@@ -246,7 +254,7 @@ void backward_as(const AttentionBwd& args, std::int64_t sequence, std::int64_t h
             });
             const float delta = sum4(total);
             gate_sum += delta;
-            weigh(pr, wr, n, gate, args.dropout, head, row);
+            if (args.dv != nullptr) weigh(pr, wr, n, gate, args.dropout, head, row);
             float* ds =
                 args.ds == nullptr
                     ? nullptr
@@ -258,14 +266,17 @@ void backward_as(const AttentionBwd& args, std::int64_t sequence, std::int64_t h
                 if (ds != nullptr) store(ds + j, d, c);
             });
         }
-        times_rows(p, stride, padded, k, width, n, width, dq);
-        add_transposed(p, stride, rows, q, n, width, dk);
-        add_transposed(w, stride, rows, dout, n, width, dv);
-        store_rows(dq, rows, width, args.softmax_scale, static_cast<T*>(args.dq) + first + i * step, headdim,
-                   step);
+        if (args.dk != nullptr) add_transposed(p, stride, rows, q, n, width, dk);
+        if (args.dv != nullptr) add_transposed(w, stride, rows, dout, n, width, dv);
+        if (args.dq != nullptr) {
+            times_rows(p, stride, padded, k, width, n, width, dq);
+            store_rows(dq, rows, width, args.softmax_scale, static_cast<T*>(args.dq) + first + i * step,
+                       headdim, step);
+        }
     }
-    store_rows(dk, n, width, args.softmax_scale, static_cast<T*>(args.dk) + first, headdim, step);
-    store_rows(dv, n, width, 1.0f, static_cast<T*>(args.dv) + first, headdim, step);
+    if (args.dk != nullptr)
+        store_rows(dk, n, width, args.softmax_scale, static_cast<T*>(args.dk) + first, headdim, step);
+    if (args.dv != nullptr) store_rows(dv, n, width, 1.0f, static_cast<T*>(args.dv) + first, headdim, step);
     if (args.dgate != nullptr) args.dgate[sequence * args.nheads + head] = gate_sum;
 }
 

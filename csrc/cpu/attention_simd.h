@@ -145,6 +145,11 @@ FASTBERT_INLINE Span span_of(const Attention& args, std::int64_t sequence) {
     return {start, args.cu_seqlens[sequence + 1] - start};
 }
 
+// Whether backward needs dS, the gradient of the scores.
+FASTBERT_INLINE bool needs_ds(const AttentionBwd& args) {
+    return args.dq != nullptr || args.dk != nullptr || args.ds != nullptr || args.dgate != nullptr;
+}
+
 FASTBERT_INLINE const float* bias_row(const Bias& bias, std::int64_t sequence, std::int64_t head,
                                       std::int64_t i) {
     return bias.data == nullptr

@@ -12,7 +12,8 @@ Backward, with dO = gate * dout and delta = rowsum(dout ∘ out) (= rowsum(P ∘
     dq = softmax_scale * dS k,  dk = softmax_scale * dSᵀ q
     dbias = Σ dS over the broadcast dimensions,  dgate = Σ_rows rowsum(dout ∘ (D v))
 
-P is recomputed from lse, and the dropout bits from the seed: nothing of size seqlen² is saved.
+P is recomputed from lse: nothing of size seqlen² is saved, but one bit for each probability where
+`fastbert.ops.dropout.SAVED_ON` says so; elsewhere the dropout bits are recomputed from the seed.
 
 Packed layout: q, k, v (total, nheads, headdim), sequence b in rows cu_seqlens[b] to cu_seqlens[b + 1]. They
 may be strided views of one (total, 3, nheads, headdim) tensor: only the last dimension must be contiguous
@@ -22,7 +23,9 @@ out, lse and gradients are 0. A query without an allowed key has out 0, lse -inf
 Zero-length sequences are legal.
 
 Dropout bits: `fastbert.ops.dropout`, plane = head, row = row of the query in the packed layout, column =
-position of the key within its sequence. Neither max_seqlen nor the layout changes them.
+position of the key within its sequence. Neither max_seqlen nor the layout changes them. Saved, they are int32
+(nheads, total, ceil(max_seqlen / 32)): bit i of word w of a row is that of key 32 w + i; those outside a
+sequence, and of pairs that `causal` forbids, are unspecified.
 
 Source: Vaswani et al. 2017, "Attention Is All You Need", eq. 1; backward as in Dao et al. 2022,
 "FlashAttention", sec. 3.1; gate: Michel, Levy, Neubig 2019, "Are Sixteen Heads Really Better than One?",
@@ -40,7 +43,7 @@ from torch.autograd.function import once_differentiable
 
 from fastbert import dispatch
 from fastbert.ops import checks
-from fastbert.ops.dropout import philox_blocks, threshold
+from fastbert.ops.dropout import SAVED_ON, philox_blocks, threshold
 
 
 def attention_ref(
@@ -150,6 +153,26 @@ def keep_mask(
     return torch.stack([word >= threshold(dropout_p) for word in words], dim=-1).flatten(-2)[..., :seqlen]
 
 
+def saved_bits(
+    seed: Tensor, offset: int, cu_seqlens: Tensor, total: int, nheads: int, max_seqlen: int, dropout_p: float
+) -> Tensor:
+    """The dropout bits as `attention_fwd` saves them (see the module), those outside a sequence 0; no host
+    synchronisation.
+    """
+    device, n_words = seed.device, -(-max_seqlen // 32)
+    position = torch.arange(max_seqlen, device=device)
+    places = torch.ones((), dtype=torch.int64, device=device) << torch.arange(32, device=device)
+    bits = torch.zeros((total + 1, nheads, n_words), dtype=torch.int32, device=device)
+    for b in range(cu_seqlens.shape[0] - 1):
+        start, end = cu_seqlens[b].long(), cu_seqlens[b + 1].long()
+        keep = keep_mask(seed, offset, cu_seqlens[b : b + 1], nheads, 32 * n_words, dropout_p)[0]
+        words = (keep[:, :max_seqlen].unflatten(-1, (n_words, 32)) * places).sum(-1)
+        words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+        row = torch.where(position < end - start, start + position, total)
+        bits[row] = words.transpose(0, 1)
+    return bits[:total].transpose(0, 1).contiguous()
+
+
 # --- custom ops: what torch.compile sees --------------------------------------------------------------------
 
 
@@ -168,29 +191,33 @@ def attention_fwd(
     seed: Tensor | None,
     offset: int,
     return_probs: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, probs): out contiguous like `q`; lse (nheads, total) in float32 (float64 for float64); probs
-    (batch, nheads, max_seqlen, max_seqlen) in q's dtype, before dropout, or empty (0,) where not asked for.
-    `bias` is 4-D with broadcast dimensions of size 1.
+    save_bits: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, lse, probs, keep_bits): out contiguous like `q`; lse (nheads, total) in float32 (float64 for
+    float64); probs (batch, nheads, max_seqlen, max_seqlen) in q's dtype, before dropout, and keep_bits, as
+    the module says, each empty (0,) where not asked for. `bias` is 4-D with broadcast dimensions of size 1.
+    `save_bits` is asked for only with dropout.
     """
     return dispatch.call(
         "attention_fwd",
         q,
         q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
-        return_probs,
+        return_probs, save_bits,
     )  # fmt: skip
 
 
 @attention_fwd.register_fake
 def _(
-    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset, return_probs
-):
+    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
+    return_probs, save_bits,
+):  # fmt: skip
     total, nheads, _ = q.shape
     batch = cu_seqlens.shape[0] - 1
     return (
         q.new_empty(q.shape),
         q.new_empty((nheads, total), dtype=checks.compute_dtype(q)),
         q.new_empty((batch, nheads, max_seqlen, max_seqlen) if return_probs else (0,)),
+        q.new_empty((nheads, total, (max_seqlen + 31) // 32) if save_bits else (0,), dtype=torch.int32),
     )
 
 
@@ -211,29 +238,32 @@ def attention_bwd(
     dropout_p: float,
     seed: Tensor | None,
     offset: int,
+    keep_bits: Tensor | None,
+    need_dq: bool,
+    need_dk: bool,
+    need_dv: bool,
     need_dbias: bool,
     need_dgate: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias, dgate): the first three contiguous in q's dtype; dbias in bias' shape and dgate
-    (nheads,) in float32 (float64 for float64), or empty (0,) where not needed. `dout` is contiguous.
+    (nheads,) in float32 (float64 for float64); each empty (0,) where not needed. `dout` is contiguous.
+    `keep_bits`: forward's, None where it saved none; a backend reads them or makes the same bits again.
     """
     return dispatch.call(
         "attention_bwd",
         q,
         dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed,
-        offset, need_dbias, need_dgate,
+        offset, keep_bits, need_dq, need_dk, need_dv, need_dbias, need_dgate,
     )  # fmt: skip
 
 
 @attention_bwd.register_fake
 def _(
     dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed,
-    offset, need_dbias, need_dgate,
+    offset, keep_bits, need_dq, need_dk, need_dv, need_dbias, need_dgate,
 ):  # fmt: skip
     return (
-        q.new_empty(q.shape),
-        q.new_empty(q.shape),
-        q.new_empty(q.shape),
+        *(q.new_empty(q.shape if needed else (0,)) for needed in (need_dq, need_dk, need_dv)),
         lse.new_empty(bias.shape if need_dbias else (0,)),
         lse.new_empty(gate.shape if need_dgate else (0,)),
     )
@@ -243,9 +273,13 @@ def _(
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset, _ = inputs
-    out, lse, _probs = output
-    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, bias, gate, seed)
+    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset, *rest = (
+        inputs
+    )
+    _return_probs, save_bits = rest
+    out, lse, _probs, keep_bits = output
+    keep_bits = keep_bits if save_bits else None
+    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, bias, gate, seed, keep_bits)
     ctx.set_materialize_grads(False)
     ctx.max_seqlen, ctx.softmax_scale, ctx.causal = max_seqlen, softmax_scale, causal
     ctx.dropout_p, ctx.offset = dropout_p, offset
@@ -253,12 +287,12 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(launch, ctx, dout):
     if dout is None:
-        return (None,) * 13
-    q, k, v, out, lse, cu_seqlens, bias, gate, seed = ctx.saved_tensors
+        return (None,) * 14
+    q, k, v, out, lse, cu_seqlens, bias, gate, seed, keep_bits = ctx.saved_tensors
     need = ctx.needs_input_grad
     dq, dk, dv, dbias, dgate = launch(
         dout.contiguous(), q, k, v, out, lse, cu_seqlens, ctx.max_seqlen, ctx.softmax_scale, ctx.causal,
-        bias, gate, ctx.dropout_p, seed, ctx.offset, need[7], need[8],
+        bias, gate, ctx.dropout_p, seed, ctx.offset, keep_bits, *need[:3], need[7], need[8],
     )  # fmt: skip
     return (
         dq if need[0] else None,
@@ -267,7 +301,7 @@ def _backward(launch, ctx, dout):
         None, None, None, None,
         dbias.to(bias.dtype) if need[7] else None,
         dgate.to(gate.dtype) if need[8] else None,
-        None, None, None, None,
+        None, None, None, None, None,
     )  # fmt: skip
 
 
@@ -378,9 +412,10 @@ def attention(
     differentiable = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (q, k, v, bias, gate)
     )
+    save_bits = differentiable and dropout_p > 0 and q.device.type in SAVED_ON
     args = (
         q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
-        return_probs
+        return_probs, save_bits,
     )  # fmt: skip
     if return_probs and differentiable:
         keep = (
@@ -389,12 +424,12 @@ def attention(
         with torch.autocast(q.device.type, enabled=False):
             out, lse, probs = attention_ref(*args[:9], dropout_p, keep)
     elif torch.compiler.is_compiling():
-        out, lse, probs = attention_fwd(*args)
+        out, lse, probs, _ = attention_fwd(*args)
         lse, probs = lse.detach(), probs.detach()
     elif differentiable:
-        out, lse, probs = AttentionFunction.apply(*args)
+        out, lse, probs, _ = AttentionFunction.apply(*args)
     else:
-        out, lse, probs = dispatch.call("attention_fwd", q, *args)
+        out, lse, probs, _ = dispatch.call("attention_fwd", q, *args)
 
     if padded:
         out = out.reshape(batch, max_seqlen, nheads, headdim)

@@ -109,6 +109,24 @@ struct Outputs {
     std::vector<const Buffer*> all() const { return {&out, &lse, &probs, &dq, &dk, &dv, &ds, &dgate}; }
 };
 
+// Each gradient of `all` with the others not wanted: the same bits.
+int check_each_alone(const AttentionBwd& all, const Outputs& expected, int threads) {
+    const std::vector<const Buffer*> wanted = {&expected.dq, &expected.dk, &expected.dv};
+    for (std::size_t i = 0; i < wanted.size(); ++i) {
+        const Buffer alone(wanted[i]->size);
+        AttentionBwd bwd = all;
+        bwd.dq = i == 0 ? alone.data() : nullptr;
+        bwd.dk = i == 1 ? alone.data() : nullptr;
+        bwd.dv = i == 2 ? alone.data() : nullptr;
+        bwd.ds = nullptr;
+        bwd.dgate = nullptr;
+        require_none(cpu_attention_bwd(bwd, threads));
+        require(std::memcmp(alone.bytes.get(), wanted[i]->bytes.get(), alone.size) == 0,
+                "a gradient alone has the same bits");
+    }
+    return static_cast<int>(wanted.size());
+}
+
 int check(const std::vector<std::int32_t>& lengths, std::int64_t nheads, std::int64_t headdim, DType dtype,
           bool options) {
     const std::size_t item = dtype == DType::kFloat32 ? 4 : 2;
@@ -176,6 +194,7 @@ int check(const std::vector<std::int32_t>& lengths, std::int64_t nheads, std::in
             bwd.dgate = options ? now->dgate.data<double>() : nullptr;
             require_none(cpu_attention_bwd(bwd, threads));
             calls += 2;
+            if (lengths.size() > 1) calls += check_each_alone(bwd, *now, threads);
             if (one_thread == nullptr) {
                 one_thread = std::move(now);
                 continue;

@@ -16,7 +16,7 @@ import math
 
 import torch
 
-from fastbert.ops.attention import from_grid, grid_mask, keep_mask, to_grid
+from fastbert.ops.attention import from_grid, grid_mask, keep_mask, saved_bits, to_grid
 from fastbert.ops.checks import compute_dtype
 
 # Private operators of PyTorch >= 2.3; where they are gone, the explicit products serve.
@@ -30,12 +30,13 @@ _MAX_GRID_SCORES = 1 << 26  # the same on the dense grid of other devices
 
 
 def attention_fwd(
-    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset, return_probs
-):
+    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
+    return_probs, save_bits,
+):  # fmt: skip
     if q.device.type != "cpu":
         return _grid_fwd(
             q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
-            return_probs,
+            return_probs, save_bits,
         )  # fmt: skip
     total, nheads, _ = q.shape
     compute = compute_dtype(q)
@@ -63,23 +64,25 @@ def attention_fwd(
         _run(lse.t(), rows, length, heads).copy_(run_lse)
     if ends[-1] < total:
         out[ends[-1] :], lse[:, ends[-1] :] = 0, 0
-    return out, lse, probs
+    bits = _bits(q, cu_seqlens, max_seqlen, dropout_p, seed, offset, save_bits)
+    return out, lse, probs, bits
 
 
 def attention_bwd(
     dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed,
-    offset, need_dbias, need_dgate,
+    offset, keep_bits, need_dq, need_dk, need_dv, need_dbias, need_dgate,
 ):  # fmt: skip
     if q.device.type != "cpu":
         return _grid_bwd(
             dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p,
-            seed, offset, need_dbias, need_dgate,
+            seed, offset, keep_bits, need_dq, need_dk, need_dv, need_dbias, need_dgate,
         )  # fmt: skip
     (total, nheads, _), compute = q.shape, lse.dtype
-    grads = dq, dk, dv = [q.new_empty(q.shape) for _ in range(3)]
+    needed = need_dq, need_dk, need_dv
+    grads = dq, dk, dv = [q.new_empty(q.shape if need else (0,)) for need in needed]
     dbias = lse.new_zeros(bias.shape if need_dbias else (0,))
     dgate = lse.new_zeros(gate.shape if need_dgate else (0,))
-    plain = dropout_p == 0 and gate is None and not need_dbias
+    plain = dropout_p == 0 and gate is None and not need_dbias and all(needed)
     fused = _flash_bwd is not None and plain and q.dtype in _HALF
     ends = cu_seqlens.tolist()
     for sequences, rows, length, heads in _runs(ends, nheads, q.dtype, fused):
@@ -96,7 +99,7 @@ def attention_bwd(
             keep = _keep(cu_seqlens[sequences], length, heads, dropout_p, seed, offset)
             *parts, ds, head = _explicit_bwd(
                 do, qs, ks, vs, None if bias is None else run_lse.isneginf(), mask, softmax_scale,
-                None if gate is None else gate[heads], keep, dropout_p, need_dgate,
+                None if gate is None else gate[heads], keep, dropout_p, needed, need_dgate,
             )  # fmt: skip
             if need_dgate:
                 dgate[heads] += head
@@ -104,7 +107,8 @@ def attention_bwd(
                 part = _cut(dbias, sequences, length, heads)
                 part += ds.sum_to_size(part.shape)
         for grad, part in zip(grads, parts, strict=True):
-            _run(grad, rows, length, heads).copy_(part)
+            if part is not None:
+                _run(grad, rows, length, heads).copy_(part)
     if ends[-1] < total:
         for grad in grads:
             grad[ends[-1] :] = 0
@@ -173,6 +177,12 @@ def _keep(first_rows, seqlen, heads, dropout_p, seed, offset):
     return keep_mask(seed, offset, first_rows, heads.stop - heads.start, seqlen, dropout_p, heads.start)
 
 
+def _bits(q, cu_seqlens, max_seqlen, dropout_p, seed, offset, save_bits):
+    if not save_bits:
+        return q.new_empty(0, dtype=torch.int32)
+    return saved_bits(seed, offset, cu_seqlens, *q.shape[:2], max_seqlen, dropout_p)
+
+
 def _explicit_fwd(q, k, v, mask, softmax_scale, keep, dropout_p):
     """(out, lse, probs), (batch, nheads, S, …) in the compute dtype; a wholly masked row gives 0, -inf, 0."""
     scores = torch.matmul(q, k.transpose(-1, -2)).mul_(softmax_scale)
@@ -188,8 +198,11 @@ def _explicit_fwd(q, k, v, mask, softmax_scale, keep, dropout_p):
     return torch.matmul(dropped, v), lse, probs
 
 
-def _explicit_bwd(dout, q, k, v, empty, mask, softmax_scale, gate, keep, dropout_p, need_dgate):
-    """(dq, dk, dv, dS, dgate or None); `empty` says which rows are wholly masked, None that none is."""
+def _explicit_bwd(dout, q, k, v, empty, mask, softmax_scale, gate, keep, dropout_p, needed, need_dgate):
+    """(dq, dk, dv, dS, dgate), None where not needed; `empty` says which rows are wholly masked, None that
+    none is.
+    """
+    need_dq, need_dk, need_dv = needed
     scores = torch.matmul(q, k.transpose(-1, -2)).mul_(softmax_scale)
     if mask is not None:
         scores += mask
@@ -200,13 +213,13 @@ def _explicit_bwd(dout, q, k, v, empty, mask, softmax_scale, gate, keep, dropout
     dgate = (dout * torch.matmul(dropped, v)).sum((0, 2, 3)) if need_dgate else None
     if gate is not None:
         dout = dout * gate.to(dout.dtype).reshape(-1, 1, 1)
-    dv = torch.matmul(dropped.transpose(-1, -2), dout)
+    dv = torch.matmul(dropped.transpose(-1, -2), dout) if need_dv else None
     dprobs = torch.matmul(dout, v.transpose(-1, -2))
     if keep is not None:
         dprobs.mul_(keep).mul_(1.0 / (1.0 - dropout_p))
     ds = torch.ops.aten._softmax_backward_data(dprobs, probs, -1, probs.dtype)  # probs * (dprobs - delta)
-    dq = torch.matmul(ds, k).mul_(softmax_scale)
-    dk = torch.matmul(ds.transpose(-1, -2), q).mul_(softmax_scale)
+    dq = torch.matmul(ds, k).mul_(softmax_scale) if need_dq else None
+    dk = torch.matmul(ds.transpose(-1, -2), q).mul_(softmax_scale) if need_dk else None
     return dq, dk, dv, ds, dgate
 
 
@@ -214,8 +227,9 @@ def _explicit_bwd(dout, q, k, v, empty, mask, softmax_scale, gate, keep, dropout
 
 
 def _grid_fwd(
-    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset, return_probs
-):
+    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
+    return_probs, save_bits,
+):  # fmt: skip
     total, nheads, headdim = q.shape
     compute = compute_dtype(q)
     batch = cu_seqlens.shape[0] - 1
@@ -236,17 +250,21 @@ def _grid_fwd(
     if gate is not None:
         out = out * gate.to(compute).unsqueeze(-1)
     lse = from_grid(lse, cu_seqlens, total).t().contiguous()
-    return from_grid(out, cu_seqlens, total).to(q.dtype), lse, probs
+    bits = _bits(q, cu_seqlens, max_seqlen, dropout_p, seed, offset, save_bits)
+    return from_grid(out, cu_seqlens, total).to(q.dtype), lse, probs, bits
 
 
 def _grid_bwd(
     dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed,
-    offset, need_dbias, need_dgate,
+    offset, keep_bits, need_dq, need_dk, need_dv, need_dbias, need_dgate,
 ):  # fmt: skip
     total, nheads, headdim = q.shape
     compute = lse.dtype
     batch = cu_seqlens.shape[0] - 1
-    grads = tuple([q.new_zeros((0, max_seqlen, nheads, headdim), dtype=compute)] for _ in range(3))
+    needed = need_dq, need_dk, need_dv
+    grads = [
+        [q.new_zeros((0, max_seqlen, nheads, headdim), dtype=compute)] if need else [] for need in needed
+    ]
     dbias = lse.new_zeros(bias.shape if need_dbias else (0,))
     dgate = lse.new_zeros(gate.shape if need_dgate else (0,))
     for chunk in _chunks(batch, nheads, max_seqlen):
@@ -255,16 +273,21 @@ def _grid_bwd(
         mask = _grid_bias(ends, max_seqlen, causal, bias, chunk, compute)
         keep = _keep(ends[:-1], max_seqlen, slice(0, nheads), dropout_p, seed, offset)
         *parts, ds, head = _explicit_bwd(
-            do, qs, ks, vs, mask.isneginf().all(-1), mask, softmax_scale, gate, keep, dropout_p, need_dgate
-        )
+            do, qs, ks, vs, mask.isneginf().all(-1), mask, softmax_scale, gate, keep, dropout_p, needed,
+            need_dgate,
+        )  # fmt: skip
         if need_dgate:
             dgate += head
         if need_dbias:
             part = dbias[chunk] if dbias.shape[0] > 1 else dbias
             part += ds.sum_to_size(part.shape)
         for grad, part in zip(grads, parts, strict=True):
-            grad.append(part.transpose(1, 2))
-    dq, dk, dv = (from_grid(torch.cat(grad), cu_seqlens, total).to(q.dtype) for grad in grads)
+            if part is not None:
+                grad.append(part.transpose(1, 2))
+    dq, dk, dv = (
+        from_grid(torch.cat(grad), cu_seqlens, total).to(q.dtype) if grad else q.new_empty(0)
+        for grad in grads
+    )
     return dq, dk, dv, dbias, dgate
 
 

@@ -6,6 +6,7 @@ import torch
 
 from fastbert._native import DTYPE_CODES, dropout
 from fastbert._native import extension as _C
+from fastbert.ops.attention import saved_bits
 
 
 def bias_args(
@@ -40,8 +41,9 @@ def _attention_args(
 
 
 def attention_fwd(
-    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset, return_probs
-):
+    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
+    return_probs, save_bits,
+):  # fmt: skip
     args, _held = _attention_args(
         q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset
     )
@@ -55,23 +57,27 @@ def attention_fwd(
     )
     if end < total:
         out[end:], lse[:, end:] = 0, 0
-    return out, lse, probs
+    bits = q.new_empty(0, dtype=torch.int32)
+    if save_bits:  # nobody asks for them on a CPU: fastbert.ops.dropout.SAVED_ON
+        bits = saved_bits(seed, offset, cu_seqlens, total, nheads, max_seqlen, dropout_p)
+    return out, lse, probs, bits
 
 
 def attention_bwd(
     dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed,
-    offset, need_dbias, need_dgate,
+    offset, keep_bits, need_dq, need_dk, need_dv, need_dbias, need_dgate,
 ):  # fmt: skip
     args, _held = _attention_args(
         q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset
     )
     (total, nheads, _), batch, end = q.shape, cu_seqlens.shape[0] - 1, int(cu_seqlens[-1])
-    grads = [q.new_empty(q.shape) for _ in range(3)]
+    needed = need_dq, need_dk, need_dv
+    grads = [q.new_empty(q.shape if need else 0) for need in needed]
     ds = lse.new_zeros((batch, nheads, max_seqlen, max_seqlen) if need_dbias else 0)
     dgate = lse.new_empty((batch, nheads) if need_dgate else 0, dtype=torch.float64)
     _C.cpu_attention_bwd(
-        args, dout.data_ptr(), *(g.data_ptr() for g in grads), ds.data_ptr() if need_dbias else 0,
-        dgate.data_ptr() if need_dgate else 0, torch.get_num_threads(),
+        args, dout.data_ptr(), *(g.data_ptr() if need else 0 for g, need in zip(grads, needed, strict=True)),
+        ds.data_ptr() if need_dbias else 0, dgate.data_ptr() if need_dgate else 0, torch.get_num_threads(),
     )  # fmt: skip
     if end < total:
         for grad in grads:

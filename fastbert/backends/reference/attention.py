@@ -1,20 +1,24 @@
 """`attention` by the `reference` backend; contract in fastbert/ops/attention.py.
 
 One sequence at a time, all of it in float64 or float32. Backward recomputes the probabilities from q and k,
-and delta from them: it uses neither `out` nor `lse`, so it checks backends that do.
+and delta from them, and the dropout bits from the seed: it uses neither `out`, `lse` nor `keep_bits`, so it
+checks backends that do.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
 
-from fastbert.ops.attention import attention_ref, keep_mask
+import torch
+
+from fastbert.ops.attention import attention_ref, keep_mask, saved_bits
 from fastbert.ops.checks import compute_dtype
 
 
 def attention_fwd(
-    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset, return_probs
-):
+    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
+    return_probs, save_bits,
+):  # fmt: skip
     total, nheads, _ = q.shape
     compute = compute_dtype(q)
     out = q.new_zeros(q.shape)
@@ -35,15 +39,18 @@ def attention_fwd(
         lse[:, rows] = sequence_lse[0]
         if return_probs:
             probs[b, :, :length, :length] = p[0].to(q.dtype)
-    return out, lse, probs
+    bits = q.new_empty(0, dtype=torch.int32)
+    if save_bits:
+        bits = saved_bits(seed, offset, cu_seqlens, total, nheads, max_seqlen, dropout_p)
+    return out, lse, probs, bits
 
 
 def attention_bwd(
     dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed,
-    offset, need_dbias, need_dgate,
+    offset, keep_bits, need_dq, need_dk, need_dv, need_dbias, need_dgate,
 ):  # fmt: skip
     compute, nheads = lse.dtype, q.shape[1]
-    dq, dk, dv = (q.new_zeros(q.shape) for _ in range(3))
+    dq, dk, dv = (q.new_zeros(q.shape if needed else (0,)) for needed in (need_dq, need_dk, need_dv))
     dbias = lse.new_zeros(bias.shape if need_dbias else (0,))
     dgate = lse.new_zeros(gate.shape if need_dgate else (0,))
     for b, (rows, length) in _sequences(cu_seqlens):
@@ -66,9 +73,12 @@ def attention_bwd(
         if keep is not None:
             dp = dp * keep[0] / (1.0 - dropout_p)
         ds = p * (dp - (p * dp).sum(-1, keepdim=True))
-        dq[rows] = (softmax_scale * (ds @ ks)).transpose(0, 1).to(q.dtype)
-        dk[rows] = (softmax_scale * (ds.transpose(1, 2) @ qs)).transpose(0, 1).to(q.dtype)
-        dv[rows] = (dropped.transpose(1, 2) @ do).transpose(0, 1).to(q.dtype)
+        if need_dq:
+            dq[rows] = (softmax_scale * (ds @ ks)).transpose(0, 1).to(q.dtype)
+        if need_dk:
+            dk[rows] = (softmax_scale * (ds.transpose(1, 2) @ qs)).transpose(0, 1).to(q.dtype)
+        if need_dv:
+            dv[rows] = (dropped.transpose(1, 2) @ do).transpose(0, 1).to(q.dtype)
         if need_dbias:
             part = _cut(dbias, b, length)  # a view
             part += ds.unsqueeze(0).sum_to_size(part.shape)
