@@ -24,12 +24,18 @@ def threshold_bits(dropout_p: float) -> int:
 
 
 @triton.jit
+def _lanes(seed_ptr, offset, plane, rows, col_start, COLUMNS: tl.constexpr):
+    """Four times [rows, COLUMNS // 4] of uint32: of each group of four columns the first's, the second's …"""
+    groups = (col_start // 4 + tl.arange(0, COLUMNS // 4)).to(tl.uint32)[None, :]
+    return tl.philox(tl.load(seed_ptr), groups, rows.to(tl.uint32)[:, None], plane, offset)
+
+
+@triton.jit
 def philox_keep(
     seed_ptr, offset, plane, rows, col_start, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """`keep` = [BLOCK_M, BLOCK_N] of bool; `rows` = [BLOCK_M]; columns from `col_start`, a multiple of 4."""
-    groups = (col_start // 4 + tl.arange(0, BLOCK_N // 4)).to(tl.uint32)[None, :]
-    r0, r1, r2, r3 = tl.philox(tl.load(seed_ptr), groups, rows.to(tl.uint32)[:, None], plane, offset)
+    r0, r1, r2, r3 = _lanes(seed_ptr, offset, plane, rows, col_start, BLOCK_N)
     # `lanes` = [BLOCK_M, BLOCK_N // 4, 2, 2], the last two indices being the bits of the lane number
     lanes = tl.join(tl.join(r0, r2), tl.join(r1, r3))
     return tl.reshape(lanes, (BLOCK_M, BLOCK_N)) >= threshold.to(tl.uint32, bitcast=True)
@@ -40,8 +46,7 @@ def _drawn_word(
     seed_ptr, offset, plane, rows, col_start, threshold, BLOCK_M: tl.constexpr, WORD: tl.constexpr
 ):
     """`word` = [BLOCK_M] of int32: bit i says whether column `col_start` + i of a row is kept, i < WORD."""
-    groups = (col_start // 4 + tl.arange(0, WORD // 4)).to(tl.uint32)[None, :]
-    r0, r1, r2, r3 = tl.philox(tl.load(seed_ptr), groups, rows.to(tl.uint32)[:, None], plane, offset)
+    r0, r1, r2, r3 = _lanes(seed_ptr, offset, plane, rows, col_start, WORD)
     least = threshold.to(tl.uint32, bitcast=True)
     bits = (r0 >= least).to(tl.int32) | ((r1 >= least).to(tl.int32) << 1)
     bits |= ((r2 >= least).to(tl.int32) << 2) | ((r3 >= least).to(tl.int32) << 3)

@@ -86,13 +86,13 @@ def forward(q, k, v, lengths, slack=0, scale=None, causal=False, bias=None, gate
 
 def backward(
     dout, q, k, v, out, lse, lengths, slack=0, scale=None, causal=False, bias=None, gate=None, p=0.0,
-    needs=(True, True, True),
+    needs=(True, True, True), keep_bits=None,
 ):  # fmt: skip
     """The backend itself: dq, dk, dv, dbias, dgate."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return cpu.attention_bwd(
         dout, q, k, v, out, lse, ends(lengths), max(lengths, default=0) + slack, scale, causal, bias, gate, p,
-        SEED if p else None, OFFSET, None, *needs, bias is not None, gate is not None,
+        SEED if p else None, OFFSET, keep_bits, *needs, bias is not None, gate is not None,
     )  # fmt: skip
 
 
@@ -250,6 +250,36 @@ def test_error_rule(isa, case, dtype):
     rows = testing.run_case(case, "cpu", dtype)
     assert {row.quantity for row in rows} >= {"out", "dqkv" if case.packed_qkv else "dq"}
     assert not [f"{row.quantity}: {row.reason}" for row in rows if not row.passed]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_backward_reads_the_bits_that_it_is_given(isa, dtype):
+    """Saved ones give the bits that drawn ones give; where there is no key, it does not matter which."""
+    lengths = (3, 0, 26, 1, 70, 129)
+    (q, k, v), _ = strided_qkv(229, 2, 24, dtype, 2)
+    dout, options = randn(231, 2, 24, dtype=dtype, seed=9), options_of(lengths, 2, slack=40)
+    scale = options["scale"]
+    out, lse, _, bits = cpu.attention_fwd(
+        q, k, v, ends(lengths), 169, scale, True, options["bias"], options["gate"], 0.25, SEED, OFFSET,
+        False, True,
+    )  # fmt: skip
+    assert (bits.dtype, tuple(bits.shape)) == (torch.int32, (2, 231, 6))
+    drawn = backward(dout, q, k, v, out, lse, lengths, **options)
+    noise = torch.randint(-(2**31), 2**31, bits.shape, generator=torch.Generator().manual_seed(1)).int()
+    keys = torch.arange(6 * 32)
+    start = 0
+    for n in lengths:
+        row = (keys >= n).unflatten(0, (6, 32)).long() << keys[:32]  # what is past the sequence
+        other = torch.where(row.sum(-1) >= 2**31, row.sum(-1) - 2**32, row.sum(-1)).int()
+        bits[:, start : start + n] ^= noise[:, start : start + n] & other
+        start += n
+    bits[:, start:] = noise[:, start:]
+    for actual, e in zip(
+        backward(dout, q, k, v, out, lse, lengths, **options, keep_bits=bits), drawn, strict=True
+    ):
+        assert torch.equal(actual.nan_to_num(), e.nan_to_num())
+    flipped = backward(dout, q, k, v, out, lse, lengths, **options, keep_bits=~bits)
+    assert not any(torch.equal(actual, e) for actual, e in zip(flipped[:3], drawn[:3], strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -602,7 +632,7 @@ def test_dropout_bits(isa, seed, p):
     unit = unit.unsqueeze(1).expand(-1, nheads, -1).contiguous()
     for offset in (0, 2**32 - 1):
         args = (ends(lengths), n, 1.0, False, None, None, p, seed, offset)
-        out, lse, *_ = cpu.attention_fwd(q, q, unit, *args, False, False)
+        out, lse, _, bits = cpu.attention_fwd(q, q, unit, *args, False, True)
         needs = (False, False, True, False, False)
         dv = cpu.attention_bwd(unit, q, q, unit, out, lse, *args, None, *needs)[2]
         start = 0
@@ -613,6 +643,9 @@ def test_dropout_bits(isa, seed, p):
                 keep = philox_keep(seed, offset, head, rows, torch.arange(length), p)
                 dropped = out[cells, head, :length].float()
                 assert torch.equal(dropped != 0, keep)
+                columns = torch.arange(length)
+                saved = bits[head, cells, columns // 32] >> (columns % 32) & 1
+                assert torch.equal(saved.bool(), keep)
                 assert torch.equal(dv[cells, head, :length].t() != 0, keep)
                 assert torch.allclose(dropped, keep / (length * (1 - p)), **near)
                 assert torch.allclose(dv[cells, head, :length].t().float(), dropped, **near)

@@ -17,7 +17,6 @@ from fastbert import dispatch, testing
 from fastbert.backends import reference
 from fastbert.backends import triton as backend
 from fastbert.cases.attention import CASES, SMALL, AttentionCase
-from fastbert.ops import attention as attention_op
 from fastbert.ops.attention import attention, keep_mask
 from tests import test_triton_attention as forward
 from tests.test_triton_attention import (  # noqa: F401 (a fixture for all, and one by name)
@@ -67,12 +66,6 @@ SLOW = ("wide-high", "two-words")
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CUTS])
 def tiles(request, monkeypatch):
     monkeypatch.setattr(kernels, "configs_for", CUTS[request.param])
-
-
-@pytest.fixture(autouse=True)
-def bits_are_saved(monkeypatch):
-    """As on a GPU."""
-    monkeypatch.setattr(attention_op, "SAVED_ON", {DEVICE.type})
 
 
 @pytest.fixture

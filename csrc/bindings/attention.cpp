@@ -41,19 +41,22 @@ void fill(Attention& out, const py::tuple& common) {
     check_shape(out.batch, out.headdim);
 }
 
-void attention_fwd(const py::tuple& common, Address out, Address lse, Address probs, int threads) {
+void attention_fwd(const py::tuple& common, Address out, Address lse, Address probs, Address keep_bits,
+                   int threads) {
     AttentionFwd args{};
     fill(args, common);
     args.out = pointer(out);
     args.lse = pointer<float>(lse);
     args.probs = pointer(probs);
+    args.keep_bits = pointer<std::int32_t>(keep_bits);
     run([&] { return cpu_attention_fwd(args, threads); });
 }
 
-void attention_bwd(const py::tuple& common, Address dout, Address dq, Address dk, Address dv, Address ds,
-                   Address dgate, int threads) {
+void attention_bwd(const py::tuple& common, Address keep_bits, Address dout, Address dq, Address dk,
+                   Address dv, Address ds, Address dgate, int threads) {
     AttentionBwd args{};
     fill(args, common);
+    args.keep_bits = pointer<const std::int32_t>(keep_bits);
     args.dout = pointer(dout);
     args.dq = pointer(dq);
     args.dk = pointer(dk);

@@ -34,10 +34,12 @@ struct AttentionFwd : Attention {
     void* out;    // (total, nheads, headdim) contiguous; rows from cu_seqlens[batch] on are not written
     float* lse;   // (nheads, total); the same; null: not wanted
     void* probs;  // (batch, nheads, S, S) of dtype, zero on entry; null: not wanted
+    std::int32_t* keep_bits;  // (nheads, total, ceil(S / 32)), with dropout; null: not wanted
 };
 
 struct AttentionBwd : Attention {
-    const void* dout;    // contiguous
+    const std::int32_t* keep_bits;  // forward's; null: to be drawn again
+    const void* dout;               // contiguous
     void *dq, *dk, *dv;  // contiguous; rows from cu_seqlens[batch] on are not written; null: not wanted
     float* ds;      // (batch, nheads, S, S), zero on entry: dS of every sequence and head; null: not wanted
     double* dgate;  // (batch, nheads); null: not wanted

@@ -78,12 +78,10 @@ void transpose_rows(const Heads& t, std::int64_t first, std::int64_t head, std::
 }
 
 // out = dropout(p) rounded, without the factor 1 / (1 - p); zeros up to the next multiple of kLanes.
-FASTBERT_INLINE void narrow_row(const float* p, std::int64_t keys, const DropoutArgs& args, std::int64_t head,
-                                std::int64_t row, Pair* out) {
-    for_kept(keys, args, head, row,
-             [&](std::int64_t j, int n, std::uint64_t bits) __attribute__((always_inline)) {
-                 store_words(out + j / 2, narrow(kept(load(p + j, n), bits)), kLanes);
-             });
+FASTBERT_INLINE void narrow_row(const float* p, std::int64_t keys, const std::uint64_t* bits, Pair* out) {
+    for_kept(keys, bits, [&](std::int64_t j, int n, std::uint64_t word) __attribute__((always_inline)) {
+        store_words(out + j / 2, narrow(kept(load(p + j, n), word)), kLanes);
+    });
 }
 
 void clear(Pair* out, std::int64_t count) {
@@ -101,9 +99,9 @@ void pair_weights(const Pair* rows, std::int64_t stride, std::int64_t count, std
 
 std::int64_t forward_scratch(std::int64_t seqlen, std::int64_t headdim) {
     const std::int64_t keys = round_up(seqlen, kKeyPanel), width = width_of(headdim);
-    // panels of K, pairs of rows of V; of a block: q, P, out and scores
-    const std::int64_t own =
-        keys * half(headdim) + keys / 2 * width + kQueryBlock * (width / 2 + keys / 2 + width + keys);
+    // bits of a row; panels of K, pairs of rows of V; of a block: q, P, out and scores
+    const std::int64_t own = bits_room(keys) + keys * half(headdim) + keys / 2 * width +
+                             kQueryBlock * (width / 2 + keys / 2 + width + keys);
     return more(round_up(own, 16), avx512::attention_kernels.forward_scratch(less(seqlen, kFew), headdim));
 }
 
@@ -114,7 +112,9 @@ void forward(const AttentionFwd& args, std::int64_t sequence, std::int64_t head,
         return avx512::attention_kernels.forward(args, sequence, head, begin, end, scratch);
     const std::int64_t n = tokens.length, keys = round_up(n, kKeyPanel);
     const std::int64_t headdim = args.headdim, width = width_of(headdim), depth = half(headdim);
-    Pair *panels = reinterpret_cast<Pair*>(scratch), *v = panels + keys * depth, *q = v + keys / 2 * width;
+    std::uint64_t* const bits = reinterpret_cast<std::uint64_t*>(scratch);
+    Pair *panels = reinterpret_cast<Pair*>(scratch + bits_room(keys)), *v = panels + keys * depth,
+         *q = v + keys / 2 * width;
     Pair* weights = q + kQueryBlock * width / 2;
     float* out = reinterpret_cast<float*>(weights + kQueryBlock * keys / 2);
     float* scores = out + kQueryBlock * width;
@@ -144,7 +144,7 @@ void forward(const AttentionFwd& args, std::int64_t sequence, std::int64_t head,
                     store(p + j, mul(load(s + j, m), broadcast(inverse)), m);
                 });
             }
-            narrow_row(s, n, args.dropout, head, row, weights + r * keys / 2);
+            narrow_row(s, n, kept_in_forward(args, head, row, n, bits), weights + r * keys / 2);
             factor[r] = inverse * common;
         }
         times_rows(weights, keys / 2, padded, v, width, half(n), width, out);
@@ -157,10 +157,11 @@ void forward(const AttentionFwd& args, std::int64_t sequence, std::int64_t head,
 
 std::int64_t backward_scratch(std::int64_t seqlen, std::int64_t headdim) {
     const std::int64_t keys = round_up(seqlen, kKeyPanel), width = width_of(headdim);
-    // panels of K and V, pairs of rows of K; dk and dv (more, for the last tile); of a block: q and dout,
-    // each in pairs of columns and of rows, dq, P and dP, weights and dS, each in pairs of keys and of
-    // queries
-    const std::int64_t own = 2 * keys * half(headdim) + keys / 2 * width + 2 * (keys + kLanes) * width +
+    // bits of a row; panels of K and V, pairs of rows of K; dk and dv (more, for the last tile); of a block:
+    // q and dout, each in pairs of columns and of rows, dq, P and dP, weights and dS, each in pairs of keys
+    // and of queries
+    const std::int64_t own = bits_room(keys) + 2 * keys * half(headdim) + keys / 2 * width +
+                             2 * (keys + kLanes) * width +
                              kQueryBlock * (2 * width + width + 2 * keys + keys + keys + kLanes);
     return more(round_up(own, 16), avx512::attention_kernels.backward_scratch(less(seqlen, kFew), headdim));
 }
@@ -170,7 +171,8 @@ void backward(const AttentionBwd& args, std::int64_t sequence, std::int64_t head
     if (tokens.length < kFew) return avx512::attention_kernels.backward(args, sequence, head, scratch);
     const std::int64_t n = tokens.length, keys = round_up(n, kKeyPanel), stride = keys + kLanes;
     const std::int64_t headdim = args.headdim, width = width_of(headdim), depth = half(headdim);
-    Pair *k_panels = reinterpret_cast<Pair*>(scratch), *v_panels = k_panels + keys * depth;
+    std::uint64_t* const bits = reinterpret_cast<std::uint64_t*>(scratch);
+    Pair *k_panels = reinterpret_cast<Pair*>(scratch + bits_room(keys)), *v_panels = k_panels + keys * depth;
     Pair *k = v_panels + keys * depth, *q = k + keys / 2 * width, *dout = q + kQueryBlock * width / 2;
     Pair *q_pairs = dout + kQueryBlock * width / 2, *dout_pairs = q_pairs + kQueryBlock / 2 * width;
     Pair *w = dout_pairs + kQueryBlock / 2 * width, *ds = w + kQueryBlock * keys / 2;
@@ -202,14 +204,15 @@ void backward(const AttentionBwd& args, std::int64_t sequence, std::int64_t head
                                             bias_row(args.bias, sequence, head, i + r));
             const float inverse = softmax.sum == 0.0f ? 0.0f : 1.0f / softmax.sum;
             const Vec normal = broadcast(inverse);
+            const std::uint64_t* const kept = kept_in_backward(args, head, row, n, bits);
             if (!need_ds) {
                 for_vectors(n, [&](std::int64_t j, int, int c) __attribute__((always_inline)) {
                     store(pr + j, mul(load(pr + j, c), normal), c);
                 });
-                narrow_row(pr, n, args.dropout, head, row, w + r * keys / 2);
+                narrow_row(pr, n, kept, w + r * keys / 2);
                 continue;
             }
-            if (drop) weigh(dpr, dpr, n, 1.0f, args.dropout, head, row);
+            if (drop) weigh(dpr, dpr, n, args.dropout.scale, kept);
             Vec total[4] = {zero(), zero(), zero(), zero()};
             for_vectors(n, [&](std::int64_t j, int m, int c) __attribute__((always_inline)) {
                 const Vec probability = mul(load(pr + j, c), normal);
@@ -218,7 +221,7 @@ void backward(const AttentionBwd& args, std::int64_t sequence, std::int64_t head
             });
             const float delta = sum4(total);
             gate_sum += delta;
-            if (args.dv != nullptr) narrow_row(pr, n, args.dropout, head, row, w + r * keys / 2);
+            if (args.dv != nullptr) narrow_row(pr, n, kept, w + r * keys / 2);
             Pair* ds_row = ds + r * keys / 2;
             float* wide =
                 args.ds == nullptr

@@ -83,7 +83,8 @@ constexpr std::int64_t kFewRows = kFewKeys + kRows, kFewStride = kFewKeys + kLan
 
 std::int64_t forward_scratch(std::int64_t seqlen, std::int64_t headdim) {
     const std::int64_t keys = round_up(seqlen, kKeyPanel), width = width_of(headdim);
-    const std::int64_t many = keys * headdim + keys * width + kQueryBlock * (2 * width + keys);
+    const std::int64_t many =
+        bits_room(keys) + keys * headdim + keys * width + kQueryBlock * (2 * width + keys);
     const std::int64_t few = kFewKeys * headdim + kFewKeys * width + kFewRows * (2 * width + kFewStride);
     return round_up(many > few ? many : few, 16);
 }
@@ -157,12 +158,14 @@ void forward_as(const AttentionFwd& args, std::int64_t sequence, std::int64_t he
     const bool plain = !args.causal && args.bias.data == nullptr && args.dropout.seed == nullptr;
     if (plain && n <= kFewKeys && end - begin == n && forward_few<T>(args, sequence, head, scratch)) return;
     const std::int64_t headdim = args.headdim, width = width_of(headdim);
-    float *panels = scratch, *room = panels + keys * headdim, *q = room + keys * width;
+    std::uint64_t* const bits = reinterpret_cast<std::uint64_t*>(scratch);
+    float *panels = scratch + bits_room(keys), *room = panels + keys * headdim, *q = room + keys * width;
     float *out = q + kQueryBlock * width, *scores = out + kQueryBlock * width;
     transpose_rows<T>(args.k, tokens.start, head, n, headdim, panels);
     std::int64_t v_row;
     const float* const v = float_rows<T>(args.v, tokens.start, head, n, headdim, width, room, v_row);
     const float gate = args.gate == nullptr ? 1.0f : args.gate[head];
+    const float common = args.dropout.seed == nullptr ? gate : gate * args.dropout.scale;
     for (std::int64_t i = begin; i < end; i += kQueryBlock) {
         const std::int64_t rows = less(kQueryBlock, end - i), padded = round_up(rows, kRows);
         copy_rows<T>(args.q, tokens.start + i, head, rows, padded, headdim, width, q);
@@ -185,8 +188,9 @@ void forward_as(const AttentionFwd& args, std::int64_t sequence, std::int64_t he
                     store(p + j, mul(load(s + j, m), broadcast(inverse)), m);
                 });
             }
-            if (args.dropout.seed != nullptr) weigh(s, s, n, 1.0f, args.dropout, head, row);
-            factor[r] = inverse * gate;
+            if (const std::uint64_t* kept = kept_in_forward(args, head, row, n, bits))
+                weigh(s, s, n, 1.0f, kept);
+            factor[r] = inverse * common;
         }
         times_rows(scores, keys, padded, v, v_row, n, width, out);
         for (std::int64_t r = 0; r < rows; ++r) {
@@ -200,9 +204,11 @@ void forward_as(const AttentionFwd& args, std::int64_t sequence, std::int64_t he
 
 std::int64_t backward_scratch(std::int64_t seqlen, std::int64_t headdim) {
     const std::int64_t keys = round_up(seqlen, kKeyPanel), width = width_of(headdim);
-    // panels of K and V; rows of K, dk and dv (kRows more, for the last tile); q, dout, dq; P, dP, weights
-    return round_up(
-        2 * keys * headdim + 3 * (keys + kRows) * width + kQueryBlock * (3 * width + 3 * (keys + kRows)), 16);
+    // bits of a row; panels of K and V; rows of K, dk and dv (kRows more, for the last tile); q, dout, dq; P,
+    // dP, weights
+    return round_up(bits_room(keys) + 2 * keys * headdim + 3 * (keys + kRows) * width +
+                        kQueryBlock * (3 * width + 3 * (keys + kRows)),
+                    16);
 }
 
 template <class T>
@@ -210,7 +216,9 @@ void backward_as(const AttentionBwd& args, std::int64_t sequence, std::int64_t h
     const Span tokens = span_of(args, sequence);
     const std::int64_t n = tokens.length, keys = round_up(n, kKeyPanel), tall = n + kRows;
     const std::int64_t headdim = args.headdim, width = width_of(headdim), stride = keys + kRows;
-    float *k_panels = scratch, *v_panels = k_panels + keys * headdim, *k = v_panels + keys * headdim;
+    std::uint64_t* const bits = reinterpret_cast<std::uint64_t*>(scratch);
+    float *k_panels = scratch + bits_room(keys), *v_panels = k_panels + keys * headdim,
+          *k = v_panels + keys * headdim;
     float *dk = k + (keys + kRows) * width, *dv = dk + (keys + kRows) * width,
           *q = dv + (keys + kRows) * width;
     float *dout = q + kQueryBlock * width, *dq = dout + kQueryBlock * width, *p = dq + kQueryBlock * width;
@@ -223,6 +231,7 @@ void backward_as(const AttentionBwd& args, std::int64_t sequence, std::int64_t h
     for (std::int64_t e = 0; e < tall * width; ++e) dk[e] = dv[e] = 0.0f;
     for (std::int64_t e = 0; e < kQueryBlock * stride; ++e) p[e] = w[e] = 0.0f;  // the last tile reads past n
     const float gate = args.gate == nullptr ? 1.0f : args.gate[head];
+    const float scale = args.dropout.seed == nullptr ? 1.0f : args.dropout.scale;
     double gate_sum = 0.0;
     const std::int64_t step = args.nheads * headdim, first = tokens.start * step + head * headdim;
     for (std::int64_t i = 0; i < n; i += kQueryBlock) {
@@ -238,14 +247,15 @@ void backward_as(const AttentionBwd& args, std::int64_t sequence, std::int64_t h
                                             bias_row(args.bias, sequence, head, i + r));
             const float inverse = softmax.sum == 0.0f ? 0.0f : 1.0f / softmax.sum;
             const Vec normal = broadcast(inverse);
+            const std::uint64_t* const kept = kept_in_backward(args, head, row, n, bits);
             if (!need_ds) {
                 for_vectors(n, [&](std::int64_t j, int, int c) __attribute__((always_inline)) {
                     store(pr + j, mul(load(pr + j, c), normal), c);
                 });
-                weigh(pr, wr, n, gate, args.dropout, head, row);
+                weigh(pr, wr, n, gate * scale, kept);
                 continue;
             }
-            if (args.dropout.seed != nullptr) weigh(dpr, dpr, n, 1.0f, args.dropout, head, row);
+            if (kept != nullptr) weigh(dpr, dpr, n, scale, kept);
             Vec total[4] = {zero(), zero(), zero(), zero()};
             for_vectors(n, [&](std::int64_t j, int m, int c) __attribute__((always_inline)) {
                 const Vec probability = mul(load(pr + j, c), normal);
@@ -254,7 +264,7 @@ void backward_as(const AttentionBwd& args, std::int64_t sequence, std::int64_t h
             });
             const float delta = sum4(total);
             gate_sum += delta;
-            if (args.dv != nullptr) weigh(pr, wr, n, gate, args.dropout, head, row);
+            if (args.dv != nullptr) weigh(pr, wr, n, gate * scale, kept);
             float* ds =
                 args.ds == nullptr
                     ? nullptr

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstring>
 
 #include "attention.h"
 #include "exp.h"
@@ -157,33 +158,68 @@ FASTBERT_INLINE const float* bias_row(const Bias& bias, std::int64_t sequence, s
                : bias.data + sequence * bias.batch_stride + head * bias.head_stride + i * bias.row_stride;
 }
 
-// f(j, n, bits) for every vector of a row's keys: bit i says whether dropout keeps key j + i; all ones
-// without dropout. 64 columns share a word of bits.
+// Floats of scratch that hold the bits of one row of up to `keys` keys.
+FASTBERT_INLINE std::int64_t bits_room(std::int64_t keys) { return round_up(keys / 32, 16); }
+
+// Where `keep_bits` has those of one row, and how many bytes they are.
+template <class Word>
+FASTBERT_INLINE Word* saved_bits(Word* keep_bits, const Attention& args, std::int64_t head,
+                                 std::int64_t row) {
+    return keep_bits + (head * args.total + row) * ((args.max_seqlen + 31) / 32);
+}
+FASTBERT_INLINE std::size_t saved_size(std::int64_t keys) {
+    return static_cast<std::size_t>((keys + 31) / 32 * 4);
+}
+
+// The bits that dropout draws for one row, 64 keys a word, at `bits`; null without dropout.
+FASTBERT_INLINE const std::uint64_t* drawn_bits(const DropoutArgs& args, std::int64_t head, std::int64_t row,
+                                                std::int64_t keys, std::uint64_t* bits) {
+    if (args.seed == nullptr) return nullptr;
+    const Dropout dropout{*args.seed, args.offset, static_cast<std::uint32_t>(head), args.threshold};
+    for (std::int64_t block = 0; block < (keys + 63) / 64; ++block)
+        bits[block] =
+            philox_keep(dropout, static_cast<std::uint32_t>(row), static_cast<std::uint32_t>(block));
+    return bits;
+}
+
+// The same, left at `keep_bits` for backward if it is not null.
+FASTBERT_INLINE const std::uint64_t* kept_in_forward(const AttentionFwd& args, std::int64_t head,
+                                                     std::int64_t row, std::int64_t keys,
+                                                     std::uint64_t* bits) {
+    const std::uint64_t* const drawn = drawn_bits(args.dropout, head, row, keys, bits);
+    if (drawn != nullptr && args.keep_bits != nullptr)
+        std::memcpy(saved_bits(args.keep_bits, args, head, row), drawn, saved_size(keys));
+    return drawn;
+}
+
+FASTBERT_INLINE const std::uint64_t* kept_in_backward(const AttentionBwd& args, std::int64_t head,
+                                                      std::int64_t row, std::int64_t keys,
+                                                      std::uint64_t* bits) {
+    if (args.dropout.seed == nullptr || args.keep_bits == nullptr)
+        return drawn_bits(args.dropout, head, row, keys, bits);
+    std::memcpy(bits, saved_bits(args.keep_bits, args, head, row), saved_size(keys));
+    return bits;
+}
+
+// f(j, n, bits) for every vector of a row's keys: bit i says whether dropout keeps key j + i; all ones where
+// `kept` is null.
 template <class F>
-FASTBERT_INLINE void for_kept(std::int64_t keys, const DropoutArgs& args, std::int64_t head, std::int64_t row,
-                              const F& f) {
-    const bool drop = args.seed != nullptr;
-    const Dropout dropout{drop ? *args.seed : 0, args.offset, static_cast<std::uint32_t>(head),
-                          args.threshold};
+FASTBERT_INLINE void for_kept(std::int64_t keys, const std::uint64_t* kept, const F& f) {
     for (std::int64_t block = 0; block < keys; block += 64) {
-        const std::uint64_t bits = drop ? philox_keep(dropout, static_cast<std::uint32_t>(row),
-                                                      static_cast<std::uint32_t>(block / 64))
-                                        : ~0ull;
+        const std::uint64_t bits = kept == nullptr ? ~0ull : kept[block / 64];
         for (std::int64_t j = block; j < less(keys, block + 64); j += kLanes)
             f(j, static_cast<int>(less(keys - j, kLanes)), bits >> (j - block));
     }
 }
 
-// w = dropout(p) times `factor`.
-FASTBERT_INLINE void weigh(const float* p, float* w, std::int64_t keys, float factor, const DropoutArgs& args,
-                           std::int64_t head, std::int64_t row) {
-    const bool drop = args.seed != nullptr;
-    const Vec scale = broadcast(drop ? factor * args.scale : factor);
-    for_kept(keys, args, head, row,
-             [&](std::int64_t j, int n, std::uint64_t bits) __attribute__((always_inline)) {
-                 const Vec x = mul(load(p + j, n), scale);
-                 store(w + j, drop ? kept(x, bits) : x, n);
-             });
+// w = p times `factor` where `bits` keep it, else 0.
+FASTBERT_INLINE void weigh(const float* p, float* w, std::int64_t keys, float factor,
+                           const std::uint64_t* bits) {
+    const Vec scale = broadcast(factor);
+    for_kept(keys, bits, [&](std::int64_t j, int n, std::uint64_t word) __attribute__((always_inline)) {
+        const Vec x = mul(load(p + j, n), scale);
+        store(w + j, bits == nullptr ? x : kept(x, word), n);
+    });
 }
 
 }  // namespace

@@ -12,8 +12,8 @@ Backward, with dO = gate * dout and delta = rowsum(dout ∘ out) (= rowsum(P ∘
     dq = softmax_scale * dS k,  dk = softmax_scale * dSᵀ q
     dbias = Σ dS over the broadcast dimensions,  dgate = Σ_rows rowsum(dout ∘ (D v))
 
-P is recomputed from lse: nothing of size seqlen² is saved, but one bit for each probability where
-`fastbert.ops.dropout.SAVED_ON` says so; elsewhere the dropout bits are recomputed from the seed.
+P is recomputed from lse: nothing of size seqlen² is saved but dropout's bits, one for each probability, and
+those only where `fastbert.ops.dropout.SAVED_ON` says so; elsewhere they are drawn again from the seed.
 
 Packed layout: q, k, v (total, nheads, headdim), sequence b in rows cu_seqlens[b] to cu_seqlens[b + 1]. They
 may be strided views of one (total, 3, nheads, headdim) tensor: only the last dimension must be contiguous
@@ -153,24 +153,22 @@ def keep_mask(
     return torch.stack([word >= threshold(dropout_p) for word in words], dim=-1).flatten(-2)[..., :seqlen]
 
 
-def saved_bits(
-    seed: Tensor, offset: int, cu_seqlens: Tensor, total: int, nheads: int, max_seqlen: int, dropout_p: float
-) -> Tensor:
-    """The dropout bits as `attention_fwd` saves them (see the module), those outside a sequence 0; no host
-    synchronisation.
-    """
-    device, n_words = seed.device, -(-max_seqlen // 32)
-    position = torch.arange(max_seqlen, device=device)
-    places = torch.ones((), dtype=torch.int64, device=device) << torch.arange(32, device=device)
-    bits = torch.zeros((total + 1, nheads, n_words), dtype=torch.int32, device=device)
-    for b in range(cu_seqlens.shape[0] - 1):
-        start, end = cu_seqlens[b].long(), cu_seqlens[b + 1].long()
-        keep = keep_mask(seed, offset, cu_seqlens[b : b + 1], nheads, 32 * n_words, dropout_p)[0]
-        words = (keep[:, :max_seqlen].unflatten(-1, (n_words, 32)) * places).sum(-1)
-        words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-        row = torch.where(position < end - start, start + position, total)
-        bits[row] = words.transpose(0, 1)
-    return bits[:total].transpose(0, 1).contiguous()
+def pack_bits(keep: Tensor) -> Tensor:
+    """Bool (…, n) -> int32 (…, ceil(n / 32)): bit i of word w is element 32 w + i; the last word's rest 0."""
+    n_words = -(-keep.shape[-1] // 32)
+    keep = torch.nn.functional.pad(keep, (0, 32 * n_words - keep.shape[-1]))
+    places = torch.ones((), dtype=torch.int64, device=keep.device) << _bit_numbers(keep.device)
+    words = (keep.unflatten(-1, (n_words, 32)) * places).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def unpack_bits(words: Tensor, n: int) -> Tensor:
+    """The inverse of `pack_bits`."""
+    return (words.unsqueeze(-1) >> _bit_numbers(words.device) & 1).bool().flatten(-2)[..., :n]
+
+
+def _bit_numbers(device: torch.device) -> Tensor:
+    return torch.arange(32, device=device)
 
 
 # --- custom ops: what torch.compile sees --------------------------------------------------------------------
@@ -247,7 +245,7 @@ def attention_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias, dgate): the first three contiguous in q's dtype; dbias in bias' shape and dgate
     (nheads,) in float32 (float64 for float64); each empty (0,) where not needed. `dout` is contiguous.
-    `keep_bits`: forward's, None where it saved none; a backend reads them or makes the same bits again.
+    `keep_bits`: forward's; None where it saved none, and they are to be drawn again.
     """
     return dispatch.call(
         "attention_bwd",

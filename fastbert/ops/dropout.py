@@ -4,7 +4,7 @@
 counter = (col >> 2, row, plane, offset), the element is kept iff word `col & 3` of philox4x32_10(counter,
 key), read as unsigned, is at least `threshold(p)`. The bits depend on nothing else: not on the device, the
 backend, the tile shape or the address of the seed. So forward, backward and recomputation agree without
-storing a mask. Whether storing it is faster nevertheless is a matter of the device: `SAVED_ON`.
+storing a mask; where storing one is faster all the same, `SAVED_ON` says so.
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Philox4x32-10).
 """
@@ -18,10 +18,9 @@ _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
 
-# Where attention's forward saves its bits, one for each probability, for backward, which needs them twice.
-# GPU: Philox is half of the instructions that every probability costs (CONTRIBUTING, Measured facts).
-# CPU: drawing them takes SAVED_PERCENT of backward, less than what it costs to write and read them.
-SAVED_ON = frozenset({"cuda"})
+# Devices on which attention's forward saves its bits, one for each probability, for backward: the one place
+# where this is chosen. CPU: measured, GPU: counted in instructions (CONTRIBUTING, Measured facts).
+SAVED_ON = frozenset({"cpu", "cuda"})
 
 
 def threshold(dropout_p: float) -> int:

@@ -5,6 +5,7 @@
 from tests.mutation import Fault, Suite
 
 _KERNEL = "kernels/attention.py"
+_PHILOX = "kernels/philox.py"
 _BACKEND = "fastbert/backends/triton/attention.py"
 
 
@@ -55,8 +56,19 @@ FAULTS = (
     _fault("dropout scale forgotten", "factor = inverse * keep_scale", "factor = inverse"),
     _fault("dropout before the sum", "            weights = tl.where(keep, weights, 0.0)\n", "            norm = norm - tl.sum(tl.where(keep, 0.0, weights), 1)\n            weights = tl.where(keep, weights, 0.0)\n"),
     _fault("dropout by the row in its sequence", "packed_rows = start + first_row + tl.arange(0, BLOCK_M)", "packed_rows = first_row + tl.arange(0, BLOCK_M)"),
-    _fault("dropout of plane 0", "philox_keep(seed_ptr, offset, head, packed_rows", "philox_keep(seed_ptr, offset, 0, packed_rows"),
-    _fault("dropout column of the block", "packed_rows, first_key, threshold", "packed_rows, first_key * 0, threshold"),
+    _fault("dropout of plane 0", "seed_ptr, offset, head, packed_rows, inside", "seed_ptr, offset, 0, packed_rows, inside"),
+    _fault("dropout column of the block", "packed_rows, inside, first_key, threshold", "packed_rows, inside, first_key * 0, threshold"),
+    _fault("bits of all heads in one place", "bits_ptr += wide_head * total * bits_stride", "bits_ptr += 0 * total * bits_stride"),
+    _fault("bits of other rows", "inside = first_row + tl.arange(0, BLOCK_M) < length", "inside = first_row + tl.arange(0, BLOCK_M) < length + 1"),
+    _fault("word bits drawn of the first columns", "col_start + w * WORD, threshold, BLOCK_M, WORD)", "col_start, threshold, BLOCK_M, WORD)", _PHILOX),
+    _fault("second word as the first", "tl.where(cols < w * WORD, words, word)", "words", _PHILOX),
+    _fault("bits of a word shifted", "(words >> (cols % WORD)) & 1", "(words >> ((cols + 1) % WORD)) & 1", _PHILOX),
+    _fault("lanes of a word swapped", "((r1 >= least).to(tl.int32) << 1)", "((r2 >= least).to(tl.int32) << 1)", _PHILOX),
+    _fault("groups of a word not shifted", "tl.sum(bits << (4 * tl.arange(0, WORD // 4))[None, :], 1)", "tl.sum(bits << (2 * tl.arange(0, WORD // 4))[None, :], 1)", _PHILOX),
+    _fault("words of the tile, not of the row", "column = col_start // WORD + w", "column = w", _PHILOX),
+    _fault("int32 rows of the bits", "rows.to(tl.int64) * bits_stride + column", "rows * bits_stride + column", _PHILOX),
+    _fault("bits not saved", "tl.store(word_at, word.to(bits_ptr.dtype.element_ty), mask=here)", "pass", _PHILOX),
+    _fault("half words in the place of words", "keep_bits if block_n % 32 == 0 else keep_bits.view(torch.int16)", "keep_bits"),
     _fault("probs unnormalised", "_weights(scores, top, unit, FOLDED) * inverse[:, None]", "_weights(scores, top, unit, FOLDED)"),
     _fault("probs only up to the sequence's end", "BLOCK_N * BLOCK_N, max_seqlen, BLOCK_N):", "BLOCK_N * BLOCK_N, length, BLOCK_N):"),
     _fault("last probs overwritten with 0", "tl.range((end + BLOCK_N - 1) // BLOCK_N * BLOCK_N, max", "tl.range(end // BLOCK_N * BLOCK_N, max"),
@@ -110,6 +122,8 @@ TESTS = (
     "strided_inputs_with_poisoned_gaps",
     "neighbours_and_unused_cells_may_be_nan",
     "dropout_bits_are_the_definitions",
+    "saved_bits_are_the_definitions",
+    "bits_beyond_2_to_31_words",
     "dropout_leaves_lse_and_probs_alone",
     "softmax_scale",
     "a_mask_of_the_lowest_number_is_not_minus_infinity",

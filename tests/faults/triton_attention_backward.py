@@ -5,6 +5,7 @@
 from tests.mutation import Fault, Suite
 
 _KERNEL = "kernels/attention_backward.py"
+_PHILOX = "kernels/philox.py"
 _BACKEND = "fastbert/backends/triton/attention.py"
 
 
@@ -34,8 +35,8 @@ FAULTS = (
     _fault("chunks do not add up", "acc = tl.dot(a, tl.trans(b), acc, input_precision", "acc = tl.dot(a, tl.trans(b), input_precision"),
     # dq
     _fault("delta of the first half", "delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)", "delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1) * 0.5"),
-    _fault("delta not subtracted in dq", "dscores = weights * (dprobs * factor - delta[:, None])\n                dq", "dscores = weights * (dprobs * factor)\n                dq"),
-    _fault("gate not in dP of dq", "dscores = weights * (dprobs * factor - delta[:, None])\n                dq", "dscores = weights * (dprobs * keep_scale - delta[:, None])\n                dq"),
+    _fault("delta not subtracted in dq", "dscores = weights * (dprobs * factor - delta[:, None])\n                    dq", "dscores = weights * (dprobs * factor)\n                    dq"),
+    _fault("gate not in dP of dq", "dscores = weights * (dprobs * factor - delta[:, None])\n                    dq", "dscores = weights * (dprobs * keep_scale - delta[:, None])\n                    dq"),
     _fault("dq of the last block only", "dq = tl.dot(dscores.to(k.dtype), k, dq, input", "dq = tl.dot(dscores.to(k.dtype), k, input"),
     _fault("dq not scaled", "dq * (inverse * scale)[:, None]", "dq * inverse[:, None]"),
     _fault("dq not normalised", "dq * (inverse * scale)[:, None]", "dq * scale"),
@@ -64,12 +65,21 @@ FAULTS = (
     _fault("dv in low precision", "dv = tl.dot(dropped.to(do.dtype), do", "dv = tl.dot(dropped.to(tl.float16).to(do.dtype), do"),
     _fault("lse without a guard in dk", "shift = _finite(tl.load(lse_ptr + rows, mask=rows < length, other=0.0))", "shift = tl.load(lse_ptr + rows, mask=rows < length, other=0.0)"),
     # dropout
-    _fault("dropout of plane 0", "keep = philox_keep(seed_ptr, offset, head, start + rows, first_key, threshold, BLOCK_M, BLOCK_N)", "keep = philox_keep(seed_ptr, offset, 0, start + rows, first_key, threshold, BLOCK_M, BLOCK_N)"),
-    _fault("dropout by the row in its sequence", "keep = philox_keep(seed_ptr, offset, head, start + rows, first_key, threshold, BLOCK_M, BLOCK_N)", "keep = philox_keep(seed_ptr, offset, head, rows, first_key, threshold, BLOCK_M, BLOCK_N)"),
-    _fault("dk's dropout by the row in its sequence", "                        seed_ptr, offset, head, start + rows, first_key", "                        seed_ptr, offset, head, rows, first_key"),
-    _fault("dk's dropout of the first keys", "                        seed_ptr, offset, head, start + rows, first_key", "                        seed_ptr, offset, head, start + rows, first_key * 0"),
+    _fault("dropout of plane 0", "            seed_ptr, offset, head, start + rows, rows < length, first_key, threshold, bits_ptr, bits_stride,\n            BLOCK_M", "            seed_ptr, offset, 0, start + rows, rows < length, first_key, threshold, bits_ptr, bits_stride,\n            BLOCK_M"),
+    _fault("dropout by the row in its sequence", "            seed_ptr, offset, head, start + rows, rows < length, first_key, threshold, bits_ptr, bits_stride,\n            BLOCK_M", "            seed_ptr, offset, head, rows, rows < length, first_key, threshold, bits_ptr, bits_stride,\n            BLOCK_M"),
+    _fault("dk's dropout by the row in its sequence", "start + rows, rows < length, first_key, threshold, bits_ptr,\n", "rows, rows < length, first_key, threshold, bits_ptr,\n"),
+    _fault("dk's dropout of the first keys", "start + rows, rows < length, first_key, threshold, bits_ptr,\n", "start + rows, rows < length, first_key * 0, threshold, bits_ptr,\n"),
+    _fault("saved bits not read in dq and dbias", "BLOCK_M, BLOCK_N, bits_ptr is not None, False,", "BLOCK_M, BLOCK_N, False, False,"),
+    _fault("saved bits not transposed", "(words >> (cols % WORD)) & 1", "(words >> (0 * cols)) & 1", _PHILOX),
+    _fault("second saved word as the first", "tl.where(cols < w * WORD, words, word)", "words", _PHILOX),
+    _fault("int32 rows of the saved bits", "rows.to(tl.int64) * bits_stride + column", "rows * bits_stride + column", _PHILOX),
+    _fault("saved bits of rows past the sequence read", "mask=here, other=0).to(tl.int32)", "other=0).to(tl.int32)", _PHILOX),
+    _fault("dbias with the bits of the first head", "bits_at = bits_ptr + wide_head * total * bits_stride", "bits_at = bits_ptr + 0 * total * bits_stride"),
+    _fault("dq made for nobody", "seed, bits, dq if need_dq else None,", "seed, bits, dq,"),
+    _fault("dk made for nobody", "dk if need_dk else None,", "dk,"),
+    _fault("keys' kernel for nobody", "    if need_dk or need_dv:\n", "    if True:\n"),
     _fault("dropout forgotten in dq", "        dprobs = tl.where(keep, dprobs, 0.0)\n    return", "        dprobs = dprobs\n    return"),
-    _fault("a seed is dropout", "seed = seed if dropout_p > 0 else None", "seed = seed"),
+    _fault("a seed is dropout", "(seed, keep_bits) if dropout_p > 0 else (None, None)", "(seed, keep_bits)"),
     # dbias
     _fault("dbias not normalised", "acc += weights * inverse[:, None] * (", "acc += weights * ("),
     _fault("delta not subtracted in dbias", "* (dprobs * factor - delta[:, None])\n    rows", "* (dprobs * factor)\n    rows"),
@@ -97,8 +107,8 @@ FAULTS = (
     _fault("stored past the sequence", "mask = (rows < end)[:, None] & (dims < HEAD_DIM)[None, :]", "mask = (rows < end + 1)[:, None] & (dims < HEAD_DIM)[None, :]"),
     _fault("stored past the head", "mask = (rows < end)[:, None] & (dims < HEAD_DIM)[None, :]", "mask = (rows < end)[:, None]"),
     _fault("out by dout's strides", "*strides, *out.stride()[:2], *bias_strides", "*strides, *dout.stride()[:2], *bias_strides"),
-    _fault("lse taken for contiguous", "*bias_strides, *dq.stride()[:2], lse.stride(0)", "*bias_strides, *dq.stride()[:2], total"),
-    _fault("dk's lse taken for contiguous", "*bias_strides, *dk.stride()[:2], lse.stride(0)", "*bias_strides, *dk.stride()[:2], total"),
+    _fault("lse taken for contiguous", "        lse.stride(0), bits_stride,\n        nheads", "        total, bits_stride,\n        nheads"),
+    _fault("dk's lse taken for contiguous", "*(dk if need_dk else dv).stride()[:2], lse.stride(0)", "*(dk if need_dk else dv).stride()[:2], total"),
     _fault("broadcast dimensions keep their stride", "tuple(s if n > 1 else 0 for", "tuple(s if n > 0 else 0 for"),
     _fault("stride of cu_seqlens", "cu_seqlens = cu_seqlens.contiguous()", "cu_seqlens = cu_seqlens"),
     _fault("folded whatever the sign of the scale", "folded = bias is None and softmax_scale > 0", "folded = True"),
@@ -121,6 +131,9 @@ TESTS = (
     "rows_without_an_allowed_key",
     "strided_inputs_with_poisoned_gaps",
     "dropout_bits_are_the_definitions",
+    "saved_bits_and_drawn_ones_are_one",
+    "bits_beyond_2_to_31_words",
+    "what_backward_returns",
     "all_cuts_by_the_error_rule",
     "neighbours_and_unused_cells_may_be_nan",
     "a_mask_of_the_lowest_number_is_not_minus_infinity",

@@ -67,7 +67,7 @@ FAULTS = (
            "tl.reshape(lanes, (BLOCK_M, BLOCK_N)).to(tl.int32, bitcast=True) >= threshold", _PHILOX),
     _fault("> for >=", "(BLOCK_M, BLOCK_N)) >= threshold", "(BLOCK_M, BLOCK_N)) > threshold", _PHILOX),
     _fault("offset forgotten", "plane, offset)\n", "plane, 0)\n", _PHILOX),
-    _fault("row of the tile, not of the matrix", "rows.to(tl.uint32)[:, None]", "(rows % BLOCK_M).to(tl.uint32)[:, None]", _PHILOX),
+    _fault("row of the tile, not of the matrix", "rows.to(tl.uint32)[:, None]", "(rows % 4).to(tl.uint32)[:, None]", _PHILOX),
     _fault("column block forgotten in the counter", "(col_start // 4 + tl.arange", "(0 * col_start + tl.arange", _PHILOX),
     _fault("high half of the seed forgotten", "tl.load(seed_ptr), groups", "tl.load(seed_ptr) & 0xFFFFFFFF, groups", _PHILOX),
     _fault("threshold rounded down", "min(round(dropout_p * 2**32), 2**32 - 1)", "min(int(dropout_p * 2**31) * 2, 2**32 - 1)", _PHILOX),

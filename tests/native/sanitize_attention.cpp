@@ -95,9 +95,9 @@ Buffer random_buffer(std::int64_t elements, DType dtype) {
 void require_none(const char* reason) { require(reason == nullptr, reason); }
 
 struct Outputs {
-    Buffer out, lse, probs, dq, dk, dv, ds, dgate;
+    Buffer out, lse, probs, dq, dk, dv, ds, dgate, bits;
     Outputs(std::int64_t elements, std::int64_t rows, std::int64_t cells, std::int64_t planes,
-            std::size_t item)
+            std::int64_t words, std::size_t item)
         : out(elements * item),
           lse(rows * 4),
           probs(cells * item, 0),
@@ -105,7 +105,9 @@ struct Outputs {
           dk(elements * item),
           dv(elements * item),
           ds(cells * 4, 0),
-          dgate(planes * 8) {}
+          dgate(planes * 8),
+          bits(words * 4) {}
+    // all but the bits, of which some are unspecified
     std::vector<const Buffer*> all() const { return {&out, &lse, &probs, &dq, &dk, &dv, &ds, &dgate}; }
 };
 
@@ -177,16 +179,19 @@ int check(const std::vector<std::int32_t>& lengths, std::int64_t nheads, std::in
         std::unique_ptr<Outputs> one_thread;
         for (const int threads : {1, 3}) {
             std::unique_ptr<Outputs> now(new Outputs(total * nheads * headdim, nheads * total,
-                                                     batch * nheads * size * size, batch * nheads, item));
+                                                     batch * nheads * size * size, batch * nheads,
+                                                     nheads * total * ((size + 31) / 32), item));
             AttentionFwd fwd{};
             static_cast<Attention&>(fwd) = common;
             fwd.out = now->out.data();
             fwd.lse = now->lse.data<float>();
             fwd.probs = options ? now->probs.data() : nullptr;
+            fwd.keep_bits = options ? now->bits.data<std::int32_t>() : nullptr;
             require_none(cpu_attention_fwd(fwd, threads));
             AttentionBwd bwd{};
             static_cast<Attention&>(bwd) = common;
             bwd.dout = dout.data();
+            bwd.keep_bits = fwd.keep_bits;
             bwd.dq = now->dq.data();
             bwd.dk = now->dk.data();
             bwd.dv = now->dv.data();

@@ -16,7 +16,7 @@ import math
 
 import torch
 
-from fastbert.ops.attention import from_grid, grid_mask, keep_mask, saved_bits, to_grid
+from fastbert.ops.attention import from_grid, grid_mask, keep_mask, pack_bits, to_grid, unpack_bits
 from fastbert.ops.checks import compute_dtype
 
 # Private operators of PyTorch >= 2.3; where they are gone, the explicit products serve.
@@ -44,6 +44,7 @@ def attention_fwd(
     lse = q.new_empty((nheads, total), dtype=compute)
     batch = cu_seqlens.shape[0] - 1
     probs = q.new_zeros((batch, nheads, max_seqlen, max_seqlen) if return_probs else (0,))
+    keep_bits = q.new_zeros((nheads, total, -(-max_seqlen // 32)) if save_bits else 0, dtype=torch.int32)
     ends = cu_seqlens.tolist()
     fused = _flash is not None and dropout_p == 0 and not return_probs
     for sequences, rows, length, heads in _runs(ends, nheads, q.dtype, fused):
@@ -58,14 +59,16 @@ def attention_fwd(
             o, run_lse, p = _explicit_fwd(qs, ks, vs, mask, softmax_scale, keep, dropout_p)
             if return_probs:
                 probs[sequences, heads, :length, :length] = p
+            if save_bits:
+                words = pack_bits(keep)
+                _bits_of(keep_bits, rows, length, heads)[..., : words.shape[-1]] = words
         if gate is not None:
             o = o * gate[heads].to(compute).reshape(-1, 1, 1)
         _run(out, rows, length, heads).copy_(o)
         _run(lse.t(), rows, length, heads).copy_(run_lse)
     if ends[-1] < total:
         out[ends[-1] :], lse[:, ends[-1] :] = 0, 0
-    bits = _bits(q, cu_seqlens, max_seqlen, dropout_p, seed, offset, save_bits)
-    return out, lse, probs, bits
+    return out, lse, probs, keep_bits
 
 
 def attention_bwd(
@@ -96,7 +99,10 @@ def attention_bwd(
                 0.0, causal and bias is None, attn_mask=mask, scale=softmax_scale,
             )  # fmt: skip
         else:
-            keep = _keep(cu_seqlens[sequences], length, heads, dropout_p, seed, offset)
+            if keep_bits is None:
+                keep = _keep(cu_seqlens[sequences], length, heads, dropout_p, seed, offset)
+            else:
+                keep = unpack_bits(_bits_of(keep_bits, rows, length, heads), length)
             *parts, ds, head = _explicit_bwd(
                 do, qs, ks, vs, None if bias is None else run_lse.isneginf(), mask, softmax_scale,
                 None if gate is None else gate[heads], keep, dropout_p, needed, need_dgate,
@@ -177,10 +183,9 @@ def _keep(first_rows, seqlen, heads, dropout_p, seed, offset):
     return keep_mask(seed, offset, first_rows, heads.stop - heads.start, seqlen, dropout_p, heads.start)
 
 
-def _bits(q, cu_seqlens, max_seqlen, dropout_p, seed, offset, save_bits):
-    if not save_bits:
-        return q.new_empty(0, dtype=torch.int32)
-    return saved_bits(seed, offset, cu_seqlens, *q.shape[:2], max_seqlen, dropout_p)
+def _bits_of(keep_bits, rows, length, heads):
+    """The view (count, nheads, length, words) of a run of the saved bits."""
+    return keep_bits[heads, rows].unflatten(1, (-1, length)).transpose(0, 1)
 
 
 def _explicit_fwd(q, k, v, mask, softmax_scale, keep, dropout_p):
@@ -235,6 +240,7 @@ def _grid_fwd(
     batch = cu_seqlens.shape[0] - 1
     outs = [q.new_zeros((0, max_seqlen, nheads, headdim), dtype=compute)]
     lses = [q.new_zeros((0, nheads, max_seqlen), dtype=compute)]
+    words = [q.new_zeros((0, nheads, max_seqlen, -(-max_seqlen // 32)), dtype=torch.int32)]
     probs = q.new_zeros((batch, nheads, max_seqlen, max_seqlen) if return_probs else (0,))
     for chunk in _chunks(batch, nheads, max_seqlen):
         ends = cu_seqlens[chunk.start : chunk.stop + 1]
@@ -244,14 +250,20 @@ def _grid_fwd(
         o, run_lse, p = _explicit_fwd(qs, ks, vs, mask, softmax_scale, keep, dropout_p)
         if return_probs:
             probs[chunk] = p.to(q.dtype)
+        if save_bits:
+            words.append(pack_bits(keep))
         outs.append(o.transpose(1, 2))
         lses.append(run_lse)
     out, lse = torch.cat(outs), torch.cat(lses).transpose(1, 2)
     if gate is not None:
         out = out * gate.to(compute).unsqueeze(-1)
     lse = from_grid(lse, cu_seqlens, total).t().contiguous()
-    bits = _bits(q, cu_seqlens, max_seqlen, dropout_p, seed, offset, save_bits)
-    return from_grid(out, cu_seqlens, total).to(q.dtype), lse, probs, bits
+    keep_bits = q.new_zeros(0, dtype=torch.int32)
+    if save_bits:
+        keep_bits = (
+            from_grid(torch.cat(words).transpose(1, 2), cu_seqlens, total).transpose(0, 1).contiguous()
+        )
+    return from_grid(out, cu_seqlens, total).to(q.dtype), lse, probs, keep_bits
 
 
 def _grid_bwd(
@@ -271,7 +283,11 @@ def _grid_bwd(
         ends = cu_seqlens[chunk.start : chunk.stop + 1]
         do, qs, ks, vs = (to_grid(t, ends, max_seqlen).to(compute).transpose(1, 2) for t in (dout, q, k, v))
         mask = _grid_bias(ends, max_seqlen, causal, bias, chunk, compute)
-        keep = _keep(ends[:-1], max_seqlen, slice(0, nheads), dropout_p, seed, offset)
+        if keep_bits is None:
+            keep = _keep(ends[:-1], max_seqlen, slice(0, nheads), dropout_p, seed, offset)
+        else:
+            words = to_grid(keep_bits.transpose(0, 1), ends, max_seqlen).transpose(1, 2)
+            keep = unpack_bits(words, max_seqlen)
         *parts, ds, head = _explicit_bwd(
             do, qs, ks, vs, mask.isneginf().all(-1), mask, softmax_scale, gate, keep, dropout_p, needed,
             need_dgate,

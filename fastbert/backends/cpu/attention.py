@@ -6,7 +6,6 @@ import torch
 
 from fastbert._native import DTYPE_CODES, dropout
 from fastbert._native import extension as _C
-from fastbert.ops.attention import saved_bits
 
 
 def bias_args(
@@ -52,15 +51,15 @@ def attention_fwd(
     lse = q.new_empty((nheads, total), dtype=torch.float32)
     batch = cu_seqlens.shape[0] - 1
     probs = q.new_zeros((batch, nheads, max_seqlen, max_seqlen) if return_probs else 0)
+    words = (max_seqlen + 31) // 32
+    keep_bits = q.new_empty((nheads, total, words) if save_bits else 0, dtype=torch.int32)
     _C.cpu_attention_fwd(
-        args, out.data_ptr(), lse.data_ptr(), probs.data_ptr() if return_probs else 0, torch.get_num_threads()
-    )
+        args, out.data_ptr(), lse.data_ptr(), probs.data_ptr() if return_probs else 0,
+        keep_bits.data_ptr() if save_bits else 0, torch.get_num_threads(),
+    )  # fmt: skip
     if end < total:
         out[end:], lse[:, end:] = 0, 0
-    bits = q.new_empty(0, dtype=torch.int32)
-    if save_bits:  # nobody asks for them on a CPU: fastbert.ops.dropout.SAVED_ON
-        bits = saved_bits(seed, offset, cu_seqlens, total, nheads, max_seqlen, dropout_p)
-    return out, lse, probs, bits
+    return out, lse, probs, keep_bits
 
 
 def attention_bwd(
@@ -76,7 +75,8 @@ def attention_bwd(
     ds = lse.new_zeros((batch, nheads, max_seqlen, max_seqlen) if need_dbias else 0)
     dgate = lse.new_empty((batch, nheads) if need_dgate else 0, dtype=torch.float64)
     _C.cpu_attention_bwd(
-        args, dout.data_ptr(), *(g.data_ptr() if need else 0 for g, need in zip(grads, needed, strict=True)),
+        args, 0 if keep_bits is None else keep_bits.data_ptr(), dout.data_ptr(),
+        *(g.data_ptr() if need else 0 for g, need in zip(grads, needed, strict=True)),
         ds.data_ptr() if need_dbias else 0, dgate.data_ptr() if need_dgate else 0, torch.get_num_threads(),
     )  # fmt: skip
     if end < total:

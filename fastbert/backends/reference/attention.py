@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from fastbert.ops.attention import attention_ref, keep_mask, saved_bits
+from fastbert.ops.attention import attention_ref, keep_mask, pack_bits
 from fastbert.ops.checks import compute_dtype
 
 
@@ -25,7 +25,9 @@ def attention_fwd(
     lse = q.new_zeros((nheads, total), dtype=compute)
     batch = cu_seqlens.shape[0] - 1
     probs = q.new_zeros((batch, nheads, max_seqlen, max_seqlen) if return_probs else (0,))
+    keep_bits = lse.new_zeros((nheads, total, -(-max_seqlen // 32)) if save_bits else 0, dtype=torch.int32)
     for b, (rows, length) in _sequences(cu_seqlens):
+        keep = _keep(cu_seqlens, b, length, nheads, dropout_p, seed, offset)
         o, sequence_lse, p = attention_ref(
             *(t[rows].to(compute).unsqueeze(0) for t in (q, k, v)),
             softmax_scale=softmax_scale,
@@ -33,16 +35,16 @@ def attention_fwd(
             bias=None if bias is None else _cut(bias, b, length),
             gate=gate,
             dropout_p=dropout_p,
-            keep_mask=_keep(cu_seqlens, b, length, nheads, dropout_p, seed, offset),
+            keep_mask=keep,
         )
         out[rows] = o[0].to(q.dtype)
         lse[:, rows] = sequence_lse[0]
+        if save_bits:
+            words = pack_bits(keep[0])
+            keep_bits[:, rows, : words.shape[-1]] = words
         if return_probs:
             probs[b, :, :length, :length] = p[0].to(q.dtype)
-    bits = q.new_empty(0, dtype=torch.int32)
-    if save_bits:
-        bits = saved_bits(seed, offset, cu_seqlens, total, nheads, max_seqlen, dropout_p)
-    return out, lse, probs, bits
+    return out, lse, probs, keep_bits
 
 
 def attention_bwd(
