@@ -457,7 +457,7 @@ class HugeStrides(types.SimpleNamespace):
         return getattr(torch, name)
 
     def empty(self, shape, dtype, device):
-        if dtype == torch.int32:
+        if dtype == torch.int32 and len(shape) == 3:
             return far_bits(torch.zeros(shape, dtype=dtype))
         if len(shape) == 3:
             _, nheads, headdim = shape
