@@ -13,8 +13,8 @@ Precision  As in forward: products of the storage type summed in float32, P and 
            before their product, the rest in float32, one rounding at the store. lse carries the rounding of
            a large sum (at a mask of float32's lowest value it has lost the sum itself), so the first kernel
            adds up exp(S - lse) and all divide by that.
-Saved      Nothing but out and lse. Dropout bits are made again from the seed: stored at one bit they would be
-           total * nheads * seqlen / 8 bytes for each layer, kept from forward to backward.
+Saved      out, lse and, where fastbert.ops.dropout.SAVED_ON says so, dropout's bits, a bit for each element of P;
+           else they are drawn again from the seed, once for dq, once for dk and dv.
 Source     Dao 2023, FlashAttention-2, alg. 2; delta: Dao et al. 2022, FlashAttention, app. B.2.
 """
 
@@ -241,7 +241,7 @@ def _attention_bwd_dq_kernel(
 @triton.jit(do_not_specialize=_FIXED_TYPES)
 def _attention_bwd_dkdv_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, cu_seqlens_ptr, bias_ptr, gate_ptr, seed_ptr,
-    bits_ptr, delta_ptr, norm_ptr, dk_ptr, dv_ptr,
+    bits_ptr, delta_ptr, dk_ptr, dv_ptr,
     dout_stride, dout_head_stride, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
     bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride,
     grad_stride, grad_head_stride, lse_head_stride, bits_stride,
@@ -282,7 +282,7 @@ def _attention_bwd_dkdv_kernel(
             if bias_ptr is not None:
                 bias_ptr += tl.cast(sequence, tl.int64) * bias_batch_stride + wide_head * bias_head_stride
             delta_ptr += wide_head * total + wide_start
-            norm_ptr += wide_head * total + wide_start
+            plane = tl.cast(total, tl.int64) * nheads  # from delta to the normaliser
             lse_ptr += wide_head * lse_head_stride + wide_start
             if bits_ptr is not None:
                 bits_ptr += wide_head * total * bits_stride
@@ -305,9 +305,10 @@ def _attention_bwd_dkdv_kernel(
                 rows = first_row + tl.arange(0, BLOCK_M)
                 q = _load_rows(q_ptr, q_stride, first_row, length, HEAD_DIM, True, BLOCK_M, BLOCK_D)
                 do = _load_rows(dout_ptr, dout_stride, first_row, length, HEAD_DIM, True, BLOCK_M, BLOCK_D)
-                # rows past the sequence have dout 0 and delta 0: whatever their P, they add nothing
-                delta = tl.load(delta_ptr + rows, mask=rows < length, other=0.0)
-                shift = tl.load(norm_ptr + rows, mask=rows < length, other=0.0)
+                # rows past the sequence have dout 0 and delta 0: whatever their P, they add nothing;
+                # both by one load: of one with few elements every thread would load all
+                both = delta_ptr + (rows.to(tl.int64)[:, None] + plane * tl.arange(0, 2)[None, :])
+                delta, shift = tl.split(tl.load(both, mask=(rows < length)[:, None], other=0.0))
                 inverse = shift
                 if not FOLDED:
                     shift = _finite(tl.load(lse_ptr + rows, mask=rows < length, other=0.0))
@@ -472,10 +473,10 @@ class Configs(NamedTuple):
 
 
 def ladder(
-    headdim: int, dtype: torch.dtype, extras: bool, capability: tuple[int, int]
+    headdim: int, dtype: torch.dtype, extras: bool, saved: bool, capability: tuple[int, int]
 ) -> tuple[Configs, ...]:
-    """Configs from high tiles to low ones, none of which spills. `extras`: bias or dropout, which need
-    registers.
+    """Configs from high tiles to low ones, none of which spills. `extras`: bias or drawn bits of dropout,
+    which need registers; `saved`: saved bits, which need few.
     """
     block_d = max(16, triton.next_power_of_2(headdim))
     if dtype == torch.float32:  # products without tensor cores hold whole rows of their operands
@@ -488,9 +489,11 @@ def ladder(
     low = Config(32, 32, block_d, 4, 2)
     dq, dkdv = low, low
     if not (wide and extras) or capability[0] == 10:
-        dq = Config(64, 32 if wide or extras else 64, block_d, 4, 2)
+        square = not (wide or extras) and (not saved or warp_groups or headdim <= 32)
+        dq = Config(64, 64 if square else 32, block_d, 4, 2)
     if not (wide or extras) or (warp_groups and not (wide and extras and capability[0] == 9)):
-        dkdv = Config(32, 64, block_d, 4, 2)
+        square = capability[0] == 9 and not (wide or extras)
+        dkdv = Config(64 if square else 32, 64, block_d, 4, 2)
     dbias = Config(32, 16 if wide else 32, block_d, 4, 1)
     return Configs(dq, dkdv, dbias), Configs(low, low, dbias)
 
@@ -500,12 +503,13 @@ def configs_for(
     headdim: int,
     dtype: torch.dtype,
     extras: bool,
+    saved: bool,
     seqlen_bucket: int,
     rows_bucket: int,
     device: tuning.Device,
 ) -> Configs:
     """The highest tiles that a sequence fills and of which there are enough for the device."""
-    found = ladder(headdim, dtype, extras, device.capability)
+    found = ladder(headdim, dtype, extras, saved, device.capability)
     for configs in found:
         high = max(configs.dq.block_m, configs.dkdv.block_n)
         if high <= 2**seqlen_bucket and 4 * triton.cdiv(2**rows_bucket, high) >= 3 * device.multiprocessors:
@@ -541,8 +545,9 @@ def attention_bwd(
     """
     total, nheads, headdim = q.shape
     configs = configs_for(
-        headdim, q.dtype, bias is not None or dropout_p > 0, tuning.bucket(max_seqlen),
-        tuning.bucket(total * nheads), tuning.device_of(q.device),
+        headdim, q.dtype, bias is not None or (dropout_p > 0 and keep_bits is None),
+        dropout_p > 0 and keep_bits is not None, tuning.bucket(max_seqlen), tuning.bucket(total * nheads),
+        tuning.device_of(q.device),
     )  # fmt: skip
     return attention_bwd_with(
         configs, dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate,
@@ -628,7 +633,7 @@ def attention_bwd_with(
         bits, bits_stride = words(config.block_n)
         launch(
             _attention_bwd_dkdv_kernel, grid(config.block_n), q.device,
-            dout, q, k, v, lse, cu_seqlens, bias, gate, seed, bits, delta, norm,
+            dout, q, k, v, lse, cu_seqlens, bias, gate, seed, bits, rows,
             dk if need_dk else None, dv if need_dv else None,
             *strides, *bias_strides, *(dk if need_dk else dv).stride()[:2], lse.stride(0), bits_stride,
             nheads, total, batch, *scales,

@@ -68,21 +68,29 @@ def keep_tile(
     WORD: tl.constexpr = BLOCK_N if BLOCK_N < 32 else 32
     axis: tl.constexpr = 0 if TRANSPOSED else 1
     cols = tl.expand_dims(tl.arange(0, BLOCK_N), 1 - axis)
-    words = 0
-    for w in tl.static_range(BLOCK_N // WORD):
-        if bits_ptr is not None:
-            column = col_start // WORD + w
-            word_at = bits_ptr + rows.to(tl.int64) * bits_stride + column
-            here = inside & (column < bits_stride)
-        if SAVED:
-            word = tl.load(word_at, mask=here, other=0).to(tl.int32)
-        else:
-            word = _drawn_word(seed_ptr, offset, plane, rows, col_start + w * WORD, threshold, BLOCK_M, WORD)
+    column = col_start // WORD
+    if SAVED and BLOCK_N == 2 * WORD:  # by one load: of one with few elements every thread would load all
+        column += tl.arange(0, 2)
+        pair_at = bits_ptr + (rows.to(tl.int64)[:, None] * bits_stride + column[None, :])
+        pair = tl.load(pair_at, mask=inside[:, None] & (column < bits_stride)[None, :], other=0)
+        first, second = tl.split(pair)
+        words = tl.where(cols < WORD, tl.expand_dims(first, axis), tl.expand_dims(second, axis))
+    else:
+        words = 0
+        for w in tl.static_range(BLOCK_N // WORD):
             if bits_ptr is not None:
-                tl.store(word_at, word.to(bits_ptr.dtype.element_ty), mask=here)
-        word = tl.expand_dims(word, axis)
-        if w == 0:
-            words = word
-        else:
-            words = tl.where(cols < w * WORD, words, word)
+                word_at = bits_ptr + rows.to(tl.int64) * bits_stride + (column + w)
+                here = inside & (column + w < bits_stride)
+            if SAVED:
+                word = tl.load(word_at, mask=here, other=0).to(tl.int32)
+            else:
+                start = col_start + w * WORD
+                word = _drawn_word(seed_ptr, offset, plane, rows, start, threshold, BLOCK_M, WORD)
+                if bits_ptr is not None:
+                    tl.store(word_at, word.to(bits_ptr.dtype.element_ty), mask=here)
+            word = tl.expand_dims(word, axis)
+            if w == 0:
+                words = word
+            else:
+                words = tl.where(cols < w * WORD, words, word)
     return ((words >> (cols % WORD)) & 1) != 0

@@ -568,9 +568,9 @@ H200 = tuning.Device("NVIDIA H200", (9, 0), 132)
 
 
 def test_configs_fit_the_work():
-    def high(headdim, seqlen, tokens, heads=12, extras=False, device=H200, dtype=torch.bfloat16):
+    def high(headdim, seqlen, tokens, heads=12, extras=False, saved=False, device=H200, dtype=torch.bfloat16):
         buckets = tuning.bucket(seqlen), tuning.bucket(tokens * heads)
-        configs = kernels.configs_for(headdim, dtype, extras, *buckets, device)
+        configs = kernels.configs_for(headdim, dtype, extras, saved, *buckets, device)
         return configs.dq.block_m, configs.dkdv.block_n
 
     assert high(64, 512, 16384) == (64, 64)

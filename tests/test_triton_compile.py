@@ -186,8 +186,9 @@ def test_attention_backward(full):
     assert_fit(rows, ATTENTION_BACKWARD)
     for r in rows:
         dtype, headdim, rung, name = r["job"].split("-", 3)
-        extras = name not in ("plain", "causal", "negative-scale", "many")
-        ladder = kernels.ladder(int(headdim), getattr(torch, dtype), extras, divmod(r["arch"], 10))
+        saved = name.startswith("saved")
+        extras = not saved and name not in ("plain", "causal", "negative-scale", "many")
+        ladder = kernels.ladder(int(headdim), getattr(torch, dtype), extras, saved, divmod(r["arch"], 10))
         configs = ladder[0 if rung == "high" else -1]
         which = r["kernel"].split("_")[3]
         rows_of_product = {  # those of the left operand

@@ -162,22 +162,30 @@ def attention_backward_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[],
         "keys": {"bias": (batch, 1, 1, 512)},
         "bias": {"bias": (1, 12, 512, 512)},
         "rows": {"bias": (batch, 12, 512, 1)},
-        "dropout": {"dropout_p": 0.1},
-        "all": {"bias": (batch, 12, 512, 512), "dropout_p": 0.1, "causal": True, "gate": True},
+        "drawn": {"dropout_p": 0.1},
+        "all": {"bias": (batch, 12, 512, 512), "dropout_p": 0.1, "saved": True, "causal": True, "gate": True},
+        "all-drawn": {"bias": (batch, 12, 512, 512), "dropout_p": 0.1, "causal": True, "gate": True},
+    }
+    saved = {
+        "saved": {"dropout_p": 0.1, "saved": True},
+        "saved-all": {"dropout_p": 0.1, "saved": True, "causal": True, "gate": True, "scale": -0.1},
+        "saved-causal": {"dropout_p": 0.1, "saved": True, "causal": True, "batch": batch + 1},
     }
     float32, bfloat16, float16 = torch.float32, torch.bfloat16, torch.float16
     for arch, dtype, headdim, options in itertools.product(
-        SHARED_LIMIT, (bfloat16, float32, float16), (64, 128, 16, 32, 80), (plain, extras)
+        SHARED_LIMIT, (bfloat16, float32, float16), (64, 128, 16, 32, 80), (plain, extras, saved)
     ):
-        ladder = kernels.ladder(headdim, dtype, options is extras, divmod(arch, 10))
+        ladder = kernels.ladder(headdim, dtype, options is extras, options is saved, divmod(arch, 10))
         for configs, name in itertools.product(ladder, options):
             high = configs == ladder[0]
             usual = headdim == 64 and dtype == bfloat16 and high
             if full:
-                wanted = name in ("plain", "all") and (dtype != float16 or (headdim == 64 and high))
+                wanted = name in ("plain", "all", "saved-all") and (
+                    dtype != float16 or (headdim == 64 and high)
+                )
                 wanted = wanted or (headdim in (32, 64) and dtype == bfloat16 and high)
             else:
-                wanted = usual and name == ("all" if arch == 90 else "dropout")
+                wanted = usual and name in (("all", "saved") if arch == 90 else ("saved",))
             if wanted:
                 title = f"{str(dtype).removeprefix('torch.')}-{headdim}-{'high' if high else 'low'}-{name}"
                 args = (configs, dtype, headdim)
