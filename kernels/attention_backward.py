@@ -13,7 +13,7 @@ Precision  As in forward: products of the storage type summed in float32, P and 
            before their product, the rest in float32, one rounding at the store. lse carries the rounding of
            a large sum (at a mask of float32's lowest value it has lost the sum itself), so the first kernel
            adds up exp(S - lse) and all divide by that.
-Saved      out, lse and, where fastbert.ops.dropout.SAVED_ON says so, dropout's bits, a bit for each element of P;
+Saved      out, lse and, where fastbert.ops.dropout.SAVED_ON says so, dropout's bits, one for each element of P;
            else they are drawn again from the seed, once for dq, once for dk and dv.
 Source     Dao 2023, FlashAttention-2, alg. 2; delta: Dao et al. 2022, FlashAttention, app. B.2.
 """
