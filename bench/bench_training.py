@@ -6,6 +6,7 @@
 |---|---|
 | `training` | forward, backward, fused AdamW step: ours, transformers (sdpa), torch.compile of it |
 | `training_memory` | peak of two steps, each candidate in a process of its own |
+| `attention` | attention alone, forward and backward with dropout, its bits saved and drawn again; SDPA |
 | `footprint` | what a step keeps and needs on a GPU, counted on tensors without data |
 
 BERT-base and -large, dropout 0.1, fp32 parameters, bf16 autocast (on a CPU fp32 too): masked tokens (15%)
@@ -37,12 +38,12 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 
 import torch  # noqa: E402
 
-from bench import footprint, memory, plan, roofs, training, workloads  # noqa: E402
+from bench import attention, footprint, memory, plan, roofs, training, workloads  # noqa: E402
 from bench.engines import PACKAGES, compile_cache  # noqa: E402
 from bench.probe import Report, count, describe, package_version, row_line  # noqa: E402
 from bench.probe_steps import reason_of  # noqa: E402
 
-STEPS = ("training", "training_memory", "footprint")
+STEPS = ("training", "training_memory", "attention", "footprint")
 BATCHES = {
     "cuda": {"base": ("full",), "large": ("train",)},
     "cpu": {"base": ("8x128", "ragged16"), "large": ("8x128",), "minilm": ("8x128",)},
@@ -54,7 +55,7 @@ PLAIN = tuple(name for name in training.CANDIDATES if name != COMPILED)
 GOAL_MS = {("base", "full"): 22.0, ("large", "train"): 110.0}
 GOALS = {(COMPILED, "median_ms"): 1.5, ("transformers", "peak_mib"): footprint.GOAL}
 # seconds that a candidate takes on a GPU, where kernels compile and processes start; a CPU's are planned
-GPU_SECONDS = {"training": 7.0, "training_memory": 20.0, "footprint": 5.0, COMPILED: 90.0}
+GPU_SECONDS = {"training": 7.0, "training_memory": 20.0, "attention": 8.0, "footprint": 5.0, COMPILED: 90.0}
 FOOTPRINT = {"base": "full", "large": "train", "tiny": "1x128"}
 COLUMNS = ("model", "workload", "head", "candidate", "ms", "forward", "backward", "step")
 LINE = "{:5} {:9} {:14} {:18} {:>9} {:>9} {:>9} {:>8} {:>8} {:>8} {:>9} {:>7}"
@@ -71,6 +72,8 @@ def line(row: dict) -> str:
         return footprint.line(row)
     if row["step"] == "training_memory":
         return memory.line(row)
+    if row["step"] == "attention":
+        return attention.line(row)
     if row["step"] != "training":
         return row_line(row)
     cosine = row["grad_cosine"]
@@ -86,7 +89,7 @@ def line(row: dict) -> str:
 def ratios(rows: Iterable[dict]) -> list[dict]:
     """Ours beside each peer: how many times its speed, which share of its memory; with the goal, if any."""
     keys = {"training": ("median_ms",), "training_memory": ("peak_mib", "above_mib")}
-    keys["footprint"] = ("peak_mib", "saved_mib")
+    keys |= {"footprint": ("peak_mib", "saved_mib"), "attention": ("median_ms",)}
     groups: dict[tuple, dict[str, dict]] = {}
     for row in rows:
         if row["step"] in keys and row["status"] == "ok":
@@ -100,7 +103,7 @@ def ratios(rows: Iterable[dict]) -> list[dict]:
         ):
             ours, theirs = group["fastbert"][key], group[name][key]
             what = {"step": step, "model": model, "workload": workload, "head": head, "dtype": tag}
-            ratio = theirs / ours if step == "training" else ours / theirs
+            ratio = theirs / ours if key == "median_ms" else ours / theirs
             goal = GOALS.get((name, key)) if _is_the_goals(step, model, workload, head, tag) else None
             found.append({**what, "theirs": name, "of": key, "ratio": ratio, "goal": goal})
     return found
@@ -108,7 +111,7 @@ def ratios(rows: Iterable[dict]) -> list[dict]:
 
 def _is_the_goals(step: str, model: str, workload: str, head: str, tag: str) -> bool:
     """Whether a goal was set for this step: BERT's pretraining in bf16 on a GPU's batches."""
-    asked = (model, workload) == ("base", "full") if step != "training" else (model, workload) in GOAL_MS
+    asked = (model, workload) in GOAL_MS if step == "training" else (model, workload) == ("base", "full")
     return asked and (head, tag) == ("pretraining", "bf16")
 
 
@@ -160,6 +163,14 @@ def groups(args: argparse.Namespace, roof: roofs.Roofs) -> list[Group]:
                         if step in args.steps and who:
                             seconds = estimate(step, model, workload, head, tag, who, args, roof)
                             found.append((priority, Group(step, model, workload, head, tag, who, seconds)))
+            for tag in args.dtypes if "attention" in args.steps else ():
+                lengths = workloads.lengths(workload)
+                seconds = GPU_SECONDS["attention"]
+                if args.device == "cpu":  # calls of three candidates
+                    work = attention.flops(lengths, plan.MODELS[model])
+                    seconds = 3 * (args.samples + 3) * work / (0.3 * roof.gflops[tag] * 1e9)
+                who = attention.CANDIDATES
+                found.append((2, Group("attention", model, workload, "dropout", tag, who, seconds)))
         for i, head in enumerate(args.heads if "footprint" in args.steps else ()):
             seconds = GPU_SECONDS["footprint"] * len(plain)
             where = FOOTPRINT.get(model, footprint.WORKLOAD)
@@ -236,6 +247,11 @@ class Benchmark:
         lengths = workloads.lengths(group.workload)
         if args.smoke:
             lengths = tuple(max(2, n // 32) for n in lengths[:3])
+        if group.step == "attention":
+            yield from attention.rows(
+                model, group.workload, lengths, group.tag, args.device, args.samples, self.roofs
+            )
+            return
         if group.step == "training_memory":
             engines = tuple(f"{name}-{group.tag}" for name in group.candidates)
             timeout = min(memory.TIMEOUT_SECONDS, max(1.0, self.left()))

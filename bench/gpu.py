@@ -152,9 +152,10 @@ def training(run: Run, seconds: float) -> list[str]:
             2,
             "--smoke",
         ]
-        options += ["--steps", "training", "footprint", "--candidates", "fastbert", "transformers"]
+        options += ["--steps", "training", "attention", "footprint"]
+        options += ["--candidates", "fastbert", "transformers"]
     else:  # memory is measured there, and need not be counted
-        options += ["--steps", "training", "training_memory", "--samples", 15]
+        options += ["--steps", "training", "training_memory", "attention", "--samples", 15]
     return run.script("bench_training.py", *options)
 
 

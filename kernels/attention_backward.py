@@ -13,7 +13,7 @@ Precision  As in forward: products of the storage type summed in float32, P and 
            before their product, the rest in float32, one rounding at the store. lse carries the rounding of
            a large sum (at a mask of float32's lowest value it has lost the sum itself), so the first kernel
            adds up exp(S - lse) and all divide by that.
-Saved      out, lse and, where fastbert.ops.dropout.SAVED_ON says so, dropout's bits, one for each element of P;
+Saved      out, lse and, where fastbert.ops.dropout.SAVED_ON says so, dropout's bits;
            else they are drawn again from the seed, once for dq, once for dk and dv.
 Source     Dao 2023, FlashAttention-2, alg. 2; delta: Dao et al. 2022, FlashAttention, app. B.2.
 """
@@ -481,9 +481,11 @@ def ladder(
     block_d = max(16, triton.next_power_of_2(headdim))
     if dtype == torch.float32:  # products without tensor cores hold whole rows of their operands
         most = {True: MOST_REGISTERS, False: None}  # what does not spill was found by compiling
-        config = Config(16, 16, min(32, block_d), 8, 1, most[headdim <= 32])
-        limit = most[headdim <= (64 if capability[0] == 12 else 32)]
-        return (Configs(config, config, config._replace(max_registers=limit)),)
+        dq = dkdv = dbias = Config(16, 16, min(32, block_d), 8, 1, most[headdim <= 32])
+        if capability[0] == 12:
+            dkdv = dkdv._replace(max_registers=most[headdim <= 32 or headdim > 64])
+            dbias = dbias._replace(max_registers=most[headdim <= 64])
+        return (Configs(dq, dkdv, dbias),)
     warp_groups = capability[0] in (9, 10)  # their products are 64 rows high, and read from shared memory
     wide = headdim > 64
     low = Config(32, 32, block_d, 4, 2)

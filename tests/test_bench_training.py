@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from bench import (
+    attention,
     bench_cpu,
     bench_training,
     footprint,
@@ -24,7 +25,7 @@ from bench import (
     training,
     workloads,
 )
-from fastbert import vocabulary_heads
+from fastbert import dispatch, vocabulary_heads
 
 TINY = workloads.TINY
 LENGTHS = (9, 2, 14)
@@ -276,6 +277,49 @@ def test_a_step_of_bert_base_needs_at_most_the_goal_of_transformers_memory():
     assert ours["peak_mib"] > ours["saved_mib"] + 3 * ours["parameters_mib"]
 
 
+# ---- attention alone ----
+
+
+@pytest.mark.parametrize("tag", ["fp32", "bf16"])
+@pytest.mark.parametrize("lengths", [LENGTHS, (8, 8)])
+def test_attention_alone_does_a_steps_work(monkeypatch, tag, lengths):
+    seen, call = [], dispatch.call
+
+    def spy(function, key, *args):
+        seen.append((function, args))
+        return call(function, key, *args)
+
+    monkeypatch.setattr(dispatch, "call", spy)
+    before, device = attention.op.SAVED_ON, torch.device("cpu")
+    candidates = attention.calls(lengths, TINY, attention.DTYPES[tag], device)
+    assert tuple(candidates) == attention.CANDIDATES
+    for name, saved in (("fastbert", True), ("fastbert_other_bits", False)):
+        del seen[:]
+        candidates[name]()
+        (forward, args), (backward, needs) = seen
+        assert (forward, backward) == ("attention_fwd", "attention_bwd")
+        assert args[0].shape == (sum(lengths), TINY.heads, TINY.hidden // TINY.heads)
+        assert args[0].dtype == attention.DTYPES[tag]
+        assert (args[-1], args[-5], needs[-5:]) == (saved, 0.1, (True,) * 3 + (False,) * 2)
+        assert (needs[-6] is not None) == saved
+    assert before == attention.op.SAVED_ON
+    candidates["torch_sdpa"]()
+    assert attention.flops((3, 5), workloads.BASE) == 14 * (9 + 25) * 768
+
+
+def test_attentions_goal_stands_beside_base_on_a_gpu(monkeypatch):
+    timed = timing.summarise([2.0, 2.0, 2.0], 1, "event")
+    monkeypatch.setattr(attention, "calls", lambda *_: {})
+    monkeypatch.setattr(attention, "interleave", lambda *_, **__: {"fastbert": timed})
+    for workload, goal in (("full", 250.0), ("squad", None)):
+        lengths = workloads.lengths(workload)
+        [row] = attention.rows(workloads.BASE, workload, lengths, "bf16", "cuda", 3, ROOFS)
+        assert row.get("goal_tflops") == goal
+        assert ("goal: 250 TFLOP/s" in bench_training.line(row)) == (goal is not None)
+        assert row["tflops"] == pytest.approx(attention.flops(lengths, workloads.BASE) / 2e-3 * 1e-12)
+        assert row["of_floor"] == pytest.approx(row["tflops"] * 1e3 / ROOFS.gflops["bf16"])
+
+
 # ---- the command ----
 
 
@@ -286,7 +330,14 @@ def arguments(monkeypatch, *options: str):
 
 
 def test_a_gpu_measures_the_goals_first_and_torch_compile_last(monkeypatch):
-    found = bench_training.groups(arguments(monkeypatch), ROOFS)
+    everything = bench_training.groups(arguments(monkeypatch), ROOFS)
+    alone = [g for g in everything if g.step == "attention"]
+    assert [(g.model, g.workload, g.tag) for g in alone] == [
+        ("base", "full", "bf16"),
+        ("large", "train", "bf16"),
+    ]
+    assert everything.index(alone[-1]) < 8  # before what is no goal
+    found = [g for g in everything if g.step != "attention"]
     first = [(g.step, g.model, g.workload, g.head, g.tag) for g in found[:4]]
     assert first == [
         (step, model, workload, "pretraining", "bf16")
@@ -299,7 +350,7 @@ def test_a_gpu_measures_the_goals_first_and_torch_compile_last(monkeypatch):
     assert all(g.candidates == ("torch_compile",) and g.step == "training_memory" for g in found[-4:])
     assert {(g.model, g.workload) for g in found if g.step == "footprint"} == set(bench_training.GOAL_MS)
     assert {g.head for g in found} == set(training.HEADS)
-    assert all(g.seconds > 0 for g in found)
+    assert all(g.seconds > 0 for g in everything)
 
 
 def test_a_cpu_trains_both_dtypes_on_its_batches(monkeypatch):
@@ -338,11 +389,16 @@ def test_the_command_records_what_it_prints(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(roofs, "measure", lambda *_: ROOFS)
     path = tmp_path / "training.jsonl"
     options = ["--device", "cpu", "--models", "tiny", "--workloads", "8x128", "--samples", "2", "--smoke"]
-    options += ["--steps", "training", "footprint", "--candidates", "fastbert", "transformers"]
+    options += ["--steps", "training", "attention", "footprint", "--candidates", "fastbert", "transformers"]
     threads = ["--threads", str(torch.get_num_threads())]
     assert bench_training.main([*options, *threads, "--dtypes", "bf16", "--json", str(path)]) == 0
     data, printed = lines.read(path), capsys.readouterr().out
     rows = [row for row in data["rows"] if row["step"] in bench_training.STEPS]
+    alone = [row for row in rows if row["step"] == "attention"]
+    assert [row["candidate"] for row in alone] == [f"{name}-bf16" for name in attention.CANDIDATES]
+    assert [row["saves_bits"] for row in alone] == [True, False, False]
+    assert all(row["tflops"] > 0 and bench_training.line(row) in printed for row in alone)
+    rows = [row for row in rows if row["step"] != "attention"]
     assert [(row["step"], row["head"], row["candidate"]) for row in rows] == [
         (step, head, f"{name}-bf16")
         for head in training.HEADS
@@ -356,7 +412,7 @@ def test_the_command_records_what_it_prints(tmp_path, capsys, monkeypatch):
     assert data["finished"] is True
     for ratio in data["ratios"]:
         assert bench_training.ratio_line(ratio) in printed
-    assert len(data["ratios"]) == 2 * (1 + 2)
+    assert len(data["ratios"]) == 2 * (1 + 2) + 2
 
 
 def test_a_group_that_fails_costs_the_next_nothing(monkeypatch):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu, gpu_checks, gpu_results, lines, roofs
+from bench import attention, gpu, gpu_checks, gpu_results, lines, roofs
 from fastbert import dispatch, graphs, testing
 from fastbert.backends import triton as backend
 from tests import triton_interpreter
@@ -761,8 +761,12 @@ def test_a_dry_run_trains(dry):
     data = lines.read(dry[0] / "training.jsonl")
     rows = [(row["step"], row["candidate"], row["status"]) for row in data["rows"]]
     names = ("fastbert-bf16", "transformers-bf16")
+    alone = [row for row in rows if row[0] == "attention"]
+    assert alone == [("attention", f"{name}-bf16", "ok") for name in attention.CANDIDATES]
+    rows = [row for row in rows if row not in alone]
     assert rows == [(step, name, "ok") for step in ("training", "footprint") for name in names]
-    assert [ratio["theirs"] for ratio in data["ratios"]] == ["transformers"] * 3
+    peers = [ratio["theirs"] for ratio in data["ratios"]]
+    assert sorted(peers) == ["fastbert_other_bits", "torch_sdpa"] + ["transformers"] * 3
 
 
 @interpreted

@@ -179,10 +179,11 @@ def attention_backward_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[],
         for configs, name in itertools.product(ladder, options):
             high = configs == ladder[0]
             usual = headdim == 64 and dtype == bfloat16 and high
-            if full:
-                wanted = name in ("plain", "all", "saved-all") and (
-                    dtype != float16 or (headdim == 64 and high)
-                )
+            if dtype == float32 and "saved" in options[name]:
+                wanted = False  # fastbert.ops.dropout.SAVED_ON: never
+            elif full:
+                combined = name in ("plain", "all", "all-drawn", "saved-all")
+                wanted = combined and (dtype != float16 or (headdim == 64 and high))
                 wanted = wanted or (headdim in (32, 64) and dtype == bfloat16 and high)
             else:
                 wanted = usual and name in (("all", "saved") if arch == 90 else ("saved",))

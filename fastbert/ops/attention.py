@@ -410,7 +410,7 @@ def attention(
     differentiable = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (q, k, v, bias, gate)
     )
-    save_bits = differentiable and dropout_p > 0 and q.device.type in SAVED_ON
+    save_bits = differentiable and dropout_p > 0 and q.dtype in SAVED_ON.get(q.device.type, ())
     args = (
         q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
         return_probs, save_bits,

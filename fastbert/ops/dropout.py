@@ -18,9 +18,13 @@ _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
 
-# Devices on which attention's forward saves its bits, one for each probability, for backward: the one place
-# where this is chosen. CPU: measured, GPU: counted in instructions (CONTRIBUTING, Measured facts).
-SAVED_ON = frozenset({"cpu", "cuda"})
+# Device type -> dtypes in which attention's forward saves its bits, one for each probability, for backward:
+# the one place where this is chosen. CPU: measured. GPU: counted in instructions; those of float32's products
+# are so many that drawing the bits again hardly counts (CONTRIBUTING, Measured facts).
+SAVED_ON = {
+    "cpu": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
+    "cuda": (torch.bfloat16, torch.float16),
+}
 
 
 def threshold(dropout_p: float) -> int:

@@ -1,0 +1,108 @@
+"""Attention alone, as a training step asks for it: forward and backward with dropout 0.1 over one batch.
+
+Ours as it serves, ours with the other answer to whether forward saves dropout's bits for backward
+(`fastbert.ops.dropout.SAVED_ON`, which this decides), and PyTorch's scaled_dot_product_attention on the
+padded batch with its mask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+
+from bench.roofs import Roofs
+from bench.timing import interleave
+from bench.workloads import Model
+from fastbert.ops import attention as op
+
+DROPOUT = 0.1
+CANDIDATES = ("fastbert", "fastbert_other_bits", "torch_sdpa")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+GOAL_TFLOPS = 250.0  # of base on `full` in bf16, on an H200
+
+
+def flops(lengths: tuple[int, ...], size: Model) -> float:
+    """Two products of every pair of tokens and head in forward, five in backward."""
+    return 7 * 2.0 * sum(n * n for n in lengths) * size.hidden
+
+
+def saved_by_default(device: torch.device, dtype: torch.dtype) -> bool:
+    """What `fastbert.ops.dropout` says."""
+    return dtype in op.SAVED_ON.get(device.type, ())
+
+
+@contextlib.contextmanager
+def bits(saved: bool, device: torch.device) -> Iterator[None]:
+    """Whether attention's forward saves the bits of dropout on this device."""
+    before = op.SAVED_ON
+    op.SAVED_ON = before | {device.type: tuple(DTYPES.values()) if saved else ()}
+    try:
+        yield
+    finally:
+        op.SAVED_ON = before
+
+
+def calls(
+    lengths: tuple[int, ...], size: Model, dtype: torch.dtype, device: torch.device
+) -> dict[str, Callable[[], object]]:
+    """Candidate -> forward and backward, each time with the same q, k, v and gradient of out."""
+    heads, headdim = size.heads, size.hidden // size.heads
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    qkv = torch.randn(sum(lengths), 3, heads, headdim, device=device).to(dtype).requires_grad_()
+    dout = torch.randn(sum(lengths), heads, headdim, device=device).to(dtype)
+    seed = torch.tensor([1], device=device)
+    longest = max(lengths)
+    padded, mask = torch.nn.utils.rnn.pad_sequence, None
+    if min(lengths) < longest:
+        real = torch.arange(longest, device=device) < ends.diff().unsqueeze(1)
+        mask = real[:, None, None, :]
+    sequences = qkv.detach().split(list(lengths))
+    padded_qkv = padded(sequences, batch_first=True).requires_grad_()
+    padded_dout = padded(dout.split(list(lengths)), batch_first=True).transpose(1, 2)
+
+    def ours(saved: bool) -> None:
+        with bits(saved, device):
+            out = op.attention(*qkv.unbind(1), ends, longest, dropout_p=DROPOUT, seed=seed)
+            torch.autograd.grad(out, qkv, dout)
+
+    def sdpa() -> None:
+        q, k, v = (t.transpose(1, 2) for t in padded_qkv.unbind(2))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=DROPOUT)
+        torch.autograd.grad(out, padded_qkv, padded_dout)
+
+    saved = saved_by_default(device, dtype)
+    return dict(zip(CANDIDATES, (lambda: ours(saved), lambda: ours(not saved), sdpa), strict=True))
+
+
+def rows(
+    size: Model, workload: str, lengths: tuple[int, ...], tag: str, device: str, samples: int, roofs: Roofs
+) -> Iterator[dict]:
+    """A row for each candidate, timed turn by turn; `tag`: "fp32" or "bf16"."""
+    place = torch.device(device)
+    timed = interleave(calls(lengths, size, DTYPES[tag], place), place, samples=(samples, 10 * samples))
+    work, by_default = flops(lengths, size), saved_by_default(place, DTYPES[tag])
+    for name, timing in timed.items():
+        seconds = timing.median_ms * 1e-3
+        row = {
+            "step": "attention", "name": f"attention-{name}-{tag}-{size.name}-{workload}", "status": "ok",
+            "model": size.name, "workload": workload, "head": "dropout", "candidate": f"{name}-{tag}",
+            "saves_bits": name != "torch_sdpa" and by_default == (name == "fastbert"),
+            "tflops": work / seconds * 1e-12, "of_floor": roofs.seconds(work, 0.0, tag) / seconds,
+            **{key: value for key, value in asdict(timing).items() if value is not None},
+        }  # fmt: skip
+        if (size.name, workload, tag, place.type) == ("base", "full", "bf16", "cuda"):
+            row["goal_tflops"] = GOAL_TFLOPS
+        yield row
+
+
+def line(row: dict) -> str:
+    """The printed form of a row."""
+    what = f"attention {row['model']} {row['workload']}, forward and backward with dropout"
+    text = f"{what:<66} {row['candidate']:<26} {row['median_ms']:9.3f} ms {row['tflops']:8.2f} TFLOP/s"
+    goal = row.get("goal_tflops")
+    return f"{text} {row['of_floor']:4.0%}" + ("" if goal is None else f"   goal: {goal:g} TFLOP/s")
