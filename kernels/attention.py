@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fastbert.kernels import tuning
 from fastbert.kernels.launch import MOST_REGISTERS, launch
-from fastbert.kernels.philox import as_int32_bits, keep_tile, threshold_bits
+from fastbert.kernels.philox import as_int32_bits, drawn_and_saved_keep, philox_keep, threshold_bits
 
 MAX_HEADDIM = 128  # wider heads would spill
 LOG2_E = 1.4426950408889634
@@ -177,11 +177,16 @@ def _walk(
         weights = _weights(scores, top, unit, FOLDED)
         norm = norm * shrink + tl.sum(weights, 1)
         if seed_ptr is not None:
-            inside = first_row + tl.arange(0, BLOCK_M) < length
-            keep = keep_tile(
-                seed_ptr, offset, head, packed_rows, inside, first_key, threshold, bits_ptr, bits_stride,
-                BLOCK_M, BLOCK_N, False, False,
-            )  # fmt: skip
+            if bits_ptr is not None:
+                inside = first_row + tl.arange(0, BLOCK_M) < length
+                keep = drawn_and_saved_keep(
+                    seed_ptr, offset, head, packed_rows, inside, first_key, threshold, bits_ptr, bits_stride,
+                    BLOCK_M, BLOCK_N,
+                )  # fmt: skip
+            else:
+                keep = philox_keep(
+                    seed_ptr, offset, head, packed_rows, first_key, threshold, BLOCK_M, BLOCK_N
+                )
             weights = tl.where(keep, weights, 0.0)
         v = _load_rows(v_ptr, v_stride, first_key, length, HEAD_DIM, MASKED, BLOCK_N, BLOCK_D)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")

@@ -29,7 +29,7 @@ from torch import Tensor
 from fastbert.kernels import tuning
 from fastbert.kernels.attention import LOG2_E, _finite, _load_rows, _place, slots, words_of
 from fastbert.kernels.launch import MOST_REGISTERS, launch
-from fastbert.kernels.philox import as_int32_bits, keep_tile, threshold_bits
+from fastbert.kernels.philox import as_int32_bits, philox_keep, saved_keep, threshold_bits
 
 UNIT = tl.constexpr(LOG2_E)
 # 1 and multiples of 16 compile nothing anew
@@ -133,10 +133,10 @@ def _query_tile(
         HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK,
     )  # fmt: skip
     if seed_ptr is not None:
-        keep = keep_tile(
-            seed_ptr, offset, head, start + rows, rows < length, first_key, threshold, bits_ptr, bits_stride,
-            BLOCK_M, BLOCK_N, bits_ptr is not None, False,
-        )  # fmt: skip
+        if bits_ptr is not None:
+            keep = saved_keep(bits_ptr, bits_stride, start + rows, rows < length, first_key, BLOCK_N, False)
+        else:
+            keep = philox_keep(seed_ptr, offset, head, start + rows, first_key, threshold, BLOCK_M, BLOCK_N)
         dprobs = tl.where(keep, dprobs, 0.0)
     return k, weights, dprobs
 
@@ -330,10 +330,15 @@ def _attention_bwd_dkdv_kernel(
                     )  # fmt: skip
                 dropped = probs
                 if seed_ptr is not None:
-                    keep = keep_tile(
-                        seed_ptr, offset, head, start + rows, rows < length, first_key, threshold, bits_ptr,
-                        bits_stride, BLOCK_M, BLOCK_N, bits_ptr is not None, True,
-                    )  # fmt: skip
+                    if bits_ptr is not None:
+                        keep = saved_keep(
+                            bits_ptr, bits_stride, start + rows, rows < length, first_key, BLOCK_N, True
+                        )
+                    else:
+                        keep = philox_keep(
+                            seed_ptr, offset, head, start + rows, first_key, threshold, BLOCK_M, BLOCK_N
+                        )
+                        keep = tl.trans(keep)
                     dropped = tl.where(keep, probs, 0.0)
                     if dk_ptr is not None:
                         dprobs = tl.where(keep, dprobs, 0.0)

@@ -54,43 +54,50 @@ def _drawn_word(
 
 
 @triton.jit
-def keep_tile(
+def drawn_and_saved_keep(
     seed_ptr, offset, plane, rows, inside, col_start, threshold, bits_ptr, bits_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAVED: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The tile of `philox_keep`, or TRANSPOSED; `col_start`: a multiple of BLOCK_N. SAVED: as an earlier call
-    left it at `bits_ptr`, else drawn, and left there if it is not None.
+    """The tile of `philox_keep`, left at `bits_ptr` for `saved_keep`; `col_start`: a multiple of BLOCK_N.
 
     Bit i of a row's word w is its column w * WORD + i, WORD: the bits of what `bits_ptr` points to, 16 where
     BLOCK_N is 16, else 32; it is at `bits_ptr` + row * `bits_stride` + w. Of rows not `inside` and words past
-    `bits_stride` none is written; saved ones are False.
+    `bits_stride` none is written.
     """
+    WORD: tl.constexpr = BLOCK_N if BLOCK_N < 32 else 32
+    cols = tl.arange(0, BLOCK_N)[None, :]
+    words = 0
+    for w in tl.static_range(BLOCK_N // WORD):
+        start = col_start + w * WORD
+        word = _drawn_word(seed_ptr, offset, plane, rows, start, threshold, BLOCK_M, WORD)
+        word_at = bits_ptr + rows.to(tl.int64) * bits_stride + start // WORD
+        mask = inside & (start // WORD < bits_stride)
+        tl.store(word_at, word.to(bits_ptr.dtype.element_ty), mask=mask)
+        if w == 0:
+            words = word[:, None]
+        else:
+            words = tl.where(cols < w * WORD, words, word[:, None])
+    return ((words >> (cols % WORD)) & 1) != 0
+
+
+@triton.jit
+def saved_keep(
+    bits_ptr, bits_stride, rows, inside, col_start, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """What `drawn_and_saved_keep` left, or TRANSPOSED; False where not `inside`; BLOCK_N: at most 64."""
     WORD: tl.constexpr = BLOCK_N if BLOCK_N < 32 else 32
     axis: tl.constexpr = 0 if TRANSPOSED else 1
     cols = tl.expand_dims(tl.arange(0, BLOCK_N), 1 - axis)
     column = col_start // WORD
-    if SAVED and BLOCK_N == 2 * WORD:  # by one load: of one with few elements every thread would load all
+    if BLOCK_N == 2 * WORD:  # by one load: of one with few elements every thread would load all
         column += tl.arange(0, 2)
         pair_at = bits_ptr + (rows.to(tl.int64)[:, None] * bits_stride + column[None, :])
         pair = tl.load(pair_at, mask=inside[:, None] & (column < bits_stride)[None, :], other=0)
         first, second = tl.split(pair)
         words = tl.where(cols < WORD, tl.expand_dims(first, axis), tl.expand_dims(second, axis))
     else:
-        words = 0
-        for w in tl.static_range(BLOCK_N // WORD):
-            if bits_ptr is not None:
-                word_at = bits_ptr + rows.to(tl.int64) * bits_stride + (column + w)
-                here = inside & (column + w < bits_stride)
-            if SAVED:
-                word = tl.load(word_at, mask=here, other=0).to(tl.int32)
-            else:
-                start = col_start + w * WORD
-                word = _drawn_word(seed_ptr, offset, plane, rows, start, threshold, BLOCK_M, WORD)
-                if bits_ptr is not None:
-                    tl.store(word_at, word.to(bits_ptr.dtype.element_ty), mask=here)
-            word = tl.expand_dims(word, axis)
-            if w == 0:
-                words = word
-            else:
-                words = tl.where(cols < w * WORD, words, word)
+        tl.static_assert(BLOCK_N == WORD)
+        word_at = bits_ptr + (rows.to(tl.int64) * bits_stride + column)
+        word = tl.load(word_at, mask=inside & (column < bits_stride), other=0)
+        words = tl.expand_dims(word.to(tl.int32), axis)
     return ((words >> (cols % WORD)) & 1) != 0

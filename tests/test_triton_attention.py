@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import types
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastbert import dispatch, testing
@@ -17,7 +16,29 @@ from fastbert.backends import reference
 from fastbert.backends import triton as backend
 from fastbert.cases.attention import CASES, SMALL, AttentionCase
 from fastbert.ops.attention import attention, keep_mask
-from tests import triton_interpreter
+from tests.triton_attention_inputs import (
+    INF,
+    LOWEST,
+    at_strides,
+    attention_cases,
+    far_bits,
+    forward_args,
+    lazy,
+    randn,
+    strided,
+)
+from tests.triton_fixtures import (
+    DEVICE,
+    DTYPES,
+    HALF,
+    HugeStrides,
+    assert_bit_equal,
+    counted,
+    fuzz,
+    in_float64,
+    needs_lazy_memory,
+    set_backends,
+)
 
 kernels = pytest.importorskip(
     "fastbert.kernels.attention", reason="Triton is not installed", exc_type=ImportError
@@ -25,23 +46,8 @@ kernels = pytest.importorskip(
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 tuning = pytest.importorskip("fastbert.kernels.tuning")
-DEVICE = triton_interpreter.device()
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-HALF = (torch.bfloat16, torch.float16)
-LOWEST = torch.finfo(torch.float32).min
-INF = math.inf
-
-
-@pytest.fixture(autouse=True)
-def checked_memory():
-    """Every launch under the sanitizer; memory starts as NaN, so that a hole cannot pass as 0."""
-    with triton_interpreter.sanitized() as report:
-        before = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield report
-        finally:
-            torch.use_deterministic_algorithms(before)
+pytest_plugins = ("tests.triton_fixtures",)
+pytestmark = pytest.mark.usefixtures("checked_memory")
 
 
 def cut(block_m: int, block_n: int, split: bool, chunk: int | None = None):
@@ -90,34 +96,6 @@ def lucky_yardstick(row: testing.Row, case: AttentionCase, dtype: torch.dtype) -
     )
 
 
-def forward_args(lengths, nheads=2, headdim=16, dtype=torch.float32, capacity=0, slack=0, **options):
-    """Arguments of `attention_fwd`, in its order; `options` replace the defaults."""
-    g = torch.Generator().manual_seed(5)
-    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
-    total = sum(lengths) + capacity
-    qkv = {name: torch.randn(total, nheads, headdim, generator=g).to(dtype).to(DEVICE) for name in "qkv"}
-    args = {
-        **qkv,
-        "cu_seqlens": ends,
-        "max_seqlen": max(lengths, default=0) + slack,
-        "softmax_scale": headdim**-0.5,
-        "causal": False,
-        "bias": None,
-        "gate": None,
-        "dropout_p": 0.0,
-        "seed": None,
-        "offset": 11,
-        "return_probs": False,
-        "save_bits": False,
-    }
-    assert set(options) <= set(args)
-    return args | options
-
-
-def randn(*shape, dtype=torch.float32, seed=3):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
-
-
 def run(args):
     """out, lse and probs."""
     *outputs, keep_bits = kernels.attention_fwd(*args.values())
@@ -126,8 +104,7 @@ def run(args):
 
 
 def truth(args):
-    floating = {k: v for k, v in args.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
-    return reference.attention_fwd(*(args | {k: v.double() for k, v in floating.items()}).values())[:3]
+    return reference.attention_fwd(*in_float64(args).values())[:3]
 
 
 def assert_close(actual, args, tolerance=2e-6):
@@ -135,14 +112,6 @@ def assert_close(actual, args, tolerance=2e-6):
     for a, e in zip(actual, truth(args), strict=True):
         assert a.shape == e.shape
         torch.testing.assert_close(a.double(), e, rtol=tolerance, atol=tolerance)
-
-
-def assert_bit_equal(actual, expected):
-    assert len(actual) == len(expected)
-    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
-        assert a.dtype == e.dtype, i
-        assert a.shape == e.shape, i
-        assert torch.equal(a, e), i
 
 
 # --- the error rule -----------------------------------------------------------------------------------------
@@ -392,14 +361,6 @@ def test_outputs_do_not_share_memory():
     assert len(set(storages)) == 3  # a custom op may not return aliases
 
 
-def strided(t: torch.Tensor, fill: float = float("nan")) -> torch.Tensor:
-    """The same values, other elements of value `fill` between its rows, heads and dimensions."""
-    total, nheads, headdim = t.shape
-    wide = torch.full((nheads, total, 3, headdim + 5), fill, dtype=t.dtype, device=t.device)
-    view = wide[:, :, 1, :headdim].transpose(0, 1)
-    return view.copy_(t)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_strided_inputs_with_poisoned_gaps(tiles, dtype):
     args = forward_args((20, 2, 17), headdim=24, dtype=dtype, bias=randn(3, 2, 20, 20), return_probs=True)
@@ -450,11 +411,8 @@ def test_a_nan_stays_where_it_belongs(tiles):
     assert torch.equal(out[:, 1], clean[0][:, 1])
 
 
-class HugeStrides(types.SimpleNamespace):
+class FarOutputs(HugeStrides):
     """`torch` for the launcher, whose outputs get strides beyond int32; `probs`: those of the 4-D one."""
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
 
     def empty(self, shape, dtype, device):
         if dtype == torch.int32 and len(shape) == 3:
@@ -469,28 +427,11 @@ class HugeStrides(types.SimpleNamespace):
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-def lazy(shape, strides, dtype) -> torch.Tensor:
-    extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    return triton_interpreter.lazy_rows(1, extent, extent, dtype).reshape(-1).as_strided(shape, strides)
-
-
-def far(t: torch.Tensor, *strides: int) -> torch.Tensor:
-    return lazy(t.shape, strides, t.dtype).copy_(t)
-
-
-def far_bits(keep_bits: torch.Tensor) -> torch.Tensor:
-    """The same in rows of 2**29 words, as if max_seqlen were 2**34."""
-    shape = (*keep_bits.shape[:2], 2**29)
-    bits = lazy(shape, (shape[1] * shape[2], shape[2], 1), torch.int32)
-    bits[..., : keep_bits.shape[2]] = keep_bits
-    return bits
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="needs lazily mapped memory: the interpreter")
+@needs_lazy_memory
 def test_bits_beyond_2_to_31_words(monkeypatch):
     args = dropped((3, 1, 2), nheads=3)
     expected = kernels.attention_fwd(*args.values())[-1]
-    monkeypatch.setattr(kernels, "torch", HugeStrides(probs=None))
+    monkeypatch.setattr(kernels, "torch", FarOutputs(probs=None))
     torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
     actual = kernels.attention_fwd(*args.values())[-1]
     assert actual.stride(0) > 2**31
@@ -498,7 +439,7 @@ def test_bits_beyond_2_to_31_words(monkeypatch):
     assert (actual[:, :3, :1] & 7 != 7).any()
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="needs lazily mapped memory: the interpreter")
+@needs_lazy_memory
 @pytest.mark.parametrize("far_heads", [False, True])
 def test_offsets_beyond_2_to_31_elements(monkeypatch, far_heads):
     bias = randn(3, 3, 3, 3, dtype=torch.bfloat16)
@@ -506,11 +447,11 @@ def test_offsets_beyond_2_to_31_elements(monkeypatch, far_heads):
     args["gate"] = randn(3)
     expected = run(args | {"return_probs": True})
     strides = (64, 2**30 + 64, 1) if far_heads else (2**30 + 64, 20, 1)
-    far_args = args | {name: far(args[name], *strides) for name in "qkv"}
+    far_args = args | {name: at_strides(args[name], *strides) for name in "qkv"}
     bias_strides = (3, 2**30 + 7, 9, 1) if far_heads else (2**32 + 9, 64, 2**30 + 3, 7)
-    far_args["bias"] = far(args["bias"], *bias_strides)
+    far_args["bias"] = at_strides(args["bias"], *bias_strides)
     probs_strides = (2**32 + 7, 2**30 + 64, 3, 1) if far_heads else (64, 16, 2**30 + 128, 1)
-    monkeypatch.setattr(kernels, "torch", HugeStrides(probs=probs_strides))
+    monkeypatch.setattr(kernels, "torch", FarOutputs(probs=probs_strides))
     torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
     actual = run(far_args)
     assert actual[0].stride(0) > 2**30
@@ -518,10 +459,10 @@ def test_offsets_beyond_2_to_31_elements(monkeypatch, far_heads):
     actual = run(far_args | {"return_probs": True})
     assert actual[2].stride() == probs_strides
     assert_bit_equal(actual, expected)
-    key_far = far(args["bias"][:, :, :1], 3, 9, 1, 2**30 + 3)
+    key_far = at_strides(args["bias"][:, :, :1], 3, 9, 1, 2**30 + 3)
     keys = args | {"bias": args["bias"][:, :, :1]}
     assert_bit_equal(run(keys | {"bias": key_far})[:2], run(keys)[:2])
-    batch_far = far(bias, 2**30 + 11, 9, 3, 1)
+    batch_far = at_strides(bias, 2**30 + 11, 9, 3, 1)
     assert_bit_equal(run(args | {"bias": batch_far})[:2], expected[:2])
 
 
@@ -688,44 +629,7 @@ def test_a_tuned_config_serves_where_it_was_measured(monkeypatch, tmp_path):
 
 @st.composite
 def fuzzed_cases(draw):
-    length = st.one_of(st.integers(0, 8), st.integers(0, 35))
-    lengths = tuple(draw(st.lists(length, min_size=1, max_size=3)))
-    assume(sum(lengths) > 0)
-    padded = draw(st.booleans()) and draw(st.booleans())
-    lengths = (max(1, lengths[0]),) * min(len(lengths), 3) if padded else lengths
-    bias = draw(st.sampled_from(["", "", "shared", "sequence", "keys"]))
-    case = AttentionCase(
-        lengths,
-        nheads=draw(st.sampled_from([1, 1, 2])),
-        headdim=draw(st.sampled_from([8, 16, 24, 32, 40, 64])),
-        padded=padded,
-        capacity=0 if padded else draw(st.sampled_from([0, 0, 1, 40])),
-        slack=0 if padded else draw(st.sampled_from([0, 0, 1, 20])),
-        causal=draw(st.booleans()),
-        bias=bias,
-        masked=bool(bias) and draw(st.booleans()),
-        gate=draw(st.booleans()),
-        dropout_p=draw(st.sampled_from([0.0, 0.0, 0.0, 0.3])),
-        packed_qkv=draw(st.booleans()),
-        lse=draw(st.booleans()),
-        probs=draw(st.booleans()),
-    )
-    return (
-        case,
-        draw(st.sampled_from(DTYPES)),
-        draw(st.integers(0, 2**20)),
-        draw(st.sampled_from([None, *CUTS])),
-    )
-
-
-def fuzz(examples: int):
-    return settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    )
+    return (*draw(attention_cases()), draw(st.sampled_from([None, *CUTS])))
 
 
 def check_drawn(case, dtype, seed, tiles):
@@ -757,25 +661,10 @@ def test_heads_wider_than_the_kernel_serves_go_to_aten(monkeypatch):
     assert_close(backend.attention_fwd(*args.values())[:3], args)
 
 
-@pytest.fixture
-def first_in_the_table(monkeypatch):
-    """The default table with `triton` first, as on CUDA devices; no verdict is known or kept."""
-    monkeypatch.setenv("FASTBERT_CACHE", "")
-    table = {DEVICE.type: {"attention": ("triton", "aten", "reference")}}
-    monkeypatch.setattr(dispatch, "TABLE", table)
-    monkeypatch.setattr(dispatch, "_verdicts", {})
-    monkeypatch.setattr(dispatch, "_resolved", {})
-
-
-def counted(monkeypatch, name: str) -> list:
-    calls, original = [], getattr(backend, name)
-    monkeypatch.setattr(backend, name, lambda *args: (calls.append(name), original(*args))[1])
-    return calls
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_it_serves_after_its_check(first_in_the_table, monkeypatch, dtype):
-    calls = counted(monkeypatch, "attention_fwd")
+def test_it_serves_after_its_check(monkeypatch, dtype):
+    set_backends(monkeypatch, "attention", "triton", "aten", "reference")
+    calls = counted(monkeypatch, backend, "attention_fwd")
     case = AttentionCase(
         (17, 0, 40), 2, 32, bias="sequence", masked=True, gate=True, dropout_p=0.1, capacity=3
     )
@@ -799,7 +688,8 @@ def test_it_serves_after_its_check(first_in_the_table, monkeypatch, dtype):
     assert [c.backend for c in dispatch.explain(DEVICE) if c.op == "attention"][:3].count("triton") == 1
 
 
-def test_a_wrong_kernel_does_not_serve(first_in_the_table, monkeypatch):
+def test_a_wrong_kernel_does_not_serve(monkeypatch):
+    set_backends(monkeypatch, "attention", "triton", "aten", "reference")
     original = backend.attention_fwd
     monkeypatch.setattr(backend, "attention_fwd", lambda *args: tuple(t * 1.01 for t in original(*args)))
     args = forward_args((5, 9))

@@ -18,23 +18,36 @@ from fastbert.backends import reference
 from fastbert.backends import triton as backend
 from fastbert.cases.attention import CASES, SMALL, AttentionCase
 from fastbert.ops.attention import attention, keep_mask
-from tests import test_triton_attention as forward
-from tests.test_triton_attention import (  # noqa: F401 (a fixture for all, and one by name)
+from tests.triton_attention_inputs import (
+    INF,
+    LOWEST,
+    at_strides,
+    attention_cases,
+    far_bits,
+    forward_args,
+    lazy,
+    randn,
+    strided,
+)
+from tests.triton_fixtures import (
     DEVICE,
     DTYPES,
     HALF,
-    INF,
-    LOWEST,
+    HugeStrides,
     assert_bit_equal,
-    checked_memory,
-    first_in_the_table,
-    randn,
-)  # fmt: skip
+    counted,
+    fuzz,
+    in_float64,
+    needs_lazy_memory,
+    set_backends,
+)
 
 kernels = pytest.importorskip(
     "fastbert.kernels.attention_backward", reason="Triton is not installed", exc_type=ImportError
 )
 tuning = pytest.importorskip("fastbert.kernels.tuning")
+pytest_plugins = ("tests.triton_fixtures",)
+pytestmark = pytest.mark.usefixtures("checked_memory")
 NAMES = ("dq", "dk", "dv", "dbias", "dgate")
 WANTED = tuple(f"need_{name}" for name in NAMES)
 
@@ -100,7 +113,7 @@ def backward_args(lengths, need_dbias=None, need_dgate=None, **options):
     """Arguments of `attention_bwd`, in its order, from those of `forward_args`; out and lse are the
     reference's.
     """
-    args = forward.forward_args(lengths, **options)
+    args = forward_args(lengths, **options)
     return with_outputs({"dout": randn(*args["q"].shape, dtype=args["q"].dtype, seed=9), **args})
 
 
@@ -124,8 +137,7 @@ def run(args):
 
 
 def truth(args):
-    floating = {k: v for k, v in args.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
-    return reference.attention_bwd(*(args | {k: v.double() for k, v in floating.items()}).values())
+    return reference.attention_bwd(*in_float64(args).values())
 
 
 def assert_close(actual, args, tolerance=2e-5):
@@ -360,13 +372,13 @@ def test_saved_bits_and_drawn_ones_are_one(monkeypatch, tiles_, causal):
     assert not any(torch.equal(a, b) for a, b in zip(other, drawn, strict=True))
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="needs lazily mapped memory: the interpreter")
+@needs_lazy_memory
 def test_bits_beyond_2_to_31_words(small_tiles):
     options = {"dropout_p": 0.3, "seed": torch.tensor([5], device=DEVICE), "bias": randn(3, 3, 3, 3)}
     args = backward_args((3, 1, 2), nheads=3, **options)
     expected = run(args)
     torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
-    assert_bit_equal(run(args | {"keep_bits": forward.far_bits(args["keep_bits"])}), expected)
+    assert_bit_equal(run(args | {"keep_bits": far_bits(args["keep_bits"])}), expected)
 
 
 def test_a_seed_without_dropout_is_not_read(small_tiles, monkeypatch):
@@ -436,14 +448,14 @@ def test_what_backward_returns(small_tiles, monkeypatch, needs):
 def test_strided_inputs_with_poisoned_gaps(tiles):
     args = backward_args((17, 2, 5), headdim=24, bias=randn(3, 2, 17, 17))
     expected = run(args)
-    strided = {name: forward.strided(args[name]) for name in ("q", "v", "dout")}
+    poisoned = {name: strided(args[name]) for name in ("q", "v", "dout")}
     lse = torch.full((2, 30), float("nan"), device=DEVICE)
     lse[:, :24] = args["lse"]
     ends = args["cu_seqlens"].repeat_interleave(2)
     ends[1::2] = 99
-    strided["bias"] = args["bias"].permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
-    assert_bit_equal(run(args | strided | {"lse": lse[:, :24], "cu_seqlens": ends[::2]}), expected)
-    others = {name: forward.strided(args[name]) for name in ("k", "out")}
+    poisoned["bias"] = args["bias"].permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
+    assert_bit_equal(run(args | poisoned | {"lse": lse[:, :24], "cu_seqlens": ends[::2]}), expected)
+    others = {name: strided(args[name]) for name in ("k", "out")}
     assert_bit_equal(run(args | others), expected)
 
 
@@ -482,22 +494,22 @@ def test_a_nan_stays_where_it_belongs(small_tiles):
     assert torch.equal(dirty[0][4:35, 1], clean[0][4:35, 1])
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="needs lazily mapped memory: the interpreter")
+@needs_lazy_memory
 @pytest.mark.parametrize("far_heads", [False, True])
 def test_offsets_beyond_2_to_31_elements(monkeypatch, far_heads):
     bias = randn(3, 3, 3, 3, dtype=torch.bfloat16)
     args = backward_args((3, 1, 2), nheads=3, dtype=torch.bfloat16, bias=bias, gate=randn(3))
     expected = run(args)
     strides = (64, 2**30 + 64, 1) if far_heads else (2**30 + 64, 20, 1)
-    far_args = {name: forward.far(args[name], *strides) for name in ("q", "k", "v", "dout", "out")}
+    far_args = {name: at_strides(args[name], *strides) for name in ("q", "k", "v", "dout", "out")}
     bias_strides = (3, 2**30 + 7, 9, 1) if far_heads else (2**32 + 9, 64, 2**30 + 3, 7)
-    far_args["bias"] = forward.far(bias, *bias_strides)
-    far_args["lse"] = forward.far(args["lse"], 2**31 + 5, 1)
+    far_args["bias"] = at_strides(bias, *bias_strides)
+    far_args["lse"] = at_strides(args["lse"], 2**31 + 5, 1)
 
-    class FarGradients(forward.HugeStrides):
+    class FarGradients(HugeStrides):
         def empty(self, shape, dtype, device):
             if len(shape) == 3 and shape[2] == 16:
-                return forward.lazy(shape, strides, dtype)
+                return lazy(shape, strides, dtype)
             return torch.empty(shape, dtype=dtype, device=device)
 
     monkeypatch.setattr(kernels, "torch", FarGradients())
@@ -508,13 +520,13 @@ def test_offsets_beyond_2_to_31_elements(monkeypatch, far_heads):
     if far_heads:
         return
     keys = args | {"bias": bias[:, :, :1]}
-    key_far = forward.far(bias[:, :, :1], 3, 9, 1, 2**30 + 3)
+    key_far = at_strides(bias[:, :, :1], 3, 9, 1, 2**30 + 3)
     assert_bit_equal(run(keys | {"bias": key_far}), run(keys))
-    batch_far = forward.far(bias, 2**30 + 11, 9, 3, 1)
+    batch_far = at_strides(bias, 2**30 + 11, 9, 3, 1)
     assert_bit_equal(run(args | {"bias": batch_far}), expected)
 
 
-def test_repeats_are_bit_equal_without_atomics(checked_memory, small_tiles):  # noqa: F811
+def test_repeats_are_bit_equal_without_atomics(checked_memory, small_tiles):
     options = {"dropout_p": 0.1, "seed": torch.tensor([7], device=DEVICE)}
     args = backward_args((17, 3), dtype=torch.bfloat16, bias=randn(1, 2, 1, 17), gate=randn(2), **options)
     first = run(args)
@@ -587,7 +599,7 @@ def test_configs_fit_the_work():
 
 @st.composite
 def fuzzed_cases(draw):
-    case, dtype, seed, _ = draw(forward.fuzzed_cases())
+    case, dtype, seed = draw(attention_cases())
     case = dataclasses.replace(case, probs=False, lse=False)
     return case, dtype, seed, draw(st.sampled_from([None, *CUTS]))
 
@@ -599,14 +611,14 @@ def check_drawn(case, dtype, seed, tiles):
         check(case, dtype, seed, strict=False)
 
 
-@forward.fuzz(2)
+@fuzz(2)
 @given(fuzzed_cases())
 def test_fuzz(drawn):
     check_drawn(*drawn)
 
 
 @pytest.mark.slow
-@forward.fuzz(1000)
+@fuzz(1000)
 @given(fuzzed_cases())
 def test_fuzz_long(drawn):
     check_drawn(*drawn)
@@ -628,8 +640,9 @@ def test_heads_wider_than_the_kernel_serves_go_to_aten(monkeypatch):
     [torch.bfloat16, *(pytest.param(d, marks=pytest.mark.slow) for d in DTYPES if d != HALF[0])],
     ids=str,
 )
-def test_forward_and_backward_serve_after_their_check(first_in_the_table, monkeypatch, dtype):  # noqa: F811
-    calls = forward.counted(monkeypatch, "attention_bwd")
+def test_forward_and_backward_serve_after_their_check(monkeypatch, dtype):
+    set_backends(monkeypatch, "attention", "triton", "aten", "reference")
+    calls = counted(monkeypatch, backend, "attention_bwd")
     case = AttentionCase(
         (17, 0, 9), 2, 32, bias="sequence", masked=True, gate=True, dropout_p=0.1, capacity=3
     )
@@ -651,9 +664,10 @@ def test_forward_and_backward_serve_after_their_check(first_in_the_table, monkey
         assert (a - e).abs().max().item() <= tolerance * e.abs().max().item(), name
 
 
-def test_a_wrong_backward_does_not_serve(first_in_the_table, monkeypatch):  # noqa: F811
+def test_a_wrong_backward_does_not_serve(monkeypatch):
+    set_backends(monkeypatch, "attention", "triton", "aten", "reference")
     original = backend.attention_bwd
     monkeypatch.setattr(backend, "attention_bwd", lambda *args: tuple(t * 1.01 for t in original(*args)))
-    args = forward.forward_args((5, 9))
+    args = forward_args((5, 9))
     with pytest.warns(RuntimeWarning, match="triton kernel of 'attention' failed its self-check"):
         attention(args["q"], args["k"], args["v"], args["cu_seqlens"], args["max_seqlen"])

@@ -58,6 +58,13 @@ def set_backends(monkeypatch: pytest.MonkeyPatch, op: str, *backends: str) -> No
     monkeypatch.setattr(dispatch, "_verdicts", {})
 
 
+def counted(monkeypatch: pytest.MonkeyPatch, module: types.ModuleType, name: str) -> list[str]:
+    """A list that gets an element at every call of `module.name`."""
+    calls, original = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args: (calls.append(name), original(*args))[1])
+    return calls
+
+
 # --- inputs -------------------------------------------------------------------------------------------------
 
 
