@@ -494,7 +494,8 @@ def ladder(
     warp_groups = capability[0] in (9, 10)  # their products are 64 rows high, and read from shared memory
     wide = headdim > 64
     low = Config(32, 32, block_d, 4, 2)
-    dq, dkdv = low, low
+    lowest = low._replace(num_stages=1) if wide and extras else low
+    dq, dkdv = low, lowest
     if not (wide and extras) or capability[0] == 10:
         square = not (wide or extras) and (not saved or warp_groups or headdim <= 32)
         dq = Config(64, 64 if square else 32, block_d, 4, 2)
@@ -502,7 +503,7 @@ def ladder(
         square = capability[0] == 9 and not (wide or extras)
         dkdv = Config(64 if square else 32, 64, block_d, 4, 2)
     dbias = Config(32, 16 if wide else 32, block_d, 4, 1)
-    return Configs(dq, dkdv, dbias), Configs(low, low, dbias)
+    return Configs(dq, dkdv, dbias), Configs(low, lowest, dbias)
 
 
 @lru_cache(maxsize=4096)
