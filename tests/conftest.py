@@ -1,8 +1,11 @@
 """Settings of every test run."""
 
+import atexit
 import os
 import pathlib
+import shutil
 import sys
+import tempfile
 import zlib
 
 import pytest
@@ -15,6 +18,10 @@ from tests import triton_interpreter
 triton_interpreter.choose()  # before anything imports Triton
 # so that their asserts say as much as those of the test modules
 pytest.register_assert_rewrite("tests.accelerated_models", "tests.triton_fixtures")
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # the usual one may know an op by an older signature
+    folder = tempfile.mkdtemp(prefix="fastbert-inductor-")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # which workers of this run find, and leave alone
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
 os.environ["FASTBERT_CACHE"] = ""  # tests neither read nor write the user's verdicts
 
 

@@ -271,10 +271,8 @@ def _(
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset, *rest = (
-        inputs
-    )
-    _return_probs, save_bits = rest
+    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate = inputs[:9]
+    dropout_p, seed, offset, _return_probs, save_bits = inputs[9:]
     out, lse, _probs, keep_bits = output
     keep_bits = keep_bits if save_bits else None
     ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, bias, gate, seed, keep_bits)
