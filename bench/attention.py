@@ -84,7 +84,8 @@ def rows(
 ) -> Iterator[dict]:
     """A row for each candidate, timed turn by turn; `tag`: "fp32" or "bf16"."""
     place = torch.device(device)
-    timed = interleave(calls(lengths, size, DTYPES[tag], place), place, samples=(samples, 10 * samples))
+    found = calls(lengths, size, DTYPES[tag], place)
+    timed = interleave(found, place, seconds=1.5, samples=(samples, 20 * samples))  # they are close
     work, by_default = flops(lengths, size), saved_by_default(place, DTYPES[tag])
     for name, timing in timed.items():
         seconds = timing.median_ms * 1e-3
