@@ -9,8 +9,8 @@ and no memory. What is counted:
   saved, and everything that forward and backward make on the way. Not the scratch inside a kernel.
 
 As on a GPU: dropout keeps one byte an element (PyTorch's) or nothing (ours), attention its output and the
-logarithm of its sums, ours a bit for each probability besides, and ours multiplies query, key and value as one product. Ours
-takes the path of `torch.compile`, where no value of a tensor is looked at, but for the number of labelled
+logarithm of its sums, ours a bit for each probability besides; ours multiplies query, key and value as one
+product. Ours takes the path of `torch.compile`, where no value of a tensor is looked at, but for the number of labelled
 tokens, which is known; the logits of its vocabulary, inside an op there, are added as `ops/
 linear_cross_entropy.py` states them. Batches without padding only.
 """
