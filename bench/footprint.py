@@ -10,9 +10,9 @@ and no memory. What is counted:
 
 As on a GPU: dropout keeps one byte an element (PyTorch's) or nothing (ours), attention its output and the
 logarithm of its sums, ours a bit for each probability besides; ours multiplies query, key and value as one
-product. Ours takes the path of `torch.compile`, where no value of a tensor is looked at, but for the number of labelled
-tokens, which is known; the logits of its vocabulary, inside an op there, are added as `ops/
-linear_cross_entropy.py` states them. Batches without padding only.
+product. Ours takes the path of `torch.compile`, where no value of a tensor is looked at, but for the number
+of labelled tokens, which is known; the logits of its vocabulary, inside an op there, are added as
+`ops/linear_cross_entropy.py` states them. Batches without padding only.
 """
 
 from __future__ import annotations
