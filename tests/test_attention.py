@@ -393,10 +393,14 @@ def test_grid_reads_nothing_on_the_host(dropout_p):
         bias, gate = torch.empty(3, 1, 1, 5), torch.empty(2)
         seed = torch.empty(1, dtype=torch.int64) if dropout_p else None
         options = (cu_seqlens, 5, 0.25, True, bias, gate, dropout_p, seed, 0)
-        out, lse, probs = aten_attention._grid_fwd(q, k, v, *options, True)
-        grads = aten_attention._grid_bwd(out, q, k, v, out, lse, *options, True, True)
+        save = dropout_p > 0
+        out, lse, probs, keep_bits = aten_attention._grid_fwd(q, k, v, *options, True, save)
+        args, needs = (out, q, k, v, out, lse, *options), (True,) * 5
+        grads = aten_attention._grid_bwd(*args, None, *needs)
+        assert not save or aten_attention._grid_bwd(*args, keep_bits, *needs)[0].shape == q.shape
         keep = keep_mask(seed, 0, cu_seqlens[:-1], 2, 5, dropout_p) if dropout_p else None
         by_ref = attention_ref(q, k, v, *options[:6], dropout_p, keep)
+    assert (keep_bits.dtype, tuple(keep_bits.shape)) == (torch.int32, (2, 9, 1) if save else (0,))
     for result in ((out, lse, probs), by_ref):
         assert [tuple(t.shape) for t in result] == [(9, 2, 16), (2, 9), (3, 2, 5, 5)]
         assert [t.dtype for t in result] == [torch.bfloat16, torch.float32, torch.bfloat16]
