@@ -373,7 +373,9 @@ def test_saved_bits_and_drawn_ones_are_one(monkeypatch, tiles_, causal):
 
 
 @needs_lazy_memory
-def test_bits_beyond_2_to_31_words(small_tiles):
+@pytest.mark.parametrize("cut_", ["high-wide", "two-words"])
+def test_bits_beyond_2_to_31_words(monkeypatch, cut_):
+    monkeypatch.setattr(kernels, "configs_for", CUTS[cut_])
     options = {"dropout_p": 0.3, "seed": torch.tensor([5], device=DEVICE), "bias": randn(3, 3, 3, 3)}
     args = backward_args((3, 1, 2), nheads=3, **options)
     expected = run(args)
