@@ -14,6 +14,7 @@ from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from bench.roofs import Roofs
 from bench.timing import interleave
@@ -23,6 +24,7 @@ from fastbert.ops import attention as op
 DROPOUT = 0.1
 CANDIDATES = ("fastbert", "fastbert_other_bits", "torch_sdpa")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SECONDS = 1.5  # of measuring each candidate: they are close
 GOAL_TFLOPS = 250.0  # of base on `full` in bf16, on an H200
 
 
@@ -57,13 +59,15 @@ def calls(
     dout = torch.randn(sum(lengths), heads, headdim, device=device).to(dtype)
     seed = torch.tensor([1], device=device)
     longest = max(lengths)
-    padded, mask = torch.nn.utils.rnn.pad_sequence, None
+    mask = None
     if min(lengths) < longest:
         real = torch.arange(longest, device=device) < ends.diff().unsqueeze(1)
         mask = real[:, None, None, :]
-    sequences = qkv.detach().split(list(lengths))
-    padded_qkv = padded(sequences, batch_first=True).requires_grad_()
-    padded_dout = padded(dout.split(list(lengths)), batch_first=True).transpose(1, 2)
+    padded_qkv, padded_dout = (
+        pad_sequence(t.split(list(lengths)), batch_first=True) for t in (qkv.detach(), dout)
+    )
+    padded_qkv.requires_grad_()
+    padded_dout = padded_dout.transpose(1, 2)
 
     def ours(saved: bool) -> None:
         with bits(saved, device):
@@ -85,7 +89,7 @@ def rows(
     """A row for each candidate, timed turn by turn; `tag`: "fp32" or "bf16"."""
     place = torch.device(device)
     found = calls(lengths, size, DTYPES[tag], place)
-    timed = interleave(found, place, seconds=1.5, samples=(samples, 20 * samples))  # they are close
+    timed = interleave(found, place, seconds=SECONDS, samples=(samples, 20 * samples))
     work, by_default = flops(lengths, size), saved_by_default(place, DTYPES[tag])
     for name, timing in timed.items():
         seconds = timing.median_ms * 1e-3

@@ -55,7 +55,7 @@ PLAIN = tuple(name for name in training.CANDIDATES if name != COMPILED)
 GOAL_MS = {("base", "full"): 22.0, ("large", "train"): 110.0}
 GOALS = {(COMPILED, "median_ms"): 1.5, ("transformers", "peak_mib"): footprint.GOAL}
 # seconds that a candidate takes on a GPU, where kernels compile and processes start; a CPU's are planned
-GPU_SECONDS = {"training": 7.0, "training_memory": 20.0, "attention": 8.0, "footprint": 5.0, COMPILED: 90.0}
+GPU_SECONDS = {"training": 7.0, "training_memory": 20.0, "attention": 3.0, "footprint": 5.0, COMPILED: 90.0}
 FOOTPRINT = {"base": "full", "large": "train", "tiny": "1x128"}
 COLUMNS = ("model", "workload", "head", "candidate", "ms", "forward", "backward", "step")
 LINE = "{:5} {:9} {:14} {:18} {:>9} {:>9} {:>9} {:>8} {:>8} {:>8} {:>9} {:>7}"
@@ -164,12 +164,8 @@ def groups(args: argparse.Namespace, roof: roofs.Roofs) -> list[Group]:
                             seconds = estimate(step, model, workload, head, tag, who, args, roof)
                             found.append((priority, Group(step, model, workload, head, tag, who, seconds)))
             for tag in args.dtypes if "attention" in args.steps else ():
-                lengths = workloads.lengths(workload)
-                seconds = GPU_SECONDS["attention"]
-                if args.device == "cpu":  # calls of three candidates
-                    work = attention.flops(lengths, plan.MODELS[model])
-                    seconds = 3 * (args.samples + 3) * work / (0.3 * roof.gflops[tag] * 1e9)
                 who = attention.CANDIDATES
+                seconds = estimate("attention", model, workload, "dropout", tag, who, args, roof)
                 found.append((2, Group("attention", model, workload, "dropout", tag, who, seconds)))
         for i, head in enumerate(args.heads if "footprint" in args.steps else ()):
             seconds = GPU_SECONDS["footprint"] * len(plain)
@@ -196,6 +192,9 @@ def estimate(
         return slower * sum(GPU_SECONDS[COMPILED if name == COMPILED else step] for name in who)
     if step == "training":
         units = plan.training_units(model, (workload,), who, args.samples + 1, roof, (tag,), (head,))
+    elif step == "attention":
+        work = attention.flops(workloads.lengths(workload), plan.MODELS[model])
+        return len(who) * (attention.SECONDS + args.samples * work / (0.1 * roof.gflops[tag] * 1e9))
     else:
         engines = [f"{name}-{tag}" for name in who]
         units = plan.training_memory_units(model, (workload,), engines, roof, (head,))

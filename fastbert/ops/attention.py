@@ -153,6 +153,11 @@ def keep_mask(
     return torch.stack([word >= threshold(dropout_p) for word in words], dim=-1).flatten(-2)[..., :seqlen]
 
 
+def bits_shape(nheads: int, total: int, max_seqlen: int, save_bits: bool) -> tuple[int, ...]:
+    """Of the saved dropout bits; (0,) where none are saved."""
+    return (nheads, total, (max_seqlen + 31) // 32) if save_bits else (0,)
+
+
 def pack_bits(keep: Tensor) -> Tensor:
     """Bool (…, n) -> int32 (…, ceil(n / 32)): bit i of word w is element 32 w + i; the last word's rest 0."""
     n_words = -(-keep.shape[-1] // 32)
@@ -215,7 +220,7 @@ def _(
         q.new_empty(q.shape),
         q.new_empty((nheads, total), dtype=checks.compute_dtype(q)),
         q.new_empty((batch, nheads, max_seqlen, max_seqlen) if return_probs else (0,)),
-        q.new_empty((nheads, total, (max_seqlen + 31) // 32) if save_bits else (0,), dtype=torch.int32),
+        q.new_empty(bits_shape(nheads, total, max_seqlen, save_bits), dtype=torch.int32),
     )
 
 

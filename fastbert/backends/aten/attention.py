@@ -16,7 +16,15 @@ import math
 
 import torch
 
-from fastbert.ops.attention import from_grid, grid_mask, keep_mask, pack_bits, to_grid, unpack_bits
+from fastbert.ops.attention import (
+    bits_shape,
+    from_grid,
+    grid_mask,
+    keep_mask,
+    pack_bits,
+    to_grid,
+    unpack_bits,
+)
 from fastbert.ops.checks import compute_dtype
 
 # Private operators of PyTorch >= 2.3; where they are gone, the explicit products serve.
@@ -44,7 +52,7 @@ def attention_fwd(
     lse = q.new_empty((nheads, total), dtype=compute)
     batch = cu_seqlens.shape[0] - 1
     probs = q.new_zeros((batch, nheads, max_seqlen, max_seqlen) if return_probs else (0,))
-    keep_bits = q.new_zeros((nheads, total, -(-max_seqlen // 32)) if save_bits else 0, dtype=torch.int32)
+    keep_bits = q.new_zeros(bits_shape(nheads, total, max_seqlen, save_bits), dtype=torch.int32)
     ends = cu_seqlens.tolist()
     fused = _flash is not None and dropout_p == 0 and not return_probs
     for sequences, rows, length, heads in _runs(ends, nheads, q.dtype, fused):

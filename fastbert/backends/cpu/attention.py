@@ -6,6 +6,7 @@ import torch
 
 from fastbert._native import DTYPE_CODES, dropout
 from fastbert._native import extension as _C
+from fastbert.ops.attention import bits_shape
 
 
 def bias_args(
@@ -51,8 +52,7 @@ def attention_fwd(
     lse = q.new_empty((nheads, total), dtype=torch.float32)
     batch = cu_seqlens.shape[0] - 1
     probs = q.new_zeros((batch, nheads, max_seqlen, max_seqlen) if return_probs else 0)
-    words = (max_seqlen + 31) // 32
-    keep_bits = q.new_empty((nheads, total, words) if save_bits else 0, dtype=torch.int32)
+    keep_bits = q.new_empty(bits_shape(nheads, total, max_seqlen, save_bits), dtype=torch.int32)
     _C.cpu_attention_fwd(
         args, out.data_ptr(), lse.data_ptr(), probs.data_ptr() if return_probs else 0,
         keep_bits.data_ptr() if save_bits else 0, torch.get_num_threads(),

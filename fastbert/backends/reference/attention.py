@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from fastbert.ops.attention import attention_ref, keep_mask, pack_bits
+from fastbert.ops.attention import attention_ref, bits_shape, keep_mask, pack_bits
 from fastbert.ops.checks import compute_dtype
 
 
@@ -25,7 +25,7 @@ def attention_fwd(
     lse = q.new_zeros((nheads, total), dtype=compute)
     batch = cu_seqlens.shape[0] - 1
     probs = q.new_zeros((batch, nheads, max_seqlen, max_seqlen) if return_probs else (0,))
-    keep_bits = lse.new_zeros((nheads, total, -(-max_seqlen // 32)) if save_bits else 0, dtype=torch.int32)
+    keep_bits = lse.new_zeros(bits_shape(nheads, total, max_seqlen, save_bits), dtype=torch.int32)
     for b, (rows, length) in _sequences(cu_seqlens):
         keep = _keep(cu_seqlens, b, length, nheads, dropout_p, seed, offset)
         o, sequence_lse, p = attention_ref(
