@@ -113,6 +113,47 @@ def test_refuses(change, error, words):
         pool(**{**arguments, **change})
 
 
+HOSTILE = {
+    "past the rows": ([0, 4, 100], "end within the 4 rows of hidden, got 100"),
+    "far past the rows": ([0, 2**30], "end within the 4 rows of hidden"),
+    "not from 0": ([1, 4], "start at 0, got 1"),
+    "negative": ([0, -5, 4], "non-decreasing, got 0 then -5 at 0"),
+    "falling": ([0, 3, 1, 4], "non-decreasing, got 3 then 1 at 1"),
+}
+
+
+def every_way(compiled, cu_seqlens, mode):
+    """Calls that reach the backend with these lengths, and four rows."""
+    hidden, dy = torch.randn(4, 3), torch.zeros(cu_seqlens.shape[0] - 1, 3)
+    return (
+        lambda: pool(hidden, cu_seqlens, mode),
+        lambda: pool(hidden.clone().requires_grad_(), cu_seqlens, mode),
+        lambda: compiled(hidden, cu_seqlens, mode),
+        lambda: torch.ops.fastbert.pooling_fwd(hidden, cu_seqlens, mode),
+        lambda: torch.ops.fastbert.pooling_bwd(dy, hidden, dy, cu_seqlens, mode),
+    )
+
+
+@pytest.mark.parametrize(("mode", "dtype"), zip(POOLINGS, 2 * (torch.int32, torch.int64), strict=False))
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+def test_lengths_that_leave_the_rows_are_refused(backend, mode, dtype):
+    compiled = torch.compile(pool, fullgraph=True, backend="aot_eager", dynamic=True)
+    with dispatch.use_backend(pooling=backend):
+        for ends, words in HOSTILE.values():
+            for call in every_way(compiled, torch.tensor(ends, dtype=dtype), mode):
+                with pytest.raises(ValueError, match=words):
+                    call()
+    torch._dynamo.reset()
+
+
+def test_lengths_changed_before_backward_are_refused():
+    hidden, cu_seqlens = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 4])
+    y = pool(hidden, cu_seqlens, "mean")
+    cu_seqlens.data[1] = 2**40
+    with pytest.raises(ValueError, match="end within the 4 rows"):
+        y.sum().backward()
+
+
 # -- the op, by every backend --------------------------------------------------------------------------------
 
 

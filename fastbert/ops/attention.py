@@ -35,7 +35,6 @@ eq. 1.
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -474,21 +473,9 @@ def check_lengths(cu_seqlens: Tensor, max_seqlen: int | None, q: Tensor) -> None
         raise TypeError(f"max_seqlen: expected an int with the packed layout (3-D q), got {max_seqlen!r}")
     if max_seqlen < 0:
         raise ValueError(f"max_seqlen: expected >= 0, got {max_seqlen}")
-    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    ends = cu_seqlens.tolist()
-    if ends[0] != 0:
-        raise ValueError(f"cu_seqlens: expected to start at 0, got {ends[0]}")
-    lengths = [end - start for start, end in pairwise(ends)]
-    if min(lengths, default=0) < 0:
-        b = next(b for b, length in enumerate(lengths) if length < 0)
-        raise ValueError(
-            f"cu_seqlens: expected to be non-decreasing, got {ends[b]} then {ends[b + 1]} at {b}"
-        )
-    if ends[-1] > q.shape[0]:
-        raise ValueError(f"cu_seqlens: expected to end within the {q.shape[0]} rows of q, got {ends[-1]}")
-    if max(lengths, default=0) > max_seqlen:
-        raise ValueError(f"max_seqlen: expected at least the longest length {max(lengths)}, got {max_seqlen}")
+    longest = checks.lengths(cu_seqlens, q.shape[0], "q")
+    if longest is not None and longest > max_seqlen:
+        raise ValueError(f"max_seqlen: expected at least the longest length {longest}, got {max_seqlen}")
 
 
 def _scale(softmax_scale: float | None, headdim: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -127,3 +128,24 @@ def ids_in_range(name: str, what: str, ids: torch.Tensor, size: int, table: str)
     low, high = (value.item() for value in torch.aminmax(ids))
     if low < 0 or high >= size:
         raise ValueError(f"{name}: {what} {low if low < 0 else high} is out of range for {table} of {size}")
+
+
+def lengths(cu_seqlens: torch.Tensor, rows: int, of: str) -> int | None:
+    """The longest length. `cu_seqlens` must begin at 0, never fall, and end within the `rows` rows of `of`.
+
+    Looks at CPU tensors only, and returns None for others: a GPU would have to sync.
+    """
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    ends = cu_seqlens.tolist()
+    if ends[0] != 0:
+        raise ValueError(f"cu_seqlens: expected to start at 0, got {ends[0]}")
+    each = [end - start for start, end in pairwise(ends)]
+    if min(each, default=0) < 0:
+        b = next(b for b, length in enumerate(each) if length < 0)
+        raise ValueError(
+            f"cu_seqlens: expected to be non-decreasing, got {ends[b]} then {ends[b + 1]} at {b}"
+        )
+    if ends[-1] > rows:
+        raise ValueError(f"cu_seqlens: expected to end within the {rows} rows of {of}, got {ends[-1]}")
+    return max(each, default=0)

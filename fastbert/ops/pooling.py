@@ -52,6 +52,29 @@ def pooling_ref(hidden: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
 @torch.library.custom_op("fastbert::pooling_fwd", mutates_args=())
 def pooling_fwd(hidden: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
     """(batch, width) in float32 (float64 for float64) from (total, width), the last dimension contiguous."""
+    return _launch_fwd(hidden, cu_seqlens, mode)
+
+
+def _check(hidden, cu_seqlens, mode):
+    """All that can be checked without a look at the values."""
+    if mode not in MODES:
+        raise ValueError(f"mode: {mode!r}; expected one of {', '.join(MODES)}")
+    if hidden.dim() != 2:
+        raise ValueError(f"hidden: shape {tuple(hidden.shape)}; expected (total, hidden)")
+    if not hidden.is_floating_point():
+        raise TypeError(f"hidden: dtype {hidden.dtype}; expected floating point")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+        raise ValueError(f"cu_seqlens: shape {tuple(cu_seqlens.shape)}; expected (batch + 1,)")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens: dtype {cu_seqlens.dtype}; expected int32 or int64")
+    if cu_seqlens.device != hidden.device:
+        raise ValueError(f"cu_seqlens: on {cu_seqlens.device}, but hidden is on {hidden.device}")
+
+
+def _launch_fwd(hidden, cu_seqlens, mode):
+    """The backend's forward. Every way to it leads through here: eager, compiled and `torch.ops`."""
+    _check(hidden, cu_seqlens, mode)
+    checks.lengths(cu_seqlens, hidden.shape[0], "hidden")
     return dispatch.call("pooling_fwd", hidden, hidden, cu_seqlens, mode)
 
 
@@ -63,6 +86,16 @@ def _(hidden, cu_seqlens, mode):
 @torch.library.custom_op("fastbert::pooling_bwd", mutates_args=())
 def pooling_bwd(dy: Tensor, hidden: Tensor, y: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
     """dhidden, contiguous, in hidden's dtype. Only "max" reads the elements of `hidden` and `y`."""
+    return _launch_bwd(dy, hidden, y, cu_seqlens, mode)
+
+
+def _launch_bwd(dy, hidden, y, cu_seqlens, mode):
+    """The backend's backward, likewise."""
+    _check(hidden, cu_seqlens, mode)
+    checks.lengths(cu_seqlens, hidden.shape[0], "hidden")
+    result = (cu_seqlens.shape[0] - 1, hidden.shape[1])
+    for name, t in (("dy", dy), ("y", y)):
+        checks.shape(name, t, result)
     return dispatch.call("pooling_bwd", hidden, dy, hidden, y, cu_seqlens, mode)
 
 
@@ -89,14 +122,14 @@ class PoolingFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):  # a setup_context of its own would cost an inspect.signature at every call
-        output = dispatch.call("pooling_fwd", inputs[0], *inputs)
+        output = _launch_fwd(*inputs)
         _setup_context(ctx, inputs, output)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return _backward(lambda *args: dispatch.call("pooling_bwd", args[1], *args), ctx, dy)
+        return _backward(_launch_bwd, ctx, dy)
 
 
 pooling_fwd.register_autograd(lambda ctx, dy: _backward(pooling_bwd, ctx, dy), setup_context=_setup_context)
@@ -110,35 +143,25 @@ def pooling(hidden: Tensor, cu_seqlens: Tensor, mode: str = "mean") -> Tensor:
 
     Args:
         hidden: (total, width), floating point. Rows at and past cu_seqlens[-1] are ignored.
-        cu_seqlens: (batch + 1,) int32 or int64 on the same device, starting at 0 and never decreasing. Its
-            values are not checked on a GPU, which would have to be waited for.
+        cu_seqlens: (batch + 1,) int32 or int64 on the same device: 0, then where each sequence ends, never
+            decreasing and not beyond `total`. Its values are checked on a CPU, under torch.compile when the
+            graph runs; on a GPU they are not, because it would have to be waited for.
         mode: "mean", "cls" (the first token) or "max".
 
     Returns:
         (batch, width) in float32 (float64 for float64 input); zeros where a sequence has no tokens.
 
     Raises:
-        ValueError: an unknown mode, a wrong shape or device.
+        ValueError: an unknown mode, a wrong shape or device, lengths that leave the rows of `hidden`.
         TypeError: a wrong dtype.
 
     Source: Reimers and Gurevych 2019, "Sentence-BERT", sec. 3.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode: {mode!r}; expected one of {', '.join(MODES)}")
-    if hidden.dim() != 2:
-        raise ValueError(f"hidden: shape {tuple(hidden.shape)}; expected (total, hidden)")
-    if not hidden.is_floating_point():
-        raise TypeError(f"hidden: dtype {hidden.dtype}; expected floating point")
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
-        raise ValueError(f"cu_seqlens: shape {tuple(cu_seqlens.shape)}; expected (batch + 1,)")
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens: dtype {cu_seqlens.dtype}; expected int32 or int64")
-    if cu_seqlens.device != hidden.device:
-        raise ValueError(f"cu_seqlens: on {cu_seqlens.device}, but hidden is on {hidden.device}")
+    _check(hidden, cu_seqlens, mode)
     hidden, cu_seqlens = checks.rows(hidden), cu_seqlens.contiguous()
     args = (hidden, cu_seqlens, mode)
     if torch.compiler.is_compiling():
         return pooling_fwd(*args)
     if torch.is_grad_enabled() and hidden.requires_grad:
         return PoolingFunction.apply(*args)
-    return dispatch.call("pooling_fwd", hidden, *args)
+    return _launch_fwd(*args)
