@@ -10,14 +10,14 @@ namespace {
 void fill(Attention& out, const py::tuple& common) {
     if (common.size() != 27) throw py::value_error("attention: expected 27 common arguments");
     std::size_t next = 0;
-    const auto address = [&] { return common[next++].cast<Address>(); };
-    const auto size = [&] { return common[next++].cast<std::int64_t>(); };
+    const auto address = [&] { return number<Address>(common[next++]); };
+    const auto size = [&] { return number<std::int64_t>(common[next++]); };
     const auto heads = [&] {
         const Address data = address();
         const std::int64_t row = size();
         return Heads{pointer(data), row, size()};
     };
-    out.dtype = dtype_of(common[next++].cast<int>());
+    out.dtype = dtype_of(number<int>(common[next++]));
     out.batch = size();
     out.nheads = size();
     out.headdim = size();
@@ -27,18 +27,39 @@ void fill(Attention& out, const py::tuple& common) {
     out.q = heads();
     out.k = heads();
     out.v = heads();
-    out.softmax_scale = common[next++].cast<float>();
-    out.causal = common[next++].cast<bool>();
+    out.softmax_scale = number<float>(common[next++]);
+    out.causal = number<bool>(common[next++]);
     out.bias.data = pointer<const float>(address());
     out.bias.batch_stride = size();
     out.bias.head_stride = size();
     out.bias.row_stride = size();
     out.gate = pointer<const float>(address());
     out.dropout.seed = pointer<const std::uint64_t>(address());
-    out.dropout.offset = common[next++].cast<std::uint32_t>();
-    out.dropout.threshold = common[next++].cast<std::uint32_t>();
-    out.dropout.scale = common[next++].cast<float>();
-    check_shape(out.batch, out.headdim);
+    out.dropout.offset = number<std::uint32_t>(common[next++]);
+    out.dropout.threshold = number<std::uint32_t>(common[next++]);
+    out.dropout.scale = number<float>(common[next++]);
+    check_size("nheads", out.nheads, 1);
+    check_size("headdim", out.headdim, 1);
+    const std::int64_t end = check_lengths(out.cu_seqlens, out.batch, out.total, out.max_seqlen);
+    elements_of("q", {out.total, out.nheads, out.headdim});
+    const Heads* const tensors[] = {&out.q, &out.k, &out.v};
+    const char* const names[] = {"q", "k", "v"};
+    for (int i = 0; i < 3; ++i) {
+        check_given(names[i], tensors[i]->data, end);
+        check_strides(
+            names[i],
+            {{out.total, tensors[i]->row_stride}, {out.nheads, tensors[i]->head_stride}, {out.headdim, 1}});
+    }
+    check_bias(out.bias, out.batch, out.nheads, out.max_seqlen);
+}
+
+// Tensors of a matrix for each sequence and head.
+void check_matrices(const char* name, const Attention& args, const void* data) {
+    if (data != nullptr) elements_of(name, {args.batch, args.nheads, args.max_seqlen, args.max_seqlen});
+}
+
+void check_bits(const Attention& args, const void* data) {
+    if (data != nullptr) elements_of("keep_bits", {args.nheads, args.total, args.max_seqlen / 32 + 1});
 }
 
 void attention_fwd(const py::tuple& common, Address out, Address lse, Address probs, Address keep_bits,
@@ -49,6 +70,10 @@ void attention_fwd(const py::tuple& common, Address out, Address lse, Address pr
     args.lse = pointer<float>(lse);
     args.probs = pointer(probs);
     args.keep_bits = pointer<std::int32_t>(keep_bits);
+    check_threads(threads);
+    check_given("out", args.out, args.cu_seqlens[args.batch]);
+    check_matrices("probs", args, args.probs);
+    check_bits(args, args.keep_bits);
     run([&] { return cpu_attention_fwd(args, threads); });
 }
 
@@ -63,6 +88,10 @@ void attention_bwd(const py::tuple& common, Address keep_bits, Address dout, Add
     args.dv = pointer(dv);
     args.ds = pointer<float>(ds);
     args.dgate = pointer<double>(dgate);
+    check_threads(threads);
+    check_given("dout", args.dout, args.cu_seqlens[args.batch]);
+    check_matrices("ds", args, args.ds);
+    check_bits(args, args.keep_bits);
     run([&] { return cpu_attention_bwd(args, threads); });
 }
 

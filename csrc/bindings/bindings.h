@@ -1,15 +1,19 @@
 // What the files of this folder share: pointers as integers, checks, and running without the GIL.
 //
 // fastbert._C takes raw pointers, sizes, strides and dtype codes as integers. It knows no torch. Tensors are
-// checked by the ops and laid out by fastbert/backends; here only what would crash is refused.
+// checked by the ops and laid out by fastbert/backends. How much memory lies behind a pointer, nobody can
+// check here. What can be, is: the values of lengths and ids, which the ops cannot see under torch.compile,
+// missing pointers, sizes and strides below zero, products that overflow, codes, and numbers of threads.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
 
+#include "../cpu/attention.h"
 #include "../cpu/linear.h"
 #include "../layer_norm.h"
 
@@ -38,10 +42,113 @@ inline Activation activation_of(int code) {
 
 inline Param param(Address address, int code) { return {pointer(address), dtype_of(code)}; }
 
+// A number of a tuple that Python hands over.
+template <class T>
+T number(const py::handle& from) {
+    try {
+        return from.cast<T>();
+    } catch (const py::cast_error&) {
+        throw py::type_error("expected a number of " + std::to_string(8 * sizeof(T)) + " bits, got " +
+                             std::string(py::repr(from)));
+    }
+}
+
+// More elements than any machine holds. Below it, sums and products of a few sizes fit in 64 bits.
+inline constexpr std::int64_t kMostElements = std::int64_t{1} << 48;
+inline constexpr int kMostThreads = 4096;
+
+[[noreturn]] inline void refuse(const char* name, const std::string& expected, std::int64_t got) {
+    throw py::value_error(std::string(name) + ": expected " + expected + ", got " + std::to_string(got));
+}
+
+inline void check_size(const char* name, std::int64_t size, std::int64_t least = 0) {
+    if (size < least || size > kMostElements) refuse(name, std::to_string(least) + " to 2**48", size);
+}
+
+// The number of elements of a tensor of these sizes, none of them negative.
+inline std::int64_t elements_of(const char* name, std::initializer_list<std::int64_t> sizes) {
+    std::int64_t product = 1;
+    for (const std::int64_t size : sizes) {
+        check_size(name, size);
+        if (__builtin_mul_overflow(product, size, &product) || product > kMostElements)
+            refuse(name, "at most 2**48 elements, and a size", size);
+    }
+    return product;
+}
+
 inline void check_shape(std::int64_t rows, std::int64_t hidden) {
     if (rows < 0 || hidden < 1)
         throw py::value_error("expected rows >= 0 and hidden >= 1, got " + std::to_string(rows) + " and " +
                               std::to_string(hidden));
+    elements_of("rows * hidden", {rows, hidden});
+}
+
+// A tensor that is needed where it has elements.
+inline void check_given(const char* name, const void* data, std::int64_t elements) {
+    if (data == nullptr && elements > 0)
+        throw py::value_error(std::string(name) + ": expected an address, got none");
+}
+
+// The elements from the first to the last one of a strided tensor that has some.
+struct Dim {
+    std::int64_t size, stride;
+};
+inline void check_strides(const char* name, std::initializer_list<Dim> dims) {
+    std::int64_t span = 1;
+    for (const Dim& dim : dims) {
+        if (dim.size == 0) return;
+        if (dim.stride < 0) refuse(name, "strides >= 0", dim.stride);
+        std::int64_t reach;
+        if (__builtin_mul_overflow(dim.size - 1, dim.stride, &reach) ||
+            __builtin_add_overflow(span, reach, &span) || span > kMostElements)
+            refuse(name, "strides that stay within 2**48 elements", dim.stride);
+    }
+}
+
+// A tensor of rows side by side in memory, `stride` apart.
+inline void check_rows(const char* name, const void* data, std::int64_t rows, std::int64_t width,
+                       std::int64_t stride) {
+    check_given(name, data, rows * width);
+    check_strides(name, {{rows, stride}, {width, 1}});
+}
+
+inline void check_threads(int threads) {
+    if (threads < 1 || threads > kMostThreads)
+        refuse("threads", "1 to " + std::to_string(kMostThreads), threads);
+}
+
+// Of packed sequences: the lengths must stay within the rows, and none may exceed max_seqlen. Returns the end
+// of the last one.
+inline std::int64_t check_lengths(const std::int32_t* cu_seqlens, std::int64_t batch, std::int64_t total,
+                                  std::int64_t max_seqlen) {
+    check_size("batch", batch);
+    check_size("total", total);
+    check_size("max_seqlen", max_seqlen);
+    check_given("cu_seqlens", cu_seqlens, 1);
+    if (cu_seqlens[0] != 0) refuse("cu_seqlens", "to start at 0", cu_seqlens[0]);
+    std::int64_t longest = 0;
+    for (std::int64_t b = 0; b < batch; ++b) {
+        const std::int64_t length = static_cast<std::int64_t>(cu_seqlens[b + 1]) - cu_seqlens[b];
+        if (length < 0)
+            refuse("cu_seqlens",
+                   "to be non-decreasing, got " + std::to_string(cu_seqlens[b]) + " then " +
+                       std::to_string(cu_seqlens[b + 1]) + ": a length >= 0",
+                   length);
+        if (length > longest) longest = length;
+    }
+    if (cu_seqlens[batch] > total)
+        refuse("cu_seqlens", "to end within the " + std::to_string(total) + " rows of q", cu_seqlens[batch]);
+    if (longest > max_seqlen)
+        refuse("max_seqlen", "at least the longest length " + std::to_string(longest), max_seqlen);
+    return cu_seqlens[batch];
+}
+
+inline void check_bias(const Bias& bias, std::int64_t batch, std::int64_t nheads, std::int64_t max_seqlen) {
+    if (bias.data == nullptr) return;
+    check_strides("bias", {{batch, bias.batch_stride},
+                           {nheads, bias.head_stride},
+                           {max_seqlen, bias.row_stride},
+                           {max_seqlen, 1}});
 }
 
 // Runs without the GIL; a reason that comes back is raised.

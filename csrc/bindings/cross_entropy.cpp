@@ -12,6 +12,8 @@ CrossEntropy common(int dtype, std::int64_t rows, std::int64_t classes, Address 
     const CrossEntropy out{dtype_of(dtype), rows,           classes,
                            pointer(logits), stride,         pointer<const std::int64_t>(labels),
                            ignore_index,    label_smoothing};
+    check_rows("logits", out.logits, rows, classes, stride);
+    check_given("labels", out.labels, rows);
     for (std::int64_t row = 0; row < rows; ++row) {  // under torch.compile the op cannot look
         const std::int64_t label = out.labels[row];
         if (label != ignore_index && (label < 0 || label >= classes))
@@ -28,6 +30,10 @@ void cross_entropy_fwd(int dtype, std::int64_t rows, std::int64_t classes, Addre
     const CrossEntropyFwd args{
         common(dtype, rows, classes, logits, stride, labels, ignore_index, label_smoothing),
         pointer<float>(loss), pointer<float>(lse), pointer<std::int64_t>(count)};
+    check_threads(threads);
+    check_given("loss", args.loss, 1);
+    check_given("lse", args.lse, rows);
+    check_given("count", args.count, 1);
     run([&] { return cpu_cross_entropy_fwd(args, threads); });
 }
 
@@ -38,6 +44,11 @@ void cross_entropy_bwd(int dtype, std::int64_t rows, std::int64_t classes, Addre
         common(dtype, rows, classes, logits, stride, labels, ignore_index, label_smoothing),
         pointer<const float>(dloss), pointer<const float>(lse), pointer<const std::int64_t>(count),
         pointer(dlogits)};
+    check_threads(threads);
+    check_given("dloss", args.dloss, 1);
+    check_given("lse", args.lse, rows);
+    check_given("count", args.count, 1);
+    check_given("dlogits", args.dlogits, rows);
     run([&] { return cpu_cross_entropy_bwd(args, threads); });
 }
 

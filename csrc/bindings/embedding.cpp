@@ -14,19 +14,34 @@ void check_ids(const char* name, const std::int64_t* ids, std::int64_t tokens, s
                                   " is out of range for a table of " + std::to_string(rows));
 }
 
+void check_four(const char* name, const py::tuple& from) {
+    if (from.size() != 4) refuse(name, "a tuple of 4 numbers", static_cast<std::int64_t>(from.size()));
+}
+
 // (address, stride, rows, address of the ids), as fastbert/backends/cpu/embedding.py hands it over.
-Lookup lookup(const char* name, const py::tuple& from, std::int64_t tokens) {
-    const Lookup out{pointer(from[0].cast<Address>()), from[1].cast<std::int64_t>(),
-                     from[2].cast<std::int64_t>(), pointer<const std::int64_t>(from[3].cast<Address>())};
-    if (out.table != nullptr && out.ids != nullptr) check_ids(name, out.ids, tokens, out.rows);
+Lookup lookup(const char* name, const py::tuple& from, std::int64_t tokens, std::int64_t hidden) {
+    check_four(name, from);
+    const Lookup out{pointer(number<Address>(from[0])), number<std::int64_t>(from[1]),
+                     number<std::int64_t>(from[2]), pointer<const std::int64_t>(number<Address>(from[3]))};
+    if (out.table == nullptr) return out;
+    elements_of(name, {out.rows, hidden});
+    check_strides(name, {{out.rows, out.stride}, {hidden, 1}});
+    if (out.ids != nullptr)
+        check_ids(name, out.ids, tokens, out.rows);
+    else if (out.rows < tokens)  // token t takes row t
+        refuse(name, "a row for each of " + std::to_string(tokens) + " tokens", out.rows);
     return out;
 }
 
 // (address, rows, row to skip, address of the ids)
-TableGrad table_grad(const char* name, const py::tuple& from, std::int64_t tokens) {
-    const TableGrad out{pointer(from[0].cast<Address>()), from[1].cast<std::int64_t>(),
-                        from[2].cast<std::int64_t>(), pointer<const std::int64_t>(from[3].cast<Address>())};
-    if (out.out != nullptr) check_ids(name, out.ids, tokens, out.rows);
+TableGrad table_grad(const char* name, const py::tuple& from, std::int64_t tokens, std::int64_t hidden) {
+    check_four(name, from);
+    const TableGrad out{pointer(number<Address>(from[0])), number<std::int64_t>(from[1]),
+                        number<std::int64_t>(from[2]), pointer<const std::int64_t>(number<Address>(from[3]))};
+    if (out.out == nullptr) return out;
+    elements_of(name, {out.rows, hidden});
+    check_given(name, out.ids, tokens);
+    check_ids(name, out.ids, tokens, out.rows);
     return out;
 }
 
@@ -39,9 +54,9 @@ void embedding_fwd(int dtype, std::int64_t tokens, std::int64_t hidden, const py
     const EmbeddingFwd args{dtype_of(dtype),
                             tokens,
                             hidden,
-                            lookup("input_ids", word, tokens),
-                            lookup("position_ids", position, tokens),
-                            lookup("token_type_ids", segment, tokens),
+                            lookup("input_ids", word, tokens, hidden),
+                            lookup("position_ids", position, tokens, hidden),
+                            lookup("token_type_ids", segment, tokens, hidden),
                             param(weight, weight_dtype),
                             param(bias, bias_dtype),
                             eps,
@@ -50,6 +65,9 @@ void embedding_fwd(int dtype, std::int64_t tokens, std::int64_t hidden, const py
                             pointer(z),
                             pointer<float>(mean),
                             pointer<float>(rstd)};
+    check_threads(threads);
+    check_given("word", args.word.table, tokens);
+    check_given("y", args.y, tokens);
     run([&] { return cpu_embedding_fwd(args, threads); });
 }
 
@@ -68,12 +86,17 @@ void embedding_bwd(int dtype, std::int64_t tokens, std::int64_t hidden, Address 
                             pointer<const float>(mean),
                             pointer<const float>(rstd),
                             {pointer<const std::uint64_t>(seed), offset, threshold, scale},
-                            table_grad("input_ids", word, tokens),
-                            table_grad("position_ids", position, tokens),
-                            table_grad("token_type_ids", segment, tokens),
+                            table_grad("input_ids", word, tokens, hidden),
+                            table_grad("position_ids", position, tokens, hidden),
+                            table_grad("token_type_ids", segment, tokens, hidden),
                             pointer(dinputs_embeds),
                             pointer<float>(dweight),
                             pointer<float>(dbias)};
+    check_threads(threads);
+    check_given("dy", args.dy, tokens);
+    check_given("z", args.z, tokens);
+    check_given("mean", args.mean, tokens);
+    check_given("rstd", args.rstd, tokens);
     run([&] { return cpu_embedding_bwd(args, threads); });
 }
 

@@ -12,7 +12,7 @@ class Reader {
     explicit Reader(const py::tuple& from) : from_(from) {}
     template <class T>
     T next() {
-        return from_[at_++].cast<T>();  // raises IndexError behind the end
+        return number<T>(from_[at_++]);  // raises IndexError behind the end
     }
     template <class T>
     T* address() {
@@ -51,12 +51,18 @@ EncoderLayer layer_of(int dtype, const py::tuple& sizes) {
     args.max_seqlen = size.next<std::int64_t>();
     args.inner = size.next<std::int64_t>();
     size.end("sizes");
-    check_shape(args.total, args.nheads * args.headdim);
-    check_shape(args.batch, args.inner);
+    check_size("nheads", args.nheads, 1);
+    check_size("headdim", args.headdim, 1);
+    check_shape(args.total, elements_of("hidden", {args.nheads, args.headdim}));
+    check_shape(args.total, args.inner);
+    check_shape(args.nheads * args.headdim, args.inner);
+    check_size("batch", args.batch);
+    check_size("max_seqlen", args.max_seqlen);
     return args;
 }
 
 std::int64_t encoder_layer_work(int dtype, const py::tuple& sizes, int threads) {
+    check_threads(threads);
     return cpu_encoder_layer_work(layer_of(dtype, sizes), threads);
 }
 
@@ -65,6 +71,7 @@ void encoder_layer_fwd(int dtype, const py::tuple& sizes, const py::tuple& weigh
                        int activation, float softmax_scale, const py::tuple& bias, Address gate, Address y,
                        int threads, Address work, std::int64_t work_bytes) {
     EncoderLayer args = layer_of(dtype, sizes);
+    check_threads(threads);
     args.work = pointer(work);
     if (work != 0 && work_bytes < cpu_encoder_layer_work(args, threads))
         throw py::value_error("work: too few bytes");
@@ -90,6 +97,19 @@ void encoder_layer_fwd(int dtype, const py::tuple& sizes, const py::tuple& weigh
     strides.end("bias");
     args.gate = pointer<const float>(gate);
     args.y = pointer(y);
+    check_lengths(args.cu_seqlens, args.batch, args.total, args.max_seqlen);
+    check_rows("x", args.x, args.total, args.nheads * args.headdim, x_stride);
+    check_given("y", args.y, args.total);
+    check_bias(args.bias, args.batch, args.nheads, args.max_seqlen);
+    // with 8 bits, query is all three
+    const bool joined = args.query.scale != nullptr;
+    for (const LayerLinear* linear :
+         {&args.query, &args.key, &args.value, &args.attention_output, &args.intermediate, &args.output}) {
+        if (joined && (linear == &args.key || linear == &args.value)) continue;
+        check_given("weights", linear->packed, 1);
+        if ((linear->scale != nullptr) != joined)
+            throw py::value_error("weights: expected scales for all linear layers or none");
+    }
     run([&] { return cpu_encoder_layer_fwd(args, threads); });
 }
 

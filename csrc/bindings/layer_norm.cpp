@@ -9,6 +9,10 @@
 namespace fastbert {
 namespace {
 
+void check_tail(int threads) { check_threads(threads); }
+template <class... Tail>  // a GPU's: nothing of it addresses memory of the host
+void check_tail(Tail...) {}
+
 // Defines <name>(tensors …, tail …) for `launch(args, tail …)`; the tail is `threads`, or a device and its
 // stream.
 template <class... Tail>
@@ -36,6 +40,10 @@ void def_layer_norm_fwd(py::module_& m, const char* name,
                                 pointer(z),
                                 pointer<float>(mean),
                                 pointer<float>(rstd)};
+        check_tail(tail...);
+        check_rows("x", args.x, rows, hidden, x_stride);
+        if (args.residual != nullptr) check_rows("residual", args.residual, rows, hidden, residual_stride);
+        check_given("y", args.y, rows);
         run([&] { return launch(args, tail...); });
     });
 }
@@ -65,6 +73,11 @@ void def_layer_norm_bwd(py::module_& m, const char* name,
                                 pointer<float>(dweight),
                                 pointer<float>(dbias),
                                 pointer<float>(dx_bias)};
+        check_tail(tail...);
+        check_rows("dy", args.dy, rows, hidden, dy_stride);
+        check_rows("z", args.z, rows, hidden, z_stride);
+        check_given("mean", args.mean, rows);
+        check_given("rstd", args.rstd, rows);
         run([&] { return launch(args, tail...); });
     });
 }

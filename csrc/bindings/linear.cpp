@@ -13,6 +13,10 @@ void pack(int dtype, std::int64_t depth, std::int64_t columns, Address b, std::i
     if (depth_stride != 1 && column_stride != 1) throw py::value_error("pack: expected one stride of 1");
     const Pack args{dtype_of(dtype), depth,         columns,        pointer(b),
                     depth_stride,    column_stride, pointer(packed)};
+    check_threads(threads);
+    check_given("b", args.b, depth * columns);
+    check_given("packed", args.packed, depth * columns);
+    check_strides("b", {{depth, depth_stride}, {columns, column_stride}});
     run([&] { return cpu_linear_pack(args, threads); });
 }
 
@@ -39,6 +43,13 @@ void product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t de
                        residual_stride,
                        pointer(c),
                        pointer(pre)};
+    check_shape(columns, depth);
+    check_threads(threads);
+    check_given("a", args.a, rows);
+    check_strides("a", {{rows, row_stride}, {depth, depth_stride}});
+    if (args.packed == nullptr) check_rows("b", args.b, depth, columns, b_stride);
+    if (args.residual != nullptr) check_rows("residual", args.residual, rows, columns, residual_stride);
+    check_given("c", args.c, rows);
     run([&] { return cpu_linear_product(args, threads); });
 }
 
@@ -48,12 +59,24 @@ void activation_bwd(int dtype, std::int64_t rows, std::int64_t columns, Address 
     const ActivationBwd args{
         dtype_of(dtype),      rows, columns, pointer(dy), pointer(pre), activation_of(activation), pointer(g),
         pointer<float>(dbias)};
+    check_threads(threads);
+    check_given("dy", args.dy, rows);
+    check_given("pre", args.pre, args.activation == Activation::kNone ? 0 : rows);
     run([&] { return cpu_linear_activation_bwd(args, threads); });
+}
+
+// More of its products of bytes may not fit in 32 bits: MOST_INPUTS of fastbert/ops/linear_int8.py.
+void check_depth(std::int64_t depth) {
+    if (depth > 65536) refuse("depth", "at most 65536 with 8 bits", depth);
 }
 
 void pack_int8(std::int64_t depth, std::int64_t columns, Address weight, Address packed, int threads) {
     check_shape(columns, depth);
+    check_depth(depth);
     const PackInt8 args{depth, columns, pointer<const std::int8_t>(weight), pointer<std::uint8_t>(packed)};
+    check_threads(threads);
+    check_given("weight", args.weight, 1);
+    check_given("packed", args.packed, int8_packed_size(depth, columns));
     run([&] { return cpu_linear_int8_pack(args, threads); });
 }
 
@@ -73,17 +96,36 @@ void product_int8(int dtype, std::int64_t rows, std::int64_t columns, std::int64
                            param(bias, bias_dtype),
                            activation_of(activation),
                            pointer(y)};
+    check_shape(columns, depth);
+    check_depth(depth);
+    check_threads(threads);
+    check_rows("x", args.x, rows, depth, x_stride);
+    check_given("packed", args.packed, int8_packed_size(depth, columns));
+    check_given("scale", args.scale, rows);
+    check_given("y", args.y, rows);
     run([&] { return cpu_linear_int8(args, threads); });
 }
 
 }  // namespace
 
 void bind_linear(py::module_& m) {
-    m.def("cpu_linear_packed_size", &packed_size, "Elements of the panels of a (depth x columns) matrix");
+    m.def(
+        "cpu_linear_packed_size",
+        [](std::int64_t depth, std::int64_t columns) {
+            check_shape(columns, depth);
+            return packed_size(depth, columns);
+        },
+        "Elements of the panels of a (depth x columns) matrix");
     m.def("cpu_linear_pack", &pack);
     m.def("cpu_linear_product", &product);
     m.def("cpu_linear_activation_bwd", &activation_bwd);
-    m.def("cpu_linear_int8_packed_size", &int8_packed_size, "Bytes, for the instruction set in use");
+    m.def(
+        "cpu_linear_int8_packed_size",
+        [](std::int64_t depth, std::int64_t columns) {
+            check_shape(columns, depth);
+            return int8_packed_size(depth, columns);
+        },
+        "Bytes, for the instruction set in use");
     m.def("cpu_linear_int8_pack", &pack_int8);
     m.def("cpu_linear_int8", &product_int8);
 }

@@ -1,4 +1,6 @@
 // The Python module fastbert._C.
+#include <dlfcn.h>
+
 #include <string>
 
 #include "../cpu/isa.h"
@@ -24,13 +26,23 @@ PYBIND11_MODULE(_C, m) {
         "preferred_cpu_isa", [] { return isa_name(preferred_isa()); },
         "The one that serves unless FASTBERT_ISA names another");
     m.def("set_cpu_isa", [](const std::string& name) {
-        if (!set_isa(name.c_str()))
+        if (name.find('\0') != std::string::npos || !set_isa(name.c_str()))
             throw py::value_error(
                 "FASTBERT_ISA: expected none, avx2, avx512, avx512_bf16 or best, and no more than this "
                 "processor has (" +
                 std::string(isa_name(best_isa())) + "), got " + name);
     });
-    m.def("set_team_start", &set_team_start, "Hand over the address of the OpenMP runtime's GOMP_parallel");
+    m.def(
+        "set_team_start",
+        [](std::uintptr_t address) {
+            Dl_info found;
+            void* const function = reinterpret_cast<void*>(address);
+            if (address != 0 && (dladdr(function, &found) == 0 || found.dli_saddr != function))
+                throw py::value_error("expected 0 or the address of a function of a loaded library, got " +
+                                      std::to_string(address));
+            set_team_start(address);
+        },
+        "Hand over the address of the OpenMP runtime's GOMP_parallel");
     m.def("has_team", &has_team, "Whether work is spread over threads at all");
 
     bind_attention(m);

@@ -9,6 +9,11 @@ namespace {
 Gather gather(Address x, std::int64_t stride, std::int64_t width, Address indices, std::int64_t total,
               std::int64_t rows) {
     const Gather out{pointer(x), stride, width, pointer<const std::int64_t>(indices), total};
+    elements_of("rows * width", {rows, width});
+    check_size("total", total);
+    if (total > rows) refuse("indices", "at most " + std::to_string(rows) + " positions", total);
+    check_given("indices", out.indices, total);
+    check_rows("x", out.x, total, width, stride);
     const auto wrong = [&](std::int64_t t) {
         return out.indices[t] <= (t > 0 ? out.indices[t - 1] : -1) || out.indices[t] >= rows;
     };
@@ -25,12 +30,17 @@ Gather gather(Address x, std::int64_t stride, std::int64_t width, Address indice
 void pack(Address x, std::int64_t stride, std::int64_t width, Address indices, std::int64_t total,
           std::int64_t rows, Address out, int threads) {
     const Gather args = gather(x, stride, width, indices, total, rows);
+    check_threads(threads);
+    check_strides("x", {{rows, stride}, {width, 1}});
+    check_given("out", pointer(out), total * width);
     run([&] { return cpu_pack(args, pointer(out), threads); });
 }
 
 void unpack(Address x, std::int64_t stride, std::int64_t width, Address indices, std::int64_t total,
             std::int64_t rows, Address out, int threads) {
     const Gather args = gather(x, stride, width, indices, total, rows);
+    check_threads(threads);
+    check_given("out", pointer(out), rows * width);
     run([&] { return cpu_unpack(args, rows, pointer(out), threads); });
 }
 
