@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from fastbert import verdicts
+from fastbert.ops import checks
 from fastbert.verdicts import Verdict
 
 OPS = (
@@ -166,6 +167,10 @@ def call(function: str, key: torch.Tensor, *args):
         key: the tensor whose device and dtype choose the backend.
         args: the contract's arguments, passed on as they are.
     """
+    args = [
+        checks.plain(a) if isinstance(a, torch.Tensor) and (a.is_neg() or a._is_zerotensor()) else a
+        for a in args
+    ]  # spelled out: a call for each tensor would cost more than the question
     device = key.device
     launch = _resolved.get((function, device, key.dtype))
     if launch is None:

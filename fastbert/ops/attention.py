@@ -178,6 +178,21 @@ def _bit_numbers(device: torch.device) -> Tensor:
 # --- custom ops: what torch.compile sees --------------------------------------------------------------------
 
 
+def _check_operands(q, k, v, cu_seqlens, max_seqlen, bias, gate, dropout_p, seed, offset):
+    """What `torch.ops` takes from anybody, and the values of the lengths, which tracing does not see."""
+    _check_qkv(q, k, v, cu_seqlens)
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        checks.operand(name, t, q.shape, checks.FLOATS, q, strided=True)
+    check_lengths(cu_seqlens, max_seqlen, q)
+    check_bias(bias, cu_seqlens.shape[0] - 1, q.shape[1], max_seqlen, q)
+    if bias is not None and bias.dim() != 4:
+        raise ValueError(f"bias: expected four dimensions, got {tuple(bias.shape)}")
+    if gate is not None:
+        checks.float_tensor("gate", gate, q)
+        checks.shape("gate", gate, (q.shape[1],))
+    checks.dropout(dropout_p, seed, offset, q)
+
+
 @torch.library.custom_op("fastbert::attention_fwd", mutates_args=())
 def attention_fwd(
     q: Tensor,
@@ -200,6 +215,7 @@ def attention_fwd(
     the module says, each empty (0,) where not asked for. `bias` is 4-D with broadcast dimensions of size 1.
     `save_bits` is asked for only with dropout.
     """
+    _check_operands(q, k, v, cu_seqlens, max_seqlen, bias, gate, dropout_p, seed, offset)
     return dispatch.call(
         "attention_fwd",
         q,
@@ -251,6 +267,16 @@ def attention_bwd(
     (nheads,) in float32 (float64 for float64); each empty (0,) where not needed. `dout` is contiguous.
     `keep_bits`: forward's; None where it saved none, and they are to be drawn again.
     """
+    _check_operands(q, k, v, cu_seqlens, max_seqlen, bias, gate, dropout_p, seed, offset)
+    total, nheads, _ = q.shape
+    for name, t in (("dout", dout), ("out", out)):
+        checks.operand(name, t, q.shape, (q.dtype,), q)
+    checks.operand("lse", lse, (nheads, total), (checks.compute_dtype(q),), q)
+    bits = bits_shape(nheads, total, max_seqlen, True)
+    checks.operand("keep_bits", keep_bits, bits, (torch.int32,), q)
+    for name, t, needed in (("bias", bias, need_dbias), ("gate", gate, need_dgate)):
+        if needed and t is None:
+            raise ValueError(f"{name}: expected a torch.Tensor, whose gradient is asked for, got None")
     return dispatch.call(
         "attention_bwd",
         q,
@@ -354,8 +380,8 @@ def attention(
             qkv tensor are read in place. Under autocast they are cast to its dtype, as
             scaled_dot_product_attention does (float64 is not).
         cu_seqlens: int32 (batch + 1,): 0, then where each sequence ends, not beyond `total`. None = padded
-            layout. Its values are checked where it is a CPU tensor; on CUDA, and under torch.compile, that
-            would cost a synchronisation, and the caller answers for them.
+            layout. Its values are checked where it is a CPU tensor, under torch.compile when the graph runs;
+            on CUDA that would cost a synchronisation, and the caller answers for them.
         max_seqlen: packed layout only: at least the longest length; S below. The padded layout's S is seqlen.
         softmax_scale: headdim ** -0.5 by default.
         causal: whether a query sees only keys up to its own position.

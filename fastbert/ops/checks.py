@@ -46,6 +46,54 @@ def same_device(name: str, t: torch.Tensor, like: torch.Tensor | None) -> None:
         raise ValueError(f"{name}: expected a tensor on {like.device}, got one on {t.device}")
 
 
+def plain(t: torch.Tensor) -> torch.Tensor:
+    """`t` with its values in memory, where kernels read them: a negative bit (`x.conj().imag`) is resolved,
+    and a tensor that is zero without memory (`torch._efficientzerotensor`) becomes one of zeros.
+    """
+    if t.is_neg():
+        return t.resolve_neg()
+    return t.clone() if t._is_zerotensor() else t
+
+
+def operand(
+    name: str,
+    t: torch.Tensor | None,
+    expected: tuple,
+    dtypes: tuple[torch.dtype, ...],
+    like: torch.Tensor,
+    strided: bool = False,
+    needed: bool = False,
+) -> None:
+    """What a custom op hands to kernels as it lies in memory, and `torch.ops` takes from anybody.
+
+    Args:
+        expected: the shape.
+        strided: whether the last dimension alone must be contiguous.
+        needed: whether None is an error.
+    """
+    if t is None:
+        if needed:
+            raise ValueError(f"{name}: expected a torch.Tensor, got None")
+        return
+    shape(name, t, expected)
+    if t.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
+        raise TypeError(f"{name}: expected {names}, got {t.dtype}")
+    same_device(name, t, like)
+    if t.is_contiguous() or (strided and (t.shape[-1] == 1 or t.stride(-1) == 1)):
+        return
+    wanted = "the last dimension contiguous" if strided else "a contiguous tensor"
+    raise ValueError(f"{name}: expected {wanted}, got strides {t.stride()}")
+
+
+def matrix(name: str, t: torch.Tensor) -> tuple[int, int]:
+    """The shape of the 2-D `t` that a custom op takes: rows whose elements lie side by side, at least one."""
+    if t.dim() != 2 or t.shape[1] == 0:
+        raise ValueError(f"{name}: expected shape (rows, columns), columns >= 1, got {tuple(t.shape)}")
+    operand(name, t, t.shape, FLOATS, t, strided=True)
+    return tuple(t.shape)
+
+
 def shape(name: str, t: torch.Tensor, expected: tuple) -> None:
     """`t` must have exactly this shape."""
     if tuple(t.shape) != tuple(expected):

@@ -51,6 +51,8 @@ def cross_entropy_fwd(
     logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss (), lse (2, rows), count () int64); lse is the max and the log of the sum, 0 where ignored."""
+    rows, classes = checks.matrix("logits", logits)
+    labels = checked_labels(labels, rows, classes, logits, ignore_index, label_smoothing)
     return dispatch.call("cross_entropy_fwd", logits, logits, labels, ignore_index, label_smoothing)
 
 
@@ -75,6 +77,9 @@ def cross_entropy_bwd(
     label_smoothing: float,
 ) -> Tensor:
     """Dlogits, contiguous, in the dtype of `logits`."""
+    rows, classes = checks.matrix("logits", logits)
+    labels = checked_labels(labels, rows, classes, logits, ignore_index, label_smoothing)
+    check_statistics(dloss, lse, count, rows, logits)
     return dispatch.call(
         "cross_entropy_bwd", logits, dloss, logits, labels, lse, count, ignore_index, label_smoothing
     )
@@ -83,6 +88,14 @@ def cross_entropy_bwd(
 @cross_entropy_bwd.register_fake
 def _(dloss, logits, labels, lse, count, ignore_index, label_smoothing):
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def check_statistics(dloss: Tensor, lse: Tensor, count: Tensor, rows: int, logits: Tensor) -> None:
+    """What backward gets of the loss, and of what forward saved."""
+    compute = (checks.compute_dtype(logits),)
+    checks.operand("dloss", dloss, (), compute, logits)
+    checks.operand("lse", lse, (2, rows), compute, logits)
+    checks.operand("count", count, (), (torch.int64,), logits)
 
 
 # --- autograd: one setup and one backward for eager and for the compiled op ---------------------------------

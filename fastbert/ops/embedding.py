@@ -86,6 +86,28 @@ def embedding_fwd(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y, z, mean, rstd) for flat ids; z, mean, rstd are empty where not saved. `padding_idx` < 0 is none."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("input_ids, inputs_embeds: expected exactly one of the two")
+    name, source = ("word", word) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
+    if source is None:
+        raise ValueError("word: expected a torch.Tensor, because input_ids is given, got None")
+    rows, hidden = checks.matrix(name, source)
+    tokens = rows if input_ids is None else input_ids.shape[0]
+    for name, table, ids_name, ids in (
+        ("word", None if input_ids is None else word, "input_ids", input_ids),
+        ("position", position, "position_ids", position_ids),
+        ("segment", segment, "token_type_ids", token_type_ids),
+    ):
+        if (table is None) != (ids is None):
+            raise ValueError(f"{name}, {ids_name}: expected both or neither")
+        if table is not None:
+            rows = table.shape[0]
+            checks.operand(name, table, (rows, hidden), (source.dtype,), source, strided=True)
+            checks.operand(ids_name, ids, (tokens,), (torch.int64,), source)
+            checks.ids_in_range(ids_name, "id", ids, rows, f"a {name} table")
+    for name, vector in (("ln_weight", ln_weight), ("ln_bias", ln_bias)):
+        checks.operand(name, vector, (hidden,), (source.dtype, torch.float32), source)
+    checks.dropout(dropout_p, seed, offset, source)
     return _launch_fwd(
         input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment, ln_weight, ln_bias,
         padding_idx, eps, dropout_p, seed, offset, save,
@@ -140,6 +162,22 @@ def embedding_bwd(
     needed. What is not needed is empty, of shape (0,). dln_weight and dln_bias are float32 (float64), the
     others have dy's dtype.
     """
+    tokens, hidden = checks.matrix("dy", dy)
+    checks.operand("z", z, dy.shape, (dy.dtype,), dy)
+    checks.operand("ln_weight", ln_weight, (hidden,), (dy.dtype, torch.float32), dy)
+    for name, statistic in (("mean", mean), ("rstd", rstd)):
+        checks.operand(name, statistic, (tokens,), (checks.compute_dtype(dy),), dy)
+    for name, ids, size_name, rows in (
+        ("input_ids", input_ids, "word_rows", word_rows),
+        ("position_ids", position_ids, "position_rows", position_rows),
+        ("token_type_ids", token_type_ids, "segment_rows", segment_rows),
+    ):
+        if rows < 0:
+            raise ValueError(f"{size_name}: expected an integer >= 0, got {rows}")
+        checks.operand(name, ids, (tokens,), (torch.int64,), dy, needed=rows > 0)
+        if rows > 0:
+            checks.ids_in_range(name, "id", ids, rows, f"{size_name}")
+    checks.dropout(dropout_p, seed, offset, dy)
     return dispatch.call(
         "embedding_bwd",
         dy,

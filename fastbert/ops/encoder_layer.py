@@ -89,6 +89,8 @@ def encoder_layer(
         checks.shape("gate", gate, (nheads,))
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation: expected None or one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    bias, gate = (None if t is None else checks.plain(t) for t in (bias, gate))
+    x, cu_seqlens = checks.plain(x), checks.plain(cu_seqlens)
     return launch(
         checks.rows(x), weights, cu_seqlens, max_seqlen, nheads, inner, softmax_scale, bias, gate, activation,
         (checks.eps(eps[0]), checks.eps(eps[1])),

@@ -75,6 +75,11 @@ def layer_norm_fwd(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y, z, mean, rstd) for 2-D `x`; z, mean, rstd are empty where not saved (see the module)."""
+    hidden = checks.matrix("x", x)[1]
+    for name, vector in (("weight", weight), ("bias", bias), ("x_bias", x_bias)):
+        checks.operand(name, vector, (hidden,), (x.dtype, torch.float32), x)
+    checks.operand("residual", residual, x.shape, (x.dtype,), x, strided=True)
+    checks.dropout(dropout_p, seed, offset, x)
     return dispatch.call(
         "layer_norm_fwd", x, x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, save
     )
@@ -113,6 +118,12 @@ def layer_norm_bwd(
     A gradient that is not wanted is an empty tensor of its own and costs no memory; `need_dweight` asks for
     dbias, too. Without dropout dresidual equals dx, and is empty where dx is wanted as well.
     """
+    rows, hidden = checks.matrix("z", z)
+    checks.operand("dy", dy, z.shape, (z.dtype,), z, strided=True)
+    checks.operand("weight", weight, (hidden,), (z.dtype, torch.float32), z)
+    for name, statistic in (("mean", mean), ("rstd", rstd)):
+        checks.operand(name, statistic, (rows,), (checks.compute_dtype(z),), z)
+    checks.dropout(dropout_p, seed, offset, z)
     return dispatch.call(
         "layer_norm_bwd",
         dy,

@@ -71,6 +71,12 @@ def linear_ref(
     return y.to(x.dtype)
 
 
+def check_activation(activation: str | None) -> None:
+    """`activation` must be None or one of ACTIVATIONS."""
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation: expected None or one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+
+
 def _forward(activation: str | None) -> str:
     """What `dispatch` calls it: products with an activation may have a backend of their own."""
     return "linear_fwd" if activation is None else "linear_fwd activation"
@@ -94,6 +100,12 @@ def linear_fwd(
     save: bool,
 ) -> tuple[Tensor, Tensor]:
     """(y, pre) for 2-D `x`; pre is empty, of shape (0,), without an activation or where not saved."""
+    rows, depth = checks.matrix("x", x)
+    out = checks.matrix("weight", weight)[0]
+    check_activation(activation)
+    checks.operand("weight", weight, (out, depth), (x.dtype,), x, strided=True)
+    checks.operand("bias", bias, (out,), (x.dtype,), x)
+    checks.operand("residual", residual, (rows, out), (x.dtype,), x, strided=True)
     return dispatch.call(_forward(activation), x, x, weight, bias, activation, residual, save)
 
 
@@ -118,6 +130,16 @@ def linear_bwd(
 
     `x` is None where dweight is not needed, `weight` where dx is not, `pre` without an activation.
     """
+    rows, out = checks.matrix("dy", dy)
+    check_activation(activation)
+    checks.operand("dy", dy, dy.shape, (dy.dtype,), dy)
+    if x is not None or need_dweight:
+        columns = () if x is None else x.shape[-1:]
+        checks.operand("x", x, (rows, *columns), (dy.dtype,), dy, strided=True, needed=True)
+    if weight is not None or need_dx:
+        columns = () if weight is None else weight.shape[-1:]
+        checks.operand("weight", weight, (out, *columns), (dy.dtype,), dy, strided=True, needed=True)
+    checks.operand("pre", pre, dy.shape, (dy.dtype,), dy, needed=activation is not None)
     needs = need_dx, need_dweight, need_dbias
     return dispatch.call(_backward_of(activation), dy, dy, x, weight, pre, activation, *needs)
 
@@ -230,8 +252,7 @@ def linear(
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
         raise ValueError(f"weight: expected shape (out, {x.shape[-1]}), got {tuple(weight.shape)}")
     out = weight.shape[0]
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"activation: expected None or one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    check_activation(activation)
     shape = (*x.shape[:-1], out)
     if bias is not None:
         checks.float_tensor("bias", bias, x)

@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from fastbert import dispatch
 from fastbert.ops import checks
-from fastbert.ops.cross_entropy import checked_labels, cross_entropy_ref
+from fastbert.ops.cross_entropy import check_statistics, checked_labels, cross_entropy_ref
 
 # Bytes of logits and their gradient at a time, where the caller does not say. On a GPU what 15% of 32 x 512
 # tokens need in bfloat16, so that nothing is computed twice; on a CPU those of 24 x 128 in float32.
@@ -62,6 +62,21 @@ def linear_cross_entropy_ref(
 _WAITING = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
 
 
+def _check_operands(x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows):
+    """What `torch.ops` takes from anybody; the labels as the backends take them."""
+    rows, depth = checks.matrix("x", x)
+    classes = 0 if weight is None or weight.dim() == 0 else weight.shape[0]
+    checks.operand("weight", weight, (classes, depth), (x.dtype,), x, strided=True, needed=True)
+    checks.operand("bias", bias, (classes,), (x.dtype,), x)
+    if not UNKNOWN <= labelled <= rows:
+        raise ValueError(f"labelled: expected an integer from {UNKNOWN} to {rows}, got {labelled}")
+    if chunk_rows < 1:
+        raise ValueError(f"chunk_rows: expected an integer >= 1, got {chunk_rows}")
+    labels = checked_labels(labels, rows, classes, x, ignore_index, label_smoothing)
+    _checked_number(None if labelled == UNKNOWN else labelled, labels, ignore_index)
+    return labels
+
+
 @torch.library.custom_op("fastbert::linear_cross_entropy_fwd", mutates_args=(), **_WAITING)
 def linear_cross_entropy_fwd(
     x: Tensor,
@@ -78,6 +93,7 @@ def linear_cross_entropy_fwd(
     lse as in `cross_entropy_fwd`. The logits are (labelled rows, classes) where they are kept for backward,
     of shape (0,) otherwise: always under torch.compile, which could not know their shape.
     """
+    labels = _check_operands(x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows)
     args = (x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows)
     return dispatch.call("linear_cross_entropy_fwd", x, *args, False)
 
@@ -113,8 +129,15 @@ def linear_cross_entropy_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias), each of shape (0,) where not needed.
 
-    Where logits are given, `x` is None if dweight is not needed, `weight` if dx is not.
+    Where logits are given, `x` is None if dweight is not needed, `weight` if dx is not: never here, because
+    the custom op's forward keeps none.
     """
+    checks.operand("x", x, () if x is None else x.shape, checks.FLOATS, logits, strided=True, needed=True)
+    labels = _check_operands(x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows)
+    check_statistics(dloss, lse, count, x.shape[0], x)
+    checks.operand("logits", logits, (0,), (x.dtype,), x)
+    if need_dbias and bias is None:
+        raise ValueError("bias: expected a torch.Tensor, whose gradient is asked for, got None")
     args = (dloss, x, weight, bias, labels, lse, count, logits, labelled, ignore_index, label_smoothing)
     needs = chunk_rows, need_dx, need_dweight, need_dbias
     return dispatch.call("linear_cross_entropy_bwd", logits, *args, *needs)

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from fastbert import dispatch
 from fastbert.ops import checks
-from fastbert.ops.linear import ACTIVATIONS, activate_ref
+from fastbert.ops.linear import activate_ref, check_activation
 
 MOST_INPUTS = 65_536
 SMALLEST_STEP = 2.0**-126  # the smallest normal float32: below it 1 / step overflows
@@ -83,6 +83,15 @@ def linear_int8_fwd(
     packed: Tensor | None,
 ) -> Tensor:
     """y for 2-D `x`."""
+    _, depth = checks.matrix("x", x)
+    _check_depth(depth)
+    check_activation(activation)
+    out = weight.shape[0] if weight.dim() else 0
+    checks.operand("weight", weight, (out, depth), (torch.int8,), x)
+    checks.operand("scale", scale, (out,), (torch.float32,), x)
+    checks.operand("bias", bias, (out,), (x.dtype, torch.float32), x)
+    if packed is not None:
+        checks.operand("packed", packed, (packed.numel(),), (torch.uint8,), x)
     return dispatch.call("linear_int8_fwd", x, x, weight, scale, bias, activation, packed)
 
 
@@ -132,8 +141,7 @@ def linear_int8(
     checks.float_tensor("x", x)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x: expected shape (..., in) with in >= 1, got {tuple(x.shape)}")
-    if x.shape[-1] > MOST_INPUTS:
-        raise ValueError(f"x: expected at most {MOST_INPUTS} elements a row, got {x.shape[-1]}")
+    _check_depth(x.shape[-1])
     _typed("weight", weight, torch.int8, x)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
         raise ValueError(f"weight: expected shape (out, {x.shape[-1]}), got {tuple(weight.shape)}")
@@ -145,8 +153,7 @@ def linear_int8(
         checks.shape("bias", bias, (out,))
         if bias.dtype not in (x.dtype, torch.float32):
             raise TypeError(f"bias: expected x's dtype {x.dtype} or float32, got {bias.dtype}")
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"activation: expected None or one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    check_activation(activation)
     if packed is not None:
         _typed("packed", packed, torch.uint8, x)
     if torch.is_grad_enabled():
@@ -167,6 +174,11 @@ def linear_int8(
     else:
         y = dispatch.call("linear_int8_fwd", args[0], *args)
     return y if len(shape) == 2 else y.view(*shape[:-1], out)
+
+
+def _check_depth(depth: int) -> None:
+    if depth > MOST_INPUTS:
+        raise ValueError(f"x: expected at most {MOST_INPUTS} elements a row, got {depth}")
 
 
 def _typed(name: str, t: object, dtype: torch.dtype, x: Tensor) -> None:

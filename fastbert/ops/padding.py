@@ -38,6 +38,8 @@ def unpack_ref(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
 @torch.library.custom_op("fastbert::pack_fwd", mutates_args=())
 def pack_fwd(x: Tensor, indices: Tensor) -> Tensor:
     """(total, inner) from (rows, inner)."""
+    _check_rows(x)
+    _check_indices(indices, x, x.shape[0])
     return dispatch.call("pack_fwd", x, x, indices)
 
 
@@ -49,6 +51,11 @@ def _(x, indices):
 @torch.library.custom_op("fastbert::unpack_fwd", mutates_args=())
 def unpack_fwd(x: Tensor, indices: Tensor, rows: int) -> Tensor:
     """(rows, inner) from (total, inner)."""
+    _check_rows(x)
+    if rows < 0:
+        raise ValueError(f"rows: expected an integer >= 0, got {rows}")
+    _check_indices(indices, x, rows)
+    checks.shape("x", x, (indices.shape[0], x.shape[1]))
     return dispatch.call("unpack_fwd", x, x, indices, rows)
 
 
@@ -179,6 +186,14 @@ def _check_tensor(name: str, t: object) -> None:
     if t.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise TypeError(f"{name}: expected one of {names}, got {t.dtype}")
+
+
+def _check_rows(x: Tensor) -> None:
+    """What the custom ops take: 2-D, the elements of a row side by side."""
+    _check_tensor("x", x)
+    if x.dim() != 2:
+        raise ValueError(f"x: expected shape (rows, inner), got {tuple(x.shape)}")
+    checks.operand("x", x, x.shape, DTYPES, x, strided=True)
 
 
 def _check_indices(indices: Tensor, x: Tensor, rows: int) -> None:

@@ -95,7 +95,7 @@ def _launch_bwd(dy, hidden, y, cu_seqlens, mode):
     checks.lengths(cu_seqlens, hidden.shape[0], "hidden")
     result = (cu_seqlens.shape[0] - 1, hidden.shape[1])
     for name, t in (("dy", dy), ("y", y)):
-        checks.shape(name, t, result)
+        checks.operand(name, t, result, (checks.compute_dtype(hidden),), hidden)
     return dispatch.call("pooling_bwd", hidden, dy, hidden, y, cu_seqlens, mode)
 
 

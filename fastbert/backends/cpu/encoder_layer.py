@@ -10,6 +10,7 @@ from fastbert._native import DTYPE_CODES, vector
 from fastbert._native import extension as _C
 from fastbert.backends.cpu.attention import bias_args
 from fastbert.backends.cpu.linear import ACTIVATIONS, linear_pack
+from fastbert.ops.checks import plain
 
 # Bytes from which glibc gives a block back to the system when it is freed, and keeps no hole in its heap.
 _RETURNED = 33 << 20
@@ -20,7 +21,10 @@ def encoder_layer_weights(linears, norms, scratch=None):
     """What `encoder_layer_fwd` takes: the numbers for csrc/bindings/encoder_layer.cpp, the instruction set
     that 8-bit weights are packed for, the tensors behind the numbers, and `scratch`.
     """
-    linears = _packed(linears, scratch)
+    linears, norms = (
+        [[t if t is None else plain(t) for t in one] for one in all_of_them]
+        for all_of_them in (_packed(linears, scratch), norms)
+    )
     numbers, isa = [], _C.cpu_isa()
     for packed, scale, bias in linears:
         numbers += (packed.data_ptr(), 0 if scale is None else scale.data_ptr(), *vector(bias))
@@ -59,10 +63,14 @@ def _memory(scratch, place, size, like):
 def encoder_layer_fwd(
     x, weights, cu_seqlens, max_seqlen, nheads, inner, softmax_scale, bias, gate, activation, eps
 ):
-    numbers, isa, _held, scratch = weights
+    numbers, isa, held, scratch = weights
     if isa != _C.cpu_isa():
         raise RuntimeError(f"weights: packed for {isa}, and {_C.cpu_isa()} is in use now")
     total, hidden = x.shape
+    last, scale, _, norm = held[-7:-3]  # of the output layer, and of the norm after attention
+    size_of = _C.cpu_linear_packed_size if scale is None else _C.cpu_linear_int8_packed_size
+    if norm.shape != (hidden,) or last.numel() != size_of(inner, hidden):
+        raise ValueError(f"weights: expected those of a layer from {hidden} to {inner} columns and back")
     batch = cu_seqlens.shape[0] - 1
     cu_seqlens = cu_seqlens.contiguous()
     bias, bias_numbers = bias_args(bias, batch, nheads, max_seqlen)

@@ -11,6 +11,7 @@ import torch
 from fastbert._native import DTYPE_CODES, vector
 from fastbert._native import extension as _C
 from fastbert.backends.aten import linear as aten
+from fastbert.ops.checks import plain
 
 ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "silu": 4}
 _PACKING_ROWS = 32  # from here on packing a weight for one product costs less than it gains
@@ -50,7 +51,7 @@ def _product(a, b, columns, bias=None, activation=None, residual=None, pre=None)
 
 
 def linear_pack(weight, into=None):
-    return _panels(weight.contiguous().t(), into)
+    return _panels(plain(weight).contiguous().t(), into)
 
 
 def linear_fwd(x, weight, bias, activation, residual, save, packed=None):

@@ -11,10 +11,11 @@ import torch
 from fastbert._native import DTYPE_CODES, vector
 from fastbert._native import extension as _C
 from fastbert.backends.cpu.linear import ACTIVATIONS
+from fastbert.ops.checks import plain
 
 
 def linear_int8_pack(weight):
-    (out, depth), weight = weight.shape, weight.contiguous()
+    (out, depth), weight = weight.shape, plain(weight).contiguous()
     packed = weight.new_empty(_C.cpu_linear_int8_packed_size(depth, out), dtype=torch.uint8)
     _C.cpu_linear_int8_pack(depth, out, weight.data_ptr(), packed.data_ptr(), torch.get_num_threads())
     return packed
