@@ -5,9 +5,10 @@ any padding. Forward without dropout and probs goes to PyTorch's fused CPU kerne
 scaled_dot_product_attention; its operator also gives lse), the rest to explicit products, a few heads at a
 time. Other devices: explicit products on a dense (batch, S) grid, built without a host synchronisation.
 
-Half precision is computed in float32 and rounded once. The fused backward recomputes P from lse, which
-costs float32 some digits that eager PyTorch keeps; so it serves half precision only, and float32 gets a
-softmax of its own, as eager does.
+Half precision is computed in float32 and rounded once. The fused kernel has a backward, too, which does not
+serve: it takes P from lse and delta from the rounded `out`. Where a query sees one key, dq and dk are then
+that rounding instead of 0. Nor does its forward know what a NaN or an infinite score is: it returns 0 for the
+row. Such rows are computed again, by explicit products.
 """
 
 from __future__ import annotations
@@ -27,9 +28,8 @@ from fastbert.ops.attention import (
 )
 from fastbert.ops.checks import compute_dtype
 
-# Private operators of PyTorch >= 2.3; where they are gone, the explicit products serve.
+# A private operator of PyTorch >= 2.3; where it is gone, the explicit products serve.
 _flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-_flash_bwd = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
 
 _HALF = (torch.bfloat16, torch.float16)
 _MAX_CAST_ROWS = 1024  # rows cast to float32 at a time for the fused kernel, so that they stay in cache
@@ -64,7 +64,8 @@ def attention_fwd(
                 run_lse = run_lse.masked_fill(mask.isneginf().all(-1), -math.inf)
         else:
             keep = _keep(cu_seqlens[sequences], length, heads, dropout_p, seed, offset)
-            o, run_lse, p = _explicit_fwd(qs, ks, vs, mask, softmax_scale, keep, dropout_p)
+            blocked = _future(length, qs) if causal else None
+            o, run_lse, p = _explicit_fwd(qs, ks, vs, mask, blocked, softmax_scale, keep, dropout_p)
             if return_probs:
                 probs[sequences, heads, :length, :length] = p
             if save_bits:
@@ -74,6 +75,8 @@ def attention_fwd(
             o = o * gate[heads].to(compute).reshape(-1, 1, 1)
         _run(out, rows, length, heads).copy_(o)
         _run(lse.t(), rows, length, heads).copy_(run_lse)
+    if fused and not _finite_scores(q[: ends[-1]], k[: ends[-1]], bias, softmax_scale, compute):
+        _repair(out, lse, q, k, v, ends, softmax_scale, causal, bias, gate)
     if ends[-1] < total:
         out[ends[-1] :], lse[:, ends[-1] :] = 0, 0
     return out, lse, probs, keep_bits
@@ -93,33 +96,25 @@ def attention_bwd(
     grads = dq, dk, dv = [q.new_empty(q.shape if need else (0,)) for need in needed]
     dbias = lse.new_zeros(bias.shape if need_dbias else (0,))
     dgate = lse.new_zeros(gate.shape if need_dgate else (0,))
-    plain = dropout_p == 0 and gate is None and not need_dbias and all(needed)
-    fused = _flash_bwd is not None and plain and q.dtype in _HALF
     ends = cu_seqlens.tolist()
-    for sequences, rows, length, heads in _runs(ends, nheads, q.dtype, fused):
+    for sequences, rows, length, heads in _runs(ends, nheads, q.dtype, False):
         do, qs, ks, vs = (_run(t, rows, length, heads).to(compute) for t in (dout, q, k, v))
-        run_lse = _run(lse.t(), rows, length, heads)
-        mask = _mask(bias, sequences, length, heads, causal, qs, fused)
-        if fused:
-            parts = _flash_bwd(
-                do, qs, ks, vs, _run(out, rows, length, heads).to(compute),
-                run_lse if bias is None else run_lse.masked_fill(run_lse.isneginf(), 0.0),  # 0, as it says
-                0.0, causal and bias is None, attn_mask=mask, scale=softmax_scale,
-            )  # fmt: skip
+        mask = _mask(bias, sequences, length, heads, causal, qs, False)
+        blocked = _future(length, qs) if causal else None
+        if keep_bits is None:
+            keep = _keep(cu_seqlens[sequences], length, heads, dropout_p, seed, offset)
         else:
-            if keep_bits is None:
-                keep = _keep(cu_seqlens[sequences], length, heads, dropout_p, seed, offset)
-            else:
-                keep = unpack_bits(_bits_of(keep_bits, rows, length, heads), length)
-            *parts, ds, head = _explicit_bwd(
-                do, qs, ks, vs, None if bias is None else run_lse.isneginf(), mask, softmax_scale,
-                None if gate is None else gate[heads], keep, dropout_p, needed, need_dgate,
-            )  # fmt: skip
-            if need_dgate:
-                dgate[heads] += head
-            if need_dbias:
-                part = _cut(dbias, sequences, length, heads)
-                part += ds.sum_to_size(part.shape)
+            keep = unpack_bits(_bits_of(keep_bits, rows, length, heads), length)
+        empty = _run(lse.t(), rows, length, heads).isneginf()
+        *parts, ds, head = _explicit_bwd(
+            do, qs, ks, vs, empty if empty.any() else None, mask, blocked, softmax_scale,
+            None if gate is None else gate[heads], keep, dropout_p, needed, need_dgate,
+        )  # fmt: skip
+        if need_dgate:
+            dgate[heads] += head
+        if need_dbias:
+            part = _cut(dbias, sequences, length, heads)
+            part += ds.sum_to_size(part.shape)
         for grad, part in zip(grads, parts, strict=True):
             if part is not None:
                 _run(grad, rows, length, heads).copy_(part)
@@ -127,6 +122,36 @@ def attention_bwd(
         for grad in grads:
             grad[ends[-1] :] = 0
     return dq, dk, dv, dbias, dgate
+
+
+def _finite_scores(q, k, bias, softmax_scale, compute):
+    """Whether no score can be NaN or infinite but where bias masks it. False proves nothing."""
+    if q.numel() == 0:
+        return True
+    most = torch.linalg.vector_norm(q, math.inf, dtype=compute) * abs(softmax_scale)
+    most = most * torch.linalg.vector_norm(k, math.inf, dtype=compute) * q.shape[-1]
+    if bias is not None and bias.numel() > 0:
+        most = most + bias.to(compute).amax().clamp_min(0)  # its least may be -inf
+    return bool(most.isfinite())
+
+
+def _repair(out, lse, q, k, v, ends, softmax_scale, causal, bias, gate):
+    """Replace the rows of out and lse on which the fused kernel and explicit products do not agree.
+
+    The others keep their bits, whatever stands beside them.
+    """
+    for sequences, rows, length, heads in _runs(ends, q.shape[1], q.dtype, False):
+        qs, ks, vs = (_run(t, rows, length, heads).to(lse.dtype) for t in (q, k, v))
+        mask = _mask(bias, sequences, length, heads, causal, qs, False)
+        blocked = _future(length, qs) if causal else None
+        o, run_lse, _ = _explicit_fwd(qs, ks, vs, mask, blocked, softmax_scale, None, 0.0)
+        if gate is not None:
+            o = o * gate[heads].to(o.dtype).reshape(-1, 1, 1)
+        fused_out, fused_lse = _run(out, rows, length, heads), _run(lse.t(), rows, length, heads)
+        agree = (fused_lse - run_lse).abs() <= 1e-3 * (1 + run_lse.abs())
+        agree &= run_lse.isfinite()
+        fused_out.copy_(torch.where(agree.unsqueeze(-1), fused_out, o.to(out.dtype)))
+        fused_lse.copy_(torch.where(agree, fused_lse, run_lse))
 
 
 def _runs(ends, nheads, dtype, fused):
@@ -170,19 +195,24 @@ def _cut(bias, sequences, length, heads):
 
 
 def _mask(bias, sequences, length, heads, causal, like, fused):
-    """What is added to a run's scores, 4-D or None; the fused kernel has a causal mask of its own."""
+    """What is added to a run's scores, 4-D or None. The fused kernel takes a bias with the causal mask in it,
+    and has one of its own where there is no bias.
+    """
     if bias is None:
-        return _causal(length, like) if causal and not fused else None
+        return None
     mask = _cut(bias, sequences, length, heads).to(like.dtype)
+    if not fused:
+        return mask
     if causal:
-        mask = mask + _causal(length, like)
+        mask = mask.masked_fill(_future(length, like), -math.inf)
     elif mask.stride(-1) not in (0, 1):  # the fused kernel reads no other
         mask = mask.contiguous()
     return mask.expand(*mask.shape[:2], length, length)
 
 
-def _causal(length, like):
-    return torch.full((1, 1, length, length), -math.inf, dtype=like.dtype, device=like.device).triu(1)
+def _future(length, like):
+    """The scores that a causal mask hides, (length, length). They are overwritten: a sum would keep a NaN."""
+    return torch.ones((length, length), dtype=torch.bool, device=like.device).triu(1)
 
 
 def _keep(first_rows, seqlen, heads, dropout_p, seed, offset):
@@ -196,11 +226,17 @@ def _bits_of(keep_bits, rows, length, heads):
     return keep_bits[heads, rows].unflatten(1, (-1, length)).transpose(0, 1)
 
 
-def _explicit_fwd(q, k, v, mask, softmax_scale, keep, dropout_p):
-    """(out, lse, probs), (batch, nheads, S, …) in the compute dtype; a wholly masked row gives 0, -inf, 0."""
+def _scores(q, k, mask, blocked, softmax_scale):
+    """(batch, nheads, S, S), -inf where `blocked` is True."""
     scores = torch.matmul(q, k.transpose(-1, -2)).mul_(softmax_scale)
     if mask is not None:
         scores += mask
+    return scores if blocked is None else scores.masked_fill_(blocked, -math.inf)
+
+
+def _explicit_fwd(q, k, v, mask, blocked, softmax_scale, keep, dropout_p):
+    """(out, lse, probs), (batch, nheads, S, …) in the compute dtype; a wholly masked row gives 0, -inf, 0."""
+    scores = _scores(q, k, mask, blocked, softmax_scale)
     top = scores.amax(-1, keepdim=True)
     top.masked_fill_(top.isneginf(), 0.0)
     probs = scores.sub_(top).exp_()
@@ -211,14 +247,14 @@ def _explicit_fwd(q, k, v, mask, softmax_scale, keep, dropout_p):
     return torch.matmul(dropped, v), lse, probs
 
 
-def _explicit_bwd(dout, q, k, v, empty, mask, softmax_scale, gate, keep, dropout_p, needed, need_dgate):
+def _explicit_bwd(
+    dout, q, k, v, empty, mask, blocked, softmax_scale, gate, keep, dropout_p, needed, need_dgate
+):
     """(dq, dk, dv, dS, dgate), None where not needed; `empty` says which rows are wholly masked, None that
     none is.
     """
     need_dq, need_dk, need_dv = needed
-    scores = torch.matmul(q, k.transpose(-1, -2)).mul_(softmax_scale)
-    if mask is not None:
-        scores += mask
+    scores = _scores(q, k, mask, blocked, softmax_scale)
     probs = torch.softmax(scores, -1)
     if empty is not None:
         probs.masked_fill_(empty.unsqueeze(-1), 0.0)
@@ -253,9 +289,9 @@ def _grid_fwd(
     for chunk in _chunks(batch, nheads, max_seqlen):
         ends = cu_seqlens[chunk.start : chunk.stop + 1]
         qs, ks, vs = (to_grid(t, ends, max_seqlen).to(compute).transpose(1, 2) for t in (q, k, v))
-        mask = _grid_bias(ends, max_seqlen, causal, bias, chunk, compute)
+        mask, blocked = _grid_masks(ends, max_seqlen, causal, bias, chunk, compute)
         keep = _keep(ends[:-1], max_seqlen, slice(0, nheads), dropout_p, seed, offset)
-        o, run_lse, p = _explicit_fwd(qs, ks, vs, mask, softmax_scale, keep, dropout_p)
+        o, run_lse, p = _explicit_fwd(qs, ks, vs, mask, blocked, softmax_scale, keep, dropout_p)
         if return_probs:
             probs[chunk] = p.to(q.dtype)
         if save_bits:
@@ -290,14 +326,15 @@ def _grid_bwd(
     for chunk in _chunks(batch, nheads, max_seqlen):
         ends = cu_seqlens[chunk.start : chunk.stop + 1]
         do, qs, ks, vs = (to_grid(t, ends, max_seqlen).to(compute).transpose(1, 2) for t in (dout, q, k, v))
-        mask = _grid_bias(ends, max_seqlen, causal, bias, chunk, compute)
+        mask, blocked = _grid_masks(ends, max_seqlen, causal, bias, chunk, compute)
         if keep_bits is None:
             keep = _keep(ends[:-1], max_seqlen, slice(0, nheads), dropout_p, seed, offset)
         else:
             words = to_grid(keep_bits.transpose(0, 1), ends, max_seqlen).transpose(1, 2)
             keep = unpack_bits(words, max_seqlen)
+        empty = to_grid(lse.t(), ends, max_seqlen).transpose(1, 2).isneginf() | blocked.all(-1)
         *parts, ds, head = _explicit_bwd(
-            do, qs, ks, vs, mask.isneginf().all(-1), mask, softmax_scale, gate, keep, dropout_p, needed,
+            do, qs, ks, vs, empty, mask, blocked, softmax_scale, gate, keep, dropout_p, needed,
             need_dgate,
         )  # fmt: skip
         if need_dgate:
@@ -323,11 +360,9 @@ def _chunks(batch, nheads, max_seqlen):
     return [slice(b, min(b + step, batch)) for b in range(0, batch, step)]
 
 
-def _grid_bias(ends, max_seqlen, causal, bias, chunk, compute):
-    """What is added to the dense scores: bias where a pair of positions is allowed, -inf elsewhere."""
-    allowed = grid_mask(ends, ends.shape[0] - 1, max_seqlen, causal, ends.device)
+def _grid_masks(ends, max_seqlen, causal, bias, chunk, compute):
+    """(what is added to the dense scores or None, which of them are blocked)."""
+    blocked = ~grid_mask(ends, ends.shape[0] - 1, max_seqlen, causal, ends.device)
     if bias is None:
-        bias = torch.zeros((), dtype=compute, device=ends.device)
-    elif bias.shape[0] > 1:
-        bias = bias[chunk]
-    return torch.where(allowed, bias.to(compute), -math.inf)
+        return None, blocked
+    return (bias[chunk] if bias.shape[0] > 1 else bias).to(compute), blocked
