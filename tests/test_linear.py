@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -12,7 +14,7 @@ from fastbert.backends.aten import linear as aten_linear
 from fastbert.backends.cpu import linear as cpu_linear
 from fastbert.cases.linear import CASES, EAGER, LinearCase
 from fastbert.ops import linear as op
-from fastbert.ops.linear import ACTIVATIONS, linear, linear_ref, packer
+from fastbert.ops.linear import ACTIVATIONS, activate_ref, linear, linear_ref, packer
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 HALF = [torch.bfloat16, torch.float16]
@@ -85,6 +87,29 @@ def test_gelu_is_correctly_rounded(backend, dtype):
             assert (y == right).double().mean() >= 0.999
     far = torch.tensor([[-1e4], [-20.0], [0.0], [20.0], [1e4]], dtype=dtype)
     assert torch.equal(linear(far, eye, None, "gelu"), far.clamp(min=0))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_activations_at_their_ends(backend, dtype, activation):
+    """Huge numbers have the values of float64; infinities have those of the definition; NaN stays NaN."""
+    if not serves(backend, dtype):
+        pytest.skip("another backend's dtype")
+    far = [torch.finfo(dtype).max, 0.3 * torch.finfo(dtype).max, 1e4, 300.0, 40.0, 14.0, 0.0, math.inf]
+    z = torch.tensor([*far, *(-f for f in far), math.nan], dtype=dtype)
+    wide = z.double().requires_grad_()
+    truth = activate_ref(wide, activation)
+    (slope,) = torch.autograd.grad(truth.sum(), wide)
+    if activation == "gelu_tanh":  # the powers of z overflow in float64 too
+        slope = torch.where(z.abs() > 100, (z > 0).double(), slope)
+    x, eye = z.repeat(5).unsqueeze(1), torch.ones(1, 1, dtype=dtype)
+    kwargs = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 1e-30, "equal_nan": True}
+    for save in (False, True):
+        y, pre = op.linear_fwd(x, eye, None, activation, None, save)
+        torch.testing.assert_close(y, truth.detach().to(dtype).repeat(5).unsqueeze(1), **kwargs)
+    assert torch.equal(pre.nan_to_num(nan=0.5), x.nan_to_num(nan=0.5))
+    dx, _, _ = op.linear_bwd(torch.ones_like(x), None, eye, pre, activation, True, False, False)
+    torch.testing.assert_close(dx, slope.to(dtype).repeat(5).unsqueeze(1), **kwargs)
 
 
 @pytest.mark.parametrize("activation", ALL)

@@ -40,9 +40,10 @@ def _slope(z, activation):
         return 0.5 * torch.erfc(-z * math.sqrt(0.5)) + z * density
     if activation == "gelu_tanh":
         c = math.sqrt(2.0 / math.pi)
+        z = z.clamp(-1e4, 1e4)  # beyond, the slope is 0 or 1, and powers of z overflow
         t = torch.tanh(c * (z + 0.044715 * z * z * z))
         return 0.5 * (1.0 + t) + 0.5 * z * (1.0 - t * t) * c * (1.0 + 3 * 0.044715 * z * z)
     if activation == "relu":
-        return (z > 0).to(z.dtype)
+        return (~(z <= 0)).to(z.dtype)  # 1 for NaN, as PyTorch has it
     s = torch.sigmoid(z)
     return s * (1.0 + z * (1.0 - s))
