@@ -6,6 +6,7 @@ On every backend that serves the CPU here; the Triton kernels have a file of the
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -74,6 +75,28 @@ def test_variance_survives_a_large_mean(backend):
     torch.testing.assert_close(
         y.double(), layer_norm_ref(x.double(), torch.ones(256).double()), rtol=0, atol=2e-3
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
+def test_a_variance_that_overflows_is_infinite(backend, dtype):
+    """So the row is its bias. The rows beside it, and what they add to the gradients, are as without it."""
+    x, dy = randn(4, 70).to(dtype), randn(4, 70).neg().to(dtype)
+    w, b = 1 + 0.1 * randn(70).to(dtype), randn(70).to(dtype)
+
+    def run(rows):
+        leaves = [t.clone().requires_grad_() for t in (rows, w, b)]
+        y = layer_norm(*leaves)
+        return y.detach(), *torch.autograd.grad(y, leaves, dy[: len(rows)])
+
+    for magnitude in (1e20, 1e30):
+        y, dx, dw, db = run(torch.cat([x[:3], magnitude * x[3:]]))
+        assert torch.equal(y[3], b)
+        assert (dx[3] == 0).all()
+        clean = run(x[:3])
+        rtol = 1e-5 if dtype == torch.float32 else 0.05
+        for actual, expected in zip((y[:3], dx[:3], dw, db - dy[3]), clean, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=rtol, atol=0.02)
+    assert run(torch.cat([x[:3], math.nan * x[3:]]))[0][3].isnan().all()
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])

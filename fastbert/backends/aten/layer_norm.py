@@ -22,9 +22,17 @@ def layer_norm_fwd(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offs
         if residual is not None:
             z = z + residual
     wide = z.to(stats)
-    y, mean, rstd = torch.native_layer_norm(
-        wide, wide.shape[1:], weight.to(stats), None if bias is None else bias.to(stats), eps
-    )
+    scale, shift = weight.to(stats), None if bias is None else bias.to(stats)
+    y, mean, rstd = torch.native_layer_norm(wide, wide.shape[1:], scale, shift, eps)
+    if x.device.type == "cpu" and not torch.isfinite(mean + rstd).all():
+        # Where squares overflow, PyTorch's merging of partial variances says NaN. The variance is infinite.
+        wrong = ~torch.isfinite(mean + rstd).squeeze(1)
+        rows = wide[wrong]
+        row_mean = rows.mean(1, keepdim=True)
+        row_rstd = ((rows - row_mean).square().mean(1, keepdim=True) + eps).rsqrt()
+        repaired = (rows - row_mean) * row_rstd * scale
+        y[wrong] = repaired if shift is None else repaired + shift
+        mean[wrong], rstd[wrong] = row_mean, row_rstd
     y = y.to(x.dtype)
     if not save:
         return y, x.new_empty(0), mean.new_empty(0), mean.new_empty(0)
