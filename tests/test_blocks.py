@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fastbert import BertModel, EncoderConfig, MPNetModel, dispatch, layers, prepared
+from fastbert.ops.dropout import keep_mask_2d
 
 SMALL = dict(
     hidden_size=32, num_attention_heads=2, intermediate_size=64, num_hidden_layers=2, vocab_size=100,
@@ -44,6 +45,24 @@ def batch(lengths, seed=0):
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, 100, (len(lengths), max(lengths)), generator=g)
     return ids, (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+
+
+@pytest.mark.parametrize("norm", ["another", "not_fused", "fused"])
+def test_dense_norm_drops_and_scales_alike_on_every_path(norm):
+    """What dropout keeps is scaled by 1 / (1 - p), whether or not the norm's pass does it."""
+    torch.manual_seed(0)
+    dense, own = torch.nn.Linear(16, 24), torch.nn.LayerNorm(24)
+    x, residual, seed = torch.randn(9, 16), torch.randn(9, 24), torch.tensor([5])
+    keep = keep_mask_2d(seed, 3, 9, 24, 0.4)
+    expected = residual + dense(x) * keep / 0.6
+    if norm == "another":
+        y = layers.dense_norm(dense, torch.nn.Identity(), x, residual, 0.4, seed, 3)
+    else:
+        y, expected = (
+            layers.dense_norm(dense, own, x, residual, 0.4, seed, 3, norm == "fused"),
+            own(expected),
+        )
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
 
 
 LENGTHS = [

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import resource
+import socket
 import subprocess
 import sys
 import textwrap
@@ -445,6 +446,27 @@ def test_dtypes(stored, wanted, tmp_path):
     assert checkpoint.stored_dtype(tmp_path) == stored
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("wanted", [torch.bfloat16, "float64", "auto"])
+def test_both_spellings_of_dtype_are_obeyed(key, wanted, tmp_path):
+    theirs("BertModel").to(torch.float16).save_pretrained(tmp_path)
+    model = models.BertModel.from_pretrained(tmp_path, **{key: wanted})
+    expected = {"auto": torch.float16, "float64": torch.float64}.get(wanted, wanted)
+    assert {p.dtype for p in model.parameters()} == {expected}
+
+
+@pytest.mark.parametrize("value", [7e4, -7e4])
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_value_too_large_for_the_models_dtype_is_refused(value, place, bert_mlm, tmp_path):
+    state = bert_mlm.state_dict()
+    state["bert.encoder.layer.1.output.LayerNorm.bias"][place] = value
+    write(tmp_path, bert_mlm.config, state)
+    words = r"layer\.1\.output\.LayerNorm\.bias.*: 7e\+04 is too large for torch\.float16"
+    with pytest.raises(CheckpointError, match=words):
+        load("BertForMaskedLM", tmp_path, dtype=torch.float16)
+    load("BertForMaskedLM", tmp_path, dtype=torch.bfloat16)
+
+
 def test_into_a_live_model_in_place(bert_mlm, tmp_path):
     bert_mlm.save_pretrained(tmp_path)
     model = empty("BertForMaskedLM", tmp_path, device="cpu")
@@ -607,6 +629,25 @@ def test_full_disk(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def test_a_save_removes_the_folders_of_dead_saves_alone(tmp_path):
+    """Not those of a living process, of another machine, or of anyone else's naming."""
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    host = socket.gethostname()
+    kept = {
+        f".saving-00000001.{host}.{os.getpid()}",
+        f".saving-00000002.{host}.{os.getppid()}",
+        f".saving-00000003.not-{host}.{dead.pid}",
+        f".saving-00000004.{host}.backup",
+    }
+    for name in (*kept, f".saving-00000005.{host}.{dead.pid}"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"half")
+    checkpoint.save(two_models()[0], tmp_path)
+    assert {p.name for p in tmp_path.iterdir() if p.name.startswith(".saving-")} == kept
+    assert all((tmp_path / name / "model.safetensors").read_bytes() == b"half" for name in kept)
 
 
 def test_killed_saves(tmp_path):

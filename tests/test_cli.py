@@ -382,6 +382,16 @@ def test_a_bad_line_is_named(run, model, tmp_path, name, chunk):
     assert left(tmp_path) == ["in.txt"]
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 3, 100])
+def test_the_first_line_that_was_cut_is_that_of_all_chunks(run, model, tmp_path, chunk):
+    lines = ["a", "b", "c", "a b c d e f g", "a", "a b c d e f", "b", "a b c d e f g h", "c"]
+    (tmp_path / "in.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    flags = ["--max-length", 6, "--chunk-lines", chunk]
+    _, err = run(*encode_args(model, tmp_path / "in.txt", tmp_path / "o.npy", *flags))
+    words = "fastbert: 3 of 9 lines held more than 6 tokens and were cut there (the first: line 4)"
+    assert words in err
+
+
 def test_a_line_whose_embedding_is_not_finite_is_named(run, model, text, tmp_path, monkeypatch):
     original = SentenceEncoder._forward
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from fastbert import encoding
 from fastbert.encoding import (
     EncodingError,
     SentenceEncoder,
@@ -353,6 +354,23 @@ def test_transformer_in_a_folder_of_its_own(directory, copy):
     assert sentence_settings(copy).max_length == 256
     rows = encode(copy, SENTENCES[:3], device="cpu")
     assert np.abs(rows - encode(directory, SENTENCES[:3], device="cpu")).max() < 2e-6
+
+
+def test_an_embedding_of_zeros_stays_zero(encoder, monkeypatch):
+    """Scaled to length 1 like the others, without a division by 0."""
+    original = encoding.pool
+
+    def first_is_zero(*args):
+        rows = original(*args)
+        rows[0] = 0
+        return rows
+
+    monkeypatch.setattr(encoding, "pool", first_is_zero)
+    rows = encoder.encode(["a cat", "two dogs in a garden"])
+    lengths = np.sort(np.linalg.norm(rows, axis=1))
+    assert encoder.normalize
+    assert lengths[0] == 0
+    assert abs(lengths[1] - 1) < 1e-5
 
 
 def test_pooling_and_normalize_are_obeyed(copy, encoder):

@@ -112,6 +112,16 @@ def test_activations_at_their_ends(backend, dtype, activation):
     torch.testing.assert_close(dx, slope.to(dtype).repeat(5).unsqueeze(1), **kwargs)
 
 
+@pytest.mark.parametrize("rows", [2032, 2033, 2048, 2049, 4100])
+def test_every_row_of_many_reaches_the_gradients(backend, rows):
+    """The C++ backward cuts rows into at most 128 chunks, of which 2,048 rows fill the last."""
+    dy = torch.arange(1.0, rows + 1).sub(rows // 2).unsqueeze(1).repeat(1, 3)
+    pre = torch.full((rows, 3), 30.0)  # where GELU's slope is 1
+    dx, _, dbias = op.linear_bwd(dy, None, torch.eye(3), pre, "gelu", True, False, True)
+    assert torch.equal(dx, dy)
+    torch.testing.assert_close(dbias, dy.double().sum(0).float(), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("activation", ALL)
 def test_gradcheck(double_backend, activation):
     inputs = [randn(*s, dtype=torch.float64, grad=True) for s in ((2, 3, 5), (4, 5), (4,), (2, 3, 4))]

@@ -46,6 +46,23 @@ def hidden(request, monkeypatch):
     return 70
 
 
+@pytest.mark.parametrize("programs", [63, 64, 65, 129, 396])
+def test_as_many_partial_sums_as_a_large_gpu_makes(programs):
+    """The kernel that adds them takes 64 at a time, more than the interpreter's few programs make."""
+    partials = normal(torch.Generator().manual_seed(0), torch.float32)(3, programs, 40)
+    outs = [torch.full((40,), float("nan"), device=DEVICE) for _ in range(3)]
+    kernels.launch(
+        kernels._sum_partials_kernel, (2, 3), DEVICE, partials, *outs, programs,
+        HIDDEN=40, BLOCK_M=64, BLOCK_N=32, num_warps=4,
+    )  # fmt: skip
+    torch.testing.assert_close(torch.stack(outs).double(), partials.double().sum(1), rtol=1e-5, atol=1e-5)
+
+
+def test_more_programs_than_the_interpreter_starts(monkeypatch):
+    monkeypatch.setattr(kernels, "resident_programs", lambda _: 65)
+    check(LayerNormCase(65 * 16 + 5, 16, x_bias=True), torch.float32)
+
+
 def check(case: LayerNormCase, dtype: torch.dtype, seed: int = 0, strict: bool = False) -> None:
     rows = testing.run_case(case, "triton", dtype, DEVICE, seed=seed)
     assert len(rows) >= 3
