@@ -6,22 +6,16 @@ Loading goes through four steps, and the module is touched only by the last:
     checks  missing, unexpected, shape, dtype, finite: refused with file, key and cause
     values  copied into the parameters, cast to their dtype
 
-Saving writes temporary files beside the old ones and renames them: an interrupted save leaves what was there.
-Nothing is unpickled except by `torch.load(weights_only=True)`.
+Saving is in `saving.py`. Nothing is unpickled except by `torch.load(weights_only=True)`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
 import re
-import secrets
-import shutil
-import socket
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,14 +24,22 @@ import torch
 from torch import Tensor, nn
 
 from fastbert import quantization
+from fastbert.files import (
+    BIN,
+    BIN_INDEX,
+    CONFIG,
+    SAFETENSORS,
+    SAFETENSORS_INDEX,
+    CheckpointError,
+    cause,
+    config_of_weights,
+    parse_json,
+    read_json,
+    read_stamp,
+)
+from fastbert.saving import save as save
 
 logger = logging.getLogger(__name__)
-
-CONFIG = "config.json"
-SAFETENSORS = "model.safetensors"
-SAFETENSORS_INDEX = "model.safetensors.index.json"
-BIN = "pytorch_model.bin"
-BIN_INDEX = "pytorch_model.bin.index.json"
 
 # What a hub download brings: first without .bin, which is fetched only where there are no safetensors.
 _HUB_FILES = ["*.json", "vocab.txt", "merges.txt", "*.model", SAFETENSORS, "model-*.safetensors"]
@@ -55,10 +57,6 @@ _WRAPPERS = ("module.", "_orig_mod.")
 _OLD_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
 _OLD_SUFFIXES = {".gamma": ".weight", ".beta": ".bias"}
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written: names the file, the key and the cause."""
 
 
 @dataclass
@@ -128,6 +126,9 @@ def resolve(
 def read_config(name_or_path: str | os.PathLike, **options: Any) -> dict[str, Any]:
     """The content of a checkpoint's config.json.
 
+    In a directory where a save was killed between its two renames, that of the config that belongs to the
+    weights (`files.config_of_weights`).
+
     Args:
         name_or_path: a directory, a JSON file, or a hub name.
         options: revision, cache_dir, local_files_only, token, as in `resolve`.
@@ -137,10 +138,23 @@ def read_config(name_or_path: str | os.PathLike, **options: Any) -> dict[str, An
     """
     path = _local(name_or_path)
     if path.is_dir():
-        path = path / CONFIG
-    elif not path.exists():
+        return _read_own_config(path)
+    if not path.exists():
         path = Path(_ask_hub(_hub(name_or_path).hf_hub_download, name_or_path, filename=CONFIG, **options))
-    return _read_json(path)
+    return read_json(path)
+
+
+def _read_own_config(directory: Path) -> dict[str, Any]:
+    path = directory / CONFIG
+    content = config_of_weights(directory)
+    if content is not None:
+        return parse_json(content, path)
+    if path.is_file():
+        raise CheckpointError(
+            f"{path}: is of a save that was killed before its weights were in place, and there was no "
+            "config.json before that save; save again"
+        )
+    return read_json(path)  # which says what is wrong
 
 
 def _local(name_or_path: str | os.PathLike) -> Path:
@@ -169,30 +183,11 @@ def _ask_hub(function: Any, name: str | os.PathLike, **options: Any) -> str:
         return function(os.fspath(name), **options)
     except Exception as error:  # network, permission, cache, naming: dozens of types, some of other packages
         raise CheckpointError(
-            f"{name}: no such directory here, and the HuggingFace hub did not give it: {_cause(error)}"
+            f"{name}: no such directory here, and the HuggingFace hub did not give it: {cause(error)}"
         ) from error
 
 
-def _cause(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
-
-
 # --- files --------------------------------------------------------------------------------------------------
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file") from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {_cause(error)}") from error
-    except ValueError as error:  # broken JSON or broken UTF-8
-        raise CheckpointError(f"{path}: is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(content).__name__}")
-    return content
 
 
 def _read_weights(directory: Path) -> tuple[list[Path], dict[str, _Stored]]:
@@ -205,18 +200,18 @@ def _read_weights(directory: Path) -> tuple[list[Path], dict[str, _Stored]]:
     there = sorted(p.name for p in directory.iterdir()) if directory.is_dir() else None
     if there is None:
         raise CheckpointError(f"{directory}: no such directory")
-    cause = ""
+    hint = ""
     if "adapter_model.safetensors" in there:
-        cause = "; adapter_model.safetensors is a PEFT adapter: load its base model and merge it first"
+        hint = "; adapter_model.safetensors is a PEFT adapter: load its base model and merge it first"
     elif foreign := [n for n in there if n.endswith((".h5", ".msgpack", ".onnx", ".gguf", ".ckpt.index"))]:
-        cause = f"; {foreign[0]} is of a format that is not read here"
+        hint = f"; {foreign[0]} is of a format that is not read here"
     raise CheckpointError(
-        f"{directory}: no weights; expected {SAFETENSORS}, {SAFETENSORS_INDEX}, {BIN} or {BIN_INDEX}{cause}"
+        f"{directory}: no weights; expected {SAFETENSORS}, {SAFETENSORS_INDEX}, {BIN} or {BIN_INDEX}{hint}"
     )
 
 
 def _open_shards(index: Path) -> tuple[list[Path], dict[str, _Stored]]:
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map: expected a non-empty object of key to file name")
     for key, name in weight_map.items():
@@ -257,7 +252,7 @@ def _open_safetensors(file: Path) -> dict[str, Tensor]:
         with safe_open(file, framework="pt") as reader:
             return {key: reader.get_tensor(key) for key in reader.keys()}  # noqa: SIM118 - the reader is no dict
     except Exception as error:  # SafetensorError, OSError, and torch's own for dtypes it lacks
-        raise CheckpointError(f"{file}: truncated, or not a safetensors file: {_cause(error)}") from error
+        raise CheckpointError(f"{file}: truncated, or not a safetensors file: {cause(error)}") from error
 
 
 def _open_bin(file: Path) -> dict[str, Tensor]:
@@ -269,12 +264,12 @@ def _open_bin(file: Path) -> dict[str, Tensor]:
     except pickle.UnpicklingError as error:
         reason = re.search(r"unsupported (global|class)[^\n]*", str(error), re.IGNORECASE)
         if reason is None:
-            cause = "truncated, or not a PyTorch file (pickles of other kinds are not read)"
+            problem = "truncated, or not a PyTorch file (pickles of other kinds are not read)"
         else:
-            cause = f"refused: its pickle asks for more than tensors, which would run code: {reason[0]}"
-        raise CheckpointError(f"{file}: {cause}") from error
+            problem = f"refused: its pickle asks for more than tensors, which would run code: {reason[0]}"
+        raise CheckpointError(f"{file}: {problem}") from error
     except Exception as error:  # RuntimeError, EOFError, ValueError…: whatever a damaged archive leads to
-        raise CheckpointError(f"{file}: truncated, or not a PyTorch file: {_cause(error)}") from error
+        raise CheckpointError(f"{file}: truncated, or not a PyTorch file: {cause(error)}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: expected a dictionary of tensors, got {type(content).__name__}")
     for key, value in content.items():
@@ -459,6 +454,37 @@ def _check_keys(names: _Names, config: Any, files: list[Path], found: dict[str, 
     return LoadReport(files, missing=fresh, unused=[found[key].key for key in extra])
 
 
+def _check_mathematics(config: Any, directory: Path, files: list[Path]) -> None:
+    """Refuse a config.json of another save than the weights, where they say with which one they were saved.
+
+    A config that agrees with the weights is right whatever config.json says. So is one that differs from a
+    config.json that agrees: the caller has overridden it.
+    """
+    for file in files:
+        stamp = read_stamp(file) if file.suffix == ".safetensors" else None
+        if stamp is None or not _differing(config, stamp.mathematics):
+            continue
+        try:
+            stated = type(config).from_dict({"model_type": config.model_type, **read_config(directory)})
+        except (CheckpointError, TypeError, ValueError):  # none there, or another architecture's
+            stated = config
+        if differing := _differing(stated, stamp.mathematics):
+            says = "; ".join(
+                f"{key}: {CONFIG} says {ours!r}, the weights were saved with {theirs!r}"
+                for key, (ours, theirs) in differing.items()
+            )
+            raise CheckpointError(
+                f"{directory / CONFIG}: does not belong to {file.name}: {says}. If one of them was copied or "
+                "edited, put it back; to change the mathematics, pass the key to from_pretrained and save"
+            )
+
+
+def _differing(config: Any, stored: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Key -> (the config's value, the stored one) where the two differ."""
+    ours = config.mathematics()
+    return {k: (ours[k], stored[k]) for k in ours if k in stored and ours[k] != stored[k]}
+
+
 def _size_key(names: _Names, key: str, axis: int) -> str | None:
     """The config key that sets the size of one axis of a parameter."""
     family, layer = names.family, names.family.layer
@@ -565,6 +591,7 @@ def load_weights(
     if report.missing and not allow_missing_head:
         raise CheckpointError(f"{files[0].parent}: missing keys: {_list(report.missing)}")
     _check_shapes(names, config, found)
+    _check_mathematics(config, Path(directory), files)
     for key in names.state:
         if key in found:
             _check_values(names, key, found[key])
@@ -623,205 +650,3 @@ def _initialise(key: str, value: Tensor, std: float) -> None:
         value.fill_(1.0)
     else:
         value.normal_(0.0, std)
-
-
-# --- saving -------------------------------------------------------------------------------------------------
-
-
-def save(model: nn.Module, directory: str | os.PathLike, *, max_shard_size: int | str = "5GB") -> list[Path]:
-    """Write config.json and model.safetensors (or shards and their index) as HuggingFace does.
-
-    Everything is first written beside the old files and flushed to the disk, then renamed: a save that fails
-    or is killed leaves the old checkpoint whole. (The weights become the new ones in one step. A config that
-    differs from the old one is renamed just before that step, and put back if the step fails.)
-
-    Args:
-        model: a model of this package.
-        directory: made if absent.
-        max_shard_size: bytes, or text such as "500MB" or "5GB"; larger checkpoints are split.
-
-    Returns:
-        The weight files written.
-
-    Raises:
-        CheckpointError: a file could not be written, or a weight is not finite or has no value.
-    """
-    limit = _bytes(max_shard_size)
-    directory = Path(directory)
-    tied = model.tied_weights()
-    state = {key: value.detach() for key, value in model.state_dict().items() if key not in tied}
-    for key, value in state.items():
-        if value.is_meta:
-            raise CheckpointError(f"{directory}: {key}: is on the meta device and has no value to save")
-        if value.numel() and not all(v.isfinite() for v in torch.aminmax(value)):
-            raise CheckpointError(f"{directory}: {key}: holds NaN or infinity; not saved")
-    config_text = _config_text(model, state)
-    shards = _split(state, limit)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(directory)
-        return _write(directory, config_text, state, shards)
-    except CheckpointError:
-        raise
-    except Exception as error:  # OSError, and safetensors' own for a full disk
-        raise CheckpointError(
-            f"{directory}: could not be saved, what was there is unchanged: {_cause(error)}"
-        ) from error
-
-
-def _bytes(size: int | str) -> int:
-    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-    match = re.fullmatch(r"(\d+)\s*([A-Z]*)", str(size).strip().upper())
-    value = int(match[1]) * units.get(match[2], 0) if match else 0
-    if value < 1:
-        raise ValueError(f"max_shard_size: expected a number of bytes or text such as '500MB', got {size!r}")
-    return value
-
-
-def _config_text(model: nn.Module, state: dict[str, Tensor]) -> str:
-    values = model.config.to_dict()
-    values["architectures"] = [model.config.family.class_prefix + model.task]  # transformers' class name
-    dtypes = [value.dtype for value in state.values() if value.is_floating_point()]
-    values["dtype"] = str(dtypes[0]).removeprefix("torch.") if dtypes else "float32"
-    values.pop("quantization_config", None)  # the weights say what is true, not the file the config is from
-    if quantization.is_quantized(model):
-        values["quantization_config"] = dict(quantization.CONFIG)
-    if "torch_dtype" in values:  # the same key before transformers 5
-        values["torch_dtype"] = values["dtype"]
-    return json.dumps(values, indent=2, sort_keys=True, allow_nan=False) + "\n"
-
-
-def _split(state: dict[str, Tensor], limit: int) -> list[list[str]]:
-    """Keys of each shard, in order; a tensor over the limit has a shard of its own."""
-    shards: list[list[str]] = [[]]
-    room = limit
-    for key, value in state.items():
-        if value.nbytes > room and shards[-1]:
-            shards.append([])
-            room = limit
-        shards[-1].append(key)
-        room -= value.nbytes
-    return shards
-
-
-def _write(
-    directory: Path, config_text: str, state: dict[str, Tensor], shards: list[list[str]]
-) -> list[Path]:
-    names = [SAFETENSORS] if len(shards) == 1 else _shard_names(directory, len(shards))
-    with contextlib.ExitStack() as stack:  # its end removes what was not renamed
-        workplace = stack.enter_context(_workplace(directory))
-
-        def written(name: str, content: bytes) -> Path:
-            with open(workplace / name, "wb") as handle:
-                handle.write(content)
-                handle.flush()
-                os.fsync(handle.fileno())
-            return workplace / name
-
-        for name, keys in zip(names, shards, strict=True):
-            _write_safetensors(workplace / name, {key: state[key] for key in keys})
-        weights = workplace / SAFETENSORS, directory / SAFETENSORS
-        if len(shards) > 1:  # under names that nothing points to until the index is renamed
-            for name in names:
-                os.replace(workplace / name, directory / name)
-                stack.callback(_remove_unless_listed, directory / name)
-            weight_map = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
-            total = sum(value.nbytes for value in state.values())
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            file = written(SAFETENSORS_INDEX, json.dumps(index, indent=2).encode() + b"\n")
-            weights = file, directory / SAFETENSORS_INDEX
-
-        config, content = directory / CONFIG, config_text.encode()
-        old = config.read_bytes() if config.exists() else None
-        backup = None if old in (None, content) else written(CONFIG + ".old", old)
-        if old != content:
-            os.replace(written(CONFIG, content), config)
-        try:
-            os.replace(*weights)
-            single = directory / SAFETENSORS
-            if len(shards) > 1 and single.exists():
-                single.unlink()  # until then it stands before the index
-        except BaseException:
-            if old is None:
-                config.unlink()
-            elif backup is not None:
-                os.replace(backup, config)
-            raise
-        _flush_directory(directory)
-
-    stale = {file.name for file in directory.glob("model-*-of-*.safetensors")} - set(names)
-    if len(shards) == 1:
-        stale.add(SAFETENSORS_INDEX)
-    for name in stale:  # nothing reads them any more
-        with contextlib.suppress(OSError):
-            (directory / name).unlink(missing_ok=True)
-    return [directory / name for name in names]
-
-
-def _shard_names(directory: Path, count: int) -> list[str]:
-    """HuggingFace's names, with a tag where one of them is taken, so that the old checkpoint stays whole."""
-    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    if any((directory / name).exists() for name in names):
-        tag = secrets.token_hex(4)
-        names = [name.replace(".safetensors", f"-{tag}.safetensors") for name in names]
-    return names
-
-
-def _remove_unless_listed(shard: Path) -> None:
-    """Remove a shard that no index came to name, because the save failed before."""
-    index = shard.parent / SAFETENSORS_INDEX
-    with contextlib.suppress(OSError):
-        if not index.exists() or shard.name not in index.read_text(encoding="utf-8", errors="replace"):
-            shard.unlink(missing_ok=True)
-
-
-def _write_safetensors(file: Path, tensors: dict[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    whole = {}
-    for key, value in tensors.items():
-        value = value.cpu().contiguous()
-        # the format wants each tensor in a storage of its own
-        whole[key] = value.clone() if value.untyped_storage().nbytes() != value.nbytes else value
-    seen: set[int] = set()
-    for key, value in whole.items():
-        if value.data_ptr() in seen and value.numel():
-            whole[key] = value.clone()
-        seen.add(value.data_ptr())
-    save_file(whole, file, metadata={"format": "pt"})
-    file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors leaves it to the owner alone
-    with open(file, "rb") as handle:
-        os.fsync(handle.fileno())
-
-
-def _flush_directory(directory: Path) -> None:
-    """Make the renames last through a power cut, where the system lets a directory be flushed."""
-    with contextlib.suppress(OSError):
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-@contextlib.contextmanager
-def _workplace(directory: Path) -> Iterator[Path]:
-    """A hidden folder beside the files, from which they are renamed into place; its name says whose it is."""
-    folder = directory / f".saving-{secrets.token_hex(4)}.{socket.gethostname()}.{os.getpid()}"
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_leftovers(directory: Path) -> None:
-    """Remove the folders of saves that were killed: of this machine, their process gone."""
-    for folder in directory.glob(f".saving-*.{socket.gethostname()}.*"):
-        pid = folder.suffix[1:]
-        try:
-            os.kill(int(pid), 0)
-        except (ProcessLookupError, OverflowError):
-            shutil.rmtree(folder, ignore_errors=True)
-        except (OSError, ValueError):  # alive and another user's, or not one of ours
-            continue

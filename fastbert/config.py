@@ -155,6 +155,24 @@ class EncoderConfig:
         reserved = self.pad_token_id + 1 if self.family.pad_positions else 0
         return self.max_position_embeddings - reserved
 
+    def mathematics(self) -> dict[str, Any]:
+        """The values that change the result of a forward in eval mode and that no weight's shape tells.
+
+        A save writes them beside the weights, and loading compares them with config.json. Sizes are not
+        among them, because the weights' shapes are checked against them. Nor are dropout, labels, the problem
+        type, the dtype and what says how outputs are wrapped: those may be edited by hand.
+        """
+        values = {
+            "model_type": self.model_type,
+            "num_hidden_layers": self.num_hidden_layers,  # of shared layers no file holds the number
+            "num_attention_heads": self.num_attention_heads,
+            "hidden_act": self.activation_name,
+            "layer_norm_eps": self.norm_eps,
+        }
+        if self.family.pad_positions:
+            values["pad_token_id"] = self.pad_token_id
+        return values
+
     # -- checks ----------------------------------------------------------------------------------------------
 
     def validate(self) -> None:

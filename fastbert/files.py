@@ -1,0 +1,217 @@
+"""The files of a checkpoint: their names, JSON with a cause for each failure, and the config of the weights.
+
+A save renames two files, config.json and then the weights. A process that is killed between the two leaves
+the new config beside the old weights. So a save leaves notes in its folder (`.saving-…`) before it renames
+anything: the old config and the new one. And weights say in their metadata with which config they were saved.
+Whoever reads the directory next can tell the case and takes the old config (`config_of_weights`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CONFIG = "config.json"
+SAFETENSORS = "model.safetensors"
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+BIN = "pytorch_model.bin"
+BIN_INDEX = "pytorch_model.bin.index.json"
+
+# Folders of saves under way, and the notes in them.
+SAVING = ".saving-"
+OLD_CONFIG = CONFIG + ".old"
+NEW_CONFIG = CONFIG + ".new"
+
+# Name of our entry in the metadata of safetensors files.
+STAMP = "fastbert"
+
+# No file of a checkpoint nests deeper than a handful of levels; copying and writing recurse.
+MAX_DEPTH = 100
+_KINDS = {dict: "object", list: "array"}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read or written: names the file, the key and the cause."""
+
+
+class Stamp(NamedTuple):
+    """What weights say about the config that they were saved with.
+
+    Attributes:
+        config: SHA-256 of config.json, hexadecimal.
+        mathematics: the values of `EncoderConfig.mathematics()`.
+    """
+
+    config: str
+    mathematics: dict[str, Any]
+
+    def metadata(self) -> dict[str, str]:
+        """The entry of a safetensors file's metadata."""
+        return {STAMP: json.dumps(self._asdict(), sort_keys=True)}
+
+
+def cause(error: BaseException) -> str:
+    """Type and first line of an error."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+
+
+def digest(content: bytes) -> str:
+    """SHA-256, hexadecimal."""
+    return hashlib.sha256(content).hexdigest()
+
+
+# --- JSON ---------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> bytes:
+    """The content of a plain file.
+
+    Raises:
+        CheckpointError: there is none, it is no plain file (a FIFO would hang), or it cannot be read.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise CheckpointError(f"{path}: is not a plain file")
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {cause(error)}") from error
+
+
+def parse_json(content: bytes | str, where: object, kind: type = dict) -> Any:
+    """The object (or with kind `list` the array) in a JSON text.
+
+    Args:
+        content: the text, UTF-8.
+        where: the file, for messages.
+        kind: dict or list.
+
+    Raises:
+        CheckpointError: broken JSON or UTF-8, another kind, or nested deeper than `MAX_DEPTH`.
+    """
+    try:
+        value = json.loads(content if isinstance(content, str) else content.decode("utf-8"))
+    except ValueError as error:  # broken JSON, broken UTF-8, or an integer of thousands of digits
+        raise CheckpointError(f"{where}: is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise _too_deep(where) from error
+    if not isinstance(value, kind):
+        raise CheckpointError(f"{where}: expected a JSON {_KINDS[kind]}, got {type(value).__name__}")
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        if not level:
+            return value
+        inside = (entry.values() if isinstance(entry, dict) else entry for entry in level)
+        level = [entry for entries in inside for entry in entries if isinstance(entry, (dict, list))]
+    raise _too_deep(where)
+
+
+def _too_deep(where: object) -> CheckpointError:
+    return CheckpointError(f"{where}: is nested deeper than {MAX_DEPTH} levels")
+
+
+def read_json(path: Path, kind: type = dict) -> Any:
+    """The object (or with kind `list` the array) in a JSON file.
+
+    Raises:
+        CheckpointError: naming the file and the cause; see `read` and `parse_json`.
+    """
+    return parse_json(read(path), path, kind)
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file in one step: what was there stays whole if the disk is full.
+
+    Raises:
+        CheckpointError: naming the file.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        try:
+            with open(temporary, "xb") as handle:
+                handle.write(content)
+                handle.flush()
+                os.fsync(handle.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: could not be saved, what was there is unchanged: {cause(error)}"
+        ) from error
+
+
+# --- which config belongs to the weights --------------------------------------------------------------------
+
+
+def read_stamp(file: Path) -> Stamp | None:
+    """What a safetensors file says about the config of its weights; None where others wrote the file.
+
+    Raises:
+        CheckpointError: it cannot be read, or says something else than this package writes.
+    """
+    from safetensors import safe_open
+
+    try:
+        with safe_open(file, framework="pt") as reader:
+            text = (reader.metadata() or {}).get(STAMP)
+    except Exception as error:  # SafetensorError, OSError
+        raise CheckpointError(f"{file}: truncated, or not a safetensors file: {cause(error)}") from error
+    if text is None:
+        return None
+    where = f"{file}: metadata {STAMP}"
+    values = parse_json(text, where)
+    config, mathematics = values.get("config"), values.get("mathematics")
+    if not isinstance(config, str) or not isinstance(mathematics, dict):
+        raise CheckpointError(f"{where}: expected config, a text, and mathematics, an object")
+    return Stamp(config, mathematics)
+
+
+def config_of_weights(directory: Path, saves: Iterable[Path] | None = None) -> bytes | None:
+    """The content of the config.json that belongs to the weights in a directory; None where there is none.
+
+    That is the file itself, unless a save was killed after it had renamed its config and before it had
+    renamed its weights. Then it is the old one, from that save's folder.
+
+    Args:
+        directory: may hold no checkpoint yet.
+        saves: folders of saves to look at; all in the directory by default.
+
+    Raises:
+        CheckpointError: config.json cannot be read.
+    """
+    path = directory / CONFIG
+    there = read(path) if path.is_file() else None
+    for folder in sorted(directory.glob(f"{SAVING}*")) if saves is None else saves:
+        if there is None or _content(folder / NEW_CONFIG) != there:
+            continue
+        if _config_digest(directory) != digest(there):
+            return _content(folder / OLD_CONFIG)
+    return there
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:  # not there, or removed in the meantime by the save that has come to its end
+        return None
+
+
+def _config_digest(directory: Path) -> str | None:
+    """Digest of the config with which the weights of a directory were saved, None where nothing says it."""
+    file = directory / SAFETENSORS
+    try:
+        if not os.path.lexists(file):
+            shards = read_json(directory / SAFETENSORS_INDEX).get("weight_map") or {}
+            file = directory / Path(min(shards.values())).name
+        stamp = read_stamp(file)
+    except (CheckpointError, AttributeError, TypeError, ValueError):  # whoever loads it says what is wrong
+        return None
+    return None if stamp is None else stamp.config
