@@ -10,6 +10,10 @@ a check runs. A marker whose process has gone counts as a failed verdict: the ke
 Several processes may check the same kernel at once; each has a marker of its own, and a failure stands before
 a success.
 
+Whoever could write these files could have a wrong kernel taken for proven. So only plain files are
+believed that belong to this user, that nobody else may write, and that are no links; the same holds for their
+folder, which is made with mode 0700. Anything else is told once and ignored.
+
 Nothing here raises because of the disk: a file that cannot be read is no verdict, one that cannot be written
 is told once by a warning, and the check runs again in the next process.
 """
@@ -24,10 +28,11 @@ import json
 import os
 import secrets
 import socket
+import stat
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -165,13 +170,42 @@ def _with_imports(starts: list[Path], package: Path) -> set[Path]:
 def folder() -> Path | None:
     """Where verdicts are kept; None where none are to be kept. It need not exist."""
     named = os.environ.get("FASTBERT_CACHE")
-    if named is not None:
-        return Path(named).expanduser() / "self_checks" if named else None
-    base = os.environ.get("XDG_CACHE_HOME")
     try:
+        if named is not None:
+            return Path(named).expanduser() / "self_checks" if named else None
+        base = os.environ.get("XDG_CACHE_HOME")
         return (Path(base) if base else Path.home() / ".cache") / "fastbert" / "self_checks"
-    except RuntimeError:  # no home directory
+    except RuntimeError as error:  # no such user, no home directory
+        if named is not None:
+            _tell(f"FASTBERT_CACHE={named} is ignored ({error})")
         return None
+
+
+def _trusted_folder() -> Path | None:
+    """The folder, unless somebody else could have written what is in it."""
+    where = folder()
+    if where is None:
+        return None
+    try:
+        problem = _distrust(os.lstat(where), stat.S_ISDIR)
+    except OSError:  # not there yet, or the first write says what is wrong
+        return where
+    if problem is not None:
+        _tell(f"{where} is ignored: it {problem}")
+        return None
+    return where
+
+
+def _distrust(facts: os.stat_result, kind: Callable[[int], bool]) -> str | None:
+    """Why a file or folder is not believed: it is of another kind, another user's, or others may write it."""
+    if not kind(facts.st_mode):
+        return "is a link" if stat.S_ISLNK(facts.st_mode) else "is no plain file or folder"
+    me = os.geteuid() if hasattr(os, "geteuid") else facts.st_uid  # elsewhere than on POSIX nothing tells
+    if facts.st_uid != me:
+        return f"belongs to user {facts.st_uid}, and this process runs as {me}"
+    if facts.st_mode & 0o022:
+        return f"may be written by others (mode {stat.S_IMODE(facts.st_mode):o}; chmod go-w)"
+    return None
 
 
 def _stem(key: Key) -> str:
@@ -182,38 +216,76 @@ def _stem(key: Key) -> str:
 _warned = False
 
 
-def _cannot_keep(where: Path, error: OSError) -> None:
+def _tell(problem: str) -> None:
     global _warned
     if not _warned:
         _warned = True
         warnings.warn(
-            f"fastbert: verdicts of self-checks cannot be kept in {where} ({error}): GPU kernels are checked "
-            "again in every process. FASTBERT_CACHE names another folder; set to nothing, it keeps none",
+            f"fastbert: {problem}: GPU kernels are checked again in every process. "
+            "FASTBERT_CACHE names another folder; set to nothing, it keeps none",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
+
+
+def _cannot_keep(file: Path, error: OSError) -> None:
+    _tell(f"verdicts of self-checks cannot be kept in {file.parent} ({file.name}: {error})")
+
+
+def _make(where: Path) -> None:
+    """Make the folder, and those above it that are missing, for this user alone."""
+    for path in [*reversed(where.parents), where]:
+        if not path.exists():
+            path.mkdir(mode=0o700, exist_ok=True)
+    if problem := _distrust(os.lstat(where), stat.S_ISDIR):  # somebody else has been quicker
+        raise PermissionError(f"the folder {problem}")
 
 
 def _write(path: Path, data: dict[str, Any]) -> bool:
     """Replace the file in one step; whether it could be."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make(path.parent)
         try:
-            temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.write(json.dumps(data, indent=1) + "\n")
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        _cannot_keep(path.parent, error)
+        _cannot_keep(path, error)
         return False
     return True
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The object in the file; an empty one where it cannot be read or is none."""
+def _read_own(path: Path) -> dict[str, Any] | None:
+    """The object in a file of this user; an empty one where it holds none; None where there is no such file.
+
+    A file of another user, a link or a FIFO counts for nothing and is told once.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # a FIFO would hang
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        descriptor = os.open(path, flags)
+    except FileNotFoundError:
+        return None
+    except OSError as error:  # a link, or no permission
+        _tell(f"{path} is ignored: it is a link, or cannot be read ({error})")
+        return None
+    try:
+        if problem := _distrust(os.fstat(descriptor), stat.S_ISREG):
+            _tell(f"{path} is ignored: it {problem}")
+            return None
+        with open(descriptor, "rb", closefd=False) as file:
+            return _object(file.read)
+    finally:
+        os.close(descriptor)
+
+
+def _object(read: Callable[[], bytes]) -> dict[str, Any]:
+    """The JSON object that `read` returns; an empty one where it fails or there is none."""
+    try:
+        data = json.loads(read())
     except (OSError, ValueError, RecursionError):  # a decoding error is a ValueError too
         return {}
     return data if isinstance(data, dict) else {}
@@ -224,7 +296,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def load(key: Key) -> Verdict | None:
     """The verdict on disk. A marker without a process is one: it becomes a failed verdict."""
-    where = folder()
+    where = _trusted_folder()
     if where is None:
         return None
     found = _verdict_in(where / f"{_stem(key)}.json", key)
@@ -241,7 +313,7 @@ def load(key: Key) -> Verdict | None:
 
 
 def _verdict_in(path: Path, key: Key) -> Verdict | None:
-    data = _read(path)
+    data = _read_own(path) or {}
     reason = data.get("reason")
     if data.get("key") != key or data.get("passed") is not (reason is None):
         return None  # not there, half a file, or somebody's edit
@@ -254,7 +326,7 @@ def _verdict_in(path: Path, key: Key) -> Verdict | None:
 
 def store(key: Key, verdict: Verdict) -> None:
     """Keep a verdict. A success does not replace the failure that another process has found meanwhile."""
-    where = folder()
+    where = _trusted_folder()
     if where is None:
         return
     path = where / f"{_stem(key)}.json"
@@ -270,7 +342,7 @@ def store(key: Key, verdict: Verdict) -> None:
 
 def forget(key: Key) -> None:
     """Drop the verdict and what dead processes left, so that the kernel is checked anew."""
-    where = folder()
+    where = _trusted_folder()
     if where is None:
         return
     try:
@@ -279,7 +351,7 @@ def forget(key: Key) -> None:
             if _abandoned(path):
                 path.unlink(missing_ok=True)
     except OSError as error:
-        _cannot_keep(where, error)
+        _cannot_keep(where / _stem(key), error)
 
 
 # --- proof by other machines -------------------------------------------------------------------------------
@@ -295,7 +367,7 @@ def proven_elsewhere(op: str, backend: str, dtype: torch.dtype, capability: str)
     name = str(dtype).removeprefix("torch.")
     begin = f"{op}-{backend}-{_TAGS.get(name, name)}"
     for path in sorted(PACKAGE.parent.glob("bench/results/*/checks.json")):
-        data = _read(path)
+        data = _object(path.read_bytes)
         facts, rows = data.get("environment"), data.get("rows")
         if not isinstance(facts, dict) or facts.get("compute_capability") != capability:
             continue
@@ -349,7 +421,9 @@ def _born(pid: int) -> str | None:
 
 def _abandoned(path: Path) -> bool:
     """Whether the process that left this marker has ended without taking it away."""
-    data = _read(path)
+    data = _read_own(path)
+    if data is None:  # taken away in the meantime, or somebody else's
+        return False
     here = _host()
     try:
         age = time.time() - path.stat().st_mtime
@@ -366,7 +440,7 @@ def _abandoned(path: Path) -> bool:
 @contextlib.contextmanager
 def running(key: Key) -> Iterator[None]:
     """A marker lies beside the verdict as long as the block runs; without a folder to write to, none."""
-    where, pid = folder(), os.getpid()
+    where, pid = _trusted_folder(), os.getpid()
     path = None
     if where is not None:
         path = where / f"{_stem(key)}.{pid}-{threading.get_native_id()}-{secrets.token_hex(4)}.running"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -222,17 +224,16 @@ def test_a_verdict_is_replaced_in_one_step(cache):
     assert verdicts.load(KEY).date == "new"
 
 
-def test_a_verdict_is_never_half_written(cache, monkeypatch):
+def test_a_verdict_is_never_half_written(cache):
     verdicts.store(KEY, Verdict(None, date="old"))
-    write = Path.write_text
-
-    def full(path, text, **options):
-        write(path, text[:20], **options)
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.warns(RuntimeWarning, match="No space left"):
-        verdicts.store(KEY, Verdict("wrong", date="new"))
+    (path,) = cache.iterdir()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))  # a write past it fails, like one to a full disk
+    try:
+        with pytest.warns(RuntimeWarning, match=rf"in {cache} \({path.name}: .*File too large"):
+            verdicts.store(KEY, Verdict("wrong", date="new"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert verdicts.load(KEY).date == "old"
     assert len(files(cache)) == 1
 
@@ -259,6 +260,131 @@ def test_a_folder_that_cannot_be_written_is_told_once(tmp_path, monkeypatch, har
     (one,) = caught
     assert "cannot be kept in" in str(one.message)
     assert "FASTBERT_CACHE" in str(one.message)
+
+
+# --- a shared place -----------------------------------------------------------------------------------------
+
+
+def owned_by(uid):
+    """`os.fstat` and `os.lstat` as if that user owned everything: only root may give files away."""
+
+    def told(function):
+        def wrapper(*args, **kwargs):
+            facts = function(*args, **kwargs)
+            return os.stat_result([*facts[:4], uid, *facts[5:]])
+
+        return wrapper
+
+    return told
+
+
+FOREIGN = {
+    "another user's": "belongs to user 12345",
+    "group may write": "may be written by others",
+    "others may write": "may be written by others",
+    "a link": "link",
+    "a FIFO": "no plain file",
+    "a folder": "no plain file",
+}
+
+
+def make_foreign(path, whose, monkeypatch):
+    if whose == "another user's":
+        for name, is_it in (("fstat", stat.S_ISREG), ("lstat", stat.S_ISDIR)):
+            if is_it(path.stat().st_mode):
+                monkeypatch.setattr(os, name, owned_by(12345)(getattr(os, name)))
+    elif whose.endswith("may write"):
+        path.chmod(path.stat().st_mode | (0o020 if whose.startswith("group") else 0o002))
+    elif whose == "a link":
+        moved = path.with_name("moved")
+        path.rename(moved)
+        path.symlink_to(moved)
+    else:
+        path.unlink()
+        os.mkfifo(path) if whose == "a FIFO" else path.mkdir()
+
+
+def told_once(words):
+    """A block that warns once, with these words."""
+    return pytest.warns(RuntimeWarning, match=rf"is ignored: it .*{words}")
+
+
+@pytest.mark.parametrize("whose", FOREIGN)
+def test_a_file_that_others_could_have_written_is_no_verdict(cache, monkeypatch, whose):
+    verdicts.store(KEY, Verdict(None))
+    (path,) = cache.iterdir()
+    with monkeypatch.context() as patch:
+        make_foreign(path, whose, patch)
+        with told_once(FOREIGN[whose]) as caught:
+            assert verdicts.load(KEY) is None
+            assert verdicts.load(KEY) is None
+        assert len(caught) == 1
+    if whose != "a folder":
+        verdicts.store(KEY, Verdict("wrong"))  # takes its place
+        assert verdicts.load(KEY).reason == "wrong"
+        assert stat.S_IMODE(path.lstat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("whose", [w for w in FOREIGN if w not in ("a FIFO", "a folder")])
+def test_a_folder_that_others_could_have_written_is_ignored(cache, monkeypatch, whose):
+    verdicts.store(KEY, Verdict(None))
+    before = files(cache)
+    make_foreign(cache, whose, monkeypatch)
+    with told_once(FOREIGN[whose]) as caught:
+        assert verdicts.load(KEY) is None
+        with verdicts.running(KEY):
+            assert files(cache) == before
+        verdicts.store(KEY, Verdict("wrong"))
+        verdicts.forget(KEY)
+        assert files(cache) == before
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("whose", FOREIGN)
+def test_a_marker_that_others_could_have_left_counts_for_nothing(cache, monkeypatch, whose):
+    path = marker(cache, born="1")
+    make_foreign(path, whose, monkeypatch)
+    os.utime(path, (0, 0))
+    with told_once(FOREIGN[whose]):
+        assert verdicts.load(KEY) is None
+
+
+def test_a_folder_made_by_somebody_else_just_then_is_not_written(cache, monkeypatch):
+    mkdir = Path.mkdir
+
+    def quicker(path, *args, **options):
+        mkdir(path, *args, **options)
+        path.chmod(0o777)
+
+    monkeypatch.setattr(Path, "mkdir", quicker)
+    with pytest.warns(RuntimeWarning, match="the folder may be written by others"):
+        verdicts.store(KEY, Verdict(None))
+    assert files(cache) == []
+
+
+def test_without_an_umask_nobody_else_may_write(cache):
+    before = os.umask(0)
+    try:
+        verdicts.store(KEY, Verdict(None))
+    finally:
+        os.umask(before)
+    (path,) = cache.iterdir()
+    modes = [stat.S_IMODE(p.stat().st_mode) for p in (cache.parent, cache, path)]
+    assert modes == [0o700, 0o700, 0o600]
+    assert verdicts.load(KEY).passed
+
+
+def test_a_home_that_nobody_has(monkeypatch):
+    monkeypatch.setenv("FASTBERT_CACHE", "~nobody-of-that-name/kept")
+    with pytest.warns(RuntimeWarning, match=r"FASTBERT_CACHE=~nobody-of-that-name/kept is ignored") as caught:
+        calls = (
+            verdicts.folder(),
+            verdicts.load(KEY),
+            verdicts.store(KEY, Verdict(None)),
+            verdicts.forget(KEY),
+        )
+    assert calls == (None,) * 4
+    assert len(caught) == 1
 
 
 # --- markers ------------------------------------------------------------------------------------------------
