@@ -1,4 +1,4 @@
-# demo · test · lint · bench · gpu
+# demo · test · sweep · lint · bench · gpu
 #
 # A virtual environment is made in $(VENV). `VENV=` (empty) uses $(PYTHON) as it is, with the torch it already has and
 # without calling pip: build in place with what is there (`make gpu PYTHON=python3 VENV=`).
@@ -23,7 +23,7 @@ PEERS := $(VENV)/peers
 endif
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test lint bench gpu
+.PHONY: demo test sweep lint bench gpu
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -32,6 +32,10 @@ demo: $(READY)
 # two threads a worker, for what threads do; passive, because a spinning one holds up the other worker's
 test: $(READY)
 	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
+
+# what is too long for every change: the tests marked slow, such as a thousand killed saves and whole builds
+sweep: $(READY)
+	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(PY) -m pytest -q -m slow $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

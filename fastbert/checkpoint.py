@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbert import quantization
+from fastbert.families import FAMILIES, REFUSED, Family
 from fastbert.files import (
     BIN,
     BIN_INDEX,
@@ -259,8 +260,11 @@ def _open_bin(file: Path) -> dict[str, Tensor]:
     import pickle
     import zipfile
 
+    archive = zipfile.is_zipfile(file)
+    if archive:
+        _check_archive(file)
     try:  # files older than torch 1.6 are no zip archives and cannot be mapped
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=archive)
     except pickle.UnpicklingError as error:
         reason = re.search(r"unsupported (global|class)[^\n]*", str(error), re.IGNORECASE)
         if reason is None:
@@ -275,7 +279,25 @@ def _open_bin(file: Path) -> dict[str, Tensor]:
     for key, value in content.items():
         if not isinstance(key, str) or not isinstance(value, Tensor):
             raise CheckpointError(f"{file}: {key}: expected a tensor, got {type(value).__name__}")
+        if value.is_meta:
+            raise CheckpointError(f"{file}: {key}: was saved from the meta device and has no values")
     return content
+
+
+def _check_archive(file: Path) -> None:
+    """Refuse a zip archive that unpacks to more than it holds: PyTorch compresses nothing."""
+    import zipfile
+
+    try:
+        with zipfile.ZipFile(file) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+    except Exception as error:  # BadZipFile, OSError, NotImplementedError, and codecs' own for odd names
+        raise CheckpointError(f"{file}: truncated, or not a PyTorch file: {cause(error)}") from error
+    if unpacked > (size := file.stat().st_size):
+        raise CheckpointError(
+            f"{file}: is compressed: it unpacks to {unpacked:,} bytes from {size:,}; PyTorch stores its "
+            "archives uncompressed, and compressed ones are not read"
+        )
 
 
 # --- names --------------------------------------------------------------------------------------------------
@@ -388,9 +410,9 @@ def _numbered(path: str, keys: Iterable[str]) -> int:
     return 1 + max((int(m[1]) for key in keys if (m := pattern.search(key))), default=-1)
 
 
-def _spelt(names: _Names, key: str) -> str:
+def _spelt(family: Family, key: str) -> str:
     """A config key as the family's config.json spells it."""
-    return {ours: theirs for theirs, ours in names.family.aliases.items()}.get(key, key)
+    return {ours: theirs for theirs, ours in family.aliases.items()}.get(key, key)
 
 
 def _is_int8(item: _Stored | None) -> bool:
@@ -407,13 +429,11 @@ def _why(names: _Names, config: Any, found: dict[str, _Stored]) -> str:
     count_key = "num_hidden_groups" if names.family.shared_layers else "num_hidden_layers"
     says, holds = getattr(config, count_key), _numbered(names.family.layers, found)
     if holds and says != holds:
-        return f"; config {_spelt(names, count_key)} says {says}, the file has {holds}"
+        return f"; config {_spelt(names.family, count_key)} says {says}, the file has {holds}"
     if names.family.shared_layers:
         inner = _numbered("albert_layers", found)
         if inner and inner != config.inner_group_num:
             return f"; config inner_group_num says {config.inner_group_num}, the file has {inner}"
-    from fastbert.families import FAMILIES, REFUSED
-
     first = {item.key.split(".")[0] for item in found.values()}
     others = {family.prefix for family in FAMILIES.values()} | {name.replace("-", "_") for name in REFUSED}
     if foreign := sorted(first & (others - {names.family.prefix})):
@@ -454,7 +474,7 @@ def _check_keys(names: _Names, config: Any, files: list[Path], found: dict[str, 
     return LoadReport(files, missing=fresh, unused=[found[key].key for key in extra])
 
 
-def _check_mathematics(config: Any, directory: Path, files: list[Path]) -> None:
+def _check_mathematics(config: Any, files: list[Path]) -> None:
     """Refuse a config.json of another save than the weights, where they say with which one they were saved.
 
     A config that agrees with the weights is right whatever config.json says. So is one that differs from a
@@ -465,7 +485,7 @@ def _check_mathematics(config: Any, directory: Path, files: list[Path]) -> None:
         if stamp is None or not _differing(config, stamp.mathematics):
             continue
         try:
-            stated = type(config).from_dict({"model_type": config.model_type, **read_config(directory)})
+            stated = type(config).from_dict({"model_type": config.model_type, **read_config(file.parent)})
         except (CheckpointError, TypeError, ValueError):  # none there, or another architecture's
             stated = config
         if differing := _differing(stated, stamp.mathematics):
@@ -474,8 +494,8 @@ def _check_mathematics(config: Any, directory: Path, files: list[Path]) -> None:
                 for key, (ours, theirs) in differing.items()
             )
             raise CheckpointError(
-                f"{directory / CONFIG}: does not belong to {file.name}: {says}. If one of them was copied or "
-                "edited, put it back; to change the mathematics, pass the key to from_pretrained and save"
+                f"{file.parent / CONFIG}: does not belong to {file.name}: {says}. If one of them was copied "
+                "or edited, put it back; to change the mathematics, pass the key to from_pretrained and save"
             )
 
 
@@ -523,7 +543,8 @@ def _check_shapes(names: _Names, config: Any, found: dict[str, _Stored]) -> None
             size_key = _size_key(names, key, axis)
             if getattr(config, size_key, None) == param.shape[axis]:
                 size = item.tensor.shape[axis]
-                text += f" (config {_spelt(names, size_key)} says {param.shape[axis]}, the file has {size})"
+                says = f"{_spelt(names.family, size_key)} says {param.shape[axis]}"
+                text += f" (config {says}, the file has {size})"
         wrong.append(text)
     if wrong:
         more = f" … and {len(wrong) - 5} more" if len(wrong) > 5 else ""
@@ -591,7 +612,7 @@ def load_weights(
     if report.missing and not allow_missing_head:
         raise CheckpointError(f"{files[0].parent}: missing keys: {_list(report.missing)}")
     _check_shapes(names, config, found)
-    _check_mathematics(config, Path(directory), files)
+    _check_mathematics(config, files)
     for key in names.state:
         if key in found:
             _check_values(names, key, found[key])
@@ -603,6 +624,32 @@ def load_weights(
     if report.unused:
         logger.info("%s: left over, of heads not in this model: %s", files[0].parent, _list(report.unused))
     return report
+
+
+_FEW_LAYERS = 100  # are made on the meta device in no time
+
+
+def check_depth(config: Any, directory: str | os.PathLike) -> None:
+    """Refuse a config of far more layers than the files hold, before anything is built for them.
+
+    Raises:
+        CheckpointError: naming the config key, or what is wrong with the files.
+    """
+    family, layers, keys = config.family, config.num_hidden_layers, ["num_hidden_layers"]
+    if family.shared_layers:
+        layers, keys = (
+            config.num_hidden_groups * config.inner_group_num,
+            ["num_hidden_groups", "inner_group_num"],
+        )
+    if layers <= _FEW_LAYERS:
+        return
+    files, stored = _read_weights(Path(directory))
+    holds = _numbered(family.layers, stored)
+    if family.shared_layers:
+        holds *= _numbered("albert_layers", stored)
+    if layers > holds:
+        says = " * ".join(_spelt(family, key) for key in keys)
+        raise CheckpointError(f"{files[0]}: config {says} says {layers}, the file has {holds}")
 
 
 def stored_dtype(directory: str | os.PathLike) -> torch.dtype:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import copy
 import json
-import math
+import sys
 from pathlib import Path
 from typing import Any
 
+from fastbert import files
 from fastbert.families import Family, family_of
 
 # BERT's defaults; families override some (families.py)
@@ -64,6 +65,8 @@ _PROBABILITIES = (
     "summary_last_dropout",
 )
 _MAY_BE_ZERO = ("num_hidden_layers", "type_vocab_size")
+MAX_SIZE = 2**24  # of any one size; products of two fit 64 bits with room for the bytes of an element
+MAX_LABELS = 2**20  # each has a name
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
 
@@ -82,6 +85,7 @@ class EncoderConfig:
 
     def __init__(
         self,
+        /,  # so that a key "self" is a key like any other
         model_type: str = "bert",
         *,
         num_labels: int | None = None,
@@ -90,6 +94,10 @@ class EncoderConfig:
         **kwargs: Any,
     ):
         family = family_of(model_type)
+        if shadowing := sorted(key for key in kwargs if callable(getattr(type(self), key, None))):
+            raise ValueError(
+                f"config {shadowing[0]}: is a method of {type(self).__name__} and cannot be a config key"
+            )
         values = {**DEFAULTS, **family.defaults}
         for key, value in kwargs.items():
             values[family.aliases.get(key, key)] = value
@@ -102,11 +110,16 @@ class EncoderConfig:
 
     def _set_labels(self, num_labels: int | None, id2label: dict | None, label2id: dict | None) -> None:
         if num_labels is not None and (not isinstance(num_labels, int) or num_labels < 1):
-            raise ValueError(f"num_labels: expected an integer >= 1, got {num_labels!r}")
+            raise ValueError(f"num_labels: expected an integer >= 1, got {_brief(num_labels)}")
+        if num_labels is not None and num_labels > MAX_LABELS:
+            raise ValueError(f"num_labels: expected at most {MAX_LABELS}, got {_brief(num_labels)}")
+        for key, value in (("id2label", id2label), ("label2id", label2id)):
+            if value is not None and not isinstance(value, dict):
+                raise TypeError(f"config {key}: expected an object, got {_brief(value)}")
         if id2label is None or (num_labels is not None and num_labels != len(id2label)):
             id2label = {i: f"LABEL_{i}" for i in range(2 if num_labels is None else num_labels)}
             label2id = None
-        self.id2label = {int(i): name for i, name in id2label.items()}
+        self.id2label = {_class_id(i): name for i, name in id2label.items()}
         self.label2id = dict(label2id) if label2id else {name: i for i, name in self.id2label.items()}
 
     @property
@@ -189,21 +202,23 @@ class EncoderConfig:
                 raise TypeError(f"config {key}: expected an integer, got {value!r}")
             least = 0 if key in _MAY_BE_ZERO else 1
             if value < least:
-                raise ValueError(f"config {key}: expected an integer >= {least}, got {value}")
+                raise ValueError(f"config {key}: expected an integer >= {least}, got {_brief(value)}")
+            if value > MAX_SIZE:
+                raise ValueError(f"config {key}: expected an integer <= {MAX_SIZE}, got {_brief(value)}")
         for key in _PROBABILITIES:
             value = self.__dict__.get(key)
             if value is not None and not (isinstance(value, (int, float)) and 0 <= value < 1):
                 raise ValueError(f"config {key}: expected a probability in [0, 1), got {value!r}")
         for key in ("layer_norm_eps", "initializer_range"):
             value = self.__dict__[key]
-            if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-                raise ValueError(f"config {key}: expected a finite number >= 0, got {value!r}")
+            if not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
+                raise ValueError(f"config {key}: expected a finite number >= 0, got {_brief(value)}")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"config num_attention_heads: {self.num_attention_heads} heads do not divide "
                 f"hidden_size {self.hidden_size}"
             )
-        if self.hidden_act not in ACTIVATIONS:
+        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACTIVATIONS:
             raise ValueError(
                 f"config hidden_act: unknown activation {self.hidden_act!r}; "
                 f"expected one of {', '.join(ACTIVATIONS)}"
@@ -289,10 +304,14 @@ class EncoderConfig:
         return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write `directory`/config.json."""
+        """Write `directory`/config.json, in one step.
+
+        Raises:
+            fastbert.CheckpointError: it cannot be written; what was there is unchanged.
+        """
         path = Path(directory)
         path.mkdir(parents=True, exist_ok=True)
-        (path / "config.json").write_text(self.to_json_string(), encoding="utf-8")
+        files.replace(path / files.CONFIG, self.to_json_string().encode())
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__") and "model_type" in self.__dict__:
@@ -313,6 +332,22 @@ class EncoderConfig:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} {self.to_json_string()}"
+
+
+def _brief(value: object) -> str:
+    """A value from a file as messages show it."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _class_id(key: object) -> int:
+    try:
+        return int(key)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"config id2label: expected class numbers as keys, got {_brief(key)}") from error
 
 
 def _model_types() -> list[str]:

@@ -333,8 +333,10 @@ def family_of(model_type: object) -> Family:
     """The family of a `model_type`.
 
     Raises:
-        ValueError: for anything else, naming the reason where it is known.
+        TypeError, ValueError: for anything else, naming the reason where it is known.
     """
+    if not isinstance(model_type, str):
+        raise TypeError(f"model_type: expected a text, got {model_type!r}")
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     known = ", ".join(FAMILIES)

@@ -7,6 +7,7 @@ same class under the family's name. `AutoModel.from_pretrained` chooses by `mode
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from fastbert import checkpoint, prepared, quantization
 from fastbert.config import DEFAULTS, EncoderConfig
-from fastbert.families import FAMILIES, Family
+from fastbert.families import FAMILIES, Family, family_of
 from fastbert.inputs import Inputs, check_inputs, head_gates
 from fastbert.layers import (
     Embeddings,
@@ -155,7 +156,7 @@ class PreTrainedModel(nn.Module):
         )
         own = {k: overrides.pop(k) for k in ("add_pooling_layer",) if k in overrides}
         if config is None:
-            content = checkpoint.read_config(directory)
+            content = cls._with_model_type(checkpoint.read_config(directory), overrides, directory)
             _check_overrides(overrides, content)
             config = EncoderConfig.from_dict(content, **overrides)
         elif not overrides:
@@ -168,6 +169,7 @@ class PreTrainedModel(nn.Module):
                 f"device: {device}, but the checkpoint is quantised to 8 bits, which is for a CPU; "
                 "pass device='cpu', or load the floating-point checkpoint"
             )
+        checkpoint.check_depth(config, directory)
         with torch.device("meta"):
             model = cls.class_for(config)(config, **own)
         if int8:
@@ -176,6 +178,24 @@ class PreTrainedModel(nn.Module):
         model.load_report = checkpoint.load_weights(model, directory)
         model.tie_weights()
         return model.to(device if device is not None else "cpu").eval()
+
+    @classmethod
+    def _with_model_type(
+        cls, content: dict[str, Any], overrides: dict[str, Any], directory: Path
+    ) -> dict[str, Any]:
+        """config.json's content with a model_type: files of 2018 have none, a class of one family does."""
+        if "model_type" in content or "model_type" in overrides:
+            return content
+        if cls.class_for.__func__ is PreTrainedModel.class_for.__func__:
+            return {**content, "model_type": cls.model_type or "bert"}
+        names = []
+        for model_type in FAMILIES:
+            with contextlib.suppress(ValueError):  # the family has no such head
+                names.append(cls.class_for(EncoderConfig(model_type)).__name__)
+        raise ValueError(
+            f"{directory / checkpoint.CONFIG}: model_type: missing, and {cls.__name__} chooses the class by "
+            f"it; call from_pretrained of the class itself ({', '.join(names)}), or pass model_type="
+        )
 
     def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
         """Write config.json and model.safetensors, as transformers does; an interrupted save leaves the old
@@ -339,10 +359,9 @@ def _as_config(config: Any) -> EncoderConfig:
 
 
 def _check_overrides(overrides: dict[str, Any], content: dict[str, Any]) -> None:
-    family = FAMILIES.get(content.get("model_type"))
-    known = {*DEFAULTS, *content, "num_labels", "id2label", "label2id"}
-    if family is not None:
-        known |= {*family.aliases, *family.defaults}
+    family = family_of(overrides.get("model_type", content.get("model_type")))
+    known = {*DEFAULTS, *content, "model_type", "num_labels", "id2label", "label2id"}
+    known |= {*family.aliases, *family.defaults}
     unknown = sorted(set(overrides) - known)
     if unknown:
         raise TypeError(
