@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import platform
-import secrets
 import signal
 import stat
 import subprocess
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 
 import fastbert
-from fastbert import _native, dispatch, testing, verdicts, warmup
+from fastbert import _native, dispatch, files, testing, verdicts, warmup
 from fastbert.encoding import EncodingError, SentenceEncoder
 from fastbert.pooling import POOLINGS
 
@@ -83,7 +82,8 @@ def _encode(args: argparse.Namespace) -> int:
             encoder.quantize(_INT8)
         batch_tokens = max(8192, encoder.max_length) if args.batch_tokens is None else args.batch_tokens
         encoder.check_batch_tokens(batch_tokens)
-        writer = _WRITERS[kind](file, encoder.width)
+        with _told(output):
+            writer = _WRITERS[kind](file, encoder.width)
         progress = _Progress(name, stream, sys.stderr.isatty() if args.progress is None else args.progress)
         stack.callback(progress.close)
         line, truncated, first_truncated = 0, 0, 0  # lines done so far
@@ -99,9 +99,11 @@ def _encode(args: argparse.Namespace) -> int:
                 rows = encoder.encode_tokens(tokens, batch_tokens=batch_tokens, progress=progress.batch)
             except EncodingError as error:
                 raise UsageError(f"{name}: line {line + error.index + 1}: {error.problem}") from error
-            writer.write(texts, rows)
+            with _told(output):
+                writer.write(texts, rows)
             line += len(texts)
-        writer.close()
+        with _told(output):
+            writer.close()
         progress.close()
         if truncated:
             _say(
@@ -165,6 +167,8 @@ def _chunks(name: str, stream: BinaryIO, lines: int) -> Iterator[tuple[list[str]
 def _replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
     """A file to write; it takes the place of `path` if the block ends well, and disappears if it does not."""
     target = Path(os.path.realpath(path))  # through a link: the file it points to is replaced, not the link
+    if path.is_symlink() and not target.exists() and not overwrite:
+        raise UsageError(f"--output {path}: is a link to {target}, which is not there; --overwrite makes it")
     if not target.parent.is_dir():
         raise UsageError(f"--output {path}: the folder {target.parent} does not exist")
     mode = None
@@ -174,21 +178,50 @@ def _replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
         if not overwrite:
             raise UsageError(f"--output {path}: exists; --overwrite replaces it")
         mode = stat.S_IMODE(target.stat().st_mode)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    _remove_leftovers(target)
+    temporary = target.with_name(f".{target.name}.{files.own_tag()}.tmp")
     try:
-        with open(temporary, "xb") as file:
+        with _told(path):
+            file = open(temporary, "xb")  # noqa: SIM115 - closed below, where a full disk is passed over
+        try:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        if mode is not None:
-            os.chmod(temporary, mode)
-        if overwrite:
-            os.replace(temporary, target)
-        else:
-            _publish(temporary, target, path)
+            with _told(path):
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            with contextlib.suppress(OSError):  # a full disk again
+                file.close()
+        with _told(path):
+            if mode is not None:
+                os.chmod(temporary, mode)
+            if overwrite:
+                os.replace(temporary, target)
+            else:
+                _publish(temporary, target, path)
         _sync_folder(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _told(output: Path) -> Iterator[None]:
+    """Name the output in what writing it raises."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"--output {output}: could not be written ({error}); what was there is unchanged"
+        ) from error
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove what runs that were killed left of this output: of this machine, their process gone."""
+    begin, end = f".{target.name}.", ".tmp"
+    with contextlib.suppress(OSError):  # nothing depends on it
+        for entry in target.parent.iterdir():
+            name = entry.name
+            if name.startswith(begin) and name.endswith(end) and files.is_dead(name[len(begin) : -len(end)]):
+                entry.unlink()
 
 
 def _publish(temporary: Path, target: Path, path: Path) -> None:

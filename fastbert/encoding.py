@@ -7,7 +7,6 @@ obeyed. What is not implemented there (a Dense module, a pooling mode) is refuse
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from fastbert import checkpoint, packing
+from fastbert.config import MAX_SIZE
+from fastbert.files import read_json
 from fastbert.models import AutoModel
 from fastbert.ops import checks
 from fastbert.pooling import POOLINGS, pool
@@ -95,22 +96,12 @@ class TokenBatch:
         return np.flatnonzero(self.full_lengths > self.lengths)
 
 
-def _read_json(path: Path, kind: type) -> Any:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(value, kind):
-        raise ValueError(f"{path}: holds a {type(value).__name__}; expected a {kind.__name__}")
-    return value
-
-
 def _pooling_of(folder: Path, override: str | None) -> tuple[str, dict[str, Any]]:
     """The pooling mode that `folder`/config.json asks for (or the override), and the file's content."""
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: missing, though the directory asks for a Pooling module")
-    config = _read_json(path, dict)
+    config = read_json(path)
     if override is not None:
         return override, config
     if "pooling_mode" in config:
@@ -153,11 +144,11 @@ def sentence_settings(
     modules_path = directory / "modules.json"
     if modules_path.is_file():
         kinds = []
-        for place, module in enumerate(_read_json(modules_path, list)):
+        for place, module in enumerate(read_json(modules_path, list)):
             if not isinstance(module, dict) or not isinstance(module.get("type"), str):
                 raise ValueError(f"{modules_path}: entry {place} has no type")
             kind = module["type"].rsplit(".", 1)[-1]
-            folder = directory / str(module.get("path", ""))
+            folder = directory / _module_folder(modules_path, place, module.get("path", ""))
             kinds.append(kind)
             if kind == "Transformer":
                 transformer = folder
@@ -193,7 +184,7 @@ def sentence_settings(
     max_length, lower_case = None, False
     for name in _LENGTH_FILES:
         if (transformer / name).is_file():
-            config = _read_json(transformer / name, dict)
+            config = read_json(transformer / name)
             max_length, lower_case = config.get("max_seq_length"), bool(config.get("do_lower_case", False))
             if max_length is not None and (type(max_length) is not int or max_length < 1):
                 raise ValueError(
@@ -201,7 +192,7 @@ def sentence_settings(
                 )
             break
     if max_length is None and (transformer / "tokenizer_config.json").is_file():
-        says = _read_json(transformer / "tokenizer_config.json", dict).get("model_max_length")
+        says = read_json(transformer / "tokenizer_config.json").get("model_max_length")
         if isinstance(says, (int, float)) and 0 < says < 1e9:  # 1e30 stands for no limit
             max_length = int(says)
     return SentenceSettings(
@@ -214,10 +205,20 @@ def sentence_settings(
     )
 
 
+def _module_folder(modules_path: Path, place: int, name: object) -> str:
+    """The name of a folder beside modules.json, "" for its own; a file may not lead anywhere else."""
+    plain = name.rstrip("/") if isinstance(name, str) and name[:1] != "/" else None
+    if plain is None or plain in (".", "..") or re.search(r"[/\\\0]", plain):
+        raise ValueError(
+            f"{modules_path}: entry {place}: path: expected the name of a folder beside it, got {name!r}"
+        )
+    return plain
+
+
 def _default_prompt(path: Path) -> str:
     if not path.is_file():
         return ""
-    config = _read_json(path, dict)
+    config = read_json(path)
     name, prompts = config.get("default_prompt_name"), config.get("prompts") or {}
     if name is None:
         return ""
@@ -243,6 +244,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the Rust side raises a bare Exception
             raise ValueError(f"{path}: not a tokenizer of the tokenizers library ({error})") from None
+        _check_ids(path, tokenizer)
         tokenizer.no_padding()
         tokenizer.no_truncation()
         return tokenizer
@@ -254,10 +256,17 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     raise FileNotFoundError(f"{directory}: no tokenizer.json and no vocab.txt{hint}")
 
 
+def _check_ids(path: Path, tokenizer: Tokenizer) -> None:
+    """Refuse ids that no vocabulary reaches: a copy of the tokenizer takes memory for every id up to them."""
+    token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", 0))
+    if highest >= MAX_SIZE:
+        raise ValueError(f"{path}: token {token!r} has id {highest}; expected ids below {MAX_SIZE}")
+
+
 def _wordpiece(directory: Path) -> Tokenizer:
     path = directory / "vocab.txt"
     config_path = directory / "tokenizer_config.json"
-    config = _read_json(config_path, dict) if config_path.is_file() else {}
+    config = read_json(config_path) if config_path.is_file() else {}
     try:
         words = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
@@ -269,7 +278,9 @@ def _wordpiece(directory: Path) -> Tokenizer:
     special = {}
     for name in ("unk", "sep", "pad", "cls", "mask"):
         token = config.get(f"{name}_token") or f"[{name.upper()}]"
-        special[name] = token["content"] if isinstance(token, dict) else token
+        special[name] = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(special[name], str):
+            raise ValueError(f"{config_path}: {name}_token: expected a text, got {special[name]!r}")
         if special[name] not in vocab and name in ("unk", "sep", "cls"):
             raise ValueError(
                 f"{path}: has no {name}_token {special[name]!r}; expected a BERT WordPiece vocabulary"

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import secrets
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,6 +65,28 @@ def cause(error: BaseException) -> str:
 def digest(content: bytes) -> str:
     """SHA-256, hexadecimal."""
     return hashlib.sha256(content).hexdigest()
+
+
+# --- whose a temporary file is ------------------------------------------------------------------------------
+
+
+def own_tag() -> str:
+    """What tells temporary files and folders of this process from others: "token.host.pid"."""
+    return f"{secrets.token_hex(4)}.{socket.gethostname()}.{os.getpid()}"
+
+
+def is_dead(tag: str) -> bool:
+    """Whether an `own_tag` is of a process of this machine that has gone."""
+    host, _, pid = tag.partition(".")[2].rpartition(".")
+    if host != socket.gethostname():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except (OSError, ValueError):  # alive and another user's, or not one of ours
+        return False
+    return False
 
 
 # --- JSON ---------------------------------------------------------------------------------------------------
@@ -132,7 +155,7 @@ def replace(path: Path, content: bytes) -> None:
     Raises:
         CheckpointError: naming the file.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{own_tag()}.tmp")
     try:
         try:
             with open(temporary, "xb") as handle:

@@ -18,7 +18,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +37,8 @@ from fastbert.files import (
     cause,
     config_of_weights,
     digest,
+    is_dead,
+    own_tag,
 )
 
 
@@ -236,7 +237,7 @@ def _flush_directory(directory: Path) -> None:
 @contextlib.contextmanager
 def _workplace(directory: Path) -> Iterator[Path]:
     """A hidden folder beside the files, from which they are renamed into place; its name says whose it is."""
-    folder = directory / f"{SAVING}{secrets.token_hex(4)}.{socket.gethostname()}.{os.getpid()}"
+    folder = directory / f"{SAVING}{own_tag()}"
     folder.mkdir()
     try:
         yield folder
@@ -253,7 +254,9 @@ def _is_needed(directory: Path, folder: Path) -> bool:
 
 def _settle(directory: Path) -> None:
     """Put back the config that a killed save has replaced too early, and remove the folders of dead saves."""
-    dead = [folder for folder in sorted(directory.glob(f"{SAVING}*")) if _is_dead(folder)]
+    dead = [
+        folder for folder in sorted(directory.glob(f"{SAVING}*")) if is_dead(folder.name.removeprefix(SAVING))
+    ]
     for folder in dead:
         if _is_needed(directory, folder):
             if (folder / OLD_CONFIG).exists():
@@ -264,17 +267,3 @@ def _settle(directory: Path) -> None:
         _flush_directory(directory)
     for folder in dead:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_dead(folder: Path) -> bool:
-    """Whether a save's folder is of a process of this machine that has gone."""
-    host, _, pid = folder.name.removeprefix(SAVING).partition(".")[2].rpartition(".")
-    if host != socket.gethostname():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except (ProcessLookupError, OverflowError):
-        return True
-    except (OSError, ValueError):  # alive and another user's, or not one of ours
-        return False
-    return False

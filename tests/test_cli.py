@@ -3,7 +3,9 @@
 import io
 import json
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -261,6 +263,78 @@ def test_through_a_link_the_file_is_replaced(run, model, text, tmp_path):
     assert link.is_symlink()
     assert np.load(real).shape == (7, 32)
     assert left(tmp_path / "real") == ["o.npy"]
+
+
+def test_a_dangling_link_is_not_written_through_unasked(run, model, text, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    link, target = tmp_path / "o.npy", tmp_path / "elsewhere" / "new.npy"
+    link.symlink_to(target)
+    _, err = run(*encode_args(model, text, link), status=2)
+    assert f"--output {link}: is a link to {target}, which is not there; --overwrite makes it" in err
+    assert left(target.parent) == []
+    run(*encode_args(model, text, link, "--overwrite"))
+    assert link.is_symlink()
+    assert np.load(target).shape == (7, 32)
+
+
+def test_leftovers_of_killed_runs_are_removed(run, model, text, tmp_path):
+    """Real ones: a run that was killed, and one that is still at it."""
+    output = tmp_path / "o.npy"
+    arguments = [sys.executable, "-m", "fastbert", *map(str, encode_args(model, "-", output, "--overwrite"))]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
+    runs = [subprocess.Popen(arguments, stdin=subprocess.PIPE, env=environment) for _ in range(2)]
+    try:
+        deadline = time.monotonic() + 240
+        while len(there := list(tmp_path.glob(".o.npy.*.tmp"))) < 2:
+            assert time.monotonic() < deadline, f"nothing begun: {left(tmp_path)}"
+            time.sleep(0.02)
+        runs[0].kill()
+        runs[0].wait()
+        (dead,) = [path for path in there if f".{runs[0].pid}." in path.name]
+        (living,) = [path for path in there if f".{runs[1].pid}." in path.name]
+        host = socket.gethostname()
+        others = [
+            f".o.npy.0.x{host}.4194305.tmp",  # of another machine
+            f".p.npy.0.{host}.4194305.tmp",  # of another output
+            f".o.npy.0.{host}.4194305.txt",
+            ".o.npy.mine.tmp",
+        ]
+        for name in others:
+            (tmp_path / name).touch()
+        run(*encode_args(model, text, output, "--overwrite"))
+        assert not dead.exists()
+        assert left(tmp_path) == sorted([*others, "in.txt", "o.npy", living.name])
+        _, err = runs[1].communicate(b"a\n", timeout=240)
+        assert runs[1].returncode == 0, err
+        assert np.load(output).shape == (1, 32)  # the living one was left alone
+    finally:
+        for process in runs:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("limit", [0, 100, 400, 900])
+@pytest.mark.parametrize("kind", ["npy", "safetensors", "jsonl"])
+def test_a_full_disk_names_the_output_and_leaves_it_whole(run, model, text, tmp_path, kind, limit):
+    output = tmp_path / f"o.{kind}"
+    output.write_bytes(b"precious")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))  # a write past it fails, like one to a full disk
+    try:
+        call = encode_args(model, text, output, "--overwrite", "--chunk-lines", 2)
+        _, err = run(*call, status=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert err.startswith(
+        f"fastbert: error: --output {output}: could not be written ([Errno 27] File too large"
+    )
+    assert err.endswith("what was there is unchanged\n")
+    assert output.read_bytes() == b"precious"
+    assert left(tmp_path) == ["in.txt", output.name]
 
 
 def test_a_file_that_comes_into_being_meanwhile_is_kept(run, model, text, tmp_path, monkeypatch):

@@ -425,6 +425,14 @@ def only_vocab(text):
     return change
 
 
+def with_huge_id(kind):
+    model = {"type": kind, "vocab": {"[UNK]": 0, "a": 1, "b": 10**9}, "merges": [], "unk_token": "[UNK]"}
+    if kind == "WordPiece":
+        del model["merges"]
+        model |= {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+    return with_text("tokenizer.json", json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+
+
 BAD_DIRECTORIES = {
     "dense": (
         with_modules("Transformer", "Pooling", "Dense"),
@@ -445,14 +453,14 @@ BAD_DIRECTORIES = {
     "modules not a list": (
         with_text("modules.json", "{}"),
         ValueError,
-        "modules.json: holds a dict; expected a list",
+        r"modules\.json: expected a JSON array, got dict",
     ),
     "modules without type": (
         with_text("modules.json", "[{}]"),
         ValueError,
         "modules.json: entry 0 has no type",
     ),
-    "modules not JSON": (with_text("modules.json", "[{]"), ValueError, "modules.json: not valid JSON"),
+    "modules not JSON": (with_text("modules.json", "[{]"), ValueError, r"modules\.json: is not valid JSON"),
     "pooling file missing": (
         lambda folder: (folder / "1_Pooling" / "config.json").unlink(),
         FileNotFoundError,
@@ -520,6 +528,45 @@ BAD_DIRECTORIES = {
         ValueError,
         r"vocab.txt: has no cls_token '\[CLS\]'",
     ),
+    "modules nested": (
+        with_text("modules.json", "[" * 100_000),
+        ValueError,
+        r"modules\.json: is nested deeper than 100 levels",
+    ),
+    "pooling nested": (
+        with_text("1_Pooling/config.json", '{"x": ' + "[" * 500 + "]" * 500 + "}"),
+        ValueError,
+        r"1_Pooling/config\.json: is nested deeper",
+    ),
+    "lengths nested": (
+        with_text("sentence_bert_config.json", "[" * 100_000),
+        ValueError,
+        r"sentence_bert_config\.json: is nested deeper",
+    ),
+    "prompts nested": (
+        with_text("config_sentence_transformers.json", "[" * 100_000),
+        ValueError,
+        r"config_sentence_transformers\.json: is nested deeper",
+    ),
+    "tokenizer nested": (
+        with_text("tokenizer.json", "[" * 100_000),
+        ValueError,
+        r"tokenizer\.json: not a tokenizer",
+    ),
+    "a special token is a list": (
+        lambda folder: (
+            only_vocab(b"[UNK]\n")(folder),
+            rewrite(folder / "tokenizer_config.json", unk_token=["a"]),
+        ),
+        ValueError,
+        r"tokenizer_config\.json: unk_token: expected a text, got \['a'\]",
+    ),
+    "a huge id": (
+        with_huge_id("WordPiece"),
+        ValueError,
+        r"tokenizer\.json: token 'b' has id 1000000000; expected ids below 16777216",
+    ),
+    "a huge id, BPE": (with_huge_id("BPE"), ValueError, r"token 'b' has id 1000000000"),
     "vocab not UTF-8": (only_vocab(b"\xff\xfe\n"), ValueError, "vocab.txt: not UTF-8"),
 }
 
@@ -530,6 +577,30 @@ def test_refuses_the_directory(copy, name):
     change(copy)
     with pytest.raises(error, match=words):
         SentenceEncoder.from_pretrained(copy, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "path", ["../x", "..", ".", "/", "a/b", "a/../../x", "/etc", "..\\x", "a\0b", 3, None, ["1_Pooling"]]
+)
+@pytest.mark.parametrize("place", [0, 1])
+def test_modules_lie_beside_the_file_that_names_them(copy, path, place):
+    for folder in (copy.parent / "x", copy / "a" / "b"):  # there, and good
+        folder.mkdir(parents=True)
+        shutil.copy(copy / "1_Pooling" / "config.json", folder)
+    modules = json.loads((copy / "modules.json").read_text())
+    modules[place]["path"] = path
+    (copy / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(
+        ValueError, match=rf"modules\.json: entry {place}: path: expected the name of a folder"
+    ):
+        sentence_settings(copy)
+
+
+def test_a_module_path_may_end_in_a_slash(copy):
+    modules = json.loads((copy / "modules.json").read_text())
+    modules[1]["path"] = "1_Pooling/"
+    (copy / "modules.json").write_text(json.dumps(modules))
+    assert sentence_settings(copy).pooling == "mean"
 
 
 def test_a_given_pooling_passes_a_mode_that_is_not_implemented(copy):
