@@ -490,7 +490,7 @@ def _check_mathematics(config: Any, files: list[Path]) -> None:
             stated = config
         if differing := _differing(stated, stamp.mathematics):
             says = "; ".join(
-                f"{key}: {CONFIG} says {ours!r}, the weights were saved with {theirs!r}"
+                f"{_spelt(stated.family, key)}: {CONFIG} says {ours!r}, the weights are saved with {theirs!r}"
                 for key, (ours, theirs) in differing.items()
             )
             raise CheckpointError(

@@ -213,10 +213,11 @@ def config_of_weights(directory: Path, saves: Iterable[Path] | None = None) -> b
     path = directory / CONFIG
     there = read(path) if path.is_file() else None
     for folder in sorted(directory.glob(f"{SAVING}*")) if saves is None else saves:
+        old = _content(folder / OLD_CONFIG)  # first: a save that comes to its end removes the folder
         if there is None or _content(folder / NEW_CONFIG) != there:
             continue
         if _config_digest(directory) != digest(there):
-            return _content(folder / OLD_CONFIG)
+            return old
     return there
 
 

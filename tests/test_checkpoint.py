@@ -23,7 +23,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fastbert import checkpoint, heads, models, saving
+from fastbert import checkpoint, files, heads, models, saving
 from fastbert.checkpoint import CheckpointError
 from fastbert.config import EncoderConfig
 from fastbert.families import FAMILIES
@@ -782,6 +782,23 @@ def test_a_living_process_keeps_the_folder_of_its_save(tmp_path):
     assert sorted(p.name for p in tmp_path.glob(".saving*")) == sorted((mine, others, f".saving-0.{host}.x"))
 
 
+def test_a_save_that_ends_while_its_notes_are_read(tmp_path, monkeypatch):
+    new = two_models()[1]
+    checkpoint.save(new, tmp_path)
+    new_text = (tmp_path / "config.json").read_bytes()
+    folder = tmp_path / f".saving-0.{socket.gethostname()}.{os.getpid()}"
+    folder.mkdir()
+    (folder / "config.json.old").write_bytes(b"{}")
+    (folder / "config.json.new").write_bytes(new_text)
+
+    def ends(directory):
+        shutil.rmtree(folder)
+        return "another config's"
+
+    monkeypatch.setattr(files, "_config_digest", ends)
+    assert files.config_of_weights(tmp_path) == b"{}"
+
+
 def test_notes_of_a_save_long_past_count_for_nothing(tmp_path):
     """Another machine's save died between its renames; later ones, one of them with its config, did not."""
     old, new = two_models()
@@ -818,6 +835,7 @@ MATHEMATICS = [
     ("BertModel", {}, {"num_attention_heads": 8}, "num_attention_heads: config.json says 8, .* with 4"),
     ("RobertaModel", {}, {"pad_token_id": 3}, "pad_token_id: config.json says 3, .* with 1"),
     ("AlbertModel", {}, {"num_hidden_layers": 5}, "num_hidden_layers: config.json says 5, .* with 3"),
+    ("DistilBertModel", {}, {"n_heads": 8}, "n_heads: config.json says 8, .* with 4"),
     ("XLMRobertaModel", {}, {"model_type": "roberta"}, "model_type: config.json says 'roberta'"),
 ]
 
@@ -834,11 +852,9 @@ def test_a_config_of_another_save_is_refused(name, values, changes, words, layou
         CheckpointError, match=rf"config\.json: does not belong to model.*safetensors: {words}"
     ):
         models.AutoModel.from_pretrained(tmp_path)
-    if "model_type" not in changes:  # what the caller says stands above both
-        key, value = next(
-            iter(model.config.mathematics().items() & {k: getattr(model.config, k) for k in changes}.items())
-        )
-        assert_same_state(models.AutoModel.from_pretrained(tmp_path, **{key: value}), model)
+    if "model_type" not in changes:  # what the caller says overrides both
+        overrides = {key: getattr(model.config, key) for key in changes}
+        assert_same_state(models.AutoModel.from_pretrained(tmp_path, **overrides), model)
     assert_same_state(models.AutoModel.from_pretrained(tmp_path, config=model.config), model)
 
 
