@@ -28,7 +28,7 @@ from fastbert.models import PreTrainedModel, family_classes
 from fastbert.ops import checks
 from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.outputs import LogitsOutput, QuestionAnsweringOutput
-from fastbert.task_model import Encoded, TaskModel
+from fastbert.task_model import Encoded, TaskModel, unscored
 from fastbert.vocabulary_heads import AlbertForPreTraining as AlbertForPreTraining
 from fastbert.vocabulary_heads import BertForMaskedLM, BertForPreTraining
 
@@ -275,7 +275,7 @@ class BertForQuestionAnswering(TaskModel):
 
     Labels: start_positions and end_positions, (batch,), below 0 taken as 0, from seqlen on not counted; there
     is a loss, the mean of both cross-entropies over the kept tokens, only where both are given. start_logits
-    and end_logits: (batch, seqlen), the lowest finite number at masked tokens.
+    and end_logits: (batch, seqlen), half the lowest finite number at masked tokens.
 
     Source: Devlin et al. 2018, "BERT", sec. 4.2.
     """
@@ -319,9 +319,9 @@ class BertForQuestionAnswering(TaskModel):
         )  # fmt: skip
         logits = apply_linear(self.qa_outputs, self.dropout(encoded.hidden, self.family.qa_dropout_key))
         logits = encoded.unpack(logits)
-        if encoded.mask is not None:
-            logits = logits.masked_fill(encoded.mask.logical_not()[..., None], torch.finfo(logits.dtype).min)
         scores = [s.contiguous() for s in logits.unbind(-1)]
+        if encoded.mask is not None:
+            scores = [unscored(s, encoded.mask) for s in scores]
         batch, seqlen = encoded.shape
         losses = []
         for (name, p), s in zip(positions.items(), scores, strict=True):

@@ -96,6 +96,14 @@ class Encoded:
         return None if self.probs is None else tuple(self.inputs.packing.unpack_scores(p) for p in self.probs)
 
 
+def unscored(scores: Tensor, kept: Tensor) -> Tensor:
+    """Scores (batch, seqlen) of a softmax over tokens, which gives masked ones no probability.
+
+    Half the lowest finite number stands there, so that a start's and an end's can be added.
+    """
+    return scores.masked_fill(kept.logical_not(), torch.finfo(scores.dtype).min / 2)
+
+
 class TaskModel(PreTrainedModel):
     """An encoder with a head. Heads with one `labels` argument define `logits` and `loss`; `forward` is this
     one.

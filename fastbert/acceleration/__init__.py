@@ -29,7 +29,7 @@ from fastbert.acceleration import layer as layers
 from fastbert.acceleration import model as models
 from fastbert.acceleration.classes import Accelerated, Options, swap, swap_back
 from fastbert.acceleration.layer import AcceleratedLayer, LayerState
-from fastbert.acceleration.model import AcceleratedModel, ModelState, family_of
+from fastbert.acceleration.model import AcceleratedModel, AcceleratedSpans, ModelState, family_of
 from fastbert.acceleration.sentences import AcceleratedSentences
 from fastbert.acceleration.sentences import fits as encodes
 
@@ -54,9 +54,11 @@ def accelerate(
     with any head, and whatever holds them: PeftModel, SentenceTransformer, CrossEncoder, a pipeline. Other
     transformers models get fastbert's attention alone where their architecture lets one choose it. For
     inference and training, on any device. Outputs and gradients are the stock model's within rounding; rows
-    of masked tokens, of no meaning in the stock model, are zeros. `SentenceTransformer.encode` takes its
-    batches by tokens: at most as many as `batch_size` texts of the longest's length have, on a CPU at most
-    1,024 (and always a whole text).
+    of masked tokens, of no meaning in the stock model, are zeros. A question-answering head, which scores
+    them, trains on padded batches as the stock model does; in eval mode masked tokens get no probability
+    (`unpad=False` gives the stock model's). `SentenceTransformer.encode` takes its batches by tokens: at most
+    as many as `batch_size` texts of the longest's length have, on a CPU at most 1,024 (and always a whole
+    text).
 
     A second call changes the options. `fastbert.restore` gives the stock model back; `fastbert.explain` says
     what runs fused, and what does not and why.
@@ -100,9 +102,9 @@ def accelerate(
         return model
     found = list(_found(root))
     others = list(_others(root))
-    expanding = _expanding(root)
+    reading = _reading_masked(root)
     if strict:
-        _check(found, others if attention else [], options, expanding)
+        _check(found, others if attention else [], options, reading)
     if dtype is not None:
         root.to(dtype)
     for name, module, (model_type, kind), config in found:
@@ -113,7 +115,13 @@ def accelerate(
         else:
             swap(module, AcceleratedModel, ModelState.of(module, model_type, name, options))
         if kind == "model":
-            module.fastbert_state.reads_masked = id(module) in expanding
+            module.fastbert_state.reads_masked = reading.get(id(module))
+    for head in [m for m in root.modules() if _kind_of(m) == "spans"]:
+        if not isinstance(head, Accelerated):
+            swap(head, AcceleratedSpans, None)
+        for module in head.children():
+            if isinstance(module, AcceleratedModel) and module.fastbert_state is not None:
+                module.fastbert_state.spans = True
     for module in [m for m in root.modules() if encodes(m) and not isinstance(m, Accelerated)]:
         if next(_found(module), None) is not None:
             swap(module, AcceleratedSentences, None)
@@ -295,19 +303,27 @@ def _others(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _expanding(root: nn.Module) -> set[int]:
-    """The ids of the modules inside a sentence-transformers module that expands queries by masked tokens and
-    reads their outputs (ColBERT's).
+def _kind_of(module: nn.Module) -> str | None:
+    family = family_of(module)
+    return None if family is None else family[1]
+
+
+def _reading_masked(root: nn.Module) -> dict[int, str]:
+    """Why the outputs of masked tokens are read, by the ids of the modules inside whoever reads them: a
+    sentence-transformers module that expands queries by masked tokens (ColBERT's), or a class made from a
+    question-answering head, under a forward of its own.
     """
-    found: set[int] = set()
+    found: dict[int, str] = {}
     for module in root.modules():
         expansion = getattr(module, "query_expansion", None)
         if isinstance(expansion, Mapping) and not expansion.get("attend"):
-            found.update(id(child) for child in module.modules())
+            found.update((id(child), models.EXPANDS) for child in module.modules())
+        elif models.is_other_spans(module):
+            found.update((id(child), models.OTHER_SPANS) for child in module.modules())
     return found
 
 
-def _check(found: list, others: list, options: Options, expanding: set[int]) -> None:
+def _check(found: list, others: list, options: Options, reading: dict[int, str]) -> None:
     """With `strict`: raise for what cannot be accelerated."""
     reasons = []
     for name, module, (model_type, kind), config in found:
@@ -315,8 +331,8 @@ def _check(found: list, others: list, options: Options, expanding: set[int]) -> 
             state = ModelState.of(module, model_type, name, options)
             if options.unpad and state.reason is not None:
                 reasons.append(f"{name or 'model'}: {state.reason}")
-            if options.unpad and id(module) in expanding:
-                reasons.append(f"{name or 'model'}: {models.READS_MASKED}")
+            if options.unpad and id(module) in reading:
+                reasons.append(f"{name or 'model'}: {reading[id(module)]}")
             continue
         state = LayerState.of(module, model_type, config, name, options)
         reason = layers.gap(module, layers.is_sharded(module), state)

@@ -363,7 +363,7 @@ def apply(model: nn.Module, *, strict: bool = False) -> nn.Module:
         before = _implementations(model.config)
         model.set_attn_implementation(NAME)
         model.__dict__[BEFORE] = before
-    packs = all(_packs(part.config) for part in _parts(model))
+    packs = all(_packs(part.config) and not _scores_padding(part) for part in _parts(model))
     for name, module in model.named_modules():
         if SITE in module.__dict__:
             module.__dict__[SITE].strict = strict
@@ -407,6 +407,11 @@ def _packs(config) -> bool:
     # is_folding_model: ESM with a structure module behind it
     unlike = ("is_decoder", "add_cross_attention", "is_folding_model")
     return config.model_type in PACKED and not any(getattr(config, name, False) for name in unlike)
+
+
+def _scores_padding(model: nn.Module) -> bool:
+    """Whether a model is a question-answering head: its softmax runs over padded rows too."""
+    return any(cls.__name__.endswith("ForQuestionAnswering") for cls in type(model).__mro__)
 
 
 def _asks(module: nn.Module) -> bool:

@@ -2,6 +2,10 @@
 
 In the padded layout the stock model's code runs, with accelerated layers in it (layer.py). `gap` and `unfit`
 say why a model, or a call, stays there.
+
+A question-answering head takes a softmax over all tokens of a row, so it reads masked ones too. Without them
+its answer is the better one. But a model must learn to score padding low, or it is of no use to anyone who
+runs it as stock. So in training mode the encoder stays padded; else padding gets no probability.
 """
 
 from __future__ import annotations
@@ -9,11 +13,13 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert import prepared
@@ -34,6 +40,7 @@ from fastbert.families import FAMILIES, Family
 from fastbert.inputs import Inputs, check_inputs
 from fastbert.layers import LayerMath, Sequences, apply_linear, embed, is_hooked, part
 from fastbert.models import attention_bias, layers_of
+from fastbert.task_model import unscored
 
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
 _TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")
@@ -45,7 +52,8 @@ _OUTPUTS = {  # the class of transformers that a family's encoder returns
     "albert": "BaseModelOutputWithPooling",
     "mpnet": "BaseModelOutputWithPooling",
 }
-READS_MASKED = "query_expansion reads the outputs of masked tokens"
+EXPANDS = "query_expansion reads the outputs of masked tokens"
+OTHER_SPANS = "a question-answering head with a forward of its own reads the outputs of masked tokens"
 
 
 @dataclass
@@ -59,7 +67,8 @@ class ModelState:
         options: see `Options`.
         packed_calls, padded_calls: calls in the one layout and in the other (not counted under
             torch.compile).
-        reads_masked: whoever calls the encoder reads its outputs at masked tokens too.
+        reads_masked: why whoever calls the encoder reads its outputs at masked tokens too, or None.
+        spans: the encoder is in a question-answering head, see `AcceleratedSpans`.
     """
 
     model_type: str
@@ -69,7 +78,8 @@ class ModelState:
     options: Options
     packed_calls: int = 0
     padded_calls: int = 0
-    reads_masked: bool = False
+    reads_masked: str | None = None
+    spans: bool = False
     sizes: tuple = field(default=(), repr=False)
 
     @classmethod
@@ -99,8 +109,10 @@ def gap(model: nn.Module) -> str | None:
         return state.reason
     if not state.options.unpad:
         return "unpad=False"
-    if state.reads_masked:
-        return READS_MASKED
+    if state.reads_masked is not None:
+        return state.reads_masked
+    if state.spans and model.training:
+        return "in training a question-answering head learns to score masked tokens, as in the stock model"
     if not state.options.attention:
         return "attention=False"
     family = FAMILIES[state.model_type]
@@ -204,11 +216,14 @@ class AcceleratedModel(Accelerated):
         names = _positional(self.fastbert_base)
         given = dict(zip(names, args, strict=False)) | kwargs
         reason = gap(self) or unfit(self, given)
-        if reason is None and len(args) <= len(names):
+        head = _head.get()
+        if reason is None and len(args) <= len(names) and not (head is not None and head.reads_masked):
             inputs = check_inputs(self._input_config(), _device(self), *(given.get(n) for n in _INPUTS))
             # Heads read position 0, for which the stock model computes something even where it is masked
             if inputs.headless is None and inputs.position_ids.shape[0] > 0:
                 state.packed_calls += 1
+                if head is not None:
+                    head.kept = inputs.packing.mask
                 return self._run_packed(inputs, given)
         state.padded_calls += 1
         return super().forward(*args, **kwargs)
@@ -265,6 +280,8 @@ class AcceleratedModel(Accelerated):
         wants_dict = given.get("return_dict")
         if wants_dict is None:
             wants_dict = getattr(self.config, "return_dict", True)
+        if not wants_dict and state.model_type == "mpnet":
+            return tuple(fields.values())  # a missing pooler's None too: heads count on its place
         return output if wants_dict else output.to_tuple()
 
     def _embed(self, inputs: Inputs, seed: Tensor | None, dropout_p: float) -> Tensor:
@@ -286,6 +303,80 @@ class AcceleratedModel(Accelerated):
         return self.pooler(hidden)
 
 
+@dataclass
+class _Head:
+    """What a question-answering head and its encoder tell each other during a call.
+
+    Attributes:
+        reads_masked: the encoder must not take padding out.
+        kept: (batch, seqlen) bool, from an encoder that has taken padding out; None where there was none.
+    """
+
+    reads_masked: bool
+    kept: Tensor | None = None
+
+
+_head: ContextVar[_Head | None] = ContextVar("_head", default=None)
+
+
+class AcceleratedSpans(Accelerated):
+    """Mixin of a question-answering head (BertForQuestionAnswering, …).
+
+    Where its encoder took padding out, masked tokens get no probability: a loss, or a probability of a kept
+    token, is the stock model's or better. All else is as in the stock model: in training mode, where a label
+    is on a masked token, and where the encoder ran padded.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The stock model's call."""
+        if exporting() or torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        given = dict(zip(_positional(self.fastbert_base), args, strict=False)) | kwargs
+        positions = [given.get(name) for name in ("start_positions", "end_positions")]
+        head = _Head(self.training or _on_masked(positions, given.get("attention_mask")))
+        token = _head.set(head)
+        try:
+            output = super().forward(*args, **kwargs)
+        finally:
+            _head.reset(token)
+        return output if head.kept is None else _over_kept(output, head.kept, positions)
+
+
+def _on_masked(positions: list[Tensor | None], mask: Any) -> bool:
+    """Whether a label is on a masked token. What is no label, the stock model refuses."""
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return False
+    batch, seqlen = mask.shape
+    for p in positions:
+        if isinstance(p, Tensor) and p.numel() == batch and seqlen > 0:
+            at = p.reshape(batch, 1).long().clamp(0, seqlen)
+            masked = mask.to(at.device).logical_not().gather(1, at.clamp(max=seqlen - 1))
+            if (masked & (at < seqlen)).any():
+                return True
+    return False
+
+
+def _over_kept(output: Any, kept: Tensor, positions: list[Tensor | None]) -> Any:
+    """A head's output, a tuple or not, with its scores and their loss over kept tokens alone."""
+    loss = all(p is not None for p in positions)
+    at = slice(int(loss), int(loss) + 2)
+    values = list(output[at])
+    scores = [unscored(s, kept.to(s.device)) for s in values]
+    made = dict(zip(("start_logits", "end_logits"), scores, strict=True))
+    if loss:
+        seqlen = kept.shape[1]
+        losses = [
+            F.cross_entropy(s, p.reshape(-1).clamp(0, seqlen), ignore_index=seqlen)
+            for s, p in zip(scores, positions, strict=True)
+        ]
+        made = {"loss": (losses[0] + losses[1]) / 2} | made
+    if isinstance(output, tuple):
+        return (*made.values(), *output[at.stop :])
+    for name, value in made.items():
+        output[name] = value
+    return output
+
+
 def part_above(root: nn.Module, path: str) -> nn.Module:
     """The module that holds the last name of a dotted path."""
     above = path.rpartition(".")[0]
@@ -297,9 +388,9 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def family_of(module: nn.Module) -> tuple[str, str] | None:
-    """(model_type, "model" or "layer") of a module that is one of a family's classes of transformers, or of a
-    class made from one whose `forward` it keeps; None for any other. (transformers wraps the `forward` of
-    every class that is made from a layer's, also by FSDP.)
+    """(model_type, "model", "layer" or "spans") of a module that is one of a family's classes of
+    transformers, or of a class made from one whose `forward` it keeps; None for any other. (transformers
+    wraps the `forward` of every class that is made from a layer's, also by FSDP.)
     """
     for cls in type(module).__mro__:
         found = _CLASSES.get((cls.__module__, cls.__name__))
@@ -309,6 +400,12 @@ def family_of(module: nn.Module) -> tuple[str, str] | None:
     return None
 
 
+def is_other_spans(module: nn.Module) -> bool:
+    """Whether a module's class is made from a question-answering head, under a forward of its own."""
+    kinds = (_CLASSES.get((cls.__module__, cls.__name__), ("", "")) for cls in type(module).__mro__)
+    return family_of(module) is None and any(kind == "spans" for _, kind in kinds)
+
+
 def _classes(family: Family) -> dict[tuple[str, str], tuple[str, str]]:
     name = family.model_type.replace("-", "_")
     home = f"transformers.models.{name}.modeling_{name}"
@@ -316,6 +413,7 @@ def _classes(family: Family) -> dict[tuple[str, str], tuple[str, str]]:
     return {
         (home, f"{family.class_prefix}Model"): (family.model_type, "model"),
         (home, layer): (family.model_type, "layer"),
+        (home, f"{family.class_prefix}ForQuestionAnswering"): (family.model_type, "spans"),
     }
 
 
