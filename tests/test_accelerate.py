@@ -303,7 +303,13 @@ def test_import_asks_for_no_transformers(tmp_path):
     """And a pickled model is read by a process that never imported fastbert itself."""
     slow, fast = build("bert", HEAD)
     inputs = first_kept("bert")
-    torch.save({"model": fast, "inputs": inputs, "logits": slow(**inputs).logits.detach()}, tmp_path / "all")
+    saved = {
+        "class": type(fast.bert),
+        "model": fast,
+        "inputs": inputs,
+        "logits": slow(**inputs).logits.detach(),
+    }
+    torch.save(saved, tmp_path / "all")
     code = (
         "import sys, fastbert\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
@@ -312,6 +318,7 @@ def test_import_asks_for_no_transformers(tmp_path):
         "del fastbert, sys.modules['fastbert']\n"
         "import torch\n"
         f"saved = torch.load({str(tmp_path / 'all')!r}, weights_only=False)\n"
+        "assert type(saved['model'].bert) is saved['class'] is not saved['class'].fastbert_base\n"
         "with torch.no_grad(): out = saved['model'](**saved['inputs']).logits\n"
         "assert (out - saved['logits']).abs().max() < 1e-5\n"
     )
@@ -387,6 +394,33 @@ def test_pickle(name):
     assert [type(m) for m in loaded.modules()] == [type(m) for m in slow.modules()]
     with torch.no_grad():
         assert torch.equal(loaded(**inputs).logits, slow(**inputs).logits)
+
+
+def test_classes_are_pickled(tmp_path):
+    slow, fast = build("bert", transformers.AutoModelForQuestionAnswering)
+    fast.save_pretrained(tmp_path)
+    inputs = first_kept("bert")
+    for module, stock_module in zip(fast.modules(), slow.modules(), strict=True):
+        kind = type(module)
+        for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+            assert pickle.loads(pickle.dumps(kind, protocol)) is kind
+        assert pickle.loads(pickle.dumps(type(stock_module))) is type(stock_module)
+        assert copy.deepcopy(kind) is copy.copy(kind) is kind
+    load = pickle.loads(pickle.dumps(type(fast).from_pretrained))
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path)(**inputs).start_logits, slow(**inputs).start_logits)
+
+
+def test_classes_made_from_accelerated_ones_are_pickled_by_their_name():
+    kind = type(fastbert.accelerate(stock("bert")))
+    made = type("_Made", (kind,), {"__module__": __name__, "__qualname__": "_Made"})
+    with pytest.raises(pickle.PicklingError, match="_Made"):
+        pickle.dumps(made)
+    globals()["_Made"] = made
+    try:
+        assert pickle.loads(pickle.dumps(made)) is made
+    finally:
+        del globals()["_Made"]
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "albert", "electra", "distilbert", "mpnet"])

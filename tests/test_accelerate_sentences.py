@@ -5,6 +5,8 @@ and when stock's own loop runs.
 from __future__ import annotations
 
 import importlib.util
+import pickle
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
@@ -261,3 +263,33 @@ def test_minilm_in_batches_by_tokens(batches):
     assert (got - want).abs().max() <= 1e-5
     assert len(batches) > 1
     assert sum(part.packed_calls for part in fastbert.explain(model).models) == len(batches)
+
+
+@pytest.mark.slow  # two more processes import sentence-transformers
+def test_pool_of_processes(folder):
+    stock = model_of(folder)
+    texts = TEXTS * 3
+    expected = stock.encode(texts)
+    model = fastbert.accelerate(model_of(folder))
+    pool = model.start_multi_process_pool(["cpu", "cpu"])
+    try:
+        actual = model.encode(texts, pool=pool, chunk_size=6, batch_size=4)
+    finally:
+        model.stop_multi_process_pool(pool)
+    assert abs(actual - expected).max() < 1e-5
+
+
+def test_pickled_class_of_a_model_is_its_class(folder):
+    model = fastbert.accelerate(model_of(folder))
+    assert pickle.loads(pickle.dumps(type(model))) is type(model)
+    # what a process of a pool is given
+    worker, twin = pickle.loads(ForkingPickler.dumps((type(model)._multi_process_worker, model)))
+    assert worker.__func__ is type(model)._multi_process_worker.__func__
+    assert torch.equal(
+        twin.encode(TEXTS, convert_to_tensor=True), model.encode(TEXTS, convert_to_tensor=True)
+    )
+    twin = pickle.loads(pickle.dumps(model))
+    assert type(twin) is type(model)
+    assert torch.equal(
+        twin.encode(TEXTS, convert_to_tensor=True), model.encode(TEXTS, convert_to_tensor=True)
+    )

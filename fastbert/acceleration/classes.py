@@ -7,6 +7,7 @@ holds the module (an optimizer, a parent, DDP, a pipeline) never notices. A subc
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import types
 from dataclasses import dataclass
@@ -59,7 +60,24 @@ def class_for(mixin: type, base: type) -> type:
     }
     if "forward" in vars(mixin):
         body["forward"] = _under_the_signature_of(base.forward, mixin.forward)
-    return type(base.__name__, (mixin, base), body)
+    return _metaclass(type(base))(base.__name__, (mixin, base), body)
+
+
+@functools.cache
+def _metaclass(kind: type) -> type:
+    """The metaclass of accelerated classes whose base has the metaclass `kind`. Pickle finds `_recipe` by it;
+    else it would look for a class by its name, and that is the stock class's.
+    """
+    made = type(f"Accelerated{kind.__name__}", (kind,), {})
+    copyreg.pickle(made, _recipe)
+    return made
+
+
+def _recipe(cls: type) -> str | tuple:
+    """How pickle makes a class again. One that another library made from ours is found by its name."""
+    if "fastbert_base" not in vars(cls):
+        return cls.__qualname__
+    return class_for, (cls.fastbert_mixin, cls.fastbert_base)
 
 
 def _under_the_signature_of(original: Any, function: types.FunctionType) -> types.FunctionType:
