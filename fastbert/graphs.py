@@ -57,7 +57,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from fastbert import dispatch, prepared
 from fastbert.inputs import Inputs, check_inputs
 from fastbert.layers import is_hooked, part, pool_first
-from fastbert.models import BertModel
+from fastbert.models import BertModel, PreTrainedModel
 from fastbert.outputs import BaseModelOutputWithPooling
 from fastbert.packing import Packing, send
 
@@ -349,7 +349,16 @@ class GraphedModel:
         recorder: Callable[[torch.device], Recorder | None],
     ):
         if not isinstance(model, BertModel):
-            hint = "; give model.base_model, its encoder" if hasattr(model, "base_model") else ""
+            hint = ""
+            if isinstance(model, PreTrainedModel):
+                hint = "; give model.base_model, its encoder"
+            elif isinstance(model, nn.Module) and any(
+                c.__module__.startswith("transformers.") for c in type(model).__mro__
+            ):
+                hint = (
+                    " of transformers; save it, and load that folder by fastbert.AutoModel.from_pretrained. "
+                    "(torch.compile takes models of transformers, accelerated or not)"
+                )
             raise TypeError(f"model: expected a fastbert encoder, got {type(model).__name__}{hint}")
         for name, value in (("max_tokens", max_tokens), ("max_batch", max_batch), ("max_graphs", max_graphs)):
             if type(value) is not int or value < 1:

@@ -73,7 +73,14 @@ class Inputs:
             raise ValueError(f"input_ids: expected shape (total,), got {tuple(input_ids.shape)}")
         total = input_ids.shape[0]
         if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
-            raise TypeError("cu_seqlens: expected a one-dimensional int32 tensor of batch + 1 entries")
+            came = (
+                f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
+                if isinstance(cu_seqlens, Tensor)
+                else type(cu_seqlens).__name__
+            )
+            raise TypeError(
+                f"cu_seqlens: expected a one-dimensional int32 tensor of batch + 1 entries, got {came}"
+            )
         if not (cu_seqlens.device.type == "cpu" and _may_be_on_host(home)):
             _on("cu_seqlens", cu_seqlens, home)
         if cu_seqlens.shape[0] < 1:

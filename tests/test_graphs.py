@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from fastbert import dispatch, graphs, prepared
+from fastbert import accelerate, dispatch, graphs, prepared
 from fastbert.config import EncoderConfig
 from fastbert.encoding import SentenceEncoder, load_tokenizer
 from fastbert.layers import EncoderLayer, part
@@ -1046,6 +1046,14 @@ def test_bad_models():
         graphs.graph(head)
     with pytest.raises(TypeError, match="model: expected a fastbert encoder, got Linear"):
         graphs.graph(nn.Linear(2, 2))
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    stock = transformers.BertModel(transformers.BertConfig(vocab_size=30, **sizes))
+    for model in (stock, accelerate(stock)):
+        with pytest.raises(
+            TypeError, match=r"got BertModel of transformers; .*fastbert\.AutoModel\.from_pretrained"
+        ):
+            graphs.graph(model)
 
 
 # -- the CUDA recorder, on a torch.cuda that only writes down what it is asked for ---------------------------
