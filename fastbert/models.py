@@ -330,6 +330,19 @@ class PreTrainedModel(nn.Module):
         """Whether layers are recomputed in backward."""
         return self.base_model.gradient_checkpointing
 
+    def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What PyTorch calls in place of `forward` while torch.jit traces.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"{type(self).__name__}: fastbert's own models cannot be traced (torch.jit.trace, or "
+            "torch.onnx.export with dynamo=False); load the checkpoint by transformers, which "
+            "fastbert.accelerate makes fast and which traces and exports as before. torch.export and "
+            "torch.compile do take this model"
+        )
+
     def train(self, mode: bool = True) -> PreTrainedModel:
         """Set training mode; what was derived from the weights is forgotten.
 
@@ -418,6 +431,11 @@ class BertModel(PreTrainedModel):
             attach(self, family.pooler, nn.Linear(config.hidden_size, config.hidden_size))
         self.has_pooler = bool(family.pooler) and add_pooling_layer
         self.post_init()
+
+    def extra_repr(self) -> str:
+        """How many layers run fused, as an accelerated model says it."""
+        count = sum(isinstance(module, EncoderLayer) for module in self.modules())
+        return f"fastbert: {count} of {count} layers run fused, padding taken out"
 
     def layers(self) -> list[EncoderLayer]:
         """The layers in the order in which they run; a shared one stands there as often as it runs."""

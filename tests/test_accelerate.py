@@ -7,9 +7,11 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import io
 import os
 import pathlib
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -22,6 +24,7 @@ from torch import nn
 
 import fastbert
 from fastbert import prepared
+from fastbert.config import EncoderConfig
 from tests.accelerated_models import (
     HEAD,
     LAST,
@@ -62,7 +65,13 @@ def test_model_stays_what_it_was(name):
             assert getattr(kind, attribute) == getattr(original, attribute), path
         assert inspect.signature(module.forward) == inspect.signature(theirs[path].forward), path
     assert changed > 0
-    assert repr(fast) == repr(slow)
+    said = r"^ +fastbert: .*\n"
+    assert re.sub(said, "", repr(fast), flags=re.MULTILINE) == repr(slow)
+    count = sum(hasattr(m, "dropout_rates") for m in fast.modules())
+    assert re.findall(said, repr(fast), flags=re.MULTILINE)[0].strip() == (
+        f"fastbert: {count} of {count} layers run fused, padding taken out"
+    )
+    assert repr(fast).count("fastbert: fused\n") > 0
     assert fast.config.to_dict() == slow.config.to_dict()
     assert fast._no_split_modules == slow._no_split_modules
 
@@ -227,16 +236,23 @@ def test_explain_says_which_layers_are_fused_and_why_not():
     report = fastbert.explain(fast)
     assert [(x.fused_calls, x.stock_calls) for x in report.layers] == [(1, 0), (0, 1), (1, 0)]
     assert report.models[0].padded_calls == 1
+    assert (report.fused_layers, report.total_layers) == (2, 3)
     table = str(report)
+    assert table.splitlines()[0] == report.summary == "2 of 3 encoder layers run fused, padding left in"
     for layer in report.layers:
         assert layer.name in table
     assert report.layers[1].reason in table
+    shown = repr(fast)
+    assert f"fastbert: 2 of 3 layers run fused, padding left in, as {encoder.reason}\n" in shown
+    assert f"fastbert: stock, as {report.layers[1].reason}\n" in shown
+    assert shown.count("fastbert: fused\n") == 2
     # evaluated now
     submodule(fast, "bert." + LAST).output.dense = nn.Linear(80, 48)
     report = fastbert.explain(fast)
     assert all(layer.fused for layer in report.layers)
     assert report.models[0].unpads is True
     assert report.models[0].reason is None
+    assert str(report).startswith("3 of 3 encoder layers run fused, padding taken out\n")
 
 
 def test_explain_of_a_stock_model_says_that_nothing_is_fused():
@@ -244,7 +260,71 @@ def test_explain_of_a_stock_model_says_that_nothing_is_fused():
     assert not any(layer.fused for layer in report.layers)
     assert all(layer.reason for layer in report.layers)
     assert not any(model.unpads for model in report.models)
-    assert str(report)
+    assert (report.fused_layers, report.total_layers) == (0, LAYERS)
+    assert str(report).startswith(f"0 of {LAYERS} encoder layers run fused\n")
+
+
+def test_explain_of_nothing():
+    report = fastbert.explain(nn.Linear(2, 2))
+    assert (report.models, report.layers, report.fused_layers, report.total_layers) == ([], [], 0, 0)
+    assert str(report) == "nothing to accelerate"
+
+
+def test_summary_of_several_encoders():
+    both = nn.ModuleList(
+        [fastbert.accelerate(stock("bert")), fastbert.accelerate(stock("bert"), unpad=False)]
+    )
+    assert fastbert.explain(both).summary == (
+        f"{2 * LAYERS} of {2 * LAYERS} encoder layers run fused, padding taken out in 1 of 2 encoders"
+    )
+
+
+def test_repr_of_a_model_that_lost_a_part():
+    fast = fastbert.accelerate(stock("bert"))
+    del submodule(fast, LAST).attention.output.dropout
+    assert "fastbert: it has other parts than the stock model\n" in repr(fast)
+
+
+class _Noted(transformers.BertModel):
+    def extra_repr(self):
+        return "noted"
+
+
+def test_repr_keeps_what_the_stock_module_says():
+    model = fastbert.accelerate(_Noted(hf_config("bert")))
+    assert "  noted, fastbert: 3 of 3 layers run fused, padding taken out\n" in repr(model)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "head", "inside"])
+def test_fastberts_own_models_need_no_accelerate(kind):
+    config = EncoderConfig.from_hf(hf_config("bert"))
+    if kind == "encoder":
+        model = fastbert.BertModel(config)
+    else:
+        model = fastbert.BertForSequenceClassification(config)
+    name = type(model).__name__
+    if kind == "inside":
+        model, name = nn.Sequential(model), "Sequential"
+    keys, shown = set(vars(model)), repr(model)
+    assert shown.count(f"fastbert: {LAYERS} of {LAYERS} layers run fused, padding taken out\n") == 1
+    with pytest.warns(RuntimeWarning, match=f"{name} is fastbert's own model.*untouched"):
+        assert fastbert.accelerate(model, dtype=torch.bfloat16) is model
+    with pytest.raises(ValueError, match=f"model: {name} is fastbert's own model"):
+        fastbert.accelerate(model, strict=True)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert (set(vars(model)), repr(model)) == (keys, shown)
+    report = fastbert.explain(model)
+    assert [(m.kind, m.unpads) for m in report.models] == [("native", True)]
+    assert (report.fused_layers, report.total_layers) == (LAYERS, LAYERS)
+    first, second = str(report).splitlines()
+    assert first.startswith(
+        f"{LAYERS} of {LAYERS} encoder layers run fused, padding taken out; fastbert's own"
+    )
+    assert "calls" not in second
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a stock model beside it is accelerated without a word
+        beside = nn.ModuleList([model, stock("bert")])
+        assert fastbert.explain(fastbert.accelerate(beside)).fused_layers == 2 * LAYERS
 
 
 def test_strict_changes_nothing_where_a_part_cannot_be_accelerated():
@@ -263,8 +343,15 @@ def test_strict_raises_where_a_layer_must_take_the_stock_path():
     fast = fastbert.accelerate(stock("bert", attention="eager"), strict=True)
     with torch.no_grad(), calls(fast, packed=1, fused=LAYERS, stock=0):
         fast(**inputs)
-    with pytest.raises(RuntimeError, match=r"encoder\.layer\.0: attention\.self"):
+    with pytest.raises(RuntimeError, match=r"encoder\.layer\.0: output_attentions is asked for"):
         fast(**inputs, output_attentions=True)
+    handle = submodule(fast, LAST).attention.self.register_forward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match=r"encoder\.layer\.1: attention\.self has hooks"):
+        fast(**inputs)
+    handle.remove()
+    relative = fastbert.accelerate(stock("mpnet"), strict=True)
+    with pytest.raises(RuntimeError, match=r"encoder\.layer\.0: output_attentions is asked for"):
+        relative(**first_kept("mpnet"), output_attentions=True)
     handle = submodule(fast, LAST).intermediate.dense.register_forward_hook(lambda *_: None)
     with pytest.raises(RuntimeError, match=r"encoder\.layer\.1.*intermediate\.dense"):
         fast(**inputs)
@@ -640,6 +727,20 @@ def test_traced_model_is_the_stock_one():
         assert torch.equal(actual["last_hidden_state"], expected["last_hidden_state"])
         with calls(fast, packed=1, fused=LAYERS, stock=0):
             fast(**inputs)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("task", ["Model", "ForQuestionAnswering"])
+def test_fastberts_own_models_say_how_they_are_traced(task):
+    model = getattr(fastbert, f"Bert{task}")(EncoderConfig.from_hf(hf_config("bert"))).eval()
+    inputs = first_kept("bert")
+    arguments = (inputs["input_ids"], inputs["attention_mask"])
+    with pytest.raises(RuntimeError, match=f"Bert{task}: .*transformers.*fastbert.accelerate"):
+        torch.jit.trace(model, arguments, check_trace=False)
+    with pytest.raises(RuntimeError, match=f"Bert{task}: .*dynamo=False.*fastbert.accelerate"):
+        torch.onnx.export(model, arguments, io.BytesIO(), dynamo=False)
+    with torch.no_grad():
+        model(*arguments)
 
 
 def test_model_on_the_meta_device_gives_shapes():

@@ -606,7 +606,10 @@ def refused() -> dict[str, tuple]:
     return {
         "eager": (eager, "EsmModel is set to the attention implementation 'eager'"),
         "weights": (wants, "output_attentions"),
-        "no sdpa": (stock("splinter", question_token_id=4), "SplinterModel does not support sdpa"),
+        "no sdpa": (
+            stock("splinter", question_token_id=4),
+            "SplinterModel does not support attn_implementation='sdpa'",
+        ),
         "own attention": (stock("falcon", bos_token_id=1, eos_token_id=2), "FalconModel does not let"),
         "named": (named, "_Named goes by the name 'sdpa'"),
     }
@@ -711,9 +714,19 @@ def test_accelerate_applies_explains_and_takes_it_back():
     with torch.no_grad():
         expected = model(ids, attention_mask=mask)[0]
         assert fastbert.explain(model).models[0].reason == "LayoutLMModel: not accelerated"
-        assert fastbert.accelerate(model, strict=True) is model
+        with pytest.raises(ValueError, match=r"LayoutLMModel: attention alone .*gains nothing on a CPU"):
+            fastbert.accelerate(model, strict=True)
+        assert fastbert.explain(model).models[0].reason == "LayoutLMModel: not accelerated"
+        assert fastbert.accelerate(model) is model
         actual = model(ids, attention_mask=mask)[0]
-        assert "attention alone (calls: 2 fused)" in str(fastbert.explain(model))
+        said = "LayoutLMModel: attention alone, which gains nothing on a CPU"
+        report = fastbert.explain(model)
+        assert str(report).splitlines()[0] == report.summary == said
+        assert report.models[0].reason == f"{said} (calls: 2 fused)"
+        assert (report.fused_layers, report.total_layers) == (0, 0)
+        elsewhere = copy.deepcopy(model).to("meta")  # stands for a GPU
+        assert fastbert.explain(elsewhere).summary == "LayoutLMModel: attention alone"
+        assert fastbert.accelerate(elsewhere, strict=True) is elsewhere
         assert (actual - expected)[mask.bool()].abs().max() < 1e-5
         with pytest.warns(RuntimeWarning, match="LayoutLMModel: attention=False"):
             fastbert.accelerate(model, attention=False)

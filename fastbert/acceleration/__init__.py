@@ -32,6 +32,8 @@ from fastbert.acceleration.layer import AcceleratedLayer, LayerState
 from fastbert.acceleration.model import AcceleratedModel, AcceleratedSpans, ModelState, family_of
 from fastbert.acceleration.sentences import AcceleratedSentences
 from fastbert.acceleration.sentences import fits as encodes
+from fastbert.layers import EncoderLayer
+from fastbert.models import BertModel as NativeModel
 
 TESTED = ("5", "6")  # transformers from the first to below the second
 
@@ -66,7 +68,8 @@ def accelerate(
     Args:
         model: the model; an nn.Module, or an object whose `model` is one.
         dtype: convert the model to this floating-point dtype first.
-        strict: raise where a part would not be accelerated, here or in a later call.
+        strict: raise where a part would not be accelerated, here or in a later call. Also where attention
+            alone would be, on a CPU: that gains nothing.
         attention: fuse self-attention, its output layer included.
         ffn: fuse the feed-forward blocks.
         layer_norm: fuse LayerNorm with the residual sum before it.
@@ -102,6 +105,12 @@ def accelerate(
         return model
     found = list(_found(root))
     others = list(_others(root))
+    if not found and not others and _natives(root):
+        words = f"{type(model).__name__} is {_NATIVE}"
+        if strict:
+            raise ValueError(f"model: {words}; accelerate takes models of transformers (strict=True)")
+        warnings.warn(f"fastbert.accelerate: {words}; the model is untouched", RuntimeWarning, stacklevel=2)
+        return model
     reading = _reading_masked(root)
     if strict:
         _check(found, others if attention else [], options, reading)
@@ -184,8 +193,10 @@ class LayerReport:
 class ModelReport:
     """One encoder: whether padding is taken out now, why not, and how it ran since `accelerate`.
 
-    An encoder of no family of ours stands here too: its reason says why it is not accelerated, or how often
-    its attention modules ran fused and, with the reasons, as stock.
+    Attributes:
+        kind: "family" of an encoder with layers that `accelerate` can fuse, "native" of fastbert's own,
+            "other" of any other: its reason says why it is not accelerated, or how often its attention
+            modules ran fused and, with the reasons, as stock. Calls are counted for "family" alone.
     """
 
     name: str
@@ -193,18 +204,41 @@ class ModelReport:
     reason: str | None
     packed_calls: int
     padded_calls: int
+    kind: str = "family"
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `fastbert.explain(model)` found; `str` of it is a table."""
+    """What `fastbert.explain(model)` found; `str` of it is a table, with `summary` above it.
+
+    Attributes:
+        models, layers: a report for each; fastbert's own layers have none.
+        fused_layers, total_layers: how many encoder layers run fused now, and how many there are.
+    """
 
     models: list[ModelReport]
     layers: list[LayerReport]
+    fused_layers: int
+    total_layers: int
+
+    @property
+    def summary(self) -> str:
+        """How many layers run fused and whether padding is taken out, in one line."""
+        said = []
+        encoders = [m for m in self.models if m.kind != "other"]
+        if encoders:
+            said.append(_fused(self.fused_layers, self.total_layers, [m.unpads for m in encoders]))
+        if any(m.kind == "native" for m in encoders):
+            said.append(_NATIVE)
+        said += [m.reason.partition(" (calls")[0] for m in self.models if m.kind == "other"]
+        return "; ".join(said) or "nothing to accelerate"
 
     def __str__(self) -> str:
-        lines = []
+        lines = [self.summary]
         for m in self.models:
+            if m.kind == "native":
+                lines.append(f"{m.name or 'model'}  {_NATIVE}")
+                continue
             how = "unpads" if m.unpads else f"padded: {m.reason}"
             lines.append(
                 f"{m.name or 'model'}  {how}  (calls: {m.packed_calls} packed, {m.padded_calls} padded)"
@@ -212,14 +246,27 @@ class Explanation:
         for x in self.layers:
             how = "fused" if x.fused else f"stock: {x.reason}"
             lines.append(f"{x.name}  {how}  (calls: {x.fused_calls} fused, {x.stock_calls} stock)")
-        return "\n".join(lines) or "nothing to accelerate"
+        return "\n".join(lines)
+
+
+_NATIVE = "fastbert's own model, which needs no accelerate"
+
+
+def _fused(fused: int, total: int, unpads: list[bool]) -> str:
+    """How many layers run fused, in words."""
+    words = f"{fused} of {total} encoder layers run fused"
+    if not fused:
+        return words
+    if all(unpads) or not any(unpads):
+        return f"{words}, padding {'taken out' if all(unpads) else 'left in'}"
+    return f"{words}, padding taken out in {sum(unpads)} of {len(unpads)} encoders"
 
 
 def explain(model: Any) -> Explanation:
     """Which parts of a model run on fastbert's kernels, and why the others do not.
 
     Args:
-        model: a model, accelerated or not.
+        model: a model, accelerated or not, or one of fastbert's own.
 
     Raises:
         TypeError: `model` is no module and has none.
@@ -240,8 +287,13 @@ def explain(model: Any) -> Explanation:
         reason = interface.allows(module)
         if reason is None:
             reason = _calls_of(module)
-        reports.append(ModelReport(name, False, f"{type(module).__name__}: {reason}", 0, 0))
-    return Explanation(reports, rows)
+        reports.append(ModelReport(name, False, f"{type(module).__name__}: {reason}", 0, 0, "other"))
+    fused, total = sum(row.fused for row in rows), len(rows)
+    for name, module in _natives(root):
+        reports.append(ModelReport(name, True, None, 0, 0, "native"))
+        own = sum(isinstance(child, EncoderLayer) for child in module.modules())
+        fused, total = fused + own, total + own
+    return Explanation(reports, rows, fused, total)
 
 
 def _calls_of(module: nn.Module) -> str:
@@ -254,7 +306,8 @@ def _calls_of(module: nn.Module) -> str:
         for reason, calls in site.stock.items():
             stock[reason] = stock.get(reason, 0) + calls
     others = "".join(f", {calls} stock ({reason})" for reason, calls in stock.items())
-    return f"attention alone (calls: {sum(site.fused for site in sites)} fused{others})"
+    cpu = ", which gains nothing on a CPU" if interface.on_cpu(module) else ""
+    return f"attention alone{cpu} (calls: {sum(site.fused for site in sites)} fused{others})"
 
 
 def _module_of(model: Any) -> nn.Module:
@@ -303,6 +356,11 @@ def _others(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+def _natives(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """fastbert's own encoders."""
+    return [(name, module) for name, module in root.named_modules() if isinstance(module, NativeModel)]
+
+
 def _kind_of(module: nn.Module) -> str | None:
     family = family_of(module)
     return None if family is None else family[1]
@@ -342,6 +400,8 @@ def _check(found: list, others: list, options: Options, reading: dict[int, str])
             reasons.append(f"{name}: {reason}")
     for name, module in others:
         reason = interface.allows(module)
+        if reason is None and interface.on_cpu(module):
+            reason = "attention alone would be fastbert's, which gains nothing on a CPU"
         if reason is not None:
             reasons.append(f"{name or type(module).__name__}: {reason}")
     if not found and not others:

@@ -36,6 +36,18 @@ class Accelerated:
     fastbert_mixin = None
     fastbert_state = None
 
+    def fastbert_how(self) -> str:
+        """How the module runs now, in words; empty where its parts say it."""
+        return ""
+
+    def extra_repr(self) -> str:
+        """The stock module's, and how it runs."""
+        try:
+            how = self.fastbert_how()
+        except (AttributeError, KeyError):  # a part is gone: whoever looks for it prints the model
+            how = "it has other parts than the stock model"
+        return ", ".join(filter(None, (super().extra_repr(), how and f"fastbert: {how}")))
+
     def __reduce_ex__(self, protocol: int) -> tuple:
         # The class cannot be found by its name: that is the stock class's
         getstate = getattr(self, "__getstate__", None)

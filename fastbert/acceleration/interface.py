@@ -327,7 +327,7 @@ def allows(model: nn.Module) -> str | None:
     for part in _parts(model):
         name = type(part).__name__
         if not part._supports_sdpa:
-            return f"{name} does not support sdpa, whose arithmetic ours is"
+            return f"{name} does not support attn_implementation='sdpa', which fastbert's attention replaces"
         if not part._can_set_attn_implementation():
             return f"{name} does not let its attention implementation be set"
         chosen = part.config._attn_implementation
@@ -341,6 +341,12 @@ def allows(model: nn.Module) -> str | None:
         if _names_sdpa(cls):
             return f"{cls.__name__} goes by the name 'sdpa' itself"
     return None
+
+
+def on_cpu(model: nn.Module) -> bool:
+    """Whether a model is on a CPU, where attention alone gains nothing: all else takes the time."""
+    weight = next(model.parameters(), None)
+    return weight is not None and weight.device.type == "cpu"
 
 
 def apply(model: nn.Module, *, strict: bool = False) -> nn.Module:

@@ -187,6 +187,13 @@ def watched(module: nn.Module) -> bool:
     return has_other_forward(module)
 
 
+def _collects(name: str) -> bool:
+    """Whether transformers collects these outputs of the modules during the current call."""
+    capture = sys.modules.get(_CAPTURE)
+    collected = None if capture is None else capture._active_collector.get()
+    return bool(collected) and name in collected
+
+
 def is_sharded(module: nn.Module) -> bool:
     """Whether FSDP gathers the module's parameters before every call of it."""
     hooks = module.__dict__["_forward_pre_hooks"]
@@ -216,6 +223,8 @@ def gap(layer: nn.Module, at_model: bool = False, state: LayerState | None = Non
             if module is None:
                 return f"{'.'.join(path)} is gone"
         if type(module).forward.__module__ != home or watched(module):
+            if _collects("attentions"):
+                return "output_attentions is asked for, which only the stock layer gives"
             return f"{'.'.join(path)} has hooks or another forward"
     for site, path in enumerate(dropouts):
         if path is None:
@@ -325,6 +334,11 @@ class AcceleratedLayer(LayerMath, Accelerated):
     def fuses_norm(self) -> bool:
         """See `LayerMath`."""
         return self.fastbert_state.options.layer_norm
+
+    def fastbert_how(self) -> str:
+        """See `Accelerated`."""
+        reason = gap(self, is_sharded(self))
+        return "fused" if reason is None else f"stock, as {reason}"
 
     def dropout_rates(self) -> tuple[float, float, float]:
         """Of the layer's dropout modules, each by its own mode: one in training mode in an eval model drops
@@ -444,7 +458,7 @@ class AcceleratedLayer(LayerMath, Accelerated):
                 continue
             if name == "output_hidden_states":
                 continue
-            return None, f"{name} is given"
+            return None, f"{name} is asked for" if name.startswith("output_") else f"{name} is given"
         if hidden.dim() != 3:
             return None, f"the hidden states have {hidden.dim()} dimensions"
         batch, seqlen, _ = hidden.shape

@@ -228,6 +228,14 @@ class AcceleratedModel(Accelerated):
         state.padded_calls += 1
         return super().forward(*args, **kwargs)
 
+    def fastbert_how(self) -> str:
+        """See `Accelerated`."""
+        stack = [m for m in self.modules() if isinstance(m, AcceleratedLayer)]
+        fused = sum(layers.gap(m, at_model=is_sharded(m)) is None for m in stack)
+        reason = gap(self)
+        padding = "padding taken out" if reason is None else f"padding left in, as {reason}"
+        return f"{fused} of {len(stack)} layers run fused, {padding}"
+
     def _input_config(self) -> EncoderConfig:
         """How inputs are read, by the tables as they are now (`resize_token_embeddings`)."""
         state = self.fastbert_state
