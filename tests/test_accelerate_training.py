@@ -11,6 +11,16 @@ import torch
 from torch import nn
 
 import fastbert
+from fastbert.config import EncoderConfig
+from fastbert.ops import (
+    attention,
+    cross_entropy,
+    embedding,
+    layer_norm,
+    linear,
+    linear_cross_entropy,
+    pooling,
+)
 from tests.accelerated_models import (
     HEAD,
     LAYERS,
@@ -305,3 +315,57 @@ def test_dropout_follows_the_seed(unpad):
     assert torch.equal(out[0][1], out[1][1])
     assert not torch.equal(out[0][0], out[0][1])
     assert not torch.equal(out[0][0], out[2][0])
+
+
+# -- the gradient of a gradient ------------------------------------------------------------------------------
+
+
+def _penalty(model, embeds):
+    out = model(inputs_embeds=embeds)[0]
+    (slope,) = torch.autograd.grad(out.square().sum(), embeds, create_graph=True)
+    return slope.square().sum()
+
+
+def test_gradient_penalty_names_the_way_out():
+    slow, fast = build("bert", attention="eager")
+    native = fastbert.BertModel(EncoderConfig.from_hf(slow.config)).eval()
+    embeds = torch.randn(2, 6, 48, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    for model in (fast, native):
+        with pytest.raises(RuntimeError, match=r"gradient of a gradient .*fastbert\.restore"):
+            _penalty(model, embeds).backward()
+    expected, actual = (_penalty(m, embeds) for m in (slow, fastbert.restore(fast)))
+    assert torch.equal(actual, expected)
+    actual.backward()
+    assert embeds.grad.isfinite().all()
+
+
+def _calls():
+    """op -> a call of it on float32 rows (6, 8)."""
+    weight, ids = torch.randn(8, 8), torch.arange(6) % 8
+    ends = torch.tensor([0, 2, 6], dtype=torch.int32)
+    return {
+        "layer_norm": lambda x: layer_norm.layer_norm(x, torch.ones(8), torch.zeros(8)),
+        "linear": lambda x: linear.linear(x, weight),
+        "attention": lambda x: attention.attention(*[x.reshape(6, 2, 4)] * 3, ends, 4),
+        "cross_entropy": lambda x: cross_entropy.cross_entropy(x, ids),
+        "pooling": lambda x: pooling.pooling(x, ends, "mean"),
+        "linear_cross_entropy": lambda x: linear_cross_entropy.linear_cross_entropy(x, weight, None, ids),
+        "embedding": lambda x: embedding.embedding(ids, x, torch.ones(8), torch.zeros(8)),
+    }
+
+
+@pytest.mark.parametrize("op", list(_calls()))
+def test_every_op_names_the_way_out_of_a_second_derivative(op):
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    call = _calls()[op]
+    (once,) = torch.autograd.grad(call(x).square().sum(), x)
+    (again,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
+    assert torch.equal(once, again)
+    assert not once.requires_grad
+    assert again.requires_grad
+    with pytest.raises(RuntimeError, match=r"gradient of a gradient .*create_graph=True.*fastbert\.restore"):
+        again.sum().backward()
+    # also where what it is multiplied by has no gradient
+    (seeded,) = torch.autograd.grad(call(x), x, torch.ones_like(call(x)), create_graph=True)
+    with pytest.raises(RuntimeError, match="gradient of a gradient"):
+        seeded.sum().backward()

@@ -38,7 +38,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastbert import dispatch
 from fastbert.ops import checks
@@ -342,7 +341,7 @@ class AttentionFunction(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @checks.once_differentiable
     def backward(ctx, dout, *_):
         return _backward(lambda *args: dispatch.call("attention_bwd", args[1], *args), ctx, dout)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -197,3 +200,36 @@ def lengths(cu_seqlens: torch.Tensor, rows: int, of: str) -> int | None:
     if ends[-1] > rows:
         raise ValueError(f"cu_seqlens: expected to end within the {rows} rows of {of}, got {ends[-1]}")
     return max(each, default=0)
+
+
+class _Twice(torch.autograd.Function):
+    """Gradients as they are, which say in backward that they have none of their own."""
+
+    @staticmethod
+    def forward(ctx, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tuple(None if g is None else g.view_as(g) for g in grads)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            "fastbert's operations are differentiated once, but this backward asks for the gradient of a "
+            "gradient (create_graph=True); for a gradient penalty or a Hessian call fastbert.restore on an "
+            "accelerated model, and in place of fastbert's own load the checkpoint by transformers"
+        )
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """A `backward` of an autograd.Function whose gradients have no derivative: asking for it raises
+    RuntimeError, and says what to do. (torch's decorator of this name says no more than that.)
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *dout: torch.Tensor | None) -> Any:
+        with torch.no_grad():
+            grads = backward(ctx, *dout)
+        if not torch.is_grad_enabled():
+            return grads
+        grads = grads if isinstance(grads, tuple) else (grads,)
+        return _Twice.apply(*(None if g is None else g.detach().requires_grad_() for g in grads))
+
+    return checked

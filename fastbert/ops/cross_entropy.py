@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastbert import dispatch
 from fastbert.ops import checks
@@ -124,7 +123,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         return output[0]
 
     @staticmethod
-    @once_differentiable
+    @checks.once_differentiable
     def backward(ctx, dloss):
         return _backward(lambda *args: dispatch.call("cross_entropy_bwd", args[1], *args), ctx, dloss)
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastbert import dispatch
 from fastbert.ops import checks
@@ -199,7 +198,7 @@ class LayerNormFunction(torch.autograd.Function):
         return output[0]
 
     @staticmethod
-    @once_differentiable
+    @checks.once_differentiable
     def backward(ctx, dy):
         return _backward(lambda *args: dispatch.call("layer_norm_bwd", args[0], *args), ctx, dy)
 

@@ -34,7 +34,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastbert import dispatch
 from fastbert.ops import checks
@@ -200,7 +199,7 @@ class LinearFunction(torch.autograd.Function):
         return output[0]
 
     @staticmethod
-    @once_differentiable
+    @checks.once_differentiable
     def backward(ctx, dy):
         function = _backward_of(ctx.activation)
         return *_backward(lambda *args: dispatch.call(function, args[0], *args), ctx, dy), None

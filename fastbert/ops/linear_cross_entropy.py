@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastbert import dispatch
 from fastbert.ops import checks
@@ -193,7 +192,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         return output[0]
 
     @staticmethod
-    @once_differentiable
+    @checks.once_differentiable
     def backward(ctx, dloss):
         function = "linear_cross_entropy_bwd"
         return _backward(lambda *args: dispatch.call(function, args[7], *args), ctx, dloss)

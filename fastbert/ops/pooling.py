@@ -23,7 +23,6 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastbert import dispatch
 from fastbert.ops import checks
@@ -127,7 +126,7 @@ class PoolingFunction(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @checks.once_differentiable
     def backward(ctx, dy):
         return _backward(_launch_bwd, ctx, dy)
 
