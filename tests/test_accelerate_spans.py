@@ -95,6 +95,8 @@ def test_tuples_and_labels_in_every_form(name):
                 values = (mine, whole[key]) if key != "hidden_states" else (mine[1], whole[key][1])
                 assert torch.equal(*values)
             assert at == 0 or torch.equal(flat[0], whole.loss)
+        if name == "bert":
+            assert torch.equal(fast(*inputs.values(), None, None, start, end).loss, whole.loss)
         assert torch.equal(
             fast(**inputs, start_positions=start[:, None], end_positions=end[:, None]).loss, whole.loss
         )
@@ -136,6 +138,11 @@ def left_padded(inputs):
     inputs["attention_mask"][1, :4] = 0
 
 
+def four_dimensional(inputs):
+    masked = inputs["attention_mask"].logical_not()[:, None, None].expand(-1, 1, 18, -1)
+    inputs["attention_mask"] = torch.zeros(masked.shape).masked_fill(masked, torch.finfo(torch.float32).min)
+
+
 @pytest.mark.parametrize(
     ("change", "options", "given"),
     [
@@ -144,17 +151,18 @@ def left_padded(inputs):
         (None, {}, {"output_attentions": True}),
         (lambda inputs: inputs.update(attention_mask=torch.ones(4, 18)), {}, {}),
         (lambda inputs: inputs.pop("attention_mask"), {}, {}),
+        (four_dimensional, {}, {}),
     ],
-    ids=["left-padding", "unpad=False", "output_attentions", "no-padding", "no-mask"],
+    ids=["left-padding", "unpad=False", "output_attentions", "no-padding", "no-mask", "4-D-mask"],
 )
 def test_what_is_not_packed_is_scored_as_in_the_stock_model(change, options, given):
     slow = stock("bert", SPANS, attention="eager")
     fast = fastbert.accelerate(copy.deepcopy(slow), **options)
     inputs, labels = asked()
+    labels = {key: torch.full((4,), 5) for key in labels}
+    inputs["attention_mask"][:, 5] = 1
     if change is not None:
         change(inputs)
-    labels = {key: torch.full((4,), 5) for key in labels}
-    inputs.get("attention_mask", torch.ones(4, 18))[:, 5] = 1
     with torch.no_grad():
         expected, actual = (m(**inputs, **labels, **given) for m in (slow, fast))
     assert list(actual.keys()) == list(expected.keys())
@@ -178,7 +186,8 @@ def test_label_on_a_masked_token(key, kind):
         expected = slow(**inputs, **labels)
     for key in ("loss", *LOGITS):
         close(actual[key], expected[key])
-    with torch.no_grad(), calls(fast, packed=1, padded=0):  # and the next call is what it was
+    with torch.no_grad(), calls(fast, packed=2, padded=0):  # the next call is as before
+        fast.bert(**inputs)
         fast(**inputs)
 
 
@@ -291,6 +300,7 @@ def test_restore_copies_and_pickles():
 def test_errors_of_the_stock_model_come_through():
     slow, fast = pair("bert", SPANS)
     inputs, labels = asked()
+    labels["start_positions"][0] = 17  # a masked token, which leaves padding in
     for wrong in (
         {**labels, "end_positions": torch.zeros(3, dtype=torch.long)},
         {**labels, "end_positions": 3},
@@ -299,7 +309,7 @@ def test_errors_of_the_stock_model_come_through():
             with pytest.raises((ValueError, AttributeError, RuntimeError)):
                 model(**inputs, **wrong)
     with torch.no_grad(), calls(fast, packed=1, padded=0):
-        fast(**inputs, **labels)
+        fast.bert(**inputs)
 
 
 # -- a task that is learnt -----------------------------------------------------------------------------------

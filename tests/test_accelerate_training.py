@@ -14,6 +14,7 @@ import fastbert
 from fastbert.config import EncoderConfig
 from fastbert.ops import (
     attention,
+    checks,
     cross_entropy,
     embedding,
     layer_norm,
@@ -369,3 +370,20 @@ def test_every_op_names_the_way_out_of_a_second_derivative(op):
     (seeded,) = torch.autograd.grad(call(x), x, torch.ones_like(call(x)), create_graph=True)
     with pytest.raises(RuntimeError, match="gradient of a gradient"):
         seeded.sum().backward()
+
+
+def test_gradients_with_no_derivative_record_nothing():
+    seen = []
+
+    @checks.once_differentiable
+    def backward(_, dout):
+        seen.append(torch.is_grad_enabled())
+        return 2 * dout, None
+
+    dout = torch.ones(3, requires_grad=True)
+    doubled, none = backward(None, dout)
+    assert none is None
+    assert torch.equal(doubled.detach(), torch.full((3,), 2.0))
+    with torch.no_grad():
+        assert not backward(None, dout)[0].requires_grad
+    assert seen == [False, False]
