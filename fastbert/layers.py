@@ -28,7 +28,7 @@ from fastbert.ops.encoder_layer import encoder_layer, launchers
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
 from fastbert.ops.linear import packer as linear_packer
-from fastbert.quantization import QuantizedLinear, int8_operands, int8_product
+from fastbert.quantization import QuantizedLinear, copy_of, int8_operands, int8_product
 
 _CAST_FROM = 64  # tokens that pay for casting two half-precision weights to float32
 
@@ -293,6 +293,13 @@ class LayerMath:
 
     Self-attention and feed-forward, each followed by dropout, residual sum and LayerNorm.
 
+    Attributes:
+        form: what the layer computes.
+        fuses_norm: whether LayerNorm is ours, with the residual sum before it.
+        int8: whether 8-bit copies of the linear layers run, which stay floating-point ones themselves. Only
+            where all six are plain.
+        label: the layer's name in errors.
+
     Source: Vaswani et al. 2017, sec. 3.1-3.3; Devlin et al. 2018.
     """
 
@@ -301,6 +308,13 @@ class LayerMath:
     )
     form: LayerForm
     fuses_norm = True
+    int8 = False
+    label = "layer"
+
+    def linear_at(self, path: str) -> nn.Module:
+        """The linear layer under a dotted path, or its 8-bit copy."""
+        module = part(self, path)
+        return copy_of(module, f"{self.label}.{path}") if self.int8 else module
 
     def dropout_rates(self) -> tuple[float, float, float]:
         """Of attention probabilities, attention output and feed-forward output, as they are now."""
@@ -361,15 +375,15 @@ class LayerMath:
                 return_probs=sequences.return_probs,
             )
             context, probs = context if sequences.return_probs else (context, None)
-        dense, norm = part(self, form.names.attention_output), part(self, form.names.attention_norm)
+        dense, norm = self.linear_at(form.names.attention_output), part(self, form.names.attention_norm)
         context = context.reshape(hidden.shape)
         return dense_norm(dense, norm, context, hidden, hidden_p, seed, site + 1, self.fuses_norm), probs
 
     def _feed(self, hidden, seed, site):
         """The feed-forward block with its residual sum and norm; `site` is its dropout call site."""
         form = self.form
-        inner = apply_linear(part(self, form.names.intermediate), hidden, form.activation)
-        dense, norm = part(self, form.names.output), part(self, form.names.output_norm)
+        inner = apply_linear(self.linear_at(form.names.intermediate), hidden, form.activation)
+        dense, norm = self.linear_at(form.names.output), part(self, form.names.output_norm)
         return dense_norm(dense, norm, inner, hidden, self.dropout_rates()[2], seed, site, self.fuses_norm)
 
     def _forward_fused(
@@ -408,15 +422,14 @@ class LayerMath:
         ):
             return None
         names = self.form.names
-        dense = [
-            part(self, path)
-            for path in (
-                names.query, names.key, names.value, names.attention_output, names.intermediate, names.output
-            )
-        ]  # fmt: skip
+        paths = (
+            names.query, names.key, names.value, names.attention_output, names.intermediate, names.output
+        )  # fmt: skip
+        dense = [part(self, path) for path in paths]
         norms = [part(self, path) for path in (names.attention_norm, names.output_norm)]
         kind = type(dense[0])
-        op = {nn.Linear: "linear", QuantizedLinear: "linear_int8"}.get(kind)
+        int8 = self.int8
+        op = "linear_int8" if int8 else {nn.Linear: "linear", QuantizedLinear: "linear_int8"}.get(kind)
         if (
             op is None
             or not all(is_plain(m, kind) for m in dense)
@@ -427,14 +440,21 @@ class LayerMath:
         if found is None:
             return None
         make, launch = found
-        if kind is nn.Linear and x.shape[0] >= _MANY_ROWS:
+        if op == "linear" and x.shape[0] >= _MANY_ROWS:
             weights = self._layer_weights(make, dense, norms, x, sequences.scratch)
         else:
             tensors = (t for m in (*dense, *norms) for d in (m._parameters, m._buffers) for t in d.values())
             sources = tuple(t for t in tensors if t is not None)
-            weights = prepared.derived(
-                self, ("layer", x.dtype, launch), sources, lambda: self._layer_weights(make, dense, norms, x)
-            )
+
+            def build() -> object | None:
+                if not int8:
+                    return self._layer_weights(make, dense, norms, x)
+                # Copies for the moment: what is kept of them is their packed form
+                named = zip(dense, paths, strict=True)
+                copies = [QuantizedLinear.from_linear(m, f"{self.label}.{path}") for m, path in named]
+                return self._layer_weights(make, copies, norms, x)
+
+            weights = prepared.derived(self, ("layer", op, x.dtype, launch), sources, build)
         return None if weights is None else (launch, weights)
 
     def _layer_weights(
@@ -464,7 +484,8 @@ class LayerMath:
             if len({m.bias is None for m in qkv}) > 1:
                 return None
             linears = []
-            for owner, modules in ((self, qkv), *((m, [m]) for m in dense[3:])):
+            whose = qkv[0] if self.int8 else self  # copies for the moment keep nothing
+            for owner, modules in ((whose, qkv), *((m, [m]) for m in dense[3:])):
                 weight, scale, bias, packed = int8_operands(x.device, x.dtype, owner, modules)
                 linears.append((weight, packed, scale, bias))
         return make(linears, [(m.weight, m.bias) for m in norms], scratch)
@@ -520,8 +541,8 @@ class LayerMath:
         """The attention's output at the rows `starts` alone: (total, hidden) -> (batch, hidden)."""
         form = self.form
         names, shape = form.names, (-1, form.nheads, form.head_dim)
-        q = apply_linear(part(self, names.query), x.index_select(0, starts)).reshape(shape)
-        key, value = part(self, names.key), part(self, names.value)
+        q = apply_linear(self.linear_at(names.query), x.index_select(0, starts)).reshape(shape)
+        key, value = self.linear_at(names.key), self.linear_at(names.value)
         # On a CPU the sequences' ends can be read at no cost
         if (
             x.device.type == "cpu"
@@ -561,7 +582,7 @@ class LayerMath:
         cheaper.
         """
         names = self.form.names
-        modules = [part(self, path) for path in (names.query, names.key, names.value)]
+        modules = [self.linear_at(path) for path in (names.query, names.key, names.value)]
         shape = (x.shape[0], self.form.nheads, self.form.head_dim)
         if all(is_plain(m, QuantizedLinear) for m in modules) and len({m.bias is None for m in modules}) == 1:
             return int8_product(x, self, modules).reshape(x.shape[0], 3, *shape[1:]).unbind(1)

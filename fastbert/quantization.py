@@ -1,4 +1,4 @@
-"""8-bit linear layers for inference on a CPU: `model.quantize("int8")`.
+"""8-bit linear layers for inference on a CPU: `model.quantize("int8")`, `accelerate(model, dtype="int8")`.
 
 Per output channel the weight is rounded to integers from -127 to 127 under a float32 scale, once. The rows it
 is multiplied with are rounded to 8 bits as they come, each by its own range (fastbert/ops/linear_int8.py).
@@ -7,6 +7,9 @@ What is quantised: the six linear layers of every encoder layer, nearly all of a
 embeddings, which are looked up and multiply nothing, nor the pooler, ELECTRA's and ALBERT's projection and
 the heads, which cost little and whose rounding nothing after them averages out. LayerNorm, softmax and the
 residual sums stay in the model's dtype.
+
+`quantize` puts `QuantizedLinear` in the place of a model's own linear layers. In an accelerated model of
+transformers they stay, and their quantised copies (`copy_of`) are derived weights (prepared.py).
 """
 
 from __future__ import annotations
@@ -93,9 +96,7 @@ class QuantizedLinear(nn.Module):
         if weight.is_meta:
             return made
         wide = weight.float()
-        for what, tensor in (("weight", wide), ("bias", bias)):
-            if tensor is not None and not torch.isfinite(tensor).all():
-                raise ValueError(f"{name}.{what}: holds NaN or infinity; expected finite weights")
+        check_finite(wide, bias, name)
         scale = wide.abs().amax(1) / wide.new_tensor(127.0)
         scale.masked_fill_(scale < torch.finfo(torch.float32).tiny, 1.0)  # too small to divide by: zeros
         made.scale.copy_(scale)
@@ -166,6 +167,22 @@ class QuantizedLinear(nn.Module):
             if self._buffers[name].dtype != buffer.dtype:  # .half() and the like: move, keep the numbers
                 self._buffers[name] = buffer.to(self._buffers[name].device)
         return self
+
+
+@torch.no_grad()
+def check_finite(weight: Tensor, bias: Tensor | None, name: str) -> None:
+    """Raise ValueError where a linear layer's weight or bias is NaN or infinite in float32; `name` is the
+    layer's.
+    """
+    for what, tensor in (("weight", weight.float()), ("bias", bias)):
+        if tensor is not None and not torch.isfinite(tensor).all():
+            raise ValueError(f"{name}.{what}: holds NaN or infinity; expected finite weights")
+
+
+def copy_of(linear: nn.Linear, name: str = "linear") -> QuantizedLinear:
+    """`QuantizedLinear.from_linear(linear, name)`, kept until the weight or the bias of `linear` changes."""
+    sources = tuple(t for t in (linear.weight, linear.bias) if t is not None)
+    return prepared.derived(linear, "int8 copy", sources, lambda: QuantizedLinear.from_linear(linear, name))
 
 
 def int8_product(

@@ -34,6 +34,7 @@ from fastbert.acceleration.sentences import AcceleratedSentences
 from fastbert.acceleration.sentences import fits as encodes
 from fastbert.layers import EncoderLayer
 from fastbert.models import BertModel as NativeModel
+from fastbert.quantization import MODES
 
 TESTED = ("5", "6")  # transformers from the first to below the second
 
@@ -43,7 +44,7 @@ _Model = TypeVar("_Model")
 def accelerate(
     model: _Model,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     strict: bool = False,
     attention: bool = True,
     ffn: bool = True,
@@ -62,14 +63,26 @@ def accelerate(
     as many as `batch_size` texts of the longest's length have, on a CPU at most 1,024 (and always a whole
     text).
 
+    With `dtype="int8"` the linear layers of the encoder's layers run on 8-bit weights, for inference on a CPU
+    (see `fastbert.quantization`; the outputs are those of `quantize("int8")` in fastbert's own models). The
+    model keeps its parameters, in the dtype they have: `state_dict`, `save_pretrained`, copies and pickles
+    hold the floating-point model, and a weight that changes is rounded anew. The 8-bit weights come on top,
+    one byte per weight. Embeddings, poolers and heads stay as they are. A layer runs in floating point where
+    it cannot run on 8 bits: where one of its linear layers carries an unmerged adapter, where one was moved
+    to a GPU, where the activation is none of fastbert's. Padded and unpadded, in eval and in training mode
+    without gradients, 8 bits run; a call that wants a gradient of such a layer raises RuntimeError. Under
+    torch.compile the encoder runs as it does without; `fullgraph=True` is refused there. An exported model is
+    the stock one.
+
     A second call changes the options. `fastbert.restore` gives the stock model back; `fastbert.explain` says
     what runs fused, and what does not and why.
 
     Args:
         model: the model; an nn.Module, or an object whose `model` is one.
-        dtype: convert the model to this floating-point dtype first.
-        strict: raise where a part would not be accelerated, here or in a later call. Also where attention
-            alone would be, on a CPU: that gains nothing.
+        dtype: convert the model to this floating-point dtype first; or "int8", see above. A later call
+            without "int8" ends it.
+        strict: raise where a part would not be accelerated, or not run on 8 bits though asked to, here or in
+            a later call. Also where attention alone would be, on a CPU: that gains nothing.
         attention: fuse self-attention, its output layer included.
         ffn: fuse the feed-forward blocks.
         layer_norm: fuse LayerNorm with the residual sum before it.
@@ -80,21 +93,22 @@ def accelerate(
 
     Warns:
         RuntimeWarning: where nothing of the model can be accelerated, or transformers is of a version that
-            was not tested; the model is then untouched.
+            was not tested; the model is then untouched. With "int8", where a layer runs in floating point.
 
     Raises:
         TypeError: `model` is no module and has none, or another argument is of the wrong type.
         ValueError: with `strict`, where a part cannot be accelerated; nothing has changed then. From a later
-            call of the model, then RuntimeError, naming the layer and the reason.
+            call of the model, then RuntimeError, naming the layer and the reason. With "int8", strict or not:
+            a layer's weight is elsewhere than on a CPU, or not finite (from a later call too), or
+            `attention=False` or `ffn=False` is given. Another string as `dtype`.
         RuntimeError: with `strict`, for an untested version of transformers.
     """
     root = _module_of(model)
-    options = Options(strict, attention, ffn, layer_norm, unpad)
+    options = Options(strict, attention, ffn, layer_norm, unpad, int8=isinstance(dtype, str))
     for name, value in vars(options).items():
         if not isinstance(value, bool):
             raise TypeError(f"{name}: expected True or False, got {value!r}")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dtype: expected a floating-point torch.dtype or None, got {dtype!r}")
+    _check_dtype(dtype, options)
     untested = _untested_version()
     if untested is not None:
         if strict:
@@ -114,10 +128,16 @@ def accelerate(
     reading = _reading_masked(root)
     if strict:
         _check(found, others if attention else [], options, reading)
-    if dtype is not None:
+    if options.int8:
+        for name, module, (model_type, kind), config in found:
+            if kind == "layer":
+                layers.check_int8(module, LayerState.of(module, model_type, config, name, options))
+    elif dtype is not None:
         root.to(dtype)
     for name, module, (model_type, kind), config in found:
         if isinstance(module, Accelerated) and module.fastbert_state is not None:
+            if module.fastbert_state.options.int8 is not options.int8:
+                prepared.clear(module)  # of what no longer serves
             module.fastbert_state.options = options
         elif kind == "layer":
             swap(module, AcceleratedLayer, LayerState.of(module, model_type, config, name, options))
@@ -152,6 +172,8 @@ def accelerate(
             RuntimeWarning,
             stacklevel=2,
         )
+    elif options.int8:
+        _warn_of_floats(found)
     return model
 
 
@@ -180,13 +202,19 @@ def restore(model: _Model) -> _Model:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One encoder layer: whether it runs fused now, why not, and how it ran since `accelerate`."""
+    """One encoder layer: whether it runs fused now, why not, and how it ran since `accelerate`.
+
+    `int8`: whether it runs on 8-bit weights; `float_reason`: why not, where 8 bits were asked for and it runs
+    fused.
+    """
 
     name: str
     fused: bool
     reason: str | None
     fused_calls: int
     stock_calls: int
+    int8: bool = False
+    float_reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -245,6 +273,10 @@ class Explanation:
             )
         for x in self.layers:
             how = "fused" if x.fused else f"stock: {x.reason}"
+            if x.int8:
+                how += ", int8"
+            elif x.float_reason is not None:
+                how += f", not int8: {x.float_reason}"
             lines.append(f"{x.name}  {how}  (calls: {x.fused_calls} fused, {x.stock_calls} stock)")
         return "\n".join(lines)
 
@@ -278,7 +310,13 @@ def explain(model: Any) -> Explanation:
         if kind == "layer":
             reason = "not accelerated" if state is None else layers.gap(module, layers.is_sharded(module))
             counts = (0, 0) if state is None else (state.fused_calls, state.stock_calls)
-            rows.append(LayerReport(name, reason is None, reason, *counts))
+            asked = reason is None and state.options.int8
+            float_reason = layers.int8_gap(module) if asked else None
+            rows.append(
+                LayerReport(
+                    name, reason is None, reason, *counts, asked and float_reason is None, float_reason
+                )
+            )
         else:
             reason = "not accelerated" if state is None else models.gap(module)
             counts = (0, 0) if state is None else (state.packed_calls, state.padded_calls)
@@ -381,6 +419,36 @@ def _reading_masked(root: nn.Module) -> dict[int, str]:
     return found
 
 
+def _check_dtype(dtype: Any, options: Options) -> None:
+    expected = f"a floating-point torch.dtype, {' or '.join(map(repr, MODES))} or None"
+    if isinstance(dtype, str):
+        if dtype not in MODES:
+            raise ValueError(f"dtype: expected {expected}, got {dtype!r}")
+        for name in ("attention", "ffn"):
+            if not getattr(options, name):
+                raise ValueError(f"{name}: expected True with dtype={dtype!r}, which needs all of a layer")
+    elif dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype: expected {expected}, got {dtype!r}")
+
+
+def _warn_of_floats(found: list) -> None:
+    """Warn where layers run in floating point though 8 bits were asked for, naming the first."""
+    modules = [(name, module) for name, module, (_, kind), _ in found if kind == "layer"]
+    reasons = [
+        f"{name}: {reason}"
+        for name, module in modules
+        if (reason := layers.gap(module, layers.is_sharded(module)) or layers.int8_gap(module)) is not None
+    ]
+    if reasons or not modules:
+        what = f"{len(reasons)} of {len(modules)} layers run" if modules else "the model runs"
+        why = reasons[0] if reasons else "no layer of a family that int8 knows"
+        warnings.warn(
+            f"fastbert.accelerate: {what} in floating point, not int8 ({why}); fastbert.explain lists them",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
 def _check(found: list, others: list, options: Options, reading: dict[int, str]) -> None:
     """With `strict`: raise for what cannot be accelerated."""
     reasons = []
@@ -396,12 +464,16 @@ def _check(found: list, others: list, options: Options, reading: dict[int, str])
         reason = layers.gap(module, layers.is_sharded(module), state)
         if reason is None and options.ffn and state.form.activation is None:
             reason = "the activation is none of fastbert's"
+        if reason is None and options.int8:
+            reason = layers.int8_gap(module, state)
         if reason is not None:
             reasons.append(f"{name}: {reason}")
     for name, module in others:
         reason = interface.allows(module)
         if reason is None and interface.on_cpu(module):
             reason = "attention alone would be fastbert's, which gains nothing on a CPU"
+        if reason is None and options.int8:
+            reason = "its layers are of no family that int8 knows"
         if reason is not None:
             reasons.append(f"{name or type(module).__name__}: {reason}")
     if not found and not others:

@@ -25,6 +25,7 @@ class Options:
     ffn: bool = True
     layer_norm: bool = True
     unpad: bool = True
+    int8: bool = False  # dtype="int8"
 
 
 class Accelerated:

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from fastbert import prepared
 from fastbert.acceleration.classes import Accelerated, Options, has_other_forward
 from fastbert.families import FAMILIES
-from fastbert.layers import LayerForm, LayerMath, Sequences
+from fastbert.layers import LayerForm, LayerMath, Sequences, is_hooked
 from fastbert.layers import part as part_of
+from fastbert.quantization import check_finite
 
 # Arguments that change nothing in a layer's or an encoder's result
 HARMLESS = frozenset(("position_ids", "use_cache", "return_dict", "num_items_in_batch"))
@@ -164,6 +166,14 @@ def exporting() -> bool:
     )
 
 
+@torch._disable_dynamo
+def uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A call that torch.compile leaves as it is. 8-bit weights are derived outside the graph: within, they
+    would be rounded anew at every call.
+    """
+    return module.forward(*args, **kwargs)
+
+
 def watched(module: nn.Module) -> bool:
     """Whether someone other than FSDP and transformers (to capture outputs, or to train adapters with
     checkpoints) hooks this module, or its forward was replaced.
@@ -268,6 +278,46 @@ def gap(layer: nn.Module, at_model: bool = False, state: LayerState | None = Non
     return None
 
 
+def int8_gap(layer: nn.Module, state: LayerState | None = None) -> str | None:
+    """Why a fused layer runs in floating point where 8 bits are asked for, None where it runs on 8 bits.
+
+    Args:
+        state: of the layer, where it is not accelerated yet.
+    """
+    state = layer.fastbert_state if state is None else state
+    if not _knows_activation(layer, state):
+        return "the activation is none of fastbert's"
+    for path, dotted in state.paths[1]:
+        module = layer
+        for name in path:
+            module = module._modules[name]
+        if type(module) is not nn.Linear:
+            return f"{dotted} is a {type(module).__name__} with an adapter: merge it (merge_and_unload)"
+        if is_hooked(module) or prepared.is_gathered(module):
+            return f"{dotted} has hooks, or its weights are gathered for each call (FSDP)"
+        device = module._parameters["weight"].device
+        if device.type != "cpu":
+            return f"{dotted} is on {device}, and int8 is for inference on a CPU"
+    return None
+
+
+def check_int8(layer: nn.Module, state: LayerState) -> None:
+    """Raise ValueError where a layer's linear layers are elsewhere than on a CPU or not finite; `state` is
+    the layer's, in a model that need not be accelerated yet.
+    """
+    for _, dotted in state.paths[1]:
+        module = part_of(layer, dotted)
+        weight = module._parameters.get("weight")
+        if type(module) is not nn.Linear or type(weight) is not nn.Parameter:
+            continue
+        if weight.device.type != "cpu":
+            hint = "load its weights first" if weight.is_meta else "call model.cpu() first"
+            raise ValueError(
+                f"model: {state.name}.{dotted} is on {weight.device}; int8 is for inference on a CPU: {hint}"
+            )
+        check_finite(weight, module.bias, f"{state.name}.{dotted}")
+
+
 def plain_dropout(module: nn.Module) -> bool:
     """Whether ours stands for it. Dropping everything is left to PyTorch's."""
     return type(module) is nn.Dropout and module.p < 1.0 and not watched(module)
@@ -318,6 +368,11 @@ def _name_of(act: Any) -> str:
     return type(act).__name__ if isinstance(act, nn.Module) else getattr(act, "__name__", "")
 
 
+def _knows_activation(layer: nn.Module, state: LayerState) -> bool:
+    """Whether the feed-forward block's activation is still the one that `state` knows, and one of ours."""
+    return state.form.activation is not None and _identity(_attribute(layer, state.paths[4])) is state.act
+
+
 def _identity(act: Any) -> Any:
     return type(act) if isinstance(act, nn.Module) else act
 
@@ -339,6 +394,16 @@ class AcceleratedLayer(LayerMath, Accelerated):
         """See `Accelerated`."""
         reason = gap(self, is_sharded(self))
         return "fused" if reason is None else f"stock, as {reason}"
+
+    @property
+    def int8(self) -> bool:
+        """See `LayerMath`."""
+        return self.fastbert_state.options.int8 and int8_gap(self) is None
+
+    @property
+    def label(self) -> str:
+        """See `LayerMath`."""
+        return self.fastbert_state.name
 
     def dropout_rates(self) -> tuple[float, float, float]:
         """Of the layer's dropout modules, each by its own mode: one in training mode in an eval model drops
@@ -368,8 +433,31 @@ class AcceleratedLayer(LayerMath, Accelerated):
     def fuses_ffn(self) -> bool:
         """Whether the feed-forward block is ours; else its stock modules run, on whatever rows there are."""
         state = self.fastbert_state
-        act = _attribute(self, state.paths[4])
-        return state.options.ffn and state.form.activation is not None and _identity(act) is state.act
+        return state.options.ffn and _knows_activation(self, state)
+
+    def run(self, hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """See `LayerMath`."""
+        if self.fastbert_state.options.int8:
+            self._check_int8(hidden)
+        return super().run(hidden, *args, **kwargs)
+
+    def _check_int8(self, hidden: Tensor) -> None:
+        """Raise where 8-bit weights cannot serve the call: with `strict` if floating-point ones would, and
+        where a gradient is wanted.
+        """
+        state, gradients = self.fastbert_state, torch.is_grad_enabled()
+        reason = int8_gap(self) if state.options.strict or gradients else None
+        if reason is not None and state.options.strict:
+            raise RuntimeError(f"{state.name}: {reason}; it would run in floating point (strict=True)")
+        if not gradients or reason is not None:
+            return
+        parameters = (p for _, dotted in state.paths[1] for p in part_of(self, dotted).parameters())
+        if hidden.requires_grad or any(p.requires_grad for p in parameters):
+            raise RuntimeError(
+                f"{state.name}: runs on 8-bit weights, which have no gradient. For inference call the model "
+                'under torch.no_grad(); to train it, call fastbert.accelerate(model) without dtype="int8" '
+                "first, and with it afterwards"
+            )
 
     def _fused(self, x: Tensor, sequences: Sequences) -> Any:
         if not (self.fuses_norm and self.fuses_ffn()):
@@ -418,6 +506,8 @@ class AcceleratedLayer(LayerMath, Accelerated):
         if exporting() or self.fastbert_state is None:
             return super().forward(hidden_states, *args, **kwargs)
         state = self.fastbert_state
+        if state.options.int8 and torch.compiler.is_compiling():
+            return uncompiled(self, hidden_states, *args, **kwargs)
         around = AROUND[state.model_type]
         given = dict(zip(around.positional, args, strict=False)) | kwargs
         reason = gap(self)

@@ -33,6 +33,7 @@ from fastbert.acceleration.layer import (
     home_of,
     is_sharded,
     plain_dropout,
+    uncompiled,
     watched,
 )
 from fastbert.config import EncoderConfig
@@ -211,7 +212,11 @@ class AcceleratedModel(Accelerated):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The stock model's call."""
         state = self.fastbert_state
-        if state is None or exporting() or torch.compiler.is_compiling():
+        if state is None or exporting():
+            return super().forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            if state.options.int8:
+                return uncompiled(self, *args, **kwargs)
             return super().forward(*args, **kwargs)
         names = _positional(self.fastbert_base)
         given = dict(zip(names, args, strict=False)) | kwargs
