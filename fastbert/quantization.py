@@ -96,11 +96,11 @@ class QuantizedLinear(nn.Module):
         if weight.is_meta:
             return made
         wide = weight.float()
-        check_finite(wide, bias, name)
         scale = wide.abs().amax(1) / wide.new_tensor(127.0)
+        check_finite(scale, bias, name)  # one weight that is not finite makes its channel's scale the same
         scale.masked_fill_(scale < torch.finfo(torch.float32).tiny, 1.0)  # too small to divide by: zeros
         made.scale.copy_(scale)
-        made.weight.copy_(torch.round(wide / scale[:, None]).clamp_(-127, 127))
+        made.weight.copy_((wide / scale[:, None]).round_().clamp_(-127, 127))
         if bias is not None:
             made.bias.copy_(bias)
         return made
