@@ -18,7 +18,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -44,7 +44,7 @@ _Model = TypeVar("_Model")
 def accelerate(
     model: _Model,
     *,
-    dtype: torch.dtype | str | None = None,
+    dtype: torch.dtype | Literal["int8"] | None = None,
     strict: bool = False,
     attention: bool = True,
     ffn: bool = True,
@@ -63,15 +63,16 @@ def accelerate(
     as many as `batch_size` texts of the longest's length have, on a CPU at most 1,024 (and always a whole
     text).
 
-    With `dtype="int8"` the linear layers of the encoder's layers run on 8-bit weights, for inference on a CPU
-    (see `fastbert.quantization`; the outputs are those of `quantize("int8")` in fastbert's own models). The
-    model keeps its parameters, in the dtype they have: `state_dict`, `save_pretrained`, copies and pickles
-    hold the floating-point model, and a weight that changes is rounded anew. The 8-bit weights come on top,
-    one byte per weight. Embeddings, poolers and heads stay as they are. A layer runs in floating point where
-    it cannot run on 8 bits: where one of its linear layers carries an unmerged adapter, where one was moved
-    to a GPU, where the activation is none of fastbert's. Padded and unpadded, in eval and in training mode
-    without gradients, 8 bits run; a call that wants a gradient of such a layer raises RuntimeError. Under
-    torch.compile the encoder runs as it does without; `fullgraph=True` is refused there. An exported model is
+    With `dtype="int8"` the linear layers of the encoder layers run on 8-bit weights, for inference on a CPU,
+    as `quantize("int8")` makes them in fastbert's own models. The model keeps its parameters and their dtype:
+    `state_dict`, `save_pretrained`, copies and pickles hold the floating-point model. A weight that changes
+    is rounded anew. The 8-bit weights come on top: one byte per weight, up to three where a layer does not
+    run in one call (autocast, gradients enabled). Embeddings, poolers and heads stay as they are.
+
+    A layer runs in floating point where it cannot run on 8 bits: one of its linear layers has an unmerged
+    adapter or was moved to a GPU, or the activation is none of fastbert's. A call that needs a gradient
+    through an 8-bit layer raises RuntimeError, in eval mode too: call the model under `torch.no_grad()`.
+    torch.compile leaves an 8-bit encoder as it is, and refuses it with `fullgraph=True`. An exported model is
     the stock one.
 
     A second call changes the options. `fastbert.restore` gives the stock model back; `fastbert.explain` says
