@@ -24,6 +24,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.editable_wheel import editable_wheel
 from setuptools.errors import CompileError, SetupError
 
 ROOT = Path(__file__).resolve().parent
@@ -198,7 +199,25 @@ class BuildExtension(build_ext):
         ninja.run()
 
 
+class Editable(editable_wheel):
+    """Puts `.editable` on the path, a folder that holds nothing but a link to fastbert/.
+
+    Type checkers read path files, but not the finder that setuptools installs otherwise. The root itself must
+    not be on the path: `import kernels`, `bench` and `tests` would find its folders.
+    """
+
+    def finalize_options(self) -> None:
+        link = ROOT / ".editable" / "fastbert"
+        link.parent.mkdir(exist_ok=True)
+        if not link.is_symlink():
+            link.symlink_to(Path("..", "fastbert"), target_is_directory=True)
+        self.distribution.package_dir = {"": link.parent.name}
+        # else beside the link, where Python would find the distribution a second time
+        self.distribution.command_options.setdefault("egg_info", {})["egg_base"] = ("setup.py", ".")
+        super().finalize_options()
+
+
 setup(
     ext_modules=[Extension("fastbert._C", sources=["csrc/bindings/module.cpp"])],
-    cmdclass={"build_ext": BuildExtension},
+    cmdclass={"build_ext": BuildExtension, "editable_wheel": Editable},
 )

@@ -6,27 +6,31 @@
     vectors = fastbert.encode("path/to/model", ["a sentence", "another"])
     fastbert.accelerate(model_of_transformers)
 
+Models         AutoModel, AutoModelFor…, BertModel, BertForMaskedLM, RobertaModel, …: HuggingFace's names
+Settings       EncoderConfig (BertConfig)
+Sentences      encode, SentenceEncoder
+Others' models accelerate, restore
+How it runs    explain, graph, use_backend
+Errors         CheckpointError, EncodingError
+
+`dir(fastbert)` lists every name, and `help(fastbert.NAME)` says what it does.
+
 Names are imported at their first use: `import fastbert` alone loads neither torch nor a backend.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_PUBLIC = {  # public name -> where it is defined; an alias names its target after a colon
-    "AutoModel": "models",
-    "AutoModelForMaskedLM": "heads",
-    "AutoModelForMultipleChoice": "heads",
-    "AutoModelForNextSentencePrediction": "heads",
-    "AutoModelForPreTraining": "heads",
-    "AutoModelForQuestionAnswering": "heads",
-    "AutoModelForSequenceClassification": "heads",
-    "AutoModelForTokenClassification": "heads",
+# Public name -> module, and the name there behind a colon where it is another. Model classes are not listed:
+# those with a head are in heads.py, the encoders in models.py.
+_PLACES = {
     "BertConfig": "config:EncoderConfig",
     "CheckpointError": "checkpoint",
     "EncoderConfig": "config",
@@ -40,72 +44,186 @@ _PUBLIC = {  # public name -> where it is defined; an alias names its target aft
     "use_backend": "dispatch",
 }
 
-_HEADS = (
-    "ForMaskedLM",
-    "ForMultipleChoice",
-    "ForQuestionAnswering",
-    "ForSequenceClassification",
-    "ForTokenClassification",
-)
-# Each family's classes, under HuggingFace's names
-for _family, _further in {
-    "Albert": ("ForPreTraining",),
-    "Bert": ("ForPreTraining", "ForNextSentencePrediction"),
-    "Camembert": (),
-    "DistilBert": (),
-    "Electra": ("ForPreTraining",),
-    "Ernie": ("ForPreTraining", "ForNextSentencePrediction"),
-    "MPNet": (),
-    "Roberta": (),
-    "XLMRoberta": (),
-}.items():
-    _PUBLIC |= {f"{_family}Model": "models", **{_family + head: "heads" for head in (*_HEADS, *_further)}}
-del _family, _further
+__all__ = [
+    "AlbertForMaskedLM",
+    "AlbertForMultipleChoice",
+    "AlbertForPreTraining",
+    "AlbertForQuestionAnswering",
+    "AlbertForSequenceClassification",
+    "AlbertForTokenClassification",
+    "AlbertModel",
+    "AutoModel",
+    "AutoModelForMaskedLM",
+    "AutoModelForMultipleChoice",
+    "AutoModelForNextSentencePrediction",
+    "AutoModelForPreTraining",
+    "AutoModelForQuestionAnswering",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "BertConfig",
+    "BertForMaskedLM",
+    "BertForMultipleChoice",
+    "BertForNextSentencePrediction",
+    "BertForPreTraining",
+    "BertForQuestionAnswering",
+    "BertForSequenceClassification",
+    "BertForTokenClassification",
+    "BertModel",
+    "CamembertForMaskedLM",
+    "CamembertForMultipleChoice",
+    "CamembertForQuestionAnswering",
+    "CamembertForSequenceClassification",
+    "CamembertForTokenClassification",
+    "CamembertModel",
+    "CheckpointError",
+    "DistilBertForMaskedLM",
+    "DistilBertForMultipleChoice",
+    "DistilBertForQuestionAnswering",
+    "DistilBertForSequenceClassification",
+    "DistilBertForTokenClassification",
+    "DistilBertModel",
+    "ElectraForMaskedLM",
+    "ElectraForMultipleChoice",
+    "ElectraForPreTraining",
+    "ElectraForQuestionAnswering",
+    "ElectraForSequenceClassification",
+    "ElectraForTokenClassification",
+    "ElectraModel",
+    "EncoderConfig",
+    "EncodingError",
+    "ErnieForMaskedLM",
+    "ErnieForMultipleChoice",
+    "ErnieForNextSentencePrediction",
+    "ErnieForPreTraining",
+    "ErnieForQuestionAnswering",
+    "ErnieForSequenceClassification",
+    "ErnieForTokenClassification",
+    "ErnieModel",
+    "MPNetForMaskedLM",
+    "MPNetForMultipleChoice",
+    "MPNetForQuestionAnswering",
+    "MPNetForSequenceClassification",
+    "MPNetForTokenClassification",
+    "MPNetModel",
+    "RobertaForMaskedLM",
+    "RobertaForMultipleChoice",
+    "RobertaForQuestionAnswering",
+    "RobertaForSequenceClassification",
+    "RobertaForTokenClassification",
+    "RobertaModel",
+    "SentenceEncoder",
+    "XLMRobertaForMaskedLM",
+    "XLMRobertaForMultipleChoice",
+    "XLMRobertaForQuestionAnswering",
+    "XLMRobertaForSequenceClassification",
+    "XLMRobertaForTokenClassification",
+    "XLMRobertaModel",
+    "__version__",
+    "accelerate",
+    "encode",
+    "explain",
+    "graph",
+    "restore",
+    "use_backend",
+]
 
-__all__ = ["__version__", *sorted(_PUBLIC)]
+if TYPE_CHECKING:  # what is below under its own name is public by `__all__`
+    from fastbert.acceleration import accelerate, restore
+    from fastbert.checkpoint import CheckpointError
+    from fastbert.config import EncoderConfig
+    from fastbert.config import EncoderConfig as BertConfig
+    from fastbert.dispatch import explain, use_backend
+    from fastbert.encoding import EncodingError, SentenceEncoder, encode
+    from fastbert.graphs import graph
+    from fastbert.heads import (
+        AlbertForMaskedLM,
+        AlbertForMultipleChoice,
+        AlbertForPreTraining,
+        AlbertForQuestionAnswering,
+        AlbertForSequenceClassification,
+        AlbertForTokenClassification,
+        AutoModelForMaskedLM,
+        AutoModelForMultipleChoice,
+        AutoModelForNextSentencePrediction,
+        AutoModelForPreTraining,
+        AutoModelForQuestionAnswering,
+        AutoModelForSequenceClassification,
+        AutoModelForTokenClassification,
+        BertForMaskedLM,
+        BertForMultipleChoice,
+        BertForNextSentencePrediction,
+        BertForPreTraining,
+        BertForQuestionAnswering,
+        BertForSequenceClassification,
+        BertForTokenClassification,
+        CamembertForMaskedLM,
+        CamembertForMultipleChoice,
+        CamembertForQuestionAnswering,
+        CamembertForSequenceClassification,
+        CamembertForTokenClassification,
+        DistilBertForMaskedLM,
+        DistilBertForMultipleChoice,
+        DistilBertForQuestionAnswering,
+        DistilBertForSequenceClassification,
+        DistilBertForTokenClassification,
+        ElectraForMaskedLM,
+        ElectraForMultipleChoice,
+        ElectraForPreTraining,
+        ElectraForQuestionAnswering,
+        ElectraForSequenceClassification,
+        ElectraForTokenClassification,
+        ErnieForMaskedLM,
+        ErnieForMultipleChoice,
+        ErnieForNextSentencePrediction,
+        ErnieForPreTraining,
+        ErnieForQuestionAnswering,
+        ErnieForSequenceClassification,
+        ErnieForTokenClassification,
+        MPNetForMaskedLM,
+        MPNetForMultipleChoice,
+        MPNetForQuestionAnswering,
+        MPNetForSequenceClassification,
+        MPNetForTokenClassification,
+        RobertaForMaskedLM,
+        RobertaForMultipleChoice,
+        RobertaForQuestionAnswering,
+        RobertaForSequenceClassification,
+        RobertaForTokenClassification,
+        XLMRobertaForMaskedLM,
+        XLMRobertaForMultipleChoice,
+        XLMRobertaForQuestionAnswering,
+        XLMRobertaForSequenceClassification,
+        XLMRobertaForTokenClassification,
+    )
+    from fastbert.models import (
+        AlbertModel,
+        AutoModel,
+        BertModel,
+        CamembertModel,
+        DistilBertModel,
+        ElectraModel,
+        ErnieModel,
+        MPNetModel,
+        RobertaModel,
+        XLMRobertaModel,
+    )
+else:  # unseen by type checkers, which would take any name for a public one
 
-if TYPE_CHECKING:  # what type checkers and editors see; the families' other names are made at run time
-    from fastbert.acceleration import accelerate as accelerate
-    from fastbert.acceleration import restore as restore
-    from fastbert.checkpoint import CheckpointError as CheckpointError
-    from fastbert.config import EncoderConfig as BertConfig  # noqa: F401
-    from fastbert.config import EncoderConfig as EncoderConfig
-    from fastbert.dispatch import explain as explain
-    from fastbert.dispatch import use_backend as use_backend
-    from fastbert.encoding import EncodingError as EncodingError
-    from fastbert.encoding import SentenceEncoder as SentenceEncoder
-    from fastbert.encoding import encode as encode
-    from fastbert.graphs import graph as graph
-    from fastbert.heads import AlbertForPreTraining as AlbertForPreTraining
-    from fastbert.heads import AutoModelForMaskedLM as AutoModelForMaskedLM
-    from fastbert.heads import AutoModelForMultipleChoice as AutoModelForMultipleChoice
-    from fastbert.heads import AutoModelForNextSentencePrediction as AutoModelForNextSentencePrediction
-    from fastbert.heads import AutoModelForPreTraining as AutoModelForPreTraining
-    from fastbert.heads import AutoModelForQuestionAnswering as AutoModelForQuestionAnswering
-    from fastbert.heads import AutoModelForSequenceClassification as AutoModelForSequenceClassification
-    from fastbert.heads import AutoModelForTokenClassification as AutoModelForTokenClassification
-    from fastbert.heads import BertForMaskedLM as BertForMaskedLM
-    from fastbert.heads import BertForMultipleChoice as BertForMultipleChoice
-    from fastbert.heads import BertForNextSentencePrediction as BertForNextSentencePrediction
-    from fastbert.heads import BertForPreTraining as BertForPreTraining
-    from fastbert.heads import BertForQuestionAnswering as BertForQuestionAnswering
-    from fastbert.heads import BertForSequenceClassification as BertForSequenceClassification
-    from fastbert.heads import BertForTokenClassification as BertForTokenClassification
-    from fastbert.heads import ElectraForPreTraining as ElectraForPreTraining
-    from fastbert.models import AutoModel as AutoModel
-    from fastbert.models import BertModel as BertModel
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'fastbert' has no attribute {name!r}")
-    module, _, target = _PUBLIC[name].partition(":")
-    value = getattr(importlib.import_module(f"fastbert.{module}"), target or name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'fastbert' has no attribute {name!r}")
+        place = _PLACES.get(name, "heads" if "For" in name else "models")
+        module, _, target = place.partition(":")
+        value = getattr(importlib.import_module(f"fastbert.{module}"), target or name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
+    # help() asks for the members through inspect.getmembers and prints every class whole: some 80,000 lines.
+    # It gets the module's own names; the docstring says what there is.
+    if sys._getframe(1).f_globals.get("__name__") == "inspect":
+        return sorted({*globals()} - {*__all__})
     return sorted({*globals(), *__all__})
 
 

@@ -83,14 +83,41 @@ class EncoderConfig:
         TypeError, ValueError: naming the key, what came and what was expected.
     """
 
+    # what every config has; other keys and families' spellings are found by `__getattr__`
+    model_type: str
+    id2label: dict[int, str]
+    label2id: dict[str, int]
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    hidden_act: str
+    hidden_dropout_prob: float
+    attention_probs_dropout_prob: float
+    max_position_embeddings: int
+    type_vocab_size: int
+    initializer_range: float
+    layer_norm_eps: float
+    pad_token_id: int | None
+    classifier_dropout: float | None
+    problem_type: str | None
+    is_decoder: bool
+    add_cross_attention: bool
+    tie_word_embeddings: bool
+    chunk_size_feed_forward: int
+    output_hidden_states: bool
+    output_attentions: bool
+    return_dict: bool
+
     def __init__(
         self,
         /,  # so that a key "self" is a key like any other
         model_type: str = "bert",
         *,
         num_labels: int | None = None,
-        id2label: dict | None = None,
-        label2id: dict | None = None,
+        id2label: dict[int, str] | None = None,
+        label2id: dict[str, int] | None = None,
         **kwargs: Any,
     ):
         family = family_of(model_type)

@@ -20,13 +20,16 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, overload
 
 import torch
 
 from fastbert import verdicts
 from fastbert.ops import checks
 from fastbert.verdicts import Verdict
+
+if TYPE_CHECKING:
+    from fastbert.acceleration import Explanation
 
 OPS = (
     "attention", "cross_entropy", "embedding", "layer_norm", "linear", "linear_cross_entropy", "linear_int8",
@@ -486,7 +489,11 @@ def use_backend(name: str | None = None, /, **per_op: str) -> Iterator[None]:
             _resolved.clear()
 
 
-def explain(target: str | torch.device | Any = "cpu") -> Any:
+@overload
+def explain(target: str | torch.device = "cpu") -> list[Choice]: ...
+@overload
+def explain(target: object) -> Explanation: ...
+def explain(target: str | torch.device | object = "cpu") -> list[Choice] | Explanation:
     """Which backend serves every op and dtype on a device now, and why the better ones do not: a list of
     `Choice`. Of a model: what `fastbert.acceleration.explain` says of it.
 

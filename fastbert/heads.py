@@ -1,7 +1,7 @@
 """The task heads, by HuggingFace's contract: signatures, parameter names, outputs and losses.
 
 Each class is the head of every family that has it: `BertForMaskedLM` holds the code, `RobertaForMaskedLM`,
-`DistilBertForMaskedLM`, … are the same class under the family's name, made at the end of the file. What
+`DistilBertForMaskedLM`, … are the same class under the family's name, at the end of the file. What
 differs between families (names, dropouts, activations, which head reads a pooler) is data in `families.py`.
 The `AutoModelFor…` classes choose by `model_type`. The heads over the vocabulary are in
 `vocabulary_heads.py`, what all share in `task_model.py`.
@@ -16,6 +16,8 @@ training too (`BertModel.forward`, first_token_only).
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,13 +26,16 @@ from fastbert.config import EncoderConfig
 from fastbert.families import FAMILIES, Family
 from fastbert.labels import check_classes, check_positions, check_shares, one_a_sequence, sequence_loss
 from fastbert.layers import apply_linear, attach, part
-from fastbert.models import PreTrainedModel, family_classes
+from fastbert.models import PreTrainedModel
 from fastbert.ops import checks
 from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.outputs import LogitsOutput, QuestionAnsweringOutput
 from fastbert.task_model import Encoded, TaskModel, unscored
 from fastbert.vocabulary_heads import AlbertForPreTraining as AlbertForPreTraining
 from fastbert.vocabulary_heads import BertForMaskedLM, BertForPreTraining
+
+if TYPE_CHECKING:
+    from fastbert.calls import SpanCall
 
 # -- one vector a sequence -----------------------------------------------------------------------------------
 
@@ -281,6 +286,7 @@ class BertForQuestionAnswering(TaskModel):
     """
 
     task = "ForQuestionAnswering"
+    __call__: SpanCall
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)
@@ -384,7 +390,11 @@ class ElectraForPreTraining(TaskModel):
 
 
 class AutoTaskModel(PreTrainedModel):
-    """Chooses the family's class by `model_type`: `from_pretrained(path)`, `from_config(config)`."""
+    """Chooses the family's class by `model_type`: `from_pretrained(path)`, `from_config(config)`.
+
+    Where all these classes extend one of BERT's, so does the Auto class: for a type checker `from_pretrained`
+    returns an instance of the class on which it is called.
+    """
 
     def __init__(self, config: EncoderConfig):
         raise TypeError(f"{type(self).__name__}: use from_pretrained(…) or from_config(…)")
@@ -406,7 +416,7 @@ class AutoTaskModel(PreTrainedModel):
         return found
 
 
-class AutoModelForMaskedLM(AutoTaskModel):
+class AutoModelForMaskedLM(AutoTaskModel, BertForMaskedLM):
     """Chooses the masked-LM class by `model_type`."""
 
     task = "ForMaskedLM"
@@ -424,46 +434,286 @@ class AutoModelForPreTraining(AutoTaskModel):
         return globals().get(prefix + cls.task) or globals()[prefix + BertForMaskedLM.task]
 
 
-class AutoModelForNextSentencePrediction(AutoTaskModel):
+class AutoModelForNextSentencePrediction(AutoTaskModel, BertForNextSentencePrediction):
     """Chooses the next-sentence class by `model_type`."""
 
     task = "ForNextSentencePrediction"
 
 
-class AutoModelForSequenceClassification(AutoTaskModel):
+class AutoModelForSequenceClassification(AutoTaskModel, BertForSequenceClassification):
     """Chooses the sequence-classification class by `model_type`."""
 
     task = "ForSequenceClassification"
 
 
-class AutoModelForMultipleChoice(AutoTaskModel):
+class AutoModelForMultipleChoice(AutoTaskModel, BertForMultipleChoice):
     """Chooses the multiple-choice class by `model_type`."""
 
     task = "ForMultipleChoice"
 
 
-class AutoModelForTokenClassification(AutoTaskModel):
+class AutoModelForTokenClassification(AutoTaskModel, BertForTokenClassification):
     """Chooses the token-classification class by `model_type`."""
 
     task = "ForTokenClassification"
 
 
-class AutoModelForQuestionAnswering(AutoTaskModel):
+class AutoModelForQuestionAnswering(AutoTaskModel, BertForQuestionAnswering):
     """Chooses the question-answering class by `model_type`."""
 
     task = "ForQuestionAnswering"
 
 
-# RobertaForMaskedLM, …, MPNetForQuestionAnswering, ErnieForPreTraining
-for _head in (
-    BertForMaskedLM,
-    BertForPreTraining,
-    BertForNextSentencePrediction,
-    BertForSequenceClassification,
-    BertForMultipleChoice,
-    BertForTokenClassification,
-    BertForQuestionAnswering,
-):
-    _others = [model_type for model_type in _head.model_types if model_type != "bert"]
-    globals().update(family_classes(_head, _others, __name__))
-del _head, _others
+# -- the families' heads: BERT's, bound to a model_type ------------------------------------------------------
+
+
+class RobertaForMaskedLM(BertForMaskedLM):
+    """See `BertForMaskedLM`."""
+
+    model_type = "roberta"
+
+
+class RobertaForSequenceClassification(BertForSequenceClassification):
+    """See `BertForSequenceClassification`."""
+
+    model_type = "roberta"
+
+
+class RobertaForMultipleChoice(BertForMultipleChoice):
+    """See `BertForMultipleChoice`."""
+
+    model_type = "roberta"
+
+
+class RobertaForTokenClassification(BertForTokenClassification):
+    """See `BertForTokenClassification`."""
+
+    model_type = "roberta"
+
+
+class RobertaForQuestionAnswering(BertForQuestionAnswering):
+    """See `BertForQuestionAnswering`."""
+
+    model_type = "roberta"
+
+
+class XLMRobertaForMaskedLM(BertForMaskedLM):
+    """See `BertForMaskedLM`."""
+
+    model_type = "xlm-roberta"
+
+
+class XLMRobertaForSequenceClassification(BertForSequenceClassification):
+    """See `BertForSequenceClassification`."""
+
+    model_type = "xlm-roberta"
+
+
+class XLMRobertaForMultipleChoice(BertForMultipleChoice):
+    """See `BertForMultipleChoice`."""
+
+    model_type = "xlm-roberta"
+
+
+class XLMRobertaForTokenClassification(BertForTokenClassification):
+    """See `BertForTokenClassification`."""
+
+    model_type = "xlm-roberta"
+
+
+class XLMRobertaForQuestionAnswering(BertForQuestionAnswering):
+    """See `BertForQuestionAnswering`."""
+
+    model_type = "xlm-roberta"
+
+
+class CamembertForMaskedLM(BertForMaskedLM):
+    """See `BertForMaskedLM`."""
+
+    model_type = "camembert"
+
+
+class CamembertForSequenceClassification(BertForSequenceClassification):
+    """See `BertForSequenceClassification`."""
+
+    model_type = "camembert"
+
+
+class CamembertForMultipleChoice(BertForMultipleChoice):
+    """See `BertForMultipleChoice`."""
+
+    model_type = "camembert"
+
+
+class CamembertForTokenClassification(BertForTokenClassification):
+    """See `BertForTokenClassification`."""
+
+    model_type = "camembert"
+
+
+class CamembertForQuestionAnswering(BertForQuestionAnswering):
+    """See `BertForQuestionAnswering`."""
+
+    model_type = "camembert"
+
+
+class DistilBertForMaskedLM(BertForMaskedLM):
+    """See `BertForMaskedLM`."""
+
+    model_type = "distilbert"
+
+
+class DistilBertForSequenceClassification(BertForSequenceClassification):
+    """See `BertForSequenceClassification`."""
+
+    model_type = "distilbert"
+
+
+class DistilBertForMultipleChoice(BertForMultipleChoice):
+    """See `BertForMultipleChoice`."""
+
+    model_type = "distilbert"
+
+
+class DistilBertForTokenClassification(BertForTokenClassification):
+    """See `BertForTokenClassification`."""
+
+    model_type = "distilbert"
+
+
+class DistilBertForQuestionAnswering(BertForQuestionAnswering):
+    """See `BertForQuestionAnswering`."""
+
+    model_type = "distilbert"
+
+
+class ElectraForMaskedLM(BertForMaskedLM):
+    """See `BertForMaskedLM`."""
+
+    model_type = "electra"
+
+
+class ElectraForSequenceClassification(BertForSequenceClassification):
+    """See `BertForSequenceClassification`."""
+
+    model_type = "electra"
+
+
+class ElectraForMultipleChoice(BertForMultipleChoice):
+    """See `BertForMultipleChoice`."""
+
+    model_type = "electra"
+
+
+class ElectraForTokenClassification(BertForTokenClassification):
+    """See `BertForTokenClassification`."""
+
+    model_type = "electra"
+
+
+class ElectraForQuestionAnswering(BertForQuestionAnswering):
+    """See `BertForQuestionAnswering`."""
+
+    model_type = "electra"
+
+
+class AlbertForMaskedLM(BertForMaskedLM):
+    """See `BertForMaskedLM`."""
+
+    model_type = "albert"
+
+
+class AlbertForSequenceClassification(BertForSequenceClassification):
+    """See `BertForSequenceClassification`."""
+
+    model_type = "albert"
+
+
+class AlbertForMultipleChoice(BertForMultipleChoice):
+    """See `BertForMultipleChoice`."""
+
+    model_type = "albert"
+
+
+class AlbertForTokenClassification(BertForTokenClassification):
+    """See `BertForTokenClassification`."""
+
+    model_type = "albert"
+
+
+class AlbertForQuestionAnswering(BertForQuestionAnswering):
+    """See `BertForQuestionAnswering`."""
+
+    model_type = "albert"
+
+
+class ErnieForMaskedLM(BertForMaskedLM):
+    """See `BertForMaskedLM`."""
+
+    model_type = "ernie"
+
+
+class ErnieForPreTraining(BertForPreTraining):
+    """See `BertForPreTraining`."""
+
+    model_type = "ernie"
+
+
+class ErnieForNextSentencePrediction(BertForNextSentencePrediction):
+    """See `BertForNextSentencePrediction`."""
+
+    model_type = "ernie"
+
+
+class ErnieForSequenceClassification(BertForSequenceClassification):
+    """See `BertForSequenceClassification`."""
+
+    model_type = "ernie"
+
+
+class ErnieForMultipleChoice(BertForMultipleChoice):
+    """See `BertForMultipleChoice`."""
+
+    model_type = "ernie"
+
+
+class ErnieForTokenClassification(BertForTokenClassification):
+    """See `BertForTokenClassification`."""
+
+    model_type = "ernie"
+
+
+class ErnieForQuestionAnswering(BertForQuestionAnswering):
+    """See `BertForQuestionAnswering`."""
+
+    model_type = "ernie"
+
+
+class MPNetForMaskedLM(BertForMaskedLM):
+    """See `BertForMaskedLM`."""
+
+    model_type = "mpnet"
+
+
+class MPNetForSequenceClassification(BertForSequenceClassification):
+    """See `BertForSequenceClassification`."""
+
+    model_type = "mpnet"
+
+
+class MPNetForMultipleChoice(BertForMultipleChoice):
+    """See `BertForMultipleChoice`."""
+
+    model_type = "mpnet"
+
+
+class MPNetForTokenClassification(BertForTokenClassification):
+    """See `BertForTokenClassification`."""
+
+    model_type = "mpnet"
+
+
+class MPNetForQuestionAnswering(BertForQuestionAnswering):
+    """See `BertForQuestionAnswering`."""
+
+    model_type = "mpnet"

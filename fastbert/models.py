@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,11 @@ from fastbert.layers import (
 )
 from fastbert.outputs import BaseModelOutputWithPooling
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from fastbert.calls import EncoderCall
+
 
 class PreTrainedModel(nn.Module):
     """Construction, loading, saving and the small accessors that every model shares.
@@ -49,6 +54,15 @@ class PreTrainedModel(nn.Module):
     model_type: ClassVar[str | None] = None
     is_base_model: ClassVar[bool] = False
     task: ClassVar[str] = "Model"  # last part of HuggingFace's class name
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let a family's class take by position only what transformers has in BERT's order."""
+        super().__init_subclass__(**kwargs)
+        family = FAMILIES.get(vars(cls).get("model_type"))
+        if family is not None and "forward" not in vars(cls):
+            count = family.positional.get(cls.task, family.positional.get(""))
+            if count is not None:
+                cls.forward = _by_name_after(cls.forward, count, cls.__name__)
 
     def __init__(self, config: EncoderConfig):
         super().__init__()
@@ -103,7 +117,7 @@ class PreTrainedModel(nn.Module):
     # -- construction and files ------------------------------------------------------------------------------
 
     @classmethod
-    def from_config(cls, config: EncoderConfig, **kwargs: Any) -> PreTrainedModel:
+    def from_config(cls, config: EncoderConfig, **kwargs: Any) -> Self:
         """A freshly initialised model; `kwargs` go to the constructor (`add_pooling_layer`)."""
         config = _as_config(config)
         return cls.class_for(config)(config, **kwargs)
@@ -126,7 +140,7 @@ class PreTrainedModel(nn.Module):
         local_files_only: bool = False,
         token: str | None = None,
         **overrides: Any,
-    ) -> PreTrainedModel:
+    ) -> Self:
         """Load a HuggingFace directory, or a hub name where huggingface_hub and a network are there; in eval
         mode.
 
@@ -203,7 +217,7 @@ class PreTrainedModel(nn.Module):
         """
         checkpoint.save(self, directory, **kwargs)
 
-    def quantize(self, dtype: str = "int8") -> PreTrainedModel:
+    def quantize(self, dtype: str = "int8") -> Self:
         """Quantise the encoder layers' linear layers in place, for inference on a CPU; returns the model.
 
         One range a token and one scale an output channel, without calibration. The model is put in eval mode
@@ -343,7 +357,7 @@ class PreTrainedModel(nn.Module):
             "torch.compile do take this model"
         )
 
-    def train(self, mode: bool = True) -> PreTrainedModel:
+    def train(self, mode: bool = True) -> Self:
         """Set training mode; what was derived from the weights is forgotten.
 
         Raises:
@@ -408,6 +422,7 @@ class BertModel(PreTrainedModel):
     """
 
     is_base_model = True
+    __call__: EncoderCall
 
     def __init__(self, config: EncoderConfig, add_pooling_layer: bool = True):
         super().__init__(config)
@@ -693,22 +708,6 @@ class AutoModel(BertModel):
         return globals()[f"{config.family.class_prefix}Model"]
 
 
-def family_classes(
-    base: type[PreTrainedModel], families: list[str], module: str
-) -> dict[str, type[PreTrainedModel]]:
-    """`base` under each family's own class name ("RobertaModel"), bound to that `model_type`."""
-    made = {}
-    for model_type in families:
-        name = FAMILIES[model_type].class_prefix + base.task
-        body = {"model_type": model_type, "__module__": module, "__qualname__": name, "__doc__": base.__doc__}
-        positional = FAMILIES[model_type].positional
-        count = positional.get(base.task, positional.get(""))
-        if count is not None:
-            body["forward"] = _by_name_after(base.forward, count, name)
-        made[name] = type(name, (base,), body)
-    return made
-
-
 def _by_name_after(forward: Callable, count: int, name: str) -> Callable:
     """`forward` taking no more than `count` positional arguments: transformers has the others in another
     order.
@@ -730,5 +729,52 @@ def _by_name_after(forward: Callable, count: int, name: str) -> Callable:
     return limited
 
 
-_others = [model_type for model_type in FAMILIES if model_type != "bert"]
-globals().update(family_classes(BertModel, _others, __name__))
+# -- the families' encoders: BertModel, bound to a model_type ------------------------------------------------
+
+
+class RobertaModel(BertModel):
+    """RoBERTa's encoder; see `BertModel`."""
+
+    model_type = "roberta"
+
+
+class XLMRobertaModel(BertModel):
+    """XLM-RoBERTa's encoder; see `BertModel`."""
+
+    model_type = "xlm-roberta"
+
+
+class CamembertModel(BertModel):
+    """CamemBERT's encoder; see `BertModel`."""
+
+    model_type = "camembert"
+
+
+class DistilBertModel(BertModel):
+    """DistilBERT's encoder; see `BertModel`."""
+
+    model_type = "distilbert"
+
+
+class ElectraModel(BertModel):
+    """ELECTRA's encoder; see `BertModel`."""
+
+    model_type = "electra"
+
+
+class AlbertModel(BertModel):
+    """ALBERT's encoder; see `BertModel`."""
+
+    model_type = "albert"
+
+
+class ErnieModel(BertModel):
+    """ERNIE's encoder; see `BertModel`."""
+
+    model_type = "ernie"
+
+
+class MPNetModel(BertModel):
+    """MPNet's encoder; see `BertModel`."""
+
+    model_type = "mpnet"

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 
-class ModelOutput(OrderedDict):
+class ModelOutput(OrderedDict[Any, Any]):
     """Base of all outputs. Fields that are None are left out of the keys and of `to_tuple()`."""
 
     def __init_subclass__(cls) -> None:
@@ -59,12 +59,16 @@ def _rebuild(cls: type, values: dict) -> ModelOutput:
     return cls(**values)
 
 
+# Default of what a model always returns, so that type checkers need no test for None.
+_ABSENT: Any = None
+
+
 @dataclass
 class BaseModelOutputWithPooling(ModelOutput):
     """last_hidden_state (batch, seqlen, hidden); pooler_output (batch, hidden); hidden_states: layers + 1
     tensors, the embedding output first; attentions: per layer (batch, nheads, seqlen, seqlen)."""
 
-    last_hidden_state: Tensor | None = None
+    last_hidden_state: Tensor = _ABSENT
     pooler_output: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
@@ -75,8 +79,8 @@ class PreTrainingOutput(ModelOutput):
     """prediction_logits (batch, seqlen, vocab_size); seq_relationship_logits (batch, 2)."""
 
     loss: Tensor | None = None
-    prediction_logits: Tensor | None = None
-    seq_relationship_logits: Tensor | None = None
+    prediction_logits: Tensor = _ABSENT
+    seq_relationship_logits: Tensor = _ABSENT
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
 
@@ -86,8 +90,8 @@ class AlbertPreTrainingOutput(ModelOutput):
     """prediction_logits (batch, seqlen, vocab_size); sop_logits (batch, 2): order of the two segments."""
 
     loss: Tensor | None = None
-    prediction_logits: Tensor | None = None
-    sop_logits: Tensor | None = None
+    prediction_logits: Tensor = _ABSENT
+    sop_logits: Tensor = _ABSENT
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
 
@@ -99,7 +103,7 @@ class LogitsOutput(ModelOutput):
     """
 
     loss: Tensor | None = None
-    logits: Tensor | None = None
+    logits: Tensor = _ABSENT
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
 
@@ -109,7 +113,7 @@ class QuestionAnsweringOutput(ModelOutput):
     """start_logits, end_logits (batch, seqlen)."""
 
     loss: Tensor | None = None
-    start_logits: Tensor | None = None
-    end_logits: Tensor | None = None
+    start_logits: Tensor = _ABSENT
+    end_logits: Tensor = _ABSENT
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None

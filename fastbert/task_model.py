@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from fastbert.ops import checks
 from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.ops.padding import pack
 from fastbert.outputs import LogitsOutput, ModelOutput
+
+if TYPE_CHECKING:
+    from fastbert.calls import LabelsCall
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ class TaskModel(PreTrainedModel):
 
     model_types: ClassVar[Sequence[str]] = tuple(FAMILIES)  # the families that have this head
     reads_first_only: ClassVar[bool] = False  # the head reads the token at position 0 and no other
+    __call__: LabelsCall
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)

@@ -6,7 +6,7 @@ In training they compute only what the loss asks for: the labelled tokens, chunk
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.ops.linear_cross_entropy import linear_cross_entropy
 from fastbert.outputs import AlbertPreTrainingOutput, LogitsOutput, ModelOutput, PreTrainingOutput
 from fastbert.task_model import Encoded, TaskModel
+
+if TYPE_CHECKING:
+    from fastbert.calls import AlbertPreTrainingCall, MaskedLMCall, PreTrainingCall
 
 
 class LMModel(TaskModel):
@@ -125,6 +128,7 @@ class BertForMaskedLM(LMModel):
     """
 
     task = "ForMaskedLM"
+    __call__: MaskedLMCall
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)
@@ -185,6 +189,7 @@ class BertForPreTraining(LMModel):
     model_types = ("bert", "ernie")
     pair_label: ClassVar[str] = "next_sentence_label"  # what `forward` calls the labels of the pair
     output_class: ClassVar[type[ModelOutput]] = PreTrainingOutput
+    __call__: PreTrainingCall
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)
@@ -256,6 +261,7 @@ class AlbertForPreTraining(BertForPreTraining):
     model_types = ("albert",)
     pair_label = "sentence_order_label"
     output_class = AlbertPreTrainingOutput
+    __call__: AlbertPreTrainingCall
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)

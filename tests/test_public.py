@@ -16,7 +16,7 @@ import fastbert
 from fastbert import heads, models
 from fastbert.families import FAMILIES
 
-ROOT = pathlib.Path(fastbert.__file__).parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def run(code: str, *paths: pathlib.Path) -> subprocess.CompletedProcess:
@@ -81,3 +81,15 @@ def test_the_unrelated_project_of_this_name_is_named_once(tmp_path):
     assert done.stdout == ""
     assert done.stderr.count("'fastbert' 0.2.2, an unrelated project") == 1
     assert str(tmp_path) in done.stderr
+
+
+def test_help_is_short_and_loads_nothing():
+    """Also after the classes were used, whose every method it would print."""
+    code = "import fastbert, pydoc, sys\n{}text = pydoc.render_doc(fastbert)\nprint('torch' in sys.modules, text)"
+    loaded, text = run(code.format("")).stdout.split(" ", 1)
+    assert loaded == "False"
+    assert len(text.splitlines()) < 100
+    assert "AutoModelFor…" in text
+    used = run(code.format("fastbert.BertModel, fastbert.explain\n")).stdout
+    assert len(used.splitlines()) == len(text.splitlines())
+    assert "BertModel" in dir(fastbert)
