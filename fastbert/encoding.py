@@ -7,22 +7,34 @@ obeyed. What is not implemented there (a Dense module, a pooling mode) is refuse
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import re
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from fastbert import checkpoint, packing
+from fastbert import checkpoint, packing, quantization
 from fastbert.config import MAX_SIZE
 from fastbert.files import read_json
 from fastbert.models import AutoModel
 from fastbert.ops import checks
 from fastbert.pooling import POOLINGS, pool
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    Vectors = torch.Tensor | np.ndarray[Any, np.dtype[Any]] | Sequence[Sequence[float]] | Sequence[float]
+
+_log = logging.getLogger("fastbert")
 
 _SLICE = 32_768  # sentences tokenised at a time: bounds the memory that token ids take
 
@@ -38,6 +50,31 @@ _POOLING_KEYS = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
+}
+# Usual spellings of the special tokens, for those who read a saved tokenizer by transformers
+_SPECIAL_TOKENS = {
+    "cls_token": ("[CLS]", "<s>"),
+    "sep_token": ("[SEP]", "</s>"),
+    "unk_token": ("[UNK]", "<unk>"),
+    "mask_token": ("[MASK]", "<mask>"),
+}
+
+
+def _normalized(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.normalize(x, dim=-1)
+
+
+def _minus_distance(a: torch.Tensor, b: torch.Tensor, p: float) -> torch.Tensor:
+    # by products the distance of equal rows would not be 0
+    return -torch.cdist(a, b, p, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+# sentence-transformers' names: (n, width), (m, width) -> (n, m)
+SIMILARITIES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "cosine": lambda a, b: _normalized(a) @ _normalized(b).T,
+    "dot": lambda a, b: a @ b.T,
+    "euclidean": lambda a, b: _minus_distance(a, b, 2.0),
+    "manhattan": lambda a, b: _minus_distance(a, b, 1.0),
 }
 
 
@@ -61,6 +98,7 @@ class SentenceSettings:
         max_length: tokens a sentence may have, special ones included; None if the directory does not say.
         lower_case: lower the text before the tokenizer sees it.
         prompt: text put before every sentence.
+        similarity: "cosine", "dot", "euclidean" or "manhattan".
     """
 
     transformer: Path
@@ -69,6 +107,7 @@ class SentenceSettings:
     max_length: int | None = None
     lower_case: bool = False
     prompt: str = ""
+    similarity: str = "cosine"
 
 
 @dataclass(frozen=True)
@@ -173,8 +212,8 @@ def sentence_settings(
     if pooling_folder is not None:
         mode, pooling_config = _pooling_of(pooling_folder, pooling)
 
-    if prompt is None:
-        prompt = _default_prompt(directory / "config_sentence_transformers.json")
+    says_prompt, similarity = _defaults(directory / "config_sentence_transformers.json")
+    prompt = says_prompt if prompt is None else prompt
     if prompt and pooling_config.get("include_prompt", True) is False:
         raise ValueError(
             f"{pooling_folder / 'config.json'}: include_prompt false is not implemented "
@@ -202,6 +241,7 @@ def sentence_settings(
         max_length,
         lower_case,
         prompt,
+        similarity,
     )
 
 
@@ -215,16 +255,20 @@ def _module_folder(modules_path: Path, place: int, name: object) -> str:
     return plain
 
 
-def _default_prompt(path: Path) -> str:
-    if not path.is_file():
-        return ""
-    config = read_json(path)
+def _defaults(path: Path) -> tuple[str, str]:
+    """The default prompt and the similarity function that config_sentence_transformers.json asks for."""
+    config = read_json(path) if path.is_file() else {}
+    similarity = config.get("similarity_fn_name") or "cosine"
+    if similarity not in SIMILARITIES:
+        raise ValueError(
+            f"{path}: similarity_fn_name {similarity!r}; expected one of {', '.join(SIMILARITIES)}"
+        )
     name, prompts = config.get("default_prompt_name"), config.get("prompts") or {}
     if name is None:
-        return ""
+        return "", similarity
     if not isinstance(prompts, dict) or not isinstance(prompts.get(name), str):
         raise ValueError(f"{path}: default_prompt_name {name!r} is not among the prompts")
-    return prompts[name]
+    return prompts[name], similarity
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
@@ -305,8 +349,11 @@ def _wordpiece(directory: Path) -> Tokenizer:
     return tokenizer
 
 
-def pack_batches(lengths: np.ndarray, batch_tokens: int) -> Iterator[np.ndarray]:
-    """Split sentences into batches of at most `batch_tokens` tokens, longest first.
+def pack_batches(
+    lengths: np.ndarray, batch_tokens: int, batch_size: int | None = None
+) -> Iterator[np.ndarray]:
+    """Split sentences into batches of at most `batch_tokens` tokens and `batch_size` sentences, the longest
+    first.
 
     Yields:
         indices into `lengths`; a sentence longer than `batch_tokens` is a batch of its own.
@@ -315,7 +362,7 @@ def pack_batches(lengths: np.ndarray, batch_tokens: int) -> Iterator[np.ndarray]
     first, tokens = 0, 0
     for place, index in enumerate(order):
         length = int(lengths[index])
-        if place > first and tokens + length > batch_tokens:
+        if place > first and (tokens + length > batch_tokens or place - first == batch_size):
             yield order[first:place]
             first, tokens = place, 0
         tokens += length
@@ -336,9 +383,11 @@ class SentenceEncoder:
         max_length: tokens a sentence may have, special ones included; None = as many as the model can.
         lower_case: lower the text before the tokenizer sees it.
         prompt: text put before every sentence.
+        similarity_fn_name: what `similarity` computes: "cosine", "dot", "euclidean" or "manhattan".
 
     Raises:
-        ValueError: an unknown pooling, or a max_length too large for the model or too small for one token.
+        ValueError: an unknown pooling or similarity, or a max_length too large for the model or too small for
+            one token.
     """
 
     def __init__(
@@ -351,9 +400,14 @@ class SentenceEncoder:
         max_length: int | None = None,
         lower_case: bool = False,
         prompt: str = "",
+        similarity_fn_name: str = "cosine",
     ) -> None:
         if pooling not in POOLINGS:
             raise ValueError(f"pooling: {pooling!r}; expected one of {', '.join(POOLINGS)}")
+        if similarity_fn_name not in SIMILARITIES:
+            raise ValueError(
+                f"similarity_fn_name: {similarity_fn_name!r}; expected one of {', '.join(SIMILARITIES)}"
+            )
         limit = model.config.max_tokens
         max_length = limit if max_length is None else max_length
         special = tokenizer.num_special_tokens_to_add(False)
@@ -368,6 +422,7 @@ class SentenceEncoder:
         self.max_length = max_length
         self.lower_case = lower_case
         self.prompt = prompt
+        self.similarity_fn_name = similarity_fn_name
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(max_length)  # keeps the special tokens
@@ -383,7 +438,7 @@ class SentenceEncoder:
         prompt: str | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-    ) -> SentenceEncoder:
+    ) -> Self:
         """Load a HuggingFace or sentence-transformers directory.
 
         Args:
@@ -415,9 +470,76 @@ class SentenceEncoder:
             max_length=max_length,
             lower_case=settings.lower_case,
             prompt=settings.prompt,
+            similarity_fn_name=settings.similarity,
         )
 
-    def quantize(self, dtype: str = "int8") -> SentenceEncoder:
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write a directory that `from_pretrained` and sentence-transformers' SentenceTransformer load.
+
+        It holds the model, the tokenizer, and pooling, normalisation, maximum length, prompt and similarity
+        as sentence-transformers spells them. A quantised model's 8-bit weights are read by fastbert alone.
+        Each file replaces an old one whole.
+
+        Args:
+            directory: the folder; made if it is missing.
+
+        Raises:
+            TypeError: the model cannot be saved.
+            OSError: naming the file that cannot be written.
+        """
+        if not hasattr(self.model, "save_pretrained"):
+            raise TypeError(
+                f"model: {type(self.model).__name__} has no save_pretrained; expected a fastbert model"
+            )
+        directory = Path(directory)
+        self.model.save_pretrained(directory)
+        tokenizer = Tokenizer.from_str(self._tokenizer.to_str())
+        tokenizer.no_truncation()
+        known = {
+            name: next((s for s in spellings if tokenizer.token_to_id(s) is not None), None)
+            for name, spellings in _SPECIAL_TOKENS.items()
+        }
+        pad = self.model.config.pad_token_id
+        known["pad_token"] = None if pad is None else tokenizer.id_to_token(pad)
+        modules = ["Transformer", "Pooling", *(["Normalize"] if self.normalize else [])]
+        files = {
+            "tokenizer.json": tokenizer.to_str(pretty=True),
+            "tokenizer_config.json": {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "model_max_length": self.max_length,
+                "model_input_names": ["input_ids", "attention_mask"],
+                **{name: token for name, token in known.items() if token is not None},
+            },
+            "sentence_bert_config.json": {
+                "max_seq_length": self.max_length,
+                "do_lower_case": self.lower_case,
+            },
+            "1_Pooling/config.json": {
+                "word_embedding_dimension": self.width,
+                **{key: mode == self.pooling for key, mode in _POOLING_KEYS.items()},
+            },
+            "config_sentence_transformers.json": {
+                "prompts": {"default": self.prompt} if self.prompt else {},
+                "default_prompt_name": "default" if self.prompt else None,
+                "similarity_fn_name": self.similarity_fn_name,
+            },
+            # last: without it the directory is a plain one of HuggingFace's
+            "modules.json": [
+                {
+                    "idx": i,
+                    "name": str(i),
+                    "path": f"{i}_{kind}" if i else "",
+                    "type": f"sentence_transformers.models.{kind}",
+                }
+                for i, kind in enumerate(modules)
+            ],
+        }
+        for name, content in files.items():
+            path = directory / name
+            path.parent.mkdir(exist_ok=True)
+            _replace_text(path, content if isinstance(content, str) else json.dumps(content, indent=2) + "\n")
+
+    def quantize(self, dtype: str = "int8") -> Self:
         """Quantise the model in place, for inference on a CPU (`fastbert.quantization`); returns the encoder.
 
         Not while other threads encode.
@@ -429,6 +551,24 @@ class SentenceEncoder:
     def width(self) -> int:
         """Numbers in an embedding."""
         return self.model.config.hidden_size
+
+    def get_embedding_dimension(self) -> int:
+        """Numbers in an embedding, by sentence-transformers' name."""
+        return self.width
+
+    def get_sentence_embedding_dimension(self) -> int:
+        """Numbers in an embedding, by the name before sentence-transformers 6."""
+        return self.width
+
+    def __repr__(self) -> str:
+        model = self.model
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        kind = "int8 layers, the rest " if quantization.is_quantized(model) else ""
+        return (
+            f"{type(self).__name__}({type(model).__name__}, {model.config.num_hidden_layers} layers, "
+            f"{self.width} dimensions, pooling {self.pooling}{', normalized' if self.normalize else ''}, "
+            f"at most {self.max_length} tokens, {kind}{dtype} on {self.device})"
+        )
 
     @property
     def device(self) -> torch.device:
@@ -482,13 +622,15 @@ class SentenceEncoder:
         tokens: TokenBatch,
         *,
         batch_tokens: int = 8192,
+        batch_size: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> np.ndarray:
         """Embeddings of tokenised sentences; arguments as `encode`. Returns (sentences, width)."""
         self.check_batch_tokens(batch_tokens)
+        _check_batch_size(batch_size)
         out = np.empty((len(tokens.full_lengths), self.width), self.dtype)
         lengths = tokens.lengths
-        for batch in pack_batches(lengths, batch_tokens):
+        for batch in pack_batches(lengths, batch_tokens, batch_size):
             pieces = [tokens.ids[tokens.starts[i] : tokens.starts[i + 1]] for i in batch]
             rows = self._forward(np.concatenate(pieces), lengths[batch])
             bad = ~np.isfinite(rows).all(axis=1)
@@ -504,6 +646,8 @@ class SentenceEncoder:
         sentences: Sequence[str],
         *,
         batch_tokens: int = 8192,
+        batch_size: int | None = None,
+        show_progress_bar: bool | None = None,
         on_long: str = "truncate",
         progress: Callable[[int, int], None] | None = None,
     ) -> np.ndarray:
@@ -512,6 +656,11 @@ class SentenceEncoder:
         Args:
             sentences: texts. An empty one is encoded as its special tokens alone.
             batch_tokens: tokens in one batch at most; at least `max_length`.
+            batch_size: sentences in one batch at most; None leaves it to `batch_tokens`. A batch ends at the
+                limit it meets first. The embeddings do not depend on it beyond rounding.
+            show_progress_bar: True shows sentences, their rate and the time left on stderr, while it is a
+                terminal; False does not; None does so if the logger "fastbert" is at INFO or DEBUG, which is
+                sentence-transformers' rule.
             on_long: a sentence of more than `max_length` tokens: "truncate" or "error".
             progress: called after each batch with the sentences and tokens it held.
 
@@ -528,18 +677,46 @@ class SentenceEncoder:
         if on_long not in ("truncate", "error"):
             raise ValueError(f"on_long: {on_long!r}; expected 'truncate' or 'error'")
         self.check_batch_tokens(batch_tokens)
+        _check_batch_size(batch_size)
         sentences = list(sentences)
         out = np.empty((len(sentences), self.width), self.dtype)
+        if show_progress_bar is None:
+            show_progress_bar = _log.getEffectiveLevel() in (logging.INFO, logging.DEBUG)
+        if show_progress_bar and sys.stderr.isatty():
+            progress = _bar(len(sentences), progress)
         for first in range(0, len(sentences), _SLICE):
             try:
                 tokens = self.tokenize(sentences[first : first + _SLICE])
                 if on_long == "error" and tokens.truncated.size:
                     raise self.too_long(tokens)
-                rows = self.encode_tokens(tokens, batch_tokens=batch_tokens, progress=progress)
+                rows = self.encode_tokens(
+                    tokens, batch_tokens=batch_tokens, batch_size=batch_size, progress=progress
+                )
                 out[first : first + _SLICE] = rows
             except EncodingError as error:
                 raise EncodingError(first + error.index, error.problem) from None
         return out
+
+    def similarity(self, embeddings1: Vectors, embeddings2: Vectors) -> torch.Tensor:
+        """How similar each of some embeddings is to each of others, by `similarity_fn_name`.
+
+        Args:
+            embeddings1: (n, width), or (width,) for one: an array, a tensor or nested lists.
+            embeddings2: (m, width), or (width,), likewise.
+
+        Returns:
+            (n, m): the cosine of the angle, the dot product, or minus the Euclidean or Manhattan distance.
+
+        Raises:
+            ValueError: other shapes, or rows of different widths.
+        """
+        a, b = _matrix("embeddings1", embeddings1), _matrix("embeddings2", embeddings2)
+        if a.shape[1] != b.shape[1]:
+            raise ValueError(
+                f"embeddings2: rows of {b.shape[1]} numbers; expected {a.shape[1]}, as in embeddings1"
+            )
+        dtype = torch.promote_types(a.dtype, b.dtype)
+        return SIMILARITIES[self.similarity_fn_name](a.to(dtype), b.to(a.device, dtype))
 
     def too_long(self, tokens: TokenBatch) -> EncodingError:
         """The error for the first sentence that lost tokens."""
@@ -574,6 +751,52 @@ class SentenceEncoder:
         return rows.cpu().numpy()
 
 
+def _check_batch_size(batch_size: int | None) -> None:
+    if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
+        raise ValueError(f"batch_size: {batch_size!r}; expected an integer >= 1, or None")
+
+
+def _matrix(name: str, vectors: Vectors) -> torch.Tensor:
+    """(rows, width) of a floating-point dtype; a single vector becomes one row."""
+    if isinstance(vectors, (list, tuple)) and vectors and isinstance(vectors[0], (torch.Tensor, np.ndarray)):
+        vectors = torch.stack([torch.as_tensor(row) for row in vectors])
+    elif not isinstance(vectors, torch.Tensor):
+        vectors = torch.tensor(vectors)
+    if vectors.dim() not in (1, 2):
+        raise ValueError(f"{name}: shape {tuple(vectors.shape)}; expected (rows, width) or (width,)")
+    vectors = vectors.to(checks.compute_dtype(vectors)) if vectors.is_floating_point() else vectors.float()
+    return torch.atleast_2d(vectors)
+
+
+def _replace_text(path: Path, text: str) -> None:
+    """Write a file; a reader finds the old one or the new one whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _bar(total: int, also: Callable[[int, int], None] | None) -> Callable[[int, int], None]:
+    """Show on stderr, in one line, how many of `total` sentences are done."""
+    start, last, done = time.perf_counter(), 0.0, 0
+
+    def progress(sentences: int, tokens: int) -> None:
+        nonlocal last, done
+        done += sentences
+        if also is not None:
+            also(sentences, tokens)
+        now = time.perf_counter()
+        if done == total or now - last > 0.2:
+            last, rate = now, done / max(now - start, 1e-9)
+            left = round((total - done) / rate)
+            line = f"{done:,} of {total:,} sentences, {rate:,.0f}/s, {left // 60:02d}:{left % 60:02d} left"
+            print(f"\r{line:<78}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+    return progress
+
+
 def encode(
     model: str | Path | SentenceEncoder,
     sentences: Sequence[str],
@@ -585,6 +808,8 @@ def encode(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     batch_tokens: int = 8192,
+    batch_size: int | None = None,
+    show_progress_bar: bool | None = None,
     on_long: str = "truncate",
 ) -> np.ndarray:
     """Embed sentences with the model of a directory: (len(sentences), width) float32, in their order.
@@ -592,7 +817,7 @@ def encode(
     Args:
         model: a HuggingFace or sentence-transformers directory (loaded for this one call), or a
             `SentenceEncoder`; that one has its settings already, and none may be given here.
-        sentences, batch_tokens, on_long: as `SentenceEncoder.encode`.
+        sentences, batch_tokens, batch_size, show_progress_bar, on_long: as `SentenceEncoder.encode`.
         pooling, normalize, max_length, prompt, dtype, device: as `SentenceEncoder.from_pretrained`.
 
     Raises:
@@ -618,4 +843,10 @@ def encode(
             f"model: {type(model).__name__}; expected a directory or a SentenceEncoder "
             "(make one of a module and its tokenizer: SentenceEncoder(module, tokenizer))"
         )
-    return encoder.encode(sentences, batch_tokens=batch_tokens, on_long=on_long)
+    return encoder.encode(
+        sentences,
+        batch_tokens=batch_tokens,
+        batch_size=batch_size,
+        show_progress_bar=show_progress_bar,
+        on_long=on_long,
+    )

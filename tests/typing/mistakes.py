@@ -53,6 +53,7 @@ def functions(path: str, model: fastbert.BertModel) -> None:
     fastbert.use_backend(3)  # error
     fastbert.SentenceEncoder.from_pretrained(path, poling="mean")  # error
     encoder = fastbert.SentenceEncoder.from_pretrained(path)
+    encoder.encode(["a"], batch_size="all")  # error
     encoder.encode(["a"], batchsize=3)  # error
     encoder.encode(["a"]).logits  # error
     encoder.width.value  # error

@@ -61,9 +61,8 @@ def outputs(path: str, batch: dict[str, Tensor], labels: Tensor) -> Tensor:
     pretraining = fastbert.BertForPreTraining.from_pretrained(path)
     both = pretraining(batch["input_ids"], labels=labels, next_sentence_label=labels, output_logits=True)
     best = best + both.prediction_logits.sum() + both.seq_relationship_logits.sum()
-    order = fastbert.AlbertForPreTraining.from_pretrained(path)(
-        batch["input_ids"], sentence_order_label=labels
-    )
+    albert = fastbert.AlbertForPreTraining.from_pretrained(path)
+    order = albert(batch["input_ids"], sentence_order_label=labels)
     best = best + order.sop_logits.sum()
 
     _, logits = classifier(**batch, labels=labels, return_dict=False)
@@ -100,11 +99,12 @@ def sentences(path: str, texts: list[str]) -> Tensor:
     vectors = fastbert.encode(path, texts, normalize=True)
     encoder = fastbert.SentenceEncoder.from_pretrained(path, pooling="mean").quantize()
     assert_type(encoder, fastbert.SentenceEncoder)
-    more = encoder.encode(texts, batch_tokens=4096)
-    width: int = encoder.width
+    more = encoder.encode(texts, batch_size=64, show_progress_bar=False)
+    encoder.save_pretrained(path)
+    width: int = encoder.get_embedding_dimension()
     assert np.concatenate([vectors, more]).shape[1] == width
     try:
         encoder.encode(texts, on_long="error")
     except fastbert.EncodingError as error:
         print(error.index, error.problem)
-    return torch.tensor(vectors)
+    return encoder.similarity(vectors, more)
