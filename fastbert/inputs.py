@@ -30,7 +30,7 @@ class Inputs:
         input_ids, position_ids, token_type_ids: (rows,) int64; token_type_ids None where the family has no
             segments.
         inputs_embeds: (rows, embedding size) instead of input_ids, or None.
-        bias: additive attention bias (batch or 1, nheads or 1, S, S) from a 4-D mask, or None.
+        bias: additive attention bias (batch or 1, nheads or 1, S or 1, S) from a 4-D mask, or None.
         packing: where the rows come from.
         headless: the first sequence of which tokens are kept but not the one at position 0, None if there is
             none (not looked for under `torch.compile`).
@@ -277,9 +277,9 @@ def _masks(
     heads = config.num_attention_heads
     if mask.dim() == 4 and (mask.dtype == torch.bool or mask.is_floating_point()):
         b, h, *rest = mask.shape
-        if b not in (1, batch) or h not in (1, heads) or rest != [seqlen, seqlen]:
+        if b not in (1, batch) or h not in (1, heads) or rest not in ([seqlen, seqlen], [1, seqlen]):
             raise ValueError(
-                f"attention_mask: expected shape ({batch} or 1, {heads} or 1, {seqlen}, {seqlen}), "
+                f"attention_mask: expected shape ({batch} or 1, {heads} or 1, {seqlen} or 1, {seqlen}), "
                 f"got {tuple(mask.shape)}"
             )
         if mask.dtype == torch.bool:

@@ -52,7 +52,7 @@ class Sequences:
 
     Attributes:
         cu_seqlens, max_seqlen: see `fastbert.packing.Packing`.
-        bias: additive attention bias, (batch or 1, nheads or 1, S, S), or None.
+        bias: additive attention bias, (batch or 1, nheads or 1, S or 1, S), or None.
         seed: int64 tensor of one element from which all dropout of the call is drawn, None in eval.
         return_probs: layers return their attention probabilities too.
         scratch: memory in which a backend packs the weights of one layer after the other, and works.

@@ -481,7 +481,8 @@ class BertModel(PreTrainedModel):
             input_ids: (batch, seqlen) int64 or int32; or give `inputs_embeds` (batch, seqlen, embedding
                 size).
             attention_mask: (batch, seqlen) bool, int or float, non-zero = keep, holes legal; or 4-D
-                (batch or 1, nheads or 1, seqlen, seqlen), bool (True = attend) or additive, used as it is.
+                (batch or 1, nheads or 1, seqlen or 1, seqlen), bool (True = attend) or additive, used as it
+                is: it hides keys, and all tokens are computed.
             token_type_ids, position_ids: (batch, seqlen); position_ids may be (1, seqlen).
             encoder_hidden_states, encoder_attention_mask, past_key_values, use_cache: refused if given; this
                 is no decoder.

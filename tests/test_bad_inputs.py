@@ -408,6 +408,8 @@ FORWARD = [
         attention_mask=torch.ones(2, 1, 6, 6, dtype=torch.long)),
     forward("mask-4d-shape", ValueError, r"attention_mask: expected shape .*got \(2, 3, 6, 6\)",
         attention_mask=torch.zeros(2, 3, 6, 6)),
+    forward("mask-4d-keys", ValueError, r"attention_mask: expected shape \(2 or 1, 4 or 1, 6 or 1, 6\), got",
+        attention_mask=torch.zeros(2, 1, 1, 5)),
     forward("mask-complex", TypeError, r"attention_mask: expected bool.*complex64",
         attention_mask=IDS.to(torch.complex64)),
     forward("mask-list", TypeError, r"attention_mask: expected a torch\.Tensor, got list",

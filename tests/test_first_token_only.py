@@ -226,7 +226,7 @@ def test_heads_that_read_position_0_equal_transformers(name, task):
         assert torch.equal(model(**inputs, return_dict=False)[0], actual.logits)
 
 
-@pytest.mark.parametrize("kind", ["bool", "additive", "per-head"])
+@pytest.mark.parametrize("kind", ["bool", "additive", "per-head", "keys"])
 def test_four_dimensional_masks(bert, kind):
     ids = batch("bert")["input_ids"]
     torch.manual_seed(1)
@@ -237,6 +237,7 @@ def test_four_dimensional_masks(bert, kind):
         "bool": allowed,
         "additive": torch.zeros(4, 1, 40, 40).masked_fill(~allowed, float("-inf")),
         "per-head": torch.randn(1, 3, 40, 40),
+        "keys": allowed[:, :, :1],
     }[kind]
     with torch.no_grad(), products() as seen:
         whole, first = (bert(ids, mask, first_token_only=only)[0] for only in (False, True))

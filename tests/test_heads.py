@@ -215,6 +215,21 @@ def test_head_mask_reaches_the_encoder():
     close(gated.logits[kept], (hidden @ model.classifier.weight.T + model.classifier.bias)[kept])
 
 
+@pytest.mark.parametrize(
+    ("name", "task"), [(n, t) for n, t in CASES if n in ("bert", "mpnet") and t != "ForMultipleChoice"]
+)
+def test_masks_of_keys_alone(name, task):
+    hf, model = pair(name, task)
+    inputs = inputs_for(name, task)
+    keys = inputs.pop("attention_mask")[:, None, None, :].bool()
+    additive = torch.zeros(keys.shape).masked_fill(~keys, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        expected = hf(**inputs, attention_mask=additive.expand(-1, -1, keys.shape[-1], -1)).to_tuple()
+        for mask in (keys, additive):
+            for ours, theirs in zip(model(**inputs, attention_mask=mask).to_tuple(), expected, strict=True):
+                torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+
+
 def test_inputs_embeds_and_no_mask():
     for task in ("ForMaskedLM", "ForMultipleChoice"):
         hf, model = pair("bert", task)

@@ -178,6 +178,29 @@ def test_four_dimensional_masks(bert, kind):
         close(model(ids, mask).last_hidden_state, hf(ids, theirs.expand(4, -1, -1, -1)).last_hidden_state)
 
 
+@pytest.mark.parametrize("shape", [(4, 1), (1, 1), (4, 3)], ids=str)
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_masks_of_keys_alone(bert, kind, shape):
+    """(batch, 1, 1, seqlen), as old code extends a mask, in forward and backward."""
+    hf, model = bert
+    ids = batch("bert")["input_ids"]
+    torch.manual_seed(1)
+    allowed = torch.rand(*shape, 1, 40) > 0.3
+    theirs = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    mask = allowed if kind == "bool" else theirs
+    with torch.no_grad():
+        actual = model(ids, mask).last_hidden_state
+        close(actual, hf(ids, theirs.expand(4, 3, 40, 40)).last_hidden_state)
+        assert torch.equal(actual, model(ids, mask.expand(-1, -1, 40, -1)).last_hidden_state)
+    gradients = []
+    for one in (mask, mask.expand(-1, -1, 40, -1)):
+        model.zero_grad()
+        model(ids, one).last_hidden_state.square().sum().backward()
+        gradients.append(model.embeddings.word_embeddings.weight.grad.clone())
+    model.zero_grad()
+    assert torch.equal(*gradients)
+
+
 def test_two_dimensional_masks_of_every_dtype(bert):
     _, model = bert
     inputs = batch("bert")
