@@ -117,8 +117,9 @@ def _encode(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _threads(count: int) -> Iterator[None]:
-    if count < 1:
-        raise UsageError(f"--threads {count}: expected at least 1")
+    most = 4 * (os.cpu_count() or 1)  # far more than help; many more than the system can start
+    if not 1 <= count <= most:
+        raise UsageError(f"--threads {count}: expected 1 to {most}, four per CPU of this machine")
     before, rayon = torch.get_num_threads(), os.environ.get("RAYON_NUM_THREADS")
     torch.set_num_threads(count)
     os.environ["RAYON_NUM_THREADS"] = str(count)  # the tokenizer's threads; read at its first use
@@ -655,21 +656,38 @@ def build_parser() -> argparse.ArgumentParser:
         "--batch-tokens", type=int, metavar="N", help="tokens in one batch at most (default 8192)"
     )
     encode.add_argument(
-        "--max-length", type=int, metavar="N", help="tokens of one line, special ones included"
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="tokens of one line at most, special ones included; default: what the directory says, else as "
+        "many as the model has positions for",
     )
     encode.add_argument(
-        "--on-long", choices=("truncate", "error"), default="truncate", help="for a line over that"
+        "--on-long",
+        choices=("truncate", "error"),
+        default="truncate",
+        help="what a line over --max-length is: cut there (default), or an error",
     )
     encode.add_argument(
         "--dtype",
         choices=("auto", *_DTYPES, _INT8),
         default="auto",
-        help="of the weights; auto: as stored; int8: quantised, on a CPU",
+        help="of the weights; auto (default): as stored; int8: quantised, on a CPU",
     )
     encode.add_argument("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
-    encode.add_argument("--threads", type=int, metavar="N", help="CPU threads")
     encode.add_argument(
-        "--chunk-lines", type=int, default=32_768, metavar="N", help="lines held in memory at a time"
+        "--threads",
+        type=int,
+        metavar="N",
+        help="CPU threads of the model and the tokenizer; default: PyTorch's number, one per core or "
+        "OMP_NUM_THREADS",
+    )
+    encode.add_argument(
+        "--chunk-lines",
+        type=int,
+        default=32_768,
+        metavar="N",
+        help="lines held in memory at a time, at most (default 32768)",
     )
     encode.add_argument(
         "--progress",
@@ -679,13 +697,13 @@ def build_parser() -> argparse.ArgumentParser:
     encode.set_defaults(run=_encode)
 
     env = commands.add_parser("env", help="versions, devices, and which backend serves which op and why")
-    env.add_argument("--json", action="store_true")
+    env.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     env.set_defaults(run=_env)
 
     verify = commands.add_parser(
         "verify", help="the numerics table: each op, backend and dtype beside eager PyTorch"
     )
-    verify.add_argument("--json", action="store_true")
+    verify.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     verify.add_argument("--op", action="append", choices=dispatch.OPS, help="may be repeated; default: all")
     verify.add_argument(
         "--backend", action="append", choices=dispatch.BACKENDS, help="may be repeated; default: all"
@@ -717,7 +735,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds for one check (default 300)",
     )
-    warm.add_argument("--json", action="store_true")
+    warm.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     warm.set_defaults(run=_warmup)
 
     bench = commands.add_parser("bench", help="list or run the benchmarks of a source checkout")

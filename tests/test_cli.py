@@ -1,8 +1,10 @@
 """The `fastbert` command: encode loses nothing and names bad lines; env, verify and bench tell the truth."""
 
+import argparse
 import io
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -19,6 +21,7 @@ from safetensors.numpy import load_file
 import fastbert
 from fastbert import _native, cli, dispatch, testing
 from fastbert.encoding import SentenceEncoder
+from fastbert.pooling import POOLINGS
 
 ROOT = Path(fastbert.__file__).resolve().parent.parent
 LETTERS = "abcdefghijklmnopqrstuvwxyzéß"
@@ -420,6 +423,41 @@ def test_stopped_by_a_signal_midway(model, tmp_path, name, kind):
     assert left(tmp_path) == [output.name]
 
 
+@pytest.mark.skipif(os.name != "posix", reason="signals as POSIX knows them")
+@pytest.mark.parametrize("start", ["module", "script"])
+@pytest.mark.parametrize("swallow", [False, True])
+def test_interrupted_while_it_imports(tmp_path, start, swallow):
+    """Quietly, also where what is imported takes the exception of Ctrl-C for its own."""
+    interrupt = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(5)"
+    if swallow:
+        interrupt = f"try:\n    {interrupt}\nexcept BaseException as error:\n    raise ImportError from error"
+    (tmp_path / "torch.py").write_text(interrupt + "\n")
+    declared = re.search(r'^fastbert = "(.*):(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    module, function = declared.groups()
+    script = ["-c", f"import sys; from {module} import {function}; sys.exit({function}())"]
+    done = subprocess.run(
+        [sys.executable, *(["-m", "fastbert"] if start == "module" else script), "env"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_every_option_says_what_it_does():
+    (commands,) = (a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    for name, parser in commands.choices.items():
+        for action in parser._actions:
+            option = f"{name} {action.dest}"
+            assert action.help, option
+            takes_value = action.option_strings and action.nargs is None
+            if takes_value and not action.required:
+                assert "default" in action.help or action.choices == POOLINGS, option
+                if isinstance(action.default, (int, str)):
+                    assert "(default" in action.help, option
+
+
 def test_signal_handlers_are_put_back(run):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     run("bench")
@@ -516,7 +554,14 @@ BAD_CALLS = {
         "batch_tokens: 47;",
     ),
     "chunk lines": (["{encode}", "--chunk-lines", "0"], "--chunk-lines 0: expected at least 1"),
-    "threads": (["{encode}", "--threads", "0"], "--threads 0: expected at least 1"),
+    "threads": (
+        ["{encode}", "--threads", "0"],
+        f"--threads 0: expected 1 to {4 * os.cpu_count()}, four per CPU",
+    ),
+    "many threads": (
+        ["{encode}", "--threads", "100000"],
+        f"--threads 100000: expected 1 to {4 * os.cpu_count()}, four per CPU",
+    ),
     "device": (["{encode}", "--device", "toaster"], "--device toaster: "),
     "device kind": (["{encode}", "--device", "meta"], "--device meta: expected cpu, cuda or cuda:N"),
     "no such GPU": (["{encode}", "--device", "cuda:99"], "--device cuda:99: this machine shows torch"),

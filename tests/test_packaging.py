@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -134,7 +135,12 @@ def test_declarations():
     assert (project["name"], project["license"]) == ("fastbert-kernels", "Apache-2.0")
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     assert set(project["optional-dependencies"]) == {"hf", "st", "train", "viz", "bench", "test", "lint"}
-    assert project["scripts"] == {"fastbert": "fastbert.cli:main"}
+    # `make` installs a torch that is allowed, and the bound above is the release after it
+    (torch,) = (line for line in project["dependencies"] if line.startswith("torch"))
+    least, bound = re.fullmatch(r"torch>=2\.(\d+),<2\.(\d+)", torch).groups()
+    tested = re.search(r"^TORCH +\?= torch==2\.(\d+)\.", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    assert int(least) <= int(tested) == int(bound) - 1
+    assert project["scripts"] == {"fastbert": "fastbert.__main__:main"}
 
 
 # --- builds ---------------------------------------------------------------------------------------
