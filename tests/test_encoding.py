@@ -865,6 +865,8 @@ def test_what_it_saves_sentence_transformers_and_it_load(encoder, tmp_path, sett
     assert theirs.similarity_fn_name == one.similarity_fn_name
     assert theirs.tokenizer.pad_token == "[PAD]"
     assert theirs.tokenizer.mask_token == "[MASK]"
+    # whoever reads the tokenizer alone gets all tokens
+    assert Tokenizer.from_file(str(tmp_path / "folder" / "tokenizer.json")).truncation is None
     assert [p.name for p in (tmp_path / "folder").rglob("*.tmp")] == []
 
 
