@@ -21,9 +21,19 @@ DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torc
 _NO_DROPOUT = (0, 0, 0, 1.0)
 
 
+# Where a tensor's storage begins. Unlike `data_ptr()` it does not ask for memory to write to, which would
+# take away the marks of prepared.py.
+storage_address = getattr(torch._C, "_data_address", lambda t: t.untyped_storage().data_ptr())
+
+
+def address(t: torch.Tensor) -> int:
+    """Where a tensor's elements begin, for reading."""
+    return storage_address(t) + t.storage_offset() * t.itemsize
+
+
 def vector(t: torch.Tensor | None) -> tuple[int, int]:
     """(address, dtype code) of a parameter, or of none."""
-    return (0, 0) if t is None else (t.data_ptr(), DTYPE_CODES[t.dtype])
+    return (0, 0) if t is None else (address(t), DTYPE_CODES[t.dtype])
 
 
 def dropout(p: float, seed: torch.Tensor | None, offset: int) -> tuple[int, int, int, float]:

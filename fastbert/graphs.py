@@ -29,9 +29,11 @@ needs, of outputs one for each graph; `GraphedModel.bytes_held` is what it holds
 
 Weights: a graph reads the model's parameters where they are, so that an optimizer step, `copy_` or
 `load_state_dict` hold for the next call; weights derived from them (prepared.py) are then made anew, in
-place. A parameter or module that was replaced (`.to()`, `load_state_dict(assign=True)`, LoRA) is noticed, and
-everything recorded anew. Not noticed are changes of other things that were read while recording: attributes
-of modules such as `eps`, settings of PyTorch. After those, call `GraphedModel.clear`.
+place. So they are after a write through `parameter.data`: marks of the storages, which are on the host, tell
+of it without waiting for the device. A parameter or module that was replaced (`.to()`,
+`load_state_dict(assign=True)`, LoRA) is noticed, and everything recorded anew. Not noticed are changes of
+other things that were read while recording: attributes of modules such as `eps`, settings of PyTorch. After
+those, call `GraphedModel.clear`.
 
 What a graph cannot do, the model does itself, with the same result: `GraphedModel.last_fallback` says why.
 """
@@ -46,7 +48,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, starmap
 from operator import attrgetter, is_
 from typing import Any, Protocol
 
@@ -55,6 +57,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert import dispatch, prepared
+from fastbert._native import storage_address
 from fastbert.inputs import Inputs, check_inputs
 from fastbert.layers import is_hooked, part, pool_first
 from fastbert.models import BertModel, PreTrainedModel
@@ -233,7 +236,7 @@ class _Weights:
         ]
         # Recordings read this memory, even one that is found outdated only afterwards: so it must stay
         self.memory = [t.detach() for t in self.tensors]
-        self.pointers = [t.data_ptr() for t in self.tensors]
+        self.pointers = self.places()
         self.accept()
 
     def accept(self) -> None:
@@ -241,13 +244,19 @@ class _Weights:
         self.clears = prepared.clears()
         self.versions = [t._version for t in self.tensors]
 
+    def places(self) -> list[tuple[int, int]]:
+        """Where the tensors lie: (begin of the storage, offset in it)."""
+        return list(
+            zip(map(storage_address, self.tensors), map(Tensor.storage_offset, self.tensors), strict=True)
+        )
+
     def replaced(self) -> bool:
         """Whether a module or tensor is another one, or elsewhere."""
         return (
             list(map(type, self.modules)) != self.classes
             or list(map(len, self.tables)) != self.sizes
             or not all(map(is_, map(dict.get, self.homes, self.names), self.values))
-            or [t.data_ptr() for t in self.tensors] != self.pointers
+            or self.places() != self.pointers
         )
 
     def changed(self) -> bool:
@@ -616,7 +625,7 @@ class GraphedModel:
         if weights.replaced():
             self._drop()
             return False
-        if not weights.changed():
+        if not weights.changed() and all(starmap(prepared.current, self._derived.values())):
             return True
         prepared.clear(self.model)
         weights.accept()

@@ -170,5 +170,6 @@ void bind_encoder_layer(py::module_& m);
 void bind_layer_norm(py::module_& m);
 void bind_linear(py::module_& m);
 void bind_padding(py::module_& m);
+void bind_samples(py::module_& m);
 
 }  // namespace fastbert

@@ -52,4 +52,5 @@ PYBIND11_MODULE(_C, m) {
     bind_layer_norm(m);
     bind_linear(m);
     bind_padding(m);
+    bind_samples(m);
 }

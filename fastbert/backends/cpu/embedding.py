@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastbert._native import DTYPE_CODES, dropout, vector
+from fastbert._native import DTYPE_CODES, address, dropout, vector
 from fastbert._native import extension as _C
 
 _NONE = (0, 0, 0, 0)
@@ -18,7 +18,7 @@ def _flat(ids):
 def _lookup(table, ids):
     if table is None:
         return _NONE
-    return table.data_ptr(), table.stride(0), table.shape[0], 0 if ids is None else ids.data_ptr()
+    return address(table), table.stride(0), table.shape[0], 0 if ids is None else ids.data_ptr()
 
 
 def embedding_fwd(

@@ -6,7 +6,7 @@ from itertools import chain
 
 import torch
 
-from fastbert._native import DTYPE_CODES, vector
+from fastbert._native import DTYPE_CODES, address, vector
 from fastbert._native import extension as _C
 from fastbert.backends.cpu.attention import bias_args
 from fastbert.backends.cpu.linear import ACTIVATIONS, linear_pack
@@ -27,7 +27,7 @@ def encoder_layer_weights(linears, norms, scratch=None):
     )
     numbers, isa = [], _C.cpu_isa()
     for packed, scale, bias in linears:
-        numbers += (packed.data_ptr(), 0 if scale is None else scale.data_ptr(), *vector(bias))
+        numbers += (address(packed), 0 if scale is None else address(scale), *vector(bias))
         if scale is not None and len(numbers) == 4:
             numbers += 2 * _NOTHING
     for weight, bias in norms:

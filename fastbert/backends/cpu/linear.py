@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from fastbert._native import DTYPE_CODES, vector
+from fastbert._native import DTYPE_CODES, address, vector
 from fastbert._native import extension as _C
 from fastbert.backends.aten import linear as aten
 from fastbert.ops.checks import plain
@@ -27,7 +27,7 @@ def _panels(b: torch.Tensor, packed: torch.Tensor | None = None) -> torch.Tensor
     depth, columns = b.shape
     packed = b.new_empty(_C.cpu_linear_packed_size(depth, columns)) if packed is None else packed
     _C.cpu_linear_pack(
-        DTYPE_CODES[b.dtype], depth, columns, b.data_ptr(), *_strides(b), packed.data_ptr(),
+        DTYPE_CODES[b.dtype], depth, columns, address(b), *_strides(b), packed.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
     return packed
@@ -39,7 +39,7 @@ def _product(a, b, columns, bias=None, activation=None, residual=None, pre=None)
     `b` is a vector of panels, or (depth, columns) row by row.
     """
     rows, depth = a.shape
-    right = (b.data_ptr(), 0, 0) if b.dim() == 1 else (0, b.data_ptr(), b.stride(0))
+    right = (address(b), 0, 0) if b.dim() == 1 else (0, address(b), b.stride(0))
     c = a.new_empty(rows, columns)
     _C.cpu_linear_product(
         DTYPE_CODES[a.dtype], rows, columns, depth, a.data_ptr(), *_strides(a), *right,

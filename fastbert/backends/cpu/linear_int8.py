@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from fastbert._native import DTYPE_CODES, vector
+from fastbert._native import DTYPE_CODES, address, vector
 from fastbert._native import extension as _C
 from fastbert.backends.cpu.linear import ACTIVATIONS
 from fastbert.ops.checks import plain
@@ -17,7 +17,7 @@ from fastbert.ops.checks import plain
 def linear_int8_pack(weight):
     (out, depth), weight = weight.shape, plain(weight).contiguous()
     packed = weight.new_empty(_C.cpu_linear_int8_packed_size(depth, out), dtype=torch.uint8)
-    _C.cpu_linear_int8_pack(depth, out, weight.data_ptr(), packed.data_ptr(), torch.get_num_threads())
+    _C.cpu_linear_int8_pack(depth, out, address(weight), packed.data_ptr(), torch.get_num_threads())
     return packed
 
 
@@ -28,6 +28,6 @@ def linear_int8_fwd(x, weight, scale, bias, activation, packed=None):
     y = x.new_empty(rows, out)
     _C.cpu_linear_int8(
         DTYPE_CODES[x.dtype], rows, out, depth, x.data_ptr(), x.stride(0), packed.data_ptr(),
-        scale.data_ptr(), *vector(bias), ACTIVATIONS[activation], y.data_ptr(), torch.get_num_threads(),
+        address(scale), *vector(bias), ACTIVATIONS[activation], y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return y
