@@ -37,6 +37,7 @@ _PLACES = {
     "EncodingError": "encoding",
     "SentenceEncoder": "encoding",
     "accelerate": "acceleration",
+    "clear": "prepared",
     "encode": "encoding",
     "explain": "dispatch",
     "graph": "graphs",
@@ -120,6 +121,7 @@ __all__ = [
     "XLMRobertaModel",
     "__version__",
     "accelerate",
+    "clear",
     "encode",
     "explain",
     "graph",
@@ -207,6 +209,7 @@ if TYPE_CHECKING:  # what is below under its own name is public by `__all__`
         RobertaModel,
         XLMRobertaModel,
     )
+    from fastbert.prepared import clear
 else:  # unseen by type checkers, which would take any name for a public one
 
     def __getattr__(name: str) -> Any:

@@ -34,6 +34,7 @@ from fastbert.acceleration.sentences import AcceleratedSentences
 from fastbert.acceleration.sentences import fits as encodes
 from fastbert.layers import EncoderLayer
 from fastbert.models import BertModel as NativeModel
+from fastbert.prepared import module_of
 from fastbert.quantization import MODES
 
 TESTED = ("5", "6")  # transformers from the first to below the second
@@ -75,6 +76,13 @@ def accelerate(
     torch.compile leaves an 8-bit encoder as it is, and refuses it with `fullgraph=True`. An exported model is
     the stock one.
 
+    Weights may be written in place, in eval too, and through `parameter.data`: the next call has them. What
+    no cheap check sees is a write that PyTorch does not make, of single elements or rows, through a NumPy
+    array that was taken before, say. Where a weight lies in a mapped file (as `from_pretrained` leaves those
+    that it need not convert), in shared memory or in NumPy's, PyTorch's own writes are seen like that too:
+    whole tensors by the next call, rows by one of the next sixteen, single elements perhaps never. After
+    such a write call `fastbert.clear(model)`.
+
     A second call changes the options. `fastbert.restore` gives the stock model back; `fastbert.explain` says
     what runs fused, and what does not and why.
 
@@ -104,7 +112,7 @@ def accelerate(
             `attention=False` or `ffn=False` is given. Another string as `dtype`.
         RuntimeError: with `strict`, for an untested version of transformers.
     """
-    root = _module_of(model)
+    root = module_of(model)
     options = Options(strict, attention, ffn, layer_norm, unpad, int8=isinstance(dtype, str))
     for name, value in vars(options).items():
         if not isinstance(value, bool):
@@ -191,7 +199,7 @@ def restore(model: _Model) -> _Model:
         TypeError: `model` is no module and has none.
         RuntimeError: FSDP has wrapped the model since.
     """
-    root = _module_of(model)
+    root = module_of(model)
     prepared.clear(root)
     for module in root.modules():
         if isinstance(module, Accelerated):
@@ -304,7 +312,7 @@ def explain(model: Any) -> Explanation:
     Raises:
         TypeError: `model` is no module and has none.
     """
-    root = _module_of(model)
+    root = module_of(model)
     reports, rows = [], []
     for name, module, (_, kind), _ in _found(root):
         state = module.fastbert_state if isinstance(module, Accelerated) else None
@@ -347,13 +355,6 @@ def _calls_of(module: nn.Module) -> str:
     others = "".join(f", {calls} stock ({reason})" for reason, calls in stock.items())
     cpu = ", which gains nothing on a CPU" if interface.on_cpu(module) else ""
     return f"attention alone{cpu} (calls: {sum(site.fused for site in sites)} fused{others})"
-
-
-def _module_of(model: Any) -> nn.Module:
-    root = model if isinstance(model, nn.Module) else getattr(model, "model", None)
-    if not isinstance(root, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module or a pipeline, got {type(model).__name__}")
-    return root
 
 
 def _untested_version() -> str | None:
