@@ -443,8 +443,8 @@ class LayerMath:
         if op == "linear" and x.shape[0] >= _MANY_ROWS:
             weights = self._layer_weights(make, dense, norms, x, sequences.scratch)
         else:
-            tensors = (t for m in (*dense, *norms) for d in (m._parameters, m._buffers) for t in d.values())
-            sources = tuple(t for t in tensors if t is not None)
+            tables = [d for m in (*dense, *norms) for d in (m._parameters, m._buffers) if d]
+            sources = tuple([t for d in tables for t in d.values() if t is not None])
 
             def build() -> object | None:
                 if not int8:

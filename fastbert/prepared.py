@@ -4,7 +4,7 @@ Parameters stay exactly HuggingFace's. What a kernel wants otherwise (Q, K and V
 folded, 8-bit) is derived here, built lazily where no gradient is needed, and dropped as soon as a source
 changes. A change is noticed by the next call, in three ways.
 
-Key: identity, address, version counter and dtype of each source. It sees `load_state_dict`, an
+Key: identity, address and version counter of each source. It sees `load_state_dict`, an
 optimizer step, `.to()`, `copy_`, `parameter.data = other`.
 
 Mark: a write through `parameter.data` bypasses the version counter, but not the memory. PyTorch's storages
@@ -15,11 +15,11 @@ pickling take the mark away as well, which costs one needless build. Our launche
 instead.
 
 Samples: memory may also be written behind PyTorch's back, by a NumPy array that was taken before the mark was
-set. Therefore two cache lines per matrix and one per vector are compared at each call (on a CPU). And some
+set. Therefore a cache line of each matrix is compared at each call (on a CPU). And some
 storages cannot be marked: mapped files, in which transformers leaves float32 checkpoints that it loads as
 they are, shared memory, memory of NumPy's. There, elements of the rows are compared too: all rows of a matrix
-of up to 256, else one in sixteen per call, in turn. So a write over a whole tensor is noticed by the next
-call, a write over one row of a large matrix by one of the next sixteen, and one over single elements perhaps
+of up to 256, else one in 64 per call, in turn. So a write over a whole tensor is noticed by the next
+call, a write over one row of a large matrix by one of the next 64, and one over single elements perhaps
 never. After that, call `clear(module)` (`model.train()` and `model.eval()` do).
 
 What was considered (one element of each row read at every call, two threads sharing the work): 70 us at
@@ -50,11 +50,9 @@ from torch import Tensor, nn
 from fastbert._native import address, extension, storage_address
 
 _LINE = 64  # bytes
-_LINES = 2  # compared of each matrix, wherever it lies
 _WHOLE = 256  # rows of a matrix without a mark that are compared at every call; of more, 1 / _TURNS
-_TURNS = 16
+_TURNS = 64
 _version = attrgetter("_version")
-_dtype = attrgetter("dtype")
 
 
 class _Entry(NamedTuple):
@@ -130,6 +128,8 @@ def _pieces(tensor: Tensor, marked: bool) -> list[tuple[int, int, int, int, int]
     """(address, bytes to the next, how many, bytes of each, how many per call) to compare of a tensor."""
     if tensor.device.type != "cpu" or not _is_plain(tensor) or tensor.numel() == 0 or tensor.dim() > 2:
         return []
+    if marked and tensor.dim() < 2:
+        return []
     matrix, item = tensor.detach() if tensor.dim() == 2 else tensor.detach().reshape(1, -1), tensor.itemsize
     rows, width = matrix.shape
     down, along = (stride * item for stride in matrix.stride())
@@ -137,10 +137,8 @@ def _pieces(tensor: Tensor, marked: bool) -> list[tuple[int, int, int, int, int]
     column = width // 2 // line * line
     line = min(line, width - column)
     at = address(matrix) + column * along
-    lines = min(rows, _LINES)
-    step = rows // lines
-    found = [(at + step // 2 * down, step * down, lines, line * item, lines)]
-    if not marked and rows > _LINES:
+    found = [(at + rows // 2 * down, down, 1, line * item, 1)]
+    if not marked and rows > 1:
         found.append((at, down, rows, item, rows if rows <= _WHOLE else rows // _TURNS + 1))
     return found
 
@@ -149,7 +147,7 @@ class _Seal:
     """What tells whether some tensors still are what a value was built from.
 
     Attributes:
-        ids, places, versions, dtypes: of the tensors.
+        ids, places, versions: of the tensors.
         marked: for each, whether its storage has a mark.
         by_mark, stores: the storages with a mark, and all of them.
         samples: elements, compared with what they were; None: there are none to compare.
@@ -162,7 +160,7 @@ class _Seal:
         self.whole = all(self.marked)
         self.sources = tuple(map(weakref.ref, sources))
         self.ids, self.places = list(map(id, sources)), _places(sources)
-        self.versions, self.dtypes = list(map(_version, sources)), list(map(_dtype, sources))
+        self.versions = list(map(_version, sources))
         stores = list(map(_store, sources))
         self.stores, self.by_mark = set(stores), set(compress(stores, self.marked))
         pieces = [p for t, marked in zip(sources, self.marked, strict=True) for p in _pieces(t, marked)]
@@ -179,7 +177,6 @@ class _Seal:
             and all(map(_is_marked, sources if self.whole else compress(sources, self.marked)))
             and _places(sources) == self.places
             and list(map(_version, sources)) == self.versions
-            and list(map(_dtype, sources)) == self.dtypes
             and not self._differ()
         )
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastbert import accelerate, dispatch, graphs, prepared
 from fastbert.config import EncoderConfig
@@ -730,13 +731,24 @@ def by_data(model):
         parameter.data.mul_(0.9)
 
 
+def by_row(model):
+    for parameter in model.parameters():
+        parameter.data[0] *= 0.9
+
+
+def by_numpy(model):
+    for parameter in model.parameters():
+        parameter.detach().numpy()[...] *= 0.9
+
+
 def in_inference_mode(model):
     with torch.inference_mode():
         model.encoder.layer[0].attention.self.query.weight.mul_(1.5)
 
 
 @pytest.mark.parametrize(
-    "change", [scale, step, load, by_data, in_inference_mode, lambda m: m.train().eval()]
+    "change",
+    [scale, step, load, by_data, by_row, by_numpy, in_inference_mode, lambda m: m.train().eval()],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_weights_changed_in_place_stay_valid(change, dtype, monkeypatch):
@@ -765,6 +777,39 @@ def test_weights_changed_in_place_stay_valid(change, dtype, monkeypatch):
         change(g.model)
         call()
     assert g.recorded == recorded == 5
+
+
+def test_whether_weights_were_written_is_asked_of_the_host_alone(monkeypatch):
+    """An operation on the device's tensors might wait for the device."""
+
+    class Refuse(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(f"{func} was called")
+
+    monkeypatch.setattr(EncoderLayer, "_fused", lambda *_: None)
+    g = Graphed(fresh("bert", torch.float32))
+    g.check(**batch("bert"))
+    assert g.graphed._derived
+    with Refuse():
+        assert g.graphed._settle()
+        assert all(prepared.current(*entry) for entry in g.graphed._derived.values())
+    by_row(g.model)
+    with Refuse():
+        assert not all(prepared.current(*entry) for entry in g.graphed._derived.values())
+    g.check(**batch("bert"))
+    assert g.recorded == 1
+
+
+def test_a_write_that_the_model_itself_found_first(monkeypatch):
+    """It then has other derived weights than the graph, and set the marks again."""
+    monkeypatch.setattr(EncoderLayer, "_fused", lambda *_: None)
+    g = Graphed(fresh("bert", torch.float32))
+    g.check(**batch("bert"))
+    by_data(g.model)
+    with torch.no_grad():
+        g.model(**batch("bert"))
+    g.check(**batch("bert"))
+    assert g.recorded == 1
 
 
 def test_overwritten_weights_are_the_ones_remembered():

@@ -80,7 +80,7 @@ def accelerate(
     no cheap check sees is a write that PyTorch does not make, of single elements or rows, through a NumPy
     array that was taken before, say. Where a weight lies in a mapped file (as `from_pretrained` leaves those
     that it need not convert), in shared memory or in NumPy's, PyTorch's own writes are seen like that too:
-    whole tensors by the next call, rows by one of the next sixteen, single elements perhaps never. After
+    whole tensors by the next call, rows by one of the next 64, single elements perhaps never. After
     such a write call `fastbert.clear(model)`.
 
     A second call changes the options. `fastbert.restore` gives the stock model back; `fastbert.explain` says
