@@ -6,6 +6,7 @@ on the threads that PyTorch's ops run on, `torch.get_num_threads()` of them (see
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from pathlib import Path
@@ -41,13 +42,16 @@ def dropout(p: float, seed: torch.Tensor | None, offset: int) -> tuple[int, int,
     return (seed.data_ptr(), offset, threshold(p), 1.0 / (1.0 - p)) if p > 0 else _NO_DROPOUT
 
 
-def _team_start() -> int:
-    """Address of GOMP_parallel in the OpenMP runtime that PyTorch is linked to; 0 where there is none."""
+def _runtime() -> dict[str, int]:
+    """Addresses of what csrc/cpu/parallel.h needs of the OpenMP runtime that PyTorch is linked to."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    try:  # loaded by torch already: this gives its handle, and looks through what it is linked to
-        return ctypes.cast(ctypes.CDLL(str(library)).GOMP_parallel, ctypes.c_void_p).value or 0
-    except (OSError, AttributeError):
-        return 0
+    found = {"gomp_parallel": 0}
+    with contextlib.suppress(OSError, AttributeError):
+        # loaded by torch already: this gives its handle, and looks through what it is linked to
+        runtime = ctypes.CDLL(str(library))
+        for name in ("GOMP_parallel", "GOMP_parallel_start", "GOMP_parallel_end", "omp_get_num_threads"):
+            found[name.lower()] = ctypes.cast(getattr(runtime, name), ctypes.c_void_p).value or 0
+    return found
 
 
 def _load() -> tuple[ModuleType | None, str | None]:
@@ -57,7 +61,7 @@ def _load() -> tuple[ModuleType | None, str | None]:
         if any(Path(__file__).parent.glob("_C*.so")):
             return None, f"the compiled extension fastbert._C does not load: {error}"
         return None, "the compiled extension fastbert._C is not built (pip install -e . builds it)"
-    _C.set_team_start(_team_start())
+    _C.set_team_start(**_runtime())
     return _C, None
 
 

@@ -8,14 +8,16 @@ fused. A linear layer that `quantize` replaced counts as plain.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert import packing, prepared
 from fastbert.config import EncoderConfig
@@ -24,7 +26,7 @@ from fastbert.ops import checks
 from fastbert.ops.attention import attention
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.embedding import embedding
-from fastbert.ops.encoder_layer import encoder_layer, launchers
+from fastbert.ops.encoder_layer import close_team, encoder_layer, launchers, open_team
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
 from fastbert.ops.linear import packer as linear_packer
@@ -329,9 +331,11 @@ class LayerMath:
         first_only: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """The layer on packed tokens; see `EncoderLayer.forward`."""
+        fused = None if first_only else self._fused(hidden, sequences)
+        if fused is None:
+            close_team()  # PyTorch's own ops want threads too
         if first_only:
             return self._forward(hidden, sequences, gate, site, first_only)
-        fused = self._fused(hidden, sequences)
 
         def one(rows: Tensor, some: Sequences) -> tuple[Tensor, Tensor | None]:
             if fused is None:
@@ -603,6 +607,24 @@ class LayerMath:
                 lambda: (torch.cat(weights).to(dtype), torch.cat(biases).to(dtype)),
             )
         return linear(x, weight, bias).reshape(x.shape[0], 3, *shape[1:]).unbind(1)
+
+
+def together(layers: list[nn.Module], hidden: Tensor) -> contextlib.AbstractContextManager:
+    """While it stands, threads stand by for the layers: see `ops.encoder_layer.open_team`. Not where a hook
+    watches them, whose ops would find no threads.
+    """
+    if torch.compiler.is_compiling() or _has_any_global_hook() or any(map(is_hooked, layers)):
+        return contextlib.nullcontext()
+    return _with_team(hidden)
+
+
+@contextlib.contextmanager
+def _with_team(hidden: Tensor) -> Iterator[None]:
+    try:
+        open_team(hidden)
+        yield
+    finally:
+        close_team()
 
 
 class EncoderLayer(LayerMath, nn.Module):

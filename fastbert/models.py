@@ -32,6 +32,7 @@ from fastbert.layers import (
     pool_first,
     relative_bias,
     table,
+    together,
 )
 from fastbert.outputs import BaseModelOutputWithPooling
 
@@ -629,17 +630,23 @@ class BertModel(PreTrainedModel):
             and type(layers[-1]) is EncoderLayer
             and layers[-1].may_skip_rows()
         )
-        for i, layer in enumerate(layers):
-            arguments = (hidden, sequences, None if gates is None else gates[i], 1 + i * EncoderLayer.SITES)
-            only = {"first_only": True} if skip and i == len(layers) - 1 else {}
-            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                hidden, probs = recompute(layer, *arguments, **only, use_reentrant=False)
-            else:
-                hidden, probs = layer(*arguments, **only)
-            if want_states:
-                states.append(hidden)
-            if want_attentions:
-                attentions.append(probs)
+        with together(layers, hidden):
+            for i, layer in enumerate(layers):
+                arguments = (
+                    hidden,
+                    sequences,
+                    None if gates is None else gates[i],
+                    1 + i * EncoderLayer.SITES,
+                )
+                only = {"first_only": True} if skip and i == len(layers) - 1 else {}
+                if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+                    hidden, probs = recompute(layer, *arguments, **only, use_reentrant=False)
+                else:
+                    hidden, probs = layer(*arguments, **only)
+                if want_states:
+                    states.append(hidden)
+                if want_attentions:
+                    attentions.append(probs)
         if first_only:
             hidden = packed.keep_first(hidden) if skip else packed.first_rows(hidden)
         return hidden, states, attentions

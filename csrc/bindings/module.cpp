@@ -34,15 +34,27 @@ PYBIND11_MODULE(_C, m) {
     });
     m.def(
         "set_team_start",
-        [](std::uintptr_t address) {
-            Dl_info found;
-            void* const function = reinterpret_cast<void*>(address);
-            if (address != 0 && (dladdr(function, &found) == 0 || found.dli_saddr != function))
-                throw py::value_error("expected 0 or the address of a function of a loaded library, got " +
-                                      std::to_string(address));
-            set_team_start(address);
+        [](std::uintptr_t parallel, std::uintptr_t start, std::uintptr_t end, std::uintptr_t size) {
+            for (const std::uintptr_t address : {parallel, start, end, size}) {
+                Dl_info found;
+                void* const function = reinterpret_cast<void*>(address);
+                if (address != 0 && (dladdr(function, &found) == 0 || found.dli_saddr != function))
+                    throw py::value_error(
+                        "expected 0 or the address of a function of a loaded library, got " +
+                        std::to_string(address));
+            }
+            set_team_start(parallel, start, end, size);
         },
-        "Hand over the address of the OpenMP runtime's GOMP_parallel");
+        py::arg("gomp_parallel"), py::arg("gomp_parallel_start") = 0, py::arg("gomp_parallel_end") = 0,
+        py::arg("omp_get_num_threads") = 0, "Hand over the addresses of the OpenMP runtime's functions");
+    m.def(
+        "open_team",
+        [](int threads) {
+            check_threads(threads);
+            open_team(threads);
+        },
+        py::arg("threads"), "See csrc/cpu/parallel.h");
+    m.def("close_team", &close_team, py::call_guard<py::gil_scoped_release>());
     m.def("has_team", &has_team, "Whether work is spread over threads at all");
 
     bind_attention(m);

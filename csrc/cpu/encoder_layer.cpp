@@ -206,15 +206,8 @@ const char* run(const EncoderLayer& layer, int threads, char* memory) {
     });
 }
 
-}  // namespace
-
-std::int64_t cpu_encoder_layer_work(const EncoderLayer& layer, int threads) {
-    return Places(layer, layer.total).bytes() + 4 * 64 * threads;  // each part's places begin a line
-}
-
-const char* cpu_encoder_layer_fwd(const EncoderLayer& layer, int threads) {
-    if (layer.total == 0) return nullptr;
-    if (threads < 1) return "threads: expected >= 1";
+// The whole layer, in as many runs as there are threads or in one
+const char* run_all(const EncoderLayer& layer, int threads) {
     const std::vector<std::int64_t> firsts = runs_of_sequences(layer, threads);
     const Workspace own_work(layer.work != nullptr ? 0 : cpu_encoder_layer_work(layer, threads) / 4);
     char* const work = static_cast<char*>(layer.work != nullptr ? layer.work : own_work.data());
@@ -241,6 +234,22 @@ const char* cpu_encoder_layer_fwd(const EncoderLayer& layer, int threads) {
         if (own.bias.data != nullptr) own.bias.data += first * own.bias.batch_stride;
         return run(own, 1, work + memory[part]);
     });
+}
+
+}  // namespace
+
+std::int64_t cpu_encoder_layer_work(const EncoderLayer& layer, int threads) {
+    return Places(layer, layer.total).bytes() + 4 * 64 * threads;  // each part's places begin a line
+}
+
+const char* cpu_encoder_layer_fwd(const EncoderLayer& layer, int threads) {
+    if (layer.total == 0) return nullptr;
+    if (threads < 1) return "threads: expected >= 1";
+    const bool held = has_open_team();
+    if (!held) open_team(threads);
+    const char* const failed = run_all(layer, threads);
+    if (!held) close_team();
+    return failed;
 }
 
 }  // namespace fastbert

@@ -1,35 +1,258 @@
 #include "parallel.h"
 
+#include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <chrono>
+#include <climits>
 
 namespace fastbert {
 namespace {
 
-using TeamStart = void (*)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel
+using Clock = std::chrono::steady_clock;
 
-std::atomic<TeamStart> g_team_start{nullptr};
+// What a wait may cost before it becomes a sleep. Longer than the Python between two layers takes, because
+// to wake a sleeping thread costs 50 us on a virtual machine; short beside a time slice of the scheduler.
+constexpr auto kSpin = std::chrono::microseconds(300);
+constexpr int kTracked = 64;  // threads whose core is known
+
+using Region = void (*)(void (*)(void*), void*, unsigned, unsigned);
+struct Functions {
+    Region parallel = nullptr, start = nullptr;
+    void (*end)() = nullptr;
+    int (*size)() = nullptr;
+    bool can_hold() const { return start != nullptr && end != nullptr && size != nullptr; }
+} g_runtime;  // written when the extension is loaded
+
 std::atomic<bool> g_team_used{false};
 std::atomic<bool> g_team_lost{false};
 
-struct Job {
-    Body body;
-    void* context;
-    std::int64_t tasks;
-    std::atomic<std::int64_t> next{0};
-    std::atomic<int> workers{0};
+void pause_core() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Lets threads wait for something that others change; who has changed it calls `wake`.
+class Bell {
+  public:
+    // Spins while `worth` and not too long, then sleeps; `asleep` is called before that.
+    template <class Ready, class Asleep>
+    void wait(const Ready& ready, bool worth, const Asleep& asleep) {
+        if (ready()) return;
+        if (worth) {
+            const auto end = Clock::now() + kSpin;
+            do {
+                for (int i = 0; i < 32; ++i) {
+                    if (ready()) return;
+                    pause_core();
+                }
+            } while (Clock::now() < end);
+        }
+        asleep();
+        // Whoever changes something after `ready` was asked either sees a sleeper, or has rung before `rung`
+        // was read, and then `ready` sees the change.
+        sleepers_.fetch_add(1);
+        for (;;) {
+            const std::uint32_t rung = rung_.load();
+            if (ready()) break;
+            syscall(SYS_futex, &rung_, FUTEX_WAIT_PRIVATE, rung, nullptr, nullptr, 0);
+        }
+        sleepers_.fetch_sub(1);
+    }
+    void wake() {
+        rung_.fetch_add(1);
+        if (sleepers_.load() > 0)
+            syscall(SYS_futex, &rung_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+    }
+
+  private:
+    std::atomic<std::uint32_t> rung_{0};
+    std::atomic<std::int32_t> sleepers_{0};
 };
 
-void work(void* argument) {
-    Job& job = *static_cast<Job*>(argument);
-    const int worker = job.workers.fetch_add(1, std::memory_order_relaxed);
-    for (;;) {
-        const std::int64_t task = job.next.fetch_add(1, std::memory_order_relaxed);
-        if (task >= job.tasks) return;
-        job.body(job.context, task, worker);
+class Team;
+thread_local bool t_in_task = false;
+
+// Beside a busy neighbour the scheduler may put all threads of a process on one core. They then only take
+// turns there, and the thread that has the tasks does them sooner alone. It looks again after a while, longer
+// every time that nothing has changed.
+class Crowd {
+  public:
+    bool is_known() const { return length_ != Clock::duration::zero() && Clock::now() < until_; }
+    void note(bool crowded) {
+        length_ =
+            !crowded ? Clock::duration::zero() : std::clamp<Clock::duration>(2 * length_, kFirst, kLast);
+        if (crowded) until_ = Clock::now() + length_;
     }
+
+  private:
+    static constexpr Clock::duration kFirst = std::chrono::milliseconds(1),
+                                     kLast = std::chrono::milliseconds(1024);
+    Clock::duration length_{0};
+    Clock::time_point until_{};
+};
+thread_local Crowd t_crowd;
+
+// The threads of one parallel region: the one that opened it, worker 0, gives out jobs of tasks.
+class Team {
+  public:
+    Team() : owner_(pthread_self()) {
+        for (auto& core : cores_) core.store(-1, std::memory_order_relaxed);
+    }
+
+    bool is_mine() const { return pthread_equal(pthread_self(), owner_) != 0; }
+
+    // What each thread of the region does; `owner_` has other things to do.
+    static void stand_by(void* argument) {
+        Team& team = *static_cast<Team*>(argument);
+        if (!team.is_mine()) team.serve(team.entered_.fetch_add(1, std::memory_order_relaxed) + 1);
+    }
+
+    void run(std::int64_t tasks, int width, Body body, void* context) {
+        job_.body.store(body, std::memory_order_relaxed);
+        job_.context.store(context, std::memory_order_relaxed);
+        job_.tasks.store(static_cast<std::uint32_t>(tasks), std::memory_order_relaxed);
+        job_.width.store(width, std::memory_order_relaxed);
+        done_.store(0, std::memory_order_relaxed);
+        note_core(0);
+        ticket_.store(++number_ << 32 | static_cast<std::uint64_t>(tasks));
+        begin_.wake();
+        const std::uint32_t mine = take(0);
+        const auto ready = [&] { return done_.load(std::memory_order_acquire) == tasks; };
+        const bool crowded = crowded_.exchange(false, std::memory_order_relaxed) || shares_core(0);
+        if (!ready()) end_.wait(ready, !crowded, [] {});
+        if (crowded || mine < tasks) t_crowd.note(crowded);  // else the others may only have been late
+    }
+
+    // Sends the workers back to the runtime, `others` of them.
+    void close(int others) {
+        ticket_.store(kClosed);
+        begin_.wake();
+        const auto ready = [&] { return left_.load(std::memory_order_acquire) >= others; };
+        if (!ready()) end_.wait(ready, !shares_core(0), [] {});
+    }
+
+  private:
+    static constexpr std::uint64_t kClosed = ~std::uint64_t{0};
+
+    static std::uint32_t untaken(std::uint64_t ticket) {
+        return ticket == kClosed ? 0 : static_cast<std::uint32_t>(ticket);
+    }
+
+    void serve(int worker) {
+        std::uint64_t ticket = 0;
+        const auto ready = [&] {
+            ticket = ticket_.load(std::memory_order_acquire);
+            return ticket == kClosed ||
+                   (untaken(ticket) != 0 && worker < job_.width.load(std::memory_order_relaxed));
+        };
+        for (;;) {
+            begin_.wait(ready, !shares_core(worker, 1), [&] {
+                if (worker < kTracked) cores_[worker].store(-1, std::memory_order_relaxed);
+            });
+            if (ticket == kClosed) break;
+            note_core(worker);
+            if (shares_core(worker, 1)) crowded_.store(true, std::memory_order_relaxed);
+            take(worker);
+        }
+        left_.fetch_add(1);
+        end_.wake();
+    }
+
+    // Takes tasks until none is left, and says how many. A job's description changes only when all its tasks
+    // are done: whoever takes one while the ticket is still the one that he read has read the description
+    // that belongs to it.
+    std::uint32_t take(int worker) {
+        std::uint32_t mine = 0, tasks = 0;
+        std::uint64_t ticket = ticket_.load(std::memory_order_acquire);
+        while (untaken(ticket) != 0) {
+            const Body body = job_.body.load(std::memory_order_relaxed);
+            void* const context = job_.context.load(std::memory_order_relaxed);
+            const std::uint32_t all = job_.tasks.load(std::memory_order_relaxed);
+            if (worker >= job_.width.load(std::memory_order_relaxed)) break;
+            if (!ticket_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel,
+                                               std::memory_order_acquire))
+                continue;
+            t_in_task = true;
+            body(context, all - untaken(ticket), worker);
+            t_in_task = false;
+            ++mine;
+            tasks = all;
+            ticket = ticket_.load(std::memory_order_acquire);
+        }
+        if (mine != 0 && done_.fetch_add(mine) + mine == tasks && worker != 0) end_.wake();
+        return mine;
+    }
+
+    void note_core(int worker) {
+        if (worker >= kTracked) return;
+        const int core = sched_getcpu();
+        if (cores_[worker].load(std::memory_order_relaxed) != core)
+            cores_[worker].store(core, std::memory_order_relaxed);
+    }
+
+    // Whether one of the first `others` threads that is awake was last seen on this one's core, and so cannot
+    // run now.
+    bool shares_core(int worker, int others = kTracked) {
+        if (worker >= kTracked) return false;
+        note_core(worker);
+        const int core = cores_[worker].load(std::memory_order_relaxed);
+        others = std::min(others, entered_.load(std::memory_order_relaxed) + 1);
+        for (int i = 0; i < others; ++i)
+            if (i != worker && cores_[i].load(std::memory_order_relaxed) == core) return true;
+        return false;
+    }
+
+    struct Job {
+        std::atomic<Body> body{nullptr};
+        std::atomic<void*> context{nullptr};
+        std::atomic<std::uint32_t> tasks{0};
+        std::atomic<int> width{0};
+    };
+
+    const pthread_t owner_;
+    std::uint64_t number_ = 0;  // of the last job
+    std::atomic<int> entered_{0}, left_{0};
+    std::atomic<bool> crowded_{false};              // a worker woke up on the core of worker 0
+    std::array<std::atomic<int>, kTracked> cores_;  // -1: asleep, or not yet here
+    // what the others look at while they wait is alone in its cache line
+    alignas(64) std::atomic<std::uint64_t> ticket_{0};  // number of the job, tasks that nobody has taken yet
+    alignas(64) Job job_;
+    alignas(64) std::atomic<std::int64_t> done_{0};
+    alignas(64) Bell begin_;
+    alignas(64) Bell end_;
+};
+
+// A region for one job
+struct Once {
+    Team team;
+    std::int64_t tasks;
+    int width;
+    Body body;
+    void* context;
+
+    static void enter(void* argument) {
+        Once& once = *static_cast<Once*>(argument);
+        if (!once.team.is_mine()) return Team::stand_by(&once.team);
+        once.team.run(once.tasks, once.width, once.body, once.context);
+        once.team.close(g_runtime.size != nullptr ? g_runtime.size() - 1 : 0);
+    }
+};
+
+thread_local Team* t_open = nullptr;  // between open_team and close_team
+thread_local bool t_alone = false;    // likewise, where the team would only be in its own way
+
+void run_alone(std::int64_t tasks, Body body, void* context) {
+    for (std::int64_t task = 0; task < tasks; ++task) body(context, task, 0);
 }
 
 void after_fork_in_child() {
@@ -38,26 +261,48 @@ void after_fork_in_child() {
 
 }  // namespace
 
-void set_team_start(std::uintptr_t gomp_parallel) {
+void set_team_start(std::uintptr_t gomp_parallel, std::uintptr_t gomp_parallel_start,
+                    std::uintptr_t gomp_parallel_end, std::uintptr_t omp_get_num_threads) {
     static const int registered = pthread_atfork(nullptr, nullptr, after_fork_in_child);
     (void)registered;
-    g_team_start.store(reinterpret_cast<TeamStart>(gomp_parallel), std::memory_order_relaxed);
+    g_runtime.parallel = reinterpret_cast<Region>(gomp_parallel);
+    g_runtime.start = reinterpret_cast<Region>(gomp_parallel_start);
+    g_runtime.end = reinterpret_cast<void (*)()>(gomp_parallel_end);
+    g_runtime.size = reinterpret_cast<int (*)()>(omp_get_num_threads);
 }
 
-bool has_team() {
-    return g_team_start.load(std::memory_order_relaxed) != nullptr &&
-           !g_team_lost.load(std::memory_order_relaxed);
+bool has_team() { return g_runtime.parallel != nullptr && !g_team_lost.load(std::memory_order_relaxed); }
+
+bool has_open_team() { return t_open != nullptr || t_alone; }
+
+void open_team(int threads) {
+    if (t_open != nullptr || threads <= 1 || !has_team() || !g_runtime.can_hold()) return;
+    t_alone = t_crowd.is_known();
+    if (t_alone) return;
+    g_team_used.store(true, std::memory_order_relaxed);
+    t_open = new Team;
+    g_runtime.start(Team::stand_by, t_open, static_cast<unsigned>(threads), 0);
+}
+
+void close_team() {
+    t_alone = false;
+    if (t_open == nullptr) return;
+    if (has_team()) {  // after a fork there are no others, and the region is the parent's
+        t_open->close(g_runtime.size() - 1);
+        g_runtime.end();
+    }
+    delete t_open;
+    t_open = nullptr;
 }
 
 void parallel_for(std::int64_t tasks, int threads, Body body, void* context) {
-    const int team = static_cast<int>(std::min<std::int64_t>(threads, tasks));
-    if (team <= 1 || !has_team()) {
-        for (std::int64_t task = 0; task < tasks; ++task) body(context, task, 0);
-        return;
-    }
-    if (!g_team_used.load(std::memory_order_relaxed)) g_team_used.store(true, std::memory_order_relaxed);
-    Job job{body, context, tasks};
-    g_team_start.load(std::memory_order_relaxed)(work, &job, static_cast<unsigned>(team), 0);
+    const int width = static_cast<int>(std::min<std::int64_t>(threads, tasks));
+    if (width <= 1 || !has_team() || t_in_task || t_alone || t_crowd.is_known() || tasks >= UINT32_MAX)
+        return run_alone(tasks, body, context);
+    if (t_open != nullptr) return t_open->run(tasks, width, body, context);
+    g_team_used.store(true, std::memory_order_relaxed);
+    Once once{{}, tasks, width, body, context};
+    g_runtime.parallel(Once::enter, &once, static_cast<unsigned>(width), 0);
 }
 
 }  // namespace fastbert

@@ -39,7 +39,7 @@ from fastbert.acceleration.layer import (
 from fastbert.config import EncoderConfig
 from fastbert.families import FAMILIES, Family
 from fastbert.inputs import Inputs, check_inputs
-from fastbert.layers import LayerMath, Sequences, apply_linear, embed, is_hooked, part
+from fastbert.layers import LayerMath, Sequences, apply_linear, embed, is_hooked, part, together
 from fastbert.models import attention_bias, layers_of
 from fastbert.task_model import unscored
 
@@ -276,10 +276,11 @@ class AcceleratedModel(Accelerated):
         if wants_states is None:
             wants_states = getattr(self.config, "output_hidden_states", False)
         states = [hidden] if wants_states else []
-        for i, layer in enumerate(stack):
-            hidden = layer(hidden, fastbert=Packed(sequences, 1 + i * LayerMath.SITES, is_sharded(layer)))
-            if wants_states:
-                states.append(hidden)
+        with together(stack, hidden):
+            for i, layer in enumerate(stack):
+                hidden = layer(hidden, fastbert=Packed(sequences, 1 + i * LayerMath.SITES, is_sharded(layer)))
+                if wants_states:
+                    states.append(hidden)
         last = packing.unpack(hidden)
         fields = {"last_hidden_state": last}
         if family.pooler:

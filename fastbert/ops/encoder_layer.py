@@ -18,6 +18,8 @@ Backend functions, found by `launchers`:
         the list `scratch` holds or gets, and the layer works there too; the next call with that list
         overwrites it. scratch None: in memory
         that the weights own.
+    open_team(), close_team(): the threads of the calling thread's ops stand by from the one to the other, so
+        that each op between them starts and ends without calling them up.
     encoder_layer_fwd(x, weights, cu_seqlens, max_seqlen, nheads, inner, softmax_scale, bias, gate,
         activation, eps) -> y
         x, y: (total, hidden), last dimension contiguous; inner: columns of the intermediate layer; eps: of
@@ -47,6 +49,33 @@ def launchers(device: torch.device, dtype: torch.dtype, linear: str) -> tuple[Ca
     weights = dispatch.fused("encoder_layer_weights", ops, device, dtype)
     forward = dispatch.fused("encoder_layer_fwd", ops, device, dtype)
     return None if weights is None or forward is None else (weights, forward)
+
+
+_close: Callable[[], None] | None = None  # of the backend whose `open_team` was called
+
+
+def open_team(x: Tensor) -> None:
+    """Have the serving backend's threads stand by for the layers that follow: for inference on a CPU, else it
+    does nothing. `close_team` has to follow in any case. Only our ops should run in between: PyTorch's own
+    get no threads meanwhile.
+
+    Args:
+        x: (total, hidden), what the first layer gets.
+    """
+    global _close
+    if x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return
+    ops = ("attention", "layer_norm")
+    launch = dispatch.fused("open_team", ops, x.device, x.dtype)
+    if launch is not None:
+        _close = dispatch.fused("close_team", ops, x.device, x.dtype)
+        launch()
+
+
+def close_team() -> None:
+    """Let the threads go that `open_team` had stand by, if it did."""
+    if _close is not None and not torch.compiler.is_compiling():
+        _close()
 
 
 def encoder_layer(

@@ -12,7 +12,12 @@ from fastbert import _native
 from fastbert.backends.cpu.attention import attention_bwd, attention_fwd
 from fastbert.backends.cpu.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from fastbert.backends.cpu.embedding import embedding_bwd, embedding_fwd
-from fastbert.backends.cpu.encoder_layer import encoder_layer_fwd, encoder_layer_weights
+from fastbert.backends.cpu.encoder_layer import (
+    close_team,
+    encoder_layer_fwd,
+    encoder_layer_weights,
+    open_team,
+)
 from fastbert.backends.cpu.layer_norm import layer_norm_bwd, layer_norm_fwd
 from fastbert.backends.cpu.linear import linear_bwd, linear_fwd, linear_pack
 from fastbert.backends.cpu.linear_cross_entropy import (
@@ -45,6 +50,7 @@ __all__ = [
     "attention_bwd",
     "attention_fwd",
     "available",
+    "close_team",
     "cross_entropy_bwd",
     "cross_entropy_fwd",
     "embedding_bwd",
@@ -60,6 +66,7 @@ __all__ = [
     "linear_int8_fwd",
     "linear_int8_pack",
     "linear_pack",
+    "open_team",
     "pack_fwd",
     "unpack_fwd",
 ]

@@ -17,6 +17,14 @@ _RETURNED = 33 << 20
 _NOTHING = (0, 0, 0, 0)  # in place of the key's and the value's layer, where one product makes all three
 
 
+def open_team():
+    _C.open_team(torch.get_num_threads())
+
+
+def close_team():
+    _C.close_team()
+
+
 def encoder_layer_weights(linears, norms, scratch=None):
     """What `encoder_layer_fwd` takes: the numbers for csrc/bindings/encoder_layer.cpp, the instruction set
     that 8-bit weights are packed for, the tensors behind the numbers, and `scratch`.
