@@ -130,9 +130,10 @@ class Engine:
 class Neighbour:
     """A process of one thread that never rests, while resumed."""
 
-    def __init__(self) -> None:
-        # a session of its own, as another service's would have: the scheduler may group by session
-        self.process = subprocess.Popen([sys.executable, "-c", NEIGHBOUR], start_new_session=True)
+    def __init__(self, same_session: bool) -> None:
+        # Linux shares processor time between sessions first, then between the threads of each
+        command = [sys.executable, "-c", NEIGHBOUR]
+        self.process = subprocess.Popen(command, start_new_session=not same_session)
         self.pause()
 
     def pause(self) -> None:
@@ -270,6 +271,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=count, default=len(os.sched_getaffinity(0)), help="of everybody")
     parser.add_argument("--out", type=Path, help="folder (default: bench/results/<machine>)")
     parser.add_argument("--note", help="a remark to keep with the results")
+    parser.add_argument(
+        "--same-session",
+        action="store_true",
+        help="the neighbour is of the engines' own session, not a service beside them",
+    )
     parser.add_argument("--smoke", action="store_true", help="one call a sample: tries the code only")
     parser.add_argument("--serve", nargs=3, metavar=("ENGINE", "MODEL", "ONNX"), help=argparse.SUPPRESS)
     parser.add_argument("--root", help=argparse.SUPPRESS)
@@ -297,7 +303,7 @@ def main(argv: list[str] | None = None) -> int:
     report.data |= {"environment": environment, "other": args.other is not None}
     print(f"# {environment['device']}, {args.threads} threads, torch {torch.__version__}", flush=True)
     start = time.monotonic()
-    neighbour = Neighbour()
+    neighbour = Neighbour(args.same_session)
     try:
         with tempfile.TemporaryDirectory() as scratch:
             for model in args.models:

@@ -1,0 +1,113 @@
+// parallel_for and open_team under sanitizers: every task once, worker numbers never shared, no one left
+// behind.
+#include <atomic>
+#include <chrono>
+#include <thread>
+#include <vector>
+
+#include "cpu/parallel.h"
+#include "sanitize.h"
+
+using namespace fastbert;
+
+namespace {
+
+// An OpenMP runtime of our own: the sanitizers know its threads. A region's size is its opener's.
+thread_local int region_size = 1;
+thread_local std::vector<std::thread> region;
+
+void begin_region(void (*work)(void*), void* argument, unsigned threads, unsigned) {
+    region_size = static_cast<int>(threads);
+    for (unsigned i = 1; i < threads; ++i) region.emplace_back(work, argument);
+}
+
+void end_region() {
+    for (std::thread& other : region) other.join();
+    region.clear();
+    region_size = 1;
+}
+
+void whole_region(void (*work)(void*), void* argument, unsigned threads, unsigned) {
+    begin_region(work, argument, threads, 0);
+    work(argument);
+    end_region();
+}
+
+int size_of_region() { return region_size; }
+
+template <class F>
+std::uintptr_t address(F* f) {
+    return reinterpret_cast<std::uintptr_t>(f);
+}
+
+// One job of random tasks; how many of them other workers took.
+int job(std::mt19937& random, int threads) {
+    const int tasks = 1 + static_cast<int>(random() % 40);
+    const bool slow = random() % 4 == 0;
+    std::vector<int> runs(tasks, 0), worker_of(tasks, -1);  // plain: two threads on one task are a race
+    std::vector<std::atomic<int>> busy(threads);
+    parallel_for(tasks, threads, [&](std::int64_t task, int worker) {
+        require(0 <= worker && worker < threads, "a worker's number is below the number of threads");
+        require(busy[worker].fetch_add(1) == 0, "no two workers have one number");
+        ++runs[task];
+        worker_of[task] = worker;
+        if (slow && worker != 0) std::this_thread::sleep_for(std::chrono::microseconds(300));
+        std::int64_t inner = 0;
+        parallel_for(3, threads, [&](std::int64_t i, int) { inner += i + 1; });
+        require(inner == 6, "a task's own tasks run on its thread");
+        busy[worker].fetch_sub(1);
+    });
+    int others = 0;
+    for (int task = 0; task < tasks; ++task) {
+        require(runs[task] == 1, "every task runs once");
+        others += worker_of[task] != 0;
+    }
+    return others;
+}
+
+// Until other workers have taken tasks in `wanted` jobs, or the time is over.
+int jobs(unsigned seed, int most_threads, int wanted) {
+    std::mt19937 random(seed);
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    int shared = 0;
+    while (shared < wanted && std::chrono::steady_clock::now() < end) {
+        const int threads = 2 + static_cast<int>(random() % (most_threads - 1));
+        const bool open = random() % 3 != 0;
+        if (open) open_team(threads);
+        if (random() % 8 == 0) open_team(threads);  // an open team stays
+        for (unsigned i = 0; i < 1 + random() % 30; ++i) {
+            if (random() % 10 == 0) std::this_thread::sleep_for(std::chrono::microseconds(1500));
+            shared += job(random, 1 + static_cast<int>(random() % (most_threads + 1))) > 0;
+        }
+        close_team();
+        require(!has_open_team(), "close_team closes");
+        if (random() % 4 == 0) close_team();
+        require(region.empty(), "nobody is left in the region");
+    }
+    return shared;
+}
+
+}  // namespace
+
+int main() {
+    require(!has_team(), "without a runtime there are no threads");
+    open_team(4);
+    require(!has_open_team(), "nor a team");
+    set_team_start(address(&whole_region));
+    open_team(4);
+    require(!has_open_team(), "a runtime that cannot hold a region open opens none");
+    int shared = 0;
+    {
+        std::mt19937 random(7);
+        for (int i = 0; i < 50; ++i) job(random, 3);
+    }
+    set_team_start(address(&whole_region), address(&begin_region), address(&end_region),
+                   address(&size_of_region));
+    shared += jobs(1, 2, 300);
+    shared += jobs(2, 5, 300);
+    std::thread first([] { jobs(3, 3, 100); });  // two threads, each with a team of its own
+    jobs(4, 3, 100);
+    first.join();
+    require(shared > 100, "other threads take tasks");
+    std::printf("%d shared jobs\n", shared);
+}
