@@ -344,6 +344,7 @@ class Export(NamedTuple):
 
 
 # Every function that the module exports, but for those of CUDA: what they are handed lies on a GPU.
+RUNTIME = ("gomp_parallel", "gomp_parallel_start", "gomp_parallel_end", "omp_get_num_threads")
 EXPORTS = {
     "cpu_attention_fwd": Export(lambda: [
         attention_args(), needed("out", floats(TOTAL, HEADS, DIM)), optional("lse", floats(HEADS, TOTAL)),
@@ -400,8 +401,10 @@ EXPORTS = {
     "has_team": Export(list),
     "set_cpu_isa": Export(lambda: [Arg("number", "name", _C.cpu_isa())], [
         {"name": name} for name in ("", "avx1024", "x" * 10**6, "best\0", "AVX2")]),
-    "set_team_start": Export(lambda: [Arg("number", "address", 0)], [
-        {"address": address} for address in (1, 64, 2**47, 2**64 - 1, -1)]),
+    "set_team_start": Export(lambda: [Arg("number", name, 0) for name in RUNTIME], [
+        {name: address} for name in RUNTIME for address in (1, 64, 2**47, 2**64 - 1, -1)]),
+    "open_team": Export(lambda: [THREADS]),
+    "close_team": Export(list),
 }  # fmt: skip
 
 
@@ -442,7 +445,7 @@ def try_native(tried):
         for row, change in native_rows(export):
             words = "expected|too few|out of range|incompatible function arguments"
             tried.one(f"{name}: {row}", lambda change=change, call=call: call(change), words)
-    _C.set_team_start(_native._team_start())
+    _C.set_team_start(**_native._runtime())
 
 
 # --- the door `torch.ops.fastbert` --------------------------------------------------------------------------

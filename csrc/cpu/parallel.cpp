@@ -34,6 +34,7 @@ struct Functions {
 
 std::atomic<bool> g_team_used{false};
 std::atomic<bool> g_team_lost{false};
+std::atomic<bool> g_may_be_alone{true};
 
 void pause_core() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -103,7 +104,8 @@ bool has_idle_core() {
 class Crowd {
   public:
     bool is_known() {
-        if (length_ == Clock::duration::zero()) return false;
+        if (length_ == Clock::duration::zero() || !g_may_be_alone.load(std::memory_order_relaxed))
+            return false;
         const auto now = Clock::now();
         if (now >= next_look_ && now < until_) {
             next_look_ = now + kLook;
@@ -301,6 +303,8 @@ void set_team_start(std::uintptr_t gomp_parallel, std::uintptr_t gomp_parallel_s
 }
 
 bool has_team() { return g_runtime.parallel != nullptr && !g_team_lost.load(std::memory_order_relaxed); }
+
+void set_may_be_alone(bool may) { g_may_be_alone.store(may, std::memory_order_relaxed); }
 
 bool has_open_team() { return t_open != nullptr || t_alone; }
 

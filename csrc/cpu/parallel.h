@@ -27,6 +27,9 @@ void set_team_start(std::uintptr_t gomp_parallel, std::uintptr_t gomp_parallel_s
                     std::uintptr_t gomp_parallel_end = 0, std::uintptr_t omp_get_num_threads = 0);
 bool has_team();
 
+// Whether a thread whose team is in its own way may work alone for a while. True; tests of the team say no.
+void set_may_be_alone(bool may);
+
 // From here to `close_team` so many threads stand by for the `parallel_for`s of the calling thread, whatever
 // number those ask for. PyTorch's own ops are inside a parallel region meanwhile, and so run on the calling
 // thread alone: open it around our kernels only. An open team stays; closing none is no error.
