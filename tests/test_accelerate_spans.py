@@ -312,6 +312,29 @@ def test_errors_of_the_stock_model_come_through():
         fast.bert(**inputs)
 
 
+@pytest.mark.parametrize("how", ["vmap", "compile"])
+def test_mapped_and_compiled_heads_are_the_stock_models(how):
+    slow, fast = build("bert", SPANS, attention="eager")
+    inputs, labels = asked()
+    given = inputs | labels
+    with torch.no_grad():
+        expected = slow(**given)
+        if how == "vmap":  # over labels: values may not be looked at
+            pairs = torch.stack([*labels.values()]), torch.stack([*labels.values()]).flip(0)
+            losses = [
+                torch.func.vmap(lambda a, b, m=m: m(**inputs, start_positions=a, end_positions=b).loss)(
+                    *pairs
+                )
+                for m in (slow, fast)
+            ]
+            close(*losses)
+            return
+        torch._dynamo.reset()
+        actual = torch.compile(fast, fullgraph=True, backend="eager")(**given)
+    for key in ("loss", *LOGITS):
+        close(actual[key], expected[key])
+
+
 # -- a task that is learnt -----------------------------------------------------------------------------------
 
 TASK = dict(vocab_size=60, num_hidden_layers=2, intermediate_size=96, hidden_dropout_prob=0.0)
