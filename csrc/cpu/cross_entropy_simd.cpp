@@ -77,6 +77,7 @@ void forward_rows(const CrossEntropyFwd& args, std::int64_t begin, std::int64_t 
 template <class T>
 void backward_rows(const CrossEntropyBwd& args, std::int64_t begin, std::int64_t end, double factor) {
     const double share = args.label_smoothing / static_cast<double>(args.classes);
+    const double own_share = (1.0 - args.label_smoothing) + share;  // of one class 1, so that p - 1 is 0
     const Vec even = broadcast(static_cast<float>(-share)), upstream = broadcast(static_cast<float>(factor));
     for (std::int64_t row = begin; row < end; ++row) {
         const std::int64_t label = args.labels[row];
@@ -94,7 +95,7 @@ void backward_rows(const CrossEntropyBwd& args, std::int64_t begin, std::int64_t
         });
         const Vec own = first(exponential(sub(load(x + label, 1), shift)), 1);
         const double p = sum(own) * inverse;
-        const double d = (p - (1.0 - args.label_smoothing) - share) * factor;
+        const double d = (p - own_share) * factor;
         store(dx + label, broadcast(static_cast<float>(d)), 1);
     }
 }

@@ -72,6 +72,7 @@ ON_GPU = [CrossEntropyCase(6, 30522, labelled=0.5, label_smoothing=0.1)]  # seve
 CASES = [
     *SMALL,
     CrossEntropyCase(1, 1),
+    CrossEntropyCase(3, 1, label_smoothing=0.1),  # the share of the label and that of all classes make 1
     CrossEntropyCase(7, 2),  # NSP, answer spans
     CrossEntropyCase(4, 9, labelled=0.0),
     CrossEntropyCase(24, 30522, labelled=0.25),  # masked language model

@@ -39,9 +39,12 @@ def cross_entropy_bwd(dloss, logits, labels, lse, count, ignore_index, label_smo
         p = logits.index_select(0, rows).to(lse.dtype)
         p.sub_(lse[0, rows].unsqueeze(1)).sub_(lse[1, rows].unsqueeze(1)).exp_()
         target = labels[rows].clamp(0).unsqueeze(1)
-        p.scatter_add_(1, target, p.new_full(target.shape, label_smoothing - 1.0))
+        share = label_smoothing / logits.shape[1]
+        # added up before it is rounded: of one class it is 1, and p - 1 is 0
+        own = p.gather(1, target).sub_(1.0 - label_smoothing + share)
         if label_smoothing > 0:
-            p.sub_(label_smoothing / logits.shape[1])
+            p.sub_(share)
+        p.scatter_(1, target, own)
         p.mul_(scale)
         if logits.device.type != "cpu":
             p.masked_fill_(~keep[rows].unsqueeze(1), 0)

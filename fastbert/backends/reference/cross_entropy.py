@@ -25,10 +25,10 @@ def cross_entropy_fwd(logits, labels, ignore_index, label_smoothing):
 def cross_entropy_bwd(dloss, logits, labels, lse, count, ignore_index, label_smoothing):
     keep = labels != ignore_index
     x = logits[keep].to(lse.dtype)
-    target = torch.zeros_like(x).scatter_(1, labels[keep].unsqueeze(1), 1.0 - label_smoothing)
+    share = label_smoothing / x.shape[1]
+    # added up before it is rounded: of one class it is 1, and p - 1 is 0
+    target = torch.full_like(x, share).scatter_(1, labels[keep].unsqueeze(1), 1.0 - label_smoothing + share)
     p = torch.exp(x - lse[0, keep].unsqueeze(1) - lse[1, keep].unsqueeze(1))
     dlogits = torch.zeros_like(logits, memory_format=torch.contiguous_format)
-    dlogits[keep] = ((p - target - label_smoothing / x.shape[1]) * (dloss / count.clamp(min=1))).to(
-        logits.dtype
-    )
+    dlogits[keep] = ((p - target) * (dloss / count.clamp(min=1))).to(logits.dtype)
     return dlogits
