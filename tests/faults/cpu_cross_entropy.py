@@ -47,8 +47,8 @@ FAULTS = (
     _fault("upstream gradient forgotten", "mul(fma(e, normal, even), upstream)", "fma(e, normal, even)"),
     _fault("smoothing forgotten in backward", "fma(e, normal, even)", "mul(e, normal)"),
     _fault("the label's own gradient forgotten", "store(dx + label, broadcast(static_cast<float>(d)), 1);", ""),
-    _fault("the label's share forgotten", "(p - (1.0 - args.label_smoothing) - share) * factor", "(p - (1.0 - args.label_smoothing)) * factor"),
-    _fault("the label loses 1 under smoothing", "(p - (1.0 - args.label_smoothing) - share) * factor", "(p - 1.0 - share) * factor"),
+    _fault("the label's share forgotten", "(1.0 - args.label_smoothing) + share;", "1.0 - args.label_smoothing;"),
+    _fault("the label loses 1 under smoothing", "(p - own_share) * factor", "(p - 1.0 - share) * factor"),
     _fault("the label's gradient rounded before the difference", "const double p = sum(own) * inverse;", "const double p = static_cast<float>(sum(own) * static_cast<float>(inverse)) * (1.0 + 1e-6);"),
     _fault("tail lanes in the label's own", "first(exponential(sub(load(x + label, 1), shift)), 1)", "exponential(sub(load(x + label, 1), shift))"),
     # tasks
