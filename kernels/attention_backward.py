@@ -13,6 +13,10 @@ Precision  As in forward: products of the storage type summed in float32, P and 
            before their product, the rest in float32, one rounding at the store. lse carries the rounding of
            a large sum (at a mask of float32's lowest value it has lost the sum itself), so the first kernel
            adds up exp(S - lse) and all divide by that.
+           out is rounded, and delta with it. Where a query sees one key, or nearly so, dS is smaller than
+           that rounding. A row of dS adds up to 0; so in half precision the first kernel adds it up, and what
+           is left, divided by the normaliser, goes off delta. Tiles in which that is more than the rounding
+           of dS itself are computed once more by a second launch, with the delta so found.
 Saved      out, lse and, where fastbert.ops.dropout.SAVED_ON says so, dropout's bits;
            else they are drawn again from the seed, once for dq, once for dk and dv.
 Source     Dao 2023, FlashAttention-2, alg. 2; delta: Dao et al. 2022, FlashAttention, app. B.2.
@@ -144,18 +148,25 @@ def _query_tile(
 @triton.jit(do_not_specialize=_FIXED_TYPES)
 def _attention_bwd_dq_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_seqlens_ptr, bias_ptr, gate_ptr, seed_ptr,
-    bits_ptr, dq_ptr, delta_ptr, norm_ptr, dgate_ptr,
+    bits_ptr, dq_ptr, delta_ptr, norm_ptr, dgate_ptr, rough_ptr,
     dout_stride, dout_head_stride, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
     out_stride, out_head_stride, bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride,
     grad_stride, grad_head_stride, lse_head_stride, bits_stride,
     nheads, total, n_sequences, scale, unit, offset, threshold, keep_scale,
     HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr, FOLDED: tl.constexpr, BIAS_HAS_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
-    SEQUENCES: tl.constexpr, NUM_STAGES: tl.constexpr,
+    SEQUENCES: tl.constexpr, NUM_STAGES: tl.constexpr, ROUNDING: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """dq of one tile of queries; of its rows delta, the normaliser (FOLDED: lse in units of log 2, else
     1 / Σ exp(S - lse)), and what they add to dgate. Or rows past the last sequence. No `dq_ptr`: no dq.
+
+    ROUNDING > 0: takes delta's error off it, and says in `rough` of this program whether it is more than this
+    part of a row's Σ |dS|. AGAIN: only programs of which `rough` says so, with the delta that was stored.
     """
+    if AGAIN:  # noqa: SIM102 (one condition is of compile time, the other of run time)
+        if tl.load(rough_ptr + tl.program_id(0)) == 0:
+            return
+    rough = 0
     head = tl.program_id(0) % nheads
     sequence, tile, tail_slots = _place(
         cu_seqlens_ptr, tl.program_id(0) // nheads, tl.num_programs(0) // nheads, n_sequences, 0,
@@ -196,8 +207,11 @@ def _attention_bwd_dq_kernel(
             packed_rows = wide_start + rows
             inside = rows < length
             do = _load_rows(dout_ptr, dout_stride, first_row, length, HEAD_DIM, True, BLOCK_M, BLOCK_D)
-            out = _load_rows(out_ptr, out_stride, first_row, length, HEAD_DIM, True, BLOCK_M, BLOCK_D)
-            delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
+            if AGAIN:
+                delta = tl.load(delta_ptr + packed_rows, mask=inside, other=0.0)
+            else:
+                out = _load_rows(out_ptr, out_stride, first_row, length, HEAD_DIM, True, BLOCK_M, BLOCK_D)
+                delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
             if CHUNK == BLOCK_D:
                 q = _load_rows(q_ptr, q_stride, first_row, length, HEAD_DIM, True, BLOCK_M, BLOCK_D)
             else:
@@ -207,12 +221,14 @@ def _attention_bwd_dq_kernel(
             factor = keep_scale
             if gate_ptr is not None:
                 factor *= tl.load(gate_ptr + head).to(tl.float32)
-            dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-            norm = tl.zeros((BLOCK_M,), tl.float32)
-            dgate = tl.zeros((BLOCK_M,), tl.float32)
             end = length
             if CAUSAL:
                 end = tl.minimum(length, first_row + BLOCK_M)
+            dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+            norm = tl.zeros((BLOCK_M,), tl.float32)
+            dgate = tl.zeros((BLOCK_M,), tl.float32)
+            rest = tl.zeros((BLOCK_M,), tl.float32)
+            size = tl.zeros((BLOCK_M,), tl.float32)
             for first_key in tl.range(0, end, BLOCK_N, num_stages=NUM_STAGES):
                 k, weights, dprobs = _query_tile(
                     q, do, q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride, dout_ptr, dout_stride,
@@ -223,10 +239,17 @@ def _attention_bwd_dq_kernel(
                 norm += tl.sum(weights, 1)
                 if dgate_ptr is not None:
                     dgate += tl.sum(weights * dprobs, 1)
+                dscores = weights * (dprobs * factor - delta[:, None])
+                if ROUNDING > 0.0:
+                    rest += tl.sum(dscores, 1)
+                    size += tl.sum(tl.abs(dscores), 1)
                 if dq_ptr is not None:
-                    dscores = weights * (dprobs * factor - delta[:, None])
                     dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
             inverse = 1.0 / tl.where(norm == 0.0, 1.0, norm)
+            if ROUNDING > 0.0:
+                # by division: where there is one key, delta is then dP to the last bit
+                delta += rest / tl.where(norm == 0.0, 1.0, norm)
+                rough = tl.max((tl.abs(rest) > ROUNDING * size).to(tl.int32), 0)
             if dq_ptr is not None:
                 _store_tile(
                     dq_ptr, grad_stride, dq * (inverse * scale)[:, None], wide_start + first_row,
@@ -236,6 +259,8 @@ def _attention_bwd_dq_kernel(
             tl.store(norm_ptr + packed_rows, shift + tl.log2(norm) if FOLDED else inverse, mask=inside)
             if dgate_ptr is not None:
                 tl.store(dgate_ptr + packed_rows, dgate * inverse * keep_scale, mask=inside)
+    if ROUNDING > 0.0:
+        tl.store(rough_ptr + tl.program_id(0), rough)
 
 
 @triton.jit(do_not_specialize=_FIXED_TYPES)
@@ -624,18 +649,24 @@ def attention_bwd_with(
         n_tiles = max(1, triton.cdiv(max_seqlen, block))
         return (slots(block, total, batch, n_tiles, sequences > 0, False) * nheads,)
 
+    # of the storage type, relative; float32's delta is as good as its sums
+    rounding = 0.0 if q.dtype == torch.float32 else torch.finfo(q.dtype).eps / 2
     config = configs.dq
     bits, bits_stride = words(config.block_n)
-    launch(
-        _attention_bwd_dq_kernel, grid(config.block_m), q.device,
-        dout, q, k, v, out, lse, cu_seqlens, bias, gate, seed, bits, dq if need_dq else None, delta, norm,
-        dgate_rows, *strides, *out.stride()[:2], *bias_strides, *(dq.stride()[:2] if need_dq else (0, 0)),
-        lse.stride(0), bits_stride,
-        nheads, total, batch, *scales,
-        FOLDED=folded, BLOCK_M=config.block_m, BLOCK_N=config.block_n, CHUNK=config.chunk,
-        SEQUENCES=sequences, NUM_STAGES=config.num_stages, num_warps=config.num_warps,
-        maxnreg=config.max_registers, **shared,
-    )  # fmt: skip
+    rough = None
+    if rounding > 0:
+        rough = torch.empty(grid(config.block_m), dtype=torch.int32, device=q.device)
+    for again in (False, True) if rounding > 0 and need_dq else (False,):
+        launch(
+            _attention_bwd_dq_kernel, grid(config.block_m), q.device,
+            dout, q, k, v, out, lse, cu_seqlens, bias, gate, seed, bits, dq if need_dq else None, delta, norm,
+            dgate_rows, rough, *strides, *out.stride()[:2], *bias_strides,
+            *(dq.stride()[:2] if need_dq else (0, 0)), lse.stride(0), bits_stride,
+            nheads, total, batch, *scales,
+            FOLDED=folded, BLOCK_M=config.block_m, BLOCK_N=config.block_n, CHUNK=config.chunk,
+            SEQUENCES=sequences, NUM_STAGES=config.num_stages, ROUNDING=0.0 if again else rounding,
+            AGAIN=again, num_warps=config.num_warps, maxnreg=config.max_registers, **shared,
+        )  # fmt: skip
     if need_dk or need_dv:
         config = configs.dkdv
         bits, bits_stride = words(config.block_n)

@@ -24,6 +24,7 @@ class AttentionCase(Case):
             (batch, 1, 1, S).
         masked: a quarter of the bias is -inf, and one row of it wholly, if it has rows.
         packed_qkv: q, k, v are views of one tensor.
+        sharpness: a factor of q. Scores of a large one leave a query about one key, so dS is nearly 0.
         lse, probs: also compare lse, probs.
     """
 
@@ -39,6 +40,7 @@ class AttentionCase(Case):
     gate: bool = False
     dropout_p: float = 0.0
     packed_qkv: bool = False
+    sharpness: float = 1.0
     lse: bool = False
     probs: bool = False
 
@@ -59,6 +61,7 @@ class AttentionCase(Case):
         options += [f"capacity{self.capacity}"] if self.capacity else []
         options += [f"slack{self.slack}"] if self.slack else []
         options += ["dropout"] if self.dropout_p else []
+        options += [f"sharp{self.sharpness:g}"] if self.sharpness != 1 else []
         return "-".join([f"{shape}x{self.nheads}x{self.headdim}", *options])
 
     @property
@@ -84,6 +87,7 @@ class AttentionCase(Case):
             tensors = {"qkv": randn(*rows, 3, self.nheads, self.headdim)}
         else:
             tensors = {name: randn(*rows, self.nheads, self.headdim) for name in "qkv"}
+            tensors["q"] *= self.sharpness
         ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
         return {
             **tensors,
@@ -255,6 +259,8 @@ CASES = [
     AttentionCase((0, 21, 0, 0, 1), 2, 32, capacity=6, bias="sequence"),
     AttentionCase((18, 9), 2, 64, probs=True, lse=True, dropout_p=0.1, slack=2),
     AttentionCase((511, 512), 1, 64, packed_qkv=True),
+    AttentionCase((33, 20), 2, 32, sharpness=8.0),
+    AttentionCase((40, 9), 2, 64, sharpness=16.0, dropout_p=0.5),
 ]
 
 
