@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -304,9 +305,21 @@ def make_foreign(path, whose, monkeypatch):
         os.mkfifo(path) if whose == "a FIFO" else path.mkdir()
 
 
+@contextlib.contextmanager
 def told_once(words):
-    """A block that warns once, with these words."""
-    return pytest.warns(RuntimeWarning, match=rf"is ignored: it .*{words}")
+    """A block that warns once, with these words, and does not hang."""
+
+    def late(*_):
+        raise AssertionError("hangs")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(60)
+    try:
+        with pytest.warns(RuntimeWarning, match=rf"is ignored: it .*{words}") as caught:
+            yield caught
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("whose", FOREIGN)
