@@ -340,6 +340,22 @@ def test_a_full_disk_names_the_output_and_leaves_it_whole(run, model, text, tmp_
     assert left(tmp_path) == ["in.txt", output.name]
 
 
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_disk_that_fails_at_the_end_names_the_output(run, model, text, tmp_path, monkeypatch, call):
+    output = tmp_path / "o.npy"
+    output.write_bytes(b"precious")
+
+    def fails(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fails)
+        _, err = run(*encode_args(model, text, output, "--overwrite"), status=2)
+    assert f"--output {output}: could not be written ([Errno 28] No space left on device)" in err
+    assert output.read_bytes() == b"precious"
+    assert left(tmp_path) == ["in.txt", "o.npy"]
+
+
 def test_a_file_that_comes_into_being_meanwhile_is_kept(run, model, text, tmp_path, monkeypatch):
     output = tmp_path / "o.npy"
     close = cli._NpyWriter.close
