@@ -722,7 +722,7 @@ GOOD = (0, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1)
         (11, -1, ValueError, "dtype: expected code"),
         (12, 5, ValueError, "activation: expected code 0 … 4, got 5"),
         (12, -1, ValueError, "activation: expected code 0 … 4, got -1"),
-        (17, 0, RuntimeError, "threads: expected >= 1"),
+        (17, 0, ValueError, "threads: expected 1 to 4096, got 0"),
     ),
 )
 def test_the_extension_refuses_what_would_crash(at, value, error, message):
@@ -739,11 +739,11 @@ def test_the_extension_refuses_what_would_crash_elsewhere():
         _C.cpu_linear_pack(0, 1, 1, 0, 2, 2, 0, 1)
     with pytest.raises(ValueError, match="expected rows >= 0 and hidden >= 1"):
         _C.cpu_linear_pack(0, 0, 1, 0, 1, 1, 0, 1)
-    with pytest.raises(RuntimeError, match="threads: expected >= 1"):
+    with pytest.raises(ValueError, match="threads: expected 1 to 4096"):
         _C.cpu_linear_pack(0, 1, 1, 0, 1, 1, 0, 0)
     with pytest.raises(ValueError, match="activation: expected code 0 … 4, got 9"):
         _C.cpu_linear_activation_bwd(0, 1, 1, 0, 0, 9, 0, 0, 1)
-    with pytest.raises(RuntimeError, match="threads: expected >= 1"):
+    with pytest.raises(ValueError, match="threads: expected 1 to 4096"):
         _C.cpu_linear_activation_bwd(0, 1, 1, 0, 0, 0, 0, 0, 0)
 
 

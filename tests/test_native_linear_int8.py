@@ -425,11 +425,11 @@ def test_the_extension_refuses_what_would_crash():
         (3, 0, ValueError, "expected rows >= 0 and hidden >= 1"),
         (9, 3, ValueError, "dtype: expected code"),
         (10, 5, ValueError, "activation: expected code 0 … 4, got 5"),
-        (12, 0, RuntimeError, "threads: expected >= 1"),
+        (12, 0, ValueError, "threads: expected 1 to 4096, got 0"),
     ):
         with pytest.raises(error, match=message):
             _C.cpu_linear_int8(*good[:at], value, *good[at + 1 :])
     with pytest.raises(ValueError, match="expected rows >= 0 and hidden >= 1"):
         _C.cpu_linear_int8_pack(0, 1, 0, 0, 1)
-    with pytest.raises(RuntimeError, match="threads: expected >= 1"):
+    with pytest.raises(ValueError, match="threads: expected 1 to 4096"):
         _C.cpu_linear_int8_pack(1, 1, 0, 0, 0)
