@@ -118,6 +118,7 @@ _pins: dict[
 ] = {}  # op -> backend; process-wide, because autograd runs backward in threads of its own
 _resolved: dict[tuple, Callable | None] = {}
 _UNKNOWN = object()
+_TensorBase = torch._C.TensorBase  # of torch.Tensor, whose own isinstance takes ten times as long
 _changes = 0  # of the pins; what was chosen before one is not kept after it
 _trials = 0  # self-checks under way; meanwhile nothing is kept in `_resolved`
 _trial = threading.local()  # .pins: as `_pins`, for the thread that runs a self-check
@@ -170,10 +171,9 @@ def call(function: str, key: torch.Tensor, *args):
         key: the tensor whose device and dtype choose the backend.
         args: the contract's arguments, passed on as they are.
     """
-    args = [
-        checks.plain(a) if isinstance(a, torch.Tensor) and (a.is_neg() or a._is_zerotensor()) else a
-        for a in args
-    ]  # spelled out: a call for each tensor would cost more than the question
+    tensors = [a for a in args if isinstance(a, _TensorBase)]
+    if any(map(_TensorBase.is_neg, tensors)) or any(map(_TensorBase._is_zerotensor, tensors)):
+        args = [checks.plain(a) if isinstance(a, torch.Tensor) else a for a in args]
     device = key.device
     launch = _resolved.get((function, device, key.dtype))
     if launch is None:
