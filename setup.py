@@ -212,8 +212,6 @@ class Editable(editable_wheel):
         if not link.is_symlink():
             link.symlink_to(Path("..", "fastbert"), target_is_directory=True)
         self.distribution.package_dir = {"": link.parent.name}
-        # else beside the link, where Python would find the distribution a second time
-        self.distribution.command_options.setdefault("egg_info", {})["egg_base"] = ("setup.py", ".")
         super().finalize_options()
 
 
