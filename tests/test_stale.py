@@ -331,8 +331,9 @@ def test_other_memory_is_noticed(change):
     check_next(model, lambda _: change(model), None)
 
 
-@pytest.mark.parametrize("make", (native, accelerated))
-@pytest.mark.parametrize("dtype", (FLOAT, BF16))
+@pytest.mark.parametrize(
+    ("make", "dtype"), [(native, FLOAT), (native, torch.int8), (accelerated, FLOAT), (accelerated, BF16)]
+)
 def test_what_only_reads_costs_no_build(make, dtype, layers, monkeypatch):
     """A mark that a reader took away would have everything packed anew at each call."""
     model = make(dtype)
@@ -453,3 +454,21 @@ def test_a_version_that_is_counted_by_hand():
     torch.autograd.graph.increment_version(weight)
     assert torch.equal(ask(), weight * 2)
     assert weight[3, 1] != 0
+
+
+def test_a_write_that_another_finds_meanwhile(monkeypatch):
+    """Between looking up what is remembered and looking at the marks, which are set again by then."""
+    owner, other = nn.Module(), nn.Module()
+    weight = nn.Parameter(torch.ones(3), requires_grad=False)
+    for module in (owner, other):
+        prepared.derived(module, "twice", (weight,), lambda: weight * 2)
+    holds = prepared._Seal.holds
+
+    def late(seal, sources):
+        monkeypatch.setattr(prepared._Seal, "holds", holds)
+        weight.data.add_(1)
+        prepared.derived(other, "twice", (weight,), lambda: weight * 2)
+        return seal.holds(sources)
+
+    monkeypatch.setattr(prepared._Seal, "holds", late)
+    assert torch.equal(prepared.derived(owner, "twice", (weight,), lambda: weight * 2), weight * 2)
