@@ -396,6 +396,9 @@ EXPORTS = {
         [{"depth": 65537}]),
     "cpu_pack": Export(lambda: padding_args(6, 3), WRONG_INDICES),
     "cpu_unpack": Export(lambda: padding_args(3, 6), WRONG_INDICES),
+    "Samples": Export(lambda: [[[
+        needed("at", floats(8)), stride("piece stride", 8), size("count", 3), size("bytes", 4),
+        size("window", 1)]]]),
     "best_cpu_isa": Export(list),
     "cpu_isa": Export(list),
     "preferred_cpu_isa": Export(list),

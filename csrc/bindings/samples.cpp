@@ -14,11 +14,15 @@ std::vector<Pieces> pieces_of(const py::iterable& tuples) {
     for (const py::handle each : tuples) {
         const auto fields = py::cast<py::tuple>(each);
         if (fields.size() != 5) throw py::value_error("pieces: expected tuples of five numbers");
-        const Pieces p{pointer<const char>(fields[0].cast<Address>()), fields[1].cast<std::int64_t>(),
-                       fields[2].cast<std::int64_t>(), fields[3].cast<std::int64_t>(),
-                       fields[4].cast<std::int64_t>()};
-        if (p.at == nullptr || p.count < 1 || p.bytes < 1 || p.window < 1 || p.count > kMost / p.bytes)
-            throw py::value_error("pieces: expected an address, and count, bytes and window >= 1");
+        const Pieces p{pointer<const char>(number<Address>(fields[0])), number<std::int64_t>(fields[1]),
+                       number<std::int64_t>(fields[2]), number<std::int64_t>(fields[3]),
+                       number<std::int64_t>(fields[4])};
+        if (p.at == nullptr || p.count < 1 || p.bytes < 1 || p.window < 1 || p.window > p.count ||
+            p.count > kMost / p.bytes || p.stride < 0 || p.stride > kMost / p.count)
+            throw py::value_error(
+                "pieces: expected an address, a stride >= 0, and count, bytes and window >= 1, no window "
+                "over "
+                "the count and no more than 2^40 bytes");
         pieces.push_back(p);
     }
     return pieces;
