@@ -42,6 +42,7 @@ CASES = {
     ("base", "8x128"): 1,
     ("base", "ragged16"): 1,
     ("minilm", "1x16"): 60,
+    ("tiny", "1x16"): 2,
 }
 CANDIDATES = (
     "fastbert-fp32",
@@ -263,8 +264,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench_load", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", choices=("base", "minilm", "tiny"), default=["base", "minilm"])
-    parser.add_argument("--workloads", nargs="+", default=["1x128", "8x128", "ragged16", "1x16"])
+    models = list(dict.fromkeys(model for model, _ in CASES))
+    parser.add_argument("--models", nargs="+", choices=models, default=["base", "minilm"])
+    parser.add_argument("--workloads", nargs="+", default=list(dict.fromkeys(w for _, w in CASES)))
     parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=list(CANDIDATES))
     parser.add_argument("--other", type=Path, help="another checkout of this project, built in place")
     parser.add_argument("--samples", type=count, default=15, help="of each candidate, quiet and busy")

@@ -85,7 +85,8 @@ def test_the_unrelated_project_of_this_name_is_named_once(tmp_path):
 
 def test_help_is_short_and_loads_nothing():
     """Also after the classes were used, whose every method it would print."""
-    code = "import fastbert, pydoc, sys\n{}text = pydoc.render_doc(fastbert)\nprint('torch' in sys.modules, text)"
+    code = "import fastbert, pydoc, sys\n{}text = pydoc.render_doc(fastbert)\n"
+    code += "print('torch' in sys.modules, text)"
     loaded, text = run(code.format("")).stdout.split(" ", 1)
     assert loaded == "False"
     assert len(text.splitlines()) < 100
