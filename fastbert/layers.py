@@ -337,19 +337,20 @@ class LayerMath:
         if first_only:
             return self._forward(hidden, sequences, gate, site, first_only)
 
-        def one(rows: Tensor, some: Sequences) -> tuple[Tensor, Tensor | None]:
-            if fused is None:
-                return self._forward(rows, some, gate, site)
-            return self._forward_fused(*fused, rows, some, gate), None
-
         blocks = self._blocks(hidden, sequences, _BLOCK_ROWS if fused is None else _FUSED_ROWS)
+        if not blocks and fused is None:
+            return self._forward(hidden, sequences, gate, site)
         if not blocks:
-            return one(hidden, sequences)
-        out = torch.empty_like(hidden)
+            return self._forward_fused(*fused, hidden, sequences, gate), None
+        out = hidden.new_empty(hidden.shape)
         for first, last in blocks:
             ends = sequences.cu_seqlens[first : last + 1]
             rows = slice(int(ends[0]), int(ends[-1]))
-            out[rows] = one(hidden[rows], replace(sequences, cu_seqlens=ends - ends[0]))[0]
+            some = replace(sequences, cu_seqlens=ends - ends[0])
+            if fused is None:
+                out[rows] = self._forward(hidden[rows], some, gate, site)[0]
+            else:
+                self._forward_fused(*fused, hidden[rows], some, gate, out[rows])
         return out, None
 
     def _forward(self, hidden, sequences, gate, site, first_only=False):
@@ -391,7 +392,13 @@ class LayerMath:
         return dense_norm(dense, norm, inner, hidden, self.dropout_rates()[2], seed, site, self.fuses_norm)
 
     def _forward_fused(
-        self, launch: Callable, weights: object, hidden: Tensor, sequences: Sequences, gate: Tensor | None
+        self,
+        launch: Callable,
+        weights: object,
+        hidden: Tensor,
+        sequences: Sequences,
+        gate: Tensor | None,
+        out: Tensor | None = None,
     ) -> Tensor:
         names = self.form.names
         return encoder_layer(
@@ -407,6 +414,7 @@ class LayerMath:
             gate=gate,
             activation=self.form.activation,
             eps=(part(self, names.attention_norm).eps, part(self, names.output_norm).eps),
+            out=out,
         )
 
     def _fused(self, x: Tensor, sequences: Sequences) -> tuple[Callable, object] | None:

@@ -155,3 +155,24 @@ def test_a_child_forked_with_an_open_team_works_alone():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_a_result_in_memory_of_the_caller_is_checked():
+    model = tiny()
+    layer = model.layers()[0]
+    x = torch.randn(6, 32)
+    sequences = layers.Sequences(torch.tensor([0, 4, 6], dtype=torch.int32), 4)
+    with torch.no_grad():
+        fused = layer._fused(x, sequences)
+        wanted = layer._forward_fused(*fused, x, sequences, None)
+        out = torch.full((8, 32), torch.nan)
+        assert torch.equal(layer._forward_fused(*fused, x, sequences, None, out[1:7]), wanted)
+        assert torch.equal(out[1:7], wanted)
+        assert out[[0, 7]].isnan().all()
+        for bad, words in (
+            (out[:5], "shape"),
+            (out[:6].half(), "float16"),
+            (wanted.t().contiguous().t(), "strides"),
+        ):
+            with pytest.raises((TypeError, ValueError), match=words):
+                layer._forward_fused(*fused, x, sequences, None, bad)

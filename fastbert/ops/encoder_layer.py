@@ -21,9 +21,10 @@ Backend functions, found by `launchers`:
     open_team(), close_team(): the threads of the calling thread's ops stand by from the one to the other, so
         that each op between them starts and ends without calling them up.
     encoder_layer_fwd(x, weights, cu_seqlens, max_seqlen, nheads, inner, softmax_scale, bias, gate,
-        activation, eps) -> y
-        x, y: (total, hidden), last dimension contiguous; inner: columns of the intermediate layer; eps: of
-        both norms; bias 4-D; the rest as in `ops.attention` and `ops.linear`.
+        activation, eps, out) -> y
+        x, y: (total, hidden), last dimension contiguous; out: the memory for y, or None;
+        inner: columns of the intermediate layer; eps: of both norms; bias 4-D; the rest as in
+        `ops.attention` and `ops.linear`.
 
 Source: Vaswani et al. 2017, sec. 3.1-3.3; Devlin et al. 2018.
 """
@@ -92,6 +93,7 @@ def encoder_layer(
     gate: Tensor | None,
     activation: str | None,
     eps: tuple[float, float],
+    out: Tensor | None = None,
 ) -> Tensor:
     """One layer, without autograd.
 
@@ -101,6 +103,7 @@ def encoder_layer(
         cu_seqlens, max_seqlen, softmax_scale, bias, gate: as `ops.attention.attention`, packed layout.
         nheads, inner, activation: heads, columns and activation of the intermediate layer.
         eps: of the norm after attention, and of the one after the feed-forward.
+        out: where the result goes, contiguous and apart from `x`; None: new memory.
 
     Returns:
         (total, hidden).
@@ -113,6 +116,13 @@ def encoder_layer(
         raise ValueError(f"x: expected shape (total, hidden), hidden of {nheads} heads, got {tuple(x.shape)}")
     check_lengths(cu_seqlens, max_seqlen, x)
     bias = check_bias(bias, cu_seqlens.shape[0] - 1, nheads, max_seqlen, x)
+    if out is not None:
+        checks.float_tensor("out", out, x)
+        checks.shape("out", out, tuple(x.shape))
+        if out.dtype != x.dtype or not out.is_contiguous():
+            raise ValueError(
+                f"out: expected contiguous {x.dtype}, got {out.dtype} with strides {out.stride()}"
+            )
     if gate is not None:
         checks.float_tensor("gate", gate, x)
         checks.shape("gate", gate, (nheads,))
@@ -122,5 +132,5 @@ def encoder_layer(
     x, cu_seqlens = checks.plain(x), checks.plain(cu_seqlens)
     return launch(
         checks.rows(x), weights, cu_seqlens, max_seqlen, nheads, inner, softmax_scale, bias, gate, activation,
-        (checks.eps(eps[0]), checks.eps(eps[1])),
+        (checks.eps(eps[0]), checks.eps(eps[1])), out,
     )  # fmt: skip

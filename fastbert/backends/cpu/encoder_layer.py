@@ -69,7 +69,7 @@ def _memory(scratch, place, size, like):
 
 
 def encoder_layer_fwd(
-    x, weights, cu_seqlens, max_seqlen, nheads, inner, softmax_scale, bias, gate, activation, eps
+    x, weights, cu_seqlens, max_seqlen, nheads, inner, softmax_scale, bias, gate, activation, eps, out=None
 ):
     numbers, isa, held, scratch = weights
     if isa != _C.cpu_isa():
@@ -84,7 +84,7 @@ def encoder_layer_fwd(
     bias, bias_numbers = bias_args(bias, batch, nheads, max_seqlen)
     if gate is not None:
         gate = gate.float().contiguous()
-    y = x.new_empty(total, hidden)
+    y = x.new_empty(total, hidden) if out is None else out
     sizes = (batch, nheads, hidden // nheads, total, max_seqlen, inner)
     threads, work, room = torch.get_num_threads(), None, 0
     if (
