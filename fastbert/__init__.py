@@ -7,7 +7,7 @@
     fastbert.accelerate(model_of_transformers)
 
 Models         AutoModel, AutoModelFor…, BertModel, BertForMaskedLM, RobertaModel, …: HuggingFace's names
-Settings       EncoderConfig (BertConfig)
+Settings       EncoderConfig (BertConfig), AutoConfig
 Sentences      encode, SentenceEncoder
 Others' models accelerate, restore
 How it runs    explain, graph, use_backend
@@ -31,6 +31,7 @@ __version__ = "0.1.0"
 # Public name -> module, and the name there behind a colon where it is another. Model classes are not listed:
 # those with a head are in heads.py, the encoders in models.py.
 _PLACES = {
+    "AutoConfig": "config",
     "BertConfig": "config:EncoderConfig",
     "CheckpointError": "checkpoint",
     "EncoderConfig": "config",
@@ -53,6 +54,7 @@ __all__ = [
     "AlbertForSequenceClassification",
     "AlbertForTokenClassification",
     "AlbertModel",
+    "AutoConfig",
     "AutoModel",
     "AutoModelForMaskedLM",
     "AutoModelForMultipleChoice",
@@ -132,7 +134,7 @@ __all__ = [
 if TYPE_CHECKING:  # what is below under its own name is public by `__all__`
     from fastbert.acceleration import accelerate, restore
     from fastbert.checkpoint import CheckpointError
-    from fastbert.config import EncoderConfig
+    from fastbert.config import AutoConfig, EncoderConfig
     from fastbert.config import EncoderConfig as BertConfig
     from fastbert.dispatch import explain, use_backend
     from fastbert.encoding import EncodingError, SentenceEncoder, encode

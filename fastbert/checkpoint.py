@@ -34,6 +34,7 @@ from fastbert.files import (
     CheckpointError,
     cause,
     config_of_weights,
+    listed,
     parse_json,
     read_json,
     read_stamp,
@@ -68,11 +69,14 @@ class LoadReport:
         files: the files read.
         missing: the module's keys that no file held (a fresh head); empty for a complete checkpoint.
         unused: keys, as stored, of heads that the module does not have.
+        mismatched: (key, shape in the file, shape in the module) of the weights that were left out because
+            their shapes differ; those of the module are fresh.
     """
 
     files: list[Path]
     missing: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
+    mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
 
 
 class _Stored(NamedTuple):
@@ -96,19 +100,23 @@ def resolve(
     cache_dir: str | os.PathLike | None = None,
     local_files_only: bool = False,
     token: str | bool | None = None,
+    force_download: bool = False,
+    subfolder: str = "",
 ) -> Path:
     """The directory of a checkpoint: `name_or_path` itself, or the local copy of a hub repository.
 
     Args:
         name_or_path: a directory, or a HuggingFace hub name ("bert-base-uncased", "owner/name").
-        revision, cache_dir, local_files_only, token: as in `huggingface_hub.snapshot_download`.
+        revision, cache_dir, local_files_only, token, force_download: as in
+            `huggingface_hub.snapshot_download`.
+        subfolder: the folder in it that holds the checkpoint.
 
     Raises:
         CheckpointError: it is neither, or the hub cannot be reached.
     """
     path = _local(name_or_path)
     if path.is_dir():
-        return path
+        return _inside(path, subfolder)
     if path.exists():
         raise CheckpointError(f"{path}: is a file; expected the directory that holds it")
     hub = _hub(name_or_path)
@@ -117,14 +125,28 @@ def resolve(
         "cache_dir": cache_dir,
         "local_files_only": local_files_only,
         "token": token,
+        "force_download": force_download,
     }
-    directory = Path(_ask_hub(hub.snapshot_download, name_or_path, allow_patterns=_HUB_FILES, **options))
+    files, bin_files = (
+        [f"{subfolder}/{name}" if subfolder else name for name in names]
+        for names in (_HUB_FILES, _HUB_BIN_FILES)
+    )
+    root = Path(_ask_hub(hub.snapshot_download, name_or_path, allow_patterns=files, **options))
+    directory = _inside(root, subfolder)
     if not any((directory / name).exists() for name in (SAFETENSORS, SAFETENSORS_INDEX)):
-        _ask_hub(hub.snapshot_download, name_or_path, allow_patterns=_HUB_BIN_FILES, **options)
+        _ask_hub(hub.snapshot_download, name_or_path, allow_patterns=bin_files, **options)
     return directory
 
 
-def read_config(name_or_path: str | os.PathLike, **options: Any) -> dict[str, Any]:
+def _inside(directory: Path, subfolder: str) -> Path:
+    if not subfolder:
+        return directory
+    if not (directory / subfolder).is_dir():
+        raise CheckpointError(f"{directory}: has no folder {subfolder!r}, which subfolder names")
+    return directory / subfolder
+
+
+def read_config(name_or_path: str | os.PathLike, subfolder: str = "", **options: Any) -> dict[str, Any]:
     """The content of a checkpoint's config.json.
 
     In a directory where a save was killed between its two renames, that of the config that belongs to the
@@ -132,16 +154,18 @@ def read_config(name_or_path: str | os.PathLike, **options: Any) -> dict[str, An
 
     Args:
         name_or_path: a directory, a JSON file, or a hub name.
-        options: revision, cache_dir, local_files_only, token, as in `resolve`.
+        subfolder: the folder in it that holds the file.
+        options: revision, cache_dir, local_files_only, token, force_download, as in `resolve`.
 
     Raises:
         CheckpointError: no such file, or it is not a JSON object.
     """
     path = _local(name_or_path)
     if path.is_dir():
-        return _read_own_config(path)
+        return _read_own_config(_inside(path, subfolder))
     if not path.exists():
-        path = Path(_ask_hub(_hub(name_or_path).hf_hub_download, name_or_path, filename=CONFIG, **options))
+        options |= {"filename": CONFIG, "subfolder": subfolder or None}
+        path = Path(_ask_hub(_hub(name_or_path).hf_hub_download, name_or_path, **options))
     return read_json(path)
 
 
@@ -191,9 +215,16 @@ def _ask_hub(function: Any, name: str | os.PathLike, **options: Any) -> str:
 # --- files --------------------------------------------------------------------------------------------------
 
 
-def _read_weights(directory: Path) -> tuple[list[Path], dict[str, _Stored]]:
-    """(files read, key as stored -> tensor) of the first of the four layouts that is there."""
-    for name, index in ((SAFETENSORS, SAFETENSORS_INDEX), (BIN, BIN_INDEX)):
+def _read_weights(
+    directory: Path, use_safetensors: bool | None = None
+) -> tuple[list[Path], dict[str, _Stored]]:
+    """(files read, key as stored -> tensor) of the first of the four layouts that is there; of the first two
+    or the last two where `use_safetensors` says so.
+    """
+    layouts = [(SAFETENSORS, SAFETENSORS_INDEX), (BIN, BIN_INDEX)]
+    if use_safetensors is not None:
+        layouts = layouts[:1] if use_safetensors else layouts[1:]
+    for name, index in layouts:
         if os.path.lexists(directory / name):
             return [directory / name], _open_file(directory / name)
         if os.path.lexists(directory / index):
@@ -201,14 +232,13 @@ def _read_weights(directory: Path) -> tuple[list[Path], dict[str, _Stored]]:
     there = sorted(p.name for p in directory.iterdir()) if directory.is_dir() else None
     if there is None:
         raise CheckpointError(f"{directory}: no such directory")
-    hint = ""
+    hint = "" if use_safetensors is None else f"; use_safetensors is {use_safetensors}"
     if "adapter_model.safetensors" in there:
         hint = "; adapter_model.safetensors is a PEFT adapter: load its base model and merge it first"
     elif foreign := [n for n in there if n.endswith((".h5", ".msgpack", ".onnx", ".gguf", ".ckpt.index"))]:
         hint = f"; {foreign[0]} is of a format that is not read here"
-    raise CheckpointError(
-        f"{directory}: no weights; expected {SAFETENSORS}, {SAFETENSORS_INDEX}, {BIN} or {BIN_INDEX}{hint}"
-    )
+    names = [name for layout in layouts for name in layout]
+    raise CheckpointError(f"{directory}: no weights; expected {', '.join(names[:-1])} or {names[-1]}{hint}")
 
 
 def _open_shards(index: Path) -> tuple[list[Path], dict[str, _Stored]]:
@@ -222,17 +252,17 @@ def _open_shards(index: Path) -> tuple[list[Path], dict[str, _Stored]]:
             )
     files = [index.parent / name for name in sorted(set(weight_map.values()))]
     if absent := [file.name for file in files if not file.is_file()]:
-        raise CheckpointError(f"{index}: missing shards beside it: {_list(absent)}")
+        raise CheckpointError(f"{index}: missing shards beside it: {listed(absent)}")
     stored: dict[str, _Stored] = {}
     for file in files:
         content = _open_file(file)
         if twice := sorted(stored.keys() & content.keys()):
-            raise CheckpointError(f"{file}: also in {stored[twice[0]].file.name}: {_list(twice)}")
+            raise CheckpointError(f"{file}: also in {stored[twice[0]].file.name}: {listed(twice)}")
         stored.update(content)
     absent = [key for key, name in weight_map.items() if key not in stored or stored[key].file.name != name]
     if absent:
         raise CheckpointError(
-            f"{index.parent / weight_map[absent[0]]}: lacks what {index.name} says: {_list(absent)}"
+            f"{index.parent / weight_map[absent[0]]}: lacks what {index.name} says: {listed(absent)}"
         )
     return files, stored
 
@@ -398,12 +428,6 @@ def _resolve_ties(names: _Names, found: dict[str, _Stored]) -> None:
 # --- checks -------------------------------------------------------------------------------------------------
 
 
-def _list(keys: Iterable[str], most: int = 20) -> str:
-    keys = list(keys)
-    rest = f" … and {len(keys) - most} more" if len(keys) > most else ""
-    return ", ".join(keys[:most]) + rest
-
-
 def _numbered(path: str, keys: Iterable[str]) -> int:
     """How many numbered entries `path` has among the keys."""
     pattern = re.compile(rf"(?:^|\.){re.escape(path)}\.(\d+)\.")
@@ -464,9 +488,9 @@ def _check_keys(names: _Names, config: Any, files: list[Path], found: dict[str, 
     if refused or unexpected:
         problems = []
         if refused:
-            problems.append(f"missing keys: {_list(refused)}")
+            problems.append(f"missing keys: {listed(refused)}")
         if unexpected:
-            problems.append(f"unexpected keys: {_list(found[key].key for key in unexpected)}")
+            problems.append(f"unexpected keys: {listed(found[key].key for key in unexpected)}")
         why = _why(names, config, found)
         if refused and all(names.is_pooler(key) for key in refused):
             why = "; the file has no pooler: pass add_pooling_layer=False"
@@ -529,11 +553,17 @@ def _size_key(names: _Names, key: str, axis: int) -> str | None:
     return hidden
 
 
-def _check_shapes(names: _Names, config: Any, found: dict[str, _Stored]) -> None:
-    wrong = []
+def _check_shapes(
+    names: _Names, config: Any, found: dict[str, _Stored], ignore_mismatched: bool
+) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Refuse tensors of another shape; or take them out of `found` and return them, as `LoadReport` does."""
+    wrong, left_out = [], []
     for key, param in names.state.items():
         item = found.get(key)
         if item is None or item.tensor.shape == param.shape:
+            continue
+        if ignore_mismatched and key not in names.int8:
+            left_out.append((key, tuple(found.pop(key).tensor.shape), tuple(param.shape)))
             continue
         text = f"{item}: shape {tuple(item.tensor.shape)}, but the config makes it {tuple(param.shape)}"
         if item.tensor.dim() == param.dim():
@@ -549,6 +579,7 @@ def _check_shapes(names: _Names, config: Any, found: dict[str, _Stored]) -> None
     if wrong:
         more = f" … and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise CheckpointError("; ".join(wrong[:5]) + more)
+    return left_out
 
 
 def _check_values(names: _Names, key: str, item: _Stored) -> None:
@@ -576,7 +607,13 @@ def _check_values(names: _Names, key: str, item: _Stored) -> None:
 
 
 def load_weights(
-    model: nn.Module, directory: str | os.PathLike, *, allow_missing_head: bool = True
+    model: nn.Module,
+    directory: str | os.PathLike,
+    *,
+    allow_missing_head: bool = True,
+    ignore_mismatched_sizes: bool = False,
+    use_safetensors: bool | None = None,
+    state_dict: dict[str, Tensor] | None = None,
 ) -> LoadReport:
     """Load a checkpoint's weights into a model, cast to the dtypes of its parameters.
 
@@ -589,6 +626,10 @@ def load_weights(
         directory: holds model.safetensors, pytorch_model.bin or shards of either with their index.
         allow_missing_head: a head (or the pooler under one) of which the files hold no key keeps its fresh
             values, with one warning; False refuses that too.
+        ignore_mismatched_sizes: a weight of another shape than the model's is left out and the model's one
+            initialised, with one warning that names it; False refuses it.
+        use_safetensors: True reads safetensors only, False .bin only, None whichever is there.
+        state_dict: tensors to load instead of those of the files, of which none is read.
 
     Returns:
         LoadReport: files read, fresh keys, keys of other heads left over.
@@ -605,35 +646,77 @@ def load_weights(
             f"this package's quantize(), got {method!r}; load the floating-point checkpoint and quantise that"
         )
     names = _Names(model)
-    files, stored = _read_weights(Path(directory))
+    files, stored = _weights_of(directory, use_safetensors, state_dict)
+    where = files[0].parent if state_dict is None else files[0]
     found = _rename(names, stored)
     _resolve_ties(names, found)
     report = _check_keys(names, config, files, found)
     if report.missing and not allow_missing_head:
-        raise CheckpointError(f"{files[0].parent}: missing keys: {_list(report.missing)}")
-    _check_shapes(names, config, found)
-    _check_mathematics(config, files)
+        raise CheckpointError(f"{where}: missing keys: {listed(report.missing)}")
+    report.mismatched = _check_shapes(names, config, found, ignore_mismatched_sizes)
+    if state_dict is None:
+        _check_mathematics(config, files)
     for key in names.state:
         if key in found:
             _check_values(names, key, found[key])
 
-    _assign(model, names, found, fresh=set(report.missing))
+    _assign(model, names, found, fresh={*report.missing, *(key for key, _, _ in report.mismatched)})
+    problems = []
     if report.missing:
-        text = f"has no weights for {_list(report.missing)}: freshly initialised, train them before use"
-        warnings.warn(f"{files[0].parent}: {text}", UserWarning, stacklevel=3)
+        problems.append(f"has no weights for {listed(report.missing)}")
+    if report.mismatched:
+        shapes = (f"{key} {stored}, here {own}" for key, stored, own in report.mismatched)
+        problems.append(f"has weights of other shapes, left out: {listed(shapes)}")
+    if problems:
+        text = "; ".join(problems) + ": freshly initialised, train them before use"
+        warnings.warn(f"{where}: {text}", UserWarning, stacklevel=3)
     if report.unused:
-        logger.info("%s: left over, of heads not in this model: %s", files[0].parent, _list(report.unused))
+        logger.info("%s: left over, of heads not in this model: %s", where, listed(report.unused))
+    if state_dict is not None:
+        report.files = []
     return report
+
+
+def _weights_of(
+    directory: str | os.PathLike | None, use_safetensors: bool | None, state_dict: dict[str, Tensor] | None
+) -> tuple[list[Path], dict[str, _Stored]]:
+    """What `_read_weights` returns, or the like of it for tensors that the caller has."""
+    if state_dict is None:
+        return _read_weights(Path(directory), use_safetensors)
+    where = Path("state_dict")
+    return [where], _given(where, state_dict)
+
+
+def _given(where: Path, state_dict: dict[str, Tensor]) -> dict[str, _Stored]:
+    if not isinstance(state_dict, dict):
+        raise TypeError(f"state_dict: expected a dictionary of tensors, got {type(state_dict).__name__}")
+    for key, value in state_dict.items():
+        if not isinstance(key, str) or not isinstance(value, Tensor) or value.is_meta:
+            kind = "a tensor on meta" if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"state_dict: {key}: expected a tensor with values, got {kind}")
+    return {key: _Stored(where, key, tensor.detach()) for key, tensor in state_dict.items()}
 
 
 _FEW_LAYERS = 100  # are made on the meta device in no time
 
 
-def check_depth(config: Any, directory: str | os.PathLike) -> None:
-    """Refuse a config of far more layers than the files hold, before anything is built for them.
+def check_depth(
+    config: Any,
+    directory: str | os.PathLike | None,
+    *,
+    use_safetensors: bool | None = None,
+    state_dict: dict[str, Tensor] | None = None,
+) -> None:
+    """Refuse a config of far more layers than the weights have, before anything is built for them.
+
+    Args:
+        config: the EncoderConfig.
+        directory, use_safetensors, state_dict: where the weights are, as in `load_weights`; `directory` may
+            be None where `state_dict` is given.
 
     Raises:
         CheckpointError: naming the config key, or what is wrong with the files.
+        TypeError: `state_dict` is no dictionary of tensors.
     """
     family, layers, keys = config.family, config.num_hidden_layers, ["num_hidden_layers"]
     if family.shared_layers:
@@ -643,7 +726,7 @@ def check_depth(config: Any, directory: str | os.PathLike) -> None:
         )
     if layers <= _FEW_LAYERS:
         return
-    files, stored = _read_weights(Path(directory))
+    files, stored = _weights_of(directory, use_safetensors, state_dict)
     holds = _numbered(family.layers, stored)
     if family.shared_layers:
         holds *= _numbered("albert_layers", stored)
@@ -652,13 +735,13 @@ def check_depth(config: Any, directory: str | os.PathLike) -> None:
         raise CheckpointError(f"{files[0]}: config {says} says {layers}, the file has {holds}")
 
 
-def stored_dtype(directory: str | os.PathLike) -> torch.dtype:
-    """The dtype of the first floating-point weight in the files.
+def stored_dtype(directory: str | os.PathLike, use_safetensors: bool | None = None) -> torch.dtype:
+    """The dtype of the first floating-point weight in the files, chosen as `load_weights` does.
 
     Raises:
         CheckpointError: the files cannot be read, or hold no such weight.
     """
-    files, stored = _read_weights(Path(directory))
+    files, stored = _read_weights(Path(directory), use_safetensors)
     for item in stored.values():
         if item.tensor.dtype in _FLOATS:
             return item.tensor.dtype

@@ -52,6 +52,17 @@ ACTIVATIONS = {
     "swish": "silu",
 }
 
+# What transformers answers for keys that a config.json need not have
+_ABSENT: dict[str, Any] = {
+    "architectures": None,
+    "bos_token_id": None,
+    "dtype": None,
+    "eos_token_id": None,
+    "is_encoder_decoder": False,
+    "sep_token_id": None,
+    "torch_dtype": None,
+}
+
 _COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
            "max_position_embeddings", "type_vocab_size", "embedding_size", "num_hidden_groups",
            "inner_group_num", "relative_attention_num_buckets")  # fmt: skip
@@ -313,38 +324,127 @@ class EncoderConfig:
         return cls.from_dict(config.to_dict())
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, **overrides: Any) -> EncoderConfig:
-        """Read `path`/config.json (or `path` itself when it is a file), or the config of a hub name."""
-        from fastbert import checkpoint
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
+        token: str | bool | None = None,
+        subfolder: str = "",
+        trust_remote_code: bool | None = None,
+        **overrides: Any,
+    ) -> EncoderConfig:
+        """Read `path`/config.json (or `path` itself when it is a file), or the config of a hub name.
 
-        return cls.from_dict(checkpoint.read_config(path), **overrides)
+        Args:
+            path: a directory, a JSON file, or a hub name.
+            revision, cache_dir, force_download, local_files_only, token: for hub names.
+            subfolder: the folder inside `path` or the hub's repository that holds config.json.
+            trust_remote_code: must not be True: no code of a checkpoint is ever run.
+            overrides: config keys that override the file's.
+
+        Raises:
+            fastbert.CheckpointError: naming the file and the cause.
+            TypeError, ValueError: naming the key or the argument, what came and what was expected.
+        """
+        from fastbert import arguments, checkpoint
+
+        arguments.check_loading({"trust_remote_code": trust_remote_code})
+        content = checkpoint.read_config(
+            path,
+            revision=revision,
+            cache_dir=cache_dir,
+            force_download=force_download,
+            local_files_only=local_files_only,
+            token=token,
+            subfolder=subfolder,
+        )
+        config = cls.from_dict(content, **overrides)
+        config.name_or_path = str(path)
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         """The content of config.json, with the family's own spellings."""
         spelt = {ours: theirs for theirs, ours in self.family.aliases.items()}
-        values = {spelt.get(k, k): copy.deepcopy(v) for k, v in self.__dict__.items()}
+        values = {spelt.get(k, k): copy.deepcopy(v) for k, v in self.__dict__.items() if k != "_name_or_path"}
         values["id2label"] = {str(i): name for i, name in self.id2label.items()}
         return values
 
-    def to_json_string(self) -> str:
-        """`to_dict()` as JSON, keys sorted."""
-        return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
+    def to_diff_dict(self) -> dict[str, Any]:
+        """`to_dict()` without the keys that have their family's default."""
+        usual = type(self)(self.model_type).to_dict()
+        values = self.to_dict().items()
+        return {k: v for k, v in values if k == "model_type" or k not in usual or v != usual[k]}
 
-    def save_pretrained(self, directory: str | Path) -> None:
-        """Write `directory`/config.json, in one step.
+    def to_json_string(self, use_diff: bool = False) -> str:
+        """`to_dict()`, with `use_diff` `to_diff_dict()`, as JSON, keys sorted."""
+        values = self.to_diff_dict() if use_diff else self.to_dict()
+        return json.dumps(values, indent=2, sort_keys=True) + "\n"
+
+    def to_json_file(self, json_file_path: str | Path, use_diff: bool = False) -> None:
+        """Write `to_json_string(use_diff)` to a file, in one step.
 
         Raises:
             fastbert.CheckpointError: it cannot be written; what was there is unchanged.
         """
-        path = Path(directory)
+        files.replace(Path(json_file_path), self.to_json_string(use_diff).encode())
+
+    def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False) -> None:
+        """Write `save_directory`/config.json, in one step.
+
+        Raises:
+            fastbert.CheckpointError: it cannot be written; what was there is unchanged.
+            ValueError: `push_to_hub` is True.
+        """
+        from fastbert import arguments
+
+        arguments.check_saving({"push_to_hub": push_to_hub})
+        path = Path(save_directory)
         path.mkdir(parents=True, exist_ok=True)
-        files.replace(path / files.CONFIG, self.to_json_string().encode())
+        self.to_json_file(path / files.CONFIG)
+
+    # -- what transformers' Trainer, pipelines and accelerate ask for ----------------------------------------
+
+    @property
+    def name_or_path(self) -> str:
+        """What the config was loaded from, "" where it was not; never saved."""
+        return self.__dict__.get("_name_or_path", "")
+
+    @name_or_path.setter
+    def name_or_path(self, value: str | Path) -> None:
+        self.__dict__["_name_or_path"] = str(value)
+
+    @property
+    def use_return_dict(self) -> bool:
+        """`return_dict` under transformers' other name."""
+        return self.return_dict
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> EncoderConfig:
+        """The config of the text model: this one, whichever part is asked for."""
+        return self
+
+    def update(self, config_dict: dict[str, Any]) -> None:
+        """Set several keys and check them together; nothing is changed where one is refused.
+
+        Raises:
+            TypeError, ValueError: naming the key, what came and what was expected.
+        """
+        new = type(self).from_dict(self.to_dict(), **config_dict)
+        path = self.name_or_path
+        self.__dict__.clear()
+        self.__dict__.update(new.__dict__)
+        self.name_or_path = path
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__") and "model_type" in self.__dict__:
             alias = self.family.aliases.get(name)
             if alias is not None:
                 return self.__dict__[alias]
+            if name in _ABSENT:
+                return _ABSENT[name]
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -375,6 +475,23 @@ def _class_id(key: object) -> int:
         return int(key)
     except (TypeError, ValueError) as error:
         raise ValueError(f"config id2label: expected class numbers as keys, got {_brief(key)}") from error
+
+
+class AutoConfig:
+    """Reads the config of any family: `AutoConfig.from_pretrained(path)`; there are no instances."""
+
+    def __init__(self) -> None:
+        raise TypeError("AutoConfig: use from_pretrained(…) or for_model(model_type, …)")
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **kwargs: Any) -> EncoderConfig:
+        """`EncoderConfig.from_pretrained`, under transformers' name."""
+        return EncoderConfig.from_pretrained(path, **kwargs)
+
+    @classmethod
+    def for_model(cls, model_type: str, **kwargs: Any) -> EncoderConfig:
+        """A config of a family with that family's defaults; `kwargs` override them."""
+        return EncoderConfig(model_type, **kwargs)
 
 
 def _model_types() -> list[str]:

@@ -62,6 +62,13 @@ def cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
+def listed(keys: Iterable[str], most: int = 20) -> str:
+    """Keys as messages show them: the first ones, and how many more there are."""
+    keys = list(keys)
+    rest = f" … and {len(keys) - most} more" if len(keys) > most else ""
+    return ", ".join(keys[:most]) + rest
+
+
 def digest(content: bytes) -> str:
     """SHA-256, hexadecimal."""
     return hashlib.sha256(content).hexdigest()

@@ -12,13 +12,13 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-from fastbert import checkpoint, prepared, quantization
+from fastbert import arguments, checkpoint, prepared, quantization
 from fastbert.config import DEFAULTS, EncoderConfig
 from fastbert.families import FAMILIES, Family, family_of
 from fastbert.inputs import Inputs, check_inputs, head_gates
@@ -34,6 +34,7 @@ from fastbert.layers import (
     table,
     together,
 )
+from fastbert.lookalike import Lookalike
 from fastbert.outputs import BaseModelOutputWithPooling
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from fastbert.calls import EncoderCall
 
 
-class PreTrainedModel(nn.Module):
+class PreTrainedModel(Lookalike, nn.Module):
     """Construction, loading, saving and the small accessors that every model shares.
 
     Attributes:
@@ -50,11 +51,20 @@ class PreTrainedModel(nn.Module):
         model_type: the family the class stands for, None for any.
         base_model_prefix: name of the encoder inside a model with a head ("bert").
         is_base_model: the model is the encoder itself, its keys carry no prefix.
+        accepts_loss_kwargs, main_input_name, input_modalities, supports_gradient_checkpointing, model_tags:
+            what transformers' Trainer and pipelines ask a model for.
     """
 
+    looks_like = ("transformers.modeling_utils", "PreTrainedModel")
     model_type: ClassVar[str | None] = None
     is_base_model: ClassVar[bool] = False
     task: ClassVar[str] = "Model"  # last part of HuggingFace's class name
+    # the loss is a mean over the batch: the Trainer divides it by the steps it accumulates
+    accepts_loss_kwargs: ClassVar[bool] = False
+    main_input_name: ClassVar[str] = "input_ids"
+    input_modalities: ClassVar[str] = "text"
+    supports_gradient_checkpointing: ClassVar[bool] = True
+    model_tags: ClassVar[list[str] | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let a family's class take by position only what transformers has in BERT's order."""
@@ -75,7 +85,7 @@ class PreTrainedModel(nn.Module):
                 "AutoModel chooses the class by model_type"
             )
         self.config = config
-        self.gradient_checkpointing = False
+        self.checkpoint_every = 0  # recompute each n-th layer in backward, 0 for none
 
     @property
     def family(self) -> Family:
@@ -128,95 +138,232 @@ class PreTrainedModel(nn.Module):
         """The class that serves `config`: this one, or for an Auto class the family's."""
         return cls
 
+    @overload
+    @classmethod
+    def from_pretrained(
+        cls, name_or_path: str | Path | None, *, output_loading_info: Literal[True], **options: Any
+    ) -> tuple[Self, dict[str, Any]]: ...
+
+    @overload
     @classmethod
     def from_pretrained(
         cls,
-        name_or_path: str | Path,
+        name_or_path: str | Path | None,
         *,
-        config: EncoderConfig | None = None,
+        config: EncoderConfig | str | Path | None = None,
         dtype: torch.dtype | str | None = "auto",
+        torch_dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
+        device_map: Any = None,
+        state_dict: dict[str, Tensor] | None = None,
+        ignore_mismatched_sizes: bool = False,
+        use_safetensors: bool | None = None,
+        output_loading_info: Literal[False] = False,
+        subfolder: str = "",
         revision: str | None = None,
         cache_dir: str | Path | None = None,
+        force_download: bool = False,
         local_files_only: bool = False,
-        token: str | None = None,
+        token: str | bool | None = None,
         **overrides: Any,
-    ) -> Self:
+    ) -> Self: ...
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path | None,
+        *,
+        config: EncoderConfig | str | Path | None = None,
+        dtype: torch.dtype | str | None = "auto",
+        torch_dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        device_map: Any = None,
+        state_dict: dict[str, Tensor] | None = None,
+        ignore_mismatched_sizes: bool = False,
+        use_safetensors: bool | None = None,
+        output_loading_info: bool = False,
+        subfolder: str = "",
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
+        token: str | bool | None = None,
+        **overrides: Any,
+    ) -> Self | tuple[Self, dict[str, Any]]:
         """Load a HuggingFace directory, or a hub name where huggingface_hub and a network are there; in eval
         mode.
 
         Args:
             name_or_path: directory with config.json and weights (safetensors or .bin, sharded or not), or a
-                hub name.
-            config: used instead of the directory's config.json.
+                hub name; None where both `config` and `state_dict` are given.
+            config: used instead of the directory's config.json; a path or a hub name is read.
             dtype: parameters' dtype; "auto" takes the one config.json or the file states, None is float32.
                 Weights that were saved as 8-bit integers stay so.
+            torch_dtype: `dtype` under its older name.
             device: where to put the model; CPU by default.
-            revision, cache_dir, local_files_only, token: for hub names.
-            overrides: config keys that stand before the file's (num_labels, hidden_dropout_prob, …), and the
+            device_map: `device` under transformers' name, or a mapping to one device. "auto" is the GPU
+                where there is one and the CPU where there is none.
+            state_dict: weights to load instead of the files'.
+            ignore_mismatched_sizes: leave out weights whose shape differs from the model's (a head with
+                another number of labels). The model's are initialised, and a warning names them.
+            use_safetensors: True reads safetensors only, False .bin only, None whichever is there.
+            output_loading_info: return (model, info) as transformers does: info has missing_keys,
+                unexpected_keys, mismatched_keys and error_msgs.
+            subfolder: the folder in `name_or_path` that holds config.json and the weights.
+            revision, cache_dir, force_download, local_files_only, token: for hub names.
+            overrides: config keys that override the file's (num_labels, hidden_dropout_prob, …), and the
                 constructor's own (add_pooling_layer).
+
+        Further arguments of transformers are taken where they ask for what happens anyway:
+
+            =====================  ===========  ============================================================
+            argument               taken        otherwise
+            =====================  ===========  ============================================================
+            attn_implementation    eager, sdpa  refused: attention is this package's own
+            low_cpu_mem_usage      True, False  (loading never holds the weights twice)
+            trust_remote_code      False        refused: no code of a checkpoint is ever run
+            weights_only           True         refused: a pickle is read for its tensors only
+            from_tf, from_flax     False        refused: weights are read from safetensors and .bin files
+            gguf_file, variant     None         refused: likewise, under their usual names
+            quantization_config,   None, False  refused: load the floating-point file, call `quantize()`
+            load_in_8bit, _4bit
+            max_memory, offload_*  None, False  refused: the whole model is on one device
+            tp_plan, device_mesh
+            =====================  ===========  ============================================================
+
+        `fastbert.arguments` has the whole list.
+
+        Returns:
+            The model; with `output_loading_info` (model, info).
 
         Raises:
             fastbert.CheckpointError: naming file, key and cause, where the weights do not fit.
             TypeError: for an override that is no config key.
+            ValueError: naming an argument whose value is refused, and why.
         """
-        if "torch_dtype" in overrides:  # transformers' old spelling
-            dtype = overrides.pop("torch_dtype")
-        directory = checkpoint.resolve(
-            name_or_path,
-            revision=revision,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-            token=token,
-        )
-        own = {k: overrides.pop(k) for k in ("add_pooling_layer",) if k in overrides}
-        if config is None:
-            content = cls._with_model_type(checkpoint.read_config(directory), overrides, directory)
-            _check_overrides(overrides, content)
-            config = EncoderConfig.from_dict(content, **overrides)
-        elif not overrides:
-            config = _as_config(config)
+        known = {name: overrides.pop(name) for name in arguments.LOADING if name in overrides}
+        arguments.check_loading(known)
+        dtype = _one_dtype(dtype, torch_dtype)
+        place = arguments.single_device(device, device_map)
+        hub = {
+            "revision": revision,
+            "cache_dir": cache_dir,
+            "force_download": force_download,
+            "local_files_only": local_files_only,
+            "token": token,
+        }
+        if name_or_path is not None:
+            directory = checkpoint.resolve(name_or_path, subfolder=subfolder, **hub)
+        elif config is None or state_dict is None:
+            raise TypeError("name_or_path: None needs both config= and state_dict=")
         else:
+            directory = None
+        own = {k: overrides.pop(k) for k in ("add_pooling_layer",) if k in overrides}
+        if config is not None and overrides:
             raise TypeError(f"from_pretrained: overrides {sorted(overrides)} cannot go with config=")
+        if config is None:
+            config = cls._read_config(directory, overrides)
+            config.name_or_path = name_or_path
+        elif isinstance(config, (str, Path)):
+            path = config
+            config = cls._read_config(path, {}, **hub)
+            config.name_or_path = path
+        else:
+            config = _as_config(config)
         int8 = quantization.in_config(config)
-        if int8 and device is not None and torch.device(device).type != "cpu":
+        if int8 and place.type != "cpu":
             raise ValueError(
-                f"device: {device}, but the checkpoint is quantised to 8 bits, which is for a CPU; "
+                f"device: {place}, but the checkpoint is quantised to 8 bits, which is for a CPU; "
                 "pass device='cpu', or load the floating-point checkpoint"
             )
-        checkpoint.check_depth(config, directory)
+        checkpoint.check_depth(config, directory, use_safetensors=use_safetensors, state_dict=state_dict)
         with torch.device("meta"):
             model = cls.class_for(config)(config, **own)
         if int8:
             quantization.prepare(model)
-        model.to(_resolve_dtype(dtype, config, directory))
-        model.load_report = checkpoint.load_weights(model, directory)
+        model.to(_resolve_dtype(dtype, config, directory, use_safetensors, state_dict))
+        report = model.load_report = checkpoint.load_weights(
+            model,
+            directory,
+            ignore_mismatched_sizes=ignore_mismatched_sizes,
+            use_safetensors=use_safetensors,
+            state_dict=state_dict,
+        )
         model.tie_weights()
-        return model.to(device if device is not None else "cpu").eval()
+        model.to(place).eval()
+        if not output_loading_info:
+            return model
+        return model, {
+            "missing_keys": set(report.missing),
+            "unexpected_keys": set(report.unused),
+            "mismatched_keys": set(report.mismatched),
+            "error_msgs": [],
+        }
 
     @classmethod
-    def _with_model_type(
-        cls, content: dict[str, Any], overrides: dict[str, Any], directory: Path
-    ) -> dict[str, Any]:
-        """config.json's content with a model_type: files of 2018 have none, a class of one family does."""
-        if "model_type" in content or "model_type" in overrides:
-            return content
+    def _read_config(cls, place: str | Path, overrides: dict[str, Any], **hub: Any) -> EncoderConfig:
+        """The config of a directory, a file or a hub name; the class supplies a model_type that is missing,
+        as it is in files of 2018.
+        """
+        content = checkpoint.read_config(place, **hub)
+        if "model_type" not in {**content, **overrides}:
+            content = {**content, "model_type": cls._only_model_type(place)}
+        _check_overrides(overrides, content)
+        return EncoderConfig.from_dict(content, **overrides)
+
+    @classmethod
+    def _only_model_type(cls, place: str | Path) -> str:
+        """The family whose class this is.
+
+        Raises:
+            ValueError: this class serves any family.
+        """
         if cls.class_for.__func__ is PreTrainedModel.class_for.__func__:
-            return {**content, "model_type": cls.model_type or "bert"}
+            return cls.model_type or "bert"
         names = []
         for model_type in FAMILIES:
             with contextlib.suppress(ValueError):  # the family has no such head
                 names.append(cls.class_for(EncoderConfig(model_type)).__name__)
+        where = Path(place) / checkpoint.CONFIG if Path(place).is_dir() else place
         raise ValueError(
-            f"{directory / checkpoint.CONFIG}: model_type: missing, and {cls.__name__} chooses the class by "
-            f"it; call from_pretrained of the class itself ({', '.join(names)}), or pass model_type="
+            f"{where}: model_type: missing, and {cls.__name__} chooses the class by it; call from_pretrained "
+            f"of the class itself ({', '.join(names)}), or pass model_type="
         )
 
-    def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        *,
+        max_shard_size: int | str = "5GB",
+        save_function: Callable | None = None,
+        **options: Any,
+    ) -> None:
         """Write config.json and model.safetensors, as transformers does; an interrupted save leaves the old
         files.
+
+        Args:
+            save_directory: made if absent.
+            is_main_process: False writes nothing: another process does.
+            state_dict: values to save instead of the model's own, such as those that accelerate has gathered.
+            max_shard_size: bytes, or text such as "500MB" or "5GB"; larger checkpoints are split.
+            save_function: only pickles ever went through it; none are written.
+            options: further arguments of transformers, taken where they ask for what happens anyway:
+                safe_serialization=True, push_to_hub=False, variant=None (`fastbert.arguments`).
+
+        Raises:
+            fastbert.CheckpointError: a file could not be written, or a weight is not finite.
+            TypeError: for an unknown argument.
+            ValueError: naming an argument whose value is refused, and why.
         """
-        checkpoint.save(self, directory, **kwargs)
+        if unknown := sorted(options.keys() - arguments.SAVING.keys()):
+            raise TypeError(f"save_pretrained: unexpected arguments {unknown}")
+        arguments.check_saving(options)
+        if save_function is not None and not callable(save_function):
+            raise TypeError(f"save_function: expected a function, got {type(save_function).__name__}")
+        if is_main_process:
+            checkpoint.save(self, save_directory, max_shard_size=max_shard_size, state_dict=state_dict)
 
     def quantize(self, dtype: str = "int8") -> Self:
         """Quantise the encoder layers' linear layers in place, for inference on a CPU; returns the model.
@@ -330,20 +477,103 @@ class PreTrainedModel(nn.Module):
         self.tie_weights()
         return self.get_input_embeddings()
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None) -> None:
-        """Recompute each layer in backward instead of keeping its activations (non-reentrant, bit-equal)."""
-        if gradient_checkpointing_kwargs and gradient_checkpointing_kwargs.get("use_reentrant"):
-            raise ValueError("gradient_checkpointing_kwargs: use_reentrant=True is not supported")
-        self.base_model.gradient_checkpointing = True
+    def activation_checkpointing_enable(
+        self,
+        activation_checkpointing_kwargs: dict | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """Recompute layers in backward instead of keeping their activations (non-reentrant, bit-equal).
+
+        Args:
+            activation_checkpointing_kwargs: `use_reentrant`, which must be False, and `preserve_rng_state`,
+                which must be True.
+            every_n_layers: recompute each n-th layer, beginning with the first; the others keep theirs.
+            offload: must be False; activations stay on the model's device.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what was expected.
+        """
+        for name, value in (activation_checkpointing_kwargs or {}).items():
+            expected = {"use_reentrant": False, "preserve_rng_state": True}
+            if name not in expected:
+                raise TypeError(
+                    f"activation_checkpointing_kwargs: {name!r} is not supported; "
+                    f"expected one of {', '.join(expected)}"
+                )
+            if value is not expected[name]:
+                raise ValueError(
+                    f"activation_checkpointing_kwargs: {name}={value!r} is not supported; "
+                    f"expected {expected[name]}"
+                )
+        if not isinstance(every_n_layers, int) or isinstance(every_n_layers, bool) or every_n_layers < 1:
+            raise ValueError(f"every_n_layers: expected an integer >= 1, got {every_n_layers!r}")
+        if offload:
+            raise ValueError("offload: True is not supported; activations stay on the model's device")
+        self.base_model.checkpoint_every = every_n_layers
+
+    def activation_checkpointing_disable(self) -> None:
+        """Keep activations again."""
+        self.base_model.checkpoint_every = 0
+
+    @property
+    def is_activation_checkpointing(self) -> bool:
+        """Whether layers are recomputed in backward."""
+        return self.base_model.checkpoint_every > 0
+
+    def gradient_checkpointing_enable(
+        self,
+        gradient_checkpointing_kwargs: dict | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """`activation_checkpointing_enable` under its older name."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, every_n_layers, offload)
 
     def gradient_checkpointing_disable(self) -> None:
-        """Keep activations again."""
-        self.base_model.gradient_checkpointing = False
+        """`activation_checkpointing_disable` under its older name."""
+        self.activation_checkpointing_disable()
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """Whether layers are recomputed in backward."""
-        return self.base_model.gradient_checkpointing
+        """`is_activation_checkpointing` under its older name."""
+        return self.is_activation_checkpointing
+
+    # -- what transformers' Trainer and pipelines ask for ----------------------------------------------------
+
+    @property
+    def name_or_path(self) -> str:
+        """What `from_pretrained` loaded, "" for a fresh model."""
+        return self.config.name_or_path
+
+    @property
+    def _keys_to_ignore_on_save(self) -> list[str] | None:
+        # the Trainer ties the weights again where a checkpoint lacks exactly these
+        return list(self.tied_weights()) or None
+
+    def is_custom_code(self) -> bool:
+        """Whether the class is none of transformers' own: peft asks before it renames keys."""
+        return True
+
+    def can_generate(self) -> bool:
+        """Whether the model generates text: an encoder does not."""
+        return False
+
+    def add_model_tags(self, tags: str | list[str]) -> None:
+        """Add to `model_tags`, which the Trainer writes into the model card."""
+        new = [tags] if isinstance(tags, str) else list(tags)
+        self.model_tags = list(dict.fromkeys([*(self.model_tags or ()), *new]))
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: uploading is huggingface_hub's.
+
+        Raises:
+            NotImplementedError: always, saying how to upload.
+        """
+        raise NotImplementedError(
+            "push_to_hub: not part of this package; call save_pretrained(directory), then "
+            "huggingface_hub.upload_folder(repo_id=…, folder_path=directory)"
+        )
 
     def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
         """What PyTorch calls in place of `forward` while torch.jit traces.
@@ -397,10 +627,27 @@ def _check_overrides(overrides: dict[str, Any], content: dict[str, Any]) -> None
         )
 
 
-def _resolve_dtype(dtype: torch.dtype | str | None, config: EncoderConfig, directory: Path) -> torch.dtype:
+def _one_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str | None) -> Any:
+    if torch_dtype is None:
+        return dtype
+    if dtype not in ("auto", None, torch_dtype):
+        raise ValueError(f"dtype, torch_dtype: expected one of the two, got {dtype!r} and {torch_dtype!r}")
+    return torch_dtype
+
+
+def _resolve_dtype(
+    dtype: torch.dtype | str | None,
+    config: EncoderConfig,
+    directory: Path | None,
+    use_safetensors: bool | None,
+    state_dict: dict[str, Tensor] | None,
+) -> torch.dtype:
     if dtype == "auto":
-        stated = config.get("dtype") or config.get("torch_dtype")
-        dtype = stated if stated is not None else checkpoint.stored_dtype(directory)
+        dtype = config.get("dtype") or config.get("torch_dtype")
+        if dtype is None and state_dict is not None:
+            dtype = next((t.dtype for t in state_dict.values() if t.is_floating_point()), None)
+        elif dtype is None:
+            dtype = checkpoint.stored_dtype(directory, use_safetensors)
     if dtype is None:
         return torch.float32
     if isinstance(dtype, str):
@@ -639,7 +886,8 @@ class BertModel(PreTrainedModel):
                     1 + i * EncoderLayer.SITES,
                 )
                 only = {"first_only": True} if skip and i == len(layers) - 1 else {}
-                if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+                every = self.checkpoint_every
+                if every and i % every == 0 and self.training and torch.is_grad_enabled():
                     hidden, probs = recompute(layer, *arguments, **only, use_reentrant=False)
                 else:
                     hidden, probs = layer(*arguments, **only)

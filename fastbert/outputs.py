@@ -1,21 +1,29 @@
 """What models return: HuggingFace's output classes, field for field.
 
 Each is an ordered dict of the fields that are not None, with attribute, key, index and slice access, as
-users of transformers (and its Trainer, which asks `isinstance(outputs, dict)`) expect.
+users of transformers, its Trainer and its pipelines, and accelerate expect.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.utils import _pytree
 
+from fastbert.lookalike import Lookalike
 
-class ModelOutput(OrderedDict[Any, Any]):
-    """Base of all outputs. Fields that are None are left out of the keys and of `to_tuple()`."""
+
+class ModelOutput(Lookalike, OrderedDict[Any, Any]):
+    """Base of all outputs. Fields that are None are left out of the keys and of `to_tuple()`.
+
+    Made by field, or from a mapping of fields alone (`type(output)({"loss": …})`), as accelerate does.
+    """
+
+    looks_like = ("transformers.utils.generic", "ModelOutput")
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -23,15 +31,23 @@ class ModelOutput(OrderedDict[Any, Any]):
         _pytree.register_pytree_node(
             cls,
             lambda out: (list(out.values()), list(out.keys())),
-            lambda values, keys: cls(**dict(zip(keys, values, strict=True))),
+            lambda values, keys: _rebuild(cls, dict(zip(keys, values, strict=True))),
             serialized_type_name=f"{cls.__module__}.{cls.__name__}",
         )
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if value is not None:
-                super().__setitem__(f.name, value)
+        names = [f.name for f in fields(self)]
+        given = getattr(self, names[0])
+        if not isinstance(given, Mapping):
+            return
+        others = [name for name in names[1:] if getattr(self, name) is not None]
+        if others or not given.keys() <= set(names):
+            raise TypeError(
+                f"{type(self).__name__}: expected a mapping of its fields {names} and nothing else, "
+                f"got {list(given)}" + (f" beside {others}" if others else "")
+            )
+        for name in names:
+            self._set(name, given.get(name))
 
     def __getitem__(self, key: str | int | slice) -> Any:
         if isinstance(key, str):
@@ -39,24 +55,49 @@ class ModelOutput(OrderedDict[Any, Any]):
         return self.to_tuple()[key]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self:
-            super().__setitem__(name, value)
-        super().__setattr__(name, value)
+        self._set(name, value, name in self)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
-        super().__setattr__(key, value)
+        self._set(key, value, True)  # any key: pipelines add the inputs to what a model returns
+
+    def _set(self, name: str, value: Any, is_item: bool = False) -> None:
+        """Set a field both as attribute and as item, in the order of the fields; None removes the item.
+        Another name is an attribute, and an item where it is said to be one.
+        """
+        super().__setattr__(name, value)
+        names = list(type(self).__dataclass_fields__)
+        if name not in names:
+            if is_item:
+                super().__setitem__(name, value)
+            return
+        if value is None:
+            if name in self:
+                super().__delitem__(name)
+            return
+        later = [] if name in self else [n for n in names[names.index(name) + 1 :] if n in self]
+        super().__setitem__(name, value)
+        for n in later:
+            self.move_to_end(n)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(f"{type(self).__name__}: its fields cannot be removed; set them to None")
+
+    __delitem__ = pop = popitem = setdefault = update = clear = _refuse
 
     def to_tuple(self) -> tuple[Any, ...]:
         """The fields that are not None, in order."""
         return tuple(self[k] for k in self.keys())
 
-    def __reduce__(self):
+    def __reduce_ex__(self, protocol: int) -> tuple:
         return _rebuild, (type(self), dict(self.items()))
 
 
 def _rebuild(cls: type, values: dict) -> ModelOutput:
-    return cls(**values)
+    names = cls.__dataclass_fields__.keys()
+    output = cls(**{key: value for key, value in values.items() if key in names})
+    for key in values.keys() - names:
+        output[key] = values[key]
+    return output
 
 
 # Default of what a model always returns, so that type checkers need no test for None.

@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -38,11 +38,18 @@ from fastbert.files import (
     config_of_weights,
     digest,
     is_dead,
+    listed,
     own_tag,
 )
 
 
-def save(model: nn.Module, directory: str | os.PathLike, *, max_shard_size: int | str = "5GB") -> list[Path]:
+def save(
+    model: nn.Module,
+    directory: str | os.PathLike,
+    *,
+    max_shard_size: int | str = "5GB",
+    state_dict: dict[str, Tensor] | None = None,
+) -> list[Path]:
     """Write config.json and model.safetensors (or shards and their index) as HuggingFace does.
 
     Everything is first written beside the old files and flushed to the disk, then renamed: a save that fails
@@ -52,6 +59,8 @@ def save(model: nn.Module, directory: str | os.PathLike, *, max_shard_size: int 
         model: a model of this package.
         directory: made if absent.
         max_shard_size: bytes, or text such as "500MB" or "5GB"; larger checkpoints are split.
+        state_dict: values to save instead of the model's own, under the keys of its `state_dict()`; tied
+            copies may be left out.
 
     Returns:
         The weight files written.
@@ -62,7 +71,9 @@ def save(model: nn.Module, directory: str | os.PathLike, *, max_shard_size: int 
     limit = _bytes(max_shard_size)
     directory = Path(directory)
     tied = model.tied_weights()
-    state = {key: value.detach() for key, value in model.state_dict().items() if key not in tied}
+    own = model.state_dict()
+    given = own if state_dict is None else _whole(directory, own.keys() - tied.keys(), own.keys(), state_dict)
+    state = {key: given[key].detach() for key in own if key not in tied}
     for key, value in state.items():
         if value.is_meta:
             raise CheckpointError(f"{directory}: {key}: is on the meta device and has no value to save")
@@ -75,6 +86,17 @@ def save(model: nn.Module, directory: str | os.PathLike, *, max_shard_size: int 
         directory.mkdir(parents=True, exist_ok=True)
         _settle(directory)
         return _write(directory, config_text.encode(), stamp, state, shards)
+
+
+def _whole(directory: Path, needed: set, known: Iterable[str], given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`given`, if it has a tensor for every needed key and none for an unknown one."""
+    missing, unknown = sorted(needed - given.keys()), sorted(given.keys() - set(known))
+    if missing or unknown:
+        raise CheckpointError(
+            f"{directory}: state_dict: expected the keys of the model's own; "
+            f"missing: {listed(missing) or 'none'}; unknown: {listed(unknown) or 'none'}"
+        )
+    return given
 
 
 @contextlib.contextmanager

@@ -1372,8 +1372,10 @@ def test_resolve_a_hub_name(layout, tmp_path, monkeypatch):
     (remote / "flax_model.msgpack").write_text("large")
     asked = []
 
-    def snapshot_download(name, *, allow_patterns, revision, cache_dir, local_files_only, token):
-        asked.append((name, revision, cache_dir, local_files_only, token))
+    def snapshot_download(
+        name, *, allow_patterns, revision, cache_dir, local_files_only, token, force_download
+    ):
+        asked.append((name, revision, cache_dir, local_files_only, token, force_download))
         local.mkdir(exist_ok=True)
         for file in remote.iterdir():
             if any(fnmatch.fnmatch(file.name, pattern) for pattern in allow_patterns):
@@ -1385,7 +1387,7 @@ def test_resolve_a_hub_name(layout, tmp_path, monkeypatch):
         "someone/bert", revision="v1", cache_dir="c", local_files_only=True, token="t"
     )
     assert directory == local
-    assert set(asked) == {("someone/bert", "v1", "c", True, "t")}
+    assert set(asked) == {("someone/bert", "v1", "c", True, "t", False)}
     weights = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}[layout]
     assert {p.name for p in local.iterdir()} == {"config.json", "vocab.txt", weights} | (
         {"generation_config.json"} if (remote / "generation_config.json").exists() else set()

@@ -389,7 +389,7 @@ def _others(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     kind = sys.modules["transformers"].PreTrainedModel
     skip: set[int] = set()
     for name, module in root.named_modules():
-        if id(module) in skip or not isinstance(module, kind):
+        if id(module) in skip or not issubclass(type(module), kind):
             continue
         if next(_found(module), None) is None:
             skip.update(id(child) for child in module.modules())

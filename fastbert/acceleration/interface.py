@@ -397,9 +397,9 @@ def _parts(model: nn.Module) -> list:
     """The transformers models in `model`, itself first."""
     from transformers import PreTrainedModel
 
-    if not isinstance(model, PreTrainedModel):
+    if not issubclass(type(model), PreTrainedModel):
         raise TypeError(f"model: expected a transformers.PreTrainedModel, got {type(model).__name__}")
-    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return [module for module in model.modules() if issubclass(type(module), PreTrainedModel)]
 
 
 def _implementations(config) -> str | dict:

@@ -21,6 +21,10 @@ def models(path: str, ids: Tensor) -> None:
     fastbert.BertModel.from_pretrained()  # error
     fastbert.BertModel.from_pretrained(path, dtype=32)  # error
     fastbert.BertModel.from_pretrained(path, local_files_only="yes")  # error
+    fastbert.BertModel.from_pretrained(path, output_loading_info=True).eval()  # error
+    fastbert.BertModel.from_pretrained(path, output_loading_info="yes")  # error
+    fastbert.BertModel.from_pretrained(path, ignore_mismatched_sizes="yes")  # error
+    fastbert.AutoConfig.from_pretrained()  # error
     fastbert.BertModel.from_pretraind(path)  # error
     fastbert.MPNetModel(path)  # error
     fastbert.EncoderConfig(model_type=3)  # error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,6 +24,10 @@ def from_pretrained_gives_its_own_class(path: str) -> None:
         fastbert.DistilBertForSequenceClassification.from_pretrained(path, num_labels=3, device="cpu"),
         fastbert.DistilBertForSequenceClassification,
     )
+    loaded = fastbert.BertForMaskedLM.from_pretrained(path, torch_dtype="auto", output_loading_info=True)
+    assert_type(loaded, tuple[fastbert.BertForMaskedLM, dict[str, Any]])
+    assert_type(fastbert.ErnieModel.from_pretrained(path, output_loading_info=False), fastbert.ErnieModel)
+    assert_type(fastbert.AutoConfig.from_pretrained(path), fastbert.EncoderConfig)
     config = fastbert.EncoderConfig(model_type="mpnet", hidden_size=32, num_attention_heads=2)
     assert_type(fastbert.MPNetModel.from_config(config).eval(), fastbert.MPNetModel)
     assert_type(fastbert.ErnieModel(config).train().quantize(), fastbert.ErnieModel)
