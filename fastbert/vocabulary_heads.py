@@ -1,7 +1,8 @@
 """The task heads over the vocabulary: masked words, alone or beside a second task.
 
 In training they compute only what the loss asks for: the labelled tokens, chunk by chunk
-(`ops/linear_cross_entropy.py`). They return no logits then, unless `output_logits=True` asks for them.
+(`ops/linear_cross_entropy.py`). The logits of all tokens are then deferred: computed when somebody touches
+them (`deferred.py`), or in forward where `output_logits=True` asks for them.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.config import EncoderConfig
+from fastbert.deferred import DeferredTensor, NotComputed, defer
 from fastbert.families import Family
 from fastbert.labels import IGNORED, check_classes, sequence_loss
 from fastbert.layers import apply_linear, apply_norm, attach, is_plain, part
+from fastbert.ops import checks
 from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.ops.linear_cross_entropy import linear_cross_entropy
 from fastbert.outputs import AlbertPreTrainingOutput, LogitsOutput, ModelOutput, PreTrainingOutput
@@ -98,31 +101,53 @@ class LMModel(TaskModel):
         return cross_entropy(apply_linear(decoder, x), labels, ignore_index=IGNORED)
 
     def words(
-        self, encoded: Encoded, labels: Tensor | None, count: int | None, with_logits: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """(padded logits, loss), each None where not asked for."""
-        if not with_logits:
+        self,
+        encoded: Encoded,
+        labels: Tensor | None,
+        count: int | None,
+        output_logits: bool | None,
+        name: str,
+    ) -> tuple[Tensor | NotComputed | None, Tensor | None]:
+        """(padded logits, loss), each None where not asked for; `name` is the logits' in the output."""
+        if output_logits is False:
             return None, self.lm_loss(encoded, labels, count)
+        if output_logits is None and self.training and labels is not None:
+            return self.deferred_logits(encoded, name), self.lm_loss(encoded, labels, count)
         logits = self.lm_logits(encoded.hidden)
         return encoded.unpack(logits), None if labels is None else encoded.token_loss(logits, labels)
 
-    def gives_logits(self, output_logits: bool | None, has_loss: bool) -> bool:
-        """What `output_logits` means in this call."""
+    def deferred_logits(self, encoded: Encoded, name: str) -> DeferredTensor | NotComputed:
+        """The padded logits, not computed yet."""
+        head, hidden = self.family.lm_head, encoded.hidden
+        modules = [part(self, path) for path in (head.dense, head.norm, head.decoder)]
+        dtype = modules[-1].weight.dtype
+        if dtype != torch.float64:  # which autocast leaves alone
+            dtype = checks.autocast_dtype(hidden) or dtype
+        return defer(
+            name,
+            lambda: encoded.unpack(self.lm_logits(hidden)),
+            (*encoded.shape, self.config.vocab_size),
+            dtype,
+            hidden,
+            modules,
+        )
+
+    def check_output_logits(self, output_logits: bool | None, has_loss: bool) -> None:
+        """Refuse an `output_logits` that is no boolean, or that leaves nothing to return."""
         if output_logits is None:
-            return not (self.training and has_loss)
+            return
         if not isinstance(output_logits, bool):
             raise TypeError(f"output_logits: expected True, False or None, got {output_logits!r}")
         if not output_logits and not has_loss:
             raise ValueError("output_logits: False leaves only the loss; there is none without all labels")
-        return output_logits
 
 
 class BertForMaskedLM(LMModel):
     """Predicts masked tokens.
 
     Labels: (batch, seqlen), token ids, -100 where nothing is to be predicted; loss: mean cross-entropy of the
-    labelled tokens. Logits: (batch, seqlen, vocab_size), zeros at masked tokens; None in training with
-    labels, where they are computed for the labelled tokens only (`output_logits`).
+    labelled tokens. Logits: (batch, seqlen, vocab_size), zeros at masked tokens; in training with labels
+    they are computed when they are touched (`output_logits`).
 
     Source: Devlin et al. 2018, "BERT", sec. 3.1, task 1.
     """
@@ -153,8 +178,9 @@ class BertForMaskedLM(LMModel):
         rest.
 
         Args:
-            output_logits: True gives the logits, False only the loss; None gives them but in training with
-                labels.
+            output_logits: True computes the logits, False gives only the loss. None computes them, but in
+                training with labels defers them: they are computed if somebody touches them, before the
+                next step of the optimizer; under `torch.compile` touching them is an error.
 
         Returns:
             loss (if labels are given), logits, hidden_states, attentions.
@@ -162,14 +188,15 @@ class BertForMaskedLM(LMModel):
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
         """
-        with_logits, count = self.gives_logits(output_logits, labels is not None), None
+        self.check_output_logits(output_logits, labels is not None)
+        count = None
         if labels is not None:
             count = check_classes("labels", labels, self.config.vocab_size, attention_mask)
         encoded = self.encode(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
             head_mask, output_attentions, output_hidden_states,
         )  # fmt: skip
-        logits, loss = self.words(encoded, labels, count, with_logits)
+        logits, loss = self.words(encoded, labels, count, output_logits, "logits")
         output = LogitsOutput(loss, logits, encoded.hidden_states, encoded.attentions)
         return self.answer(output, return_dict)
 
@@ -179,8 +206,8 @@ class BertForPreTraining(LMModel):
 
     Labels: `labels` as in BertForMaskedLM, `next_sentence_label` as in BertForNextSentencePrediction; there
     is a loss, the sum of both, only where both are given. prediction_logits: (batch, seqlen, vocab_size),
-    zeros at masked tokens, None in training with both labels (`output_logits`); seq_relationship_logits:
-    (batch, 2).
+    zeros at masked tokens, in training with both labels computed when they are touched (`output_logits`);
+    seq_relationship_logits: (batch, 2).
 
     Source: Devlin et al. 2018, "BERT", sec. 3.1.
     """
@@ -226,7 +253,8 @@ class BertForPreTraining(LMModel):
             TypeError, ValueError: naming the argument, what came and what was expected.
         """
         both = labels is not None and next_sentence_label is not None
-        with_logits, count = self.gives_logits(output_logits, both), None
+        self.check_output_logits(output_logits, both)
+        count = None
         if labels is not None:
             count = check_classes("labels", labels, self.config.vocab_size, attention_mask)
         if next_sentence_label is not None:
@@ -235,7 +263,9 @@ class BertForPreTraining(LMModel):
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
             head_mask, output_attentions, output_hidden_states,
         )  # fmt: skip
-        words, words_loss = self.words(encoded, labels, count, with_logits)
+        words, words_loss = self.words(
+            encoded, labels if both else None, count, output_logits, "prediction_logits"
+        )
         pooled = self.dropout(self.pooled(encoded), self.family.next_sentence_dropout_key)
         pair = apply_linear(part(self, self.family.next_sentence), pooled)
         loss = (
@@ -252,7 +282,8 @@ class AlbertForPreTraining(BertForPreTraining):
 
     Labels: `labels` as in BertForMaskedLM, `sentence_order_label` (batch,): 0 in order, 1 swapped; there is a
     loss, the sum of both, only where both are given. prediction_logits: (batch, seqlen, vocab_size), zeros at
-    masked tokens, None in training with both labels (`output_logits`); sop_logits: (batch, 2).
+    masked tokens, in training with both labels computed when they are touched (`output_logits`); sop_logits:
+    (batch, 2).
 
     Source: Lan et al. 2019, "ALBERT", sec. 3.1.
     """

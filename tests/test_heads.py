@@ -16,9 +16,11 @@ from torch.utils._pytree import tree_leaves
 
 from fastbert import heads
 from fastbert.config import EncoderConfig
+from fastbert.deferred import DeferredTensor
 from fastbert.families import FAMILIES
 from fastbert.models import AutoModel, BertModel
 from fastbert.ops import linear_cross_entropy
+from fastbert.ops.cross_entropy import cross_entropy as ops_cross_entropy
 from tests.hf_models import FAMILY_NAMES
 from tests.model_pairs import CASES, TASKS, build, inputs_for, labels_for, pair, token_level
 
@@ -677,7 +679,9 @@ def test_training_computes_only_the_labelled_tokens(monkeypatch, name, task, chu
             assert max(seen.rows) == inputs["input_ids"].numel()
         else:
             assert max(seen.rows) == labelled if chunk_rows > labelled else max(seen.rows) <= 5
-    assert logits[0] is None
+    assert isinstance(logits[0], DeferredTensor)
+    assert not logits[0].is_computed
+    assert torch.equal(logits[0], logits[1])
     assert logits[1].shape == (*inputs["input_ids"].shape, 333)
     for a, e in zip(*results, strict=True):
         close(a, e, 1e-12 + 1e-10 * e.abs().max().item())
@@ -700,9 +704,12 @@ def test_when_logits_are_given(task):
                         model(**inputs, output_logits=False)
                     continue
                 output = model(**inputs, **given, output_logits=asked)
-                wanted = not (training and given) if asked is None else asked
+                wanted = asked is not False
                 assert list(output) == ["loss"] * bool(given) + [key] * wanted + others
                 assert output[key] is not None if wanted else getattr(output, key) is None
+                if wanted:
+                    deferred = asked is None and training and bool(given)
+                    assert isinstance(output[key], DeferredTensor) is deferred
                 if given:
                     losses.append(output.loss.item())
                 tuples = model(**inputs, **given, output_logits=asked, return_dict=False)
@@ -715,6 +722,143 @@ def test_when_logits_are_given(task):
         assert model(**inputs, **only).prediction_logits is not None
         with pytest.raises(ValueError, match=r"output_logits: .* none without all labels"):
             model(**inputs, **only, output_logits=False)
+
+
+def masked_lm(**config):
+    """A masked-LM model in training, a padded batch with labels, and its logits computed in forward."""
+    _, model = build("bert", "ForMaskedLM", **{"num_hidden_layers": 1, **NO_DROPOUT, **config})
+    model.train()
+    inputs = inputs_for("bert", "ForMaskedLM")
+    inputs |= labels_for(model, inputs)
+    return model, inputs, model(**inputs, output_logits=True).logits
+
+
+def test_deferred_logits_say_what_they_are_without_being_computed():
+    model, inputs, expected = masked_lm()
+    logits = model(**inputs).logits
+    for ask in (
+        lambda t: t.shape, lambda t: t.dtype, lambda t: t.device, lambda t: t.ndim, lambda t: t.size(-1),
+        lambda t: t.dim(), lambda t: t.numel(), len, lambda t: t.requires_grad, torch.is_floating_point,
+    ):  # fmt: skip
+        assert ask(logits) == ask(expected)
+    assert logits.grad_fn is None
+    assert isinstance(logits, torch.Tensor)
+    assert not logits.is_computed
+    tuples = model(**inputs, return_dict=False)
+    assert len(tuples) == len(model(**inputs, output_logits=True, return_dict=False)) == 2
+    assert not tuples[1].is_computed
+    with torch.no_grad():
+        assert not model(**inputs).logits.requires_grad
+
+
+def test_deferred_logits_are_those_of_the_forward_however_they_are_touched():
+    model, inputs, expected = masked_lm()
+    labels, flat = inputs["labels"], expected.detach().flatten(0, 1)
+    for touch in (
+        lambda t: t.argmax(-1), lambda t: torch.softmax(t, -1), lambda t: t[0, 1], lambda t: t + 1,
+        lambda t: 2 * t, lambda t: t.detach().numpy(), lambda t: t.tolist(), lambda t: torch.cat([t, t]),
+        lambda t: torch.stack((t, t), dim=0), repr, lambda t: pickle.loads(pickle.dumps(t.detach())),
+        lambda t: F.cross_entropy(t.flatten(0, 1), labels.flatten()), lambda t: t.view(-1, 120)[3],
+        lambda t: ops_cross_entropy(t.flatten(0, 1), labels.flatten()), lambda t: t.mT, lambda t: t.data,
+        lambda t: torch.compile(lambda x: x.argmax(-1), backend="eager")(t), lambda t: t.is_leaf,
+    ):  # fmt: skip
+        for mode in (torch.enable_grad, torch.no_grad):
+            deferred = model(**inputs).logits
+            with mode():
+                a, e = touch(deferred), touch(expected)
+            if isinstance(e, torch.Tensor):
+                assert type(a) is torch.Tensor
+                assert torch.equal(a, e)
+                assert a.requires_grad == e.requires_grad
+            elif not isinstance(e, (str, bool)):
+                assert (torch.as_tensor(a) == torch.as_tensor(e)).all()
+            else:
+                assert a == e
+            assert deferred.is_computed
+            assert deferred.computed() is deferred.computed()
+    with torch.inference_mode():
+        inside = model(**inputs).logits
+    assert torch.equal(inside.argmax(-1), flat.argmax(-1).view(labels.shape))
+
+
+def test_deferred_logits_have_a_gradient():
+    model, inputs, expected = masked_lm()
+    weights = torch.randn(expected.shape, dtype=expected.dtype)
+    expected.mul(weights).sum().backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    assert "bert.embeddings.word_embeddings.weight" in grads
+    model.zero_grad()
+    with torch.no_grad():  # the forward's grad mode counts, not that of the first touch
+        logits = (output := model(**inputs)).logits
+        assert not logits.requires_grad
+        assert output.logits.argmax(-1).shape == inputs["labels"].shape
+    output = model(**inputs)
+    with torch.no_grad():
+        output.logits.argmax(-1)
+    output.logits.mul(weights).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (name not in grads)
+        assert parameter.grad is None or torch.equal(parameter.grad, grads[name]), name
+
+
+def test_deferred_logits_know_the_autocast_of_the_forward():
+    model, inputs, _ = masked_lm()
+    with torch.autocast("cpu", torch.bfloat16):
+        output, expected = model(**inputs), model(**inputs, output_logits=True).logits
+    assert output.logits.dtype == expected.dtype == torch.bfloat16
+    wide = output.logits.float()
+    assert isinstance(wide, DeferredTensor)
+    assert wide.dtype == torch.float32
+    assert not output.logits.is_computed
+    assert torch.equal(wide, expected.float())
+    assert torch.equal(output.logits, expected)
+    model.double()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(**inputs).logits.computed().dtype == torch.float64
+
+
+def test_deferred_logits_are_refused_once_the_weights_have_changed():
+    for change in (
+        lambda model: torch.optim.SGD(model.parameters(), 0.1).step(),
+        lambda model: model.half(),
+        lambda model: torch.nn.init.zeros_(model.cls.predictions.transform.dense.bias),
+    ):
+        model, inputs, expected = masked_lm()
+        early, late = model(**inputs), model(**inputs)
+        (early.loss + late.loss).backward(retain_graph=True)
+        assert torch.equal(early.logits, expected)
+        change(model)
+        assert torch.equal(early.logits, expected)
+        with pytest.raises(
+            RuntimeError, match=r"^logits: the head's weights have changed .* output_logits=True"
+        ):
+            late.logits.argmax(-1)
+
+
+def test_deferred_logits_where_they_cannot_be():
+    class Exp(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.exp()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    model, inputs, expected = masked_lm()
+    taken = Exp.apply(model(**inputs).logits)
+    assert torch.equal(taken, expected.exp())
+    with pytest.raises(RuntimeError, match=r"^logits: an autograd.Function took .* output_logits=True"):
+        taken.sum().backward()
+    usual, wider = model.get_output_embeddings(), torch.nn.Linear(48, 130)
+    model.cls.predictions.decoder = torch.nn.Sequential(wider)
+    model.cls.predictions.decoder.weight = usual.weight
+    with pytest.raises(RuntimeError, match=r"^logits: expected torch.float32 of shape \(4, 18, 120\)"):
+        model(**inputs).logits.sum()
+    model.cls.predictions.decoder = usual
+    usual._is_fsdp_managed_module = True
+    with pytest.raises(RuntimeError, match=r"^logits: their weights are gathered by FSDP"):
+        model(**inputs).logits.sum()
 
 
 @pytest.mark.parametrize("name", ["bert", "albert"])
@@ -842,15 +986,50 @@ def test_gradient_checkpointing_changes_no_bit():
     inputs |= labels_for(model, inputs)
     model.train()
     grads = []
-    for enable in (False, True):
-        if enable:
-            model.gradient_checkpointing_enable()
+    for every in (0, 1, 2):
+        if every:
+            model.gradient_checkpointing_enable(every_n_layers=every)
             assert model.is_gradient_checkpointing
         torch.manual_seed(7)
         model.zero_grad()
         model(**inputs).loss.backward()
         grads.append([p.grad.clone() for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*grads, strict=True))
+
+
+def test_which_layers_are_recomputed(monkeypatch):
+    from fastbert import models
+
+    _, model = build("bert", "ForTokenClassification", num_hidden_layers=5)
+    inputs = inputs_for("bert", "ForTokenClassification")
+    seen = []
+
+    def recompute(layer, *args, use_reentrant, **kwargs):
+        assert use_reentrant is False
+        seen.append(model.bert.layers().index(layer))
+        return layer(*args, **kwargs)
+
+    monkeypatch.setattr(models, "recompute", recompute)
+    model.train()
+    for every, expected in ((1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3])):
+        seen.clear()
+        model.activation_checkpointing_enable({"use_reentrant": False}, every)
+        model(**inputs)
+        assert seen == expected
+    model.activation_checkpointing_disable()
+    assert not model.is_activation_checkpointing
+    model(**inputs)
+    assert seen == expected
+    for arguments, error in (
+        (({"use_reentrant": True},), "use_reentrant=True is not supported"),
+        (({"early_stop": False},), "'early_stop' is not supported"),
+        ((None, 0), "every_n_layers: expected an integer >= 1, got 0"),
+        ((None, True), "every_n_layers: expected an integer >= 1, got True"),
+        ((None, 1, True), "offload: True is not supported"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=error):
+            model.activation_checkpointing_enable(*arguments)
+    assert not model.is_gradient_checkpointing
 
 
 def test_training_with_dropout_learns_a_batch():
@@ -895,7 +1074,15 @@ def test_compiled_in_one_graph(name, task, training):
         output.loss.backward()
         grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     for key, value in model(**inputs).items():
-        close(compiled[key], value, 1e-6)
+        if isinstance(value, DeferredTensor):
+            for touch in (lambda t: t.argmax(-1), lambda t: torch.argmax(t, -1)):
+                with pytest.raises(
+                    (AttributeError, TypeError), match=f"^{key}: not computed .*output_logits"
+                ):
+                    touch(compiled[key])
+        else:
+            close(compiled[key], value, 1e-6)
+    assert ("prediction_logits" in compiled) == (task == "ForPreTraining" and name == "bert")
     for a, b in zip(*grads, strict=True):
         close(a, b, 1e-6)
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree
 import fastbert
 from fastbert import heads, models, outputs, vocabulary_heads
 from tests.hf_models import batch, hf_model
-from tests.model_pairs import build, inputs_for
+from tests.model_pairs import build, inputs_for, labels_for
 
 NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 WORDS = [f"w{i}" for i in range(115)]
@@ -195,6 +195,30 @@ def test_masked_lm_with_the_data_collator(tmp_path, accelerate, tokenizer, bf16,
     assert "missing keys" not in caplog.text
     same_weights(model, resumed.model)
     assert resumed.model.cls.predictions.decoder.weight is resumed.model.get_input_embeddings().weight
+
+
+def test_a_loop_that_measures_accuracy_while_it_trains(accelerate):
+    """By hand, under accelerate in bf16; the logits are touched before the step."""
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    native_model = native("ForMaskedLM")
+    model, optimizer = accelerator.prepare(native_model, torch.optim.SGD(native_model.parameters(), 0.1))
+    model.train()
+    inputs = inputs_for("bert", "ForMaskedLM")
+    inputs |= labels_for(native_model, inputs)
+    plain = model(**inputs)
+    assert type(plain) is outputs.LogitsOutput
+    assert plain.loss.dtype == plain.logits.dtype == torch.float32
+    assert not plain.logits.is_computed
+    right = []
+    for _ in range(3):
+        output = model(**inputs)
+        accelerator.backward(output.loss)
+        counted = inputs["labels"] != -100
+        logits = accelerator.gather_for_metrics(output.logits)
+        right.append((logits.argmax(-1) == inputs["labels"])[counted].float().mean().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert right[-1] > right[0]
 
 
 # -- accelerate ----------------------------------------------------------------------------------------------
@@ -457,3 +481,25 @@ def test_what_is_absent_says_so():
     model.add_model_tags(["b", "a"])
     assert model.model_tags == ["a", "b"]
     assert type(model).model_tags is None
+
+
+# -- peft ----------------------------------------------------------------------------------------------------
+
+
+def test_lora_on_a_masked_lm(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = native("ForMaskedLM").train()
+    inputs = inputs_for("bert", "ForMaskedLM")
+    inputs |= labels_for(model, inputs)
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    )
+    assert not any("decoder" in name for name, _ in adapted.named_parameters() if "lora" in name)
+    output = adapted(**inputs)
+    output.loss.backward()
+    expected = adapted(**inputs, output_logits=True).logits
+    assert torch.equal(output.logits, expected)
+    adapted.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(native("ForMaskedLM"), tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(again.eval()(**inputs).logits, adapted.eval()(**inputs).logits)
