@@ -73,12 +73,18 @@ class DeferredTensor(Tensor):
 
     def float(self) -> Tensor:
         """In float32; as deferred as before (accelerate asks every half-precision output for it)."""
-        if self._value is not None or self.dtype == torch.float32:
-            return self._value.float() if self._value is not None else self
+        return self if self.dtype == torch.float32 else self._then(Tensor.float, torch.float32)
+
+    def clone(self) -> Tensor:
+        """A copy, as deferred as before (DDP copies every output)."""
+        return self._then(Tensor.clone, self.dtype)
+
+    def _then(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
+        if self.is_computed:
+            return function(self.computed())
         return DeferredTensor(
-            self._name, lambda: self.computed().float(), self.shape, torch.float32, self.device,
-            self.requires_grad,
-        )  # fmt: skip
+            self._name, lambda: function(self.computed()), self.shape, dtype, self.device, self.requires_grad
+        )
 
     @classmethod
     def __torch_function__(
@@ -117,8 +123,10 @@ _ASKS_NO_ELEMENT = frozenset(
 )  # fmt: skip
 
 
-def _refuse_gradient(name: str) -> Callable[[Tensor], NoReturn]:
-    def refuse(gradient: Tensor) -> NoReturn:
+def _refuse_gradient(name: str) -> Callable[[Tensor | None], None]:
+    def refuse(gradient: Tensor | None) -> None:
+        if gradient is None:  # DDP's function passes every output on, used or not
+            return
         raise RuntimeError(
             f"{name}: an autograd.Function took the deferred tensor, past which no gradient goes; pass "
             "output_logits=True to compute them in forward"
@@ -184,7 +192,7 @@ def defer(
     cast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     cast_to = torch.get_autocast_dtype(device.type) if cast else None
     gathered = any(prepared.is_gathered(module) for module in modules)
-    weights = [p for module in modules for p in module.parameters()]
+    weights = _weights(modules)
     before = [] if gathered else [_state(p) for p in weights]
 
     def late() -> Tensor:
@@ -193,7 +201,9 @@ def defer(
                 f"{name}: their weights are gathered by FSDP for the forward alone; pass output_logits=True "
                 "to compute them there"
             )
-        if [_state(p) for p in weights] != before:
+        # functional_call puts others in their place for the forward alone
+        now = _weights(modules)
+        if list(map(id, now)) != list(map(id, weights)) or [_state(p) for p in now] != before:
             raise RuntimeError(
                 f"{name}: the head's weights have changed since this forward (an optimizer's step?); touch "
                 "them before, or pass output_logits=True to compute them in forward"
@@ -206,6 +216,10 @@ def defer(
 
     wants_grad = with_grad and (reads.requires_grad or any(p.requires_grad for p in weights))
     return DeferredTensor(name, late, shape, dtype, device, wants_grad)
+
+
+def _weights(modules: list[nn.Module]) -> list[Tensor]:
+    return [p for module in modules for p in module.parameters()]
 
 
 def _state(p: Tensor) -> tuple[int, int]:

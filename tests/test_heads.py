@@ -806,12 +806,16 @@ def test_deferred_logits_know_the_autocast_of_the_forward():
     with torch.autocast("cpu", torch.bfloat16):
         output, expected = model(**inputs), model(**inputs, output_logits=True).logits
     assert output.logits.dtype == expected.dtype == torch.bfloat16
-    wide = output.logits.float()
+    wide, copied = output.logits.float(), output.logits.clone()
     assert isinstance(wide, DeferredTensor)
+    assert isinstance(copied, DeferredTensor)
     assert wide.dtype == torch.float32
     assert not output.logits.is_computed
     assert torch.equal(wide, expected.float())
     assert torch.equal(output.logits, expected)
+    assert torch.equal(copied, expected)
+    assert copied.computed() is not output.logits.computed()
+    assert type(output.logits.clone()) is type(output.logits.float()) is torch.Tensor
     model.double()
     with torch.autocast("cpu", torch.bfloat16):
         assert model(**inputs).logits.computed().dtype == torch.float64
@@ -846,6 +850,12 @@ def test_deferred_logits_where_they_cannot_be():
             return grad
 
     model, inputs, expected = masked_lm()
+    others = {name: p.detach() * 2 for name, p in model.named_parameters()}
+    output = torch.func.functional_call(model, others, (), inputs)
+    with pytest.raises(RuntimeError, match=r"^logits: the head's weights have changed"):
+        output.logits.sum()
+    eager = torch.func.functional_call(model, others, (), {**inputs, "output_logits": True})
+    assert not torch.allclose(eager.logits, expected)
     taken = Exp.apply(model(**inputs).logits)
     assert torch.equal(taken, expected.exp())
     with pytest.raises(RuntimeError, match=r"^logits: an autograd.Function took .* output_logits=True"):

@@ -221,6 +221,33 @@ def test_a_loop_that_measures_accuracy_while_it_trains(accelerate):
     assert right[-1] > right[0]
 
 
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_ddp_neither_computes_nor_breaks_deferred_logits(tmp_path, find_unused):
+    """DDP looks through the outputs for tensors; the Trainer lets it look for unused parameters."""
+    from torch import distributed
+
+    model = native("ForMaskedLM").train()
+    inputs = inputs_for("bert", "ForMaskedLM")
+    inputs |= labels_for(model, inputs)
+    expected = model(**inputs, output_logits=True)
+    expected.loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        ddp = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=find_unused)
+        output = ddp(**inputs)
+        assert type(output) is outputs.LogitsOutput
+        assert not output.logits.is_computed
+        output.loss.backward()
+        assert not output.logits.is_computed
+        assert torch.equal(output.logits, expected.logits)
+    finally:
+        distributed.destroy_process_group()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, grads[name])
+
+
 # -- accelerate ----------------------------------------------------------------------------------------------
 
 
