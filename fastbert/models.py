@@ -255,7 +255,10 @@ class PreTrainedModel(Lookalike, nn.Module):
         if name_or_path is not None:
             directory = checkpoint.resolve(name_or_path, subfolder=subfolder, **hub)
         elif config is None or state_dict is None:
-            raise TypeError("name_or_path: None needs both config= and state_dict=")
+            raise TypeError(
+                "name_or_path: expected a path or a hub name, got NoneType; "
+                "None needs both config= and state_dict="
+            )
         else:
             directory = None
         own = {k: overrides.pop(k) for k in ("add_pooling_layer",) if k in overrides}
