@@ -62,6 +62,12 @@ def test_a_head_of_another_size_is_fresh_where_asked(folder):
         same(load(folder, ignore_mismatched_sizes=True), whole)  # nothing to ignore
 
 
+def test_an_8_bit_weight_of_another_shape_is_never_fresh(folder, tmp_path):
+    load(folder).quantize().save_pretrained(tmp_path)
+    with pytest.raises(fastbert.CheckpointError, match=r"intermediate.dense.weight: shape \(80, 48\)"):
+        load(tmp_path, intermediate_size=96, ignore_mismatched_sizes=True)
+
+
 def test_loading_info_names_fresh_and_left_over_keys(folder):
     with pytest.warns(UserWarning, match="has no weights for qa_outputs"):
         model, info = fastbert.BertForQuestionAnswering.from_pretrained(

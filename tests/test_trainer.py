@@ -464,7 +464,9 @@ def test_config_answers_what_transformers_asks(tmp_path):
     }  # fmt: skip
     assert json.loads(config.to_json_string(use_diff=True)) == config.to_diff_dict()
     assert json.loads(config.to_json_string()) == config.to_dict()
+    config.name_or_path = "before"
     config.update({"num_labels": 4, "hidden_size": 96})
+    assert config.name_or_path == "before"
     assert (config.num_labels, config.hidden_size, config.num_hidden_layers) == (4, 96, 3)
     with pytest.raises(ValueError, match="num_attention_heads: 12 heads do not divide hidden_size 97"):
         config.update({"hidden_size": 97, "num_labels": 5})
