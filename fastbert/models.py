@@ -340,7 +340,7 @@ class PreTrainedModel(Lookalike, nn.Module):
         state_dict: dict[str, Tensor] | None = None,
         *,
         max_shard_size: int | str = "5GB",
-        save_function: Callable | None = None,
+        save_function: Callable[..., object] | None = None,
         **options: Any,
     ) -> None:
         """Write config.json and model.safetensors, as transformers does; an interrupted save leaves the old
@@ -482,7 +482,7 @@ class PreTrainedModel(Lookalike, nn.Module):
 
     def activation_checkpointing_enable(
         self,
-        activation_checkpointing_kwargs: dict | None = None,
+        activation_checkpointing_kwargs: dict[str, Any] | None = None,
         every_n_layers: int = 1,
         offload: bool = False,
     ) -> None:
@@ -526,7 +526,7 @@ class PreTrainedModel(Lookalike, nn.Module):
 
     def gradient_checkpointing_enable(
         self,
-        gradient_checkpointing_kwargs: dict | None = None,
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
         every_n_layers: int = 1,
         offload: bool = False,
     ) -> None:
