@@ -751,6 +751,24 @@ def test_a_kill_between_the_renames(tmp_path):
     assert sorted(os.listdir(tmp_path / "m")) == ["config.json", "model.safetensors"]
 
 
+def test_a_subfolder_in_which_a_save_was_killed(tmp_path, monkeypatch):
+    """Its config too is the one of the weights."""
+    old, new = two_models()
+    checkpoint.save(old, tmp_path / "live")
+    states = states_of_a_save(
+        tmp_path / "live", tmp_path / "states", lambda: checkpoint.save(new, tmp_path / "live"), monkeypatch
+    )
+    renamed_too_early = 0
+    for state in states:
+        model = old if is_checkpoint_of(state, old) else new
+        renamed_too_early += b"0.001" in (state / "config.json").read_bytes() and model is old
+        config = EncoderConfig.from_pretrained(state.parent, subfolder=state.name)
+        loaded = ours("BertModel").from_pretrained(state.parent, subfolder=state.name)
+        assert config.layer_norm_eps == loaded.config.layer_norm_eps == model.config.layer_norm_eps
+        assert_same_state(loaded, model)
+    assert renamed_too_early
+
+
 def test_the_config_is_put_back_where_even_that_failed(tmp_path, monkeypatch):
     """The weights cannot be renamed, and then the old config cannot either."""
     old, new = two_models()
@@ -838,6 +856,22 @@ MATHEMATICS = [
     ("DistilBertModel", {}, {"n_heads": 8}, "n_heads: config.json says 8, .* with 4"),
     ("XLMRobertaModel", {}, {"model_type": "roberta"}, "model_type: config.json says 'roberta'"),
 ]
+
+
+def test_weights_of_the_callers_own_take_any_config(tmp_path):
+    """Nothing says with which config a state_dict was saved; a save says it of the one it is given."""
+    model = saved(tmp_path)
+    edit_config(tmp_path, layer_norm_eps=1e-3)
+    with pytest.raises(CheckpointError, match="does not belong"):
+        ours("BertModel").from_pretrained(tmp_path)
+    state = {key: value + 1 for key, value in model.state_dict().items()}
+    loaded = ours("BertModel").from_pretrained(tmp_path, state_dict=state)
+    assert loaded.config.layer_norm_eps == 1e-3
+    model.save_pretrained(tmp_path / "given", state_dict=state)
+    assert_same_state(loaded, ours("BertModel").from_pretrained(tmp_path / "given"))
+    edit_config(tmp_path / "given", layer_norm_eps=1e-3)
+    with pytest.raises(CheckpointError, match="does not belong"):
+        ours("BertModel").from_pretrained(tmp_path / "given")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -1111,16 +1145,25 @@ def saved(tmp_path, name="BertModel"):
          r"num_hidden_groups \* inner_group_num says 200000, the file has 4"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("layout", ["safetensors", "bin"])
+@pytest.mark.parametrize("layout", ["safetensors", "bin", "bin asked for", "state_dict", "state_dict alone"])
 def test_layers_are_counted_before_they_are_built(name, key, value, words, layout, tmp_path, monkeypatch):
     model = saved(tmp_path, name)
-    if layout == "bin":
-        (tmp_path / "model.safetensors").unlink()
-        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    path, given, counted = tmp_path, {}, "model.safetensors"
+    if layout.startswith("bin"):
+        torch.save(model.state_dict(), tmp_path / (counted := "pytorch_model.bin"))
+    if layout == "bin asked for":
+        given = {"use_safetensors": False}
+    else:
+        if layout != "safetensors":
+            (tmp_path / "model.safetensors").unlink()
+        if layout.startswith("state_dict"):
+            given, counted = {"state_dict": model.state_dict()}, "^state_dict"
+        if layout == "state_dict alone":
+            path, given["config"] = None, tmp_path
     edit_config(tmp_path, **{key: value})
     monkeypatch.setattr(models, "EncoderLayer", None)  # not to be built
-    with pytest.raises(CheckpointError, match=words):
-        models.AutoModel.from_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=f"{counted}: config {words}"):
+        models.AutoModel.from_pretrained(path, **given)
 
 
 def test_a_deep_model_still_loads(tmp_path):
@@ -1128,6 +1171,8 @@ def test_a_deep_model_still_loads(tmp_path):
     model = randomise(ours("BertModel")(EncoderConfig("bert", **config)))
     checkpoint.save(model, tmp_path)
     assert_same_state(ours("BertModel").from_pretrained(tmp_path), model)
+    given = {"config": model.config, "state_dict": model.state_dict()}
+    assert_same_state(ours("BertModel").from_pretrained(None, **given), model)
 
 
 def test_a_compressed_archive_is_refused_before_it_is_unpacked(bert_mlm, tmp_path, monkeypatch):
@@ -1322,6 +1367,8 @@ def test_an_explicit_class_knows_the_model_type(stored, name, tmp_path):
     assert_same_state(loaded, model)
     assert loaded.config.model_type == model.config.model_type
     assert loaded.config.hidden_dropout_prob == 0.3
+    for config in (tmp_path, str(tmp_path / "config.json")):
+        assert_same_state(ours(name).from_pretrained(tmp_path, config=config), model)
     loaded.save_pretrained(tmp_path)  # and from now on the file says it
     assert type(models.AutoModel.from_pretrained(tmp_path, add_pooling_layer=False)).__name__ == (
         split_name(name)[0] + "Model"
@@ -1340,6 +1387,11 @@ def test_auto_classes_say_that_model_type_is_missing(tmp_path):
     ):
         heads.AutoModelForNextSentencePrediction.from_pretrained(tmp_path)
     assert_same_state(heads.AutoModelForMaskedLM.from_pretrained(tmp_path, model_type="bert"), model)
+    (tmp_path / "other").mkdir()
+    shutil.copy(tmp_path / "config.json", tmp_path / "other")
+    for config in (tmp_path / "other", tmp_path / "other" / "config.json"):
+        with pytest.raises(ValueError, match=r"other/config\.json: model_type: missing, and AutoModel ch"):
+            models.AutoModel.from_pretrained(tmp_path, config=config)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="AutoModelForMaskedLM chooses"):
         heads.AutoModelForMaskedLM.from_pretrained(tmp_path)
