@@ -247,7 +247,8 @@ const char* cpu_encoder_layer_fwd(const EncoderLayer& layer, int threads) {
     if (threads < 1) return "threads: expected >= 1";
     const bool held = has_open_team();
     if (!held) open_team(threads);
-    const char* const failed = run_all(layer, threads);
+    // alone, all rows at once read the weights once
+    const char* const failed = run_all(layer, is_alone() ? 1 : threads);
     if (!held) close_team();
     return failed;
 }

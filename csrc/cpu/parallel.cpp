@@ -160,7 +160,7 @@ class Team {
         begin_.wake();
         const std::uint32_t mine = take(0);
         const auto ready = [&] { return done_.load(std::memory_order_acquire) == tasks; };
-        const bool crowded = crowded_.exchange(false, std::memory_order_relaxed) || shares_core(0);
+        const bool crowded = is_crowded();
         if (!ready()) end_.wait(ready, !crowded, [] {});
         if (crowded || mine < tasks) t_crowd.note(crowded);  // else the others may only have been late
     }
@@ -170,7 +170,7 @@ class Team {
         ticket_.store(kClosed);
         begin_.wake();
         const auto ready = [&] { return left_.load(std::memory_order_acquire) >= others; };
-        if (!ready()) end_.wait(ready, !shares_core(0), [] {});
+        if (!ready()) end_.wait(ready, !is_crowded(), [] {});
     }
 
   private:
@@ -188,12 +188,12 @@ class Team {
                    (untaken(ticket) != 0 && worker < job_.width.load(std::memory_order_relaxed));
         };
         for (;;) {
-            begin_.wait(ready, !shares_core(worker, 1), [&] {
+            begin_.wait(ready, !shares_core(worker), [&] {
                 if (worker < kTracked) cores_[worker].store(-1, std::memory_order_relaxed);
             });
             if (ticket == kClosed) break;
             note_core(worker);
-            if (shares_core(worker, 1)) crowded_.store(true, std::memory_order_relaxed);
+            if (shares_core(worker)) met_.store(true, std::memory_order_relaxed);
             take(worker);
         }
         left_.fetch_add(1);
@@ -232,16 +232,24 @@ class Team {
             cores_[worker].store(core, std::memory_order_relaxed);
     }
 
-    // Whether one of the first `others` threads that is awake was last seen on this one's core, and so cannot
-    // run now.
-    bool shares_core(int worker, int others = kTracked) {
+    // Whether a worker was last seen on the core of worker 0, where only one of them can run.
+    bool shares_core(int worker) {
         if (worker >= kTracked) return false;
         note_core(worker);
-        const int core = cores_[worker].load(std::memory_order_relaxed);
-        others = std::min(others, entered_.load(std::memory_order_relaxed) + 1);
-        for (int i = 0; i < others; ++i)
-            if (i != worker && cores_[i].load(std::memory_order_relaxed) == core) return true;
-        return false;
+        return cores_[worker].load(std::memory_order_relaxed) == cores_[0].load(std::memory_order_relaxed);
+    }
+
+    // Whether worker 0 has met others on its core, and none that is awake is on another one.
+    bool is_crowded() {
+        note_core(0);
+        const int core = cores_[0].load(std::memory_order_relaxed);
+        bool met = met_.exchange(false, std::memory_order_relaxed);
+        for (int i = 1; i < std::min(kTracked, entered_.load(std::memory_order_relaxed) + 1); ++i) {
+            const int other = cores_[i].load(std::memory_order_relaxed);
+            if (other >= 0 && other != core) return false;
+            met = met || other == core;
+        }
+        return met;
     }
 
     struct Job {
@@ -254,7 +262,7 @@ class Team {
     const pthread_t owner_;
     std::uint64_t number_ = 0;  // of the last job
     std::atomic<int> entered_{0}, left_{0};
-    std::atomic<bool> crowded_{false};              // a worker woke up on the core of worker 0
+    std::atomic<bool> met_{false};                  // a worker woke up on the core of worker 0
     std::array<std::atomic<int>, kTracked> cores_;  // -1: asleep, or not yet here
     // what the others look at while they wait is alone in its cache line
     alignas(64) std::atomic<std::uint64_t> ticket_{0};  // number of the job, tasks that nobody has taken yet
@@ -309,6 +317,8 @@ void set_may_be_alone(bool may) { g_may_be_alone.store(may, std::memory_order_re
 
 bool has_open_team() { return t_open != nullptr || t_alone; }
 
+bool is_alone() { return t_alone || t_crowd.is_known(); }
+
 void open_team(int threads) {
     if (t_open != nullptr || threads <= 1 || !has_team() || !g_runtime.can_hold()) return;
     t_alone = t_crowd.is_known();
@@ -331,7 +341,7 @@ void close_team() {
 
 void parallel_for(std::int64_t tasks, int threads, Body body, void* context) {
     const int width = static_cast<int>(std::min<std::int64_t>(threads, tasks));
-    if (width <= 1 || !has_team() || t_in_task || t_alone || t_crowd.is_known() || tasks >= UINT32_MAX)
+    if (width <= 1 || !has_team() || t_in_task || is_alone() || tasks >= UINT32_MAX)
         return run_alone(tasks, body, context);
     if (t_open != nullptr) return t_open->run(tasks, width, body, context);
     g_team_used.store(true, std::memory_order_relaxed);

@@ -34,6 +34,8 @@ void set_may_be_alone(bool may);
 // number those ask for. PyTorch's own ops are inside a parallel region meanwhile, and so run on the calling
 // thread alone: open it around our kernels only. An open team stays; closing none is no error.
 bool has_open_team();
+// Whether the calling thread works alone now, because its team would only be in its own way.
+bool is_alone();
 void open_team(int threads);
 void close_team();
 
