@@ -77,11 +77,12 @@ def test_variance_survives_a_large_mean(backend):
     )
 
 
+@pytest.mark.parametrize("hidden", [70, 128])  # one partial variance, and several to merge
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
-def test_a_variance_that_overflows_is_infinite(backend, dtype):
+def test_a_variance_that_overflows_is_infinite(backend, dtype, hidden):
     """So the row is its bias. The rows beside it, and what they add to the gradients, are as without it."""
-    x, dy = randn(4, 70).to(dtype), randn(4, 70).neg().to(dtype)
-    w, b = 1 + 0.1 * randn(70).to(dtype), randn(70).to(dtype)
+    x, dy = randn(4, hidden).to(dtype), randn(4, hidden).neg().to(dtype)
+    w, b = 1 + 0.1 * randn(hidden).to(dtype), randn(hidden).to(dtype)
 
     def run(rows):
         leaves = [t.clone().requires_grad_() for t in (rows, w, b)]
@@ -97,6 +98,20 @@ def test_a_variance_that_overflows_is_infinite(backend, dtype):
         for actual, expected in zip((y[:3], dx[:3], dw, db - dy[3]), clean, strict=True):
             torch.testing.assert_close(actual, expected, rtol=rtol, atol=0.02)
     assert run(torch.cat([x[:3], math.nan * x[3:]]))[0][3].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=name)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+def test_a_row_of_one_column_is_its_bias(backend, dropout_p, dtype):
+    """So it has no deviation, and no gradient but that of bias."""
+    leaves = [randn(*s, dtype=dtype, grad=True) for s in ((70, 1), (1,), (1,), (70, 1), (1,))]
+    x, w, b, r, xb = leaves
+    seed = torch.tensor([3]) if dropout_p else None
+    y = layer_norm(x, w, b, residual=r, x_bias=xb, dropout_p=dropout_p, seed=seed)
+    assert torch.equal(y, b.expand(70, 1))
+    dx, dw, _db, dr, dxb = torch.autograd.grad(y, leaves, randn(70, 1, dtype=dtype))
+    for grad in (dx, dw, dr, dxb):
+        assert not grad.any()
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])

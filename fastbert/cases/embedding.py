@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from fastbert.cases.layer_norm import steepness
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.embedding import embedding, embedding_ref
 from fastbert.testing import Case
@@ -73,15 +74,18 @@ class EmbeddingCase(Case):
             keep_mask_2d(seed, OFFSET, self.tokens, self.hidden, self.dropout_p) if self.dropout_p else None
         )
 
-    def eager(
-        self, input_ids, word, ln_weight, ln_bias, seed, position_ids, position, token_type_ids, segment,
-        inputs_embeds,
+    def _sum(
+        self, input_ids, word, position_ids, position, token_type_ids, segment, inputs_embeds, **_
     ):  # fmt: skip
         z = inputs_embeds if word is None else F.embedding(input_ids, word, self.padding_idx)
         if segment is not None:
             z = z + F.embedding(token_type_ids, segment)
         if position is not None:
             z = z + F.embedding(position_ids, position)
+        return z
+
+    def eager(self, ln_weight, ln_bias, seed, **tables):
+        z = self._sum(**tables)
         y = F.layer_norm(z, (self.hidden,), ln_weight, ln_bias, 1e-12)
         return y * self._keep(seed) / (1 - self.dropout_p) if self.dropout_p else y
 
@@ -93,6 +97,11 @@ class EmbeddingCase(Case):
 
     def floor(self, inputs, name):
         eps = torch.finfo(inputs["ln_weight"].dtype).eps
+        steep = steepness(self._sum(**inputs))
+        if name in ("y", "dln_weight"):
+            eps *= steep
+        elif name != "dln_bias":
+            eps *= steep**2
         if name in ("y", "dinputs_embeds"):
             return 4 * eps
         return 4 * eps * max(1.0, self.tokens**0.5)  # sums over tokens
@@ -119,6 +128,9 @@ ON_GPU = [
 CASES = [
     *SMALL,
     EmbeddingCase(1, 1, 1, position=False, segment=False),  # variance 0
+    EmbeddingCase(7, 11, 1, dropout_p=0.25),
+    EmbeddingCase(64, 211, 2),  # narrow rows: see those of layer_norm
+    EmbeddingCase(64, 211, 3, inputs_embeds=True),
     EmbeddingCase(64, 211, 384),  # MiniLM's width, ids repeated
     EmbeddingCase(40, 500, 768, padding_idx=3, dropout_p=0.1),  # BERT-base in training
     EmbeddingCase(33, 7, 128, inputs_embeds=True),

@@ -13,7 +13,8 @@ Backward, with dn = dropout'(dy), x_hat = (z - mean) * rstd and g = dn * ln_weig
     dinputs_embeds = dz,  dln_weight = Σ_tokens dn * x_hat,  dln_bias = Σ_tokens dn
 
 Dropout comes after the norm. Its bits: `fastbert.ops.dropout`, plane 0, row = index of the token, col =
-column. The tables' gradients are summed in float32 in an order that is fixed: repeats are bit-equal.
+column. The tables' gradients are summed in float32 in an order that is fixed: repeats are bit-equal. Narrow
+tables of half precision are computed in float32, as narrow rows in `fastbert.ops.layer_norm`.
 
 Source: Devlin et al. 2018, "BERT", fig. 2.
 """
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from fastbert import dispatch
 from fastbert.ops import checks
-from fastbert.ops.layer_norm import layer_norm_ref
+from fastbert.ops.layer_norm import layer_norm_ref, widened
 
 
 def embedding_ref(
@@ -341,7 +342,8 @@ def embedding(
         promoted = torch.promote_types(promoted, ln_weight.dtype)
     ln_weight, ln_bias = (checks.norm_vector(v, source.dtype) for v in (ln_weight, ln_bias))
 
-    trainable = (inputs_embeds, word, position, segment, ln_weight, ln_bias)
+    trainable = widened(source, inputs_embeds, word, position, segment, ln_weight, ln_bias)
+    inputs_embeds, word, position, segment, ln_weight, ln_bias = trainable
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trainable)
     args = (
         input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment, ln_weight, ln_bias,

@@ -13,6 +13,8 @@ Backward, with x_hat = (z - mean) * rstd and g = dy * weight:
     dweight = Σ_rows dy * x_hat,  dbias = Σ_rows dy
 
 `z` is rounded to the storage dtype only to be saved for backward; the statistics come from the unrounded sum.
+In narrow rows that rounding is not small beside the deviation, so rows of at most `NARROW` columns in half
+precision are computed and saved in float32.
 `residual`, `x_bias` and `bias` are optional. Dropout bits: `fastbert.ops.dropout`, plane 0, row and column.
 
 Source: Ba, Kiros, Hinton 2016, "Layer Normalization", eq. 4; residual of Vaswani et al. 2017, sec. 3.1.
@@ -25,6 +27,15 @@ from torch import Tensor
 
 from fastbert import dispatch
 from fastbert.ops import checks
+
+NARROW = 8  # columns
+
+
+def widened(x: Tensor, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """`tensors` in float32 if `x` is narrow and of half precision (see the module), else as they are."""
+    if x.shape[-1] > NARROW or x.dtype.itemsize > 2:
+        return tensors
+    return tuple(None if t is None else t.float() for t in tensors)
 
 
 def layer_norm_ref(
@@ -268,7 +279,8 @@ def layer_norm(
     seed = checks.dropout(dropout_p, seed, offset, x)
     weight, bias, x_bias = (checks.norm_vector(v, x.dtype) for v in (weight, bias, x_bias))
 
-    shape = x.shape
+    shape, dtype = x.shape, x.dtype
+    x, weight, bias, residual, x_bias = widened(x, x, weight, bias, residual, x_bias)
     x = checks.rows(x)
     residual = None if residual is None else checks.rows(residual)
     tensors = (x, weight, bias, residual, x_bias)
@@ -280,4 +292,4 @@ def layer_norm(
         y = LayerNormFunction.apply(*args)
     else:
         y = dispatch.call("layer_norm_fwd", x, *args)[0]
-    return y if len(shape) == 2 else y.view(shape)
+    return (y if len(shape) == 2 else y.view(shape)).to(dtype)
