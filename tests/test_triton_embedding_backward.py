@@ -13,6 +13,7 @@ from fastbert.cases.embedding import CASES, EmbeddingCase
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.embedding import embedding
 from tests import triton_interpreter
+from tests.test_embedding import check_few_tokens
 from tests.triton_fixtures import (
     DEVICE,
     DTYPES,
@@ -114,6 +115,11 @@ def test_runs_of_many_chunks_by_the_error_rule(dtype):
     """600 tokens of two ids, 300 a position: chunks of the length that serves."""
     assert kernels.CHUNK == 128
     assert failures(EmbeddingCase(600, 2, 20), dtype) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+def test_norms_gradients_of_few_tokens(dtype):
+    check_few_tokens("triton", dtype, 3, DEVICE, draws=12)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
