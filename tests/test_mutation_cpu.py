@@ -1,4 +1,4 @@
-"""Faults planted in the C++ row kernels and the fused layer must make the tests fail."""
+"""Faults planted in the C++ row kernels, the fused layer and the aten backend must make the tests fail."""
 
 import pytest
 
@@ -13,3 +13,8 @@ def test_faults_are_caught(op):
     if _native.extension is None or _native.extension.best_cpu_isa() == "none":
         pytest.skip("needs the extension and a processor with AVX2")
     mutation.assert_caught(mutation.run_in_process(f"cpu_{op}"), share=0.95)
+
+
+@pytest.mark.slow
+def test_aten_faults_are_caught():
+    mutation.assert_caught(mutation.run_in_process("aten"), share=0.95)

@@ -4,7 +4,7 @@ import pytest
 
 from fastbert import _native
 from tests import mutation, native_build
-from tests.faults import cpu_linear, cpu_linear_int8, cpu_linear_python
+from tests.faults import aten, cpu_linear, cpu_linear_int8, cpu_linear_python
 
 
 def needs_kernels():
@@ -13,7 +13,7 @@ def needs_kernels():
 
 
 @pytest.mark.parametrize(
-    "suite", (cpu_linear, cpu_linear_int8, cpu_linear_python), ids=lambda suite: suite.__name__
+    "suite", (aten, cpu_linear, cpu_linear_int8, cpu_linear_python), ids=lambda suite: suite.__name__
 )
 def test_every_fault_can_be_planted(suite):
     """Each text to be replaced stands once in its file: the slow runs below are not run at every change."""

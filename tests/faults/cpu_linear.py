@@ -61,6 +61,7 @@ FAULTS = (
     _fault("bias gradient of rounded g", "if (partial != nullptr) store(partial + j,", "if (args.g != nullptr) g = load(static_cast<T*>(args.g) + at + j, n);\n            if (partial != nullptr) store(partial + j,"),
     _fault("last chunk of rows lost", "chunks = ceil_div(args.rows, step), columns = args.columns;", "chunks = (args.rows - 1) / step, columns = args.columns;", _TASKS),
     _fault("bias gradient in long float sums", "double sum = 0.0;", "float sum = 0.0f;", _TASKS),
+    _fault("a row lost where there are 128 chunks", "std::min(args.rows, (chunk + 1) * step),\n                             partial", "std::min(args.rows, (chunk + 1) * step) - (chunk == 127),\n                             partial", _TASKS),
     _fault("chunks of rows too long", "std::max<std::int64_t>(16, ceil_div(args.rows, 128))", "std::max<std::int64_t>(4096, ceil_div(args.rows, 2))", _TASKS),
     # tasks
     _fault("last block of rows lost", "if (row >= args.rows) return;\n        if (task < team", "if (row + rows > args.rows && row > 0) return;\n        if (task < team", _TASKS),
@@ -98,6 +99,7 @@ SUITE = Suite(
     faults=FAULTS,
     tests=(
         "tests/test_native_linear.py",
+        "tests/test_linear.py::test_every_row_of_many_reaches_the_gradients",
         "-k",
         "not error_rule and not repeats and not isa_none and not by_default",
     ),
