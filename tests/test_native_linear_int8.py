@@ -40,7 +40,7 @@ def without_vnni():
         code, *integers, pointer, i64, pointer, pointer, pointer, code, code, pointer, code,
     )  # fmt: skip
     library.pairs_start.argtypes = (ctypes.c_size_t,)
-    assert library.pairs_start(_native._team_start())
+    assert library.pairs_start(_native._runtime()["gomp_parallel"])
 
     def run(function):
         function.restype = ctypes.c_char_p

@@ -19,10 +19,10 @@ def _fault(name: str, old: str, new: str, file: str) -> Fault:
 FAULTS = (
     _fault("bias gradient in PyTorch's default dtype", "dy.new_empty(out if need_dbias else 0, dtype=torch.float32)", "torch.empty(out if need_dbias else 0)", _PYTHON),
     _fault("strides of one column taken as they are", "m.stride(1) == 1 or m.shape[1] == 1", "m.stride(1) == 1", _PYTHON),
-    _fault("any weight packed as it lies", "_panels(weight.contiguous().t(), into)", "_panels(weight.t())", _PYTHON),
+    _fault("any weight packed as it lies", "_panels(plain(weight).contiguous().t(), into)", "_panels(plain(weight).t(), into)", _PYTHON),
     _fault("packed of any size taken", "    elif packed.shape != (_C", "    elif packed.dim() != 1 and packed.shape != (_C", _PYTHON),
     _fault("residual read as if contiguous", "(residual.data_ptr(), residual.stride(0))", "(residual.data_ptr(), residual.shape[1])", _PYTHON),
-    _fault("b read as if contiguous", "(0, b.data_ptr(), b.stride(0))", "(0, b.data_ptr(), b.shape[1])", _PYTHON),
+    _fault("b read as if contiguous", "(0, address(b), b.stride(0))", "(0, address(b), b.shape[1])", _PYTHON),
     _fault("pre not saved", "if save and activation is not None else 0)", "if False else 0)", _PYTHON),
     _fault("bias forgotten", "_product(x, packed, weight.shape[0], bias,", "_product(x, packed, weight.shape[0], None,", _PYTHON),
     _fault("gradient of the activation forgotten", "g = dy if activation is None else dy.new_empty(dy.shape)", "g = dy if activation is None else dy.clone()\n    pre, activation = None, None", _PYTHON),
@@ -36,7 +36,7 @@ FAULTS = (
     _fault("one packed weight for every dtype", '("packed", dtype), (module.weight,)', '"packed", (module.weight,)', _LAYERS),
     _fault("changes of the weight not seen", '("packed", dtype), (module.weight,)', '("packed", dtype), ()', _LAYERS),
     _fault("float64 under autocast packed as half", "if dtype != torch.float64:", "if True:", _LAYERS),
-    _fault("weight freed before it is packed", "(out, depth), weight = weight.shape, weight.contiguous()", "out, depth = weight.shape", _INT8),
+    _fault("8-bit weight packed as it lies", "(out, depth), weight = weight.shape, plain(weight).contiguous()", "out, depth = weight.shape", _INT8),
     _fault("8-bit panels of any layout taken", "packed.numel() != _C.cpu_linear_int8_packed_size(depth, out)", "False", _INT8),
     _fault("8-bit x read as if contiguous", "x.data_ptr(), x.stride(0)", "x.data_ptr(), depth", _INT8),
 )  # fmt: skip
