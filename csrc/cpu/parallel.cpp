@@ -118,7 +118,7 @@ class Crowd {
             length_ = Clock::duration::zero();
             return;
         }
-        length_ = std::clamp<Clock::duration>(4 * length_, has_idle_core() ? kFirst : kCertain, kLast);
+        length_ = has_idle_core() ? std::clamp<Clock::duration>(4 * length_, kFirst, kLast) : kLast;
         const auto now = Clock::now();
         until_ = now + length_;
         next_look_ = now + std::max<Clock::duration>(kLook, length_ / 16);
@@ -126,7 +126,6 @@ class Crowd {
 
   private:
     static constexpr Clock::duration kFirst = std::chrono::milliseconds(1),
-                                     kCertain = std::chrono::milliseconds(256),
                                      kLast = std::chrono::milliseconds(1024),
                                      kLook = std::chrono::milliseconds(8);
     Clock::duration length_{0};  // of the time alone
