@@ -472,10 +472,10 @@ def _check(found: list, others: list, options: Options, reading: dict[int, str])
             reasons.append(f"{name}: {reason}")
     for name, module in others:
         reason = interface.allows(module)
-        if reason is None and interface.on_cpu(module):
-            reason = "attention alone would be fastbert's, which gains nothing on a CPU"
         if reason is None and options.int8:
             reason = "its layers are of no family that int8 knows"
+        if reason is None and interface.on_cpu(module):
+            reason = "attention alone would be fastbert's, which gains nothing on a CPU"
         if reason is not None:
             reasons.append(f"{name or type(module).__name__}: {reason}")
     if not found and not others:
