@@ -1036,7 +1036,7 @@ def test_second_derivatives_raise():
     words = model.bert.embeddings.word_embeddings(inputs["input_ids"]).detach().requires_grad_()
     logits = model(inputs_embeds=words, attention_mask=inputs["attention_mask"]).logits
     (gradient,) = torch.autograd.grad(logits.square().sum(), words, create_graph=True)
-    with pytest.raises(RuntimeError, match="call fastbert.restore on an accelerated model"):
+    with pytest.raises(RuntimeError, match=r"call fastbert\.restore on an accelerated model"):
         gradient.square().sum().backward()
 
 

@@ -121,7 +121,7 @@ FAULTS = (
         "not all(map(is_, map(dict.get, self.homes, self.names), self.values))",
         "False",
     ),
-    _fault("addresses not looked at", "[t.data_ptr() for t in self.tensors] != self.pointers", "False"),
+    _fault("addresses not looked at", "self.places() != self.pointers", "False"),
     _fault("old memory let go", "self.memory = [t.detach() for t in self.tensors]", "self.memory = []"),
     _fault("versions not looked at", "[t._version for t in self.tensors] != self.versions", "False"),
     _fault("cleared derived weights not looked at", "prepared.clears() != self.clears or", ""),
@@ -246,7 +246,12 @@ FAULTS = (
     ),
     _fault("all memory taken for the pool's", 'if tuple(s["segment_pool_id"]) == tuple(self._pool)', ""),
     _fault("overwriting copies nothing", "                a.copy_(b)\n", "                pass\n", _PREPARED),
-    _fault("overwritten weights not remembered", "    _cache[owner][name] = (key, value)\n", "", _PREPARED),
+    _fault(
+        "overwritten weights not remembered",
+        "            _cache[owner][name] = found._replace(value=value)\n",
+        "            pass\n",
+        _PREPARED,
+    ),
     _fault("clearing not counted", "    _clears += 1\n", "", _PREPARED),
 )
 
