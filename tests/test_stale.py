@@ -239,6 +239,21 @@ def test_rows_of_a_large_weight_without_a_mark_are_looked_at_in_turn():
         assert len(built) == count + 1
 
 
+@pytest.mark.parametrize("rows", (257, 319, 511, 1023, 1024, 1025))
+def test_the_last_row_has_its_turn_whatever_their_number(rows):
+    owner = nn.Module()
+    weight = in_numpy(torch.zeros(rows, 4))
+
+    def ask():
+        return prepared.derived(owner, "twice", (weight,), lambda: weight * 2)
+
+    ask()
+    weight.data[rows - 1] = 1
+    for _ in range(prepared._TURNS):
+        value = ask()
+    assert torch.equal(value, weight * 2)
+
+
 def test_without_marks_a_whole_tensor_is_noticed(monkeypatch):
     """Another version of PyTorch may not have them."""
     monkeypatch.setattr(prepared, "_is_marked", prepared._never_marked)
@@ -294,6 +309,21 @@ def test_written_while_it_is_built():
     assert torch.equal(prepared.derived(owner, "c", (weight,), lambda: weight * 2), weight * 2)
     assert torch.equal(prepared.derived(other, "b", (weight,), lambda: weight * 5), weight * 3)
     assert not prepared._building
+
+
+def test_a_write_elsewhere_does_not_excuse_one_that_was_found_while_building():
+    owner, other = nn.Module(), nn.Module()
+    weight, foreign = (nn.Parameter(torch.ones(3), requires_grad=False) for _ in range(2))
+
+    def written_and_found():
+        value = weight * 2
+        for written in (weight, foreign):
+            written.data.add_(1)
+            prepared.derived(other, id(written), (written,), lambda: 0)  # which sets the mark again
+        return value
+
+    prepared.derived(owner, "twice", (weight,), written_and_found)
+    assert torch.equal(prepared.derived(owner, "twice", (weight,), lambda: weight * 2), weight * 2)
 
 
 def test_a_build_that_fails_leaves_nothing():
