@@ -892,6 +892,18 @@ def test_a_config_of_another_save_is_refused(name, values, changes, words, layou
     assert_same_state(models.AutoModel.from_pretrained(tmp_path, config=model.config), model)
 
 
+def test_every_shard_is_asked_for_its_config(tmp_path):
+    """Others may have written one of them, which then says nothing."""
+    first, *_, last = checkpoint.save(two_models()[0], tmp_path, max_shard_size="40KB")
+    edit_config(tmp_path, layer_norm_eps=1e-3)
+    for foreign, asked in ((first, first.with_name(r"model-00002-")), (last, first)):
+        held = foreign.read_bytes()
+        save_file(load_file(foreign), foreign, metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=f"does not belong to {asked.name}"):
+            ours("BertModel").from_pretrained(tmp_path)
+        foreign.write_bytes(held)
+
+
 def test_an_override_is_no_config_of_another_save(tmp_path):
     model = two_models()[0]
     checkpoint.save(model, tmp_path)

@@ -427,8 +427,8 @@ def only_vocab(text):
     return change
 
 
-def with_huge_id(kind):
-    model = {"type": kind, "vocab": {"[UNK]": 0, "a": 1, "b": 10**9}, "merges": [], "unk_token": "[UNK]"}
+def with_huge_id(kind, huge=10**9):
+    model = {"type": kind, "vocab": {"[UNK]": 0, "a": 1, "b": huge}, "merges": [], "unk_token": "[UNK]"}
     if kind == "WordPiece":
         del model["merges"]
         model |= {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
@@ -567,6 +567,11 @@ BAD_DIRECTORIES = {
         with_huge_id("WordPiece"),
         ValueError,
         r"tokenizer\.json: token 'b' has id 1000000000; expected ids below 16777216",
+    ),
+    "the first id that is too large": (
+        with_huge_id("WordPiece", 2**24),
+        ValueError,
+        r"token 'b' has id 16777216; expected ids below 16777216",
     ),
     "a huge id, BPE": (with_huge_id("BPE"), ValueError, r"token 'b' has id 1000000000"),
     "vocab not UTF-8": (only_vocab(b"\xff\xfe\n"), ValueError, "vocab.txt: not UTF-8"),
