@@ -193,6 +193,27 @@ def test_subfolder_of_a_hub_name(folder, monkeypatch, tmp_path):
     assert config == load(folder).config
 
 
+def test_a_config_of_a_hub_name(folder, monkeypatch):
+    import huggingface_hub
+
+    hub = {
+        "revision": "v1", "cache_dir": "c", "force_download": True, "local_files_only": True, "token": "t"
+    }  # fmt: skip
+    asked = []
+
+    def hf_hub_download(name, *, filename, subfolder, **options):
+        asked.append((name, options))
+        return str(folder / filename)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
+    model = load(folder)
+    for place in (folder, None):
+        loaded = load(place, config="someone/bert", state_dict=model.state_dict(), **hub)
+        same(loaded, model)
+        assert loaded.name_or_path == "someone/bert"
+    assert asked == [("someone/bert", hub)] * 2
+
+
 def test_use_safetensors(folder, tmp_path):
     model = load(folder)
     model.save_pretrained(tmp_path)

@@ -825,7 +825,10 @@ def test_deferred_logits_are_refused_once_the_weights_have_changed():
     for change in (
         lambda model: torch.optim.SGD(model.parameters(), 0.1).step(),
         lambda model: model.half(),
-        lambda model: torch.nn.init.zeros_(model.cls.predictions.transform.dense.bias),
+        *(
+            lambda model, name=name: torch.nn.init.zeros_(model.get_submodule(f"cls.predictions.{name}").bias)
+            for name in ("transform.dense", "transform.LayerNorm", "decoder")
+        ),
     ):
         model, inputs, expected = masked_lm()
         early, late = model(**inputs), model(**inputs)

@@ -343,7 +343,11 @@ def test_models_and_outputs_pass_for_those_of_transformers():
     assert not isinstance(model, (transformers.BertForMaskedLM, transformers.PreTrainedConfig))
     for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.__class__(model.config)):
         assert type(made) is type(model)
-    same_weights(pickle.loads(pickle.dumps(model)), model)
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        made = pickle.loads(pickle.dumps(model, protocol))
+        assert type(made) is type(model)
+        same_weights(made, model)
+        assert type(pickle.loads(pickle.dumps(output, protocol))) is outputs.LogitsOutput
     for made in (
         copy.copy(output),
         pickle.loads(pickle.dumps(output)),
@@ -463,6 +467,8 @@ def test_config_answers_what_transformers_asks(tmp_path):
         "model_type": "bert", "num_hidden_layers": 3, "eos_token_id": 3, "attention_probs_dropout_prob": 0.2
     }  # fmt: skip
     assert json.loads(config.to_json_string(use_diff=True)) == config.to_diff_dict()
+    other = fastbert.EncoderConfig("distilbert", num_hidden_layers=3)
+    assert other.to_diff_dict() == {"model_type": "distilbert", "n_layers": 3}
     assert json.loads(config.to_json_string()) == config.to_dict()
     config.name_or_path = "before"
     config.update({"num_labels": 4, "hidden_size": 96})
