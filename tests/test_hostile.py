@@ -933,6 +933,28 @@ def test_every_custom_op_has_rows():
     assert set(OPS) == registered
 
 
+FROM_FORWARD = {
+    "attention_bwd": ("dout", "out", "lse", "keep_bits"),
+    "cross_entropy_bwd": ("dloss", "lse", "count"),
+    "embedding_bwd": ("z", "ln_weight", "mean", "rstd", "input_ids", "position_ids", "token_type_ids"),
+    "layer_norm_bwd": ("dy", "weight", "mean", "rstd"),
+    "linear_bwd": ("x", "weight", "pre"),
+    "linear_cross_entropy_bwd": ("dloss", "lse", "count", "logits"),
+    "pooling_bwd": ("dy", "y"),
+}
+
+
+@pytest.mark.parametrize(("op", "names"), FROM_FORWARD.items())
+def test_what_backward_gets_is_refused_by_name_before_a_backend_sees_it(op, names):
+    """A backend may not read it on a CPU, and another one on a GPU, where nothing stops it."""
+    assert set(FROM_FORWARD) == {name for name in OPS if name.endswith("_bwd")}
+    base = OPS[op].args()
+    for name in names:
+        wrong = base[name].new_zeros(*base[name].shape, 2)
+        with dispatch.use_backend("aten"), pytest.raises(ValueError, match=rf"^{name}: expected"):
+            getattr(torch.ops.fastbert, op)(*{**base, name: wrong}.values())
+
+
 def test_every_public_op_has_rows():
     ops = {*dispatch.OPS, "pack", "unpack", "encoder_layer"} - {"padding"}
     assert {name.partition(",")[0] for name in PUBLIC} == ops

@@ -201,6 +201,12 @@ def test_masks_of_keys_alone(bert, kind, shape):
     assert torch.equal(*gradients)
 
 
+@pytest.mark.parametrize("shape", [(4, 1, 7, 40), (4, 1, 40, 1), (4, 2, 1, 40), (2, 1, 1, 40), (4, 1, 0, 40)])
+def test_four_dimensional_masks_of_another_shape_are_named(bert, shape):
+    with pytest.raises(ValueError, match=r"^attention_mask: expected shape \(4 or 1, 3 or 1, 40 or 1, 40\)"):
+        bert[1](batch("bert")["input_ids"], torch.zeros(shape))
+
+
 def test_two_dimensional_masks_of_every_dtype(bert):
     _, model = bert
     inputs = batch("bert")
