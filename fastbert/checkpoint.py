@@ -307,7 +307,9 @@ def _open_bin(file: Path) -> dict[str, Tensor]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: expected a dictionary of tensors, got {type(content).__name__}")
     for key, value in content.items():
-        if not isinstance(key, str) or not isinstance(value, Tensor):
+        if not isinstance(key, str):
+            raise CheckpointError(f"{file}: expected texts as keys, got {key!r}")
+        if not isinstance(value, Tensor):
             raise CheckpointError(f"{file}: {key}: expected a tensor, got {type(value).__name__}")
         if value.is_meta:
             raise CheckpointError(f"{file}: {key}: was saved from the meta device and has no values")
@@ -691,7 +693,9 @@ def _given(where: Path, state_dict: dict[str, Tensor]) -> dict[str, _Stored]:
     if not isinstance(state_dict, dict):
         raise TypeError(f"state_dict: expected a dictionary of tensors, got {type(state_dict).__name__}")
     for key, value in state_dict.items():
-        if not isinstance(key, str) or not isinstance(value, Tensor) or value.is_meta:
+        if not isinstance(key, str):
+            raise TypeError(f"state_dict: expected texts as keys, got {key!r}")
+        if not isinstance(value, Tensor) or value.is_meta:
             kind = "a tensor on meta" if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(f"state_dict: {key}: expected a tensor with values, got {kind}")
     return {key: _Stored(where, key, tensor.detach()) for key, tensor in state_dict.items()}

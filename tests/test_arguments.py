@@ -253,6 +253,7 @@ def test_a_state_dict_instead_of_the_files(folder):
         ([], "state_dict: expected a dictionary of tensors, got list"),
         ({"a": 1}, "state_dict: a: expected a tensor with values, got int"),
         ({"a": torch.empty(1, device="meta")}, "got a tensor on meta"),
+        ({7: torch.empty(1)}, "state_dict: expected texts as keys, got 7"),
     ):
         with pytest.raises(TypeError, match=message):
             load(folder, state_dict=wrong)

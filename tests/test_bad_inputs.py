@@ -304,6 +304,8 @@ FILES = [
         lambda path: torch.save([1], path / "pytorch_model.bin"), stored="pytorch_model.bin"),
     damaged("bin-is-nested", r"pytorch_model\.bin: state_dict: expected a tensor, got dict",
         lambda path: torch.save({"state_dict": {}}, path / "pytorch_model.bin"), stored="pytorch_model.bin"),
+    damaged("bin-by-numbers", r"pytorch_model\.bin: expected texts as keys, got 7",
+        lambda path: torch.save({7: torch.ones(1)}, path / "pytorch_model.bin"), stored="pytorch_model.bin"),
     damaged("config-missing", r"config\.json: no such file", lambda path: (path / "config.json").unlink()),
     damaged("config-corrupt", r"config\.json: is not valid JSON: .*line 1",
         replace_config('{"model_type": "bert",')),
