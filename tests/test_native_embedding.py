@@ -339,7 +339,7 @@ def test_compiled_ids_out_of_range_raise():
     word, w, b = randn(11, 8), torch.ones(8), torch.zeros(8)
     compiled = torch.compile(lambda ids: embedding(ids, word, w, b), backend="aot_eager")
     compiled(torch.tensor([1, 10]))
-    with pytest.raises(ValueError, match="input_ids: id 11 is out of range for a table of 11"):
+    with pytest.raises(ValueError, match="input_ids: id 11 is out of range for a word table of 11"):
         compiled(torch.tensor([1, 11]))
 
 

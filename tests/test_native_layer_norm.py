@@ -458,9 +458,13 @@ def test_cuda_refuses_politely_without_a_device():
 def test_cuda_launch_without_a_device_raises_its_error():
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
-    empty = (0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    memory = torch.zeros(8)  # never read: there is nobody to read it
+    row = (memory.data_ptr(), 8)
+    vectors = (memory.data_ptr(), 0) * 2 + (0, 0)
     with pytest.raises(RuntimeError, match=r"(?i)cuda|driver|device"):
-        _C.cuda_layer_norm_fwd(0, 1, 8, *empty, 1e-5, 0, 0, 0, 1.0, 0, 0, 0, 0, 0, 0)
+        _C.cuda_layer_norm_fwd(
+            0, 1, 8, *row, *row, *vectors, 1e-5, 0, 0, 0, 1.0, *(4 * (memory.data_ptr(),)), 0, 0
+        )
 
 
 def test_extension_loads_alone_without_torch_or_driver():

@@ -31,7 +31,7 @@ std::vector<Pieces> pieces_of(const py::iterable& tuples) {
 }  // namespace
 
 void bind_samples(py::module_& m) {
-    py::class_<Samples>(m, "Samples")
+    py::class_<Samples>(m, "Samples", py::module_local())
         .def(py::init([](const py::iterable& pieces) { return new Samples(pieces_of(pieces)); }))
         .def("differ", &Samples::differ);
 }
