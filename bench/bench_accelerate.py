@@ -272,8 +272,8 @@ class Benchmark:
         """
         from fastbert.acceleration import layer as layers
         from fastbert.acceleration import model as models
-        from fastbert.families import FAMILIES
-        from fastbert.models import layers_of
+        from fastbert.models.bert import layers_of
+        from fastbert.models.families import FAMILIES
 
         model = MODELS[self.args.model]
         with tempfile.TemporaryDirectory() as folder:

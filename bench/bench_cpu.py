@@ -40,7 +40,7 @@ from bench import bench_kernels, encoder, memory, plan, plot, roofs, training  #
 from bench.engines import ENGINES, MODELS, PACKAGES, Bank, compile_cache  # noqa: E402
 from bench.probe import Report, count, describe, package_version, row_line  # noqa: E402
 from bench.probe_steps import reason_of  # noqa: E402
-from fastbert import dispatch  # noqa: E402
+from fastbert.runtime import dispatch  # noqa: E402
 
 STEPS = ("encoder", "training", "training_memory", "memory", "kernels")
 WORKLOADS = ("1x128", "1x512", "8x128", "ragged16", "ragged64")

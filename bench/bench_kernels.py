@@ -38,7 +38,9 @@ from bench.probe import Report, count, describe, row_line  # noqa: E402
 from bench.probe_steps import reason_of  # noqa: E402
 from bench.roofs import TAGS, Roofs  # noqa: E402
 from bench.timing import interleave, rotations  # noqa: E402
-from fastbert import dispatch, testing  # noqa: E402
+from fastbert import testing  # noqa: E402
+from fastbert.runtime import dispatch  # noqa: E402
+from fastbert.testing import serving  # noqa: E402
 
 PASSES = ("forward", "backward")
 # times the forward's; the rest is bound by memory
@@ -165,7 +167,7 @@ def bench_case(
     least = roofs.seconds(flops, moved, "int8" if case.op == "linear_int8" else tag)
     plain = [one_call(torch_call(case), case, torch_inputs(case, inputs), backward) for inputs in sets]
     part = "activation" if getattr(case, "activation", None) else ""
-    serving = dispatch.choice(case.op, part, device, dtype).backend
+    served_by = serving.choice(case.op, part, device, dtype).backend
     label = case.id if len(case.id) <= 30 else workload
     for name in timed_backends(case.op, device, dtype):
         row = {
@@ -180,7 +182,7 @@ def bench_case(
             "pass": PASSES[backward],
             "dtype": tag,
             "backend": name,
-            "serves": serving == name,
+            "serves": served_by == name,
         }
         try:
             # a pin is process-wide: one backend a run, beside PyTorch

@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from bench import training, workloads  # noqa: E402
 from bench.probe_steps import reason_of  # noqa: E402
-from fastbert import vocabulary_heads  # noqa: E402
+from fastbert.models.heads import vocabulary as vocabulary_heads  # noqa: E402
 from fastbert.ops.linear_cross_entropy import CHUNK_BYTES  # noqa: E402
 
 CANDIDATES = ("fastbert", "transformers")

@@ -44,7 +44,8 @@ from bench.engines import config_of  # noqa: E402
 from bench.probe import Report, describe  # noqa: E402
 from bench.probe_steps import reason_of  # noqa: E402
 from bench.roofs import TAGS  # noqa: E402
-from fastbert import dispatch, testing  # noqa: E402
+from fastbert import testing  # noqa: E402
+from fastbert.runtime import dispatch  # noqa: E402
 
 BACKENDS = ("triton", "cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -271,7 +272,7 @@ def encoder_graphs(check: Check, unit: Unit) -> Iterator[None]:
     """The whole encoder by fastbert.graphs: as by itself, the same bits each time, with the weights as they
     are by then.
     """
-    from fastbert import graphs as graph_replay
+    from fastbert.graphs import model as graph_replay
 
     with recorded(check, unit.name), dispatch.use_backend(**pins(check, unit.dtype)), torch.no_grad():
         module, model = encoder(check, unit.dtype)
@@ -519,7 +520,7 @@ def main(argv: list[str] | None = None) -> int:
         return tiny_cases()
     if args.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
-        from tests import triton_interpreter  # without it the interpreter computes bfloat16 wrong
+        from tests.support import triton_interpreter  # without it the interpreter computes bfloat16 wrong
 
         triton_interpreter.choose()
         torch.set_num_threads(1)

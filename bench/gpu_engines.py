@@ -132,7 +132,7 @@ class Bank:
         return torch_forward(module)
 
     def _graphs(self) -> Forward:
-        from fastbert import graphs
+        from fastbert.graphs import model as graphs
 
         # on a CPU there are no graphs: there this tries the code only
         recorder = graphs.recorder_for if self.device.type == "cuda" else graphs.EagerRecorder

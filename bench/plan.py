@@ -16,7 +16,8 @@ import torch
 from bench import memory, training, workloads
 from bench.engines import MODELS
 from bench.roofs import Roofs
-from fastbert import dispatch, testing
+from fastbert import testing
+from fastbert.runtime import dispatch
 
 # for estimates only: shares of the roof that encoders were seen to reach, seconds of compiling and starting
 SHARE = {"fp32": 0.7, "bf16": 0.5, "int8": 0.25}

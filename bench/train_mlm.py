@@ -46,7 +46,7 @@ from bench import workloads  # noqa: E402
 from bench.bench_accelerate import docstrings  # noqa: E402
 from bench.engines import config_of, minilm_directory  # noqa: E402
 from bench.probe import Report, count, describe, package_version  # noqa: E402
-from fastbert import dispatch  # noqa: E402
+from fastbert.runtime import dispatch  # noqa: E402
 
 TRUTH = "reference-fp32"
 CANDIDATES = (TRUTH, "default-fp32", "default-bf16")

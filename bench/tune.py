@@ -6,7 +6,7 @@
 
 One entry for each op, shape of BERT-base and -large, dtype and bucket of rows (`linear`) or of the longest
 sequence (`attention`). What dispatch.py gives to Triton comes first, in the first dtype. The candidates are
-those of the kernel's own module, which tests/triton_compile.py compiles for GPUs that are not here: without
+those of the kernel's own module, which tests/support/triton_compile.py compiles for other GPUs: without
 spills, within shared memory. One that still does not compile, or breaks the error rule at the very shape that
 is timed, is recorded and passed over. The rest are timed turn by turn. The config that the module's
 heuristic takes stays unless another is 1% faster.
@@ -41,10 +41,11 @@ from bench.probe import Report, describe, write_atomically  # noqa: E402
 from bench.probe_steps import reason_of  # noqa: E402
 from bench.timing import interleave, rotations, synchronize  # noqa: E402
 from bench.workloads import MODELS  # noqa: E402
-from fastbert import dispatch, testing  # noqa: E402
-from fastbert.cases.attention import AttentionCase  # noqa: E402
-from fastbert.cases.linear import LinearCase  # noqa: E402
+from fastbert import testing  # noqa: E402
 from fastbert.kernels import tuning  # noqa: E402
+from fastbert.runtime import dispatch  # noqa: E402
+from fastbert.testing.op_cases.attention import AttentionCase  # noqa: E402
+from fastbert.testing.op_cases.linear import LinearCase  # noqa: E402
 
 BUDGET_SECONDS = 240.0
 TOKENS = {0.0: 16_384, 0.1: 4096}  # by dropout_p: batches that fill the GPU; the oracle's bits take memory
@@ -372,7 +373,7 @@ def run(args: argparse.Namespace) -> int:
     tiny = args.device == "cpu"
     if tiny:
         os.environ["TRITON_INTERPRET"] = "1"
-        from tests import triton_interpreter  # without it the interpreter computes bfloat16 wrong
+        from tests.support import triton_interpreter  # without it the interpreter computes bfloat16 wrong
 
         triton_interpreter.choose()
         torch.set_num_threads(1)

@@ -5,7 +5,7 @@
 
 namespace fastbert {
 
-enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };  // the codes of fastbert/_native.py
+enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };  // the codes of fastbert/runtime/native.py
 
 struct bf16 {
     std::uint16_t bits;

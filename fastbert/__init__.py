@@ -29,21 +29,21 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 # Public name -> module, and the name there behind a colon where it is another. Model classes are not listed:
-# those with a head are in heads.py, the encoders in models.py.
+# those with a head are in models/heads/tasks.py, the encoders in models/bert.py.
 _PLACES = {
-    "AutoConfig": "config",
-    "BertConfig": "config:EncoderConfig",
-    "CheckpointError": "checkpoint",
-    "EncoderConfig": "config",
-    "EncodingError": "encoding",
-    "SentenceEncoder": "encoding",
+    "AutoConfig": "models.config",
+    "BertConfig": "models.config:EncoderConfig",
+    "CheckpointError": "checkpoint.load",
+    "EncoderConfig": "models.config",
+    "EncodingError": "sentences.encoder",
+    "SentenceEncoder": "sentences.encoder",
     "accelerate": "acceleration",
-    "clear": "prepared",
-    "encode": "encoding",
-    "explain": "dispatch",
-    "graph": "graphs",
+    "clear": "runtime.prepared",
+    "encode": "sentences.encoder",
+    "explain": "acceleration",
+    "graph": "graphs.model",
     "restore": "acceleration",
-    "use_backend": "dispatch",
+    "use_backend": "runtime.dispatch",
 }
 
 __all__ = [
@@ -132,14 +132,24 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:  # what is below under its own name is public by `__all__`
-    from fastbert.acceleration import accelerate, restore
-    from fastbert.checkpoint import CheckpointError
-    from fastbert.config import AutoConfig, EncoderConfig
-    from fastbert.config import EncoderConfig as BertConfig
-    from fastbert.dispatch import explain, use_backend
-    from fastbert.encoding import EncodingError, SentenceEncoder, encode
-    from fastbert.graphs import graph
-    from fastbert.heads import (
+    from fastbert.acceleration import accelerate, explain, restore
+    from fastbert.checkpoint.load import CheckpointError
+    from fastbert.graphs.model import graph
+    from fastbert.models.bert import (
+        AlbertModel,
+        AutoModel,
+        BertModel,
+        CamembertModel,
+        DistilBertModel,
+        ElectraModel,
+        ErnieModel,
+        MPNetModel,
+        RobertaModel,
+        XLMRobertaModel,
+    )
+    from fastbert.models.config import AutoConfig, EncoderConfig
+    from fastbert.models.config import EncoderConfig as BertConfig
+    from fastbert.models.heads.tasks import (
         AlbertForMaskedLM,
         AlbertForMultipleChoice,
         AlbertForPreTraining,
@@ -199,25 +209,15 @@ if TYPE_CHECKING:  # what is below under its own name is public by `__all__`
         XLMRobertaForSequenceClassification,
         XLMRobertaForTokenClassification,
     )
-    from fastbert.models import (
-        AlbertModel,
-        AutoModel,
-        BertModel,
-        CamembertModel,
-        DistilBertModel,
-        ElectraModel,
-        ErnieModel,
-        MPNetModel,
-        RobertaModel,
-        XLMRobertaModel,
-    )
-    from fastbert.prepared import clear
+    from fastbert.runtime.dispatch import use_backend
+    from fastbert.runtime.prepared import clear
+    from fastbert.sentences.encoder import EncodingError, SentenceEncoder, encode
 else:  # unseen by type checkers, which would take any name for a public one
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module 'fastbert' has no attribute {name!r}")
-        place = _PLACES.get(name, "heads" if "For" in name else "models")
+        place = _PLACES.get(name, "models.heads.tasks" if "For" in name else "models.bert")
         module, _, target = place.partition(":")
         value = getattr(importlib.import_module(f"fastbert.{module}"), target or name)
         globals()[name] = value

@@ -16,7 +16,7 @@ def main() -> int:
     # command line has handlers of its own while it runs.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
-    from fastbert.cli import main as command
+    from fastbert.cli.main import main as command
 
     return command()
 

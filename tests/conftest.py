@@ -13,11 +13,11 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the working tree: `fastbert`, `tests`
 
-from tests import triton_interpreter
+from tests.support import triton_interpreter
 
 triton_interpreter.choose()  # before anything imports Triton
 # so that their asserts say as much as those of the test modules
-pytest.register_assert_rewrite("tests.accelerated_models", "tests.triton_fixtures")
+pytest.register_assert_rewrite("tests.support.accelerated_models", "tests.support.triton_fixtures")
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # the usual one may know an op by an older signature
     folder = tempfile.mkdtemp(prefix="fastbert-inductor-")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # which workers of this run find, and leave alone

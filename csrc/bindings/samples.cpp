@@ -8,7 +8,7 @@ namespace {
 
 constexpr std::int64_t kMost = std::int64_t{1} << 40;  // bytes to keep
 
-// Tuples (address, stride, count, bytes, window) as fastbert/prepared.py makes them.
+// Tuples (address, stride, count, bytes, window) as fastbert/runtime/prepared.py makes them.
 std::vector<Pieces> pieces_of(const py::iterable& tuples) {
     std::vector<Pieces> pieces;
     for (const py::handle each : tuples) {

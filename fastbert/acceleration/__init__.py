@@ -18,12 +18,11 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
 
-from fastbert import prepared
 from fastbert.acceleration import interface
 from fastbert.acceleration import layer as layers
 from fastbert.acceleration import model as models
@@ -32,10 +31,12 @@ from fastbert.acceleration.layer import AcceleratedLayer, LayerState
 from fastbert.acceleration.model import AcceleratedModel, AcceleratedSpans, ModelState, family_of
 from fastbert.acceleration.sentences import AcceleratedSentences
 from fastbert.acceleration.sentences import fits as encodes
-from fastbert.layers import EncoderLayer
-from fastbert.models import BertModel as NativeModel
-from fastbert.prepared import module_of
-from fastbert.quantization import MODES
+from fastbert.layers.encoder import EncoderLayer
+from fastbert.layers.quantized import MODES
+from fastbert.models.bert import BertModel as NativeModel
+from fastbert.runtime import prepared
+from fastbert.runtime.prepared import module_of
+from fastbert.testing.serving import Choice, choices
 
 TESTED = ("5", "6")  # transformers from the first to below the second
 
@@ -303,15 +304,26 @@ def _fused(fused: int, total: int, unpads: list[bool]) -> str:
     return f"{words}, padding taken out in {sum(unpads)} of {len(unpads)} encoders"
 
 
-def explain(model: Any) -> Explanation:
-    """Which parts of a model run on fastbert's kernels, and why the others do not.
+@overload
+def explain(target: str | torch.device = "cpu") -> list[Choice]: ...
+@overload
+def explain(target: object) -> Explanation: ...
+def explain(target: str | torch.device | object = "cpu") -> list[Choice] | Explanation:
+    """Which backend serves every op and dtype on a device; or which parts of a model run on our kernels.
 
     Args:
-        model: a model, accelerated or not, or one of fastbert's own.
+        target: a device: a row per op and dtype (see `fastbert.testing.serving.choices`). Or a model,
+            accelerated or not, or one of fastbert's own: what runs fused, and what does not and why.
 
     Raises:
-        TypeError: `model` is no module and has none.
+        TypeError: `target` is neither a device nor a module, and has no module.
     """
+    if isinstance(target, (str, torch.device)):
+        return choices(target)
+    return _explain_model(target)
+
+
+def _explain_model(model: Any) -> Explanation:
     root = module_of(model)
     reports, rows = [], []
     for name, module, (_, kind), _ in _found(root):

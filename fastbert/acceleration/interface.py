@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fastbert.layers.packing import Packing, from_mask
 from fastbert.ops import checks
 from fastbert.ops.attention import attention
-from fastbert.packing import Packing, from_mask
 
 NAME = "fastbert"
 SITE = "_fastbert_interface"  # where an attention module keeps its `Site`

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fastbert import prepared
 from fastbert.acceleration.classes import Accelerated, Options, has_other_forward
-from fastbert.families import FAMILIES
-from fastbert.layers import LayerForm, LayerMath, Sequences, is_hooked
-from fastbert.layers import part as part_of
-from fastbert.quantization import check_finite
+from fastbert.layers.encoder import LayerForm, LayerMath, Sequences, is_hooked
+from fastbert.layers.encoder import part as part_of
+from fastbert.layers.quantized import check_finite
+from fastbert.models.families import FAMILIES
+from fastbert.runtime import prepared
 
 # Arguments that change nothing in a layer's or an encoder's result
 HARMLESS = frozenset(("position_ids", "use_cache", "return_dict", "num_items_in_batch"))

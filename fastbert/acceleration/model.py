@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
 
-from fastbert import prepared
 from fastbert.acceleration import layer as layers
 from fastbert.acceleration.classes import Accelerated, Options, has_other_forward
 from fastbert.acceleration.layer import (
@@ -36,12 +35,13 @@ from fastbert.acceleration.layer import (
     uncompiled,
     watched,
 )
-from fastbert.config import EncoderConfig
-from fastbert.families import FAMILIES, Family
-from fastbert.inputs import Inputs, check_inputs
-from fastbert.layers import LayerMath, Sequences, apply_linear, embed, is_hooked, part, together
-from fastbert.models import attention_bias, layers_of
-from fastbert.task_model import unscored
+from fastbert.layers.encoder import LayerMath, Sequences, apply_linear, embed, is_hooked, part, together
+from fastbert.models.bert import attention_bias, layers_of
+from fastbert.models.config import EncoderConfig
+from fastbert.models.families import FAMILIES, Family
+from fastbert.models.heads.task_model import unscored
+from fastbert.models.inputs import Inputs, check_inputs
+from fastbert.runtime import prepared
 
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
 _TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")

@@ -39,9 +39,9 @@ import math
 import torch
 from torch import Tensor
 
-from fastbert import dispatch
 from fastbert.ops import checks
 from fastbert.ops.dropout import SAVED_ON, philox_blocks, threshold
+from fastbert.runtime import dispatch
 
 
 def attention_ref(

@@ -49,15 +49,6 @@ def same_device(name: str, t: torch.Tensor, like: torch.Tensor | None) -> None:
         raise ValueError(f"{name}: expected a tensor on {like.device}, got one on {t.device}")
 
 
-def plain(t: torch.Tensor) -> torch.Tensor:
-    """`t` with its values in memory, where kernels read them: a negative bit (`x.conj().imag`) is resolved,
-    and a tensor that is zero without memory (`torch._efficientzerotensor`) becomes one of zeros.
-    """
-    if t.is_neg():
-        return t.resolve_neg()
-    return t.clone() if t._is_zerotensor() else t
-
-
 def operand(
     name: str,
     t: torch.Tensor | None,

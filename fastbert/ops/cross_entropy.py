@@ -23,8 +23,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastbert import dispatch
 from fastbert.ops import checks
+from fastbert.runtime import dispatch
 
 
 def cross_entropy_ref(

@@ -24,9 +24,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastbert import dispatch
 from fastbert.ops import checks
 from fastbert.ops.layer_norm import layer_norm_ref, widened
+from fastbert.runtime import dispatch
 
 
 def embedding_ref(

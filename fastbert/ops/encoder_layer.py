@@ -36,10 +36,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fastbert import dispatch
 from fastbert.ops import checks
 from fastbert.ops.attention import check_bias, check_lengths
 from fastbert.ops.linear import ACTIVATIONS
+from fastbert.runtime import dispatch
 
 
 def launchers(device: torch.device, dtype: torch.dtype, linear: str) -> tuple[Callable, Callable] | None:
@@ -128,8 +128,8 @@ def encoder_layer(
         checks.shape("gate", gate, (nheads,))
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation: expected None or one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    bias, gate = (None if t is None else checks.plain(t) for t in (bias, gate))
-    x, cu_seqlens = checks.plain(x), checks.plain(cu_seqlens)
+    bias, gate = (None if t is None else dispatch.plain(t) for t in (bias, gate))
+    x, cu_seqlens = dispatch.plain(x), dispatch.plain(cu_seqlens)
     return launch(
         checks.rows(x), weights, cu_seqlens, max_seqlen, nheads, inner, softmax_scale, bias, gate, activation,
         (checks.eps(eps[0]), checks.eps(eps[1])), out,

@@ -25,8 +25,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastbert import dispatch
 from fastbert.ops import checks
+from fastbert.runtime import dispatch
 
 NARROW = 8  # columns
 

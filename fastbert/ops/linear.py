@@ -35,8 +35,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fastbert import dispatch
 from fastbert.ops import checks
+from fastbert.runtime import dispatch
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
 

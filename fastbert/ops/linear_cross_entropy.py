@@ -28,9 +28,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastbert import dispatch
 from fastbert.ops import checks
 from fastbert.ops.cross_entropy import check_statistics, checked_labels, cross_entropy_ref
+from fastbert.runtime import dispatch
 
 # Bytes of logits and their gradient at a time, where the caller does not say. On a GPU what 15% of 32 x 512
 # tokens need in bfloat16, so that nothing is computed twice; on a CPU those of 24 x 128 in float32.

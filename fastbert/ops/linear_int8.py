@@ -32,9 +32,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fastbert import dispatch
 from fastbert.ops import checks
 from fastbert.ops.linear import activate_ref, check_activation
+from fastbert.runtime import dispatch
 
 MOST_INPUTS = 65_536
 SMALLEST_STEP = 2.0**-126  # the smallest normal float32: below it 1 / step overflows

@@ -15,8 +15,8 @@ import math
 import torch
 from torch import Tensor
 
-from fastbert import dispatch
 from fastbert.ops import checks
+from fastbert.runtime import dispatch
 
 DTYPES = (*checks.FLOATS, torch.int64, torch.int32, torch.bool)
 

@@ -24,8 +24,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fastbert import dispatch
 from fastbert.ops import checks
+from fastbert.runtime import dispatch
 
 MODES = ("mean", "cls", "max")
 

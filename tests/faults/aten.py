@@ -2,7 +2,7 @@
 
 # ruff: noqa: E501 (a table)
 
-from tests.mutation import Fault, Suite
+from tests.support.mutation import Fault, Suite
 
 _ATTENTION = "fastbert/backends/aten/attention.py"
 _LAYER_NORM = "fastbert/backends/aten/layer_norm.py"
@@ -38,10 +38,10 @@ FAULTS = (
 SUITE = Suite(
     faults=FAULTS,
     tests=(
-        "tests/test_attention.py",
-        "tests/test_layer_norm.py",
-        "tests/test_embedding.py",
-        "tests/test_linear.py",
+        "tests/ops/test_attention.py",
+        "tests/ops/test_layer_norm.py",
+        "tests/ops/test_embedding.py",
+        "tests/ops/test_linear.py",
         "-k",
         "aten and (nan or numbers_that_are_none or overflows or one_column or ends or (error_rule and (x1- or x2- or x3- or x2)))",
     ),

@@ -4,7 +4,7 @@
 
 import sys
 
-from tests.mutation import Fault, Suite
+from tests.support.mutation import Fault, Suite
 
 _SIMD = "csrc/cpu/attention_simd.cpp"
 _SHARED = "csrc/cpu/attention_simd.h"
@@ -138,7 +138,7 @@ FAULTS = (
 SUITE = Suite(
     faults=FAULTS,
     tests=(
-        "tests/test_native_attention.py",
+        "tests/cpu/test_attention.py",
         "-k",
         "not error_rule and not repeats and not many and not windows and not isa_none",  # the sanitizers come last
     ),

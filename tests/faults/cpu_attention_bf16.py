@@ -4,7 +4,7 @@
 
 import sys
 
-from tests.mutation import Fault, Suite
+from tests.support.mutation import Fault, Suite
 
 _SIMD = "csrc/cpu/attention_bf16_simd.cpp"
 _VEC = "csrc/cpu/vec_avx512_bf16.h"
@@ -113,8 +113,8 @@ FAULTS = (
 SUITE = Suite(
     faults=FAULTS,
     tests=(
-        "tests/test_native_attention.py",
-        "tests/test_isa.py",
+        "tests/cpu/test_attention.py",
+        "tests/cpu/test_isa.py",
         "-k",
         "test_isa.py or test_what_is_not or address_and or (avx512_bf16 and not repeats and not many and not windows)",
     ),

@@ -4,7 +4,7 @@
 
 import sys
 
-from tests.mutation import Fault, Suite
+from tests.support.mutation import Fault, Suite
 
 _SIMD = "csrc/cpu/cross_entropy_simd.cpp"
 _TASKS = "csrc/cpu/cross_entropy.cpp"
@@ -67,7 +67,7 @@ FAULTS = (
 SUITE = Suite(
     faults=FAULTS,
     tests=(
-        "tests/test_native_cross_entropy.py",
+        "tests/cpu/test_cross_entropy.py",
         "-k",
         "not error_rule and not mib and not default and not sanitizer",
     ),

@@ -4,7 +4,7 @@
 
 import sys
 
-from tests.mutation import Fault, Suite
+from tests.support.mutation import Fault, Suite
 
 _SIMD = "csrc/cpu/embedding_simd.cpp"
 _ROWS = "csrc/cpu/norm_rows.h"
@@ -85,7 +85,7 @@ FAULTS = (
 SUITE = Suite(
     faults=FAULTS,
     tests=(
-        "tests/test_native_embedding.py",
+        "tests/cpu/test_embedding.py",
         "-k",
         "not error_rule and not repeats and not compiled and not mib and not default and not sanitizer",
     ),

@@ -4,12 +4,12 @@
 
 import sys
 
-from tests.mutation import Fault, Suite
+from tests.support.mutation import Fault, Suite
 
 _CPP = "csrc/cpu/encoder_layer.cpp"
 _BINDING = "csrc/bindings/encoder_layer.cpp"
 _PYTHON = "fastbert/backends/cpu/encoder_layer.py"
-_LAYERS = "fastbert/layers.py"
+_LAYERS = "fastbert/layers/encoder.py"
 
 
 def _fault(name: str, old: str, new: str, file: str = _CPP) -> Fault:
@@ -79,7 +79,7 @@ FAULTS = (
 
 SUITE = Suite(
     faults=FAULTS,
-    tests=("tests/test_encoder_layer.py", "-k", "not sanitizer and not compiled"),
+    tests=("tests/layers/test_encoder_layer.py", "-k", "not sanitizer and not compiled"),
     build=(sys.executable, "setup.py", "build_ext", "--inplace"),
     environment={"FASTBERT_CUDA": "0", "CXXFLAGS": "-O1"},
     timeout_s=300.0,

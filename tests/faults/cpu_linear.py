@@ -4,7 +4,7 @@
 
 import sys
 
-from tests.mutation import Fault, Suite
+from tests.support.mutation import Fault, Suite
 
 _SIMD = "csrc/cpu/linear_simd.cpp"
 _TASKS = "csrc/cpu/linear.cpp"
@@ -98,8 +98,8 @@ FAULTS = (
 SUITE = Suite(
     faults=FAULTS,
     tests=(
-        "tests/test_native_linear.py",
-        "tests/test_linear.py::test_every_row_of_many_reaches_the_gradients",
+        "tests/cpu/test_linear.py",
+        "tests/ops/test_linear.py::test_every_row_of_many_reaches_the_gradients",
         "-k",
         "not error_rule and not repeats and not isa_none and not by_default",
     ),

@@ -4,7 +4,7 @@
 
 import sys
 
-from tests.mutation import Fault, Suite
+from tests.support.mutation import Fault, Suite
 
 _SIMD = "csrc/cpu/linear_int8_simd.cpp"
 _TASKS = "csrc/cpu/linear_int8.cpp"
@@ -47,8 +47,8 @@ FAULTS = (
 SUITE = Suite(
     faults=FAULTS,
     tests=(
-        "tests/test_native_linear_int8.py",
-        "tests/test_native_linear.py::test_kernels_under_address_and_undefined_sanitizers",
+        "tests/cpu/test_linear_int8.py",
+        "tests/cpu/test_linear.py::test_kernels_under_address_and_undefined_sanitizers",
         "-k",
         "not error_rule and not repeats and not isa_none and not by_default",
     ),

@@ -5,11 +5,11 @@ Nothing is built: they run on the extension as it is.
 
 # ruff: noqa: E501 (a table)
 
-from tests.mutation import Fault, Suite
+from tests.support.mutation import Fault, Suite
 
 _PYTHON = "fastbert/backends/cpu/linear.py"
 _INT8 = "fastbert/backends/cpu/linear_int8.py"
-_LAYERS = "fastbert/layers.py"
+_LAYERS = "fastbert/layers/encoder.py"
 
 
 def _fault(name: str, old: str, new: str, file: str) -> Fault:
@@ -44,9 +44,9 @@ FAULTS = (
 SUITE = Suite(
     faults=FAULTS,
     tests=(
-        "tests/test_native_linear_prepared.py",
-        "tests/test_native_linear_int8.py",
-        "tests/test_native_linear.py",
+        "tests/cpu/test_linear_prepared.py",
+        "tests/cpu/test_linear_int8.py",
+        "tests/cpu/test_linear.py",
         "-k",
         "not error_rule and not repeats and not threads and not sanitizer and not avx2 and not without_vnni",
     ),

@@ -4,7 +4,7 @@
 
 import sys
 
-from tests.mutation import Fault, Suite
+from tests.support.mutation import Fault, Suite
 
 _CPP = "csrc/cpu/padding.cpp"
 _BINDING = "csrc/bindings/padding.cpp"
@@ -53,7 +53,7 @@ FAULTS = (
 SUITE = Suite(
     faults=FAULTS,
     tests=(
-        "tests/test_native_padding.py",
+        "tests/cpu/test_padding.py",
         "-k",
         "not error_rule and not default and not sanitizer",
     ),

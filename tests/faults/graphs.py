@@ -1,9 +1,9 @@
 """Faults of graph replay."""
 
-from tests.mutation import Fault, Suite
+from tests.support.mutation import Fault, Suite
 
-_GRAPHS = "fastbert/graphs.py"
-_PREPARED = "fastbert/prepared.py"
+_GRAPHS = "fastbert/graphs/model.py"
+_PREPARED = "fastbert/runtime/prepared.py"
 
 
 def _fault(name: str, old: str, new: str, file: str = _GRAPHS) -> Fault:
@@ -258,7 +258,7 @@ FAULTS = (
 SUITE = Suite(
     FAULTS,
     tests=(
-        "tests/test_graphs.py", "-x", "-q", "-k",
+        "tests/graphs/test_graphs.py", "-x", "-q", "-k",
         "not compile and not long_sequences and not test_bad and not sentence_encoder",
     ),
     preload=("torch", "pytest", "hypothesis", "transformers"),

@@ -2,7 +2,7 @@
 
 # ruff: noqa: E501 (a table)
 
-from tests.mutation import Fault, Suite
+from tests.support.mutation import Fault, Suite
 
 _KERNEL = "kernels/attention.py"
 _PHILOX = "kernels/philox.py"
@@ -142,7 +142,7 @@ TESTS = (
 SUITE = Suite(
     faults=FAULTS,
     tests=(
-        *(f"tests/test_triton_attention.py::test_{name}" for name in TESTS),
+        *(f"tests/triton/test_attention.py::test_{name}" for name in TESTS),
         "-m",
         "not slow",
         "-k",

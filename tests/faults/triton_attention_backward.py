@@ -2,7 +2,7 @@
 
 # ruff: noqa: E501 (a table)
 
-from tests.mutation import Fault, Suite
+from tests.support.mutation import Fault, Suite
 
 _KERNEL = "kernels/attention_backward.py"
 _PHILOX = "kernels/philox.py"
@@ -163,7 +163,7 @@ TESTS = (
 SUITE = Suite(
     faults=FAULTS,
     tests=(
-        *(f"tests/test_triton_attention_backward.py::test_{name}" for name in TESTS),
+        *(f"tests/triton/test_attention_backward.py::test_{name}" for name in TESTS),
         "-m",
         "not slow",
         "-k",

@@ -2,7 +2,7 @@
 
 # ruff: noqa: E501 (a table)
 
-from tests.mutation import Fault, Suite
+from tests.support.mutation import Fault, Suite
 
 
 def _fault(name: str, old: str, new: str) -> Fault:
@@ -93,7 +93,7 @@ _TESTS = (
 
 SUITE = Suite(
     faults=FAULTS,
-    tests=tuple(f"tests/test_triton_cross_entropy.py::test_{name}" for name in _TESTS),
+    tests=tuple(f"tests/triton/test_cross_entropy.py::test_{name}" for name in _TESTS),
     timeout_s=600.0,
     environment={"TRITON_INTERPRET": "1"},
     preload=("torch", "torch._inductor.config", "pytest", "hypothesis", "triton"),

@@ -2,7 +2,7 @@
 
 # ruff: noqa: E501 (a table)
 
-from tests.mutation import Fault, Suite
+from tests.support.mutation import Fault, Suite
 
 _KERNEL = "kernels/layer_norm.py"
 _PHILOX = "kernels/philox.py"
@@ -101,7 +101,7 @@ FAULTS = (
 SUITE = Suite(
     faults=FAULTS,
     tests=(
-        "tests/test_triton_layer_norm.py",
+        "tests/triton/test_layer_norm.py",
         "-k",
         "(integers or 5x96 or 3x100 or variance or eps or dropout or forward or backward or no_rows or repeats or row_counts"
         " or strided or 2_to_31 or rounded or random123) and not 64x768",

@@ -2,7 +2,7 @@
 
 # ruff: noqa: E501 (a table)
 
-from tests.mutation import Fault, Suite
+from tests.support.mutation import Fault, Suite
 
 _KERNEL = "kernels/pooling.py"
 _TOKENS = "mask = (tokens {} {})[:, None] & inside[None, :]\n            at = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + cols[None, :]\n            if"
@@ -33,7 +33,7 @@ FAULTS = (
 
 SUITE = Suite(
     faults=FAULTS,
-    tests=("tests/test_triton_pooling.py",),
+    tests=("tests/triton/test_pooling.py",),
     timeout_s=600.0,
     environment={"TRITON_INTERPRET": "1"},
     preload=("torch", "torch._inductor.config", "pytest", "hypothesis", "triton"),

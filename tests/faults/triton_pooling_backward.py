@@ -2,7 +2,7 @@
 
 # ruff: noqa: E501 (a table)
 
-from tests.mutation import Fault, Suite
+from tests.support.mutation import Fault, Suite
 
 _TIES = "mask = (tokens {} length)[:, None] & inside[None, :]\n            at = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + cols[None, :]\n            x"
 
@@ -57,7 +57,7 @@ _TESTS = (
 
 SUITE = Suite(
     faults=FAULTS,
-    tests=tuple(f"tests/test_triton_pooling_backward.py::test_{name}" for name in _TESTS),
+    tests=tuple(f"tests/triton/test_pooling_backward.py::test_{name}" for name in _TESTS),
     timeout_s=600.0,
     environment={"TRITON_INTERPRET": "1"},
     preload=("torch", "torch._inductor.config", "pytest", "hypothesis", "triton"),

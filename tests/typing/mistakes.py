@@ -10,7 +10,7 @@ from fastbert import BertForCausalLM  # error
 fastbert.Typo  # error
 fastbert.BertModell  # error
 fastbert.RobertaForPreTraining  # error
-fastbert.models.family_classes  # error
+fastbert.models.bert.family_classes  # error
 
 
 def models(path: str, ids: Tensor) -> None:

@@ -11,8 +11,8 @@ from typing_extensions import assert_type
 
 import fastbert
 from fastbert.acceleration import Explanation
-from fastbert.dispatch import Choice
-from fastbert.outputs import BaseModelOutputWithPooling, LogitsOutput, QuestionAnsweringOutput
+from fastbert.models.outputs import BaseModelOutputWithPooling, LogitsOutput, QuestionAnsweringOutput
+from fastbert.runtime.dispatch import Choice
 
 
 def from_pretrained_gives_its_own_class(path: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from fastbert import _native
 from fastbert.backends.cpu.attention import attention_bwd, attention_fwd
 from fastbert.backends.cpu.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from fastbert.backends.cpu.embedding import embedding_bwd, embedding_fwd
@@ -27,6 +26,7 @@ from fastbert.backends.cpu.linear_cross_entropy import (
 from fastbert.backends.cpu.linear_int8 import linear_int8_fwd, linear_int8_pack
 from fastbert.backends.cpu.padding import pack_fwd, unpack_fwd
 from fastbert.ops import padding
+from fastbert.runtime import native as _native
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fastbert._native import DTYPE_CODES, dropout
-from fastbert._native import extension as _C
+from fastbert.backends.native import DTYPE_CODES, dropout
 from fastbert.ops.attention import bits_shape
+from fastbert.runtime.native import extension as _C
 
 
 def bias_args(

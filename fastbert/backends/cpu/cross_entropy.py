@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fastbert._native import DTYPE_CODES
-from fastbert._native import extension as _C
+from fastbert.backends.native import DTYPE_CODES
+from fastbert.runtime.native import extension as _C
 
 
 def cross_entropy_fwd(logits, labels, ignore_index, label_smoothing):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fastbert._native import DTYPE_CODES, address, dropout, vector
-from fastbert._native import extension as _C
+from fastbert.backends.native import DTYPE_CODES, dropout, vector
+from fastbert.runtime.native import address
+from fastbert.runtime.native import extension as _C
 
 _NONE = (0, 0, 0, 0)
 

@@ -6,11 +6,12 @@ from itertools import chain
 
 import torch
 
-from fastbert._native import DTYPE_CODES, address, vector
-from fastbert._native import extension as _C
 from fastbert.backends.cpu.attention import bias_args
 from fastbert.backends.cpu.linear import ACTIVATIONS, linear_pack
-from fastbert.ops.checks import plain
+from fastbert.backends.native import DTYPE_CODES, vector
+from fastbert.runtime.dispatch import plain
+from fastbert.runtime.native import address
+from fastbert.runtime.native import extension as _C
 
 # Bytes from which glibc gives a block back to the system when it is freed, and keeps no hole in its heap.
 _RETURNED = 33 << 20

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fastbert._native import DTYPE_CODES, dropout, vector
-from fastbert._native import extension as _C
+from fastbert.backends.native import DTYPE_CODES, dropout, vector
+from fastbert.runtime.native import extension as _C
 
 
 def layer_norm_fwd(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, save):

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from fastbert._native import DTYPE_CODES, address, vector
-from fastbert._native import extension as _C
 from fastbert.backends.aten import linear as aten
-from fastbert.ops.checks import plain
+from fastbert.backends.native import DTYPE_CODES, vector
+from fastbert.runtime.dispatch import plain
+from fastbert.runtime.native import address
+from fastbert.runtime.native import extension as _C
 
 ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "silu": 4}
 _PACKING_ROWS = 32  # from here on packing a weight for one product costs less than it gains

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from fastbert._native import DTYPE_CODES, address, vector
-from fastbert._native import extension as _C
 from fastbert.backends.cpu.linear import ACTIVATIONS
-from fastbert.ops.checks import plain
+from fastbert.backends.native import DTYPE_CODES, vector
+from fastbert.runtime.dispatch import plain
+from fastbert.runtime.native import address
+from fastbert.runtime.native import extension as _C
 
 
 def linear_int8_pack(weight):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastbert._native import extension as _C
+from fastbert.runtime.native import extension as _C
 
 
 def _copy(launch, x, indices, rows, out):

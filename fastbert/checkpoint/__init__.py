@@ -1,0 +1,1 @@
+"""Model folders on disk: names of weights, loading, saving."""

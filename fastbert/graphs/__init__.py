@@ -1,0 +1,1 @@
+"""Recorded CUDA graphs of a model's forward."""

@@ -1,0 +1,1 @@
+"""The math of the paper, as calls to ops."""

@@ -1,0 +1,1 @@
+"""The models under HuggingFace's names and contract. Start in bert.py."""

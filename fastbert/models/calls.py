@@ -1,0 +1,144 @@
+"""What calling a model takes and returns, for type checkers and editors.
+
+`nn.Module` declares `model(…)` as anything that returns anything. Each model declares one of these signatures
+instead. They are `forward`'s (a test compares them), but for two things:
+
+- Options are typed Any, so that `model(**batch)` passes with a `dict[str, Tensor]`: mypy compares the type of
+  its values with every parameter.
+- The result is the output class alone, not the tuple that `return_dict=False` asks for. To index or unpack it
+  gives Any, so that what is written for the tuple passes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fastbert.models.outputs import (
+    AlbertPreTrainingOutput,
+    BaseModelOutputWithPooling,
+    LogitsOutput,
+    PreTrainingOutput,
+    QuestionAnsweringOutput,
+)
+
+
+class EncoderCall(Protocol):
+    """Of `BertModel`, without the arguments that it refuses."""
+
+    def __call__(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        *,
+        head_mask: Tensor | None = None,
+        output_attentions: Any = None,
+        output_hidden_states: Any = None,
+        return_dict: Any = None,
+        first_token_only: Any = False,
+    ) -> BaseModelOutputWithPooling: ...
+
+
+class LabelsCall(Protocol):
+    """Of a head with one `labels` argument."""
+
+    def __call__(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        head_mask: Tensor | None = None,
+        output_attentions: Any = None,
+        output_hidden_states: Any = None,
+        return_dict: Any = None,
+    ) -> LogitsOutput: ...
+
+
+class MaskedLMCall(Protocol):
+    """Of `BertForMaskedLM`."""
+
+    def __call__(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        head_mask: Tensor | None = None,
+        output_attentions: Any = None,
+        output_hidden_states: Any = None,
+        return_dict: Any = None,
+        output_logits: Any = None,
+    ) -> LogitsOutput: ...
+
+
+class PreTrainingCall(Protocol):
+    """Of `BertForPreTraining`."""
+
+    def __call__(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        next_sentence_label: Tensor | None = None,
+        *,
+        head_mask: Tensor | None = None,
+        output_attentions: Any = None,
+        output_hidden_states: Any = None,
+        return_dict: Any = None,
+        output_logits: Any = None,
+    ) -> PreTrainingOutput: ...
+
+
+class AlbertPreTrainingCall(Protocol):
+    """Of `AlbertForPreTraining`."""
+
+    def __call__(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        sentence_order_label: Tensor | None = None,
+        *,
+        head_mask: Tensor | None = None,
+        output_attentions: Any = None,
+        output_hidden_states: Any = None,
+        return_dict: Any = None,
+        output_logits: Any = None,
+    ) -> AlbertPreTrainingOutput: ...
+
+
+class SpanCall(Protocol):
+    """Of `BertForQuestionAnswering`."""
+
+    def __call__(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        *,
+        head_mask: Tensor | None = None,
+        output_attentions: Any = None,
+        output_hidden_states: Any = None,
+        return_dict: Any = None,
+    ) -> QuestionAnsweringOutput: ...

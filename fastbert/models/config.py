@@ -1,0 +1,501 @@
+"""EncoderConfig: HuggingFace's config.json keys, checked.
+
+Keys this package acts on are validated; keys it does not know are kept and written back.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from fastbert.checkpoint import files
+from fastbert.models.families import Family, family_of
+
+# BERT's defaults; families override some (families.py)
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 30522,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "initializer_range": 0.02,
+    "layer_norm_eps": 1e-12,
+    "pad_token_id": 0,
+    "classifier_dropout": None,
+    "problem_type": None,
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+    "chunk_size_feed_forward": 0,
+    "output_hidden_states": False,
+    "output_attentions": False,
+    "return_dict": True,
+}
+
+# HuggingFace's activation names -> ours; another name is refused
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+# What transformers answers for keys that a config.json need not have
+_ABSENT: dict[str, Any] = {
+    "architectures": None,
+    "bos_token_id": None,
+    "dtype": None,
+    "eos_token_id": None,
+    "is_encoder_decoder": False,
+    "sep_token_id": None,
+    "torch_dtype": None,
+}
+
+_COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+           "max_position_embeddings", "type_vocab_size", "embedding_size", "num_hidden_groups",
+           "inner_group_num", "relative_attention_num_buckets")  # fmt: skip
+_PROBABILITIES = (
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "classifier_dropout",
+    "classifier_dropout_prob",
+    "qa_dropout",
+    "seq_classif_dropout",
+    "summary_last_dropout",
+)
+_MAY_BE_ZERO = ("num_hidden_layers", "type_vocab_size")
+MAX_SIZE = 2**24  # of any one size; products of two fit 64 bits with room for the bytes of an element
+MAX_LABELS = 2**20  # each has a name
+PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+
+
+class EncoderConfig:
+    """Configuration of one encoder: attributes named as HuggingFace's config.json keys.
+
+    Args:
+        model_type: the family ("bert", "roberta", "distilbert", …); see `fastbert.models.families`.
+        num_labels: number of classes of a task head; kept in `id2label` / `label2id` as HuggingFace does.
+        id2label, label2id: names of the classes.
+        kwargs: any further key; families' own spellings (DistilBERT's `dim`, `n_layers`, …) are understood.
+
+    Raises:
+        TypeError, ValueError: naming the key, what came and what was expected.
+    """
+
+    # what every config has; other keys and families' spellings are found by `__getattr__`
+    model_type: str
+    id2label: dict[int, str]
+    label2id: dict[str, int]
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    hidden_act: str
+    hidden_dropout_prob: float
+    attention_probs_dropout_prob: float
+    max_position_embeddings: int
+    type_vocab_size: int
+    initializer_range: float
+    layer_norm_eps: float
+    pad_token_id: int | None
+    classifier_dropout: float | None
+    problem_type: str | None
+    is_decoder: bool
+    add_cross_attention: bool
+    tie_word_embeddings: bool
+    chunk_size_feed_forward: int
+    output_hidden_states: bool
+    output_attentions: bool
+    return_dict: bool
+
+    def __init__(
+        self,
+        /,  # so that a key "self" is a key like any other
+        model_type: str = "bert",
+        *,
+        num_labels: int | None = None,
+        id2label: dict[int, str] | None = None,
+        label2id: dict[str, int] | None = None,
+        **kwargs: Any,
+    ):
+        family = family_of(model_type)
+        if shadowing := sorted(key for key in kwargs if callable(getattr(type(self), key, None))):
+            raise ValueError(
+                f"config {shadowing[0]}: is a method of {type(self).__name__} and cannot be a config key"
+            )
+        values = {**DEFAULTS, **family.defaults}
+        for key, value in kwargs.items():
+            values[family.aliases.get(key, key)] = value
+        self.__dict__.update(values)
+        self.model_type = model_type
+        self._set_labels(num_labels, id2label, label2id)
+        self.validate()
+
+    # -- labels ----------------------------------------------------------------------------------------------
+
+    def _set_labels(self, num_labels: int | None, id2label: dict | None, label2id: dict | None) -> None:
+        if num_labels is not None and (not isinstance(num_labels, int) or num_labels < 1):
+            raise ValueError(f"num_labels: expected an integer >= 1, got {_brief(num_labels)}")
+        if num_labels is not None and num_labels > MAX_LABELS:
+            raise ValueError(f"num_labels: expected at most {MAX_LABELS}, got {_brief(num_labels)}")
+        for key, value in (("id2label", id2label), ("label2id", label2id)):
+            if value is not None and not isinstance(value, dict):
+                raise TypeError(f"config {key}: expected an object, got {_brief(value)}")
+        if id2label is None or (num_labels is not None and num_labels != len(id2label)):
+            id2label = {i: f"LABEL_{i}" for i in range(2 if num_labels is None else num_labels)}
+            label2id = None
+        self.id2label = {_class_id(i): name for i, name in id2label.items()}
+        self.label2id = dict(label2id) if label2id else {name: i for i, name in self.id2label.items()}
+
+    @property
+    def num_labels(self) -> int:
+        """Number of classes of a task head."""
+        return len(self.id2label)
+
+    @num_labels.setter
+    def num_labels(self, value: int) -> None:
+        self._set_labels(value, None, None)
+
+    # -- derived ---------------------------------------------------------------------------------------------
+
+    @property
+    def family(self) -> Family:
+        """What this model type changes against BERT."""
+        return family_of(self.model_type)
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def activation_name(self) -> str:
+        """`hidden_act` as `fastbert.ops.linear` spells it."""
+        return ACTIVATIONS[self.hidden_act]
+
+    @property
+    def embedding_width(self) -> int:
+        """Size of the embedding tables' rows: `embedding_size` where the family has one, else
+        `hidden_size`.
+        """
+        return getattr(self, "embedding_size", None) or self.hidden_size
+
+    @property
+    def norm_eps(self) -> float:
+        """eps of every LayerNorm."""
+        return self.layer_norm_eps if self.family.norm_eps is None else self.family.norm_eps
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest sequence, in tokens: the position table less the rows that RoBERTa's counting leaves
+        unused.
+        """
+        reserved = self.pad_token_id + 1 if self.family.pad_positions else 0
+        return self.max_position_embeddings - reserved
+
+    def mathematics(self) -> dict[str, Any]:
+        """The values that change the result of a forward in eval mode and that no weight's shape tells.
+
+        A save writes them beside the weights, and loading compares them with config.json. Sizes are not
+        among them, because the weights' shapes are checked against them. Nor are dropout, labels, the problem
+        type, the dtype and what says how outputs are wrapped: those may be edited by hand.
+        """
+        values = {
+            "model_type": self.model_type,
+            "num_hidden_layers": self.num_hidden_layers,  # of shared layers no file holds the number
+            "num_attention_heads": self.num_attention_heads,
+            "hidden_act": self.activation_name,
+            "layer_norm_eps": self.norm_eps,
+        }
+        if self.family.pad_positions:
+            values["pad_token_id"] = self.pad_token_id
+        return values
+
+    # -- checks ----------------------------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        """Check every key this package acts on.
+
+        Raises:
+            TypeError, ValueError: naming the key, what came and what was expected.
+        """
+        for key in _COUNTS:
+            value = self.__dict__.get(key)
+            if value is None and key not in DEFAULTS:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"config {key}: expected an integer, got {value!r}")
+            least = 0 if key in _MAY_BE_ZERO else 1
+            if value < least:
+                raise ValueError(f"config {key}: expected an integer >= {least}, got {_brief(value)}")
+            if value > MAX_SIZE:
+                raise ValueError(f"config {key}: expected an integer <= {MAX_SIZE}, got {_brief(value)}")
+        for key in _PROBABILITIES:
+            value = self.__dict__.get(key)
+            if value is not None and not (isinstance(value, (int, float)) and 0 <= value < 1):
+                raise ValueError(f"config {key}: expected a probability in [0, 1), got {value!r}")
+        for key in ("layer_norm_eps", "initializer_range"):
+            value = self.__dict__[key]
+            if not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
+                raise ValueError(f"config {key}: expected a finite number >= 0, got {_brief(value)}")
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"config num_attention_heads: {self.num_attention_heads} heads do not divide "
+                f"hidden_size {self.hidden_size}"
+            )
+        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACTIVATIONS:
+            raise ValueError(
+                f"config hidden_act: unknown activation {self.hidden_act!r}; "
+                f"expected one of {', '.join(ACTIVATIONS)}"
+            )
+        pad = self.pad_token_id
+        if pad is not None and (not isinstance(pad, int) or not 0 <= pad < self.vocab_size):
+            raise ValueError(
+                f"config pad_token_id: expected an id below vocab_size {self.vocab_size}, got {pad!r}"
+            )
+        if self.family.pad_positions and (pad is None or self.max_tokens < 1):
+            raise ValueError(
+                f"config max_position_embeddings: {self.max_position_embeddings} leaves no position after "
+                f"pad_token_id {pad!r}, from which {self.model_type} counts"
+            )
+        if self.problem_type is not None and self.problem_type not in PROBLEM_TYPES:
+            raise ValueError(
+                f"config problem_type: expected one of {', '.join(PROBLEM_TYPES)}, got {self.problem_type!r}"
+            )
+        self._refuse_other_mathematics()
+
+    def _refuse_other_mathematics(self) -> None:
+        position = self.__dict__.get("position_embedding_type", "absolute")
+        if position not in (None, "absolute"):
+            raise ValueError(
+                f"config position_embedding_type: {position!r} is not supported; only 'absolute' is"
+            )
+        for key in ("is_decoder", "add_cross_attention", "is_encoder_decoder", "use_task_id"):
+            if self.__dict__.get(key):
+                raise ValueError(f"config {key}: True is not supported; this is an encoder without that part")
+        if (
+            self.__dict__.get("relative_attention_num_buckets", 32) != 32
+        ):  # transformers computes 32 whatever it says
+            raise ValueError(
+                "config relative_attention_num_buckets: expected 32, "
+                f"got {self.relative_attention_num_buckets}"
+            )
+        if self.__dict__.get("sinusoidal_pos_embds") not in (None, False, True):
+            raise ValueError(
+                f"config sinusoidal_pos_embds: expected a boolean, got {self.sinusoidal_pos_embds!r}"
+            )
+        if self.family.shared_layers:
+            layers, groups = self.num_hidden_layers, self.num_hidden_groups
+            if layers and groups > layers:
+                raise ValueError(f"config num_hidden_groups: {groups} groups for {layers} layers")
+
+    # -- in and out ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], **overrides: Any) -> EncoderConfig:
+        """A config from config.json's content; `overrides` stand before it."""
+        if not isinstance(values, dict):
+            raise TypeError(f"config: expected a JSON object, got {type(values).__name__}")
+        merged = copy.deepcopy(values)
+        merged.pop("num_labels", None) if "id2label" in merged else None
+        if "num_labels" in overrides and "id2label" not in overrides:
+            merged.pop("id2label", None), merged.pop("label2id", None)
+        merged.update(overrides)
+        if "model_type" not in merged:
+            raise ValueError(f"config model_type: missing; expected one of {', '.join(_model_types())}")
+        return cls(**merged)
+
+    @classmethod
+    def from_hf(cls, config: Any) -> EncoderConfig:
+        """A config from a transformers config object (anything with `to_dict()`)."""
+        return cls.from_dict(config.to_dict())
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
+        token: str | bool | None = None,
+        subfolder: str = "",
+        trust_remote_code: bool | None = None,
+        **overrides: Any,
+    ) -> EncoderConfig:
+        """Read `path`/config.json (or `path` itself when it is a file), or the config of a hub name.
+
+        Args:
+            path: a directory, a JSON file, or a hub name.
+            revision, cache_dir, force_download, local_files_only, token: for hub names.
+            subfolder: the folder inside `path` or the hub's repository that holds config.json.
+            trust_remote_code: must not be True: no code of a checkpoint is ever run.
+            overrides: config keys that override the file's.
+
+        Raises:
+            fastbert.CheckpointError: naming the file and the cause.
+            TypeError, ValueError: naming the key or the argument, what came and what was expected.
+        """
+        from fastbert.checkpoint import load as checkpoint
+        from fastbert.models import arguments
+
+        arguments.check_loading({"trust_remote_code": trust_remote_code})
+        content = checkpoint.read_config(
+            path,
+            revision=revision,
+            cache_dir=cache_dir,
+            force_download=force_download,
+            local_files_only=local_files_only,
+            token=token,
+            subfolder=subfolder,
+        )
+        config = cls.from_dict(content, **overrides)
+        config.name_or_path = str(path)
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of config.json, with the family's own spellings."""
+        spelt = {ours: theirs for theirs, ours in self.family.aliases.items()}
+        values = {spelt.get(k, k): copy.deepcopy(v) for k, v in self.__dict__.items() if k != "_name_or_path"}
+        values["id2label"] = {str(i): name for i, name in self.id2label.items()}
+        return values
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """`to_dict()` without the keys that have their family's default."""
+        usual = type(self)(self.model_type).to_dict()
+        values = self.to_dict().items()
+        return {k: v for k, v in values if k == "model_type" or k not in usual or v != usual[k]}
+
+    def to_json_string(self, use_diff: bool = False) -> str:
+        """`to_dict()`, with `use_diff` `to_diff_dict()`, as JSON, keys sorted."""
+        values = self.to_diff_dict() if use_diff else self.to_dict()
+        return json.dumps(values, indent=2, sort_keys=True) + "\n"
+
+    def to_json_file(self, json_file_path: str | Path, use_diff: bool = False) -> None:
+        """Write `to_json_string(use_diff)` to a file, in one step.
+
+        Raises:
+            fastbert.CheckpointError: it cannot be written; what was there is unchanged.
+        """
+        files.replace(Path(json_file_path), self.to_json_string(use_diff).encode())
+
+    def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False) -> None:
+        """Write `save_directory`/config.json, in one step.
+
+        Raises:
+            fastbert.CheckpointError: it cannot be written; what was there is unchanged.
+            ValueError: `push_to_hub` is True.
+        """
+        from fastbert.models import arguments
+
+        arguments.check_saving({"push_to_hub": push_to_hub})
+        path = Path(save_directory)
+        path.mkdir(parents=True, exist_ok=True)
+        self.to_json_file(path / files.CONFIG)
+
+    # -- what transformers' Trainer, pipelines and accelerate ask for ----------------------------------------
+
+    @property
+    def name_or_path(self) -> str:
+        """What the config was loaded from, "" where it was not; never saved."""
+        return self.__dict__.get("_name_or_path", "")
+
+    @name_or_path.setter
+    def name_or_path(self, value: str | Path) -> None:
+        self.__dict__["_name_or_path"] = str(value)
+
+    @property
+    def use_return_dict(self) -> bool:
+        """`return_dict` under transformers' other name."""
+        return self.return_dict
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> EncoderConfig:
+        """The config of the text model: this one, whichever part is asked for."""
+        return self
+
+    def update(self, config_dict: dict[str, Any]) -> None:
+        """Set several keys and check them together; nothing is changed where one is refused.
+
+        Raises:
+            TypeError, ValueError: naming the key, what came and what was expected.
+        """
+        new = type(self).from_dict(self.to_dict(), **config_dict)
+        path = self.name_or_path
+        self.__dict__.clear()
+        self.__dict__.update(new.__dict__)
+        self.name_or_path = path
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__") and "model_type" in self.__dict__:
+            alias = self.family.aliases.get(name)
+            if alias is not None:
+                return self.__dict__[alias]
+            if name in _ABSENT:
+                return _ABSENT[name]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of `key`, or `default` where the config has none."""
+        return getattr(self, key, default)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EncoderConfig) and self.to_dict() == other.to_dict()
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} {self.to_json_string()}"
+
+
+def _brief(value: object) -> str:
+    """A value from a file as messages show it."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _class_id(key: object) -> int:
+    try:
+        return int(key)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"config id2label: expected class numbers as keys, got {_brief(key)}") from error
+
+
+class AutoConfig:
+    """Reads the config of any family: `AutoConfig.from_pretrained(path)`; there are no instances."""
+
+    def __init__(self) -> None:
+        raise TypeError("AutoConfig: use from_pretrained(…) or for_model(model_type, …)")
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **kwargs: Any) -> EncoderConfig:
+        """`EncoderConfig.from_pretrained`, under transformers' name."""
+        return EncoderConfig.from_pretrained(path, **kwargs)
+
+    @classmethod
+    def for_model(cls, model_type: str, **kwargs: Any) -> EncoderConfig:
+        """A config of a family with that family's defaults; `kwargs` override them."""
+        return EncoderConfig(model_type, **kwargs)
+
+
+def _model_types() -> list[str]:
+    from fastbert.models.families import FAMILIES
+
+    return list(FAMILIES)

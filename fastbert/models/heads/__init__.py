@@ -1,0 +1,1 @@
+"""Models with a head, one per task."""

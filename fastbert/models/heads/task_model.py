@@ -1,0 +1,262 @@
+"""What all task heads share: what the encoder hands to a head, and the model around both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fastbert.layers.encoder import apply_linear, attach, part, pool_first
+from fastbert.models.bert import AutoModel, PreTrainedModel
+from fastbert.models.config import EncoderConfig
+from fastbert.models.families import FAMILIES, ClassifierHead, Family
+from fastbert.models.inputs import Inputs
+from fastbert.models.labels import IGNORED
+from fastbert.models.outputs import LogitsOutput, ModelOutput
+from fastbert.ops import checks
+from fastbert.ops.cross_entropy import cross_entropy
+from fastbert.ops.padding import pack
+
+if TYPE_CHECKING:
+    from fastbert.models.calls import LabelsCall
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What the encoder hands to a head.
+
+    Attributes:
+        hidden: (rows, hidden), the kept tokens of all sequences; with `first_only` (batch, hidden), the
+            token at position 0 of each, zeros where it is masked.
+        inputs: the batch they come from.
+        states, probs: all hidden states and attention probabilities, packed; None if not asked for.
+        first_only: see `hidden`.
+    """
+
+    hidden: Tensor
+    inputs: Inputs
+    states: list[Tensor] | None
+    probs: list[Tensor] | None
+    first_only: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(batch, seqlen)."""
+        return self.inputs.packing.batch, self.inputs.packing.seqlen
+
+    @property
+    def mask(self) -> Tensor | None:
+        """(batch, seqlen) bool, None where all tokens are kept."""
+        return self.inputs.packing.mask
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """(rows, …) -> (batch, seqlen, …), zeros where no token is kept."""
+        return self.inputs.packing.unpack(x)
+
+    def packed_labels(self, labels: Tensor) -> Tensor:
+        """(batch, seqlen) -> (rows,), checked for shape and device."""
+        checks.same_device("labels", labels, self.hidden)
+        checks.shape("labels", labels, self.shape)
+        if self.inputs.packing.capacity:  # rows behind the kept ones
+            labels = labels.masked_fill(self.mask.logical_not(), IGNORED)
+        return self.inputs.packing.pack(labels)
+
+    def token_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Mean cross-entropy of packed logits (rows, classes) against labels (batch, seqlen)."""
+        return cross_entropy(logits, self.packed_labels(labels), ignore_index=IGNORED)
+
+    def labelled(self, labels: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
+        """Hidden states and labels of the `count` tokens that have one; of all rows where it is not known."""
+        labels = self.packed_labels(labels)
+        if count is None or count == labels.shape[0]:
+            return self.hidden, labels
+        at = torch.nonzero_static(labels != IGNORED, size=count).squeeze(1)
+        return pack(self.hidden.unsqueeze(0), at), pack(labels.unsqueeze(0), at)
+
+    def first(self) -> Tensor:
+        """(batch, hidden): the token at position 0 of each sequence; zeros where the whole sequence is
+        masked.
+        """
+        if self.inputs.headless is not None:
+            raise ValueError(
+                f"attention_mask: position 0 of sequence {self.inputs.headless}, which this head reads, is "
+                "masked out; expected the first token to be kept (pad on the right)"
+            )
+        return self.hidden if self.first_only else self.inputs.packing.first_rows(self.hidden)
+
+    @property
+    def hidden_states(self) -> tuple[Tensor, ...] | None:
+        """The embedding output and every layer's output, padded."""
+        return None if self.states is None else tuple(self.unpack(s) for s in self.states)
+
+    @property
+    def attentions(self) -> tuple[Tensor, ...] | None:
+        """Every layer's probabilities, padded."""
+        return None if self.probs is None else tuple(self.inputs.packing.unpack_scores(p) for p in self.probs)
+
+
+def unscored(scores: Tensor, kept: Tensor) -> Tensor:
+    """Scores (batch, seqlen) of a softmax over tokens, which gives masked ones no probability.
+
+    Half the lowest finite number stands there, so that a start's and an end's can be added.
+    """
+    return scores.masked_fill(kept.logical_not(), torch.finfo(scores.dtype).min / 2)
+
+
+class TaskModel(PreTrainedModel):
+    """An encoder with a head. Heads with one `labels` argument define `logits` and `loss`; `forward` is this
+    one.
+    """
+
+    model_types: ClassVar[Sequence[str]] = tuple(FAMILIES)  # the families that have this head
+    reads_first_only: ClassVar[bool] = False  # the head reads the token at position 0 and no other
+    __call__: LabelsCall
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__(config)
+        if self.config.model_type not in self.model_types:
+            raise ValueError(
+                f"config model_type: {self.config.model_type!r} has no head {self.task!r}; "
+                f"expected one of {', '.join(self.model_types)}"
+            )
+        encoder = AutoModel.class_for(self.config)
+        self.add_module(
+            self.base_model_prefix, encoder(self.config, add_pooling_layer=self.reads_pooler(self.family))
+        )
+
+    @staticmethod
+    def reads_pooler(family: Family) -> bool:
+        """Whether the head reads the pooler's output, so that the encoder needs one."""
+        return False
+
+    @property
+    def num_labels(self) -> int:
+        """Number of classes, from the config."""
+        return self.config.num_labels
+
+    def post_init(self) -> None:
+        """Initialise the head (the encoder has done its own part) and tie."""
+        if self.device.type != "meta":
+            for name, child in self.named_children():
+                if name != self.base_model_prefix:
+                    self.init_weights(child)
+        self.tie_weights()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        head_mask: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> LogitsOutput | tuple:
+        """Encode a padded batch and run the head; see the class for `labels`, and `BertModel.forward` for the
+        rest.
+
+        Returns:
+            loss (if labels are given), logits, hidden_states, attentions.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what was expected.
+        """
+        if labels is not None:
+            self.check_labels(labels, attention_mask)
+        encoded = self.encode(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
+            head_mask, output_attentions, output_hidden_states,
+        )  # fmt: skip
+        logits, padded = self.logits(encoded)
+        loss = None if labels is None else self.loss(logits, labels, encoded)
+        return self.answer(LogitsOutput(loss, padded, encoded.hidden_states, encoded.attentions), return_dict)
+
+    def logits(self, encoded: Encoded) -> tuple[Tensor, Tensor]:
+        """(what `loss` reads, what is returned)."""
+        raise NotImplementedError
+
+    def loss(self, logits: Tensor, labels: Tensor, encoded: Encoded) -> Tensor:
+        """The loss, a scalar."""
+        raise NotImplementedError
+
+    def check_labels(self, labels: Tensor, attention_mask: Tensor | None) -> None:
+        """Look at the labels' values, before the encoder is launched."""
+        raise NotImplementedError
+
+    # -- parts that heads share ------------------------------------------------------------------------------
+
+    def encode(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        head_mask: Tensor | None,
+        output_attentions: bool | None,
+        output_hidden_states: bool | None,
+    ) -> Encoded:
+        """The packed tokens, encoded."""
+        hidden, states, probs, inputs = self.base_model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            head_mask=head_mask,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            first_token_only=self.reads_first_only,
+            packed=True,
+        )
+        return Encoded(hidden, inputs, states, probs, self.reads_first_only)
+
+    def answer(self, output: ModelOutput, return_dict: bool | None) -> Any:
+        """`output`, or its tuple."""
+        return (
+            output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+        )
+
+    def dropout(self, x: Tensor, key: str | None) -> Tensor:
+        """Dropout with the probability the config gives under `key`; `hidden_dropout_prob` where it gives
+        none.
+        """
+        if key is None or not self.training:
+            return x
+        p = self.config.get(key)
+        return F.dropout(x, self.config.hidden_dropout_prob if p is None else p)
+
+    def pooled(self, encoded: Encoded) -> Tensor:
+        """(batch, hidden): the pooler's output."""
+        return pool_first(part(self.base_model, self.family.pooler), encoded.first())
+
+    def attach_classifier(self, head: ClassifierHead, classes: int) -> None:
+        """Make the layers of a head that reads one vector a sequence."""
+        hidden = self.config.hidden_size
+        if head.dense is not None:
+            attach(self, head.dense, nn.Linear(hidden, hidden))
+        attach(self, head.out, nn.Linear(hidden, classes))
+
+    def classify(self, head: ClassifierHead, encoded: Encoded) -> Tensor:
+        """(batch, classes) from the pooler's output, or from the first token through the head's own dense
+        layer.
+        """
+        if head.dense is None:
+            x = self.pooled(encoded)
+        else:
+            x = encoded.first()
+            if head.dropout_first:
+                x = self.dropout(x, head.dropout_key)
+            if head.activation == "tanh":
+                x = torch.tanh(apply_linear(part(self, head.dense), x))
+            else:
+                x = apply_linear(part(self, head.dense), x, head.activation)
+        return apply_linear(part(self, head.out), self.dropout(x, head.dropout_key))

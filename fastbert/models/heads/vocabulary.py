@@ -1,0 +1,330 @@
+"""The task heads over the vocabulary: masked words, alone or beside a second task.
+
+In training they compute only what the loss asks for: the labelled tokens, chunk by chunk
+(`ops/linear_cross_entropy.py`). The logits of all tokens are then deferred: computed when somebody touches
+them (`deferred.py`), or in forward where `output_logits=True` asks for them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fastbert.layers.encoder import apply_linear, apply_norm, attach, is_plain, part
+from fastbert.models.config import EncoderConfig
+from fastbert.models.deferred import DeferredTensor, NotComputed, defer
+from fastbert.models.families import Family
+from fastbert.models.heads.task_model import Encoded, TaskModel
+from fastbert.models.labels import IGNORED, check_classes, sequence_loss
+from fastbert.models.outputs import AlbertPreTrainingOutput, LogitsOutput, ModelOutput, PreTrainingOutput
+from fastbert.ops import checks
+from fastbert.ops.cross_entropy import cross_entropy
+from fastbert.ops.linear_cross_entropy import linear_cross_entropy
+
+if TYPE_CHECKING:
+    from fastbert.models.calls import AlbertPreTrainingCall, MaskedLMCall, PreTrainingCall
+
+
+class LMModel(TaskModel):
+    """A model with the masked-LM head: act(dense(x)) -> LayerNorm -> decoder, tied to the word embeddings."""
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__(config)
+        config, head = self.config, self.family.lm_head
+        width = config.embedding_width
+        attach(self, head.dense, nn.Linear(config.hidden_size, width))
+        attach(self, head.norm, nn.LayerNorm(width, eps=config.norm_eps))
+        attach(self, head.decoder, nn.Linear(width, config.vocab_size))
+        if head.bias is not None:
+            owner, _, name = head.bias.rpartition(".")
+            self.get_submodule(owner).register_parameter(name, nn.Parameter(torch.zeros(config.vocab_size)))
+
+    def tied_weights(self) -> dict[str, str]:
+        """The decoder's weight is the word embeddings', its bias the head's own, unless the config unties
+        them.
+        """
+        head = self.family.lm_head
+        if not self.config.tie_word_embeddings:
+            return {}
+        tied = {f"{head.decoder}.weight": f"{self.base_model_prefix}.{self.family.word_table}.weight"}
+        if head.bias is not None:
+            tied[f"{head.decoder}.bias"] = head.bias
+        return tied
+
+    def vocabulary_parameters(self) -> list[str]:
+        """Names of the parameters with one row a token."""
+        head = self.family.lm_head
+        own = [f"{head.decoder}.weight", f"{head.decoder}.bias", head.bias]
+        return super().vocabulary_parameters() + [name for name in own if name is not None]
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The decoder."""
+        return part(self, self.family.lm_head.decoder)
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        """Replace the decoder; its bias becomes the head's.
+
+        Raises:
+            ValueError: the config ties the decoder to the word embeddings, and `value` holds another weight.
+        """
+        if self.config.tie_word_embeddings and value.weight is not self.get_input_embeddings().weight:
+            raise ValueError(
+                "value: its weight is not the word embeddings', to which config tie_word_embeddings = True "
+                "ties it; set that to False, or replace both by set_input_embeddings"
+            )
+        head = self.family.lm_head
+        attach(self, head.decoder, value)
+        if head.bias is not None and getattr(value, "bias", None) is not None:
+            owner, _, name = head.bias.rpartition(".")
+            setattr(self.get_submodule(owner), name, value.bias)
+
+    def transform(self, hidden: Tensor) -> Tensor:
+        """(rows, hidden) -> (rows, embedding size): what the decoder reads."""
+        head = self.family.lm_head
+        activation = head.activation or self.config.activation_name
+        return apply_norm(part(self, head.norm), apply_linear(part(self, head.dense), hidden, activation))
+
+    def lm_logits(self, hidden: Tensor) -> Tensor:
+        """(rows, hidden) -> (rows, vocab_size)."""
+        return apply_linear(part(self, self.family.lm_head.decoder), self.transform(hidden))
+
+    def lm_loss(self, encoded: Encoded, labels: Tensor, count: int | None) -> Tensor:
+        """Mean cross-entropy of the labelled tokens, of which there are `count` if that is known."""
+        hidden, labels = encoded.labelled(labels, count)
+        x, decoder = self.transform(hidden), part(self, self.family.lm_head.decoder)
+        if is_plain(decoder, nn.Linear):
+            return linear_cross_entropy(
+                x, decoder.weight, decoder.bias, labels, ignore_index=IGNORED, labelled=count
+            )
+        return cross_entropy(apply_linear(decoder, x), labels, ignore_index=IGNORED)
+
+    def words(
+        self,
+        encoded: Encoded,
+        labels: Tensor | None,
+        count: int | None,
+        output_logits: bool | None,
+        name: str,
+    ) -> tuple[Tensor | NotComputed | None, Tensor | None]:
+        """(padded logits, loss), each None where not asked for; `name` is the logits' in the output."""
+        if output_logits is False:
+            return None, self.lm_loss(encoded, labels, count)
+        if output_logits is None and self.training and labels is not None:
+            return self.deferred_logits(encoded, name), self.lm_loss(encoded, labels, count)
+        logits = self.lm_logits(encoded.hidden)
+        return encoded.unpack(logits), None if labels is None else encoded.token_loss(logits, labels)
+
+    def deferred_logits(self, encoded: Encoded, name: str) -> DeferredTensor | NotComputed:
+        """The padded logits, not computed yet."""
+        head, hidden = self.family.lm_head, encoded.hidden
+        modules = [part(self, path) for path in (head.dense, head.norm, head.decoder)]
+        dtype = modules[-1].weight.dtype
+        if dtype != torch.float64:  # which autocast leaves alone
+            dtype = checks.autocast_dtype(hidden) or dtype
+        return defer(
+            name,
+            lambda: encoded.unpack(self.lm_logits(hidden)),
+            (*encoded.shape, self.config.vocab_size),
+            dtype,
+            hidden,
+            modules,
+        )
+
+    def check_output_logits(self, output_logits: bool | None, has_loss: bool) -> None:
+        """Refuse an `output_logits` that is no boolean, or that leaves nothing to return."""
+        if output_logits is None:
+            return
+        if not isinstance(output_logits, bool):
+            raise TypeError(f"output_logits: expected True, False or None, got {output_logits!r}")
+        if not output_logits and not has_loss:
+            raise ValueError("output_logits: False leaves only the loss; there is none without all labels")
+
+
+class BertForMaskedLM(LMModel):
+    """Predicts masked tokens.
+
+    Labels: (batch, seqlen), token ids, -100 where nothing is to be predicted; loss: mean cross-entropy of the
+    labelled tokens. Logits: (batch, seqlen, vocab_size), zeros at masked tokens; in training with labels
+    they are computed when they are touched (`output_logits`).
+
+    Source: Devlin et al. 2018, "BERT", sec. 3.1, task 1.
+    """
+
+    task = "ForMaskedLM"
+    __call__: MaskedLMCall
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__(config)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        head_mask: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        output_logits: bool | None = None,
+    ) -> LogitsOutput | tuple:
+        """Encode a padded batch and run the head; see the class for `labels`, and `BertModel.forward` for the
+        rest.
+
+        Args:
+            output_logits: True computes the logits, False gives only the loss. None computes them, but in
+                training with labels defers them: they are computed if somebody touches them, before the
+                next step of the optimizer; under `torch.compile` touching them is an error.
+
+        Returns:
+            loss (if labels are given), logits, hidden_states, attentions.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what was expected.
+        """
+        self.check_output_logits(output_logits, labels is not None)
+        count = None
+        if labels is not None:
+            count = check_classes("labels", labels, self.config.vocab_size, attention_mask)
+        encoded = self.encode(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
+            head_mask, output_attentions, output_hidden_states,
+        )  # fmt: skip
+        logits, loss = self.words(encoded, labels, count, output_logits, "logits")
+        output = LogitsOutput(loss, logits, encoded.hidden_states, encoded.attentions)
+        return self.answer(output, return_dict)
+
+
+class BertForPreTraining(LMModel):
+    """Masked tokens and next sentence together.
+
+    Labels: `labels` as in BertForMaskedLM, `next_sentence_label` as in BertForNextSentencePrediction; there
+    is a loss, the sum of both, only where both are given. prediction_logits: (batch, seqlen, vocab_size),
+    zeros at masked tokens, in training with both labels computed when they are touched (`output_logits`);
+    seq_relationship_logits: (batch, 2).
+
+    Source: Devlin et al. 2018, "BERT", sec. 3.1.
+    """
+
+    task = "ForPreTraining"
+    model_types = ("bert", "ernie")
+    pair_label: ClassVar[str] = "next_sentence_label"  # what `forward` calls the labels of the pair
+    output_class: ClassVar[type[ModelOutput]] = PreTrainingOutput
+    __call__: PreTrainingCall
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__(config)
+        attach(self, self.family.next_sentence, nn.Linear(self.config.hidden_size, 2))
+        self.post_init()
+
+    @staticmethod
+    def reads_pooler(family: Family) -> bool:
+        """Always."""
+        return True
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        next_sentence_label: Tensor | None = None,
+        *,
+        head_mask: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        output_logits: bool | None = None,
+    ) -> PreTrainingOutput | tuple:
+        """Encode a padded batch and run both heads; see the class.
+
+        Args:
+            output_logits: as in `BertForMaskedLM.forward`, of the prediction_logits.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what was expected.
+        """
+        both = labels is not None and next_sentence_label is not None
+        self.check_output_logits(output_logits, both)
+        count = None
+        if labels is not None:
+            count = check_classes("labels", labels, self.config.vocab_size, attention_mask)
+        if next_sentence_label is not None:
+            check_classes(self.pair_label, next_sentence_label, 2)
+        encoded = self.encode(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
+            head_mask, output_attentions, output_hidden_states,
+        )  # fmt: skip
+        words, words_loss = self.words(
+            encoded, labels if both else None, count, output_logits, "prediction_logits"
+        )
+        pooled = self.dropout(self.pooled(encoded), self.family.next_sentence_dropout_key)
+        pair = apply_linear(part(self, self.family.next_sentence), pooled)
+        loss = (
+            None if next_sentence_label is None else sequence_loss(self.pair_label, pair, next_sentence_label)
+        )
+        output = self.output_class(
+            words_loss + loss if both else None, words, pair, encoded.hidden_states, encoded.attentions
+        )
+        return self.answer(output, return_dict)
+
+
+class AlbertForPreTraining(BertForPreTraining):
+    """Masked tokens and the order of two segments together.
+
+    Labels: `labels` as in BertForMaskedLM, `sentence_order_label` (batch,): 0 in order, 1 swapped; there is a
+    loss, the sum of both, only where both are given. prediction_logits: (batch, seqlen, vocab_size), zeros at
+    masked tokens, in training with both labels computed when they are touched (`output_logits`); sop_logits:
+    (batch, 2).
+
+    Source: Lan et al. 2019, "ALBERT", sec. 3.1.
+    """
+
+    model_type = "albert"
+    model_types = ("albert",)
+    pair_label = "sentence_order_label"
+    output_class = AlbertPreTrainingOutput
+    __call__: AlbertPreTrainingCall
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__(config)
+        if self.num_labels != 2:
+            raise ValueError(f"config num_labels: expected 2, in order or swapped, got {self.num_labels}")
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        sentence_order_label: Tensor | None = None,
+        *,
+        head_mask: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        output_logits: bool | None = None,
+    ) -> AlbertPreTrainingOutput | tuple:
+        """Encode a padded batch and run both heads; see the class.
+
+        Args:
+            output_logits: as in `BertForMaskedLM.forward`, of the prediction_logits.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what was expected.
+        """
+        return super().forward(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
+            labels, sentence_order_label, head_mask=head_mask, output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states, return_dict=return_dict, output_logits=output_logits,
+        )  # fmt: skip

@@ -1,0 +1,340 @@
+"""What a caller may hand a model: checks, defaults, and the packed form of it.
+
+Every check that must look at values (ids in range, kept tokens per sequence) is answered by one read-back,
+so that a forward on a GPU waits for it once. It never waits where the lengths are given on the host, as a
+mask or cu_seqlens in CPU memory: either with all other inputs there too, which are then checked and packed
+on the host and sent to the GPU, or with ids on the GPU, which are then not looked at (as the ops do not:
+the caller answers for their range). Under `torch.compile` values are not looked at, and everything must be
+on the model's device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fastbert.layers import packing
+from fastbert.layers.packing import Packing
+from fastbert.models.config import EncoderConfig
+from fastbert.ops import checks
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Packed inputs of one call.
+
+    Attributes:
+        input_ids, position_ids, token_type_ids: (rows,) int64; token_type_ids None where the family has no
+            segments.
+        inputs_embeds: (rows, embedding size) instead of input_ids, or None.
+        bias: additive attention bias (batch or 1, nheads or 1, S or 1, S) from a 4-D mask, or None.
+        packing: where the rows come from.
+        headless: the first sequence of which tokens are kept but not the one at position 0, None if there is
+            none (not looked for under `torch.compile`).
+        holes: some sequence's kept tokens are not neighbours (under `torch.compile`: there is a mask); looked
+            for only where the family's attention bias depends on it.
+    """
+
+    input_ids: Tensor | None
+    position_ids: Tensor
+    token_type_ids: Tensor | None
+    inputs_embeds: Tensor | None
+    bias: Tensor | None
+    packing: Packing
+    headless: int | None = None
+    holes: bool = False
+
+    def to(self, device: torch.device) -> Inputs:
+        """The same with its tensors on `device`; the host does not wait for them."""
+        if self.position_ids.device == device:
+            return self
+        names = ("input_ids", "position_ids", "token_type_ids", "inputs_embeds", "bias")
+        given = {name: getattr(self, name) for name in names}
+        moved = {n: None if t is None else packing.send(t, device) for n, t in given.items()}
+        return replace(self, packing=self.packing.to(device), **moved)
+
+    @classmethod
+    def from_packed(
+        cls,
+        config: EncoderConfig,
+        device: torch.device,
+        input_ids: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        token_type_ids: Tensor | None,
+        position_ids: Tensor | None,
+    ) -> Inputs:
+        """The inputs of `forward_packed`, checked, where `input_ids` is."""
+        home = _home("input_ids", checks.int_tensor, input_ids, device)
+        if input_ids.dim() != 1:
+            raise ValueError(f"input_ids: expected shape (total,), got {tuple(input_ids.shape)}")
+        total = input_ids.shape[0]
+        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+            came = (
+                f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
+                if isinstance(cu_seqlens, Tensor)
+                else type(cu_seqlens).__name__
+            )
+            raise TypeError(
+                f"cu_seqlens: expected a one-dimensional int32 tensor of batch + 1 entries, got {came}"
+            )
+        if not (cu_seqlens.device.type == "cpu" and _may_be_on_host(home)):
+            _on("cu_seqlens", cu_seqlens, home)
+        if cu_seqlens.shape[0] < 1:
+            raise ValueError("cu_seqlens: expected batch + 1 entries, got none")
+        for name, ids in (("token_type_ids", token_type_ids), ("position_ids", position_ids)):
+            if ids is not None:
+                _ids(name, ids, home)
+                checks.shape(name, ids, (total,))
+        lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+        if not torch.compiler.is_compiling():
+            looked_at = {"lengths": lengths}
+            if cu_seqlens.device == home:
+                looked_at |= {
+                    "input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids
+                }  # fmt: skip
+            facts = _read_back(looked_at, cu_seqlens)
+            first, last = facts["extra"][0], facts["extra"][-1]
+            if first != 0 or last != total or facts["lengths"][0] < 0:
+                raise ValueError(
+                    f"cu_seqlens: expected to rise from 0 to total = {total}, got {first} to {last} "
+                    "with a smallest step "
+                    f"of {facts['lengths'][0]}"
+                )
+            longest = facts["lengths"][1]
+            if longest > max_seqlen:
+                raise ValueError(f"max_seqlen: {max_seqlen} is below the longest sequence, {longest}")
+            _check_length(config, longest, "input_ids")
+            _check_ranges(config, facts)
+        cu_seqlens = packing.send(cu_seqlens, home)
+        packed = Packing(cu_seqlens.shape[0] - 1, max_seqlen, cu_seqlens, max_seqlen)
+        if position_ids is None:
+            position_ids = packing.positions_of(cu_seqlens, total)[1]
+            if config.family.pad_positions:
+                position_ids = position_ids + (config.pad_token_id + 1)
+        if token_type_ids is None and config.family.segments:
+            token_type_ids = torch.zeros_like(input_ids)
+        return cls(
+            input_ids, position_ids, token_type_ids if config.family.segments else None, None, None, packed
+        )
+
+
+def check_inputs(
+    config: EncoderConfig,
+    device: torch.device,
+    input_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    token_type_ids: Tensor | None,
+    position_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+) -> Inputs:
+    """Check a padded batch, fill in the defaults and pack it, where `input_ids` or `inputs_embeds` is.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what was expected.
+    """
+    if (input_ids is None) == (inputs_embeds is None):
+        given = "neither" if input_ids is None else "both"
+        raise ValueError(f"input_ids, inputs_embeds: expected exactly one of the two, got {given}")
+    if input_ids is not None:
+        home = _home("input_ids", checks.int_tensor, input_ids, device)
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids: expected shape (batch, seqlen), got {tuple(input_ids.shape)}")
+        source, shape = "input_ids", tuple(input_ids.shape)
+    else:
+        home = _home("inputs_embeds", checks.float_tensor, inputs_embeds, device)
+        if inputs_embeds.dim() != 3 or inputs_embeds.shape[2] != config.embedding_width:
+            raise ValueError(
+                f"inputs_embeds: expected shape (batch, seqlen, {config.embedding_width}), "
+                f"got {tuple(inputs_embeds.shape)}"
+            )
+        source, shape = "inputs_embeds", tuple(inputs_embeds.shape[:2])
+    batch, seqlen = shape
+    if seqlen == 0:
+        raise ValueError(f"{source}: expected at least one token a sequence, got shape {shape}")
+    if position_ids is None:
+        _check_length(config, seqlen, source)
+    if token_type_ids is not None:
+        _ids("token_type_ids", token_type_ids, home)
+        checks.shape("token_type_ids", token_type_ids, shape)
+        if not config.family.segments:
+            raise ValueError(f"token_type_ids: {config.model_type} has no segment embeddings; expected None")
+    if position_ids is not None:
+        _ids("position_ids", position_ids, home)
+        if tuple(position_ids.shape) not in (shape, (1, seqlen)):
+            raise ValueError(
+                f"position_ids: expected shape {shape} or (1, {seqlen}), got {tuple(position_ids.shape)}"
+            )
+        position_ids = position_ids.expand(shape)
+    mask, bias = _masks(config, attention_mask, batch, seqlen, home)
+    lengths = headless = None
+    holes = mask is not None and torch.compiler.is_compiling()
+    if not torch.compiler.is_compiling() and batch:
+        ids = {"input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids}
+        if mask is not None and mask.device != home:  # the host has the lengths: do not wait for the rest
+            ids = {}
+        asked = []
+        if mask is not None:
+            asked = [mask.sum(1), mask[:, 0].long()]
+            if config.family.relative_bias is not None:
+                asked.append(packing.runs(mask))
+        facts = _read_back(ids, torch.cat(asked) if asked else None)
+        _check_ranges(config, facts)
+        extra = facts["extra"]
+        lengths, first_kept, in_runs = extra[:batch], extra[batch : 2 * batch], extra[2 * batch :]
+        headless = next((i for i, kept in enumerate(first_kept) if lengths[i] and not kept), None)
+        holes = max(in_runs, default=0) > 1
+    packed = (
+        packing.dense(batch, seqlen, home)
+        if mask is None or batch == 0
+        else packing.from_mask(mask, lengths).to(home)
+    )
+    if position_ids is None:
+        position_ids = _default_positions(config, input_ids, batch, seqlen, home)
+    if token_type_ids is None and config.family.segments:
+        token_type_ids = position_ids.new_zeros(1, 1).expand(shape)
+    return Inputs(
+        *(
+            None if t is None else packed.pack(t)
+            for t in (input_ids, position_ids, token_type_ids, inputs_embeds)
+        ),
+        bias,
+        packed,
+        headless,
+        holes,
+    )
+
+
+def head_gates(config: EncoderConfig, head_mask: Tensor | None, device: torch.device) -> Tensor | None:
+    """(runs of layers, nheads) factors from a head mask of shape (nheads,) or (layers, nheads).
+
+    Raises:
+        TypeError, ValueError: for another dtype or shape.
+    """
+    if head_mask is None:
+        return None
+    if not isinstance(head_mask, Tensor):
+        raise TypeError(f"head_mask: expected a torch.Tensor, got {type(head_mask).__name__}")
+    layers, nheads = (
+        config.num_hidden_layers * (config.get("inner_group_num") or 1),
+        config.num_attention_heads,
+    )
+    if tuple(head_mask.shape) not in ((nheads,), (layers, nheads)):
+        raise ValueError(
+            f"head_mask: expected shape ({nheads},) or ({layers}, {nheads}), got {tuple(head_mask.shape)}"
+        )
+    if head_mask.dtype.is_complex:
+        raise TypeError(f"head_mask: expected a real tensor, got {head_mask.dtype}")
+    _on("head_mask", head_mask, device)
+    gates = head_mask if head_mask.is_floating_point() else head_mask.float()
+    return gates.expand(layers, nheads)
+
+
+def _ids(name: str, ids: object, device: torch.device) -> None:
+    checks.int_tensor(name, ids)
+    _on(name, ids, device)
+
+
+def _on(name: str, t: Tensor, device: torch.device) -> None:
+    if t.device != device:
+        raise ValueError(
+            f"{name}: expected a tensor on {device}, where the model or the ids are, got one on {t.device}"
+        )
+
+
+def _may_be_on_host(device: torch.device) -> bool:
+    """Whether a caller of a model on `device` may give CPU tensors too."""
+    return device.type not in ("cpu", "meta") and not torch.compiler.is_compiling()
+
+
+def _home(name: str, check: Callable[[str, object], None], t: Tensor, device: torch.device) -> torch.device:
+    """Where a call's inputs are: on the model's device, or on the host."""
+    check(name, t)
+    if t.device.type == "cpu" and _may_be_on_host(device):
+        return t.device
+    _on(name, t, device)
+    return device
+
+
+def _masks(
+    config: EncoderConfig, mask: Tensor | None, batch: int, seqlen: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """(2-D keep mask or None, 4-D additive bias or None)."""
+    if mask is None:
+        return None, None
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask: expected a torch.Tensor, got {type(mask).__name__}")
+    if mask.dtype.is_complex:
+        raise TypeError(f"attention_mask: expected bool, an integer or a float dtype, got {mask.dtype}")
+    if not (mask.dim() == 2 and mask.device.type == "cpu" and _may_be_on_host(device)):
+        _on("attention_mask", mask, device)
+    if mask.dim() == 2:
+        checks.shape("attention_mask", mask, (batch, seqlen))
+        return mask if mask.dtype == torch.bool else mask != 0, None
+    heads = config.num_attention_heads
+    if mask.dim() == 4 and (mask.dtype == torch.bool or mask.is_floating_point()):
+        b, h, *rest = mask.shape
+        if b not in (1, batch) or h not in (1, heads) or rest not in ([seqlen, seqlen], [1, seqlen]):
+            raise ValueError(
+                f"attention_mask: expected shape ({batch} or 1, {heads} or 1, {seqlen} or 1, {seqlen}), "
+                f"got {tuple(mask.shape)}"
+            )
+        if mask.dtype == torch.bool:
+            mask = torch.zeros(mask.shape, device=device).masked_fill(mask.logical_not(), float("-inf"))
+        return None, mask
+    raise ValueError(
+        "attention_mask: expected 2-D of any real dtype, or 4-D bool or float, "
+        f"got {mask.dim()}-D {mask.dtype}"
+    )
+
+
+def _default_positions(
+    config: EncoderConfig, input_ids: Tensor | None, batch: int, seqlen: int, device: torch.device
+) -> Tensor:
+    """Positions (batch, seqlen): counted from 0, or RoBERTa's: from pad + 1, over the ids that are not
+    padding.
+    """
+    pad = config.pad_token_id
+    if config.family.pad_positions and input_ids is not None:
+        real = input_ids.ne(pad).long()
+        return real.cumsum(1) * real + pad
+    start = pad + 1 if config.family.pad_positions else 0
+    return torch.arange(start, start + seqlen, device=device).expand(batch, seqlen)
+
+
+def _check_length(config: EncoderConfig, longest: int, name: str) -> None:
+    if longest > config.max_tokens:
+        raise ValueError(
+            f"{name}: a sequence of {longest} tokens is longer than the {config.max_tokens} that "
+            f"max_position_embeddings = {config.max_position_embeddings} allows"
+        )
+
+
+def _read_back(tensors: dict[str, Tensor | None], extra: Tensor | None) -> dict[str, list[int]]:
+    """(smallest, largest) of each tensor, and the 1-D `extra`, in one transfer to the host."""
+    names = [n for n, t in tensors.items() if t is not None and t.numel()]
+    parts = [torch.stack(torch.aminmax(tensors[n])).long() for n in names]
+    if extra is not None:
+        parts.append(extra.long())
+    values = torch.cat(parts).tolist() if parts else []
+    facts = {n: values[2 * i : 2 * i + 2] for i, n in enumerate(names)}
+    facts.setdefault("lengths", [0, 0])
+    facts["extra"] = values[2 * len(names) :]
+    return facts
+
+
+def _check_ranges(config: EncoderConfig, facts: dict[str, list[int]]) -> None:
+    tables = (
+        ("input_ids", "token id", config.vocab_size, "vocab_size"),
+        ("token_type_ids", "token type", config.type_vocab_size, "type_vocab_size"),
+        ("position_ids", "position", config.max_position_embeddings, "max_position_embeddings"),
+    )
+    for name, what, size, key in tables:
+        low, high = facts.get(name, (0, 0))
+        if low < 0 or high >= size:
+            raise ValueError(
+                f"{name}: {what} {low if low < 0 else high} is outside [0, {size}), the range {key} allows"
+            )

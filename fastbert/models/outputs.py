@@ -1,0 +1,160 @@
+"""What models return: HuggingFace's output classes, field for field.
+
+Each is an ordered dict of the fields that are not None, with attribute, key, index and slice access, as
+users of transformers, its Trainer and its pipelines, and accelerate expect.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.utils import _pytree
+
+from fastbert.models.lookalike import Lookalike
+
+
+class ModelOutput(Lookalike, OrderedDict[Any, Any]):
+    """Base of all outputs. Fields that are None are left out of the keys and of `to_tuple()`.
+
+    Made by field, or from a mapping of fields alone (`type(output)({"loss": …})`), as accelerate does.
+    """
+
+    looks_like = ("transformers.utils.generic", "ModelOutput")
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # DDP, FSDP and torch.compile look through registered nodes
+        _pytree.register_pytree_node(
+            cls,
+            lambda out: (list(out.values()), list(out.keys())),
+            lambda values, keys: _rebuild(cls, dict(zip(keys, values, strict=True))),
+            serialized_type_name=f"{cls.__module__}.{cls.__name__}",
+        )
+
+    def __post_init__(self) -> None:
+        names = [f.name for f in fields(self)]
+        given = getattr(self, names[0])
+        if not isinstance(given, Mapping):
+            return
+        others = [name for name in names[1:] if getattr(self, name) is not None]
+        if others or not given.keys() <= set(names):
+            raise TypeError(
+                f"{type(self).__name__}: expected a mapping of its fields {names} and nothing else, "
+                f"got {list(given)}" + (f" beside {others}" if others else "")
+            )
+        for name in names:
+            self._set(name, given.get(name))
+
+    def __getitem__(self, key: str | int | slice) -> Any:
+        if isinstance(key, str):
+            return super().__getitem__(key)
+        return self.to_tuple()[key]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._set(name, value, name in self)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._set(key, value, True)  # any key: pipelines add the inputs to what a model returns
+
+    def _set(self, name: str, value: Any, is_item: bool = False) -> None:
+        """Set a field both as attribute and as item, in the order of the fields; None removes the item.
+        Another name is an attribute, and an item where it is said to be one.
+        """
+        super().__setattr__(name, value)
+        names = list(type(self).__dataclass_fields__)
+        if name not in names:
+            if is_item:
+                super().__setitem__(name, value)
+            return
+        if value is None:
+            if name in self:
+                super().__delitem__(name)
+            return
+        later = [] if name in self else [n for n in names[names.index(name) + 1 :] if n in self]
+        super().__setitem__(name, value)
+        for n in later:
+            self.move_to_end(n)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(f"{type(self).__name__}: its fields cannot be removed; set them to None")
+
+    __delitem__ = pop = popitem = setdefault = update = clear = _refuse
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """The fields that are not None, in order."""
+        return tuple(self[k] for k in self.keys())
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return _rebuild, (type(self), dict(self.items()))
+
+
+def _rebuild(cls: type, values: dict) -> ModelOutput:
+    names = cls.__dataclass_fields__.keys()
+    output = cls(**{key: value for key, value in values.items() if key in names})
+    for key in values.keys() - names:
+        output[key] = values[key]
+    return output
+
+
+# Default of what a model always returns, so that type checkers need no test for None.
+_ABSENT: Any = None
+
+
+@dataclass
+class BaseModelOutputWithPooling(ModelOutput):
+    """last_hidden_state (batch, seqlen, hidden); pooler_output (batch, hidden); hidden_states: layers + 1
+    tensors, the embedding output first; attentions: per layer (batch, nheads, seqlen, seqlen)."""
+
+    last_hidden_state: Tensor = _ABSENT
+    pooler_output: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class PreTrainingOutput(ModelOutput):
+    """prediction_logits (batch, seqlen, vocab_size); seq_relationship_logits (batch, 2)."""
+
+    loss: Tensor | None = None
+    prediction_logits: Tensor = _ABSENT
+    seq_relationship_logits: Tensor = _ABSENT
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class AlbertPreTrainingOutput(ModelOutput):
+    """prediction_logits (batch, seqlen, vocab_size); sop_logits (batch, 2): order of the two segments."""
+
+    loss: Tensor | None = None
+    prediction_logits: Tensor = _ABSENT
+    sop_logits: Tensor = _ABSENT
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class LogitsOutput(ModelOutput):
+    """logits of a masked-LM, sequence, token, pair or choice head; their shape is stated by the model's
+    class.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor = _ABSENT
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class QuestionAnsweringOutput(ModelOutput):
+    """start_logits, end_logits (batch, seqlen)."""
+
+    loss: Tensor | None = None
+    start_logits: Tensor = _ABSENT
+    end_logits: Tensor = _ABSENT
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None

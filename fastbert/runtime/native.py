@@ -1,0 +1,83 @@
+"""The compiled extension `fastbert._C`: loaded once, with the reason at hand where it cannot be.
+
+Importing it starts no CUDA and needs no driver. It finds PyTorch's own OpenMP pool, so that our kernels run
+on the threads that PyTorch's ops run on, `torch.get_num_threads()` of them (see csrc/cpu/parallel.h).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+# Where a tensor's storage begins. Unlike `data_ptr()` it does not ask for memory to write to, which would
+# take away the marks of prepared.py.
+storage_address = getattr(torch._C, "_data_address", lambda t: t.untyped_storage().data_ptr())
+
+
+def address(t: torch.Tensor) -> int:
+    """Where a tensor's elements begin, for reading."""
+    return storage_address(t) + t.storage_offset() * t.itemsize
+
+
+def _runtime() -> dict[str, int]:
+    """Addresses of what csrc/cpu/parallel.h needs of the OpenMP runtime that PyTorch is linked to."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    found = {"gomp_parallel": 0}
+    with contextlib.suppress(OSError, AttributeError):
+        # loaded by torch already: this gives its handle, and looks through what it is linked to
+        runtime = ctypes.CDLL(str(library))
+        for name in ("GOMP_parallel", "GOMP_parallel_start", "GOMP_parallel_end", "omp_get_num_threads"):
+            found[name.lower()] = ctypes.cast(getattr(runtime, name), ctypes.c_void_p).value or 0
+    return found
+
+
+def _load() -> tuple[ModuleType | None, str | None]:
+    try:
+        from fastbert import _C
+    except ImportError as error:
+        if any(Path(__file__).parents[1].glob("_C*.so")):
+            return None, f"the compiled extension fastbert._C does not load: {error}"
+        return None, "the compiled extension fastbert._C is not built (pip install -e . builds it)"
+    _C.set_team_start(**_runtime())
+    return _C, None
+
+
+extension, missing = _load()
+"""The extension module or None, and why it is None."""
+
+_isa_error: str | None = None
+if extension is not None and os.environ.get("FASTBERT_ISA"):
+    try:
+        extension.set_cpu_isa(os.environ["FASTBERT_ISA"])
+    except ValueError as error:
+        extension.set_cpu_isa("none")
+        _isa_error = str(error)
+
+
+def cpu_gap() -> str | None:
+    """Why the C++ CPU kernels cannot run, or None."""
+    if extension is None:
+        return missing
+    if extension.cpu_isa() != "none":
+        return None
+    if _isa_error is not None:
+        return _isa_error
+    if extension.best_cpu_isa() == "none":
+        return "this processor has no AVX2 with FMA and F16C"
+    return "switched off by FASTBERT_ISA=none"
+
+
+def cuda_gap() -> str | None:
+    """Why the CUDA C++ kernels cannot run, or None."""
+    if extension is None:
+        return missing
+    if not extension.cuda_archs:
+        return "fastbert._C was built without CUDA (FASTBERT_CUDA=1 pip install -e . builds it; needs nvcc)"
+    if not torch.cuda.is_available():
+        return "torch.cuda.is_available() is False: no CUDA device, no driver, or a PyTorch without CUDA"
+    return None

@@ -1,0 +1,1 @@
+"""Sentences to vectors: settings of a model folder, tokenizer, encoder."""

@@ -1,0 +1,297 @@
+"""Cases and the error rule: one definition of "correct", shared by the tests, `fastbert verify`, the
+benchmarks and the self-check that a GPU kernel must pass before it serves.
+
+The error rule. The same thing is computed (a) in float64 by the reference, (b) by plain eager PyTorch in the
+dtype under test, (c) by the backend under test. Then
+  - half precision: max error of (c) <= max error of (b) + one rounding step of the output; mean error <= 1.0
+    x (b)'s;
+  - float32 and float64: max error of (c) <= max error of (b) + the case's conditioning floor;
+and nothing is NaN or infinite where (a) is finite. Over few elements chance has its share (`luck`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fastbert.runtime import dispatch
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def luck(elements: int) -> float:
+    """How much the errors of two equally good results may differ by chance over so few elements, as a factor.
+
+    Both come from the same roundings: the spread of their ratio falls with the root of the count. 1.01 at
+    65,536 elements, 1.09 at 512. Without it a correct kernel fails a tiny self-check every other time.
+    """
+    return 1.005 + 2.0 / elements**0.5
+
+
+class Case:
+    """One op on one set of shapes and options. Subclasses live in `fastbert/testing/op_cases/<op>.py`.
+
+    Attributes:
+        op: the op's name.
+        id: shapes and options as they stand in test and bench ids, such as "8x512x768-residual".
+        grad_inputs: names of the inputs to differentiate.
+        output_names: a name for each tensor that `call` returns.
+    """
+
+    op: ClassVar[str]
+    id: str
+    grad_inputs: tuple[str, ...] = ()
+    output_names: tuple[str, ...] = ("y",)
+
+    def inputs(self, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> dict[str, Any]:
+        """Keyword arguments of `call`, `eager` and `oracle`; floating tensors in `dtype`."""
+        raise NotImplementedError
+
+    def call(self, **inputs) -> Tensor | tuple[Tensor, ...]:
+        """The public op."""
+        raise NotImplementedError
+
+    def eager(self, **inputs) -> Tensor | tuple[Tensor, ...]:
+        """The same in plain eager PyTorch, as users write it, in the inputs' dtype. The yardstick."""
+        raise NotImplementedError
+
+    def oracle(self, **inputs) -> Tensor | tuple[Tensor, ...]:
+        """The same by the op's reference; called with float64 inputs. The truth."""
+        raise NotImplementedError
+
+    def floor(self, inputs: dict[str, Any], name: str) -> float:
+        """Conditioning floor added to eager's error in float32, for the quantity `name`."""
+        return 0.0
+
+    def flops(self) -> int:
+        """Floating-point operations of one forward."""
+        raise NotImplementedError
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Fewest bytes one forward moves: each input read once, each output written once."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{self.op}-{self.id}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Error of one quantity (an output or a gradient) beside eager PyTorch's own."""
+
+    op: str
+    case: str
+    backend: str
+    dtype: str
+    device: str
+    quantity: str
+    max_error: float
+    eager_max_error: float
+    mean_error: float
+    eager_mean_error: float
+    passed: bool
+    reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name."""
+        return asdict(self)
+
+
+def rounding_step(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Spacing of `dtype` at |x| (float64 tensor): one unit in the last place."""
+    info = torch.finfo(dtype)
+    exponent = torch.floor(torch.log2(x.abs().clamp_min(info.tiny)))
+    return torch.exp2(exponent) * info.eps
+
+
+def compare(
+    actual: Tensor, eager: Tensor, oracle: Tensor, dtype: torch.dtype, floor: float = 0.0
+) -> tuple[float, float, float, float, str]:
+    """The error rule for one tensor.
+
+    Returns:
+        (max error, eager's, mean error, eager's, reason); reason is empty where the rule holds.
+    """
+    if actual.shape != oracle.shape:
+        return (float("inf"),) * 4 + (f"shape {tuple(actual.shape)}, expected {tuple(oracle.shape)}",)
+    if oracle.numel() == 0:
+        return 0.0, 0.0, 0.0, 0.0, ""
+    oracle = oracle.double()  # of an op that moves integers or booleans too
+    finite = torch.isfinite(oracle)
+    wide = actual.double()
+    if not torch.equal(torch.isfinite(wide), finite) or not torch.equal(wide[~finite], oracle[~finite]):
+        return (float("inf"),) * 4 + ("NaN or infinity where float64 has none, or the reverse",)
+    if not finite.any():
+        return 0.0, 0.0, 0.0, 0.0, ""
+    truth, wide, eager64 = oracle[finite], wide[finite], eager.double()[finite]
+    error, eager_error = (wide - truth).abs(), (eager64 - truth).abs()
+    worst, eager_worst = error.max().item(), eager_error.nan_to_num(nan=float("inf")).max().item()
+    mean, eager_mean = error.mean().item(), eager_error.mean().item()
+    reason, chance = "", luck(truth.numel())
+    if dtype in HALF:
+        if (error > chance * eager_worst + rounding_step(truth, dtype)).any():
+            reason = f"max error {worst:.3g} over eager's {eager_worst:.3g} and one rounding step"
+        elif mean > chance * eager_mean and mean > _mean_noise(truth, dtype):
+            reason = f"mean error {mean:.4g} over eager's {eager_mean:.4g}"
+    elif worst > chance * eager_worst + floor:
+        reason = f"max error {worst:.3g} over eager's {eager_worst:.3g} and the floor {floor:.3g}"
+    return worst, eager_worst, mean, eager_mean, reason
+
+
+def _mean_noise(truth: Tensor, dtype: torch.dtype) -> float:
+    """Mean error of correct rounding (a quarter step) and three standard deviations of it over so few
+    elements.
+    """
+    step = rounding_step(truth, dtype)
+    return (0.25 * step.mean() + 3 * 0.1445 * step.square().mean().sqrt() / truth.numel() ** 0.5).item()
+
+
+def _with_grad(inputs: dict[str, Any], names: Iterable[str], dtype: torch.dtype | None) -> dict[str, Any]:
+    out = {}
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            value = value.detach() if dtype is None else value.detach().to(dtype)
+            if name in names:
+                value = value.clone(memory_format=torch.preserve_format).requires_grad_()
+        out[name] = value
+    return out
+
+
+def evaluate(
+    function,
+    case: Case,
+    inputs: dict[str, Any],
+    dtype: torch.dtype | None,
+    backward: bool,
+    douts: list[Tensor],
+) -> dict[str, Tensor]:
+    """Outputs of `function` and, with `backward`, the gradients for the upstream gradients `douts`, by
+    name.
+    """
+    names = case.grad_inputs if backward else ()
+    kwargs = _with_grad(inputs, names, dtype)
+    with torch.set_grad_enabled(backward):
+        outputs = function(**kwargs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    result = {name: out.detach() for name, out in zip(case.output_names, outputs, strict=True)}
+    wanted = [kwargs[n] for n in names if isinstance(kwargs.get(n), Tensor)]
+    if backward and wanted:
+        heads = [(o, g.to(o.dtype)) for o, g in zip(outputs, douts, strict=False) if o.requires_grad]
+        grads = torch.autograd.grad([o for o, _ in heads], wanted, [g for _, g in heads], allow_unused=True)
+        present = [n for n in names if isinstance(kwargs.get(n), Tensor)]
+        for name, tensor, grad in zip(present, wanted, grads, strict=True):
+            result[f"d{name}"] = torch.zeros_like(tensor) if grad is None else grad.detach()
+    return result
+
+
+def run_case(
+    case: Case,
+    backend: str,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    backward: bool = True,
+    seed: int = 0,
+    pin: Callable[..., AbstractContextManager] = dispatch.use_backend,
+) -> list[Row]:
+    """One case on one backend by the error rule: a row for each output and each gradient.
+
+    Gradients only where the backend has the op's backward and the dtype has gradients at all. `pin` makes the
+    backend serve the op.
+    """
+    backward = backward and dtype.is_floating_point and dispatch.has_backward(backend, case.op)
+    inputs = case.inputs(dtype, device, seed)
+    with torch.no_grad():
+        shapes = case.oracle(**_with_grad(inputs, (), torch.float64))
+    shapes = shapes if isinstance(shapes, tuple) else (shapes,)
+    generator = torch.Generator().manual_seed(seed + 1)
+    douts = [
+        torch.randn(o.shape, generator=generator, dtype=torch.float64).to(dtype).to(device) for o in shapes
+    ]
+    oracle = evaluate(case.oracle, case, inputs, torch.float64, backward, douts)
+    eager = evaluate(case.eager, case, inputs, None, backward, douts)
+    with pin(**{case.op: backend}):
+        actual = evaluate(case.call, case, inputs, None, backward, douts)
+    rows = []
+    for name, truth in oracle.items():
+        floor = case.floor(inputs, name) if dtype not in HALF else 0.0
+        *errors, reason = compare(actual[name], eager[name], truth, dtype, floor)
+        rows.append(
+            Row(
+                case.op,
+                case.id,
+                backend,
+                str(dtype).removeprefix("torch."),
+                str(device),
+                name,
+                *errors,
+                not reason,
+                reason,
+            )
+        )
+    return rows
+
+
+def cases(op: str) -> list[Case]:
+    """All cases of an op, from `fastbert.testing.op_cases.<op>`."""
+    if op not in dispatch.OPS:
+        raise ValueError(f"op: unknown op {op!r}; expected one of {', '.join(dispatch.OPS)}")
+    return list(importlib.import_module(f"fastbert.testing.op_cases.{op}").CASES)
+
+
+def small_cases(op: str) -> list[Case]:
+    """The few tiny cases of an op that a self-check runs."""
+    return list(importlib.import_module(f"fastbert.testing.op_cases.{op}").SMALL)
+
+
+def gpu_cases(op: str) -> list[Case]:
+    """What a self-check runs on a GPU besides: cheap there, and large enough for the configs of real work."""
+    return list(getattr(importlib.import_module(f"fastbert.testing.op_cases.{op}"), "ON_GPU", []))
+
+
+def bench_cases(op: str, lengths: tuple[int, ...]) -> list[Case]:
+    """What BERT-base asks of an op for a batch of sequences of these lengths, in tokens."""
+    return list(importlib.import_module(f"fastbert.testing.op_cases.{op}").bench(lengths))
+
+
+def verify(
+    ops: Iterable[str] | None = None,
+    backends: Iterable[str] | None = None,
+    dtypes: Iterable[torch.dtype] | None = None,
+    device: torch.device | str = "cpu",
+) -> Iterator[Row]:
+    """The numerics table: every case of the ops on every backend that can run on `device`, a row at a
+    time.
+    """
+    device_type = torch.device(device).type
+    for op in ops or dispatch.OPS:
+        for name in backends or dispatch.BACKENDS:
+            for dtype in dtypes or (torch.float32, torch.bfloat16, torch.float16):
+                if dispatch.gap(name, op, device_type, dtype) is None:
+                    for case in cases(op):
+                        yield from run_case(case, name, dtype, device)
+
+
+def self_check(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Run the op's tiny cases, on a GPU `gpu_cases` too, on one backend and device; backward too if it has
+    one.
+
+    Other threads that call the op meanwhile do not get the backend on trial.
+
+    Returns:
+        None, or which result broke the error rule and how.
+
+    Raises:
+        What the backend raises.
+    """
+    for case in small_cases(op) + (gpu_cases(op) if device.type == "cuda" else []):
+        for row in run_case(case, backend, dtype, device, pin=dispatch.trial):
+            if not row.passed:
+                return f"{row.case} {row.quantity}: {row.reason}"
+    return None

@@ -1,0 +1,269 @@
+"""Cases of `attention`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from fastbert.ops.attention import attention, attention_ref, keep_mask
+from fastbert.testing.error_rule import Case
+
+
+@dataclass(frozen=True, repr=False)
+class AttentionCase(Case):
+    """Sequences of `lengths`, `nheads` x `headdim`, with the op's options.
+
+    Attributes:
+        padded: (batch, seqlen, …) layout; the lengths must be equal.
+        capacity: rows past cu_seqlens[-1].
+        slack: how much max_seqlen exceeds the longest length.
+        bias: "" or its shape: "shared" (nheads, S, S), "sequence" (batch, nheads, S, S) or "keys"
+            (batch, 1, 1, S).
+        masked: a quarter of the bias is -inf, and one row of it wholly, if it has rows.
+        packed_qkv: q, k, v are views of one tensor.
+        sharpness: a factor of q. Scores of a large one leave a query about one key, so dS is nearly 0.
+        lse, probs: also compare lse, probs.
+    """
+
+    lengths: tuple[int, ...]
+    nheads: int
+    headdim: int
+    padded: bool = False
+    capacity: int = 0
+    slack: int = 0
+    causal: bool = False
+    bias: str = ""
+    masked: bool = False
+    gate: bool = False
+    dropout_p: float = 0.0
+    packed_qkv: bool = False
+    sharpness: float = 1.0
+    lse: bool = False
+    probs: bool = False
+
+    op = "attention"
+    grad_inputs = ("q", "k", "v", "qkv", "bias", "gate")
+
+    @property
+    def id(self) -> str:
+        lengths = self.lengths
+        uniform = len(set(lengths)) == 1 and len(lengths) > 1
+        shape = f"{len(lengths)}x{lengths[0]}" if uniform else "_".join(map(str, lengths))
+        options = [
+            n
+            for n in ("padded", "causal", "masked", "gate", "packed_qkv", "lse", "probs")
+            if getattr(self, n)
+        ]
+        options += [f"bias_{self.bias}"] if self.bias else []
+        options += [f"capacity{self.capacity}"] if self.capacity else []
+        options += [f"slack{self.slack}"] if self.slack else []
+        options += ["dropout"] if self.dropout_p else []
+        options += [f"sharp{self.sharpness:g}"] if self.sharpness != 1 else []
+        return "-".join([f"{shape}x{self.nheads}x{self.headdim}", *options])
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        return ("out", *(("lse",) if self.lse else ()), *(("probs",) if self.probs else ()))
+
+    @property
+    def max_seqlen(self) -> int:
+        return max(self.lengths) + self.slack
+
+    @property
+    def total(self) -> int:
+        return sum(self.lengths) + self.capacity
+
+    def inputs(self, dtype, device, seed=0):
+        g = torch.Generator().manual_seed(seed)
+
+        def randn(*shape):
+            return torch.randn(*shape, generator=g).to(dtype).to(device)
+
+        rows = (len(self.lengths), self.lengths[0]) if self.padded else (self.total,)
+        if self.packed_qkv:
+            tensors = {"qkv": randn(*rows, 3, self.nheads, self.headdim)}
+        else:
+            tensors = {name: randn(*rows, self.nheads, self.headdim) for name in "qkv"}
+            tensors["q"] *= self.sharpness
+        ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
+        return {
+            **tensors,
+            "cu_seqlens": None if self.padded else ends,
+            "bias": self._bias(randn, g),
+            "gate": 1 + 0.5 * randn(self.nheads) if self.gate else None,
+            "seed": torch.tensor([1234 + seed], device=device) if self.dropout_p else None,
+        }
+
+    def _bias(self, randn, g):
+        if not self.bias:
+            return None
+        batch, size = len(self.lengths), self.max_seqlen
+        shape = {
+            "shared": (self.nheads, size, size),
+            "sequence": (batch, self.nheads, size, size),
+            "keys": (batch, 1, 1, size),
+        }[self.bias]
+        bias = randn(*shape)
+        if self.masked:
+            bias = bias.masked_fill((torch.rand(shape, generator=g) < 0.25).to(bias.device), -math.inf)
+            if shape[-2] > 1:
+                bias[..., 0, 1, :] = -math.inf
+        return bias
+
+    @staticmethod
+    def _split(inputs):
+        if "qkv" in inputs:
+            return inputs["qkv"].unbind(-3)
+        return inputs["q"], inputs["k"], inputs["v"]
+
+    def _pick(self, out, lse, probs):
+        return (out, *((lse,) if self.lse else ()), *((probs,) if self.probs else ()))
+
+    def call(self, cu_seqlens, bias, gate, seed, **qkv):
+        return attention(
+            *self._split(qkv),
+            cu_seqlens,
+            None if self.padded else self.max_seqlen,
+            causal=self.causal,
+            bias=bias,
+            gate=gate,
+            dropout_p=self.dropout_p,
+            seed=seed,
+            offset=5,
+            return_lse=self.lse,
+            return_probs=self.probs,
+        )
+
+    def _keep(self, seed):
+        """Dropout bits of every sequence, (batch, nheads, S, S)."""
+        if not self.dropout_p:
+            return None
+        starts = torch.tensor([0, *accumulate(self.lengths)], device=seed.device)[:-1]
+        return keep_mask(seed, 5, starts, self.nheads, self.max_seqlen, self.dropout_p)
+
+    def eager(self, cu_seqlens, bias, gate, seed, **qkv):
+        q, k, v = self._split(qkv)
+        if self.padded:
+            return self._pick(*self._eager_batch(q, k, v, bias, gate, self._keep(seed)))
+        keep = self._keep(seed)
+        outs, lses, all_probs, start = [], [], [], 0
+        for b, n in enumerate(self.lengths):
+            rows = slice(start, start + n)
+            start += n
+            part = bias
+            if bias is not None:
+                part = (bias if bias.dim() == 3 else bias[b])[:, :n, :n]
+            out, lse, probs = self._eager_batch(
+                *(t[rows].unsqueeze(0) for t in (q, k, v)),
+                part,
+                gate,
+                None if keep is None else keep[b, :, :n, :n],
+            )
+            outs.append(out[0])
+            lses.append(lse[0])
+            all_probs.append(torch.nn.functional.pad(probs[0], (0, self.max_seqlen - n) * 2))
+        outs.append(q.new_zeros((self.capacity, self.nheads, self.headdim)))
+        lses.append(lses[0].new_zeros((self.nheads, self.capacity)))
+        return self._pick(torch.cat(outs), torch.cat(lses, 1), torch.stack(all_probs))
+
+    def _eager_batch(self, q, k, v, bias, gate, keep):
+        """What an eager Transformers model runs, on (batch, seqlen, nheads, headdim)."""
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        scores = torch.matmul(q, k.transpose(-1, -2)) * self.headdim**-0.5
+        if bias is not None:
+            scores = scores + bias
+        if self.causal:
+            n = scores.shape[-1]
+            future = torch.ones((n, n), dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(future, -math.inf)
+        lse = torch.logsumexp(scores.detach().float(), -1)
+        empty = scores.isneginf().all(-1, keepdim=True)  # eager's NaN would be no yardstick
+        probs = torch.softmax(scores.masked_fill(empty, 0.0), -1, dtype=torch.float32).to(q.dtype)
+        probs = probs.masked_fill(empty, 0.0)
+        dropped = probs if keep is None else probs * keep / (1 - self.dropout_p)
+        out = torch.matmul(dropped, v).transpose(1, 2)
+        if gate is not None:
+            out = out * gate.unsqueeze(-1)
+        return out, lse, probs
+
+    def oracle(self, cu_seqlens, bias, gate, seed, **qkv):
+        return self._pick(
+            *attention_ref(
+                *self._split(qkv), cu_seqlens, None if self.padded else self.max_seqlen, None, self.causal,
+                bias, gate, self.dropout_p, self._keep(seed),
+            )
+        )  # fmt: skip
+
+    def floor(self, inputs, name):
+        # A score of size s carries s roundings into exp; dS then multiplies by ‖dout‖‖v‖ and by ‖q‖ or ‖k‖.
+        q, k, v = (t.detach().double().norm(dim=-1).max().item() for t in self._split(inputs))
+        scale, longest, total = self.headdim**-0.5, max(self.lengths), sum(self.lengths)
+        dout = self.headdim**0.5 + 3.0  # norm of a row of randn
+        base = 4 * torch.finfo(torch.float32).eps * (1 + q * k * scale) / (1.0 - self.dropout_p)
+        ds = base * dout * v
+        floors = {
+            "out": base * v,
+            "lse": base,
+            "probs": base,
+            "dq": ds * scale * k,
+            "dk": ds * scale * q * longest**0.5,  # a sum over the queries
+            "dv": base * dout * longest**0.5,
+            "dbias": ds * len(self.lengths) ** 0.5,
+            "dgate": base * dout * v * total**0.5,
+        }
+        floors["dqkv"] = max(floors["dq"], floors["dk"], floors["dv"])
+        return floors[name]
+
+    def flops(self):
+        pairs = sum(n * (n + 1) // 2 if self.causal else n * n for n in self.lengths)
+        return 4 * pairs * self.nheads * self.headdim
+
+    def bytes(self, dtype):
+        elements = 4 * sum(self.lengths) * self.nheads * self.headdim
+        batch, size = len(self.lengths), self.max_seqlen
+        elements += {"": 0, "keys": batch * size, "shared": self.nheads * size * size}.get(
+            self.bias, batch * self.nheads * size * size
+        )
+        elements += batch * self.nheads * size * size if self.probs else 0
+        return elements * dtype.itemsize + (4 * self.nheads * self.total if self.lse else 0)
+
+
+SMALL = [
+    AttentionCase((17, 0, 5), 2, 64, capacity=3, lse=True),
+    AttentionCase((7, 33), 2, 32, bias="sequence", masked=True, dropout_p=0.25, packed_qkv=True),
+]
+ON_GPU = [  # enough tiles of 128 queries, and of 64, for every GPU
+    AttentionCase((512, 300, 500, 257), 12, 64, packed_qkv=True, lse=True),
+    AttentionCase((64, 50, 64, 33) * 4, 12, 64, packed_qkv=True, lse=True),
+]
+CASES = [
+    *SMALL,
+    AttentionCase((1,), 1, 16),
+    AttentionCase((64, 1, 31, 16), 3, 16, packed_qkv=True, lse=True),
+    AttentionCase((40, 128, 97), 12, 64, packed_qkv=True),  # BERT-base, ragged
+    AttentionCase((65, 2), 2, 128, slack=9),
+    AttentionCase((48, 48, 48), 4, 32, padded=True, lse=True),
+    AttentionCase((33, 33), 2, 64, padded=True, packed_qkv=True, bias="keys", masked=True),
+    AttentionCase((20, 20, 20, 7, 7), 2, 64),  # runs of equal length
+    AttentionCase((50, 3, 29), 2, 64, causal=True, lse=True),
+    AttentionCase((24, 24), 2, 32, padded=True, causal=True, bias="shared", masked=True),
+    AttentionCase((37, 12), 3, 32, bias="shared", slack=3, lse=True),  # relative positions
+    AttentionCase((37, 12, 37), 3, 64, bias="sequence", masked=True, lse=True),
+    AttentionCase((30, 11), 4, 64, gate=True),
+    AttentionCase((30, 11), 2, 64, gate=True, dropout_p=0.1, causal=True, bias="keys"),
+    AttentionCase((70, 19), 2, 64, dropout_p=0.1, packed_qkv=True, capacity=5),
+    AttentionCase((26, 26), 2, 32, padded=True, dropout_p=0.5),
+    AttentionCase((0, 21, 0, 0, 1), 2, 32, capacity=6, bias="sequence"),
+    AttentionCase((18, 9), 2, 64, probs=True, lse=True, dropout_p=0.1, slack=2),
+    AttentionCase((511, 512), 1, 64, packed_qkv=True),
+    AttentionCase((33, 20), 2, 32, sharpness=8.0),
+    AttentionCase((40, 9), 2, 64, sharpness=16.0, dropout_p=0.5),
+]
+
+
+def bench(lengths: tuple[int, ...]) -> list[Case]:
+    """What BERT-base asks of this op for a batch of sequences of these lengths, in tokens."""
+    return [AttentionCase(lengths, 12, 64, packed_qkv=True)]

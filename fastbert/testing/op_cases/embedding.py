@@ -1,0 +1,144 @@
+"""Cases of `embedding`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from fastbert.ops.dropout import keep_mask_2d
+from fastbert.ops.embedding import embedding, embedding_ref
+from fastbert.testing.error_rule import Case
+from fastbert.testing.op_cases.layer_norm import steepness
+
+OFFSET = 5
+
+
+@dataclass(frozen=True, repr=False)
+class EmbeddingCase(Case):
+    """`tokens` ids of a `vocab` x `hidden` table, with the op's options."""
+
+    tokens: int
+    vocab: int
+    hidden: int
+    position: bool = True
+    segment: bool = True
+    inputs_embeds: bool = False
+    padding_idx: int | None = None
+    dropout_p: float = 0.0
+
+    op = "embedding"
+    grad_inputs = ("word", "position", "segment", "inputs_embeds", "ln_weight", "ln_bias")
+
+    @property
+    def id(self) -> str:
+        options = [] if self.position else ["no_position"]
+        options += [] if self.segment else ["no_segment"]
+        options += ["inputs_embeds"] if self.inputs_embeds else []
+        options += [] if self.padding_idx is None else ["padding"]
+        options += ["dropout"] if self.dropout_p else []
+        return "-".join([f"{self.tokens}x{self.vocab}x{self.hidden}", *options])
+
+    def inputs(self, dtype, device, seed=0):
+        g = torch.Generator().manual_seed(seed)
+
+        def randn(*shape):
+            return torch.randn(*shape, generator=g).to(dtype).to(device)
+
+        def ids(high):
+            return torch.randint(high, (self.tokens,), generator=g).to(device)
+
+        positions = max(1, self.tokens // 2)
+        return {
+            "input_ids": None if self.inputs_embeds else ids(self.vocab),
+            "word": None if self.inputs_embeds else randn(self.vocab, self.hidden),
+            "position_ids": torch.arange(self.tokens, device=device) % positions if self.position else None,
+            "position": randn(positions, self.hidden) if self.position else None,
+            "token_type_ids": ids(2) if self.segment else None,
+            "segment": randn(2, self.hidden) if self.segment else None,
+            "inputs_embeds": randn(self.tokens, self.hidden) if self.inputs_embeds else None,
+            "ln_weight": 1 + 0.1 * randn(self.hidden),
+            "ln_bias": 0.1 * randn(self.hidden),
+            "seed": torch.tensor([77 + seed], device=device) if self.dropout_p else None,
+        }
+
+    def call(self, input_ids, word, ln_weight, ln_bias, seed, **options):
+        return embedding(
+            input_ids, word, ln_weight, ln_bias, **options,
+            padding_idx=self.padding_idx, eps=1e-12, dropout_p=self.dropout_p, seed=seed, offset=OFFSET,
+        )  # fmt: skip
+
+    def _keep(self, seed):
+        return (
+            keep_mask_2d(seed, OFFSET, self.tokens, self.hidden, self.dropout_p) if self.dropout_p else None
+        )
+
+    def _sum(
+        self, input_ids, word, position_ids, position, token_type_ids, segment, inputs_embeds, **_
+    ):  # fmt: skip
+        z = inputs_embeds if word is None else F.embedding(input_ids, word, self.padding_idx)
+        if segment is not None:
+            z = z + F.embedding(token_type_ids, segment)
+        if position is not None:
+            z = z + F.embedding(position_ids, position)
+        return z
+
+    def eager(self, ln_weight, ln_bias, seed, **tables):
+        z = self._sum(**tables)
+        y = F.layer_norm(z, (self.hidden,), ln_weight, ln_bias, 1e-12)
+        return y * self._keep(seed) / (1 - self.dropout_p) if self.dropout_p else y
+
+    def oracle(self, input_ids, word, ln_weight, ln_bias, seed, **options):
+        return embedding_ref(
+            input_ids, word, ln_weight, ln_bias, **options,
+            padding_idx=self.padding_idx, eps=1e-12, dropout_p=self.dropout_p, keep_mask=self._keep(seed),
+        )  # fmt: skip
+
+    def floor(self, inputs, name):
+        eps = torch.finfo(inputs["ln_weight"].dtype).eps
+        steep = steepness(self._sum(**inputs))
+        if name in ("y", "dln_weight"):
+            eps *= steep
+        elif name != "dln_bias":
+            eps *= steep**2
+        if name in ("y", "dinputs_embeds"):
+            return 4 * eps
+        return 4 * eps * max(1.0, self.tokens**0.5)  # sums over tokens
+
+    def flops(self):
+        return (8 + self.position + self.segment) * self.tokens * self.hidden
+
+    def bytes(self, dtype):
+        reads = 1 + self.position + self.segment
+        ids = 8 * self.tokens * (reads - self.inputs_embeds)
+        return (
+            ids + (reads + 1) * self.tokens * self.hidden * dtype.itemsize + 2 * self.hidden * dtype.itemsize
+        )
+
+
+SMALL = [
+    EmbeddingCase(6, 11, 96, padding_idx=0),
+    EmbeddingCase(5, 11, 100, position=False, dropout_p=0.25),
+]
+ON_GPU = [
+    EmbeddingCase(40, 500, 768, padding_idx=3, dropout_p=0.1),  # the blocks of base and large
+    EmbeddingCase(600, 3, 64),  # tables whose gradients are sums in several steps
+]
+CASES = [
+    *SMALL,
+    EmbeddingCase(1, 1, 1, position=False, segment=False),  # variance 0
+    EmbeddingCase(7, 11, 1, dropout_p=0.25),
+    EmbeddingCase(64, 211, 2),  # narrow rows: see those of layer_norm
+    EmbeddingCase(64, 211, 3, inputs_embeds=True),
+    EmbeddingCase(64, 211, 384),  # MiniLM's width, ids repeated
+    EmbeddingCase(40, 500, 768, padding_idx=3, dropout_p=0.1),  # BERT-base in training
+    EmbeddingCase(33, 7, 128, inputs_embeds=True),
+    EmbeddingCase(33, 7, 31, position=False, inputs_embeds=True, dropout_p=0.1),
+    EmbeddingCase(257, 5, 64, segment=False),  # every row of the table many times over
+]
+
+
+def bench(lengths: tuple[int, ...]) -> list[Case]:
+    """What BERT-base asks of this op for a batch of sequences of these lengths, in tokens."""
+    return [EmbeddingCase(sum(lengths), 30522, 768, padding_idx=0)]

@@ -1,0 +1,142 @@
+"""Cases of `layer_norm`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from fastbert.ops.dropout import keep_mask_2d
+from fastbert.ops.layer_norm import NARROW, layer_norm, layer_norm_ref
+from fastbert.testing.error_rule import Case
+
+
+def steepness(z: torch.Tensor) -> float:
+    """What x_hat multiplies a rounding of `z` by: the largest 1 / std of a narrow row, and 1 of wide ones.
+
+    Rows without deviation do not count: there the subtraction of the mean is exact.
+    """
+    if z.shape[-1] > NARROW:
+        return 1.0
+    std = z.double().std(-1, correction=0)
+    return max([1.0, *(1.0 / std[std > 0]).tolist()])
+
+
+@dataclass(frozen=True, repr=False)
+class LayerNormCase(Case):
+    """`rows` x `hidden`, with the op's options."""
+
+    rows: int
+    hidden: int
+    residual: bool = False
+    x_bias: bool = False
+    dropout_p: float = 0.0
+    bias: bool = True
+
+    op = "layer_norm"
+    grad_inputs = ("x", "weight", "bias", "residual", "x_bias")
+
+    @property
+    def id(self) -> str:
+        options = [n for n in ("residual", "x_bias") if getattr(self, n)]
+        options += ["dropout"] if self.dropout_p else []
+        options += [] if self.bias else ["no_bias"]
+        return "-".join([f"{self.rows}x{self.hidden}", *options])
+
+    def inputs(self, dtype, device, seed=0):
+        g = torch.Generator().manual_seed(seed)
+
+        def randn(*shape):
+            return torch.randn(*shape, generator=g).to(dtype).to(device)
+
+        shape = (self.rows, self.hidden)
+        return {
+            "x": randn(*shape),
+            "weight": 1 + 0.1 * randn(self.hidden),
+            "bias": 0.1 * randn(self.hidden) if self.bias else None,
+            "residual": randn(*shape) if self.residual else None,
+            "x_bias": 0.1 * randn(self.hidden) if self.x_bias else None,
+            "seed": torch.tensor([1234 + seed], device=device) if self.dropout_p else None,
+        }
+
+    def call(self, x, weight, bias, residual, x_bias, seed):
+        return layer_norm(
+            x,
+            weight,
+            bias,
+            residual=residual,
+            x_bias=x_bias,
+            eps=1e-12,
+            dropout_p=self.dropout_p,
+            seed=seed,
+            offset=3,
+        )
+
+    def _keep(self, x, seed):
+        return keep_mask_2d(seed, 3, *x.shape, self.dropout_p) if self.dropout_p else None
+
+    def _sum(self, x, residual, x_bias, seed):
+        if x_bias is not None:
+            x = x + x_bias
+        if self.dropout_p:
+            x = x * self._keep(x, seed) / (1 - self.dropout_p)
+        if residual is not None:
+            x = x + residual
+        return x
+
+    def eager(self, x, weight, bias, residual, x_bias, seed):
+        return F.layer_norm(self._sum(x, residual, x_bias, seed), (self.hidden,), weight, bias, 1e-12)
+
+    def oracle(self, x, weight, bias, residual, x_bias, seed):
+        return layer_norm_ref(x, weight, bias, residual, x_bias, 1e-12, self.dropout_p, self._keep(x, seed))
+
+    def floor(self, inputs, name):
+        eps = torch.finfo(torch.float32).eps
+        steep = steepness(self._sum(*(inputs[n] for n in ("x", "residual", "x_bias", "seed"))))
+        if name in ("dx", "dresidual", "dx_bias"):
+            eps *= steep**2  # rstd * x_hat
+        elif name in ("y", "dweight"):
+            eps *= steep
+        if name in (
+            "dweight",
+            "dbias",
+            "dx_bias",
+        ):  # sums over rows: a few roundings of their largest partial sum
+            return 4 * eps * max(1.0, self.rows**0.5)
+        return 4 * eps / (1 - self.dropout_p)
+
+    def flops(self):
+        return 8 * self.rows * self.hidden
+
+    def bytes(self, dtype):
+        tensors = 2 + self.residual
+        return tensors * self.rows * self.hidden * dtype.itemsize + 2 * self.hidden * dtype.itemsize
+
+
+SMALL = [
+    LayerNormCase(5, 96),
+    LayerNormCase(3, 100, residual=True, x_bias=True, dropout_p=0.25),
+]
+ON_GPU = [LayerNormCase(33, 768, residual=True, x_bias=True, dropout_p=0.1)]  # the blocks of base and large
+CASES = [
+    *SMALL,
+    LayerNormCase(1, 1),  # variance 0: rstd = 1/sqrt(eps)
+    LayerNormCase(9, 1, residual=True, x_bias=True, dropout_p=0.25),
+    LayerNormCase(9, 2, residual=True),  # rounded, the two are no longer mean ± deviation
+    LayerNormCase(20, 2, residual=True, x_bias=True),
+    LayerNormCase(16, 3, residual=True, x_bias=True, dropout_p=0.25),
+    LayerNormCase(33, 3, residual=True),
+    LayerNormCase(7, 384, residual=True),  # MiniLM
+    LayerNormCase(64, 768, residual=True, x_bias=True),  # BERT-base, as the encoder calls it
+    LayerNormCase(64, 768, residual=True, x_bias=True, dropout_p=0.1),  # … in training
+    LayerNormCase(33, 1024, residual=True, bias=False),
+    LayerNormCase(130, 31, x_bias=True),  # no multiple of a vector
+    LayerNormCase(3, 4099),  # beyond one block of most kernels
+]
+
+
+def bench(lengths: tuple[int, ...]) -> list[Case]:
+    """What BERT-base asks of this op for a batch of sequences of these lengths, in tokens."""
+    tokens = sum(lengths)
+    return [LayerNormCase(tokens, 768), LayerNormCase(tokens, 768, residual=True, x_bias=True)]

@@ -1,0 +1,114 @@
+"""Cases of `linear`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from fastbert.ops.linear import linear, linear_ref
+from fastbert.testing.error_rule import Case
+
+EAGER = {
+    None: lambda z: z,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+@dataclass(frozen=True, repr=False)
+class LinearCase(Case):
+    """(rows, in) by (out, in), with the op's options."""
+
+    rows: int
+    in_features: int
+    out_features: int
+    activation: str | None = None
+    bias: bool = True
+    residual: bool = False
+
+    op = "linear"
+    grad_inputs = ("x", "weight", "bias", "residual")
+
+    @property
+    def id(self) -> str:
+        options = [self.activation] if self.activation else []
+        options += [] if self.bias else ["no_bias"]
+        options += ["residual"] if self.residual else []
+        return "-".join([f"{self.rows}x{self.in_features}x{self.out_features}", *options])
+
+    def inputs(self, dtype, device, seed=0):
+        g = torch.Generator().manual_seed(seed)
+
+        def randn(*shape, scale=1.0):
+            return (scale * torch.randn(*shape, generator=g)).to(dtype).to(device)
+
+        return {
+            "x": randn(self.rows, self.in_features),
+            "weight": randn(self.out_features, self.in_features, scale=self.in_features**-0.5),
+            "bias": randn(self.out_features, scale=0.5) if self.bias else None,
+            "residual": randn(self.rows, self.out_features) if self.residual else None,
+        }
+
+    def call(self, x, weight, bias, residual):
+        return linear(x, weight, bias, self.activation, residual)
+
+    def eager(self, x, weight, bias, residual):
+        y = EAGER[self.activation](F.linear(x, weight, bias))
+        return y if residual is None else y + residual
+
+    def oracle(self, x, weight, bias, residual):
+        return linear_ref(x, weight, bias, self.activation, residual)
+
+    def floor(self, inputs, name):
+        """Cauchy-Schwarz: a sum of products is off by some eps times the product of the two norms."""
+        eps = torch.finfo(inputs["x"].dtype).eps
+        if name in ("dweight", "dbias"):  # sums over rows of products of two unit normals
+            return eps * (1 + self.rows)
+        x, weight = inputs["x"], inputs["weight"]
+        if name == "dx":
+            return eps * (1 + self.out_features**0.5 * weight.norm(dim=0).max().item())
+        return eps * (1 + (x.norm(dim=1).max() * weight.norm(dim=1).max()).item())
+
+    def flops(self):
+        return 2 * self.rows * self.in_features * self.out_features
+
+    def bytes(self, dtype):
+        rows, k, n = self.rows, self.in_features, self.out_features
+        elements = rows * k + n * k + rows * n * (1 + self.residual) + n * self.bias
+        return elements * dtype.itemsize
+
+
+SMALL = [
+    LinearCase(5, 24, 40, "gelu"),
+    LinearCase(3, 17, 9, residual=True),
+]
+ON_GPU = [  # enough tiles of the largest size for every GPU; of the next for those of capability 9 and 10
+    LinearCase(2100, 200, 2560, "gelu"),
+    LinearCase(1000, 200, 2560, "gelu", residual=True),
+]
+CASES = [
+    *SMALL,
+    LinearCase(1, 1, 1),
+    LinearCase(64, 128, 512, "gelu"),  # BERT-tiny's FFN
+    LinearCase(64, 512, 128, residual=True),
+    LinearCase(33, 96, 192, "gelu_tanh"),
+    LinearCase(33, 96, 192, "relu", bias=False),
+    LinearCase(33, 96, 192, "silu", residual=True),
+    LinearCase(130, 31, 65, bias=False),  # no multiple of a vector or a tile
+    LinearCase(48, 768, 768),  # BERT-base's projections
+]
+
+
+def bench(lengths: tuple[int, ...]) -> list[Case]:
+    """What BERT-base asks of this op for a batch of sequences of these lengths, in tokens."""
+    tokens = sum(lengths)
+    return [
+        LinearCase(tokens, 768, 2304),
+        LinearCase(tokens, 768, 768, bias=False),
+        LinearCase(tokens, 768, 3072, "gelu"),
+        LinearCase(tokens, 3072, 768, bias=False),
+    ]

@@ -1,0 +1,111 @@
+"""Cases of `linear_cross_entropy`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from fastbert.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
+from fastbert.testing.error_rule import Case
+from fastbert.testing.op_cases.cross_entropy import IGNORE
+
+
+@dataclass(frozen=True, repr=False)
+class LinearCrossEntropyCase(Case):
+    """(rows, in_features) by (classes, in_features), a share of the rows labelled; `chunk_rows` at a time."""
+
+    rows: int
+    in_features: int
+    classes: int
+    labelled: float = 1.0
+    label_smoothing: float = 0.0
+    bias: bool = True
+    chunk_rows: int | None = None
+
+    op = "linear_cross_entropy"
+    grad_inputs = ("x", "weight", "bias")
+    output_names = ("loss",)
+
+    @property
+    def id(self) -> str:
+        options = [] if self.labelled == 1.0 else [f"labelled{self.labelled:g}"]
+        options += [f"smoothing{self.label_smoothing:g}"] if self.label_smoothing else []
+        options += [] if self.bias else ["no_bias"]
+        options += [f"chunk{self.chunk_rows}"] if self.chunk_rows else []
+        return "-".join([f"{self.rows}x{self.in_features}x{self.classes}", *options])
+
+    @property
+    def count(self) -> int:
+        """How many rows are labelled; given to the op, which then waits for no GPU and can be captured."""
+        return round(self.labelled * self.rows)
+
+    def inputs(self, dtype, device, seed=0):
+        g = torch.Generator().manual_seed(seed)
+
+        def randn(*shape, scale=1.0):
+            return (scale * torch.randn(*shape, generator=g)).to(dtype).to(device)
+
+        labels = torch.randint(self.classes, (self.rows,), generator=g)
+        labels[torch.randperm(self.rows, generator=g)[self.count :]] = IGNORE
+        return {
+            "x": randn(self.rows, self.in_features),
+            "weight": randn(self.classes, self.in_features, scale=2 * self.in_features**-0.5),
+            "bias": randn(self.classes, scale=0.5) if self.bias else None,
+            "labels": labels.to(device),
+        }
+
+    def call(self, x, weight, bias, labels):
+        chunk_bytes = self.chunk_rows and 2 * self.chunk_rows * self.classes * x.element_size()
+        return linear_cross_entropy(
+            x, weight, bias, labels, ignore_index=IGNORE, label_smoothing=self.label_smoothing,
+            labelled=self.count, chunk_bytes=chunk_bytes,
+        )  # fmt: skip
+
+    def eager(self, x, weight, bias, labels):
+        logits = F.linear(x, weight, bias)
+        if not (labels != IGNORE).any():
+            return logits.sum() * 0  # PyTorch's own is NaN here
+        logits = logits.float() if logits.dtype != torch.float64 else logits  # as transformers has it
+        return F.cross_entropy(logits, labels, ignore_index=IGNORE, label_smoothing=self.label_smoothing)
+
+    def oracle(self, x, weight, bias, labels):
+        return linear_cross_entropy_ref(x, weight, bias, labels, IGNORE, self.label_smoothing)
+
+    def floor(self, inputs, name):
+        """What an error of some eps in each logit's products does to the loss and through softmax."""
+        x, weight = inputs["x"], inputs["weight"]
+        eps = torch.finfo(x.dtype).eps
+        logit = 1 + (x.norm(dim=1).max() * weight.norm(dim=1).max()).item()
+        count = max(1, self.count)
+        size = {"dx": weight.abs().max().item() / count, "dweight": x.abs().max().item()}.get(name, 1.0)
+        return eps * logit * size
+
+    def flops(self):
+        return 2 * self.count * self.in_features * self.classes
+
+    def bytes(self, dtype):
+        elements = self.count * self.in_features + self.classes * self.in_features
+        return (elements + self.classes * self.bias) * dtype.itemsize + 8 * self.rows
+
+
+SMALL = [
+    LinearCrossEntropyCase(5, 24, 40, labelled=0.6),
+    LinearCrossEntropyCase(7, 17, 9, label_smoothing=0.1, bias=False, chunk_rows=3),
+]
+ON_GPU = [LinearCrossEntropyCase(300, 128, 30522, labelled=0.5, chunk_rows=64)]
+CASES = [
+    *SMALL,
+    LinearCrossEntropyCase(1, 1, 1),
+    LinearCrossEntropyCase(7, 16, 2, bias=False),
+    LinearCrossEntropyCase(4, 8, 9, labelled=0.0),
+    LinearCrossEntropyCase(24, 64, 30522, labelled=0.25),  # masked language model
+    LinearCrossEntropyCase(130, 96, 211, labelled=0.7, chunk_rows=20),
+    LinearCrossEntropyCase(40, 128, 1000, label_smoothing=0.1, chunk_rows=40),
+]
+
+
+def bench(lengths: tuple[int, ...]) -> list[Case]:
+    """What BERT-base asks of this op for a batch of sequences of these lengths, in tokens."""
+    return [LinearCrossEntropyCase(max(1, sum(lengths) * 15 // 100), 768, 30522)]

@@ -1,0 +1,110 @@
+"""Cases of `linear_int8`.
+
+The oracle quantises by the contract and works out the same integers, so what is measured is the epilogue's
+rounding alone. A backend whose integers differ by one is far outside the rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from fastbert.ops.linear_int8 import linear_int8, linear_int8_ref, quantize_rows
+from fastbert.testing.error_rule import Case
+
+EAGER = {
+    None: lambda z: z,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+@dataclass(frozen=True, repr=False)
+class LinearInt8Case(Case):
+    """(rows, in) by (out, in), with the op's options. `offset` moves x away from 0."""
+
+    rows: int
+    in_features: int
+    out_features: int
+    activation: str | None = None
+    bias: bool = True
+    offset: float = 0.0
+
+    op = "linear_int8"
+
+    @property
+    def id(self) -> str:
+        options = [self.activation] if self.activation else []
+        options += [] if self.bias else ["no_bias"]
+        options += [f"offset{self.offset:g}"] if self.offset else []
+        return "-".join([f"{self.rows}x{self.in_features}x{self.out_features}", *options])
+
+    def inputs(self, dtype, device, seed=0):
+        g = torch.Generator().manual_seed(seed)
+        x = torch.randn(self.rows, self.in_features, generator=g) + self.offset
+        weight = torch.randint(-127, 128, (self.out_features, self.in_features), generator=g)
+        scale = (0.5 + torch.rand(self.out_features, generator=g)) / (73.0 * self.in_features**0.5)
+        bias = 0.5 * torch.randn(self.out_features, generator=g)
+        return {
+            "x": x.to(dtype).to(device),
+            "weight": weight.to(torch.int8).to(device),
+            "scale": scale.to(device),
+            "bias": bias.to(dtype).to(device) if self.bias else None,
+        }
+
+    def call(self, x, weight, scale, bias):
+        return linear_int8(x, weight, scale, bias, self.activation)
+
+    def eager(self, x, weight, scale, bias):
+        centred, _, step = quantize_rows(x)
+        acc = centred.double() @ weight.double().T  # the integers, exactly
+        y = (acc.to(torch.promote_types(x.dtype, torch.float32)) * step * scale).to(x.dtype)
+        return EAGER[self.activation](y if bias is None else y + bias)
+
+    def oracle(self, x, weight, scale, bias):
+        return linear_int8_ref(x, weight, scale, bias, self.activation)
+
+    def floor(self, inputs, name):
+        """A few roundings of the product before the bias may cancel it."""
+        x, weight, scale = inputs["x"], inputs["weight"], inputs["scale"]
+        most = (x.float().norm(dim=1).max() * (weight.float() * scale[:, None]).norm(dim=1).max()).item()
+        return torch.finfo(x.dtype).eps * (1 + most)
+
+    def flops(self):
+        return 2 * self.rows * self.in_features * self.out_features
+
+    def bytes(self, dtype):
+        rows, k, n = self.rows, self.in_features, self.out_features
+        return (rows * k + rows * n + n * self.bias) * dtype.itemsize + n * k + 4 * n
+
+
+SMALL = [
+    LinearInt8Case(5, 24, 40, "gelu"),
+    LinearInt8Case(3, 17, 9, bias=False, offset=3.0),
+]
+CASES = [
+    *SMALL,
+    LinearInt8Case(1, 1, 1),
+    LinearInt8Case(64, 128, 512, "gelu"),  # BERT-tiny's FFN
+    LinearInt8Case(33, 96, 192, "gelu_tanh", offset=-5.0),
+    LinearInt8Case(33, 96, 192, "relu", bias=False),
+    LinearInt8Case(33, 96, 192, "silu", offset=0.5),
+    LinearInt8Case(130, 31, 65, bias=False),  # no multiple of a vector or a tile
+    LinearInt8Case(7, 1030, 24),  # more than one exact float32 sum
+    LinearInt8Case(48, 768, 768),  # BERT-base's projections
+]
+
+
+def bench(lengths: tuple[int, ...]) -> list[Case]:
+    """What a quantised BERT-base asks of this op for a batch of sequences of these lengths, in tokens."""
+    tokens = sum(lengths)
+    return [
+        LinearInt8Case(tokens, 768, 2304),
+        LinearInt8Case(tokens, 768, 768, bias=False),
+        LinearInt8Case(tokens, 768, 3072, "gelu"),
+        LinearInt8Case(tokens, 3072, 768, bias=False),
+    ]

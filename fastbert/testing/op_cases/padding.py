@@ -1,0 +1,83 @@
+"""Cases of `padding`: pack and unpack of one batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from fastbert.ops.padding import pack, pack_ref, unpack, unpack_ref
+from fastbert.testing.error_rule import Case
+
+
+@dataclass(frozen=True, repr=False)
+class PaddingCase(Case):
+    """Sequences of `lengths` tokens, right-padded to the longest, with `inner` dimensions for each token."""
+
+    lengths: tuple[int, ...]
+    inner: tuple[int, ...] = (32,)
+
+    op = "padding"
+    grad_inputs = ("padded", "packed")
+    output_names = ("pack", "unpack")
+
+    @property
+    def seqlen(self) -> int:
+        return max(1, *self.lengths)
+
+    @property
+    def id(self) -> str:
+        inner = "x".join(map(str, self.inner)) or "scalar"
+        return f"{len(self.lengths)}x{self.seqlen}x{inner}-total{sum(self.lengths)}"
+
+    def inputs(self, dtype, device, seed=0):
+        g = torch.Generator().manual_seed(seed)
+        mask = torch.arange(self.seqlen)[None, :] < torch.tensor(self.lengths)[:, None]
+        shapes = (len(self.lengths), self.seqlen, *self.inner), (sum(self.lengths), *self.inner)
+        padded, packed = (torch.randn(*shape, generator=g).to(dtype).to(device) for shape in shapes)
+        return {
+            "padded": padded.masked_fill(
+                ~mask.to(device).view(*mask.shape, *(1,) * len(self.inner)),
+                torch.nan if dtype.is_floating_point else 1,
+            ),
+            "packed": packed,
+            "indices": mask.flatten().nonzero().flatten().to(device),
+        }
+
+    def call(self, padded, packed, indices):
+        return pack(padded, indices), unpack(packed, indices, len(self.lengths), self.seqlen)
+
+    def eager(self, padded, packed, indices):
+        flat = padded.flatten(0, 1)[indices]
+        out = torch.zeros(
+            len(self.lengths) * self.seqlen, *self.inner, dtype=packed.dtype, device=packed.device
+        )
+        return flat, out.index_put((indices,), packed).unflatten(0, (len(self.lengths), self.seqlen))
+
+    def oracle(self, padded, packed, indices):
+        return pack_ref(padded, indices), unpack_ref(packed, indices, len(self.lengths), self.seqlen)
+
+    def flops(self):
+        return 0
+
+    def bytes(self, dtype):
+        """Of `pack` and `unpack`: the kept rows, read and written, their indices, and the padding's zeros."""
+        row, kept = math.prod(self.inner) * dtype.itemsize, sum(self.lengths)
+        return kept * (3 * row + 16) + len(self.lengths) * self.seqlen * row
+
+
+SMALL = [PaddingCase((3, 5, 1)), PaddingCase((2, 0, 4), (3, 7))]
+ON_GPU = [PaddingCase((33, 1, 20), (768,))]  # the blocks of base and large
+CASES = [
+    *SMALL,
+    PaddingCase((1,), ()),
+    PaddingCase((0, 0), (8,)),  # no token kept
+    PaddingCase((64, 17, 33, 50), (128,)),
+    PaddingCase((16, 16), (12, 64)),  # nothing padded
+]
+
+
+def bench(lengths: tuple[int, ...]) -> list[Case]:
+    """What BERT-base asks of this op for a batch of sequences of these lengths, in tokens."""
+    return [PaddingCase(lengths, (768,))]

@@ -1,0 +1,83 @@
+"""Cases of `pooling`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+
+from fastbert.ops.pooling import MODES, pooling, pooling_ref
+from fastbert.testing.error_rule import Case
+
+
+@dataclass(frozen=True, repr=False)
+class PoolingCase(Case):
+    """Packed sequences of `lengths` tokens of `width` numbers, and `tail` rows of NaN behind them."""
+
+    lengths: tuple[int, ...]
+    mode: str = "mean"
+    width: int = 32
+    tail: int = 0
+
+    op = "pooling"
+    grad_inputs = ("hidden",)
+
+    @property
+    def id(self) -> str:
+        tail = f"-tail{self.tail}" if self.tail else ""
+        return (
+            f"{len(self.lengths)}x{max(self.lengths)}x{self.width}-total{sum(self.lengths)}-{self.mode}{tail}"
+        )
+
+    def inputs(self, dtype, device, seed=0):
+        g = torch.Generator().manual_seed(seed)
+        hidden = torch.randn(sum(self.lengths) + self.tail, self.width, generator=g)
+        hidden[sum(self.lengths) :] = torch.nan
+        ends = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
+        return {"hidden": hidden.to(dtype).to(device), "cu_seqlens": ends.to(device)}
+
+    def call(self, hidden, cu_seqlens):
+        return pooling(hidden, cu_seqlens, self.mode)
+
+    def eager(self, hidden, cu_seqlens):
+        rows = []
+        for start, end in pairwise(accumulate(self.lengths, initial=0)):
+            tokens = hidden[start:end]
+            if start == end:
+                rows.append(tokens.sum(0))
+            elif self.mode == "cls":
+                rows.append(tokens[0])
+            else:
+                rows.append(tokens.mean(0) if self.mode == "mean" else tokens.amax(0))
+        return torch.stack(rows)
+
+    def oracle(self, hidden, cu_seqlens):
+        return pooling_ref(hidden, cu_seqlens, self.mode)
+
+    def floor(self, inputs, name):
+        return 4 * torch.finfo(inputs["hidden"].dtype).eps
+
+    def flops(self):
+        return 0 if self.mode == "cls" else sum(self.lengths) * self.width
+
+    def bytes(self, dtype):
+        rows = sum(n > 0 for n in self.lengths) if self.mode == "cls" else sum(self.lengths)
+        return rows * self.width * dtype.itemsize + len(self.lengths) * (self.width * 4 + 4)
+
+
+SMALL = [PoolingCase((3, 0, 41, 1), mode) for mode in MODES]
+ON_GPU = [PoolingCase((33, 1, 40), mode, 768) for mode in MODES]  # the blocks of base and large
+CASES = [
+    *SMALL,
+    *(PoolingCase((130, 64, 1, 0, 33), mode, 768) for mode in MODES),
+    *(PoolingCase((5, 2, 0), mode, 17, tail=4) for mode in MODES),
+    PoolingCase((0, 0), "mean"),
+    PoolingCase((0,), "max", 1),
+    PoolingCase((512,), "max", 3),
+]
+
+
+def bench(lengths: tuple[int, ...]) -> list[Case]:
+    """What BERT-base asks of this op for a batch of sequences of these lengths, in tokens."""
+    return [PoolingCase(lengths, mode, 768) for mode in MODES]

@@ -1,0 +1,790 @@
+"""What `fastbert.accelerate` promises: options, `restore`, `explain`, copies, files, and whatever people do
+around a model. What accelerated models compute is in test_accelerate_model.py, _layer.py and _training.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import io
+import os
+import pathlib
+import pickle
+import re
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import fastbert
+from fastbert.models.config import EncoderConfig
+from fastbert.runtime import prepared
+from tests.support.accelerated_models import (
+    HEAD,
+    LAST,
+    LAYERS,
+    Twice,
+    build,
+    calls,
+    close,
+    first_kept,
+    layer_calls,
+    pair,
+    same_gradients,
+    same_outputs,
+    stock,
+    submodule,
+)
+from tests.support.hf_models import FAMILY_NAMES, hf_config
+
+# -- accelerate, restore, explain ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_model_stays_what_it_was(name):
+    slow = stock(name, HEAD)
+    fast = copy.deepcopy(slow)
+    tensors = {k: id(v) for k, v in [*fast.named_parameters(), *fast.named_buffers()]}
+    assert fastbert.accelerate(fast) is fast
+    assert {k: id(v) for k, v in [*fast.named_parameters(), *fast.named_buffers()]} == tensors
+    assert list(fast.state_dict()) == list(slow.state_dict())
+    ours, theirs = dict(fast.named_modules()), dict(slow.named_modules())
+    assert list(ours) == list(theirs)
+    changed = 0
+    for path, module in ours.items():
+        kind, original = type(module), type(theirs[path])
+        assert isinstance(module, original), path
+        changed += kind is not original
+        for attribute in ("__name__", "__qualname__", "__module__"):
+            assert getattr(kind, attribute) == getattr(original, attribute), path
+        assert inspect.signature(module.forward) == inspect.signature(theirs[path].forward), path
+    assert changed > 0
+    said = r"^ +fastbert: .*\n"
+    assert re.sub(said, "", repr(fast), flags=re.MULTILINE) == repr(slow)
+    count = sum(hasattr(m, "dropout_rates") for m in fast.modules())
+    assert re.findall(said, repr(fast), flags=re.MULTILINE)[0].strip() == (
+        f"fastbert: {count} of {count} layers run fused, padding taken out"
+    )
+    assert repr(fast).count("fastbert: fused\n") > 0
+    assert fast.config.to_dict() == slow.config.to_dict()
+    assert fast._no_split_modules == slow._no_split_modules
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_restore_gives_the_stock_model_back(name):
+    slow = stock(name, HEAD)
+    fast = fastbert.accelerate(copy.deepcopy(slow))
+    inputs = first_kept(name)
+    with torch.no_grad():
+        fast(**inputs)
+        assert fastbert.restore(fast) is fast
+        assert prepared.held(fast) == []
+        for (path, a), (_, b) in zip(fast.named_modules(), slow.named_modules(), strict=True):
+            assert type(a) is type(b), path
+            assert vars(a).keys() == vars(b).keys(), path
+        expected = slow(**inputs, output_hidden_states=True)
+        actual = fast(**inputs, output_hidden_states=True)
+    assert torch.equal(actual.logits, expected.logits)
+    assert all(map(torch.equal, actual.hidden_states, expected.hidden_states))
+    assert fastbert.restore(fast) is fast  # again, and of a model that never was accelerated
+    assert not any(layer.fused for layer in fastbert.explain(fast).layers)
+    fastbert.accelerate(fast)
+    with torch.no_grad(), calls(fast, packed=1, fused=layer_calls(name)):
+        close(fast(**inputs).logits, expected.logits)
+
+
+def test_accelerate_twice_is_accelerate_once():
+    slow, fast = build("bert", HEAD)
+    classes = [type(m) for m in fast.modules()]
+    inputs = first_kept("bert")
+    assert fastbert.accelerate(fast) is fast
+    assert [type(m) for m in fast.modules()] == classes
+    assert len(fastbert.explain(fast).layers) == LAYERS
+    with torch.no_grad(), calls(fast, packed=1, fused=LAYERS, stock=0):
+        close(fast(**inputs).logits, slow(**inputs).logits)
+
+
+def test_second_call_changes_the_options():
+    slow, fast = build("bert")
+    inputs = first_kept("bert")
+    kept = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        expected = slow(**inputs)
+        for unpad in (False, True, False):
+            assert fastbert.accelerate(fast, unpad=unpad) is fast
+            with calls(fast, packed=int(unpad), padded=int(not unpad), fused=LAYERS, stock=0):
+                same_outputs(fast(**inputs), expected, kept)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"unpad": False},
+        {"attention": False},
+        {"ffn": False},
+        {"layer_norm": False},
+        {"attention": False, "ffn": False, "layer_norm": False, "unpad": False},
+        {"attention": False, "ffn": False},
+    ],
+    ids=lambda options: "-".join(options),
+)
+@pytest.mark.parametrize("name", ["bert", "distilbert", "albert", "mpnet"])
+def test_options_give_the_stock_outputs_and_gradients(name, options):
+    slow = stock(name).double()
+    fast = fastbert.accelerate(copy.deepcopy(slow), **options)
+    inputs = first_kept(name)
+    kept = inputs["attention_mask"].bool()
+    expected, actual = slow(**inputs), fast(**inputs)
+    same_outputs(actual, expected, kept, 1e-12)
+    for out in (actual, expected):
+        out.last_hidden_state[kept].square().sum().backward()
+    same_gradients(fast, slow, 1e-9)
+
+
+def test_options_leave_that_part_to_the_stock_modules(monkeypatch):
+    from transformers.models.bert import modeling_bert as bert
+
+    ran = []
+    for key, kind in (
+        ("attention", bert.BertSelfAttention),
+        ("ffn", bert.BertIntermediate),
+        ("layer_norm", nn.LayerNorm),
+    ):
+        original = kind.forward
+
+        @functools.wraps(original)
+        def forward(self, *args, _original=original, _key=key, **kwargs):
+            ran.append(_key)
+            return _original(self, *args, **kwargs)
+
+        monkeypatch.setattr(kind, "forward", forward)
+    inputs = first_kept("bert")
+    for off in (None, "attention", "ffn", "layer_norm"):
+        fast = fastbert.accelerate(stock("bert"), **({} if off is None else {off: False}))
+        ran.clear()
+        with torch.no_grad():
+            fast(**inputs)
+        assert set(ran) - {"layer_norm"} == {off} - {"layer_norm", None}
+        assert ("layer_norm" in ran) == (off is not None)  # the norm is part of either block's stock module
+        assert len(ran) >= (LAYERS if off else 0)
+
+
+def test_dtype_is_that_of_the_model():
+    model = stock("bert")
+    fast = fastbert.accelerate(copy.deepcopy(model), dtype=torch.bfloat16)
+    assert {p.dtype for p in fast.parameters()} == {torch.bfloat16}
+    inputs = first_kept("bert")
+    with torch.no_grad(), calls(fast, packed=1, fused=LAYERS, stock=0):
+        out = fast(**inputs).last_hidden_state
+    assert out.dtype == torch.bfloat16
+    kept = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        assert (out[kept] - model(**inputs).last_hidden_state[kept]).abs().mean() < 0.02
+    assert {p.dtype for p in fastbert.accelerate(model).parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("model", [None, "bert-base-uncased", nn.Linear, {}])
+def test_what_is_no_module_is_refused(model):
+    for function in (fastbert.accelerate, fastbert.restore):
+        with pytest.raises(TypeError, match="model"):
+            function(model)
+
+
+def test_module_without_a_transformers_model():
+    model = nn.Sequential(nn.Linear(3, 3))
+    with pytest.warns(RuntimeWarning, match="nothing of Sequential"):
+        assert fastbert.accelerate(model) is model
+    with pytest.raises(ValueError, match="no transformers model"):
+        fastbert.accelerate(model, strict=True)
+    assert fastbert.restore(model) is model
+
+
+@pytest.mark.parametrize("option", ["strict", "attention", "ffn", "layer_norm", "unpad", "dtype"])
+def test_options_of_the_wrong_type_are_named(option):
+    model = stock("bert")
+    for value in ("no", 1, torch.int64):
+        unknown = ValueError if (option, value) == ("dtype", "no") else TypeError
+        with pytest.raises(unknown, match=option):
+            fastbert.accelerate(model, **{option: value})
+    assert type(model) is transformers.BertModel
+
+
+def test_explain_says_which_layers_are_fused_and_why_not():
+    model = stock("bert", HEAD)
+    submodule(model, "bert." + LAST).output.dense = Twice(80, 48)
+    fast = fastbert.accelerate(model)
+    report = fastbert.explain(fast)
+    names = dict(fast.named_modules())
+    assert [names[layer.name] for layer in report.layers] == list(fast.bert.encoder.layer)
+    assert [layer.fused for layer in report.layers] == [True, False, True]
+    for layer in report.layers:
+        assert (layer.reason is None) == layer.fused
+        assert layer.fused_calls == layer.stock_calls == 0
+    assert "output.dense" in report.layers[1].reason
+    (encoder,) = report.models
+    assert names[encoder.name] is fast.bert
+    assert encoder.packed_calls == encoder.padded_calls == 0
+    assert encoder.unpads is False
+    assert encoder.reason
+    with torch.no_grad():
+        fast(**first_kept("bert"))
+    report = fastbert.explain(fast)
+    assert [(x.fused_calls, x.stock_calls) for x in report.layers] == [(1, 0), (0, 1), (1, 0)]
+    assert report.models[0].padded_calls == 1
+    assert (report.fused_layers, report.total_layers) == (2, 3)
+    table = str(report)
+    assert table.splitlines()[0] == report.summary == "2 of 3 encoder layers run fused, padding left in"
+    for layer in report.layers:
+        assert layer.name in table
+    assert report.layers[1].reason in table
+    shown = repr(fast)
+    assert f"fastbert: 2 of 3 layers run fused, padding left in, as {encoder.reason}\n" in shown
+    assert f"fastbert: stock, as {report.layers[1].reason}\n" in shown
+    assert shown.count("fastbert: fused\n") == 2
+    # evaluated now
+    submodule(fast, "bert." + LAST).output.dense = nn.Linear(80, 48)
+    report = fastbert.explain(fast)
+    assert all(layer.fused for layer in report.layers)
+    assert report.models[0].unpads is True
+    assert report.models[0].reason is None
+    assert str(report).startswith("3 of 3 encoder layers run fused, padding taken out\n")
+
+
+def test_explain_of_a_stock_model_says_that_nothing_is_fused():
+    report = fastbert.explain(stock("bert"))
+    assert not any(layer.fused for layer in report.layers)
+    assert all(layer.reason for layer in report.layers)
+    assert not any(model.unpads for model in report.models)
+    assert (report.fused_layers, report.total_layers) == (0, LAYERS)
+    assert str(report).startswith(f"0 of {LAYERS} encoder layers run fused\n")
+
+
+def test_explain_of_nothing():
+    report = fastbert.explain(nn.Linear(2, 2))
+    assert (report.models, report.layers, report.fused_layers, report.total_layers) == ([], [], 0, 0)
+    assert str(report) == "nothing to accelerate"
+
+
+def test_summary_of_several_encoders():
+    both = nn.ModuleList(
+        [fastbert.accelerate(stock("bert")), fastbert.accelerate(stock("bert"), unpad=False)]
+    )
+    assert fastbert.explain(both).summary == (
+        f"{2 * LAYERS} of {2 * LAYERS} encoder layers run fused, padding taken out in 1 of 2 encoders"
+    )
+
+
+def test_repr_of_a_model_that_lost_a_part():
+    fast = fastbert.accelerate(stock("bert"))
+    del submodule(fast, LAST).attention.output.dropout
+    assert "fastbert: it has other parts than the stock model\n" in repr(fast)
+
+
+class _Noted(transformers.BertModel):
+    def extra_repr(self):
+        return "noted"
+
+
+def test_repr_keeps_what_the_stock_module_says():
+    model = fastbert.accelerate(_Noted(hf_config("bert")))
+    assert "  noted, fastbert: 3 of 3 layers run fused, padding taken out\n" in repr(model)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "head", "inside"])
+def test_fastberts_own_models_need_no_accelerate(kind):
+    config = EncoderConfig.from_hf(hf_config("bert"))
+    if kind == "encoder":
+        model = fastbert.BertModel(config)
+    else:
+        model = fastbert.BertForSequenceClassification(config)
+    name = type(model).__name__
+    if kind == "inside":
+        model, name = nn.Sequential(model), "Sequential"
+    keys, shown = set(vars(model)), repr(model)
+    assert shown.count(f"fastbert: {LAYERS} of {LAYERS} layers run fused, padding taken out\n") == 1
+    with pytest.warns(RuntimeWarning, match=f"{name} is fastbert's own model.*untouched"):
+        assert fastbert.accelerate(model, dtype=torch.bfloat16) is model
+    with pytest.raises(ValueError, match=f"model: {name} is fastbert's own model"):
+        fastbert.accelerate(model, strict=True)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert (set(vars(model)), repr(model)) == (keys, shown)
+    report = fastbert.explain(model)
+    assert [(m.kind, m.unpads) for m in report.models] == [("native", True)]
+    assert (report.fused_layers, report.total_layers) == (LAYERS, LAYERS)
+    first, second = str(report).splitlines()
+    assert first.startswith(
+        f"{LAYERS} of {LAYERS} encoder layers run fused, padding taken out; fastbert's own"
+    )
+    assert "calls" not in second
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a stock model beside it is accelerated without a word
+        beside = nn.ModuleList([model, stock("bert")])
+        assert fastbert.explain(fastbert.accelerate(beside)).fused_layers == 2 * LAYERS
+
+
+def test_strict_changes_nothing_where_a_part_cannot_be_accelerated():
+    model = stock("bert")
+    submodule(model, LAST).output.dense = Twice(80, 48)
+    classes, keys = [type(m) for m in model.modules()], [set(vars(m)) for m in model.modules()]
+    with pytest.raises(ValueError, match=r"encoder\.layer\.1"):
+        fastbert.accelerate(model, strict=True, dtype=torch.bfloat16)
+    assert [type(m) for m in model.modules()] == classes
+    assert [set(vars(m)) for m in model.modules()] == keys
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_strict_raises_where_a_layer_must_take_the_stock_path():
+    inputs = first_kept("bert")
+    fast = fastbert.accelerate(stock("bert", attention="eager"), strict=True)
+    with torch.no_grad(), calls(fast, packed=1, fused=LAYERS, stock=0):
+        fast(**inputs)
+    with pytest.raises(RuntimeError, match=r"encoder\.layer\.0: output_attentions is asked for"):
+        fast(**inputs, output_attentions=True)
+    handle = submodule(fast, LAST).attention.self.register_forward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match=r"encoder\.layer\.1: attention\.self has hooks"):
+        fast(**inputs)
+    handle.remove()
+    relative = fastbert.accelerate(stock("mpnet"), strict=True)
+    with pytest.raises(RuntimeError, match=r"encoder\.layer\.0: output_attentions is asked for"):
+        relative(**first_kept("mpnet"), output_attentions=True)
+    handle = submodule(fast, LAST).intermediate.dense.register_forward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match=r"encoder\.layer\.1.*intermediate\.dense"):
+        fast(**inputs)
+    handle.remove()
+    with torch.no_grad(), calls(fast, packed=1, fused=LAYERS, stock=0):
+        fast(**inputs)
+    handle = submodule(fast, LAST).intermediate.dense.register_forward_hook(lambda *_: None)
+    fastbert.accelerate(fast)  # no longer strict
+    with torch.no_grad(), calls(fast, fused=2, stock=1):
+        fast(**inputs)
+
+
+@pytest.mark.parametrize("version", ["4.57.3", "6.0.0", "6.1.0.dev0", "7.0"])
+def test_other_versions_of_transformers_are_left_alone(version, monkeypatch):
+    model = stock("bert")
+    classes, keys = [type(m) for m in model.modules()], [set(vars(m)) for m in model.modules()]
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    with pytest.raises(RuntimeError, match=version):
+        fastbert.accelerate(model, strict=True)
+    with pytest.warns(RuntimeWarning, match=version):
+        assert fastbert.accelerate(model) is model
+    assert [type(m) for m in model.modules()] == classes
+    assert [set(vars(m)) for m in model.modules()] == keys
+
+
+@pytest.mark.parametrize("version", ["5.0.0", "5.23.0", "5.99.1", "5.24.0.dev0"])
+def test_versions_in_range_are_accelerated_without_a_word(version, monkeypatch):
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fast = fastbert.accelerate(stock("bert"))
+    assert all(layer.fused for layer in fastbert.explain(fast).layers)
+
+
+def test_import_asks_for_no_transformers(tmp_path):
+    """And a pickled model is read by a process that never imported fastbert itself."""
+    slow, fast = build("bert", HEAD)
+    inputs = first_kept("bert")
+    saved = {
+        "class": type(fast.bert),
+        "model": fast,
+        "inputs": inputs,
+        "logits": slow(**inputs).logits.detach(),
+    }
+    torch.save(saved, tmp_path / "all")
+    code = (
+        "import sys, fastbert\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+        "assert callable(fastbert.accelerate) and callable(fastbert.restore) and callable(fastbert.explain)\n"
+        "assert 'transformers' not in sys.modules\n"
+        "del fastbert, sys.modules['fastbert']\n"
+        "import torch\n"
+        f"saved = torch.load({str(tmp_path / 'all')!r}, weights_only=False)\n"
+        "assert type(saved['model'].bert) is saved['class'] is not saved['class'].fastbert_base\n"
+        "with torch.no_grad(): out = saved['model'](**saved['inputs']).logits\n"
+        "assert (out - saved['logits']).abs().max() < 1e-5\n"
+    )
+    root = pathlib.Path(fastbert.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# -- copies, files, weights ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_saved_model_is_vanilla(name, tmp_path):
+    slow, fast = build(name, HEAD)
+    inputs = first_kept(name)
+    with torch.no_grad():
+        fast(**inputs)
+    fast.save_pretrained(tmp_path / "fast")
+    slow.save_pretrained(tmp_path / "slow")
+    files = sorted(p.name for p in (tmp_path / "slow").iterdir())
+    assert sorted(p.name for p in (tmp_path / "fast").iterdir()) == files
+    for file in files:
+        assert (tmp_path / "fast" / file).read_bytes() == (tmp_path / "slow" / file).read_bytes(), file
+    loaded, info = type(slow).from_pretrained(tmp_path / "fast", output_loading_info=True)
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert [type(m) for m in loaded.modules()] == [type(m) for m in slow.modules()]
+    with torch.no_grad():
+        assert torch.equal(loaded(**inputs).logits, slow(**inputs).logits)
+        again = type(fast).from_pretrained(tmp_path / "fast")  # the class of the accelerated model itself
+        close(again(**inputs).logits, slow(**inputs).logits)
+
+
+@pytest.mark.parametrize("name", ["bert", "albert-groups", "mpnet", "distilbert"])
+def test_deepcopy_runs_its_own_weights(name):
+    slow, fast = build(name, HEAD)
+    inputs = first_kept(name)
+    with torch.no_grad():
+        before = fast(**inputs).logits
+        twin, slow_twin = copy.deepcopy(fast), copy.deepcopy(slow)
+        assert [type(a) is type(b) for a, b in zip(twin.modules(), fast.modules(), strict=True)]
+        for model in (twin, slow_twin):
+            for parameter in model.parameters():
+                parameter.mul_(1.25)
+        with (
+            calls(fast, packed=0, padded=0, fused=0, stock=0),
+            calls(twin, packed=1, fused=layer_calls(name), stock=0),
+        ):
+            close(twin(**inputs).logits, slow_twin(**inputs).logits)
+        assert torch.equal(fast(**inputs).logits, before)
+        assert not torch.allclose(twin(**inputs).logits, before, atol=1e-2)
+        fastbert.restore(twin)
+        with calls(fast, packed=1, fused=layer_calls(name), stock=0):
+            assert torch.equal(fast(**inputs).logits, before)
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_pickle(name):
+    slow, fast = build(name, HEAD)
+    fastbert.accelerate(fast, unpad=False)
+    inputs = first_kept(name)
+    loaded = pickle.loads(pickle.dumps(fast))
+    # the options came along
+    with torch.no_grad(), calls(loaded, packed=0, padded=1, fused=layer_calls(name), stock=0):
+        close(loaded(**inputs).logits, slow(**inputs).logits)
+    for a, b in zip(loaded.modules(), slow.modules(), strict=True):
+        assert isinstance(a, type(b))
+    fastbert.restore(loaded)
+    assert [type(m) for m in loaded.modules()] == [type(m) for m in slow.modules()]
+    with torch.no_grad():
+        assert torch.equal(loaded(**inputs).logits, slow(**inputs).logits)
+
+
+def test_classes_are_pickled(tmp_path):
+    slow, fast = build("bert", transformers.AutoModelForQuestionAnswering)
+    fast.save_pretrained(tmp_path)
+    inputs = first_kept("bert")
+    for module, stock_module in zip(fast.modules(), slow.modules(), strict=True):
+        kind = type(module)
+        for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+            assert pickle.loads(pickle.dumps(kind, protocol)) is kind
+        assert pickle.loads(pickle.dumps(type(stock_module))) is type(stock_module)
+        assert copy.deepcopy(kind) is copy.copy(kind) is kind
+    load = pickle.loads(pickle.dumps(type(fast).from_pretrained))
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path)(**inputs).start_logits, slow(**inputs).start_logits)
+
+
+def test_classes_made_from_accelerated_ones_are_pickled_by_their_name():
+    kind = type(fastbert.accelerate(stock("bert")))
+    made = type("_Made", (kind,), {"__module__": __name__, "__qualname__": "_Made"})
+    with pytest.raises(pickle.PicklingError, match="_Made"):
+        pickle.dumps(made)
+    globals()["_Made"] = made
+    try:
+        assert pickle.loads(pickle.dumps(made)) is made
+    finally:
+        del globals()["_Made"]
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "albert", "electra", "distilbert", "mpnet"])
+def test_resized_token_embeddings(name):
+    slow, fast = build(name, transformers.AutoModelForMaskedLM)
+    inputs = first_kept(name)
+    kept = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        fast(**inputs)
+    for size in (131, 90):
+        for model in (slow, fast):
+            torch.manual_seed(1)
+            model.resize_token_embeddings(size, mean_resizing=False)
+        inputs["input_ids"] = torch.where(kept, torch.randint(5, size, (4, 40)), 1)
+        with calls(fast, packed=1, fused=LAYERS, stock=0):
+            actual = fast(**inputs, labels=inputs["input_ids"].where(kept, -100))
+        same_outputs(actual, slow(**inputs, labels=inputs["input_ids"].where(kept, -100)), kept)
+        assert actual.logits.shape[-1] == size
+        assert fast.get_output_embeddings().weight is fast.get_input_embeddings().weight
+        actual.loss.backward()
+        assert fast.get_input_embeddings().weight.grad.shape == (
+            size,
+            fast.get_input_embeddings().weight.shape[1],
+        )
+        fast.zero_grad()
+        del actual  # its graph remembers the size
+
+
+def test_weights_may_change_at_any_time():
+    """Whatever was derived from the weights before does not serve after."""
+    slow, fast = build("bert", HEAD)
+    inputs = first_kept("bert")
+    other = stock("bert", HEAD, seed=9).state_dict()
+
+    def scaled(model):
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+
+    def stepped(model):
+        with torch.enable_grad():
+            model.zero_grad()
+            model(**inputs, labels=torch.tensor([0, 1, 0, 1])).loss.backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+
+    def replaced(model):
+        torch.manual_seed(2)
+        submodule(model, "bert." + LAST).output.dense = nn.Linear(80, 48)
+        submodule(model, "bert." + LAST).attention.self.key.weight = nn.Parameter(torch.randn(48, 48))
+
+    def written_behind_autograd(model):
+        for parameter in model.parameters():
+            parameter.data.mul_(0.9)
+        model.eval()
+
+    changes = [
+        scaled,
+        lambda model: model.load_state_dict(other),
+        lambda model: model.load_state_dict({k: v.clone() for k, v in other.items()}, assign=True),
+        stepped,
+        replaced,
+        written_behind_autograd,
+        lambda model: model.double(),
+        lambda model: model.float(),
+        lambda model: model.requires_grad_(False),
+    ]
+    with torch.no_grad():
+        for change in changes:
+            fast(**inputs)
+            for model in (slow, fast):
+                change(model)
+            with calls(fast, packed=1, fused=LAYERS, stock=0):
+                close(fast(**inputs).logits, slow(**inputs).logits, 2e-5)
+
+
+def test_functional_call_runs_the_weights_that_it_is_given():
+    slow, fast = pair("bert", HEAD)
+    inputs = first_kept("bert")
+    other = {k: v.clone() for k, v in stock("bert", HEAD, seed=9).named_parameters()}
+    with torch.no_grad():
+        fast(**inputs)
+        actual, expected = (torch.func.functional_call(m, other, (), inputs).logits for m in (fast, slow))
+        close(actual, expected)
+        close(fast(**inputs).logits, slow(**inputs).logits)
+
+
+# -- around the model ----------------------------------------------------------------------------------------
+
+
+class _Pair(nn.Module):
+    """Two encoders and what they share, as retrieval models have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = stock("bert"), stock("distilbert")
+        self.again = self.left
+
+    def forward(self, inputs):
+        types_ = {k: v for k, v in inputs.items() if k != "token_type_ids"}
+        return (
+            self.left(**inputs)[0][:, 0]
+            + self.right(**types_)[0][:, 0]
+            + self.again(inputs["input_ids"])[0][:, 0]
+        )
+
+
+def test_models_inside_any_module():
+    slow = _Pair().eval()
+    fast = fastbert.accelerate(copy.deepcopy(slow))
+    assert type(fast) is _Pair
+    inputs = first_kept("bert")
+    with torch.no_grad(), calls(fast, packed=3, padded=0, fused=3 * LAYERS, stock=0):
+        close(fast(inputs), slow(inputs))
+    report = fastbert.explain(fast)
+    assert [m.name for m in report.models] == ["left", "right"]
+    assert [m.packed_calls for m in report.models] == [2, 1]
+    assert len(report.layers) == 2 * LAYERS
+    with torch.no_grad():
+        assert torch.equal(fastbert.restore(fast)(inputs), slow(inputs))
+
+
+DECODERS = {
+    "bert": transformers.BertLMHeadModel,
+    "roberta": transformers.RobertaForCausalLM,
+    "xlm-roberta": transformers.XLMRobertaForCausalLM,
+    "camembert": transformers.CamembertForCausalLM,
+    "electra": transformers.ElectraForCausalLM,
+    "ernie": transformers.ErnieForCausalLM,
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders_run_as_they_are(name):
+    torch.manual_seed(0)
+    config = hf_config(name, is_decoder=True)
+    slow = DECODERS[name](config).eval()
+    fast = fastbert.accelerate(copy.deepcopy(slow))
+    inputs = first_kept(name)
+    with torch.no_grad():
+        assert torch.equal(fast(**inputs).logits, slow(**inputs).logits)
+    assert not any(layer.fused for layer in fastbert.explain(fast).layers)
+    with pytest.raises(ValueError, match="decoder"):
+        fastbert.accelerate(copy.deepcopy(slow), strict=True)
+    ids = inputs["input_ids"][3:, :5]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        settings_ = dict(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
+        assert torch.equal(fast.generate(ids, **settings_), slow.generate(ids, **settings_))
+
+
+def test_cross_attention_runs_as_it_is():
+    torch.manual_seed(0)
+    config = hf_config("bert", is_decoder=True, add_cross_attention=True)
+    slow = transformers.BertModel(config).eval()
+    fast = fastbert.accelerate(copy.deepcopy(slow))
+    inputs = first_kept("bert")
+    other = dict(encoder_hidden_states=torch.randn(4, 7, 48), encoder_attention_mask=torch.ones(4, 7))
+    with torch.no_grad():
+        assert torch.equal(fast(**inputs, **other)[0], slow(**inputs, **other)[0])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_modes_of_autograd(mode):
+    slow, fast = build("bert")
+    inputs = first_kept("bert")
+    kept = inputs["attention_mask"].bool()
+    for _ in range(2):
+        with mode():
+            actual, expected = fast(**inputs), slow(**inputs)
+            same_outputs(actual, expected, kept)
+        assert actual[0].requires_grad == expected[0].requires_grad
+        assert actual[0].is_inference() == expected[0].is_inference()
+    fast(**inputs)[0].sum().backward()  # and what was derived there does not stand in the way here
+    assert all(p.grad is not None for k, p in fast.named_parameters() if "pooler" not in k)
+
+
+def test_threads_do_not_disturb_each_other():
+    slow, fast = build("bert")
+    work = []
+    for seed in range(6):
+        inputs = first_kept("bert", seed=seed, seqlen=10 + 5 * seed)
+        if seed % 3 == 2:  # the padded layout at the same time as the packed one
+            inputs["attention_mask"][0, 0] = 0
+        work.append(inputs)
+    with torch.no_grad():
+        expected = [slow(**inputs, output_hidden_states=True) for inputs in work]
+    failures = []
+
+    def serve(offset):
+        try:
+            with torch.no_grad():
+                for step in range(12):
+                    at = (offset + step) % len(work)
+                    out = fast(**work[at], output_hidden_states=True)
+                    same_outputs(out, expected[at], work[at]["attention_mask"].bool())
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=serve, args=(offset,)) for offset in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_traced_model_is_the_stock_one():
+    slow, fast = build("bert")
+    inputs = first_kept("bert")
+    arguments = (inputs["input_ids"], inputs["attention_mask"])
+    other = first_kept("bert", seed=7)
+    with torch.no_grad():
+        traced = torch.jit.trace(fast, arguments, check_trace=False, strict=False)
+        reference = torch.jit.trace(slow, arguments, check_trace=False, strict=False)
+        assert "fastbert" not in str(traced.inlined_graph)
+        actual, expected = (m(other["input_ids"], other["attention_mask"]) for m in (traced, reference))
+        assert torch.equal(actual["last_hidden_state"], expected["last_hidden_state"])
+        with calls(fast, packed=1, fused=LAYERS, stock=0):
+            fast(**inputs)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("task", ["Model", "ForQuestionAnswering"])
+def test_fastberts_own_models_say_how_they_are_traced(task):
+    model = getattr(fastbert, f"Bert{task}")(EncoderConfig.from_hf(hf_config("bert"))).eval()
+    inputs = first_kept("bert")
+    arguments = (inputs["input_ids"], inputs["attention_mask"])
+    with pytest.raises(RuntimeError, match=f"Bert{task}: .*transformers.*fastbert.accelerate"):
+        torch.jit.trace(model, arguments, check_trace=False)
+    with pytest.raises(RuntimeError, match=f"Bert{task}: .*dynamo=False.*fastbert.accelerate"):
+        torch.onnx.export(model, arguments, io.BytesIO(), dynamo=False)
+    with torch.no_grad():
+        model(*arguments)
+
+
+def test_model_on_the_meta_device_gives_shapes():
+    slow, fast = (m.to("meta") for m in build("bert"))
+    ids = torch.zeros(4, 40, dtype=torch.long, device="meta")
+    with torch.no_grad():
+        assert fast(ids)[0].shape == slow(ids)[0].shape == (4, 40, 48)
+
+
+def test_flops_are_counted_as_in_the_stock_model():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    slow, fast = build("bert", attention="eager")
+    inputs = first_kept("bert")
+    totals = []
+    for model in (slow, fast):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(**inputs)
+        totals.append(counter.get_total_flops())
+    assert totals[0] == totals[1] > 0
+
+
+@pytest.mark.parametrize("what", ["grad", "vmap", "jvp", "forward-mode"])
+def test_transforms_of_functions_see_the_stock_model(what):
+    """Per-sample gradients, directional derivatives: our operations have no rules for them."""
+    slow, fast = (m.double() for m in build("bert", attention="eager"))
+    embeds = torch.randn(3, 7, 48, dtype=torch.float64)
+    results = []
+    for model in (slow, fast):
+
+        def loss(x, model=model):
+            return model(inputs_embeds=x)[0].square().sum()
+
+        if what == "grad":
+            results.append(torch.func.grad(loss)(embeds))
+        elif what == "vmap":
+            results.append(torch.func.vmap(torch.func.grad(loss))(embeds[:, None]))
+        elif what == "jvp":
+            results.append(torch.func.jvp(loss, (embeds,), (torch.ones_like(embeds),))[1])
+        else:
+            with torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(embeds, torch.ones_like(embeds))
+                results.append(torch.autograd.forward_ad.unpack_dual(loss(dual)).tangent)
+    close(results[1], results[0], 1e-9)
+    with torch.no_grad(), calls(fast, packed=1, fused=LAYERS, stock=0):
+        fast(inputs_embeds=embeds)

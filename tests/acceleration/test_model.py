@@ -1,0 +1,538 @@
+"""What a call of an accelerated model gives (acceleration/model.py): every family, head, argument and mask,
+each against the untouched model.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fastbert
+from tests.support.accelerated_models import (
+    LAYERS,
+    build,
+    calls,
+    close,
+    first_kept,
+    layer_calls,
+    pair,
+    same_gradients,
+    same_outputs,
+    stock,
+)
+from tests.support.hf_models import FAMILY_NAMES, batch
+from tests.support.model_pairs import CASES, labels_for
+
+UNSUPPORTED = "tanh"  # an activation that no op of ours knows
+MASKS = ("right", "holes", "left", "ones", "none", "empty-row")
+
+# -- every family, every head --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_families_give_the_stock_outputs(name, mask):
+    slow, fast = pair(name)
+    inputs = first_kept(name)
+    kept = inputs["attention_mask"]
+    if mask in ("right", "left"):
+        lengths = torch.tensor([40, 1, 17, 28])
+        kept[:] = torch.arange(40)[None] < lengths[:, None]
+        if mask == "left":
+            kept[:] = kept.flip(1)
+    elif mask == "ones":
+        kept[:] = 1
+    elif mask == "empty-row":
+        kept[3] = 0
+    if mask == "none":
+        inputs.pop("attention_mask")
+        kept = torch.ones_like(inputs["input_ids"])
+    kept = kept.bool()
+    packed = int(mask != "left")
+    with torch.no_grad(), calls(fast, packed=packed, padded=1 - packed, fused=layer_calls(name), stock=0):
+        actual = fast(**inputs)
+    with torch.no_grad():
+        expected = slow(**inputs)
+    if mask == "empty-row":  # nobody says what a sequence of no tokens is; it is finite
+        assert all(value.isfinite().all() for value in actual.values())
+        kept, actual, expected = kept[:3], _rows(actual, 3), _rows(expected, 3)
+    same_outputs(actual, expected, kept)
+    if packed:
+        assert actual.last_hidden_state[~kept].eq(0).all()
+
+
+def _rows(output, count: int):
+    return type(output)(**{key: value[:count] for key, value in output.items()})
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_hidden_states_of_families(name):
+    slow, fast = pair(name)
+    inputs = first_kept(name, seed=2)
+    kept = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        expected = slow(**inputs, output_hidden_states=True)
+        with calls(fast, packed=1, fused=layer_calls(name), stock=0):
+            actual = fast(**inputs, output_hidden_states=True)
+    same_outputs(actual, expected, kept)
+    assert actual.hidden_states[-1] is actual.last_hidden_state
+    for hidden in actual.hidden_states:
+        assert hidden.shape == (4, 40, 48)
+        assert hidden[~kept].eq(0).all()
+    # nothing that the call left behind sends the next one another way
+    with torch.no_grad(), calls(fast, packed=1, fused=layer_calls(name), stock=0):
+        close(fast(**inputs).last_hidden_state[kept], expected.last_hidden_state[kept])
+
+
+@pytest.mark.parametrize(("name", "task"), CASES)
+def test_heads_give_the_stock_outputs_and_loss(name, task):
+    slow, fast = pair(name, getattr(transformers, "AutoModel" + task))
+    inputs = first_kept(name, seqlen=18, seed=1)
+    if task == "ForMultipleChoice":
+        inputs = {k: v.reshape(2, 2, -1) for k, v in inputs.items()}
+    kept = inputs["attention_mask"].bool()
+    labels = labels_for(slow, inputs, seed=1)
+    if task == "ForQuestionAnswering":  # its softmax runs over padding too: the loss has a test of its own
+        labels = {}
+    with torch.no_grad():
+        expected = slow(**inputs, **labels, output_hidden_states=True)
+        with calls(fast, packed=1, padded=0, fused=layer_calls(name), stock=0):
+            actual = fast(**inputs, **labels, output_hidden_states=True)
+    same_outputs(actual, expected, kept)
+
+
+@pytest.mark.parametrize(("name", "task"), CASES)
+def test_gradients_of_heads(name, task):
+    # in float64: deep ALBERT's gradients are so ill-conditioned that stock float32 ones are 4e-4 off
+    slow, fast = (copy.deepcopy(m).double() for m in pair(name, getattr(transformers, "AutoModel" + task)))
+    inputs = first_kept(name, seqlen=18, seed=1)
+    if task == "ForQuestionAnswering":
+        inputs["attention_mask"][:] = 1
+    if task == "ForMultipleChoice":
+        inputs = {k: v.reshape(2, 2, -1) for k, v in inputs.items()}
+    labels = labels_for(slow, inputs, seed=1)
+    slow(**inputs, **labels).loss.backward()
+    with calls(fast, packed=1, fused=layer_calls(name), stock=0):
+        fast(**inputs, **labels).loss.backward()
+    same_gradients(fast, slow, 1e-9)
+
+
+@pytest.mark.parametrize("mask", ["holes", "left"])
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_float32_gradients(name, mask):
+    slow, fast = (copy.deepcopy(m).train() for m in pair(name))
+    truth = copy.deepcopy(slow).double()
+    inputs = (batch if mask == "left" else first_kept)(name, seed=5)
+    kept = inputs["attention_mask"].bool()
+    weights = torch.randn(int(kept.sum()), 48, generator=torch.Generator().manual_seed(0))
+    for model in (slow, fast, truth):
+        out = model(**inputs).last_hidden_state[kept]
+        (out * weights.to(out.dtype)).sum().backward()
+    exact = torch.cat([p.grad.flatten() for p in truth.parameters() if p.grad is not None])
+    mine, theirs = (
+        torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]).double() - exact
+        for m in (fast, slow)
+    )
+    # a part of all gradients; where the stock model's rounding is larger, that
+    assert mine.norm() <= max(1e-5 * exact.norm(), 1.5 * theirs.norm())
+
+
+def test_question_answering_loss_over_kept_tokens():
+    slow, fast = pair("bert", transformers.AutoModelForQuestionAnswering)
+    inputs = first_kept("bert", seqlen=18)
+    inputs["attention_mask"][:] = 1
+    labels = labels_for(slow, inputs)
+    with torch.no_grad():
+        close(fast(**inputs, **labels).loss, slow(**inputs, **labels).loss)
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "albert", "distilbert", "electra", "mpnet"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_error_is_no_larger_than_the_stock_models(name, dtype):
+    slow, fast = (copy.deepcopy(m).to(dtype) for m in pair(name))
+    truth_model = copy.deepcopy(slow).double()
+    mine, theirs = [], []
+    for seed in range(6):
+        inputs = first_kept(name, seed=seed)
+        kept = inputs["attention_mask"].bool()
+        with torch.no_grad():
+            truth = truth_model(**inputs).last_hidden_state[kept]
+            for model, errors in ((fast, mine), (slow, theirs)):
+                out = model(**inputs).last_hidden_state
+                assert out.dtype == dtype
+                errors.append(out[kept].double() - truth)
+    mine, theirs = torch.cat(mine), torch.cat(theirs)
+    assert mine.square().mean() <= 1.02 * theirs.square().mean()
+    assert mine.abs().max() <= 2 * theirs.abs().max()
+
+
+def test_eager_attention_is_replaced_alike():
+    slow, fast = build("bert", attention="eager")
+    inputs = first_kept("bert")
+    with torch.no_grad(), calls(fast, packed=1, fused=LAYERS, stock=0):
+        close(
+            fast(**inputs)[0][inputs["attention_mask"].bool()],
+            slow(**inputs)[0][inputs["attention_mask"].bool()],
+        )
+
+
+@pytest.mark.parametrize("activation", ["gelu_new", "relu", "silu", UNSUPPORTED])
+def test_activations(activation):
+    slow, fast = build("bert", hidden_act=activation)
+    inputs = first_kept("bert")
+    kept = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        same_outputs(fast(**inputs), slow(**inputs), kept)
+
+
+def test_ernie_with_task_ids():
+    slow, fast = build("ernie", use_task_id=True)
+    inputs = first_kept("ernie")
+    kept = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        for tasks in ({}, {"task_type_ids": torch.randint(0, 3, (4, 40))}):
+            same_outputs(fast(**inputs, **tasks), slow(**inputs, **tasks), kept)
+
+
+def test_chunked_feed_forward():
+    slow, fast = build("bert", chunk_size_feed_forward=5)
+    inputs = first_kept("bert")
+    with torch.no_grad(), calls(fast, packed=0, padded=1, fused=0, stock=LAYERS):  # it saves memory there
+        same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool())
+
+
+# -- arguments -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_inputs_embeds_and_their_gradient(name):
+    slow, fast = (copy.deepcopy(m).double() for m in pair(name))
+    inputs = first_kept(name)
+    kept = inputs["attention_mask"].bool()
+    embeds = slow.get_input_embeddings()(inputs.pop("input_ids")).detach()
+    mine, theirs = embeds.clone().requires_grad_(), embeds.clone().requires_grad_()
+    expected = slow(inputs_embeds=theirs, **inputs)
+    with calls(fast, packed=1, fused=layer_calls(name)):
+        actual = fast(inputs_embeds=mine, **inputs)
+    same_outputs(actual, expected, kept, 1e-12)
+    for out in (actual, expected):
+        out.last_hidden_state[kept].square().sum().backward()
+    close(mine.grad, theirs.grad, 1e-9)
+    gradient, mine.grad = mine.grad, None
+    fast.requires_grad_(False)  # as attributions and adversarial examples have it
+    fast(inputs_embeds=mine, **inputs).last_hidden_state[kept].square().sum().backward()
+    close(mine.grad, gradient, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "albert", "mpnet"])
+def test_positions_and_types_given_by_hand(name):
+    slow, fast = pair(name)
+    inputs = first_kept(name)
+    kept = inputs["attention_mask"].bool()
+    for positions in (torch.randint(2, 70, (1, 40)), torch.randint(2, 70, (4, 40))):
+        with torch.no_grad():
+            same_outputs(fast(**inputs, position_ids=positions), slow(**inputs, position_ids=positions), kept)
+    inputs.pop("token_type_ids", None)
+    with torch.no_grad():
+        same_outputs(fast(**inputs), slow(**inputs), kept)
+
+
+def test_roberta_counts_positions_by_ids_not_by_the_mask():
+    slow, fast = pair("roberta")
+    inputs = first_kept("roberta")
+    ids = torch.randint(5, 120, (4, 40))
+    ids[0, 3] = ids[2, 7:9] = 1  # pads that are attended to; and masked tokens that are none
+    inputs["input_ids"] = ids
+    with torch.no_grad():
+        same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool())
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "albert", "mpnet"])
+def test_tuples(name):
+    slow, fast = pair(name)
+    inputs = first_kept(name)
+    kept = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        for extra in ({}, {"output_hidden_states": True}):
+            expected = slow(**inputs, **extra, return_dict=False)
+            actual = fast(**inputs, **extra, return_dict=False)
+            assert type(actual) is type(expected) is tuple
+            assert [type(a) for a in actual] == [type(e) for e in expected]
+            assert len(actual[-1]) == len(expected[-1])
+            close(actual[0][kept], expected[0][kept])
+
+
+def test_outputs_asked_for_by_the_config():
+    slow, fast = build("bert")
+    inputs = first_kept("bert")
+    for model in (slow, fast):
+        model.config.output_hidden_states = True
+    with torch.no_grad():
+        expected, actual = slow(**inputs), fast(**inputs)
+        same_outputs(actual, expected, inputs["attention_mask"].bool())
+        assert len(actual.hidden_states) == LAYERS + 1
+        for model in (slow, fast):
+            model.config.return_dict = False
+        assert [type(v) for v in fast(**inputs)] == [type(v) for v in slow(**inputs)]
+
+
+@pytest.mark.parametrize("name", ["bert", "mpnet"])
+def test_attentions_asked_for_by_the_config(name):
+    slow, fast = build(name, attention="eager")
+    inputs = first_kept(name)
+    for model in (slow, fast):
+        model.config.output_attentions = True
+    with torch.no_grad(), calls(fast, packed=0, padded=1, fused=0, stock=LAYERS):
+        actual, expected = fast(**inputs), slow(**inputs)
+    same_outputs(actual, expected, inputs["attention_mask"].bool())
+    assert len(actual.attentions) == LAYERS
+
+
+@pytest.mark.parametrize("selected", [1, [0, -1], [-2]])
+def test_some_hidden_states_only(selected):
+    slow, fast = pair("bert")
+    inputs = first_kept("bert")
+    kept = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        expected = slow(**inputs, output_hidden_states=selected).hidden_states
+        actual = fast(**inputs, output_hidden_states=selected).hidden_states
+    assert [a is None for a in actual] == [e is None for e in expected]
+    assert any(e is None for e in expected)
+    for a, e in zip(actual, expected, strict=True):
+        if e is not None:
+            close(a[kept], e[kept])
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_attention_probabilities_come_from_the_stock_layers(name):
+    slow, fast = build(name, attention="eager")
+    inputs = first_kept(name)
+    kept = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        expected = slow(**inputs, output_attentions=True, output_hidden_states=True)
+        with calls(fast, packed=0, padded=1, fused=0, stock=layer_calls(name)):
+            actual = fast(**inputs, output_attentions=True, output_hidden_states=True)
+        same_outputs(actual, expected, kept)
+        assert len(actual.attentions) == layer_calls(name)
+        assert actual.attentions[0].shape == (4, 3, 40, 40)
+        # the stock model leaves its hooks on the layers for good: they stop nothing
+        with calls(fast, packed=1, fused=layer_calls(name), stock=0):
+            close(fast(**inputs)[0][kept], expected[0][kept])
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "albert", "mpnet"])
+def test_hooks_that_transformers_left_before_do_not_matter(name):
+    model = stock(name, attention="eager")
+    inputs = first_kept(name)
+    with torch.no_grad():
+        expected = model(**inputs, output_hidden_states=True, output_attentions=True)
+    fast = fastbert.accelerate(model)
+    kept = inputs["attention_mask"].bool()
+    with torch.no_grad(), calls(fast, packed=2, fused=2 * LAYERS, stock=0):
+        close(fast(**inputs)[0][kept], expected[0][kept])
+        hidden = fast(**inputs, output_hidden_states=True).hidden_states
+    assert len(hidden) == LAYERS + 1
+    for a, e in zip(hidden, expected.hidden_states, strict=True):
+        close(a[kept], e[kept])
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "kind"),
+    [
+        ("bert", "sdpa", "bool"),
+        ("bert", "eager", "additive"),
+        ("bert", "sdpa", "per-head"),
+        ("roberta", "sdpa", "bool"),
+        ("distilbert", "sdpa", "additive"),
+        ("electra", "sdpa", "per-head"),
+        ("albert", "sdpa", "additive"),
+        ("mpnet", "eager", "additive"),
+        ("mpnet", "eager", "per-head"),
+    ],
+)
+def test_four_dimensional_masks(name, attention, kind):
+    slow, fast = build(name, attention=attention)
+    slow, fast = slow.double(), fast.double()
+    ids = first_kept(name)["input_ids"]
+    allowed = (torch.rand(4, 1, 40, 40) > 0.3) | torch.eye(40, dtype=torch.bool)
+    if kind == "bool":
+        mask = allowed
+    elif kind == "additive":
+        mask = torch.zeros(4, 1, 40, 40, dtype=torch.float64).masked_fill(~allowed, -1e30)
+    else:
+        mask = torch.randn(4, 3, 40, 40, dtype=torch.float64)
+    expected = slow(ids, attention_mask=mask)
+    with calls(fast, packed=0, padded=1, fused=LAYERS, stock=0):
+        actual = fast(ids, attention_mask=mask)
+    same_outputs(actual, expected, torch.ones_like(ids).bool(), 1e-12)
+    for out in (actual, expected):
+        out.last_hidden_state.square().sum().backward()
+    same_gradients(fast, slow, 1e-9)
+
+
+def test_masks_of_every_dtype():
+    _, fast = pair("bert")
+    inputs = first_kept("bert")
+    with torch.no_grad():
+        expected = fast(**inputs).last_hidden_state
+        for dtype in (torch.bool, torch.int32, torch.uint8, torch.float32, torch.bfloat16):
+            inputs["attention_mask"] = inputs["attention_mask"].to(dtype)
+            assert torch.equal(fast(**inputs).last_hidden_state, expected)
+
+
+def test_a_mask_of_ones_is_no_mask():
+    _, fast = pair("bert")
+    ids = first_kept("bert")["input_ids"]
+    with torch.no_grad(), calls(fast, packed=2, fused=2 * LAYERS):
+        assert torch.equal(fast(ids)[0], fast(ids, torch.ones_like(ids))[0])
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("shape", [(1, 40), (4, 41), (4, 39)])
+def test_masks_of_other_shapes_do_what_they_do_in_the_stock_model(shape, padding):
+    slow, fast = pair("bert")
+    ids = first_kept("bert")["input_ids"]
+    mask = torch.ones(shape, dtype=torch.long)
+    if padding:
+        mask[:, 20:30] = 0
+    outputs = []
+    for model in (slow, fast):
+        try:
+            with torch.no_grad():
+                outputs.append(model(ids, mask).last_hidden_state)
+        except (ValueError, RuntimeError, IndexError) as error:
+            outputs.append(type(error))
+    assert isinstance(outputs[0], torch.Tensor) or padding  # without any, transformers drops the mask unseen
+    if isinstance(outputs[0], torch.Tensor):
+        close(outputs[1], outputs[0])
+    else:
+        assert isinstance(outputs[1], type)
+
+
+def test_arguments_of_the_attention_function_reach_it():
+    slow, fast = pair("bert")
+    ids = first_kept("bert")["input_ids"]
+    with torch.no_grad():
+        expected = slow(ids, is_causal=True)
+        with calls(fast, packed=0, padded=1, fused=0, stock=LAYERS):
+            same_outputs(fast(ids, is_causal=True), expected, torch.ones_like(ids).bool())
+        assert not torch.allclose(expected[0], slow(ids)[0], atol=0.1)
+
+
+def test_ids_of_32_bits():
+    slow, fast = pair("bert")
+    inputs = {k: v.int() for k, v in first_kept("bert").items()}
+    with torch.no_grad(), calls(fast, packed=1):
+        same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool())
+
+
+def test_attentions_that_sdpa_does_not_give():
+    slow, fast = pair("bert")
+    inputs = first_kept("bert")
+    with torch.no_grad():
+        expected = slow(**inputs, output_attentions=True)
+        same_outputs(fast(**inputs, output_attentions=True), expected, inputs["attention_mask"].bool())
+    assert expected.attentions == ()
+
+
+def test_positional_arguments():
+    slow, fast = pair("bert")
+    inputs = first_kept("bert")
+    ids, mask, types_ = inputs["input_ids"], inputs["attention_mask"], inputs["token_type_ids"]
+    positions = torch.randint(0, 70, (1, 40))
+    with torch.no_grad(), calls(fast, packed=1):
+        same_outputs(fast(ids, mask, types_, positions), slow(ids, mask, types_, positions), mask.bool())
+
+
+def test_one_token_and_one_sequence():
+    slow, fast = pair("bert")
+    for shape in ((1, 1), (1, 7), (5, 1)):
+        ids = torch.randint(5, 120, shape)
+        with torch.no_grad():
+            same_outputs(fast(ids), slow(ids), torch.ones_like(ids).bool())
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_any_mask(data):
+    slow, fast = pair("bert", num_hidden_layers=2)
+    size, seqlen = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 12))
+    rows = st.lists(st.booleans(), min_size=seqlen, max_size=seqlen)
+    mask = torch.tensor(data.draw(st.lists(rows, min_size=size, max_size=size)))
+    ids = torch.randint(5, 120, (size, seqlen), generator=torch.Generator().manual_seed(seqlen))
+    with torch.no_grad():
+        actual, expected = fast(ids, mask), slow(ids, mask)
+    assert all(value.isfinite().all() for value in actual.values())
+    rows = mask.any(1)
+    same_outputs(
+        type(actual)(**{k: v[rows] for k, v in actual.items()}),
+        type(expected)(**{k: v[rows] for k, v in expected.items()}),
+        mask[rows],
+    )
+
+
+def test_errors_of_the_caller_stay_errors():
+    slow, fast = pair("bert")
+    ids = torch.randint(5, 120, (2, 9))
+    long = torch.full_like(ids, 7)
+    long[1, 3] = 120
+    wrong = [
+        dict(),
+        dict(input_ids=ids, inputs_embeds=torch.randn(2, 9, 48)),
+        dict(input_ids=torch.randint(5, 120, (2, 73))),
+        dict(input_ids=long),
+        dict(input_ids=-ids),
+        dict(input_ids=ids, token_type_ids=torch.full_like(ids, 2)),
+        dict(input_ids=ids, position_ids=torch.full_like(ids, 72)),
+        dict(input_ids=ids, token_type_ids=ids[:, :5] * 0),
+        dict(inputs_embeds=torch.randn(2, 9, 47)),
+    ]
+    for arguments in wrong:
+        for model in (slow, fast):
+            with pytest.raises((ValueError, IndexError, RuntimeError)), torch.no_grad():
+                model(**arguments)
+    with torch.no_grad(), calls(fast, packed=1, fused=LAYERS):  # and none of it left anything behind
+        close(fast(ids)[0], slow(ids)[0])
+
+
+# -- the three bugs of the nearest rival ---------------------------------------------------------------------
+
+
+def test_float32_runs():
+    slow, fast = pair("bert")
+    inputs = first_kept("bert")
+    with torch.no_grad(), calls(fast, fused=LAYERS, stock=0):
+        out = fast(**inputs).last_hidden_state
+    assert out.dtype == torch.float32
+    close(out[0, :20], slow(**inputs).last_hidden_state[0, :20])
+
+
+def test_left_padding_and_holes_are_read_from_the_mask():
+    slow, fast = pair("bert")
+    inputs = batch("bert")  # row 1 is padded on the left, row 2 has holes
+    kept = inputs["attention_mask"].bool()
+    assert not kept[1, 0]
+    assert not kept[2].eq(torch.arange(40) < kept[2].sum()).all()
+    with torch.no_grad():
+        same_outputs(fast(**inputs), slow(**inputs), kept)
+
+
+def test_embeddings_are_normalised():
+    slow, fast = pair("bert")
+    inputs = first_kept("bert")
+    kept = inputs["attention_mask"].bool()
+    norm = slow.embeddings.LayerNorm
+    with torch.no_grad():
+        embedded = fast(**inputs, output_hidden_states=True).hidden_states[0][kept]
+        x_hat = (embedded - norm.bias) / norm.weight
+        close(x_hat.mean(-1), torch.zeros(len(x_hat)), 1e-4)
+        close(x_hat.var(-1, unbiased=False), torch.ones(len(x_hat)), 1e-3)
+        close(
+            embedded,
+            slow.embeddings(inputs["input_ids"], token_type_ids=inputs["token_type_ids"])[kept],
+        )

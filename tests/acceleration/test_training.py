@@ -1,0 +1,389 @@
+"""Training of accelerated models: gradients, checkpointing, autocast and dropout, each against the untouched
+model.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fastbert
+from fastbert.models.config import EncoderConfig
+from fastbert.ops import (
+    attention,
+    checks,
+    cross_entropy,
+    embedding,
+    layer_norm,
+    linear,
+    linear_cross_entropy,
+    pooling,
+)
+from tests.support.accelerated_models import (
+    HEAD,
+    LAYERS,
+    PROBE,
+    build,
+    calls,
+    close,
+    first_kept,
+    pair,
+    same_gradients,
+    same_outputs,
+    submodule,
+)
+from tests.support.hf_models import FAMILY_NAMES
+
+# -- training ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "albert", "mpnet"])
+def test_training_follows_the_stock_model(name, tmp_path):
+    slow, fast = (m.train() for m in build(name, HEAD))
+    losses = {}
+    for model in (slow, fast):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+        losses[model] = []
+        for step in range(6):
+            inputs = first_kept(name, seqlen=18, seed=step % 2)
+            loss = model(**inputs, labels=torch.tensor([0, 1, 1, 0])).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[model].append(loss.item())
+    torch.testing.assert_close(losses[fast], losses[slow], rtol=2e-4, atol=2e-4)
+    assert losses[fast][-1] < losses[fast][0]
+    fast.eval().save_pretrained(tmp_path)
+    loaded = type(slow).from_pretrained(tmp_path)
+    for key, value in fast.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], value), key
+    with torch.no_grad():
+        close(fast(**inputs).logits, loaded(**inputs).logits)
+
+
+def test_frozen_parameters_have_no_gradient():
+    slow, fast = build("bert", HEAD)
+    inputs = first_kept("bert")
+    for model in (slow, fast):
+        model.bert.embeddings.requires_grad_(False)
+        model.bert.encoder.layer[0].requires_grad_(False)
+        model.bert.encoder.layer[1].output.LayerNorm.requires_grad_(False)
+        model.bert.encoder.layer[1].attention.self.key.requires_grad_(False)
+        model.bert.encoder.layer[2].intermediate.dense.bias.requires_grad_(False)
+        model(**inputs, labels=torch.tensor([0, 1, 0, 1])).loss.backward()
+    same_gradients(fast, slow, 1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_hidden_states_keep_their_gradients(name):
+    slow, fast = (copy.deepcopy(m).double().train() for m in pair(name))
+    inputs = first_kept(name)
+    kept = inputs["attention_mask"].bool()
+    grads = []
+    for model in (slow, fast):
+        out = model(**inputs, output_hidden_states=True)
+        for hidden in out.hidden_states:
+            hidden.retain_grad()
+        out.last_hidden_state[kept].square().sum().backward()
+        assert all(hidden.grad is not None for hidden in out.hidden_states)
+        grads.append([hidden.grad[kept] for hidden in out.hidden_states])
+    for theirs, ours in zip(*grads, strict=True):
+        close(ours, theirs, 1e-9)
+
+
+def test_attentions_keep_their_gradients():
+    slow, fast = build("bert", attention="eager")
+    inputs = first_kept("bert")
+    grads = []
+    for model in (slow, fast):
+        out = model(**inputs, output_attentions=True)
+        for probabilities in out.attentions:
+            probabilities.retain_grad()
+        out.last_hidden_state[0, 0].sum().backward()
+        grads.append([probabilities.grad for probabilities in out.attentions])
+    for theirs, ours in zip(*grads, strict=True):
+        close(ours, theirs)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "electra", "ernie"])
+def test_activation_checkpointing(name, reentrant):
+    slow, fast = (m.double().train() for m in build(name, HEAD))
+    inputs = first_kept(name)
+    for model in (slow, fast):
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    labels = torch.tensor([0, 1, 0, 1])
+    expected = slow(**inputs, labels=labels)
+    with calls(fast, packed=1, fused=LAYERS, stock=0):  # whatever hook transformers put on the embeddings
+        actual = fast(**inputs, labels=labels)
+    close(actual.loss, expected.loss, 1e-12)
+    expected.loss.backward()
+    with calls(fast, fused=LAYERS, stock=0):  # each layer once more
+        actual.loss.backward()
+    same_gradients(fast, slow, 1e-9)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_over_frozen_embeddings(reentrant):
+    slow, fast = (m.double().train() for m in build("bert", HEAD))
+    inputs = first_kept("bert")
+    for model in (slow, fast):
+        model.bert.embeddings.requires_grad_(False)
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        with calls(fast, packed=int(model is fast)):
+            model(**inputs, labels=torch.tensor([0, 1, 0, 1])).loss.backward()
+        model.disable_input_require_grads()
+    same_gradients(fast, slow, 1e-9)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["bert", "distilbert"])
+def test_checkpointed_layers_drop_the_same_elements_again(name, reentrant):
+    """Else the gradient is none of the loss: compare it with differences of losses of the same seed."""
+    _, fast = build(name, HEAD, hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3)
+    fast = fast.double().train()
+    fast.activation_checkpointing_enable({"use_reentrant": reentrant})
+    inputs = first_kept(name)
+
+    def loss():
+        torch.manual_seed(5)
+        return fast(**inputs, labels=torch.tensor([0, 1, 0, 1])).loss
+
+    loss().backward()
+    parameters = [p for p in fast.parameters() if p.grad is not None]
+    directions = [torch.randn_like(p) for p in parameters]
+    slope = sum((p.grad * d).sum() for p, d in zip(parameters, directions, strict=True)).item()
+    ends = []
+    with torch.no_grad():
+        for step in (1e-6, -2e-6):
+            for parameter, direction in zip(parameters, directions, strict=True):
+                parameter.add_(step * direction)
+            ends.append(loss().item())
+    assert slope == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-5)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_autocast(train):
+    slow, fast = build("bert", HEAD)
+    truth_model = copy.deepcopy(slow).double()
+    labels = torch.tensor([0, 1, 0, 1])
+    mine, theirs = [], []
+    for seed in range(6):
+        inputs = first_kept("bert", seed=seed)
+        for model in (slow, fast, truth_model):
+            model.train(train)
+            model.zero_grad()
+        truth = truth_model(**inputs, labels=labels)
+        truth.loss.backward()
+        for model, errors in ((fast, mine), (slow, theirs)):
+            with torch.autocast("cpu", torch.bfloat16):
+                out = model(**inputs, labels=labels)
+            if train:
+                out.loss.backward()
+                assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+                errors += [
+                    (p.grad - t.grad).flatten() / t.grad.norm()
+                    for p, t in zip(model.parameters(), truth_model.parameters(), strict=True)
+                    if t.grad.norm() > 1e-6
+                ]
+            else:
+                errors.append((out.logits - truth.logits).flatten())
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        with calls(fast, packed=1, fused=LAYERS, stock=0):
+            actual = fast.bert(**inputs)
+        expected = slow.bert(**inputs)
+    assert actual.last_hidden_state.dtype == expected.last_hidden_state.dtype
+    assert actual.pooler_output.dtype == expected.pooler_output.dtype
+    assert torch.cat(mine).square().mean() <= 1.1 * torch.cat(theirs).square().mean()
+
+
+# -- dropout -------------------------------------------------------------------------------------------------
+
+COPIES = 600
+
+
+def same_distribution(fast: nn.Module, slow: nn.Module, name: str) -> None:
+    """Mean and variance of every output element over many draws are those of the stock model."""
+    row = {k: v[3:] for k, v in first_kept(name, seqlen=6, seed=3).items()}
+    row["attention_mask"][0, 5] = 0
+    inputs = {k: v.expand(COPIES, -1) for k, v in row.items()}
+    samples = []
+    for seed, model in enumerate((fast, slow)):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            samples.append(model(**inputs).last_hidden_state[:, :5].double())
+    ours, theirs = samples
+    assert theirs.std(0).max() > 0.01
+    for statistic in (lambda x: x, lambda x: (x - x.mean(0)).square()):
+        a, b = statistic(ours), statistic(theirs)
+        error = (a.var(0) / COPIES + b.var(0) / COPIES).sqrt()
+        z = (a.mean(0) - b.mean(0)) / error.clamp_min(1e-9)
+        # 240 elements, far from independent
+        assert z.abs().max() < 5.5, z.abs().max()
+        assert z.square().mean() < 4.0, z.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "unpad"),
+    [
+        (n, p, True)
+        for n in ("bert", "distilbert", "albert", "electra", "mpnet")
+        for p in ("hidden", "attention")
+    ]
+    + [("bert", "hidden", False), ("bert", "attention", False), ("mpnet", "hidden", False)],
+)
+def test_dropout_in_training_is_distributed_as_the_stock_models(name, part, unpad):
+    probability = {f"{k}_dropout_prob": 0.2 * (k.startswith(part)) for k in ("hidden", "attention_probs")}
+    slow, fast = (m.train() for m in build(name, num_hidden_layers=2, **probability))
+    fastbert.accelerate(fast, unpad=unpad)
+    with calls(fast, packed=int(unpad), padded=int(not unpad), fused=2, stock=0):
+        same_distribution(fast, slow, name)
+
+
+MONTE_CARLO = {
+    "bert": (
+        "embeddings.dropout",
+        "encoder.layer.0.attention.self.dropout",  # transformers goes by the attention's own mode, not this
+        "encoder.layer.0.attention.self",
+        "encoder.layer.0.attention.output.dropout",
+        "encoder.layer.0.output.dropout",
+        "encoder.layer.1",
+    ),
+    "mpnet": ("encoder.layer.0.attention.attn.dropout", "encoder.layer.0.attention.dropout"),
+    "distilbert": ("transformer.layer.0.ffn.dropout", "transformer.layer.0.attention"),
+    "albert": (
+        "encoder.albert_layer_groups.0.albert_layers.0.attention.output_dropout",
+        "encoder.albert_layer_groups.0.albert_layers.0.attention.attention_dropout",
+        "encoder.albert_layer_groups.0.albert_layers.0.dropout",  # which the stock layer never calls
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "path"), [(n, p) for n, paths in MONTE_CARLO.items() for p in paths])
+def test_dropout_of_one_module_in_an_eval_model(name, path):
+    slow, fast = build(name, num_hidden_layers=2, hidden_dropout_prob=0.25, attention_probs_dropout_prob=0.25)
+    inputs = first_kept(name)
+    with torch.no_grad():
+        for model in (slow, fast):
+            model(**inputs)
+            submodule(model, path).train()
+        random = [not torch.equal(m(**inputs)[0], m(**inputs)[0]) for m in (slow, fast)]
+        assert random[0] == random[1]
+        if random[0]:
+            same_distribution(fast, slow, name)
+        else:
+            same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool())
+        for model in (slow, fast):
+            model.eval()
+        same_outputs(fast(**inputs), slow(**inputs), inputs["attention_mask"].bool())
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["embeddings", "encoder.layer.1.attention.output", "encoder.layer.1.output", PROBE],
+)
+@pytest.mark.parametrize("probability", [0.0, 1.0])
+def test_dropout_probabilities_are_read_at_every_call(path, probability):
+    """Everything dropped is as sure as nothing."""
+    slow, fast = (m.train() for m in build("bert"))
+    inputs = first_kept("bert")
+    kept = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        before = fast(**inputs)
+        for model in (slow, fast):
+            submodule(model, path).dropout.p = probability
+        actual = fast(**inputs)
+        same_outputs(actual, slow(**inputs), kept)
+    assert torch.equal(before[0], actual[0]) == (probability == 0.0)
+
+
+@pytest.mark.parametrize("unpad", [False, True])
+def test_dropout_follows_the_seed(unpad):
+    _, fast = build("bert", hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2)
+    fastbert.accelerate(fast, unpad=unpad).train()
+    fast.embeddings.eval()  # of the layers, whichever way they are called
+    inputs = first_kept("bert")
+    out = []
+    with torch.no_grad():
+        for seed in (0, 0, 1):
+            torch.manual_seed(seed)
+            out.append([fast(**inputs)[0] for _ in range(2)])
+    assert torch.equal(out[0][0], out[1][0])
+    assert torch.equal(out[0][1], out[1][1])
+    assert not torch.equal(out[0][0], out[0][1])
+    assert not torch.equal(out[0][0], out[2][0])
+
+
+# -- the gradient of a gradient ------------------------------------------------------------------------------
+
+
+def _penalty(model, embeds):
+    out = model(inputs_embeds=embeds)[0]
+    (slope,) = torch.autograd.grad(out.square().sum(), embeds, create_graph=True)
+    return slope.square().sum()
+
+
+def test_gradient_penalty_names_the_way_out():
+    slow, fast = build("bert", attention="eager")
+    native = fastbert.BertModel(EncoderConfig.from_hf(slow.config)).eval()
+    embeds = torch.randn(2, 6, 48, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    for model in (fast, native):
+        with pytest.raises(RuntimeError, match=r"gradient of a gradient .*fastbert\.restore"):
+            _penalty(model, embeds).backward()
+    expected, actual = (_penalty(m, embeds) for m in (slow, fastbert.restore(fast)))
+    assert torch.equal(actual, expected)
+    actual.backward()
+    assert embeds.grad.isfinite().all()
+
+
+def _calls():
+    """op -> a call of it on float32 rows (6, 8)."""
+    weight, ids = torch.randn(8, 8), torch.arange(6) % 8
+    ends = torch.tensor([0, 2, 6], dtype=torch.int32)
+    return {
+        "layer_norm": lambda x: layer_norm.layer_norm(x, torch.ones(8), torch.zeros(8)),
+        "linear": lambda x: linear.linear(x, weight),
+        "attention": lambda x: attention.attention(*[x.reshape(6, 2, 4)] * 3, ends, 4),
+        "cross_entropy": lambda x: cross_entropy.cross_entropy(x, ids),
+        "pooling": lambda x: pooling.pooling(x, ends, "mean"),
+        "linear_cross_entropy": lambda x: linear_cross_entropy.linear_cross_entropy(x, weight, None, ids),
+        "embedding": lambda x: embedding.embedding(ids, x, torch.ones(8), torch.zeros(8)),
+    }
+
+
+@pytest.mark.parametrize("op", list(_calls()))
+def test_every_op_names_the_way_out_of_a_second_derivative(op):
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    call = _calls()[op]
+    (once,) = torch.autograd.grad(call(x).square().sum(), x)
+    (again,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
+    assert torch.equal(once, again)
+    assert not once.requires_grad
+    assert again.requires_grad
+    with pytest.raises(RuntimeError, match=r"gradient of a gradient .*create_graph=True.*fastbert\.restore"):
+        again.sum().backward()
+    # also where what it is multiplied by has no gradient
+    (seeded,) = torch.autograd.grad(call(x), x, torch.ones_like(call(x)), create_graph=True)
+    with pytest.raises(RuntimeError, match="gradient of a gradient"):
+        seeded.sum().backward()
+
+
+def test_gradients_with_no_derivative_record_nothing():
+    seen = []
+
+    @checks.once_differentiable
+    def backward(_, dout):
+        seen.append(torch.is_grad_enabled())
+        return 2 * dout, None
+
+    dout = torch.ones(3, requires_grad=True)
+    doubled, none = backward(None, dout)
+    assert none is None
+    assert torch.equal(doubled.detach(), torch.full((3,), 2.0))
+    with torch.no_grad():
+        assert not backward(None, dout)[0].requires_grad
+    assert seen == [False, False]

@@ -1,0 +1,598 @@
+"""A training step is measured and its memory counted as it is; how fast it is, is not asked here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from bench import (
+    attention,
+    bench_cpu,
+    bench_training,
+    footprint,
+    gpu,
+    gpu_results,
+    lines,
+    memory,
+    plan,
+    roofs,
+    timing,
+    training,
+    workloads,
+)
+from fastbert.models.heads import vocabulary as vocabulary_heads
+from fastbert.runtime import dispatch
+
+TINY = workloads.TINY
+LENGTHS = (9, 2, 14)
+ROOFS = roofs.Roofs({"fp32": 100.0, "bf16": 200.0, "fp16": 100.0, "int8": 400.0}, 20.0)
+
+
+# ---- the step ----
+
+
+@pytest.mark.parametrize("head", training.HEADS)
+def test_training_rows(head):
+    wanted = ("fastbert", "transformers")
+    rows = list(
+        training.bench_training(TINY, "a", "bf16", wanted=wanted, head=head, samples=3, lengths=LENGTHS)
+    )
+    assert [row["candidate"] for row in rows] == ["fastbert-bf16", "transformers-bf16"]
+    for row in rows:
+        assert (row["status"], row["n"], row["tokens"]) == ("ok", 3, 25)
+        assert all(row[part] > 0 for part in training.PARTS)
+        assert 0.98 < row["grad_cosine"] < 1 - 1e-7  # bf16 against fp32
+        assert row["name"] == f"training-{row['candidate']}-tiny-a-{head}"
+        assert "of_floor" not in row  # no roofs, no floor
+
+
+def test_a_training_step_trains():
+    module = training.modules(TINY, "classification", ("fastbert",))["fastbert"]
+    assert module.config.hidden_dropout_prob == 0.1
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    inputs, _ = training.batch(LENGTHS, TINY.vocab, "classification")
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    step = training.Step(module.train(), optimizer, inputs, autocast=False)
+    losses = {training.loss_of(module, inputs, False).item() for _ in range(3)}
+    assert len(losses) == 3  # dropout is on
+    step(), step()
+    assert len(step.marks) == 2
+    moved = [name for name, p in module.named_parameters() if not torch.equal(before[name], p)]
+    assert len(moved) == len(before)
+
+
+def test_the_worst_matrix_gradient_counts():
+    module = training.modules(TINY, "classification", ("fastbert",))["fastbert"].train()
+    inputs, _ = training.batch(LENGTHS, TINY.vocab, "classification")
+    truth = training.gradients(module, inputs, autocast=False)
+    again = training.gradients(module, inputs, autocast=False)
+    assert training.cosine(again, truth) == pytest.approx(1.0)  # without dropout
+    assert all(p.grad is None for p in module.parameters())
+    assert module.training
+    assert training.cosine({name: -g for name, g in truth.items()}, truth) == pytest.approx(-1.0)
+    name = "bert.encoder.layer.0.output.dense.weight"
+    assert training.cosine({**truth, name: truth[name] * 0}, truth) == 0.0
+    name = "bert.encoder.layer.0.attention.self.query.weight"
+    assert training.cosine({**truth, name: truth[name].roll(1)}, truth) < 0.9
+    assert training.cosine({k: g for k, g in truth.items() if k != name}, truth) == 0.0
+
+
+def test_a_training_candidate_that_fails_is_a_row(monkeypatch):
+    real = training.modules
+
+    class Breaks(torch.nn.Linear):
+        def forward(self, **inputs):
+            raise MemoryError("too large")
+
+    def planted(*arguments):
+        found = real(*arguments)
+        return {**found, "transformers": "transformers is not installed", "torch_compile": Breaks(2, 2)}
+
+    monkeypatch.setattr(training, "modules", planted)
+    rows = list(training.bench_training(TINY, "a", "fp32", samples=1, lengths=LENGTHS))
+    assert [row["status"] for row in rows] == ["ok", "error", "error"]
+    assert rows[0]["grad_cosine"] == pytest.approx(1.0)
+    assert "transformers is not installed" in rows[1]["error"]
+    assert "MemoryError: too large" in rows[2]["error"]
+
+
+def test_a_training_step_that_fails_later_is_a_row(monkeypatch):
+    call, calls = training.Step.__call__, []
+
+    def fails_later(step):
+        calls.append(step)
+        if len(calls) > 3:
+            raise MemoryError("leaked")
+        call(step)
+
+    monkeypatch.setattr(training.Step, "__call__", fails_later)
+    wanted = ("fastbert", "transformers")
+    rows = list(training.bench_training(TINY, "a", "fp32", wanted=wanted, samples=3, lengths=LENGTHS))
+    assert [row["status"] for row in rows] == ["error", "error"]
+    assert all("one of fastbert, transformers: MemoryError: leaked" in row["error"] for row in rows)
+
+
+def test_the_parts_are_medians_of_the_last_steps(monkeypatch):
+    moments = iter([0, 9, 9, 9, 0, 1, 3, 3.5, 5, 6.5, 9.5, 11, 20, 21.25, 23.5, 23.75])
+    monkeypatch.setattr(training, "mark", lambda device: float(next(moments)))
+    monkeypatch.setattr(training, "loss_of", lambda module, *_: module.weight.sum())
+    module = nn.Linear(2, 2)
+    step = training.Step(module, torch.optim.SGD(module.parameters()), {"input_ids": torch.ones(1)}, False)
+    for _ in range(4):
+        step()
+    assert step.parts(3) == {"forward_ms": 1250.0, "backward_ms": 2250.0, "step_ms": 500.0}
+
+
+def test_marks_on_a_gpu_are_its_own():
+    class Event:
+        def elapsed_time(self, other):
+            return 7.0 if other is not self else 0.0
+
+    begin = Event()
+    assert timing.milliseconds(begin, Event()) == 7.0
+    assert timing.milliseconds(1.0, 1.5) == 500.0
+    assert isinstance(timing.mark("cpu"), float)
+
+
+def test_the_floor_counts_real_tokens_and_labelled_rows():
+    inputs, labelled = training.batch(LENGTHS, TINY.vocab, "pretraining")
+    assert labelled == int((inputs["labels"] != -100).sum()) > 0
+    assert (inputs["labels"][inputs["attention_mask"] == 0] == -100).all()
+    for head, rows in (("pretraining", labelled), ("classification", 0)):
+        [row] = training.bench_training(
+            TINY, "a", "bf16", wanted=("fastbert",), head=head, samples=3, lengths=LENGTHS, roofs=ROOFS
+        )
+        least = workloads.training_flops(LENGTHS, TINY, rows) / 200e9 * 1e3
+        assert row["floor_ms"] == pytest.approx(least)
+        assert row["of_floor"] == pytest.approx(least / row["median_ms"])
+
+
+@pytest.mark.parametrize("head", training.HEADS)
+def test_all_candidates_begin_alike(head):
+    found = training.modules(TINY, head, training.CANDIDATES)
+    theirs = found["transformers"]
+    assert found["torch_compile"]._orig_mod is theirs
+    ours = dict(found["fastbert"].named_parameters())
+    assert all(torch.equal(ours[name], p) for name, p in theirs.named_parameters())
+    rates = theirs.config.hidden_dropout_prob, theirs.config.attention_probs_dropout_prob
+    assert rates == (0.1, 0.1)
+    assert theirs.config._attn_implementation == "sdpa"
+
+
+# ---- memory ----
+
+
+def test_a_process_needs_what_its_step_saves():
+    lengths = (512,) * 32
+    [row] = memory.bench_memory("tiny", "a", ("fastbert-fp32",), lengths=lengths, head="classification")
+    assert row["status"] == "ok", row
+    assert (row["step"], row["head"]) == ("training_memory", "classification")
+    assert row["name"] == "training_memory-fastbert-fp32-tiny-a-classification"
+    saved = footprint.count("fastbert", TINY, lengths, "classification", "fp32")["saved_mib"]
+    assert saved > 50
+    assert saved < row["above_mib"] < 2 * saved + 60
+
+
+def test_live_bytes_rise_and_fall_with_the_storages():
+    old = torch.ones(5)
+    with footprint.Live([old]) as live:
+        a = torch.zeros(1000)
+        assert live.now == 4000
+        b = a.view(10, 100)  # no storage of its own
+        c = b + 1
+        old.add_(1)
+        assert live.now == 8000
+        del a, c
+        assert live.now == 4000
+        d = torch.zeros(10, dtype=torch.bfloat16)
+        del b
+        assert (live.now, live.peak, d.numel()) == (20, 8000, 10)
+
+
+def test_what_autograd_saves_is_counted_once_and_while_it_lives():
+    weight, x = torch.ones(4, 4, requires_grad=True), torch.ones(8, 4)
+    saved = footprint.Saved([weight])
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
+        y = x @ weight.T  # x; the weight is known
+        z = (y + 1).sin()  # the sum, which nobody else holds
+        z2 = y * y  # y, twice
+        assert saved.total() == 128 * 3
+        kinds = [(row["what"], row["tensors"]) for row in saved.largest(5)]
+        assert kinds == [("float32 8x4", 3)]
+        del z
+        assert saved.total() == 128 * 2
+    del y, z2
+    assert saved.total() == 128  # x itself
+
+
+def test_dropout_keeps_a_byte_an_element_as_on_a_gpu():
+    x, saved = torch.ones(64, 8, requires_grad=True), footprint.Saved([])
+    with footprint.FusedDropout(), torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
+        y = nn.functional.dropout(x, 0.25)
+        assert nn.functional.dropout(x, 0.25, training=False) is x
+    assert saved.largest(2) == [{"what": "bool 64x8", "tensors": 1, "mib": 512 / 2**20}]
+    y.sum().backward()
+    assert sorted(x.grad.unique().tolist()) == [0.0, pytest.approx(4 / 3)]
+    assert torch.equal(x.grad, y.detach())
+
+
+@pytest.mark.parametrize("tag", ["fp32", "bf16"])
+@pytest.mark.parametrize("head", training.HEADS)
+@pytest.mark.parametrize("candidate", footprint.CANDIDATES)
+def test_fake_tensors_tell_what_real_ones_take(candidate, head, tag):
+    lengths, model = (16,) * 3, workloads.Model("small", 64, 3, 2, 128, vocab=1000)
+    fake, real = (
+        footprint.count(candidate, model, lengths, head, tag, fake=fake)["saved_mib"] * 2**20
+        for fake in (True, False)
+    )
+    more = 0
+    if candidate == "fastbert":  # a GPU multiplies by [Wq; Wk; Wv], a copy; a CPU casts x three times
+        layers = 3 if head == "pretraining" else 2  # in the last one only the first tokens ask
+        more = layers * (-2 * 48 * 64 * 2 if tag == "bf16" else 3 * 64 * 64 * 4)
+    assert fake - real == pytest.approx(more, abs=2048)  # lengths and seeds
+
+
+def test_nothing_stays_patched_and_nothing_is_computed():
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    before, own = (torch.compiler.is_compiling, vocabulary_heads.check_classes), "is_cuda" in vars(FakeTensor)
+    with contextlib.suppress(RuntimeError), footprint._as_on_a_gpu(7):
+        assert torch.compiler.is_compiling()
+        assert vocabulary_heads.check_classes("labels", None, 3, None) == 7
+        raise RuntimeError("planted")
+    assert (torch.compiler.is_compiling, vocabulary_heads.check_classes) == before
+    assert ("is_cuda" in vars(FakeTensor)) == own
+    huge = workloads.Model("huge", 8192, 2, 64, 32768)  # 6 GiB of weights, were there any
+    assert footprint.count("fastbert", huge, (512,) * 64)["peak_mib"] > 4 * 6000
+
+
+def test_large_logits_are_not_kept():
+    base = workloads.BASE
+    assert footprint.head_bytes(base, 2500, 2) == (2500 * 30522 * 2, 2 * 2500 * 30522 * 2)
+    assert footprint.head_bytes(base, 2500, 4) == (0, 2**29)
+    assert footprint.head_bytes(base, 0, 2) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("torch_compile", TINY, (4, 4)), "candidate: got 'torch_compile', expected one of fastbert"),
+        (("fastbert", TINY, LENGTHS), "lengths: got (9, 2, 14), expected sequences of one length"),
+    ],
+)
+def test_bad_footprints_are_named(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        footprint.count(*arguments)
+
+
+def test_a_step_of_bert_base_needs_at_most_the_goal_of_transformers_memory():
+    ours, theirs = footprint.rows(workloads.BASE, "full", "pretraining", "bf16")
+    assert (ours["candidate"], theirs["candidate"]) == ("fastbert-bf16", "transformers-bf16")
+    assert ours["tokens"] == 32 * 512
+    assert ours["peak_mib"] <= footprint.GOAL * theirs["peak_mib"]
+    assert ours["peak_mib"] > ours["saved_mib"] + 3 * ours["parameters_mib"]
+
+
+# ---- attention alone ----
+
+
+@pytest.mark.parametrize("tag", ["fp32", "bf16"])
+@pytest.mark.parametrize("lengths", [LENGTHS, (8, 8)])
+def test_attention_alone_does_a_steps_work(monkeypatch, tag, lengths):
+    seen, call = [], dispatch.call
+
+    def spy(function, key, *args):
+        seen.append((function, args))
+        return call(function, key, *args)
+
+    monkeypatch.setattr(dispatch, "call", spy)
+    before, device = attention.op.SAVED_ON, torch.device("cpu")
+    candidates = attention.calls(lengths, TINY, attention.DTYPES[tag], device)
+    assert tuple(candidates) == attention.CANDIDATES
+    for name, saved in (("fastbert", True), ("fastbert_other_bits", False)):
+        del seen[:]
+        candidates[name]()
+        (forward, args), (backward, needs) = seen
+        assert (forward, backward) == ("attention_fwd", "attention_bwd")
+        assert args[0].shape == (sum(lengths), TINY.heads, TINY.hidden // TINY.heads)
+        assert args[0].dtype == attention.DTYPES[tag]
+        assert (args[-1], args[-5], needs[-5:]) == (saved, 0.1, (True,) * 3 + (False,) * 2)
+        assert (needs[-6] is not None) == saved
+    assert before == attention.op.SAVED_ON
+    candidates["torch_sdpa"]()
+    assert attention.flops((3, 5), workloads.BASE) == 14 * (9 + 25) * 768
+
+
+def test_attentions_goal_stands_beside_base_on_a_gpu(monkeypatch):
+    timed = timing.summarise([2.0, 2.0, 2.0], 1, "event")
+    monkeypatch.setattr(attention, "calls", lambda *_: {})
+    monkeypatch.setattr(attention, "interleave", lambda *_, **__: {"fastbert": timed})
+    for workload, goal in (("full", 250.0), ("squad", None)):
+        lengths = workloads.lengths(workload)
+        [row] = attention.rows(workloads.BASE, workload, lengths, "bf16", "cuda", 3, ROOFS)
+        assert row.get("goal_tflops") == goal
+        assert ("goal: 250 TFLOP/s" in bench_training.line(row)) == (goal is not None)
+        assert row["tflops"] == pytest.approx(attention.flops(lengths, workloads.BASE) / 2e-3 * 1e-12)
+        assert row["of_floor"] == pytest.approx(row["tflops"] * 1e3 / ROOFS.gflops["bf16"])
+
+
+# ---- the command ----
+
+
+def arguments(monkeypatch, *options: str):
+    """Parsed as on a machine with a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return bench_training.parse([*options])
+
+
+def test_a_gpu_measures_the_goals_first_and_torch_compile_last(monkeypatch):
+    everything = bench_training.groups(arguments(monkeypatch), ROOFS)
+    alone = [g for g in everything if g.step == "attention"]
+    assert [(g.model, g.workload, g.tag) for g in alone] == [
+        ("base", "full", "bf16"),
+        ("large", "train", "bf16"),
+    ]
+    assert everything.index(alone[-1]) < 8  # before what is no goal
+    found = [g for g in everything if g.step != "attention"]
+    first = [(g.step, g.model, g.workload, g.head, g.tag) for g in found[:4]]
+    assert first == [
+        (step, model, workload, "pretraining", "bf16")
+        for step in ("training", "training_memory")
+        for model, workload in (("base", "full"), ("large", "train"))
+    ]
+    assert all((g.model, g.workload) in bench_training.GOAL_MS for g in found[:4])
+    assert all(g.candidates == ("fastbert", "transformers") for g in found[:-8])
+    assert all(g.candidates == training.CANDIDATES and g.step == "training" for g in found[-8:-4])
+    assert all(g.candidates == ("torch_compile",) and g.step == "training_memory" for g in found[-4:])
+    assert {(g.model, g.workload) for g in found if g.step == "footprint"} == set(bench_training.GOAL_MS)
+    assert {g.head for g in found} == set(training.HEADS)
+    assert all(g.seconds > 0 for g in everything)
+
+
+def test_a_cpu_trains_both_dtypes_on_its_batches(monkeypatch):
+    found = bench_training.groups(arguments(monkeypatch, "--device", "cpu"), ROOFS)
+    timed = {(g.model, g.workload, g.tag) for g in found if g.step == "training"}
+    assert ("torch_compile",) not in {g.candidates for g in found}  # no memory of a compiler
+    batches = (("base", "8x128"), ("base", "ragged16"), ("large", "8x128"))
+    assert timed == {(*batch, tag) for batch in batches for tag in ("fp32", "bf16")}
+    large = [g.seconds for g in found if g.model == "large" and g.step == "training"]
+    base = [g.seconds for g in found if (g.model, g.workload, g.step) == ("base", "8x128", "training")]
+    assert sum(large) > 2 * sum(base)
+    only = ("--device", "cpu", "--workloads", "1x128", "--models", "base", "--heads", "classification")
+    [group] = bench_training.groups(
+        arguments(monkeypatch, *only, "--candidates", "fastbert", "--steps", "training", "--dtypes", "fp32"),
+        ROOFS,
+    )
+    assert (group.workload, group.head, group.candidates) == ("1x128", "classification", ("fastbert",))
+
+
+def test_a_small_budget_leaves_rows_that_say_so(monkeypatch):
+    args = arguments(monkeypatch, "--budget", "0.5", "--models", "base", "--heads", "pretraining")
+    rows = list(bench_training.Benchmark(args, ROOFS).rows())
+    assert all(row["status"] == "skipped" for row in rows)
+    assert [row["candidate"] for row in rows if row["step"] == "training_memory"][-1:] == [
+        "torch_compile-bf16"
+    ]
+    assert [row["candidate"] for row in rows if row["step"] == "training"] == [
+        "fastbert-bf16", "transformers-bf16", "torch_compile-bf16",
+    ]  # fmt: skip
+    assert re.match(r"[01] s left of --budget 0, about 14 s needed", rows[0]["error"])
+    assert "skipped: " in bench_training.line(rows[0])
+    assert rows[0]["name"] == "training-fastbert-bf16-base-full-pretraining"
+
+
+def test_the_command_records_what_it_prints(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(roofs, "measure", lambda *_: ROOFS)
+    path = tmp_path / "training.jsonl"
+    options = ["--device", "cpu", "--models", "tiny", "--workloads", "8x128", "--samples", "2", "--smoke"]
+    options += ["--steps", "training", "attention", "footprint", "--candidates", "fastbert", "transformers"]
+    threads = ["--threads", str(torch.get_num_threads())]
+    assert bench_training.main([*options, *threads, "--dtypes", "bf16", "--json", str(path)]) == 0
+    data, printed = lines.read(path), capsys.readouterr().out
+    rows = [row for row in data["rows"] if row["step"] in bench_training.STEPS]
+    alone = [row for row in rows if row["step"] == "attention"]
+    assert [row["candidate"] for row in alone] == [f"{name}-bf16" for name in attention.CANDIDATES]
+    assert [row["saves_bits"] for row in alone] == [True, False, False]
+    assert all(row["tflops"] > 0 and bench_training.line(row) in printed for row in alone)
+    rows = [row for row in rows if row["step"] != "attention"]
+    assert [(row["step"], row["head"], row["candidate"]) for row in rows] == [
+        (step, head, f"{name}-bf16")
+        for head in training.HEADS
+        for step in ("training", "footprint")
+        for name in ("fastbert", "transformers")
+    ]
+    for row in rows:
+        assert row["status"] == "ok", row
+        assert bench_training.line(row) in printed
+    assert all(row["of_floor"] > 0 and row["n"] == 2 for row in rows if row["step"] == "training")
+    assert data["finished"] is True
+    for ratio in data["ratios"]:
+        assert bench_training.ratio_line(ratio) in printed
+    assert len(data["ratios"]) == 2 * (1 + 2) + 2
+
+
+def test_a_group_that_fails_costs_the_next_nothing(monkeypatch):
+    def fails(*_, **__):
+        raise MemoryError("planted")
+        yield
+
+    args = arguments(monkeypatch, "--device", "cpu", "--models", "tiny", "--heads", "pretraining")
+    args.steps, args.candidates, args.dtypes = ["training", "footprint"], ["fastbert"], ["bf16"]
+    monkeypatch.setattr(training, "bench_training", fails)
+    rows = list(bench_training.Benchmark(args, ROOFS).rows())
+    assert [(row["step"], row["status"]) for row in rows] == [("training", "error"), ("footprint", "ok")]
+    assert rows[0]["error"] == "MemoryError: planted"
+
+
+def test_memory_is_measured_where_the_step_runs(monkeypatch):
+    asked = []
+    monkeypatch.setattr(memory, "bench_memory", lambda *a, **k: asked.append((a, k)) or iter(()))
+    args = arguments(monkeypatch, "--threads", "3", "--models", "base", "--heads", "pretraining")
+    args.steps, args.candidates = ["training_memory"], ["fastbert", "transformers"]
+    assert list(bench_training.Benchmark(args, ROOFS).rows()) == []
+    lengths, engines = workloads.lengths("full"), ("fastbert-bf16", "transformers-bf16")
+    options = {"timeout": memory.TIMEOUT_SECONDS, "head": "pretraining", "device": "cuda"}
+    assert asked == [(("base", "full", engines, 3, lengths), options)]
+
+
+@pytest.mark.parametrize(("device", "goal"), [("cuda", 22.0), ("cpu", None)])
+def test_the_goal_is_printed_beside_ours_on_a_gpu(monkeypatch, device, goal):
+    row = {
+        "step": "training", "status": "ok", "model": "base", "workload": "full", "median_ms": 21.0,
+        "grad_cosine": None, "gflops": 1e5, "of_floor": 0.5, "spread": 0.01, "head": "pretraining",
+        **dict.fromkeys(training.PARTS, 7.0),
+    }  # fmt: skip
+    names = ("fastbert", "transformers")
+    both = [row | {"name": f"training-{n}-bf16-base-full", "candidate": f"{n}-bf16"} for n in names]
+    asked: list[dict] = []
+    monkeypatch.setattr(
+        training, "bench_training", lambda *_, **k: asked.append(k) or (dict(row) for row in both)
+    )
+    args = arguments(monkeypatch, "--device", device, "--models", "base", "--steps", "training")
+    args.workloads, args.heads, args.dtypes = ["full"], ["pretraining"], ["bf16"]
+    ours, theirs = list(bench_training.Benchmark(args, ROOFS).rows())[:2]
+    assert ours.get("goal_ms") == goal
+    assert (asked[0]["device"], asked[0]["roofs"], asked[0]["head"]) == (device, ROOFS, "pretraining")
+    assert asked[0]["lengths"] == (512,) * 32
+    assert bench_training.line(ours).endswith("goal: 22 ms") == (goal is not None)
+    assert "goal" not in bench_training.line(theirs)
+    assert ours["group"] == "plain"
+
+
+def test_ratios_stand_beside_their_goals():
+    facts = {"model": "base", "workload": "full", "head": "pretraining", "status": "ok"}
+
+    def rows(step, key, group=None, **values):
+        return [
+            facts | {"step": step, "candidate": f"{n}-bf16", key: v, "group": group}
+            for n, v in values.items()
+        ]
+
+    measured = [
+        *rows("training", "median_ms", "plain", fastbert=20.0, transformers=50.0),
+        *rows("training", "median_ms", "compile", fastbert=21.0, transformers=51.0, torch_compile=29.4),
+        *(
+            {**a, "above_mib": 1.0}
+            for a in rows("training_memory", "peak_mib", fastbert=65.0, transformers=100.0)
+        ),
+    ]
+    found = {
+        (r["step"], r["theirs"], r["of"], round(r["ratio"], 3)): r["goal"]
+        for r in bench_training.ratios(measured)
+    }
+    assert found == {
+        ("training", "transformers", "median_ms", 2.5): None,
+        ("training", "transformers", "median_ms", round(51 / 21, 3)): None,
+        ("training", "torch_compile", "median_ms", 1.4): 1.5,
+        ("training_memory", "transformers", "peak_mib", 0.65): 0.6,
+        ("training_memory", "transformers", "above_mib", 1.0): None,
+    }
+    text = [bench_training.ratio_line(r) for r in bench_training.ratios(measured)]
+    assert sum("goal: at least 1.5, missed" in t for t in text) == 1
+    assert sum("goal: at most 0.6, missed" in t for t in text) == 1
+    measured[-2]["peak_mib"] = 60.0
+    assert any("at most 0.6, met" in bench_training.ratio_line(r) for r in bench_training.ratios(measured))
+    other = [row | {"head": "classification"} for row in measured]
+    assert {r["goal"] for r in bench_training.ratios(other)} == {None}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--budget", "-1"], "--budget: got -1.0, expected seconds"),
+        (["--heads", "regression"], "regression"),
+        (["--samples", "0"], "expected a whole number above 0"),
+        (["--device", "cuda"], "--device: got cuda, but torch finds no CUDA device here"),
+    ],
+)
+def test_bad_arguments_are_named(options, message, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        bench_training.parse(["--device", "cpu", *options])
+    assert message in capsys.readouterr().err
+
+
+# ---- in make gpu, in make bench ----
+
+
+def test_make_gpu_trains(monkeypatch, tmp_path):
+    [step] = [step for step in gpu.STEPS if step.name == "training"]
+    for device in ("cuda", "cpu"):
+        _, script, *options = step.command(gpu.Run(tmp_path, device), 50.0)
+        assert script.endswith("bench/bench_training.py")
+        args = arguments(monkeypatch, *options)
+        assert (args.device, args.budget) == (device, 50.0)
+        assert (args.json, args.roofs) == (tmp_path / "training.jsonl", tmp_path / "probe.jsonl")
+        assert args.smoke == (device == "cpu")
+    assert args.models == ["tiny"]
+
+
+def test_a_gpu_run_is_kept_and_told(tmp_path):
+    folder, results = tmp_path / "out", tmp_path / "results"
+    environment = {
+        "device": "NVIDIA H999", "slug": "nvidia-h999", "device_type": "cuda", "torch": "2.11.0",
+        "triton": "3.6.0", "driver": "580.1",
+    }  # fmt: skip
+    head = {"schema": 1, "date": "2026-11-30T10:00:00+00:00", "commit": "a" * 40, "changed": False}
+    row = {"status": "ok", "model": "base", "workload": "full", "head": "pretraining"}
+    timed = row | {"step": "training", "of_floor": 0.5}
+    for name in ("encoder", "training"):
+        lines.append(folder / f"{name}.jsonl", "head", head | {"environment": environment})
+    for name, ms, group in (
+        ("fastbert", 20.0, "plain"), ("transformers", 50.0, "plain"), ("fastbert", 21.0, "compile"),
+        ("torch_compile", 31.5, "compile"),
+    ):  # fmt: skip
+        values = {"candidate": f"{name}-bf16", "name": f"training-{name}", "median_ms": ms, "group": group}
+        lines.append(folder / "training.jsonl", "row", timed | values)
+    values = {"step": "training_memory", "candidate": "fastbert-bf16", "name": "m", "peak_mib": 6144.0}
+    lines.append(folder / "training.jsonl", "row", row | values)
+    gpu_results.merge(folder, results)
+    data = json.loads((results / "nvidia-h999" / "training.json").read_text())
+    assert [(r["theirs"], r["ratio"]) for r in data["ratios"]] == [
+        ("transformers", 2.5),
+        ("torch_compile", 1.5),
+    ]
+    text = gpu_results.sections(results)["gpu numbers"]
+    assert [
+        line for line in text if "**fastbert**" in line or "transformers" in line or "32x512" in line
+    ] == [
+        "| | base 32x512 pretraining |",
+        "| **fastbert** | 20.0 (50%); 6.0 GiB |",
+        "| transformers sdpa | 50.0 (50%) |",
+        "| transformers, torch.compile | 31.5 (50%) |",
+    ]
+
+
+def test_the_plan_counts_the_vocabulary():
+    names, options = ("fastbert", "transformers"), {"tags": ("fp32",), "heads": training.HEADS}
+    units = plan.training_units("base", ("8x128",), names, 8, ROOFS, **options)
+    seconds = {(unit.head, unit.who): unit.seconds for unit in units}
+    more = [
+        seconds["pretraining", who] - seconds["classification", who]
+        for who in ("fastbert-fp32", "transformers-fp32")
+    ]
+    assert more[0] == pytest.approx(0.15 * more[1])
+    assert more[1] == pytest.approx(8 * 6 * 1024 * 768 * 30522 / (0.49 * 100e9))
+
+
+def test_make_bench_trains_and_measures_its_memory(monkeypatch):
+    benchmark = object.__new__(bench_cpu.Benchmark)
+    benchmark.args = bench_cpu.parse([])
+    benchmark.roofs, benchmark.engines = ROOFS, bench_cpu.ENGINES
+    units = [unit for unit in benchmark.planned() if unit.step == "training_memory"]
+    assert [(unit.model, unit.workload, unit.head, unit.who) for unit in units] == [
+        ("base", "8x128", head, who) for head in training.HEADS for who in memory.TRAINED
+    ]
+    assert all(plan.START_SECONDS < unit.seconds < 10000 for unit in units)
+    asked = []
+    monkeypatch.setattr(memory, "bench_memory", lambda *a, **k: asked.append((a, k)))
+    benchmark.training_memory(units[:2])
+    threads, engines = benchmark.args.threads, ("fastbert-fp32", "transformers-fp32")
+    assert asked == [(("base", "8x128", engines, threads), {"head": "pretraining"})]
+    benchmark.memory([plan.Unit("memory", "base", "8x128", engines[0], 1.0, 1)])
+    assert asked[1] == (("base", "8x128", engines[:1], threads), {"head": None})

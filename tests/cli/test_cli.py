@@ -1,0 +1,740 @@
+"""The `fastbert` command: encode loses nothing and names bad lines; env, verify and bench tell the truth."""
+
+import argparse
+import io
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+import fastbert
+from fastbert import testing
+from fastbert.cli import main as cli
+from fastbert.ops.pooling import MODES as POOLINGS
+from fastbert.runtime import dispatch
+from fastbert.runtime import native as _native
+from fastbert.sentences.encoder import SentenceEncoder
+
+ROOT = Path(fastbert.__file__).resolve().parent.parent
+LETTERS = "abcdefghijklmnopqrstuvwxyzéß"
+LINES = [
+    "hello world",
+    "",
+    "a",
+    "the quick brown fox jumps over the lazy dog",
+    "naïveté",
+    "b c d",
+    "zzz " * 9,
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny random BERT that reads any lower-case word letter by letter."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("tiny")
+    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{c}" for c in LETTERS)]
+    (folder / "vocab.txt").write_text("\n".join(vocab) + "\n", encoding="utf-8")
+    torch.manual_seed(0)
+    transformers.BertModel(
+        transformers.BertConfig(
+            vocab_size=len(vocab),
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=48,
+        )
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "in.txt"
+    path.write_text("\n".join(LINES) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def run(model, capsys):
+    """Call the command in this process: (exit status, stdout, stderr)."""
+
+    def call(*arguments, status=0):
+        code = cli.main([str(a) for a in arguments])
+        out, err = capsys.readouterr()
+        assert code == status, err
+        return out, err
+
+    return call
+
+
+def encode_args(model, source, target, *more):
+    return ["encode", "--model", model, "--input", source, "--output", target, "--device", "cpu", *more]
+
+
+def left(folder):
+    """Names in a folder, hidden ones too."""
+    return sorted(os.listdir(folder))
+
+
+# -------------------------------------------------------------------------------------------- what it writes
+
+
+def test_the_three_kinds_hold_the_same(run, model, text, tmp_path):
+    truth = SentenceEncoder.from_pretrained(model, device="cpu").encode(LINES)
+    for kind in ("npy", "safetensors", "jsonl"):
+        out, err = run(*encode_args(model, text, tmp_path / f"out.{kind}"))
+        assert out == ""
+        assert err == ""
+    npy = np.load(tmp_path / "out.npy")
+    assert npy.dtype == np.dtype("<f4")
+    assert npy.shape == (len(LINES), 32)
+    assert np.abs(npy - truth).max() < 2e-6
+    tensors = load_file(tmp_path / "out.safetensors")
+    assert list(tensors) == ["embeddings"]
+    assert np.array_equal(tensors["embeddings"], npy)
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["text"] for row in rows] == LINES
+    assert np.array_equal(np.array([row["embedding"] for row in rows], dtype=np.float32), npy)
+    assert left(tmp_path) == ["in.txt", "out.jsonl", "out.npy", "out.safetensors"]
+
+
+@pytest.mark.parametrize("kind", ["npy", "safetensors", "jsonl"])
+def test_chunks_and_batches_do_not_change_the_result(run, model, text, tmp_path, kind):
+    run(*encode_args(model, text, tmp_path / f"a.{kind}"))
+    run(*encode_args(model, text, tmp_path / f"b.{kind}", "--chunk-lines", 2, "--batch-tokens", 48))
+    if kind == "jsonl":
+        lines = [(tmp_path / f"{n}.jsonl").read_text(encoding="utf-8").splitlines() for n in "ab"]
+        a, b = (np.array([json.loads(line)["embedding"] for line in each]) for each in lines)
+    elif kind == "npy":
+        a, b = (np.load(tmp_path / f"{n}.npy") for n in "ab")
+    else:
+        a, b = (load_file(tmp_path / f"{n}.safetensors")["embeddings"] for n in "ab")
+    assert a.shape == b.shape == (len(LINES), 32)
+    assert np.abs(a - b).max() < 2e-6
+
+
+def test_stdin(run, model, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.read_bytes())))
+    run(*encode_args(model, "-", tmp_path / "stdin.npy"))
+    run(*encode_args(model, text, tmp_path / "file.npy"))
+    assert (tmp_path / "stdin.npy").read_bytes() == (tmp_path / "file.npy").read_bytes()
+
+
+def test_flags_reach_the_encoder(run, model, text, tmp_path):
+    encoder = SentenceEncoder.from_pretrained(
+        model, pooling="max", normalize=True, max_length=5, device="cpu"
+    )
+    _, err = run(
+        *encode_args(model, text, tmp_path / "o.npy", "--pooling", "max", "--normalize", "--max-length", 5)
+    )
+    assert np.abs(np.load(tmp_path / "o.npy") - encoder.encode(LINES)).max() < 2e-6
+    assert "fastbert: 4 of 7 lines held more than 5 tokens and were cut there (the first: line 1)" in err
+    run(*encode_args(model, text, tmp_path / "p.npy", "--prompt", "xyz ", "--no-normalize", "--threads", 1))
+    truth = SentenceEncoder.from_pretrained(model, prompt="xyz ", device="cpu").encode(LINES)
+    assert np.abs(np.load(tmp_path / "p.npy") - truth).max() < 2e-6
+    run(*encode_args(model, text, tmp_path / "h.npy", "--dtype", "bfloat16"))
+    half = np.load(tmp_path / "h.npy")
+    assert half.dtype == np.float32
+    full = SentenceEncoder.from_pretrained(model, device="cpu").encode(LINES)
+    assert 1e-5 < np.abs(half - full).max() < 0.1
+
+
+def test_int8_quantises_the_model(run, model, text, tmp_path, monkeypatch):
+    run(*encode_args(model, text, tmp_path / "q.npy", "--dtype", "int8"))
+    truth = SentenceEncoder.from_pretrained(model, device="cpu").quantize("int8").encode(LINES)
+    assert np.array_equal(np.load(tmp_path / "q.npy"), truth)
+    full = SentenceEncoder.from_pretrained(model, device="cpu").encode(LINES)
+    assert 1e-5 < np.abs(truth - full).max() < 0.1
+    monkeypatch.setattr(cli, "_device", lambda name: torch.device("cuda:0"))
+    _, err = run(*encode_args(model, text, tmp_path / "r.npy", "--dtype", "int8"), status=2)
+    assert "fastbert: error: --dtype int8: runs on a CPU, not on cuda:0; add --device cpu" in err
+    assert not (tmp_path / "r.npy").exists()
+
+
+def test_threads_are_put_back(run, model, text, tmp_path, monkeypatch):
+    monkeypatch.delenv("RAYON_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    run(*encode_args(model, text, tmp_path / "o.npy", "--threads", before + 1))
+    assert torch.get_num_threads() == before
+    assert "RAYON_NUM_THREADS" not in os.environ
+
+
+def test_sentence_transformers_files_are_read(run, model, text, tmp_path):
+    folder = tmp_path / "st"
+    folder.mkdir()
+    for path in model.iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
+    kinds = ("Transformer", "Pooling", "Normalize")
+    paths = ("", "1_Pooling", "2_Normalize")
+    modules = [
+        {"path": p, "type": f"sentence_transformers.models.{k}"} for p, k in zip(paths, kinds, strict=True)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    truth = SentenceEncoder.from_pretrained(model, pooling="cls", normalize=True, device="cpu").encode(LINES)
+    run(*encode_args(folder, text, tmp_path / "o.npy"))
+    assert np.abs(np.load(tmp_path / "o.npy") - truth).max() < 2e-6
+    modules.append({"path": "3_Dense", "type": "sentence_transformers.models.Dense"})
+    (folder / "modules.json").write_text(json.dumps(modules))
+    _, err = run(*encode_args(folder, text, tmp_path / "p.npy"), status=2)
+    assert "module 'Dense'" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        (b"", []),
+        (b"\n", [""]),
+        (b"a\nb", ["a", "b"]),
+        (b"a\r\nb\r\n", ["a", "b"]),
+        (b"\xef\xbb\xbfa\nb\n", ["a", "b"]),
+        ("a\u2028b\x0bc\x85d\n".encode(), ["a\u2028b\x0bc\x85d"]),  # no line ends but LF and CRLF
+        (b"\n\na\n\n", ["", "", "a", ""]),
+    ],
+)
+def test_lines(run, model, tmp_path, content, texts):
+    (tmp_path / "in.txt").write_bytes(content)
+    _, err = run(*encode_args(model, tmp_path / "in.txt", tmp_path / "o.jsonl"))
+    rows = (tmp_path / "o.jsonl").read_text(encoding="utf-8").split("\n")
+    assert rows.pop() == ""
+    assert [json.loads(row)["text"] for row in rows] == texts
+    assert ("no lines" in err) == (not texts)
+    run(*encode_args(model, tmp_path / "in.txt", tmp_path / "o.npy"))
+    run(*encode_args(model, tmp_path / "in.txt", tmp_path / "o.safetensors"))
+    assert np.load(tmp_path / "o.npy").shape == (len(texts), 32)
+    assert load_file(tmp_path / "o.safetensors")["embeddings"].shape == (len(texts), 32)
+
+
+def test_progress_is_for_terminals_unless_asked_for(run, model, text, tmp_path):
+    _, err = run(*encode_args(model, text, tmp_path / "a.npy"))
+    assert err == ""
+    _, err = run(*encode_args(model, text, tmp_path / "b.npy", "--progress"))
+    assert "7 sentences" in err
+    assert "sentences/s" in err
+    assert "tokens/s" in err
+    assert "100%, 0:00:00 left" in err
+
+
+def test_time_left_counts_the_bytes_of_the_file(capsys, text, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(cli.time, "perf_counter", lambda: clock[0])
+    with open(text, "rb") as stream:
+        progress = cli._Progress("in.txt", stream, True)
+        size = os.path.getsize(text)
+        progress.chunk(size // 2, 10)
+        clock[0] += 30.0
+        progress.batch(3, 5)  # half of half of the file in 30 s
+    err = capsys.readouterr().err
+    assert err.startswith("3 sentences, 0 sentences/s, 0 tokens/s, 2")
+    left_seconds = 30 * (size - size // 2 / 2) / (size // 2 / 2)
+    assert f"0:01:{round(left_seconds) - 60:02d} left" in err
+
+
+# --------------------------------------------------------------------------------------------- loses nothing
+
+
+def test_an_existing_output_is_kept_unless_overwritten(run, model, text, tmp_path):
+    output = tmp_path / "o.npy"
+    output.write_bytes(b"precious")
+    output.chmod(0o640)
+    _, err = run(*encode_args(model, text, output), status=2)
+    assert err == f"fastbert: error: --output {output}: exists; --overwrite replaces it\n"
+    assert output.read_bytes() == b"precious"
+    run(*encode_args(model, text, output, "--overwrite"))
+    assert np.load(output).shape == (7, 32)
+    assert output.stat().st_mode & 0o777 == 0o640
+
+
+def test_through_a_link_the_file_is_replaced(run, model, text, tmp_path):
+    (tmp_path / "real").mkdir()
+    real, link = tmp_path / "real" / "o.npy", tmp_path / "o.npy"
+    real.write_bytes(b"old")
+    link.symlink_to(real)
+    run(*encode_args(model, text, link, "--overwrite"))
+    assert link.is_symlink()
+    assert np.load(real).shape == (7, 32)
+    assert left(tmp_path / "real") == ["o.npy"]
+
+
+def test_a_dangling_link_is_not_written_through_unasked(run, model, text, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    link, target = tmp_path / "o.npy", tmp_path / "elsewhere" / "new.npy"
+    link.symlink_to(target)
+    _, err = run(*encode_args(model, text, link), status=2)
+    assert f"--output {link}: is a link to {target}, which is not there; --overwrite makes it" in err
+    assert left(target.parent) == []
+    run(*encode_args(model, text, link, "--overwrite"))
+    assert link.is_symlink()
+    assert np.load(target).shape == (7, 32)
+
+
+def test_leftovers_of_killed_runs_are_removed(run, model, text, tmp_path):
+    """Real ones: a run that was killed, and one that is still at it."""
+    output = tmp_path / "o.npy"
+    arguments = [sys.executable, "-m", "fastbert", *map(str, encode_args(model, "-", output, "--overwrite"))]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
+    runs = [subprocess.Popen(arguments, stdin=subprocess.PIPE, env=environment) for _ in range(2)]
+    try:
+        deadline = time.monotonic() + 240
+        while len(there := list(tmp_path.glob(".o.npy.*.tmp"))) < 2:
+            assert time.monotonic() < deadline, f"nothing begun: {left(tmp_path)}"
+            time.sleep(0.02)
+        runs[0].kill()
+        runs[0].wait()
+        (dead,) = [path for path in there if f".{runs[0].pid}." in path.name]
+        (living,) = [path for path in there if f".{runs[1].pid}." in path.name]
+        host = socket.gethostname()
+        others = [
+            f".o.npy.0.x{host}.4194305.tmp",  # of another machine
+            f".p.npy.0.{host}.4194305.tmp",  # of another output
+            f".o.npy.0.{host}.4194305.txt",
+            ".o.npy.mine.tmp",
+        ]
+        for name in others:
+            (tmp_path / name).touch()
+        run(*encode_args(model, text, output, "--overwrite"))
+        assert not dead.exists()
+        assert left(tmp_path) == sorted([*others, "in.txt", "o.npy", living.name])
+        _, err = runs[1].communicate(b"a\n", timeout=240)
+        assert runs[1].returncode == 0, err
+        assert np.load(output).shape == (1, 32)  # the living one was left alone
+    finally:
+        for process in runs:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("limit", [0, 100, 400, 900])
+@pytest.mark.parametrize("kind", ["npy", "safetensors", "jsonl"])
+def test_a_full_disk_names_the_output_and_leaves_it_whole(run, model, text, tmp_path, kind, limit):
+    output = tmp_path / f"o.{kind}"
+    output.write_bytes(b"precious")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))  # a write past it fails, like one to a full disk
+    try:
+        call = encode_args(model, text, output, "--overwrite", "--chunk-lines", 2)
+        _, err = run(*call, status=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert err.startswith(
+        f"fastbert: error: --output {output}: could not be written ([Errno 27] File too large"
+    )
+    assert err.endswith("what was there is unchanged\n")
+    assert output.read_bytes() == b"precious"
+    assert left(tmp_path) == ["in.txt", output.name]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_disk_that_fails_at_the_end_names_the_output(run, model, text, tmp_path, monkeypatch, call):
+    output = tmp_path / "o.npy"
+    output.write_bytes(b"precious")
+
+    def fails(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fails)
+        _, err = run(*encode_args(model, text, output, "--overwrite"), status=2)
+    assert f"--output {output}: could not be written ([Errno 28] No space left on device)" in err
+    assert output.read_bytes() == b"precious"
+    assert left(tmp_path) == ["in.txt", "o.npy"]
+
+
+def test_a_file_that_comes_into_being_meanwhile_is_kept(run, model, text, tmp_path, monkeypatch):
+    output = tmp_path / "o.npy"
+    close = cli._NpyWriter.close
+
+    def late(self):
+        close(self)
+        output.write_bytes(b"somebody else's")
+
+    monkeypatch.setattr(cli._NpyWriter, "close", late)
+    _, err = run(*encode_args(model, text, output), status=2)
+    assert "came into being meanwhile" in err
+    assert output.read_bytes() == b"somebody else's"
+    assert left(tmp_path) == ["in.txt", "o.npy"]
+
+
+@pytest.mark.parametrize("where", ["tokenize", "encode_tokens"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("a bug")])
+def test_an_error_midway_leaves_the_old_file(model, text, tmp_path, monkeypatch, capsys, where, error):
+    output = tmp_path / "o.npy"
+    output.write_bytes(b"precious")
+    original, calls = getattr(SentenceEncoder, where), []
+
+    def fails_later(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            assert any(name.endswith(".tmp") for name in left(tmp_path))
+            raise error
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(SentenceEncoder, where, fails_later)
+    arguments = [str(a) for a in encode_args(model, text, output, "--overwrite", "--chunk-lines", 1)]
+    if isinstance(error, OSError):
+        assert cli.main(arguments) == 2
+        assert "fastbert: error: [Errno 28] No space left on device" in capsys.readouterr().err
+    else:  # not the user's mistake: the traceback is wanted
+        with pytest.raises(RuntimeError, match="a bug"):
+            cli.main(arguments)
+    assert output.read_bytes() == b"precious"
+    assert left(tmp_path) == ["in.txt", "o.npy"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals as POSIX knows them")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("kind", ["npy", "jsonl"])
+def test_stopped_by_a_signal_midway(model, tmp_path, name, kind):
+    output = tmp_path / f"o.{kind}"
+    output.write_bytes(b"precious")
+    arguments = encode_args(model, "-", output, "--overwrite", "--chunk-lines", 2)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fastbert", *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        # a shell's background job ignores SIGINT, and so would its children
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        process.stdin.write("".join(f"{c}\n" for c in LETTERS[:8]).encode())  # and the pipe stays open
+        process.stdin.flush()
+        deadline = time.monotonic() + 60
+        while True:
+            sizes = [p.stat().st_size for p in tmp_path.glob(f".o.{kind}.*.tmp")]
+            if sizes and sizes[0] >= 8 * 32 * 4:  # four chunks are written, the fifth is waited for
+                break
+            assert process.poll() is None, process.stderr.read().decode()
+            assert time.monotonic() < deadline, f"nothing written: {left(tmp_path)}"
+            time.sleep(0.02)
+        process.send_signal(getattr(signal, name))
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 128 + getattr(signal, name)
+    assert err.decode() == f"fastbert: stopped by {name}\n"
+    assert output.read_bytes() == b"precious"
+    assert left(tmp_path) == [output.name]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals as POSIX knows them")
+@pytest.mark.parametrize("start", ["module", "script"])
+@pytest.mark.parametrize("swallow", [False, True])
+def test_interrupted_while_it_imports(tmp_path, start, swallow):
+    """Quietly, also where what is imported takes the exception of Ctrl-C for its own."""
+    interrupt = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(5)"
+    if swallow:
+        interrupt = f"try:\n    {interrupt}\nexcept BaseException as error:\n    raise ImportError from error"
+    (tmp_path / "torch.py").write_text(interrupt + "\n")
+    declared = re.search(r'^fastbert = "(.*):(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    module, function = declared.groups()
+    script = ["-c", f"import sys; from {module} import {function}; sys.exit({function}())"]
+    done = subprocess.run(
+        [sys.executable, *(["-m", "fastbert"] if start == "module" else script), "env"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_every_option_says_what_it_does():
+    (commands,) = (a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    for name, parser in commands.choices.items():
+        for action in parser._actions:
+            option = f"{name} {action.dest}"
+            assert action.help, option
+            takes_value = action.option_strings and action.nargs is None
+            if takes_value and not action.required:
+                assert "default" in action.help or action.choices == POOLINGS, option
+                if isinstance(action.default, (int, str)):
+                    assert "(default" in action.help, option
+
+
+def test_signal_handlers_are_put_back(run):
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    run("bench")
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+# ------------------------------------------------------------------------------------------------ bad inputs
+
+
+BAD_LINES = {
+    "not UTF-8": (b"fine\nb\xffd\n", (), "line 2: not UTF-8 (byte 2 is 0xff)"),
+    "cut in a character": (b"fine\nfine\ncaf\xc3", (), "line 3: not UTF-8 (byte 4 is 0xc3)"),
+    "surrogate": (b"\xed\xa0\x80\n", (), "line 1: not UTF-8"),
+    "UTF-16": ("a\nb\n".encode("utf-16"), (), "line 1: not UTF-8"),
+    "too long": (
+        b"a\n" * 6 + b"abc " * 9,
+        ("--on-long", "error", "--max-length", "9"),
+        "line 7: 29 tokens; at most 9 fit",
+    ),
+}
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_a_bad_line_is_named(run, model, tmp_path, name, chunk):
+    content, flags, words = BAD_LINES[name]
+    (tmp_path / "in.txt").write_bytes(content)
+    _, err = run(
+        *encode_args(model, tmp_path / "in.txt", tmp_path / "o.npy", "--chunk-lines", chunk, *flags), status=2
+    )
+    assert err.startswith("fastbert: error: ")
+    assert words in err
+    assert err.count("\n") == 1
+    assert left(tmp_path) == ["in.txt"]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 100])
+def test_the_first_line_that_was_cut_is_that_of_all_chunks(run, model, tmp_path, chunk):
+    lines = ["a", "b", "c", "a b c d e f g", "a", "a b c d e f", "b", "a b c d e f g h", "c"]
+    (tmp_path / "in.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    flags = ["--max-length", 6, "--chunk-lines", chunk]
+    _, err = run(*encode_args(model, tmp_path / "in.txt", tmp_path / "o.npy", *flags))
+    words = "fastbert: 3 of 9 lines held more than 6 tokens and were cut there (the first: line 4)"
+    assert words in err
+
+
+def test_a_line_whose_embedding_is_not_finite_is_named(run, model, text, tmp_path, monkeypatch):
+    original = SentenceEncoder._forward
+
+    def overflows(self, ids, lengths):
+        rows = original(self, ids, lengths)
+        rows[lengths == 3, 5] = np.inf  # the line "a"
+        return rows
+
+    monkeypatch.setattr(SentenceEncoder, "_forward", overflows)
+    _, err = run(*encode_args(model, text, tmp_path / "o.npy", "--chunk-lines", 2), status=2)
+    assert f"fastbert: error: {text}: line 3: the embedding is not finite" in err
+    assert left(tmp_path) == ["in.txt"]
+
+
+BAD_CALLS = {
+    "no command": ([], "arguments are required: COMMAND"),
+    "unknown command": (["embed"], "invalid choice: 'embed'"),
+    "no model": (["encode", "--input", "{text}", "--output", "{out}"], "arguments are required: --model"),
+    "kind": (
+        ["{encode}", "--output", "{dir}/o.csv"],
+        "o.csv: unknown kind '.csv'; expected .npy, .safetensors, .jsonl",
+    ),
+    "no kind": (["{encode}", "--output", "{dir}/o"], "unknown kind ''"),
+    "no folder": (["{encode}", "--output", "{dir}/none/o.npy"], "none does not exist"),
+    "a folder": (["{encode}", "--output", "{dir}/folder.npy", "--overwrite"], "exists and is no plain file"),
+    "input is output": (
+        ["{encode}", "--input", "{dir}/in.jsonl", "--output", "{dir}/in.jsonl", "--overwrite"],
+        "is the input",
+    ),
+    "no input": (["{encode}", "--input", "{dir}/none.txt"], "No such file or directory: '{dir}/none.txt'"),
+    "input is a folder": (["{encode}", "--input", "{dir}"], "Is a directory"),
+    "model not there": (["{encode}", "--model", "{dir}/none"], "none"),
+    "model empty": (["{encode}", "--model", "{dir}"], "no tokenizer.json and no vocab.txt"),
+    "pooling": (["{encode}", "--pooling", "sum"], "argument --pooling: invalid choice: 'sum'"),
+    "dtype": (["{encode}", "--dtype", "int4"], "argument --dtype: invalid choice: 'int4'"),
+    "batch tokens": (
+        ["{encode}", "--batch-tokens", "47"],
+        "batch_tokens: 47; expected an integer >= max_length = 48",
+    ),
+    "no number": (
+        ["{encode}", "--batch-tokens", "many"],
+        "argument --batch-tokens: invalid int value: 'many'",
+    ),
+    "max length": (["{encode}", "--max-length", "49"], "max_length: 49; expected an integer from 3"),
+    "max length 2": (["{encode}", "--max-length", "2"], "max_length: 2; expected an integer from 3"),
+    "batch tokens, no lines": (
+        ["{encode}", "--input", "{empty}", "--batch-tokens", "47"],
+        "batch_tokens: 47;",
+    ),
+    "chunk lines": (["{encode}", "--chunk-lines", "0"], "--chunk-lines 0: expected at least 1"),
+    "threads": (
+        ["{encode}", "--threads", "0"],
+        f"--threads 0: expected 1 to {4 * os.cpu_count()}, four per CPU",
+    ),
+    "many threads": (
+        ["{encode}", "--threads", "100000"],
+        f"--threads 100000: expected 1 to {4 * os.cpu_count()}, four per CPU",
+    ),
+    "device": (["{encode}", "--device", "toaster"], "--device toaster: "),
+    "device kind": (["{encode}", "--device", "meta"], "--device meta: expected cpu, cuda or cuda:N"),
+    "no such GPU": (["{encode}", "--device", "cuda:99"], "--device cuda:99: this machine shows torch"),
+    "unknown flag": (["{encode}", "--fast"], "unrecognized arguments: --fast"),
+    "verify op": (["verify", "--op", "softmax"], "argument --op: invalid choice: 'softmax'"),
+    "verify backend": (["verify", "--backend", "mlx"], "argument --backend: invalid choice: 'mlx'"),
+    "bench": (["bench", "nothing_of_the_kind"], "bench nothing_of_the_kind: not among"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_a_bad_call_is_one_line_and_writes_nothing(run, model, text, tmp_path, name):
+    (tmp_path / "folder.npy").mkdir()
+    (tmp_path / "in.jsonl").write_text("a\n")
+    (tmp_path / "empty.txt").touch()
+    before = left(tmp_path)
+    places = {"empty": tmp_path / "empty.txt", "text": text, "out": tmp_path / "o.npy", "dir": tmp_path}
+    arguments, words = BAD_CALLS[name]
+    call = []
+    for argument in arguments:
+        call += (
+            encode_args(model, text, tmp_path / "o.npy")
+            if argument == "{encode}"
+            else [argument.format(**places)]
+        )
+    _, err = run(*call, status=2)
+    assert err.startswith("fastbert: error: ")
+    assert err.count("\n") == 1
+    assert words.format(**places) in err
+    assert left(tmp_path) == before
+
+
+def test_debug_shows_the_traceback(run, model, text, tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTBERT_LOG", "debug")
+    _, err = run(*encode_args(model, tmp_path / "none.txt", tmp_path / "o.npy"), status=2)
+    assert "Traceback" in err
+    assert "fastbert: error: [Errno 2]" in err
+    monkeypatch.setenv("FASTBERT_LOG", "loud")
+    _, err = run("env", status=2)
+    assert err == "fastbert: error: FASTBERT_LOG=loud: expected debug, info, warning or error\n"
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"fastbert {fastbert.__version__}\n"
+
+
+# ---------------------------------------------------------------------------------------- env, verify, bench
+
+
+def test_env_json(run):
+    report = json.loads(run("env", "--json")[0])
+    assert report["versions"]["fastbert"] == fastbert.__version__
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["devices"][0]["device"] == "cpu"
+    assert isinstance(report["extension"]["built"], bool)
+    if report["extension"]["built"]:
+        assert report["extension"]["cpu_isa"] in ("none", "avx2", "avx512", "avx512_bf16")
+    served = {(r["op"], r["dtype"]): r for r in report["backends"] if r["device"] == "cpu"}
+    assert {op for op, _ in served} == set(dispatch.OPS)
+    for row in served.values():
+        assert row["backend"] in dispatch.BACKENDS
+        assert row["why"]
+
+
+def test_env_text_says_the_same(run):
+    report = json.loads(run("env", "--json")[0])
+    text = run("env")[0]
+    for row in report["backends"]:
+        assert " ".join(map(str, row.values())) in " ".join(text.split())
+    assert torch.__version__ in text
+
+
+def test_env_without_the_extension(run, monkeypatch):
+    monkeypatch.setattr(_native, "extension", None)
+    monkeypatch.setattr(_native, "missing", "is not built")
+    extension = json.loads(run("env", "--json")[0])["extension"]
+    assert extension == {"built": False, "reason": "is not built"}
+
+
+def test_verify_passes_and_prints_each_group(run):
+    out, _ = run(
+        "verify", "--op", "layer_norm", "--backend", "reference", "--backend", "aten", "--device", "cpu"
+    )
+    assert (
+        len([line for line in out.splitlines() if line.endswith("pass")]) == 6
+    )  # two backends, three dtypes
+    assert out.splitlines()[-1].endswith("checks on cpu, 0 failed")
+
+
+def row(passed, reason="", error=0.5):
+    return testing.Row("linear", "8x8", "aten", "float32", "cpu", "y", error, 0.25, 0.1, 0.1, passed, reason)
+
+
+def test_verify_fails_with_status_1(run, monkeypatch):
+    monkeypatch.setattr(testing, "verify", lambda *a: iter([row(True), row(False, "max error over eager's")]))
+    out, _ = run(
+        "verify", "--op", "linear", "--backend", "aten", "--dtype", "float32", "--device", "cpu", status=1
+    )
+    assert "FAIL" in out.splitlines()[1]
+    assert "8x8 y: 0.5, eager's 0.25  FAIL: max error over eager's" in out
+    assert "2 checks on cpu, 1 failed" in out
+    out, _ = run(
+        "verify",
+        "--op",
+        "linear",
+        "--backend",
+        "aten",
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--json",
+        status=1,
+    )
+    report = json.loads(out)
+    assert report["passed"] is False
+    assert [r["passed"] for r in report["rows"]] == [True, False]
+
+
+def test_verify_counts_a_kernel_that_raises_as_a_failure(run, monkeypatch):
+    def broken(ops, backends, dtypes, device):
+        yield row(True, error=float("inf"))
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(testing, "verify", broken)
+    flags = ("verify", "--op", "linear", "--backend", "aten", "--dtype", "float32", "--device", "cpu")
+    out, _ = run(*flags, status=1)
+    assert "FAIL: RuntimeError: illegal memory access" in out
+    report = json.loads(run(*flags, "--json", status=1)[0])
+    assert report["rows"][0]["max_error"] is None  # JSON has no infinity
+    assert report["rows"][1]["reason"] == "RuntimeError: illegal memory access"
+
+
+def test_verify_of_nothing_is_an_error(run):
+    _, err = run("verify", "--op", "layer_norm", "--backend", "cuda", "--device", "cpu", status=2)
+    assert "nothing to verify on cpu: layer_norm by cuda in float32: " in err
+
+
+def test_bench_lists_and_runs_the_scripts(monkeypatch, tmp_path, capfd):
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "fastbert").mkdir()
+    monkeypatch.setattr(fastbert, "__file__", str(tmp_path / "fastbert" / "__init__.py"))
+    assert cli.main(["bench"]) == 2
+    assert "the benchmarks are in the source checkout" in capfd.readouterr().err
+    (tmp_path / "bench" / "helper.py").write_text("x = 1\n")
+    script = "import sys\nif __name__ == '__main__':\n    print(sys.argv[1:])\n    sys.exit(7)\n"
+    (tmp_path / "bench" / "bench_kernels.py").write_text(script)
+    assert cli.main(["bench"]) == 0
+    out = capfd.readouterr().out
+    assert out.splitlines() == [
+        f"fastbert bench {'bench_kernels':<16} {tmp_path / 'bench' / 'bench_kernels.py'}"
+    ]
+    assert cli.main(["bench", "kernels", "--json", "x"]) == 7
+    assert capfd.readouterr().out == "['--json', 'x']\n"

@@ -1,0 +1,505 @@
+"""The C++ embedding: every dtype, instruction set, odd size and stride, against float64 in plain torch."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+
+import pytest
+import torch
+
+from fastbert import testing
+from fastbert.backends import aten, cpu
+from fastbert.ops.dropout import keep_mask_2d
+from fastbert.runtime import native as _native
+from fastbert.testing import serving
+from fastbert.testing.op_cases.embedding import CASES
+from tests.support import cpu_build as native_build
+from tests.support.cpu_truth import HALF, assert_rounds_to, assert_same_bits, randn, strided_rows
+
+DTYPES = (torch.float32, *HALF)
+SEED = torch.tensor([-0x123456789ABCDEF])
+OFFSET = 2**32 - 7
+WORDS, POSITIONS, TYPES, PAD = 23, 9, 3, 4
+NAMES = ("dword", "dposition", "dsegment", "dinputs_embeds", "dln_weight", "dln_bias")
+_C = _native.extension
+
+pytest_plugins = ("tests.support.cpu_fixtures",)
+pytestmark = pytest.mark.skipif(_C is None, reason=str(_native.missing))
+
+
+def randint(high, count, seed=0):
+    return torch.randint(high, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+class Batch:
+    """Inputs of one call: tables and embeddings are rows among NaNs, and so are rows that no id names."""
+
+    def __init__(
+        self, tokens, hidden, dtype, embeds=False, position=True, segment=True, p=0.0, param_dtype=None
+    ):
+        self.tokens, self.hidden, self.dtype, self.p = tokens, hidden, dtype, p
+        self.seed = SEED if p else None
+        self.memories = []
+        self.word = self.table(WORDS, 5, 1)
+        self.embeds = self.table(tokens, 3, 2) if embeds else None
+        self.position = self.table(POSITIONS, 1, 3) if position else None
+        self.segment = self.table(TYPES, 7, 4) if segment else None
+        self.ids, self.position_ids, self.types = (
+            randint(n, tokens, seed) for n, seed in ((WORDS, 5), (POSITIONS, 6), (TYPES, 7))
+        )
+        tables = (self.word, self.ids), (self.position, self.position_ids), (self.segment, self.types)
+        for table, ids in tables:
+            if table is not None:
+                named = torch.zeros(table.shape[0], dtype=torch.bool).index_fill(0, ids, True)
+                table[~named] = float("nan")
+        self.weight = 1 + 0.5 * randn(hidden, dtype=param_dtype or dtype, seed=8)
+        self.bias = randn(hidden, dtype=param_dtype or dtype, seed=9)
+        self.dy = randn(tokens, hidden, dtype=dtype, seed=10)
+        self.before = [m.clone() for m in self.memories]
+
+    def table(self, rows, gap, seed):
+        view, memory = strided_rows(rows, self.hidden, self.dtype, gap, seed)
+        self.memories.append(memory)
+        return view
+
+    def args(self):
+        embeds = self.embeds is not None
+        return (
+            None if embeds else self.ids, self.embeds, None if embeds else self.word,
+            None if self.position is None else self.position_ids, self.position,
+            None if self.segment is None else self.types, self.segment,
+        )  # fmt: skip
+
+    def forward(self, save=True, backend=cpu):
+        return backend.embedding_fwd(
+            *self.args(), self.weight, self.bias, 1e-5, self.p, self.seed, OFFSET, save
+        )
+
+    def backward(self, z, mean, rstd, padding_idx=PAD, backend=cpu, dy=None, sizes=None, need_dln=True):
+        embeds = self.embeds is not None
+        sizes = sizes or (
+            0 if embeds else WORDS,
+            0 if self.position is None else POSITIONS,
+            0 if self.segment is None else TYPES,
+        )
+        ids = (
+            t if n else None for t, n in zip((self.ids, self.position_ids, self.types), sizes, strict=True)
+        )
+        return dict(
+            zip(
+                NAMES,
+                backend.embedding_bwd(
+                    self.dy if dy is None else dy, z, self.weight, mean, rstd, *ids, *sizes, padding_idx,
+                    self.p, self.seed, OFFSET, embeds, need_dln,
+                ),
+                strict=True,
+            )
+        )  # fmt: skip
+
+    def keep(self):
+        if not self.p:
+            return 1.0
+        return keep_mask_2d(SEED, OFFSET, self.tokens, self.hidden, self.p) / (1 - self.p)
+
+    def forward64(self):
+        """y, z, mean and rstd in float64."""
+        z = (self.word[self.ids] if self.embeds is None else self.embeds).double()
+        for table, ids in ((self.position, self.position_ids), (self.segment, self.types)):
+            if table is not None:
+                z = z + table[ids].double()
+        mean = z.mean(-1, keepdim=True)
+        rstd = 1 / ((z - mean).square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        y = ((z - mean) * rstd * self.weight.double() + self.bias.double()) * self.keep()
+        return y, z, mean[:, 0], rstd[:, 0]
+
+    def backward64(self, z, mean, rstd, padding_idx=PAD):
+        """The gradients in float64, from the same saved z, mean and rstd."""
+        dn, rstd = self.dy.double() * self.keep(), rstd.double()[:, None]
+        x_hat = (z.double() - mean.double()[:, None]) * rstd
+        g = dn * self.weight.double()
+        dz = rstd * (g - g.mean(-1, keepdim=True) - x_hat * (g * x_hat).mean(-1, keepdim=True))
+
+        def scatter(table, ids, skip=-1):
+            if table is None:
+                return dz.new_empty(0)
+            out = dz.new_zeros(table.shape[0], self.hidden).index_add_(0, ids, dz)
+            return out.index_fill_(0, torch.tensor([skip]), 0) if skip >= 0 else out
+
+        return {
+            "dword": scatter(self.word if self.embeds is None else None, self.ids, padding_idx),
+            "dposition": scatter(self.position, self.position_ids),
+            "dsegment": scatter(self.segment, self.types),
+            "dinputs_embeds": dz.new_empty(0) if self.embeds is None else dz,
+            "dln_weight": (dn * x_hat).sum(0),
+            "dln_bias": dn.sum(0),
+        }
+
+
+def both_ways(tokens, hidden, dtype, options):
+    """Forward and backward of the backend, each output against float64."""
+    batch = Batch(tokens, hidden, dtype, **options)
+    y, z, mean, rstd = batch.forward()
+    truth = batch.forward64()
+    assert (y.dtype, z.dtype, mean.dtype, rstd.dtype) == (dtype, dtype, torch.float32, torch.float32)
+    # where a row is nearly constant (two elements, say), rstd magnifies the rounding of z
+    scale = truth[3].max().item() ** 2 * truth[1].abs().max().item() + 1 if tokens else 1.0
+    assert_rounds_to(y, truth[0], 2 * scale, "y")
+    assert_rounds_to(z, truth[1], 1.0, "z")
+    assert_rounds_to(mean, truth[2], 1.0, "mean")
+    assert_rounds_to(rstd, truth[3], scale, "rstd")
+    unsaved = batch.forward(save=False)
+    assert_same_bits(unsaved[0], y, "y without save")
+    assert [t.shape for t in unsaved[1:]] == [(0,)] * 3
+
+    grads, truth = batch.backward(z, mean, rstd), batch.backward64(z, mean, rstd)
+    scale = rstd.max().item() ** 2 * (1 + z.double().abs().max().item()) * 8 if tokens else 1.0
+    for name, grad in grads.items():
+        sums = 1.0 if name == "dinputs_embeds" else 2 * max(tokens, 1) ** 0.5
+        assert grad.dtype == (torch.float32 if "ln" in name else dtype), name
+        assert_rounds_to(grad, truth[name], scale * sums, name)
+    for memory, copy in zip(batch.memories, batch.before, strict=True):
+        assert_same_bits(memory, copy, "an input was written")
+
+
+OPTIONS = (
+    {},
+    {"p": 0.25, "param_dtype": torch.float32},
+    {"embeds": True, "p": 0.5},
+    {"position": False},
+    {"segment": False, "param_dtype": torch.float32},
+    {"embeds": True, "position": False, "segment": False},
+)
+
+
+# --- results ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("start", range(1, 131, 26))
+def test_every_hidden_size_up_to_130(isa, dtype, start, guarded):
+    for hidden in range(start, start + 26):
+        for options in (OPTIONS[hidden % 6], OPTIONS[(hidden + 2) % 6]):
+            both_ways(5, hidden, dtype, options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden", (384, 768, 1000, 4097))
+def test_large_hidden_sizes(isa, dtype, hidden, guarded):
+    for options in OPTIONS:
+        both_ways(6, hidden, dtype, options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", (0, 1, 2, 3, 4, 31, 32, 33, 65, 130, 1031))
+def test_every_token_count(isa, dtype, tokens, guarded):
+    for options in OPTIONS:
+        both_ways(tokens, 33, dtype, options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=repr)
+def test_error_rule(isa, case, dtype):
+    rows = testing.run_case(case, "cpu", dtype)
+    assert len(rows) >= 4
+    assert [r.reason for r in rows if not r.passed] == []
+
+
+def test_it_serves_by_default():
+    lines = {c.dtype: c.backend for c in serving.choices("cpu") if c.op == "embedding"}
+    assert lines == {"float32": "cpu", "bfloat16": "cpu", "float16": "cpu", "float64": "aten"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_small_integers_are_exact(isa, dtype):
+    # word + position + segment = ±2: mean 0, rstd 1/2, so y = ±weight + bias, and all of it is exact
+    tokens, hidden = 300, 128
+    signs = 1 - 2 * (torch.arange(hidden) // 2 % 2)
+    position = (torch.arange(3)[:, None] + torch.arange(hidden)) % 5 - 2
+    segment = (torch.arange(2)[:, None] * torch.arange(hidden)) % 7 - 3
+    position_ids, types = torch.arange(tokens) % 3, torch.arange(tokens) % 2
+    embeds = 2 * signs - position[position_ids] - segment[types]
+    weight, bias = torch.arange(hidden) % 9 - 4, torch.arange(hidden) % 4
+    tables = [t.to(dtype) for t in (embeds, position, segment, weight, bias)]
+    embeds, position, segment, weight, bias = tables
+    y, z, mean, rstd = cpu.embedding_fwd(
+        None, embeds, None, position_ids, position, types, segment, weight, bias, 0.0, 0.0, None, 0, True
+    )
+    assert torch.equal(y, (signs * weight + bias).expand(tokens, hidden).to(dtype))
+    assert torch.equal(z, (2 * signs).expand(tokens, hidden).to(dtype))
+    assert torch.equal(mean, torch.zeros(tokens))
+    assert torch.equal(rstd, torch.full((tokens,), 0.5))
+    # dy = 2 in pairs of columns (+1, -1): no mean and no x_hat component, so dz = rstd dy = ±1
+    dy = (2 * (1 - 2 * (torch.arange(hidden) % 2))).expand(tokens, hidden).to(dtype)
+    ids = torch.arange(tokens) % 2
+    dword, dposition, dsegment, dembeds, _, dbias = cpu.embedding_bwd(
+        dy, z, torch.ones(hidden, dtype=dtype), mean, rstd, ids, position_ids, types, 3, 3, 2, 1,
+        0.0, None, 0, True, True,
+    )  # fmt: skip
+    assert torch.equal(dembeds, dy / 2)
+    assert torch.equal(dbias, dy.float().sum(0))
+    assert torch.equal(dword, torch.stack([75 * dy[0], 0 * dy[0], 0 * dy[0]]))
+    assert torch.equal(dposition, (50 * dy[0]).expand(3, hidden))
+    assert torch.equal(dsegment, (75 * dy[0]).expand(2, hidden))
+
+
+@pytest.mark.parametrize("count", (1, 2, 31, 32, 33, 63, 64, 65, 4000))
+@pytest.mark.parametrize("hidden", (5, 31, 64, 100))
+def test_sums_of_any_number_of_tokens(isa, count, hidden):
+    """dz itself is asked for as well, so that its sums can be checked without its own rounding."""
+    batch = Batch(count, hidden, torch.float32, embeds=True)
+    batch.types = torch.zeros(count, dtype=torch.int64)
+    z, (mean, rstd) = randn(count, hidden), randn(2, count, seed=1).abs() + 0.5
+    grads = batch.backward(z, mean, rstd, sizes=(0, 0, 2))
+    dz = grads["dinputs_embeds"].double()
+    truth = dz.sum(0)
+    # 32 terms in float are off by 31 roundings at most; their sums, in double, by none that counts
+    assert ((grads["dsegment"][0] - truth).abs() <= 32 * 2**-24 * dz.abs().sum(0)).all()
+    assert not grads["dsegment"][1].any()
+
+
+def test_sums_of_many_tokens_are_closer_than_torchs(isa):
+    batch = Batch(8000, 64, torch.float32, embeds=True)
+    batch.types = batch.types.clamp_max(1)
+    z, (mean, rstd) = randn(8000, 64), randn(2, 8000, seed=1).abs() + 0.5
+    errors = []
+    for backend in (cpu, aten):
+        grads = batch.backward(z, mean, rstd, backend=backend)
+        dz = grads["dinputs_embeds"].double()
+        truth = dz.new_zeros(TYPES, 64).index_add_(0, batch.types, dz)
+        errors.append((grads["dsegment"] - truth).abs().mean())
+    assert errors[0] < errors[1] / 2
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_a_table_of_more_than_32_mib(isa, dtype, guarded):
+    """Its memory is asked for in batches; every row is written, most with zeros."""
+    rows, hidden, tokens = 2**25 // 768 // dtype.itemsize + 1000, 768, 40
+    ids = torch.cat([randint(rows, tokens - 2), torch.tensor([0, rows - 1])])
+    z, dy = randn(tokens, hidden, dtype=dtype), randn(tokens, hidden, dtype=dtype, seed=1)
+    stats = torch.zeros(tokens), torch.ones(tokens)
+    args = dy, z, torch.ones(hidden), *stats, ids, None, None, rows, 0, 0, -1, 0.0, None, 0, True, False
+    dword, _, _, dz, *_ = cpu.embedding_bwd(*args)
+    assert ids.unique().numel() == tokens
+    assert_same_bits(dword[ids], dz)
+    dword[ids] = 0
+    assert not dword.any()
+
+
+# --- ids, layouts, poison ---------------------------------------------------------------------------------
+
+
+def test_ids_that_do_not_lie_side_by_side(isa):
+    """The op hands over broadcast ids as they are: all of them one element."""
+    batch = Batch(12, 40, torch.float32)
+    expanded = torch.tensor([2]).expand(12)
+    gaps = torch.stack([batch.ids, batch.ids + 1], 1)[:, 0]
+    batch.word.nan_to_num_(), batch.position.nan_to_num_()
+    results = []
+    for ids, positions in ((gaps, expanded), (gaps.clone(), expanded.clone())):
+        batch.ids, batch.position_ids = ids, positions
+        y, z, mean, rstd = batch.forward()
+        results.append((y, z, mean, rstd, *batch.backward(z, mean, rstd).values()))
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(a, b)
+
+
+def test_expanded_and_overlapping_tables(isa):
+    batch = Batch(12, 10, torch.float32)
+    batch.word = randn(100).as_strided((WORDS, 10), (3, 1))
+    batch.position = randn(1, 10, seed=1).expand(POSITIONS, 10)
+    y = batch.forward()[0]
+    batch.word, batch.position = batch.word.clone(), batch.position.clone()
+    assert_same_bits(y, batch.forward()[0])
+    dy = randn(1, 10, seed=2).expand(12, 10)  # rows that are all one
+    saved = batch.forward()[1:]
+    strided, plain = (batch.backward(*saved, dy=t) for t in (dy, dy.clone()))
+    for name, grad in strided.items():
+        assert_same_bits(grad, plain[name], name)
+
+
+@pytest.mark.parametrize("bad", (-1, 2**40, None))
+@pytest.mark.parametrize("which", ("input_ids", "position_ids", "token_type_ids"))
+def test_ids_out_of_range_are_refused_before_memory_is_read(which, bad):
+    """The op looks at them as well, but not under torch.compile."""
+    batch = Batch(7, 8, torch.float32)
+    saved = batch.forward()[1:]
+    ids = {"input_ids": batch.ids, "position_ids": batch.position_ids, "token_type_ids": batch.types}[which]
+    size = {"input_ids": WORDS, "position_ids": POSITIONS, "token_type_ids": TYPES}[which]
+    ids[6] = bad = size if bad is None else bad
+    message = f"{which}: id {bad} is out of range for a table of {size}"
+    with pytest.raises(ValueError, match=message):
+        batch.forward()
+    with pytest.raises(ValueError, match=message):
+        batch.backward(*saved)
+
+
+def test_compiled_ids_out_of_range_raise():
+    from fastbert.ops.embedding import embedding
+
+    torch._dynamo.reset()
+    word, w, b = randn(11, 8), torch.ones(8), torch.zeros(8)
+    compiled = torch.compile(lambda ids: embedding(ids, word, w, b), backend="aot_eager")
+    compiled(torch.tensor([1, 10]))
+    with pytest.raises(ValueError, match="input_ids: id 11 is out of range for a word table of 11"):
+        compiled(torch.tensor([1, 11]))
+
+
+@pytest.mark.parametrize("bad", (float("nan"), float("inf"), -float("inf")))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_bad_row_reaches_its_own_tokens_alone(isa, bad, dtype):
+    batch = Batch(40, 50, dtype)
+    clean = batch.forward()
+    row = int(batch.ids[3])
+    batch.word[row, 17] = bad
+    hit = batch.ids == row
+    y, z, mean, rstd = batch.forward()
+    assert y[hit].isnan().all()
+    for a, b in zip((y, z, mean, rstd), clean, strict=True):
+        assert_same_bits(a[~hit], b[~hit])
+    grads, before = batch.backward(z, mean, rstd), batch.backward(*clean[1:])
+    named = torch.arange(WORDS) == row
+    assert grads["dword"][named].isnan().all()
+    assert_same_bits(grads["dword"][~named], before["dword"][~named])
+    touched = torch.zeros(POSITIONS, dtype=torch.bool).index_fill(0, batch.position_ids[hit], True)
+    assert grads["dposition"][touched].isnan().all()
+    assert_same_bits(grads["dposition"][~touched], before["dposition"][~touched])
+
+
+def test_the_padding_row_is_zero_whatever_its_tokens_hold(isa):
+    batch = Batch(40, 50, torch.float32)
+    saved = batch.forward()[1:]
+    batch.ids[:35] = PAD  # more than are summed in float
+    batch.dy[7] = float("nan")
+    full, skipped = (batch.backward(*saved, padding_idx=row)["dword"] for row in (-1, PAD))
+    assert full[PAD].isnan().all()
+    assert not skipped[PAD].any()
+    others = torch.arange(WORDS) != PAD
+    assert_same_bits(full[others], skipped[others])
+
+
+def test_only_what_is_asked_for(isa, guarded):
+    batch = Batch(9, 20, torch.float32)
+    saved = batch.forward()[1:]
+    full = batch.backward(*saved)
+    for sizes in itertools.product(*((n, 0) for n in (WORDS, POSITIONS, TYPES))):
+        for need_dln in (False, True):
+            grads = batch.backward(*saved, sizes=sizes, need_dln=need_dln)
+            for name, size in zip(NAMES, (*sizes, 0, need_dln, need_dln), strict=True):
+                if size:
+                    assert_same_bits(grads[name], full[name], name)
+                else:
+                    assert grads[name].shape == (0,), name
+
+
+# --- dropout ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hidden", (1, 3, 31, 64, 65, 100, 768))
+def test_dropout_bits(isa, hidden):
+    # a row of equal elements is normalised to 0: y is the bias, and dln_bias of one token is dn
+    tokens, one = 37, torch.ones(1, hidden)
+    for seed, offset, p in itertools.product(
+        (0, -1, 2**63 - 1, 0x9E3779B97F4A7C15 - 2**64), (0, 2**32 - 1), (0.1, 0.9)
+    ):
+        seed = torch.tensor([seed])
+        keep = keep_mask_2d(seed, offset, tokens, hidden, p)
+        scale = torch.tensor(1 / (1 - p))
+        embeds = one.expand(tokens, hidden)
+        y = cpu.embedding_fwd(
+            None, embeds, None, *(None,) * 4, one[0], one[0] * 1.5, 1e-5, p, seed, offset, False
+        )[0]
+        assert torch.equal(y, keep * (1.5 * scale))
+        dy, stats = torch.full((tokens, hidden), 0.75), (torch.zeros(tokens), torch.ones(tokens))
+        dbias = cpu.embedding_bwd(
+            dy, dy, one[0], *stats, None, None, None, 0, 0, 0, -1, p, seed, offset, False, True
+        )[5]
+        assert_rounds_to(dbias, (keep * 0.75 * scale).double().sum(0), 16.0, "dln_bias")
+
+
+def test_dropped_elements_are_zero_whatever_they_were(isa):
+    embeds, weight = torch.full((16, 64), float("nan")), torch.ones(64)
+    keep = keep_mask_2d(SEED, 1, 16, 64, 0.5)
+    args = None, embeds, None, *(None,) * 4, weight, weight, 1e-5, 0.5, SEED, 1, False
+    y = cpu.embedding_fwd(*args)[0]
+    assert (y[~keep] == 0).all()
+    assert y[keep].isnan().all()
+
+
+# --- determinism, threads ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_number_of_threads_gives_the_same_bits(isa, dtype, threads):
+    assert _C.has_team(), "PyTorch's OpenMP pool was not found: the kernels would never run in parallel"
+    batch = Batch(1111, 200, dtype, p=0.1)
+    first = None
+    for count in (1, 2, 3, 8):
+        torch.set_num_threads(count)
+        saved = batch.forward()
+        result = (*saved, *batch.backward(*saved[1:]).values())
+        first = first or result
+        for a, b in zip(first, result, strict=True):
+            assert_same_bits(a, b, f"{count} threads")
+
+
+@pytest.mark.parametrize("count", (1, 2, 3))
+def test_tables_of_many_rows_are_shared_out(isa, count, threads):
+    """Blocks of whole rows where there are enough, columns where there are not: the same sums."""
+    torch.set_num_threads(count)
+    tokens, hidden = 900, 260
+    z, dy = randn(tokens, hidden), randn(tokens, hidden, seed=1)
+    stats = torch.zeros(tokens), torch.ones(tokens)
+    wide, narrow = randint(5000, tokens, 2), randint(3, tokens, 3)
+    args = dy, z, torch.ones(hidden), *stats, wide, None, narrow, 5000, 0, 3, -1, 0.0, None, 0, True, False
+    dword, _, dsegment, dz, *_ = cpu.embedding_bwd(*args)
+    for grad, ids in ((dword, wide), (dsegment, narrow)):
+        truth = dz.new_zeros(grad.shape, dtype=torch.float64).index_add_(0, ids, dz.double())
+        assert_rounds_to(grad, truth, 16.0)
+
+
+def test_30_repeats_give_the_same_bits(isa, threads):
+    torch.set_num_threads(2)
+    batch = Batch(700, 64, torch.float32, p=0.1)
+    first = None
+    for _ in range(30):
+        saved = batch.forward()
+        result = (*saved, *batch.backward(*saved[1:]).values())
+        first = first or result
+        for a, b in zip(first, result, strict=True):
+            assert_same_bits(a, b)
+
+
+def test_isa_none_is_refused():
+    batch = Batch(3, 4, torch.float32)
+    saved = batch.forward()[1:]
+    before = _C.cpu_isa()
+    _C.set_cpu_isa("none")
+    try:
+        with pytest.raises(RuntimeError, match="no SIMD kernels"):
+            batch.forward()
+        with pytest.raises(RuntimeError, match="no SIMD kernels"):
+            batch.backward(*saved)
+    finally:
+        _C.set_cpu_isa(before)
+
+
+# --- the sources under sanitizers -------------------------------------------------------------------------
+
+
+def run_sanitized(sanitizers):
+    if _C.best_cpu_isa() == "none":
+        pytest.skip("this processor has no AVX2")
+    driver = native_build.sanitized("embedding", sanitizers)
+    run = subprocess.run([str(driver)], text=True, capture_output=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert int(run.stdout.split()[0]) > 300, run.stdout
+
+
+def test_kernels_under_address_and_undefined_sanitizers():
+    run_sanitized("address,undefined")
+
+
+@pytest.mark.slow
+def test_kernels_under_the_thread_sanitizer():
+    run_sanitized("thread")

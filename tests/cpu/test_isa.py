@@ -1,0 +1,192 @@
+"""The choice of the instruction set: what a processor has, what is preferred on it, FASTBERT_ISA."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastbert.backends import cpu
+from fastbert.runtime import native as _native
+from tests.support import cpu_build as native_build
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ("none", "avx2", "avx512", "avx512_bf16")
+_C = _native.extension
+
+pytestmark = pytest.mark.skipif(_C is None, reason=str(_native.missing))
+
+AVX2 = "avx2 fma f16c bmi bmi2"
+AVX512 = f"{AVX2} avx512f avx512bw avx512vl avx512dq"
+BF16 = f"{AVX512} avx512bf16"
+
+
+# --- on other processors ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def library():
+    loaded = ctypes.CDLL(str(native_build.faked_isa()))
+    for name in ("fake_best", "fake_preferred", "fake_current"):
+        getattr(loaded, name).restype = ctypes.c_char_p
+    return loaded
+
+
+@pytest.fixture
+def processor(library):
+    """A function that makes csrc/cpu/isa.cpp see a processor, and the library to ask."""
+
+    def fake(features: str, vendor: str = "intel"):
+        library.fake_processor(f" {features} ".encode(), vendor.encode())
+        return library
+
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("features", "vendor", "best", "preferred"),
+    (
+        ("", "intel", "none", "none"),
+        ("", "amd", "none", "none"),
+        (AVX2, "intel", "avx2", "avx2"),
+        (AVX2, "amd", "avx2", "avx2"),  # Zen 1 to 3
+        (AVX512, "intel", "avx512", "avx512"),
+        (BF16, "intel", "avx512_bf16", "avx512"),  # vdpbf16ps at half the rate of float32
+        (BF16, "amd", "avx512_bf16", "avx512_bf16"),  # Zen 4 and 5: at twice that rate
+        (BF16, "", "avx512_bf16", "avx512"),  # another vendor: not measured
+        ("avx512f avx512bw avx512vl avx512dq avx512bf16", "amd", "none", "none"),
+        (f"{AVX2} avx512bf16", "amd", "avx2", "avx2"),
+    ),
+)
+def test_best_and_preferred(processor, features, vendor, best, preferred):
+    fake = processor(features, vendor)
+    assert fake.fake_best().decode() == best
+    assert fake.fake_preferred().decode() == preferred
+    assert fake.fake_current().decode() == preferred
+
+
+@pytest.mark.parametrize(("full", "best"), ((AVX2, "avx2"), (AVX512, "avx512"), (BF16, "avx512_bf16")))
+def test_every_feature_is_needed(processor, full, best):
+    lower = {"avx2": ("none",), "avx512": ("none", "avx2"), "avx512_bf16": ("none", "avx2", "avx512")}[best]
+    features = full.split()
+    assert processor(full).fake_best().decode() == best
+    for missing in features:
+        some = " ".join(name for name in features if name != missing)
+        assert processor(some).fake_best().decode() in lower, missing
+
+
+@pytest.mark.parametrize("vendor", ("intel", "amd"))
+@pytest.mark.parametrize(("features", "best"), ((AVX2, 1), (AVX512, 2), (BF16, 3)))
+def test_set_isa_takes_what_the_processor_has(processor, features, vendor, best):
+    for index, name in enumerate(NAMES):
+        fake = processor(features, vendor)
+        assert bool(fake.fake_set(name.encode())) == (index <= best), name
+        expected = name.encode() if index <= best else fake.fake_preferred()
+        assert fake.fake_current() == expected, "a refused name changes nothing"
+    for name in ("", "AVX2", "avx512bf16", "avx512_", "avx5", "sse2"):
+        assert not fake.fake_set(name.encode()), name
+
+
+@pytest.mark.parametrize("vendor", ("intel", "amd"))
+def test_best_is_the_preferred_one(processor, vendor):
+    fake = processor(BF16, vendor)
+    for before in NAMES:
+        assert fake.fake_set(before.encode())
+        assert fake.fake_set(b"best")
+        assert fake.fake_current() == (b"avx512_bf16" if vendor == "amd" else b"avx512")
+
+
+def test_pick(processor):
+    fake = processor(BF16)
+    for tables, picked in ((2, (0, 1, 2, 2)), (3, (0, 1, 2, 3))):
+        for name, expected in zip(NAMES, picked, strict=True):
+            assert fake.fake_set(name.encode())
+            assert fake.fake_pick(tables) == expected, (tables, name)
+
+
+# --- on this one ------------------------------------------------------------------------------------------
+
+VALUES = (*NAMES, "best", "sse9", "AVX2")
+
+
+@pytest.fixture(scope="module")
+def reports():
+    """What `fastbert env --json` says with FASTBERT_ISA unset ("") and with each of VALUES."""
+    code = (
+        "import importlib, json, os\n"
+        "from fastbert import _native, cli\n"
+        "from fastbert.backends import cpu\n"
+        f"for value in {('', *VALUES)!r}:\n"
+        "    os.environ['FASTBERT_ISA'] = value\n"
+        "    importlib.reload(_native)\n"  # reads it
+        "    print(json.dumps([value, cpu.available('cpu'), cli.environment()]))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "FASTBERT_ISA"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, text=True, capture_output=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    return {value: (gap, report) for value, gap, report in map(json.loads, run.stdout.splitlines())}
+
+
+def test_without_a_wish_the_preferred_one_serves(reports):
+    assert _C.best_cpu_isa() in NAMES
+    assert NAMES.index(_C.preferred_cpu_isa()) <= NAMES.index(_C.best_cpu_isa())
+    gap, report = reports[""]
+    assert report["extension"]["cpu_isa"] == _C.preferred_cpu_isa()
+    assert (gap is None) == (_C.best_cpu_isa() != "none")
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_isa_from_the_environment(reports, value):
+    """A name that cannot be served switches the kernels off, and the report says why."""
+    gap, report = reports[value]
+    extension, best = report["extension"], _C.best_cpu_isa()
+    assert (extension["best_cpu_isa"], extension["preferred_cpu_isa"]) == (best, _C.preferred_cpu_isa())
+    served = next(
+        row for row in report["backends"]
+        if (row["op"], row["device"], row["dtype"]) == ("attention", "cpu", "bfloat16")
+    )  # fmt: skip
+    if value == "best":
+        assert extension["cpu_isa"] == _C.preferred_cpu_isa()
+    elif value in NAMES and NAMES.index(value) <= NAMES.index(best):
+        assert extension["cpu_isa"] == value
+    else:
+        assert extension["cpu_isa"] == "none"
+        assert gap.startswith(
+            "FASTBERT_ISA: expected none, avx2, avx512, avx512_bf16 or best, and no more than"
+        )
+        assert gap.endswith(f"({best}), got {value}")
+    if extension["cpu_isa"] == "none":
+        assert served["backend"] != "cpu"
+        assert gap in served["why"]
+    else:
+        assert (gap, served["backend"]) == (None, "cpu")
+
+
+def test_bad_isa_is_named():
+    before = _C.cpu_isa()
+    expected = r"FASTBERT_ISA: expected none, avx2, avx512, avx512_bf16 or best, and no more than .*got neon"
+    with pytest.raises(ValueError, match=expected):
+        _C.set_cpu_isa("neon")
+    assert _C.cpu_isa() == before
+
+
+def test_an_op_without_kernels_for_bf16_pairs_runs_those_for_avx512():
+    if _C.best_cpu_isa() != "avx512_bf16":
+        pytest.skip("this processor has no avx512_bf16")
+    before, results = _C.cpu_isa(), []
+    x, weight = torch.randn(37, 100).bfloat16(), torch.randn(100)
+    for name in ("avx512", "avx512_bf16"):
+        _C.set_cpu_isa(name)
+        y, _, mean, rstd = cpu.layer_norm_fwd(x, weight, None, None, None, 1e-5, 0.0, None, 0, True)
+        grads = cpu.layer_norm_bwd(y, x, weight, mean, rstd, 0.0, None, 0, True, True, False, False)
+        results.append((y, mean, rstd, *grads[:1], *grads[2:4]))
+    _C.set_cpu_isa(before)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

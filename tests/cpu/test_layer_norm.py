@@ -1,0 +1,641 @@
+"""The C++ layer_norm: every dtype, instruction set, odd size and stride, against float64 in plain torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastbert import testing
+from fastbert.backends import cpu
+from fastbert.ops.dropout import keep_mask_2d
+from fastbert.ops.layer_norm import layer_norm_ref
+from fastbert.runtime import dispatch
+from fastbert.runtime import native as _native
+from fastbert.testing.op_cases.layer_norm import CASES
+from tests.support import cpu_build as native_build
+
+ROOT = Path(__file__).resolve().parents[2]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
+HIDDEN = (1, 2, 7, 8, 15, 16, 17, 31, 64, 96, 384, 768, 1000, 1024, 4096)
+SEED = torch.tensor([-0x123456789ABCDEF])
+_C = _native.extension
+
+pytest_plugins = ("tests.support.cpu_fixtures",)
+pytestmark = pytest.mark.skipif(_C is None, reason=str(_native.missing))
+needs_cuda_part = pytest.mark.skipif(
+    not getattr(_C, "cuda_archs", ""), reason="fastbert._C is built without CUDA"
+)
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def strided_rows(rows, hidden, dtype, gap, seed):
+    """(rows, hidden) with `gap` NaNs behind each row, as a view, and the memory it lies in."""
+    memory = torch.full((rows * (hidden + gap) + 64,), float("nan"), dtype=dtype)
+    view = memory[32 : 32 + rows * (hidden + gap)].view(rows, hidden + gap)[:, :hidden]
+    view.copy_(randn(rows, hidden, seed=seed))
+    return view, memory
+
+
+def forward64(x, weight, bias, residual, x_bias, eps, p, seed, offset):
+    """y, z, mean and rstd in float64."""
+    z = x.double() + (0 if x_bias is None else x_bias.double())
+    if p:
+        z = z * keep_mask_2d(seed, offset, *x.shape, p) / (1 - p)
+    z = z + (0 if residual is None else residual.double())
+    mean = z.mean(-1, keepdim=True)
+    rstd = 1 / ((z - mean).square().mean(-1, keepdim=True) + eps).sqrt()
+    y = (z - mean) * rstd * weight.double() + (0 if bias is None else bias.double())
+    return y, z, mean[:, 0], rstd[:, 0]
+
+
+def backward64(dy, z, weight, mean, rstd, p, seed, offset):
+    """dx, dz, dweight, dbias and dx_bias in float64, from the same saved z, mean and rstd."""
+    dy, z, rstd = dy.double(), z.double(), rstd.double()[:, None]
+    x_hat = (z - mean.double()[:, None]) * rstd
+    g = dy * weight.double()
+    dz = rstd * (g - g.mean(-1, keepdim=True) - x_hat * (g * x_hat).mean(-1, keepdim=True))
+    dx = dz * keep_mask_2d(seed, offset, *z.shape, p) / (1 - p) if p else dz
+    return dx, dz, (dy * x_hat).sum(0), dy.sum(0), dx.sum(0)
+
+
+def assert_rounds_to(actual, truth, scale=1.0, name=""):
+    """`actual` is `truth` (float64) within a rounding step of its dtype, plus float32 noise times `scale`."""
+    assert actual.shape == truth.shape, name
+    error = (actual.double() - truth).abs()
+    step = testing.rounding_step(truth, actual.dtype) if actual.dtype in HALF else 0.0
+    allowed = step + 2**-20 * scale * (1 + truth.abs())
+    assert torch.isfinite(actual).all(), f"{name}: not finite"
+    assert (error <= allowed).all(), f"{name}: off by {(error - allowed).max().item():.3g} more than allowed"
+
+
+OPTIONS = (  # residual, x_bias, bias, dropout_p, dtype of the parameters
+    (False, False, True, 0.0, None),
+    (True, True, True, 0.0, torch.float32),
+    (True, False, False, 0.25, None),
+    (False, True, True, 0.5, torch.float32),
+)
+
+
+def both_ways(rows, hidden, dtype, options):
+    """Forward and backward of the backend, each output against float64."""
+    has_residual, has_x_bias, has_bias, p, param_dtype = options
+    param_dtype = param_dtype or dtype
+    x, x_memory = strided_rows(rows, hidden, dtype, 5, seed=1)
+    residual, residual_memory = strided_rows(rows, hidden, dtype, 3, seed=2)
+    dy, _ = strided_rows(rows, hidden, dtype, 1, seed=3)
+    before = [m.clone() for m in (x_memory, residual_memory)]
+    residual = residual if has_residual else None
+    weight = 1 + 0.5 * randn(hidden, dtype=param_dtype, seed=4)
+    bias = randn(hidden, dtype=param_dtype, seed=5) if has_bias else None
+    x_bias = randn(hidden, dtype=param_dtype, seed=6) if has_x_bias else None
+    seed = SEED if p else None
+
+    y, z, mean, rstd = cpu.layer_norm_fwd(x, weight, bias, residual, x_bias, 1e-5, p, seed, 9, True)
+    truth = forward64(x, weight, bias, residual, x_bias, 1e-5, p, seed, 9)
+    assert y.dtype == dtype
+    assert mean.dtype == rstd.dtype == torch.float32
+    # where a row is nearly constant (two elements, say), rstd magnifies the rounding of z
+    scale = truth[3].max().item() ** 2 * truth[1].abs().max().item() + 1 if rows else 1.0
+    assert_rounds_to(y, truth[0], scale, "y")
+    if has_residual or has_x_bias or p:
+        assert_rounds_to(z, truth[1], 1.0, "z")
+    else:
+        assert z.shape == (0,)
+    assert_rounds_to(mean, truth[2], 1.0, "mean")
+    assert_rounds_to(rstd, truth[3], scale, "rstd")
+    unsaved = cpu.layer_norm_fwd(x, weight, bias, residual, x_bias, 1e-5, p, seed, 9, False)
+    assert torch.equal(unsaved[0], y)
+    assert [t.shape for t in unsaved[1:]] == [(0,)] * 3
+
+    z = z if z.numel() or not rows else x
+    z = z.reshape(rows, hidden)
+    grads = cpu.layer_norm_bwd(dy, z, weight, mean, rstd, p, seed, 9, True, True, has_x_bias, has_residual)
+    dx, dz, dweight, dbias, dx_bias = backward64(dy, z, weight, mean, rstd, p, seed, 9)
+    scale = rstd.max().item() ** 2 * (1 + z.double().abs().max().item()) * 4 if rows else 1.0
+    sums = 4 * scale * max(rows, 1) ** 0.5
+    assert_rounds_to(grads[0], dx, scale, "dx")
+    if has_residual and p:
+        assert_rounds_to(grads[1], dz, scale, "dresidual")
+    else:
+        assert grads[1].shape == (0,)
+    assert_rounds_to(grads[2], dweight, sums, "dweight")
+    assert_rounds_to(grads[3], dbias, sums, "dbias")
+    assert grads[2].dtype == grads[3].dtype == grads[4].dtype == torch.float32
+    if has_x_bias:
+        assert_rounds_to(grads[4], dx_bias, sums, "dx_bias")
+    else:
+        assert grads[4].shape == (0,)
+    for memory, copy in zip((x_memory, residual_memory), before, strict=True):
+        assert torch.equal(memory.view(torch.uint8), copy.view(torch.uint8)), "an input was written"
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_every_hidden_size(isa, dtype, hidden, guarded):
+    for options in OPTIONS:
+        both_ways(3, hidden, dtype, options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", (0, 1, 2, 7, 130, 259))
+def test_every_row_count(isa, dtype, rows, guarded):
+    for options in OPTIONS:
+        both_ways(rows, 33, dtype, options)
+
+
+def every_need(backend, hidden, dtype, p):
+    """Each gradient is the same whatever else is wanted, and empty where it is not wanted."""
+    dy, z, weight = (randn(6, hidden, dtype=dtype, seed=s) for s in (1, 2, 3))
+    args = (dy, z, weight[0], randn(6), randn(6, seed=1).abs(), p, SEED if p else None, 9)
+    dx, dresidual, *sums = backend.layer_norm_bwd(*args, True, True, True, True)
+    for needs in itertools.product((True, False), repeat=4):
+        need_dx, need_dweight, need_dxbias, need_dresidual = needs
+        wanted = (need_dx, need_dresidual and (p > 0 or not need_dx), need_dweight, need_dweight, need_dxbias)
+        grads = backend.layer_norm_bwd(*args, *needs)
+        for grad, truth, want in zip(grads, (dx, dresidual if p else dx, *sums), wanted, strict=True):
+            assert grad.dtype == truth.dtype
+            assert torch.equal(grad, truth if want else torch.empty(0, dtype=truth.dtype)), needs
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", (0.0, 0.25))
+def test_only_what_is_wanted(isa, dtype, p, guarded):
+    every_need(cpu, 70, dtype, p)
+
+
+@pytest.mark.parametrize("rows", (65535, 65537))
+def test_many_rows(isa, rows):
+    both_ways(rows, 6, torch.bfloat16, OPTIONS[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=repr)
+def test_error_rule(isa, case, dtype):
+    rows = testing.run_case(case, "cpu", dtype)
+    assert len(rows) >= 3
+    assert [r.reason for r in rows if not r.passed] == []
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_nearly_all_outputs_are_correctly_rounded(isa, dtype):
+    args = [randn(256, 768, dtype=dtype), 1 + 0.1 * randn(768, dtype=dtype), randn(768, dtype=dtype)]
+    args += [randn(256, 768, dtype=dtype, seed=1), randn(768, dtype=dtype)]
+    y = cpu.layer_norm_fwd(*args, 1e-12, 0.0, None, 0, False)[0]
+    truth = layer_norm_ref(*[a.double() for a in args]).to(dtype)
+    assert (y == truth).double().mean() >= 0.999
+
+
+@pytest.mark.parametrize("shift", (0.0, 30.0, 3000.0, 1e6))
+@pytest.mark.parametrize("hidden", (96, 768, 1024, 4096))
+def test_float32_error_is_no_larger_than_torchs(isa, hidden, shift):
+    x, weight, bias = randn(64, hidden) + shift, 1 + 0.1 * randn(hidden, seed=1), randn(hidden, seed=2)
+    truth = F.layer_norm(x.double(), (hidden,), weight.double(), bias.double(), 1e-12)
+    ours = (cpu.layer_norm_fwd(x, weight, bias, None, None, 1e-12, 0.0, None, 0, False)[0] - truth).abs()
+    theirs = (F.layer_norm(x, (hidden,), weight, bias, 1e-12) - truth).abs()
+    assert ours.mean() <= theirs.mean()
+    assert ours.max() <= theirs.max() + 2**-22
+
+
+def test_a_mean_far_from_zero_costs_nothing(isa):
+    x = randn(64, 768) + 1e6  # the mean in float32 is off by up to 0.03 standard deviations, and is corrected
+    y = cpu.layer_norm_fwd(x, torch.ones(768), None, None, None, 1e-12, 0.0, None, 0, False)[0]
+    assert (y - F.layer_norm(x.double(), (768,), eps=1e-12)).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("rows", (64, 1000, 5000))
+def test_float32_column_sums_are_no_worse_than_torchs(isa, rows):
+    x, dy, weight = randn(rows, 96), randn(rows, 96, seed=1) + 1, torch.ones(96)
+    _, mean, rstd = torch.native_layer_norm(x, (96,), weight, None, 1e-12)
+    truth = dy.double().sum(0)
+    theirs = torch.ops.aten.native_layer_norm_backward(dy, x, (96,), mean, rstd, weight, weight, [True] * 3)[
+        2
+    ]
+    ours = cpu.layer_norm_bwd(dy, x, weight, mean[:, 0], rstd[:, 0], 0.0, None, 0, False, True, False, False)[
+        3
+    ]
+    assert (ours - truth).abs().mean() <= (theirs - truth).abs().mean()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_small_integers_are_exact(isa, dtype):
+    # x + x_bias + residual = ±2: mean 0, rstd 1/2, so y = ±weight + bias, and all of it is exact
+    rows, hidden = 6, 128
+    signs = 1 - 2 * (torch.arange(rows * hidden).view(rows, hidden) % 2)
+    x_bias = torch.arange(hidden) % 5 - 2
+    residual = torch.arange(rows * hidden).view(rows, hidden) % 7 - 3
+    x = 2 * signs - x_bias - residual
+    weight, bias = torch.arange(hidden) % 9 - 4, torch.arange(hidden) % 4
+    args = [t.to(dtype) for t in (x, weight, bias, residual, x_bias)]
+    y, z, mean, rstd = cpu.layer_norm_fwd(*args, 0.0, 0.0, None, 0, True)
+    assert torch.equal(y, (signs * weight + bias).to(dtype))
+    assert torch.equal(z, (2 * signs).to(dtype))
+    assert torch.equal(mean, torch.zeros(rows))
+    assert torch.equal(rstd, torch.full((rows,), 0.5))
+    # dy = 3 in pairs of columns (+1, -1): no mean and no x_hat component, so dz = rstd dy
+    dy = (3 * (1 - 2 * (torch.arange(hidden) // 2 % 2))).expand(rows, hidden).to(dtype)
+    dx, _, dweight, dbias, dx_bias = cpu.layer_norm_bwd(
+        dy, z, torch.ones(hidden, dtype=dtype), mean, rstd, 0.0, None, 0, True, True, True, True
+    )
+    assert torch.equal(dx, dy / 2)
+    assert torch.equal(dweight, (dy.float() * signs).sum(0))
+    assert torch.equal(dbias, dy.float().sum(0))
+    assert torch.equal(dx_bias, dy.float().sum(0) / 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_constant_rows_give_the_bias(isa, dtype):
+    x, bias = torch.full((3, 100), 2.5, dtype=dtype), randn(100, dtype=dtype)
+    y, _, mean, rstd = cpu.layer_norm_fwd(
+        x, randn(100, dtype=dtype), bias, None, None, 1e-12, 0.0, None, 0, True
+    )
+    assert torch.equal(y, bias.expand(3, 100))
+    assert torch.equal(mean, torch.full((3,), 2.5))
+    torch.testing.assert_close(rstd, torch.full((3,), 1e6))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_every_rounding(isa, dtype):
+    """Saved z of x + x_bias shows the conversion from float32: ties, subnormals, overflow, infinity, NaN."""
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    x = halves.view(64, 1024)
+    full_nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(
+        torch.float32
+    )  # rounding up carries into the sign
+    for add in (0.0, 2**-9, 3 * 2**-12, 1.0, 2**-140, 1e5, full_nan):
+        x_bias = torch.zeros(1024) + add if add is not full_nan else full_nan.expand(1024).contiguous()
+        z = cpu.layer_norm_fwd(x, x_bias, None, None, x_bias, 1e-5, 0.0, None, 0, True)[1]
+        expected = (x.float() + add).to(dtype)
+        nan = expected.isnan()
+        assert torch.equal(z.isnan(), nan)
+        assert torch.equal(z[~nan].view(torch.int16), expected[~nan].view(torch.int16))
+
+
+@pytest.mark.parametrize("bad", (float("nan"), float("inf")))
+def test_a_bad_row_stays_alone(isa, bad):
+    x, weight = randn(9, 100), randn(100)
+    clean = cpu.layer_norm_fwd(x, weight, None, None, None, 1e-5, 0.0, None, 0, True)
+    x[4, 37] = bad
+    dirty = cpu.layer_norm_fwd(x, weight, None, None, None, 1e-5, 0.0, None, 0, True)
+    others = [r for r in range(9) if r != 4]
+    assert dirty[0][4].isnan().all()
+    for a, b in ((clean[0], dirty[0]), (clean[2], dirty[2]), (clean[3], dirty[3])):
+        assert torch.equal(a[others], b[others])
+    dy = randn(9, 100, seed=1)
+    grads = [
+        cpu.layer_norm_bwd(dy, z, weight, m, r, 0.0, None, 0, True, False, False, False)[0]
+        for z, (_, _, m, r) in ((randn(9, 100), clean), (x, dirty))
+    ]
+    assert torch.equal(grads[0][others], grads[1][others])
+    assert grads[1][4].isnan().all()
+
+
+@pytest.mark.parametrize("stride", (0, 3))
+def test_row_strides(isa, stride):
+    """Expanded rows (stride 0) and overlapping ones."""
+    memory = randn(100)
+    x = memory.as_strided((4, 10), (stride, 1))
+    weight = randn(10, seed=1)
+    y = cpu.layer_norm_fwd(x, weight, None, x, None, 1e-5, 0.0, None, 0, False)[0]
+    assert torch.equal(
+        y, cpu.layer_norm_fwd(x.clone(), weight, None, x.clone(), None, 1e-5, 0.0, None, 0, False)[0]
+    )
+    stats = torch.zeros(4), torch.ones(4)
+    strided = cpu.layer_norm_bwd(x, x, weight, *stats, 0.0, None, 0, True, True, True, True)
+    plain = cpu.layer_norm_bwd(x.clone(), x.clone(), weight, *stats, 0.0, None, 0, True, True, True, True)
+    assert all(torch.equal(a, b) for a, b in zip(strided, plain, strict=True))
+
+
+# --- dropout --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hidden", (1, 3, 31, 64, 65, 100, 768))
+def test_dropout_bits(isa, hidden):
+    x = torch.full((37, hidden), 1.5)
+    for seed, offset, p in itertools.product(
+        (0, -1, 2**63 - 1, 0x9E3779B97F4A7C15 - 2**64), (0, 2**32 - 1), (0.1, 0.9)
+    ):
+        seed = torch.tensor([seed])
+        keep = keep_mask_2d(seed, offset, 37, hidden, p)
+        z = cpu.layer_norm_fwd(x, x[0], None, None, None, 1e-5, p, seed, offset, True)[1]
+        assert torch.equal(z, keep * (torch.tensor(1.5) * torch.tensor(1 / (1 - p))))
+        stats = torch.zeros(37), torch.ones(37)
+        dx, dz, *_ = cpu.layer_norm_bwd(x, x, x[0], *stats, p, seed, offset, True, False, False, True)
+        assert torch.equal(dx, torch.where(keep, dz * torch.tensor(1 / (1 - p)), 0.0))
+
+
+def test_dropped_elements_are_zero_whatever_they_were(isa):
+    x = torch.full((16, 64), float("nan"))
+    keep = keep_mask_2d(SEED, 1, 16, 64, 0.5)
+    z = cpu.layer_norm_fwd(x, x[0], None, None, None, 1e-5, 0.5, SEED, 1, True)[1]
+    assert (z[~keep] == 0).all()
+    assert z[keep].isnan().all()
+
+
+def test_a_vanishing_dropout_p_is_no_dropout(isa):
+    x, weight = randn(4, 20), randn(20)
+    y, z, *_ = cpu.layer_norm_fwd(x, weight, None, None, None, 1e-5, 1e-60, SEED, 0, True)
+    assert torch.equal(z, x)
+    assert torch.equal(y, cpu.layer_norm_fwd(x, weight, None, None, None, 1e-5, 0.0, None, 0, False)[0])
+
+
+# --- determinism, threads, processes --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_number_of_threads_gives_the_same_bits(isa, dtype, threads):
+    assert _C.has_team(), "PyTorch's OpenMP pool was not found: the kernels would never run in parallel"
+    rows, hidden = 1111, 96
+    x, residual, dy = (randn(rows, hidden, dtype=dtype, seed=s) for s in range(3))
+    weight, x_bias = randn(hidden), randn(hidden, seed=1)
+    results = []
+    for count in (1, 2, 3, 8):
+        torch.set_num_threads(count)
+        y, z, mean, rstd = cpu.layer_norm_fwd(x, weight, x_bias, residual, x_bias, 1e-5, 0.1, SEED, 2, True)
+        results.append(
+            (
+                y,
+                z,
+                mean,
+                rstd,
+                *cpu.layer_norm_bwd(dy, z, weight, mean, rstd, 0.1, SEED, 2, True, True, True, True),
+            )
+        )
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_250_repeats_give_the_same_bits(isa, threads):
+    torch.set_num_threads(2)
+    rows, hidden = 700, 64
+    x, dy, weight = randn(rows, hidden), randn(rows, hidden, seed=1), randn(hidden)
+    first = None
+    for _ in range(250):
+        y, _, mean, rstd = cpu.layer_norm_fwd(x, weight, None, None, None, 1e-5, 0.0, None, 0, True)
+        result = (y, *cpu.layer_norm_bwd(dy, x, weight, mean, rstd, 0.1, SEED, 0, True, True, True, True))
+        first = first or result
+        assert all(torch.equal(a, b) for a, b in zip(first, result, strict=True))
+
+
+def python(code: str, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | env,
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
+
+
+def test_a_forked_child_does_not_hang():
+    run = python(
+        "import os, torch, signal\n"
+        "from fastbert import _native\nfrom fastbert.backends import cpu\n"
+        "torch.set_num_threads(2)\n"
+        "x, w = torch.randn(4096, 64), torch.ones(64)\n"
+        "call = lambda: cpu.layer_norm_fwd(x, w, None, None, None, 1e-5, 0.0, None, 0, False)[0]\n"
+        "y = call()\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    signal.alarm(30)\n"
+        "    same = (call().numpy() == y.numpy()).all()  # by NumPy: PyTorch's own threads hang here\n"
+        "    os._exit(0 if same and not _native.extension.has_team() else 1)\n"
+        "assert os.waitpid(pid, 0)[1] == 0, 'the child hung or differs'\n"
+        "assert _native.extension.has_team()\n"
+    )
+    assert run.returncode == 0, run.stderr
+
+
+# --- which backend runs ---------------------------------------------------------------------------
+
+
+def test_isa_none_switches_the_backend_off():
+    before = _C.cpu_isa()
+    _C.set_cpu_isa("none")
+    try:
+        assert cpu.available("cpu") == "switched off by FASTBERT_ISA=none"
+        with pytest.raises(RuntimeError, match="no SIMD kernels"):
+            cpu.layer_norm_fwd(randn(2, 3), randn(3), None, None, None, 1e-5, 0.0, None, 0, False)
+    finally:
+        _C.set_cpu_isa(before)
+    assert cpu.available("cpu") is None
+    assert "cuda" in cpu.available("cuda")
+
+
+def test_cuda_refuses_politely_without_a_device():
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    from fastbert.backends import cuda
+
+    reason = cuda.available("cuda")
+    assert "built without CUDA" in reason or "torch.cuda.is_available() is False" in reason
+    assert cuda.available("cpu") == "runs on cuda, not on cpu"
+    with (
+        dispatch.use_backend(layer_norm="cuda"),
+        pytest.raises(dispatch.BackendError, match="runs on cuda, not on cpu"),
+    ):
+        dispatch.call(
+            "layer_norm_fwd", randn(2, 3), randn(2, 3), randn(3), None, None, None, 0.1, 0.0, None, 0, False
+        )
+
+
+@needs_cuda_part
+def test_cuda_launch_without_a_device_raises_its_error():
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    memory = torch.zeros(8)  # never read: there is nobody to read it
+    row = (memory.data_ptr(), 8)
+    vectors = (memory.data_ptr(), 0) * 2 + (0, 0)
+    with pytest.raises(RuntimeError, match=r"(?i)cuda|driver|device"):
+        _C.cuda_layer_norm_fwd(
+            0, 1, 8, *row, *row, *vectors, 1e-5, 0, 0, 0, 1.0, *(4 * (memory.data_ptr(),)), 0, 0
+        )
+
+
+def test_extension_loads_alone_without_torch_or_driver():
+    run = python(
+        "import importlib.util, sys\n"
+        f"spec = importlib.util.spec_from_file_location('_C', {_C.__file__!r})\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        "assert module.cpu_isa() in ('none', 'avx2', 'avx512', 'avx512_bf16')\n"
+        "assert 'torch' not in sys.modules\n",
+        CUDA_VISIBLE_DEVICES="",
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_extension_needs_no_symbol_of_torch():
+    if shutil.which("nm") is None:
+        pytest.skip("needs nm (binutils)")
+    table = subprocess.run(["nm", "-D", _C.__file__], text=True, capture_output=True, check=True).stdout
+    names = [line.split()[-1] for line in table.splitlines()]
+    assert "PyInit__C" in names, "nm sees nothing"
+    assert [n for n in names if re.search(r"c10|at\d*(native|Tensor)|torch|GOMP|omp_", n)] == []
+    undefined = [line.split()[-1] for line in table.splitlines() if " U " in line]
+    assert [n for n in undefined if re.match(r"_?cu[A-Z]|cuda", n)] == [], "cudart is not static"
+
+
+# --- the sources under other compilers ------------------------------------------------------------
+
+
+def test_instruction_set_units_share_no_function(tmp_path):
+    """A weak symbol in an AVX-512 unit could be the copy that the linker keeps for everyone."""
+    if shutil.which("nm") is None:
+        pytest.skip("needs nm (binutils)")
+    cxx = native_build.compiler()
+    sources = sorted((ROOT / "csrc" / "cpu").glob("*_simd.cpp"))
+    units = [(source, isa) for source in sources for isa in native_build.isas_of(source)]
+    assert {isa for _, isa in units} == set(native_build.ISA_FLAGS)
+    for source, isa in units:
+        out = tmp_path / f"{source.stem}.{isa}.o"
+        command = [
+            cxx,
+            *native_build.FLAGS,
+            "-O0",
+            *native_build.ISA_FLAGS[isa],
+            f"-DFASTBERT_ISA={isa}",
+            "-c",
+            str(source),
+            "-o",
+            str(out),
+        ]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        table = subprocess.run(["nm", str(out)], text=True, capture_output=True, check=True).stdout
+        fields = [line.split()[1:] for line in table.splitlines() if len(line.split()) == 3]
+        # DW.ref.…: a pointer that every unit with a destructor has, no code
+        defined = [(kind, name) for kind, name in fields if not name.startswith("DW.ref.")]
+        assert [name for kind, name in defined if kind in "WwVvu"] == [], f"{source.name} for {isa}"
+        exported = {name for kind, name in defined if kind.isupper()}
+        assert exported
+        assert all(re.search(rf"\d{isa}", name) for name in exported), exported
+
+
+def test_kernels_under_address_and_undefined_sanitizers():
+    if _C.best_cpu_isa() == "none":
+        pytest.skip("this processor has no AVX2")
+    driver = native_build.sanitized("layer_norm", "address,undefined")
+    run = subprocess.run([str(driver)], text=True, capture_output=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert int(run.stdout.split()[0]) > 500, run.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sanitizers", "cuda"), (("thread", False), ("address,undefined", True)))
+def test_kernels_under_more_sanitizers(sanitizers, cuda):
+    if _C.best_cpu_isa() == "none":
+        pytest.skip("this processor has no AVX2")
+    driver = native_build.sanitized("layer_norm", sanitizers, cuda)
+    run = subprocess.run([str(driver)], text=True, capture_output=True, timeout=900)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert int(run.stdout.split()[0]) > 50, run.stdout
+
+
+# --- the CUDA kernels, run on the host ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def emulated_extension():
+    if _C.best_cpu_isa() == "none":
+        pytest.skip("the emulation converts fp16 by F16C, which this processor lacks")
+    path = native_build.emulated_extension()
+    spec = importlib.util.spec_from_file_location("_C", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.cuda_archs == "host"
+    return module
+
+
+@pytest.fixture
+def cuda_on_host(emulated_extension, monkeypatch):
+    """The `cuda` backend, on CPU tensors, with its kernels compiled for the host."""
+    import contextlib
+
+    from fastbert.backends import cuda
+
+    monkeypatch.setattr(cuda, "_C", emulated_extension)
+    monkeypatch.setattr(cuda, "_place", lambda device: (0, 0))
+    monkeypatch.setattr(cuda, "_multiprocessors", lambda device: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(sys.modules[__name__], "cpu", cuda)  # `both_ways` then tests that backend
+    return cuda
+
+
+@pytest.mark.parametrize("p", (0.0, 0.25))
+@pytest.mark.parametrize("hidden", (7, 264))  # looped, in registers
+def test_cuda_makes_only_what_is_wanted(cuda_on_host, hidden, p, guarded):
+    every_need(cuda_on_host, hidden, torch.bfloat16, p)
+
+
+# A hidden size for each kernel: looped, a warp to a row (four sizes), a block to a row; and their edges.
+@pytest.mark.parametrize("hidden", (1, 7, 8, 256, 264, 520, 768, 1000, 1032, 2056))
+def test_cuda_kernels_on_the_host(cuda_on_host, guarded, hidden):
+    for dtype, options in (
+        (torch.float32, OPTIONS[0]),
+        (torch.bfloat16, OPTIONS[1]),
+        (torch.float16, OPTIONS[2]),
+    ):
+        gap_free(cuda_on_host, hidden, dtype, options)
+
+
+def gap_free(backend, hidden, dtype, options):
+    """Contiguous rows: 16-byte accesses wherever hidden allows them."""
+    has_residual, has_x_bias, has_bias, p, param_dtype = options
+    x, residual, dy = (randn(5, hidden, dtype=dtype, seed=s) for s in (1, 2, 3))
+    residual = residual if has_residual else None
+    weight, bias, x_bias = (1 + 0.5 * randn(hidden, dtype=param_dtype or dtype, seed=s) for s in (4, 5, 6))
+    bias, x_bias = bias if has_bias else None, x_bias if has_x_bias else None
+    seed = SEED if p else None
+    y, z, mean, rstd = backend.layer_norm_fwd(x, weight, bias, residual, x_bias, 1e-5, p, seed, 9, True)
+    truth = forward64(x, weight, bias, residual, x_bias, 1e-5, p, seed, 9)
+    for name, a, b in zip(("y", "z", "mean", "rstd"), (y, z, mean, rstd), truth, strict=True):
+        if name != "z" or a.numel():
+            assert_rounds_to(a, b, 4.0 + b.abs().max().item(), name)
+    z = z if z.numel() else x
+    grads = backend.layer_norm_bwd(
+        dy, z, weight, mean, rstd, p, seed, 9, True, True, has_x_bias, has_residual
+    )
+    truth = backward64(dy, z, weight, mean, rstd, p, seed, 9)
+    scale = 16 * rstd.max().item() ** 2 * (1 + z.double().abs().max().item())
+    for name, a, b in zip(("dx", "dresidual", "dweight", "dbias", "dx_bias"), grads, truth, strict=True):
+        wanted = {"dresidual": has_residual and p > 0, "dx_bias": has_x_bias}.get(name, True)
+        assert a.shape == (b.shape if wanted else (0,)), name
+        if wanted:
+            assert_rounds_to(a, b, scale, name)
+
+
+@pytest.mark.parametrize("rows", (0, 1, 9, 40))
+def test_cuda_rows_on_the_host(cuda_on_host, guarded, rows):
+    both_ways(rows, 33, torch.bfloat16, OPTIONS[3])
+    x, dy, weight = randn(rows, 96), randn(rows, 96, seed=1), randn(96, seed=2)
+    _, _, mean, rstd = cuda_on_host.layer_norm_fwd(x, weight, None, None, None, 1e-5, 0.0, None, 0, True)
+    first, second = (
+        cuda_on_host.layer_norm_bwd(dy, x, weight, mean, rstd, 0.25, SEED, 0, True, True, True, True)
+        for _ in range(2)
+    )
+    for name, a, b, c in zip(
+        ("dx", "dresidual", "dweight", "dbias", "dx_bias"),
+        first,
+        second,
+        backward64(dy, x, weight, mean, rstd, 0.25, SEED, 0),
+        strict=True,
+    ):
+        assert torch.equal(a, b), f"{name}: two calls differ"
+        assert_rounds_to(a, c, 64.0, name)

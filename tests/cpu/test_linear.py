@@ -1,0 +1,770 @@
+"""The C++ linear: every dtype, instruction set, odd size and stride, against float64 in plain torch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastbert import testing
+from fastbert.backends import cpu
+from fastbert.backends.cpu import linear as launcher
+from fastbert.backends.native import DTYPE_CODES
+from fastbert.ops.linear import ACTIVATIONS, activate_ref, linear, packer
+from fastbert.runtime import native as _native
+from fastbert.testing import serving
+from fastbert.testing.op_cases.linear import CASES, LinearCase
+from tests.support import cpu_build as native_build
+from tests.support.cpu_truth import HALF, assert_same_bits, randn, strided_rows
+
+DTYPES = (torch.float32, *HALF)
+ALL = (None, *ACTIVATIONS)
+_C = _native.extension
+
+pytest_plugins = ("tests.support.cpu_fixtures",)
+pytestmark = pytest.mark.skipif(_C is None, reason=str(_native.missing))
+
+
+@pytest.fixture(autouse=True)
+def every_product_on_our_kernels(request, monkeypatch):
+    """Products of few rows are left to `aten` where the weight is not packed: not here."""
+    if "few_rows" not in request.node.name:
+        monkeypatch.setattr(launcher, "_PACKING_ROWS", 0)
+
+
+def address(t):
+    return 0 if t is None else t.data_ptr()
+
+
+def gradient(dy, pre, activation, with_dbias=True):
+    """(g, dbias) of the kernel itself: dbias in float32, before it is rounded to the storage dtype."""
+    (rows, columns), g = dy.shape, torch.full_like(dy, float("nan"))
+    dbias = torch.full((columns,), float("nan")) if with_dbias else None
+    _C.cpu_linear_activation_bwd(
+        DTYPE_CODES[dy.dtype], rows, columns, dy.data_ptr(), address(pre), launcher.ACTIVATIONS[activation],
+        g.data_ptr(), address(dbias), torch.get_num_threads(),
+    )  # fmt: skip
+    return g, dbias
+
+
+def gradients(dy, x, weight, pre, activation):
+    """(dx, dweight, dbias) by our kernels. The backend leaves some of these products to PyTorch."""
+    g, dbias = gradient(dy, pre, activation)
+    dx = launcher._product(g, weight, weight.shape[1])
+    return dx, launcher._product(g.t(), x, x.shape[1]), dbias.to(dy.dtype)
+
+
+def slope64(pre, activation):
+    """act'(pre) in float64."""
+    z = pre.double().requires_grad_()
+    return torch.autograd.grad(activate_ref(z, activation).sum(), z)[0]
+
+
+def assert_sums_to(actual, truth, magnitude, name):
+    """`actual` is `truth` within a rounding step of its dtype and some roundings of float32.
+
+    `magnitude`: the sum of the absolute values of all that was added up.
+    """
+    assert actual.shape == truth.shape, f"{name}: shape {tuple(actual.shape)}, not {tuple(truth.shape)}"
+    assert torch.isfinite(actual).all(), f"{name}: not finite"
+    step = testing.rounding_step(truth, actual.dtype) if actual.dtype in HALF else 0.0
+    excess = (actual.double() - truth).abs() - step - 2**-20 * magnitude
+    assert (excess <= 0).all(), f"{name}: off by {excess.max().item():.3g} more than allowed"
+
+
+OPTIONS = (  # activation, bias, residual
+    (None, True, False),
+    ("gelu", True, True),
+    ("gelu_tanh", False, False),
+    ("relu", True, False),
+    ("silu", False, True),
+    (None, False, True),
+)
+
+
+def both_ways(rows, depth, columns, dtype, options, backward=True):
+    """Forward and backward of the backend, each output against float64. x, weight, residual among NaNs."""
+    activation, has_bias, has_residual = options
+    x, x_memory = strided_rows(rows, depth, dtype, 5, seed=1)
+    weight, weight_memory = strided_rows(columns, depth, dtype, 3, seed=2)
+    weight *= depth**-0.5
+    residual, residual_memory = strided_rows(rows, columns, dtype, 7, seed=3)
+    memories = (x_memory, weight_memory, residual_memory)
+    before = [m.clone() for m in memories]
+    residual = residual if has_residual else None
+    bias = randn(columns, dtype=dtype, seed=4) if has_bias else None
+    wide_x, wide_weight = x.double(), weight.double()
+
+    y, pre = cpu.linear_fwd(x, weight, bias, activation, residual, True)
+    truth = wide_x @ wide_weight.T + (0 if bias is None else bias.double())
+    magnitude = wide_x.abs() @ wide_weight.abs().T + (0 if bias is None else bias.double().abs())
+    assert y.dtype == pre.dtype == dtype
+    if activation is None:
+        assert pre.shape == (0,)
+    else:
+        assert_sums_to(pre, truth, magnitude, "pre")
+    added = 0 if residual is None else residual.double()
+    assert_sums_to(
+        y, activate_ref(truth, activation) + added, 1.2 * magnitude + 1 + abs(added), f"y, {options}"
+    )
+    for save, packed in ((False, None), (True, cpu.linear_pack(weight))):
+        again, pre_again = cpu.linear_fwd(x, weight, bias, activation, residual, save, packed)
+        assert_same_bits(again, y, f"y, save {save}")
+        if save:
+            assert_same_bits(pre_again, pre, "pre of the packed weight")
+        else:
+            assert pre_again.shape == (0,)
+
+    if backward:
+        dy, pre = randn(rows, columns, dtype=dtype, seed=5), None if activation is None else pre
+        g, dbias = gradient(dy, pre, activation)
+        g64 = dy.double() if activation is None else dy.double() * slope64(pre, activation)
+        assert_sums_to(g, g64, 2 * dy.double().abs(), "g")
+        # dx and dweight are products of g as it is stored; dbias is summed before the rounding
+        wide_g = g.double()
+        for grads in (
+            gradients(dy, x, weight, pre, activation),
+            cpu.linear_bwd(dy, x, weight, pre, activation, True, True, True),
+        ):
+            assert_sums_to(grads[0], wide_g @ wide_weight, wide_g.abs() @ wide_weight.abs(), "dx")
+            assert_sums_to(grads[1], wide_g.T @ wide_x, wide_g.abs().T @ wide_x.abs(), "dweight")
+            assert_same_bits(grads[2], dbias.to(dtype), "dbias rounded")
+        assert_sums_to(dbias, g64.sum(0), 2 * dy.double().abs().sum(0), "dbias")
+        # the other ways to lay out a product, for the same sums
+        dx, by_panels = (launcher._product(g, b, depth) for b in (weight, launcher._panels(weight)))
+        assert_same_bits(by_panels, dx, "dx")
+        among_nan = strided_rows(rows, columns, dtype, 7, seed=6)[0].copy_(g)
+        for a, b in itertools.product((among_nan.t(), g.t().contiguous()), (x, launcher._panels(x))):
+            assert_same_bits(launcher._product(a, b, depth), launcher._product(g.t(), x, depth), "dweight")
+    for memory, copy in zip(memories, before, strict=True):
+        assert_same_bits(memory, copy, "an input was written")
+
+
+# --- results ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", (range(1, 15), (31, 32, 33, 65), (159, 160, 161, 319, 320, 321)), ids=str)
+def test_every_row_count(isa, dtype, rows, guarded):
+    """Tiles of every height, blocks of 160 rows and their edges."""
+    for count in rows:
+        for options in (OPTIONS[count % 6], OPTIONS[(count + 3) % 6]):
+            both_ways(count, 37, 70, dtype, options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("start", range(1, 131, 26))
+def test_every_column_count(isa, dtype, start, guarded):
+    for columns in range(start, start + 26):
+        both_ways(5, 9, columns, dtype, OPTIONS[columns % 6])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "depths",
+    (
+        range(1, 36),
+        range(36, 71),
+        (255, 256, 257, 258, 511, 512, 513),
+        (767, 768, 769, 1023, 1024, 1025, 1537, 1600, 2049),
+    ),
+    ids=str,
+)
+def test_every_depth(isa, dtype, depths, guarded):
+    """Sums of 256 products, passes over the depth, and their edges."""
+    for depth in depths:
+        both_ways(7, depth, 67, dtype, OPTIONS[depth % 6])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", (255, 256, 257, 258, 767, 769, 1023, 1024, 1025, 1600, 2049))
+def test_every_depth_of_the_gradients(isa, dtype, size, guarded):
+    """dweight sums over the rows, dx over the columns."""
+    both_ways(size, 21, 11, dtype, OPTIONS[size % 6])
+    both_ways(11, 21, size, dtype, OPTIONS[size % 6])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", ((9, 1030, 1030), (13, 1600, 1025), (7, 1025, 2100), (170, 1030, 1090)), ids=str
+)
+def test_more_columns_than_partial_sums_are_kept_for(isa, dtype, shape, guarded, threads):
+    torch.set_num_threads(1)  # so that one task has them all
+    for options in OPTIONS[:2]:
+        both_ways(*shape, dtype, options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ALL)
+def test_every_option(isa, dtype, activation, guarded):
+    for bias, residual in itertools.product((False, True), repeat=2):
+        both_ways(8, 40, 75, dtype, (activation, bias, residual))
+        both_ways(3, 790, 65, dtype, (activation, bias, residual))
+
+
+@dataclass(frozen=True, repr=False)
+class PackedCase(LinearCase):
+    """The weight packed beforehand, as in inference; where a gradient is wanted too."""
+
+    def call(self, x, weight, bias, residual):
+        packed = packer(x.device, x.dtype)(weight.detach())
+        return linear(x, weight, bias, self.activation, residual, packed=packed)
+
+
+MORE_CASES = [
+    *CASES,
+    LinearCase(200, 800, 200, "gelu", residual=True),
+    LinearCase(350, 64, 40, "silu", bias=False),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", MORE_CASES, ids=repr)
+@pytest.mark.parametrize("packed", (False, True), ids=("", "packed"))
+def test_error_rule(isa, case, dtype, packed):
+    case = PackedCase(**vars(case)) if packed else case
+    rows = testing.run_case(case, "cpu", dtype)
+    assert len(rows) >= 3
+    assert [f"{r.quantity}: {r.reason}" for r in rows if not r.passed] == []
+
+
+def test_it_serves_by_default():
+    lines = {c.dtype: c.backend for c in serving.choices("cpu") if c.op == "linear"}
+    assert lines == {"float32": "cpu", "bfloat16": "cpu", "float16": "cpu", "float64": "aten"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", ((7, 24, 9), (37, 130, 70), (165, 1600, 66)), ids=str)
+def test_small_integers_are_exact(isa, dtype, shape):
+    rows, depth, columns = shape
+    g = torch.Generator().manual_seed(0)
+
+    def integers(low, high, *shape, share=1.0):
+        kept = torch.rand(shape, generator=g) < share
+        return torch.randint(low, high + 1, shape, generator=g) * kept
+
+    # few enough non-zero products that every sum is below 256, and so exact even in bfloat16
+    x, w = integers(-2, 2, rows, depth, share=min(1.0, 20 / depth)), integers(-2, 2, columns, depth)
+    b, r = integers(-3, 3, columns), integers(-4, 4, rows, columns)
+    pre = x @ w.T + b
+    assert pre.abs().max() < 250
+    args = [t.to(dtype) for t in (x, w, b)]
+    y, saved = cpu.linear_fwd(*args, "relu", r.to(dtype), True)
+    assert torch.equal(saved, pre.to(dtype))
+    assert torch.equal(y, (pre.clamp(0) + r).to(dtype))
+    dy = integers(-2, 2, rows, columns, share=min(1.0, 20 / rows, 20 / columns))
+    g = dy * (pre > 0)
+    dx, dw, db = cpu.linear_bwd(dy.to(dtype), *args[:2], pre.to(dtype), "relu", True, True, True)
+    for actual, expected in ((dx, g @ w), (dw, g.T @ x), (db, g.sum(0))):
+        assert expected.abs().max() < 250
+        assert torch.equal(actual, expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_results_are_rounded_once(isa, dtype):
+    """The activation sees the sum, not `pre` rounded; the residual is added before the rounding."""
+    x, w, b, r = (
+        randn(*s, dtype=dtype, seed=i) for i, s in enumerate(((64, 96), (300, 96), (300,), (64, 300)))
+    )
+    w = w / 8
+    pre = x.double() @ w.double().T + b.double()
+    for activation, residual in itertools.product(ALL, (None, r)):
+        y = cpu.linear_fwd(x, w, b, activation, residual, False)[0]
+        truth = activate_ref(pre, activation) + (0 if residual is None else residual.double())
+        assert (y == truth.to(dtype)).double().mean() >= 0.997, (activation, residual is None)
+    dy, pre = randn(400, 300, dtype=dtype, seed=7), randn(400, 300, dtype=dtype, seed=8)
+    dbias = cpu.linear_bwd(dy, None, None, pre, "gelu", False, False, True)[2]
+    assert (dbias == (dy.double() * slope64(pre, "gelu")).sum(0).to(dtype)).double().mean() >= 0.99
+
+
+@pytest.mark.parametrize("depth", (768, 3072, 20_000))
+def test_long_float32_sums_are_no_worse_than_torchs(isa, depth):
+    x, w = randn(48, depth), randn(96, depth, seed=1)
+    truth = x.double() @ w.double().T
+    ours = (cpu.linear_fwd(x, w, None, None, None, False)[0] - truth).abs()
+    theirs = (F.linear(x, w) - truth).abs()
+    assert ours.mean() <= 1.02 * theirs.mean()
+    assert ours.max() <= 1.2 * theirs.max()  # one of 4,608 elements each: a draw
+    rows = w.T.contiguous()
+    for a in (x, x.T.contiguous().T):
+        assert (launcher._product(a, rows, 96) - truth).abs().mean() <= 1.02 * theirs.mean()
+
+
+@pytest.mark.parametrize("rows", (40, 1000, 9000))
+def test_float32_bias_gradients_are_no_worse_than_torchs(isa, rows):
+    dy = randn(rows, 96) + 1
+    truth = dy.double().sum(0)
+    ours = cpu.linear_bwd(dy, None, None, None, None, False, False, True)[2]
+    assert (ours - truth).abs().mean() <= (dy.sum(0) - truth).abs().mean()
+
+
+# --- activations ------------------------------------------------------------------------------------------
+
+
+def activated(z, activation):
+    """The kernels' activation of a vector: a product with 1."""
+    y = cpu.linear_fwd(z[:, None], torch.ones(1, 1, dtype=z.dtype), None, activation, None, False)[0]
+    return y[:, 0]
+
+
+def derivative(z, activation):
+    return gradient(torch.ones_like(z)[None], z[None], activation, with_dbias=False)[0][0]
+
+
+_TANH = 2 * math.sqrt(2 / math.pi)
+
+
+def activation64(z, activation):
+    """(act, act') in float64, without the cancellation in the negative tail that activate_ref may have."""
+    z = z.double()
+    if activation == "gelu":
+        phi = 0.5 * torch.erfc(-z / math.sqrt(2))
+        return z * phi, phi + z * torch.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+    if activation == "gelu_tanh":
+        u = _TANH * (z + 0.044715 * z**3)
+        s, c = torch.sigmoid(u), torch.sigmoid(-u)
+        return z * s, s + z * s * c * _TANH * (1 + 0.134145 * z * z)
+    if activation == "silu":
+        s = torch.sigmoid(z)
+        return z * s, s * (1 + z * torch.sigmoid(-z))
+    return z.clamp(min=0), (z > 0).double()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_truth_is_what_the_op_defines(activation):
+    z = torch.linspace(-6, 6, 1001, dtype=torch.float64)
+    act, slope = activation64(z, activation)
+    torch.testing.assert_close(act, activate_ref(z, activation))
+    torch.testing.assert_close(slope, slope64(z, activation))
+
+
+@pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "silu"))
+def test_float32_activations_keep_their_relative_accuracy(isa, activation):
+    """In the negative tail too, as far as the rounding of exp's argument allows."""
+    z = torch.linspace(-13, 13, 2_000_001)
+    truth, slope = activation64(z, activation)
+    argument = {
+        "gelu": 0.5 * z.double() ** 2,
+        "gelu_tanh": 3 * _TANH * (z.double() + 0.044715 * z.double() ** 3).abs(),
+        "silu": 0.0,
+    }[activation]
+    allowed = 4e-7 + 2**-24 * argument
+    normal = truth.abs() >= 2**-126
+    relative = (activated(z, activation) - truth).abs() / truth.abs().clamp_min(2**-126)
+    assert normal.double().mean() > 0.8
+    assert (relative <= allowed)[normal].all(), (relative / allowed)[normal].max()
+    found = derivative(z, activation)
+    assert (found - slope).abs().max() <= 3e-7
+    tail = (z < -3) & (slope.abs() >= 2**-110)  # before, the two terms cancel; behind, σ is subnormal
+    assert ((found - slope).abs() / slope.abs() <= allowed)[tail].all()
+    assert (found - slope).abs().mean() <= 4e-8
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_half_precision_activations_are_correctly_rounded(isa, dtype, activation):
+    for z in (torch.linspace(-8, 8, 200_001), randn(200_000, seed=3)):
+        z = z.to(dtype)
+        truth, slope = activation64(z, activation)
+        assert (activated(z, activation) == truth.to(dtype)).double().mean() >= 0.999
+        assert (derivative(z, activation) == slope.to(dtype)).double().mean() >= 0.9985
+        step = testing.rounding_step(truth, dtype).clamp_min(torch.finfo(dtype).smallest_normal * 2**-10)
+        assert ((activated(z, activation).double() - truth).abs() <= step).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_of_special_values(isa, dtype, activation):
+    """0, the largest numbers, infinity and NaN: as the float64 reference has them."""
+    largest, tiny = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    z = torch.tensor(
+        [0.0, tiny, -tiny, 100.0, -100.0, 1e4, -1e4, largest, -largest, math.inf, -math.inf, math.nan]
+    )
+    z = z.to(dtype)
+    y, expected = activated(z, activation), activate_ref(z.double(), activation).to(dtype)
+    torch.testing.assert_close(y, expected, rtol=0, atol=tiny / 2**9, equal_nan=True)
+    assert not y[z == 0].signbit().any()
+    finite = z[z.isfinite()]
+    expected = activation64(finite, activation)[1].to(dtype)
+    torch.testing.assert_close(derivative(finite, activation), expected, rtol=0, atol=tiny / 2**9)
+    if activation == "relu":
+        assert derivative(z[-1:], activation) == 1, "as PyTorch has it"
+    else:
+        assert derivative(z[-1:], activation).isnan()
+    # nothing of the upstream gradient's NaN or infinity is lost where the slope is not 0
+    bad = torch.tensor([[math.nan, math.inf, -math.inf]], dtype=dtype)
+    g = gradient(bad, torch.ones_like(bad), activation)[0]
+    assert g[0, 0].isnan()
+    assert torch.equal(g[0, 1:], bad[0, 1:])
+
+
+def test_far_out_slopes_do_not_overflow(isa):
+    z = torch.cat([torch.logspace(0, 38.5, 2000), -torch.logspace(0, 38.5, 2000)])
+    for activation in ACTIVATIONS:
+        slope = derivative(z, activation)
+        assert (slope - activation64(z.clamp(-1e30, 1e30), activation)[1]).abs().max() <= 1e-6, activation
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_bias_is_widened_exactly(isa, dtype):
+    """All 65,536 values of the 16-bit types, subnormals and infinities with them."""
+    bits = torch.arange(-(2**15), 2**15)
+    bias = bits.to(torch.int16).view(dtype) if dtype in HALF else (bits * 0x8001).to(torch.int32).view(dtype)
+    x, weight = torch.zeros(1, 1, dtype=dtype), torch.zeros(2**16, 1, dtype=dtype)
+    y = cpu.linear_fwd(x, weight, bias, None, None, False)[0][0]
+    torch.testing.assert_close(y, bias, rtol=0, atol=0, equal_nan=True)
+
+
+# --- packing ----------------------------------------------------------------------------------------------
+
+
+def panels(b):
+    """The layout of csrc/cpu/linear.h in plain PyTorch."""
+    depth, columns = b.shape
+    padded = F.pad(b, (0, -columns % 64))
+    return padded.view(depth, -1, 64).transpose(0, 1).reshape(-1)
+
+
+def random_bits(rows, columns, dtype, gap, seed):
+    """Any value but NaN, infinities and subnormals included, with `gap` elements behind each row."""
+    wide = torch.int16 if dtype in HALF else torch.int32
+    info = torch.iinfo(wide)
+    g = torch.Generator().manual_seed(seed)
+    bits = torch.randint(info.min, info.max + 1, (rows, columns + gap), generator=g).to(wide).view(dtype)
+    return torch.where(bits.isnan(), 1.0, bits).to(dtype)[:, :columns]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("depth", (1, 2, 7, 8, 9, 15, 16, 17, 33, 70, 257))
+def test_packing(isa, dtype, depth, guarded):
+    for columns in (1, 2, 7, 8, 15, 16, 17, 31, 63, 64, 65, 127, 130):
+        for gap in (0, 3):
+            by_columns = random_bits(depth, columns, dtype, gap, seed=1)
+            by_depth = random_bits(columns, depth, dtype, gap, seed=2).t()
+            for b in (by_columns, by_depth):
+                packed = launcher._panels(b)
+                assert packed.shape == (_C.cpu_linear_packed_size(depth, columns),)
+                assert_same_bits(packed, panels(b), f"{depth}x{columns} + {gap}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packing_on_several_threads(isa, dtype, threads, guarded):
+    torch.set_num_threads(3)
+    for b in (randn(300, 1000, dtype=dtype), randn(1000, 300, dtype=dtype).t()):
+        assert_same_bits(launcher._panels(b), panels(b))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_is_packed_as_nan(isa, dtype):
+    b = torch.full((9, 70), math.nan, dtype=dtype)
+    for matrix in (b, b.t().contiguous().t()):
+        packed = launcher._panels(matrix)
+        assert torch.equal(packed.isnan(), panels(torch.ones_like(b)).bool())
+
+
+def test_a_weight_of_any_strides_is_packed():
+    """Whoever packs hands over their own weight; the op's own copies of it come later."""
+    big = randn(40, 60)
+    for weight in (big[:, ::2], big.t(), big.t()[::3], big[::2, ::5], big[:1, ::2], big[:, 3:4], big.flip(0)):
+        assert_same_bits(cpu.linear_pack(weight), panels(weight.t()), str(weight.stride()))
+
+
+def test_packed_for_another_weight_is_refused():
+    x, weight, other = randn(3, 20), randn(70, 20), randn(30, 20)
+    for wrong in (cpu.linear_pack(other), cpu.linear_pack(weight).view(-1, 64), randn(5)):
+        with pytest.raises(
+            ValueError, match=r"packed: expected what packer.* of weight \(70, 20\), got shape"
+        ):
+            linear(x, weight, packed=wrong)
+    linear(x, weight, packed=packer(x.device, x.dtype)(weight))
+
+
+def test_panels_serve_every_instruction_set():
+    if _C.best_cpu_isa() not in ("avx512", "avx512_bf16"):
+        pytest.skip("needs two instruction sets")
+    before = _C.cpu_isa()
+    for dtype in DTYPES:
+        weight, packed = randn(70, 100, dtype=dtype), []
+        try:
+            for name in ("avx2", "avx512"):
+                _C.set_cpu_isa(name)
+                packed.append(cpu.linear_pack(weight))
+        finally:
+            _C.set_cpu_isa(before)
+        assert_same_bits(*packed)
+
+
+# --- layouts, poison --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stride", (0, 3))
+def test_row_strides(isa, stride):
+    """Expanded rows (stride 0) and overlapping ones, in every matrix that may have them."""
+    x, weight, residual = (
+        randn(200, seed=i).as_strided(s, (stride, 1)) for i, s in enumerate(((6, 10), (9, 10), (6, 9)))
+    )
+    bias, dy = randn(9, seed=3), randn(6, 9, seed=4)
+    results = []
+    for tensors in ((x, weight, residual), [t.clone() for t in (x, weight, residual)]):
+        y, pre = cpu.linear_fwd(*tensors[:2], bias, "gelu", tensors[2], True)
+        results.append((y, pre, *gradients(dy, *tensors[:2], pre, "gelu")))
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("strides", ((35, 5), (1, 40), (7, 1), (0, 3), (3, 0)), ids=str)
+def test_matrices_of_one_column(isa, strides):
+    """The op leaves the stride of a dimension of one element as it is: it may be anything."""
+    memory = randn(2000)
+    x = memory.as_strided((40, 1), strides)
+    weight, residual = memory[100:].as_strided((9, 1), strides), memory[50:].as_strided((40, 1), strides)
+    dy = randn(40, 9, seed=1)
+    assert_same_bits(cpu.linear_fwd(x, weight, None, None, None, False)[0], x @ weight.T + 0.0)
+    for dx, dweight, _ in (
+        gradients(dy, x, weight, None, None),
+        cpu.linear_bwd(dy, x, weight, None, None, True, True, False),
+    ):
+        for actual, truth in ((dx, dy.double() @ weight.double()), (dweight, dy.double().T @ x.double())):
+            assert (actual - truth).abs().max() < 1e-5
+    row = memory[7:].as_strided((1, 40), (strides[0], 1))
+    y = cpu.linear_fwd(x.t().contiguous(), row, None, None, residual[:1], False)[0]
+    assert (y - (x.double().T @ row.double().T + residual[:1])).abs().max() < 1e-5
+    y = cpu.linear_fwd(memory.view(40, 50)[:, :40], row, None, None, residual, False)[0]
+    assert (y - (memory.view(40, 50)[:, :40].double() @ row.double().T + residual)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("bad", (math.nan, math.inf, -math.inf))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", (None, "gelu", "relu"))
+def test_a_bad_element_stays_in_its_row_and_column(isa, dtype, bad, activation):
+    def run(x, weight, dy):
+        y, pre = cpu.linear_fwd(x, weight, None, activation, None, True)
+        # the gradients of a fixed `pre`: what is bad in x and weight must not come by that way
+        given = None if activation is None else randn(13, 70, dtype=dtype, seed=3).abs() + 0.5
+        return y, pre, *gradients(dy, x, weight, given, activation)
+
+    clean = (
+        randn(13, 800, dtype=dtype),
+        randn(70, 800, dtype=dtype, seed=1),
+        randn(13, 70, dtype=dtype, seed=2),
+    )
+    names = ("y", "pre", "dx", "dweight", "dbias")
+    expected = run(*clean)
+    # (row, column) of each result that the element reaches
+    reached = (
+        ((4, None), (4, None), None, (None, 300), None),  # of x[4, 300]
+        ((None, 66), (None, 66), (None, 300), None, None),  # of weight[66, 300]
+        (None, None, (4, None), (66, None), (66,)),  # of dy[4, 66]
+    )
+    for which, places in enumerate(reached):
+        inputs = [t.clone() for t in clean]
+        inputs[which][((4, 300), (66, 300), (4, 66))[which]] = bad
+        for name, a, b, place in zip(names, run(*inputs), expected, places, strict=True):
+            hit = torch.zeros(b.shape, dtype=torch.bool)
+            if place is not None and b.numel():
+                hit[tuple(slice(None) if i is None else i for i in place)] = True
+            assert_same_bits(a[~hit], b[~hit], f"{name}, element of {which}")
+            if math.isnan(bad):
+                assert a[hit].isnan().all(), name
+            elif name != "y" or activation is None:  # gelu and relu turn -inf into NaN or 0
+                assert not a[hit].isfinite().any(), name
+
+
+def test_only_what_is_asked_for(isa, guarded):
+    x, weight, dy, pre = (randn(*s, seed=i) for i, s in enumerate(((13, 40), (70, 40), (13, 70), (13, 70))))
+    for activation in (None, "gelu"):
+        pre_given = None if activation is None else pre
+        full = cpu.linear_bwd(dy, x, weight, pre_given, activation, True, True, True)
+        for need in itertools.product((False, True), repeat=3):
+            found = cpu.linear_bwd(
+                dy, x if need[1] else None, weight if need[0] else None, pre_given, activation, *need
+            )
+            assert len({id(t) for t in found}) == 3, "one tensor returned twice, which a custom op may not"
+            for wanted, a, b in zip(need, found, full, strict=True):
+                if wanted:
+                    assert_same_bits(a, b)
+                else:
+                    assert a.shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_rows(isa, dtype, guarded):
+    x, weight, bias = torch.empty(0, 40, dtype=dtype), randn(70, 40, dtype=dtype), randn(70, dtype=dtype)
+    for packed in (None, cpu.linear_pack(weight)):
+        y, pre = cpu.linear_fwd(x, weight, bias, "gelu", x.new_zeros(0, 70), True, packed)
+        assert y.shape == pre.shape == (0, 70)
+    dx, dweight, dbias = cpu.linear_bwd(y, x, weight, pre, "gelu", True, False, True)
+    assert dx.shape == (0, 40)
+    assert torch.equal(dbias, torch.zeros(70, dtype=dtype))
+    assert dweight.shape == (0,)
+
+
+@pytest.mark.parametrize("default", (torch.bfloat16, torch.float64), ids=str)
+def test_pytorchs_default_dtype_changes_nothing(default):
+    x, weight, dy = randn(40, 30), randn(20, 30, seed=1), randn(40, 20, seed=2)
+    calls = (
+        lambda: cpu.linear_fwd(x, weight, weight[:, 0].contiguous(), "gelu", dy, True),
+        lambda: cpu.linear_bwd(dy, x, weight, dy, "gelu", True, True, True),
+    )
+    expected = [call() for call in calls]
+    torch.set_default_dtype(default)
+    try:
+        found = [call() for call in calls]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
+        assert_same_bits(a, b)
+
+
+# --- determinism, threads ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", ((333, 300, 700), (40, 900, 1500), (1000, 64, 130), (5, 400, 2000)), ids=str
+)
+def test_any_number_of_threads_gives_the_same_bits(isa, dtype, shape, threads):
+    assert _C.has_team(), "PyTorch's OpenMP pool was not found: the kernels would never run in parallel"
+    rows, depth, columns = shape
+    x, weight, dy = (
+        randn(*s, dtype=dtype, seed=i)
+        for i, s in enumerate(((rows, depth), (columns, depth), (rows, columns)))
+    )
+    bias, first = randn(columns, dtype=dtype, seed=3), None
+    for count in (1, 2, 3, 8):
+        torch.set_num_threads(count)
+        y, pre = cpu.linear_fwd(x, weight, bias, "gelu", dy, True)
+        result = (y, pre, *gradients(dy, x, weight, pre, "gelu"))
+        first = first or result
+        for a, b in zip(first, result, strict=True):
+            assert_same_bits(a, b, f"{count} threads")
+
+
+def test_results_do_not_depend_on_the_other_rows(isa):
+    x, weight, bias = randn(170, 800), randn(90, 800, seed=1), randn(90, seed=2)
+    y = cpu.linear_fwd(x, weight, bias, "gelu", None, False)[0]
+    for begin, end in ((0, 1), (17, 30), (169, 170), (100, 165)):
+        part = cpu.linear_fwd(x[begin:end], weight, bias, "gelu", None, False)[0]
+        assert_same_bits(part, y[begin:end], f"rows {begin} to {end}")
+
+
+def test_25_repeats_give_the_same_bits(isa, threads):
+    torch.set_num_threads(2)
+    x, weight, dy = randn(200, 96), randn(130, 96, seed=1), randn(200, 130, seed=2)
+    first = None
+    for _ in range(25):
+        y, pre = cpu.linear_fwd(x, weight, None, "gelu", dy, True)
+        result = (y, pre, *gradients(dy, x, weight, pre, "gelu"))
+        first = first or result
+        for a, b in zip(first, result, strict=True):
+            assert_same_bits(a, b)
+
+
+# --- which way is taken, refusals -------------------------------------------------------------------------
+
+
+def test_few_rows_are_packed_only_where_the_caller_has(monkeypatch):
+    few, seen = launcher._PACKING_ROWS, []
+    assert few > 1
+    for function in ("linear_fwd", "linear_bwd"):
+        launch = getattr(launcher.aten, function)
+        monkeypatch.setattr(
+            launcher.aten, function, lambda *a, f=function, launch=launch: seen.append(f) or launch(*a)
+        )
+    weight = randn(20, 30)
+    packed = cpu.linear_pack(weight)
+    for rows in (1, few - 1, few, few + 1):
+        x, dy = randn(rows, 30), randn(rows, 20, seed=1)
+        y = cpu.linear_fwd(x, weight, None, "gelu", None, False)[0]
+        grads = cpu.linear_bwd(dy, x, weight, dy, "gelu", True, True, True)
+        assert seen == (["linear_fwd", "linear_bwd"] if rows < few else [])
+        seen.clear()
+        ours = cpu.linear_fwd(x, weight, None, "gelu", None, False, packed)[0]
+        assert seen == []
+        torch.testing.assert_close(y, ours, rtol=1e-5, atol=1e-5)
+        truth = dy.double() * slope64(dy, "gelu")
+        torch.testing.assert_close(grads[0].double(), truth @ weight.double(), rtol=1e-5, atol=1e-4)
+
+
+def test_isa_none_is_refused():
+    x, weight, dy = randn(40, 6), randn(5, 6), randn(40, 5)
+    packed = cpu.linear_pack(weight)
+    before = _C.cpu_isa()
+    _C.set_cpu_isa("none")
+    try:
+        for call in (
+            lambda: cpu.linear_pack(weight),
+            lambda: cpu.linear_fwd(x, weight, None, None, None, False, packed),
+            lambda: cpu.linear_bwd(dy, x, weight, None, None, False, False, True),
+        ):
+            with pytest.raises(RuntimeError, match="no SIMD kernels"):
+                call()
+    finally:
+        _C.set_cpu_isa(before)
+
+
+# dtype, rows, columns, depth, a, row stride, depth stride, packed, b, its stride, bias, its dtype,
+# activation, residual, its stride, c, pre, threads
+GOOD = (0, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "error", "message"),
+    (
+        (0, 3, ValueError, "dtype: expected code 0, 1 or 2, got 3"),
+        (1, -1, ValueError, "expected rows >= 0"),
+        (2, 0, ValueError, "expected rows >= 0 and hidden >= 1"),
+        (3, 0, ValueError, "expected rows >= 0 and hidden >= 1"),
+        (6, 2, ValueError, "product: expected one stride of 1"),
+        (11, -1, ValueError, "dtype: expected code"),
+        (12, 5, ValueError, "activation: expected code 0 … 4, got 5"),
+        (12, -1, ValueError, "activation: expected code 0 … 4, got -1"),
+        (17, 0, ValueError, "threads: expected 1 to 4096, got 0"),
+    ),
+)
+def test_the_extension_refuses_what_would_crash(at, value, error, message):
+    args = list(GOOD)
+    args[at] = value
+    if at == 6:
+        args[5] = 2
+    with pytest.raises(error, match=message):
+        _C.cpu_linear_product(*args)
+
+
+def test_the_extension_refuses_what_would_crash_elsewhere():
+    with pytest.raises(ValueError, match="pack: expected one stride of 1"):
+        _C.cpu_linear_pack(0, 1, 1, 0, 2, 2, 0, 1)
+    with pytest.raises(ValueError, match="expected rows >= 0 and hidden >= 1"):
+        _C.cpu_linear_pack(0, 0, 1, 0, 1, 1, 0, 1)
+    with pytest.raises(ValueError, match="threads: expected 1 to 4096"):
+        _C.cpu_linear_pack(0, 1, 1, 0, 1, 1, 0, 0)
+    with pytest.raises(ValueError, match="activation: expected code 0 … 4, got 9"):
+        _C.cpu_linear_activation_bwd(0, 1, 1, 0, 0, 9, 0, 0, 1)
+    with pytest.raises(ValueError, match="threads: expected 1 to 4096"):
+        _C.cpu_linear_activation_bwd(0, 1, 1, 0, 0, 0, 0, 0, 0)
+
+
+# --- the sources under sanitizers -------------------------------------------------------------------------
+
+
+def run_sanitized(sanitizers):
+    if _C.best_cpu_isa() == "none":
+        pytest.skip("this processor has no AVX2")
+    driver = native_build.sanitized("linear", sanitizers)
+    run = subprocess.run([str(driver)], text=True, capture_output=True, timeout=600)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert int(run.stdout.split()[0]) > 1000, run.stdout
+
+
+def test_kernels_under_address_and_undefined_sanitizers():
+    run_sanitized("address,undefined")
+
+
+@pytest.mark.slow
+def test_kernels_under_the_thread_sanitizer():
+    run_sanitized("thread")

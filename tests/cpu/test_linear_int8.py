@@ -1,0 +1,437 @@
+"""The C++ linear_int8: every instruction set, dtype and odd size against exact integers in plain torch."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import types
+
+import pytest
+import torch
+
+from fastbert import testing
+from fastbert.backends import cpu
+from fastbert.backends.cpu import linear_int8 as launcher
+from fastbert.ops.linear import ACTIVATIONS, activate_ref
+from fastbert.ops.linear_int8 import quantize_rows
+from fastbert.runtime import native as _native
+from fastbert.testing import serving
+from fastbert.testing.op_cases.linear_int8 import CASES, LinearInt8Case
+from tests.support import cpu_build as native_build
+from tests.support.cpu_truth import HALF, assert_same_bits, randn, strided_rows
+
+DTYPES = (torch.float32, *HALF)
+ALL = (None, *ACTIVATIONS)
+_C = _native.extension
+
+pytest_plugins = ("tests.support.cpu_fixtures",)
+pytestmark = pytest.mark.skipif(_C is None, reason=str(_native.missing))
+
+
+@pytest.fixture(scope="module")
+def without_vnni():
+    """What the launcher asks of the extension, from one that takes this processor for one without VNNI."""
+    if _C.best_cpu_isa() not in ("avx512", "avx512_bf16"):
+        pytest.skip("this processor has no avx512")
+    library, i64, pointer = ctypes.CDLL(str(native_build.int8_pairs())), ctypes.c_int64, ctypes.c_void_p
+    library.pairs_packed_size.restype = i64
+    library.pairs_packed_size.argtypes = (i64, i64)
+    library.pairs_pack.argtypes = (i64, i64, pointer, pointer, ctypes.c_int)
+    integers, code = (i64,) * 3, ctypes.c_int
+    library.pairs_product.argtypes = (
+        code, *integers, pointer, i64, pointer, pointer, pointer, code, code, pointer, code,
+    )  # fmt: skip
+    library.pairs_start.argtypes = (ctypes.c_size_t,)
+    assert library.pairs_start(_native._runtime()["gomp_parallel"])
+
+    def run(function):
+        function.restype = ctypes.c_char_p
+
+        def call(*args):
+            reason = function(*args)
+            assert reason is None, reason
+
+        return call
+
+    return types.SimpleNamespace(
+        cpu_linear_int8_packed_size=library.pairs_packed_size,
+        cpu_linear_int8_pack=run(library.pairs_pack),
+        cpu_linear_int8=run(library.pairs_product),
+    )
+
+
+@pytest.fixture(params=("avx2", "avx512", "avx512_without_vnni"))
+def isa(request, monkeypatch):
+    """Every set of kernels: the third is what AVX-512 runs on the processors before VNNI."""
+    if request.param == "avx512_without_vnni":
+        monkeypatch.setattr(launcher, "_C", request.getfixturevalue("without_vnni"))
+        yield request.param
+    else:
+        from tests.support.cpu_fixtures import _using  # as a plugin it is imported after this file
+
+        yield from _using(request.param)
+
+
+def integers(*shape, seed=0):
+    """int8 from -127 to 127."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(-127, 128, shape, generator=g).to(torch.int8)
+
+
+def scales(out, seed=0):
+    return 0.001 * (0.5 + torch.rand(out, generator=torch.Generator().manual_seed(seed)))
+
+
+def exact(x, weight, scale, bias=None):
+    """What the activation is taken of, in float32: exact sums, then the contract's three roundings."""
+    centred, _, step = quantize_rows(x)
+    acc = centred.long() @ weight.long().T
+    assert acc.abs().max() < 2**31 if acc.numel() else True
+    pre = acc.float() * (step * scale)
+    return pre if bias is None else pre + bias.float()
+
+
+def assert_exact(x, weight, scale, bias=None, activation=None, packed=None):
+    """Equal bit for bit where no activation rounds in its own way; else as close as float32 gets."""
+    y = cpu.linear_int8_fwd(x, weight, scale, bias, activation, packed)
+    assert y.dtype == x.dtype
+    pre = exact(x, weight, scale, bias)
+    if activation in (None, "relu"):
+        expected = pre if activation is None else pre.clamp(min=0)
+        torch.testing.assert_close(y, expected.to(x.dtype), rtol=0, atol=0, equal_nan=True)
+    else:
+        truth = activate_ref(pre.double(), activation)
+        step = testing.rounding_step(truth, x.dtype) if x.dtype in HALF else 0.0
+        excess = (y.double() - truth).abs() - step - 2**-21 * (0.1 + truth.abs())
+        assert (excess <= 0).all(), f"{activation}: off by {excess.max().item():.3g} more than allowed"
+    return y
+
+
+OPTIONS = (  # activation; the bias: none, of x's dtype, or float32
+    (None, None),
+    ("relu", "float32"),
+    ("gelu", "own"),
+    (None, "own"),
+    ("silu", None),
+    ("gelu_tanh", "float32"),
+)
+
+
+def check(rows, depth, columns, dtype, options):
+    """x in rows among NaNs, the weight packed for the call and beforehand."""
+    activation, kind = options
+    x, memory = strided_rows(rows, depth, dtype, 5, seed=1)
+    x += 0.5 * randn(rows, 1, dtype=dtype, seed=2)
+    before = memory.clone()
+    weight, scale = integers(columns, depth), scales(columns)
+    bias = None
+    if kind is not None:
+        bias = 0.1 * randn(columns, dtype=dtype if kind == "own" else torch.float32, seed=3)
+    y = assert_exact(x, weight, scale, bias, activation)
+    packed = cpu.linear_int8_pack(weight)
+    again = cpu.linear_int8_fwd(x, weight, scale, bias, activation, packed)
+    assert_same_bits(again, y, "of the packed weight")
+    assert_same_bits(memory, before, "an input was written")
+
+
+# --- the integers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("depths", (range(1, 71), (127, 128, 129, 255, 256, 257, 767, 768, 1030)), ids=str)
+def test_every_depth(isa, dtype, depths, guarded):
+    for depth in depths:
+        check(7, depth, 67, dtype, OPTIONS[depth % 6])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", (range(1, 131), (191, 192, 193, 1030)), ids=str)
+def test_every_column_count(isa, dtype, columns, guarded):
+    for count in columns:
+        check(5, 9, count, dtype, OPTIONS[count % 6])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", (range(1, 15), (65, 239, 240, 241, 479, 480, 481)), ids=str)
+def test_every_row_count(isa, dtype, rows, guarded):
+    """Tiles of every height, blocks of 240 rows and their edges."""
+    for count in rows:
+        check(count, 37, 70, dtype, OPTIONS[count % 6])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ALL)
+@pytest.mark.parametrize("bias", (None, "own", "float32"))
+def test_every_option(isa, dtype, activation, bias, guarded):
+    check(8, 40, 75, dtype, (activation, bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, LinearInt8Case(250, 200, 130, "gelu")], ids=repr)
+def test_error_rule(isa, case, dtype):
+    rows = testing.run_case(case, "cpu", dtype)
+    assert [f"{r.quantity}: {r.reason}" for r in rows if not r.passed] == []
+
+
+def test_it_serves_by_default():
+    lines = {c.dtype: c.backend for c in serving.choices("cpu") if c.op == "linear_int8"}
+    assert lines == {"float32": "cpu", "bfloat16": "cpu", "float16": "cpu", "float64": "aten"}
+
+
+@pytest.mark.parametrize("sign", (1, -1))
+@pytest.mark.parametrize("depth", (1, 2, 3, 4, 5, 63, 64, 65, 65_535, 65_536))
+def test_extremes_neither_saturate_nor_overflow(isa, depth, sign):
+    """u = 255 or 0 throughout, on weights of 127 and -127: two such products overflow 16 bits."""
+    x = torch.full((4, depth), 2.0) * sign
+    x[1, ::2] = 0.0
+    x[2], x[3] = torch.linspace(-1, 1, depth), -x[0]
+    weight = torch.full((5, depth), 127, dtype=torch.int8)
+    weight[1], weight[2, ::2], weight[3], weight[4, 1::4] = -127, -127, 0, -127
+    scale = torch.tensor([1.0, 0.5, 0.3, 2.0, 1e-3])
+    _, zero, _ = quantize_rows(x)
+    assert set(zero[[0, 3], 0].tolist()) == {0.0, 255.0}
+    assert_exact(x, weight, scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_input_meets_its_own_weight(isa, dtype):
+    """Rows with one element each, and a weight of which no two elements of a row are equal."""
+    depth = 127
+    weight = torch.stack([torch.arange(-63, 64).roll(7 * i) for i in range(66)]).to(torch.int8)
+    for value in (1.0, -3.0):
+        x = value * torch.eye(depth, dtype=dtype)
+        y = assert_exact(x, weight, torch.ones(66))
+        assert (y.double() / value - weight.T.double()).abs().max() < 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ties_and_clamping(isa, dtype):
+    """Halves go to the even integer before the zero point is added; what falls outside 0 … 255 is cut."""
+    halves = torch.arange(-101, 154).double() + 0.5
+    x = torch.stack([halves, halves]).repeat(3, 2)
+    ends = torch.tensor(
+        [[-101, 154], [-100, 155], [-100, 155], [-100, 155], [-100.5, 154.5], [-101.5, 153.5]]
+    )
+    x[:, :2] = ends  # a step of 1, zero points odd and even, and halves themselves
+    x = x.clamp(ends[:, :1], ends[:, 1:])
+    x[2] *= 1 / 3
+    x[3, 2:] = torch.where(randn(x.shape[1] - 2) < 0, -100.0, 155.0)
+    x = x.to(dtype)
+    centred, zero, _ = quantize_rows(x)
+    assert ((centred + zero).min(), (centred + zero).max()) == (0, 255)
+    assert_exact(x, torch.eye(x.shape[1]).to(torch.int8), torch.ones(x.shape[1]))
+    assert_exact(x, integers(40, x.shape[1]), scales(40))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ranges_from_the_smallest_to_the_largest(isa, dtype):
+    largest, tiny = torch.finfo(dtype).max, torch.finfo(torch.float32).tiny
+    x = randn(24, 70)
+    x = x / x.abs().amax(1, keepdim=True)
+    x[:12] *= torch.logspace(0, math.log10(0.49 * min(largest, 3e38)), 12)[:, None]
+    x[12:] *= tiny * torch.logspace(-6, 4, 12)[:, None]
+    x[5], x[6] = 0.0, -0.0
+    x[7], x[8] = x[7].abs(), -x[8].abs()
+    assert_exact(x.to(dtype), integers(40, 70), scales(40))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_epilogue_rounds_as_the_contract_says(isa, dtype):
+    """float(acc) * (step * scale) + bias, each rounded once: scales and biases of every size."""
+    x, weight = randn(30, 50, dtype=dtype), integers(200, 50)
+    scale = torch.logspace(-12, 1, 200)
+    bias = randn(200, seed=4) * torch.logspace(-6, 2, 200)
+    if dtype == torch.float16:
+        scale, bias = scale.clamp(max=0.1), bias.clamp(-100, 100)
+    assert_exact(x, weight, scale)
+    assert_exact(x, weight, scale, bias)
+    assert_exact(x, weight, scale, bias.to(dtype), "relu")
+
+
+# --- packing ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", (1, 2, 3, 4, 5, 6, 7, 8, 40))
+def test_packed_for_another_instruction_set(depth):
+    """The layouts differ. What was packed for one is packed anew where another is in use."""
+    if _C.best_cpu_isa() not in ("avx512", "avx512_bf16"):
+        pytest.skip("needs two instruction sets")
+    x, weight, scale = randn(6, depth), integers(70, depth), scales(70)
+    expected, before, packed = exact(x, weight, scale), _C.cpu_isa(), {}
+    try:
+        for name in ("avx2", "avx512"):
+            _C.set_cpu_isa(name)
+            packed[name] = cpu.linear_int8_pack(weight)
+        for name in packed:
+            _C.set_cpu_isa(name)
+            for other in packed.values():
+                assert torch.equal(cpu.linear_int8_fwd(x, weight, scale, None, None, other), expected)
+    finally:
+        _C.set_cpu_isa(before)
+
+
+def test_layouts_differ_in_size_or_not_at_all(without_vnni):
+    """By its size the launcher knows for whom a weight was packed."""
+    weights = [integers(out, depth) for depth in range(1, 20) for out in (1, 64, 130)]
+    before = _C.cpu_isa()
+    for weight in weights:
+        packed = []
+        for name in ("avx2", "avx512"):
+            _C.set_cpu_isa(name)
+            packed.append(cpu.linear_int8_pack(weight))
+        _C.set_cpu_isa(before)
+        ours = torch.empty(
+            without_vnni.cpu_linear_int8_packed_size(*weight.t().shape), dtype=torch.uint8
+        ).fill_(77)
+        without_vnni.cpu_linear_int8_pack(*weight.t().shape, weight.data_ptr(), ours.data_ptr(), 1)
+        for a in (*packed, ours):
+            for b in (*packed, ours):
+                assert a.numel() != b.numel() or torch.equal(a, b)
+        assert torch.equal(packed[0], ours)
+
+
+def test_packing_writes_every_byte_and_is_the_same_on_several_threads(isa, threads, guarded):
+    weight = integers(1030, 700)
+    before = []
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        before.append(cpu.linear_int8_pack(weight))
+    assert torch.equal(*before)
+    zeros = cpu.linear_int8_pack(torch.zeros(70, 33, dtype=torch.int8))  # allocated as 0xFF
+    assert not zeros.any()
+
+
+def test_a_weight_of_any_strides_is_packed(isa):
+    """Whoever packs hands over their own weight; the op's own copies of it come later."""
+    big = integers(300, 600)
+    for weight in (big[:, ::2], big.t(), big[::2, 5:50], big[:1, ::3], big[:, 7:8]):
+        assert_same_bits(cpu.linear_int8_pack(weight), cpu.linear_int8_pack(weight.contiguous()))
+
+
+# --- layouts, poison --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ALL)
+def test_a_row_that_is_not_finite_gives_nan_alone(isa, dtype, activation):
+    for depth in (5, 16, 100):
+        x, weight, scale = randn(20, depth, dtype=dtype), integers(70, depth), scales(70)
+        bias = randn(70, seed=2)
+        clean = cpu.linear_int8_fwd(x, weight, scale, bias, activation)
+        bad = {2: math.nan, 3: math.inf, 7: -math.inf, 13: math.nan}
+        for row, value in bad.items():
+            x[row, (row * 7) % depth] = value
+        x[14, 0], x[14, depth - 1] = math.inf, -math.inf
+        x[15] = math.nan
+        rows = [*bad, 14, 15]
+        if dtype != torch.float16:  # hi - lo overflows float32
+            x[16, 0], x[16, 1] = 3e38, -3e38
+            rows.append(16)
+        y = cpu.linear_int8_fwd(x, weight, scale, bias, activation)
+        assert y[rows].isnan().all()
+        good = [i for i in range(20) if i not in rows]
+        assert_same_bits(y[good], clean[good])
+
+
+def test_a_bad_scale_or_bias_stays_in_its_column(isa):
+    x, weight, scale, bias = randn(9, 40), integers(70, 40), scales(70), randn(70, seed=2)
+    clean = cpu.linear_int8_fwd(x, weight, scale, bias, None)
+    for vector in (scale, bias):
+        kept = vector[66].item()
+        vector[66] = math.nan
+        y = cpu.linear_int8_fwd(x, weight, scale, bias, None)
+        vector[66] = kept
+        assert y[:, 66].isnan().all()
+        y[:, 66] = clean[:, 66]
+        assert_same_bits(y, clean)
+
+
+@pytest.mark.parametrize("stride", (0, 3))
+def test_row_strides(isa, stride):
+    x = randn(200).as_strided((6, 40), (stride, 1))
+    weight, scale = integers(9, 40), scales(9)
+    a, b = (cpu.linear_int8_fwd(t, weight, scale, None, "gelu") for t in (x, x.clone()))
+    assert_same_bits(a, b)
+    column = randn(300).as_strided((6, 1), (35, 7))
+    assert_exact(column, integers(9, 1), scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_rows(isa, dtype, guarded):
+    weight = integers(70, 40)
+    for packed in (None, cpu.linear_int8_pack(weight)):
+        y = cpu.linear_int8_fwd(torch.empty(0, 40, dtype=dtype), weight, scales(70), None, "gelu", packed)
+        assert y.shape == (0, 70)
+        assert y.dtype == dtype
+
+
+# --- determinism, threads ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", ((500, 300, 200), (3, 900, 1500), (2000, 40, 70)), ids=str)
+def test_any_number_of_threads_gives_the_same_bits(isa, dtype, shape, threads):
+    rows, depth, columns = shape
+    x, weight, scale = randn(rows, depth, dtype=dtype), integers(columns, depth), scales(columns)
+    bias, first = randn(columns, dtype=dtype, seed=1), None
+    for count in (1, 2, 3, 8):
+        torch.set_num_threads(count)
+        y = assert_exact(x, weight, scale, bias, "relu")
+        first = y if first is None else first
+        assert_same_bits(y, first, f"{count} threads")
+
+
+def test_results_do_not_depend_on_the_other_rows(isa):
+    x, weight, scale = randn(300, 90), integers(130, 90), scales(130)
+    y = cpu.linear_int8_fwd(x, weight, scale, None, "gelu")
+    for begin, end in ((0, 1), (17, 30), (299, 300), (100, 245)):
+        part = cpu.linear_int8_fwd(x[begin:end], weight, scale, None, "gelu")
+        assert_same_bits(part, y[begin:end], f"rows {begin} to {end}")
+
+
+def test_25_repeats_give_the_same_bits(isa, threads):
+    torch.set_num_threads(2)
+    x, weight, scale, first = randn(300, 100), integers(130, 100), scales(130), None
+    for _ in range(25):
+        y = cpu.linear_int8_fwd(x, weight, scale, None, "gelu")
+        first = y if first is None else first
+        assert_same_bits(y, first)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------
+
+
+def test_isa_none_is_refused():
+    x, weight, scale = randn(4, 6), integers(5, 6), scales(5)
+    packed, before = cpu.linear_int8_pack(weight), _C.cpu_isa()
+    _C.set_cpu_isa("none")
+    try:
+        assert _C.cpu_linear_int8_packed_size(6, 5) == 0
+        for call in (
+            lambda: cpu.linear_int8_pack(weight),
+            lambda: cpu.linear_int8_fwd(x, weight, scale, None, None, packed),
+        ):
+            with pytest.raises(RuntimeError, match="no SIMD kernels"):
+                call()
+    finally:
+        _C.set_cpu_isa(before)
+
+
+def test_the_extension_refuses_what_would_crash():
+    # dtype, rows, columns, depth, x, its stride, packed, scale, bias, its dtype, activation, y, threads
+    good = (0, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, 1)
+    for at, value, error, message in (
+        (0, 7, ValueError, "dtype: expected code 0, 1 or 2, got 7"),
+        (1, -1, ValueError, "expected rows >= 0"),
+        (2, 0, ValueError, "expected rows >= 0 and hidden >= 1"),
+        (3, 0, ValueError, "expected rows >= 0 and hidden >= 1"),
+        (9, 3, ValueError, "dtype: expected code"),
+        (10, 5, ValueError, "activation: expected code 0 … 4, got 5"),
+        (12, 0, ValueError, "threads: expected 1 to 4096, got 0"),
+    ):
+        with pytest.raises(error, match=message):
+            _C.cpu_linear_int8(*good[:at], value, *good[at + 1 :])
+    with pytest.raises(ValueError, match="expected rows >= 0 and hidden >= 1"):
+        _C.cpu_linear_int8_pack(0, 1, 0, 0, 1)
+    with pytest.raises(ValueError, match="threads: expected 1 to 4096"):
+        _C.cpu_linear_int8_pack(1, 1, 0, 0, 0)

@@ -1,0 +1,315 @@
+"""Weights packed for inference: when they are made, when they are dropped, and that they change no result."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from fastbert.backends.cpu import linear as launcher
+from fastbert.layers import encoder as layers
+from fastbert.models.bert import AutoModel
+from fastbert.models.config import EncoderConfig
+from fastbert.runtime import dispatch, prepared
+from fastbert.runtime import native as _native
+from tests.support.cpu_truth import assert_same_bits, randn
+from tests.support.hf_models import batch, hf_config
+
+FLOAT, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+pytestmark = [
+    pytest.mark.skipif(_native.extension is None, reason=str(_native.missing)),
+    pytest.mark.skipif(_native.cpu_gap() is not None, reason=f"needs the cpu backend: {_native.cpu_gap()}"),
+]
+
+
+@pytest.fixture(autouse=True)
+def all_on_our_kernels(monkeypatch):
+    """Without packed weights products of few rows are left to `aten`, whose bits may be others."""
+    monkeypatch.setattr(launcher, "_PACKING_ROWS", 0)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """(shape, dtype) of every weight that is packed to be kept, in order."""
+    seen, real = [], layers.linear_packer
+
+    def packer(device, dtype):
+        pack = real(device, dtype)
+        if pack is None:
+            return None
+        return lambda weight: seen.append((tuple(weight.shape), weight.dtype)) or pack(weight)
+
+    monkeypatch.setattr(layers, "linear_packer", packer)
+    return seen
+
+
+@pytest.fixture
+def module():
+    torch.manual_seed(0)
+    return nn.Linear(24, 70).eval()
+
+
+def held(*dtypes):
+    return [("packed", dtype) for dtype in dtypes]
+
+
+def of_bert(**overrides):
+    torch.manual_seed(1)
+    return AutoModel.from_config(EncoderConfig.from_hf(hf_config("bert", **overrides))).eval()
+
+
+def hidden(model, **kwargs):
+    with torch.no_grad():
+        return model(**batch("bert"), **kwargs).last_hidden_state
+
+
+# --- when they are made -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", (FLOAT, BF16, FP16), ids=str)
+def test_made_once_per_weight_and_without_any_effect_on_the_result(module, made, monkeypatch, dtype):
+    module.to(dtype)
+    inputs = [randn(rows, 24, dtype=dtype) for rows in (1, 5, 40, 300)]
+    with torch.no_grad():
+        packed = [layers.apply_linear(module, x, "gelu") for x in inputs for _ in range(2)]
+        assert made == [((70, 24), dtype)]
+        assert prepared.held(module) == held(dtype)
+        monkeypatch.setattr(layers, "packed_weight", lambda module, x: None)
+        plain = [layers.apply_linear(module, x, "gelu") for x in inputs for _ in range(2)]
+    for a, b in zip(packed, plain, strict=True):
+        assert_same_bits(a, b)
+
+
+def test_every_linear_layer_of_a_model_has_one(made):
+    model = of_bert()
+    first = hidden(model)
+    shapes = [tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear)]
+    assert sorted(shape for shape, _ in made) == sorted(shapes)
+    kept = [name for name in prepared.held(model) if name[0] != "layer"]  # that refers to the same
+    assert kept == held(*[FLOAT] * len(shapes))
+    count = len(made)
+    assert_same_bits(hidden(model), first)
+    assert len(made) == count
+
+
+@pytest.mark.parametrize("autocast", (None, BF16), ids=str)
+def test_a_model_gives_the_same_bits_with_and_without(monkeypatch, autocast):
+    model = of_bert()
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        packed = hidden(model)
+        assert prepared.held(model)
+        prepared.clear(model)
+        monkeypatch.setattr(layers, "packed_weight", lambda *_, **__: None)
+        assert_same_bits(hidden(model), packed)
+    assert {name[0] for name in prepared.held(model)} <= {"layer"}  # which says that it cannot be fused
+
+
+def test_one_per_dtype_under_autocast(module, made):
+    x = randn(40, 24)
+    for _ in range(2):
+        for dtype in (None, BF16, FP16):
+            with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None):
+                y = layers.apply_linear(module, x)
+                assert_same_bits(y, layers.linear(x, module.weight, module.bias))
+    assert [dtype for _, dtype in made] == [FLOAT, BF16, FP16]
+    assert prepared.held(module) == held(FLOAT, BF16, FP16)
+
+
+def test_float64_is_left_alone(module, made):
+    module.double()
+    x = randn(40, 24, dtype=torch.float64)
+    for dtype in (None, BF16):  # autocast does not touch float64
+        with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None):
+            assert layers.apply_linear(module, x).dtype == torch.float64
+    assert made == []
+    assert prepared.held(module) == []
+
+
+def test_not_for_another_backend(module, made):
+    with torch.no_grad():
+        for name in ("aten", "reference"):
+            with dispatch.use_backend(name):
+                layers.apply_linear(module, randn(40, 24))
+        assert made == []
+        layers.apply_linear(module, randn(40, 24))
+        assert made
+        with dispatch.use_backend("aten"):  # what is held is not handed to it
+            assert layers.packed_weight(module, randn(40, 24)) is None
+
+
+def test_never_in_training_mode(made):
+    model = of_bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    inputs = batch("bert")
+    model.train()
+    model(**inputs).last_hidden_state.sum().backward()
+    hidden(model)
+    assert made == []
+    assert prepared.held(model) == []
+
+
+def test_not_under_torch_compile(module, made):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: layers.apply_linear(module, x, "gelu"), backend="aot_eager")
+    x = randn(40, 24)
+    with torch.no_grad():
+        y = compiled(x)
+        assert made == []
+        assert prepared.held(module) == []
+        assert_same_bits(y, layers.apply_linear(module, x, "gelu"))
+        assert made
+
+
+def test_not_for_many_rows(module, made):
+    many = layers._MANY_ROWS
+    with torch.no_grad():
+        for shape in ((many, 24), (2, many // 2, 24), (many + 1, 24), (1, many, 24)):
+            layers.apply_linear(module, randn(*shape))
+            assert made == []
+            assert prepared.held(module) == []
+        layers.apply_linear(module, randn(many - 1, 24))
+        assert len(made) == 1
+
+
+def test_replaced_and_hooked_modules_are_called_instead(module, made):
+    handle = module.register_forward_hook(lambda *_: None)
+    with torch.no_grad():
+        layers.apply_linear(module, randn(40, 24))
+    assert made == []
+    handle.remove()
+
+
+# --- when they are dropped --------------------------------------------------------------------------------
+
+CHANGES = {
+    "load_state_dict": lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}),
+    "copy_": lambda m: m.weight.copy_(m.weight * 2),
+    "optimizer": None,
+    "swap": lambda m: setattr(m, "weight", nn.Parameter(m.weight * 2)),
+    "data": lambda m: setattr(m.weight, "data", m.weight.data * 2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_weight_is_packed_anew_and_the_old_one_dropped(module, made, change):
+    x = randn(40, 24)
+    with torch.no_grad():
+        before = layers.apply_linear(module, x)
+        old = weakref.ref(layers.packed_weight(module, x))
+    if change == "optimizer":
+        module.weight.grad = torch.ones_like(module.weight)
+        torch.optim.AdamW([module.weight], lr=0.1).step()
+    else:
+        with torch.no_grad():
+            CHANGES[change](module)
+    with torch.no_grad():
+        after = layers.apply_linear(module, x)
+        assert not torch.equal(after, before)
+        assert_same_bits(after, layers.linear(x, module.weight, module.bias))
+        assert len(made) == 2
+        assert prepared.held(module) == held(FLOAT)
+        gc.collect()
+        assert old() is None, "the old copy is still held"
+
+
+def test_another_dtype_is_another_weight(module, made):
+    with torch.no_grad():
+        layers.apply_linear(module, randn(40, 24))
+        module.bfloat16()
+        y = layers.apply_linear(module, randn(40, 24, dtype=BF16))
+        assert_same_bits(y, layers.linear(randn(40, 24, dtype=BF16), module.weight, module.bias))
+    assert [dtype for _, dtype in made] == [FLOAT, BF16]
+
+
+def test_train_and_eval_drop_them():
+    model = of_bert()
+    for mode in (True, False):
+        hidden(model)
+        assert prepared.held(model)
+        packed = weakref.ref(prepared._cache[model.layers()[0].output.dense][("packed", FLOAT)][1])
+        model.train(mode)
+        assert prepared.held(model) == []
+        gc.collect()
+        assert packed() is None
+        model.eval()
+
+
+def test_gradients_in_eval_are_those_of_the_weight():
+    """eval() without no_grad: the gradient is the weight's, and a step makes a new copy."""
+    model, results = of_bert(), []
+    for packing in (True, False):
+        twin = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            if not packing:
+                prepared.clear(twin)
+                for part in twin.modules():
+                    if isinstance(part, nn.Linear):
+                        part.training = True
+            optimizer.zero_grad()
+            loss = twin(**batch("bert")).last_hidden_state.square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        results.append((losses, [p.grad for p in twin.parameters()]))
+    assert len(set(results[0][0])) == 3
+    for a, b in zip(results[0][0], results[1][0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    for a, b in zip(results[0][1], results[1][1], strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_freed_with_the_module(module):
+    with torch.no_grad():
+        layers.apply_linear(module, randn(40, 24))
+        packed = weakref.ref(layers.packed_weight(module, randn(40, 24)))
+    before = len(prepared._cache)
+    assert packed() is not None
+    owner = nn.Sequential(nn.Linear(24, 9).eval())
+    with torch.no_grad():
+        layers.apply_linear(owner[0], randn(40, 24))
+        other = weakref.ref(layers.packed_weight(owner[0], randn(40, 24)))
+    assert len(prepared._cache) == before + 1
+    del owner
+    gc.collect()
+    assert other() is None
+    assert packed() is not None
+    assert len(prepared._cache) == before
+
+
+def test_never_copied_pickled_or_saved(module):
+    state = set(module.state_dict())
+    with torch.no_grad():
+        layers.apply_linear(module, randn(40, 24))
+    assert set(module.state_dict()) == state
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert prepared.held(twin) == []
+    assert prepared.held(module) == held(FLOAT)
+
+
+def test_inference_mode(module, made):
+    """What is made in inference mode serves outside it; weights made in it are packed at every call."""
+    x = randn(40, 24)
+    with torch.inference_mode():
+        inside = layers.apply_linear(module, x)
+    x.requires_grad_()
+    outside = layers.apply_linear(module, x)
+    outside.sum().backward()
+    assert_same_bits(inside, outside.detach())
+    assert x.grad is not None
+    assert len(made) == 1
+    with torch.inference_mode():
+        twin = nn.Linear(24, 70).eval()
+        for _ in range(2):
+            y = layers.apply_linear(twin, x.detach())
+        assert_same_bits(y, layers.linear(x.detach(), twin.weight, twin.bias))
+    assert len(made) == 3
+    assert prepared.held(twin) == []

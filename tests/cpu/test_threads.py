@@ -1,0 +1,179 @@
+"""Threads on a CPU: csrc/cpu/parallel under sanitizers, and when a model holds a team of them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastbert
+from fastbert.layers import encoder as layers
+from fastbert.runtime import native as _native
+from tests.support import cpu_build as native_build
+
+pytestmark = pytest.mark.skipif(_native.extension is None, reason="the extension is not built")
+
+
+@pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])
+def test_every_task_runs_once_under_sanitizers(sanitizers):
+    driver = native_build.sanitized("parallel", sanitizers)
+    run = subprocess.run([str(driver)], capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.strip().endswith("shared jobs")
+
+
+@pytest.fixture
+def runtime():
+    """PyTorch's OpenMP runtime."""
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The names of the calls that open and close teams, as they come."""
+    seen = []
+    for name in ("open_team", "close_team"):
+        original = getattr(layers, name)
+        monkeypatch.setattr(
+            layers, name, lambda *a, name=name, original=original: (seen.append(name), original(*a))[1]
+        )
+    return seen
+
+
+def tiny(**changes):
+    sizes = dict(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+    )
+    torch.manual_seed(0)
+    return fastbert.BertModel(fastbert.BertConfig(model_type="bert", **sizes, **changes)).eval()
+
+
+IDS = torch.arange(24).reshape(2, 12)
+
+
+def in_parallel(runtime) -> bool:
+    return bool(runtime.omp_in_parallel())
+
+
+def test_threads_stand_by_for_the_layers_and_leave_after_them(calls, runtime, monkeypatch):
+    model, inside = tiny(), []
+    original = layers.encoder_layer
+    monkeypatch.setattr(
+        layers, "encoder_layer", lambda *a, **k: (inside.append(in_parallel(runtime)), original(*a, **k))[1]
+    )
+    with torch.no_grad():
+        model(IDS)
+    assert calls == ["open_team", "close_team"]
+    # beside a busy neighbour none may be opened
+    assert len(inside) == 2
+    assert inside[0] == inside[1]
+    assert not in_parallel(runtime)
+
+
+def test_no_team_where_a_gradient_or_a_hook_is_wanted(calls):
+    model = tiny()
+    model(IDS).last_hidden_state.sum().backward()
+    assert not in_parallel(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")))
+    seen = []
+    with torch.no_grad():
+        handle = model.layers()[1].register_forward_hook(lambda *_: seen.append(list(calls)))
+        calls.clear()
+        model(IDS)
+        assert seen == [[]]
+        handle.remove()
+        model(IDS)
+    assert "open_team" in calls
+
+
+def test_a_layer_that_is_not_fused_lets_the_threads_go(calls, runtime):
+    model, inside = tiny(), []
+
+    class Watched(torch.nn.Linear):
+        def forward(self, x):
+            inside.append(in_parallel(runtime))
+            return super().forward(x)
+
+    stock = model.layers()[1].intermediate.dense
+    other = Watched(stock.in_features, stock.out_features)
+    other.load_state_dict(stock.state_dict())
+    with torch.no_grad():
+        wanted = model(IDS).last_hidden_state
+        model.layers()[1].intermediate.dense = other
+        assert torch.allclose(model(IDS).last_hidden_state, wanted, atol=1e-6)
+    assert inside == [False]
+
+
+def test_an_error_in_a_layer_lets_the_threads_go(calls, runtime, monkeypatch):
+    model = tiny()
+
+    def fail(*_, **__):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(layers, "encoder_layer", fail)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="planted"):
+        model(IDS)
+    assert calls == ["open_team", "close_team"]
+    assert not in_parallel(runtime)
+
+
+def test_another_backend_opens_no_team(runtime, monkeypatch):
+    model, inside = tiny(), []
+    original = layers.attention
+    monkeypatch.setattr(
+        layers, "attention", lambda *a, **k: (inside.append(in_parallel(runtime)), original(*a, **k))[1]
+    )
+    with torch.no_grad(), fastbert.use_backend("aten"):
+        model(IDS)
+    assert inside == [False, False]
+
+
+def test_a_child_forked_with_an_open_team_works_alone():
+    code = (
+        "import os, torch, fastbert\n"
+        "from fastbert import _native\n"
+        "from fastbert.ops.linear import linear\n"
+        "C = _native.extension\n"
+        "x, w = torch.randn(256, 256), torch.randn(256, 256)\n"
+        "wanted = linear(x, w)\n"
+        "C.open_team(2)\n"
+        "assert torch.equal(linear(x, w), wanted)\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    same = torch.equal(linear(x, w), wanted)\n"
+        "    C.close_team()\n"
+        "    os._exit(0 if same and torch.equal(linear(x, w), wanted) else 1)\n"
+        "status = os.waitpid(pid, 0)[1]\n"
+        "C.close_team()\n"
+        "assert torch.equal(linear(x, w), wanted)\n"
+        "raise SystemExit(os.waitstatus_to_exitcode(status))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_result_in_memory_of_the_caller_is_checked():
+    model = tiny()
+    layer = model.layers()[0]
+    x = torch.randn(6, 32)
+    sequences = layers.Sequences(torch.tensor([0, 4, 6], dtype=torch.int32), 4)
+    with torch.no_grad():
+        fused = layer._fused(x, sequences)
+        wanted = layer._forward_fused(*fused, x, sequences, None)
+        out = torch.full((8, 32), torch.nan)
+        assert torch.equal(layer._forward_fused(*fused, x, sequences, None, out[1:7]), wanted)
+        assert torch.equal(out[1:7], wanted)
+        assert out[[0, 7]].isnan().all()
+        for bad, words in (
+            (out[:5], "shape"),
+            (out[:6].half(), "float16"),
+            (wanted.t().contiguous().t(), "strides"),
+        ):
+            with pytest.raises((TypeError, ValueError), match=words):
+                layer._forward_fused(*fused, x, sequences, None, bad)

@@ -1,0 +1,358 @@
+"""What is installed, what importing it does, and that HuggingFace's `kernels` is never shadowed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from fastbert.runtime import native as _native
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SITE_PACKAGES = str(Path(pytest.__file__).resolve().parents[1])
+
+
+def run(*command, cwd, check=True, timeout=600, **env) -> subprocess.CompletedProcess:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | env
+    done = subprocess.run(
+        [str(c) for c in command], cwd=cwd, env=environment, text=True, capture_output=True, timeout=timeout
+    )
+    assert not check or done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done
+
+
+def python(code, cwd, **env) -> subprocess.CompletedProcess:
+    return run(sys.executable, "-c", code, cwd=cwd, **env)
+
+
+# --- HuggingFace's `kernels` ----------------------------------------------------------------------
+
+
+def stub(folder: Path) -> str:
+    """A folder with a package `kernels`, standing for HuggingFace's."""
+    package = folder / "stub" / "kernels"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("owner = 'huggingface'\n")
+    return str(package.parent)
+
+
+@pytest.fixture
+def huggingface(tmp_path):
+    return stub(tmp_path)
+
+
+def test_kernels_is_a_symlink_without_init():
+    link = ROOT / "fastbert" / "kernels"
+    assert link.is_symlink()
+    assert os.readlink(link) == "../kernels"
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_import_kernels_finds_huggingfaces(huggingface):
+    """From the repository's root, which stands first on the path, and after our own kernels were imported."""
+    python(
+        "import sys, fastbert, fastbert.kernels.layer_norm\n"
+        "assert 'kernels' not in sys.modules, 'fastbert imports the top-level name'\n"
+        "import kernels\n"
+        "assert kernels.owner == 'huggingface', kernels\n",
+        cwd=ROOT,
+        PYTHONPATH=huggingface,
+    )
+
+
+@pytest.mark.parametrize("command", ([], ["-m", "pytest"]), ids=("pytest", "python-m-pytest"))
+def test_import_kernels_under_pytest(huggingface, tmp_path, command):
+    test = tmp_path / "test_owner.py"
+    test.write_text("import kernels\n\ndef test_owner():\n    assert kernels.owner == 'huggingface'\n")
+    script = Path(sys.executable).with_name("pytest")
+    if not command and not script.exists():
+        pytest.skip("no pytest script beside this Python")
+    start = [sys.executable, *command] if command else [script]
+    done = run(
+        *start, "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "-c", ROOT / "pyproject.toml", test,
+        cwd=ROOT, PYTHONPATH=huggingface,
+    )  # fmt: skip
+    assert "1 passed" in done.stdout
+
+
+def test_transformers_does_not_take_ours_for_huggingfaces():
+    pytest.importorskip("transformers")
+    python(
+        "import importlib.metadata as m\n"
+        "from transformers.utils.import_utils import is_kernels_available\n"
+        "installed = any(d.metadata['Name'] == 'kernels' for d in m.distributions())\n"
+        "assert installed or not is_kernels_available()\n",
+        cwd=ROOT,
+    )
+
+
+# --- import ---------------------------------------------------------------------------------------
+
+
+def test_import_starts_no_process_and_stays_light():
+    python(
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "events = []\n"
+        "watched = ('subprocess.Popen', 'os.system', 'os.exec', 'os.posix_spawn', 'os.fork')\n"
+        "sys.addaudithook(lambda event, args: events.append(event) if event in watched else None)\n"
+        "import fastbert\n"
+        "assert events == [], events\n"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "assert new & {'transformers', 'triton', 'sentence_transformers', 'setuptools'} == set()\n"
+        "assert not torch.cuda.is_initialized()\n",
+        cwd=ROOT,
+    )
+
+
+# --- what is declared -----------------------------------------------------------------------------
+
+
+def test_every_package_is_listed():
+    found = {
+        ".".join(p.parent.relative_to(ROOT).parts)
+        for p in (ROOT / "fastbert").rglob("*.py")
+        if "__pycache__" not in p.parts
+    } | {"fastbert.kernels"}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found
+
+
+def test_declarations():
+    project = PROJECT["project"]
+    assert (project["name"], project["license"]) == ("fastbert-kernels", "Apache-2.0")
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+    assert set(project["optional-dependencies"]) == {"hf", "st", "train", "viz", "bench", "test", "lint"}
+    # `make` installs a torch that is allowed, and the bound above is the release after it
+    (torch,) = (line for line in project["dependencies"] if line.startswith("torch"))
+    least, bound = re.fullmatch(r"torch>=2\.(\d+),<2\.(\d+)", torch).groups()
+    tested = re.search(r"^TORCH +\?= torch==2\.(\d+)\.", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    assert int(least) <= int(tested) == int(bound) - 1
+    assert project["scripts"] == {"fastbert": "fastbert.__main__:main"}
+
+
+# --- builds ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of what git would hold, so that builds do not meet in the working tree."""
+    if shutil.which("c++") is None:
+        pytest.skip("needs a C++ compiler")
+    pytest.importorskip("pybind11")
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "CHANGELOG.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, copy / name)
+    ignore = shutil.ignore_patterns("*.so", "__pycache__")
+    for name in ("csrc", "kernels", "fastbert", "tests"):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
+    return copy
+
+
+def build(kind: str, folder: Path, out: Path, **env) -> Path:
+    """`kind` = wheel or sdist, by the build backend itself, with what is installed here."""
+    out.mkdir(parents=True, exist_ok=True)
+    code = f"from setuptools import build_meta as b; print('built', b.build_{kind}({str(out)!r}))"
+    done = python(code, cwd=folder, FASTBERT_CUDA="0", **env)
+    return out / done.stdout.split("built ")[-1].strip()
+
+
+def modules_of_the_tree() -> set[str]:
+    files = {
+        p.relative_to(ROOT).as_posix()
+        for p in (ROOT / "fastbert").rglob("*.py")
+        if "__pycache__" not in p.parts
+    }
+    return files | {f"fastbert/kernels/{p.name}" for p in (ROOT / "kernels").glob("*.py")}
+
+
+def check_wheel(wheel: Path, tmp_path: Path) -> None:
+    """Its contents, and that it works where nothing else of ours is on the path."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        archive.extractall(tmp_path / "installed")
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"fastbert", "fastbert_kernels-0.1.0.dist-info"}
+    assert modules_of_the_tree() <= names
+    assert "fastbert/py.typed" in names
+    tuned = {f"fastbert/kernels/tuned/{p.name}" for p in (ROOT / "kernels" / "tuned").glob("*.json")}
+    assert tuned <= names
+    assert [n for n in names if n.endswith((".cpp", ".cu", ".h", ".o"))] == []
+    assert len([n for n in names if n.startswith("fastbert/_C.") and n.endswith(".so")]) == 1
+    metadata = (tmp_path / "installed" / "fastbert_kernels-0.1.0.dist-info" / "METADATA").read_text()
+    for line in (
+        "Name: fastbert-kernels",
+        "Version: 0.1.0",
+        "Requires-Python: >=3.10",
+        "License-Expression: Apache-2.0",
+    ):
+        assert line in metadata
+    check_install(tmp_path / "installed", tmp_path)
+
+
+def check_install(site: Path, tmp_path: Path, executable: str = sys.executable) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(exist_ok=True)
+    run(
+        executable,
+        "-c",
+        "import sys, torch, fastbert, fastbert._C, fastbert.kernels.layer_norm\n"
+        "from fastbert.backends import cpu\n"
+        f"assert fastbert.__file__.startswith({str(site)!r}), fastbert.__file__\n"
+        f"assert fastbert._C.__file__.startswith({str(site)!r}), fastbert._C.__file__\n"
+        "assert fastbert._C.cuda_archs == '', 'built with FASTBERT_CUDA=0'\n"
+        "if cpu.available('cpu') is None:\n"
+        "    x = torch.tensor([[1.0, -1.0]])\n"
+        "    y = cpu.layer_norm_fwd(x, torch.ones(2), None, None, None, 0.0, 0.0, None, 0, False)[0]\n"
+        "    assert torch.equal(x, y), y\n"
+        "import kernels\n"
+        "assert kernels.__file__ is not None and 'layer_norm' not in dir(kernels), kernels\n",
+        cwd=elsewhere,
+        PYTHONPATH=os.pathsep.join(map(str, (site, SITE_PACKAGES, stub(tmp_path)))),
+    )
+
+
+def test_wheel(checkout, tmp_path):
+    # -O0 stands behind the build's own flags: this test asks what is in the wheel
+    check_wheel(build("wheel", checkout, tmp_path / "dist", CXXFLAGS="-O0"), tmp_path)
+
+
+def test_sdist_has_the_sources(checkout, tmp_path):
+    with tarfile.open(build("sdist", checkout, tmp_path / "dist")) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc").rglob("*") if p.is_file()}
+    assert sources <= names
+    assert modules_of_the_tree() <= names
+    assert {"setup.py", "pyproject.toml", "LICENSE", "fastbert/py.typed"} <= names
+    assert [n for n in names if n.endswith((".so", ".o", ".pyc"))] == []
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    (
+        ({"FASTBERT_CUDA": "yes"}, "FASTBERT_CUDA: expected 0, 1 or nothing, got 'yes'"),
+        (
+            {"FASTBERT_CUDA": "1", "CUDA_HOME": "/nowhere"},
+            "FASTBERT_CUDA=1, but there is no nvcc under CUDA_HOME=/nowhere",
+        ),
+        ({"CXX": "no-such-compiler"}, "no-such-compiler: no C++ compiler of this name"),
+    ),
+)
+def test_build_errors_say_what_is_wrong(checkout, tmp_path, env, message):
+    folders = ("--build-temp", tmp_path / "t", "--build-lib", tmp_path / "l")
+    done = run(sys.executable, "setup.py", "build_ext", *folders, cwd=checkout, check=False, **env)
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+@pytest.mark.slow
+def test_sdist_to_wheel(checkout, tmp_path):
+    with tarfile.open(build("sdist", checkout, tmp_path / "sdist")) as archive:
+        archive.extractall(tmp_path / "source")
+    (source,) = (tmp_path / "source").iterdir()
+    check_wheel(build("wheel", source, tmp_path / "dist"), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_second_build_compiles_nothing(checkout, tmp_path):
+    command = [
+        sys.executable,
+        "setup.py",
+        "build_ext",
+        "--build-temp",
+        tmp_path / "t",
+        "--build-lib",
+        tmp_path / "l",
+    ]
+    first = run(*command, cwd=checkout, FASTBERT_CUDA="0")
+    assert "link" in first.stdout
+    assert "no work to do" in run(*command, cwd=checkout, FASTBERT_CUDA="0").stdout
+    header = checkout / "csrc" / "cpu" / "vec_avx512.h"
+    header.write_text(header.read_text() + "// changed\n")
+    third = run(*command, cwd=checkout, FASTBERT_CUDA="0").stdout
+    assert "avx512" in third, "a changed header is compiled again"
+    assert "avx2.o" not in third, "… and nothing else"
+
+
+@pytest.mark.slow
+def test_in_place_build(checkout, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(checkout, copy, symlinks=True)
+    run(sys.executable, "setup.py", "build_ext", "--inplace", cwd=copy, FASTBERT_CUDA="0")
+    check_install(copy, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolated", (False, True), ids=("no-build-isolation", "isolated"))
+def test_editable_install(checkout, tmp_path, isolated):
+    copy, venv = tmp_path / "copy", tmp_path / "venv"
+    shutil.copytree(checkout, copy, symlinks=True)
+    run(sys.executable, "-m", "venv", venv, cwd=tmp_path)
+    executable = venv / "bin" / "python"
+    site = Path(
+        run(
+            executable, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
+        ).stdout.strip()
+    )
+    if not isolated:  # setuptools, pybind11, ninja: before the venv's own
+        (site / "outer.pth").write_text(f"import sys; sys.path.insert(0, {SITE_PACKAGES!r})\n")
+    flags = [] if isolated else ["--no-build-isolation"]
+    done = run(
+        executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        *flags,
+        "-e",
+        copy,
+        cwd=tmp_path,
+        check=False,
+        FASTBERT_CUDA="0",
+    )
+    if isolated and done.returncode and "Could not find a version that satisfies" in done.stderr:
+        pytest.skip("no package index to fetch the build's requirements from")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (site / "outer.pth").write_text(SITE_PACKAGES + "\n")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    code = (
+        "import fastbert, fastbert._C, fastbert.kernels.layer_norm\n"
+        f"assert fastbert.__file__.startswith({str(copy)!r}), fastbert.__file__\n"
+        "import kernels\n"
+        "assert kernels.__file__ is not None and 'layer_norm' not in dir(kernels), kernels\n"
+    )
+    run(executable, "-c", code, cwd=elsewhere, PYTHONPATH=stub(tmp_path))
+
+
+def test_extension_of_this_tree_is_built():
+    """Every other native test is skipped without it: say so here instead of passing silently."""
+    assert _native.extension is not None, _native.missing
+
+
+# --- CUDA -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    not getattr(_native.extension, "cuda_archs", ""), reason="fastbert._C is built without CUDA"
+)
+def test_every_architecture_is_built_and_ptx_is_there_for_those_to_come():
+    triton = pytest.importorskip("triton")
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    listed = run(cuobjdump, "--list-elf", "--list-ptx", _native.extension.__file__, cwd=ROOT).stdout
+    for arch in _native.extension.cuda_archs.split(";"):
+        assert f"sm_{arch}.cubin" in listed
+    assert "sm_80.ptx" in listed

@@ -1,0 +1,452 @@
+"""A whole layer in one call: the same bits as its ops one after another, and only where it may."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import nn
+
+from fastbert.backends import cpu
+from fastbert.backends.cpu import encoder_layer as cpu_encoder_layer
+from fastbert.layers import encoder as layers
+from fastbert.models.bert import AutoModel, BertModel
+from fastbert.models.config import EncoderConfig
+from fastbert.ops.encoder_layer import encoder_layer, launchers
+from fastbert.runtime import dispatch, prepared
+from fastbert.runtime import native as _native
+from tests.support import cpu_build as native_build
+from tests.support.cpu_fixtures import every_isa, threads  # noqa: F401
+from tests.support.hf_models import FAMILY_NAMES, batch, hf_config
+
+pytestmark = pytest.mark.skipif(
+    dispatch.gap("cpu", "linear", "cpu", torch.float32) is not None, reason="needs the compiled CPU kernels"
+)
+FLOAT, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = (FLOAT, BF16, FP16)
+
+
+def of(name: str, **overrides) -> BertModel:
+    return AutoModel.from_config(EncoderConfig.from_hf(hf_config(name, **overrides))).eval()
+
+
+@contextlib.contextmanager
+def fused_calls():
+    """A list that fills with the number of rows of every fused layer."""
+    seen, found = [], layers.launchers
+
+    def watched(*key):
+        if (both := found(*key)) is None:
+            return None
+        make, launch = both
+
+        def call(x, *args):
+            seen.append(x.shape[0])
+            return launch(x, *args)
+
+        return make, call
+
+    layers.launchers = watched
+    try:
+        yield seen
+    finally:
+        layers.launchers = found
+
+
+@contextlib.contextmanager
+def op_by_op():
+    """No layer is fused."""
+    found, layers.launchers = layers.launchers, lambda *_: None
+    try:
+        yield
+    finally:
+        layers.launchers = found
+
+
+def assert_same_as_op_by_op(call, times: int) -> None:
+    with torch.no_grad():
+        with op_by_op():
+            expected = call()
+        with fused_calls() as seen:
+            actual = call()
+    assert len(seen) == times
+    assert torch.equal(actual, expected)
+
+
+# --- the same bits ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_family(name, dtype, every_isa):  # noqa: F811
+    model, inputs = of(name).to(dtype), batch(name)
+    assert_same_as_op_by_op(lambda: model(**inputs)[0], len(model.layers()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["bert", "mpnet"])
+def test_eight_bits(name, dtype, every_isa):  # noqa: F811
+    model, inputs = of(name).to(dtype).quantize("int8"), batch(name)
+    assert_same_as_op_by_op(lambda: model(**inputs)[0], len(model.layers()))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("int8", [False, True])
+# threads share rows; or each has sequences of its own: of two threads, of three, with empty ones
+@pytest.mark.parametrize("lengths", [[60, 1, 140, 154], [60, 0, 59, 0, 61, 58, 0], [40, 20, 60, 61]], ids=str)
+@pytest.mark.parametrize("capacity", [0, 2])
+def test_any_number_of_threads(count, int8, lengths, capacity, threads):  # noqa: F811
+    model = of("bert", hidden_size=192, num_attention_heads=3, intermediate_size=260)
+    layer = (model.quantize("int8") if int8 else model).layers()[0]
+    x = torch.randn(sum(lengths) + capacity, 2 * 192)[:, :192]  # rows that are not next to each other
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    bias = torch.randn(len(lengths), 3, max(lengths), max(lengths))
+    for sequences in (layers.Sequences(ends, max(lengths)), layers.Sequences(ends, max(lengths), bias)):
+        torch.set_num_threads(1)
+        with torch.no_grad(), fused_calls() as seen:
+            expected = layer(x, sequences)[0]
+            torch.set_num_threads(count)
+            assert torch.equal(layer(x, sequences)[0], expected)
+        assert len(seen) == 2
+
+
+@pytest.mark.parametrize("lengths", [[7, 1, 40, 23], [0, 5, 5, 0, 0, 30, 0], [4], [1], [128, 129]], ids=str)
+@pytest.mark.parametrize("capacity", [0, 9])
+@pytest.mark.parametrize("options", ["plain", "all"])
+@pytest.mark.parametrize("int8", [False, True])
+def test_lengths_capacity_bias_and_gate(lengths, capacity, options, int8):
+    model = of("bert").quantize("int8") if int8 else of("bert")
+    layer, longest = model.layers()[1], max(lengths)
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    x = torch.randn(sum(lengths) + capacity, 2 * 48)[:, :48]  # rows that are not next to each other
+    bias = gate = None
+    if options == "all":
+        bias = torch.randn(len(lengths), 1, longest, longest)
+        bias[torch.rand(bias.shape) < 0.3] = float("-inf")
+        gate = torch.rand(6, dtype=torch.float64)[::2]
+        layer.attention.output.LayerNorm.eps, layer.output.LayerNorm.eps = 0.3, 0.01
+    sequences = layers.Sequences(cu_seqlens, longest, bias)
+    assert_same_as_op_by_op(lambda: layer(x, sequences, gate)[0], 1)
+
+
+@pytest.mark.parametrize("missing", ["query", "all three", "output", "norm"])
+@pytest.mark.parametrize("int8", [False, True])
+def test_missing_biases(missing, int8):
+    model, inputs = of("bert"), batch("bert")
+    with torch.no_grad():
+        for layer in model.layers():
+            attention = layer.attention
+            where = {
+                "query": [attention.self.query],
+                "all three": [attention.self.query, attention.self.key, attention.self.value],
+                "output": [attention.output.dense, layer.output.dense],
+                "norm": [layer.output.LayerNorm],
+            }[missing]
+            for part in model.modules():
+                if isinstance(part, (nn.Linear, nn.LayerNorm)) and part.bias is not None:
+                    part.bias.normal_()
+            for part in where:
+                part.bias = None
+    if int8:
+        model.quantize("int8")
+    joined = int8 and missing == "query"  # no one product where one of three has no bias
+    assert_same_as_op_by_op(lambda: model(**inputs)[0], 0 if joined else len(model.layers()))
+
+
+@pytest.mark.parametrize("inner", [1, 96, 97, 300])
+@pytest.mark.parametrize("int8", [False, True])
+def test_narrow_and_wide_inner_layers(inner, int8):
+    model, inputs = of("bert", intermediate_size=inner), batch("bert")
+    model = model.quantize("int8") if int8 else model
+    assert_same_as_op_by_op(lambda: model(**inputs)[0], len(model.layers()))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu", "silu"])
+def test_activations(activation):
+    model, inputs = of("bert", hidden_act=activation), batch("bert")
+    assert_same_as_op_by_op(lambda: model(**inputs)[0], len(model.layers()))
+
+
+def test_no_tail_of_an_input_is_read_and_none_of_the_output_left_unwritten():
+    layer = of("bert").layers()[0]
+    cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)
+    sequences = layers.Sequences(cu_seqlens, 7)
+    memory = torch.full((16, 64), float("nan"))
+    x = memory[2:14, 8:56]
+    x.normal_()
+    with torch.no_grad(), fused_calls() as seen:
+        first = layer(x, sequences)[0]
+        assert first.isfinite().all()
+        memory[14:], memory[:, 56:] = 3.0, 3.0
+        assert torch.equal(layer(x, sequences)[0], first)
+    assert seen == [12, 12]
+
+
+# --- when the weights change --------------------------------------------------------------------------------
+
+
+def test_weights_are_prepared_once_and_again_when_one_changes(monkeypatch):
+    model, inputs, made = of("bert"), batch("bert"), []
+    make = cpu.encoder_layer_weights
+
+    def counted(*args):
+        made.append(1)
+        return make(*args)
+
+    monkeypatch.setattr(cpu, "encoder_layer_weights", counted)
+    dispatch._resolved.clear()
+    with torch.no_grad():
+        first = model(**inputs)[0]
+        assert torch.equal(model(**inputs)[0], first)
+        assert len(made) == 3
+        for parameter in model.layers()[1].parameters():
+            count = len(made)
+            parameter.mul_(1.5)
+            changed = model(**inputs)[0]
+            assert len(made) == count + 1
+            with op_by_op():
+                assert torch.equal(model(**inputs)[0], changed)
+        model.layers()[2].intermediate.dense = nn.Linear(48, 80)
+        changed = model(**inputs)[0]
+        with op_by_op():
+            assert torch.equal(model(**inputs)[0], changed)
+        model.layers()[2].output.LayerNorm.eps = 0.5
+        assert not torch.equal(model(**inputs)[0], changed)
+    dispatch._resolved.clear()
+
+
+def test_freed_with_the_model():
+    model = of("bert")
+    with torch.no_grad():
+        model(**batch("bert"))
+    assert any(name[0] == "layer" for name in prepared.held(model))
+    model.eval()
+    assert prepared.held(model) == []
+
+
+def test_one_scratch_serves_layers_of_any_size_and_dtype(monkeypatch):
+    monkeypatch.setattr(layers, "_MANY_ROWS", 1)
+    monkeypatch.setattr(cpu_encoder_layer, "_RETURNED", 0)  # no memory to spare
+    ends, scratch, sizes = torch.tensor([0, 40], dtype=torch.int32), [], []
+    with torch.no_grad():
+        for inner, dtype in ((40, BF16), (40, FLOAT), (90, FLOAT), (40, FLOAT), (90, FP16), (300, FP16)):
+            layer = of("bert", intermediate_size=inner).to(dtype).layers()[0]
+            x, sequences = torch.randn(40, 48).to(dtype), layers.Sequences(ends, 40, scratch=scratch)
+            with fused_calls() as seen:
+                out = layer(x, sequences)[0]
+            assert seen == [40]
+            assert not prepared.held(layer)
+            assert len(scratch) == 2  # packed weights, and where the layer works
+            sizes.append(scratch[0].data_ptr())
+            with op_by_op():
+                assert torch.equal(layer(x, sequences)[0], out)
+    assert sizes[2] == sizes[3]
+
+
+def test_too_little_memory_to_work_in_is_refused(monkeypatch):
+    monkeypatch.setattr(layers, "_MANY_ROWS", 1)
+    monkeypatch.setattr(cpu_encoder_layer, "_RETURNED", 0)
+    ends = torch.tensor([0, 40], dtype=torch.int32)
+    x, layer = torch.randn(40, 48), of("bert").layers()[0]
+
+    class Native:
+        def __getattr__(self, name):
+            return getattr(_native.extension, name)
+
+        def cpu_encoder_layer_work(self, *args):
+            return _native.extension.cpu_encoder_layer_work(*args) - 4
+
+    monkeypatch.setattr(cpu_encoder_layer, "_C", Native())
+    with torch.no_grad(), pytest.raises(ValueError, match="work: too few bytes"):
+        layer(x, layers.Sequences(ends, 40))
+
+
+# --- where the ops run one by one ---------------------------------------------------------------------------
+
+
+def fused_layers(model, inputs=None, **arguments) -> int:
+    with fused_calls() as seen:
+        model(**(inputs or batch("bert")), **arguments)
+    return len(seen)
+
+
+def test_not_in_training_nor_where_a_gradient_may_be_asked_for():
+    model = of("bert")
+    assert fused_layers(model) == 0
+    with torch.no_grad():
+        assert fused_layers(model) == 3
+        assert fused_layers(model.train()) == 0
+    with torch.inference_mode():
+        assert fused_layers(model.eval()) == 3
+
+
+def test_not_with_probabilities_autocast_or_other_dtypes():
+    model = of("bert")
+    with torch.no_grad():
+        assert fused_layers(model, output_attentions=True) == 0
+        assert fused_layers(model, output_hidden_states=True) == 3
+        assert fused_layers(model, first_token_only=True) == 2
+        with torch.autocast("cpu", torch.bfloat16):
+            assert fused_layers(model) == 0
+        assert fused_layers(of("bert").double()) == 0
+        for norm in (m for m in model.modules() if isinstance(m, nn.LayerNorm)):
+            norm.double()
+        assert fused_layers(model) == 0
+
+
+@pytest.mark.parametrize(
+    "where", ["attention.self.key", "attention.output.LayerNorm", "intermediate.dense", "output.dense"]
+)
+def test_not_where_a_part_is_hooked_or_replaced(where):
+    model, inputs, seen = of("bert"), batch("bert"), []
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        owner, _, name = where.rpartition(".")
+        layer = model.layers()[1]
+        part = layer.get_submodule(where)
+        handle = part.register_forward_hook(lambda *_: seen.append(1))
+        assert fused_layers(model, inputs) == 2
+        assert seen
+        handle.remove()
+
+        class Own(type(part)):
+            pass
+
+        part.__class__ = Own
+        assert fused_layers(model, inputs) == 2
+        assert (model(**inputs)[0] - expected).abs().max() < 1e-5
+        setattr(layer.get_submodule(owner), name, part)
+
+
+@pytest.mark.parametrize("op", ["attention", "layer_norm", "linear"])
+def test_pins_hold(op):
+    model = of("bert")
+    with torch.no_grad():
+        with dispatch.use_backend(**{op: "aten"}):
+            assert fused_layers(model) == 0
+        with dispatch.use_backend("aten"):
+            assert fused_layers(model) == 0
+        with dispatch.use_backend("cpu"):
+            assert fused_layers(model) == 3
+        with dispatch.use_backend(linear_int8="aten"):
+            assert fused_layers(model) == 3
+            assert fused_layers(of("bert").quantize("int8")) == 0
+        assert fused_layers(model) == 3
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_for_many_rows_nothing_is_kept_and_blocks_share_what_is_packed(monkeypatch, int8):
+    model = of("bert").quantize("int8") if int8 else of("bert")
+    layer, made = model.layers()[0], []
+    make = cpu.encoder_layer_weights
+    monkeypatch.setattr(cpu, "encoder_layer_weights", lambda *args: made.append(1) or make(*args))
+    monkeypatch.setattr(layers, "_FUSED_ROWS", 700)
+    dispatch._resolved.clear()
+    for rows, calls in (
+        (0, []),
+        (1399, [1399]),
+        (1400, [700, 700]),
+        (1536, [800, 736]),
+        (2500, [900, 900, 700]),
+    ):
+        made.clear()
+        prepared.clear(layer)
+        lengths = [100] * (rows // 100) + [rows % 100]
+        cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        x, sequences = torch.randn(rows, 48), layers.Sequences(cu_seqlens, 100)
+        with torch.no_grad():
+            with fused_calls() as seen:
+                out = layer(x, sequences)[0]
+            if rows and not int8:
+                assert bool(prepared.held(layer)) == (rows < layers._MANY_ROWS)
+            with op_by_op():
+                assert torch.equal(layer(x, sequences)[0], out)
+        assert seen == calls
+        assert len(made) == bool(calls)
+    dispatch._resolved.clear()
+
+
+def test_eager_autocast_and_compiled_agree():
+    model, inputs = of("bert"), batch("bert")
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="eager")(**inputs)[0]
+    assert (compiled - expected).abs().max() < 1e-5
+
+
+# --- bad input ----------------------------------------------------------------------------------------------
+
+
+def test_bad_input_is_named():
+    layer = of("bert").layers()[0]
+    _make, launch = launchers(torch.device("cpu"), FLOAT, "linear")
+    with torch.no_grad():
+        x, ends = torch.randn(6, 48), torch.tensor([0, 2, 6], dtype=torch.int32)
+        _, weights = layer._fused(x, layers.Sequences(ends, 4))
+        options = dict(
+            nheads=3,
+            inner=80,
+            softmax_scale=0.25,
+            bias=None,
+            gate=None,
+            activation="gelu",
+            eps=(0.1, 0.1),
+        )
+
+        def call(x=x, cu_seqlens=ends, max_seqlen=4, **changed):
+            return encoder_layer(launch, x, weights, cu_seqlens, max_seqlen, **{**options, **changed})
+
+        assert call().shape == (6, 48)
+        for match, changed in (
+            ("x: expected", {"x": torch.randn(6, 47)}),
+            ("x: expected", {"x": torch.randn(2, 3, 48)}),
+            ("cu_seqlens: expected to end", {"cu_seqlens": torch.tensor([0, 7], dtype=torch.int32)}),
+            ("cu_seqlens: expected to start", {"cu_seqlens": torch.tensor([1, 6], dtype=torch.int32)}),
+            ("max_seqlen: expected at least", {"max_seqlen": 3}),
+            ("bias: expected", {"bias": torch.zeros(2, 3, 5, 4)}),
+            ("gate: expected", {"gate": torch.zeros(2)}),
+            ("activation: expected", {"activation": "gelu_fast"}),
+            ("eps: expected", {"eps": (1e-12, -1.0)}),
+        ):
+            with pytest.raises(ValueError, match=match):
+                call(**changed)
+        with pytest.raises(TypeError, match="cu_seqlens: expected int32"):
+            call(cu_seqlens=ends.long())
+
+
+def test_weights_for_another_instruction_set_are_refused():
+    module = _native.extension
+    layer, before = of("bert").layers()[0], module.cpu_isa()
+    other = "avx2" if before != "avx2" else "none"
+    x, sequences = torch.randn(6, 48), layers.Sequences(torch.tensor([0, 6], dtype=torch.int32), 6)
+    with torch.no_grad():
+        layer(x, sequences)
+        module.set_cpu_isa(other)
+        try:
+            with pytest.raises(RuntimeError, match=f"packed for {before}, and {other} is in use"):
+                layer(x, sequences)
+        finally:
+            module.set_cpu_isa(before)
+
+
+# --- the sources under sanitizers ---------------------------------------------------------------------------
+
+
+def run_sanitized(sanitizers):
+    driver = native_build.sanitized("encoder_layer", sanitizers)
+    run = subprocess.run([str(driver)], text=True, capture_output=True, timeout=600)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert int(run.stdout.split()[0]) >= 432, run.stdout  # one instruction set
+
+
+def test_kernels_under_address_and_undefined_sanitizers():
+    run_sanitized("address,undefined")
+
+
+@pytest.mark.slow
+def test_kernels_under_the_thread_sanitizer():
+    run_sanitized("thread")

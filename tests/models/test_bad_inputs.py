@@ -1,0 +1,572 @@
+"""Bad inputs, one table: each is refused by an error that names the argument, file or key, and the cause."""
+
+import copy
+import functools
+import json
+import os
+import pickle
+import re
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fastbert.checkpoint import load as checkpoint
+from fastbert.checkpoint.load import CheckpointError
+from fastbert.models import bert as models
+from fastbert.models.config import EncoderConfig
+from fastbert.models.heads import tasks as heads
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 61,
+    "max_position_embeddings": 24,
+}
+
+
+class Bad(NamedTuple):
+    name: str
+    call: object  # (tmp_path) -> anything; raises
+    error: type
+    match: str
+
+
+# --- config -------------------------------------------------------------------------------------------------
+
+
+def config(name, error, match, model_type="bert", **values):
+    return Bad(f"config-{name}", lambda _: EncoderConfig(model_type, **{**SIZES, **values}), error, match)
+
+
+CONFIG = [
+    config("heads-do-not-divide", ValueError, r"num_attention_heads: 5 heads .* 32", num_attention_heads=5),
+    config("activation", ValueError, r"hidden_act: unknown activation 'mish'; expected .*gelu",
+        hidden_act="mish"),
+    config("relative", ValueError, r"position_embedding_type: 'relative_key'",
+        position_embedding_type="relative_key"),
+    config("decoder", ValueError, r"is_decoder: True is not supported", is_decoder=True),
+    config("cross-attention", ValueError, r"add_cross_attention: True is not", add_cross_attention=True),
+    config("negative-hidden", ValueError, r"hidden_size: expected an integer >= 1, got -32", hidden_size=-32),
+    config("no-vocabulary", ValueError, r"vocab_size: expected an integer >= 1, got 0", vocab_size=0),
+    config("negative-layers", ValueError, r"num_hidden_layers: .* >= 0, got -1", num_hidden_layers=-1),
+    config("layers-as-text", TypeError, r"num_hidden_layers: expected an integer, got '12'",
+        num_hidden_layers="12"),
+    config("size-is-a-float", TypeError, r"hidden_size: expected an integer, got 32\.5", hidden_size=32.5),
+    config("dropout", ValueError, r"hidden_dropout_prob: .*\[0, 1\), got 1\.5", hidden_dropout_prob=1.5),
+    config("attention-dropout", ValueError, r"attention_probs_dropout_prob: .*-0\.1",
+        attention_probs_dropout_prob=-0.1),
+    config("dropout-nan", ValueError, r"classifier_dropout: .*got nan", classifier_dropout=float("nan")),
+    config("eps-nan", ValueError, r"layer_norm_eps: expected a finite number.*nan",
+        layer_norm_eps=float("nan")),
+    config("eps-negative", ValueError, r"layer_norm_eps: .*got -1e-12", layer_norm_eps=-1e-12),
+    config("pad", ValueError, r"pad_token_id: .*vocab_size 61, got 61", pad_token_id=61),
+    config("no-positions", ValueError, r"max_position_embeddings: 2 .*pad_token_id 1", "roberta",
+        max_position_embeddings=2),
+    config("problem", ValueError, r"problem_type: expected one of regression.*got 'rank'",
+        problem_type="rank"),
+    config("labels", ValueError, r"num_labels: expected an integer >= 1, got 0", num_labels=0),
+    config("unknown-type", ValueError, r"model_type: 'bort' is not supported: unknown", "bort"),
+    config("deberta", ValueError, r"model_type: 'deberta-v2' is not supported: disentangled", "deberta-v2"),
+    config("modernbert", ValueError, r"model_type: 'modernbert' is not supported: rotary", "modernbert"),
+    config("ernie-task", ValueError, r"use_task_id: True is not supported", "ernie", use_task_id=True),
+    config("albert-groups", ValueError, r"num_hidden_groups: 3 groups for 2 layers", "albert",
+        num_hidden_groups=3),
+    config("distilbert-spelling", ValueError, r"num_attention_heads: 5 heads", "distilbert", n_heads=5,
+        dim=32),
+    Bad("config-no-type", lambda _: EncoderConfig.from_dict(SIZES), ValueError,
+        r"model_type: missing; expected one of"),
+    Bad("config-array", lambda _: EncoderConfig.from_dict([SIZES]), TypeError,
+        r"config: expected a JSON object, got list"),
+    Bad("config-of-another-family", lambda _: models.RobertaModel(EncoderConfig("bert", **SIZES)), ValueError,
+        r"model_type: RobertaModel is for 'roberta', got 'bert'"),
+]  # fmt: skip
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def model(name="BertForMaskedLM", **values):
+    """A small model, made once: the tests only read it."""
+    prefix = re.split(r"Model|For", name)[0]
+    model_type = {"Bert": "bert", "Roberta": "roberta", "DistilBert": "distilbert", "MPNet": "mpnet"}[prefix]
+    torch.manual_seed(0)
+    cls = getattr(models, name, None) or getattr(heads, name)
+    return cls(EncoderConfig(model_type, **{**SIZES, **values})).eval()
+
+
+def directory(
+    tmp_path, saved="BertForMaskedLM", config=None, state=None, drop=(), stored="model.safetensors"
+):
+    """A checkpoint of `model(saved)` with config keys changed, tensors added or replaced, keys left out."""
+    values = {**model(saved).config.to_dict(), **(config or {})}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    tied = model(saved).tied_weights()
+    tensors = {key: value.clone() for key, value in model(saved).state_dict().items() if key not in tied}
+    tensors = {key: value for key, value in {**tensors, **(state or {})}.items() if key not in drop}
+    if stored.endswith(".safetensors"):
+        save_file(tensors, tmp_path / stored, {"format": "pt"})
+    elif stored:
+        torch.save(tensors, tmp_path / stored)
+    return tmp_path
+
+
+def load(path, name="BertForMaskedLM", **options):
+    return (getattr(models, name, None) or getattr(heads, name)).from_pretrained(path, **options)
+
+
+def file(name, match, load_as="BertForMaskedLM", error=CheckpointError, options=None, **changes):
+    """A row: a directory with `changes`, loaded."""
+    return Bad(
+        f"file-{name}",
+        lambda path: load(directory(path, **changes), load_as, **(options or {})),
+        error,
+        match,
+    )
+
+
+def damaged(name, match, damage, stored="model.safetensors"):
+    """A row: a good directory on which `damage(path)` is done, loaded."""
+
+    def call(path):
+        directory(path, stored=stored)
+        damage(path)
+        return load(path)
+
+    return Bad(f"file-{name}", call, CheckpointError, match)
+
+
+def truncate(name, keep):
+    def damage(path):
+        content = (path / name).read_bytes()
+        (path / name).write_bytes(content[: int(len(content) * keep)])
+
+    return damage
+
+
+def index(content, shards=None):
+    """Replace the weights by shards {file name: {key: tensor}} and an index."""
+
+    def damage(path):
+        (path / "model.safetensors").unlink()
+        for name, tensors in (shards or {}).items():
+            save_file(tensors, path / name)
+        text = content if isinstance(content, str) else json.dumps(content)
+        (path / "model.safetensors.index.json").write_text(text)
+
+    return damage
+
+
+class Code:
+    """Pickles to a call of `function`."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+def with_builtin(path):
+    torch.save({"bert.pooler.dense.bias": Code(open, str(path / "ran"), "w")}, path / "pytorch_model.bin")
+
+
+def with_system(path):
+    torch.save({"bert.pooler.dense.bias": Code(os.system, f"touch {path}/ran")}, path / "pytorch_model.bin")
+
+
+def plain_pickle(protocol):
+    def damage(path):
+        content = {"bert.pooler.dense.bias": Code(open, str(path / "ran"), "w")}
+        (path / "pytorch_model.bin").write_bytes(pickle.dumps(content, protocol))
+
+    return damage
+
+
+def replace_config(text):
+    return lambda path: (path / "config.json").write_text(text)
+
+
+def only(*names):
+    def damage(path):
+        (path / "model.safetensors").unlink()
+        for name in names:
+            (path / name).write_bytes(b"content")
+
+    return damage
+
+
+def dangling(path):
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors").symlink_to(path / "blob-that-was-removed")
+
+
+WORD = "bert.embeddings.word_embeddings.weight"
+LAYER = "bert.encoder.layer.1."
+ZEROS = {"a": torch.zeros(2)}
+FILES = [
+    damaged("truncated", r"model\.safetensors: truncated", truncate("model.safetensors", 0.7)),
+    damaged("truncated-header", r"model\.safetensors: truncated", truncate("model.safetensors", 0.01)),
+    damaged("empty", r"model\.safetensors: truncated", truncate("model.safetensors", 0)),
+    damaged("garbage", r"model\.safetensors: truncated, or not a safetensors file",
+        lambda path: (path / "model.safetensors").write_bytes(b"\xff" * 4096)),
+    damaged("no-tensors", r"model\.safetensors: holds no tensors",
+        lambda path: save_file({}, path / "model.safetensors")),
+    damaged("dangling-link", r"model\.safetensors: is not a file, or a link to one that is gone", dangling),
+    damaged("none", r"no weights; expected model\.safetensors.*pytorch_model\.bin", only()),
+    damaged("only-tensorflow", r"no weights; .*tf_model\.h5 is of a format", only("tf_model.h5")),
+    damaged("only-an-adapter", r"adapter_model\.safetensors is a PEFT adapter",
+        only("adapter_model.safetensors")),
+    file("missing-key", r"model\.safetensors: missing keys: bert\.encoder\.layer\.1\.output\.dense\.bias$",
+        drop=[LAYER + "output.dense.bias"]),
+    file("missing-word-table", rf"missing keys: {WORD}", drop=[WORD]),
+    file("half-a-head", r"missing keys: cls\.predictions\.transform\.dense\.bias",
+        drop=["cls.predictions.transform.dense.bias"]),
+    file("no-pooler", r"missing keys: pooler\.dense\.weight, pooler\.dense\.bias; .*add_pooling_layer=False",
+        "BertModel"),
+    file("unexpected-key", r"unexpected keys: bert\.encoder\.adapter\.weight$",
+        state={"bert.encoder.adapter.weight": torch.zeros(2)}),
+    file("unknown-head", r"unexpected keys: crf\.transitions$", state={"crf.transitions": torch.zeros(2)}),
+    file("layers-too-few", r"unexpected keys: .*layer\.1\..*num_hidden_layers says 1, the file has 2",
+        config={"num_hidden_layers": 1}),
+    file("layers-too-many", r"missing keys: .*layer\.2\..*num_hidden_layers says 3, the file has 2",
+        config={"num_hidden_layers": 3}),
+    file("distilbert-layers", r"config n_layers says 1, the file has 2", "DistilBertModel",
+        saved="DistilBertModel", config={"n_layers": 1}),
+    file("another-family",
+        r"missing keys: .*model_type says 'bert', but the file's keys begin with 'roberta'",
+        saved="RobertaForMaskedLM", config={"model_type": "bert"}),
+    file("vocabulary", rf"{WORD}: shape \(61, 32\), .*vocab_size says 50, the file has 61",
+        config={"vocab_size": 50}),
+    file("positions",
+        r"position_embeddings\.weight: shape \(24, 32\).*max_position_embeddings says 512, .* has 24",
+        config={"max_position_embeddings": 512}),
+    file("intermediate",
+        r"intermediate\.dense\.weight: shape \(48, 32\).*intermediate_size says 64, the file has 48",
+        config={"intermediate_size": 64}),
+    file("hidden", r"hidden_size says 64, the file has 32.* more$", config={"hidden_size": 64}),
+    file("labels", r"classifier\.weight: shape \(2, 32\).*num_labels says 5, the file has 2",
+        "BertForTokenClassification", saved="BertForTokenClassification", options={"num_labels": 5}),
+    file("rank", rf"{LAYER}output\.dense\.bias: shape \(32, 1\).*\(32,\)",
+        state={LAYER + "output.dense.bias": torch.zeros(32, 1)}),
+    file("nan", rf"model\.safetensors: {LAYER}output\.dense\.bias: holds NaN",
+        state={LAYER + "output.dense.bias": torch.full((32,), float("nan"))}),
+    file("infinity", rf"{WORD}: holds infinity", state={WORD: torch.full((61, 32), float("-inf"))}),
+    file("too-large-for-half", rf"{WORD}: 1e\+05 is too large for torch\.float16",
+        state={WORD: torch.full((61, 32), 1e5)}, options={"dtype": torch.float16}),
+    file("integers", rf"{WORD}: dtype torch\.int8; expected float32",
+        state={WORD: torch.ones(61, 32, dtype=torch.int8)}),
+    file("float8", rf"{WORD}: dtype torch\.float8_e4m3fn; expected",
+        state={WORD: torch.ones(61, 32).to(torch.float8_e4m3fn)}),
+    file("quantised", r"config\.json: quantization_config: quantised weights are not read",
+        config={"quantization_config": {"quant_method": "gptq"}}),
+    file("tied-differs",
+        r"cls\.predictions\.decoder\.weight: differs from .*word_embeddings.*tie_word_embeddings",
+        state={"cls.predictions.decoder.weight": torch.zeros(61, 32)}),
+    file("stored-twice", r"LayerNorm\.weight: the same parameter as .*LayerNorm\.gamma, stored twice",
+        state={"bert.embeddings.LayerNorm.gamma": torch.ones(32)}),
+    damaged("index-corrupt", r"model\.safetensors\.index\.json: is not valid JSON: .*line 1", index("{")),
+    damaged("index-without-map", r"index\.json: weight_map: expected a non-empty object",
+        index({"metadata": {}})),
+    damaged("index-names-no-file",
+        r"index\.json: weight_map: a: expected the name of a file beside it, got 3",
+        index({"weight_map": {"a": 3}})),
+    damaged("index-path",
+        r"weight_map: a: expected the name of a file beside it, got '\.\./\.\./etc/secret\.safetensors'",
+        index({"weight_map": {"a": "../../etc/secret.safetensors"}})),
+    damaged("index-absolute-path", r"weight_map: a: expected the name of a file beside it, got '/etc/secret'",
+        index({"weight_map": {"a": "/etc/secret"}})),
+    damaged("missing-shard", r"index\.json: missing shards beside it: two\.safetensors",
+        index({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}, {"one.safetensors": ZEROS})),
+    damaged("key-in-two-shards", r"two\.safetensors: also in one\.safetensors: a$",
+        index({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}},
+            {"one.safetensors": ZEROS, "two.safetensors": {**ZEROS, "b": torch.zeros(1)}})),
+    damaged("shard-lacks-key", r"one\.safetensors: lacks what .*index\.json says: b$",
+        index({"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}, {"one.safetensors": ZEROS})),
+    damaged("pickle-with-open", r"pytorch_model\.bin: refused: .*would run code: .*open", with_builtin,
+        stored="pytorch_model.bin"),
+    damaged("pickle-with-system", r"pytorch_model\.bin: refused: .*would run code: .*system", with_system,
+        stored="pytorch_model.bin"),
+    damaged("plain-pickle-2", r"pytorch_model\.bin: refused: .*would run code: .*open", plain_pickle(2),
+        stored="pytorch_model.bin"),
+    damaged("plain-pickle-5", r"pytorch_model\.bin: .*not a PyTorch file \(pickles of other kinds",
+        plain_pickle(5), stored="pytorch_model.bin"),
+    damaged("truncated-bin", r"pytorch_model\.bin: .*truncated", truncate("pytorch_model.bin", 0.8),
+        stored="pytorch_model.bin"),
+    damaged("empty-bin", r"pytorch_model\.bin: .*truncated", truncate("pytorch_model.bin", 0),
+        stored="pytorch_model.bin"),
+    damaged("bin-is-text", r"pytorch_model\.bin: .*not a PyTorch file",
+        lambda path: (path / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\n"),
+        stored="pytorch_model.bin"),
+    damaged("bin-is-a-list", r"pytorch_model\.bin: expected a dictionary of tensors, got list",
+        lambda path: torch.save([1], path / "pytorch_model.bin"), stored="pytorch_model.bin"),
+    damaged("bin-is-nested", r"pytorch_model\.bin: state_dict: expected a tensor, got dict",
+        lambda path: torch.save({"state_dict": {}}, path / "pytorch_model.bin"), stored="pytorch_model.bin"),
+    damaged("bin-by-numbers", r"pytorch_model\.bin: expected texts as keys, got 7",
+        lambda path: torch.save({7: torch.ones(1)}, path / "pytorch_model.bin"), stored="pytorch_model.bin"),
+    damaged("config-missing", r"config\.json: no such file", lambda path: (path / "config.json").unlink()),
+    damaged("config-corrupt", r"config\.json: is not valid JSON: .*line 1",
+        replace_config('{"model_type": "bert",')),
+    damaged("config-not-text", r"config\.json: is not valid JSON: .*utf-8",
+        lambda path: (path / "config.json").write_bytes(b"\xff\xfe\xfa")),
+    damaged("config-array", r"config\.json: expected a JSON object, got list", replace_config("[]")),
+    Bad("file-override-unknown", lambda p: load(directory(p), num_lables=3), TypeError, r"num_lables"),
+    Bad("file-dtype-unknown", lambda p: load(directory(p), dtype="float7"), ValueError, r"dtype: .*'float7'"),
+    Bad("file-no-directory", lambda p: load(p / "gone"), CheckpointError, r"gone: no such directory"),
+    Bad("file-no-directory-text", lambda p: load("./gone/a/b"), CheckpointError,
+        r"\./gone/a/b: no such directory"),
+    Bad("file-not-a-directory", lambda p: load(directory(p) / "config.json"), CheckpointError,
+        r"config\.json: is a file"),
+    Bad("file-empty-name", lambda p: load(""), CheckpointError, r"name_or_path: is empty"),
+    Bad("file-name-is-none", lambda p: load(None), TypeError, r"name_or_path: expected a path .*NoneType"),
+    Bad("file-not-in-hub-cache", lambda p: load("nobody/nothing", local_files_only=True, cache_dir=p),
+        CheckpointError,
+        r"nobody/nothing: no such directory here, and the HuggingFace hub did not give it: \w+"),
+    Bad("file-shard-size", lambda p: checkpoint.save(model(), p, max_shard_size="big"), ValueError,
+        r"max_shard_size: .*'big'"),
+    Bad("file-save-onto-file", lambda p: checkpoint.save(model(), directory(p) / "config.json"),
+        CheckpointError, r"config\.json: could not be saved.*exists"),
+]  # fmt: skip
+
+
+# --- forward ------------------------------------------------------------------------------------------------
+
+IDS = torch.arange(1, 13).reshape(2, 6)
+
+
+def forward(name, error, match, model_name="BertModel", ids=IDS, **arguments):
+    """A row: a call of the model with `ids` (None: without) and `arguments`."""
+
+    def call(_):
+        given = {} if ids is None else {"input_ids": ids}
+        return model(model_name)(**given, **arguments)
+
+    return Bad(f"forward-{name}", call, error, match)
+
+
+def ids_with(value):
+    ids = IDS.clone()
+    ids[1, 2] = value
+    return ids
+
+
+def packed(name, error, match, cu_seqlens, max_seqlen=12, ids=None):
+    """A row: a call of `forward_packed`."""
+    lengths = torch.tensor(cu_seqlens, dtype=torch.int32) if isinstance(cu_seqlens, list) else cu_seqlens
+    ids = IDS.reshape(-1) if ids is None else ids
+    return Bad(
+        f"packed-{name}", lambda _: model("BertModel").forward_packed(ids, lengths, max_seqlen), error, match
+    )
+
+
+FIRST_ONLY = torch.tensor([[1] * 6, [1, 0, 0, 0, 0, 0]])  # of the second sequence only one token is kept
+FORWARD = [
+    forward("id-negative", ValueError, r"input_ids: token id -1 is outside \[0, 61\).*vocab_size",
+        ids=ids_with(-1)),
+    forward("id-too-big", ValueError, r"input_ids: token id 61 is outside \[0, 61\)", ids=ids_with(61)),
+    forward("id-huge", ValueError, r"input_ids: token id 4611686018427387904 is", ids=ids_with(2**62)),
+    forward("id-masked-out", ValueError, r"input_ids: token id -100 is outside", ids=ids_with(-100),
+        attention_mask=(ids_with(-100) > 0).long()),
+    forward("ids-float", TypeError, r"input_ids: expected int64 or int32, got torch\.float32",
+        ids=IDS.float()),
+    forward("ids-bool", TypeError, r"input_ids: expected int64 or int32, got torch\.bool", ids=IDS > 3),
+    forward("ids-list", TypeError, r"input_ids: expected a torch\.Tensor, got list", ids=IDS.tolist()),
+    forward("ids-1d", ValueError, r"input_ids: expected shape \(batch, seqlen\), got \(6,\)", ids=IDS[0]),
+    forward("ids-3d", ValueError, r"input_ids: expected shape \(batch, seqlen\), got \(1, 2, 6\)",
+        ids=IDS[None]),
+    forward("ids-empty-sequence", ValueError, r"input_ids: expected at least one token.*\(2, 0\)",
+        ids=IDS[:, :0]),
+    forward("too-long", ValueError, r"input_ids: a sequence of 25 tokens .* 24 .*max_position_embeddings",
+        ids=torch.ones(1, 25, dtype=torch.long)),
+    forward("too-long-roberta", ValueError, r"a sequence of 24 tokens is longer than the 22", "RobertaModel",
+        ids=torch.full((1, 24), 5)),
+    forward("types-too-big", ValueError, r"token_type_ids: token type 2 is outside \[0, 2\)",
+        token_type_ids=ids_with(2) % 3),
+    forward("types-negative", ValueError, r"token_type_ids: token type -1 is outside",
+        token_type_ids=IDS * 0 - 1),
+    forward("types-shape", ValueError, r"token_type_ids: expected shape \(2, 6\), got \(2, 5\)",
+        token_type_ids=IDS[:, 1:]),
+    forward("types-float", TypeError, r"token_type_ids: expected int64 or int32", token_type_ids=IDS * 0.0),
+    forward("types-without-segments", ValueError, r"token_type_ids: distilbert has no segment",
+        "DistilBertModel", token_type_ids=IDS * 0),
+    forward("positions-too-big", ValueError, r"position_ids: position 24 is outside \[0, 24\)",
+        position_ids=IDS + 12),
+    forward("positions-negative", ValueError, r"position_ids: position -1 is outside", position_ids=IDS - 2),
+    forward("positions-shape", ValueError, r"position_ids: expected shape \(2, 6\) or \(1, 6\), got \(6,\)",
+        position_ids=IDS[0]),
+    forward("positions-float", TypeError, r"position_ids: expected int64 or int32",
+        position_ids=IDS.double()),
+    forward("mask-shape", ValueError, r"attention_mask: expected shape \(2, 6\), got \(2, 5\)",
+        attention_mask=IDS[:, 1:]),
+    forward("mask-other-batch", ValueError, r"attention_mask: expected shape \(2, 6\), got \(1, 6\)",
+        attention_mask=IDS[:1]),
+    forward("mask-1d", ValueError, r"attention_mask: expected 2-D .*got 1-D", attention_mask=IDS[0]),
+    forward("mask-3d", ValueError, r"attention_mask: expected 2-D .*got 3-D",
+        attention_mask=torch.ones(2, 6, 6)),
+    forward("mask-4d-int", ValueError,
+        r"attention_mask: expected 2-D .*4-D bool or float, got 4-D torch\.int64",
+        attention_mask=torch.ones(2, 1, 6, 6, dtype=torch.long)),
+    forward("mask-4d-shape", ValueError, r"attention_mask: expected shape .*got \(2, 3, 6, 6\)",
+        attention_mask=torch.zeros(2, 3, 6, 6)),
+    forward("mask-4d-keys", ValueError, r"attention_mask: expected shape \(2 or 1, 4 or 1, 6 or 1, 6\), got",
+        attention_mask=torch.zeros(2, 1, 1, 5)),
+    forward("mask-complex", TypeError, r"attention_mask: expected bool.*complex64",
+        attention_mask=IDS.to(torch.complex64)),
+    forward("mask-list", TypeError, r"attention_mask: expected a torch\.Tensor, got list",
+        attention_mask=[[1] * 6] * 2),
+    forward("mask-device", ValueError, r"attention_mask: expected a tensor on cpu.*meta",
+        attention_mask=IDS.to("meta")),
+    forward("ids-device", ValueError, r"input_ids: expected a tensor on cpu.*meta", ids=IDS.to("meta")),
+    forward("neither", ValueError, r"input_ids, inputs_embeds: expected exactly one .*neither", ids=None),
+    forward("both", ValueError, r"input_ids, inputs_embeds: expected exactly one .*both",
+        inputs_embeds=torch.zeros(2, 6, 32)),
+    forward("embeds-width", ValueError,
+        r"inputs_embeds: expected shape \(batch, seqlen, 32\), got \(2, 6, 33\)", ids=None,
+        inputs_embeds=torch.zeros(2, 6, 33)),
+    forward("embeds-int", TypeError, r"inputs_embeds: expected float32.*int64", ids=None,
+        inputs_embeds=torch.zeros(2, 6, 32, dtype=torch.long)),
+    forward("embeds-2d", ValueError, r"inputs_embeds: expected shape \(batch, seqlen, 32\)", ids=None,
+        inputs_embeds=torch.zeros(6, 32)),
+    forward("head-mask-shape", ValueError, r"head_mask: expected shape \(4,\) or \(2, 4\), got \(3,\)",
+        head_mask=torch.ones(3)),
+    forward("head-mask-per-example", ValueError, r"head_mask: expected shape .*\(2, 2, 4, 1, 1\)",
+        head_mask=torch.ones(2, 2, 4, 1, 1)),
+    forward("head-mask-list", TypeError, r"head_mask: expected a torch\.Tensor, got list",
+        head_mask=[1, 1, 0, 1]),
+    forward("cross-attention", ValueError, r"encoder_hidden_states: not supported",
+        encoder_hidden_states=torch.zeros(2, 6, 32)),
+    forward("cross-mask", ValueError, r"encoder_attention_mask: not supported", encoder_attention_mask=IDS),
+    forward("cache", ValueError, r"past_key_values: not supported", past_key_values=()),
+    forward("use-cache", ValueError, r"use_cache: not supported", use_cache=True),
+    forward("unknown-argument", TypeError, r"unexpected keyword argument 'token_types'", token_types=IDS),
+    forward("unknown-argument-head", TypeError, r"unexpected keyword argument 'lables'", "BertForMaskedLM",
+        lables=IDS),
+    forward("cross-attention-head", (TypeError, ValueError), r"encoder_hidden_states", "BertForMaskedLM",
+        encoder_hidden_states=torch.zeros(2, 6, 32)),
+    forward("labels-too-big", ValueError, r"labels: .*61.*", "BertForMaskedLM", labels=ids_with(61)),
+    forward("labels-negative", ValueError, r"labels: .*-1", "BertForMaskedLM", labels=ids_with(-1)),
+    forward("labels-shape", ValueError, r"labels: expected shape .*\(2, 6\).*got \(2, 5\)",
+        "BertForMaskedLM", labels=IDS[:, 1:]),
+    forward("labels-float", TypeError, r"labels: expected int64", "BertForMaskedLM", labels=IDS.float()),
+    forward("labels-class", ValueError, r"labels: .*2", "BertForSequenceClassification",
+        labels=torch.tensor([0, 2])),
+    forward("labels-class-shape", ValueError, r"labels: expected shape .*got \(3,\)",
+        "BertForSequenceClassification", labels=torch.tensor([0, 1, 1])),
+    forward("labels-token-class", ValueError, r"labels: .*7", "BertForTokenClassification",
+        labels=IDS % 2 + 6),
+    forward("labels-next-sentence", ValueError, r"labels: .*2", "BertForNextSentencePrediction",
+        labels=torch.tensor([0, 2])),
+    forward("next-sentence-label", ValueError, r"next_sentence_label: .*5", "BertForPreTraining", labels=IDS,
+        next_sentence_label=torch.tensor([0, 5])),
+    forward("choice-2d", ValueError, r"input_ids: expected shape \(batch, .*got \(2, 6\)",
+        "BertForMultipleChoice"),
+    forward("choice-label", ValueError, r"labels: .*2", "BertForMultipleChoice", ids=IDS[None],
+        labels=torch.tensor([2])),
+    forward("start-positions-shape", ValueError, r"start_positions: expected shape .*got \(3,\)",
+        "BertForQuestionAnswering",
+        start_positions=torch.tensor([1, 1, 1]), end_positions=torch.tensor([1, 1])),
+    forward("end-positions-float", TypeError, r"end_positions: expected int64", "BertForQuestionAnswering",
+        start_positions=torch.tensor([1, 1]), end_positions=torch.tensor([1.0, 1.0])),
+    forward("label-on-masked-token", ValueError, r"labels: 8 at \(1, 1\), where attention_mask is 0",
+        "BertForMaskedLM", labels=ids_with(-100), attention_mask=FIRST_ONLY),
+    forward("answer-in-padding", ValueError, r"start_positions: 3 in sequence 1 is a masked token",
+        "BertForQuestionAnswering", attention_mask=FIRST_ONLY,
+        start_positions=torch.tensor([3, 3]), end_positions=torch.tensor([3, 0])),
+    forward("left-padded-classifier", ValueError, r"attention_mask: position 0 of sequence 1,.* masked out",
+        "BertForSequenceClassification", attention_mask=torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])),
+    packed("lengths-int64", TypeError, r"cu_seqlens: expected .*int32.*, got torch.int64 of shape \(3,\)",
+           torch.tensor([0, 4, 12])),
+    packed("lengths-2d", TypeError, r"cu_seqlens: .*, got torch.int32 of shape \(1, 3\)",
+           torch.tensor([[0, 4, 12]], dtype=torch.int32)),
+    packed("lengths-tuple", TypeError, r"cu_seqlens: .*, got tuple", (0, 4, 12)),
+    packed("not-from-zero", ValueError, r"cu_seqlens: expected to rise from 0 .*, got 1 to 12", [1, 4, 12]),
+    packed("not-to-total", ValueError, r"cu_seqlens: .* total = 12, got 0 to 11", [0, 4, 11]),
+    packed("falling", ValueError, r"cu_seqlens: .*smallest step of -2", [0, 6, 4, 12]),
+    packed("max-seqlen-too-small", ValueError, r"max_seqlen: 7 is below the longest .*, 8", [0, 4, 12], 7),
+    packed("too-long", ValueError, r"input_ids: a sequence of 36 tokens is longer than the 24", [0, 36], 36,
+        ids=torch.ones(36, dtype=torch.long)),
+    packed("padded-ids", ValueError, r"input_ids: expected shape \(total,\)", [0, 4, 12], ids=IDS),
+    packed("id-too-big", ValueError, r"input_ids: token id 61 is outside", [0, 4, 12],
+        ids=ids_with(61).reshape(-1)),
+]  # fmt: skip
+
+
+# --- quantisation -------------------------------------------------------------------------------------------
+
+
+def int8(change=None, name="BertModel"):
+    """A copy of `model(name)`, on which `change` is done, quantised."""
+    twin = copy.deepcopy(model(name))
+    if change is not None:
+        change(twin)
+    return twin.quantize()
+
+
+def reload(tmp_path, damage, **options):
+    """A quantised checkpoint, on whose state and config `damage` is done, loaded."""
+    int8().save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    values = json.loads((tmp_path / "config.json").read_text())
+    damage(state, values)
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    return load(tmp_path, "BertModel", **options)
+
+
+def fill(path, value):
+    return lambda twin: torch.nn.init.constant_(twin.get_submodule(path).weight, value)
+
+
+INTEGERS = "encoder.layer.0.intermediate.dense"
+SCALE, ENTRY = INTEGERS + ".scale", "quantization_config"
+HOOKED = "encoder.layer.1.attention.self.key"
+QUANTIZE = [
+    Bad("int8-mode", lambda _: copy.deepcopy(model("BertModel")).quantize("int4"), ValueError,
+        r"dtype: expected 'int8', got 'int4'"),
+    Bad("int8-mode-is-a-dtype", lambda _: copy.deepcopy(model("BertModel")).quantize(torch.int8), ValueError,
+        r"dtype: expected 'int8', got torch\.int8"),
+    Bad("int8-nan", lambda _: int8(fill(INTEGERS, float("nan"))), ValueError,
+        rf"{INTEGERS}\.weight: holds NaN or infinity"),
+    Bad("int8-infinity-in-a-head", lambda _: int8(fill("bert." + INTEGERS, float("inf")), "BertForMaskedLM"),
+        ValueError, rf"bert\.{INTEGERS}\.weight: holds NaN or infinity"),
+    Bad("int8-hooked",
+        lambda _: int8(lambda twin: twin.get_submodule(HOOKED).register_forward_hook(lambda *a: None)),
+        TypeError, rf"{HOOKED}: expected a plain nn\.Linear, got Linear with hooks"),
+    Bad("int8-on-meta", lambda _: copy.deepcopy(model("BertModel")).to("meta").quantize(), ValueError,
+        r"model: on meta; int8 is for inference on a CPU"),
+    Bad("int8-train", lambda _: int8().train(), RuntimeError, r"train: BertModel is quantised .*trained"),
+    Bad("int8-gradient", lambda _: int8()(inputs_embeds=torch.ones(1, 3, 32, requires_grad=True)),
+        RuntimeError, r"x: requires a gradient.*cannot be trained"),
+    Bad("int8-float-weights", lambda _: int8().load_state_dict(model("BertModel").state_dict()),
+        RuntimeError, r"query\.weight: dtype torch\.float32; expected torch\.int8"),
+    Bad("int8-file-without-a-scale", lambda p: reload(p, lambda state, _: state.pop(SCALE)),
+        CheckpointError, rf"missing keys: {INTEGERS}\.scale$"),
+    Bad("int8-file-with-a-zero-scale", lambda p: reload(p, lambda state, _: state[SCALE].zero_()),
+        CheckpointError, rf"model\.safetensors: {INTEGERS}\.scale: expected positive finite scales"),
+    Bad("int8-file-of-no-quantisation", lambda p: reload(p, lambda _, values: values.pop(ENTRY)),
+        CheckpointError, r"unexpected keys: .*8-bit weights, but the config has no quantization_config"),
+    Bad("int8-file-of-bitsandbytes",
+        lambda p: reload(p, lambda _, values: values.update({ENTRY: {"quant_method": "bitsandbytes"}})),
+        CheckpointError, r"config\.json: quantization_config: quantised weights are not read.*'bitsandb"),
+    Bad("int8-file-to-a-gpu", lambda p: reload(p, lambda *_: None, device="cuda"), ValueError,
+        r"device: cuda, but the checkpoint is quantised to 8 bits, which is for a CPU"),
+]  # fmt: skip
+
+TABLE = CONFIG + FILES + FORWARD + QUANTIZE
+
+
+def test_the_table_is_whole():
+    assert len(TABLE) >= 40
+    assert len({row.name for row in TABLE}) == len(TABLE)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_bad_input(row, tmp_path):
+    with pytest.raises(row.error, match=row.match):
+        row.call(tmp_path)
+    assert not (tmp_path / "ran").exists()  # no pickle ran its code

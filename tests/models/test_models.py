@@ -1,0 +1,638 @@
+"""The encoder against transformers, for every family."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fastbert
+from fastbert.models.bert import AutoModel, BertModel
+from fastbert.models.config import EncoderConfig
+from fastbert.runtime import dispatch, prepared
+from tests.support.hf_models import FAMILY_NAMES, batch, hf_config, hf_model
+
+
+def ours(hf: torch.nn.Module, **kwargs) -> BertModel:
+    """Our model with the weights of a transformers one."""
+    model = AutoModel.from_config(EncoderConfig.from_hf(hf.config), **kwargs).eval()
+    model.load_state_dict(hf.state_dict(), strict=True)
+    return model
+
+
+@pytest.fixture(scope="module")
+def bert() -> tuple[torch.nn.Module, BertModel]:
+    hf = hf_model("bert")
+    return hf, ours(hf)
+
+
+def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 2e-5) -> None:
+    assert a.shape == b.shape
+    error = (a - b).abs().max().item() if a.numel() else 0.0
+    assert error <= tolerance, f"max error {error:.3g}"
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_family_saved_by_transformers_gives_its_outputs(name, tmp_path):
+    hf = hf_model(name)
+    hf.save_pretrained(tmp_path)
+    model = AutoModel.from_pretrained(tmp_path)
+    inputs = batch(name)
+    kept = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        expected = hf(**inputs, output_hidden_states=True, output_attentions=True)
+        actual = model(**inputs, output_hidden_states=True, output_attentions=True)
+    close(actual.last_hidden_state[kept], expected.last_hidden_state[kept])
+    assert actual.last_hidden_state[~kept].eq(0).all()
+    assert len(actual.hidden_states) == len(expected.hidden_states)
+    for a, e in zip(actual.hidden_states, expected.hidden_states, strict=True):
+        close(a[kept], e[kept])
+    assert actual.hidden_states[-1] is actual.last_hidden_state
+    pairs = (kept[:, None, :, None] & kept[:, None, None, :]).expand(
+        -1, hf.config.num_attention_heads, -1, -1
+    )
+    assert len(actual.attentions) == len(expected.attentions)
+    for a, e in zip(actual.attentions, expected.attentions, strict=True):
+        close(a[pairs], e[pairs])
+        rows = a.sum(-1)[kept[:, None].expand(-1, a.shape[1], -1)]
+        close(rows, torch.ones_like(rows))
+    if "pooler_output" in expected:
+        first = kept[:, 0]
+        close(actual.pooler_output[first], expected.pooler_output[first])
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_family_saved_by_us_loads_into_transformers(name, tmp_path):
+    torch.manual_seed(3)
+    model = AutoModel.from_config(EncoderConfig.from_hf(hf_config(name))).eval()
+    model.save_pretrained(tmp_path)
+    hf, info = transformers.AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    inputs = batch(name, seed=3)
+    kept = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        close(model(**inputs).last_hidden_state[kept], hf.eval()(**inputs).last_hidden_state[kept])
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_error_is_no_larger_than_transformers_own(name, dtype):
+    hf = hf_model(name)
+    model = ours(hf)
+    hf_half, model_half = copy.deepcopy(hf).to(dtype), copy.deepcopy(model).to(dtype)
+    truth_model = copy.deepcopy(hf_half).double()
+    mine, theirs = [], []
+    for seed in range(12):
+        inputs = batch(name, seed=seed)
+        kept = inputs["attention_mask"].bool()
+        with torch.no_grad():
+            truth = truth_model(**inputs).last_hidden_state[kept]
+            mine.append((model_half(**inputs).last_hidden_state[kept].double() - truth).abs().flatten())
+            theirs.append((hf_half(**inputs).last_hidden_state[kept].double() - truth).abs().flatten())
+    mine, theirs = torch.cat(mine), torch.cat(theirs)
+    assert mine.mean() <= theirs.mean()
+    assert mine.square().mean() <= theirs.square().mean()
+    # one worst element of 75,000 is a draw; a wrong kernel is off by far more than twice
+    assert mine.max() <= 2 * theirs.max()
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_gradients_equal_transformers(name):
+    hf = hf_model(name)
+    model = ours(hf, add_pooling_layer=True)
+    inputs = batch(name, seed=5)
+    kept = inputs["attention_mask"].bool()
+    torch.manual_seed(0)
+    weights = torch.randn(int(kept.sum()), hf.config.hidden_size)
+    for m in (hf, model):
+        (m(**inputs).last_hidden_state[kept] * weights).sum().backward()
+    reference = {k: p.grad for k, p in hf.named_parameters()}
+    largest = max(g.abs().max().item() for g in reference.values() if g is not None)
+    for key, parameter in model.named_parameters():
+        expected = reference[key]
+        if expected is None:
+            assert parameter.grad is None or parameter.grad.eq(0).all(), key
+            continue
+        # a key's bias has no gradient at all: what stands there is the rounding of terms as large as the
+        # others'
+        close(parameter.grad, expected, 2e-4 * expected.abs().max().item() + 1e-6 * largest)
+
+
+@pytest.mark.parametrize("name", ["roberta", "mpnet"])
+def test_position_row_of_the_pad_id_is_not_trained(name):
+    hf = hf_model(name)
+    model = ours(hf)
+    ids = batch(name)["input_ids"]  # pads among them, and no mask
+    for m in (hf, model):
+        m(ids).last_hidden_state.square().sum().backward()
+    gradient = model.embeddings.position_embeddings.weight.grad
+    assert gradient[1].eq(0).all()
+    close(gradient, hf.embeddings.position_embeddings.weight.grad, 2e-4 * gradient.abs().max().item())
+
+
+def test_inputs_embeds_positions_and_types_given_by_hand(bert):
+    hf, model = bert
+    inputs = batch("bert")
+    inputs["position_ids"] = torch.randint(0, 72, (1, 40))
+    embeds = hf.embeddings.word_embeddings(inputs["input_ids"]).detach()
+    kept = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        close(model(**inputs).last_hidden_state[kept], hf(**inputs).last_hidden_state[kept])
+        del inputs["input_ids"]
+        a, e = model(**inputs, inputs_embeds=embeds), hf(**inputs, inputs_embeds=embeds)
+    close(a.last_hidden_state[kept], e.last_hidden_state[kept])
+
+
+@pytest.mark.parametrize("name", ["roberta", "mpnet"])
+def test_inputs_embeds_count_positions_from_the_pad_id(name):
+    hf = hf_model(name)
+    model = ours(hf)
+    embeds = torch.randn(2, 11, 48)
+    with torch.no_grad():
+        close(model(inputs_embeds=embeds).last_hidden_state, hf(inputs_embeds=embeds).last_hidden_state)
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive", "per-head"])
+def test_four_dimensional_masks(bert, kind):
+    hf, model = bert
+    ids = batch("bert")["input_ids"]
+    torch.manual_seed(1)
+    allowed = torch.rand(4, 1, 40, 40) > 0.3
+    allowed |= torch.eye(40, dtype=torch.bool)
+    if kind == "bool":
+        mask, theirs = (
+            allowed,
+            torch.zeros(4, 1, 40, 40).masked_fill(~allowed, torch.finfo(torch.float32).min),
+        )
+    elif kind == "additive":
+        mask = theirs = torch.zeros(4, 1, 40, 40).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    else:
+        mask = theirs = torch.randn(1, 3, 40, 40)
+    with torch.no_grad():
+        close(model(ids, mask).last_hidden_state, hf(ids, theirs.expand(4, -1, -1, -1)).last_hidden_state)
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (1, 1), (4, 3)], ids=str)
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_masks_of_keys_alone(bert, kind, shape):
+    """(batch, 1, 1, seqlen), as old code extends a mask, in forward and backward."""
+    hf, model = bert
+    ids = batch("bert")["input_ids"]
+    torch.manual_seed(1)
+    allowed = torch.rand(*shape, 1, 40) > 0.3
+    theirs = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    mask = allowed if kind == "bool" else theirs
+    with torch.no_grad():
+        actual = model(ids, mask).last_hidden_state
+        close(actual, hf(ids, theirs.expand(4, 3, 40, 40)).last_hidden_state)
+        assert torch.equal(actual, model(ids, mask.expand(-1, -1, 40, -1)).last_hidden_state)
+    gradients = []
+    for one in (mask, mask.expand(-1, -1, 40, -1)):
+        model.zero_grad()
+        model(ids, one).last_hidden_state.square().sum().backward()
+        gradients.append(model.embeddings.word_embeddings.weight.grad.clone())
+    model.zero_grad()
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 7, 40), (4, 1, 40, 1), (4, 2, 1, 40), (2, 1, 1, 40), (4, 1, 0, 40)])
+def test_four_dimensional_masks_of_another_shape_are_named(bert, shape):
+    with pytest.raises(ValueError, match=r"^attention_mask: expected shape \(4 or 1, 3 or 1, 40 or 1, 40\)"):
+        bert[1](batch("bert")["input_ids"], torch.zeros(shape))
+
+
+def test_two_dimensional_masks_of_every_dtype(bert):
+    _, model = bert
+    inputs = batch("bert")
+    with torch.no_grad():
+        expected = model(**inputs).last_hidden_state
+        for dtype in (torch.bool, torch.int32, torch.uint8, torch.float32, torch.bfloat16):
+            inputs["attention_mask"] = inputs["attention_mask"].to(dtype)
+            assert torch.equal(model(**inputs).last_hidden_state, expected)
+
+
+def test_masked_tokens_do_not_matter(bert):
+    _, model = bert
+    inputs = batch("bert")
+    with torch.no_grad():
+        expected = model(**inputs).last_hidden_state
+        masked = inputs["attention_mask"] == 0
+        inputs["input_ids"] = torch.where(masked, 119, inputs["input_ids"])
+        assert torch.equal(model(**inputs).last_hidden_state, expected)
+
+
+def test_fully_masked_row_is_finite_in_half_precision_and_backward(bert):
+    _, model = bert
+    model = copy.deepcopy(model).to(torch.bfloat16).train()
+    inputs = batch("bert")
+    inputs["attention_mask"][3] = 0
+    out = model(**inputs)
+    assert out.last_hidden_state[3].eq(0).all()
+    assert out.pooler_output.isfinite().all()
+    (out.last_hidden_state.sum() + out.pooler_output.sum()).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_no_token_kept_at_all(bert):
+    _, model = bert
+    with torch.no_grad():
+        out = model(
+            torch.full((2, 5), 7), torch.zeros(2, 5), output_attentions=True, output_hidden_states=True
+        )
+    assert out.last_hidden_state.shape == (2, 5, 48)
+    assert out.last_hidden_state.eq(0).all()
+    assert out.attentions[0].shape == (2, 3, 5, 5)
+
+
+def test_empty_batch_gives_empty_outputs(bert):
+    _, model = bert
+    with torch.no_grad():
+        out = model(torch.zeros(0, 6, dtype=torch.long), torch.zeros(0, 6, dtype=torch.long))
+    assert out.last_hidden_state.shape == (0, 6, 48)
+    assert out.pooler_output.shape == (0, 48)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_mask_equals_each_sequence_alone(data):
+    model = _small()
+    batch_size, seqlen = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 20))
+    mask = torch.tensor(
+        data.draw(
+            st.lists(
+                st.lists(st.booleans(), min_size=seqlen, max_size=seqlen),
+                min_size=batch_size,
+                max_size=batch_size,
+            )
+        )
+    )
+    ids = torch.randint(5, 120, (batch_size, seqlen), generator=torch.Generator().manual_seed(seqlen))
+    with torch.no_grad():
+        out = model(ids, mask).last_hidden_state
+        for row in range(batch_size):
+            positions = mask[row].nonzero().squeeze(1)
+            assert out[row][~mask[row]].eq(0).all()
+            if len(positions):
+                alone = model(ids[row : row + 1, positions], position_ids=positions[None]).last_hidden_state[
+                    0
+                ]
+                close(out[row, positions], alone, 1e-5)
+
+
+_SMALL: list[BertModel] = []
+
+
+def _small() -> BertModel:
+    if not _SMALL:
+        torch.manual_seed(0)
+        _SMALL.append(
+            BertModel(
+                EncoderConfig(
+                    vocab_size=120,
+                    hidden_size=32,
+                    num_hidden_layers=2,
+                    num_attention_heads=2,
+                    intermediate_size=48,
+                    max_position_embeddings=32,
+                    initializer_range=0.2,
+                )
+            ).eval()
+        )
+    return _SMALL[0]
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "mpnet", "albert"])
+def test_forward_packed_equals_padded(name):
+    model = ours(hf_model(name))
+    lengths = [7, 1, 40, 23]
+    inputs = batch(name)
+    inputs["attention_mask"] = torch.arange(40)[None] < torch.tensor(lengths)[:, None]
+    if name in ("roberta", "mpnet"):
+        inputs["input_ids"] = torch.where(inputs["attention_mask"], inputs["input_ids"].clamp_min(5), 1)
+    kept = inputs["attention_mask"]
+    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    types = inputs["token_type_ids"][kept] if "token_type_ids" in inputs else None
+    with torch.no_grad():
+        packed = model.forward_packed(inputs["input_ids"][kept], cu_seqlens, 40, types)
+        close(packed, model(**inputs).last_hidden_state[kept], 1e-6)
+
+
+def test_head_mask_silences_and_scales_heads(bert):
+    _, model = bert
+    inputs = batch("bert")
+    kept = inputs["attention_mask"].bool()
+    gates = torch.tensor([[1.0, 0.0, 1.0], [0.5, 1.0, 1.0], [1.0, 1.0, 0.0]])
+    # a silenced head is one whose columns of the output projection are zero
+    cut = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer, gate in zip(cut.layers(), gates, strict=True):
+            layer.attention.output.dense.weight.mul_(gate.repeat_interleave(16)[None])
+        expected = cut(**inputs).last_hidden_state
+        close(model(**inputs, head_mask=gates).last_hidden_state[kept], expected[kept])
+        ones = model(**inputs, head_mask=torch.ones(3)).last_hidden_state
+        close(ones[kept], model(**inputs).last_hidden_state[kept], 1e-6)
+
+
+def test_head_mask_has_a_gradient(bert):
+    _, model = bert
+    inputs = batch("bert")
+    gates = torch.ones(3, 3, requires_grad=True)
+    model(**inputs, head_mask=gates).last_hidden_state.square().sum().backward()
+    gradient = gates.grad.clone()
+    step, direction = 1e-2, torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        up = model(**inputs, head_mask=1 + step * direction).last_hidden_state.double().square().sum()
+        down = model(**inputs, head_mask=1 - step * direction).last_hidden_state.double().square().sum()
+    torch.testing.assert_close(
+        (up - down) / (2 * step), (gradient * direction).sum().double(), rtol=0.05, atol=0.5
+    )
+
+
+def test_tuple_and_dict_outputs(bert):
+    _, model = bert
+    inputs = batch("bert")
+    with torch.no_grad():
+        out = model(**inputs)
+        as_tuple = model(**inputs, return_dict=False)
+    assert isinstance(out, dict)
+    assert list(out) == ["last_hidden_state", "pooler_output"]
+    assert torch.equal(out[0], as_tuple[0])
+    assert torch.equal(out["pooler_output"], as_tuple[1])
+    assert len(as_tuple) == 2 == len(out.to_tuple())
+    assert pickle.loads(pickle.dumps(out)).last_hidden_state.shape == out[0].shape
+    distil = ours(hf_model("distilbert"))
+    with torch.no_grad():
+        assert list(distil(**batch("distilbert"))) == ["last_hidden_state"]
+
+
+def test_gradient_checkpointing_is_bit_equal():
+    model = ours(hf_model("bert", hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)).train()
+    inputs = batch("bert")
+    gradients = []
+    for enable in (False, True):
+        (model.gradient_checkpointing_enable if enable else model.gradient_checkpointing_disable)()
+        model.zero_grad()
+        torch.manual_seed(7)
+        model(**inputs).last_hidden_state.square().sum().backward()
+        gradients.append({k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(torch.equal(g, gradients[1][k]) for k, g in gradients[0].items())
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_a_layer_drops_where_transformers_does(name, monkeypatch):
+    hf = hf_model(name, num_hidden_layers=2, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.2)
+    model = ours(hf)
+    seen = []
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "dropout",
+        lambda x, p=0.5, training=True, inplace=False: seen.append(p * training) or x,
+    )
+    with torch.no_grad():
+        hf.train()(**batch(name))
+    layers = model.layers()
+    embedding, *inside = [p for p in sorted(seen) if p > 0]
+    assert embedding == 0.1
+    assert inside == [p for p in sorted(layers[0].train().dropout_rates() * len(layers)) if p > 0]
+    assert layers[0].eval().dropout_rates() == (0.0, 0.0, 0.0)
+
+
+def test_dropout_acts_in_training_only_and_follows_the_seed():
+    model = ours(hf_model("bert", hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2))
+    inputs = batch("bert")
+
+    def run(seed):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            return model(**inputs).last_hidden_state
+
+    assert torch.equal(run(1), run(2))
+    model.train()
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(1), run(2))
+
+
+def test_deepcopy_and_pickle_are_independent(bert):
+    _, model = bert
+    inputs = batch("bert")
+    with torch.no_grad():
+        expected = model(**inputs).last_hidden_state
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(twin(**inputs).last_hidden_state, expected)
+            for parameter in twin.parameters():
+                parameter.zero_()
+        assert torch.equal(model(**inputs).last_hidden_state, expected)
+
+
+@pytest.mark.parametrize("change", ["load_state_dict", "optimizer", "to", "data", "swap"])
+def test_derived_weights_follow_their_parameters(change):
+    model = ours(hf_model("bert"))
+    inputs = batch("bert")
+    with torch.no_grad():
+        before = model(**inputs).last_hidden_state
+    assert prepared.held(model), "the concatenated QKV weight is kept in eval"
+    other = ours(hf_model("bert", seed=9))
+    query = model.layers()[0].attention.self.query
+    with torch.no_grad():
+        if change == "load_state_dict":
+            model.load_state_dict(other.state_dict())
+        elif change == "optimizer":
+            query.weight.grad = torch.ones_like(query.weight)
+            torch.optim.SGD([query.weight], lr=0.1).step()
+        elif change == "to":
+            model.double()
+        elif change == "data":
+            query.weight.data.mul_(2)
+            model.eval()
+        else:
+            query.weight = torch.nn.Parameter(query.weight * 2)
+        after = model(**inputs).last_hidden_state
+        prepared.clear(model)
+        assert torch.equal(model(**inputs).last_hidden_state, after)
+    if change != "to":
+        assert not torch.equal(before, after.to(before.dtype))
+
+
+def test_replaced_and_hooked_sub_modules_are_called(bert):
+    _, model = bert
+    model = copy.deepcopy(model)
+    inputs = batch("bert")
+    kept = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        expected = model(**inputs).last_hidden_state
+    seen = []
+    attention = model.layers()[1].attention
+    attention.self.query.register_forward_hook(lambda *a: seen.append("query"))
+    model.layers()[0].output.dense.register_forward_hook(lambda *a: seen.append("dense"))
+    model.layers()[2].output.LayerNorm.register_forward_hook(lambda *a: seen.append("norm"))
+    model.embeddings.word_embeddings.register_forward_hook(lambda *a: seen.append("word"))
+
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    value = attention.self.value
+    doubled = Doubled(48, 48)
+    doubled.weight.data, doubled.bias.data = value.weight.data / 2, value.bias.data / 2
+    attention.self.value = doubled
+    with torch.no_grad():
+        close(model(**inputs).last_hidden_state[kept], expected[kept])
+    assert sorted(seen) == ["dense", "norm", "query", "word"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("training", [False, True])
+def test_autocast_matches_transformers_autocast(dtype, training):
+    hf = hf_model("bert", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model = ours(hf).train(training)
+    inputs = batch("bert")
+    kept = inputs["attention_mask"].bool()
+    truth = hf(**inputs).last_hidden_state[kept].double()
+    with torch.autocast("cpu", dtype=dtype), torch.set_grad_enabled(training):
+        expected = hf(**inputs).last_hidden_state
+        actual = model(**inputs).last_hidden_state
+    assert actual.dtype == expected.dtype
+    mine, theirs = ((x[kept].double() - truth).abs().mean().item() for x in (actual, expected))
+    assert mine <= 1.1 * theirs, f"mean error {mine:.3g}, transformers' {theirs:.3g}"
+    if training:
+        actual.float().square().sum().backward()
+        assert all(
+            p.grad is not None and p.grad.isfinite().all()
+            for k, p in model.named_parameters()
+            if "pooler" not in k
+        )
+
+
+def test_inference_mode_and_autograd_share_the_derived_weights():
+    model = ours(hf_model("bert"))
+    inputs = batch("bert")
+    with torch.inference_mode():
+        a = model(**inputs).last_hidden_state.clone()
+    with torch.no_grad():
+        b = model(**inputs).last_hidden_state
+    c = model(**inputs).last_hidden_state
+    assert torch.equal(a, b)
+    close(c.detach(), b, 1e-6)
+    c.sum().backward()
+
+
+_COMPILED = ("bert", "mpnet")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in _COMPILED else pytest.param(n, marks=pytest.mark.slow) for n in FAMILY_NAMES]
+)
+def test_compile_full_graph_dynamic(name):
+    torch._dynamo.reset()
+    model = ours(hf_model(name, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for seqlen in (40, 33, 12):
+        inputs = batch(name, seqlen=seqlen)
+        with torch.no_grad():
+            close(compiled(**inputs).last_hidden_state, model(**inputs).last_hidden_state, 5e-6)
+    inputs = batch(name, seqlen=25)
+    gradients = []
+    for m in (model, compiled):
+        model.zero_grad()
+        m(**inputs).last_hidden_state.square().sum().backward()
+        # a compiled graph may give zeros where eager gives None
+        gradients.append(
+            [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+        )
+    for a, b in zip(*gradients, strict=True):
+        close(a, b, 1e-4 * max(1.0, b.abs().max().item()))
+
+
+def test_compile_with_attentions_and_a_mask():
+    torch._dynamo.reset()
+    model = _small()
+    inputs = batch("bert", seqlen=20)
+    wanted = dict(output_attentions=True, output_hidden_states=True)
+    with torch.no_grad():
+        actual = torch.compile(model, fullgraph=True, backend="eager")(**inputs, **wanted)
+        expected = model(**inputs, **wanted)
+    for a, e in zip(actual.attentions, expected.attentions, strict=True):
+        close(a, e, 1e-6)
+    close(actual.hidden_states[1], expected.hidden_states[1], 5e-6)
+
+
+def test_compile_with_inductor():
+    torch._dynamo.reset()
+    model = _small()
+    compiled = torch.compile(model, fullgraph=True)
+    inputs = batch("bert", seqlen=20)
+    with torch.no_grad():
+        close(compiled(**inputs).last_hidden_state, model(**inputs).last_hidden_state, 5e-6)
+
+
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+def test_every_backend_gives_the_same_model(bert, backend):
+    hf, model = bert
+    inputs = batch("bert")
+    kept = inputs["attention_mask"].bool()
+    with torch.no_grad(), dispatch.use_backend(backend):
+        close(model(**inputs).last_hidden_state[kept], hf(**inputs).last_hidden_state[kept])
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(FAMILY_NAMES),
+    heads=st.integers(1, 4),
+    head_dim=st.sampled_from([8, 16, 20, 32]),
+    layers=st.integers(2, 4),
+    act=st.sampled_from(["gelu", "gelu_new", "relu", "silu"]),
+    seed=st.integers(0, 1000),
+)
+def test_random_configs_equal_transformers(name, heads, head_dim, layers, act, seed):
+    hf = hf_model(
+        name, seed=seed, hidden_size=heads * head_dim, num_attention_heads=heads, num_hidden_layers=layers,
+        intermediate_size=3 * head_dim + seed % 7 + 1, hidden_act=act,
+    )  # fmt: skip
+    model = ours(hf)
+    inputs = batch(name, seed=seed)
+    kept = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        # four layers of norms over 8 columns multiply rounding
+        close(model(**inputs).last_hidden_state[kept], hf(**inputs).last_hidden_state[kept], 1e-4)
+
+
+def test_many_lengths_leave_nothing_behind():
+    model = _small()
+    ids = torch.randint(5, 120, (2, 32))
+
+    def run(lengths):
+        with torch.no_grad():
+            for n in lengths:
+                model(ids[:, :n], torch.arange(n)[None] < torch.tensor([[n], [max(1, n - 3)]]))
+
+    run(range(1, 33))
+    kept = len(dispatch._resolved), len(prepared.held(model))
+    gc.collect()
+    tensors = sum(type(o) is torch.Tensor for o in gc.get_objects())
+    run(range(1, 33))
+    run(range(32, 0, -1))
+    gc.collect()
+    assert (len(dispatch._resolved), len(prepared.held(model))) == kept
+    assert sum(type(o) is torch.Tensor for o in gc.get_objects()) <= tensors
+
+
+def test_transformers_config_objects_are_understood():
+    hf = hf_model("roberta")
+    model = AutoModel.from_config(hf.config, add_pooling_layer=False)
+    assert type(model) is fastbert.RobertaModel
+    assert model.config == EncoderConfig.from_hf(hf.config)
+    assert not model.has_pooler
+    with pytest.raises(TypeError, match="config: expected an EncoderConfig, got dict"):
+        AutoModel.from_config({})
+
+
+def test_public_names():
+    assert fastbert.BertModel is BertModel
+    assert fastbert.RobertaModel.model_type == "roberta"

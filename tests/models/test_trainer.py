@@ -1,0 +1,543 @@
+"""Native models in other people's programs: transformers' Trainer and pipelines, accelerate, peft.
+
+The oracle is transformers' model of the same weights in the same program.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from torch.utils import _pytree
+
+import fastbert
+from fastbert.models import bert as models
+from fastbert.models import outputs
+from fastbert.models.heads import tasks as heads
+from fastbert.models.heads import vocabulary as vocabulary_heads
+from tests.support.hf_models import batch, hf_model
+from tests.support.model_pairs import build, inputs_for, labels_for
+
+NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+WORDS = [f"w{i}" for i in range(115)]
+
+
+@pytest.fixture
+def accelerate():
+    """accelerate keeps its precision for the whole process."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield accelerate
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from tokenizers import Tokenizer, pre_tokenizers, processors
+    from tokenizers.models import WordLevel
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = Tokenizer(WordLevel({t: i for i, t in enumerate(special + WORDS)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, model_max_length=48, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
+        sep_token="[SEP]", mask_token="[MASK]", padding_side="right", bos_token="[CLS]",
+    )  # fmt: skip
+
+
+def native(task: str = "ForSequenceClassification", **config) -> models.PreTrainedModel:
+    return build("bert", task, **{"num_hidden_layers": 2, "num_labels": 3, **NO_DROPOUT, **config})[1]
+
+
+def native_encoder() -> models.PreTrainedModel:
+    return fastbert.AutoModel.from_config(native().config)
+
+
+def rows(count: int, seed: int = 3) -> list[dict]:
+    """Sequences of several lengths whose label is told by their first word."""
+    g = torch.Generator().manual_seed(seed)
+    made = []
+    for i in range(count):
+        ids = torch.randint(8, 120, (int(torch.randint(3, 20, (), generator=g)),), generator=g)
+        made.append({"input_ids": [2, 5 + i % 3, *ids.tolist(), 3], "labels": i % 3, "text": "left out"})
+    return made
+
+
+def trainer_of(model, folder, tokenizer, **settings):
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=4, per_device_eval_batch_size=8, report_to="none",
+        use_cpu=True, disable_tqdm=True, seed=5, learning_rate=1e-3, logging_steps=1,
+        **{"max_steps": 8, "save_strategy": "no", **settings},
+    )  # fmt: skip
+    mlm = isinstance(model, vocabulary_heads.LMModel)
+    collate = (
+        transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.4)
+        if mlm
+        else transformers.DataCollatorWithPadding(tokenizer)
+    )
+    data = [{"input_ids": r["input_ids"]} if mlm else r for r in rows(24)]
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=data, eval_dataset=data[:12], processing_class=tokenizer,
+        data_collator=collate, compute_metrics=None if mlm else accuracy,
+    )  # fmt: skip
+    trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
+    return trainer
+
+
+def accuracy(prediction) -> dict[str, float]:
+    return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+
+def losses(trainer) -> torch.Tensor:
+    return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "grad_norm" in entry])
+
+
+def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> None:
+    theirs = b.state_dict()
+    assert a.state_dict().keys() == theirs.keys()
+    for name, tensor in a.state_dict().items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+# -- Trainer -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "tolerance"),
+    [
+        ({}, 1e-3),
+        ({"gradient_checkpointing": True}, 1e-3),
+        ({"bf16": True}, 0.08),
+        ({"gradient_accumulation_steps": 2, "max_steps": 4}, 1e-3),
+    ],
+    ids=["fp32", "checkpointing", "bf16", "accumulation"],
+)
+def test_classification_follows_the_stock_loss_curve(tmp_path, accelerate, tokenizer, settings, tolerance):
+    model = native()
+    stock = hf_model(
+        "bert",
+        transformers.AutoModelForSequenceClassification,
+        num_hidden_layers=2,
+        num_labels=3,
+        **NO_DROPOUT,
+    )
+    same_weights(model, stock)
+    expected = trainer_of(stock, tmp_path / "stock", tokenizer, **settings)
+    trainer = trainer_of(model, tmp_path / "native", tokenizer, **settings)
+    assert trainer.label_names == ["labels"]
+    assert not trainer.model_accepts_loss_kwargs
+    expected.train()
+    trainer.train()
+    # stock tells the Trainer that its loss is scaled for accumulation and does not scale it: a sum is logged
+    steps = settings.get("gradient_accumulation_steps", 1)
+    assert (losses(trainer) - losses(expected) / steps).abs().max() <= tolerance
+    assert model.is_gradient_checkpointing is bool(settings.get("gradient_checkpointing"))
+    found, wanted = trainer.evaluate(), expected.evaluate()
+    assert found["eval_accuracy"] == pytest.approx(wanted["eval_accuracy"], abs=0.1)
+    assert found["eval_loss"] == pytest.approx(wanted["eval_loss"], abs=max(tolerance, 1e-2))
+    predictions = trainer.predict(trainer.eval_dataset)
+    assert predictions.predictions.shape == (12, 3)
+    assert predictions.predictions.dtype == "float32"
+    assert predictions.label_ids.tolist() == [i % 3 for i in range(12)]
+    assert predictions.metrics["test_accuracy"] == found["eval_accuracy"]
+
+
+def test_checkpoints_reload_and_resume(tmp_path, accelerate, tokenizer):
+    settings = {
+        "save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4,
+        "load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 3,
+    }  # fmt: skip
+    whole = native()
+    trainer = trainer_of(whole, tmp_path / "a", tokenizer, **settings)
+    trainer.train()
+    best = trainer.state.best_model_checkpoint
+    assert best is not None
+    same_weights(whole, fastbert.AutoModelForSequenceClassification.from_pretrained(best))
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "trainer_state.json"):
+        assert (tmp_path / "a" / "checkpoint-8" / name).is_file()
+    last = fastbert.BertForSequenceClassification.from_pretrained(tmp_path / "a" / "checkpoint-8")
+    same_weights(
+        last, transformers.BertForSequenceClassification.from_pretrained(tmp_path / "a/checkpoint-8")
+    )
+    assert last.config.id2label == whole.config.id2label
+    assert last.name_or_path == str(tmp_path / "a" / "checkpoint-8")
+
+    resumed = trainer_of(native(), tmp_path / "a", tokenizer, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
+    assert torch.equal(losses(resumed)[-4:], losses(trainer)[-4:])
+    trainer.save_model(str(tmp_path / "end"))
+    same_weights(whole, fastbert.BertForSequenceClassification.from_pretrained(tmp_path / "end"))
+    trainer.create_model_card(model_name="x")
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_masked_lm_with_the_data_collator(tmp_path, accelerate, tokenizer, bf16, caplog):
+    model = native("ForMaskedLM")
+    trainer = trainer_of(model, tmp_path, tokenizer, bf16=bf16, save_strategy="steps", save_steps=4)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < losses(trainer)[0] + 1
+    assert trainer.predict(trainer.eval_dataset).predictions.shape[2] == 120
+    folder = tmp_path / "checkpoint-8"
+    for cls in (fastbert.BertForMaskedLM, transformers.BertForMaskedLM):
+        reloaded = cls.from_pretrained(folder)
+        same_weights(model, reloaded)
+        assert reloaded.get_output_embeddings().weight is reloaded.get_input_embeddings().weight
+    resumed = trainer_of(native("ForMaskedLM"), tmp_path, tokenizer, bf16=bf16)
+    caplog.clear()
+    with caplog.at_level("WARNING"):
+        resumed.train(resume_from_checkpoint=str(folder))
+    assert "missing keys" not in caplog.text
+    same_weights(model, resumed.model)
+    assert resumed.model.cls.predictions.decoder.weight is resumed.model.get_input_embeddings().weight
+
+
+def test_a_loop_that_measures_accuracy_while_it_trains(accelerate):
+    """By hand, under accelerate in bf16; the logits are touched before the step."""
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    native_model = native("ForMaskedLM")
+    model, optimizer = accelerator.prepare(native_model, torch.optim.SGD(native_model.parameters(), 0.1))
+    model.train()
+    inputs = inputs_for("bert", "ForMaskedLM")
+    inputs |= labels_for(native_model, inputs)
+    plain = model(**inputs)
+    assert type(plain) is outputs.LogitsOutput
+    assert plain.loss.dtype == plain.logits.dtype == torch.float32
+    assert not plain.logits.is_computed
+    right = []
+    for _ in range(3):
+        output = model(**inputs)
+        accelerator.backward(output.loss)
+        counted = inputs["labels"] != -100
+        logits = accelerator.gather_for_metrics(output.logits)
+        right.append((logits.argmax(-1) == inputs["labels"])[counted].float().mean().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert right[-1] > right[0]
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_ddp_neither_computes_nor_breaks_deferred_logits(tmp_path, find_unused):
+    """DDP looks through the outputs for tensors; the Trainer lets it look for unused parameters."""
+    from torch import distributed
+
+    model = native("ForMaskedLM").train()
+    inputs = inputs_for("bert", "ForMaskedLM")
+    inputs |= labels_for(model, inputs)
+    expected = model(**inputs, output_logits=True)
+    expected.loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        ddp = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=find_unused)
+        output = ddp(**inputs)
+        assert type(output) is outputs.LogitsOutput
+        assert not output.logits.is_computed
+        output.loss.backward()
+        assert not output.logits.is_computed
+        assert torch.equal(output.logits, expected.logits)
+    finally:
+        distributed.destroy_process_group()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, grads[name])
+
+
+# -- accelerate ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ["ForSequenceClassification", "ForMaskedLM", "Model"])
+def test_prepared_in_bf16_unwrapped_and_saved(tmp_path, accelerate, task):
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    stock = hf_model(
+        "bert", getattr(transformers, "AutoModel" + task.removeprefix("Model")), num_hidden_layers=2
+    )
+    stock.save_pretrained(tmp_path / "stock")
+    model = getattr(fastbert, "AutoModel" + task.removeprefix("Model")).from_pretrained(tmp_path / "stock")
+    prepared = accelerator.prepare(model)
+    inputs = inputs_for("bert", "ForSequenceClassification")
+    with torch.no_grad():
+        found, exact = prepared(**inputs)[0], stock(**inputs)[0]
+    kept = inputs["attention_mask"].bool() if found.dim() == 3 else slice(None)
+    assert found.dtype == torch.float32
+    error = (found[kept] - exact[kept]).norm() / exact[kept].norm()
+    assert 1e-4 < error < 0.02  # bf16's
+    state = accelerator.get_state_dict(prepared)
+    plain = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    assert plain is model
+    plain.save_pretrained(
+        tmp_path / "a", is_main_process=accelerator.is_main_process, save_function=accelerator.save,
+        state_dict=state,
+    )  # fmt: skip
+    same_weights(type(model).from_pretrained(tmp_path / "a"), stock)
+    accelerator.save_model(model, tmp_path / "b")  # weights alone, as for any model
+    model.config.save_pretrained(tmp_path / "b")
+    same_weights(type(model).from_pretrained(tmp_path / "b"), stock)
+    same_weights(type(stock).from_pretrained(tmp_path / "b"), stock)
+
+
+# -- pipelines -----------------------------------------------------------------------------------------------
+
+TEXTS = ["w3 w4 w5 w6", "w9 w10 w11 w12 w13 w14 w15"]
+
+
+@pytest.mark.parametrize(
+    ("name", "auto", "texts", "options"),
+    [
+        ("feature-extraction", "AutoModel", TEXTS, {}),
+        ("text-classification", "AutoModelForSequenceClassification", TEXTS, {"top_k": None}),
+        ("token-classification", "AutoModelForTokenClassification", TEXTS, {"ignore_labels": []}),
+        ("fill-mask", "AutoModelForMaskedLM", ["w3 [MASK] w5", "w7 w8 w9 w10 [MASK] w12"], {"top_k": 4}),
+        ("zero-shot-classification", "AutoModelForSequenceClassification", TEXTS, {}),
+    ],
+)
+def test_pipelines_say_what_they_say_of_the_stock_model(
+    tmp_path, tokenizer, name, auto, texts, options, caplog
+):
+    labels = {
+        "label2id": {"contradiction": 0, "entailment": 1},
+        "id2label": {0: "contradiction", 1: "entailment"},
+    }
+    stock = hf_model("bert", getattr(transformers, auto), num_hidden_layers=2, **labels)
+    stock.save_pretrained(tmp_path)
+    model = getattr(fastbert, auto).from_pretrained(tmp_path)
+    call = {"candidate_labels": ["w20", "w21 w22"], "hypothesis_template": "w1 {}"} if "zero" in name else {}
+    answers = []
+    for m in (stock, model):
+        with caplog.at_level("ERROR"):
+            pipe = transformers.pipeline(name, model=m, tokenizer=tokenizer, device="cpu", **options)
+        answers.append([pipe(texts, **call), pipe(texts, batch_size=2, **call)])
+        assert type(m).__name__ in repr(pipe)
+    assert "is not supported" not in caplog.text
+    expected, spec = _pytree.tree_flatten(answers[0])
+    found, own = _pytree.tree_flatten(answers[1])
+    if name == "feature-extraction":  # stock gives the padding of a batch numbers
+        expected, spec = _pytree.tree_flatten(answers[0][0])
+        found, own = _pytree.tree_flatten(answers[1][0])
+    assert own == spec
+    for a, e in zip(found, expected, strict=True):
+        assert a == (e if isinstance(e, (int, str)) else pytest.approx(e, abs=1e-4))
+
+
+# -- what isinstance says ------------------------------------------------------------------------------------
+
+
+def test_models_and_outputs_pass_for_those_of_transformers():
+    model = native("ForMaskedLM")
+    output = model(**batch("bert"))
+    for thing, theirs in (
+        (model, transformers.PreTrainedModel),
+        (output, transformers.utils.ModelOutput),
+    ):
+        assert isinstance(thing, theirs)
+        assert isinstance(thing, (type(thing), models.PreTrainedModel, outputs.ModelOutput))
+        assert not issubclass(type(thing), theirs)
+        assert thing.__class__.__name__ == type(thing).__name__
+        assert thing.__class__ is thing.__class__
+        assert issubclass(thing.__class__, type(thing))
+    assert not isinstance(model, (transformers.BertForMaskedLM, transformers.PreTrainedConfig))
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.__class__(model.config)):
+        assert type(made) is type(model)
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        made = pickle.loads(pickle.dumps(model, protocol))
+        assert type(made) is type(model)
+        same_weights(made, model)
+        assert type(pickle.loads(pickle.dumps(output, protocol))) is outputs.LogitsOutput
+    for made in (
+        copy.copy(output),
+        pickle.loads(pickle.dumps(output)),
+        output.__class__(logits=output.logits),
+    ):
+        assert type(made) is outputs.LogitsOutput
+        assert torch.equal(made.logits, output.logits)
+
+    class Sub(model.__class__):
+        """As FSDP makes one of any module's class."""
+
+    assert Sub.__mro__[1] is type(model)
+    assert type(Sub) is type
+    before = model.__class__
+    model.__class__ = Sub
+    assert type(model) is Sub
+    assert isinstance(model, transformers.PreTrainedModel)
+    model.__class__ = before
+    assert type(model) is heads.BertForMaskedLM
+
+
+def test_nothing_of_transformers_is_imported():
+    code = """
+import sys, torch, fastbert
+model = fastbert.BertModel(fastbert.BertConfig(hidden_size=32, num_attention_heads=2, intermediate_size=32,
+                                               num_hidden_layers=1, vocab_size=20))
+output = model(torch.ones(1, 3, dtype=torch.long))
+assert model.__class__ is type(model) and output.__class__ is type(output)
+assert isinstance(model, torch.nn.Module) and isinstance(output, dict)
+assert not {"transformers", "accelerate", "peft"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_accelerate_is_told_apart_from_transformers_models():
+    from fastbert.acceleration import interface
+
+    with pytest.raises(TypeError, match=r"model: expected a transformers.PreTrainedModel, got BertModel"):
+        interface._parts(native_encoder())
+
+
+# -- outputs -------------------------------------------------------------------------------------------------
+
+
+def test_outputs_behave_as_those_of_transformers():
+    x, y, z = torch.ones(()), torch.ones(2, 3), (torch.ones(1),)
+    mine = outputs.LogitsOutput(x, y, hidden_states=z)
+    theirs = transformers.modeling_outputs.MaskedLMOutput(x, y, hidden_states=z)
+    for ask in (
+        lambda o: list(o), lambda o: list(o.keys()), lambda o: [id(v) for v in o.values()], len,
+        lambda o: [(k, id(v)) for k, v in o.items()], lambda o: id(o["logits"]), lambda o: id(o.logits),
+        lambda o: id(o[0]), lambda o: id(o[-1]), lambda o: [id(v) for v in o[:2]], lambda o: o.attentions,
+        lambda o: [id(v) for v in o.to_tuple()], lambda o: "attentions" in o, lambda o: o.get("loss", 7),
+        lambda o: o.get("attentions", 7),
+        lambda o: [id(v) for v in _pytree.tree_leaves(o)], lambda o: isinstance(o, dict),
+        lambda o: [*map(id, (lambda loss, logits, states: (loss, logits, states))(*o[:]))],
+    ):  # fmt: skip
+        assert ask(mine) == ask(theirs)
+    for wrong in (lambda o: o["attentions"], lambda o: o["nothing"], lambda o: o[3]):
+        for o in (mine, theirs):
+            with pytest.raises((KeyError, IndexError)):
+                wrong(o)
+    for wrong in (
+        lambda o: o.pop("loss"), lambda o: o.update(loss=y), lambda o: o.__delitem__("loss"),
+        lambda o: o.setdefault("loss", y), lambda o: o.popitem(), lambda o: o.clear(),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match="LogitsOutput: its fields cannot be removed"):
+            wrong(mine)
+    for o in (mine, theirs):  # as the fill-mask pipeline does
+        o["input_ids"] = y
+        assert o["input_ids"] is o.input_ids is o[3] is y
+        o["input_ids"] = x
+        assert o["input_ids"] is o.input_ids is o[3] is x
+    for made in (copy.copy(mine), _pytree.tree_map(lambda t: t, mine)):
+        assert list(made) == list(mine)
+        assert made.input_ids is x
+    mine = outputs.LogitsOutput(x, y, hidden_states=z)
+
+    mine.logits = mine["loss"] = z[0]
+    assert mine[0] is mine[1] is mine.loss is mine["logits"] is z[0]
+    mine.loss = None
+    assert list(mine) == ["logits", "hidden_states"]
+    mine.loss = x  # back in the place of the field
+    assert list(mine) == ["loss", "logits", "hidden_states"]
+    mapped = _pytree.tree_map(lambda t: t + 1, mine)
+    assert type(mapped) is outputs.LogitsOutput
+    assert mapped.loss == 2
+
+
+def test_an_output_is_made_from_a_mapping_as_accelerate_makes_it():
+    from accelerate.utils import convert_to_fp32, send_to_device
+
+    half = outputs.LogitsOutput(
+        None, torch.ones(2, dtype=torch.bfloat16), (torch.ones(1).half(), torch.ones(1))
+    )
+    for made in (convert_to_fp32(half), send_to_device(convert_to_fp32(half), "cpu")):
+        assert type(made) is outputs.LogitsOutput
+        assert list(made) == ["logits", "hidden_states"]
+        assert made.loss is None
+        assert made.logits.dtype == made.hidden_states[0].dtype == torch.float32
+    with pytest.raises(TypeError, match=r"LogitsOutput: expected a mapping of its fields .* got \['other'\]"):
+        outputs.LogitsOutput({"other": 1})
+    with pytest.raises(TypeError, match=r"got \['loss'\] beside \['logits'\]"):
+        outputs.LogitsOutput({"loss": 1}, torch.ones(1))
+
+
+# -- config --------------------------------------------------------------------------------------------------
+
+
+def test_config_answers_what_transformers_asks(tmp_path):
+    config = fastbert.EncoderConfig(num_hidden_layers=3, eos_token_id=3, attention_probs_dropout_prob=0.2)
+    assert config.get_text_config() is config.get_text_config(decoder=True) is config
+    assert config.is_encoder_decoder is False
+    assert config.bos_token_id is config.architectures is config.dtype is None
+    assert (config.eos_token_id, config.use_return_dict, config.name_or_path) == (3, True, "")
+    assert config.to_diff_dict() == {
+        "model_type": "bert", "num_hidden_layers": 3, "eos_token_id": 3, "attention_probs_dropout_prob": 0.2
+    }  # fmt: skip
+    assert json.loads(config.to_json_string(use_diff=True)) == config.to_diff_dict()
+    other = fastbert.EncoderConfig("distilbert", num_hidden_layers=3)
+    assert other.to_diff_dict() == {"model_type": "distilbert", "n_layers": 3}
+    assert json.loads(config.to_json_string()) == config.to_dict()
+    config.name_or_path = "before"
+    config.update({"num_labels": 4, "hidden_size": 96})
+    assert config.name_or_path == "before"
+    assert (config.num_labels, config.hidden_size, config.num_hidden_layers) == (4, 96, 3)
+    with pytest.raises(ValueError, match="num_attention_heads: 12 heads do not divide hidden_size 97"):
+        config.update({"hidden_size": 97, "num_labels": 5})
+    assert (config.num_labels, config.hidden_size) == (4, 96)
+    config.name_or_path = "somewhere"
+    config.save_pretrained(tmp_path)
+    assert "somewhere" not in (tmp_path / "config.json").read_text()
+    config.to_json_file(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text() == (tmp_path / "config.json").read_text()
+    again = fastbert.AutoConfig.from_pretrained(tmp_path)
+    assert again == config
+    assert again.name_or_path == str(tmp_path)
+    assert again.num_labels == transformers.AutoConfig.from_pretrained(tmp_path).num_labels == 4
+    with pytest.raises(ValueError, match=r"push_to_hub: True is not supported, .*upload_folder"):
+        config.save_pretrained(tmp_path, push_to_hub=True)
+
+
+@pytest.mark.parametrize("name", ["distilbert", "albert", "mpnet"])
+def test_auto_config(tmp_path, name):
+    stock = hf_model(name)
+    stock.save_pretrained(tmp_path / "sub")
+    config = fastbert.AutoConfig.from_pretrained(tmp_path, subfolder="sub", num_labels=7)
+    assert type(config) is fastbert.EncoderConfig
+    assert (config.model_type, config.hidden_size, config.num_labels) == (name, 48, 7)
+    assert type(fastbert.AutoModel.from_config(config)).__name__ == type(stock).__name__
+    assert fastbert.AutoConfig.for_model(name, num_labels=4) == fastbert.EncoderConfig(name, num_labels=4)
+    with pytest.raises(ValueError, match="trust_remote_code: True is not supported"):
+        fastbert.AutoConfig.from_pretrained(tmp_path / "sub", trust_remote_code=True)
+    with pytest.raises(fastbert.CheckpointError, match="has no folder 'other', which subfolder names"):
+        fastbert.AutoConfig.from_pretrained(tmp_path, subfolder="other")
+    with pytest.raises(TypeError, match="AutoConfig: use from_pretrained"):
+        fastbert.AutoConfig()
+
+
+def test_what_is_absent_says_so():
+    model = native_encoder()
+    with pytest.raises(NotImplementedError, match=r"push_to_hub: .* huggingface_hub.upload_folder"):
+        model.push_to_hub("me/model")
+    assert model.can_generate() is False
+    model.add_model_tags("a")
+    model.add_model_tags(["b", "a"])
+    assert model.model_tags == ["a", "b"]
+    assert type(model).model_tags is None
+
+
+# -- peft ----------------------------------------------------------------------------------------------------
+
+
+def test_lora_on_a_masked_lm(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = native("ForMaskedLM").train()
+    inputs = inputs_for("bert", "ForMaskedLM")
+    inputs |= labels_for(model, inputs)
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    )
+    assert not any("decoder" in name for name, _ in adapted.named_parameters() if "lora" in name)
+    output = adapted(**inputs)
+    output.loss.backward()
+    expected = adapted(**inputs, output_logits=True).logits
+    assert torch.equal(output.logits, expected)
+    adapted.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(native("ForMaskedLM"), tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(again.eval()(**inputs).logits, adapted.eval()(**inputs).logits)

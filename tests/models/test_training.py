@@ -1,0 +1,571 @@
+"""Training: what people do around a step, against transformers, against eager, or against the step itself."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.func import functional_call
+
+from fastbert.layers.encoder import EncoderLayer, Sequences
+from fastbert.models.bert import BertModel
+from fastbert.models.config import EncoderConfig
+from fastbert.runtime import dispatch
+from tests.models.test_heads import CASES, build, inputs_for, labels_for
+from tests.support import processes
+from tests.support.accelerate_workers import worst_gradient
+from tests.support.hf_models import batch, hf_model
+
+NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+DROPOUT = dict(hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
+HALF = (torch.bfloat16, torch.float16)
+
+
+def trained(task: str, name: str = "bert", **config) -> torch.nn.Module:
+    """Our model in training, the same weights at every call."""
+    return build(name, task, **{"num_hidden_layers": 2, **DROPOUT, **config})[1].train()
+
+
+def example(model: torch.nn.Module, task: str, seed: int = 0, **sizes) -> dict[str, torch.Tensor]:
+    """A padded batch with its labels."""
+    inputs = inputs_for(model.config.model_type, task, seed=seed, **sizes)
+    return inputs | labels_for(model, inputs, seed)
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of every gradient there is, by name; they are cleared."""
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def step(model: torch.nn.Module, inputs: dict, seed: int = 3, scale: float = 1.0) -> dict[str, torch.Tensor]:
+    """The gradients of one batch; `seed` decides the dropout."""
+    torch.manual_seed(seed)
+    (model(**inputs).loss * scale).backward()
+    return gradients(model)
+
+
+def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """The same names, bit-equal gradients."""
+    assert actual.keys() == expected.keys()
+    assert [name for name, g in expected.items() if not torch.equal(actual[name], g)] == []
+
+
+def error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The error of all gradients as one vector, beside its length."""
+    assert actual.keys() == expected.keys()
+    wrong = torch.stack([(actual[name].double() - g.double()).norm() for name, g in expected.items()])
+    return (wrong.norm() / torch.stack([g.double().norm() for g in expected.values()]).norm()).item()
+
+
+def a_layer(dtype: torch.dtype = torch.float32, **config) -> EncoderLayer:
+    """One layer at unit scale, in training, with dropout."""
+    sizes = dict(hidden_size=24, num_attention_heads=3, intermediate_size=40) | DROPOUT | config
+    torch.manual_seed(0)
+    layer = EncoderLayer(EncoderConfig(model_type="bert", **sizes)).to(dtype).train()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, 0.2, 1.5 / parameter.shape[-1] ** 0.5)
+    return layer
+
+
+def some_tokens(width: int = 24, dtype: torch.dtype = torch.float32, seed: int = 5, **more):
+    """(hidden (14, width), Sequences of lengths 5, 0 and 9)."""
+    hidden = torch.randn(14, width, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    ends = torch.tensor([0, 5, 5, 14], dtype=torch.int32)
+    return hidden, Sequences(ends, 9, seed=torch.tensor([seed]), **more)
+
+
+# -- autocast ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ["ForMaskedLM", "ForSequenceClassification"])
+@pytest.mark.parametrize("dtype", HALF)
+def test_autocast_gradients_are_no_worse_than_transformers_own(task, dtype):
+    hf, model = build("bert", task, **NO_DROPOUT)
+    mine, theirs = [], []
+    for seed in range(4):
+        inputs = example(model, task, seed)
+        truth = step(copy.deepcopy(hf).double(), inputs)
+        found = []
+        for module in (model, hf):
+            with torch.autocast("cpu", dtype):
+                loss = module.train()(**inputs).loss
+            assert loss.dtype == torch.float32
+            (loss * 1024).backward()  # as a GradScaler does
+            found.append({name: g / 1024 for name, g in gradients(module).items()})
+        assert all(g.dtype == torch.float32 for g in found[0].values())
+        mine.append(error(found[0], truth))
+        theirs.append(error(found[1], truth))
+    assert sum(mine) <= 1.1 * sum(theirs), f"{mine} against {theirs}"
+
+
+def scaled_steps(model: torch.nn.Module, scaler: torch.amp.GradScaler, steps: int, half: bool) -> list[float]:
+    """The losses of some AdamW steps with clipping, in float16 autocast or without."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    losses = []
+    for seed in range(steps):
+        torch.manual_seed(seed)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16, enabled=half):
+            loss = model(**example(model, "ForSequenceClassification", seed % 2)).loss
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    return losses
+
+
+def test_float16_with_a_grad_scaler_follows_float32():
+    curves = []
+    for half in (True, False):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, enabled=half)
+        curves.append(torch.tensor(scaled_steps(trained("ForSequenceClassification"), scaler, 10, half)))
+        assert not half or scaler.get_scale() == 2.0**12  # no step was skipped
+    assert (curves[0] - curves[1]).abs().max() <= 0.02 * curves[1].max()
+    assert curves[0][-2:].mean() < 0.7 * curves[0][:2].mean()
+    assert not torch.equal(*curves)
+
+
+def test_a_grad_scaler_skips_gradients_that_overflow():
+    model = trained("ForSequenceClassification")
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    scaled_steps(model, scaler, 1, True)
+    assert scaler.get_scale() == 2.0**39
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    scaler.update(2.0**12)
+    scaled_steps(model, scaler, 1, True)
+    assert scaler.get_scale() == 2.0**12
+    assert not torch.equal(model.classifier.weight, before["classifier.weight"])
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+# -- torch.compile -------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_layer_trains_with_the_masks_of_eager():
+    torch._dynamo.reset()
+    layer, counter = a_layer(), CompileCounterWithBackend("inductor")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    hidden, sequences = some_tokens()
+    hidden.requires_grad_()
+    outputs = []
+    for seed in (5, 6, -(2**40)):  # a tensor's content: what is recorded once draws another mask
+        sequences.seed.fill_(seed)
+        found = []
+        for module in (compiled, layer):
+            out = module(hidden, sequences)[0]
+            found.append([out, *torch.autograd.grad(out.square().sum(), [hidden, *layer.parameters()])])
+        for actual, expected in zip(*found, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5 * expected.abs().max().item())
+        outputs.append(found[0][0])
+    assert not torch.allclose(outputs[0], outputs[1])
+    assert not torch.allclose(outputs[0], outputs[2])
+    assert counter.frame_count == 1
+
+
+def test_a_compiled_model_draws_a_new_mask_at_every_call():
+    torch._dynamo.reset()
+    model = trained("ForSequenceClassification", num_hidden_layers=1, classifier_dropout=0.0)
+    inputs = example(model, "ForSequenceClassification")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    losses = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        expected, actual = [model(**inputs).loss for _ in range(2)], []
+        grads = [torch.autograd.grad(loss, model.parameters()) for loss in expected]
+        torch.manual_seed(seed)
+        for i in range(2):
+            loss = compiled(**inputs).loss
+            actual.append(loss.item())
+            for a, e in zip(torch.autograd.grad(loss, model.parameters()), grads[i], strict=True):
+                torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+        assert actual == pytest.approx([loss.item() for loss in expected], rel=1e-5)
+        losses += actual
+    assert len(set(losses)) == 4
+
+
+# -- the graph -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_gradcheck_of_a_layer(dropout):
+    layer = a_layer(
+        torch.float64, hidden_size=4, num_attention_heads=2, intermediate_size=5,
+        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+    )  # fmt: skip
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+    g = torch.Generator().manual_seed(2)
+    hidden = torch.randn(5, 4, dtype=torch.float64, generator=g).requires_grad_()
+    bias = torch.randn(1, 2, 3, 3, dtype=torch.float64, generator=g).requires_grad_()
+    gate = torch.rand(2, dtype=torch.float64, generator=g).requires_grad_()
+    ends, seed = torch.tensor([0, 3, 3, 5], dtype=torch.int32), torch.tensor([9])
+
+    def run(hidden, bias, gate, *values):
+        arguments = (hidden, Sequences(ends, 3, bias=bias, seed=seed), gate)
+        return functional_call(layer, dict(zip(names, values, strict=True)), arguments)[0]
+
+    with dispatch.use_backend("reference"):
+        assert torch.autograd.gradcheck(run, (hidden, bias, gate, *parameters))
+
+
+def test_a_layer_used_twice_in_one_graph():
+    layer = a_layer()
+    first, second = copy.deepcopy(layer), copy.deepcopy(layer)
+    hidden, sequences = some_tokens()
+    layer(layer(hidden, sequences)[0], sequences)[0].square().sum().backward()
+    second(first(hidden, sequences)[0], sequences)[0].square().sum().backward()
+    apart = [gradients(m) for m in (first, second)]
+    same(gradients(layer), {name: g + apart[1][name] for name, g in apart[0].items()})
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_model_called_twice_in_one_graph(checkpointing):
+    """As sentence pairs are trained: two calls, two masks, one backward."""
+    model = trained("ForSequenceClassification")
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    pair = [example(model, "ForSequenceClassification", seed, seqlen=12 + seed) for seed in range(2)]
+    torch.manual_seed(0)
+    sum(model(**inputs).loss for inputs in pair).backward()
+    together = gradients(model)
+    torch.manual_seed(0)
+    for inputs in pair:
+        model(**inputs).loss.backward()
+    same(together, gradients(model))
+
+
+@pytest.mark.parametrize("task", ["ForMaskedLM", "ForSequenceClassification"])
+def test_micro_batches_add_up(task):
+    hf, model = build("bert", task, **NO_DROPOUT)
+    parts = [example(model, task, seed, batch_size=3 + seed, seqlen=10 + 3 * seed) for seed in range(3)]
+    apart = [step(model.train(), inputs) for inputs in parts]
+    total = {name: apart[0][name] + apart[1][name] + apart[2][name] for name in apart[0]}
+    for module in (model, hf.train()):
+        for inputs in parts:
+            module(**inputs).loss.backward()
+    accumulated = gradients(model)
+    same(accumulated, total)
+    assert worst_gradient(accumulated, gradients(hf))[0] <= 1e-4
+
+
+LAYOUTS = {
+    "transposed": lambda dy: dy.t().contiguous().t(),
+    "columns of a wider one": lambda dy: torch.cat((dy, dy), 1)[:, : dy.shape[1]],
+    "every other row": lambda dy: dy.repeat_interleave(2, 0)[::2],
+    "every other column": lambda dy: dy.repeat_interleave(2, 1)[:, ::2],
+    "one row for all": lambda dy: dy[:1].expand_as(dy),
+    "one column for all": lambda dy: dy[:, :1].expand_as(dy),
+    "one number": lambda dy: dy[0, 0].expand_as(dy),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", [None, "aten", "reference"])
+def test_layouts_of_the_incoming_gradient(layout, backend):
+    layer = a_layer()
+    hidden, sequences = some_tokens()
+    hidden.requires_grad_()
+    dy = LAYOUTS[layout](torch.randn(14, 24, generator=torch.Generator().manual_seed(3)))
+    assert not dy.is_contiguous()
+    with dispatch.use_backend(backend):
+        out = layer(hidden, sequences)[0]
+        leaves = [hidden, *layer.parameters()]
+        actual = torch.autograd.grad(out, leaves, dy, retain_graph=True)
+        expected = torch.autograd.grad(out, leaves, dy.contiguous())
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("form", ["padded", "pooled", "packed"])
+def test_layouts_of_the_gradient_of_a_models_output(form):
+    model = BertModel(EncoderConfig.from_hf(hf_model("bert", num_hidden_layers=1, **DROPOUT).config)).train()
+    inputs = batch("bert", seqlen=12)
+    inputs["attention_mask"][:, 0] = 1
+
+    def run():
+        torch.manual_seed(1)
+        if form == "packed":
+            ends = torch.tensor([0, 5, 12], dtype=torch.int32)
+            return model.forward_packed(inputs["input_ids"][0], ends, 7)
+        output = model(**inputs)
+        return output.last_hidden_state if form == "padded" else output.pooler_output
+
+    run().sum().backward()  # an expanded gradient
+    expanded = gradients(model)
+    out = run()
+    out.backward(torch.ones_like(out))
+    same(expanded, gradients(model))
+    out = run()
+    out.backward(torch.ones(out.shape[::-1]).permute(*reversed(range(out.dim()))))
+    same(expanded, gradients(model))
+
+
+@pytest.mark.parametrize("task", ["ForMaskedLM", "ForSequenceClassification", "ForQuestionAnswering"])
+@pytest.mark.parametrize("dtype", [None, *HALF])
+def test_checkpointing_changes_no_bit(task, dtype):
+    model = trained(task)
+    inputs = example(model, task)
+    found = []
+    for enable in (False, True):
+        if enable:
+            model.gradient_checkpointing_enable()
+        torch.manual_seed(8)
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss = model(**inputs).loss
+        torch.rand(3)  # what draws between forward and backward must not change the masks
+        loss.backward()
+        found.append(gradients(model))
+    same(*found)
+    assert not any(torch.equal(g, step(model, inputs, 9)[name]) for name, g in found[0].items() if g.any())
+
+
+# -- what is not trained -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """(function, arguments) of every launch, in order."""
+    seen, original = [], dispatch.call
+
+    def call(function, key, *args):
+        seen.append((function.split()[0], args))
+        return original(function, key, *args)
+
+    monkeypatch.setattr(dispatch, "call", call)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["bert", "albert"])
+def test_every_dropout_of_a_step_has_a_call_site_of_its_own(launches, name):
+    """In a layer that is shared, too; and backward asks for the bits that forward took."""
+    model = trained("ForTokenClassification", name, classifier_dropout_prob=0.0)
+    model(**example(model, "ForTokenClassification")).loss.backward()
+    forward = {"embedding_fwd": 12, "attention_fwd": 11, "layer_norm_fwd": 8}  # where an op has its offset
+    backward = {"embedding_bwd": 14, "attention_bwd": 14, "layer_norm_bwd": 7}
+    taken, asked = (
+        [(op[:-4], args[where[op]]) for op, args in launches if op in where] for where in (forward, backward)
+    )
+    assert sorted(offset for _, offset in taken) == list(range(1 + 2 * EncoderLayer.SITES))
+    assert sorted(asked) == sorted(taken)
+    seeds = {a.item() for op, args in launches if op in forward | backward for a in args if is_seed(a)}
+    assert len(seeds) == 1
+
+
+def is_seed(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.shape == (1,)
+
+
+def freeze(model: torch.nn.Module, what: str) -> None:
+    for name, parameter in model.named_parameters():
+        frozen = {
+            "encoder": name.startswith("bert."),
+            "lower half": name.startswith(("bert.embeddings.", "bert.encoder.layer.0.")),
+            "all but biases": not name.endswith("bias"),
+            "word table": "word_embeddings" in name,
+            "all": True,
+            "nothing": False,
+        }[what]
+        parameter.requires_grad_(not frozen)
+
+
+def test_a_frozen_encoder_saves_nothing_and_has_no_backward(launches):
+    model = trained("ForSequenceClassification")
+    freeze(model, "encoder")
+    loss = model(**example(model, "ForSequenceClassification")).loss
+    saves = [args[-1] for name, args in launches if name in ("layer_norm_fwd", "embedding_fwd")]
+    assert saves == [False] * 5
+    assert not any(args[5] for name, args in launches if name == "linear_fwd" and args[1].shape[0] > 5)
+    del launches[:]
+    loss.backward()
+    (name, _), (last, needs) = launches
+    assert (name, last) == ("cross_entropy_bwd", "linear_bwd")
+    assert needs[-3:] == (False, True, True)
+    assert {n for n, p in model.named_parameters() if p.grad is not None} == {
+        "classifier.weight", "classifier.bias",
+    }  # fmt: skip
+
+
+def test_nothing_needless_below_the_lowest_trained_layer(launches):
+    model = trained("ForSequenceClassification")
+    freeze(model, "lower half")
+    loss = model(**example(model, "ForSequenceClassification")).loss
+    del launches[:]
+    loss.backward()
+    assert Counter(name for name, _ in launches) == {
+        "cross_entropy_bwd": 1, "linear_bwd": 6 + 2, "layer_norm_bwd": 2, "attention_bwd": 1,
+    }  # fmt: skip
+    needs = [args[-3:] for name, args in launches if name == "linear_bwd"]
+    assert Counter(need_dx for need_dx, _, _ in needs) == {True: 5, False: 3}  # query, key and value
+    assert all(need_dweight for _, need_dweight, _ in needs)
+    assert [args[-5:] for name, args in launches if name == "attention_bwd"] == [(True,) * 3 + (False,) * 2]
+    # (need_dx, need_dweight, need_dxbias, need_dresidual): below the attention's norm none of the last
+    assert [args[-4:] for name, args in launches if name == "layer_norm_bwd"] == [
+        (True, True, True, True), (True, True, True, False),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("trained_name", ["query", "key", "value"])
+def test_attention_computes_only_the_gradient_that_is_wanted(launches, trained_name):
+    model = trained("ForSequenceClassification")
+    freeze(model, "all")
+    projections = model.bert.encoder.layer[0].attention.self
+    getattr(projections, trained_name).weight.requires_grad_()
+    model(**example(model, "ForSequenceClassification")).loss.backward()
+    needs = [args[-5:-2] for name, args in launches if name == "attention_bwd"]
+    assert needs[-1] == tuple(name == trained_name for name in ("query", "key", "value"))
+    assert all(wanted == (True,) * 3 for wanted in needs[:-1])
+    assert len(needs) == model.config.num_hidden_layers
+
+
+def test_no_weight_gradient_where_only_biases_are_trained(launches):
+    model = trained("ForSequenceClassification")
+    freeze(model, "all but biases")
+    model(**example(model, "ForSequenceClassification")).loss.backward()
+    needs = [args[-3:] for name, args in launches if name == "linear_bwd"]
+    assert len(needs) == 2 * 6 + 2
+    assert not any(need_dweight for _, need_dweight, _ in needs)
+    assert all(args[1] is None for name, args in launches if name == "linear_bwd")  # x was not kept
+    (embedding,) = [args for name, args in launches if name == "embedding_bwd"]
+    assert embedding[8:11] == (0, 0, 0)  # no table's gradient
+
+
+def test_a_frozen_word_table_gets_no_sum(launches):
+    model = trained("ForSequenceClassification")
+    freeze(model, "word table")
+    model(**example(model, "ForSequenceClassification")).loss.backward()
+    (args,) = [args for name, args in launches if name == "embedding_bwd"]
+    assert args[8:11] == (0, 72, 2)
+
+
+def test_a_frozen_model_has_no_graph(launches):
+    model = trained("ForSequenceClassification")
+    freeze(model, "all")
+    assert not model(**example(model, "ForSequenceClassification")).loss.requires_grad
+
+
+@pytest.mark.parametrize("task", ["ForMaskedLM", "ForSequenceClassification"])
+@pytest.mark.parametrize("what", ["encoder", "lower half", "all but biases", "word table"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_freezing_changes_no_bit_of_the_other_gradients(task, what, checkpointing):
+    model = trained(task, tie_word_embeddings=False)
+    inputs = example(model, task)
+    expected = step(model, inputs)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    freeze(model, what)
+    actual = step(model, inputs)
+    # transformers has a bias beside the decoder's that an untied model does not read
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert actual.keys() == trainable - {"cls.predictions.bias"}
+    same(actual, {name: expected[name] for name in actual})
+
+
+# -- labels --------------------------------------------------------------------------------------------------
+
+
+# every kept token counts to ELECTRA's discriminator
+IGNORING = [c for c in CASES if c[1] != "ForPreTraining" or not c[0].startswith("electra")]
+
+
+@pytest.mark.parametrize(("name", "task"), IGNORING)
+def test_no_label_counts_in_training(name, task):
+    model = trained(task, name)
+    inputs = inputs_for(name, task)
+    labels = {k: torch.full_like(v, -100) for k, v in labels_for(model, inputs).items()}
+    if task == "ForQuestionAnswering":
+        labels = {k: torch.full_like(v, 18) for k, v in labels.items()}
+    for dtype in (None, torch.bfloat16):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss = model(**inputs, **labels).loss
+        assert loss.item() == 0.0
+        loss.backward()
+        assert not any(g.ne(0).any() for g in gradients(model).values())  # NaN is not 0 either
+
+
+# -- repeats, backends, processes ----------------------------------------------------------------------------
+
+
+def test_a_hundred_steps_repeated_are_bit_equal():
+    def run() -> tuple[list[float], list[torch.Tensor]]:
+        model = trained("ForMaskedLM")
+        optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+        torch.manual_seed(0)
+        losses = []
+        for i in range(100):
+            optimizer.zero_grad()
+            loss = model(**example(model, "ForMaskedLM", i % 3, seqlen=9 + i % 4)).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, [p.detach() for p in model.parameters()]
+
+    (losses, weights), (again, same_weights) = run(), run()
+    assert losses == again
+    assert all(torch.equal(a, b) for a, b in zip(weights, same_weights, strict=True))
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+
+
+def pins(backend: str) -> dict[str, str]:
+    """The ops that the backend runs and differentiates here."""
+    return {
+        op: backend
+        for op in dispatch.OPS
+        if dispatch.gap(backend, op, "cpu", torch.float32) is None and dispatch.has_backward(backend, op)
+    }
+
+
+@pytest.mark.parametrize("backend", ["aten", "cpu", "triton"])
+def test_every_backend_trains_with_the_masks_of_the_reference(backend):
+    """The bits of dropout are one definition's, so a whole step with dropout can be compared."""
+    chosen = pins(backend)
+    if not chosen:
+        pytest.skip(f"{backend} does not run here")
+    model = trained("ForMaskedLM", num_hidden_layers=1, hidden_size=32, num_attention_heads=2)
+    inputs = example(model, "ForMaskedLM", batch_size=3, seqlen=11)
+    with dispatch.use_backend("reference"):
+        expected, other = step(model, inputs), step(model, inputs, seed=4)
+    with dispatch.use_backend(**chosen):
+        actual = step(model, inputs)
+    assert error(actual, expected) <= 2e-6
+    assert error(other, expected) > 0.05
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    """What two processes found that trained a native model together: by rank, by wrapper."""
+    return processes.two("training_workers.py", tmp_path_factory.mktemp("training"))
+
+
+@pytest.mark.parametrize(
+    "wrapper", ["ddp", "ddp, micro-batches", "ddp, checkpointing", "fsdp2", "fsdp2, checkpointing"]
+)
+def test_data_parallel_training_equals_transformers_in_one_process(two_processes, wrapper):
+    for found in (rank[wrapper] for rank in two_processes):
+        assert found["compared"] == 3 * 41
+        assert found["loss"] <= 1e-5
+        assert found["gradient"][0] <= 1e-5, found["gradient"]
+        assert max(found["logits"]) <= 1e-5
+
+
+def test_fsdp2_in_bfloat16_is_no_worse_than_transformers_own(two_processes):
+    for rank in two_processes:
+        found, theirs = rank["fsdp2, bf16"], rank["transformers, fsdp2, bf16"]
+        assert found["compared"] == theirs["compared"] == 3 * 41
+        assert 1e-4 < found["gradients"] <= 1.5 * theirs["gradients"]
+        assert max(found["logits"]) <= 1.5 * max(theirs["logits"])
+        assert found["loss"] <= 0.03
+
+
+def test_weights_that_nobody_gathers_are_refused(two_processes):
+    for rank in two_processes:
+        for said in rank["inside the layers"]:
+            assert re.fullmatch(
+                "weight: expected a torch.Tensor with elements of its own, got a DTensor; .*", said
+            )

@@ -1,0 +1,307 @@
+"""`cross_entropy`: the error rule, gradients, ignored rows, extreme logits, compilation, bad inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+
+from fastbert import testing
+from fastbert.ops import cross_entropy as op
+from fastbert.ops.cross_entropy import cross_entropy, cross_entropy_ref
+from fastbert.runtime import dispatch
+from fastbert.testing.op_cases.cross_entropy import CASES
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+HALF = [torch.bfloat16, torch.float16]
+BACKENDS = [
+    b for b in dispatch.TABLE["cpu"]["cross_entropy"] if dispatch.gap(b, "cross_entropy", "cpu", None) is None
+]
+INF = float("inf")
+
+
+def name(value):
+    return str(value).removeprefix("torch.")
+
+
+def serves(backend, dtype):
+    return dispatch.gap(backend, "cross_entropy", "cpu", dtype) is None
+
+
+SERVED = [(b, d) for b in BACKENDS for d in DTYPES if serves(b, d)]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    with dispatch.use_backend(cross_entropy=request.param):
+        yield request.param
+
+
+@pytest.fixture(params=SERVED, ids=lambda served: f"{served[0]}-{name(served[1])}")
+def dtype(request):
+    """A dtype, with each backend that stores it pinned in turn."""
+    with dispatch.use_backend(cross_entropy=request.param[0]):
+        yield request.param[1]
+
+
+@pytest.fixture(params=[b for b in BACKENDS if serves(b, torch.float64)])
+def double_backend(request):
+    with dispatch.use_backend(cross_entropy=request.param):
+        yield request.param
+
+
+def randn(*shape, dtype=torch.float32, grad=False):
+    g = torch.Generator().manual_seed(sum(shape) + len(shape))
+    return torch.randn(*shape, generator=g).to(dtype).requires_grad_(grad)
+
+
+LABELS = torch.tensor([1, -100, 0, 5, -100])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+@pytest.mark.parametrize(("which", "dtype"), SERVED, ids=name)
+def test_error_rule(which, dtype, case):
+    for row in testing.run_case(case, which, dtype):
+        assert row.passed, f"{row.quantity}: {row.reason}"
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+def test_reference_is_what_pytorch_defines(smoothing):
+    logits = randn(5, 6, dtype=torch.float64)
+    torch.testing.assert_close(
+        cross_entropy_ref(logits, LABELS, -100, smoothing),
+        F.cross_entropy(logits, LABELS, label_smoothing=smoothing),
+    )
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+def test_gradcheck(double_backend, smoothing):
+    logits = randn(5, 6, dtype=torch.float64, grad=True)
+    assert torch.autograd.gradcheck(lambda t: cross_entropy(t, LABELS, label_smoothing=smoothing), logits)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_opcheck(backend, smoothing):
+    logits = randn(5, 6, grad=True)
+    torch.library.opcheck(op.cross_entropy_fwd, (logits, LABELS, -100, smoothing))
+    saved = torch.tensor(1.0), logits.detach(), LABELS, randn(2, 5), torch.tensor(3)
+    torch.library.opcheck(op.cross_entropy_bwd, (*saved, -100, smoothing))
+
+
+def test_compiled_is_eager():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def step(logits, labels):
+        return cross_entropy(logits.transpose(0, 1), labels, label_smoothing=0.1)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
+    frames = []
+    for rows in (3, 8, 13):
+        logits, labels = randn(7, rows, grad=True), torch.arange(rows) % 7
+        labels[1] = -100
+        expected, actual = step(logits, labels), compiled(logits, labels)
+        frames.append(counter.frame_count)
+        assert torch.equal(actual, expected)
+        assert torch.equal(*(torch.autograd.grad(loss, logits)[0] for loss in (actual, expected)))
+    assert len(set(frames)) == 1, "recompiled for another number of rows"
+
+
+@pytest.mark.parametrize("rows", [0, 4])
+def test_no_label_gives_a_loss_of_zero(dtype, rows):
+    logits = randn(rows, 6, dtype=dtype, grad=True)
+    loss = cross_entropy(logits, torch.full((rows,), -100))
+    assert loss.item() == 0
+    (dlogits,) = torch.autograd.grad(loss, logits)
+    assert dlogits.shape == logits.shape
+    assert not dlogits.any()
+
+
+@pytest.mark.parametrize("poison", [float("nan"), INF, -INF])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_ignored_rows_reach_neither_loss_nor_gradient(backend, poison, smoothing):
+    logits = randn(5, 6)
+    dirty = logits.clone()
+    dirty[LABELS == -100] = poison
+    results = []
+    for t in (logits, dirty):
+        t.requires_grad_()
+        loss = cross_entropy(t, LABELS, label_smoothing=smoothing)
+        results.append((loss, torch.autograd.grad(loss, t)[0]))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    assert not results[1][1][LABELS == -100].any()
+
+
+def test_only_labelled_rows_are_computed(backend, monkeypatch):
+    """The widest float32 copy a backend makes on the CPU has the labelled rows, not all of them."""
+    logits, labels = randn(4000, 50, dtype=torch.bfloat16), torch.full((4000,), -100)
+    labels[::1000] = 1
+    sizes = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+                sizes.append(out.numel())
+            return out
+
+    with Spy():
+        cross_entropy(logits, labels)
+    assert max(sizes) <= 2 * 4000  # the two numbers saved for each row
+
+
+@pytest.mark.parametrize("ignore_index", [-100, -1, 0, 3])
+def test_ignore_index(backend, ignore_index):
+    logits = randn(6, 5)
+    labels = torch.tensor([ignore_index, 1, 2, ignore_index, 4, 1])
+    torch.testing.assert_close(
+        cross_entropy(logits, labels, ignore_index=ignore_index),
+        F.cross_entropy(logits, labels, ignore_index=ignore_index),
+    )
+
+
+def test_large_logits_keep_their_digits(backend):
+    """At 1e4 a float32 has steps of 1e-3: `x - lse` from one saved number would be off by that much."""
+    small = randn(3, 6)
+    logits = (small + 1e4).requires_grad_()
+    exact = (logits.detach().double() - 1e4).requires_grad_()  # the same softmax
+    labels = torch.tensor([1, 0, 5])
+    loss, expected = cross_entropy(logits, labels), cross_entropy_ref(exact, labels)
+    assert abs(loss.item() - expected.item()) < 1e-6
+    (dlogits,), (dexact,) = (torch.autograd.grad(v, t) for v, t in ((loss, logits), (expected, exact)))
+    torch.testing.assert_close(dlogits.double(), dexact, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", [1e4, -1e4])
+def test_extreme_logits_are_finite(dtype, size):
+    logits = torch.zeros(2, 4, dtype=dtype)
+    logits[:, 1] = size
+    logits.requires_grad_()
+    loss = cross_entropy(logits, torch.tensor([1, 0]))
+    (dlogits,) = torch.autograd.grad(loss, logits)
+    expected = cross_entropy_ref(logits.detach().double(), torch.tensor([1, 0]))
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
+    assert dlogits.isfinite().all()
+
+
+def test_classes_ruled_out_by_minus_infinity(backend):
+    logits = torch.tensor([[1.0, -INF, 2.0], [-INF, 0.5, -INF]], requires_grad=True)
+    labels = torch.tensor([2, 1])
+    loss = cross_entropy(logits, labels)
+    torch.testing.assert_close(loss, F.cross_entropy(logits, labels))
+    (dlogits,) = torch.autograd.grad(loss, logits)
+    assert dlogits.isfinite().all()
+    assert not dlogits[logits.detach() == -INF].any()
+    assert cross_entropy(logits, torch.tensor([1, 1])).item() == INF
+    assert cross_entropy(logits, labels, label_smoothing=0.1).item() == INF
+
+
+@pytest.mark.parametrize("autocast", [None, *HALF], ids=name)
+def test_dtypes(dtype, autocast):
+    logits = randn(5, 6, dtype=dtype, grad=True)
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        loss = cross_entropy(logits, LABELS.int())
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert loss.shape == ()
+    (dlogits,) = torch.autograd.grad(loss, logits)
+    assert dlogits.dtype == dtype
+    torch.testing.assert_close(
+        loss.double(), cross_entropy_ref(logits.double(), LABELS), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_strides_change_nothing(backend):
+    logits = randn(5, 6)
+    grads = []
+    for t in (
+        logits,
+        torch.cat([logits, logits], 1)[:, :6],
+        logits.repeat_interleave(2, 1)[:, ::2],
+        logits.t().contiguous().t(),
+    ):
+        leaf = t.detach().requires_grad_()
+        loss = cross_entropy(leaf, torch.stack([LABELS, LABELS], 1)[:, 0])
+        grads.append((loss, torch.autograd.grad(loss, leaf)[0]))
+    for loss, grad in grads[1:]:
+        assert torch.equal(loss, grads[0][0])
+        assert torch.equal(grad, grads[0][1])
+    same = logits[:1].expand(5, 6)
+    assert torch.equal(cross_entropy(same, LABELS), cross_entropy(same.contiguous(), LABELS))
+
+
+def test_the_upstream_gradient_scales(backend):
+    logits = randn(5, 6, grad=True)
+    (one,) = torch.autograd.grad(cross_entropy(logits, LABELS), logits)
+    (four,) = torch.autograd.grad(4 * cross_entropy(logits, LABELS), logits)
+    assert torch.equal(four, 4 * one)
+
+
+def test_repeats_are_bit_equal_and_inputs_are_not_written(backend):
+    logits, labels = randn(300, 77, grad=True), torch.arange(300) % 77
+    before = logits.detach().clone()
+
+    def run():
+        loss = cross_entropy(logits, labels, label_smoothing=0.1)
+        return loss.detach(), torch.autograd.grad(loss, logits)[0]
+
+    first = run()
+    for _ in range(10):
+        assert all(torch.equal(a, e) for a, e in zip(run(), first, strict=True))
+    assert torch.equal(logits.detach(), before)
+
+
+def test_frozen_logits_have_no_graph(backend):
+    assert not cross_entropy(randn(5, 6), LABELS).requires_grad
+    with torch.no_grad():
+        assert not cross_entropy(randn(5, 6, grad=True), LABELS).requires_grad
+
+
+X = torch.ones(5, 6)
+BAD = [
+    (lambda: cross_entropy([1.0], LABELS), TypeError, "logits: expected a torch.Tensor, got list"),
+    (lambda: cross_entropy(X.long(), LABELS), TypeError, "logits: expected float32.*got torch.int64"),
+    (
+        lambda: cross_entropy(X[0], LABELS),
+        ValueError,
+        r"logits: expected shape \(rows, classes\).*got \(6,\)",
+    ),
+    (lambda: cross_entropy(torch.ones(5, 0), LABELS), ValueError, r"logits: .*classes >= 1, got \(5, 0\)"),
+    (lambda: cross_entropy(X, LABELS.tolist()), TypeError, "labels: expected a torch.Tensor, got list"),
+    (lambda: cross_entropy(X, X), TypeError, "labels: expected int64 or int32, got torch.float32"),
+    (lambda: cross_entropy(X, LABELS[:3]), ValueError, r"labels: expected shape \(5,\), got \(3,\)"),
+    (lambda: cross_entropy(X, LABELS + 1), ValueError, "labels: label -99 is out of range for 6 classes"),
+    (
+        lambda: cross_entropy(X, LABELS.clamp(min=6)),
+        ValueError,
+        r"labels: label 6 .*\(ignore_index is -100\)",
+    ),
+    (lambda: cross_entropy(X, LABELS, ignore_index=-1), ValueError, "labels: label -100 is out of range"),
+    (
+        lambda: cross_entropy(X, LABELS, ignore_index=None),
+        TypeError,
+        "ignore_index: expected an integer, got None",
+    ),
+    (
+        lambda: cross_entropy(X, LABELS, label_smoothing=1.5),
+        ValueError,
+        r"label_smoothing: .*\[0, 1\], got 1.5",
+    ),
+    (
+        lambda: cross_entropy(X, LABELS, label_smoothing=float("nan")),
+        ValueError,
+        "label_smoothing: .*got nan",
+    ),
+    (
+        lambda: cross_entropy(X.to("meta"), LABELS),
+        ValueError,
+        "labels: expected a tensor on meta, got one on cpu",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD, ids=[m[:40] for _, _, m in BAD])
+def test_bad_inputs(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

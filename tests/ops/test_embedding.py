@@ -1,0 +1,448 @@
+"""`embedding`: the error rule, gradients, compilation, layouts, dropout, ids and other bad inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+
+from fastbert import testing
+from fastbert.ops import embedding as op
+from fastbert.ops.dropout import keep_mask_2d
+from fastbert.ops.embedding import embedding, embedding_ref
+from fastbert.runtime import dispatch
+from fastbert.testing.op_cases.embedding import CASES, EmbeddingCase
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+HALF = [torch.bfloat16, torch.float16]
+BACKENDS = [
+    b for b in dispatch.TABLE["cpu"]["embedding"] if dispatch.gap(b, "embedding", "cpu", None) is None
+]
+
+
+def name(value):
+    return str(value).removeprefix("torch.")
+
+
+def serves(backend, dtype):
+    return dispatch.gap(backend, "embedding", "cpu", dtype) is None
+
+
+SERVED = [(b, d) for b in BACKENDS for d in DTYPES if serves(b, d)]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    with dispatch.use_backend(embedding=request.param):
+        yield request.param
+
+
+@pytest.fixture(params=[b for b in BACKENDS if serves(b, torch.float64)])
+def double_backend(request):
+    with dispatch.use_backend(embedding=request.param):
+        yield request.param
+
+
+def randn(*shape, dtype=torch.float32, grad=False):
+    g = torch.Generator().manual_seed(sum(shape) + len(shape))
+    return torch.randn(*shape, generator=g).to(dtype).requires_grad_(grad)
+
+
+def tables(hidden=12, dtype=torch.float32, grad=False):
+    """word (11), position (7), segment (2), ln_weight, ln_bias."""
+    shapes = (11, hidden), (7, hidden), (2, hidden), (hidden,), (hidden,)
+    return tuple(randn(*shape, dtype=dtype, grad=grad) for shape in shapes)
+
+
+IDS = torch.tensor([[3, 0, 3, 10], [1, 3, 0, 0]])
+POSITIONS = torch.arange(4).unsqueeze(0)  # broadcasts over the batch
+TYPES = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])
+
+
+def run(word, position, segment, ln_weight, ln_bias, ids=IDS, positions=POSITIONS, types=TYPES, **options):
+    return embedding(
+        ids, word, ln_weight, ln_bias,
+        position_ids=positions, position=position, token_type_ids=types, segment=segment, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+@pytest.mark.parametrize(("which", "dtype"), SERVED, ids=name)
+def test_error_rule(which, dtype, case):
+    for row in testing.run_case(case, which, dtype):
+        assert row.passed, f"{row.quantity}: {row.reason}"
+
+
+def check_few_tokens(which, dtype, tokens, device="cpu", draws=24):
+    """The error rule for the norm's gradients over many draws: in one, chance has its share in sums of so
+    few terms.
+    """
+    case, rows = EmbeddingCase(tokens, 50, 96), {"dln_weight": [], "dln_bias": []}
+    for seed in range(draws):
+        for row in testing.run_case(case, which, dtype, device, seed=seed):
+            if row.quantity in rows:
+                rows[row.quantity].append(row)
+    chance = testing.luck(draws * case.hidden)
+    for quantity, drawn in rows.items():
+        mean, eager_mean = (sum(getattr(r, f) for r in drawn) for f in ("mean_error", "eager_mean_error"))
+        worst, eager_worst = (
+            torch.tensor([getattr(r, f) for r in drawn]).quantile(0.9)
+            for f in ("max_error", "eager_max_error")
+        )
+        if dtype in HALF:
+            assert mean <= chance * eager_mean, quantity
+            assert worst <= chance * eager_worst, quantity
+        else:
+            assert worst <= chance * eager_worst + case.floor(case.inputs(dtype, "cpu"), quantity), quantity
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5])
+@pytest.mark.parametrize(("which", "dtype"), SERVED, ids=name)
+def test_norms_gradients_of_few_tokens(which, dtype, tokens):
+    check_few_tokens(which, dtype, tokens)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=name)
+def test_outputs_are_correctly_rounded(backend, dtype):
+    word, position, segment, w, b = tables(768, dtype)
+    y = run(word, position, segment, w, b)
+    right = embedding_ref(
+        IDS, *(t.double() for t in (word, w, b)), POSITIONS, position.double(), TYPES, segment.double()
+    )
+    assert (y == right.to(dtype)).double().mean() >= 0.999
+
+
+def test_reference_is_what_pytorch_defines():
+    word, position, segment, w, b = tables(dtype=torch.float64)
+    z = F.embedding(IDS, word) + F.embedding(POSITIONS, position) + F.embedding(TYPES, segment)
+    torch.testing.assert_close(
+        embedding_ref(IDS, word, w, b, POSITIONS, position, TYPES, segment, eps=1e-5),
+        F.layer_norm(z, (12,), w, b, 1e-5),
+    )
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+def test_gradcheck(double_backend, dropout_p):
+    leaves = tables(6, torch.float64, grad=True)
+    seed = torch.tensor([3]) if dropout_p else None
+    assert torch.autograd.gradcheck(lambda *t: run(*t, eps=1e-3, dropout_p=dropout_p, seed=seed), leaves)
+    embeds = randn(2, 4, 6, dtype=torch.float64, grad=True)
+
+    def from_embeds(embeds, position, w, b):
+        return run(None, position, None, w, b, ids=None, types=None, inputs_embeds=embeds, eps=1e-3)
+
+    assert torch.autograd.gradcheck(from_embeds, (embeds, leaves[1], *leaves[3:]))
+
+
+def test_opcheck(backend):
+    word, position, segment, w, b = tables(grad=True)
+    ids, positions, types = IDS.flatten(), POSITIONS.expand(2, 4).flatten(), TYPES.flatten()
+    seed = torch.tensor([5])
+    lookup = ids, None, word, positions, position, types, segment, w, b
+    torch.library.opcheck(op.embedding_fwd, (*lookup, 0, 1e-5, 0.2, seed, 1, True))
+    embeds = None, randn(8, 12, grad=True), None, None, None, None, None, w, b
+    torch.library.opcheck(op.embedding_fwd, (*embeds, -1, 1e-5, 0.0, None, 0, True))
+    frozen = [t if t is None else t.detach() for t in embeds]
+    torch.library.opcheck(op.embedding_fwd, (*frozen, -1, 1e-5, 0.0, None, 0, False))
+    saved = randn(8, 12), randn(8, 12), w.detach(), randn(8), randn(8).abs()
+    torch.library.opcheck(
+        op.embedding_bwd, (*saved, ids, positions, types, 11, 7, 2, 0, 0.2, seed, 1, False, True)
+    )
+    torch.library.opcheck(
+        op.embedding_bwd, (*saved, None, None, None, 0, 0, 0, -1, 0.0, None, 0, True, False)
+    )
+
+
+def test_compiled_is_eager():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    seed = torch.tensor([5])
+
+    def step(ids, types, *leaves):
+        positions = torch.arange(ids.shape[0]).unsqueeze(0)
+        return run(*leaves, ids.t(), positions, types.t(), padding_idx=0, dropout_p=0.2, seed=seed)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
+    leaves, frames = tables(grad=True), []
+    for seqlen in (3, 5, 7):
+        ids, types = torch.randint(11, (seqlen, 4)), torch.randint(2, (seqlen, 4))
+        expected, actual = step(ids, types, *leaves), compiled(ids, types, *leaves)
+        frames.append(counter.frame_count)
+        assert torch.equal(actual, expected)
+        dy = randn(4, seqlen, 12)
+        for a, e in zip(
+            torch.autograd.grad(actual, leaves, dy), torch.autograd.grad(expected, leaves, dy), strict=True
+        ):
+            assert torch.equal(a, e)
+    assert len(set(frames)) == 1, "recompiled for another number of tokens"
+
+
+def test_strides_and_integer_types_change_nothing(backend):
+    word, position, segment, w, b = tables()
+    expected = run(word, position, segment, w, b)
+    gaps = [t.repeat_interleave(2, -1)[..., ::2] for t in (word, position, segment, w, b)]
+    assert torch.equal(run(*gaps), expected)
+    assert torch.equal(run(word.t().contiguous().t(), position, segment, w, b), expected)
+    ids = IDS.t().contiguous().t()
+    assert torch.equal(run(word, position, segment, w, b, ids), expected)
+    narrow = [t.int() for t in (IDS, POSITIONS, TYPES)]
+    assert torch.equal(run(word, position, segment, w, b, *narrow), expected)
+    embeds = F.embedding(IDS, word)
+    moved = embeds.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(run(None, position, segment, w, b, None, inputs_embeds=moved), expected)
+    # `word` beside inputs_embeds is not read
+    assert torch.equal(run(word, position, segment, w, b, None, inputs_embeds=embeds), expected)
+
+
+def test_backends_get_flat_int64_ids_and_tables_without_gaps(monkeypatch):
+    from fastbert.backends import aten
+
+    seen = []
+    launch = aten.embedding_fwd
+    monkeypatch.setattr(aten, "embedding_fwd", lambda *args: seen.extend(args[:9]) or launch(*args))
+    gaps = [t.repeat_interleave(2, -1)[..., ::2] for t in tables()]
+    with dispatch.use_backend(embedding="aten"):
+        run(*gaps, *(t.int() for t in (IDS, POSITIONS, TYPES)))
+    input_ids, _, word, position_ids, position, token_type_ids, segment, *_ = seen
+    for ids in (input_ids, position_ids, token_type_ids):
+        assert (ids.dtype, ids.shape) == (torch.int64, (8,))
+    for table in (word, position, segment):
+        assert table.stride(1) == 1
+
+
+def test_an_expanded_gradient(backend):
+    leaves = tables(grad=True)
+    y = run(*leaves)
+    for a, e in zip(
+        torch.autograd.grad(y.sum(), leaves, retain_graph=True),
+        torch.autograd.grad(y, leaves, torch.ones(y.shape)),
+        strict=True,
+    ):
+        assert torch.equal(a, e)
+
+
+@pytest.mark.parametrize("padding_idx", [0, 3, -11])
+def test_the_padding_row_gets_no_gradient(backend, padding_idx):
+    leaves = tables(grad=True)
+    dy = randn(2, 4, 12)
+    (dword,) = torch.autograd.grad(run(*leaves, padding_idx=padding_idx), leaves[0], dy)
+    (full,) = torch.autograd.grad(run(*leaves), leaves[0], dy)
+    row = padding_idx % 11
+    assert full[row].any()
+    assert not dword[row].any()
+    full[row] = 0
+    assert torch.equal(dword, full)
+
+
+def test_rows_that_no_token_names_get_zero(backend):
+    leaves = tables(grad=True)
+    dword, dposition = torch.autograd.grad(run(*leaves), leaves[:2], randn(2, 4, 12))
+    unused = torch.ones(11, dtype=torch.bool).index_fill(0, IDS.flatten(), False)
+    assert not dword[unused].any()
+    assert dword[~unused].any(1).all()
+    assert not dposition[4:].any()
+
+
+def test_repeats_are_bit_equal(backend):
+    word, w, b = randn(3, 33, grad=True), randn(33), randn(33)
+    ids, dy = torch.randint(3, (500,), generator=torch.Generator().manual_seed(0)), randn(500, 33)
+
+    def gradient():
+        return torch.autograd.grad(embedding(ids, word, w, b), word, dy)[0]
+
+    first = gradient()
+    assert all(torch.equal(gradient(), first) for _ in range(20))
+
+
+def test_half_precision_tables_are_summed_in_float32(backend):
+    """4,096 tokens on one row: a sum held in bfloat16 would stop growing at 256."""
+    word, w, b = torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(4), torch.zeros(4)
+    embeds = torch.tensor([[1.0, -1.0, 1.0, -1.0]]).repeat(4096, 1)
+    position = torch.zeros(1, 4, dtype=torch.bfloat16, requires_grad=True)
+    y = embedding(
+        None, word, w, b, inputs_embeds=embeds.bfloat16(), position=position,
+        position_ids=torch.zeros(4096, dtype=torch.int64),
+    )  # fmt: skip
+    dy = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.bfloat16).expand(4096, 4)
+    (dposition,) = torch.autograd.grad(y, position, dy)
+    assert torch.equal(dposition, torch.tensor([[4096.0, 4096.0, -4096.0, -4096.0]]).bfloat16())
+
+
+def test_dropout_comes_after_the_norm(backend):
+    leaves = tables(40)
+    seed = torch.tensor([31])
+    keep = keep_mask_2d(seed, 9, 8, 40, 0.5).view(2, 4, 40)
+    y = run(*leaves, dropout_p=0.5, seed=seed, offset=9)
+    assert torch.equal(y == 0, ~keep)
+    torch.testing.assert_close(y[keep], 2 * run(*leaves)[keep])
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 4), ()], ids=str)
+def test_leading_dimensions(backend, shape):
+    leaves = tables(grad=True)
+    ids = torch.zeros(shape, dtype=torch.int64)
+    y = run(*leaves, ids, ids, ids)
+    assert y.shape == (*shape, 12)
+    grads = torch.autograd.grad(y.sum(), leaves)
+    assert [g.shape for g in grads] == [t.shape for t in leaves]
+    if ids.numel() == 0:
+        assert not any(g.any() for g in grads)
+
+
+@pytest.mark.parametrize("ln_dtype", [torch.float32, torch.bfloat16], ids=name)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=name)
+@pytest.mark.parametrize("autocast", [None, *HALF], ids=name)
+def test_dtypes_of_tables_and_norm(backend, autocast, dtype, ln_dtype):
+    word, position, segment, _, _ = tables(dtype=dtype, grad=True)
+    w, b = randn(12, dtype=ln_dtype, grad=True), randn(12, dtype=ln_dtype)
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        y = run(word, position, segment, w, b)
+    assert y.dtype == (dtype if autocast is None else torch.promote_types(dtype, ln_dtype))
+    expected = embedding_ref(
+        IDS, *(t.double() for t in (word, w, b)), POSITIONS, position.double(), TYPES, segment.double()
+    )
+    torch.testing.assert_close(y.double(), expected, rtol=2e-2, atol=2e-3)
+    leaves = word, position, segment, w
+    for a, e, leaf in zip(
+        torch.autograd.grad(y.square().sum(), leaves),
+        torch.autograd.grad(expected.square().sum(), leaves),
+        leaves,
+        strict=True,
+    ):
+        assert a.dtype == leaf.dtype
+        torch.testing.assert_close(a, e, rtol=5e-2, atol=5e-2)
+
+
+def test_tables_are_not_written(backend):
+    leaves = tables()
+    embeds = randn(2, 4, 12)
+    copies = [t.clone() for t in (*leaves, embeds)]
+    run(*leaves)
+    run(*leaves, ids=None, inputs_embeds=embeds)
+    for t, copy in zip((*leaves, embeds), copies, strict=True):
+        assert torch.equal(t, copy)
+
+
+@pytest.mark.parametrize(
+    ("trainable", "rows", "needs"),
+    [
+        (0, (11, 0, 0), (False, False)),
+        (1, (0, 7, 0), (False, False)),
+        (2, (0, 0, 2), (False, False)),
+        (3, (0, 0, 0), (False, True)),
+        (4, (0, 0, 0), (False, True)),
+    ],
+)
+def test_nothing_needless_is_computed_for_frozen_tables(monkeypatch, trainable, rows, needs):
+    from fastbert.backends import aten
+
+    seen = []
+    launch = aten.embedding_bwd
+    monkeypatch.setattr(
+        aten, "embedding_bwd", lambda *args: seen.append((args[8:11], args[-2:])) or launch(*args)
+    )
+    leaves = tables()
+    leaves[trainable].requires_grad_()
+    with dispatch.use_backend(embedding="aten"):
+        run(*leaves).square().sum().backward()
+    assert seen == [(rows, needs)]
+    assert [t.grad is not None for t in leaves] == [i == trainable for i in range(5)]
+
+
+WORD, POSITION, SEGMENT, W, B = tables()
+E3 = torch.ones(2, 4, 12)
+
+
+def call(ids=IDS, word=WORD, w=W, b=B, **options):
+    return embedding(ids, word, w, b, **options)
+
+
+BAD = [
+    (
+        lambda: call(torch.tensor([3, 11])),
+        ValueError,
+        "input_ids: token id 11 is out of range for a vocabulary of 11",
+    ),
+    (lambda: call(torch.tensor([-1, 2])), ValueError, "input_ids: token id -1 is out of range"),
+    (lambda: call(IDS.float()), TypeError, "input_ids: expected int64 or int32, got torch.float32"),
+    (lambda: call([1, 2]), TypeError, "input_ids: expected a torch.Tensor, got list"),
+    (
+        lambda: call(None),
+        ValueError,
+        "input_ids, inputs_embeds: expected exactly one of the two, got neither",
+    ),
+    (lambda: call(inputs_embeds=E3), ValueError, "expected exactly one of the two, got both"),
+    (lambda: call(word=None), TypeError, "word: expected a torch.Tensor, got NoneType"),
+    (lambda: call(word=torch.ones(12)), ValueError, r"word: expected shape \(vocab, hidden\), got \(12,\)"),
+    (lambda: call(word=WORD.long()), TypeError, "word: expected float32.*got torch.int64"),
+    (lambda: call(w=torch.ones(3)), ValueError, r"ln_weight: expected shape \(12,\), got \(3,\)"),
+    (lambda: call(b=None), TypeError, "ln_bias: expected a torch.Tensor, got NoneType"),
+    (
+        lambda: call(position=POSITION),
+        ValueError,
+        "position_ids: expected a tensor, because position is given",
+    ),
+    (
+        lambda: call(position_ids=POSITIONS),
+        ValueError,
+        "position: expected a tensor, because position_ids is given",
+    ),
+    (
+        lambda: call(segment=SEGMENT),
+        ValueError,
+        "token_type_ids: expected a tensor, because segment is given",
+    ),
+    (lambda: call(token_type_ids=TYPES), ValueError, "segment: expected a tensor, because token_type_ids"),
+    (
+        lambda: call(position=POSITION, position_ids=POSITIONS + 4),
+        ValueError,
+        "position_ids: id 7 is out of range for a position table of 7",
+    ),
+    (
+        lambda: call(segment=SEGMENT, token_type_ids=TYPES * 2),
+        ValueError,
+        "token_type_ids: id 2 is out of range for a segment table of 2",
+    ),
+    (
+        lambda: call(position=POSITION, position_ids=torch.arange(3)),
+        ValueError,
+        r"position_ids: expected a shape that broadcasts to \(2, 4\), got \(3,\)",
+    ),
+    (
+        lambda: call(position=POSITION, position_ids=torch.zeros(1, 2, 4).long()),
+        ValueError,
+        r"position_ids: .*got \(1, 2, 4\)",
+    ),
+    (
+        lambda: call(position=torch.ones(7, 5), position_ids=POSITIONS),
+        ValueError,
+        r"position: expected shape \(rows, 12\), got \(7, 5\)",
+    ),
+    (
+        lambda: call(position=POSITION.bfloat16(), position_ids=POSITIONS),
+        TypeError,
+        "position: expected word's dtype torch.float32, got torch.bfloat16",
+    ),
+    (
+        lambda: call(None, inputs_embeds=E3.half(), segment=SEGMENT, token_type_ids=TYPES),
+        TypeError,
+        "segment: expected inputs_embeds's dtype torch.float16, got torch.float32",
+    ),
+    (
+        lambda: call(None, inputs_embeds=torch.ones(2, 0)),
+        ValueError,
+        r"inputs_embeds: .*hidden >= 1, got \(2, 0\)",
+    ),
+    (lambda: call(padding_idx=11), ValueError, r"padding_idx: expected an integer in \[-11, 11\), got 11"),
+    (lambda: call(padding_idx=0.0), ValueError, "padding_idx: .*got 0.0"),
+    (lambda: call(eps=float("inf")), ValueError, "eps: .*got inf"),
+    (lambda: call(dropout_p=-0.1), ValueError, "dropout_p: .*got -0.1"),
+    (lambda: call(dropout_p=0.1), ValueError, "seed: dropout_p > 0 needs an int64 tensor"),
+]
+
+
+@pytest.mark.parametrize(("attempt", "error", "message"), BAD, ids=[m[:50] for _, _, m in BAD])
+def test_bad_inputs(attempt, error, message):
+    with pytest.raises(error, match=message):
+        attempt()

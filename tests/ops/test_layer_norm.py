@@ -1,0 +1,391 @@
+"""`layer_norm`: the error rule, gradients, compilation, layouts, autocast, dropout, bad inputs.
+
+On every backend that serves the CPU here; the Triton kernels have a file of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+
+from fastbert import testing
+from fastbert.ops import layer_norm as op
+from fastbert.ops.dropout import keep_mask_2d
+from fastbert.ops.layer_norm import layer_norm, layer_norm_ref
+from fastbert.runtime import dispatch
+from fastbert.testing.op_cases.layer_norm import CASES
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+HALF = [torch.bfloat16, torch.float16]
+BACKENDS = [
+    b for b in dispatch.TABLE["cpu"]["layer_norm"] if dispatch.gap(b, "layer_norm", "cpu", None) is None
+]
+
+
+def name(value):
+    return str(value).removeprefix("torch.")
+
+
+def serves(backend, dtype):
+    return dispatch.gap(backend, "layer_norm", "cpu", dtype) is None
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    with dispatch.use_backend(layer_norm=request.param):
+        yield request.param
+
+
+def randn(*shape, dtype=torch.float32, grad=False):
+    g = torch.Generator().manual_seed(sum(shape) + len(shape))
+    return torch.randn(*shape, generator=g).to(dtype).requires_grad_(grad)
+
+
+SERVED = [(b, d) for b in BACKENDS for d in DTYPES if serves(b, d)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+@pytest.mark.parametrize(("which", "dtype"), SERVED, ids=name)
+def test_error_rule(which, dtype, case):
+    for row in testing.run_case(case, which, dtype):
+        assert row.passed, f"{row.quantity}: {row.reason}"
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=name)
+def test_outputs_are_correctly_rounded(backend, dtype):
+    x, w, b, r = (randn(*s, dtype=dtype) for s in ((64, 768), (768,), (768,), (64, 768)))
+    y = layer_norm(x, w, b, residual=r)
+    right = layer_norm_ref(x.double(), w.double(), b.double(), r.double()).to(dtype)
+    assert (y == right).double().mean() >= 0.999
+
+
+def test_reference_is_what_pytorch_defines():
+    x, w, b = (randn(*s, dtype=torch.float64) for s in ((5, 12), (12,), (12,)))
+    torch.testing.assert_close(layer_norm_ref(x, w, b, eps=1e-5), F.layer_norm(x, (12,), w, b, 1e-5))
+
+
+def test_variance_survives_a_large_mean(backend):
+    """E[x²] - E[x]² would lose every digit here."""
+    x = randn(4, 256) + 3000.0
+    y = layer_norm(x, torch.ones(256))
+    torch.testing.assert_close(
+        y.double(), layer_norm_ref(x.double(), torch.ones(256).double()), rtol=0, atol=2e-3
+    )
+
+
+@pytest.mark.parametrize("hidden", [8, 70, 128, 256])  # PyTorch says NaN or infinity, as it cuts the row
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
+def test_a_variance_that_overflows_is_infinite(backend, dtype, hidden):
+    """So the row is its bias. The rows beside it, and what they add to the gradients, are as without it."""
+    x, dy = randn(4, hidden).to(dtype), randn(4, hidden).neg().to(dtype)
+    w, b = 1 + 0.1 * randn(hidden).to(dtype), randn(hidden).to(dtype)
+
+    def run(rows):
+        leaves = [t.clone().requires_grad_() for t in (rows, w, b)]
+        y = layer_norm(*leaves)
+        return y.detach(), *torch.autograd.grad(y, leaves, dy[: len(rows)])
+
+    for magnitude in (1e20, 1e30):
+        y, dx, dw, db = run(torch.cat([x[:3], magnitude * x[3:]]))
+        assert torch.equal(y[3], b)
+        assert (dx[3] == 0).all()
+        clean = run(x[:3])
+        rtol = 1e-5 if dtype == torch.float32 else 0.05
+        for actual, expected in zip((y[:3], dx[:3], dw, db - dy[3]), clean, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=rtol, atol=0.02)
+    assert run(torch.cat([x[:3], math.nan * x[3:]]))[0][3].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=name)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+def test_a_row_of_one_column_is_its_bias(backend, dropout_p, dtype):
+    """So it has no deviation, and no gradient but that of bias."""
+    leaves = [randn(*s, dtype=dtype, grad=True) for s in ((70, 1), (1,), (1,), (70, 1), (1,))]
+    x, w, b, r, xb = leaves
+    seed = torch.tensor([3]) if dropout_p else None
+    y = layer_norm(x, w, b, residual=r, x_bias=xb, dropout_p=dropout_p, seed=seed)
+    assert torch.equal(y, b.expand(70, 1))
+    dx, dw, _db, dr, dxb = torch.autograd.grad(y, leaves, randn(70, 1, dtype=dtype))
+    for grad in (dx, dw, dr, dxb):
+        assert not grad.any()
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+def test_gradcheck(backend, dropout_p):
+    if not serves(backend, torch.float64):
+        with pytest.raises(dispatch.BackendError, match="does not store float64"):
+            layer_norm(randn(2, 4, dtype=torch.float64), randn(4, dtype=torch.float64))
+        return
+    shapes = (2, 3, 6), (6,), (6,), (2, 3, 6), (6,)
+    x, w, b, r, xb = (randn(*s, dtype=torch.float64, grad=True) for s in shapes)
+    seed = torch.tensor([11]) if dropout_p else None
+
+    def run(x, w, b=None, r=None, xb=None):
+        return layer_norm(x, w, b, residual=r, x_bias=xb, eps=1e-5, dropout_p=dropout_p, seed=seed)
+
+    assert torch.autograd.gradcheck(run, (x, w, b, r, xb))
+    assert torch.autograd.gradcheck(run, (x, w))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("summed", [False, True])
+def test_opcheck(backend, dropout_p, summed):
+    x, w, b, r, xb = (randn(*s, grad=True) for s in ((4, 8), (8,), (8,), (4, 8), (8,)))
+    seed = torch.tensor([5]) if dropout_p else None
+    extra = (r, xb) if summed else (None, None)
+    torch.library.opcheck(op.layer_norm_fwd, (x, w, b, *extra, 1e-5, dropout_p, seed, 2, True))
+    with torch.no_grad():
+        mean, rstd = randn(4), randn(4).abs()
+        for need in (True, False):  # where nothing is needed, the empty results must not be one tensor
+            needs = (need, need, need, summed)
+            args = (randn(4, 8), x.detach(), w.detach(), mean, rstd, dropout_p, seed, 2, *needs)
+            torch.library.opcheck(op.layer_norm_bwd, args)
+
+
+def test_compiled_is_eager():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    seed = torch.tensor([5])
+
+    def step(x, w, b, r, xb):
+        return layer_norm(x.transpose(0, 1), w, b, residual=r, x_bias=xb, dropout_p=0.2, seed=seed, offset=4)
+
+    run = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
+    frames = []
+    for tokens in (3, 8, 13):
+        inputs = [randn(*s, grad=True) for s in ((4, tokens, 8), (8,), (8,), (tokens, 4, 8), (8,))]
+        dy = randn(tokens, 4, 8)
+        expected, actual = step(*inputs), run(*inputs)
+        frames.append(counter.frame_count)
+        assert torch.equal(actual, expected)
+        for a, e in zip(
+            torch.autograd.grad(actual, inputs, dy), torch.autograd.grad(expected, inputs, dy), strict=True
+        ):
+            assert torch.equal(a, e)
+    assert len(set(frames)) == 1, "recompiled for another number of tokens"
+
+
+NAMES = ("x", "weight", "bias", "residual", "x_bias")
+SHAPES = ((3, 8), (8,), (8,), (3, 8), (8,))
+
+
+def gradients(run, trained, dropout_p):
+    """Of `trained`, by their names, through `run`, which is `layer_norm`."""
+    inputs = {n: randn(*s, grad=n in trained) for n, s in zip(NAMES, SHAPES, strict=True)}
+    y = run(**inputs, dropout_p=dropout_p, seed=torch.tensor([5]) if dropout_p else None)
+    grads = torch.autograd.grad(y, [inputs[n] for n in trained], torch.arange(24.0).view(3, 8))
+    return dict(zip(trained, grads, strict=True))
+
+
+@pytest.fixture
+def made(monkeypatch, request):
+    """The shapes that `layer_norm_bwd` returned, call by call."""
+    which = request.getfixturevalue("backend") if "backend" in request.fixturenames else "aten"
+    module, shapes = dispatch.backend_module(which), []
+    launch = module.layer_norm_bwd
+
+    def spy(*args):
+        grads = launch(*args)
+        shapes.append([tuple(g.shape) for g in grads])
+        return grads
+
+    monkeypatch.setattr(module, "layer_norm_bwd", spy)
+    with dispatch.use_backend(layer_norm=which):
+        yield shapes
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_backward_makes_what_is_trained_and_nothing_else(backend, made, dropout_p):
+    everything = gradients(layer_norm, NAMES, dropout_p)
+    for count in range(1, len(NAMES) + 1):
+        for trained in itertools.combinations(NAMES, count):
+            for key, grad in gradients(layer_norm, trained, dropout_p).items():
+                assert torch.equal(grad, everything[key]), (key, trained)
+            dz_is_dx = dropout_p == 0 and "x" in trained
+            sums = (8,) if "weight" in trained or "bias" in trained else (0,)
+            assert made[-1] == [
+                (3, 8) if "x" in trained else (0,),
+                (3, 8) if "residual" in trained and not dz_is_dx else (0,),
+                sums,
+                sums,
+                (8,) if "x_bias" in trained else (0,),
+            ], trained
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("trained", [("x",), ("weight", "residual"), ("bias", "x_bias")], ids=str)
+def test_compiled_with_frozen_inputs(made, trained, dropout_p):
+    torch._dynamo.reset()
+    run = torch.compile(layer_norm, fullgraph=True, dynamic=True, backend="aot_eager")
+    actual, expected = (gradients(f, trained, dropout_p) for f in (run, layer_norm))
+    assert made[0] == made[1]
+    for key, grad in actual.items():
+        assert torch.equal(grad, expected[key])
+
+
+LAYOUTS = {
+    "sliced": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
+    "stepped": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "offset": lambda t: torch.cat([t[:1], t])[1:],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_change_nothing(backend, layout):
+    x, r, dy = (randn(4, 5, 24) for _ in range(3))
+    w, b = randn(24), randn(24)
+
+    def run(x, r, dy):
+        leaves = [t.detach().requires_grad_() for t in (x, r, w, b)]
+        y = layer_norm(leaves[0], leaves[2], leaves[3], residual=leaves[1])
+        return y, *torch.autograd.grad(y, leaves, dy)
+
+    for a, e in zip(run(*map(LAYOUTS[layout], (x, r, dy))), run(x, r, dy), strict=True):
+        assert torch.equal(a, e)
+
+
+def test_expanded_inputs_and_gradients(backend):
+    x, w, b = randn(1, 16), randn(16, grad=True), randn(16, grad=True)
+    y = layer_norm(x.expand(5, 16), w, b)
+    assert torch.equal(y, layer_norm(x.repeat(5, 1), w, b))
+    dw, db = torch.autograd.grad(y.sum(), (w, b))
+    torch.testing.assert_close(db, torch.full((16,), 5.0))
+    torch.testing.assert_close(dw, y.detach().sub(b).div(w).sum(0), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (8,), (2, 3, 4, 8)], ids=str)
+def test_leading_dimensions(backend, shape):
+    x, w, b = randn(*shape, grad=True), randn(8, grad=True), randn(8, grad=True)
+    y = layer_norm(x, w, b, residual=x.detach(), eps=1e-5)
+    assert y.shape == shape
+    torch.testing.assert_close(y, F.layer_norm(x + x.detach(), (8,), w, b))
+    grads = torch.autograd.grad(y.sum(), (x, w, b))
+    assert [g.shape for g in grads] == [x.shape, w.shape, b.shape]
+    if x.numel() == 0:
+        assert not grads[1].any()
+        assert not grads[2].any()
+
+
+@pytest.mark.parametrize("rows", [65535, 65536, 65537])
+def test_many_rows(backend, rows):
+    x = randn(rows, 4, grad=True)
+    y = layer_norm(x, torch.ones(4), eps=0.1)
+    expected = F.layer_norm(x, (4,), eps=0.1)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+    dy = randn(rows, 4)
+    for a, e in zip(torch.autograd.grad(y, x, dy), torch.autograd.grad(expected, x, dy), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("w_dtype", [torch.float32, torch.bfloat16], ids=name)
+@pytest.mark.parametrize("x_dtype", [torch.float32, *HALF], ids=name)
+@pytest.mark.parametrize("autocast", [None, *HALF], ids=name)
+def test_dtypes_of_activations_and_parameters(backend, autocast, x_dtype, w_dtype):
+    """Mixed dtypes in and out of autocast: computed in float32, gradients in each leaf's own dtype."""
+    x, w, b = (
+        randn(3, 8, dtype=x_dtype, grad=True),
+        randn(8, dtype=w_dtype, grad=True),
+        randn(8, dtype=w_dtype),
+    )
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        y = layer_norm(x, w, b)
+    assert y.dtype == (x_dtype if autocast is None else torch.promote_types(x_dtype, w_dtype))
+    expected = layer_norm_ref(x.double(), w.double(), b.double())
+    torch.testing.assert_close(y.double(), expected, rtol=2e-2, atol=1e-3)
+    grads = torch.autograd.grad(y.square().sum(), (x, w))
+    for a, e, leaf in zip(grads, torch.autograd.grad(expected.square().sum(), (x, w)), (x, w), strict=True):
+        assert a.dtype == leaf.dtype
+        torch.testing.assert_close(a, e, rtol=5e-2, atol=5e-2)
+
+
+def test_a_residual_of_another_dtype_promotes(backend):
+    x, r, w = randn(3, 8, dtype=torch.bfloat16), randn(3, 8), torch.ones(8)
+    y = layer_norm(x, w, residual=r)
+    assert y.dtype == torch.float32
+    assert torch.equal(y, layer_norm(x.float(), w, residual=r))
+
+
+def test_dropout_drops_before_the_sum_and_is_the_same_in_backward(backend):
+    x, r = randn(6, 40, grad=True), randn(6, 40, grad=True)
+    w, seed = torch.ones(40), torch.tensor([31])
+    keep = keep_mask_2d(seed, 9, 6, 40, 0.5)
+    y = layer_norm(x, w, residual=r, dropout_p=0.5, seed=seed, offset=9)
+    torch.testing.assert_close(y, layer_norm_ref(x, w, None, r, None, 1e-12, 0.5, keep))
+    dx, dr = torch.autograd.grad(y, (x, r), randn(6, 40))
+    assert not dx[~keep].any()
+    torch.testing.assert_close(dx[keep], 2 * dr[keep])
+    assert not torch.equal(y, layer_norm(x, w, residual=r, dropout_p=0.5, seed=seed, offset=10))
+
+
+def test_repeats_are_bit_equal(backend):
+    x, w, b, dy = randn(300, 33, grad=True), randn(33, grad=True), randn(33, grad=True), randn(300, 33)
+
+    def run():
+        return torch.autograd.grad(layer_norm(x, w, b), (x, w, b), dy)
+
+    first = run()
+    for _ in range(20):
+        assert all(torch.equal(a, e) for a, e in zip(run(), first, strict=True))
+
+
+@pytest.mark.parametrize("trainable", ["x", "w", "b", "r", "xb", ""])
+def test_gradients_reach_only_what_is_trained(backend, trainable):
+    tensors = {"x": randn(3, 8), "w": randn(8), "b": randn(8), "r": randn(3, 8), "xb": randn(8)}
+    if trainable:
+        tensors[trainable].requires_grad_()
+    y = layer_norm(tensors["x"], tensors["w"], tensors["b"], residual=tensors["r"], x_bias=tensors["xb"])
+    assert y.requires_grad == bool(trainable)
+    if trainable:
+        y.square().sum().backward()
+    for key, tensor in tensors.items():
+        assert (tensor.grad is not None) == (key == trainable)
+
+
+X, W = torch.ones(2, 3), torch.ones(3)
+SEED = torch.tensor([1])
+BAD = [
+    (lambda: layer_norm(None, W), TypeError, "x: expected a torch.Tensor, got NoneType"),
+    (lambda: layer_norm(X.int(), W), TypeError, "x: expected float32.*got torch.int32"),
+    (lambda: layer_norm(torch.tensor(1.0), W), ValueError, r"x: expected shape \(\.\.\., hidden\).*got \(\)"),
+    (lambda: layer_norm(torch.ones(2, 0), W), ValueError, r"x: .*hidden >= 1, got \(2, 0\)"),
+    (lambda: layer_norm(X, None), TypeError, "weight: expected a torch.Tensor, got NoneType"),
+    (lambda: layer_norm(X, torch.ones(4)), ValueError, r"weight: expected shape \(3,\), got \(4,\)"),
+    (lambda: layer_norm(X, W, torch.ones(1)), ValueError, r"bias: expected shape \(3,\), got \(1,\)"),
+    (lambda: layer_norm(X, W.to("meta")), ValueError, "weight: expected a tensor on cpu, got one on meta"),
+    (
+        lambda: layer_norm(X, W, x_bias=torch.ones(2)),
+        ValueError,
+        r"x_bias: expected shape \(3,\), got \(2,\)",
+    ),
+    (
+        lambda: layer_norm(X, W, residual=torch.ones(3)),
+        ValueError,
+        r"residual: expected shape \(2, 3\), got \(3,\)",
+    ),
+    (lambda: layer_norm(X, W, eps=-1.0), ValueError, "eps: expected a finite number >= 0, got -1.0"),
+    (lambda: layer_norm(X, W, eps=float("nan")), ValueError, "eps: .*got nan"),
+    (lambda: layer_norm(X, W, dropout_p=1.0, seed=SEED), ValueError, r"dropout_p: .*in \[0, 1\), got 1.0"),
+    (lambda: layer_norm(X, W, dropout_p=float("nan")), ValueError, "dropout_p: .*got nan"),
+    (
+        lambda: layer_norm(X, W, dropout_p=0.1),
+        ValueError,
+        "seed: dropout_p > 0 needs an int64 tensor.*got None",
+    ),
+    (lambda: layer_norm(X, W, dropout_p=0.1, seed=7), ValueError, "seed: .*got int"),
+    (lambda: layer_norm(X, W, dropout_p=0.1, seed=SEED.int()), ValueError, "seed: .*got torch.int32"),
+    (lambda: layer_norm(X, W, dropout_p=0.1, seed=torch.ones(2).long()), ValueError, r"seed: .*\(2,\)"),
+    (lambda: layer_norm(X, W, dropout_p=0.1, seed=SEED, offset=2**32), ValueError, r"offset: .*2\*\*32"),
+    (lambda: layer_norm(X, W, dropout_p=0.1, seed=SEED, offset=-1), ValueError, "offset: .*got -1"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD, ids=[m[:40] for _, _, m in BAD])
+def test_bad_inputs(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

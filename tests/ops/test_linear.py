@@ -1,0 +1,422 @@
+"""`linear`: the error rule, gradients, compilation, layouts, autocast, what is computed, bad inputs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+
+from fastbert import testing
+from fastbert.backends.aten import linear as aten_linear
+from fastbert.backends.cpu import linear as cpu_linear
+from fastbert.ops import linear as op
+from fastbert.ops.linear import ACTIVATIONS, activate_ref, linear, linear_ref, packer
+from fastbert.runtime import dispatch
+from fastbert.testing.op_cases.linear import CASES, EAGER, LinearCase
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+HALF = [torch.bfloat16, torch.float16]
+BACKENDS = [b for b in dispatch.TABLE["cpu"]["linear"] if dispatch.gap(b, "linear", "cpu", None) is None]
+ALL = [None, *ACTIVATIONS]
+
+
+def name(value):
+    return str(value).removeprefix("torch.")
+
+
+def serves(backend, dtype):
+    return dispatch.gap(backend, "linear", "cpu", dtype) is None
+
+
+SERVED = [(b, d) for b in BACKENDS for d in DTYPES if serves(b, d)]
+
+
+@pytest.fixture(autouse=True)
+def no_backend_hands_over(monkeypatch):
+    """`cpu` leaves products of few rows to `aten`: not here, where its own are to be seen."""
+    monkeypatch.setattr(cpu_linear, "_PACKING_ROWS", 1)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    with dispatch.use_backend(linear=request.param):
+        yield request.param
+
+
+@pytest.fixture(params=[b for b in BACKENDS if serves(b, torch.float64)])
+def double_backend(request):
+    with dispatch.use_backend(linear=request.param):
+        yield request.param
+
+
+def randn(*shape, dtype=torch.float32, grad=False):
+    g = torch.Generator().manual_seed(sum(shape) + len(shape))
+    return torch.randn(*shape, generator=g).to(dtype).requires_grad_(grad)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+@pytest.mark.parametrize(("which", "dtype"), SERVED, ids=name)
+def test_error_rule(which, dtype, case):
+    for row in testing.run_case(case, which, dtype):
+        assert row.passed, f"{row.quantity}: {row.reason}"
+
+
+def test_small_integers_are_exact(backend):
+    g = torch.Generator().manual_seed(0)
+    x, w, b, r = (torch.randint(-2, 3, s, generator=g) for s in ((7, 24), (9, 24), (9,), (7, 9)))
+    expected = (x @ w.T + b).clamp(0) + r  # at most 100: exact even in bfloat16
+    for dtype in (d for b, d in SERVED if b == backend):
+        y = linear(x.to(dtype), w.to(dtype), b.to(dtype), "relu", r.to(dtype))
+        assert torch.equal(y.double(), expected.double())
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=name)
+def test_gelu_is_correctly_rounded(backend, dtype):
+    """Given the pre-activation, at least 99.9% of the outputs: at unit scale and over the whole range."""
+    eye = torch.ones(1, 1, dtype=dtype)
+    for z in (
+        torch.randn(100_000, generator=torch.Generator().manual_seed(0)),
+        torch.linspace(-8, 8, 100_001),
+    ):
+        z = z.to(dtype).unsqueeze(1)
+        for grad in (False, True):
+            y = linear(z.clone().requires_grad_(grad), eye, None, "gelu").detach()
+            right = linear_ref(z.double(), eye.double(), None, "gelu").to(dtype)
+            assert (y == right).double().mean() >= 0.999
+    far = torch.tensor([[-1e4], [-20.0], [0.0], [20.0], [1e4]], dtype=dtype)
+    assert torch.equal(linear(far, eye, None, "gelu"), far.clamp(min=0))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_activations_at_their_ends(backend, dtype, activation):
+    """Huge numbers have the values of float64; infinities have those of the definition; NaN stays NaN."""
+    if not serves(backend, dtype):
+        pytest.skip("another backend's dtype")
+    far = [torch.finfo(dtype).max, 0.3 * torch.finfo(dtype).max, 1e4, 300.0, 40.0, 14.0, 0.0, math.inf]
+    z = torch.tensor([*far, *(-f for f in far), math.nan], dtype=dtype)
+    wide = z.double().requires_grad_()
+    truth = activate_ref(wide, activation)
+    (slope,) = torch.autograd.grad(truth.sum(), wide)
+    if activation == "gelu_tanh":  # the powers of z overflow in float64 too
+        slope = torch.where(z.abs() > 100, (z > 0).double(), slope)
+    x, eye = z.repeat(5).unsqueeze(1), torch.ones(1, 1, dtype=dtype)
+    kwargs = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 1e-30, "equal_nan": True}
+    for save in (False, True):
+        y, pre = op.linear_fwd(x, eye, None, activation, None, save)
+        torch.testing.assert_close(y, truth.detach().to(dtype).repeat(5).unsqueeze(1), **kwargs)
+    assert torch.equal(pre.nan_to_num(nan=0.5), x.nan_to_num(nan=0.5))
+    dx, _, _ = op.linear_bwd(torch.ones_like(x), None, eye, pre, activation, True, False, False)
+    torch.testing.assert_close(dx, slope.to(dtype).repeat(5).unsqueeze(1), **kwargs)
+
+
+@pytest.mark.parametrize("rows", [2032, 2033, 2048, 2049, 4100])
+def test_every_row_of_many_reaches_the_gradients(backend, rows):
+    """The C++ backward cuts rows into at most 128 chunks, of which 2,048 rows fill the last."""
+    dy = torch.arange(1.0, rows + 1).sub(rows // 2).unsqueeze(1).repeat(1, 3)
+    pre = torch.full((rows, 3), 30.0)  # where GELU's slope is 1
+    dx, _, dbias = op.linear_bwd(dy, None, torch.eye(3), pre, "gelu", True, False, True)
+    assert torch.equal(dx, dy)
+    torch.testing.assert_close(dbias, dy.double().sum(0).float(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("activation", ALL)
+def test_gradcheck(double_backend, activation):
+    inputs = [randn(*s, dtype=torch.float64, grad=True) for s in ((2, 3, 5), (4, 5), (4,), (2, 3, 4))]
+    assert torch.autograd.gradcheck(lambda x, w, b, r: linear(x, w, b, activation, r), inputs)
+    assert torch.autograd.gradcheck(lambda x, w: linear(x, w, None, activation), inputs[:2])
+
+
+@pytest.mark.parametrize("activation", ALL)
+def test_reference_is_what_pytorch_defines(activation):
+    x, w, b = (randn(*s, dtype=torch.float64) for s in ((6, 5), (4, 5), (4,)))
+    torch.testing.assert_close(linear_ref(x, w, b, activation), EAGER[activation](F.linear(x, w, b)))
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_opcheck(backend, activation):
+    x, w, b, r = (randn(*s, grad=True) for s in ((4, 6), (5, 6), (5,), (4, 5)))
+    dy, pre = randn(4, 5), randn(4, 5) if activation else None
+    torch.library.opcheck(op.linear_fwd, (x, w, b, activation, r, True))
+    torch.library.opcheck(op.linear_fwd, (x.detach(), w.detach(), None, activation, None, False))
+    torch.library.opcheck(op.linear_bwd, (dy, x.detach(), w.detach(), pre, activation, True, True, True))
+    torch.library.opcheck(op.linear_bwd, (dy, None, w.detach(), pre, activation, True, False, False))
+    torch.library.opcheck(op.linear_bwd, (dy, None, None, pre, activation, False, False, True))
+
+
+def compiled(function):
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, fullgraph=True, dynamic=True, backend=counter), counter
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_compiled_is_eager(activation):
+    torch._dynamo.reset()
+
+    def step(x, w, b, r):
+        return linear(x.transpose(0, 1), w, b, activation, r)  # a producer that permutes
+
+    run, counter = compiled(step)
+    frames = []
+    for tokens in (3, 8, 13):
+        inputs = [randn(*s, grad=True) for s in ((6, tokens, 5), (4, 5), (4,), (tokens, 6, 4))]
+        dy = randn(tokens, 6, 4)
+        expected = step(*inputs)
+        actual = run(*inputs)
+        frames.append(counter.frame_count)
+        assert torch.equal(actual, expected)
+        for a, e in zip(
+            torch.autograd.grad(actual, inputs, dy), torch.autograd.grad(expected, inputs, dy), strict=True
+        ):
+            assert torch.equal(a, e)
+    assert len(set(frames)) == 1, "recompiled for another number of tokens"
+
+
+LAYOUTS = {
+    "sliced": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
+    "stepped": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    "transposed": lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "offset": lambda t: torch.cat([t[:1], t])[1:],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_change_nothing(backend, layout):
+    x, w, b, r, dy = (randn(*s) for s in ((7, 12), (9, 12), (9,), (7, 9), (7, 9)))
+    move = LAYOUTS[layout]
+
+    def run(x, w, r, dy):
+        leaves = [t.detach().requires_grad_() for t in (x, w, r)]
+        y = linear(leaves[0], leaves[1], b, "gelu", leaves[2])
+        return y, *torch.autograd.grad(y, leaves, dy)
+
+    moved = [move(t) for t in (x, w, r, dy)]
+    assert any(not t.is_contiguous() or t.storage_offset() for t in moved)
+    for a, e in zip(run(*moved), run(x, w, r, dy), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-6)
+
+
+def test_expanded_inputs_and_gradients(backend):
+    x, w, b = randn(1, 6), randn(4, 6, grad=True), randn(4, grad=True)
+    y = linear(x.expand(5, 6), w, b)
+    expected = F.linear(x.expand(5, 6), w, b)
+    torch.testing.assert_close(y, expected)
+    for a, e in zip(
+        torch.autograd.grad(y.sum(), (w, b)), torch.autograd.grad(expected.sum(), (w, b)), strict=True
+    ):
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("shape", [(0, 6), (2, 0, 6), (6,), (2, 3, 4, 6)], ids=str)
+def test_leading_dimensions(backend, shape):
+    x, w, b = randn(*shape, grad=True), randn(4, 6, grad=True), randn(4, grad=True)
+    y = linear(x, w, b, "gelu")
+    assert y.shape == (*shape[:-1], 4)
+    torch.testing.assert_close(y, F.gelu(F.linear(x, w, b)))
+    dx, dw, db = torch.autograd.grad(y.sum(), (x, w, b))
+    assert (dx.shape, dw.shape, db.shape) == (x.shape, w.shape, b.shape)
+    if x.numel() == 0:
+        assert not dw.any()
+        assert not db.any()
+
+
+@pytest.mark.parametrize("autocast", HALF, ids=name)
+@pytest.mark.parametrize("x_dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("w_dtype", [torch.float32, torch.bfloat16], ids=name)
+def test_autocast_casts_as_pytorch_does(backend, autocast, x_dtype, w_dtype):
+    x, w, b = (
+        randn(3, 6, dtype=x_dtype, grad=True),
+        randn(4, 6, dtype=w_dtype, grad=True),
+        randn(4, dtype=w_dtype),
+    )
+    with torch.autocast("cpu", autocast):
+        if x_dtype == torch.float64:  # autocast leaves float64 alone, and float64 x half is refused
+            with pytest.raises(TypeError, match="weight: expected x's dtype"):
+                linear(x, w, b)
+            return
+        y, expected = linear(x, w, b, "gelu"), F.gelu(F.linear(x, w, b))
+    assert y.dtype == expected.dtype == autocast
+    torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-3)
+    for a, e, leaf in zip(
+        torch.autograd.grad(y.sum(), (x, w)), torch.autograd.grad(expected.sum(), (x, w)), (x, w), strict=True
+    ):
+        assert a.dtype == leaf.dtype
+        torch.testing.assert_close(a, e, rtol=3e-2, atol=3e-2)
+
+
+def test_a_residual_of_another_dtype_is_promoted(backend):
+    x, w = randn(3, 6, dtype=torch.bfloat16), randn(4, 6, dtype=torch.bfloat16)
+    residual = randn(3, 4, grad=True)
+    y = linear(x, w, None, None, residual)
+    assert y.dtype == torch.float32
+    assert torch.equal(y, linear(x, w) + residual)
+    (dresidual,) = torch.autograd.grad(y.sum(), residual)
+    assert torch.equal(dresidual, torch.ones_like(residual))
+
+
+@pytest.mark.parametrize(
+    ("trainable", "expected"),
+    [
+        ("x", (True, False, False)),
+        ("w", (False, True, False)),
+        ("b", (False, False, True)),
+        ("xw", (True, True, False)),
+        ("r", None),
+        ("", None),
+    ],
+)
+def test_nothing_needless_is_computed_for_frozen_inputs(monkeypatch, trainable, expected):
+    from fastbert.backends import aten
+
+    seen = []
+    launch = aten.linear_bwd
+
+    def spy(dy, x, weight, pre, activation, *need):
+        seen.append((need, x is not None, weight is not None))
+        return launch(dy, x, weight, pre, activation, *need)
+
+    monkeypatch.setattr(aten, "linear_bwd", spy)
+    tensors = {"x": randn(3, 6), "w": randn(4, 6), "b": randn(4), "r": randn(3, 4)}
+    for key in trainable:
+        tensors[key].requires_grad_()
+    with dispatch.use_backend(linear="aten"):
+        y = linear(tensors["x"], tensors["w"], tensors["b"], "gelu", tensors["r"])
+        assert y.requires_grad == bool(trainable)
+        if trainable:
+            y.sum().backward()
+    for key, tensor in tensors.items():
+        assert (tensor.grad is not None) == (key in trainable)
+    if expected is None:
+        assert seen == []
+    else:  # x is kept for dweight alone, the weight for dx alone
+        assert seen == [(expected, expected[1], expected[0])]
+
+
+def test_pre_is_saved_only_for_an_activation_and_a_gradient(backend):
+    module = dispatch.backend_module(backend)
+    x, w = randn(3, 6), randn(4, 6)
+    assert module.linear_fwd(x, w, None, "gelu", None, False)[1].shape == (0,)
+    assert module.linear_fwd(x, w, None, None, None, True)[1].shape == (0,)
+    torch.testing.assert_close(module.linear_fwd(x, w, None, "gelu", None, True)[1], x @ w.T)
+
+
+# --- packed weights -----------------------------------------------------------------------------------------
+
+
+def test_packed_changes_nothing(backend):
+    """With or without gradients, a bias, a residual that promotes; a backend without an order ignores it."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x, w, b = (randn(*s, dtype=dtype, grad=True) for s in ((2, 20, 24), (70, 24), (70,)))
+        pack = packer(x.device, dtype)
+        packed = torch.zeros(3, dtype=dtype) if pack is None else pack(w.detach())
+        assert (pack is None) == (backend != "cpu")
+        for residual in (None, randn(2, 20, 70, dtype=dtype), randn(2, 20, 70)):
+            y, expected = (linear(x, w, b, "gelu", residual, packed=p) for p in (packed, None))
+            assert torch.equal(y, expected)
+            for a, e in zip(*(torch.autograd.grad(t.sum(), (x, w, b)) for t in (y, expected)), strict=True):
+                assert torch.equal(a, e)
+            with torch.no_grad():
+                assert torch.equal(linear(x, w, b, "gelu", residual, packed), expected)
+
+
+def test_packed_is_of_the_dtype_of_the_product():
+    x, w = randn(4, 24), randn(70, 24)
+    pack = packer(x.device, torch.bfloat16)
+    if pack is None:
+        pytest.skip("the backend that serves here packs nothing")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(linear(x, w, packed=pack(w.bfloat16())), linear(x, w))
+        with pytest.raises(TypeError, match=r"packed: expected x's dtype torch.bfloat16, got torch.float32"):
+            linear(x, w, packed=pack(w))
+
+
+def test_the_packer_is_that_of_the_serving_backend():
+    device = torch.device("cpu")
+    for which, dtype in SERVED:
+        with dispatch.use_backend(linear=which):
+            assert (packer(device, dtype) is None) == (which != "cpu")
+    assert packer(device, torch.float64) is None
+
+
+def test_compiled_linear_ignores_packed():
+    torch._dynamo.reset()
+    x, w = randn(40, 24), randn(70, 24)
+    run, _ = compiled(lambda x, w, packed: linear(x, w, packed=packed))
+    assert torch.equal(run(x, w, torch.full((3,), float("nan"))), linear(x, w))
+
+
+def test_inputs_are_not_written(backend):
+    inputs = [randn(*s) for s in ((3, 6), (4, 6), (4,), (3, 4))]
+    copies = [t.clone() for t in inputs]
+    linear(*inputs[:3], "gelu", inputs[3])
+    linear(*inputs[:3], None, inputs[3])
+    for t, copy in zip(inputs, copies, strict=True):
+        assert torch.equal(t, copy)
+
+
+X, W, B = torch.ones(2, 3), torch.ones(4, 3), torch.ones(4)
+BAD = [
+    (lambda: linear([1.0], W), TypeError, "x: expected a torch.Tensor, got list"),
+    (lambda: linear(X.long(), W), TypeError, "x: expected float32.*got torch.int64"),
+    (lambda: linear(X, None), TypeError, "weight: expected a torch.Tensor, got NoneType"),
+    (lambda: linear(torch.tensor(1.0), W), ValueError, r"x: expected shape \(\.\.\., in\).*got \(\)"),
+    (lambda: linear(torch.ones(2, 0), torch.ones(4, 0)), ValueError, r"x: expected .* in >= 1, got \(2, 0\)"),
+    (lambda: linear(X, torch.ones(4, 5)), ValueError, r"weight: expected shape \(out, 3\), got \(4, 5\)"),
+    (lambda: linear(X, torch.ones(3)), ValueError, r"weight: expected shape \(out, 3\), got \(3,\)"),
+    (lambda: linear(X, torch.ones(0, 3)), ValueError, r"weight: .*got \(0, 3\)"),
+    (lambda: linear(X, W, torch.ones(3)), ValueError, r"bias: expected shape \(4,\), got \(3,\)"),
+    (lambda: linear(X, W, torch.ones(1, 4)), ValueError, r"bias: expected shape \(4,\), got \(1, 4\)"),
+    (lambda: linear(X, W, B, "swish"), ValueError, "activation: expected None or one of gelu, .*got 'swish'"),
+    (lambda: linear(X, W, B, True), ValueError, "activation: .*got True"),
+    (
+        lambda: linear(X, W, B, None, torch.ones(4)),
+        ValueError,
+        r"residual: expected shape \(2, 4\), got \(4,\)",
+    ),
+    (
+        lambda: linear(X, W.bfloat16()),
+        TypeError,
+        "weight: expected x's dtype torch.float32, got torch.bfloat16",
+    ),
+    (
+        lambda: linear(X, W, B.double()),
+        TypeError,
+        "bias: expected x's dtype torch.float32, got torch.float64",
+    ),
+    (lambda: linear(X, W.to("meta")), ValueError, "weight: expected a tensor on cpu, got one on meta"),
+    (lambda: linear(X, W, packed=[1.0]), TypeError, "packed: expected a torch.Tensor, got list"),
+    (lambda: linear(X, W, packed=W.to(torch.uint8)), TypeError, "packed: expected float32.*got torch.uint8"),
+    (
+        lambda: linear(X, W, packed=W.half()),
+        TypeError,
+        "packed: expected x's dtype torch.float32, got torch.float16",
+    ),
+    (lambda: linear(X, W, packed=W.to("meta")), ValueError, "packed: expected a tensor on cpu, got one on"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD, ids=[m[:40] for _, _, m in BAD])
+def test_bad_inputs(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("slow", [True, False])
+@pytest.mark.parametrize("rows", [63, 64, 130])
+def test_bfloat16_through_float32_where_that_is_faster(monkeypatch, slow, rows):
+    """The processor decides which way is taken; both must be right, and the wide one is rounded once."""
+    monkeypatch.setattr(aten_linear, "_bf16_is_slow", lambda: slow)
+    for activation in (None, "gelu"):
+        for row in testing.run_case(LinearCase(rows, 96, 72, activation), "aten", torch.bfloat16):
+            assert row.passed, f"{row.quantity}: {row.reason}"
+    g = torch.Generator().manual_seed(0)
+    x, w, b = (torch.randn(s, generator=g).bfloat16() for s in ((rows, 96), (72, 96), (72,)))
+    with dispatch.use_backend(linear="aten"):
+        y = linear(x, w, b)
+    once = F.linear(x.float(), w.float(), b.float()).bfloat16()
+    if slow and rows >= 64:
+        assert torch.equal(y, once)
+    assert (y - once).abs().max() <= 2**-8 * once.abs().max()

@@ -1,0 +1,470 @@
+"""`linear_cross_entropy`: the error rule, memory, chunks, frozen inputs, compilation, bad inputs."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fastbert import testing
+from fastbert.backends.reference import linear_cross_entropy as composed
+from fastbert.ops import linear_cross_entropy as op
+from fastbert.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
+from fastbert.runtime import dispatch
+from fastbert.testing.op_cases.linear_cross_entropy import CASES
+
+NAME = "linear_cross_entropy"
+HALF = [torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, *HALF, torch.float64]
+BACKENDS = [b for b in dispatch.TABLE["cpu"][NAME] if dispatch.gap(b, NAME, "cpu", None) is None]
+SERVED = [(b, d) for b in BACKENDS for d in DTYPES if dispatch.gap(b, NAME, "cpu", d) is None]
+IGNORE = -100
+LABELS = torch.tensor([1, IGNORE, 0, 5, IGNORE, 5, 2])
+
+
+def name(value):
+    return str(value).removeprefix("torch.")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    with dispatch.use_backend(linear_cross_entropy=request.param):
+        yield request.param
+
+
+def inputs(rows=7, width=4, classes=6, dtype=torch.float32, grad=True, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    shapes = (rows, width), (classes, width), (classes,)
+    return [torch.randn(*s, generator=g).to(dtype).requires_grad_(grad) for s in shapes]
+
+
+def chunk(rows, classes=6, dtype=torch.float32):
+    """`chunk_bytes` for so many rows."""
+    return 2 * rows * classes * dtype.itemsize
+
+
+def gradients(loss, tensors):
+    return [loss.detach(), *torch.autograd.grad(loss, tensors)]
+
+
+def assert_equal(a, b):
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+@pytest.mark.parametrize(("which", "dtype"), SERVED, ids=name)
+def test_error_rule(which, dtype, case):
+    for row in testing.run_case(case, which, dtype):
+        assert row.passed, f"{row.quantity}: {row.reason}"
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_reference_is_what_pytorch_defines(smoothing):
+    x, weight, bias = inputs(dtype=torch.float64)
+    torch.testing.assert_close(
+        linear_cross_entropy_ref(x, weight, bias, LABELS, IGNORE, smoothing),
+        F.cross_entropy(F.linear(x, weight, bias), LABELS, label_smoothing=smoothing),
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 2, 100])
+@pytest.mark.parametrize("which", [b for b, d in SERVED if d == torch.float64])
+def test_gradcheck(which, rows):
+    def loss(x, weight, bias):
+        chunk_bytes = chunk(rows, dtype=torch.float64)
+        return linear_cross_entropy(x, weight, bias, LABELS, label_smoothing=0.1, chunk_bytes=chunk_bytes)
+
+    with dispatch.use_backend(linear_cross_entropy=which):
+        assert torch.autograd.gradcheck(loss, inputs(dtype=torch.float64))
+
+
+@pytest.mark.parametrize("labelled", [5, op.UNKNOWN])
+def test_opcheck(backend, labelled):
+    given = (*inputs(), LABELS, labelled, IGNORE, 0.1)
+    torch.library.opcheck(op.linear_cross_entropy_fwd, (*given, 3))
+    x, weight, bias = inputs(grad=False)
+    options = (labelled, IGNORE, 0.1, 3)
+    loss, *saved = op.linear_cross_entropy_fwd(x, weight, bias, LABELS, *options)
+    assert op.linear_cross_entropy_fwd(*given, 100)[3].shape == (0,)  # as its fake says, chunk or no chunk
+    for needs in ((True, True, True), (False, True, False), (True, False, False)):
+        torch.library.opcheck(
+            op.linear_cross_entropy_bwd, (loss, x, weight, bias, LABELS, *saved, *options, *needs)
+        )
+
+
+@pytest.mark.parametrize("chunk_rows", [2, 100])
+def test_compiled_is_eager(chunk_rows):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def step(x, weight, bias, labels):
+        return 3 * linear_cross_entropy(
+            x.sin(), weight, bias, labels, label_smoothing=0.1, chunk_bytes=chunk(chunk_rows)
+        )
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
+    frames = []
+    for rows in (3, 8, 13):
+        given, labels = inputs(rows), torch.arange(rows) % 6
+        labels[1] = IGNORE
+        results = [gradients(f(*given, labels), given) for f in (step, compiled)]
+        frames.append(counter.frame_count)
+        assert_equal(*results)
+    assert len(set(frames)) == 1, "recompiled for another number of rows"
+
+
+@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="a later PyTorch's tag")
+@pytest.mark.parametrize("function", ["fwd", "bwd"])
+def test_inductor_captures_no_waiting(function):
+    """mode="reduce-overhead" records CUDA graphs, within which nobody may ask how many labels there are."""
+    compiled = getattr(torch.ops.fastbert, f"linear_cross_entropy_{function}").default
+    assert torch.Tag.cudagraph_unsafe in compiled.tags
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """The shape of the largest tensor that any operation gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.shape = torch.Size()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.numel() > self.shape.numel():
+                self.shape = t.shape
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
+def test_no_more_logits_than_a_chunk_exist(backend, dtype):
+    x, weight, bias = given = inputs(600, 8, 97, dtype)
+    labels = torch.arange(600) % 97
+    labels[::2] = IGNORE
+    with Largest() as largest:
+        loss = linear_cross_entropy(x, weight, bias, labels, chunk_bytes=chunk(60, 97, dtype))
+        torch.autograd.grad(loss, given)
+    assert largest.shape == (60, 97)
+    with Largest() as largest:
+        torch.autograd.grad(linear_cross_entropy(x, weight, bias, labels), given)
+    assert largest.shape == (300, 97)  # the labelled ones
+
+
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="others make copies of their own")
+def test_of_a_chunk_there_are_only_logits_and_gradient():
+    class Alive(TorchDispatchMode):
+        most, seen = 0, ()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for t in tree_leaves(out):
+                if isinstance(t, torch.Tensor) and t.shape == (60, 97):
+                    self.seen = [r for r in (*self.seen, weakref.ref(t)) if r() is not None]
+                    self.most = max(self.most, len({r().data_ptr() for r in self.seen}))
+            return out
+
+    given, labels = inputs(600, 8, 97), torch.arange(600) % 97
+    with dispatch.use_backend(linear_cross_entropy="cpu"), Alive() as alive:
+        loss = linear_cross_entropy(*given, labels, chunk_bytes=chunk(60, 97))
+        assert 1 <= alive.most <= 2
+        torch.autograd.grad(loss, given)
+    assert alive.most == 2
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_bytes_that_a_chunk_takes_by_default(device):
+    """A step of BERT-base computes no logits twice: 24 x 128 on a CPU, 32 x 512 in bfloat16 on a GPU."""
+    tokens, itemsize = {"cpu": (24 * 128, 4), "cuda": (32 * 512, 2)}[device]
+    assert 2 * (tokens * 15 // 100) * 30522 * itemsize <= op.CHUNK_BYTES[device]
+
+
+def saved_shapes(loss_of):
+    shapes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
+        loss = loss_of()
+    return loss, shapes
+
+
+def test_what_is_kept_for_backward(backend):
+    x, weight, bias = inputs(7, 4, 6)
+    kept = lambda **options: saved_shapes(lambda: linear_cross_entropy(x, weight, bias, LABELS, **options))[1]  # noqa: E731
+    assert (5, 6) in kept()  # logits of the labelled rows
+    assert (5, 6) not in kept(chunk_bytes=chunk(4))
+    weight.requires_grad_(False)
+    assert (7, 4) not in kept()  # x is not asked for
+    assert (7, 4) in kept(chunk_bytes=chunk(4))  # but where logits are made again
+    with torch.no_grad():
+        assert kept() == []
+
+
+# --- chunks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("total", [0, 1, 5, 7, 64, 65, 100])
+@pytest.mark.parametrize("chunk_rows", [1, 2, 7, 64])
+def test_parts_cover_the_rows_once(total, chunk_rows):
+    parts = composed._parts(total, chunk_rows)
+    assert [r for p in parts for r in range(p.start, p.stop)] == list(range(total))
+    assert len(parts) == -(-total // chunk_rows)
+    sizes = [p.stop - p.start for p in parts]
+    assert max(sizes, default=0) <= chunk_rows
+    assert set(sizes[:-1]) <= {-(-total // max(1, len(parts)))}  # not a large one and a small rest
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+def test_chunks_change_only_how_sums_are_rounded(dtype):
+    labels = torch.arange(90) % 31
+    labels[::4] = IGNORE
+    results = []
+    for rows in (1, 10, 1000):
+        given = inputs(90, 16, 31, dtype)
+        loss = linear_cross_entropy(*given, labels, label_smoothing=0.1, chunk_bytes=chunk(rows, 31, dtype))
+        results.append(gradients(loss, given))
+    eps = torch.finfo(dtype).eps
+    for result in results[:-1]:
+        for a, e in zip(result, results[-1], strict=True):
+            assert a.dtype == e.dtype
+            scale = e.abs().max().item()
+            tolerance = (1e-6 if a.dim() == 0 and dtype != torch.float64 else 4 * eps) * scale
+            torch.testing.assert_close(a, e, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=name)
+def test_sums_over_chunks_are_rounded_once(dtype):
+    """Of 512 equal contributions of 1 + 1/256 to one row of dweight: in storage dtype the sum would stall."""
+    x = torch.full((512, 1), 1 + 2.0**-7, dtype=dtype)
+    weight = torch.zeros(2, 1, dtype=dtype, requires_grad=True)
+    bias = torch.zeros(2, dtype=dtype, requires_grad=True)
+    labels = torch.zeros(512, dtype=torch.int64)
+    loss = 512 * linear_cross_entropy(x, weight, bias, labels, chunk_bytes=chunk(1, 2, dtype))
+    dweight, dbias = torch.autograd.grad(loss, [weight, bias])
+    assert dweight.flatten().tolist() == [-258.0, 258.0]
+    assert dbias.tolist() == [-256.0, 256.0]
+    given, options = (x, weight.detach(), bias.detach(), labels), (512, IGNORE, 0.0, 1)
+    saved = op.linear_cross_entropy_fwd(*given, *options)
+    grads = op.linear_cross_entropy_bwd(saved[0], *given, *saved[1:], *options, True, True, True)
+    assert [g.dtype for g in grads] == [dtype] * 3  # as its fake says
+
+
+@pytest.mark.parametrize("chunk_rows", [3, 1000])
+def test_backward_may_run_twice(backend, chunk_rows):
+    given = inputs()
+    loss = linear_cross_entropy(*given, LABELS, chunk_bytes=chunk(chunk_rows))
+    first = torch.autograd.grad(loss, given, retain_graph=True)
+    assert_equal(torch.autograd.grad(4 * loss, given, retain_graph=True), [4 * g for g in first])
+    assert_equal(torch.autograd.grad(loss, given), first)
+
+
+@pytest.mark.parametrize("chunk_rows", [3, 1000])
+def test_repeats_are_bit_equal_and_inputs_are_not_written(backend, chunk_rows):
+    given, labels = inputs(70, 16, 40), torch.arange(70) % 40
+    before = [t.detach().clone() for t in given]
+
+    def run():
+        loss = linear_cross_entropy(*given, labels, chunk_bytes=chunk(chunk_rows, 40))
+        return gradients(loss, given)
+
+    first = run()
+    for _ in range(5):
+        assert_equal(run(), first)
+    assert_equal([t.detach() for t in given], before)
+
+
+# --- labels -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("rows", [0, 4])
+def test_no_label_gives_a_loss_of_zero(dtype, rows):
+    given = inputs(rows, dtype=dtype)
+    loss = linear_cross_entropy(*given, torch.full((rows,), IGNORE))
+    assert loss.item() == 0
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    for t, grad in zip(given, torch.autograd.grad(loss, given), strict=True):
+        assert (grad.shape, grad.dtype) == (t.shape, t.dtype)
+        assert not grad.any()
+
+
+@pytest.mark.parametrize("chunk_rows", [2, 1000])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_ignored_rows_reach_neither_loss_nor_gradient(backend, poison, chunk_rows):
+    results = []
+    for dirty in (False, True):
+        given = inputs(grad=False)
+        if dirty:
+            given[0][LABELS == IGNORE] = poison
+        given = [t.requires_grad_() for t in given]
+        loss = linear_cross_entropy(*given, LABELS, chunk_bytes=chunk(chunk_rows))
+        results.append(gradients(loss, given))
+    assert_equal(*results)
+    assert not results[1][1][LABELS == IGNORE].any()
+    assert results[1][1][LABELS != IGNORE].any(1).all()
+
+
+@pytest.mark.parametrize("ignore_index", [-1, 0, 3])
+def test_ignore_index(backend, ignore_index):
+    labels = LABELS.where(LABELS != IGNORE, ignore_index)
+    given = inputs()
+    actual = linear_cross_entropy(*given, labels, ignore_index=ignore_index)
+    expected = F.cross_entropy(F.linear(*given), labels, ignore_index=ignore_index)
+    for a, e in zip(gradients(actual, given), gradients(expected, given), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_the_number_of_labels_may_be_given(backend):
+    given = inputs()
+    expected = gradients(linear_cross_entropy(*given, LABELS), given)
+    assert_equal(gradients(linear_cross_entropy(*given, LABELS.int(), labelled=5), given), expected)
+    every = torch.arange(7) % 6
+    expected = gradients(linear_cross_entropy(*given, every), given)
+    assert_equal(gradients(linear_cross_entropy(*given, every, labelled=7), given), expected)
+    assert composed._labelled_rows(every, 7, IGNORE) is None  # nothing to look for, nothing to copy
+
+
+# --- what is asked for --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_rows", [3, 1000])
+@pytest.mark.parametrize("asked", [(True, False, False), (False, True, False), (False, False, True)])
+def test_only_gradients_that_are_asked_for_are_computed(monkeypatch, asked, chunk_rows):
+    from fastbert.backends.aten import linear
+
+    given = inputs()
+    expected = gradients(linear_cross_entropy(*given, LABELS), given)[1:]
+    products, launch, add = [], linear.linear_bwd, composed._add_product
+
+    def spy(dy, x, weight, pre, activation, *needs):
+        products.append(needs)
+        assert (x is None) == (not needs[1])
+        assert (weight is None) == (not needs[0])
+        return launch(dy, x, weight, pre, activation, *needs)
+
+    monkeypatch.setattr(linear, "linear_bwd", spy)
+    monkeypatch.setattr(
+        composed, "_add_product", lambda *args: products.append((False, True, False)) or add(*args)
+    )
+    frozen = [t.detach().requires_grad_(a) for t, a in zip(given, asked, strict=True)]
+    with dispatch.use_backend(linear_cross_entropy="aten"):
+        linear_cross_entropy(*frozen, LABELS, chunk_bytes=chunk(chunk_rows)).backward()
+    assert {any(n[:2]) for n in products} <= {asked[0] or asked[1]}
+    assert all(n[:2] == asked[:2] for n in products if any(n[:2]))
+    assert products or asked[2]
+    for t, a, e in zip(frozen, asked, expected, strict=True):
+        assert (t.grad is None) == (not a)
+        if a:
+            torch.testing.assert_close(t.grad, e)
+
+
+def test_a_frozen_layer_has_no_graph(backend):
+    assert not linear_cross_entropy(*inputs(grad=False), LABELS).requires_grad
+    with torch.no_grad():
+        assert not linear_cross_entropy(*inputs(), LABELS).requires_grad
+
+
+def test_no_bias(backend):
+    x, weight, _ = inputs()
+    for chunk_bytes in (None, chunk(2)):
+        loss = linear_cross_entropy(x, weight, None, LABELS, chunk_bytes=chunk_bytes)
+        expected = F.cross_entropy(x @ weight.T, LABELS)
+        for a, e in zip(gradients(loss, [x, weight]), gradients(expected, [x, weight]), strict=True):
+            torch.testing.assert_close(a, e)
+
+
+# --- dtypes, strides ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("autocast", HALF, ids=name)
+@pytest.mark.parametrize("chunk_rows", [2, 1000])
+def test_autocast_casts_as_pytorch_does(autocast, chunk_rows):
+    given = inputs(70, 32, 50)
+    labels = torch.arange(70) % 50
+    with torch.autocast("cpu", autocast):
+        loss = linear_cross_entropy(*given, labels, chunk_bytes=chunk(chunk_rows, 50, autocast))
+        expected = F.cross_entropy(F.linear(*given).float(), labels)
+    assert loss.dtype == torch.float32
+    for a, e in zip(gradients(loss, given), gradients(expected, given), strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, e, rtol=0.05, atol=0.02 * e.abs().max().item())
+
+
+def test_small_probabilities_survive_under_a_loss_scale(backend):
+    """float16: 1 / 3000 / 256 rows is nothing; times 2**16 it is a number, as GradScaler means it to be."""
+    given = inputs(256, 16, 3000, torch.float16)
+    given[1].data.mul_(0.1)
+    labels = torch.arange(256)
+    wide = [t.detach().double().requires_grad_() for t in given]
+    eager = [t.detach().requires_grad_() for t in given]
+    truth = torch.autograd.grad(2**16 * linear_cross_entropy_ref(*wide, labels), wide)
+    usual = torch.autograd.grad(2**16 * F.cross_entropy(F.linear(*eager).float(), labels), eager)
+    for chunk_rows in (100, 1000):
+        loss = linear_cross_entropy(*given, labels, chunk_bytes=chunk(chunk_rows, 3000, torch.float16))
+        for a, u, t in zip(torch.autograd.grad(2**16 * loss, given), usual, truth, strict=True):
+            errors = [(g.double() - t).abs().mean().item() for g in (a, u)]
+            assert errors[0] <= 1.01 * errors[1]
+
+
+def test_strides_change_nothing(backend):
+    x, weight, bias = inputs(grad=False)
+    expected = linear_cross_entropy(x, weight, bias, LABELS)
+    wide = [torch.full((t.shape[0], 9), torch.nan) for t in (x, weight)]
+    for w, t in zip(wide, (x, weight), strict=True):
+        w[:, 2:6] = t
+    for other in (
+        (x.t().contiguous().t(), weight.t().contiguous().t(), bias.repeat_interleave(2)[::2]),
+        (wide[0][:, 2:6], wide[1][:, 2:6], bias),
+    ):
+        given = [t.detach().requires_grad_() for t in other]
+        loss = linear_cross_entropy(*given, torch.stack([LABELS, LABELS], 1)[:, 0])
+        torch.testing.assert_close(loss, expected)
+        reference = inputs()
+        grads = torch.autograd.grad(linear_cross_entropy(*reference, LABELS), reference)
+        for a, e in zip(torch.autograd.grad(loss, given), grads, strict=True):
+            torch.testing.assert_close(a, e)
+
+
+# --- bad inputs ---------------------------------------------------------------------------------------------
+
+X, W, B = inputs(grad=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": [1.0]}, TypeError, "x: expected a torch.Tensor, got list"),
+        ({"x": X.long()}, TypeError, "x: expected float32.*got torch.int64"),
+        ({"x": X[0]}, ValueError, r"x: expected shape \(rows, in\) with in >= 1, got \(4,\)"),
+        ({"x": X[:, :0]}, ValueError, r"x: .*in >= 1, got \(7, 0\)"),
+        ({"x": X.bfloat16()}, TypeError, "weight: expected x's dtype torch.bfloat16, got torch.float32"),
+        ({"weight": W[:, :3]}, ValueError, r"weight: expected shape \(classes, 4\), got \(6, 3\)"),
+        ({"weight": W[:0]}, ValueError, r"weight: expected shape \(classes, 4\), got \(0, 4\)"),
+        ({"weight": W.to("meta")}, ValueError, "weight: expected a tensor on cpu, got one on meta"),
+        ({"bias": B[:5]}, ValueError, r"bias: expected shape \(6,\), got \(5,\)"),
+        ({"bias": B.double()}, TypeError, "bias: expected x's dtype torch.float32, got torch.float64"),
+        ({"labels": LABELS.tolist()}, TypeError, "labels: expected a torch.Tensor, got list"),
+        ({"labels": LABELS.float()}, TypeError, "labels: expected int64 or int32, got torch.float32"),
+        ({"labels": LABELS[:3]}, ValueError, r"labels: expected shape \(7,\), got \(3,\)"),
+        ({"labels": LABELS.clamp(min=6)}, ValueError, "labels: label 6 is out of range for 6 classes"),
+        ({"ignore_index": -1}, ValueError, "labels: label -100 is out of range"),
+        ({"ignore_index": None}, TypeError, "ignore_index: expected an integer, got None"),
+        ({"label_smoothing": 1.5}, ValueError, r"label_smoothing: .*\[0, 1\], got 1.5"),
+        ({"labelled": 8}, ValueError, "labelled: expected None or an integer from 0 to 7, got 8"),
+        ({"labelled": True}, ValueError, "labelled: .* got True"),
+        ({"labelled": 4}, ValueError, "labelled: 4, but labels has 5 other than -100"),
+        ({"chunk_bytes": 0}, ValueError, "chunk_bytes: expected an integer >= 1, got 0"),
+        ({"chunk_bytes": 1.5}, ValueError, "chunk_bytes: .* got 1.5"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else None,
+)
+def test_bad_inputs(change, error, message):
+    with pytest.raises(error, match=message):
+        linear_cross_entropy(**{"x": X, "weight": W, "bias": B, "labels": LABELS, **change})

@@ -1,0 +1,554 @@
+"""`linear_int8`: the integers to the bit, the error rule, compilation, layouts, autocast, bad inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fastbert import testing
+from fastbert.backends.aten import linear_int8 as aten_int8
+from fastbert.ops import linear_int8 as op
+from fastbert.ops.linear import ACTIVATIONS
+from fastbert.ops.linear_int8 import linear_int8, linear_int8_ref, packer, quantize_rows
+from fastbert.runtime import dispatch
+from fastbert.testing.op_cases.linear_int8 import CASES, EAGER, LinearInt8Case
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+ALL = [None, *ACTIVATIONS]
+BACKENDS = [
+    b for b in dispatch.TABLE["cpu"]["linear_int8"] if dispatch.gap(b, "linear_int8", "cpu", None) is None
+]
+# each backend as it comes, and once more with the weight in its own order where it has one
+WAYS = [(b, False) for b in BACKENDS] + [
+    (b, True) for b in BACKENDS if hasattr(dispatch.backend_module(b), "linear_int8_pack")
+]
+
+
+def name(value):
+    return str(value).removeprefix("torch.")
+
+
+def serves(which, dtype):
+    return dispatch.gap(which, "linear_int8", "cpu", dtype) is None
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: way[0] + ("-packed" if way[1] else ""))
+def run(request):
+    """`linear_int8` pinned to a backend."""
+    which, with_packed = request.param
+
+    def call(x, weight, scale, bias=None, activation=None):
+        packed = packer(x.device, x.dtype)(weight) if with_packed else None
+        return linear_int8(x, weight, scale, bias, activation, packed)
+
+    call.backend = which
+    with dispatch.use_backend(linear_int8=which):
+        yield call
+
+
+@dataclass(frozen=True, repr=False)
+class PackedCase(LinearInt8Case):
+    def call(self, x, weight, scale, bias):
+        packed = packer(x.device, x.dtype)(weight)
+        return linear_int8(x, weight, scale, bias, self.activation, packed)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize(("which", "with_packed"), WAYS)
+def test_error_rule(which, with_packed, dtype, case):
+    if not serves(which, dtype):
+        assert which == "cpu"
+        assert dtype == torch.float64
+        return
+    if with_packed:
+        case = PackedCase(**vars(case))
+    for row in testing.run_case(case, which, dtype):
+        assert row.passed, f"{row.quantity}: {row.reason}"
+
+
+def test_an_integer_off_by_one_is_outside_the_rule(monkeypatch):
+    launch = aten_int8._product
+
+    def off(v, zero, weight):
+        v = v.clone()
+        v[0, 0] += 1
+        return launch(v, zero, weight)
+
+    monkeypatch.setattr(aten_int8, "_product", off)
+    case = LinearInt8Case(5, 24, 40)
+    assert [row.passed for row in testing.run_case(case, "aten", torch.float32)] == [False]
+
+
+# --- the integers -------------------------------------------------------------------------------------------
+
+
+def by_numpy(x, weight, scale):
+    """The contract in NumPy's float32, one rounding an operation, sums in int64: (y float32, u, zero)."""
+    x = x.float().numpy()
+    lo = np.minimum(np.float32(0), x.min(1, keepdims=True))
+    hi = np.maximum(np.float32(0), x.max(1, keepdims=True))
+    step = (hi - lo) / np.float32(255)
+    step[step < np.finfo(np.float32).tiny] = 1
+    inv = np.float32(1) / step
+    zero = np.rint(-lo * inv)
+    u = np.clip(np.rint(x * inv) + zero, 0, 255)
+    acc = (u - zero).astype(np.int64) @ weight.numpy().astype(np.int64).T
+    assert abs(acc).max(initial=0) < 2**31
+    y = acc.astype(np.float32) * (step * scale.numpy())
+    assert y.dtype == np.float32
+    return torch.from_numpy(y), u, zero
+
+
+def random_weight(out, width, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    weight = torch.randint(-127, 128, (out, width), generator=g).to(torch.int8)
+    return weight, 0.001 * (0.5 + torch.rand(out, generator=g))
+
+
+def rows(kind, dtype, width=96, count=24):
+    """Rows where one rounding more or less shows."""
+    g = torch.Generator().manual_seed(len(kind))
+    x = torch.randn(count, width, generator=g)
+    if kind == "ties":  # halves under a step of exactly 1: zero odd, zero even
+        x = torch.randint(-200, 300, (count, width), generator=g) / 2
+        x[:, 0], x[:, 1] = -101.0, 154.0
+        x[count // 2 :, 0], x[count // 2 :, 1] = -100.0, 155.0
+    elif kind == "near ties":  # (k + 1/2) step, and the floats beside it
+        lo, hi = -torch.rand(count, 1, generator=g), torch.rand(count, 1, generator=g)
+        step = (hi - lo) / 255
+        k = torch.floor((lo + (hi - lo) * torch.rand(count, width, generator=g)) / step)
+        x = (k + 0.5) * step
+        x = torch.where(torch.rand(x.shape, generator=g) < 0.3, torch.nextafter(x, x + 1), x).clamp(lo, hi)
+        x[:, :1], x[:, 1:2] = lo, hi
+    elif kind == "all positive":
+        x = x.abs() + 3
+    elif kind == "all negative":
+        x = -x.abs() - 3
+    elif kind == "sizes":
+        x = x * torch.logspace(-4, 4, count)[:, None] + torch.randn(count, 1, generator=g)
+    elif kind == "ends":  # many elements at both ends of the range: clamping
+        x = x.clamp(-0.5, 0.7) * (1 + torch.rand(count, 1, generator=g))
+    elif kind == "zeros":
+        x = torch.zeros(count, width)
+        x[1] = -0.0
+        x[2, 5], x[3, 5] = 7.0, -7.0
+    elif kind == "extremes":  # down to where 1 / step would overflow, up to where hi - lo would
+        largest, tiny = (torch.finfo(dtype).max, torch.finfo(torch.float32).tiny)
+        x = x / x.abs().amax(1, keepdim=True)
+        x[: count // 2] *= 0.49 * min(largest, 3e38)
+        x[count // 2 :] *= tiny * torch.logspace(-6, 4, count - count // 2)[:, None]
+    return x.to(dtype)
+
+
+KINDS = ["plain", "ties", "near ties", "all positive", "all negative", "sizes", "ends", "zeros", "extremes"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=name)
+def test_integers_are_equal_to_the_bit(run, dtype, kind):
+    """Without a bias the epilogue is two float32 products: so the result shows the integers, to the bit."""
+    x = rows(kind, dtype)
+    weight, scale = random_weight(40, x.shape[1])
+    expected, u, _zero = by_numpy(x, weight, scale)
+    if kind in ("ends", "ties"):
+        assert u.min() == 0
+        assert u.max() == 255
+    assert torch.equal(run(x, weight, scale), expected.to(dtype))
+    eye = torch.eye(x.shape[1], dtype=torch.int8)
+    one_hot = run(x, eye, torch.ones(x.shape[1]))
+    assert torch.equal(one_hot, by_numpy(x, eye, torch.ones(x.shape[1]))[0].to(dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_quantises_by_the_contract(kind):
+    x = rows(kind, torch.float32)
+    weight, scale = random_weight(3, x.shape[1])
+    _, u, zero = by_numpy(x, weight, scale)
+    centred, found, step = quantize_rows(x)
+    assert torch.equal(centred, torch.from_numpy(u - zero))
+    assert torch.equal(found, torch.from_numpy(zero))
+    wide = quantize_rows(x.double())
+    assert all(torch.equal(a, b) for a, b in zip(wide, (centred, found, step), strict=True))
+
+
+@pytest.mark.parametrize(
+    "width", [1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 100, 127, 129, 255, 257, 513, 1000]
+)
+def test_every_width(run, width):
+    """No product of a tail is lost or counted twice, whatever the vectors and blocks are."""
+    g = torch.Generator().manual_seed(width)
+    for count, out in ((1, 1), (3, 7), (5, 16), (2, 33), (17, 65), (64, 8)):
+        x = torch.randn(count, width, generator=g)
+        weight, scale = random_weight(out, width, width)
+        assert torch.equal(run(x, weight, scale), by_numpy(x, weight, scale)[0]), (count, out)
+
+
+@pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 63, 64, 65, 130])
+def test_every_number_of_rows(run, count):
+    x = torch.randn(count, 72, generator=torch.Generator().manual_seed(count))
+    weight, scale = random_weight(48, 72)
+    assert torch.equal(run(x, weight, scale), by_numpy(x, weight, scale)[0])
+
+
+@pytest.mark.parametrize("width", [65_535, 65_536])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_sums_do_not_overflow(run, width, sign):
+    x = torch.full((3, width), 2.0) * sign
+    x[1] = torch.linspace(-1, 1, width)
+    x[2, ::2] = 0
+    weight = torch.full((4, width), 127, dtype=torch.int8)
+    weight[1], weight[2, ::3] = -127, -127
+    scale = torch.tensor([1.0, 0.5, 0.3, 2.0])
+    expected, u, zero = by_numpy(x, weight, scale)
+    assert abs((u - zero)[0]).min() == 255
+    assert torch.equal(run(x, weight, scale), expected)
+
+
+# --- the epilogue -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ALL)
+def test_the_reference_is_the_quantised_product_as_pytorch_spells_it(activation):
+    x = torch.randn(6, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    weight, scale = random_weight(5, 24)
+    bias = torch.linspace(-1, 1, 5, dtype=torch.float64)
+    centred, _, step = quantize_rows(x)
+    product = (centred.double() * step.double()) @ (weight.double() * scale.double()[:, None]).T
+    expected = EAGER[activation](product + bias)
+    torch.testing.assert_close(linear_int8_ref(x, weight, scale, bias, activation), expected)
+    # and that is the product of the unrounded row, to half a step of each element
+    exact = x @ (weight.double() * scale.double()[:, None]).T
+    most = (0.51 * step.double()) * (weight.double() * scale.double()[:, None]).abs().sum(1)
+    assert ((product - exact).abs() <= most).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name)
+def test_a_float32_bias_is_not_rounded(run, dtype):
+    x = torch.tensor([[1.0, 2.0]], dtype=dtype)
+    weight = torch.tensor([[0, 0], [0, 127]], dtype=torch.int8)
+    bias = torch.tensor([1 + 2**-12, -2.0 + 2**-9])  # the second all but cancels the product
+    y = run(x, weight, torch.tensor([1.0, 1 / 127]), bias)
+    product = by_numpy(x, weight, torch.tensor([1.0, 1 / 127]))[0]
+    assert torch.equal(y, (product + bias).to(dtype))
+    assert y[0, 1] != 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=name)
+@pytest.mark.parametrize("activation", ALL)
+def test_a_row_that_is_not_finite_gives_nan_and_disturbs_no_other(run, dtype, activation):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(9, 40, generator=g).to(dtype)
+    weight, scale = random_weight(24, 40)
+    bias = torch.randn(24, generator=g)
+    clean = run(x, weight, scale, bias, activation)
+    x[1, 7], x[2, 39], x[4, 0] = float("nan"), float("inf"), float("-inf")
+    x[5, 3], x[5, 4] = float("inf"), float("-inf")
+    x[7] = float("nan")
+    bad = [1, 2, 4, 5, 7]
+    if dtype != torch.float16:  # a range that overflows float32
+        x[8, 0], x[8, 1] = 3e38, -3e38
+        bad.append(8)
+    y = run(x, weight, scale, bias, activation)
+    assert y[bad].isnan().all()
+    good = [i for i in range(9) if i not in bad]
+    assert torch.equal(y[good], clean[good])
+
+
+@pytest.mark.parametrize("activation", ALL)
+def test_rows_of_zeros_give_the_activated_bias(run, activation):
+    weight, scale = random_weight(6, 20)
+    bias = torch.linspace(-2, 2, 6)
+    y = run(torch.zeros(2, 20), weight, scale, bias, activation)
+    torch.testing.assert_close(y, EAGER[activation](bias).expand(2, 6))
+
+
+def test_results_do_not_depend_on_the_other_rows_or_on_the_call(run):
+    x = torch.randn(40, 100, generator=torch.Generator().manual_seed(0))
+    weight, scale = random_weight(56, 100)
+    bias = torch.linspace(-1, 1, 56)
+    y = run(x, weight, scale, bias, "gelu")
+    for i in (0, 17, 39):
+        assert torch.equal(run(x[i : i + 1], weight, scale, bias, "gelu"), y[i : i + 1])
+    for _ in range(20):
+        assert torch.equal(run(x, weight, scale, bias, "gelu"), y)
+
+
+# --- shapes, layouts, autocast, compilation -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(0, 6), (2, 0, 6), (6,), (2, 3, 4, 6)], ids=str)
+def test_leading_dimensions(run, shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weight, scale = random_weight(4, 6)
+    y = run(x, weight, scale, None, "relu")
+    assert y.shape == (*shape[:-1], 4)
+    assert y.dtype == torch.float32
+    flat = x.reshape(-1, 6)
+    if flat.numel():
+        assert torch.equal(y.reshape(-1, 4), by_numpy(flat, weight, scale)[0].clamp(min=0))
+
+
+LAYOUTS = {
+    "sliced": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
+    "stepped": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    "transposed": lambda t: t.mT.contiguous().mT if t.dim() > 1 else t.repeat_interleave(3)[::3],
+    "offset": lambda t: torch.cat([t[:1], t])[1:],
+    "expanded": lambda t: t[:1].expand(t.shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_change_nothing(run, layout):
+    x = torch.randn(7, 24, generator=torch.Generator().manual_seed(0))
+    weight, scale = random_weight(9, 24)
+    bias = torch.linspace(-1, 1, 9)
+    moved = [LAYOUTS[layout](t) for t in (x, weight, scale, bias)]
+    assert all(not t.is_contiguous() or t.storage_offset() or layout == "sliced" for t in moved)
+    dense = [t.clone(memory_format=torch.contiguous_format) for t in moved]
+    assert torch.equal(run(*moved, "gelu"), run(*dense, "gelu"))
+
+
+def test_meaningless_strides_of_single_rows(run):
+    """A dimension of size 1 may have any stride, and is contiguous all the same."""
+    x = torch.randn(3, 24, generator=torch.Generator().manual_seed(0))
+    weight, scale = random_weight(3, 24)
+    expected = run(x[:1], weight[:1], scale[:1])
+    for stride in (0, 1, 1000):
+        moved = [t[:1].as_strided((1, 24), (stride, 1)) for t in (x, weight)]
+        assert torch.equal(run(moved[0], moved[1], scale[:1].as_strided((1,), (stride,))), expected)
+        assert torch.equal(run(x, moved[1], scale[:1])[:1], expected)
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=name)
+def test_autocast_casts_as_linear_does(run, autocast):
+    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(0))
+    weight, scale = random_weight(9, 24)
+    bias = torch.linspace(-1, 1.1, 9)
+    expected = run(x.to(autocast), weight, scale, bias, "gelu")
+    with torch.autocast("cpu", autocast):
+        y = linear_int8(x, weight, scale, bias, "gelu")
+        other = torch.float16 if autocast == torch.bfloat16 else torch.bfloat16
+        third = linear_int8(x.to(other), weight, scale, bias.to(other), "gelu")
+    assert y.dtype == autocast
+    assert torch.equal(y, expected)
+    assert torch.equal(
+        third, linear_int8(x.to(other).to(autocast), weight, scale, bias.to(other).float(), "gelu")
+    )
+    if serves(run.backend, torch.float64):
+        with torch.autocast("cpu", autocast):
+            assert linear_int8(x.double(), weight, scale).dtype == torch.float64
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_opcheck(run, activation):
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    weight, scale = random_weight(5, 6)
+    torch.library.opcheck(op.linear_int8_fwd, (x, weight, scale, torch.ones(5), activation, None))
+    torch.library.opcheck(op.linear_int8_fwd, (x.bfloat16(), weight, scale, None, activation, None))
+
+
+def test_compiled_is_eager():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def step(x, w, s, b):
+        return linear_int8(x.transpose(0, 1), w, s, b, "gelu").transpose(0, 1)  # a producer that permutes
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
+    weight, scale = random_weight(9, 24)
+    frames = []
+    for tokens in (3, 8, 13):
+        x = torch.randn(6, tokens, 24)
+        assert torch.equal(compiled(x, weight, scale, torch.ones(9)), step(x, weight, scale, torch.ones(9)))
+        frames.append(counter.frame_count)
+    assert len(set(frames)) == 1, "recompiled for another number of tokens"
+
+
+def test_inputs_are_not_written(run):
+    x = torch.randn(3, 24, generator=torch.Generator().manual_seed(0))
+    weight, scale = random_weight(9, 24)
+    inputs = [x, weight, scale, torch.ones(9)]
+    copies = [t.clone() for t in inputs]
+    for activation in ALL:
+        run(*inputs, activation)
+    for t, copy in zip(inputs, copies, strict=True):
+        assert torch.equal(t, copy)
+
+
+# --- packed weights -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["aten", "reference"])
+def test_a_backend_without_an_order_of_its_own_works_from_the_weight(which):
+    weight, scale = random_weight(9, 24)
+    x = torch.randn(3, 24)
+    with dispatch.use_backend(linear_int8=which):
+        assert packer(x.device, x.dtype) is None
+        packed = torch.zeros(7, dtype=torch.uint8)  # of another backend: not looked at
+        assert torch.equal(linear_int8(x, weight, scale, packed=packed), linear_int8(x, weight, scale))
+
+
+def test_the_packer_is_that_of_the_serving_backend(monkeypatch):
+    from fastbert.backends import aten
+
+    monkeypatch.setitem(dispatch.TABLE["cpu"], "linear_int8", ("aten", "reference"))
+    dispatch._resolved.clear()
+    device, calls = torch.device("cpu"), []
+    assert packer(device, torch.float32) is None
+    monkeypatch.setattr(aten, "linear_int8_pack", calls.append, raising=False)
+    dispatch._resolved.clear()
+    packer(device, torch.float32)(1)
+    assert calls == [1]
+    assert packer(device, torch.float32) == packer(device, torch.float32)
+    with dispatch.use_backend(linear_int8="reference"):
+        assert packer(device, torch.float32) is None
+        with dispatch.use_backend("aten"):
+            assert packer(device, torch.float32) is None, "the op's own pin stands before the one for all"
+    with dispatch.use_backend("aten"):
+        assert packer(device, torch.float32) is not None
+    with (
+        dispatch.use_backend(linear_int8="cuda"),
+        pytest.raises(dispatch.BackendError, match=r"linear_int8.*alternatives: .*aten"),
+    ):
+        packer(device, torch.float32)
+    dispatch._resolved.clear()
+
+
+# --- aten's ways --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 24, 512, 513, 1030, 65_536])
+def test_aten_without_an_integer_product(monkeypatch, width):
+    """Float32 sums short enough to be exact: the same bits."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(5, width, generator=g)
+    x[0] = 1 - 0.03 * torch.rand(width, generator=g)  # all but the largest sums, and no round numbers
+    weight, scale = random_weight(9, width)
+    weight[0] = torch.randint(120, 128, (width,), generator=g)
+    with dispatch.use_backend(linear_int8="aten"):
+        monkeypatch.setattr(aten_int8, "_int_mm_is_exact", lambda device: False)
+        monkeypatch.delattr(torch, "_int_mm")
+        assert torch.equal(linear_int8(x, weight, scale), by_numpy(x, weight, scale)[0])
+
+
+def test_aten_asks_once_whether_the_integer_product_is_exact(monkeypatch):
+    probe, device = aten_int8._int_mm_is_exact.__wrapped__, torch.device("cpu")
+    monkeypatch.setattr(torch, "_int_mm", lambda a, b: a.int() @ b.int())
+    assert probe(device)
+
+    def saturating(a, b):  # before VNNI: a made unsigned, products added in pairs in 16 bits
+        pairs = (a.int() + 128)[:, :, None] * b.int()[None]
+        pairs = pairs.reshape(a.shape[0], -1, 2, b.shape[1]).sum(2).clamp(-(2**15), 2**15 - 1)
+        return pairs.sum(1) - 128 * b.int().sum(0)
+
+    monkeypatch.setattr(torch, "_int_mm", saturating)
+    assert not probe(device)
+
+    def absent(a, b):
+        raise RuntimeError("not implemented")
+
+    monkeypatch.setattr(torch, "_int_mm", absent)
+    assert not probe(device)
+    monkeypatch.delattr(torch, "_int_mm")
+    assert not probe(device)
+
+
+@pytest.mark.parametrize(
+    ("rows_", "width", "out"), [(1, 24, 40), (30, 64, 8), (0, 8, 8), (5, 20, 40), (5, 24, 9)]
+)
+def test_aten_keeps_to_what_a_gpu_multiplies(monkeypatch, rows_, width, out):
+    """More than 16 rows, and multiples of 8: what is too small gets more rows, the rest goes another way."""
+    x = torch.randn(rows_, width, generator=torch.Generator().manual_seed(0))
+    weight, scale = random_weight(out, width)
+    cuda, given, seen = torch.device("cuda"), aten_int8._rows_given, []
+    monkeypatch.setattr(aten_int8, "_rows_given", lambda r, k, n, _: given(r, k, n, cuda))
+    monkeypatch.setattr(aten_int8, "_int_mm_is_exact", lambda device: True)
+
+    def product(a, b):
+        seen.append((a.shape[0], a.shape[1], b.shape[1]))
+        return a.int() @ b.int()
+
+    monkeypatch.setattr(torch, "_int_mm", product)
+    with dispatch.use_backend(linear_int8="aten"):
+        assert torch.equal(
+            linear_int8(x, weight, scale), by_numpy(x, weight, scale)[0] if rows_ else x @ weight.T.float()
+        )
+    if width % 8 or out % 8:
+        assert seen == []
+    else:
+        ((m, k, n),) = seen
+        assert m > 16
+        assert m % 8 == 0
+        assert m >= rows_ + 1
+        assert (k, n) == (width, out)
+
+
+# --- refusals -----------------------------------------------------------------------------------------------
+
+X, W, S, B = torch.ones(2, 3), torch.ones(4, 3, dtype=torch.int8), torch.ones(4), torch.ones(4)
+BAD = [
+    (lambda: linear_int8([1.0], W, S), TypeError, "x: expected a torch.Tensor, got list"),
+    (lambda: linear_int8(X.long(), W, S), TypeError, "x: expected float32.*got torch.int64"),
+    (lambda: linear_int8(torch.tensor(1.0), W, S), ValueError, r"x: expected shape \(\.\.\., in\).*got \(\)"),
+    (lambda: linear_int8(torch.ones(2, 0), W[:, :0], S), ValueError, r"x: expected .* in >= 1, got \(2, 0\)"),
+    (
+        lambda: linear_int8(torch.ones(1, 65_537), torch.ones(1, 65_537, dtype=torch.int8), S[:1]),
+        ValueError,
+        "x: expected at most 65536 elements a row, got 65537",
+    ),
+    (lambda: linear_int8(X, None, S), TypeError, "weight: expected a torch.Tensor, got NoneType"),
+    (lambda: linear_int8(X, W.float(), S), TypeError, "weight: expected int8, got torch.float32"),
+    (lambda: linear_int8(X, W.to(torch.uint8), S), TypeError, "weight: expected int8, got torch.uint8"),
+    (lambda: linear_int8(X, W[:, :2], S), ValueError, r"weight: expected shape \(out, 3\), got \(4, 2\)"),
+    (lambda: linear_int8(X, W[0], S), ValueError, r"weight: expected shape \(out, 3\), got \(3,\)"),
+    (lambda: linear_int8(X, W[:0], S[:0]), ValueError, r"weight: .*got \(0, 3\)"),
+    (
+        lambda: linear_int8(X, W.to("meta"), S),
+        ValueError,
+        "weight: expected a tensor on cpu, got one on meta",
+    ),
+    (lambda: linear_int8(X, W, None), TypeError, "scale: expected a torch.Tensor, got NoneType"),
+    (lambda: linear_int8(X, W, S.half()), TypeError, "scale: expected float32, got torch.float16"),
+    (lambda: linear_int8(X, W, S[:3]), ValueError, r"scale: expected shape \(4,\), got \(3,\)"),
+    (lambda: linear_int8(X, W, S[:, None]), ValueError, r"scale: expected shape \(4,\), got \(4, 1\)"),
+    (lambda: linear_int8(X, W, S.to("meta")), ValueError, "scale: expected a tensor on cpu"),
+    (lambda: linear_int8(X, W, S, B[:3]), ValueError, r"bias: expected shape \(4,\), got \(3,\)"),
+    (
+        lambda: linear_int8(X, W, S, B.half()),
+        TypeError,
+        "bias: expected x's dtype torch.float32 or float32, got torch.float16",
+    ),
+    (
+        lambda: linear_int8(X.half(), W, S, B.bfloat16()),
+        TypeError,
+        "bias: expected x's dtype torch.float16 or float32, got torch.bfloat16",
+    ),
+    (lambda: linear_int8(X, W, S, B.long()), TypeError, "bias: expected float32.*got torch.int64"),
+    (lambda: linear_int8(X, W, S, B, "swish"), ValueError, "activation: expected None or one.*got 'swish'"),
+    (lambda: linear_int8(X, W, S, packed=[1]), TypeError, "packed: expected a torch.Tensor, got list"),
+    (lambda: linear_int8(X, W, S, packed=W), TypeError, "packed: expected uint8, got torch.int8"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD, ids=[m[:40] for _, _, m in BAD])
+def test_bad_inputs(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.parametrize("which", ["x", "scale", "bias"])
+def test_gradients_are_refused(which):
+    tensors = {"x": X.clone(), "scale": S.clone(), "bias": B.clone()}
+    tensors[which].requires_grad_()
+    with pytest.raises(
+        RuntimeError, match=rf"^{which}: requires a gradient.*no_grad.*floating-point checkpoint"
+    ):
+        linear_int8(tensors["x"], W, tensors["scale"], tensors["bias"])
+    with torch.no_grad():
+        y = linear_int8(tensors["x"], W, tensors["scale"], tensors["bias"])
+    assert not y.requires_grad

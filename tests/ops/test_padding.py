@@ -1,0 +1,222 @@
+"""`pack` and `unpack`: exact round trips, poison in what is not kept, gradients, compilation, bad inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fastbert import testing
+from fastbert.ops import padding as op
+from fastbert.ops.padding import pack, pack_ref, unpack, unpack_ref
+from fastbert.runtime import dispatch
+from fastbert.testing.op_cases.padding import CASES
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+BACKENDS = [b for b in dispatch.TABLE["cpu"]["padding"] if dispatch.gap(b, "padding", "cpu", None) is None]
+
+
+def name(value):
+    return str(value).removeprefix("torch.")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    with dispatch.use_backend(padding=request.param):
+        yield request.param
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("which", BACKENDS)
+def test_error_rule_with_poisoned_pads(which, dtype, case):
+    for row in testing.run_case(case, which, dtype):
+        assert row.passed, f"{row.quantity}: {row.reason}"
+        assert row.max_error == 0, "nothing is computed, so nothing may be off"
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    mask=st.integers(1, 4).flatmap(
+        lambda batch: st.integers(1, 9).flatmap(
+            lambda seqlen: st.lists(st.booleans(), min_size=batch * seqlen, max_size=batch * seqlen).map(
+                lambda bits: torch.tensor(bits).view(batch, seqlen)
+            )
+        )
+    ),
+    inner=st.sampled_from([(), (1,), (3,), (2, 5)]),
+    which=st.sampled_from(BACKENDS),
+)
+def test_round_trip_of_any_mask(mask, inner, which):
+    batch, seqlen = mask.shape
+    x = torch.randn(batch, seqlen, *inner)
+    indices = mask.flatten().nonzero().flatten()
+    with dispatch.use_backend(padding=which):
+        packed = pack(x, indices)
+        back = unpack(packed, indices, batch, seqlen)
+        again = pack(back, indices)
+    assert torch.equal(packed, x[mask])
+    assert torch.equal(back, torch.where(mask.view(batch, seqlen, *(1,) * len(inner)), x, 0.0))
+    assert torch.equal(again, packed)
+
+
+def test_poison_reaches_neither_output_nor_gradient(backend):
+    indices = torch.tensor([0, 1, 4, 6])
+    x = torch.full((2, 4, 3), float("nan"))
+    x.view(8, 3)[indices] = torch.randn(4, 3)
+    x.requires_grad_()
+    y = pack(x, indices)
+    assert y.isfinite().all()
+    (dx,) = torch.autograd.grad(y.square().sum(), x)
+    kept = torch.zeros(8, dtype=torch.bool).index_fill(0, indices, True).view(2, 4)
+    assert torch.equal(dx[kept], 2 * x.detach()[kept])
+    assert not dx[~kept].any()
+    packed = torch.randn(4, 3, requires_grad=True)
+    out = unpack(packed, indices, 2, 4)
+    assert not out[~kept].any()
+    poison = torch.full_like(out, float("nan"))
+    poison[kept] = 1.0
+    (dpacked,) = torch.autograd.grad(out, packed, poison)
+    assert torch.equal(dpacked, torch.ones_like(packed))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool], ids=name)
+def test_ids_and_masks_can_be_packed(backend, dtype):
+    x = torch.randint(0, 2, (3, 5)).to(dtype)
+    indices = torch.tensor([1, 2, 9, 14])
+    packed = pack(x, indices)
+    assert packed.dtype == dtype
+    assert torch.equal(packed, x.flatten()[indices])
+    assert torch.equal(pack(unpack(packed, indices, 3, 5), indices), packed)
+
+
+def test_gradcheck_twice(backend):
+    indices = torch.tensor([0, 2, 3])
+    x = torch.randn(2, 3, 2, dtype=torch.float64, requires_grad=True)
+    packed = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    for function, argument in ((lambda t: pack(t, indices), x), (lambda t: unpack(t, indices, 2, 3), packed)):
+        assert torch.autograd.gradcheck(function, argument)
+        assert torch.autograd.gradgradcheck(function, argument)
+
+
+def test_reference_and_op_agree_on_gradients(backend):
+    indices = torch.tensor([1, 2, 5])
+    x, packed = torch.randn(2, 3, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    for mine, ref, leaf in (
+        (pack(x, indices), pack_ref(x, indices), x),
+        (unpack(packed, indices, 2, 3), unpack_ref(packed, indices, 2, 3), packed),
+    ):
+        assert torch.equal(mine, ref)
+        dy = torch.randn_like(mine)
+        assert torch.equal(*(torch.autograd.grad(y, leaf, dy)[0] for y in (mine, ref)))
+
+
+def test_opcheck(backend):
+    indices = torch.tensor([0, 2, 3])
+    torch.library.opcheck(op.pack_fwd, (torch.randn(6, 2, requires_grad=True), indices))
+    torch.library.opcheck(op.unpack_fwd, (torch.randn(3, 2, requires_grad=True), indices, 6))
+
+
+def test_compiled_is_eager():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def step(x, indices):
+        packed = pack(x.transpose(0, 1), indices)
+        return unpack(packed * packed, indices, x.shape[1], x.shape[0])
+
+    run = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
+    frames = []
+    for seqlen, kept in ((5, 7), (8, 3), (9, 20)):
+        x = torch.randn(seqlen, 3, 4, requires_grad=True)
+        indices = torch.randperm(3 * seqlen)[:kept].sort().values
+        expected, actual = step(x, indices), run(x, indices)
+        frames.append(counter.frame_count)
+        assert torch.equal(actual, expected)
+        dy = torch.randn_like(expected)
+        assert torch.equal(*(torch.autograd.grad(y, x, dy)[0] for y in (actual, expected)))
+    assert len(set(frames)) == 1, "recompiled for another number of tokens"
+
+
+def test_strides_change_nothing(backend):
+    x = torch.randn(3, 4, 5)
+    indices = torch.tensor([1, 5, 6, 11])
+    expected = pack(x, indices)
+    for moved in (
+        torch.cat([x, x], -1)[..., :5],
+        x.repeat_interleave(2, -1)[..., ::2],
+        x.transpose(0, 1).contiguous().transpose(0, 1),
+        x.transpose(1, 2).contiguous().transpose(1, 2),
+    ):
+        assert torch.equal(pack(moved, indices), expected)
+    moved = expected.repeat_interleave(2, -1)[..., ::2]
+    assert torch.equal(unpack(moved, indices, 3, 4), unpack(expected, indices, 3, 4))
+    leaf = expected.clone().requires_grad_()
+    unpack(leaf, indices, 3, 4).sum().backward()  # an expanded gradient
+    assert torch.equal(leaf.grad, torch.ones_like(leaf))
+    assert torch.equal(pack(x[:1].expand(3, 4, 5), indices), x[:1].repeat(3, 1, 1).view(12, 5)[indices])
+
+
+def test_backends_get_rows_without_gaps(monkeypatch):
+    from fastbert.backends import aten
+
+    seen = []
+    for function in ("pack_fwd", "unpack_fwd"):
+        launch = getattr(aten, function)
+        monkeypatch.setattr(
+            aten, function, lambda x, *args, launch=launch: seen.append(x) or launch(x, *args)
+        )
+    indices = torch.tensor([1, 5])
+    with dispatch.use_backend(padding="aten"):
+        pack(torch.ones(2, 3, 8)[..., ::2], indices)
+        unpack(torch.ones(2, 8)[..., ::2], indices, 2, 3)
+    assert [tuple(x.shape) for x in seen] == [(6, 4), (2, 4)]
+    assert all(x.stride(1) == 1 for x in seen)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3), (2, 4, 0)], ids=str)
+def test_empty_batches(backend, shape):
+    none = torch.empty(0, dtype=torch.int64)
+    x = torch.empty(shape, requires_grad=True)
+    packed = pack(x, none)
+    assert packed.shape == (0, shape[2])
+    assert unpack(packed, none, *shape[:2]).shape == shape
+    packed.sum().backward()
+    assert x.grad.shape == shape
+
+
+def test_no_gradient_where_none_is_wanted(backend):
+    indices = torch.tensor([0])
+    assert not pack(torch.ones(1, 2, 3), indices).requires_grad
+    with torch.no_grad():
+        assert not pack(torch.ones(1, 2, 3, requires_grad=True), indices).requires_grad
+
+
+X, I = torch.ones(2, 3, 4), torch.tensor([0, 5])
+BAD = [
+    (lambda: pack([1], I), TypeError, "x: expected a torch.Tensor, got list"),
+    (lambda: pack(X.to(torch.complex64), I), TypeError, "x: expected one of float32, .*got torch.complex64"),
+    (lambda: pack(torch.ones(4), I), ValueError, r"x: expected shape \(batch, seqlen, ...\), got \(4,\)"),
+    (lambda: pack(X, [0, 5]), TypeError, "indices: expected a torch.Tensor, got list"),
+    (lambda: pack(X, I.int()), TypeError, "indices: expected int64, got torch.int32"),
+    (lambda: pack(X, I.float()), TypeError, "indices: expected int64 or int32, got torch.float32"),
+    (lambda: pack(X, I[None]), ValueError, r"indices: expected shape \(total,\), got \(1, 2\)"),
+    (lambda: pack(X, torch.tensor([0, 6])), ValueError, r"indices: position 6 is out of range .* of 6"),
+    (lambda: pack(X, torch.tensor([-1, 2])), ValueError, "indices: position -1 is out of range"),
+    (lambda: pack(X, torch.tensor([0, 3, 3])), ValueError, "indices: .*increasing.* got 3 before 3 at 1"),
+    (lambda: pack(X, torch.tensor([4, 1])), ValueError, "indices: .*increasing.* got 4 before 1 at 0"),
+    (lambda: pack(X.to("meta"), I), ValueError, "indices: expected a tensor on meta, got one on cpu"),
+    (lambda: unpack(X[0, :2], I, 2, 2), ValueError, "indices: position 5 is out of range .* of 4"),
+    (lambda: unpack(X[0], I, 2, 3), ValueError, r"x: expected shape \(2, ...\).*got \(3, 4\)"),
+    (lambda: unpack(torch.tensor(1.0), I, 2, 3), ValueError, r"x: expected shape \(2, ...\).*got \(\)"),
+    (lambda: unpack(X[0, :2], I, -1, 3), ValueError, "batch: expected an integer >= 0, got -1"),
+    (lambda: unpack(X[0, :2], I, 2, 3.0), ValueError, "seqlen: expected an integer >= 0, got 3.0"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD, ids=[m[:40] for _, _, m in BAD])
+def test_bad_inputs(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,505 @@
+"""Weights that are written in place, in eval, past PyTorch's version counter: the next output has them."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import threading
+
+import numpy
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import fastbert
+from fastbert.acceleration.layer import AcceleratedLayer
+from fastbert.layers.encoder import LayerMath, part
+from fastbert.models.bert import AutoModel
+from fastbert.models.config import EncoderConfig
+from fastbert.runtime import native as _native
+from fastbert.runtime import prepared
+from tests.support.hf_models import batch, hf_config, hf_model
+
+FLOAT, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+KINDS = {FLOAT: "fp32", BF16: "bf16", FP16: "fp16", torch.int8: "int8"}
+BITS = {1: numpy.int8, 2: numpy.int16, 4: numpy.int32}
+
+
+def native(dtype=FLOAT, name="bert"):
+    torch.manual_seed(0)
+    model = AutoModel.from_config(EncoderConfig.from_hf(hf_config(name))).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.normal_(0.0, 0.3)
+    return model.quantize() if dtype == torch.int8 else model.to(dtype)
+
+
+def accelerated(dtype=FLOAT, name="bert"):
+    torch.manual_seed(0)
+    return fastbert.accelerate(hf_model(name).to(dtype)).requires_grad_(False)
+
+
+def run(model):
+    with torch.inference_mode():
+        return model(**batch(model.config.model_type)).last_hidden_state
+
+
+def fresh(model):
+    """What the model should give: a copy derives its own weights."""
+    return run(copy.deepcopy(model))
+
+
+def check_next(model, change, tensor, name=""):
+    """`change(tensor)` changes the next output, and to what it should be."""
+    before = run(model)
+    assert torch.equal(run(model), before), name
+    change(tensor)
+    after = run(model)
+    assert not torch.equal(after, before), name
+    assert torch.equal(after, fresh(model)), name
+
+
+def layers_of(model):
+    return [module for module in model.modules() if isinstance(module, LayerMath)]
+
+
+def dense(model, name="intermediate"):
+    layer = layers_of(model)[-1]
+    return part(layer, getattr(layer.form.names, name))
+
+
+def sources(model):
+    """All that the encoder layers read: weights, scales, biases."""
+    return [t for layer in layers_of(model) for t in (*layer.parameters(), *layer.buffers())]
+
+
+def array(t):
+    """A NumPy array of the tensor's memory, as integers where NumPy lacks the dtype."""
+    return t.detach().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[t.itemsize]).numpy()
+
+
+def teacher(p):
+    student = torch.ones_like(p)
+    p.data.mul_(0.5).add_(0.5 * student) if p.is_floating_point() else p.data.neg_().add_(student)
+
+
+IDIOMS = {
+    "mul_": lambda p: p.data.mul_(-1),
+    "copy_": lambda p: p.data.copy_(p.flip(0)),
+    "teacher": teacher,
+    "detached": lambda p: p.detach().neg_(),
+    "foreach": lambda p: torch._foreach_mul_([p.data], -1),
+    "out": lambda p: torch.neg(p, out=p.data),
+    "row": lambda p: p.data[-1].neg_(),
+    "row set": lambda p: p.data.__setitem__(5, 1),
+    "column": lambda p: p.data[:, 3].neg_(),
+    "element": lambda p: p.data[1, 2].neg_(),
+    "flat view": lambda p: p.data.view(-1)[70:75].neg_(),
+    "numpy": lambda p: numpy.copyto(array(p), array(p)[::-1].copy()),
+    "numpy row": lambda p: array(p).__setitem__(3, 0),
+    "numpy element": lambda p: array(p).__setitem__((3, 4), 0),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()).neg_(),
+    "dlpack numpy": lambda p: numpy.from_dlpack(p.detach().view(torch.uint8)).fill(0),
+    "address": lambda p: ctypes.memset(p.data_ptr(), 0, p.nbytes),
+}
+
+
+@pytest.fixture(params=["fused", "op by op"])
+def layers(request, monkeypatch):
+    if request.param == "op by op":
+        for kind in (LayerMath, AcceleratedLayer):
+            monkeypatch.setattr(kind, "_fused", lambda *_: None)
+    return request.param
+
+
+MODELS = [
+    pytest.param(
+        make, dtype, id=f"{make.__name__}-{KINDS[dtype]}", marks=[pytest.mark.slow] * (dtype == FP16)
+    )
+    for make in (native, accelerated)
+    for dtype in KINDS
+    if make is native or dtype.is_floating_point
+]
+
+
+@pytest.mark.parametrize(("make", "dtype"), MODELS)
+def test_a_write_in_place_changes_the_next_output(make, dtype, layers):
+    model = make(dtype)
+    weight = dense(model).weight
+    original = weight.clone()
+    for name, idiom in IDIOMS.items():
+        weight.data.copy_(original)
+        check_next(model, idiom, weight, name)
+
+
+@pytest.mark.parametrize(("make", "dtype"), MODELS)
+def test_every_weight_of_a_layer_counts(make, dtype, layers):
+    model = make(dtype)
+    keys = [part(layer, layer.form.names.key).bias for layer in layers_of(model)]
+    for tensor in sources(model):
+        run(model)
+        before = run(model)
+        tensor.data.view(-1)[::2].add_(1)  # not to all, which a norm would take away again
+        after = run(model)
+        assert torch.equal(after, fresh(model))
+        # softmax does not see what is added to all scores of a query
+        assert not torch.equal(after, before) or any(tensor is bias for bias in keys)
+
+
+def test_weights_of_layers_that_share_them():
+    """ALBERT's layers are one; another model's are this one's; a view of the storage is written."""
+    albert = native(name="albert")
+    check_next(albert, IDIOMS["row"], dense(albert).weight)
+    first, second = native(), native()
+    weight, bias = torch.randn(96, 48), torch.zeros(96)
+    for model in (first, second):
+        inner = dense(model)
+        inner.weight, inner.bias = (nn.Parameter(t, requires_grad=False) for t in (weight, bias))
+    for write in (weight.data[3:5].neg_, bias.data.add_):
+        outputs = [run(model) for model in (first, second)]
+        write(*[1] * (write.__name__ == "add_"))
+        for model, before in zip((first, second), outputs, strict=True):
+            after = run(model)
+            assert not torch.equal(after, before)
+            assert torch.equal(after, fresh(model))
+
+
+def test_one_way_through_a_layer_finds_what_another_must_know(monkeypatch):
+    """The fused layer and the single ops have the same packed weights."""
+    model = native()
+    run(model)
+    dense(model).weight.data[3].neg_()  # not among the samples
+    run(model)
+    monkeypatch.setattr(LayerMath, "_fused", lambda *_: None)
+    assert torch.equal(run(model), fresh(model))
+
+
+def test_what_one_turn_of_samples_finds_another_must_know():
+    first, second = nn.Module(), nn.Module()
+    weight = in_numpy(torch.zeros(1000, 40))
+
+    def ask(owner):
+        return prepared.derived(owner, "twice", (weight,), lambda: weight * 2)
+
+    ask(first)
+    ask(second)
+    weight.data[700] = 1
+    while not torch.equal(ask(first), weight * 2):
+        pass
+    assert torch.equal(ask(second), weight * 2)
+
+
+def in_numpy(weight):
+    return torch.from_numpy(weight.numpy().copy())
+
+
+def shared_between_processes(weight):
+    return weight.clone().share_memory_()
+
+
+def unmarked(dtype, home, rows=96):
+    """A model, and one of its weights, whose memory cannot have a mark."""
+    model = native(dtype)
+    inner = dense(model, "intermediate" if rows == 96 else "output")
+    inner.weight.data = home(inner.weight.data.clone())
+    assert not prepared._mark(inner.weight)
+    return model, inner.weight
+
+
+@pytest.mark.parametrize("home", (in_numpy, shared_between_processes))
+def test_a_weight_whose_memory_has_no_mark(home, layers):
+    """Whole tensors and, in matrices that are not large, rows."""
+    model, weight = unmarked(FLOAT, home)
+    for name in ("mul_", "copy_", "teacher", "detached", "out", "row", "row set", "numpy", "dlpack"):
+        check_next(model, IDIOMS[name], weight, name)
+
+
+def test_a_model_of_transformers_as_it_comes_from_a_file(tmp_path, layers):
+    hf_model("bert").save_pretrained(tmp_path)
+    model = fastbert.accelerate(transformers.AutoModel.from_pretrained(tmp_path).eval()).requires_grad_(False)
+    for name in ("mul_", "row", "teacher", "row set"):
+        check_next(model, IDIOMS[name], dense(model).weight, name)
+
+
+def test_rows_of_a_large_weight_without_a_mark_are_looked_at_in_turn():
+    owner = nn.Module()
+    weight = in_numpy(torch.zeros(1000, 40))
+    assert not prepared._mark(weight)
+    built = []
+    for row in (0, 1, 500, 998, 999):
+
+        def ask():
+            return prepared.derived(owner, "twice", (weight,), lambda: built.append(1) or weight * 2)
+
+        ask()
+        count = len(built)
+        weight.data[row] = row + 1
+        for _ in range(prepared._TURNS):
+            value = ask()
+        assert torch.equal(value, weight * 2)
+        assert len(built) == count + 1
+
+
+@pytest.mark.parametrize("rows", (257, 319, 511, 1023, 1024, 1025))
+def test_the_last_row_has_its_turn_whatever_their_number(rows):
+    owner = nn.Module()
+    weight = in_numpy(torch.zeros(rows, 4))
+
+    def ask():
+        return prepared.derived(owner, "twice", (weight,), lambda: weight * 2)
+
+    ask()
+    weight.data[rows - 1] = 1
+    for _ in range(prepared._TURNS):
+        value = ask()
+    assert torch.equal(value, weight * 2)
+
+
+def test_without_marks_a_whole_tensor_is_noticed(monkeypatch):
+    """Another version of PyTorch may not have them."""
+    monkeypatch.setattr(prepared, "_is_marked", prepared._never_marked)
+    model = native()
+    for name in ("mul_", "row", "numpy"):
+        check_next(model, IDIOMS[name], dense(model).weight, name)
+
+
+def test_an_array_that_was_taken_before():
+    """PyTorch does not see what is written through it; a whole tensor is noticed all the same."""
+    for dtype in (FLOAT, BF16, torch.int8):
+        model = native(dtype)
+        for name in ("intermediate", "output", "query"):
+            weight = dense(model, name).weight
+            memory = array(weight)
+            check_next(model, lambda _, memory=memory: numpy.copyto(memory, memory[::-1].copy()), weight)
+
+
+def test_nothing_moves():
+    """Aliases and arrays that the user has stay what they are."""
+    model = native()
+    weight = dense(model).weight
+    place, alias, memory = weight.data_ptr(), weight.data, array(weight)
+    run(model)
+    for write in (IDIOMS["mul_"], IDIOMS["row"], IDIOMS["teacher"]):
+        write(weight)
+        run(model)
+        assert weight.data_ptr() == place
+        run(model)
+        assert torch.equal(alias, weight)
+        assert (memory == array(weight)).all()
+
+
+def test_written_while_it_is_built():
+    """What was read before the write does not stay."""
+    owner, other = nn.Module(), nn.Module()
+    weight = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def written():
+        value = weight * 2
+        weight.data.add_(1)
+        return value
+
+    assert torch.equal(prepared.derived(owner, "a", (weight,), written), torch.full((3,), 2.0))
+    assert torch.equal(prepared.derived(owner, "a", (weight,), lambda: weight * 2), weight * 2)
+
+    def written_and_found():
+        value = written()
+        prepared.derived(other, "b", (weight,), lambda: weight * 3)  # which sets the mark again
+        return value
+
+    prepared.derived(owner, "c", (weight,), written_and_found)
+    assert torch.equal(prepared.derived(owner, "c", (weight,), lambda: weight * 2), weight * 2)
+    assert torch.equal(prepared.derived(other, "b", (weight,), lambda: weight * 5), weight * 3)
+    assert not prepared._building
+
+
+def test_a_write_elsewhere_does_not_excuse_one_that_was_found_while_building():
+    owner, other = nn.Module(), nn.Module()
+    weight, foreign = (nn.Parameter(torch.ones(3), requires_grad=False) for _ in range(2))
+
+    def written_and_found():
+        value = weight * 2
+        for written in (weight, foreign):
+            written.data.add_(1)
+            prepared.derived(other, id(written), (written,), lambda: 0)  # which sets the mark again
+        return value
+
+    prepared.derived(owner, "twice", (weight,), written_and_found)
+    assert torch.equal(prepared.derived(owner, "twice", (weight,), lambda: weight * 2), weight * 2)
+
+
+def test_a_build_that_fails_leaves_nothing():
+    owner, weight = nn.Module(), nn.Parameter(torch.ones(3))
+    with pytest.raises(ZeroDivisionError):
+        prepared.derived(owner, "a", (weight,), lambda: 1 / 0)
+    assert not prepared._building
+    assert prepared.held(owner) == []
+
+
+def swapped(model):
+    weight = dense(model).weight
+    weight.data = weight.data.neg()
+
+
+def swapped_for_a_marked_one(model):
+    other = native()
+    dense(other).weight.data.neg_()
+    run(other)
+    dense(model).weight.data = dense(other).weight.data
+
+
+def shifted(model):
+    """Another view of one storage."""
+    weight = dense(model).weight
+    both = torch.stack([weight.data, weight.data.neg()])
+    weight.data = both[0]
+    run(model)
+    weight.data = both[1]
+
+
+@pytest.mark.parametrize("change", (swapped, swapped_for_a_marked_one, shifted))
+def test_other_memory_is_noticed(change):
+    model = native()
+    check_next(model, lambda _: change(model), None)
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"), [(native, FLOAT), (native, torch.int8), (accelerated, FLOAT), (accelerated, BF16)]
+)
+def test_what_only_reads_costs_no_build(make, dtype, layers, monkeypatch):
+    """A mark that a reader took away would have everything packed anew at each call."""
+    model = make(dtype)
+    head = fastbert.AutoModelForMaskedLM.from_config(EncoderConfig.from_hf(hf_config("bert"))).eval()
+    long = {"input_ids": torch.ones(70, 30, dtype=torch.long)}  # beyond what is packed once for all calls
+
+    def calls():
+        run(model)
+        with torch.inference_mode():
+            model(**long)
+            head(**batch("bert"))
+            if make is native:
+                model(**batch("bert"), first_token_only=True)
+        copy.deepcopy(model)
+        model.state_dict()
+        sum(float(p.sum()) for p in model.parameters())
+
+    calls()
+    calls()
+    monkeypatch.setattr(prepared, "_build", lambda *_: pytest.fail("built again"))
+    calls()
+
+
+def test_clear_takes_what_accelerate_takes():
+    model = accelerated()
+    run(model)
+    weight = dense(model).weight
+    assert prepared.held(model)
+    assert prepared._is_marked(weight)
+    fastbert.clear(type("Pipeline", (), {"model": model})())
+    assert prepared.held(model) == []
+    assert not prepared._is_marked(weight)
+    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module or a pipeline, got int"):
+        fastbert.clear(3)
+
+
+def test_clear_makes_single_elements_count():
+    """What is said of it: written through an array that was taken before, no check sees them."""
+    model = native()
+    memory = array(dense(model).weight)
+    run(model)
+    memory[7, 1] ^= 1 << 30
+    fastbert.clear(model)
+    assert torch.equal(run(model), fresh(model))
+
+
+def test_training_has_plain_storages():
+    model = accelerated().requires_grad_()
+    run(model)
+    assert prepared._is_marked(dense(model).weight)
+    model.train()
+    assert not any(map(prepared._is_marked, model.parameters()))
+
+
+def test_threads_that_call_while_one_writes():
+    """Each output is one of the model as it was at some moment; the last one is right."""
+    model = native()
+    weight = dense(model).weight
+    stop, failures = threading.Event(), []
+
+    def call():
+        try:
+            while not stop.is_set():
+                assert torch.isfinite(run(model)).all()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(60):
+        weight.data.neg_()
+        weight.data.mul_(0.99)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert torch.equal(run(model), fresh(model))
+
+
+def test_samples_compare_what_they_are_told_to():
+    memory = torch.arange(100, dtype=torch.uint8)
+    where = memory.data_ptr()
+    samples = _native.extension.Samples([(where, 10, 5, 3, 5), (where + 60, 4, 10, 1, 3)])
+    assert not samples.differ()
+    for place in (0, 2, 12, 40, 42):
+        memory[place] += 1
+        assert samples.differ(), place
+        memory[place] -= 1
+        assert not samples.differ()
+    memory[3] = memory[43] = memory[61] = 0
+    assert not any(samples.differ() for _ in range(8))
+    for place in (60, 96):  # three of ten per call
+        memory[place] += 1
+        assert sum(samples.differ() for _ in range(8)) == 2, place
+        memory[place] -= 1
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [(0, 1, 1, 1, 1), (64, 1, 0, 1, 1), (64, 1, 1, 0, 1), (64, 1, 1, 1, 0), (64, 1, 2**40, 2, 1), (64, 1)],
+)
+def test_samples_refuse_what_makes_no_sense(piece):
+    with pytest.raises(ValueError, match="pieces: expected"):
+        _native.extension.Samples([piece])
+
+
+def test_a_version_that_is_counted_by_hand():
+    """Whoever writes behind PyTorch's back may say so."""
+    owner, weight = nn.Module(), torch.zeros(50, 40)
+    memory = array(weight)
+
+    def ask():
+        return prepared.derived(owner, "twice", (weight,), lambda: weight * 2)
+
+    ask()
+    memory[3, 1] = 1 << 29
+    torch.autograd.graph.increment_version(weight)
+    assert torch.equal(ask(), weight * 2)
+    assert weight[3, 1] != 0
+
+
+def test_a_write_that_another_finds_meanwhile(monkeypatch):
+    """Between looking up what is remembered and looking at the marks, which are set again by then."""
+    owner, other = nn.Module(), nn.Module()
+    weight = nn.Parameter(torch.ones(3), requires_grad=False)
+    for module in (owner, other):
+        prepared.derived(module, "twice", (weight,), lambda: weight * 2)
+    holds = prepared._Seal.holds
+
+    def late(seal, sources):
+        monkeypatch.setattr(prepared._Seal, "holds", holds)
+        weight.data.add_(1)
+        prepared.derived(other, "twice", (weight,), lambda: weight * 2)
+        return seal.holds(sources)
+
+    monkeypatch.setattr(prepared._Seal, "holds", late)
+    assert torch.equal(prepared.derived(owner, "twice", (weight,), lambda: weight * 2), weight * 2)

@@ -1,0 +1,148 @@
+"""One of two processes that train an accelerated model together: `accelerate_workers.py RANK FOLDER`.
+
+They meet through a file in FOLDER, and each leaves FOLDER/RANK.json: what it found for each wrapper.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+import fastbert
+from tests.support.hf_models import batch, hf_model
+
+WORLD = 2
+STEPS = 3
+
+
+def tiny() -> torch.nn.Module:
+    model = hf_model(
+        "bert", transformers.AutoModelForSequenceClassification, num_labels=3, num_hidden_layers=2,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model.set_attn_implementation("sdpa")
+    return model.train()
+
+
+def part(rank: int, step: int) -> dict[str, torch.Tensor]:
+    """The batch of a rank: other lengths, other words and another number of tokens on each."""
+    inputs = batch("bert", 3 + rank, 18 + 5 * rank, seed=10 * step + rank)
+    inputs["attention_mask"][:, 0] = 1  # a sequence without its first token is not packed
+    return inputs | {"labels": torch.arange(3 + rank) % 3}
+
+
+def worst_gradient(actual: dict, expected: dict) -> tuple[float, str]:
+    """The largest relative error of a gradient, and its name. All must have one, or none.
+
+    The bias of the keys shifts all scores of a query alike, so its gradient is nothing but rounding: it is
+    held to the size of the largest.
+    """
+    assert actual.keys() == expected.keys()
+    largest = max(g.norm().item() for g in expected.values() if g is not None)
+    errors = [(0.0, "")]
+    for name, want in expected.items():
+        assert (actual[name] is None) == (want is None), name
+        if want is not None:
+            is_of_keys = name.endswith(("key.bias", "k_lin.bias", "attn.k.bias"))
+            size = largest if is_of_keys else max(want.norm().item(), 1e-3 * largest)
+            errors.append(((full(actual[name]) - want).norm().item() / size, name))
+    return max(errors)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def sharded(model: torch.nn.Module, part: str = "") -> torch.nn.Module:
+    """FSDP2 around each layer, or around a part of each, and around the model."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for layer in model.bert.encoder.layer:
+        fully_shard(layer.get_submodule(part), mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def split(model: torch.nn.Module) -> torch.nn.Module:
+    """Tensor parallelism inside each feed-forward block."""
+    plan = {"intermediate.dense": ColwiseParallel(), "output.dense": RowwiseParallel()}
+    for layer in model.bert.encoder.layer:
+        parallelize_module(layer, init_device_mesh("cpu", (WORLD,)), plan)
+    return model
+
+
+WRAPPERS = {
+    "ddp": lambda: DistributedDataParallel(fastbert.accelerate(tiny())),
+    "ddp, accelerated after it": lambda: fastbert.accelerate(DistributedDataParallel(tiny())),
+    "fsdp2": lambda: sharded(fastbert.accelerate(tiny())),
+    "fsdp2, accelerated after it": lambda: fastbert.accelerate(sharded(tiny())),
+    "fsdp2 inside the layers": lambda: sharded(fastbert.accelerate(tiny()), "attention"),
+    "tensor parallel": lambda: split(fastbert.accelerate(tiny())),
+}
+
+
+def expected(ranks: list[int]) -> tuple[list[list[float]], list[dict[str, torch.Tensor]]]:
+    """The losses of the ranks' batches, and the mean gradients, by an untouched model in one process."""
+    model, losses, gradients = tiny(), [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        each = [model(**part(rank, step)).loss for rank in ranks]
+        (sum(each) / len(ranks)).backward()
+        losses.append([loss.item() for loss in each])
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        optimizer.step()
+    return losses, gradients
+
+
+def found(rank: int, model: torch.nn.Module, ranks: list[int]) -> dict:
+    """How far a wrapped model's losses and gradients are from the untouched one's, and how it got them."""
+    losses, gradients = expected(ranks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    loss_error, gradient_error, compared = 0.0, (0.0, ""), 0
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(**part(ranks[rank % len(ranks)], step)).loss
+        loss.backward()
+        want = losses[step][rank % len(ranks)]
+        loss_error = max(loss_error, abs(loss.item() - want) / abs(want))
+        mine = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+        gradient_error = max(gradient_error, worst_gradient(mine, gradients[step]))
+        compared += len(mine)
+        optimizer.step()
+    how = fastbert.explain(model)
+    return {
+        "loss_error": loss_error,
+        "gradient_error": gradient_error,
+        "compared": compared,
+        "fused": [layer.fused for layer in how.layers],
+        "fused_calls": [layer.fused_calls for layer in how.layers],
+        "stock_calls": [layer.stock_calls for layer in how.layers],
+        "packed_calls": [m.packed_calls for m in how.models],
+        "padded_calls": [m.padded_calls for m in how.models],
+        "explained": str(how),
+    }
+
+
+def main(rank: int, folder: pathlib.Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
+    result = {}
+    for name, wrap in WRAPPERS.items():
+        ranks = [0] if name == "tensor parallel" else [0, 1]  # whose batches are read
+        result[name] = found(rank, wrap(), ranks)
+    (folder / f"{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), pathlib.Path(sys.argv[2]))

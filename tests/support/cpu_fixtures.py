@@ -1,0 +1,69 @@
+"""Fixtures of the tests of compiled kernels: instruction sets, threads, guards around allocations."""
+
+import pytest
+import torch
+
+from fastbert.runtime import native as _native
+
+ISAS = ("avx2", "avx512", "avx512_bf16")
+
+
+def _using(name):
+    """Body of a fixture: this instruction set in use; skips where the processor lacks it."""
+    module = _native.extension
+    if ISAS.index(name) > ("none", *ISAS).index(module.best_cpu_isa()) - 1:
+        pytest.skip(f"this processor has no {name}")
+    before = module.cpu_isa()
+    module.set_cpu_isa(name)
+    yield name
+    module.set_cpu_isa(before)
+
+
+@pytest.fixture(params=ISAS[:2])
+def isa(request):
+    """AVX2 and AVX-512 in turn: all an op without kernels for AVX-512-BF16 has (cpu/test_isa.py)."""
+    yield from _using(request.param)
+
+
+@pytest.fixture(params=ISAS)
+def every_isa(request):
+    """Each instruction set in turn."""
+    yield from _using(request.param)
+
+
+@pytest.fixture
+def threads():
+    """Gives torch its number of threads back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def guarded(monkeypatch):
+    """Every tensor the backend allocates lies between two guards; what it does not want zeroed is all NaN.
+
+    A guard that changed fails at the end of the test; an element that was not written stays NaN.
+    """
+    guards = []
+
+    def allocate(fill):
+        def allocator(self, *size, dtype=None):
+            size = size[0] if len(size) == 1 else size
+            shape = torch.Size(size if isinstance(size, (tuple, list, torch.Size)) else (size,))
+            dtype = dtype or self.dtype
+            pad = 128 // dtype.itemsize
+            memory = torch.full(((shape.numel() + 2 * pad) * dtype.itemsize,), 0xFF, dtype=torch.uint8)
+            guards.append((memory, pad * dtype.itemsize))
+            inner = memory.view(dtype)[pad : pad + shape.numel()].view(shape)
+            return inner.zero_() if fill == 0 else inner
+
+        return allocator
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", allocate(None))
+    monkeypatch.setattr(torch.Tensor, "new_zeros", allocate(0))
+    yield
+    assert guards, "the backend allocated nothing through new_empty: the guards guard nothing"
+    for memory, pad in guards:
+        assert (memory[:pad] == 0xFF).all(), "written before the start of an output"
+        assert (memory[-pad:] == 0xFF).all(), "written past the end of an output"

@@ -1,0 +1,305 @@
+"""How often a call on a GPU waits for it: once, and never where the lengths are given on the host.
+
+On a device that is none (tests/support/fake_gpu.py): the host's code goes the way it goes on a GPU. Run by
+tests/triton/test_host_waits.py, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from fastbert.graphs import model as graphs
+from fastbert.layers import packing
+from fastbert.models.heads import tasks as heads
+from fastbert.models.inputs import check_inputs
+from fastbert.sentences.encoder import SentenceEncoder
+from tests.support import fake_gpu
+from tests.support.fake_gpu import fake, real, waits
+from tests.support.hf_models import batch
+from tests.support.model_pairs import model_of
+
+# What differs between families on the host: positions, segments, projection, shared layers, relative bias
+FAMILIES = ("bert", "roberta", "distilbert", "electra", "albert-groups", "mpnet")
+
+
+@functools.cache
+def pair(name: str = "bert"):
+    """(model on the CPU, the same on the device)."""
+    model = model_of(name)
+    return model, fake_gpu.move(copy.deepcopy(model))
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.shape == expected.shape
+    torch.testing.assert_close(real(actual), expected, rtol=0, atol=5e-5)
+
+
+def packed_batch(name: str):
+    """(ids, cu_seqlens, longest, types) of three sequences, one of them empty."""
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(5, 120, (47,), generator=g)
+    types = None if name in ("distilbert", "mpnet") else torch.randint(0, 2, (47,), generator=g)
+    return ids, torch.tensor([0, 30, 30, 47], dtype=torch.int32), 30, types
+
+
+def test_the_device_counts_what_would_wait():
+    """Each of these is caught; what does not wait is not."""
+    with waits() as seen:
+        x = torch.arange(6, device=fake_gpu.DEVICE)
+        y = (x + 1).reshape(2, 3).sum(0)[:2].clone()
+        y.index_select(0, y.clamp_max(1)).cumsum(0).copy_(torch.ones(2, dtype=torch.long), non_blocking=True)
+        torch.ones(3).to(fake_gpu.DEVICE, non_blocking=True)
+        torch.repeat_interleave(x[:2], x[1:3], output_size=3)
+        torch.nonzero_static(x > 2, size=3)
+        assert seen == []
+        for wait in (
+            lambda: x.sum().item(), lambda: int(x[0]), lambda: bool((x > 3).any()), lambda: x.tolist(),
+            lambda: x.cpu(), lambda: x.to("cpu", non_blocking=True), lambda: (x > 2).nonzero(),
+            lambda: x[x > 2], lambda: x.masked_select(x > 2), lambda: torch.ones(3).to(fake_gpu.DEVICE),
+            lambda: x.copy_(torch.ones(6)), lambda: torch.unique(x), lambda: torch.equal(x, x),
+            lambda: torch.repeat_interleave(x[:2], x[1:3]),
+        ):  # fmt: skip
+            del seen[:]
+            wait()
+            assert len(seen) >= 1
+    with waits(), pytest.raises(RuntimeError, match="tensors on fakegpu:0 and on cpu"):
+        x + torch.ones(6)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("first_only", [False, True])
+@torch.no_grad()
+def test_a_padded_batch_waits_once(name, masked, first_only):
+    host, device = pair(name)
+    inputs = batch(name)
+    if not masked:
+        del inputs["attention_mask"]
+    with waits() as seen:
+        out = device(**{k: fake(v) for k, v in inputs.items()}, first_token_only=first_only)
+        assert len(seen) == 1
+    expected = host(**inputs, first_token_only=first_only)
+    assert out.keys() == expected.keys()
+    for key, value in out.items():
+        close(value, expected[key])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("first_only", [False, True])
+@torch.no_grad()
+def test_no_wait_where_the_host_has_the_lengths(name, first_only):
+    host, device = pair(name)
+    inputs = batch(name)
+    expected = host(**inputs, first_token_only=first_only)
+    moved = {k: fake(v) for k, v in inputs.items()}
+    for given in (inputs, {**moved, "attention_mask": inputs["attention_mask"]}):
+        with waits() as seen:
+            out = device(**given, first_token_only=first_only)
+            assert seen == []
+        assert out.keys() == expected.keys()
+        for key, value in out.items():
+            close(value, expected[key])
+
+
+@torch.no_grad()
+def test_states_attentions_and_embeddings_wait_no_more():
+    host, device = pair()
+    inputs = batch("bert")
+    embeds = torch.randn(*inputs["input_ids"].shape, 48)
+    asked = {"output_hidden_states": True, "output_attentions": True, "head_mask": torch.rand(3, 3)}
+    for given in (inputs, {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}):
+        expected = host(**given, **asked)
+        on_device = {**asked, "head_mask": fake(asked["head_mask"])}
+        for count, form in ((1, {k: fake(v) for k, v in given.items()}), (0, given)):
+            with waits() as seen:
+                out = device(**form, **on_device)
+                assert len(seen) == count
+            for mine, theirs in zip(out.attentions + out.hidden_states,
+                                    expected.attentions + expected.hidden_states, strict=True):  # fmt: skip
+                close(mine, theirs)
+
+
+@torch.no_grad()
+def test_a_4d_mask_waits_once_with_ids_on_the_device():
+    host, device = pair()
+    ids = batch("bert")["input_ids"]
+    mask = torch.rand(4, 1, 40, 40) > 0.3
+    with waits() as seen:
+        out = device(fake(ids), fake(mask))
+        assert len(seen) == 1  # to check the ids
+        out_host = device(ids, mask)
+        assert len(seen) == 1
+    close(out.last_hidden_state, host(ids, mask).last_hidden_state)
+    assert torch.equal(real(out.last_hidden_state), real(out_host.last_hidden_state))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("first_only", [False, True])
+@torch.no_grad()
+def test_packed_sequences(name, first_only):
+    host, device = pair(name)
+    ids, cu_seqlens, longest, types = packed_batch(name)
+    expected = host.forward_packed(ids, cu_seqlens, longest, types, first_token_only=first_only)
+    on_device = [None if t is None else fake(t) for t in (ids, cu_seqlens, types)]
+    for count, (a, b, c) in (
+        (1, on_device),
+        (0, (ids, cu_seqlens, types)),
+        (0, (on_device[0], cu_seqlens, on_device[2])),
+    ):
+        with waits() as seen:
+            out = device.forward_packed(a, b, longest, c, first_token_only=first_only)
+            assert len(seen) == count
+        close(out, expected)
+
+
+def test_training_waits_once():
+    """Dropout draws its seed on the device."""
+    device = copy.deepcopy(pair()[0]).train()
+    fake_gpu.move(device)
+    inputs = {k: fake(v) for k, v in batch("bert").items()}
+    with waits() as seen:
+        device(**inputs)
+        assert len(seen) == 1
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
+def test_the_sentence_encoder_waits_for_its_result_alone(pooling):
+    host, device = pair()
+    ids, cu_seqlens, _, _ = packed_batch("bert")
+    lengths = np.diff(cu_seqlens.numpy())
+    encoders = [SentenceEncoder.__new__(SentenceEncoder) for _ in range(2)]
+    for encoder, model in zip(encoders, (host, device), strict=True):
+        encoder.model, encoder.pooling, encoder.normalize = model, pooling, True
+    expected = encoders[0]._forward(ids.numpy(), lengths)
+    with waits() as seen:
+        rows = encoders[1]._forward(ids.numpy(), lengths)
+        assert len(seen) == 1
+    np.testing.assert_allclose(rows, expected, atol=1e-5)
+
+
+# -- what is checked, and where ------------------------------------------------------------------------------
+
+
+def test_ids_on_the_host_are_checked():
+    _, device = pair()
+    inputs = batch("bert")
+    with waits() as seen:
+        with pytest.raises(ValueError, match=r"input_ids: token id \d+ is outside \[0, 120\)"):
+            device(**{**inputs, "input_ids": inputs["input_ids"] + 100})
+        with pytest.raises(ValueError, match=r"token_type_ids: token type 7 is outside"):
+            device(**{**inputs, "token_type_ids": inputs["token_type_ids"] * 0 + 7})
+        ids, cu_seqlens, longest, _ = packed_batch("bert")
+        with pytest.raises(ValueError, match=r"input_ids: token id -3 is outside"):
+            device.forward_packed(ids * 0 - 3, cu_seqlens, longest)
+        with pytest.raises(ValueError, match=r"max_seqlen: 29 is below the longest sequence, 30"):
+            device.forward_packed(fake(ids), cu_seqlens, 29)
+        with pytest.raises(ValueError, match=r"cu_seqlens: expected to rise from 0 to total = 47"):
+            device.forward_packed(fake(ids), cu_seqlens + 1, 30)
+        assert seen == []
+        with pytest.raises(ValueError, match=r"input_ids: token id -3 is outside"):  # on the device: one wait
+            device.forward_packed(fake(ids * 0 - 3), fake(cu_seqlens), longest)
+        assert len(seen) == 1
+
+
+def test_other_mixtures_of_devices_are_refused():
+    _, device = pair()
+    inputs = batch("bert")
+    ids, cu_seqlens, longest, types = packed_batch("bert")
+    with waits():
+        with pytest.raises(
+            ValueError, match=r"token_type_ids: expected a tensor on fakegpu:0.*got one on cpu"
+        ):
+            device(fake(inputs["input_ids"]), token_type_ids=inputs["token_type_ids"])
+        with pytest.raises(ValueError, match=r"attention_mask: expected a tensor on cpu.*fakegpu:0"):
+            device(inputs["input_ids"], fake(inputs["attention_mask"]))
+        with pytest.raises(
+            ValueError, match=r"attention_mask: expected a tensor on fakegpu:0.*got one on cpu"
+        ):
+            device(fake(inputs["input_ids"]), torch.zeros(4, 1, 40, 40))
+        with pytest.raises(ValueError, match=r"cu_seqlens: expected a tensor on cpu.*fakegpu:0"):
+            device.forward_packed(ids, fake(cu_seqlens), longest)
+        with pytest.raises(
+            ValueError, match=r"token_type_ids: expected a tensor on fakegpu:0.*got one on cpu"
+        ):
+            device.forward_packed(fake(ids), fake(cu_seqlens), longest, types)
+    with pytest.raises(ValueError, match=r"input_ids: expected a tensor on meta"):
+        model_of("bert").to("meta")(inputs["input_ids"])
+
+
+@pytest.mark.parametrize("name", ["bert", "mpnet"])
+def test_the_facts_are_the_same_wherever_the_mask_is(name):
+    """Lengths, the first headless sequence, holes, and where the kept tokens lie."""
+    config = model_of(name).config
+    mask = torch.ones(4, 9, dtype=torch.long)
+    for change in (lambda: None, lambda: mask[1].fill_(0), lambda: mask[2, 0].fill_(0),
+                   lambda: mask[3, 4].fill_(0)):  # fmt: skip
+        change()
+        given = {"token_type_ids": None, "position_ids": None, "inputs_embeds": None}
+        ids = torch.arange(36).reshape(4, 9)
+        on_cpu = check_inputs(config, torch.device("cpu"), ids, mask, **given)
+        with waits():
+            mixed = check_inputs(config, fake_gpu.DEVICE, fake(ids), mask, **given)
+            moved = check_inputs(config, fake_gpu.DEVICE, ids, mask, **given).to(fake_gpu.DEVICE)
+        runs = packing.runs(mask.bool()).tolist()
+        assert runs == [sum(a and not b for a, b in zip(r, [0, *r], strict=False)) for r in mask.tolist()]
+        assert on_cpu.holes == (name == "mpnet" and max(runs) > 1)
+        for other in (mixed, moved):
+            assert (other.holes, other.headless) == (on_cpu.holes, on_cpu.headless)
+            assert other.packing.max_seqlen == on_cpu.packing.max_seqlen
+            assert torch.equal(real(other.packing.cu_seqlens), on_cpu.packing.cu_seqlens)
+            assert torch.equal(real(other.input_ids), on_cpu.input_ids)
+            assert torch.equal(real(other.position_ids), on_cpu.position_ids)
+            indices = on_cpu.packing.indices
+            assert (
+                indices is None
+                if other.packing.indices is None
+                else torch.equal(real(other.packing.indices), indices)
+            )
+
+
+# -- graphs --------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_graphed_model_waits_no_more():
+    host, device = pair()
+    inputs = batch("bert")
+    moved = {k: fake(v) for k, v in inputs.items()}
+    with waits() as seen:
+        graphed = graphs.graph(device, recorder=graphs.EagerRecorder, max_tokens=512)
+        mixed = {**moved, "attention_mask": inputs["attention_mask"]}
+        for given, count in ((moved, 1), (inputs, 0), (mixed, 0)):
+            for extra in ({}, {"first_token_only": True}):
+                for _ in range(2):
+                    del seen[:]
+                    out = graphed(**given, **extra)
+                    assert graphed.last_fallback is None
+                    assert len(seen) == count
+                expected = host(**inputs, **extra)
+                for key, value in out.items():
+                    close(value, expected[key])
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_training_on_masked_words_waits_for_ids_and_labels(masked):
+    """Once each, before the encoder; neither the loss nor its backward waits."""
+    config = copy.deepcopy(pair()[0].config)
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    host = heads.AutoModelForMaskedLM.from_config(config).train()
+    device = fake_gpu.move(copy.deepcopy(host)).requires_grad_()
+    inputs = batch("bert")
+    if not masked:
+        inputs["attention_mask"][:] = 1
+    labels = inputs["input_ids"].where((torch.rand(4, 40) < 0.3) & (inputs["attention_mask"] > 0), -100)
+    with waits() as seen:
+        loss = device(**{k: fake(v) for k, v in inputs.items()}, labels=fake(labels)).loss
+        assert len(seen) == 2
+        loss.backward()
+        assert len(seen) == 2
+    expected = host(**inputs, labels=labels).loss
+    close(loss.detach(), expected.detach())

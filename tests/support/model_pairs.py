@@ -1,0 +1,100 @@
+"""Models of transformers and ours with their weights; inputs and labels that both take."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import transformers
+
+from fastbert.models.bert import AutoModel, BertModel
+from fastbert.models.config import EncoderConfig
+from fastbert.models.heads import tasks as heads
+from tests.support.hf_models import FAMILY_NAMES, batch, hf_model
+
+TASKS = (
+    "ForMaskedLM",
+    "ForPreTraining",
+    "ForNextSentencePrediction",
+    "ForSequenceClassification",
+    "ForMultipleChoice",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+)
+SEQUENCE_TASKS = (
+    "ForPreTraining",
+    "ForNextSentencePrediction",
+    "ForSequenceClassification",
+    "ForMultipleChoice",
+)
+NEXT_SENTENCE = ("bert", "ernie")
+CASES = [
+    (n, t) for t in TASKS for n in FAMILY_NAMES if t != "ForNextSentencePrediction" or n in NEXT_SENTENCE
+]
+NUM_LABELS = {"ForSequenceClassification": 5, "ForTokenClassification": 5}
+
+
+def model_of(name: str, **config) -> BertModel:
+    """Our encoder with the weights of transformers' model, in eval."""
+    hf = hf_model(name, **config)
+    model = AutoModel.from_config(EncoderConfig.from_hf(hf.config)).eval()
+    model.load_state_dict(hf.state_dict())
+    return model
+
+
+def build(name: str, task: str, **config) -> tuple[torch.nn.Module, heads.TaskModel]:
+    """(transformers' model, ours with its weights), both in eval."""
+    config = {"num_labels": NUM_LABELS.get(task, 2), **config}
+    hf = hf_model(name, getattr(transformers, "AutoModel" + task), **config)
+    model = getattr(heads, "AutoModel" + task).from_config(EncoderConfig.from_hf(hf.config)).eval()
+    model.load_state_dict(hf.state_dict(), strict=True)
+    return hf, model
+
+
+pair = functools.lru_cache(maxsize=None)(build)  # shared between tests that change neither
+
+
+def real_task(model: torch.nn.Module) -> str:
+    """The task that a model's class is for; AutoModelForPreTraining may choose another."""
+    return "For" + type(model).__name__.split("For")[1]
+
+
+def inputs_for(name: str, task: str, seed: int = 0, **kwargs) -> dict[str, torch.Tensor]:
+    """A padded batch that the head accepts: classifiers read position 0, so there no left padding."""
+    inputs = batch(name, seed=seed, **{"batch_size": 4, "seqlen": 18, **kwargs})
+    if task in SEQUENCE_TASKS:
+        inputs["attention_mask"][:, 0] = 1
+        inputs["input_ids"][:, 0] = 7
+    if task == "ForMultipleChoice":
+        inputs = {k: v.reshape(2, 2, -1) for k, v in inputs.items()}
+    return inputs
+
+
+def labels_for(
+    model: torch.nn.Module, inputs: dict[str, torch.Tensor], seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Labels of the head's kind, none of them on a masked token."""
+    g = torch.Generator().manual_seed(seed)
+    kept, config, task = inputs["attention_mask"].bool(), model.config, real_task(model)
+    size, seqlen = kept.shape[0], kept.shape[-1]
+    if task == "ForMaskedLM" or (task == "ForPreTraining" and config.model_type != "electra"):
+        chosen = kept & (torch.rand(kept.shape, generator=g) < 0.4)
+        labels = torch.randint(0, config.vocab_size, kept.shape, generator=g).where(chosen, -100)
+        pair_name = {"albert": "sentence_order_label"}.get(config.model_type, "next_sentence_label")
+        pair_label = torch.randint(0, 2, (size,), generator=g)
+        return {"labels": labels} if task == "ForMaskedLM" else {"labels": labels, pair_name: pair_label}
+    if task == "ForPreTraining":
+        return {"labels": torch.randint(0, 2, kept.shape, generator=g)}
+    if task == "ForTokenClassification":
+        return {"labels": torch.randint(0, config.num_labels, kept.shape, generator=g).where(kept, -100)}
+    if task == "ForQuestionAnswering":
+        return {
+            k: torch.randint(0, seqlen, (size,), generator=g) for k in ("start_positions", "end_positions")
+        }
+    classes = config.num_labels if task == "ForSequenceClassification" else 2
+    return {"labels": torch.randint(0, classes, (size,), generator=g)}
+
+
+def token_level(t: torch.Tensor, kept: torch.Tensor) -> bool:
+    """Whether `t` has a value, or a vector, for every token of the mask `kept`."""
+    return t.shape[: kept.dim()] == kept.shape

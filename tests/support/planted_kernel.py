@@ -1,0 +1,87 @@
+"""A process with a planted GPU kernel: `triton`'s layer_norm, first in the CPU's table, good or bad.
+
+python -m tests.support.planted_kernel BEHAVIOUR first-use   call the op once; print who served and warned
+python -m tests.support.planted_kernel BEHAVIOUR check …       be the process that `fastbert warmup` starts
+
+BEHAVIOUR is one name for all dtypes, or such as "float32=good,bfloat16=segv".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import time
+import types
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from fastbert.backends import aten
+from fastbert.ops.layer_norm import layer_norm
+from fastbert.runtime import dispatch
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+BEHAVIOURS = ("good", "slow", "wrong", "raise", "segv", "exit", "hang")
+
+
+def behave(behaviour: str, args: tuple) -> tuple:
+    if behaviour == "segv":
+        ctypes.string_at(0)
+    if behaviour == "exit":
+        os._exit(3)
+    if behaviour == "hang":
+        time.sleep(600)
+    if behaviour == "raise":
+        raise RuntimeError("no compiler here")
+    if behaviour == "slow":
+        time.sleep(0.5)
+    y, *rest = aten.layer_norm_fwd(*args)
+    return (y + 0.25 if behaviour == "wrong" else y, *rest)
+
+
+def plant(behaviours: str) -> list[str]:
+    """Plant the kernel; the list returned fills with "triton" at each of its calls."""
+    by_dtype = dict(part.split("=") for part in behaviours.split(",")) if "=" in behaviours else {}
+    served: list[str] = []
+
+    def layer_norm_fwd(x, *args):
+        served.append("triton")
+        return behave(by_dtype.get(str(x.dtype).removeprefix("torch."), behaviours), (x, *args))
+
+    module = types.ModuleType("fastbert.backends.triton")
+    module.DTYPES = {"layer_norm": FLOATS}
+    module.available = lambda device_type: None
+    module.layer_norm_fwd, module.layer_norm_bwd = layer_norm_fwd, aten.layer_norm_bwd
+    real = dispatch.backend_module
+    dispatch.backend_module = lambda name: module if name == "triton" else real(name)
+    dispatch.TABLE["cpu"]["layer_norm"] = ("triton", "aten", "reference")
+    return served
+
+
+def first_use(served: list[str]) -> dict:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        layer_norm(torch.ones(2, 4), torch.ones(4))
+        at_first = len(served)
+        layer_norm(torch.ones(2, 4), torch.ones(4))
+    at_second = len(served) - at_first
+    return {
+        "by": "triton" if at_second else "aten",
+        "checked": at_first > at_second,
+        "warnings": [str(w.message) for w in caught],
+    }
+
+
+if __name__ == "__main__":
+    calls = plant(sys.argv[1])
+    if sys.argv[2] == "first-use":
+        print(json.dumps(first_use(calls)))
+    else:
+        from fastbert.testing import warmup
+
+        warmup.serve(sys.argv[3:])

@@ -1,0 +1,151 @@
+"""One of two processes that train a native model together: `training_workers.py RANK FOLDER`.
+
+They meet through a file in FOLDER, and each leaves FOLDER/RANK.json: what it found for each wrapper.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+import fastbert
+from tests.support.accelerate_workers import STEPS, WORLD, full, part, tiny, worst_gradient
+
+
+def native(checkpointing: bool = False) -> fastbert.BertForSequenceClassification:
+    """Our model with the weights of the transformers one that every worker starts from."""
+    hf = tiny()
+    model = fastbert.BertForSequenceClassification(fastbert.EncoderConfig.from_hf(hf.config))
+    model.load_state_dict(hf.state_dict(), strict=True)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    return model.train()
+
+
+def sharded(model: torch.nn.Module, **options) -> torch.nn.Module:
+    """FSDP2 around each layer and around the model."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for layer in model.bert.encoder.layer:
+        fully_shard(layer, mesh=mesh, **options)
+    # the root is not resharded after forward by default, and would not see a step between two calls in eval
+    return fully_shard(model, mesh=mesh, reshard_after_forward=True, **options)
+
+
+def half() -> MixedPrecisionPolicy:
+    """bfloat16 parameters and activations, gradients reduced in float32."""
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+WRAPPERS = {
+    "ddp": lambda: DistributedDataParallel(native()),
+    "ddp, micro-batches": lambda: DistributedDataParallel(native()),
+    "ddp, checkpointing": lambda: DistributedDataParallel(native(checkpointing=True)),
+    "fsdp2": lambda: sharded(native()),
+    "fsdp2, checkpointing": lambda: sharded(native(checkpointing=True)),
+    "fsdp2, bf16": lambda: sharded(native(), mp_policy=half()),
+    "transformers, fsdp2, bf16": lambda: sharded(tiny(), mp_policy=half()),
+}
+
+
+def backward(model: torch.nn.Module, inputs: dict[str, torch.Tensor], cuts: int) -> float:
+    """The loss of a batch, and its gradients, in so many micro-batches; only the last one is reduced."""
+    count, total = len(inputs["labels"]), 0.0
+    rows = torch.arange(count).tensor_split(cuts)
+    for i, some in enumerate(rows):
+        quiet = model.no_sync() if i < cuts - 1 else contextlib.nullcontext()
+        with quiet:
+            loss = model(**{key: value[some] for key, value in inputs.items()}).loss * len(some) / count
+            loss.backward()
+        total += loss.item()
+    return total
+
+
+def expected() -> tuple[list[list[float]], list[dict[str, torch.Tensor]], list[torch.Tensor]]:
+    """By an untouched transformers model in one process: the losses of both ranks' batches at each step, the
+    mean gradients, and the logits in eval after the last step and after one more of the optimizer.
+    """
+    model, losses, gradients, logits = tiny(), [], [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        each = [model(**part(rank, step)).loss for rank in range(WORLD)]
+        (sum(each) / WORLD).backward()
+        losses.append([loss.item() for loss in each])
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        for _ in range(2):
+            logits.append(model(**part(0, STEPS)).logits)
+            optimizer.step()
+    return losses, gradients, logits
+
+
+def overall(actual: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    """The relative error of all gradients as one vector."""
+    errors = [(full(actual[name]) - want[name]).norm() for name in want]
+    return (torch.stack(errors).norm() / torch.stack([g.norm() for g in want.values()]).norm()).item()
+
+
+def found(rank: int, model: torch.nn.Module, cuts: int, truth: tuple) -> dict:
+    """How far a wrapped native model is from `truth`."""
+    losses, gradients, logits = truth
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    result = {"loss": 0.0, "gradient": (0.0, ""), "gradients": 0.0, "compared": 0, "logits": []}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss, want = backward(model, part(rank, step), cuts), losses[step][rank]
+        mine = {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+        result["loss"] = max(result["loss"], abs(loss - want) / abs(want))
+        result["gradient"] = max(result["gradient"], worst_gradient(mine, gradients[step]))
+        result["gradients"] = max(result["gradients"], overall(mine, gradients[step]))
+        result["compared"] += len(mine)
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        for want in logits:  # the second time after a step that no call of `train` or `eval` announced
+            error = (model(**part(0, STEPS)).logits.float() - want).norm() / want.norm()
+            result["logits"].append(error.item())
+            optimizer.step()
+    return result
+
+
+def refusals() -> list[str]:
+    """What a native model says, in training and in eval, where FSDP2 wraps a container that nobody calls."""
+    model, said = native(), []
+    for layer in model.bert.encoder.layer:
+        fully_shard(layer.attention, mesh=init_device_mesh("cpu", (WORLD,)))
+    for mode in (True, False):
+        try:
+            with torch.set_grad_enabled(mode):
+                model.train(mode)(**part(0, 0))
+            said.append("nothing")
+        except TypeError as error:
+            said.append(str(error))
+    return said
+
+
+def main(rank: int, folder: pathlib.Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
+    truth = expected()
+    result = {}
+    for name, wrap in WRAPPERS.items():
+        result[name] = found(rank, wrap(), 3 if "micro" in name else 1, truth)
+    result["inside the layers"] = refusals()
+    (folder / f"{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), pathlib.Path(sys.argv[2]))

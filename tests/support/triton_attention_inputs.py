@@ -1,0 +1,101 @@
+"""Inputs of the tests of Triton's attention, forward and backward."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from hypothesis import assume
+from hypothesis import strategies as st
+
+from fastbert.testing.op_cases.attention import AttentionCase
+from tests.support import triton_interpreter
+from tests.support.triton_fixtures import DEVICE, DTYPES
+
+LOWEST = torch.finfo(torch.float32).min
+INF = math.inf
+
+
+def forward_args(lengths, nheads=2, headdim=16, dtype=torch.float32, capacity=0, slack=0, **options):
+    """Arguments of `attention_fwd`, in its order; `options` replace the defaults."""
+    g = torch.Generator().manual_seed(5)
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
+    total = sum(lengths) + capacity
+    qkv = {name: torch.randn(total, nheads, headdim, generator=g).to(dtype).to(DEVICE) for name in "qkv"}
+    args = {
+        **qkv,
+        "cu_seqlens": ends,
+        "max_seqlen": max(lengths, default=0) + slack,
+        "softmax_scale": headdim**-0.5,
+        "causal": False,
+        "bias": None,
+        "gate": None,
+        "dropout_p": 0.0,
+        "seed": None,
+        "offset": 11,
+        "return_probs": False,
+        "save_bits": False,
+    }
+    assert set(options) <= set(args)
+    return args | options
+
+
+def randn(*shape, dtype=torch.float32, seed=3):
+    """Normal numbers, the same at every call."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def strided(t: torch.Tensor, fill: float = float("nan")) -> torch.Tensor:
+    """The same values, other elements of value `fill` between its rows, heads and dimensions."""
+    total, nheads, headdim = t.shape
+    wide = torch.full((nheads, total, 3, headdim + 5), fill, dtype=t.dtype, device=t.device)
+    view = wide[:, :, 1, :headdim].transpose(0, 1)
+    return view.copy_(t)
+
+
+def lazy(shape, strides, dtype) -> torch.Tensor:
+    """Memory of these strides, mapped where it is touched; see `needs_lazy_memory`."""
+    extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    return triton_interpreter.lazy_rows(1, extent, extent, dtype).reshape(-1).as_strided(shape, strides)
+
+
+def at_strides(t: torch.Tensor, *strides: int) -> torch.Tensor:
+    """The same values in lazy memory."""
+    return lazy(t.shape, strides, t.dtype).copy_(t)
+
+
+def far_bits(keep_bits: torch.Tensor) -> torch.Tensor:
+    """The same in rows of 2**29 words, as if max_seqlen were 2**34."""
+    shape = (*keep_bits.shape[:2], 2**29)
+    bits = lazy(shape, (shape[1] * shape[2], shape[2], 1), torch.int32)
+    bits[..., : keep_bits.shape[2]] = keep_bits
+    return bits
+
+
+@st.composite
+def attention_cases(draw):
+    """(case, dtype, seed)."""
+    length = st.one_of(st.integers(0, 8), st.integers(0, 35))
+    lengths = tuple(draw(st.lists(length, min_size=1, max_size=3)))
+    assume(sum(lengths) > 0)
+    padded = draw(st.booleans()) and draw(st.booleans())
+    lengths = (max(1, lengths[0]),) * min(len(lengths), 3) if padded else lengths
+    bias = draw(st.sampled_from(["", "", "shared", "sequence", "keys"]))
+    case = AttentionCase(
+        lengths,
+        nheads=draw(st.sampled_from([1, 1, 2])),
+        headdim=draw(st.sampled_from([8, 16, 24, 32, 40, 64])),
+        padded=padded,
+        capacity=0 if padded else draw(st.sampled_from([0, 0, 1, 40])),
+        slack=0 if padded else draw(st.sampled_from([0, 0, 1, 20])),
+        causal=draw(st.booleans()),
+        bias=bias,
+        masked=bool(bias) and draw(st.booleans()),
+        gate=draw(st.booleans()),
+        dropout_p=draw(st.sampled_from([0.0, 0.0, 0.0, 0.3])),
+        packed_qkv=draw(st.booleans()),
+        lse=draw(st.booleans()),
+        probs=draw(st.booleans()),
+    )
+    return case, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 2**20))

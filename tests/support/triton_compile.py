@@ -1,0 +1,579 @@
+"""Offline compile gate for Triton kernels: what the launchers launch, compiled for GPUs that are not here.
+
+The launchers of `kernels/<op>.py` run on meta tensors with a recorder in the place of `launch`. Each recorded
+launch is compiled, and Triton's own `cuobjdump` reads registers, stack (spills), shared
+memory and moves of tiles from the cubin. Triton compiles only with its interpreter off, so tests run this as
+a process:
+
+    python tests/support/triton_compile.py layer_norm [--full]      one JSON object a line
+    python tests/support/triton_compile.py linear --tuning [--full] what bench/tune.py may time
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}  # bytes a block may use
+
+
+def layer_norm_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """(name, architecture, call that launches): every distinct config, with and without the optional inputs.
+
+    By default bfloat16 at several widths and the other dtypes at one for sm_90, and one width in bfloat16 for
+    the others; `full` is the product.
+    """
+    import torch
+    import triton
+
+    from fastbert.kernels import layer_norm as kernels
+
+    widths = {}
+    for hidden in (16, 32, 64, 128, 256, 512, 768, 1024, 2048, 4096, 8192, 12000):
+        configs = kernels.fwd_config(hidden), kernels.bwd_config(hidden)
+        column_blocks = tuple(triton.cdiv(hidden, block_n) for _, block_n, _ in configs)
+        widths.setdefault((configs, column_blocks), hidden)
+    widths = sorted({*widths.values(), 768, 1024})
+    few = (64, 768, 1024, 4096, 8192, 12000)
+
+    def call(dtype: torch.dtype, hidden: int, everything: bool) -> None:
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        x, weight = empty(16384, hidden), empty(hidden, dtype=torch.float32)
+        rstd, seed = empty(16384, dtype=torch.float32), empty(1, dtype=torch.int64)
+        if everything:
+            kernels.layer_norm_fwd(x, weight, weight, x, weight, 1e-12, 0.1, seed, 3, True)
+            kernels.layer_norm_bwd(x, x, weight, rstd, rstd, 0.1, seed, 3, True, True, True, True)
+        else:
+            kernels.layer_norm_fwd(x, weight, weight, None, None, 1e-12, 0.0, None, 0, False)
+            kernels.layer_norm_bwd(x, x, weight, rstd, rstd, 0.0, None, 0, True, False, False, False)
+            kernels.layer_norm_bwd(x, x, weight, rstd, rstd, 0.0, None, 0, False, True, True, True)
+
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for arch, dtype, hidden, everything in itertools.product(SHARED_LIMIT, dtypes, widths, (True, False)):
+        default = dtype == torch.bfloat16 and hidden == 768
+        if arch == 90:
+            default = everything and hidden in (few if dtype == torch.bfloat16 else (768,))
+        if full or default:
+            name = f"{str(dtype).removeprefix('torch.')}-{hidden}-{'all' if everything else 'plain'}"
+            yield name, arch, lambda a=dtype, b=hidden, c=everything: call(a, b, c)
+
+
+def attention_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """(name, architecture, call that launches): configs that the tuner may choose, with various options.
+
+    By default head dimension 64 in bfloat16 on every architecture, the highest tiles of the heuristic, plain
+    and with everything, and float32 with everything on sm_90. `full` adds the other configs, float16, other
+    head dimensions, and each option by itself.
+    """
+    import torch
+
+    from fastbert.kernels import attention as kernels
+
+    plain = {
+        "plain": {},
+        "causal": {"causal": True},
+        "negative-scale": {"scale": -0.1},
+        "many": {"batch": kernels.SORTED + 1, "gate": True},
+        "sorted": {"batch": kernels.SORTED},  # where most registers are taken
+    }
+    extras = {
+        "sorted-keys": {
+            "batch": kernels.SORTED, "bias": (kernels.SORTED, 1, 1, 512), "dropout_p": 0.1, "save_bits": True,
+        },
+        "keys": {"bias": (32, 1, 1, 512)},
+        "bias": {"bias": (1, 12, 512, 512)},
+        "drawn": {"dropout_p": 0.1},
+        "saved": {"dropout_p": 0.1, "save_bits": True},
+        "probs": {"probs": True},
+        "all": {
+            "bias": (32, 12, 512, 512), "dropout_p": 0.1, "save_bits": True, "probs": True, "causal": True,
+            "gate": True,
+        },
+    }  # fmt: skip
+
+    float32, bfloat16, float16 = torch.float32, torch.bfloat16, torch.float16
+    for arch, dtype, headdim, options in itertools.product(
+        SHARED_LIMIT, (bfloat16, float32, float16), (64, 128, 16, 32, 80), (plain, extras)
+    ):
+        configs = kernels.candidates(headdim, dtype, options is extras, divmod(arch, 10))
+        for config, name in itertools.product(configs, options):
+            usual = headdim == 64 and config == configs[0] and name in ("plain", "all")
+            if full:
+                wanted = dtype != float16 or usual
+            else:
+                wanted = usual and (dtype == bfloat16 or (dtype == float32 and arch == 90 and name == "all"))
+            if wanted:
+                tiles = f"{config.block_m}x{config.block_n}x{config.num_warps}x{config.num_stages}"
+                title = f"{str(dtype).removeprefix('torch.')}-{headdim}-{tiles}-{name}"
+                args, given = (config, dtype, headdim), dict(options[name])
+                if dtype == float32:  # fastbert.ops.dropout.SAVED_ON
+                    given.pop("save_bits", None)
+                yield title, arch, lambda args=args, given=given: call_attention(*args, **given)
+
+
+def call_attention(
+    config, dtype, headdim: int, total: int = 16384, nheads: int = 12, batch: int = 32, max_seqlen: int = 512,
+    scale: float = 0.125, bias: tuple | None = None, dropout_p: float = 0.0, save_bits: bool = False,
+    probs: bool = False, causal: bool = False, gate: bool = False,
+) -> None:  # fmt: skip
+    """Launch attention on meta tensors; `bias`: its shape."""
+    import torch
+
+    from fastbert.kernels import attention as kernels
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    kernels.attention_fwd_with(
+        config, *empty(total, 3, nheads, headdim).unbind(1), empty(batch + 1, dtype=torch.int32), max_seqlen,
+        scale, causal, None if bias is None else empty(*bias), empty(nheads) if gate else None,
+        dropout_p, empty(1, dtype=torch.int64) if dropout_p else None, 3, probs, save_bits,
+    )  # fmt: skip
+
+
+def attention_backward_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """(name, architecture, call that launches): the configs of the ladder, with various options.
+
+    By default head dimension 64 in bfloat16, the highest tiles: with dropout on every architecture, with
+    everything on sm_90. `full` adds low tiles, the other dtypes and head dimensions, plain and with
+    everything, and each option by itself where BERT has it: bfloat16, head dimensions 32 and 64, high tiles.
+    """
+    import torch
+
+    from fastbert.kernels import attention_backward as kernels
+
+    batch = kernels.SORTED  # as many as are ranked: that takes most registers
+    plain = {
+        "plain": {},
+        "causal": {"causal": True},
+        "negative-scale": {"scale": -0.1},
+        "many": {"batch": batch + 1, "gate": True},
+    }
+    extras = {
+        "keys": {"bias": (batch, 1, 1, 512)},
+        "bias": {"bias": (1, 12, 512, 512)},
+        "rows": {"bias": (batch, 12, 512, 1)},
+        "drawn": {"dropout_p": 0.1},
+        "all": {"bias": (batch, 12, 512, 512), "dropout_p": 0.1, "saved": True, "causal": True, "gate": True},
+        "all-drawn": {"bias": (batch, 12, 512, 512), "dropout_p": 0.1, "causal": True, "gate": True},
+    }
+    saved = {
+        "saved": {"dropout_p": 0.1, "saved": True},
+        "saved-all": {"dropout_p": 0.1, "saved": True, "causal": True, "gate": True, "scale": -0.1},
+        "saved-causal": {"dropout_p": 0.1, "saved": True, "causal": True, "batch": batch + 1},
+    }
+    float32, bfloat16, float16 = torch.float32, torch.bfloat16, torch.float16
+    for arch, dtype, headdim, options in itertools.product(
+        SHARED_LIMIT, (bfloat16, float32, float16), (64, 128, 16, 32, 80), (plain, extras, saved)
+    ):
+        ladder = kernels.ladder(headdim, dtype, options is extras, options is saved, divmod(arch, 10))
+        for configs, name in itertools.product(ladder, options):
+            high = configs == ladder[0]
+            usual = headdim == 64 and dtype == bfloat16 and high
+            if dtype == float32 and "saved" in options[name]:
+                wanted = False  # fastbert.ops.dropout.SAVED_ON: never
+            elif full:
+                combined = name in ("plain", "all", "all-drawn", "saved-all")
+                wanted = combined and (dtype != float16 or (headdim == 64 and high))
+                wanted = wanted or (headdim in (32, 64) and dtype == bfloat16 and high)
+            else:
+                wanted = usual and name in (("all", "saved") if arch == 90 else ("saved",))
+            if wanted:
+                title = f"{str(dtype).removeprefix('torch.')}-{headdim}-{'high' if high else 'low'}-{name}"
+                args = (configs, dtype, headdim)
+                given = {"batch": batch} | options[name]
+                yield title, arch, lambda args=args, given=given: call_attention_bwd(*args, **given)
+
+
+def call_attention_bwd(
+    configs, dtype, headdim: int, batch: int, total: int = 16384, nheads: int = 12,
+    max_seqlen: int = 512, scale: float = 0.125, bias: tuple | None = None, dropout_p: float = 0.0,
+    saved: bool = False, causal: bool = False, gate: bool = False,
+) -> None:  # fmt: skip
+    """Launch attention's backward on meta tensors; `bias`: its shape."""
+    import torch
+
+    from fastbert.kernels import attention_backward as kernels
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    out = empty(total, nheads, headdim)
+    kernels.attention_bwd_with(
+        configs, out, *empty(total, 3, nheads, headdim).unbind(1), out,
+        empty(nheads, total, dtype=torch.float32), empty(batch + 1, dtype=torch.int32), max_seqlen, scale,
+        causal, None if bias is None else empty(*bias), empty(nheads) if gate else None, dropout_p,
+        empty(1, dtype=torch.int64) if dropout_p else None, 3,
+        empty(nheads, total, max_seqlen // 32, dtype=torch.int32) if saved else None,
+        True, True, True, bias is not None, gate,
+    )  # fmt: skip
+
+
+def linear_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """(name, architecture, call that launches): the configs of the heuristic.
+
+    By default the largest tiles with GELU in bfloat16 on every architecture; on sm_90 also with everything
+    that an epilogue can do, by pointers, and in float32. `full` is the product. And the pass of backward: by
+    default with GELU in bfloat16 at 3072 columns.
+    """
+    import torch
+
+    from fastbert.kernels import linear as kernels
+    from fastbert.ops.linear import ACTIVATIONS
+
+    def backward(dtype: torch.dtype, out_features: int, activation: str | None) -> None:
+        dy = torch.empty(16384, out_features, dtype=dtype, device="meta")
+        kernels.linear_bwd(dy, dy[:, :768], dy[:768].t(), dy, activation, True, True, True)
+
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    for arch, dtype, out_features, activation in itertools.product(
+        SHARED_LIMIT, dtypes, (17, 768, 3072), (*ACTIVATIONS, None)
+    ):
+        if full or (dtype == torch.bfloat16 and out_features == 3072 and activation == "gelu"):
+            args = (dtype, out_features, activation)
+            name = f"{str(dtype).removeprefix('torch.')}-{out_features}-backward-{activation}"
+            yield name, arch, lambda args=args: backward(*args)
+
+    uses = {
+        "bare": {},
+        "gelu": {"bias": True, "activation": "gelu"},
+        "saved": {"bias": True, "activation": "gelu", "save": True},
+        "residual": {"residual": True},
+        "all": {"bias": True, "activation": "gelu", "residual": True, "save": True},
+    }
+    for arch, dtype, aligned in itertools.product(SHARED_LIMIT, dtypes, (True, False)):
+        ladder = kernels.ladder(dtype, aligned, divmod(arch, 10))
+        for config, options in itertools.product(ladder, uses):
+            usual = dtype == torch.bfloat16 and aligned and options == "gelu"
+            if arch == 90:
+                usual = (dtype == torch.bfloat16 or aligned) and dtype != torch.float16 and options == "all"
+            if full or (usual and config == ladder[0]):
+                in_features = 768 if aligned else 771
+                tiles = "x".join(map(str, config[:3]))
+                name = f"{str(dtype).removeprefix('torch.')}-{in_features}-{tiles}-{options}"
+                args = (config, dtype, 16384, in_features, 3072)
+                yield name, arch, lambda args=args, given=uses[options]: call_linear(*args, **given)
+
+
+def call_linear(
+    config, dtype, rows: int, in_features: int, out_features: int, bias: bool = False,
+    activation: str | None = None, residual: bool = False, save: bool = False,
+) -> None:  # fmt: skip
+    """Launch a product of meta tensors."""
+    import torch
+
+    from fastbert.kernels import linear as kernels
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    kernels.linear_fwd_with(
+        config, empty(rows, in_features), empty(out_features, in_features),
+        empty(out_features) if bias else None, activation,
+        empty(rows, out_features) if residual else None, save,
+    )  # fmt: skip
+
+
+def tuning_jobs(op: str, full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """(name, architecture, call that launches): each candidate of each entry that bench/tune.py may write.
+
+    An entry serves more than what it was timed at: each candidate runs so, and with all that its key covers.
+    By default bfloat16, the first entry, and of its candidates the one of most shared memory (`linear`) or
+    the last (`attention`).
+    """
+    import torch
+
+    from bench import tune
+
+    def uses(task) -> dict[str, Callable]:
+        case, dtype = task.case, task.dtype
+        if op == "linear":
+            sizes = case.rows, case.in_features, case.out_features
+            timed = {"bias": case.bias, "activation": case.activation, "residual": case.residual}
+            most = timed | {"bias": True, "save": True}
+            return {
+                "timed": lambda c: call_linear(c, dtype, *sizes, **timed),
+                "most": lambda c: call_linear(c, dtype, *sizes, **most),
+            }
+        batch, sizes = len(case.lengths), (case.headdim, case.total, case.nheads)
+        timed = {"batch": batch, "max_seqlen": case.max_seqlen, "dropout_p": case.dropout_p}
+        most = timed | {"causal": True, "gate": True}
+        if case.dropout_p:
+            most |= {"bias": (batch, case.nheads, case.max_seqlen, case.max_seqlen), "probs": True}
+            most |= {"save_bits": dtype != torch.float32}
+        return {
+            "timed": lambda c: call_attention(c, dtype, *sizes, **timed),
+            "most": lambda c: call_attention(c, dtype, *sizes, **most),
+        }
+
+    dtypes = [torch.bfloat16, torch.float16, torch.float32]
+    tasks = tune.tasks([op], ["base", "large"], dtypes, False)
+    for arch, task in itertools.product(SHARED_LIMIT, tasks if full else tasks[:1]):
+        device = tune.tuning.Device("no such device", divmod(arch, 10), 100)
+        configs = tune.candidates(task, device)
+        if not full and op == "linear":
+            bytes_of = tune.module_of(op).shared_memory
+            configs = [max(configs, key=lambda c: bytes_of(c, task.dtype, device.capability))]
+        elif not full:
+            configs = configs[-1:]
+        for config, (use, call) in itertools.product(configs, uses(task).items()):
+            yield f"{task.name}/{tune.label(config)}/{use}", arch, lambda f=call, c=config: f(c)
+
+
+def embedding_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """(name, architecture, call that launches): by default 768 columns in bfloat16, with everything.
+
+    `full` adds other widths and dtypes, and what has neither positions nor segments nor dropout.
+    """
+    import torch
+
+    from fastbert.kernels import embedding as kernels
+
+    def call(dtype: torch.dtype, hidden: int, everything: bool) -> None:
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        ids, seed = empty(16384, dtype=torch.int64), empty(1, dtype=torch.int64)
+        norm = (empty(hidden, dtype=torch.float32),) * 2
+        saved = empty(16384, hidden), empty(16384, hidden), norm[0], *[empty(16384, dtype=torch.float32)] * 2
+        if everything:
+            tables = ids, empty(512, hidden), ids, empty(2, hidden)
+            kernels.embedding_fwd(ids, None, empty(30522, hidden), *tables, *norm, 1e-12, 0.1, seed, 3, True)
+            rows = ids, ids, ids, 30522, 512, 2, 0
+            kernels.embedding_bwd(*saved, *rows, 0.1, seed, 3, True, True)
+        else:
+            rest = (None,) * 5
+            kernels.embedding_fwd(None, empty(16384, hidden), *rest, *norm, 1e-12, 0.0, None, 0, False)
+            kernels.embedding_bwd(*saved, None, None, None, 0, 0, 0, -1, 0.0, None, 0, True, False)
+
+    widths = (16, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 12000)
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    for arch, dtype, hidden, everything in itertools.product(SHARED_LIMIT, dtypes, widths, (True, False)):
+        if full or (everything and dtype == torch.bfloat16 and hidden in (768, 8192, 12000)):
+            name = f"{str(dtype).removeprefix('torch.')}-{hidden}-{'all' if everything else 'plain'}"
+            yield name, arch, lambda a=dtype, b=hidden, c=everything: call(a, b, c)
+
+
+def padding_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """(name, architecture, call that launches): by default 768 columns of two bytes.
+
+    `full`: every size of element, and widths of one block and of several.
+    """
+    import torch
+
+    from fastbert.kernels import padding as kernels
+
+    def call(dtype: torch.dtype, inner: int) -> None:
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        indices = empty(8000, dtype=torch.int64)
+        kernels.pack_fwd(empty(16384, inner), indices)
+        kernels.unpack_fwd(empty(8000, inner), indices, 16384)
+
+    dtypes = (torch.bfloat16, torch.bool, torch.float32, torch.int64)
+    for arch, dtype, inner in itertools.product(SHARED_LIMIT, dtypes, (1, 17, 768, 5000)):
+        if full or (dtype == torch.bfloat16 and inner == 768):
+            yield f"{str(dtype).removeprefix('torch.')}-{inner}", arch, lambda a=dtype, b=inner: call(a, b)
+
+
+def cross_entropy_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """(name, architecture, call that launches): by default the vocabulary of BERT in bfloat16.
+
+    `full`: every dtype, numbers of classes of every block and alignment, with and without label smoothing.
+    """
+    import torch
+
+    from fastbert.kernels import cross_entropy as kernels
+
+    def call(dtype: torch.dtype, classes: int, smoothing: float) -> None:
+        logits = torch.empty(2500, classes, dtype=dtype, device="meta")
+        labels = torch.empty(2500, dtype=torch.int64, device="meta")
+        loss, lse, count = kernels.cross_entropy_fwd(logits, labels, -100, smoothing)
+        kernels.cross_entropy_bwd(loss, logits, labels, lse, count, -100, smoothing)
+
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    widths = (1, 2, 256, 516, 1032, 2064, 28996, 30522, 32768)
+    for arch, dtype, classes, smoothing in itertools.product(SHARED_LIMIT, dtypes, widths, (0.0, 0.1)):
+        if full or (dtype == torch.bfloat16 and classes == 30522 and smoothing == 0.1):
+            name = f"{str(dtype).removeprefix('torch.')}-{classes}-smoothing{smoothing:g}"
+            yield name, arch, lambda a=dtype, b=classes, c=smoothing: call(a, b, c)
+
+
+def pooling_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """(name, architecture, call that launches): by default 768 columns of bfloat16, the three modes.
+
+    `full`: every dtype, and one block of columns and several.
+    """
+    import torch
+
+    from fastbert.kernels import pooling as kernels
+    from fastbert.ops.pooling import MODES
+
+    def call(dtype: torch.dtype, width: int, mode: str) -> None:
+        hidden = torch.empty(16384, width, dtype=dtype, device="meta")
+        ends = torch.empty(65, dtype=torch.int32, device="meta")
+        y = kernels.pooling_fwd(hidden, ends, mode)
+        kernels.pooling_bwd(y, hidden, y, ends, mode)
+
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    for arch, dtype, width, mode in itertools.product(SHARED_LIMIT, dtypes, (1, 17, 768), MODES):
+        if full or (dtype == torch.bfloat16 and width == 768):
+            name = f"{str(dtype).removeprefix('torch.')}-{width}-{mode}"
+            yield name, arch, lambda a=dtype, b=width, c=mode: call(a, b, c)
+
+
+JOBS = {
+    "attention": attention_jobs,
+    "attention_backward": attention_backward_jobs,
+    "cross_entropy": cross_entropy_jobs,
+    "embedding": embedding_jobs,
+    "layer_norm": layer_norm_jobs,
+    "linear": linear_jobs,
+    "padding": padding_jobs,
+    "pooling": pooling_jobs,
+}
+
+
+def recorded(module, call: Callable[[], None]) -> list[tuple]:
+    """The launches (kernel, args, config) that `call` makes through `module.launch`."""
+    launches = []
+    original = module.launch
+    module.launch = lambda kernel, grid, device, *args, **config: launches.append((kernel, args, config))
+    try:
+        call()
+    finally:
+        module.launch = original
+    return launches
+
+
+def source(kernel, args: tuple, config: dict, max_registers: int | None = None):
+    """(ASTSource, options) for a launch, specialised as Triton's runtime specialises it."""
+    import torch
+    import triton
+
+    pointers = {
+        torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64",
+        torch.int32: "*i32", torch.int16: "*i16", torch.uint8: "*u8", torch.int8: "*i8", torch.bool: "*i1",
+    }  # fmt: skip
+    signature, constexprs, attrs = {}, {}, {}
+    aligned = [["tt.divisibility", 16]]
+    for i, param in enumerate(kernel.params):
+        value = args[i] if i < len(args) else config[param.name]
+        one = type(value) is int and value == 1 and not param.do_not_specialize
+        if param.is_constexpr or value is None or one:
+            signature[param.name], constexprs[(i,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[param.name], attrs[(i,)] = pointers[value.dtype], aligned
+        elif hasattr(value, "block_shape"):  # a tensor descriptor made on the host
+            signature[param.name] = triton.runtime.jit.mangle_type(value)
+        elif isinstance(value, int):
+            signature[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if value % 16 == 0 and not param.do_not_specialize:
+                attrs[(i,)] = aligned
+        elif isinstance(value, float):
+            signature[param.name] = "fp32"
+        else:
+            raise TypeError(f"{param.name}: no Triton type for {value!r}")
+    options = {k: v for k, v in config.items() if k in ("num_warps", "num_stages", "maxnreg")}
+    options |= {"enable_fp_fusion": True}
+    if max_registers is not None:
+        options["maxnreg"] = max_registers
+    return triton.compiler.ASTSource(kernel, signature, constexprs, attrs), options
+
+
+def resources(cubin: bytes, code: bool = False) -> dict[str, int]:
+    """Registers, stack and local bytes a thread, and static shared memory: from the cubin.
+
+    Also what its instructions show: `reloads` from local memory, where spilled registers and nothing else of
+    ours would lie, and tiles moved by TMA; 0 where there is no stack and `code` is false. `foreign_copies`:
+    whether TMA falls back to a call, whose argument takes stack, for the memory of another block.
+    """
+    import triton
+
+    cuobjdump = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+
+        def dumped(option: str) -> str:
+            command = [cuobjdump, option, file.name]
+            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+        text = dumped("-res-usage")
+        line = re.search(r"REG:\d+ STACK:\d+ .*", text)
+        if line is None:
+            raise RuntimeError(f"cuobjdump named no kernel: {text!r}")
+        found = {k.lower(): int(v) for k, v in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", line.group())}
+        instructions = dumped("-sass") if code or found["stack"] else ""
+    names = {"reloads": "LDL", "tma_loads": "UTMALDG", "tma_stores": "UTMASTG"}
+    found |= {key: len(re.findall(rf"\b{name}\b", instructions)) for key, name in names.items()}
+    return found | {"foreign_copies": int(b"__cuda_syscall_cp_async_bulk_tensor" in cubin)}
+
+
+def results(
+    module, jobs: Iterator[tuple], max_registers: int | None = None, code: bool = True
+) -> Iterator[dict]:
+    """Compile every launch of the jobs through `module`, equal ones once: a dict of resources for each.
+
+    `code`: look for TMA in the machine code, too, which costs as much time as compiling.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    known: dict[str, dict] = {}
+    for name, arch, call in jobs:
+        for kernel, args, config in recorded(module, call):
+            src, options = source(kernel, args, config, max_registers)
+            key = repr((kernel.fn.__name__, arch, src.signature, src.constants, src.attrs, options))
+            if key not in known:
+                compiled = triton.compile(src, target=GPUTarget("cuda", arch, 32), options=options)
+                ptx = compiled.asm["ptx"]
+                known[key] = {
+                    "num_warps": options["num_warps"],
+                    "dynamic_shared": compiled.metadata.shared,
+                    "wgmma": ptx.count("wgmma.mma_async"),
+                    "tcgen05": ptx.count("tcgen05.mma"),
+                    "mma": ptx.count("mma.sync"),
+                    "tma": ptx.count("cp.async.bulk.tensor"),
+                    "tf32": ptx.count("tf32"),
+                    "shared_limit": SHARED_LIMIT[arch],
+                    **resources(compiled.asm["cubin"], code and "cp.async.bulk.tensor" in ptx),
+                }
+            yield {"kernel": kernel.fn.__name__, "job": name, "arch": arch, **known[key]}
+
+
+def main() -> None:
+    """Command line of this file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("op", choices=JOBS)
+    parser.add_argument("--full", action="store_true", help="every config, dtype and architecture")
+    parser.add_argument(
+        "--tuning", action="store_true", help="what bench/tune.py may time, of linear, attention"
+    )
+    parser.add_argument("--jobs", type=int, help="only the first so many calls of the launchers")
+    parser.add_argument("--max-registers", type=int, help="a limit per thread, to see what spills under it")
+    options = parser.parse_args()
+    if options.tuning and options.op not in ("linear", "attention"):
+        parser.error(f"--tuning: {options.op} has nothing to tune, expected linear or attention")
+    sys.path.insert(0, str(ROOT))
+    module = importlib.import_module(f"fastbert.kernels.{options.op}")
+    jobs = tuning_jobs(options.op, options.full) if options.tuning else JOBS[options.op](options.full)
+    jobs = itertools.islice(jobs, options.jobs)
+    for row in results(module, jobs, options.max_registers, code=not options.tuning):
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

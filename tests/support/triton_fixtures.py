@@ -1,0 +1,131 @@
+"""What the tests of the Triton kernels share: the sanitizer around every test, inputs, comparisons.
+
+A module of tests has `pytest_plugins = ("tests.support.triton_fixtures",)` and, for the sanitizer,
+`pytestmark = pytest.mark.usefixtures("checked_memory")`.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from fastbert.runtime import dispatch
+from fastbert.testing import proving
+from tests.support import triton_interpreter
+
+DEVICE = triton_interpreter.device()
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
+
+needs_lazy_memory = pytest.mark.skipif(
+    DEVICE.type != "cpu", reason="needs lazily mapped memory: the interpreter"
+)
+
+
+@pytest.fixture
+def checked_memory():
+    """Every launch under the sanitizer; memory starts as NaN or the largest integer, so that a hole cannot
+    pass as 0.
+    """
+    with triton_interpreter.sanitized() as report:
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield report
+        finally:
+            torch.use_deterministic_algorithms(before)
+
+
+def fuzz(examples: int) -> settings:
+    """Hypothesis, with the same examples at every run."""
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+
+
+def set_backends(monkeypatch: pytest.MonkeyPatch, op: str, *backends: str) -> None:
+    """The backends that the table has for `op` on this device, best first; no verdict is known."""
+    monkeypatch.setitem(dispatch.TABLE[DEVICE.type], op, backends)
+    monkeypatch.setattr(dispatch, "_resolved", {})
+    monkeypatch.setattr(proving, "_verdicts", {})
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, module: types.ModuleType, name: str) -> list[str]:
+    """A list that gets an element at every call of `module.name`."""
+    calls, original = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args: (calls.append(name), original(*args))[1])
+    return calls
+
+
+# --- inputs -------------------------------------------------------------------------------------------------
+
+
+def normal(g: torch.Generator, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """`randn(*shape, scale=1.0, shift=0.0)`, which draws from `g` and rounds to `dtype`."""
+
+    def randn(*shape: int, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=g) * scale + shift).to(dtype).to(DEVICE)
+
+    return randn
+
+
+def packed(lengths, width, dtype=torch.float32, tail=0, integer=torch.int32, seed=0):
+    """Hidden states of sequences of these lengths, `tail` rows of NaN behind them, and where each ends."""
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(sum(lengths) + tail, width, generator=g).to(dtype)
+    hidden[sum(lengths) :] = torch.nan
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=integer)
+    return hidden.to(DEVICE), ends.to(DEVICE)
+
+
+def padded(t: torch.Tensor, pad: int) -> torch.Tensor:
+    """The same values with `pad` NaN elements between rows."""
+    wide = torch.full((t.shape[0], t.shape[1] + pad), float("nan"), dtype=t.dtype, device=t.device)
+    wide[:, : t.shape[1]] = t
+    return wide[:, : t.shape[1]]
+
+
+def far(t: torch.Tensor, gap: int = 8) -> torch.Tensor:
+    """The same values in rows 2**30 + `gap` elements apart; see `needs_lazy_memory`."""
+    return triton_interpreter.lazy_rows(*t.shape, 2**30 + gap, t.dtype).copy_(t)
+
+
+class HugeStrides(types.SimpleNamespace):
+    """`torch` for a launcher, whose matrices get rows 2**30 elements apart."""
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def empty(self, shape, dtype, device):
+        if len(shape) == 2:
+            return triton_interpreter.lazy_rows(*shape, 2**30 + 16, dtype)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def empty_like(self, t):
+        return self.empty(t.shape, t.dtype, t.device)
+
+
+# --- comparisons --------------------------------------------------------------------------------------------
+
+
+def in_float64(args: dict[str, object]) -> dict[str, object]:
+    """The arguments, tensors of floating point among them in float64."""
+    floating = {k: v for k, v in args.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    return args | {k: v.double() for k, v in floating.items()}
+
+
+def assert_bit_equal(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> None:
+    """As many tensors, each of the same dtype, shape and values."""
+    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        assert a.dtype == e.dtype, i
+        assert a.shape == e.shape, i
+        assert torch.equal(a, e), i

@@ -1,0 +1,539 @@
+"""Verdicts on disk: what they depend on, what harm a disk can do, and kernels that take the process down."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastbert.testing import verdicts
+from fastbert.testing.verdicts import Verdict
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+KEY = verdicts.key_of("layer_norm", "triton", CPU, torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTBERT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(verdicts, "_warned", False)
+    return tmp_path / "cache" / "self_checks"
+
+
+def files(folder):
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def first_use(behaviour, status=0, wait=True):
+    """A process that meets the planted kernel."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.planted_kernel", behaviour, "first-use"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    return finished(process, status) if wait else process
+
+
+def finished(process, status=0):
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == status, err
+    return json.loads(out) if status == 0 else None
+
+
+def all_verdicts(cache):
+    """What a process would find for the planted kernel in float32, whose key it has in common with us."""
+    assert all(name.startswith("layer_norm-triton-float32-") for name in files(cache))
+    found = verdicts.load(KEY)
+    return [] if found is None else [found]
+
+
+# --- what is kept -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reason", [None, 'y: max error 1 over eager\'s "0" and …'])
+def test_a_verdict_comes_back(cache, reason):
+    assert verdicts.load(KEY) is None
+    verdicts.store(KEY, Verdict(reason, 1.25, "2026-01-02T03:04:05Z"))
+    found = verdicts.load(KEY)
+    assert found == Verdict(reason, 1.25, "2026-01-02T03:04:05Z", kept=True)
+    assert found.passed is (reason is None)
+    assert len(files(cache)) == 1
+    verdicts.forget(KEY)
+    assert verdicts.load(KEY) is None
+    assert files(cache) == []
+
+
+@pytest.mark.parametrize("part", sorted(KEY))
+def test_a_change_of_any_part_of_the_key_is_another_verdict(part):
+    verdicts.store(KEY, Verdict("wrong"))
+    assert verdicts.load({**KEY, part: KEY[part] + "x"}) is None
+    assert verdicts.load(KEY) is not None
+
+
+def test_the_key_names_all_that_a_verdict_depends_on(monkeypatch):
+    assert set(KEY) == {
+        "op", "backend", "dtype", "device", "capability", "driver", "torch", "triton", "fastbert", "source",
+    }  # fmt: skip
+    assert (KEY["op"], KEY["backend"], KEY["dtype"]) == ("layer_norm", "triton", "float32")
+    assert KEY["torch"] == torch.__version__
+
+    class Facts:
+        name, major, minor = "NVIDIA H200", 9, 0
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Facts)
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
+    verdicts._device_facts.cache_clear()
+    try:
+        key = verdicts.key_of("layer_norm", "triton", torch.device("cuda", 0), torch.bfloat16)
+    finally:
+        verdicts._device_facts.cache_clear()
+    assert (key["device"], key["capability"]) == ("NVIDIA H200", "9.0")
+    assert key["driver"].startswith("13000")
+
+
+def test_a_failure_stands_before_a_success():
+    verdicts.store(KEY, Verdict("wrong", date="earlier"))
+    verdicts.store(KEY, Verdict(None))
+    assert verdicts.load(KEY).reason == "wrong"
+    verdicts.forget(KEY)
+    verdicts.store(KEY, Verdict(None))
+    verdicts.store(KEY, Verdict("wrong"))
+    assert verdicts.load(KEY).reason == "wrong"
+
+
+def copy_of_the_package(tmp_path):
+    package = tmp_path / "fastbert"
+    for path in [
+        *verdicts.PACKAGE.glob("*.py"),
+        *verdicts.PACKAGE.glob("*/*.py"),
+        *verdicts.PACKAGE.glob("*/triton/*.py"),
+    ]:
+        target = package / path.relative_to(verdicts.PACKAGE)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    return package
+
+
+@pytest.mark.parametrize(
+    ("file", "matters"),
+    [
+        ("kernels/layer_norm.py", True),
+        ("kernels/launch.py", True),  # imported
+        ("kernels/philox.py", True),
+        ("backends/triton/layer_norm.py", True),
+        ("backends/triton/device.py", True),
+        ("cases/layer_norm.py", True),
+        ("testing.py", True),
+        ("ops/layer_norm.py", True),
+        ("kernels/activation.py", False),  # of `linear`
+        ("backends/triton/linear.py", False),
+        ("cases/linear.py", False),
+        ("models.py", False),
+    ],
+)
+def test_the_source_that_a_verdict_depends_on(tmp_path, file, matters):
+    package = copy_of_the_package(tmp_path)
+    before = verdicts.source_hash("layer_norm", "triton", "cpu", package)
+    verdicts.source_hash.cache_clear()
+    path = package / file
+    path.write_text(path.read_text() + "# another line\n")
+    assert (verdicts.source_hash("layer_norm", "triton", "cpu", package) != before) is matters
+    verdicts.source_hash.cache_clear()
+
+
+def test_sources_of_ops_differ_and_the_tuned_configs_count(tmp_path, monkeypatch):
+    from fastbert.kernels import tuning
+
+    hashes = {op: verdicts.source_hash(op, "triton", "gpu") for op in ("layer_norm", "linear")}
+    assert hashes["layer_norm"] != hashes["linear"]
+    monkeypatch.setattr(tuning, "TUNED", tmp_path)
+    (tmp_path / "gpu.json").write_text("{}")
+    verdicts.source_hash.cache_clear()
+    assert verdicts.source_hash("linear", "triton", "gpu") != hashes["linear"]
+    verdicts.source_hash.cache_clear()
+
+
+def test_where_verdicts_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("FASTBERT_CACHE", "~/kept")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert verdicts.folder() == tmp_path / "kept" / "self_checks"
+    monkeypatch.delenv("FASTBERT_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert verdicts.folder() == tmp_path / "xdg" / "fastbert" / "self_checks"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert verdicts.folder() == tmp_path / ".cache" / "fastbert" / "self_checks"
+
+
+def test_with_an_empty_name_nothing_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("FASTBERT_CACHE", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        verdicts.store(KEY, Verdict("wrong"))
+        with verdicts.running(KEY):
+            assert verdicts.load(KEY) is None
+        verdicts.forget(KEY)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- what harm a disk can do --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda text: b"",
+        lambda text: text[: len(text) // 2],
+        lambda text: b"\xff\xfe\x00" + text,
+        lambda text: b"[1, 2]",
+        lambda text: b"{}",
+        lambda text: text.replace(b'"passed": false', b'"passed": true'),
+        lambda text: text.replace(b'"reason": "wrong"', b'"reason": 7'),
+        lambda text: text.replace(b'"op": "layer_norm"', b'"op": "linear"'),
+        lambda text: b"[" * 100_000,
+    ],
+)
+def test_a_corrupt_file_is_no_verdict(cache, spoil):
+    verdicts.store(KEY, Verdict("wrong"))
+    (path,) = cache.iterdir()
+    spoiled = spoil(path.read_bytes())
+    assert spoiled != path.read_bytes()
+    path.write_bytes(spoiled)
+    assert verdicts.load(KEY) is None
+    verdicts.store(KEY, Verdict(None))  # and it is written anew
+    assert verdicts.load(KEY).passed
+
+
+def test_a_verdict_is_replaced_in_one_step(cache):
+    verdicts.store(KEY, Verdict(None, date="old"))
+    (path,) = cache.iterdir()
+    with open(path) as reader:  # another process, in the middle of reading
+        verdicts.store(KEY, Verdict("wrong", date="new"))
+        assert json.load(reader)["date"] == "old"
+    assert verdicts.load(KEY).date == "new"
+
+
+def test_a_verdict_is_never_half_written(cache):
+    verdicts.store(KEY, Verdict(None, date="old"))
+    (path,) = cache.iterdir()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))  # a write past it fails, like one to a full disk
+    try:
+        with pytest.warns(RuntimeWarning, match=rf"in {cache} \({path.name}: .*File too large"):
+            verdicts.store(KEY, Verdict("wrong", date="new"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert verdicts.load(KEY).date == "old"
+    assert len(files(cache)) == 1
+
+
+@pytest.mark.parametrize("harm", ["a file stands there", "no permission"])
+def test_a_folder_that_cannot_be_written_is_told_once(tmp_path, monkeypatch, harm):
+    if harm == "no permission":  # root may write anywhere: refuse for it
+
+        def refuse(*args):
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+        monkeypatch.setattr(os, "replace", refuse)
+        monkeypatch.setattr(Path, "mkdir", lambda *args, **options: refuse())
+    else:
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("FASTBERT_CACHE", str(tmp_path / "file"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with verdicts.running(KEY):
+            verdicts.store(KEY, Verdict(None))
+        verdicts.store(KEY, Verdict("wrong"))
+        assert verdicts.load(KEY) is None
+        verdicts.forget(KEY)
+    (one,) = caught
+    assert "cannot be kept in" in str(one.message)
+    assert "FASTBERT_CACHE" in str(one.message)
+
+
+# --- a shared place -----------------------------------------------------------------------------------------
+
+
+def owned_by(uid):
+    """`os.fstat` and `os.lstat` as if that user owned everything: only root may give files away."""
+
+    def told(function):
+        def wrapper(*args, **kwargs):
+            facts = function(*args, **kwargs)
+            return os.stat_result([*facts[:4], uid, *facts[5:]])
+
+        return wrapper
+
+    return told
+
+
+FOREIGN = {
+    "another user's": "belongs to user 12345",
+    "group may write": "may be written by others",
+    "others may write": "may be written by others",
+    "a link": "link",
+    "a FIFO": "no plain file",
+    "a folder": "no plain file",
+}
+
+
+def make_foreign(path, whose, monkeypatch):
+    if whose == "another user's":
+        for name, is_it in (("fstat", stat.S_ISREG), ("lstat", stat.S_ISDIR)):
+            if is_it(path.stat().st_mode):
+                monkeypatch.setattr(os, name, owned_by(12345)(getattr(os, name)))
+    elif whose.endswith("may write"):
+        path.chmod(path.stat().st_mode | (0o020 if whose.startswith("group") else 0o002))
+    elif whose == "a link":
+        moved = path.with_name("moved")
+        path.rename(moved)
+        path.symlink_to(moved)
+    else:
+        path.unlink()
+        os.mkfifo(path) if whose == "a FIFO" else path.mkdir()
+
+
+@contextlib.contextmanager
+def told_once(words):
+    """A block that warns once, with these words, and does not hang."""
+
+    def late(*_):
+        raise AssertionError("hangs")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(60)
+    try:
+        with pytest.warns(RuntimeWarning, match=rf"is ignored: it .*{words}") as caught:
+            yield caught
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("whose", FOREIGN)
+def test_a_file_that_others_could_have_written_is_no_verdict(cache, monkeypatch, whose):
+    verdicts.store(KEY, Verdict(None))
+    (path,) = cache.iterdir()
+    with monkeypatch.context() as patch:
+        make_foreign(path, whose, patch)
+        with told_once(FOREIGN[whose]) as caught:
+            assert verdicts.load(KEY) is None
+            assert verdicts.load(KEY) is None
+        assert len(caught) == 1
+    if whose != "a folder":
+        verdicts.store(KEY, Verdict("wrong"))  # takes its place
+        assert verdicts.load(KEY).reason == "wrong"
+        assert stat.S_IMODE(path.lstat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("whose", [w for w in FOREIGN if w not in ("a FIFO", "a folder")])
+def test_a_folder_that_others_could_have_written_is_ignored(cache, monkeypatch, whose):
+    verdicts.store(KEY, Verdict(None))
+    before = files(cache)
+    make_foreign(cache, whose, monkeypatch)
+    with told_once(FOREIGN[whose]) as caught:
+        assert verdicts.load(KEY) is None
+        with verdicts.running(KEY):
+            assert files(cache) == before
+        verdicts.store(KEY, Verdict("wrong"))
+        verdicts.forget(KEY)
+        assert files(cache) == before
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("whose", FOREIGN)
+def test_a_marker_that_others_could_have_left_counts_for_nothing(cache, monkeypatch, whose):
+    path = marker(cache, born="1")
+    make_foreign(path, whose, monkeypatch)
+    os.utime(path, (0, 0))
+    with told_once(FOREIGN[whose]):
+        assert verdicts.load(KEY) is None
+
+
+def test_a_folder_made_by_somebody_else_just_then_is_not_written(cache, monkeypatch):
+    mkdir = Path.mkdir
+
+    def quicker(path, *args, **options):
+        mkdir(path, *args, **options)
+        path.chmod(0o777)
+
+    monkeypatch.setattr(Path, "mkdir", quicker)
+    with pytest.warns(RuntimeWarning, match="the folder may be written by others"):
+        verdicts.store(KEY, Verdict(None))
+    assert files(cache) == []
+
+
+def test_without_an_umask_nobody_else_may_write(cache):
+    before = os.umask(0)
+    try:
+        verdicts.store(KEY, Verdict(None))
+    finally:
+        os.umask(before)
+    (path,) = cache.iterdir()
+    modes = [stat.S_IMODE(p.stat().st_mode) for p in (cache.parent, cache, path)]
+    assert modes == [0o700, 0o700, 0o600]
+    assert verdicts.load(KEY).passed
+
+
+def test_a_home_that_nobody_has(monkeypatch):
+    monkeypatch.setenv("FASTBERT_CACHE", "~nobody-of-that-name/kept")
+    with pytest.warns(RuntimeWarning, match=r"FASTBERT_CACHE=~nobody-of-that-name/kept is ignored") as caught:
+        calls = (
+            verdicts.folder(),
+            verdicts.load(KEY),
+            verdicts.store(KEY, Verdict(None)),
+            verdicts.forget(KEY),
+        )
+    assert calls == (None,) * 4
+    assert len(caught) == 1
+
+
+# --- markers ------------------------------------------------------------------------------------------------
+
+
+def marker(cache, **changes):
+    """A marker as this process leaves it, but for `changes`."""
+    before = set(cache.glob("*")) if cache.exists() else set()
+    with verdicts.running(KEY):
+        (path,) = set(cache.glob("*.running")) - before
+        data = json.loads(path.read_text())
+        left = path.with_name(path.name.replace(".running", "0.running"))
+        left.write_text(json.dumps(data | changes))
+    return left
+
+
+def test_a_marker_lies_there_while_the_check_runs(cache):
+    with verdicts.running(KEY):
+        assert [name.endswith(".running") for name in files(cache)] == [True]
+        assert verdicts.load(KEY) is None  # this process lives
+    assert files(cache) == []
+    with pytest.raises(KeyError), verdicts.running(KEY):
+        raise KeyError
+    assert files(cache) == []
+
+
+def test_a_marker_of_a_process_that_has_gone_is_a_failure(cache):
+    child = subprocess.Popen(["sleep", "60"])
+    marker(cache, pid=child.pid, born=verdicts._born(child.pid))
+    assert verdicts.load(KEY) is None
+    child.kill()
+    child.wait()
+    found = verdicts.load(KEY)
+    assert found.reason == verdicts.DIED
+    assert [name.endswith(".json") for name in files(cache)] == [True]  # the marker became the verdict
+    assert verdicts.load(KEY).reason == verdicts.DIED
+    verdicts.forget(KEY)
+    assert files(cache) == []
+
+
+def test_a_zombie_has_gone(cache):
+    child = subprocess.Popen(["true"])
+    born = verdicts._born(child.pid) or "1"
+    while Path(f"/proc/{child.pid}/stat").read_text().split()[2] != "Z":
+        time.sleep(0.01)
+    marker(cache, pid=child.pid, born=born)
+    assert verdicts.load(KEY).reason == verdicts.DIED
+    child.wait()
+
+
+@pytest.mark.parametrize(
+    ("changes", "hours", "gone"),
+    [
+        ({}, 0, False),
+        ({}, 99, False),  # slow, but alive
+        ({"born": "1"}, 0, True),  # the process id belongs to another process by now
+        ({"boot": "another"}, 0, True),  # the machine went down with it
+        ({"host": "elsewhere"}, 0, False),
+        ({"host": "elsewhere"}, 1, True),
+        ({"pids": "pid:[1]"}, 0, False),  # another container
+        ({"pids": "pid:[1]"}, 1, True),
+        ({"pid": None}, 0, False),
+        ({"pid": None}, 1, True),
+    ],
+)
+def test_whose_marker_counts(cache, changes, hours, gone):
+    path = marker(cache, **changes)
+    then = time.time() - 3600 * hours
+    os.utime(path, (then, then))
+    assert (verdicts.load(KEY) is not None) is gone
+
+
+def test_a_corrupt_marker_counts_when_it_is_old(cache):
+    path = marker(cache)
+    path.write_bytes(b"\x00{")
+    assert verdicts.load(KEY) is None
+    os.utime(path, (0, 0))
+    assert verdicts.load(KEY).reason == verdicts.DIED
+
+
+def test_forget_leaves_the_markers_of_living_processes(cache):
+    marker(cache, born="1")
+    living = marker(cache)
+    verdicts.forget(KEY)
+    assert files(cache) == [living.name]
+
+
+def test_a_marker_in_a_folder_that_cannot_be_written_still_counts(cache, monkeypatch):
+    marker(cache, born="1")
+
+    def refuse(*args):
+        raise PermissionError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    monkeypatch.setattr(Path, "unlink", lambda *args, **options: refuse())
+    with pytest.warns(RuntimeWarning, match="Read-only"):
+        assert verdicts.load(KEY).reason == verdicts.DIED
+
+
+# --- kernels that take the process down ---------------------------------------------------------------------
+
+
+def test_a_crash_is_not_tried_again(cache):
+    first_use("segv", -signal.SIGSEGV)
+    assert [name.endswith(".running") for name in files(cache)] == [True]
+    report = first_use("segv")  # the next process lives
+    assert report["by"] == "aten"
+    assert not report["checked"]
+    (text,) = report["warnings"]
+    assert "triton kernel of 'layer_norm' failed its self-check on cpu in float32" in text
+    assert verdicts.DIED in text
+    assert "fastbert warmup --again" in text
+    assert [name.endswith(".json") for name in files(cache)] == [True]
+
+
+def test_an_abort_leaves_a_failure(cache):
+    first_use("exit", 3)
+    (found,) = all_verdicts(cache)
+    assert found.reason == verdicts.DIED
+
+
+def test_a_hang_that_was_killed_leaves_a_failure(cache):
+    process = first_use("hang", wait=False)
+    while not any(name.endswith(".running") for name in files(cache)):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    (found,) = all_verdicts(cache)
+    assert found.reason == verdicts.DIED
+
+
+def test_processes_that_check_at_once(cache):
+    together = [first_use("slow", wait=False) for _ in range(2)]
+    for process in together:
+        assert finished(process) == {"by": "triton", "checked": True, "warnings": []}
+    assert [name.endswith(".json") for name in files(cache)] == [True]
+    (found,) = all_verdicts(cache)
+    assert found.passed

@@ -1,0 +1,328 @@
+"""`fastbert warmup`: verdicts of all kernels, whatever one of them does to its process; `fastbert env`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastbert.cli import main as cli
+from fastbert.runtime import dispatch
+from fastbert.testing import proving, serving, verdicts, warmup
+from fastbert.testing.verdicts import Verdict
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTBERT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(verdicts, "_warned", False)
+    return tmp_path / "cache" / "self_checks"
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """A function that plants a kernel for the processes that check; this one has its line of the table."""
+    import types
+
+    module = types.ModuleType("triton")
+    module.DTYPES = {"layer_norm": FLOATS}
+    module.available = lambda device_type: None
+    real = dispatch.backend_module
+    monkeypatch.setattr(dispatch, "backend_module", lambda name: module if name == "triton" else real(name))
+    monkeypatch.setitem(dispatch.TABLE["cpu"], "layer_norm", ("triton", "aten", "reference"))
+
+    def plant(behaviours):
+        command = [sys.executable, str(ROOT / "tests" / "planted_kernel.py"), behaviours, "check"]
+        monkeypatch.setattr(warmup, "COMMAND", command)
+
+    return plant
+
+
+@pytest.fixture
+def run(capsys):
+    """Call the command in this process: its standard output."""
+
+    def call(*arguments, status=0):
+        code = cli.main([str(a) for a in arguments])
+        out, err = capsys.readouterr()
+        assert code == status, (out, err)
+        return out
+
+    return call
+
+
+def key(dtype):
+    return verdicts.key_of("layer_norm", "triton", CPU, dtype)
+
+
+def rows(report):
+    return {row["dtype"]: row for row in json.loads(report)["rows"]}
+
+
+def leftovers(cache):
+    return [path.name for path in cache.iterdir() if path.suffix != ".json"]
+
+
+# --- a CPU --------------------------------------------------------------------------------------------------
+
+
+def test_on_a_cpu_nothing_needs_a_check(run, cache):
+    text = run("warmup", "--device", "cpu")
+    assert text == "nothing needs a check on cpu: only GPU kernels are checked before they serve\n"
+    report = json.loads(run("warmup", "--device", "cpu", "--json"))
+    assert report == {"device": "cpu", "verdicts": str(cache), "passed": True, "rows": []}
+    assert not cache.exists()
+
+
+def test_what_a_gpu_needs(monkeypatch):
+    from fastbert.backends import cuda, triton
+
+    for module in (triton, cuda):
+        monkeypatch.setattr(module, "available", lambda device_type: None)
+    found = {op: set(dtypes) for op, backend, dtypes in warmup.wanted(torch.device("cuda", 0))}
+    assert {backend for _, backend, _ in warmup.wanted(torch.device("cuda", 0))} == {"triton"}
+    assert found["attention"] == found["layer_norm"] == set(FLOATS)
+    assert found["linear"] == {torch.bfloat16, torch.float16}  # as the table has it
+    assert found["padding"] == set(triton.DTYPES["padding"])
+    assert "linear_int8" not in found
+    (only,) = warmup.wanted(torch.device("cuda", 0), ["embedding"], [torch.float16])
+    assert only == ("embedding", "triton", [torch.float16])
+
+
+def test_why_nothing_needs_a_check_on_a_gpu(monkeypatch):
+    from fastbert.backends import cuda, triton
+
+    monkeypatch.setattr(triton, "available", lambda device_type: "Triton is not installed")
+    monkeypatch.setattr(cuda, "available", lambda device_type: "was built without CUDA")
+    text = cli._no_check(torch.device("cuda", 0), dispatch.OPS)
+    assert text == "triton: Triton is not installed; cuda: was built without CUDA"
+    assert (
+        cli._no_check(torch.device("cuda", 0), ["linear_int8"]) == "no GPU kernel of theirs is in the table"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--timeout", "0"), "--timeout 0.0: expected a number of seconds above 0"),
+        (("--timeout", "nan"), "--timeout nan"),
+        (("--device", "tpu"), "--device tpu"),
+        (("--dtype", "int4"), "invalid choice: 'int4'"),
+    ],
+)
+def test_mistakes_in_the_call(capsys, arguments, message):
+    assert cli.main(["warmup", "--device", "cpu", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1
+
+
+# --- verdicts -----------------------------------------------------------------------------------------------
+
+
+def test_whatever_one_kernel_does_the_others_are_checked(planted, run, cache):
+    planted("float32=wrong,bfloat16=segv,float16=good")
+    text = run("warmup", "--device", "cpu", status=1)
+    head, columns, *lines, last = text.splitlines()
+    assert head == f"verdicts on cpu are kept in {cache}"
+    assert columns.split() == ["op", "backend", "dtype", "ms", "verdict"]
+    assert [line.split()[:3] for line in lines] == [
+        ["layer_norm", "triton", str(dtype).removeprefix("torch.")] for dtype in FLOATS
+    ]
+    assert "FAIL: 5x96 y: max error" in lines[0]
+    assert "FAIL: its process ended by SIGSEGV" in lines[1]
+    assert lines[2].endswith("pass")
+    assert last == "3 kernels on cpu, 2 failed"
+    assert leftovers(cache) == []
+    assert [verdicts.load(key(dtype)).passed for dtype in FLOATS] == [False, False, True]
+    monkey = warmup.COMMAND
+    warmup.COMMAND = ["/no/such/program"]  # nothing is checked again
+    try:
+        kept = rows(run("warmup", "--device", "cpu", "--json", status=1))
+    finally:
+        warmup.COMMAND = monkey
+    assert [row["kept"] for row in kept.values()] == [True] * 3
+    assert "SIGSEGV" in kept["bfloat16"]["reason"]
+    assert kept["float16"]["reason"] is None
+    assert kept["float16"]["date"]
+    with pytest.warns(RuntimeWarning, match="SIGSEGV"):  # and first use goes by them
+        assert not proving._verdict("triton", "layer_norm", CPU, torch.bfloat16).passed
+    proving._verdicts.clear()
+
+
+def test_a_hang_is_ended_and_kept_and_again_checks_anew(planted, run, cache):
+    planted("bfloat16=hang,float32=good")
+    begin = time.monotonic()
+    chosen = ("warmup", "--device", "cpu", "--dtype", "float32", "--dtype", "bfloat16", "--json")
+    report = rows(run(*chosen, "--timeout", 5, status=1))
+    assert time.monotonic() - begin < 120
+    assert report["float32"]["passed"]
+    assert report["bfloat16"]["reason"] == "no verdict within 5 s: it hangs"
+    assert leftovers(cache) == []
+    assert "it hangs" in verdicts.load(key(torch.bfloat16)).reason
+    planted("good")
+    again = rows(run(*chosen, "--again"))
+    assert [row["passed"] for row in again.values()] == [True, True]
+    assert not any(row["kept"] for row in again.values())
+    assert verdicts.load(key(torch.bfloat16)).passed
+
+
+def test_an_error_that_may_be_the_machines_is_shown_and_not_kept(planted, run):
+    planted("raise")
+    report = rows(run("warmup", "--device", "cpu", "--dtype", "float16", "--json", status=1))
+    assert report["float16"]["reason"] == "RuntimeError: no compiler here"
+    assert verdicts.load(key(torch.float16)) is None
+
+
+def test_a_process_that_never_begins(planted, monkeypatch, cache):
+    planted("good")
+    fake(monkeypatch, "import time; time.sleep(600)")
+    monkeypatch.setattr(warmup, "START_SECONDS", 1.0)
+    found = list(warmup.run(CPU))
+    assert [row.reason for row in found] == ["not checked: no verdict within 1 s: it hangs"] * 3
+    assert not cache.exists()
+
+
+def test_a_process_that_never_reaches_a_kernel(planted, run, monkeypatch, cache):
+    planted("good")
+    code = "import sys; print('first'); sys.exit('no such module')"
+    monkeypatch.setattr(warmup, "COMMAND", [sys.executable, "-c", code])
+    report = rows(run("warmup", "--device", "cpu", "--json", status=1))
+    assert set(report) == {"float32", "bfloat16", "float16"}
+    for row in report.values():
+        assert row["reason"] == "not checked: its process ended by status 1: no such module"
+    assert not cache.exists()
+
+
+FAKE = """
+import json, os, sys
+def send(**message):
+    os.write(int(sys.argv[1]), (json.dumps(message) + chr(10)).encode())
+names = sys.argv[5:]
+"""
+
+
+def fake(monkeypatch, code):
+    """A process without kernels that says what `code` says."""
+    monkeypatch.setattr(warmup, "COMMAND", [sys.executable, "-c", FAKE + code])
+
+
+def test_a_broken_context_costs_its_dtype_only(planted, monkeypatch):
+    planted("good")
+    fake(
+        monkeypatch,
+        "send(begin=names[0])\n"
+        "send(reason='broke the context' if names[0] == 'bfloat16' else None, seconds=0.5, date='now')\n",
+    )
+    found = list(warmup.run(CPU))
+    assert [row.dtype for row in found] == ["float32", "bfloat16", "float16"]
+    assert [row.passed for row in found] == [True, False, True]
+    assert found[1].reason == "broke the context"
+    assert found[1].seconds == 0.5
+
+
+def test_a_stopped_warmup_blames_no_kernel(planted, monkeypatch, cache):
+    planted("hang")
+    receive, seen = warmup._Child.receive, []
+
+    def interrupted(self, deadline):
+        if seen:
+            while not any(cache.glob("*.running")):
+                time.sleep(0.05)
+            seen.append(self.process.pid)
+            raise KeyboardInterrupt
+        seen.append(receive(self, deadline))
+        return seen[0]
+
+    monkeypatch.setattr(warmup._Child, "receive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(warmup.run(CPU, dtypes=[torch.float32]))
+    assert seen[0] == {"begin": "float32"}
+    assert verdicts._born(seen[1]) is None  # it has been ended
+    assert list(cache.iterdir()) == []
+
+
+def test_without_a_folder_verdicts_are_shown_only(planted, run, monkeypatch):
+    planted("good")
+    monkeypatch.setenv("FASTBERT_CACHE", "")
+    fake(monkeypatch, "for name in names:\n send(begin=name)\n send(reason=None, seconds=0.0, date='now')\n")
+    text = run("warmup", "--device", "cpu")
+    assert text.startswith("verdicts are not kept: FASTBERT_CACHE=\n")
+    assert text.endswith("3 kernels on cpu, 0 failed\n")
+
+
+# --- env ----------------------------------------------------------------------------------------------------
+
+
+def test_env_on_a_cpu_says_that_there_are_no_gpu_kernels(run, cache):
+    report = json.loads(run("env", "--json"))
+    assert report["verdicts"] == str(cache)
+    if not torch.cuda.is_available():
+        assert report["gpu_kernels"] == []
+        assert f"GPU kernels (verdicts in {cache})\n  no GPU to run them\n" in run("env")
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A GPU, as far as `proofs` asks for one."""
+    from fastbert.backends import cuda, triton
+
+    monkeypatch.setattr(triton, "available", lambda device_type: None)
+    monkeypatch.setattr(cuda, "available", lambda device_type: "was built without CUDA")
+    monkeypatch.setattr(verdicts, "_device_facts", lambda device: ("NVIDIA H200", "9.0", "13000 580.65"))
+    monkeypatch.setattr(verdicts, "PACKAGE", tmp_path / "fastbert")
+    return torch.device("cuda", 0)
+
+
+def proofs(gpu):
+    return {(p.op, p.backend, p.dtype): (p.state, p.detail) for p in serving.proofs(gpu)}
+
+
+def test_what_is_known_of_each_kernel(gpu, tmp_path):
+    def keep(op, dtype, reason):
+        verdicts.store(verdicts.key_of(op, "triton", gpu, dtype), Verdict(reason, date="2026-01-01"))
+
+    keep("layer_norm", torch.float32, None)
+    keep("layer_norm", torch.bfloat16, "y: max error")
+    checks = tmp_path / "bench" / "results" / "nvidia-h100" / "checks.json"
+    checks.parent.mkdir(parents=True)
+    names = ["attention-triton-bf16-a", "attention-triton-bf16-b", "attention-triton-fp16-a"]
+    good = [{"step": "correctness", "name": name, "status": "ok"} for name in names]
+    bad = [{"step": "correctness", "name": "attention-triton-fp16-b", "status": "failed"}]
+    other = [{"step": "determinism", "name": "embedding-triton-bf16", "status": "ok"}]
+    crashed = [{"step": "correctness", "name": "linear-triton-bf16", "status": "crashed"}]
+    data = {"environment": {"compute_capability": "9.0"}, "rows": good + bad + other + crashed}
+    checks.write_text(json.dumps(data))
+    found = proofs(gpu)
+    assert found["layer_norm", "triton", "float32"] == ("proven here", "2026-01-01")
+    assert found["layer_norm", "triton", "bfloat16"] == ("failed here", "y: max error")
+    assert found["layer_norm", "triton", "float16"] == ("unverified", "checked at first use")
+    elsewhere = "proven elsewhere", "bench/results/nvidia-h100/checks.json"
+    assert found["attention", "triton", "bfloat16"] == elsewhere
+    assert found["attention", "triton", "float16"][0] == "unverified"  # one row is bad
+    assert found["attention", "triton", "float32"][0] == "unverified"  # no row
+    assert found["embedding", "triton", "bfloat16"][0] == "unverified"  # not its correctness
+    assert found["linear", "triton", "bfloat16"][0] == "unverified"
+    assert found["linear", "triton", "float32"] == ("unverified", "not in the table: use_backend reaches it")
+    assert found["layer_norm", "cuda", "float32"] == ("cannot run here", "was built without CUDA")
+    data["environment"]["compute_capability"] = "8.0"
+    checks.write_text(json.dumps(data))
+    assert proofs(gpu)["attention", "triton", "bfloat16"][0] == "unverified"
+
+
+def test_env_shows_them(gpu, run, monkeypatch):
+    environment = cli.environment()
+    environment["gpu_kernels"] = [vars(row) for row in serving.proofs(gpu)]
+    monkeypatch.setattr(cli, "environment", lambda: environment)
+    lines = [" ".join(line.split()) for line in run("env").splitlines()]
+    assert "op device dtype backend state detail" in lines
+    assert "attention cuda:0 bfloat16 triton unverified checked at first use" in lines

@@ -1,0 +1,700 @@
+"""The Triton attention: on the GPU where there is one, else in the interpreter under the sanitizer."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fastbert import testing
+from fastbert.backends import reference
+from fastbert.backends import triton as backend
+from fastbert.ops.attention import attention, keep_mask
+from fastbert.runtime import dispatch
+from fastbert.testing import serving
+from fastbert.testing.op_cases.attention import CASES, SMALL, AttentionCase
+from tests.support.triton_attention_inputs import (
+    INF,
+    LOWEST,
+    at_strides,
+    attention_cases,
+    far_bits,
+    forward_args,
+    lazy,
+    randn,
+    strided,
+)
+from tests.support.triton_fixtures import (
+    DEVICE,
+    DTYPES,
+    HALF,
+    HugeStrides,
+    assert_bit_equal,
+    counted,
+    fuzz,
+    in_float64,
+    needs_lazy_memory,
+    set_backends,
+)
+
+kernels = pytest.importorskip(
+    "fastbert.kernels.attention", reason="Triton is not installed", exc_type=ImportError
+)
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+tuning = pytest.importorskip("fastbert.kernels.tuning")
+pytest_plugins = ("tests.support.triton_fixtures",)
+pytestmark = pytest.mark.usefixtures("checked_memory")
+
+
+def cut(block_m: int, block_n: int, split: bool, chunk: int | None = None):
+    """A `config_for` that always cuts like this."""
+
+    def config_for(headdim, *_):
+        block_d = max(16, 1 << (headdim - 1).bit_length())
+        return kernels.Config(block_m, block_n, min(chunk or block_d, block_d), split, 4, 1)
+
+    return config_for
+
+
+# Small tiles, so that short sequences have many: high, wide, equal; the masked blocks apart or not.
+CUTS = {
+    "32x16": cut(32, 16, True),
+    "16x32": cut(16, 32, True),
+    "16x16-one-loop": cut(16, 16, False, 16),
+}
+
+
+@pytest.fixture(params=CUTS)
+def tiles(request, monkeypatch):
+    monkeypatch.setattr(kernels, "config_for", CUTS[request.param])
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(kernels, "config_for", CUTS["32x16"])
+
+
+def check(case: AttentionCase, dtype: torch.dtype, seed: int = 0, strict: bool = True) -> None:
+    rows = testing.run_case(case, "triton", dtype, DEVICE, backward=False, seed=seed)
+    assert {r.quantity for r in rows} == set(case.output_names)
+    failed = [r for r in rows if not r.passed and (strict or not lucky_yardstick(r, case, dtype))]
+    assert [f"{r.quantity}: {r.reason}" for r in failed] == []
+
+
+def lucky_yardstick(row: testing.Row, case: AttentionCase, dtype: torch.dtype) -> bool:
+    """Eager's error over a handful of elements may be small by luck: then allow twice that."""
+    elements = sum(case.lengths) * case.nheads * (1 if row.quantity == "lse" else case.headdim)
+    if elements >= 2000 or dtype == torch.float32 or not math.isfinite(row.max_error):
+        return False
+    step = torch.finfo(dtype).eps
+    return row.max_error <= 2 * row.eager_max_error + 4 * step and row.mean_error <= (
+        row.eager_mean_error * (1 + 8 / elements**0.5) + step / 4
+    )
+
+
+def run(args):
+    """out, lse and probs."""
+    *outputs, keep_bits = kernels.attention_fwd(*args.values())
+    assert (keep_bits.numel() > 0) == args["save_bits"]
+    return tuple(outputs)
+
+
+def truth(args):
+    return reference.attention_fwd(*in_float64(args).values())[:3]
+
+
+def assert_close(actual, args, tolerance=2e-6):
+    """All three outputs beside the float64 reference's; infinities in the same places."""
+    for a, e in zip(actual, truth(args), strict=True):
+        assert a.shape == e.shape
+        torch.testing.assert_close(a.double(), e, rtol=tolerance, atol=tolerance)
+
+
+# --- the error rule -----------------------------------------------------------------------------------------
+
+
+def cases_and_dtypes():
+    """All, but those that take seconds in the interpreter: they are slow tests except in bfloat16."""
+    for case, dtype in itertools.product(CASES, DTYPES):
+        long = sum(case.lengths) * case.nheads > 1000 and dtype != torch.bfloat16
+        yield pytest.param(case, dtype, marks=pytest.mark.slow if long else (), id=f"{case.id}-{dtype}")
+
+
+@pytest.mark.parametrize(("case", "dtype"), list(cases_and_dtypes()))
+def test_cases(case, dtype):
+    check(case, dtype)
+
+
+# The last block of keys and the last tile of queries of every size, each sequence beside others.
+@pytest.mark.parametrize(("dtype", "causal"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
+def test_every_length_of_small_tiles(small_tiles, dtype, causal):
+    check(AttentionCase(tuple(range(1, 50)), 1, 16, causal=causal, lse=True), dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_length(dtype, causal):
+    check(AttentionCase(tuple(range(1, 131)), 1, 16, causal=causal, lse=True), dtype)
+
+
+@pytest.mark.parametrize("headdim", [1, 7, 8, 16, 24, 32, 40, 48, 72, 80, 96, 112, 120, 128])
+def test_every_head_dimension(headdim):
+    check(AttentionCase((19, 40), 1, headdim, lse=True), HALF[headdim // 8 % 2])
+    check(AttentionCase((33,), 1, headdim, bias="sequence", dropout_p=0.25, probs=True), torch.float32)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("bias", ["", "sequence"])
+def test_all_cuts_by_the_error_rule(tiles, causal, bias):
+    options = {"causal": causal, "bias": bias, "masked": bool(bias), "lse": True, "probs": True}
+    check(AttentionCase((35, 0, 16, 1), 1, 24, capacity=3, slack=5, **options), torch.float32)
+    check(AttentionCase((50,), 2, 32, gate=True, dropout_p=0.3, packed_qkv=True, **options), torch.bfloat16)
+
+
+# --- exact results ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_uniform_attention_is_exact(tiles, dtype):
+    args = forward_args((64, 8, 32), dtype=dtype, return_probs=True)
+    args["q"] = torch.zeros_like(args["q"])
+    args["v"] = (args["v"] * 8).round().to(dtype)
+    args["gate"] = torch.tensor([2.0, -0.5], device=DEVICE)
+    out, lse, probs = run(args)
+    expected = truth(args)
+    assert torch.equal(out, expected[0].to(dtype))
+    assert torch.equal(probs, expected[2].to(dtype))
+    torch.testing.assert_close(lse.double(), expected[1], rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_bias_that_leaves_one_key_copies_its_value(tiles, dtype):
+    lengths = (40, 17)
+    args = forward_args(lengths, dtype=dtype, return_probs=True)
+    keys = torch.stack([torch.randperm(40, generator=torch.Generator().manual_seed(h)) for h in range(4)])
+    keys = keys.reshape(2, 2, 40, 1).to(DEVICE)
+    keys[1] %= 17
+    args["bias"] = torch.full((2, 2, 40, 40), -INF, device=DEVICE).scatter(-1, keys, 1.5)
+    out, _, probs = run(args)
+    start = 0
+    for b, n in enumerate(lengths):
+        for h in range(2):
+            rows = args["v"][start : start + n, h]
+            assert torch.equal(out[start : start + n, h], rows[keys[b, h, :n, 0]])
+            assert torch.equal(probs[b, h, :n].argmax(-1), keys[b, h, :n, 0])
+            assert torch.equal(probs[b, h].sum(-1), (torch.arange(40, device=DEVICE) < n).to(dtype))
+        start += n
+
+
+# --- masks, scales, extremes --------------------------------------------------------------------------------
+
+
+def test_rows_without_an_allowed_key(tiles):
+    bias = randn(2, 2, 40, 40)
+    bias[0, 0, 3] = -INF
+    bias[:, 1, :, :20] = -INF  # whole blocks of keys before the first allowed one
+    bias[1, 0, :, 17:] = -INF
+    bias[1, 1] = -INF
+    bias[0, 1, :, 20:] -= 300  # exp of them is 0 beside a maximum taken for 0
+    args = forward_args((40, 23), bias=bias, return_probs=True)
+    out, lse, probs = run(args)
+    assert_close((out, lse, probs), args, 1e-4)  # float32 scores of 300
+    assert torch.equal(lse[0, 3], torch.tensor(-INF, device=DEVICE))
+    assert (out[3, 0] == 0).all()
+    assert (probs[0, 0, 3] == 0).all()
+    assert (lse[1, 40:] == -INF).all()
+    assert (out[40:, 1] == 0).all()
+
+
+def test_a_mask_of_the_lowest_number_is_not_minus_infinity(tiles):
+    bias = torch.zeros(1, 1, 40, 40, device=DEVICE)
+    bias[..., 4, :] = LOWEST  # eager PyTorch: uniform
+    bias[..., 5, 1:] = LOWEST  # eager PyTorch: one key
+    bias[..., 6, :30] = LOWEST
+    args = forward_args((40, 33), bias=bias, return_probs=True)
+    out, lse, probs = run(args)
+    expected = reference.attention_fwd(*args.values())[:3]
+    assert_bit_equal(tuple(t.isfinite() for t in (out, lse)), tuple(t.isfinite() for t in expected[:2]))
+    torch.testing.assert_close(probs, expected[2], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out, expected[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(probs[0, 0, 4], torch.full((40,), 1 / 40, device=DEVICE))
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0, 0.01, 3.0])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_softmax_scale(tiles, scale, with_bias):
+    bias = randn(1, 2, 37, 37) if with_bias else None
+    args = forward_args((37, 9), softmax_scale=scale, bias=bias, return_probs=True)
+    assert_close(run(args), args, 2e-5)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_large_scores_do_not_overflow(tiles, order):
+    # maxima that grow, or fall, from block to block: exp of an unshifted score would be inf
+    args = forward_args((60,), nheads=1, return_probs=True)
+    args["q"] = torch.ones_like(args["q"])
+    args["k"] = torch.arange(60.0, device=DEVICE).reshape(60, 1, 1).repeat(1, 1, 16)
+    if order < 0:
+        args["k"] = args["k"].flip(0)
+    assert_close(run(args), args, 1e-4)
+    assert_close(run(args | {"softmax_scale": -0.25}), args | {"softmax_scale": -0.25}, 1e-4)
+
+
+def test_max_seqlen_may_exceed_the_lengths(tiles):
+    args = forward_args((5, 33, 0), slack=50, bias=randn(3, 1, 1, 83), return_probs=True)
+    assert_close(run(args), args)
+
+
+@pytest.mark.parametrize("shape", list(itertools.product([1, 3], [1, 2], [1, 35], [1, 35])), ids=str)
+def test_bias_broadcasts(small_tiles, shape):
+    args = forward_args((35, 20, 1), bias=randn(*shape), return_probs=True)
+    assert_close(run(args), args)
+
+
+@pytest.mark.parametrize("bias_dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_bias_and_gate_in_another_dtype(small_tiles, bias_dtype):
+    bias, gate = randn(1, 2, 20, 20).bfloat16().to(bias_dtype), randn(2).bfloat16().to(bias_dtype)
+    args = forward_args((20, 7), dtype=torch.float32, bias=bias, gate=gate)
+    same = args | {"bias": bias.float(), "gate": gate.float()}
+    assert_bit_equal(run(args), run(same))
+
+
+# --- dropout ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seed", "offset", "p"),
+    [(0, 0, 0.5), (-1, 2**32 - 1, 0.25), (2**62 + 12345, 2**31, 0.9), (-(2**63), 2**31 - 1, 0.1)],
+)
+def test_dropout_bits_are_the_definitions(tiles, seed, offset, p):
+    lengths = (9, 32, 3)
+    args = forward_args(lengths, headdim=32, dropout_p=p, offset=offset)
+    args["seed"] = torch.tensor([seed], device=DEVICE)
+    args["q"] = torch.zeros_like(args["q"])  # every probability 1 / length
+    start = 0
+    for n in lengths:
+        args["v"][start : start + n] = torch.eye(32, device=DEVICE)[:n].unsqueeze(1) * n  # out = the bits
+        start += n
+    out = run(args)[0]
+    keep = keep_mask(args["seed"], offset, args["cu_seqlens"][:-1], 2, 32, p)
+    scale = torch.tensor(1 / (1 - p), device=DEVICE)
+    start = 0
+    for b, n in enumerate(lengths):
+        bits = keep[b, :, :n, :n].transpose(0, 1)
+        torch.testing.assert_close(out[start : start + n, :, :n], bits * scale, rtol=1e-6, atol=0)
+        start += n
+
+
+def dropped(lengths, p=0.3, seed=-7, **options):
+    """Arguments with dropout whose bits are saved."""
+    seed = torch.tensor([seed], device=DEVICE)
+    return forward_args(lengths, dropout_p=p, seed=seed, save_bits=True, **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("block_n", [16, 32, 64])  # half a word, one, two
+def test_saved_bits_are_the_definitions(monkeypatch, block_n, causal):
+    monkeypatch.setattr(kernels, "config_for", cut(16, block_n, block_n > 32))
+    lengths = (40, 0, 9, 65)
+    args = dropped(lengths, capacity=5, slack=20, causal=causal, offset=2**31 + 5)
+    *outputs, keep_bits = kernels.attention_fwd(*args.values())
+    assert_bit_equal(tuple(outputs), run(args | {"save_bits": False}))
+    assert (keep_bits.dtype, tuple(keep_bits.shape)) == (torch.int32, (2, sum(lengths) + 5, 3))
+    keep, start = keep_mask(args["seed"], 2**31 + 5, args["cu_seqlens"][:-1], 2, 65, 0.3), 0
+    keys = torch.arange(65, device=DEVICE)
+    for b, n in enumerate(lengths):
+        saved = keep_bits[:, start : start + n, keys[:n] // 32] >> (keys[:n] % 32) & 1
+        allowed = keys[:n] <= keys[:n, None] if causal else torch.ones(n, n, dtype=torch.bool, device=DEVICE)
+        assert torch.equal(saved.bool() & allowed, keep[b, :, :n, :n] & allowed)
+        start += n
+
+
+def test_dropout_leaves_lse_and_probs_alone(small_tiles):
+    args = forward_args((33, 5), return_probs=True)
+    with_dropout = args | {"dropout_p": 0.5, "seed": torch.tensor([7], device=DEVICE)}
+    plain, wet = run(args), run(with_dropout)
+    assert_bit_equal(wet[1:], plain[1:])
+    assert not torch.equal(wet[0], plain[0])
+    assert_bit_equal(run(with_dropout | {"seed": with_dropout["seed"].clone()}), wet)
+    assert_bit_equal(
+        run(args | {"seed": with_dropout["seed"]}), plain
+    )  # a seed without dropout changes nothing
+
+
+# --- lengths and memory -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [(0, 21, 0), (0, 0, 0, 1), (0, 1, 0, 1), (0, 0), ()], ids=str)
+@pytest.mark.parametrize("capacity", [0, 4, 150])
+def test_empty_sequences_and_capacity(small_tiles, lengths, capacity):
+    args = forward_args(lengths, capacity=capacity, return_probs=True)
+    out, lse, probs = run(args)
+    assert_close((out, lse, probs), args)
+    end = sum(lengths)
+    assert (out[end:] == 0).all()
+    assert (lse[:, end:] == 0).all()
+
+
+def test_no_rows():
+    args = forward_args((0, 0), slack=3)
+    assert [tuple(t.shape) for t in run(args)] == [(0, 2, 16), (2, 0), (0,)]
+    probs = run(args | {"return_probs": True})[2]
+    assert torch.equal(probs, torch.zeros(2, 2, 3, 3, device=DEVICE))
+
+
+@pytest.mark.parametrize("return_probs", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_forward_returns(dtype, return_probs):
+    args = forward_args((4, 3), dtype=dtype, capacity=2, return_probs=return_probs)
+    args["q"] = args["q"].transpose(0, 1).contiguous().transpose(0, 1)
+    for a, e in zip(run(args), reference.attention_fwd(*args.values())[:3], strict=True):
+        assert (a.dtype, a.shape, a.is_contiguous()) == (e.dtype, e.shape, True)
+
+
+def test_outputs_do_not_share_memory():
+    storages = [t.untyped_storage().data_ptr() for t in run(forward_args((5, 8), return_probs=True))]
+    assert len(set(storages)) == 3  # a custom op may not return aliases
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_strided_inputs_with_poisoned_gaps(tiles, dtype):
+    args = forward_args((20, 2, 17), headdim=24, dtype=dtype, bias=randn(3, 2, 20, 20), return_probs=True)
+    expected = run(args)
+    for name in "qkv":
+        assert_bit_equal(run(args | {name: strided(args[name])}), expected)
+    bias = args["bias"].permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
+    assert_bit_equal(run(args | {"bias": bias}), expected)
+    packed = torch.stack([args[name] for name in "qkv"], 1)
+    assert_bit_equal(run(args | dict(zip("qkv", packed.unbind(1), strict=True))), expected)
+
+
+def test_neighbours_and_unused_cells_may_be_nan(tiles):
+    nan = float("nan")
+    args = forward_args((35, 7, 20), capacity=9, bias=randn(3, 2, 35, 35), return_probs=True)
+    clean = run(args)
+    poisoned = {name: args[name].clone() for name in ("q", "k", "v", "bias")}
+    for name in "qkv":
+        poisoned[name][35:42] = nan  # the sequence in the middle
+        poisoned[name][62:] = nan
+    poisoned["bias"][1] = nan
+    poisoned["bias"][2, :, 20:] = nan
+    poisoned["bias"][2, :, :, 20:] = nan
+    dirty = run(args | poisoned)
+    others = [*range(35), *range(42, 71)]
+    assert torch.equal(dirty[0][others], clean[0][others])
+    assert torch.equal(dirty[1][:, others], clean[1][:, others])
+    assert torch.equal(dirty[2][[0, 2]], clean[2][[0, 2]])
+    assert dirty[0][35:42].isnan().all()
+
+
+def test_a_nan_stays_where_it_belongs(tiles):
+    args = forward_args((35, 20), return_probs=True)
+    clean = run(args)
+    args["q"][3, 1, 5] = float("nan")
+    out, lse, probs = run(args)
+    assert out[3, 1].isnan().all()
+    assert lse[1, 3].isnan()
+    assert probs[0, 1, 3].isnan().all()
+    out[3, 1], lse[1, 3], probs[0, 1, 3] = clean[0][3, 1], clean[1][1, 3], clean[2][0, 1, 3]
+    assert_bit_equal((out, lse, probs), clean)
+    args = forward_args((35, 20))
+    args["k"][20, 0, 1] = float("nan")
+    out, lse, _ = run(args)
+    assert out[:35, 0].isnan().all()
+    assert lse[0, :35].isnan().all()
+    assert torch.equal(out[35:], clean[0][35:])
+    assert torch.equal(out[:, 1], clean[0][:, 1])
+
+
+class FarOutputs(HugeStrides):
+    """`torch` for the launcher, whose outputs get strides beyond int32; `probs`: those of the 4-D one."""
+
+    def empty(self, shape, dtype, device):
+        if dtype == torch.int32 and len(shape) == 3:
+            return far_bits(torch.zeros(shape, dtype=dtype))
+        if len(shape) == 3:
+            _, nheads, headdim = shape
+            return lazy(shape, (2**30 + 16 * nheads, headdim + 1, 1), dtype)
+        if len(shape) == 2:
+            return lazy(shape, (2**31 + 5, 1), dtype)
+        if len(shape) == 4:
+            return lazy(shape, self.probs, dtype)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+@needs_lazy_memory
+def test_bits_beyond_2_to_31_words(monkeypatch):
+    args = dropped((3, 1, 2), nheads=3)
+    expected = kernels.attention_fwd(*args.values())[-1]
+    monkeypatch.setattr(kernels, "torch", FarOutputs(probs=None))
+    torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
+    actual = kernels.attention_fwd(*args.values())[-1]
+    assert actual.stride(0) > 2**31
+    assert torch.equal(actual[..., :1] & 7, expected & 7)  # three keys at most
+    assert (actual[:, :3, :1] & 7 != 7).any()
+
+
+@needs_lazy_memory
+@pytest.mark.parametrize("far_heads", [False, True])
+def test_offsets_beyond_2_to_31_elements(monkeypatch, far_heads):
+    bias = randn(3, 3, 3, 3, dtype=torch.bfloat16)
+    args = forward_args((3, 1, 2), nheads=3, dtype=torch.bfloat16, bias=bias)
+    args["gate"] = randn(3)
+    expected = run(args | {"return_probs": True})
+    strides = (64, 2**30 + 64, 1) if far_heads else (2**30 + 64, 20, 1)
+    far_args = args | {name: at_strides(args[name], *strides) for name in "qkv"}
+    bias_strides = (3, 2**30 + 7, 9, 1) if far_heads else (2**32 + 9, 64, 2**30 + 3, 7)
+    far_args["bias"] = at_strides(args["bias"], *bias_strides)
+    probs_strides = (2**32 + 7, 2**30 + 64, 3, 1) if far_heads else (64, 16, 2**30 + 128, 1)
+    monkeypatch.setattr(kernels, "torch", FarOutputs(probs=probs_strides))
+    torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
+    actual = run(far_args)
+    assert actual[0].stride(0) > 2**30
+    assert_bit_equal(actual[:2], expected[:2])
+    actual = run(far_args | {"return_probs": True})
+    assert actual[2].stride() == probs_strides
+    assert_bit_equal(actual, expected)
+    key_far = at_strides(args["bias"][:, :, :1], 3, 9, 1, 2**30 + 3)
+    keys = args | {"bias": args["bias"][:, :, :1]}
+    assert_bit_equal(run(keys | {"bias": key_far})[:2], run(keys)[:2])
+    batch_far = at_strides(bias, 2**30 + 11, 9, 3, 1)
+    assert_bit_equal(run(args | {"bias": batch_far})[:2], expected[:2])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device with 20 GB of free memory")
+def test_more_than_2_to_31_elements_on_the_gpu():
+    total, nheads, headdim = 2**21 + 3, 16, 64
+    q = torch.randn(total, nheads, headdim, dtype=torch.bfloat16, device=DEVICE)
+    ends = torch.tensor([0, total - 200, total - 70, total], dtype=torch.int32, device=DEVICE)
+    lengths = ends.clone()
+    lengths[1] = lengths[0]  # nothing but the two last sequences
+    lengths[1:] -= total - 200
+    rest = (0.125, False, None, None, 0.0, None, 0, False, False)
+    tail = q[-200:]
+    few = kernels.attention_fwd(tail, tail, tail, lengths[1:].contiguous(), 130, *rest)
+    ends[0] = ends[1]
+    many = kernels.attention_fwd(q, q, q, ends[1:].contiguous(), 130, *rest)
+    assert_bit_equal((many[0][-200:], many[1][:, -200:]), few[:2])
+
+
+def test_repeats_are_bit_equal_without_atomics(checked_memory, small_tiles):
+    args = forward_args((50, 3, 33), dtype=torch.bfloat16, bias=randn(3, 2, 50, 50), return_probs=True)
+    args |= {"dropout_p": 0.1, "seed": torch.tensor([7], device=DEVICE)}
+    first = run(args)
+    for _ in range(3 if DEVICE.type == "cpu" else 250):
+        assert_bit_equal(run(args), first)
+    assert checked_memory.atomics == 0
+
+
+# --- the grid -----------------------------------------------------------------------------------------------
+
+
+def test_the_grid_is_known_without_the_lengths(monkeypatch):
+    grids = []
+    monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **config: grids.append(grid))
+    monkeypatch.setattr(kernels, "config_for", cut(128, 64, True))
+
+    def grid(total, batch, max_seqlen, probs=False):
+        q = torch.empty(total, 12, 64, device="meta", dtype=torch.bfloat16)
+        ends = torch.empty(batch + 1, device="meta", dtype=torch.int32)  # meta: reading a value would raise
+        rest = (0.125, False, None, None, 0.0, None, 0, probs, False)
+        kernels.attention_fwd(q, q, q, ends, max_seqlen, *rest)
+        return grids.pop()
+
+    assert grid(16384, 32, 512) == ((128 + 1) * 12,)  # full: no program too many but the tail's
+    assert grid(5700, 32, 384) == (((5700 + 32 * 127) // 128 + 1) * 12,)
+    assert grid(4096, 1, 4096) == ((32 + 1) * 12,)
+    assert grid(4096, 64, 512) == (((4096 + 64 * 127) // 128 + 1) * 12,)  # not 64 x 4 tiles
+    assert grid(4096, 1000, 512) == ((32 + 1000 + 1) * 12,)
+    assert grid(2**22, 2**17, 512) == ((2**15 + 2**17 + 1) * 12,)  # more than the 65,535 of other axes
+    assert grid(600, 4, 512, probs=True) == (4 * 5 * 12,)
+
+
+@triton.jit
+def _places_kernel(
+    places_ptr, cu_seqlens_ptr, n_sequences, n_tiles,
+    BLOCK_M: tl.constexpr, WHOLE: tl.constexpr, SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0)
+    sequence, tile, tail_slots = kernels._place(
+        cu_seqlens_ptr, slot, tl.num_programs(0), n_sequences, n_tiles, BLOCK_M, WHOLE, SEQUENCES
+    )
+    tl.store(places_ptr + 3 * slot, sequence)
+    tl.store(places_ptr + 3 * slot + 1, tile)
+    tl.store(places_ptr + 3 * slot + 2, tail_slots)
+
+
+def places(lengths, capacity, sequences, whole=False, block_m=16):
+    """(sequence, tile, tail_slots) of each slot that `attention_fwd` would launch."""
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
+    n_tiles = max(1, math.ceil(max(lengths) / block_m))
+    total = sum(lengths) + capacity
+    n_slots = kernels.slots(block_m, total, len(lengths), n_tiles, sequences > 0, whole)
+    found = torch.full((n_slots, 3), -1, dtype=torch.int32, device=DEVICE)
+    _places_kernel[(n_slots,)](found, ends, len(lengths), n_tiles, block_m, whole, sequences)
+    return [tuple(place) for place in found.tolist()]
+
+
+LENGTHS = st.lists(st.integers(0, 70), min_size=1, max_size=16)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+@given(LENGTHS, st.sampled_from([0, 1, 15, 16, 17, 200]), st.sampled_from(["ranked", "searched", "whole"]))
+def test_every_tile_has_one_slot(lengths, capacity, order):
+    found = places(lengths, capacity, 16 if order == "ranked" else 0, order == "whole")
+    batch = len(lengths)
+    tiles = [(b, tile) for b, n in enumerate(lengths) for tile in range(math.ceil(n / 16))]
+    owned = [place[:2] for place in found if place[0] < batch]
+    real = [(b, tile) for b, tile in owned if tile * 16 < lengths[b]]
+    assert sorted(real) == tiles
+    tail = [place for place in found if place[0] == batch]
+    assert len(tail) > 0 or capacity == 0
+    # the tail's slots begin where the sequences end and step over one another
+    assert sorted(place[1] for place in tail) == list(range(len(tail)))
+    assert {place[2] for place in tail} == {len(tail)}
+    if order == "ranked":
+        assert len(real) + len(tail) == len(found)
+        costs = [lengths[b] for b, _ in real]
+        assert costs == sorted(costs, reverse=True)
+        assert found[: len(real)] == [place for place in found if place[0] < batch]
+    elif order == "searched":
+        assert len(owned) - len(real) <= batch
+
+
+@pytest.mark.parametrize(("capacity", "causal"), [(37, False), (0, True)])
+def test_more_sequences_than_are_ranked(small_tiles, monkeypatch, capacity, causal):
+    g = torch.Generator().manual_seed(2)
+    lengths = [0, 0, *torch.randint(0, 40, (kernels.SORTED,), generator=g).tolist(), 0]
+    args = forward_args(lengths, nheads=1, capacity=capacity, causal=causal)
+    searched = run(args)
+    assert_close(searched, args)
+    monkeypatch.setattr(kernels, "SORTED", 128)
+    assert_bit_equal(run(args), searched)
+
+
+def test_lengths_in_a_strided_tensor(small_tiles):
+    args = forward_args((20, 7, 33), return_probs=True)
+    wide = args["cu_seqlens"].repeat_interleave(2)
+    wide[1::2] = 99
+    assert_bit_equal(run(args | {"cu_seqlens": wide[::2]}), run(args))
+
+
+# --- configs ------------------------------------------------------------------------------------------------
+
+
+H200 = tuning.Device("NVIDIA H200", (9, 0), 132)
+
+
+def test_configs_fit_the_work():
+    def high(headdim, seqlen, tokens, heads=12, extras=False, device=H200, dtype=torch.bfloat16):
+        buckets = tuning.bucket(seqlen), tuning.bucket(tokens * heads)
+        return kernels.config_for(headdim, dtype, extras, *buckets, device).block_m
+
+    assert high(64, 512, 16384) == 128
+    assert high(64, 64, 16384) == 64  # a sequence would leave the other half of 128 empty
+    assert high(64, 20, 16384) == 32
+    assert high(64, 512, 512) == 64  # one sequence: more, lower tiles
+    assert high(64, 128, 128) == 32
+    assert high(64, 512, 16384, extras=True) == 64
+    assert high(128, 512, 16384) == 64
+    assert high(64, 512, 16384, device=tuning.Device("NVIDIA A100", (8, 0), 108)) == 64
+    assert high(64, 512, 16384, dtype=torch.float32) == 32
+
+
+def test_a_tuned_config_serves_where_it_was_measured(monkeypatch, tmp_path):
+    table = {"attention": {"bfloat16 64": {"9": kernels.Config(64, 128, 64, True, 8, 2)._asdict()}}}
+    monkeypatch.setattr(tuning, "TUNED", tmp_path)
+    (tmp_path / "nvidia-h200.json").write_text(json.dumps(table))
+    tuning._table.cache_clear()
+    kernels.config_for.cache_clear()
+    try:
+        assert kernels.config_for(64, torch.bfloat16, False, 9, 18, H200) == (64, 128, 64, True, 8, 2)
+        assert kernels.config_for(64, torch.bfloat16, False, 9, 12, H200).block_m == 32  # too little work
+        assert kernels.config_for(64, torch.bfloat16, True, 9, 18, H200).block_m == 64
+        assert kernels.config_for(32, torch.bfloat16, False, 9, 18, H200).block_m == 128
+    finally:
+        tuning._table.cache_clear()
+        kernels.config_for.cache_clear()
+
+
+# --- fuzz ---------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def fuzzed_cases(draw):
+    return (*draw(attention_cases()), draw(st.sampled_from([None, *CUTS])))
+
+
+def check_drawn(case, dtype, seed, tiles):
+    with pytest.MonkeyPatch.context() as patch:
+        if tiles is not None:
+            patch.setattr(kernels, "config_for", CUTS[tiles])
+        check(case, dtype, seed, strict=False)
+
+
+@fuzz(200)
+@given(fuzzed_cases())
+def test_fuzz(drawn):
+    check_drawn(*drawn)
+
+
+@pytest.mark.slow
+@fuzz(2500)
+@given(fuzzed_cases())
+def test_fuzz_long(drawn):
+    check_drawn(*drawn)
+
+
+# --- the backend --------------------------------------------------------------------------------------------
+
+
+def test_heads_wider_than_the_kernel_serves_go_to_aten(monkeypatch):
+    args = forward_args((9, 4), headdim=kernels.MAX_HEADDIM + 8, return_probs=True)
+    monkeypatch.setattr(kernels, "launch", None)
+    assert_close(backend.attention_fwd(*args.values())[:3], args)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_serves_after_its_check(monkeypatch, dtype):
+    set_backends(monkeypatch, "attention", "triton", "aten", "reference")
+    calls = counted(monkeypatch, backend, "attention_fwd")
+    case = AttentionCase(
+        (17, 0, 40), 2, 32, bias="sequence", masked=True, gate=True, dropout_p=0.1, capacity=3
+    )
+    inputs = case.inputs(dtype, DEVICE)
+    names = ("q", "k", "v", "bias", "gate")
+    for name in names:
+        inputs[name].requires_grad_()
+    out = case.call(**inputs)
+    checks = len(calls)
+    assert checks > len(SMALL) - 1  # the self-check, then the call itself
+    dout = randn(*out.shape, dtype=dtype)
+    grads = torch.autograd.grad(out, [inputs[name] for name in names], dout)
+    assert len(calls) == checks
+    with dispatch.use_backend("aten"):
+        expected_out = case.call(**inputs)
+        expected = torch.autograd.grad(expected_out, [inputs[name] for name in names], dout)
+    tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    for name, a, e in zip(("out", *names), (out, *grads), (expected_out, *expected), strict=True):
+        scale = e.abs().max().item()
+        assert (a - e).abs().max().item() <= tolerance * scale, name
+    assert [c.backend for c in serving.choices(DEVICE) if c.op == "attention"][:3].count("triton") == 1
+
+
+def test_a_wrong_kernel_does_not_serve(monkeypatch):
+    set_backends(monkeypatch, "attention", "triton", "aten", "reference")
+    original = backend.attention_fwd
+    monkeypatch.setattr(backend, "attention_fwd", lambda *args: tuple(t * 1.01 for t in original(*args)))
+    args = forward_args((5, 9))
+    with pytest.warns(RuntimeWarning, match="triton kernel of 'attention' failed its self-check"):
+        out = attention(args["q"], args["k"], args["v"], args["cu_seqlens"], args["max_seqlen"])
+    torch.testing.assert_close(out.double(), truth(args)[0], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,213 @@
+"""What the launchers launch compiles for every GPU generation without spilling, within its shared memory."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def compiled(op: str, *options: str) -> list[dict]:
+    """Rows of tests/support/triton_compile.py, run with the interpreter off."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, str(ROOT / "tests/support/triton_compile.py"), op, *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=3600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def assert_fit(rows: list[dict], kernels: set[str]) -> None:
+    assert {r["kernel"] for r in rows} == kernels
+    assert {r["arch"] for r in rows} == {80, 90, 100, 120}
+    assert [r for r in rows if spills(r)] == []
+    assert [r for r in rows if r["dynamic_shared"] > r["shared_limit"]] == []
+
+
+def spills(row: dict) -> bool:
+    """Spilled registers live on the stack, and are read back from there.
+
+    The TMA of Triton 3.6 has a stack on sm_120 that nothing is read from: the argument of a call for memory
+    of another block, which is never made.
+    """
+    unread = row["foreign_copies"] and row["arch"] == 120 and row["stack"] <= 8
+    return bool(row["local"] or row["reloads"] or (row["stack"] and not unread))
+
+
+EMBEDDING = {
+    "_embedding_fwd_kernel",
+    "_embedding_bwd_kernel",
+    "_wide_embedding_bwd_means_kernel",
+    "_chunk_sums_kernel",
+    "_table_bwd_kernel",
+    "_sum_partials_kernel",
+}
+LAYER_NORM = {
+    "_layer_norm_fwd_kernel",
+    "_layer_norm_bwd_kernel",
+    "_wide_fwd_stats_kernel",
+    "_wide_bwd_means_kernel",
+    "_sum_partials_kernel",
+}
+
+
+def test_layer_norm():
+    assert_fit(compiled("layer_norm"), LAYER_NORM)
+
+
+@pytest.mark.slow
+def test_layer_norm_in_every_config():
+    assert_fit(compiled("layer_norm", "--full"), LAYER_NORM)
+
+
+def assert_linear(rows: list[dict]) -> None:
+    """It fits; half precision runs on each generation's tensor cores, moved by TMA where there is one."""
+    assert_fit(rows, {"_linear_fwd_kernel", "_linear_bwd_kernel", "_sum_partials_kernel"})
+    for row in rows:
+        if row["kernel"] != "_linear_fwd_kernel":
+            continue
+        plain = row["job"].startswith("float32") or "-771-" in row["job"]
+        unit = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}[row["arch"]]
+        moved = row["arch"] in (90, 100, 120) and not plain
+        assert (row["tma_loads"] > 0) == (row["tma_stores"] > 0) == moved, row
+        assert row["tf32"] == 0, row
+        if not plain:
+            assert row[unit] > 0, row
+
+
+def test_linear():
+    assert_linear(compiled("linear"))
+
+
+@pytest.mark.slow
+def test_linear_in_every_config():
+    assert_linear(compiled("linear", "--full"))
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_linear_that_may_be_tuned(full):
+    from fastbert.kernels import linear
+
+    rows = compiled("linear", "--tuning", *["--full"] * full)
+    assert_fit(rows, {"_linear_fwd_kernel"})
+    assert_all_entries(rows, "linear", full)
+    for row in rows:
+        dtype = row["job"].split()[1]
+        *fields, tma, group_m, per_multiprocessor = map(int, row["job"].split("/")[1].split("_"))
+        config = linear.Config(*fields, bool(tma), group_m, per_multiprocessor)
+        assert (row["tma"] > 0) == config.tma == (row["arch"] != 80 and dtype != "float32"), row
+        # what `candidates` reckons with
+        most = linear.shared_memory(config, getattr(torch, dtype), divmod(row["arch"], 10))
+        assert row["dynamic_shared"] <= most <= row["shared_limit"], row
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_attention_that_may_be_tuned(full):
+    rows = compiled("attention", "--tuning", *["--full"] * full)
+    assert_fit(rows, {"_attention_fwd_kernel"})
+    assert_all_entries(rows, "attention", full)
+
+
+def assert_all_entries(rows: list[dict], op: str, full: bool) -> None:
+    """Every candidate of every entry that the tuner may write, as it is timed and with all that it serves."""
+    from bench import tune
+
+    assert {row["job"].split("/")[2] for row in rows} == {"timed", "most"}
+    if full:
+        tasks = tune.tasks([op], ["base", "large"], [torch.bfloat16, torch.float16, torch.float32], False)
+        for arch in (80, 90, 100, 120):
+            device = tune.tuning.Device("", divmod(arch, 10), 1)
+            wanted = {f"{t.name}/{tune.label(c)}" for t in tasks for c in tune.candidates(t, device)}
+            assert {row["job"].rpartition("/")[0] for row in rows if row["arch"] == arch} == wanted
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_embedding(full):
+    assert_fit(compiled("embedding", *["--full"] * full), EMBEDDING)
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_padding(full):
+    assert_fit(compiled("padding", *["--full"] * full), {"_pack_kernel", "_unpack_kernel"})
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_pooling(full):
+    kernels = {"_pooling_fwd_kernel", "_pooling_bwd_kernel"}
+    assert_fit(compiled("pooling", *["--full"] * full), kernels)
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_cross_entropy(full):
+    kernels = {"_cross_entropy_fwd_kernel", "_cross_entropy_bwd_kernel", "_mean_loss_kernel"}
+    assert_fit(compiled("cross_entropy", *["--full"] * full), kernels)
+
+
+def test_attention():
+    rows = compiled("attention")
+    assert_fit(rows, {"_attention_fwd_kernel"})
+    assert_warp_group_products(rows)
+
+
+@pytest.mark.slow
+def test_attention_in_every_config():
+    rows = compiled("attention", "--full")
+    assert_fit(rows, {"_attention_fwd_kernel"})
+    assert_warp_group_products(rows)
+
+
+def assert_warp_group_products(rows: list[dict]) -> None:
+    """Each generation's own matrix product serves half precision, but for tiles under its 64 rows."""
+    for r in rows:
+        dtype, _, tiles = r["job"].split("-")[:3]
+        half, high = dtype != "float32", int(tiles.split("x")[0]) >= 64
+        assert (r["wgmma"] > 0) == (r["arch"] == 90 and half and high), r
+        assert (r["tcgen05"] > 0) == (r["arch"] == 100 and half and high), r
+        assert (r["mma"] > 0) == (half and not (high and r["arch"] in (90, 100))), r
+        assert r["tf32"] == 0, r
+
+
+ATTENTION_BACKWARD = {
+    "_attention_bwd_dq_kernel",
+    "_attention_bwd_dkdv_kernel",
+    "_attention_bwd_dbias_kernel",
+}
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_attention_backward(full):
+    from fastbert.kernels import attention_backward as kernels
+
+    rows = compiled("attention_backward", *["--full"] * full)
+    assert_fit(rows, ATTENTION_BACKWARD)
+    for r in rows:
+        dtype, headdim, rung, name = r["job"].split("-", 3)
+        saved = name.startswith("saved")
+        extras = not saved and name not in ("plain", "causal", "negative-scale", "many")
+        ladder = kernels.ladder(int(headdim), getattr(torch, dtype), extras, saved, divmod(r["arch"], 10))
+        configs = ladder[0 if rung == "high" else -1]
+        which = r["kernel"].split("_")[3]
+        rows_of_product = {  # those of the left operand
+            "dq": configs.dq.block_m, "dkdv": configs.dkdv.block_n, "dbias": configs.dbias.block_m
+        }[which]  # fmt: skip
+        high = dtype != "float32" and rows_of_product >= 64
+        assert (r["wgmma"] > 0) == (r["arch"] == 90 and high), r
+        assert (r["tcgen05"] > 0) == (r["arch"] == 100 and high), r
+        assert (r["mma"] > 0 or high) == (dtype != "float32"), r
+        assert r["tf32"] == 0, r
+
+
+def test_a_spill_is_seen():
+    rows = compiled("layer_norm", "--jobs", "1", "--max-registers", "32")
+    assert [spills(r) for r in rows if r["kernel"] == "_layer_norm_bwd_kernel"] == [True]
+
+
+def test_a_stack_is_a_spill_but_for_one():
+    row = {"arch": 120, "stack": 8, "local": 0, "reloads": 0, "foreign_copies": 1}
+    assert not spills(row)
+    others = {"arch": 90}, {"stack": 16}, {"local": 8}, {"reloads": 1}, {"foreign_copies": 0}
+    assert [spills(row | other) for other in others] == [True] * 5

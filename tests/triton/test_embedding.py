@@ -1,0 +1,353 @@
+"""The Triton embedding: on the GPU where there is one, else in the interpreter under the sanitizer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastbert import testing
+from fastbert.backends import reference
+from fastbert.backends import triton as backend
+from fastbert.ops.dropout import keep_mask_2d
+from fastbert.ops.embedding import embedding
+from fastbert.runtime import dispatch
+from fastbert.testing import proving
+from fastbert.testing.op_cases.embedding import CASES, EmbeddingCase
+from tests.support.triton_fixtures import (
+    DEVICE,
+    DTYPES,
+    HALF,
+    HugeStrides,
+    assert_bit_equal,
+    far,
+    fuzz,
+    in_float64,
+    needs_lazy_memory,
+    normal,
+    padded,
+    set_backends,
+)
+
+kernels = pytest.importorskip(
+    "fastbert.kernels.embedding", reason="Triton is not installed", exc_type=ImportError
+)
+pytest_plugins = ("tests.support.triton_fixtures",)
+pytestmark = pytest.mark.usefixtures("checked_memory")
+
+
+@pytest.fixture(params=["one_block", "column_blocks"])
+def hidden(request, monkeypatch):
+    """A width that one program holds, and one that it does not because blocks are made narrow."""
+    if request.param == "column_blocks":
+        monkeypatch.setattr(kernels, "ONE_BLOCK", 64)
+        monkeypatch.setattr(kernels, "WIDE_BLOCK", 32)
+    return 70
+
+
+def check(case: EmbeddingCase, dtype: torch.dtype, seed: int = 0, strict: bool = False) -> None:
+    """The error rule. Where not `strict`, dropout scales the floor of float32 as it scales y, and over a
+    handful of elements, where eager's error may be small by luck, twice eager's error and 4 floors will do.
+    """
+    (row,) = testing.run_case(case, "triton", dtype, DEVICE, backward=False, seed=seed)
+    if row.passed or strict:
+        assert row.passed, row.reason
+        return
+    elements = case.tokens * case.hidden
+    few = elements < 1000
+    if "mean error" in row.reason:
+        assert few, row.reason
+        assert row.mean_error <= row.eager_mean_error * (1 + 4 / elements**0.5), row.reason
+    else:
+        assert few or dtype == torch.float32, row.reason
+        floor = case.floor(case.inputs(dtype, DEVICE, seed), "y") / (1 - case.dropout_p)
+        floor = floor * (4 if few else 1) if dtype == torch.float32 else 0.0
+        allowed = (2 if few else testing.luck(elements)) * row.eager_max_error + floor
+        assert row.max_error <= allowed, row.reason
+
+
+def forward_args(tokens, hidden, dtype=torch.float32, *, p=0.25, eps=1e-12, save=True):
+    """Arguments of `embedding_fwd`; tables of different heights, so that none can be swapped unseen."""
+    g = torch.Generator().manual_seed(7)
+    randn = normal(g, dtype)
+
+    def ids(high):
+        return torch.randint(high, (tokens,), generator=g).to(DEVICE)
+
+    return {
+        "input_ids": ids(13),
+        "inputs_embeds": None,
+        "word": randn(13, hidden),
+        "position_ids": ids(7),
+        "position": randn(7, hidden, scale=0.5),
+        "token_type_ids": ids(3),
+        "segment": randn(3, hidden, scale=2.0),
+        "ln_weight": randn(hidden, scale=0.3, shift=1.0),
+        "ln_bias": randn(hidden, scale=0.2),
+        "eps": eps,
+        "dropout_p": p,
+        "seed": torch.tensor([99], device=DEVICE) if p else None,
+        "offset": 11,
+        "save": save,
+    }
+
+
+def run(args):
+    return kernels.embedding_fwd(*args.values())
+
+
+# --- the error rule -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cases(case, dtype):
+    check(case, dtype, strict=True)
+
+
+@pytest.mark.parametrize("width", [*range(1, 35), 63, 64, 65, 127, 128, 129, 384, 768, 1024, 1025])
+def test_widths(width):
+    check(EmbeddingCase(3, 5, width, dropout_p=0.25), DTYPES[width % 3])
+
+
+# Around the tile heights: 64 tokens of 16 columns, one of 1024
+@pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 129])
+def test_token_counts(tokens):
+    check(EmbeddingCase(tokens, 9, 16), DTYPES[tokens % 3])
+
+
+@pytest.mark.parametrize("width", [kernels.ONE_BLOCK, kernels.ONE_BLOCK + 4])
+def test_tokens_wider_than_one_block(width):
+    check(EmbeddingCase(2, 3, width), torch.bfloat16)
+
+
+def test_column_blocks_by_the_error_rule(hidden):
+    for dtype in DTYPES:
+        check(EmbeddingCase(9, 5, hidden, dropout_p=0.1), dtype)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_outputs_are_correctly_rounded(dtype):
+    args = forward_args(64, 768, dtype, p=0.0)
+    expected = reference.embedding_fwd(*in_float64(args).values())
+    actual = run(args)
+    for which in (0, 1):
+        assert (actual[which] == expected[which].to(dtype)).double().mean() >= 0.999
+
+
+def test_variance_of_a_large_mean(hidden):
+    # E[z²] - E[z]² in float32 would lose all digits here
+    args = forward_args(5, hidden, p=0.0) | {"eps": 1e-5}
+    args["segment"] += 5000
+    actual, expected = run(args), reference.embedding_fwd(*in_float64(args).values())
+    torch.testing.assert_close(actual[3].double(), expected[3], rtol=2e-4, atol=0)
+    torch.testing.assert_close(actual[0].double(), expected[0], rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("eps", [1e-5, 0.5])
+def test_eps(eps, hidden):
+    args = forward_args(2, hidden, p=0.0, eps=eps)
+    for a, e in zip(run(args), reference.embedding_fwd(*args.values()), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_exact_on_small_integers():
+    # z is ±c + m in a row: z - mean and 1 / rstd are powers of two, so that every step is exact
+    signs = torch.tensor([1.0, -1.0], device=DEVICE).repeat(8)
+    ids, ones = torch.tensor([2, 0], device=DEVICE), torch.ones(16, device=DEVICE)
+    word = torch.stack([-signs * 3, signs * 7, signs])
+    args = {
+        "input_ids": ids, "inputs_embeds": None, "word": word,
+        "position_ids": torch.tensor([1, 0], device=DEVICE), "position": torch.stack([-signs, signs]),
+        "token_type_ids": torch.tensor([0, 1], device=DEVICE), "segment": torch.stack([5 * ones, -3 * ones]),
+        "ln_weight": torch.arange(16.0, device=DEVICE), "ln_bias": torch.arange(16.0, device=DEVICE) - 5,
+        "eps": 0.0, "dropout_p": 0.0, "seed": None, "offset": 0, "save": True,
+    }  # fmt: skip
+    x_hat = torch.stack([signs, -signs])
+    z = torch.stack([signs * 2 + 5, -signs * 4 - 3])
+    stats = torch.tensor([5.0, -3.0], device=DEVICE), torch.tensor([0.5, 0.25], device=DEVICE)
+    assert_bit_equal(run(args), (x_hat * args["ln_weight"] + args["ln_bias"], z, *stats))
+
+
+def test_a_nan_stays_with_its_token():
+    args = forward_args(70, 20, p=0.0)
+    clean = run(args)
+    args["word"][3, 5] = float("nan")
+    dirty = run(args)
+    hit = args["input_ids"] == 3
+    assert hit.any()
+    assert dirty[0][hit].isnan().all()
+    for a, b in zip(clean, dirty, strict=True):
+        assert torch.equal(a[~hit], b[~hit])
+
+
+# --- dropout ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seed", "offset", "p"),
+    [(0, 0, 0.5), (-1, 2**32 - 1, 0.25), (2**62 + 12345, 2**31, 0.9), (-(2**63), 2**31 - 1, 0.5)],
+)
+def test_dropout_comes_last_and_its_bits_are_the_definitions(seed, offset, p, hidden):
+    args = forward_args(67, hidden, p=0.0)
+    seed = torch.tensor([seed], device=DEVICE)
+    dropped = args | {"dropout_p": p, "seed": seed, "offset": offset}
+    y, *stats = run(args)
+    keep = keep_mask_2d(seed, offset, 67, hidden, p)
+    scale = torch.tensor(1 / (1 - p), dtype=torch.float32, device=DEVICE)
+    assert_bit_equal(run(dropped), (torch.where(keep, y * scale, 0.0), *stats))
+
+
+def test_a_seed_is_not_launched_without_dropout(monkeypatch):
+    launched = []
+    monkeypatch.setattr(kernels, "launch", lambda *args, **config: launched.append(args))
+    seed = torch.tensor([5], device=DEVICE)
+    for p in (0.0, 0.5):
+        run(forward_args(3, 20, p=0.0) | {"dropout_p": p, "seed": seed})
+    assert [any(a is seed for a in args) for args in launched] == [False, True]
+
+
+# --- layouts ------------------------------------------------------------------------------------------------
+
+
+def test_strided_tables_with_poisoned_padding(hidden):
+    args = forward_args(9, hidden)
+    pads = {"word": 7, "position": 11, "segment": 3}
+    assert_bit_equal(run(args | {name: padded(args[name], pad) for name, pad in pads.items()}), run(args))
+
+
+def test_embeds_in_place_of_ids(hidden):
+    args = forward_args(67, hidden)
+    embeds = padded(args["word"][args["input_ids"]], 5)
+    assert_bit_equal(run(args | {"input_ids": None, "word": None, "inputs_embeds": embeds}), run(args))
+
+
+def test_ids_of_any_strides():
+    """Every other number, and one for all tokens."""
+    args = forward_args(6, 20, p=0.0)
+    names = ("position_ids", "position", "token_type_ids", "segment")
+    norm = args["ln_weight"], args["ln_bias"]
+    one = args["token_type_ids"][:1]
+    wide = torch.full((6, 3), 12, device=DEVICE)
+    wide[:, 0] = args["input_ids"]
+    with dispatch.use_backend("triton"):
+        tables = {name: args[name] for name in names} | {"token_type_ids": one}
+        y = embedding(wide[:, 0], args["word"], *norm, **tables)
+        tables["token_type_ids"] = one.repeat(6)
+        assert torch.equal(y, embedding(args["input_ids"], args["word"], *norm, **tables))
+
+
+@needs_lazy_memory
+def test_offsets_beyond_2_to_31_elements(monkeypatch, hidden):
+    args = forward_args(3, hidden, torch.bfloat16)
+    args["input_ids"][:] = torch.tensor([12, 0, 11])
+    args["position_ids"][:] = torch.tensor([0, 6, 5])
+    args["token_type_ids"][:] = torch.tensor([2, 2, 0])
+    expected = run(args)
+    far_args = args | {name: far(args[name]) for name in ("word", "position", "segment")}
+    monkeypatch.setattr(kernels, "torch", HugeStrides())
+    torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
+    actual = run(far_args)
+    assert actual[0].stride(0) > 2**30
+    assert_bit_equal(actual, expected)
+
+
+def test_token_tiles_are_on_the_grid_axis_that_has_no_limit(monkeypatch):
+    grids = []
+    monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **config: grids.append(grid))
+    x, vector = torch.empty((2**22, 16), device="meta"), torch.empty(16, device="meta")
+    rest = (None, None, None, None, vector, vector, 1e-12, 0.0, None, 0, False)
+    kernels.embedding_fwd(None, x, None, *rest)
+    assert grids == [(2**22 // 64,)]
+
+
+# --- the contract -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save", [True, False])
+@pytest.mark.parametrize(
+    "without",
+    [(), ("position",), ("segment",), ("position", "segment")],
+    ids=lambda names: "+".join(names) or "all",
+)
+def test_what_forward_returns(without, save, hidden):
+    args = forward_args(9, hidden, torch.bfloat16, save=save)
+    ids = {"position": "position_ids", "segment": "token_type_ids"}
+    args |= dict.fromkeys([*without, *(ids[name] for name in without)])
+    actual, expected = run(args), reference.embedding_fwd(*args.values())
+    for a, e in zip(actual, expected, strict=True):
+        assert (a.dtype, a.shape) == (e.dtype, e.shape)
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("which", ["ln_weight", "ln_bias"])
+def test_norm_vectors_in_float32_beside_half_tables(dtype, which):
+    args = forward_args(4, 50, dtype)
+    assert_bit_equal(run(args | {which: args[which].float()}), run(args))
+
+
+def test_no_tokens(hidden):
+    saved = run(forward_args(0, hidden))
+    assert [tuple(t.shape) for t in saved] == [(0, hidden), (0, hidden), (0,), (0,)]
+
+
+def test_repeats_are_bit_equal_without_atomics(checked_memory):
+    args = forward_args(133, 70, torch.bfloat16)
+    first = run(args)
+    for _ in range(3 if DEVICE.type == "cpu" else 250):
+        assert_bit_equal(run(args), first)
+    assert checked_memory.atomics == 0
+
+
+def test_forward_here_and_backward_by_another_backend(monkeypatch):
+    set_backends(monkeypatch, "embedding", "triton", "reference")
+    monkeypatch.delattr(backend, "embedding_bwd")
+    args = forward_args(9, 32, p=0.0)
+    names = ("position_ids", "position", "token_type_ids", "segment")
+
+    def grads():
+        leaves = [args[name].clone().requires_grad_() for name in ("word", "ln_weight", "ln_bias")]
+        y = embedding(args["input_ids"], *leaves, **{name: args[name] for name in names})
+        return y.detach(), *torch.autograd.grad(y.square().sum(), leaves)
+
+    actual = grads()
+    key = ("triton", "embedding", DEVICE.type, actual[0].device.index, torch.float32)
+    assert list(proving._verdicts) == [key]  # checked, forward alone, and passed
+    assert proving._verdicts[key].passed
+    with dispatch.use_backend("reference"):
+        for a, e in zip(actual, grads(), strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
+
+
+# --- fuzz ---------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def fuzzed_cases(draw):
+    dtype = draw(st.sampled_from(DTYPES))
+    narrowest = 1 if dtype == torch.float32 else 16  # narrower rows can have next to no variance
+    case = EmbeddingCase(
+        tokens=draw(st.integers(1, 80)),
+        vocab=draw(st.integers(1, 40)),
+        hidden=draw(st.integers(narrowest, 100)),
+        position=draw(st.booleans()),
+        segment=draw(st.booleans()),
+        inputs_embeds=draw(st.booleans()),
+        dropout_p=draw(st.sampled_from([0.0, 0.1, 0.5])),
+    )
+    return case, dtype, draw(st.integers(0, 2**20))
+
+
+@fuzz(100)
+@given(fuzzed_cases())
+def test_fuzz(drawn):
+    check(*drawn)
+
+
+@pytest.mark.slow
+@fuzz(2000)
+@given(fuzzed_cases())
+def test_fuzz_long(drawn):
+    check(*drawn)

@@ -1,0 +1,398 @@
+"""The Triton embedding's backward: on the GPU where there is one, else in the interpreter, sanitized."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastbert import testing
+from fastbert.backends import reference
+from fastbert.ops.dropout import keep_mask_2d
+from fastbert.ops.embedding import embedding
+from fastbert.runtime import dispatch
+from fastbert.testing import proving
+from fastbert.testing.op_cases.embedding import CASES, EmbeddingCase
+from tests.ops.test_embedding import check_few_tokens
+from tests.support import triton_interpreter
+from tests.support.triton_fixtures import (
+    DEVICE,
+    DTYPES,
+    assert_bit_equal,
+    far,
+    fuzz,
+    needs_lazy_memory,
+    normal,
+    padded,
+    set_backends,
+)
+
+kernels = pytest.importorskip(
+    "fastbert.kernels.embedding", reason="Triton is not installed", exc_type=ImportError
+)
+pytest_plugins = ("tests.support.triton_fixtures",)
+pytestmark = pytest.mark.usefixtures("checked_memory")
+WORDS, POSITIONS, SEGMENTS = 13, 7, 3  # heights of the tables, so that none can be swapped unseen
+
+
+@pytest.fixture(params=["one_block", "column_blocks"])
+def hidden(request, monkeypatch):
+    """A width that one program holds, and one that it does not because blocks are made narrow."""
+    if request.param == "column_blocks":
+        monkeypatch.setattr(kernels, "BWD_ONE_BLOCK", 64)
+        monkeypatch.setattr(kernels, "WIDE_BLOCK", 32)
+    return 70
+
+
+@pytest.fixture
+def short_chunks(monkeypatch):
+    """Chunks so short that small tables have runs with chunks in them, and beside them."""
+    monkeypatch.setattr(kernels, "CHUNK", 4)
+
+
+def arguments(tokens, hidden, dtype=torch.float32, *, p=0.25, seed=7):
+    """Arguments of `embedding_bwd` that ask for everything."""
+    g = torch.Generator().manual_seed(seed)
+    randn = normal(g, dtype)
+
+    def ids(high):
+        return torch.randint(high, (tokens,), generator=g).to(DEVICE)
+
+    z = randn(tokens, hidden, scale=2.0, shift=0.5)
+    mean = z.float().mean(1)
+    var = (z.float() - mean[:, None]).square().mean(1)
+    return {
+        "dy": randn(tokens, hidden),
+        "z": z,
+        "ln_weight": randn(hidden, scale=0.3, shift=1.0),
+        "mean": mean,
+        "rstd": (var + 1e-5).rsqrt(),
+        "input_ids": ids(WORDS),
+        "position_ids": ids(POSITIONS),
+        "token_type_ids": ids(SEGMENTS),
+        "word_rows": WORDS,
+        "position_rows": POSITIONS,
+        "segment_rows": SEGMENTS,
+        "padding_idx": 3,
+        "dropout_p": p,
+        "seed": torch.tensor([99], device=DEVICE) if p else None,
+        "offset": 11,
+        "need_dinputs_embeds": True,
+        "need_dln": True,
+    }
+
+
+def run(args):
+    return kernels.embedding_bwd(*args.values())
+
+
+def assert_right(args):
+    """Shapes and types are the reference's, and so are the values but for rounding in float32."""
+    actual, expected = run(args), reference.embedding_bwd(*args.values())
+    coarse = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[args["dy"].dtype]
+    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        assert (a.dtype, a.shape) == (e.dtype, e.shape), i
+        torch.testing.assert_close(a, e, rtol=1e-4 + coarse, atol=2e-5 + coarse / 16)
+
+
+# --- the error rule -----------------------------------------------------------------------------------------
+
+
+def failures(case: EmbeddingCase, dtype: torch.dtype, seed: int = 0) -> list[str]:
+    rows = testing.run_case(case, "triton", dtype, DEVICE, seed=seed)
+    present = 2 + (case.position + case.segment + 1)
+    assert len(rows) == present + 1
+    return [f"{r.quantity}: {r.reason}" for r in rows if not r.passed]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cases(case, dtype):
+    assert failures(case, dtype) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+def test_runs_of_many_chunks_by_the_error_rule(dtype):
+    """600 tokens of two ids, 300 a position: chunks of the length that serves."""
+    assert kernels.CHUNK == 128
+    assert failures(EmbeddingCase(600, 2, 20), dtype) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+def test_norms_gradients_of_few_tokens(dtype):
+    check_few_tokens("triton", dtype, 3, DEVICE, draws=12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+def test_wide_tokens_by_the_error_rule(dtype, hidden, short_chunks):
+    assert failures(EmbeddingCase(41, 5, hidden, padding_idx=1, dropout_p=0.1), dtype) == []
+
+
+def test_a_token_wider_than_one_block():
+    args = arguments(3, kernels.BWD_ONE_BLOCK + 4, torch.bfloat16)
+    assert_right(args)
+
+
+# --- the tables ---------------------------------------------------------------------------------------------
+
+
+def sums_by_id(ids, rows, chunk, monkeypatch):
+    """The gradient of a table for the rows `dz` = [1, 2, 3, ...] x [1, -2]; and what it must be, exactly."""
+    monkeypatch.setattr(kernels, "CHUNK", chunk)
+    ids = torch.tensor(ids, device=DEVICE)
+    numbers = torch.arange(1.0, len(ids) + 1, device=DEVICE)
+    dz = torch.stack([numbers, -2 * numbers], 1)
+    expected = torch.zeros(rows, 2, device=DEVICE).index_add_(0, ids, dz)
+    return kernels._table_bwd(dz, ids, rows, -1, torch.float32), expected
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 5])
+def test_runs_at_every_place_of_a_chunk(chunk, monkeypatch):
+    """Runs of every length up to two chunks and one token more, from every place in a chunk, in one table."""
+    lengths = []
+    for place in range(chunk):
+        for length in range(2 * chunk + 2):
+            lengths += [(place - sum(lengths)) % chunk, length]  # the first brings it to its place
+    ids = [row for row, length in enumerate(lengths) for _ in range(length)]
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0)).tolist()
+    actual, expected = sums_by_id([ids[i] for i in order], len(lengths), chunk, monkeypatch)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(("rows", "row"), [(1, 0), (6, 4), (6, 5)])
+@pytest.mark.parametrize("tokens", [63, 64, 65])
+def test_a_run_that_is_everything(rows, row, tokens, monkeypatch):
+    assert torch.equal(*sums_by_id([row] * tokens, rows, 16, monkeypatch))
+
+
+@pytest.mark.parametrize("chunk", [4, 12])
+def test_more_than_a_tile_holds(chunk, monkeypatch):
+    """More chunks in a run, more tokens in a chunk and beside it, than a tile has rows; and more columns."""
+    monkeypatch.setattr(kernels, "CHUNK", chunk)
+    args = arguments(150, 300, p=0.0)
+    args["input_ids"][:115] = 12
+    assert_right(args)
+
+
+def test_the_padding_row_gets_nothing():
+    args = arguments(60, 20)
+    assert (args["input_ids"] == 3).any()
+    dword = run(args)[0]
+    assert not dword[3].any()
+    without = run(args | {"padding_idx": -1})
+    assert without[0][3].any()
+    kept = [v for v in range(WORDS) if v != 3]
+    assert torch.equal(dword[kept], without[0][kept])
+    assert_bit_equal(run(args)[1:], without[1:])  # no other table has one
+
+
+def test_tokens_in_any_order_of_ids_and_nan_in_its_rows(short_chunks):
+    args = arguments(50, 24, p=0.0)
+    clean = run(args)
+    args["dy"][17, 2] = float("nan")
+    dirty = run(args)
+    for which, name in enumerate(("input_ids", "position_ids", "token_type_ids")):
+        hit = torch.zeros(clean[which].shape[0], dtype=torch.bool, device=DEVICE)
+        hit[args[name][17]] = True
+        if name == "input_ids":
+            hit[3] = False
+        assert torch.equal(clean[which][~hit], dirty[which][~hit])
+        assert dirty[which][hit].isnan().all()
+
+
+def test_sums_in_float32(short_chunks):
+    """2,000 gradients of one token: a sum in bfloat16 would stop growing at 256 of them."""
+    dz = torch.full((2000, 16), 1.0, device=DEVICE)
+    table = kernels._table_bwd(dz, torch.ones(2000, dtype=torch.int64, device=DEVICE), 2, -1, torch.bfloat16)
+    assert torch.equal(table, torch.tensor([[0.0], [2000.0]], device=DEVICE).bfloat16().expand(2, 16))
+
+
+def test_dz_is_not_rounded_before_it_is_summed():
+    args = arguments(900, 16, torch.bfloat16, p=0.0) | {"padding_idx": -1}
+    args["input_ids"][:] = 4
+    wide = args | {name: args[name].double() for name in ("dy", "z", "ln_weight", "mean", "rstd")}
+    truth = reference.embedding_bwd(*wide.values())
+    for actual, expected in zip(run(args)[:3], truth[:3], strict=True):
+        assert torch.equal(actual, expected.to(torch.bfloat16))
+
+
+# --- the norm, dropout --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 95, 97, 130])
+def test_token_counts(tokens):
+    """Around the tile's height, 16, and around six of them: six programs there."""
+    assert_right(arguments(tokens, 16, DTYPES[tokens % 3]))
+
+
+@pytest.mark.parametrize("width", [1, 3, 16, 17, 31, 64, 65, 129, 257, 768])
+def test_widths(width):
+    assert_right(arguments(5, width, DTYPES[width % 3]))
+
+
+@pytest.mark.parametrize(
+    ("seed", "offset", "p"),
+    [(0, 0, 0.5), (-1, 2**32 - 1, 0.25), (2**62 + 12345, 2**31, 0.9), (-(2**63), 2**31 - 1, 0.5)],
+)
+def test_dropout_bits_are_the_definitions(seed, offset, p, hidden):
+    args = arguments(19, hidden, p=0.0)
+    seed = torch.tensor([seed], device=DEVICE)
+    scale = torch.tensor(1 / (1 - p), device=DEVICE)
+    dn = torch.where(keep_mask_2d(seed, offset, 19, hidden, p), args["dy"] * scale, 0.0)
+    assert_bit_equal(
+        run(args | {"dropout_p": p, "seed": seed, "offset": offset}), run(args | {"dy": dn})
+    )  # fmt: skip
+
+
+def test_a_seed_is_not_read_without_dropout(monkeypatch, hidden):
+    launched = []
+    monkeypatch.setattr(kernels, "launch", lambda *args, **config: launched.append(args))
+    seed = torch.tensor([5], device=DEVICE)
+    run(arguments(3, hidden, p=0.0) | {"seed": seed})
+    assert not any(a is seed for args in launched for a in args)
+
+
+# --- layouts ------------------------------------------------------------------------------------------------
+
+
+def test_strided_rows_with_poisoned_padding(hidden):
+    args = arguments(19, hidden)
+    strided = {"dy": padded(args["dy"], 5), "z": padded(args["z"], 3)}
+    assert_bit_equal(run(args | strided), run(args))
+
+
+@needs_lazy_memory
+def test_offsets_beyond_2_to_31_elements(hidden):
+    args = arguments(3, hidden)
+    expected = run(args)
+    torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
+    assert_bit_equal(run(args | {"dy": far(args["dy"]), "z": far(args["z"], 24)}), expected)
+
+
+@needs_lazy_memory
+def test_tokens_beyond_2_to_31_elements(monkeypatch):
+    """The last of 2,100 tokens of 2**20 numbers; only the first columns are computed."""
+    torch.use_deterministic_algorithms(False)
+    dz = triton_interpreter.lazy_rows(2100, 2**20, 2**20, torch.float32)
+    dz[2098:, :8] = torch.arange(16.0).reshape(2, 8)
+    launch, ids = kernels.launch, torch.zeros(2100, dtype=torch.int64)
+    ids[2098:] = torch.tensor([1, 2])
+    monkeypatch.setattr(kernels, "table_config", lambda hidden: (256, 8))
+    monkeypatch.setattr(
+        kernels, "launch", lambda kernel, grid, *args, **config: launch(kernel, (grid[0], 1), *args, **config)
+    )
+    table = kernels._table_bwd(dz, ids, 3, -1, torch.float32)
+    assert torch.equal(table[1:, :8], torch.arange(16.0).reshape(2, 8))
+    assert not table[0, :8].any()
+
+
+def test_what_may_be_many_is_on_the_grid_axis_that_has_no_limit(monkeypatch):
+    grids = {}
+    monkeypatch.setattr(
+        kernels, "launch", lambda kernel, grid, *args, **config: grids.update({kernel.fn.__name__: grid})
+    )
+    dz = torch.empty((2**23, 16), device="meta")
+    kernels._table_bwd(dz, torch.empty(2**23, dtype=torch.int64, device="meta"), 2**20, -1, torch.float32)
+    assert grids == {"_chunk_sums_kernel": (2**16, 1), "_table_bwd_kernel": (2**20, 1)}
+    grids.clear()
+    kernels._dz_and_sums(dz, dz, dz[0], dz[:, 0], dz[:, 0], 0.0, None, 0, dz, None, None)
+    assert grids == {"_embedding_bwd_kernel": (2**19, 1)}
+
+
+# --- the contract -------------------------------------------------------------------------------------------
+
+
+def wanted(word=True, position=True, segment=True, embeds=True, dln=True):
+    """The part of the arguments that says what is needed; ids are None where they are not."""
+    heights = (("word", word, WORDS), ("position", position, POSITIONS), ("segment", segment, SEGMENTS))
+    ids = {"word": "input_ids", "position": "position_ids", "segment": "token_type_ids"}
+    needs = {f"{name}_rows": rows if want else 0 for name, want, rows in heights}
+    needs |= {ids[name]: None for name, want, _ in heights if not want}
+    return needs | {"need_dinputs_embeds": embeds, "need_dln": dln}
+
+
+@pytest.mark.parametrize("name", ["word", "position", "segment", "embeds", "dln"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_only_what_is_needed(name, alone, hidden):
+    needs = dict.fromkeys(("word", "position", "segment", "embeds", "dln"), not alone) | {name: alone}
+    dtype = torch.bfloat16 if alone else torch.float32
+    assert_right(arguments(19, hidden, dtype) | wanted(**needs))
+
+
+def test_nothing_is_needed(monkeypatch):
+    monkeypatch.setattr(kernels, "launch", None)
+    args = arguments(5, 20) | wanted(*[False] * 5)
+    assert [tuple(t.shape) for t in run(args)] == [(0,)] * 6
+
+
+def test_no_tokens(hidden):
+    args = arguments(0, hidden)
+    assert_bit_equal(run(args), reference.embedding_bwd(*args.values()))
+
+
+def test_outputs_do_not_share_memory(hidden):
+    for grads in (run(arguments(5, hidden)), run(arguments(0, hidden) | wanted(embeds=False))):
+        storages = [t.untyped_storage().data_ptr() for t in grads if t.numel() > 0]
+        assert len(set(storages)) == len(storages)
+        assert len({id(t) for t in grads}) == 6  # a custom op may not return one tensor twice
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_norm_weight_in_float32_beside_half_gradients(dtype):
+    args = arguments(9, 50, dtype)
+    assert_bit_equal(run(args | {"ln_weight": args["ln_weight"].float()}), run(args))
+
+
+def test_repeats_are_bit_equal_without_atomics(checked_memory, short_chunks):
+    args = arguments(67, 20, torch.bfloat16)
+    first = run(args)
+    for _ in range(3 if DEVICE.type == "cpu" else 250):
+        assert_bit_equal(run(args), first)
+    assert checked_memory.atomics == 0
+
+
+def test_training_is_served_by_the_table(monkeypatch):
+    set_backends(monkeypatch, "embedding", "triton", "reference")
+    served = []
+    launch = kernels.embedding_bwd
+    monkeypatch.setattr(kernels, "embedding_bwd", lambda *args: served.append(1) or launch(*args))
+    args = arguments(9, 32)
+    leaves = [torch.randn(n, 32, device=DEVICE).requires_grad_() for n in (WORDS, POSITIONS, SEGMENTS)]
+    vector = torch.ones(32, device=DEVICE, requires_grad=True)
+
+    def grads():
+        y = embedding(
+            args["input_ids"], leaves[0], vector, vector * 0.5, position_ids=args["position_ids"],
+            position=leaves[1], token_type_ids=args["token_type_ids"], segment=leaves[2], dropout_p=0.1,
+            seed=args["seed"], offset=4, padding_idx=3,
+        )  # fmt: skip
+        return torch.autograd.grad(y.square().sum(), [*leaves, vector])
+
+    actual = grads()
+    checks = len(served)
+    assert checks > 1  # the self-check's and this one
+    assert all(v.passed for v in proving._verdicts.values())
+    with dispatch.use_backend("reference"):
+        for a, e in zip(actual, grads(), strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-4)
+    assert len(served) == checks
+
+
+def test_self_check_passes_in_every_dtype():
+    for dtype in DTYPES:
+        assert testing.self_check("embedding", "triton", DEVICE, dtype) is None
+
+
+# --- fuzz ---------------------------------------------------------------------------------------------------
+
+
+@fuzz(20)
+@given(
+    st.integers(1, 90), st.integers(8, 90), st.sampled_from(DTYPES), st.sampled_from([0.0, 0.1, 0.5]),
+    st.lists(st.booleans(), min_size=5, max_size=5), st.sampled_from([1, 3, 8, 128]), st.integers(0, 2**20),
+)  # fmt: skip
+def test_fuzz(tokens, width, dtype, p, needs, chunk, seed):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "CHUNK", chunk)
+        assert_right(arguments(tokens, width, dtype, p=p, seed=seed) | wanted(*needs))

@@ -1,0 +1,465 @@
+"""The Triton layer_norm: on the GPU where there is one, else in the interpreter under the sanitizer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastbert import testing
+from fastbert.backends import reference
+from fastbert.backends import triton as backend
+from fastbert.ops.dropout import keep_mask_2d
+from fastbert.testing.op_cases.layer_norm import CASES, LayerNormCase
+from tests.support.triton_fixtures import (
+    DEVICE,
+    DTYPES,
+    HALF,
+    HugeStrides,
+    assert_bit_equal,
+    far,
+    fuzz,
+    in_float64,
+    needs_lazy_memory,
+    normal,
+    padded,
+)
+
+kernels = pytest.importorskip(
+    "fastbert.kernels.layer_norm", reason="Triton is not installed", exc_type=ImportError
+)
+pytest_plugins = ("tests.support.triton_fixtures",)
+pytestmark = pytest.mark.usefixtures("checked_memory")
+
+
+@pytest.fixture(params=["one_block", "column_blocks"])
+def hidden(request, monkeypatch):
+    """A width that one program holds, and one that it does not because blocks are made narrow."""
+    if request.param == "column_blocks":
+        monkeypatch.setattr(kernels, "FWD_ONE_BLOCK", 64)
+        monkeypatch.setattr(kernels, "BWD_ONE_BLOCK", 64)
+        monkeypatch.setattr(kernels, "WIDE_BLOCK", 32)
+    return 70
+
+
+@pytest.mark.parametrize("programs", [63, 64, 65, 129, 396])
+def test_as_many_partial_sums_as_a_large_gpu_makes(programs):
+    """The kernel that adds them takes 64 at a time, more than the interpreter's few programs make."""
+    partials = normal(torch.Generator().manual_seed(0), torch.float32)(3, programs, 40)
+    outs = [torch.full((40,), float("nan"), device=DEVICE) for _ in range(3)]
+    kernels.launch(
+        kernels._sum_partials_kernel, (2, 3), DEVICE, partials, *outs, programs,
+        HIDDEN=40, BLOCK_M=64, BLOCK_N=32, num_warps=4,
+    )  # fmt: skip
+    torch.testing.assert_close(torch.stack(outs).double(), partials.double().sum(1), rtol=1e-5, atol=1e-5)
+
+
+def test_more_programs_than_the_interpreter_starts(monkeypatch):
+    monkeypatch.setattr(kernels, "resident_programs", lambda _: 65)
+    check(LayerNormCase(65 * 16 + 5, 16, x_bias=True), torch.float32)
+
+
+def check(case: LayerNormCase, dtype: torch.dtype, seed: int = 0, strict: bool = False) -> None:
+    rows = testing.run_case(case, "triton", dtype, DEVICE, seed=seed)
+    assert len(rows) >= 3
+    failed = [r for r in rows if not r.passed and (strict or not lucky_yardstick(r, case, dtype, seed))]
+    assert [f"{r.quantity}: {r.reason}" for r in failed] == []
+
+
+def lucky_yardstick(row: testing.Row, case: LayerNormCase, dtype: torch.dtype, seed: int) -> bool:
+    """Eager's error over a handful of elements may be small by luck: then allow twice its maximum."""
+    elements = case.hidden * (1 if row.quantity in ("dweight", "dbias", "dx_bias") else case.rows)
+    if elements >= 1000:
+        return False
+    if "mean error" in row.reason:
+        return row.mean_error <= row.eager_mean_error * (1 + 4 / elements**0.5)
+    inputs = case.inputs(dtype, DEVICE, seed)
+    floor = 4 * case.floor(inputs, row.quantity) / (1 - case.dropout_p) if dtype == torch.float32 else 0.0
+    return row.max_error <= 2 * row.eager_max_error + floor
+
+
+def forward_args(
+    rows, hidden, dtype=torch.float32, *, residual=True, x_bias=True, p=0.25, eps=1e-12, save=True
+):
+    """Arguments of `layer_norm_fwd`, all of different sizes, so that none can be swapped unseen."""
+    g = torch.Generator().manual_seed(7)
+    randn = normal(g, dtype)
+
+    return {
+        "x": randn(rows, hidden),
+        "weight": randn(hidden, scale=0.3, shift=1.0),
+        "bias": randn(hidden, scale=0.2),
+        "residual": randn(rows, hidden, scale=2.0) if residual else None,
+        "x_bias": randn(hidden, scale=0.5) if x_bias else None,
+        "eps": eps,
+        "dropout_p": p,
+        "seed": torch.tensor([99], device=DEVICE) if p else None,
+        "offset": 11,
+        "save": save,
+    }
+
+
+def backward(module, dy, args, saved, **overrides):
+    _, z, mean, rstd = saved
+    z = z if z.numel() else args["x"]
+    needs = dict.fromkeys(("need_dx", "need_dweight", "need_dxbias", "need_dresidual"), True) | overrides
+    return module.layer_norm_bwd(
+        dy, z, args["weight"], mean, rstd, args["dropout_p"], args["seed"], args["offset"], *needs.values()
+    )
+
+
+# --- the error rule -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cases(case, dtype):
+    check(case, dtype, strict=True)
+
+
+def everything(rows: int, hidden: int) -> LayerNormCase:
+    """All options on."""
+    return LayerNormCase(rows, hidden, residual=True, x_bias=True, dropout_p=0.25)
+
+
+# Masks, the pairing of Philox lanes with columns, rows that share a tile: each width has its own edge.
+@pytest.mark.parametrize("width", [*range(1, 131), 384, 768, 1024])
+def test_every_width(width):
+    check(everything(3, width), DTYPES[width % 3])
+    if width < 16:
+        check(everything(3, width), torch.float32)
+
+
+# Around the tile heights of forward (64) and backward (16), and around six times 16: six programs there.
+@pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 63, 64, 65, 95, 96, 97, 130])
+def test_row_counts(rows):
+    check(everything(rows, 16), DTYPES[rows % 3])
+
+
+@pytest.mark.parametrize("width", [kernels.FWD_ONE_BLOCK, kernels.FWD_ONE_BLOCK + 4])
+def test_rows_wider_than_one_block(width):
+    check(everything(2, width), torch.bfloat16)
+
+
+@pytest.mark.slow
+def test_more_than_65536_rows():
+    # 16 columns: among so many rows of four some are nearly constant, and only rounding is left of them
+    check(LayerNormCase(65_537, 16, residual=True, x_bias=True, dropout_p=0.25), torch.float32)
+
+
+def test_row_tiles_are_on_the_grid_axis_that_has_no_limit(monkeypatch):
+    grids = []
+    monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **config: grids.append(grid))
+    x, weight, stats = (torch.empty(shape, device="meta") for shape in ((2**22, 16), (16,), (2**22,)))
+    kernels.layer_norm_fwd(x, weight, None, None, None, 1e-12, 0.0, None, 0, True)
+    kernels.layer_norm_bwd(x, x, weight, stats, stats, 0.0, None, 0, True, False, False, False)
+    assert grids == [(2**22 // 64, 1), (2**22 // 16, 1)]
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_outputs_are_correctly_rounded(dtype):
+    args = forward_args(64, 768, dtype)
+    y = kernels.layer_norm_fwd(*args.values())[0]
+    expected = reference.layer_norm_fwd(*in_float64(args).values())[0].to(dtype)
+    assert (y == expected).double().mean() >= 0.999
+
+
+def test_exact_on_small_integers():
+    # rows of ±c with mean m: z - mean and 1 / rstd are powers of two, so that every step is exact
+    signs = torch.tensor([1.0, -1.0], device=DEVICE).repeat(8)
+    x = torch.stack([signs * 2 + 3, -signs * 4 - 1, signs.flip(0)])
+    weight, bias = torch.arange(16.0, device=DEVICE), torch.arange(16.0, device=DEVICE) - 5
+    args = {"x": x, "weight": weight, "bias": bias, "residual": None, "x_bias": None, "eps": 0.0}
+    args |= {"dropout_p": 0.0, "seed": None, "offset": 0, "save": True}
+    saved = kernels.layer_norm_fwd(*args.values())
+    x_hat = torch.stack([signs, -signs, signs.flip(0)])
+    assert_bit_equal(
+        saved,
+        (x_hat * weight + bias, x.new_empty(0), torch.tensor([3.0, -1.0, 0.0], device=DEVICE),
+         torch.tensor([0.5, 0.25, 1.0], device=DEVICE)),
+    )  # fmt: skip
+    dy = torch.arange(48.0, device=DEVICE).reshape(3, 16)
+    _, _, dweight, dbias, _ = backward(kernels, dy, args, saved, need_dresidual=False)
+    assert torch.equal(dweight, (dy * x_hat).sum(0))
+    assert torch.equal(dbias, dy.sum(0))
+
+
+def test_variance_of_a_large_mean():
+    # E[z²] - E[z]² in float32 would lose all digits here
+    args = forward_args(5, 100, p=0.0) | {"eps": 1e-5}
+    args["residual"] += 5000
+    saved = kernels.layer_norm_fwd(*args.values())
+    expected = reference.layer_norm_fwd(*in_float64(args).values())
+    torch.testing.assert_close(saved[3].double(), expected[3], rtol=2e-4, atol=0)
+    torch.testing.assert_close(saved[0].double(), expected[0], rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("eps", [1e-5, 0.5])
+def test_eps(eps, hidden):
+    args = forward_args(2, hidden, residual=False, x_bias=False, p=0.0, eps=eps)
+    saved, expected = kernels.layer_norm_fwd(*args.values()), reference.layer_norm_fwd(*args.values())
+    torch.testing.assert_close(saved[0], expected[0])
+    torch.testing.assert_close(saved[3], expected[3])
+
+
+def test_a_nan_stays_in_its_row():
+    args = forward_args(8, 20, p=0.0)
+    clean = kernels.layer_norm_fwd(*args.values())
+    args["x"][3, 5] = float("nan")
+    dirty = kernels.layer_norm_fwd(*args.values())
+    others = [0, 1, 2, 4, 5, 6, 7]
+    for a, b in zip(clean, dirty, strict=True):
+        assert torch.equal(a[others], b[others])
+    assert dirty[0][3].isnan().all()
+    dx_clean, dx_dirty = (backward(kernels, args["residual"], args, saved)[0] for saved in (clean, dirty))
+    assert torch.equal(dx_clean[others], dx_dirty[others])
+
+
+# --- dropout ------------------------------------------------------------------------------------------------
+
+LARGEST = 2**32 - 1
+
+
+@pytest.mark.parametrize(
+    ("seed", "offset", "p"),
+    [
+        (0, 0, 0.5),
+        (1234, 3, 0.1),
+        (-1, LARGEST, 0.25),
+        (2**62 + 12345, 2**31, 0.999),
+        (-(2**63), 2**31 - 1, 0.5),
+    ],
+)
+@pytest.mark.parametrize("width", [1, 6, 130])
+def test_dropout_bits_are_the_definitions(seed, offset, p, width):
+    x = torch.ones(9, width, device=DEVICE)
+    seed = torch.tensor([seed], device=DEVICE)
+    weight = torch.ones(width, device=DEVICE)
+    _, z, mean, rstd = kernels.layer_norm_fwd(x, weight, None, None, None, 1e-5, p, seed, offset, True)
+    keep = keep_mask_2d(seed, offset, 9, width, p)
+    assert torch.equal(z, torch.where(keep, torch.tensor(1 / (1 - p), device=DEVICE), 0.0))
+    dy = torch.randn(9, width, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    dx, dresidual, *_ = kernels.layer_norm_bwd(
+        dy, z, weight, mean, rstd, p, seed, offset, True, False, False, True
+    )
+    assert torch.equal(dx, torch.where(keep, dresidual * torch.tensor(1 / (1 - p), device=DEVICE), 0.0))
+
+
+def test_dropout_bits_in_column_blocks(hidden):
+    args = forward_args(2, hidden, residual=False, x_bias=False)
+    args["x"] = torch.ones(2, hidden, device=DEVICE)
+    z = kernels.layer_norm_fwd(*args.values())[1]
+    assert torch.equal(z != 0, keep_mask_2d(args["seed"], args["offset"], 2, hidden, 0.25))
+
+
+def test_dropout_of_the_first_words_of_random123():
+    # Philox4x32-10, counter 0, key 0: 6627e8d5 e169c58d bc57ac4c 9b00dbd8 (kat_vectors of Random123)
+    words = torch.tensor([0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8])
+    for word in words.tolist():
+        for p in (word / 2**32, (word + 1) / 2**32):
+            x, seed = torch.ones(1, 4, device=DEVICE), torch.tensor([0], device=DEVICE)
+            z = kernels.layer_norm_fwd(x, x[0], None, None, None, 1e-5, p, seed, 0, True)[1]
+            assert (z[0] != 0).tolist() == (words >= round(p * 2**32)).tolist()
+
+
+def test_same_seed_at_two_addresses():
+    args = forward_args(4, 50)
+    other = args | {"seed": args["seed"].clone()}
+    assert_bit_equal(kernels.layer_norm_fwd(*args.values()), kernels.layer_norm_fwd(*other.values()))
+
+
+# --- layouts ------------------------------------------------------------------------------------------------
+
+
+def test_strided_rows_with_poisoned_padding(hidden):
+    args = forward_args(5, hidden)
+    strided = args | {"x": padded(args["x"], 7), "residual": padded(args["residual"], 11)}
+    saved = kernels.layer_norm_fwd(*args.values())
+    assert_bit_equal(kernels.layer_norm_fwd(*strided.values()), saved)
+    dy = torch.randn(5, hidden, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    expected = backward(kernels, dy, args, saved)
+    poisoned = (saved[0], padded(saved[1], 3), *saved[2:])
+    assert_bit_equal(backward(kernels, padded(dy, 5), strided, poisoned), expected)
+
+
+def test_one_row_expanded_to_many():
+    args = forward_args(1, 30, p=0.0)
+    many = args | {"x": args["x"].expand(6, 30), "residual": args["residual"].expand(6, 30)}
+    y, one = kernels.layer_norm_fwd(*many.values())[0], kernels.layer_norm_fwd(*args.values())[0]
+    assert torch.equal(y, one.expand(6, 30))
+
+
+@needs_lazy_memory
+def test_offsets_beyond_2_to_31_elements(monkeypatch, hidden):
+    args = forward_args(3, hidden, torch.bfloat16)
+    saved = kernels.layer_norm_fwd(*args.values())
+    dy = torch.randn(3, hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = backward(kernels, dy, args, saved)
+    far_args = args | {"x": far(args["x"]), "residual": far(args["residual"])}
+    monkeypatch.setattr(kernels, "torch", HugeStrides())
+    torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
+    far_saved = kernels.layer_norm_fwd(*far_args.values())
+    assert far_saved[0].stride(0) > 2**30
+    assert_bit_equal(far_saved, saved)
+    assert_bit_equal(backward(kernels, far(dy), far_args, far_saved), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device with 20 GB of free memory")
+def test_more_than_2_to_31_elements_on_the_gpu():
+    rows, hidden = 2**21 + 3, 1024
+    x = torch.zeros(rows, hidden, dtype=torch.bfloat16, device=DEVICE)
+    x[-5:] = torch.randn(5, hidden, device=DEVICE)
+    weight = torch.ones(hidden, device=DEVICE)
+    args = (weight, None, None, None, 1e-12, 0.0, None, 0, True)
+    y, _, mean, rstd = kernels.layer_norm_fwd(x, *args)
+    few = kernels.layer_norm_fwd(x[-5:], *args)
+    assert_bit_equal((y[-5:], mean[-5:], rstd[-5:]), (few[0], *few[2:]))
+    dx = kernels.layer_norm_bwd(y, x, weight, mean, rstd, 0.0, None, 0, True, True, False, False)[0]
+    last = kernels.layer_norm_bwd(few[0], x[-5:], weight, *few[2:], 0.0, None, 0, True, True, False, False)[0]
+    assert torch.equal(dx[-5:], last)
+
+
+# --- the contract -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save", [True, False])
+@pytest.mark.parametrize("options", [{}, {"residual": True}, {"x_bias": True}, {"p": 0.25}], ids=str)
+def test_what_forward_saves(options, save, hidden):
+    options = {"residual": False, "x_bias": False, "p": 0.0} | options
+    args = forward_args(3, hidden, torch.bfloat16, **options, save=save)
+    actual, expected = kernels.layer_norm_fwd(*args.values()), reference.layer_norm_fwd(*args.values())
+    for a, e in zip(actual, expected, strict=True):
+        assert (a.dtype, a.shape) == (e.dtype, e.shape)
+    if save:
+        if actual[1].numel() > 0:  # a residual or a mask may round differently once in a thousand
+            assert (actual[1] == expected[1]).double().mean() >= 0.999
+        torch.testing.assert_close(actual[2], expected[2])
+        torch.testing.assert_close(actual[3], expected[3])
+
+
+@pytest.mark.parametrize("need_dx", [True, False])
+@pytest.mark.parametrize("need_dweight", [True, False])
+@pytest.mark.parametrize("need_dxbias", [True, False])
+@pytest.mark.parametrize("need_dresidual", [True, False])
+@pytest.mark.parametrize("p", [0.0, 0.25])
+def test_what_backward_returns(need_dx, need_dweight, need_dxbias, need_dresidual, p, hidden):
+    args = forward_args(18, hidden, torch.float32, p=p)
+    saved = kernels.layer_norm_fwd(*args.values())
+    dy = torch.randn(18, hidden, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    needs = {"need_dx": need_dx, "need_dweight": need_dweight}
+    needs |= {"need_dxbias": need_dxbias, "need_dresidual": need_dresidual}
+    actual, expected = (backward(module, dy, args, saved, **needs) for module in (kernels, reference))
+    for a, e in zip(actual, expected, strict=True):
+        assert (a.dtype, a.shape) == (e.dtype, e.shape)
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("which", ["weight", "bias", "x_bias"])
+def test_parameters_in_float32_beside_half_inputs(dtype, which):
+    args = forward_args(4, 50, dtype)
+    wide = args | {which: args[which].float()}  # the same values: the same result to the bit
+    assert_bit_equal(kernels.layer_norm_fwd(*wide.values()), kernels.layer_norm_fwd(*args.values()))
+
+
+def test_no_rows(hidden):
+    args = forward_args(0, hidden)
+    saved = kernels.layer_norm_fwd(*args.values())
+    assert [tuple(t.shape) for t in saved] == [(0, hidden), (0, hidden), (0,), (0,)]
+    dx, dresidual, *sums = backward(kernels, args["x"], args, saved)
+    assert tuple(dx.shape) == tuple(dresidual.shape) == (0, hidden)
+    for s in sums:
+        assert torch.equal(s, torch.zeros(hidden, device=DEVICE))
+
+
+def test_outputs_do_not_share_memory():
+    args = forward_args(5, 8)
+    saved = kernels.layer_norm_fwd(*args.values())
+    grads = backward(kernels, args["x"], args, saved)
+    storages = [t.untyped_storage().data_ptr() for t in (*saved, *grads)]
+    assert len(set(storages)) == len(storages)  # a custom op may not return aliases
+
+
+def test_repeats_are_bit_equal_without_atomics(checked_memory):
+    args = forward_args(133, 70, torch.bfloat16)
+    dy = torch.randn(133, 70, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
+    saved = kernels.layer_norm_fwd(*args.values())
+    first = backward(kernels, dy, args, saved)
+    for _ in range(3 if DEVICE.type == "cpu" else 250):
+        assert_bit_equal(kernels.layer_norm_fwd(*args.values()), saved)
+        assert_bit_equal(backward(kernels, dy, args, saved), first)
+    assert checked_memory.atomics == 0
+
+
+# --- fuzz ---------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def fuzzed_cases(draw):
+    dtype = draw(st.sampled_from(DTYPES))
+    case = LayerNormCase(
+        rows=draw(st.integers(1, 20)),
+        hidden=draw(st.one_of(st.integers(1, 40), st.integers(1, 200))),
+        residual=draw(st.booleans()),
+        x_bias=draw(st.booleans()),
+        dropout_p=draw(st.sampled_from([0.0, 0.1, 0.5])),
+        bias=draw(st.booleans()),
+    )
+    return case, dtype, draw(st.integers(0, 2**20))
+
+
+@fuzz(200)
+@given(fuzzed_cases())
+def test_fuzz(drawn):
+    check(*drawn)
+
+
+@pytest.mark.slow
+@fuzz(3000)
+@given(fuzzed_cases())
+def test_fuzz_long(drawn):
+    check(*drawn)
+
+
+# --- the backend --------------------------------------------------------------------------------------------
+
+
+def test_backend_says_why_it_cannot_serve(monkeypatch):
+    assert backend.available(DEVICE.type) is None
+    assert backend.available("mps") == "device type mps is not supported"
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert "TRITON_INTERPRET=1" in backend.available("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert backend.available("cuda") == "no CUDA device"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert backend.available("cuda") == "compute capability 7.5 is below 8.0"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert backend.available("cuda") is None
+
+
+def test_backend_says_that_triton_is_missing_or_old(monkeypatch):
+    def absent(name):
+        raise backend.device.importlib.metadata.PackageNotFoundError(name)
+
+    old = "Triton 3.5.1 is older than 3.6"
+    for version, reason in ((absent, "Triton is not installed"), (lambda _: "3.5.1", old)):
+        monkeypatch.setattr(backend.device.importlib.metadata, "version", version)
+        backend.device._triton_missing.cache_clear()
+        assert backend.available("cuda") == reason
+    monkeypatch.undo()
+    backend.device._triton_missing.cache_clear()
+
+
+def test_importing_fastbert_does_not_import_triton():
+    code = (
+        "import sys, fastbert, fastbert.backends.triton as b; b.available('cpu'); "
+        "assert 'triton' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

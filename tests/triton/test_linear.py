@@ -1,0 +1,444 @@
+"""The Triton linear: on the GPU where there is one, else in the interpreter under the sanitizer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastbert import testing
+from fastbert.backends import reference
+from fastbert.backends import triton as backend
+from fastbert.ops.linear import ACTIVATIONS, activate_ref, linear
+from fastbert.runtime import dispatch
+from fastbert.testing.op_cases.linear import CASES, LinearCase
+from tests.support.triton_fixtures import (
+    DEVICE,
+    DTYPES,
+    HALF,
+    HugeStrides,
+    assert_bit_equal,
+    far,
+    fuzz,
+    needs_lazy_memory,
+    normal,
+    padded,
+)
+
+kernels = pytest.importorskip(
+    "fastbert.kernels.linear", reason="Triton is not installed", exc_type=ImportError
+)
+pytest_plugins = ("tests.support.triton_fixtures",)
+pytestmark = pytest.mark.usefixtures("checked_memory")
+tuning = kernels.tuning
+
+
+@pytest.fixture(params=["as_it_lies", "pointers"])
+def transport(request, monkeypatch):
+    """Tensor descriptors where the matrices allow them, and pointers in any case."""
+    if request.param == "pointers":
+        monkeypatch.setattr(kernels, "_aligned", lambda *matrices: False)
+    return request.param
+
+
+def check(case: LinearCase, dtype: torch.dtype, seed: int = 0, strict: bool = False) -> None:
+    (row,) = testing.run_case(case, "triton", dtype, DEVICE, backward=False, seed=seed)
+    elements = case.rows * case.out_features
+    lucky = (
+        not strict
+        and elements < 1000
+        and "mean error" in row.reason
+        and row.mean_error <= row.eager_mean_error * (1 + 4 / elements**0.5)
+    )
+    assert row.passed or lucky, row.reason
+
+
+def forward_args(rows, in_features, out_features, dtype=torch.float32, activation="gelu", save=True):
+    """Arguments of `linear_fwd`, all of different sizes, so that none can be swapped unseen."""
+    g = torch.Generator().manual_seed(7)
+    randn = normal(g, dtype)
+
+    return {
+        "x": randn(rows, in_features),
+        "weight": randn(out_features, in_features, scale=in_features**-0.5),
+        "bias": randn(out_features, scale=0.5),
+        "activation": activation,
+        "residual": randn(rows, out_features, scale=2.0),
+        "save": save,
+    }
+
+
+# --- the error rule -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cases(case, dtype):
+    check(case, dtype, strict=True)
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_cases_by_pointers(case, monkeypatch):
+    monkeypatch.setattr(kernels, "_aligned", lambda *matrices: False)
+    for dtype in DTYPES:
+        check(case, dtype)
+
+
+# Edges of the tiles in every dimension: 16 and 32 rows, 32 and 64 columns, 32 and 64 deep; in one rank of the
+# ladder and in the other, aligned (multiples of 8) and not.
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 31, 32, 33, 65])
+@pytest.mark.parametrize(("in_features", "out_features"), [(8, 64), (64, 72), (65, 40), (40, 31), (33, 129)])
+def test_edges_of_tiles(rows, in_features, out_features):
+    dtype = DTYPES[(rows + in_features) % 3]
+    check(LinearCase(rows, in_features, out_features, ACTIVATIONS[rows % 4], residual=True), dtype)
+
+
+# More row tiles than a group is high, and not a multiple of it; more tiles than programs.
+@pytest.mark.parametrize("rows", [129, 160, 200])
+def test_tile_order(rows, transport):
+    check(LinearCase(rows, 16, 200), torch.float16)
+
+
+@pytest.mark.parametrize("split", [1, 2, 4])
+@pytest.mark.parametrize("tma", [True, False])
+def test_parts_of_the_accumulator(split, tma):
+    if tma and DEVICE.type == "cuda" and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("this GPU has no TMA")
+    config = kernels.Config(32, 64, 32, 4, 2, split, tma, group_m=2)
+    args = forward_args(37, 40, 136, torch.bfloat16)
+    actual = kernels.linear_fwd_with(config, *args.values())
+    for a, e in zip(actual, reference.linear_fwd(*args.values()), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("depth", [48, 128])  # blocks of 64, the last one cut; and whole blocks
+def test_exact_on_small_integers(depth, transport):
+    g = torch.Generator().manual_seed(3)
+
+    def integers(*shape):
+        return torch.randint(-2, 3, shape, generator=g).to(DEVICE)
+
+    x, weight, bias, residual = integers(37, depth), integers(72, depth), integers(72), integers(37, 72)
+    pre = (x.double() @ weight.double().T + bias).long()
+    assert pre.abs().max() <= 255  # exact in bfloat16
+    for dtype in DTYPES:
+        args = [t.to(dtype) for t in (x, weight, bias)]
+        actual = kernels.linear_fwd(*args, "relu", residual.to(dtype), True)
+        assert_bit_equal(actual, ((pre.clamp_min(0) + residual).to(dtype), pre.to(dtype)))
+
+
+def test_float32_keeps_its_digits():
+    args = forward_args(20, 256, 40, activation=None)
+    y = kernels.linear_fwd(*args.values())[0]
+    exact = args["x"].double() @ args["weight"].double().T + args["bias"] + args["residual"]
+    torch.testing.assert_close(y.double(), exact, rtol=0, atol=4e-6)  # TF32 would be off by 1e-3
+
+
+# --- activations --------------------------------------------------------------------------------------------
+
+
+def activated(z: torch.Tensor, activation: str) -> torch.Tensor:
+    """The kernel's activation of each element of the vector `z`, which is the bias of a product with 0."""
+    return kernels.linear_fwd(z.new_zeros(1, 1), z.new_zeros(len(z), 1), z, activation, None, False)[0][0]
+
+
+def truth(z: torch.Tensor, activation: str) -> torch.Tensor:
+    """In float64, which 1 + tanh would lose in the negative tail."""
+    z = z.double()
+    if activation == "gelu_tanh":
+        return z * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3))
+    return activate_ref(z, activation)
+
+
+def samples() -> torch.Tensor:
+    g = torch.Generator().manual_seed(5)
+    return torch.cat([torch.randn(3072, generator=g), torch.rand(1024, generator=g) * 15 - 9]).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_are_correctly_rounded(dtype, activation):
+    z = samples().to(dtype)
+    expected = truth(z, activation).to(dtype)
+    assert (activated(z, activation) == expected).double().mean() >= 0.999
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_in_float32(activation):
+    z = samples()
+    expected = truth(z, activation)
+    actual = activated(z, activation).double()
+    assert (actual - expected).abs().max() <= 1e-6
+    assert ((actual - expected) / expected).nan_to_num().abs().max() <= 2e-5  # in the tail too
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activations_of_what_is_not_finite(activation, dtype):
+    z = torch.tensor([float("nan"), float("inf"), 0.0, 100.0], dtype=dtype, device=DEVICE)
+    y = activated(z, activation)
+    assert y[0].isnan()
+    assert y[1:].tolist() == [float("inf"), 0.0, 100.0]
+    if activation in ("gelu", "relu"):
+        assert activated(z.new_tensor([-float("inf"), -100.0]), activation).tolist() == [0.0, 0.0]
+
+
+def test_the_activation_takes_the_unrounded_product():
+    args = forward_args(64, 64, 128, torch.bfloat16) | {"residual": None}
+    y, pre = kernels.linear_fwd(*args.values())
+    exact = args["x"].double() @ args["weight"].double().T + args["bias"].double()
+    assert (y == activate_ref(exact, "gelu").bfloat16()).double().mean() >= 0.99
+    assert (pre == exact.bfloat16()).double().mean() >= 0.99
+
+
+# --- layouts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pads", [(8, 16, 24), (7, 3, 5)])
+def test_strided_rows_with_poisoned_padding(pads):
+    args = forward_args(35, 40, 72, torch.bfloat16)
+    names = ("x", "weight", "residual")
+    strided = args | {name: padded(args[name], pad) for name, pad in zip(names, pads, strict=True)}
+    assert_bit_equal(kernels.linear_fwd(*strided.values()), kernels.linear_fwd(*args.values()))
+
+
+def test_a_start_that_is_not_aligned():
+    args = forward_args(20, 40, 72, torch.bfloat16)
+    shifted = torch.empty(20 * 48 + 1, dtype=torch.bfloat16, device=DEVICE)[1:].view(20, 48)[:, :40]
+    shifted.copy_(args["x"])
+    assert_bit_equal(
+        kernels.linear_fwd(*(args | {"x": shifted}).values()), kernels.linear_fwd(*args.values())
+    )
+
+
+def test_single_columns_whose_stride_says_nothing():
+    g = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(8, 2, 4, generator=g).bfloat16().to(DEVICE)[:, :1, 0] for _ in range(2))
+    assert x.stride() == (8, 4)
+    args = {"bias": None, "activation": None, "residual": None, "save": False}
+    y = kernels.linear_fwd(x, weight, **args)[0]
+    assert torch.equal(y, x * weight.T)
+
+
+def test_one_row_expanded_to_many():
+    args = forward_args(1, 40, 72)
+    many = args | {"x": args["x"].expand(33, 40), "residual": args["residual"].expand(33, 72)}
+    assert not kernels._aligned(many["x"])  # the interpreter would take them, a tensor map does not
+    y, one = kernels.linear_fwd(*many.values())[0], kernels.linear_fwd(*args.values())[0]
+    torch.testing.assert_close(y, one.expand(33, 72), rtol=0, atol=1e-6)  # tiles may differ
+
+
+@needs_lazy_memory
+def test_offsets_beyond_2_to_31_elements(monkeypatch, transport):
+    args = forward_args(3, 40, 8, torch.bfloat16)
+    expected = kernels.linear_fwd(*args.values())
+    far_args = args | {name: far(args[name]) for name in ("x", "weight", "residual")}
+    monkeypatch.setattr(kernels, "torch", HugeStrides())
+    torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
+    actual = kernels.linear_fwd(*far_args.values())
+    assert actual[0].stride(0) > 2**30
+    assert_bit_equal(actual, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device with 10 GB of free memory")
+def test_more_than_2_to_31_elements_on_the_gpu():
+    rows = 2**21 + 3
+    x = torch.zeros(rows, 1024, dtype=torch.bfloat16, device=DEVICE)
+    x[-5:] = torch.randn(5, 1024, device=DEVICE)
+    weight = torch.randn(1032, 1024, device=DEVICE).bfloat16()
+    y = kernels.linear_fwd(x, weight, None, "gelu", None, False)[0]
+    few = kernels.linear_fwd(x[-5:], weight, None, "gelu", None, False)[0]
+    torch.testing.assert_close(y[-5:], few)
+    assert not y[:-5].any()
+
+
+def test_nan_stays_in_its_row_and_column(transport):
+    args = forward_args(40, 40, 72)
+    clean = kernels.linear_fwd(*args.values())
+    args["x"][33, 5] = float("nan")
+    args["weight"][70, 39] = float("nan")
+    for a, b in zip(clean, kernels.linear_fwd(*args.values()), strict=True):
+        assert b[33].isnan().all()
+        assert b[:, 70].isnan().all()
+        rows, cols = (torch.arange(n, device=DEVICE) for n in b.shape)
+        kept = (rows != 33)[:, None] & (cols != 70)[None, :]
+        assert torch.equal(a[kept], b[kept])
+
+
+# --- the contract -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save", [True, False])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_what_forward_returns(activation, save, transport):
+    args = forward_args(9, 40, 72, activation=activation, save=save)
+    for optional in ((), ("bias",), ("residual",), ("bias", "residual")):
+        given_args = args | dict.fromkeys(optional)
+        actual, expected = (m.linear_fwd(*given_args.values()) for m in (kernels, reference))
+        for a, e in zip(actual, expected, strict=True):
+            assert (a.dtype, a.shape) == (e.dtype, e.shape)
+            torch.testing.assert_close(a, e)
+
+
+def test_no_rows():
+    args = forward_args(0, 40, 72)
+    y, pre = kernels.linear_fwd(*args.values())
+    assert tuple(y.shape) == tuple(pre.shape) == (0, 72)
+
+
+def test_repeats_are_bit_equal_without_atomics(checked_memory):
+    args = forward_args(70, 72, 136, torch.bfloat16)
+    first = kernels.linear_fwd(*args.values())
+    for _ in range(2 if DEVICE.type == "cpu" else 250):
+        assert_bit_equal(kernels.linear_fwd(*args.values()), first)
+    assert checked_memory.atomics == 0
+
+
+def test_pinned_forward_serves_and_says_that_it_has_no_backward(monkeypatch):
+    monkeypatch.delattr(backend, "linear_bwd")
+    x, weight = torch.randn(4, 8, device=DEVICE), torch.randn(6, 8, device=DEVICE, requires_grad=True)
+    with dispatch.use_backend(linear="triton"):
+        y = linear(x, weight, activation="gelu")
+        torch.testing.assert_close(y, torch.nn.functional.gelu(x @ weight.T))
+        with pytest.raises(dispatch.BackendError, match="has no linear_bwd; alternatives: reference, aten"):
+            y.sum().backward()
+
+
+# --- configs ------------------------------------------------------------------------------------------------
+
+H200 = tuning.Device("NVIDIA H200", (9, 0), 132)
+
+
+def test_heuristic_takes_the_largest_tiles_that_fill_the_device():
+    def tile(rows, out_features, device=H200, dtype=torch.bfloat16, aligned=True):
+        return kernels.heuristic(rows, out_features, dtype, aligned, device)[:3]
+
+    assert tile(16384, 3072) == (128, 256, 64)
+    assert tile(128, 768) == (64, 64, 64)
+    assert tile(4096, 768) == (128, 128, 64)  # 96 tiles of 128 x 256, 192 of these
+    assert tile(1, 1) == (64, 64, 64)
+    assert tile(16384, 3072, tuning.Device("?", (8, 6), 80)) == (128, 128, 32)
+    assert tile(16384, 3072, tuning.Device("?", (12, 0), 170)) == (128, 128, 64)
+    assert tile(16384, 3072, dtype=torch.float32) == tile(16384, 3072, aligned=False) == (64, 64, 32)
+
+
+def test_only_devices_with_tma_and_aligned_half_precision_get_tma():
+    for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (13, 0)):
+        for dtype in DTYPES:
+            for aligned in (True, False):
+                wanted = capability[0] in (9, 10, 12) and dtype in HALF and aligned
+                assert {c.tma for c in kernels.ladder(dtype, aligned, capability)} == {wanted}
+
+
+# bytes of shared memory that a program may have
+ROOMS = {(8, 0): 166912, (8, 6): 101376, (9, 0): 232448, (10, 0): 232448, (12, 0): 101376, (12, 1): 101376}
+
+
+@pytest.mark.parametrize("capability", ROOMS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_candidates_are_the_ladder_and_what_fits(capability, dtype):
+    ladder = kernels.ladder(dtype, True, capability)
+    found = kernels.candidates(dtype, capability)
+    assert kernels._room(capability) == ROOMS[capability]
+    assert found[: len(ladder)] == ladder
+    assert len(set(found)) == len(found)
+    for base in ladder:
+        wider = [base._replace(num_stages=base.num_stages + 1), base._replace(num_stages=base.num_stages - 1)]
+        for config in (base, *wider, base._replace(group_m=4), base._replace(group_m=16)):
+            fits = kernels.shared_memory(config, dtype, capability) <= ROOMS[capability]
+            assert (config in found) == (fits and config.num_stages >= 2), config
+            assert fits or config not in ladder
+
+
+def test_shared_memory_counts_stages_and_parts():
+    big = kernels.Config(128, 256, 64, 8, 3, 4, tma=True)
+    stage, part = (128 + 256) * 64 * 2, 128 * 64 * 2
+    assert kernels.shared_memory(big, torch.bfloat16, (9, 0)) == 3 * stage + 2 * part + 1024
+    assert kernels.shared_memory(big, torch.bfloat16, (10, 0)) == 3 * stage + 2 * part + 1024
+    assert kernels.shared_memory(big, torch.bfloat16, (12, 0)) == 2 * stage + 2 * part + 1024
+    plain = big._replace(tma=False)
+    assert kernels.shared_memory(plain, torch.bfloat16, (8, 0)) == 2 * stage + 1024
+    assert kernels.shared_memory(plain, torch.float32, (9, 0)) == 2 * 2 * stage + 1024
+    # what these rules are for: one stage more is too much on one GPU and not on another
+    assert big._replace(num_stages=4) in kernels.candidates(torch.bfloat16, (9, 0))
+    first = kernels.ladder(torch.bfloat16, True, (12, 0))[0]
+    assert first._replace(num_stages=4) not in kernels.candidates(torch.bfloat16, (12, 0))
+
+
+def test_the_table_of_a_gpu_stands_before_the_heuristic(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "TUNED", tmp_path)
+    few, many = (kernels.Config(64, size, 32, 4, 3, 1, True) for size in (64, 128))
+    entry = {"5": few._asdict(), "12": many._asdict()}
+    device = H200._replace(name="NVIDIA Test-GPU (X)")
+    assert tuning.file_of(device.name) == tmp_path / "nvidia-test-gpu-x.json"
+    content = {"device": device.name, "linear": {"bfloat16 768x3072 gelu residual": entry}}
+    tuning.file_of(device.name).write_text(json.dumps(content))
+
+    def found(bucket, *, dtype=torch.bfloat16, aligned=True, name=device.name, activation="gelu", out=3072):
+        return kernels.config_for(
+            bucket, 768, out, activation, True, dtype, aligned, device._replace(name=name)
+        )
+
+    assert [found(b) for b in (0, 5, 8, 9, 12, 20)] == [few, few, few, many, many, many]
+    for other in (
+        found(5, dtype=torch.float16), found(5, aligned=False), found(5, name="NVIDIA Other"),
+        found(5, activation=None), found(5, out=3080),
+    ):  # fmt: skip
+        assert other not in (few, many)
+
+
+def test_the_config_that_is_found_is_launched(monkeypatch):
+    launches = []
+    monkeypatch.setattr(kernels, "launch", lambda *args, **config: launches.append((args, config)))
+    wanted = kernels.Config(64, 128, 16, 8, 5, 2, False, group_m=3, per_multiprocessor=2)
+    monkeypatch.setattr(kernels, "config_for", lambda *key: wanted)
+    args = forward_args(600, 40, 72, torch.bfloat16)
+    kernels.linear_fwd(*args.values())
+    ((_, grid, *_), config) = launches[0]
+    assert grid == (min(10, 2 * tuning.device_of(DEVICE).multiprocessors),)
+    sizes = {k: config[k] for k in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "SPLIT", "TMA")}
+    assert tuple(sizes.values()) == (64, 128, 16, 3, 2, False)
+    assert (config["num_warps"], config["num_stages"]) == (8, 5)
+
+
+def test_many_lengths_meet_few_configs():
+    lengths = range(1, 20000, 100)
+    keys = {tuning.bucket(n) for n in lengths}
+    configs = {kernels.config_for(k, 768, 768, None, False, torch.bfloat16, True, H200) for k in keys}
+    assert len(keys) <= 16
+    assert len(configs) <= 3
+    assert [tuning.bucket(n) for n in (0, 1, 2, 3, 4, 5, 1024, 1025)] == [0, 0, 1, 2, 2, 3, 10, 11]
+
+
+# --- fuzz ---------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def fuzzed_cases(draw):
+    size = st.one_of(st.integers(1, 70), st.sampled_from([8, 16, 32, 64, 96]))
+    case = LinearCase(
+        rows=draw(st.integers(1, 70)),
+        in_features=draw(size),
+        out_features=draw(size),
+        activation=draw(st.sampled_from([None, *ACTIVATIONS])),
+        bias=draw(st.booleans()),
+        residual=draw(st.booleans()),
+    )
+    return case, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 2**20))
+
+
+@fuzz(100)
+@given(fuzzed_cases())
+def test_fuzz(drawn):
+    check(*drawn)
+
+
+@pytest.mark.slow
+@fuzz(2000)
+@given(fuzzed_cases())
+def test_fuzz_long(drawn):
+    check(*drawn)

@@ -1,0 +1,310 @@
+"""The Triton linear's backward: on the GPU where there is one, else in the interpreter, sanitized."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastbert import testing
+from fastbert.backends import reference
+from fastbert.ops.linear import ACTIVATIONS, linear
+from fastbert.runtime import dispatch
+from fastbert.testing import proving
+from fastbert.testing.op_cases.linear import CASES, LinearCase
+from tests.support.triton_fixtures import (
+    DEVICE,
+    DTYPES,
+    HALF,
+    assert_bit_equal,
+    far,
+    fuzz,
+    in_float64,
+    needs_lazy_memory,
+    normal,
+    padded,
+)
+
+kernels = pytest.importorskip(
+    "fastbert.kernels.linear", reason="Triton is not installed", exc_type=ImportError
+)
+pytest_plugins = ("tests.support.triton_fixtures",)
+pytestmark = pytest.mark.usefixtures("checked_memory")
+
+
+def arguments(rows, in_features, out_features, dtype=torch.float32, activation="gelu", seed=7):
+    """Arguments of `linear_bwd` that ask for everything."""
+    g = torch.Generator().manual_seed(seed)
+    randn = normal(g, dtype)
+
+    return {
+        "dy": randn(rows, out_features),
+        "x": randn(rows, in_features),
+        "weight": randn(out_features, in_features, scale=in_features**-0.5),
+        "pre": None if activation is None else randn(rows, out_features, scale=2.0),
+        "activation": activation,
+        "need_dx": True,
+        "need_dweight": True,
+        "need_dbias": True,
+    }
+
+
+def run(args):
+    return kernels.linear_bwd(*args.values())
+
+
+def passed(dy, pre, activation, need_g=True, need_dbias=True):
+    """The pass before the products: (g, dbias)."""
+    return kernels._activation_bwd(dy, pre, activation, need_g, need_dbias)
+
+
+def assert_pass_right(args):
+    """g and dbias against float64: g rounded once, dbias summed in float32 of g before it is rounded."""
+    dy, pre, activation = args["dy"], args["pre"], args["activation"]
+    g, dbias = passed(dy, pre, activation)
+    wide = in_float64(args)
+    slope = 1.0 if activation is None else reference.linear._slope(wide["pre"], activation)
+    truth = wide["dy"] * slope
+    step = testing.rounding_step(truth, dy.dtype)
+    near = 0.51 if dy.dtype != torch.float32 else 2.0
+    error = 4e-7 if dy.dtype != torch.bfloat16 else 4e-6  # of the slope: where it is about 0
+    assert ((g.double() - truth).abs() <= near * step + error * wide["dy"].abs()).all()
+    total = truth.sum(0)
+    allowed = near * testing.rounding_step(total, dy.dtype) + error * wide["dy"].abs().sum(0)
+    assert (dbias.dtype, dbias.shape) == (dy.dtype, total.shape)
+    assert ((dbias.double() - total).abs() <= allowed).all()
+
+
+# --- the error rule -----------------------------------------------------------------------------------------
+
+
+def failures(case: LinearCase, dtype: torch.dtype, seed: int = 0) -> list[str]:
+    rows = testing.run_case(case, "triton", dtype, DEVICE, seed=seed)
+    assert len(rows) == 3 + case.bias + case.residual
+    return [f"{r.quantity}: {r.reason}" for r in rows if r.quantity != "y" and not r.passed]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cases(case, dtype):
+    assert failures(case, dtype) == []
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_g_is_correctly_rounded(dtype, activation):
+    args = arguments(64, 8, 768, dtype, activation)
+    g, _ = passed(args["dy"], args["pre"], activation)
+    wide = in_float64(args)
+    expected = (wide["dy"] * reference.linear._slope(wide["pre"], activation)).to(dtype)
+    assert (g == expected).double().mean() >= 0.999
+
+
+# --- the derivatives ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_slopes_everywhere(activation, dtype):
+    """Over all that float16 holds, zeros of the derivative and far tails included."""
+    z = torch.cat([torch.linspace(-14, 14, 4001), torch.logspace(-6, 4.8, 301)]).to(dtype)
+    z = torch.cat([z, -z, torch.zeros(1, dtype=dtype)])
+    z = torch.cat([z, z.new_zeros(-len(z) % 16)]).reshape(-1, 16).to(DEVICE)
+    assert_pass_right(arguments(*z.shape, 16, dtype, activation) | {"pre": z, "dy": torch.ones_like(z)})
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_limits_and_nan(activation, dtype):
+    """Derivatives at ±∞ are 1 and 0; at 0 a half, relu's 0; NaN stays NaN but for relu: it is not > 0."""
+    pre = torch.tensor([[float("inf"), -float("inf"), 0.0, float("nan")]], dtype=dtype, device=DEVICE)
+    g = passed(torch.ones_like(pre), pre, activation)[0][0]
+    assert g[:3].tolist() == [1.0, 0.0, 0.0 if activation == "relu" else 0.5]
+    assert g[3].isnan() if activation != "relu" else g[3] == 0
+
+
+def test_exact_on_small_integers():
+    args = arguments(40, 6, 20, activation="relu")
+    args |= {name: (args[name] * 3).round() for name in ("dy", "x", "weight", "pre")}
+    assert_bit_equal(run(args), reference.linear_bwd(*args.values()))
+    args |= {"pre": None, "activation": None}
+    assert_bit_equal(run(args), reference.linear_bwd(*args.values()))
+
+
+# --- the column sums ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 47, 48, 49, 65])
+@pytest.mark.parametrize("out_features", [1, 15, 17, 256, 257])
+def test_edges_of_tiles(rows, out_features):
+    """Around the tiles' edges, 256 columns of 8 rows or 16 of 128; above six tiles programs take turns."""
+    which = (rows + out_features) % 5
+    activation = (None, *ACTIVATIONS)[which]
+    assert_pass_right(arguments(rows, 3, out_features, DTYPES[rows % 3], activation))
+
+
+def test_rows_of_many_tiles():
+    args = arguments(131, 3, 300)
+    assert_pass_right(args)
+    assert_pass_right(args | {"pre": None, "activation": None})
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_sums_in_float32(dtype):
+    """3,000 ones; and what is lost where g is rounded before it is summed."""
+    dy = torch.ones(3000, 2, dtype=dtype, device=DEVICE)
+    assert torch.equal(passed(dy, None, None)[1], torch.full((2,), 3000.0, device=DEVICE).to(dtype))
+    dy, pre = dy[:1500], torch.full((1500, 2), 0.3, dtype=dtype, device=DEVICE)
+    slope = reference.linear._slope(pre[:1].double(), "gelu")[0]
+    assert torch.equal(passed(dy, pre, "gelu")[1], (1500 * slope).to(dtype))
+
+
+def test_a_nan_stays_in_its_column():
+    args = arguments(70, 5, 40)
+    clean = passed(args["dy"], args["pre"], "gelu")
+    args["pre"][33, 7] = float("nan")
+    dirty = passed(args["dy"], args["pre"], "gelu")
+    others = [c for c in range(40) if c != 7]
+    for a, b in zip(clean, dirty, strict=True):
+        assert torch.equal(a[..., others], b[..., others])
+    assert dirty[1][7].isnan()
+    assert dirty[0].isnan().sum() == 1
+
+
+# --- layouts ------------------------------------------------------------------------------------------------
+
+
+def test_strided_rows_with_poisoned_padding():
+    args = arguments(19, 24, 70)
+    strided = {
+        name: padded(args[name], pad) for name, pad in (("dy", 5), ("pre", 3), ("x", 2), ("weight", 9))
+    }
+    for a, e in zip(run(args | strided), run(args), strict=True):
+        torch.testing.assert_close(a, e)
+    assert_bit_equal(passed(strided["dy"], strided["pre"], "gelu"), passed(args["dy"], args["pre"], "gelu"))
+
+
+@needs_lazy_memory
+def test_offsets_beyond_2_to_31_elements():
+    args = arguments(3, 4, 40)
+    expected = passed(args["dy"], args["pre"], "gelu")
+    torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
+    assert_bit_equal(passed(far(args["dy"]), far(args["pre"], 24), "gelu"), expected)
+
+
+def test_row_tiles_are_on_the_grid_axis_that_has_no_limit(monkeypatch):
+    grids = []
+    monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **config: grids.append(grid))
+    dy = torch.empty((2**24, 16), device="meta")
+    kernels._activation_bwd(dy, dy, "gelu", True, False)
+    assert grids == [(2**17, 1)]
+
+
+# --- the contract -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", [None, "gelu", "silu"])
+@pytest.mark.parametrize("needs", [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)], ids=str)
+def test_only_what_is_needed(needs, activation):
+    """Of the shapes and values of the reference; what is not needed is not given either."""
+    args = arguments(21, 12, 33, activation=activation)
+    args |= dict(zip(("need_dx", "need_dweight", "need_dbias"), map(bool, needs), strict=True))
+    args |= {"weight": args["weight"] if needs[0] else None, "x": args["x"] if needs[1] else None}
+    for a, e in zip(run(args), reference.linear_bwd(*args.values()), strict=True):
+        assert (a.dtype, a.shape) == (e.dtype, e.shape)
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("activation", "need_g", "need_dbias", "names"),
+    [
+        (None, True, False, []),
+        (None, True, True, ["_linear_bwd_kernel", "_sum_partials_kernel"]),
+        ("gelu", True, False, ["_linear_bwd_kernel"]),
+        ("gelu", False, True, ["_linear_bwd_kernel", "_sum_partials_kernel"]),
+        ("gelu", False, False, []),
+    ],
+)
+def test_nothing_is_launched_or_stored_for_nothing(activation, need_g, need_dbias, names, monkeypatch):
+    launched, given = [], []
+    launch = kernels.launch
+
+    def spy(kernel, grid, device, *args, **config):
+        launched.append(kernel.fn.__name__)
+        given.append(args)
+        launch(kernel, grid, device, *args, **config)
+
+    monkeypatch.setattr(kernels, "launch", spy)
+    args = arguments(5, 4, 6, activation=activation)
+    g, _ = passed(args["dy"], args["pre"], activation, need_g, need_dbias)
+    assert launched == names
+    if names:
+        assert (given[0][2] is not None) == (need_g and activation is not None)
+        assert (given[0][3] is not None) == need_dbias
+    assert (g is args["dy"]) == (activation is None or not need_g)
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_no_rows(activation):
+    args = arguments(0, 5, 7, activation=activation)
+    assert_bit_equal(run(args), reference.linear_bwd(*args.values()))
+
+
+def test_inputs_are_left_alone_and_outputs_do_not_share_memory():
+    for activation in (None, "gelu"):
+        args = arguments(5, 6, 7, activation=activation)
+        before = {k: v.clone() for k, v in args.items() if isinstance(v, torch.Tensor)}
+        grads = run(args)
+        for name, t in before.items():
+            assert torch.equal(args[name], t)
+        storages = [t.untyped_storage().data_ptr() for t in (*grads, args["dy"])]
+        assert len(set(storages)) == 4
+
+
+def test_repeats_are_bit_equal_without_atomics(checked_memory):
+    args = arguments(100, 8, 40, torch.bfloat16)
+    first = run(args)
+    for _ in range(3 if DEVICE.type == "cpu" else 250):
+        assert_bit_equal(run(args), first)
+    assert checked_memory.atomics == 0
+
+
+def test_training_is_served_by_the_table(monkeypatch):
+    """Products with an activation in half precision; those without one stay aten's."""
+    monkeypatch.setitem(dispatch.TABLE, DEVICE.type, dispatch.TABLE["cuda"])
+    monkeypatch.setattr(dispatch, "_resolved", {})
+    monkeypatch.setattr(proving, "_verdicts", {})
+    served = []
+    launch = kernels.linear_bwd
+    monkeypatch.setattr(kernels, "linear_bwd", lambda *args: served.append(args[4]) or launch(*args))
+    g = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 24, generator=g).bfloat16().to(DEVICE).requires_grad_() for n in (9, 40))
+
+    def grads(activation):
+        y = linear(x, weight, activation=activation)
+        return torch.autograd.grad(y.float().square().sum(), [x, weight])
+
+    actual = grads("gelu")
+    assert served[-1] == "gelu"
+    assert all(v.passed for v in proving._verdicts.values())
+    served.clear()
+    grads(None)
+    assert served == []
+    with dispatch.use_backend("reference"):
+        for a, e in zip(actual, grads("gelu"), strict=True):
+            torch.testing.assert_close(a, e, rtol=3e-2, atol=3e-2)
+
+
+def test_self_check_passes_in_every_dtype():
+    for dtype in DTYPES:
+        assert testing.self_check("linear", "triton", DEVICE, dtype) is None
+
+
+@fuzz(30)
+@given(
+    st.integers(1, 80), st.integers(1, 300), st.sampled_from(DTYPES),
+    st.sampled_from([None, *ACTIVATIONS]), st.integers(0, 2**20),
+)  # fmt: skip
+def test_fuzz(rows, out_features, dtype, activation, seed):
+    assert_pass_right(arguments(rows, 2, out_features, dtype, activation, seed))

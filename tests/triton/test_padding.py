@@ -1,0 +1,178 @@
+"""The Triton pack and unpack: on the GPU where there is one, else in the interpreter under the sanitizer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastbert import testing
+from fastbert.backends import reference
+from fastbert.ops.padding import DTYPES
+from fastbert.runtime import dispatch
+from fastbert.testing.op_cases.padding import CASES
+from tests.support.triton_fixtures import DEVICE, HugeStrides, far, fuzz, needs_lazy_memory
+
+kernels = pytest.importorskip(
+    "fastbert.kernels.padding", reason="Triton is not installed", exc_type=ImportError
+)
+pytest_plugins = ("tests.support.triton_fixtures",)
+pytestmark = pytest.mark.usefixtures("checked_memory")
+
+
+def random_bits(rows: int, inner: int, dtype: torch.dtype) -> torch.Tensor:
+    """Every bit pattern may come, NaNs among them; bool alone is 0 or 1."""
+    g = torch.Generator().manual_seed(rows + inner)
+    if dtype == torch.bool:
+        return torch.randint(2, (rows, inner), generator=g).bool().to(DEVICE)
+    shape = (rows, inner * dtype.itemsize)
+    return torch.randint(256, shape, generator=g, dtype=torch.uint8).view(dtype).to(DEVICE)
+
+
+def bits(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous().view(torch.uint8)
+
+
+def chosen(rows: int, total: int, seed: int = 0) -> torch.Tensor:
+    """`total` of `rows` positions, rising strictly."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randperm(rows, generator=g)[:total].sort().values.to(DEVICE)
+
+
+def assert_right(x: torch.Tensor, packed: torch.Tensor, indices: torch.Tensor) -> None:
+    """pack of `x` and unpack of `packed` are the reference's, bit for bit."""
+    rows = x.shape[0]
+    for function, args in (("pack_fwd", (x, indices)), ("unpack_fwd", (packed, indices, rows))):
+        actual, expected = getattr(kernels, function)(*args), getattr(reference, function)(*args)
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+        assert torch.equal(bits(actual), bits(expected)), function
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cases(case, dtype):
+    rows = testing.run_case(case, "triton", dtype, DEVICE)
+    assert len(rows) == (4 if dtype.is_floating_point else 2)
+    assert [f"{r.quantity}: {r.reason}" for r in rows if not r.passed] == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_bit_arrives(dtype):
+    assert_right(random_bits(50, 24, dtype), random_bits(31, 24, dtype), chosen(50, 31))
+
+
+# Around the tile heights: 128 rows of up to 16 columns, 4 of 512 and more; and column blocks of 512
+@pytest.mark.parametrize(
+    ("rows", "inner"),
+    [(1, 1), (127, 1), (128, 3), (129, 16), (300, 17), (9, 511), (4, 512), (5, 513), (3, 1250)],
+)
+def test_edges_of_tiles(rows, inner):
+    for total in sorted({1, (rows + 1) // 2, rows}):
+        indices = chosen(rows, total, seed=rows)
+        assert_right(random_bits(rows, inner, torch.int16), random_bits(total, inner, torch.int16), indices)
+
+
+# Every number of steps of the search, and each end of the range: first, last and none of the rows kept
+@pytest.mark.parametrize("total", [0, 1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 33])
+def test_search(total):
+    for indices in (
+        torch.arange(total, device=DEVICE),
+        torch.arange(total, device=DEVICE) + 40 - total,
+        chosen(40, total, seed=1),
+    ):
+        assert_right(random_bits(40, 5, torch.int32), random_bits(total, 5, torch.int32), indices)
+
+
+def test_nothing_kept_and_nothing_there():
+    none = torch.empty(0, dtype=torch.int64, device=DEVICE)
+    for rows, inner in ((5, 8), (0, 8), (5, 0)):
+        x = torch.ones(rows, inner, device=DEVICE)
+        assert tuple(kernels.pack_fwd(x, none).shape) == (0, inner)
+        assert torch.equal(kernels.unpack_fwd(x[:0], none, rows), torch.zeros_like(x))
+
+
+def test_strided_rows_with_poisoned_padding():
+    wide, narrow = random_bits(60, 40, torch.int16), random_bits(20, 33, torch.int16)
+    indices = chosen(60, 20)
+    assert_right(wide[:, 3:33], narrow[:, 1:31], indices)
+    assert_right(wide[::3, :30], narrow[:, :30], chosen(20, 20))
+    assert_right(wide[:1, :30].expand(60, 30), narrow[:1, :30].expand(20, 30), indices)
+
+
+def test_one_column_of_a_matrix():
+    wide = random_bits(60, 40, torch.int16)  # its stride within a row is not 1, and does not matter
+    assert_right(wide.t()[:1].t()[:, :1], wide[:20, 5:6], chosen(60, 20))
+
+
+@needs_lazy_memory
+def test_offsets_beyond_2_to_31_elements(monkeypatch):
+    x, packed = random_bits(5, 20, torch.int16), random_bits(3, 20, torch.int16)
+    indices = torch.tensor([0, 3, 4])
+    monkeypatch.setattr(kernels, "torch", HugeStrides())
+    torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
+    assert_right(far(x), far(packed), indices)
+    assert kernels.pack_fwd(x, indices).stride(0) > 2**30
+
+
+def test_row_tiles_are_on_the_grid_axis_that_has_no_limit(monkeypatch):
+    grids = []
+    monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **config: grids.append(grid))
+    x, indices = (torch.empty(s, device="meta", dtype=torch.int64) for s in ((2**24, 768), (2**24,)))
+    kernels.pack_fwd(x, indices)
+    kernels.unpack_fwd(x, indices, 2**25)
+    assert grids == [(2**22, 2), (2**23, 2)]
+
+
+def test_the_inputs_are_not_written():
+    x, packed, indices = random_bits(50, 8, torch.int32), random_bits(9, 8, torch.int32), chosen(50, 9)
+    before = [t.clone() for t in (x, packed, indices)]
+    outputs = kernels.pack_fwd(x, indices), kernels.unpack_fwd(packed, indices, 50)
+    for t, old in zip((x, packed, indices), before, strict=True):
+        assert torch.equal(t, old)
+        assert t.data_ptr() not in [y.data_ptr() for y in outputs]
+
+
+def test_repeats_are_bit_equal_without_atomics(checked_memory):
+    x, indices = random_bits(300, 20, torch.int32), chosen(300, 130)
+    first = kernels.unpack_fwd(kernels.pack_fwd(x, indices), indices, 300)
+    for _ in range(3 if DEVICE.type == "cpu" else 250):
+        assert torch.equal(kernels.unpack_fwd(kernels.pack_fwd(x, indices), indices, 300), first)
+    assert checked_memory.atomics == 0
+
+
+def test_self_check_passes_in_every_dtype():
+    for dtype in DTYPES:
+        assert testing.self_check("padding", "triton", DEVICE, dtype) is None
+
+
+def test_dtypes_are_the_ops():
+    assert set(dispatch.backend_module("triton").DTYPES["padding"]) == set(DTYPES)
+
+
+# --- fuzz ---------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def fuzzed_batches(draw):
+    kept = draw(st.lists(st.booleans(), min_size=1, max_size=300))
+    indices = torch.tensor(kept).nonzero().flatten().to(DEVICE)
+    return len(kept), draw(st.integers(1, 70)), draw(st.sampled_from(DTYPES)), indices
+
+
+def check(drawn) -> None:
+    rows, inner, dtype, indices = drawn
+    assert_right(random_bits(rows, inner, dtype), random_bits(len(indices), inner, dtype), indices)
+
+
+@fuzz(150)
+@given(fuzzed_batches())
+def test_fuzz(drawn):
+    check(drawn)
+
+
+@pytest.mark.slow
+@fuzz(2000)
+@given(fuzzed_batches())
+def test_fuzz_long(drawn):
+    check(drawn)

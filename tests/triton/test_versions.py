@@ -1,0 +1,62 @@
+"""The Triton kernels under the oldest Triton that is supported, beside the one of this environment."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from fastbert.backends.triton.device import OLDEST_TRITON
+from tests.triton import test_compile as gates
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+OLDEST = ".".join(map(str, OLDEST_TRITON)) + ".0"
+SUITES = sorted(path.stem for path in (ROOT / "tests").glob("test_triton_*.py"))
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def oldest(tmp_path_factory) -> pathlib.Path:
+    """A folder with the oldest Triton alone; before site-packages on the path it hides the newer one."""
+    if importlib.metadata.version("triton").startswith(OLDEST.removesuffix("0")):
+        pytest.skip(f"this environment has Triton {OLDEST} already; the other tests are this one")
+    folder = tmp_path_factory.mktemp("triton")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder)]
+    subprocess.run([*command, f"triton=={OLDEST}"], check=True, timeout=900)
+    return folder
+
+
+@pytest.fixture
+def environment(oldest, monkeypatch) -> dict[str, str]:
+    """Variables under which Python imports that Triton; proved by an import."""
+    monkeypatch.setenv("PYTHONPATH", f"{oldest}{os.pathsep}{ROOT}")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(oldest / "cache"))
+    found = subprocess.run(
+        [sys.executable, "-c", "import triton; print(triton.__version__, triton.__file__)"],
+        capture_output=True, text=True, check=True, timeout=300,
+    ).stdout  # fmt: skip
+    assert found.split() == [OLDEST, str(oldest / "triton/__init__.py")]
+    return dict(os.environ)
+
+
+# the gates are those of this environment; their processes inherit the path
+@pytest.mark.parametrize("gate", [name for name in vars(gates) if name.startswith("test_")])
+def test_compiles(gate, environment):
+    function = getattr(gates, gate)
+    wholes = [mark for mark in getattr(function, "pytestmark", ()) if mark.name == "parametrize"]
+    function(**{mark.args[0]: True for mark in wholes})
+
+
+@pytest.mark.parametrize(
+    "suite", [s for s in SUITES if s not in ("test_triton_compile", "test_triton_versions")]
+)
+def test_interprets(suite, environment):
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/{suite}.py"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
