@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.acceleration.classes import Accelerated
-from fastbert.sentences.encoder import pack_batches
+from fastbert.sentences.tokenizer import pack_batches
 
 TESTED = ("6", "7")  # sentence-transformers from the first to below the second
 _HOME = "sentence_transformers.sentence_transformer.model"

@@ -7,78 +7,37 @@ obeyed. What is not implemented there (a Dense module, a pooling mode) is refuse
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer
 
 from fastbert.checkpoint import load as checkpoint
-from fastbert.checkpoint.files import read_json
 from fastbert.layers import packing
 from fastbert.layers import quantized as quantization
 from fastbert.models.bert import AutoModel
-from fastbert.models.config import MAX_SIZE
 from fastbert.ops import checks
 from fastbert.ops.pooling import MODES as POOLINGS
 from fastbert.ops.pooling import pooling as pool
+from fastbert.sentences.settings import SentenceSettings, save_settings, sentence_settings
+from fastbert.sentences.similarity import SIMILARITIES, matrix
+from fastbert.sentences.tokenizer import TokenBatch, load_tokenizer, pack_batches
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    Vectors = torch.Tensor | np.ndarray[Any, np.dtype[Any]] | Sequence[Sequence[float]] | Sequence[float]
+    from fastbert.sentences.similarity import Vectors
 
 _log = logging.getLogger("fastbert")
 
 _SLICE = 32_768  # sentences tokenised at a time: bounds the memory that token ids take
-
-# sentence-transformers' names of the file with the maximum length, in the order in which it looks for them
-_LENGTH_FILES = tuple(
-    f"sentence_{kind}_config.json"
-    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta")
-)
-_POOLING_KEYS = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-    "pooling_mode_lasttoken": "lasttoken",
-}
-# Usual spellings of the special tokens, for those who read a saved tokenizer by transformers
-_SPECIAL_TOKENS = {
-    "cls_token": ("[CLS]", "<s>"),
-    "sep_token": ("[SEP]", "</s>"),
-    "unk_token": ("[UNK]", "<unk>"),
-    "mask_token": ("[MASK]", "<mask>"),
-}
-
-
-def _normalized(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.normalize(x, dim=-1)
-
-
-def _minus_distance(a: torch.Tensor, b: torch.Tensor, p: float) -> torch.Tensor:
-    # by products the distance of equal rows would not be 0
-    return -torch.cdist(a, b, p, compute_mode="donot_use_mm_for_euclid_dist")
-
-
-# sentence-transformers' names: (n, width), (m, width) -> (n, m)
-SIMILARITIES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "cosine": lambda a, b: _normalized(a) @ _normalized(b).T,
-    "dot": lambda a, b: a @ b.T,
-    "euclidean": lambda a, b: _minus_distance(a, b, 2.0),
-    "manhattan": lambda a, b: _minus_distance(a, b, 1.0),
-}
 
 
 class EncodingError(ValueError):
@@ -88,289 +47,6 @@ class EncodingError(ValueError):
         super().__init__(f"sentences[{index}]: {problem}")
         self.index = index
         self.problem = problem
-
-
-@dataclass(frozen=True)
-class SentenceSettings:
-    """How a directory wants its sentences encoded.
-
-    Attributes:
-        transformer: folder with config.json, weights and tokenizer.
-        pooling: "mean", "cls" or "max".
-        normalize: scale each embedding to length 1.
-        max_length: tokens a sentence may have, special ones included; None if the directory does not say.
-        lower_case: lower the text before the tokenizer sees it.
-        prompt: text put before every sentence.
-        similarity: "cosine", "dot", "euclidean" or "manhattan".
-    """
-
-    transformer: Path
-    pooling: str = "mean"
-    normalize: bool = False
-    max_length: int | None = None
-    lower_case: bool = False
-    prompt: str = ""
-    similarity: str = "cosine"
-
-
-@dataclass(frozen=True)
-class TokenBatch:
-    """Token ids of many sentences, one after the other.
-
-    Attributes:
-        ids: (total,) int64, special tokens included.
-        starts: (sentences + 1,) int64; sentence i is ids[starts[i]:starts[i + 1]].
-        full_lengths: (sentences,) int64, tokens before truncation.
-    """
-
-    ids: np.ndarray
-    starts: np.ndarray
-    full_lengths: np.ndarray
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """(sentences,) int64, tokens kept."""
-        return np.diff(self.starts)
-
-    @property
-    def truncated(self) -> np.ndarray:
-        """Indices of the sentences that lost tokens."""
-        return np.flatnonzero(self.full_lengths > self.lengths)
-
-
-def _pooling_of(folder: Path, override: str | None) -> tuple[str, dict[str, Any]]:
-    """The pooling mode that `folder`/config.json asks for (or the override), and the file's content."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: missing, though the directory asks for a Pooling module")
-    config = read_json(path)
-    if override is not None:
-        return override, config
-    if "pooling_mode" in config:
-        named = config["pooling_mode"]
-        modes = list(named) if isinstance(named, (list, tuple)) else [named]
-    else:
-        modes = [
-            _POOLING_KEYS.get(k, k)
-            for k, on in config.items()
-            if k.startswith("pooling_mode_") and on is True
-        ]
-    if len(modes) == 1 and modes[0] in POOLINGS:
-        return modes[0], config
-    asked = " + ".join(map(str, modes)) or "none"
-    raise ValueError(
-        f"{path}: pooling {asked} is not implemented; implemented: {', '.join(POOLINGS)} (one of them). "
-        "Give pooling= (--pooling) to choose one"
-    )
-
-
-def sentence_settings(
-    directory: str | Path,
-    *,
-    pooling: str | None = None,
-    normalize: bool | None = None,
-    prompt: str | None = None,
-) -> SentenceSettings:
-    """Read how `directory` wants its sentences encoded; the keywords stand before what the directory says.
-
-    Without sentence-transformers' files: mean pooling, no normalisation, no prompt.
-
-    Raises:
-        ValueError: a module or pooling mode that is not implemented (by name), or a file that makes no sense.
-        FileNotFoundError: a file that another one names is missing.
-    """
-    directory = Path(directory)
-    if pooling is not None and pooling not in POOLINGS:
-        raise ValueError(f"pooling: {pooling!r}; expected one of {', '.join(POOLINGS)}")
-    transformer, pooling_folder, says_normalize = directory, None, False
-    modules_path = directory / "modules.json"
-    if modules_path.is_file():
-        kinds = []
-        for place, module in enumerate(read_json(modules_path, list)):
-            if not isinstance(module, dict) or not isinstance(module.get("type"), str):
-                raise ValueError(f"{modules_path}: entry {place} has no type")
-            kind = module["type"].rsplit(".", 1)[-1]
-            folder = directory / _module_folder(modules_path, place, module.get("path", ""))
-            kinds.append(kind)
-            if kind == "Transformer":
-                transformer = folder
-            elif kind == "Pooling":
-                pooling_folder = folder
-            elif kind == "Normalize":
-                says_normalize = True
-            else:
-                raise ValueError(
-                    f"{modules_path}: module {kind!r} ({module['type']}) is not implemented; "
-                    "implemented: Transformer, Pooling, Normalize"
-                )
-        if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-            raise ValueError(
-                f"{modules_path}: modules {', '.join(kinds) or 'none'}; "
-                "expected Transformer, Pooling and perhaps Normalize"
-            )
-    elif (directory / "1_Pooling" / "config.json").is_file():
-        pooling_folder = directory / "1_Pooling"
-
-    mode, pooling_config = pooling or "mean", {}
-    if pooling_folder is not None:
-        mode, pooling_config = _pooling_of(pooling_folder, pooling)
-
-    says_prompt, similarity = _defaults(directory / "config_sentence_transformers.json")
-    prompt = says_prompt if prompt is None else prompt
-    if prompt and pooling_config.get("include_prompt", True) is False:
-        raise ValueError(
-            f"{pooling_folder / 'config.json'}: include_prompt false is not implemented "
-            f"(the prompt is {prompt!r})"
-        )
-
-    max_length, lower_case = None, False
-    for name in _LENGTH_FILES:
-        if (transformer / name).is_file():
-            config = read_json(transformer / name)
-            max_length, lower_case = config.get("max_seq_length"), bool(config.get("do_lower_case", False))
-            if max_length is not None and (type(max_length) is not int or max_length < 1):
-                raise ValueError(
-                    f"{transformer / name}: max_seq_length {max_length!r}; expected a positive integer"
-                )
-            break
-    if max_length is None and (transformer / "tokenizer_config.json").is_file():
-        says = read_json(transformer / "tokenizer_config.json").get("model_max_length")
-        if isinstance(says, (int, float)) and 0 < says < 1e9:  # 1e30 stands for no limit
-            max_length = int(says)
-    return SentenceSettings(
-        transformer,
-        mode,
-        says_normalize if normalize is None else bool(normalize),
-        max_length,
-        lower_case,
-        prompt,
-        similarity,
-    )
-
-
-def _module_folder(modules_path: Path, place: int, name: object) -> str:
-    """The name of a folder beside modules.json, "" for its own; a file may not lead anywhere else."""
-    plain = name.rstrip("/") if isinstance(name, str) and name[:1] != "/" else None
-    if plain is None or plain in (".", "..") or re.search(r"[/\\\0]", plain):
-        raise ValueError(
-            f"{modules_path}: entry {place}: path: expected the name of a folder beside it, got {name!r}"
-        )
-    return plain
-
-
-def _defaults(path: Path) -> tuple[str, str]:
-    """The default prompt and the similarity function that config_sentence_transformers.json asks for."""
-    config = read_json(path) if path.is_file() else {}
-    similarity = config.get("similarity_fn_name") or "cosine"
-    if similarity not in SIMILARITIES:
-        raise ValueError(
-            f"{path}: similarity_fn_name {similarity!r}; expected one of {', '.join(SIMILARITIES)}"
-        )
-    name, prompts = config.get("default_prompt_name"), config.get("prompts") or {}
-    if name is None:
-        return "", similarity
-    if not isinstance(prompts, dict) or not isinstance(prompts.get(name), str):
-        raise ValueError(f"{path}: default_prompt_name {name!r} is not among the prompts")
-    return prompts[name], similarity
-
-
-def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """The tokenizer of a HuggingFace directory: tokenizer.json, or a WordPiece one made from vocab.txt.
-
-    Padding and truncation baked into tokenizer.json are switched off. vocab.txt is read as BERT's, with
-    do_lower_case, strip_accents, tokenize_chinese_chars and the special tokens of tokenizer_config.json.
-
-    Raises:
-        FileNotFoundError: neither file is there.
-        ValueError: a file that is not what its name says.
-    """
-    directory = Path(directory)
-    path = directory / "tokenizer.json"
-    if path.is_file():
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the Rust side raises a bare Exception
-            raise ValueError(f"{path}: not a tokenizer of the tokenizers library ({error})") from None
-        _check_ids(path, tokenizer)
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        return tokenizer
-    if (directory / "vocab.txt").is_file():
-        return _wordpiece(directory)
-    others = ("vocab.json", "merges.txt", "sentencepiece.bpe.model", "spiece.model")
-    found = [name for name in others if (directory / name).is_file()]
-    hint = f" ({', '.join(found)} is there: save it once with transformers' fast tokenizer)" if found else ""
-    raise FileNotFoundError(f"{directory}: no tokenizer.json and no vocab.txt{hint}")
-
-
-def _check_ids(path: Path, tokenizer: Tokenizer) -> None:
-    """Refuse ids that no vocabulary reaches: a copy of the tokenizer takes memory for every id up to them."""
-    token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", 0))
-    if highest >= MAX_SIZE:
-        raise ValueError(f"{path}: token {token!r} has id {highest}; expected ids below {MAX_SIZE}")
-
-
-def _wordpiece(directory: Path) -> Tokenizer:
-    path = directory / "vocab.txt"
-    config_path = directory / "tokenizer_config.json"
-    config = read_json(config_path) if config_path.is_file() else {}
-    try:
-        words = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 ({error})") from None
-    if words and not words[-1]:
-        words.pop()
-    vocab = {word.rstrip("\r"): i for i, word in enumerate(words)}
-
-    special = {}
-    for name in ("unk", "sep", "pad", "cls", "mask"):
-        token = config.get(f"{name}_token") or f"[{name.upper()}]"
-        special[name] = token.get("content") if isinstance(token, dict) else token
-        if not isinstance(special[name], str):
-            raise ValueError(f"{config_path}: {name}_token: expected a text, got {special[name]!r}")
-        if special[name] not in vocab and name in ("unk", "sep", "cls"):
-            raise ValueError(
-                f"{path}: has no {name}_token {special[name]!r}; expected a BERT WordPiece vocabulary"
-            )
-    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=special["unk"]))
-    tokenizer.normalizer = normalizers.BertNormalizer(
-        clean_text=True,
-        handle_chinese_chars=config.get("tokenize_chinese_chars", True),
-        strip_accents=config.get("strip_accents"),
-        lowercase=config.get("do_lower_case", True),
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    cls, sep = special["cls"], special["sep"]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{cls}:0 $A:0 {sep}:0",
-        pair=f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1",
-        special_tokens=[(cls, vocab[cls]), (sep, vocab[sep])],
-    )
-    tokenizer.add_special_tokens(
-        [AddedToken(t, normalized=False, special=True) for t in special.values() if t in vocab]
-    )
-    return tokenizer
-
-
-def pack_batches(
-    lengths: np.ndarray, batch_tokens: int, batch_size: int | None = None
-) -> Iterator[np.ndarray]:
-    """Split sentences into batches of at most `batch_tokens` tokens and `batch_size` sentences, the longest
-    first.
-
-    Yields:
-        indices into `lengths`; a sentence longer than `batch_tokens` is a batch of its own.
-    """
-    order = np.argsort(-lengths, kind="stable")  # longest first: what does not fit in memory fails at once
-    first, tokens = 0, 0
-    for place, index in enumerate(order):
-        length = int(lengths[index])
-        if place > first and (tokens + length > batch_tokens or place - first == batch_size):
-            yield order[first:place]
-            first, tokens = place, 0
-        tokens += length
-    if first < len(order):
-        yield order[first:]
 
 
 class SentenceEncoder:
@@ -496,51 +172,16 @@ class SentenceEncoder:
             )
         directory = Path(directory)
         self.model.save_pretrained(directory)
-        tokenizer = Tokenizer.from_str(self._tokenizer.to_str())
-        tokenizer.no_truncation()
-        known = {
-            name: next((s for s in spellings if tokenizer.token_to_id(s) is not None), None)
-            for name, spellings in _SPECIAL_TOKENS.items()
-        }
-        pad = self.model.config.pad_token_id
-        known["pad_token"] = None if pad is None else tokenizer.id_to_token(pad)
-        modules = ["Transformer", "Pooling", *(["Normalize"] if self.normalize else [])]
-        files = {
-            "tokenizer.json": tokenizer.to_str(pretty=True),
-            "tokenizer_config.json": {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "model_max_length": self.max_length,
-                "model_input_names": ["input_ids", "attention_mask"],
-                **{name: token for name, token in known.items() if token is not None},
-            },
-            "sentence_bert_config.json": {
-                "max_seq_length": self.max_length,
-                "do_lower_case": self.lower_case,
-            },
-            "1_Pooling/config.json": {
-                "word_embedding_dimension": self.width,
-                **{key: mode == self.pooling for key, mode in _POOLING_KEYS.items()},
-            },
-            "config_sentence_transformers.json": {
-                "prompts": {"default": self.prompt} if self.prompt else {},
-                "default_prompt_name": "default" if self.prompt else None,
-                "similarity_fn_name": self.similarity_fn_name,
-            },
-            # last: without it the directory is a plain one of HuggingFace's
-            "modules.json": [
-                {
-                    "idx": i,
-                    "name": str(i),
-                    "path": f"{i}_{kind}" if i else "",
-                    "type": f"sentence_transformers.models.{kind}",
-                }
-                for i, kind in enumerate(modules)
-            ],
-        }
-        for name, content in files.items():
-            path = directory / name
-            path.parent.mkdir(exist_ok=True)
-            _replace_text(path, content if isinstance(content, str) else json.dumps(content, indent=2) + "\n")
+        settings = SentenceSettings(
+            directory,
+            self.pooling,
+            self.normalize,
+            self.max_length,
+            self.lower_case,
+            self.prompt,
+            self.similarity_fn_name,
+        )
+        save_settings(settings, self._tokenizer, self.width, self.model.config.pad_token_id)
 
     def quantize(self, dtype: str = "int8") -> Self:
         """Quantise the model in place, for inference on a CPU (layers/quantized.py); returns the encoder.
@@ -713,7 +354,7 @@ class SentenceEncoder:
         Raises:
             ValueError: other shapes, or rows of different widths.
         """
-        a, b = _matrix("embeddings1", embeddings1), _matrix("embeddings2", embeddings2)
+        a, b = matrix("embeddings1", embeddings1), matrix("embeddings2", embeddings2)
         if a.shape[1] != b.shape[1]:
             raise ValueError(
                 f"embeddings2: rows of {b.shape[1]} numbers; expected {a.shape[1]}, as in embeddings1"
@@ -757,28 +398,6 @@ class SentenceEncoder:
 def _check_batch_size(batch_size: int | None) -> None:
     if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
         raise ValueError(f"batch_size: {batch_size!r}; expected an integer >= 1, or None")
-
-
-def _matrix(name: str, vectors: Vectors) -> torch.Tensor:
-    """(rows, width) of a floating-point dtype; a single vector becomes one row."""
-    if isinstance(vectors, (list, tuple)) and vectors and isinstance(vectors[0], (torch.Tensor, np.ndarray)):
-        vectors = torch.stack([torch.as_tensor(row) for row in vectors])
-    elif not isinstance(vectors, torch.Tensor):
-        vectors = torch.tensor(vectors)
-    if vectors.dim() not in (1, 2):
-        raise ValueError(f"{name}: shape {tuple(vectors.shape)}; expected (rows, width) or (width,)")
-    vectors = vectors.to(checks.compute_dtype(vectors)) if vectors.is_floating_point() else vectors.float()
-    return torch.atleast_2d(vectors)
-
-
-def _replace_text(path: Path, text: str) -> None:
-    """Write a file; a reader finds the old one or the new one whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _bar(total: int, also: Callable[[int, int], None] | None) -> Callable[[int, int], None]:

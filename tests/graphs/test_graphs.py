@@ -26,7 +26,8 @@ from fastbert.layers.encoder import EncoderLayer, part
 from fastbert.models.bert import AutoModel, BertModel
 from fastbert.models.config import EncoderConfig
 from fastbert.runtime import dispatch, prepared
-from fastbert.sentences.encoder import SentenceEncoder, load_tokenizer
+from fastbert.sentences.encoder import SentenceEncoder
+from fastbert.sentences.tokenizer import load_tokenizer
 from tests.support.hf_models import FAMILY_NAMES, batch, hf_config
 
 CPU = torch.device("cpu")

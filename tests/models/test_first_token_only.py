@@ -19,7 +19,8 @@ from fastbert.models.heads import tasks as heads
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.pooling import pooling as pool
 from fastbert.runtime import dispatch
-from fastbert.sentences.encoder import SentenceEncoder, load_tokenizer
+from fastbert.sentences.encoder import SentenceEncoder
+from fastbert.sentences.tokenizer import load_tokenizer
 from tests.support.hf_models import FAMILY_NAMES, batch, hf_model
 from tests.support.model_pairs import SEQUENCE_TASKS, inputs_for, labels_for, model_of, pair
 

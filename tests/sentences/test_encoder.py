@@ -22,10 +22,9 @@ from fastbert.sentences.encoder import (
     EncodingError,
     SentenceEncoder,
     encode,
-    load_tokenizer,
-    pack_batches,
-    sentence_settings,
 )
+from fastbert.sentences.settings import sentence_settings
+from fastbert.sentences.tokenizer import load_tokenizer, pack_batches
 
 ROOT = Path(__file__).resolve().parents[2]
 SENTENCES = (ROOT / "examples" / "sentences.txt").read_text(encoding="utf-8").splitlines()

@@ -1,0 +1,268 @@
+"""What sentence-transformers' files in a directory say: module list, pooling, length, prompt, similarity."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from fastbert.checkpoint.files import read_json
+from fastbert.ops.pooling import MODES as POOLINGS
+from fastbert.sentences.similarity import SIMILARITIES
+
+# sentence-transformers' names of the file with the maximum length, in the order in which it looks for them
+_LENGTH_FILES = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta")
+)
+_POOLING_KEYS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+# Usual spellings of the special tokens, for those who read a saved tokenizer by transformers
+_SPECIAL_TOKENS = {
+    "cls_token": ("[CLS]", "<s>"),
+    "sep_token": ("[SEP]", "</s>"),
+    "unk_token": ("[UNK]", "<unk>"),
+    "mask_token": ("[MASK]", "<mask>"),
+}
+
+
+@dataclass(frozen=True)
+class SentenceSettings:
+    """How a directory wants its sentences encoded.
+
+    Attributes:
+        transformer: folder with config.json, weights and tokenizer.
+        pooling: "mean", "cls" or "max".
+        normalize: scale each embedding to length 1.
+        max_length: tokens a sentence may have, special ones included; None if the directory does not say.
+        lower_case: lower the text before the tokenizer sees it.
+        prompt: text put before every sentence.
+        similarity: "cosine", "dot", "euclidean" or "manhattan".
+    """
+
+    transformer: Path
+    pooling: str = "mean"
+    normalize: bool = False
+    max_length: int | None = None
+    lower_case: bool = False
+    prompt: str = ""
+    similarity: str = "cosine"
+
+
+def _pooling_of(folder: Path, override: str | None) -> tuple[str, dict[str, Any]]:
+    """The pooling mode that `folder`/config.json asks for (or the override), and the file's content."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: missing, though the directory asks for a Pooling module")
+    config = read_json(path)
+    if override is not None:
+        return override, config
+    if "pooling_mode" in config:
+        named = config["pooling_mode"]
+        modes = list(named) if isinstance(named, (list, tuple)) else [named]
+    else:
+        modes = [
+            _POOLING_KEYS.get(k, k)
+            for k, on in config.items()
+            if k.startswith("pooling_mode_") and on is True
+        ]
+    if len(modes) == 1 and modes[0] in POOLINGS:
+        return modes[0], config
+    asked = " + ".join(map(str, modes)) or "none"
+    raise ValueError(
+        f"{path}: pooling {asked} is not implemented; implemented: {', '.join(POOLINGS)} (one of them). "
+        "Give pooling= (--pooling) to choose one"
+    )
+
+
+def sentence_settings(
+    directory: str | Path,
+    *,
+    pooling: str | None = None,
+    normalize: bool | None = None,
+    prompt: str | None = None,
+) -> SentenceSettings:
+    """Read how `directory` wants its sentences encoded; the keywords stand before what the directory says.
+
+    Without sentence-transformers' files: mean pooling, no normalisation, no prompt.
+
+    Raises:
+        ValueError: a module or pooling mode that is not implemented (by name), or a file that makes no sense.
+        FileNotFoundError: a file that another one names is missing.
+    """
+    directory = Path(directory)
+    if pooling is not None and pooling not in POOLINGS:
+        raise ValueError(f"pooling: {pooling!r}; expected one of {', '.join(POOLINGS)}")
+    transformer, pooling_folder, says_normalize = directory, None, False
+    modules_path = directory / "modules.json"
+    if modules_path.is_file():
+        kinds = []
+        for place, module in enumerate(read_json(modules_path, list)):
+            if not isinstance(module, dict) or not isinstance(module.get("type"), str):
+                raise ValueError(f"{modules_path}: entry {place} has no type")
+            kind = module["type"].rsplit(".", 1)[-1]
+            folder = directory / _module_folder(modules_path, place, module.get("path", ""))
+            kinds.append(kind)
+            if kind == "Transformer":
+                transformer = folder
+            elif kind == "Pooling":
+                pooling_folder = folder
+            elif kind == "Normalize":
+                says_normalize = True
+            else:
+                raise ValueError(
+                    f"{modules_path}: module {kind!r} ({module['type']}) is not implemented; "
+                    "implemented: Transformer, Pooling, Normalize"
+                )
+        if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+            raise ValueError(
+                f"{modules_path}: modules {', '.join(kinds) or 'none'}; "
+                "expected Transformer, Pooling and perhaps Normalize"
+            )
+    elif (directory / "1_Pooling" / "config.json").is_file():
+        pooling_folder = directory / "1_Pooling"
+
+    mode, pooling_config = pooling or "mean", {}
+    if pooling_folder is not None:
+        mode, pooling_config = _pooling_of(pooling_folder, pooling)
+
+    says_prompt, similarity = _defaults(directory / "config_sentence_transformers.json")
+    prompt = says_prompt if prompt is None else prompt
+    if prompt and pooling_config.get("include_prompt", True) is False:
+        raise ValueError(
+            f"{pooling_folder / 'config.json'}: include_prompt false is not implemented "
+            f"(the prompt is {prompt!r})"
+        )
+
+    max_length, lower_case = None, False
+    for name in _LENGTH_FILES:
+        if (transformer / name).is_file():
+            config = read_json(transformer / name)
+            max_length, lower_case = config.get("max_seq_length"), bool(config.get("do_lower_case", False))
+            if max_length is not None and (type(max_length) is not int or max_length < 1):
+                raise ValueError(
+                    f"{transformer / name}: max_seq_length {max_length!r}; expected a positive integer"
+                )
+            break
+    if max_length is None and (transformer / "tokenizer_config.json").is_file():
+        says = read_json(transformer / "tokenizer_config.json").get("model_max_length")
+        if isinstance(says, (int, float)) and 0 < says < 1e9:  # 1e30 stands for no limit
+            max_length = int(says)
+    return SentenceSettings(
+        transformer,
+        mode,
+        says_normalize if normalize is None else bool(normalize),
+        max_length,
+        lower_case,
+        prompt,
+        similarity,
+    )
+
+
+def _module_folder(modules_path: Path, place: int, name: object) -> str:
+    """The name of a folder beside modules.json, "" for its own; a file may not lead anywhere else."""
+    plain = name.rstrip("/") if isinstance(name, str) and name[:1] != "/" else None
+    if plain is None or plain in (".", "..") or re.search(r"[/\\\0]", plain):
+        raise ValueError(
+            f"{modules_path}: entry {place}: path: expected the name of a folder beside it, got {name!r}"
+        )
+    return plain
+
+
+def _defaults(path: Path) -> tuple[str, str]:
+    """The default prompt and the similarity function that config_sentence_transformers.json asks for."""
+    config = read_json(path) if path.is_file() else {}
+    similarity = config.get("similarity_fn_name") or "cosine"
+    if similarity not in SIMILARITIES:
+        raise ValueError(
+            f"{path}: similarity_fn_name {similarity!r}; expected one of {', '.join(SIMILARITIES)}"
+        )
+    name, prompts = config.get("default_prompt_name"), config.get("prompts") or {}
+    if name is None:
+        return "", similarity
+    if not isinstance(prompts, dict) or not isinstance(prompts.get(name), str):
+        raise ValueError(f"{path}: default_prompt_name {name!r} is not among the prompts")
+    return prompts[name], similarity
+
+
+def save_settings(
+    settings: SentenceSettings, tokenizer: Tokenizer, width: int, pad_token_id: int | None
+) -> None:
+    """Write the tokenizer and the settings into `settings.transformer`, as sentence-transformers spells them.
+
+    Each file replaces an old one whole; modules.json is the last.
+
+    Args:
+        settings: what to write, and where.
+        tokenizer: saved without its truncation.
+        width: numbers in an embedding.
+        pad_token_id: of the model; None if it has none.
+
+    Raises:
+        OSError: naming the file that cannot be written.
+    """
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    tokenizer.no_truncation()
+    known = {
+        name: next((s for s in spellings if tokenizer.token_to_id(s) is not None), None)
+        for name, spellings in _SPECIAL_TOKENS.items()
+    }
+    known["pad_token"] = None if pad_token_id is None else tokenizer.id_to_token(pad_token_id)
+    modules = ["Transformer", "Pooling", *(["Normalize"] if settings.normalize else [])]
+    files = {
+        "tokenizer.json": tokenizer.to_str(pretty=True),
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": settings.max_length,
+            "model_input_names": ["input_ids", "attention_mask"],
+            **{name: token for name, token in known.items() if token is not None},
+        },
+        "sentence_bert_config.json": {
+            "max_seq_length": settings.max_length,
+            "do_lower_case": settings.lower_case,
+        },
+        "1_Pooling/config.json": {
+            "word_embedding_dimension": width,
+            **{key: mode == settings.pooling for key, mode in _POOLING_KEYS.items()},
+        },
+        "config_sentence_transformers.json": {
+            "prompts": {"default": settings.prompt} if settings.prompt else {},
+            "default_prompt_name": "default" if settings.prompt else None,
+            "similarity_fn_name": settings.similarity,
+        },
+        # last: without it the directory is a plain one of HuggingFace's
+        "modules.json": [
+            {
+                "idx": i,
+                "name": str(i),
+                "path": f"{i}_{kind}" if i else "",
+                "type": f"sentence_transformers.models.{kind}",
+            }
+            for i, kind in enumerate(modules)
+        ],
+    }
+    for name, content in files.items():
+        path = settings.transformer / name
+        path.parent.mkdir(exist_ok=True)
+        _replace_text(path, content if isinstance(content, str) else json.dumps(content, indent=2) + "\n")
+
+
+def _replace_text(path: Path, text: str) -> None:
+    """Write a file; a reader finds the old one or the new one whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

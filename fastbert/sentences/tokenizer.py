@@ -1,0 +1,137 @@
+"""Text to token ids: the tokenizer of a directory, and batches of what it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from fastbert.checkpoint.files import read_json
+from fastbert.models.config import MAX_SIZE
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Token ids of many sentences, one after the other.
+
+    Attributes:
+        ids: (total,) int64, special tokens included.
+        starts: (sentences + 1,) int64; sentence i is ids[starts[i]:starts[i + 1]].
+        full_lengths: (sentences,) int64, tokens before truncation.
+    """
+
+    ids: np.ndarray
+    starts: np.ndarray
+    full_lengths: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(sentences,) int64, tokens kept."""
+        return np.diff(self.starts)
+
+    @property
+    def truncated(self) -> np.ndarray:
+        """Indices of the sentences that lost tokens."""
+        return np.flatnonzero(self.full_lengths > self.lengths)
+
+
+def load_tokenizer(directory: str | Path) -> Tokenizer:
+    """The tokenizer of a HuggingFace directory: tokenizer.json, or a WordPiece one made from vocab.txt.
+
+    Padding and truncation baked into tokenizer.json are switched off. vocab.txt is read as BERT's, with
+    do_lower_case, strip_accents, tokenize_chinese_chars and the special tokens of tokenizer_config.json.
+
+    Raises:
+        FileNotFoundError: neither file is there.
+        ValueError: a file that is not what its name says.
+    """
+    directory = Path(directory)
+    path = directory / "tokenizer.json"
+    if path.is_file():
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the Rust side raises a bare Exception
+            raise ValueError(f"{path}: not a tokenizer of the tokenizers library ({error})") from None
+        _check_ids(path, tokenizer)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return tokenizer
+    if (directory / "vocab.txt").is_file():
+        return _wordpiece(directory)
+    others = ("vocab.json", "merges.txt", "sentencepiece.bpe.model", "spiece.model")
+    found = [name for name in others if (directory / name).is_file()]
+    hint = f" ({', '.join(found)} is there: save it once with transformers' fast tokenizer)" if found else ""
+    raise FileNotFoundError(f"{directory}: no tokenizer.json and no vocab.txt{hint}")
+
+
+def _check_ids(path: Path, tokenizer: Tokenizer) -> None:
+    """Refuse ids that no vocabulary reaches: a copy of the tokenizer takes memory for every id up to them."""
+    token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", 0))
+    if highest >= MAX_SIZE:
+        raise ValueError(f"{path}: token {token!r} has id {highest}; expected ids below {MAX_SIZE}")
+
+
+def _wordpiece(directory: Path) -> Tokenizer:
+    path = directory / "vocab.txt"
+    config_path = directory / "tokenizer_config.json"
+    config = read_json(config_path) if config_path.is_file() else {}
+    try:
+        words = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 ({error})") from None
+    if words and not words[-1]:
+        words.pop()
+    vocab = {word.rstrip("\r"): i for i, word in enumerate(words)}
+
+    special = {}
+    for name in ("unk", "sep", "pad", "cls", "mask"):
+        token = config.get(f"{name}_token") or f"[{name.upper()}]"
+        special[name] = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(special[name], str):
+            raise ValueError(f"{config_path}: {name}_token: expected a text, got {special[name]!r}")
+        if special[name] not in vocab and name in ("unk", "sep", "cls"):
+            raise ValueError(
+                f"{path}: has no {name}_token {special[name]!r}; expected a BERT WordPiece vocabulary"
+            )
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=special["unk"]))
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=config.get("tokenize_chinese_chars", True),
+        strip_accents=config.get("strip_accents"),
+        lowercase=config.get("do_lower_case", True),
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    cls, sep = special["cls"], special["sep"]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{cls}:0 $A:0 {sep}:0",
+        pair=f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1",
+        special_tokens=[(cls, vocab[cls]), (sep, vocab[sep])],
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(t, normalized=False, special=True) for t in special.values() if t in vocab]
+    )
+    return tokenizer
+
+
+def pack_batches(
+    lengths: np.ndarray, batch_tokens: int, batch_size: int | None = None
+) -> Iterator[np.ndarray]:
+    """Split sentences into batches of at most `batch_tokens` tokens and `batch_size` sentences, the longest
+    first.
+
+    Yields:
+        indices into `lengths`; a sentence longer than `batch_tokens` is a batch of its own.
+    """
+    order = np.argsort(-lengths, kind="stable")  # longest first: what does not fit in memory fails at once
+    first, tokens = 0, 0
+    for place, index in enumerate(order):
+        length = int(lengths[index])
+        if place > first and (tokens + length > batch_tokens or place - first == batch_size):
+            yield order[first:place]
+            first, tokens = place, 0
+        tokens += length
+    if first < len(order):
+        yield order[first:]
