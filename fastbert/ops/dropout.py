@@ -20,7 +20,7 @@ ROUNDS = 10
 
 # Device type -> dtypes in which attention's forward saves its bits, one for each probability, for backward:
 # the one place where this is chosen. CPU: measured. GPU: counted in instructions; those of float32's products
-# are so many that drawing the bits again hardly counts (CONTRIBUTING, Measured facts).
+# are so many that drawing the bits again hardly counts (kernels/NOTES.md).
 SAVED_ON = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
     "cuda": (torch.bfloat16, torch.float16),
