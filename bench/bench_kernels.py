@@ -153,7 +153,7 @@ def timed_backends(op: str, device: torch.device, dtype: torch.dtype) -> list[st
     return [
         name
         for name in dispatch.BACKENDS
-        if name not in left_out and dispatch.gap(name, op, device.type, dtype) is None
+        if name not in left_out and dispatch.unsupported_reason(name, op, device.type, dtype) is None
     ]
 
 

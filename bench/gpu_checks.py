@@ -116,7 +116,7 @@ class Check:
 
 def gap(check: Check, unit: Unit) -> str | None:
     """Why the unit does not run on this device; None if it does."""
-    return dispatch.gap(unit.backend, unit.op, check.device.type, unit.dtype)
+    return dispatch.unsupported_reason(unit.backend, unit.op, check.device.type, unit.dtype)
 
 
 def cases(check: Check, unit: Unit) -> list[testing.Case]:
@@ -349,7 +349,11 @@ def some_lengths(index: int, tiny: bool) -> tuple[int, ...]:
 
 def pins(check: Check, dtype: torch.dtype) -> dict[str, str]:
     """Triton for every op that it serves here."""
-    triton = [op for op in dispatch.OPS if dispatch.gap("triton", op, check.device.type, dtype) is None]
+    triton = [
+        op
+        for op in dispatch.OPS
+        if dispatch.unsupported_reason("triton", op, check.device.type, dtype) is None
+    ]
     return dict.fromkeys(triton, "triton")
 
 
@@ -421,7 +425,7 @@ def sanitized(program: str, tool: str, seconds: float) -> tuple[str, str | None]
 def tiny_cases() -> int:
     """What the sanitizer watches: the tiny cases of every op that Triton serves, forward."""
     for op, backend in itertools.product(dispatch.OPS, BACKENDS):
-        if dispatch.gap(backend, op, "cuda", torch.bfloat16) is None:
+        if dispatch.unsupported_reason(backend, op, "cuda", torch.bfloat16) is None:
             with dispatch.use_backend(**{op: backend}), torch.no_grad():
                 for case in testing.small_cases(op):
                     case.call(**case.inputs(torch.bfloat16, "cuda"))

@@ -474,7 +474,7 @@ def _verify(args: argparse.Namespace) -> int:
     for op in ops:
         for backend in backends:
             for dtype_name in args.dtype or list(_DTYPES):
-                reason = dispatch.gap(backend, op, device.type, _DTYPES[dtype_name])
+                reason = dispatch.unsupported_reason(backend, op, device.type, _DTYPES[dtype_name])
                 if reason is not None:
                     gaps.append(f"{op} by {backend} in {dtype_name}: {reason}")
                     continue
@@ -579,7 +579,7 @@ def _no_check(device: torch.device, ops: Sequence[str]) -> str:
         return "only GPU kernels are checked before they serve"
     pairs = [(op, name) for name in dispatch.SELF_CHECKED for op in ops]
     having = [(op, name) for op, name in pairs if op in dispatch.backend_module(name).DTYPES]
-    gaps = [(name, dispatch.gap(name, op, device.type, None)) for op, name in having]
+    gaps = [(name, dispatch.unsupported_reason(name, op, device.type, None)) for op, name in having]
     told = dict.fromkeys(f"{name}: {reason}" for name, reason in gaps if reason)
     return "; ".join(told) or "no GPU kernel of theirs is in the table"
 

@@ -47,8 +47,8 @@ def launchers(device: torch.device, dtype: torch.dtype, linear: str) -> tuple[Ca
     `linear` ("linear" or "linear_int8"); None where several do, or the one has no fused layer.
     """
     ops = ("attention", "layer_norm", linear)
-    weights = dispatch.fused("encoder_layer_weights", ops, device, dtype)
-    forward = dispatch.fused("encoder_layer_fwd", ops, device, dtype)
+    weights = dispatch.serving_function("encoder_layer_weights", ops, device, dtype)
+    forward = dispatch.serving_function("encoder_layer_fwd", ops, device, dtype)
     return None if weights is None or forward is None else (weights, forward)
 
 
@@ -67,9 +67,9 @@ def open_team(x: Tensor) -> None:
     if x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return
     ops = ("attention", "layer_norm")
-    launch = dispatch.fused("open_team", ops, x.device, x.dtype)
+    launch = dispatch.serving_function("open_team", ops, x.device, x.dtype)
     if launch is not None:
-        _close = dispatch.fused("close_team", ops, x.device, x.dtype)
+        _close = dispatch.serving_function("close_team", ops, x.device, x.dtype)
         launch()
 
 

@@ -213,7 +213,7 @@ linear_fwd.register_autograd(lambda ctx, dy, _: _backward(linear_bwd, ctx, dy), 
 
 def packer(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
     """What makes `packed` of a weight for the backend that serves `x` of that device and dtype; or None."""
-    return dispatch.optional("linear_pack", device, dtype)
+    return dispatch.serving_function("linear_pack", ("linear",), device, dtype)
 
 
 def linear(

@@ -105,7 +105,7 @@ def _(x, weight, scale, bias, activation, packed):
 
 def packer(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
     """What makes `packed` of a weight for the backend that serves `x` of that device and dtype; or None."""
-    return dispatch.optional("linear_int8_pack", device, dtype)
+    return dispatch.serving_function("linear_int8_pack", ("linear_int8",), device, dtype)
 
 
 def linear_int8(

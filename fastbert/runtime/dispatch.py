@@ -1,13 +1,12 @@
 """Which backend serves which op.
 
-One literal table, `device -> op -> backends, best first`. `reference` closes every list. A backend that is
-not installed, does not run on the device or does not store the dtype is passed over; `explain()` says why.
+One literal table, `device -> op -> backends, best first`. `reference` closes every list. A backend is passed
+over where it is not installed, does not run on the device or does not store the dtype; `explain()` says why.
 
-A hand-written GPU kernel (`triton`, `cuda`) serves only after a self-check on the user's own device: a few
-tiny `testing.Case`s of its op against the reference, at the first use of op and dtype. The verdict is kept on
-disk (`verdicts.py`); during the capture of a CUDA graph only verdicts that are there count. A failure drops
-the backend for that op with one warning. `use_backend` pins a backend and skips the check; a pinned gap
-raises.
+A hand-written GPU kernel (`triton`, `cuda`) serves only after a self-check on the user's own device. The
+check runs at the first use of an op and dtype, in `fastbert.testing.proving`, which also keeps the verdict. A
+failure drops the backend for that op with one warning. `use_backend` pins a backend and skips the check; a
+pinned backend that cannot serve raises.
 """
 
 from __future__ import annotations
@@ -21,17 +20,25 @@ from types import ModuleType
 import torch
 
 OPS = (
-    "attention", "cross_entropy", "embedding", "layer_norm", "linear", "linear_cross_entropy", "linear_int8",
-    "padding", "pooling",
-)  # fmt: skip
-INFERENCE_ONLY = ("linear_int8",)  # ops without a backward
+    "attention",
+    "cross_entropy",
+    "embedding",
+    "layer_norm",
+    "linear",
+    "linear_cross_entropy",
+    "linear_int8",
+    "padding",
+    "pooling",
+)
+# Ops without a backward.
+INFERENCE_ONLY = ("linear_int8",)
 
 HALF = (torch.bfloat16, torch.float16)
 
-# Order within a line is by measurement, or by count of bytes where no results row exists yet (see README).
+# A ranking is ordered by measurement, or by a count of bytes where bench/results has no row yet (see README).
 # `cuda` (CUDA C++) is absent until a row in bench/results proves it on a device of that compute capability.
-# A line may stand for a part of an op's calls: "linear activation" for those with an activation, "linear
-# half" for those in half precision, "linear activation half". The narrowest line counts.
+# A key may name one kind of call: "linear activation" is for calls with an activation, "linear half" for
+# calls in half precision, "linear activation half" for both. The most specific key counts.
 TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {
         "attention": ("cpu", "aten", "reference"),
@@ -44,52 +51,66 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "padding": ("cpu", "aten", "reference"),
         "pooling": ("aten", "reference"),
     },
-    # All of "cuda" is by count of bytes: bench/results has no row of a GPU yet.
+    # All of "cuda" is ranked by a count of bytes: bench/results has no row of a GPU yet.
     "cuda": {
-        # No padded copies of q, k, v; no scores in memory. A token and head of 64, of 512, in half precision:
-        # backward moves 1.6 kB, aten's 16 kB for the scores and their three like in float32 alone.
+        # No padded copies of q, k, v and no scores in memory. In half precision at length 512 and headdim 64,
+        # backward moves 1.6 kB per token and head; aten moves 16 kB for the float32 scores and the three
+        # tensors like them.
         "attention": ("triton", "aten", "reference"),
         # Reads the labelled logits once, and once more in backward; aten copies all rows in float32 first.
         "cross_entropy": ("triton", "aten", "reference"),
         # One pass; aten writes and reads three float32 sums. Backward writes a table's gradient once; aten
         # fills it with zeros, adds to it in float32 and casts it.
         "embedding": ("triton", "aten", "reference"),
-        "layer_norm": ("triton", "aten", "reference"),  # one pass over z instead of three
-        "linear": ("aten", "reference"),  # cuBLAS moves no byte more
-        # The activation moves once, not three times; in backward its gradient is read once less, for the
-        # bias. In float32 that is little beside the products themselves.
+        # One pass over z instead of three.
+        "layer_norm": ("triton", "aten", "reference"),
+        # cuBLAS moves not one byte more.
+        "linear": ("aten", "reference"),
+        # The activation moves once, not three times; backward reads its gradient once less, for the bias. In
+        # float32 that is little beside the products themselves.
         "linear activation half": ("triton", "aten", "reference"),
-        "linear_cross_entropy": ("triton", "aten", "reference"),  # cuBLAS's products, cross_entropy's kernels
+        # cuBLAS's products with cross_entropy's kernels.
+        "linear_cross_entropy": ("triton", "aten", "reference"),
         "linear_int8": ("aten", "reference"),
-        "padding": ("triton", "aten", "reference"),  # unpack writes a row once, aten zeros first; pack: equal
+        # `unpack` writes each row once, where aten writes zeros first; `pack` is equal.
+        "padding": ("triton", "aten", "reference"),
         # Reads the tokens once; aten writes them in float32 first, and their gradients too.
         "pooling": ("triton", "aten", "reference"),
     },
 }
 BACKENDS = ("reference", "aten", "cpu", "triton", "cuda")
 SELF_CHECKED = ("triton", "cuda")
-_PROVER = "fastbert.testing.proving"  # loaded by name, like a backend: dispatch knows neither
+# The module whose `is_proven` says whether a kernel passed its self-check. It is loaded by name and at its
+# first use, like a backend: dispatch depends on neither.
+_PROVER = "fastbert.testing.proving"
 
 
 class BackendError(RuntimeError):
     """A pinned backend cannot serve an op, or no backend can."""
 
 
-_pins: dict[
-    str, str
-] = {}  # op -> backend; process-wide, because autograd runs backward in threads of its own
+# Op -> pinned backend, "*" for all ops. Process-wide, because autograd runs backward in threads of its own.
+_pins: dict[str, str] = {}
+# What was chosen for a call, by `call` and by `serving_function`.
 _resolved: dict[tuple, Callable | None] = {}
 _UNKNOWN = object()
-_TensorBase = torch._C.TensorBase  # of torch.Tensor, whose own isinstance takes ten times as long
-_changes = 0  # of the pins; what was chosen before one is not kept after it
-_trials = 0  # self-checks under way; meanwhile nothing is kept in `_resolved`
-_trial = threading.local()  # .pins: as `_pins`, for the thread that runs a self-check
-_lock = threading.RLock()  # guards the four above; never held while a kernel runs
+# The base class of torch.Tensor: torch.Tensor's own isinstance takes ten times as long.
+_TensorBase = torch._C.TensorBase
+# How often the pins have changed. A choice made before a change is not kept after it.
+_changes = 0
+# Self-checks under way. Meanwhile nothing is kept in `_resolved`.
+_trials = 0
+# `_trial.pins`: like `_pins`, for the thread that runs a self-check.
+_trial = threading.local()
+# Guards the pins, the choices and the two counts. Never held while a kernel runs.
+_lock = threading.RLock()
 
 
 def plain(t: torch.Tensor) -> torch.Tensor:
-    """`t` with its values in memory, where kernels read them: a negative bit (`x.conj().imag`) is resolved,
-    and a tensor that is zero without memory (`torch._efficientzerotensor`) becomes one of zeros.
+    """`t` with its values in memory, where kernels read them.
+
+    A negative bit (`x.conj().imag`) is resolved, and a tensor that is zero without memory
+    (`torch._efficientzerotensor`) becomes a tensor of zeros.
     """
     if t.is_neg():
         return t.resolve_neg()
@@ -105,7 +126,7 @@ def backend_module(name: str) -> ModuleType:
 
 def backends_for(op: str, device: str) -> tuple[str, ...]:
     """All backends that have `op`, whether or not the table serves them on `device`."""
-    return tuple(name for name in BACKENDS if gap(name, op, device, None) is None)
+    return tuple(name for name in BACKENDS if unsupported_reason(name, op, device, None) is None)
 
 
 def has_backward(name: str, op: str) -> bool:
@@ -113,10 +134,18 @@ def has_backward(name: str, op: str) -> bool:
     return op == "padding" or hasattr(backend_module(name), f"{op}_bwd")
 
 
-def gap(
+def unsupported_reason(
     name: str, op: str, device: str, dtype: torch.dtype | None, function: str | None = None
 ) -> str | None:
-    """Why backend `name` cannot run `op` on `device` for `dtype` (None = any); None if it can."""
+    """Why backend `name` cannot run `op`, or None if it can.
+
+    Args:
+        name: the backend.
+        op: the op.
+        device: a device type, such as "cuda".
+        dtype: the dtype that it must store; None = any.
+        function: a launcher that it must have, such as "linear_bwd"; None = any.
+    """
     module = backend_module(name)
     if op not in module.DTYPES:
         return "has no kernel for this op"
@@ -131,10 +160,11 @@ def gap(
 
 
 def call(function: str, key: torch.Tensor, *args):
-    """Run `<op>_fwd` / `<op>_bwd` on the backend that serves `key`'s device and dtype.
+    """Run `<op>_fwd` or `<op>_bwd` on the backend that serves `key`'s device and dtype.
 
     Args:
-        function: name in the backend's namespace, such as "layer_norm_fwd".
+        function: the launcher's name, such as "layer_norm_fwd"; a kind of call that the table knows follows
+            behind a space, as in "linear_fwd activation".
         key: the tensor whose device and dtype choose the backend.
         args: the contract's arguments, passed on as they are.
     """
@@ -145,7 +175,8 @@ def call(function: str, key: torch.Tensor, *args):
     launch = _resolved.get((function, device, key.dtype))
     if launch is None:
         launch = _resolve(function, device, key.dtype)
-    if torch.is_autocast_enabled(device.type):  # the op has cast already; kernels must not be cast again
+    if torch.is_autocast_enabled(device.type):
+        # the op has cast its inputs already; kernels must not cast them again
         with torch.autocast(device.type, enabled=False):
             return launch(*args)
     return launch(*args)
@@ -156,38 +187,35 @@ def _op_of(function: str) -> str:
     return "padding" if op in ("pack", "unpack") else op
 
 
-def line(function: str, device_type: str, dtype: torch.dtype) -> tuple[str, ...]:
-    """The table's narrowest line for calls of `function`, such as "linear_fwd" or "linear_fwd activation"."""
-    op, part = _op_of(function), function.partition(" ")[2]
-    lines = TABLE.get(device_type, {})
+def ranking(function: str, device_type: str, dtype: torch.dtype) -> tuple[str, ...]:
+    """The backends for calls of `function` ("linear_fwd", "linear_fwd activation"), best first."""
+    op, kind = _op_of(function), function.partition(" ")[2]
+    rankings = TABLE.get(device_type, {})
     half = " half" if dtype in HALF else ""
-    for name in (f"{op} {part}{half}", f"{op} {part}", f"{op}{half}", op):
-        if name in lines:
-            return lines[name]
+    for name in (f"{op} {kind}{half}", f"{op} {kind}", f"{op}{half}", op):
+        if name in rankings:
+            return rankings[name]
     return ("aten", "reference")
 
 
-def parts(op: str, device_type: str) -> tuple[str, ...]:
-    """What of the op's calls has a line of its own: "" for all, and such as "activation"."""
-    named = [name.split()[1:] for name in TABLE.get(device_type, {}) if name.split()[0] == op]
-    return "", *sorted({words[0] for words in named if words and words[0] != "half"})
+def call_kinds(op: str, device_type: str) -> tuple[str, ...]:
+    """The kinds of the op's calls that the table ranks apart: "" for all calls, then such as "activation"."""
+    keys = [key.split()[1:] for key in TABLE.get(device_type, {}) if key.split()[0] == op]
+    return "", *sorted({words[0] for words in keys if words and words[0] != "half"})
 
 
-def optional(function: str, device: torch.device, dtype: torch.dtype) -> Callable | None:
-    """`function` (such as "linear_int8_pack") of the backend that now serves its op's forward.
+def serving_function(
+    function: str, ops: tuple[str, ...], device: torch.device, dtype: torch.dtype
+) -> Callable | None:
+    """`function` of the one backend that now serves the forward of all `ops`.
 
-    None where that backend has no such function.
-    """
-    found = _resolved.get((function, device, dtype), _UNKNOWN)
-    if found is _UNKNOWN:
-        found = _choose(function, f"{_op_of(function)}_fwd", device, dtype)
-    return found
+    Args:
+        function: name in the backend's namespace, such as "encoder_layer_fwd".
+        ops: the ops that the function belongs to.
+        device, dtype: of the tensors.
 
-
-def fused(function: str, ops: tuple[str, ...], device: torch.device, dtype: torch.dtype) -> Callable | None:
-    """`function` of the backend that now serves the forward of every one of `ops`.
-
-    None where several backends share them, or the one has no such function.
+    Returns:
+        The function; None where several backends serve the ops, or the one backend has no such function.
     """
     key = (function, ops, device, dtype)
     found = _resolved.get(key, _UNKNOWN)
@@ -196,50 +224,42 @@ def fused(function: str, ops: tuple[str, ...], device: torch.device, dtype: torc
         chosen = [_serving(f"{op}_fwd", device, dtype) for op in ops]
         names = {name for name, _ in chosen}
         found = getattr(backend_module(names.pop()), function, None) if len(names) == 1 else None
-        _keep(key, found, changes, all(cacheable for _, cacheable in chosen))
+        _keep(key, found, changes, all(lasting for _, lasting in chosen))
     return found
 
 
 def _resolve(function: str, device: torch.device, dtype: torch.dtype) -> Callable:
-    launch = _choose(function, function, device, dtype)
-    assert launch is not None  # a backend without the function was passed over
+    """The launcher of the backend that is pinned or serves, kept for later calls if the choice will last."""
+    changes = _changes
+    name, lasting = _serving(function, device, dtype)
+    launch = getattr(backend_module(name), function.partition(" ")[0])
+    _keep((function, device, dtype), launch, changes, lasting)
     return launch
 
 
-def _choose(function: str, serving: str, device: torch.device, dtype: torch.dtype) -> Callable | None:
-    """`function` of the backend that is pinned for `serving`, or serves it; None where it has none.
-
-    Kept for the calls to come, unless that will not stay so.
-    """
-    changes = _changes
-    name, cacheable = _serving(serving, device, dtype)
-    found = getattr(backend_module(name), function.partition(" ")[0], None)
-    _keep((function, device, dtype), found, changes, cacheable)
-    return found
-
-
 def _serving(function: str, device: torch.device, dtype: torch.dtype) -> tuple[str, bool]:
-    """(the backend that is pinned for `function` or serves it, whether that will stay so)."""
+    """(the backend that is pinned for `function` or serves it, whether that choice will last)."""
     op = _op_of(function)
     trial = getattr(_trial, "pins", {}).get(op)
     pinned = trial or _pins.get(op) or _pins.get("*")
     if pinned is None:
         return _first_proven(function, op, device, dtype)
-    _refuse_gap(pinned, op, device.type, dtype, function.partition(" ")[0])
+    _refuse_unsupported(pinned, op, device.type, dtype, function.partition(" ")[0])
     return pinned, True
 
 
-def _keep(key: tuple, found: Callable | None, changes: int, cacheable: bool) -> None:
-    """Remember what was chosen when the pins had changed `changes` times, if it will stay so."""
+def _keep(key: tuple, found: Callable | None, changes: int, lasting: bool) -> None:
+    """Keep a choice that will last, unless the pins have changed since `changes` or a self-check runs."""
     with _lock:
-        if cacheable and _trials == 0 and changes == _changes:
+        if lasting and _trials == 0 and changes == _changes:
             _resolved[key] = found
 
 
-def _refuse_gap(pinned: str, op: str, device_type: str, dtype: torch.dtype, function: str) -> None:
-    reason = gap(pinned, op, device_type, dtype, function)
+def _refuse_unsupported(pinned: str, op: str, device_type: str, dtype: torch.dtype, function: str) -> None:
+    """Raise BackendError where the pinned backend cannot run the op."""
+    reason = unsupported_reason(pinned, op, device_type, dtype, function)
     if reason is not None:
-        others = [b for b in BACKENDS if gap(b, op, device_type, dtype, function) is None]
+        others = [b for b in BACKENDS if unsupported_reason(b, op, device_type, dtype, function) is None]
         raise BackendError(
             f"use_backend({pinned!r}): op {op!r} cannot run on {device_type} in "
             f"{str(dtype).removeprefix('torch.')}: {reason}; "
@@ -248,19 +268,19 @@ def _refuse_gap(pinned: str, op: str, device_type: str, dtype: torch.dtype, func
 
 
 def _first_proven(function: str, op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, bool]:
-    """(the first backend of the line that can serve, whether that will stay so)."""
-    cacheable = True
-    for name in line(function, device.type, dtype):
-        if gap(name, op, device.type, dtype, function.partition(" ")[0]) is not None:
+    """(the first backend of the ranking that can serve, whether that choice will last)."""
+    lasting = True
+    for name in ranking(function, device.type, dtype):
+        if unsupported_reason(name, op, device.type, dtype, function.partition(" ")[0]) is not None:
             continue
         if name in SELF_CHECKED:
             proven = importlib.import_module(_PROVER).is_proven(name, op, device, dtype)
             if proven is None:
-                # not to be known now: this call takes the next backend
-                cacheable = False
+                # nothing can be known now: this call takes the next backend
+                lasting = False
             if not proven:
                 continue
-        return name, cacheable
+        return name, lasting
     raise BackendError(f"no backend serves op {op!r} on {device.type} in {str(dtype).removeprefix('torch.')}")
 
 
@@ -271,14 +291,15 @@ def in_trial() -> bool:
 
 @contextlib.contextmanager
 def trial(**per_op: str) -> Iterator[None]:
-    """Pin backends in this thread alone, for a self-check; other threads go on as the table says.
+    """Pin backends in this thread alone, for a self-check; other threads use the table as before.
 
-    Backward runs in this thread too. There is no check of other kernels within.
+    Backward runs in this thread too. No other kernel is checked meanwhile.
     """
     global _trials
     with _lock:
         _trials += 1
-        _resolved.clear()  # and it stays empty: every call looks for its own thread's pins
+        # it stays empty during the trial, so every call looks for its own thread's pins
+        _resolved.clear()
     before = getattr(_trial, "pins", None)
     _trial.pins = {**(before or {}), **per_op}
     try:
@@ -299,7 +320,7 @@ def use_backend(name: str | None = None, /, **per_op: str) -> Iterator[None]:
 
     Args:
         name: backend for every op ("reference", "aten", "cpu", "triton", "cuda").
-        per_op: backend for one op, such as `layer_norm="triton"`; stands before `name`.
+        per_op: backend for one op, such as `layer_norm="triton"`; overrides `name`.
 
     Raises:
         ValueError: unknown op or backend.

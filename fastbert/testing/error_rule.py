@@ -6,7 +6,8 @@ dtype under test, (c) by the backend under test. Then
   - half precision: max error of (c) <= max error of (b) + one rounding step of the output; mean error <= 1.0
     x (b)'s;
   - float32 and float64: max error of (c) <= max error of (b) + the case's conditioning floor;
-and nothing is NaN or infinite where (a) is finite. Over few elements chance has its share (`luck`).
+and nothing is NaN or infinite where (a) is finite. Over few elements the bounds are a little wider
+(`chance_allowance`).
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from fastbert.runtime import dispatch
 HALF = (torch.bfloat16, torch.float16)
 
 
-def luck(elements: int) -> float:
-    """How much the errors of two equally good results may differ by chance over so few elements, as a factor.
+def chance_allowance(elements: int) -> float:
+    """The factor by which the errors of two equally good results may differ by chance.
 
-    Both come from the same roundings: the spread of their ratio falls with the root of the count. 1.01 at
-    65,536 elements, 1.09 at 512. Without it a correct kernel fails a tiny self-check every other time.
+    Both errors come from the same roundings, so the spread of their ratio falls with the root of the count of
+    elements: the factor is 1.01 at 65,536 elements and 1.09 at 512. Without it a correct kernel fails a tiny
+    self-check every other time.
     """
     return 1.005 + 2.0 / elements**0.5
 
@@ -39,7 +41,7 @@ class Case:
 
     Attributes:
         op: the op's name.
-        id: shapes and options as they stand in test and bench ids, such as "8x512x768-residual".
+        id: shapes and options for test and bench ids, such as "8x512x768-residual".
         grad_inputs: names of the inputs to differentiate.
         output_names: a name for each tensor that `call` returns.
     """
@@ -58,7 +60,7 @@ class Case:
         raise NotImplementedError
 
     def eager(self, **inputs) -> Tensor | tuple[Tensor, ...]:
-        """The same in plain eager PyTorch, as users write it, in the inputs' dtype. The yardstick."""
+        """The same in plain eager PyTorch, as users write it, in the inputs' dtype: the error to beat."""
         raise NotImplementedError
 
     def oracle(self, **inputs) -> Tensor | tuple[Tensor, ...]:
@@ -133,7 +135,7 @@ def compare(
     error, eager_error = (wide - truth).abs(), (eager64 - truth).abs()
     worst, eager_worst = error.max().item(), eager_error.nan_to_num(nan=float("inf")).max().item()
     mean, eager_mean = error.mean().item(), eager_error.mean().item()
-    reason, chance = "", luck(truth.numel())
+    reason, chance = "", chance_allowance(truth.numel())
     if dtype in HALF:
         if (error > chance * eager_worst + rounding_step(truth, dtype)).any():
             reason = f"max error {worst:.3g} over eager's {eager_worst:.3g} and one rounding step"
@@ -145,9 +147,7 @@ def compare(
 
 
 def _mean_noise(truth: Tensor, dtype: torch.dtype) -> float:
-    """Mean error of correct rounding (a quarter step) and three standard deviations of it over so few
-    elements.
-    """
+    """The mean error of correct rounding (a quarter step) and three standard deviations of that mean."""
     step = rounding_step(truth, dtype)
     return (0.25 * step.mean() + 3 * 0.1445 * step.square().mean().sqrt() / truth.numel() ** 0.5).item()
 
@@ -171,9 +171,7 @@ def evaluate(
     backward: bool,
     douts: list[Tensor],
 ) -> dict[str, Tensor]:
-    """Outputs of `function` and, with `backward`, the gradients for the upstream gradients `douts`, by
-    name.
-    """
+    """Outputs of `function` by name; with `backward` also the gradients, given the outputs' (`douts`)."""
     names = case.grad_inputs if backward else ()
     kwargs = _with_grad(inputs, names, dtype)
     with torch.set_grad_enabled(backward):
@@ -200,10 +198,10 @@ def run_case(
     seed: int = 0,
     pin: Callable[..., AbstractContextManager] = dispatch.use_backend,
 ) -> list[Row]:
-    """One case on one backend by the error rule: a row for each output and each gradient.
+    """One case on one backend by the error rule: one row per output and per gradient.
 
-    Gradients only where the backend has the op's backward and the dtype has gradients at all. `pin` makes the
-    backend serve the op.
+    Gradients are compared only where the backend has the op's backward and the dtype has gradients. `pin` is
+    the context manager that makes the backend serve the op.
     """
     backward = backward and dtype.is_floating_point and dispatch.has_backward(backend, case.op)
     inputs = case.inputs(dtype, device, seed)
@@ -251,12 +249,12 @@ def small_cases(op: str) -> list[Case]:
 
 
 def gpu_cases(op: str) -> list[Case]:
-    """What a self-check runs on a GPU besides: cheap there, and large enough for the configs of real work."""
+    """Further cases of a self-check on a GPU: cheap there, and large enough for the configs of real work."""
     return list(getattr(importlib.import_module(f"fastbert.testing.op_cases.{op}"), "ON_GPU", []))
 
 
 def bench_cases(op: str, lengths: tuple[int, ...]) -> list[Case]:
-    """What BERT-base asks of an op for a batch of sequences of these lengths, in tokens."""
+    """The cases that BERT-base needs of an op for a batch of sequences of these lengths, in tokens."""
     return list(importlib.import_module(f"fastbert.testing.op_cases.{op}").bench(lengths))
 
 
@@ -266,29 +264,27 @@ def verify(
     dtypes: Iterable[torch.dtype] | None = None,
     device: torch.device | str = "cpu",
 ) -> Iterator[Row]:
-    """The numerics table: every case of the ops on every backend that can run on `device`, a row at a
-    time.
-    """
+    """The numerics table, row by row: every case of the ops on every backend that can run on `device`."""
     device_type = torch.device(device).type
     for op in ops or dispatch.OPS:
         for name in backends or dispatch.BACKENDS:
             for dtype in dtypes or (torch.float32, torch.bfloat16, torch.float16):
-                if dispatch.gap(name, op, device_type, dtype) is None:
+                if dispatch.unsupported_reason(name, op, device_type, dtype) is None:
                     for case in cases(op):
                         yield from run_case(case, name, dtype, device)
 
 
 def self_check(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Run the op's tiny cases, on a GPU `gpu_cases` too, on one backend and device; backward too if it has
-    one.
+    """Run the op's tiny cases on one backend and device, with their backward if there is one.
 
-    Other threads that call the op meanwhile do not get the backend on trial.
+    On a GPU `gpu_cases` run as well. Other threads that call the op meanwhile do not get the backend on
+    trial.
 
     Returns:
-        None, or which result broke the error rule and how.
+        None if every result keeps the error rule, else which result broke it and how.
 
     Raises:
-        What the backend raises.
+        Exception: whatever the backend raises.
     """
     for case in small_cases(op) + (gpu_cases(op) if device.type == "cuda" else []):
         for row in run_case(case, backend, dtype, device, pin=dispatch.trial):

@@ -1,8 +1,8 @@
 """Whether a GPU kernel is proven on the user's own device: self-checks at first use, and their verdicts.
 
-A self-check runs a few tiny Cases of the kernel's op against the reference. `verdicts` keeps what it found on
-disk; during the capture of a CUDA graph only verdicts that are there count. A kernel that failed is told of
-by one warning.
+A self-check runs a few tiny Cases of the kernel's op against the reference. `verdicts` keeps its result on
+disk. During the capture of a CUDA graph no check can run, so only verdicts that are on disk already count. A
+kernel that failed is reported by one warning.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from fastbert.testing import error_rule, verdicts
 from fastbert.testing.verdicts import Verdict
 
 _verdicts: dict[tuple[str, str, str, int | None, torch.dtype], Verdict] = {}
-_checking = threading.RLock()  # one self-check at a time
-_SLOW_SECONDS = 60.0  # a self-check that takes longer is told of: it may hang
+# Held while a self-check runs: one at a time.
+_checking = threading.RLock()
+# A self-check that takes longer is reported by a warning: it may hang.
+_SLOW_SECONDS = 60.0
 
 
 def is_proven(name: str, op: str, device: torch.device, dtype: torch.dtype) -> bool | None:
@@ -37,14 +39,16 @@ def to_check(op: str, device_type: str) -> Iterator[tuple[str, torch.dtype]]:
     """(backend, dtype) of every kernel of the op that must pass a self-check before it serves there."""
     for name in dispatch.SELF_CHECKED:
         for dtype in dispatch.backend_module(name).DTYPES.get(op, ()):
-            if dispatch.gap(name, op, device_type, dtype) is None and in_a_line(name, op, device_type, dtype):
+            if dispatch.unsupported_reason(name, op, device_type, dtype) is not None:
+                continue
+            if is_ranked(name, op, device_type, dtype):
                 yield name, dtype
 
 
-def in_a_line(name: str, op: str, device_type: str, dtype: torch.dtype) -> bool:
-    """Whether the table may choose the backend for any call of the op."""
-    calls = (f"{op}_fwd {part}".rstrip() for part in dispatch.parts(op, device_type))
-    return any(name in dispatch.line(call, device_type, dtype) for call in calls)
+def is_ranked(name: str, op: str, device_type: str, dtype: torch.dtype) -> bool:
+    """Whether the dispatch table names the backend for any kind of call of the op."""
+    calls = (f"{op}_fwd {kind}".rstrip() for kind in dispatch.call_kinds(op, device_type))
+    return any(name in dispatch.ranking(call, device_type, dtype) for call in calls)
 
 
 def known_verdict(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Verdict | None:
@@ -54,7 +58,7 @@ def known_verdict(name: str, op: str, device: torch.device, dtype: torch.dtype) 
 
 
 def _verdict(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Verdict | None:
-    """The verdict on a kernel; checks it if need be. None where it is not known and no check can run now."""
+    """The verdict on a kernel, by a check if there is none yet; None where no check can run now."""
     key = (name, op, device.type, device.index, dtype)
     if key in _verdicts:
         return _verdicts[key]
@@ -68,7 +72,7 @@ def _verdict(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Ve
         if key not in _verdicts:
             _verdicts[key] = verdict
             if not verdict.passed:
-                _tell(name, op, device, dtype, verdict)
+                _warn(name, op, device, dtype, verdict)
     return _verdicts[key]
 
 
@@ -77,7 +81,7 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _tell(name: str, op: str, device: torch.device, dtype: torch.dtype, verdict: Verdict) -> None:
+def _warn(name: str, op: str, device: torch.device, dtype: torch.dtype, verdict: Verdict) -> None:
     since = f" (found at {verdict.date}; `fastbert warmup --again` checks anew)" if verdict.kept else ""
     warnings.warn(
         f"fastbert: the {name} kernel of {op!r} failed its self-check on {device} in "
@@ -90,10 +94,10 @@ def _tell(name: str, op: str, device: torch.device, dtype: torch.dtype, verdict:
 def check(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Verdict:
     """Run the self-check of a kernel now, keep its verdict on disk, and return it.
 
-    It runs in a thread of its own, which has the default state whatever the caller is in: inference mode,
-    autocast, a checkpoint's hooks, a side stream. What a kernel does is kept: wrong results, a broken CUDA
-    context, code that does not compile. Other errors may be the machine's (memory, no C compiler) and count
-    for this process only.
+    The check runs in a thread of its own, which has PyTorch's default state even where the caller is in
+    inference mode, under autocast, within a checkpoint's hooks or on a side stream. Failures of the kernel
+    are kept on disk: wrong results, a broken CUDA context, code that does not compile. Other errors may be
+    the machine's (out of memory, no C compiler) and count for this process only.
 
     Raises:
         BackendError: the kernel broke the CUDA context; nothing more runs on the GPU in this process.
@@ -131,9 +135,11 @@ def check(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Verdi
                 stacklevel=5,
             )
             thread.join()
-    except BaseException:  # Ctrl-C: a check that is about to end may still take its marker away
+    except BaseException:
+        # Ctrl-C: a check that is about to end may still remove its marker
         thread.join(1.0)
-        if not found:  # it may hang: this process does without the kernel
+        if not found:
+            # it may hang: this process does without the kernel
             stopped = Verdict("its self-check was stopped before it ended", date=verdicts.now())
             _verdicts[name, op, device.type, device.index, dtype] = stopped
         raise

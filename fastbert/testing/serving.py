@@ -1,5 +1,6 @@
-"""Which backend serves what on a device, and what is known of each GPU kernel there: the rows of
-`fastbert.explain` and `fastbert env`.
+"""The rows of `fastbert.explain` and `fastbert env`.
+
+Which backend serves each op on a device, and what is known of each GPU kernel there.
 """
 
 from __future__ import annotations
@@ -10,14 +11,20 @@ import torch
 
 from fastbert.runtime import dispatch
 from fastbert.testing import verdicts
-from fastbert.testing.proving import in_a_line, known_verdict
+from fastbert.testing.proving import is_ranked, known_verdict
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One line of `explain()`: the backend that serves `op` for `dtype` on `device`, and why no other."""
+    """One row of `explain()`: the backend that serves `op` for `dtype` on `device`, and why no other.
 
-    op: str  # or the part of its calls that has a line of its own, such as "linear activation"
+    Attributes:
+        op: the op, or the kind of its calls that the table ranks apart, such as "linear activation".
+        device: the device type.
+        why: why each backend that ranks higher does not serve.
+    """
+
+    op: str
     device: str
     dtype: str
     backend: str
@@ -26,7 +33,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Proof:
-    """One line of `proofs()`: what is known of a GPU kernel on `device`.
+    """One row of `proofs()`: what is known of a GPU kernel on `device`.
 
     Attributes:
         state: "proven here", "failed here", "proven elsewhere", "unverified" or "cannot run here".
@@ -44,30 +51,30 @@ class Proof:
 def choices(device: str | torch.device = "cpu") -> list[Choice]:
     """Which backend serves every op and dtype on a device now, and why the better ones do not.
 
-    Pins made by `use_backend` are not counted. GPU kernels that have not been checked yet are said to be
-    unverified. Calls that the table serves otherwise than the rest of their op have rows of their own.
+    Pins made by `use_backend` are not counted. A GPU kernel that has not been checked yet is reported as
+    unverified. Calls that the table ranks apart from the rest of their op have rows of their own.
     """
     device = _with_index(torch.device(device))
     return [
-        choice(op, part, device, dtype)
+        choice(op, kind, device, dtype)
         for op in dispatch.OPS
-        for part in dispatch.parts(op, device.type)
+        for kind in dispatch.call_kinds(op, device.type)
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     ]
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """`cuda` as the device that it means now."""
+    """`cuda` with the index of the current device."""
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
-def choice(op: str, part: str, device: torch.device, dtype: torch.dtype) -> Choice:
-    """One row of `explain()`; `part` is "" or such as "activation"."""
+def choice(op: str, kind: str, device: torch.device, dtype: torch.dtype) -> Choice:
+    """One row of `explain()`; `kind` is "" or a kind of call, such as "activation"."""
     passed_over = []
-    for name in dispatch.line(f"{op}_fwd {part}".rstrip(), device.type, dtype):
-        reason = dispatch.gap(name, op, device.type, dtype)
+    for name in dispatch.ranking(f"{op}_fwd {kind}".rstrip(), device.type, dtype):
+        reason = dispatch.unsupported_reason(name, op, device.type, dtype)
         if reason is None and name in dispatch.SELF_CHECKED:
             verdict = known_verdict(name, op, device, dtype)
             reason = "to be self-checked at first use" if verdict is None else verdict.reason
@@ -75,7 +82,7 @@ def choice(op: str, part: str, device: torch.device, dtype: torch.dtype) -> Choi
             break
         passed_over.append(f"{name}: {reason}")
     why = "; ".join(passed_over) or "first in the table"
-    return Choice(f"{op} {part}".rstrip(), device.type, str(dtype).removeprefix("torch."), name, why)
+    return Choice(f"{op} {kind}".rstrip(), device.type, str(dtype).removeprefix("torch."), name, why)
 
 
 def proofs(device: str | torch.device) -> list[Proof]:
@@ -96,7 +103,7 @@ def proofs(device: str | torch.device) -> list[Proof]:
 
 
 def _proof(name: str, op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
-    reason = dispatch.gap(name, op, device.type, dtype)
+    reason = dispatch.unsupported_reason(name, op, device.type, dtype)
     if reason is not None:
         return "cannot run here", reason
     verdict = known_verdict(name, op, device, dtype)
@@ -106,5 +113,5 @@ def _proof(name: str, op: str, device: torch.device, dtype: torch.dtype) -> tupl
     file = verdicts.proven_elsewhere(op, name, dtype, capability)
     if file is not None:
         return "proven elsewhere", file
-    served = in_a_line(name, op, device.type, dtype)
+    served = is_ranked(name, op, device.type, dtype)
     return "unverified", "checked at first use" if served else "not in the table: use_backend reaches it"

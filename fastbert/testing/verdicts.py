@@ -1,21 +1,22 @@
 """Verdicts of self-checks, kept on disk: which GPU kernels are proven on this machine, and which failed.
 
-One small JSON file for each verdict, in `$FASTBERT_CACHE/self_checks` (`~/.cache/fastbert/self_checks`; with
-FASTBERT_CACHE set to nothing, none is kept). Its name has a hash of all that the verdict depends on: op,
-backend, dtype; the device's name, compute capability and driver; the versions of torch, Triton and fastbert;
-the source of the kernel, of what it imports and of its check. If any of it changes, there is no verdict.
+One small JSON file per verdict, in `$FASTBERT_CACHE/self_checks` (by default `~/.cache/fastbert/self_checks`;
+with FASTBERT_CACHE set to an empty text, none is kept). The file's name has a hash of all that the verdict
+depends on: op, backend, dtype; the device's name, compute capability and driver; the versions of torch,
+Triton and fastbert; the source of the kernel, of what it imports and of its check. If any of these changes,
+there is no verdict.
 
-A kernel may take the process down, or hang until somebody kills it. So a marker lies beside the verdict while
-a check runs. A marker whose process has gone counts as a failed verdict: the kernel is not tried again.
-Several processes may check the same kernel at once; each has a marker of its own, and a failure stands before
-a success.
+A kernel may crash the process, or hang until somebody kills it. So a marker file lies beside the verdict
+while a check runs. A marker whose process has gone counts as a failed verdict: the kernel is not tried again.
+Several processes may check the same kernel at once. Each has a marker of its own, and a failure overrides a
+success.
 
-Whoever could write these files could have a wrong kernel taken for proven. So only plain files are
-believed that belong to this user, that nobody else may write, and that are no links; the same holds for their
-folder, which is made with mode 0700. Anything else is told once and ignored.
+Whoever can write these files could make a wrong kernel pass for proven. So a file is believed only if it is a
+plain file, no link, that belongs to this user and that nobody else may write. The same holds for the folder,
+which is made with mode 0700. Anything else is ignored, with one warning.
 
-Nothing here raises because of the disk: a file that cannot be read is no verdict, one that cannot be written
-is told once by a warning, and the check runs again in the next process.
+Nothing here raises because of the disk: a file that cannot be read is no verdict; one that cannot be written
+causes one warning, and the check runs again in the next process.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import os
 import secrets
 import socket
 import stat
+import sys
 import threading
 import time
 import warnings
@@ -41,7 +43,8 @@ from typing import Any
 import torch
 
 PACKAGE = Path(__file__).resolve().parents[1]
-FOREIGN_SECONDS = 900.0  # a marker of another machine or container: after that long its process has gone
+# After so long the process behind a marker of another machine or container counts as gone.
+FOREIGN_SECONDS = 900.0
 DIED = "a process ended while the kernel was being checked: it crashed, or it hung and was killed"
 
 Key = dict[str, str]
@@ -79,8 +82,6 @@ def now() -> str:
 
 def key_of(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> Key:
     """All that a verdict depends on."""
-    import fastbert
-
     name, capability, driver = _device_facts(device)
     return {
         "op": op,
@@ -91,7 +92,7 @@ def key_of(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> K
         "driver": driver,
         "torch": str(torch.__version__),
         "triton": _triton_version(),
-        "fastbert": fastbert.__version__,
+        "fastbert": sys.modules["fastbert"].__version__,
         "source": source_hash(op, backend, name),
     }
 
@@ -102,7 +103,8 @@ def _device_facts(device: torch.device) -> tuple[str, str, str]:
         return device.type, "", ""
     facts = torch.cuda.get_device_properties(device)
     driver = [str(getattr(torch._C, "_cuda_getDriverVersion", lambda: "")())]
-    with contextlib.suppress(OSError):  # the release, 580.65.06; elsewhere than on Linux the API's version
+    # the driver's release, such as 580.65.06; only Linux has this file
+    with contextlib.suppress(OSError):
         driver.append(Path("/sys/module/nvidia/version").read_text().strip())
     return facts.name, f"{facts.major}.{facts.minor}", " ".join(driver)
 
@@ -145,7 +147,7 @@ def _sources(op: str, backend: str, device_name: str, package: Path) -> list[Pat
 
 
 def _with_imports(starts: list[Path], package: Path) -> set[Path]:
-    """The files and what they import from `fastbert.kernels` and `fastbert.backends.triton`, and so on."""
+    """The files and all that they import, directly or not, of the kernels and of the triton backend."""
     found: set[Path] = set()
     left = list(starts)
     while left:
@@ -169,14 +171,15 @@ def _with_imports(starts: list[Path], package: Path) -> set[Path]:
 
 
 def folder() -> Path | None:
-    """Where verdicts are kept; None where none are to be kept. It need not exist."""
+    """The folder of the verdicts, which may not exist yet; None where none are kept."""
     named = os.environ.get("FASTBERT_CACHE")
     try:
         if named is not None:
             return Path(named).expanduser() / "self_checks" if named else None
         base = os.environ.get("XDG_CACHE_HOME")
         return (Path(base) if base else Path.home() / ".cache") / "fastbert" / "self_checks"
-    except RuntimeError as error:  # no such user, no home directory
+    except RuntimeError as error:
+        # no such user, or no home directory
         if named is not None:
             _tell(f"FASTBERT_CACHE={named} is ignored ({error})")
         return None
@@ -189,7 +192,8 @@ def _trusted_folder() -> Path | None:
         return None
     try:
         problem = _distrust(os.lstat(where), stat.S_ISDIR)
-    except OSError:  # not there yet, or the first write says what is wrong
+    except OSError:
+        # not there yet; if something else is wrong, the first write reports it
         return where
     if problem is not None:
         _tell(f"{where} is ignored: it {problem}")
@@ -201,7 +205,8 @@ def _distrust(facts: os.stat_result, kind: Callable[[int], bool]) -> str | None:
     """Why a file or folder is not believed: it is of another kind, another user's, or others may write it."""
     if not kind(facts.st_mode):
         return "is a link" if stat.S_ISLNK(facts.st_mode) else "is no plain file or folder"
-    me = os.geteuid() if hasattr(os, "geteuid") else facts.st_uid  # elsewhere than on POSIX nothing tells
+    # only POSIX has user numbers
+    me = os.geteuid() if hasattr(os, "geteuid") else facts.st_uid
     if facts.st_uid != me:
         return f"belongs to user {facts.st_uid}, and this process runs as {me}"
     if facts.st_mode & 0o022:
@@ -238,12 +243,13 @@ def _make(where: Path) -> None:
     for path in [*reversed(where.parents), where]:
         if not path.exists():
             path.mkdir(mode=0o700, exist_ok=True)
-    if problem := _distrust(os.lstat(where), stat.S_ISDIR):  # somebody else has been quicker
+    if problem := _distrust(os.lstat(where), stat.S_ISDIR):
+        # somebody else made it first
         raise PermissionError(f"the folder {problem}")
 
 
 def _write(path: Path, data: dict[str, Any]) -> bool:
-    """Replace the file in one step; whether it could be."""
+    """Replace the file in one step; returns whether that worked."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         _make(path.parent)
@@ -261,16 +267,18 @@ def _write(path: Path, data: dict[str, Any]) -> bool:
 
 
 def _read_own(path: Path) -> dict[str, Any] | None:
-    """The object in a file of this user; an empty one where it holds none; None where there is no such file.
+    """The object in a file of this user: empty where it holds none; None where there is no such file.
 
-    A file of another user, a link or a FIFO counts for nothing and is told once.
+    A file of another user, a link or a FIFO is ignored, with one warning.
     """
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # a FIFO would hang
+    # without O_NONBLOCK, opening a FIFO would hang
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
         descriptor = os.open(path, flags)
     except FileNotFoundError:
         return None
-    except OSError as error:  # a link, or no permission
+    except OSError as error:
+        # a link, or no permission
         _tell(f"{path} is ignored: it is a link, or cannot be read ({error})")
         return None
     try:
@@ -287,7 +295,8 @@ def _object(read: Callable[[], bytes]) -> dict[str, Any]:
     """The JSON object that `read` returns; an empty one where it fails or there is none."""
     try:
         data = json.loads(read())
-    except (OSError, ValueError, RecursionError):  # a decoding error is a ValueError too
+    except (OSError, ValueError, RecursionError):
+        # a decoding error is a ValueError too
         return {}
     return data if isinstance(data, dict) else {}
 
@@ -296,7 +305,7 @@ def _object(read: Callable[[], bytes]) -> dict[str, Any]:
 
 
 def load(key: Key) -> Verdict | None:
-    """The verdict on disk. A marker without a process is one: it becomes a failed verdict."""
+    """The verdict on disk. A marker whose process has gone becomes a failed verdict."""
     where = _trusted_folder()
     if where is None:
         return None
@@ -317,7 +326,8 @@ def _verdict_in(path: Path, key: Key) -> Verdict | None:
     data = _read_own(path) or {}
     reason = data.get("reason")
     if data.get("key") != key or data.get("passed") is not (reason is None):
-        return None  # not there, half a file, or somebody's edit
+        # not there, half a file, or somebody's edit
+        return None
     if not (reason is None or isinstance(reason, str)):
         return None
     seconds = data.get("seconds")
@@ -326,7 +336,7 @@ def _verdict_in(path: Path, key: Key) -> Verdict | None:
 
 
 def store(key: Key, verdict: Verdict) -> None:
-    """Keep a verdict. A success does not replace the failure that another process has found meanwhile."""
+    """Keep a verdict. A success does not replace a failure that another process has found meanwhile."""
     where = _trusted_folder()
     if where is None:
         return
@@ -335,10 +345,14 @@ def store(key: Key, verdict: Verdict) -> None:
         found = _verdict_in(path, key)
         if found is not None and not found.passed:
             return
-    _write(path, {
-        "passed": verdict.passed, "reason": verdict.reason, "seconds": round(verdict.seconds, 3),
-        "date": verdict.date, "key": key,
-    })  # fmt: skip
+    data = {
+        "passed": verdict.passed,
+        "reason": verdict.reason,
+        "seconds": round(verdict.seconds, 3),
+        "date": verdict.date,
+        "key": key,
+    }
+    _write(path, data)
 
 
 def forget(key: Key) -> None:
@@ -361,9 +375,10 @@ _TAGS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def proven_elsewhere(op: str, backend: str, dtype: torch.dtype, capability: str) -> str | None:
-    """The file in bench/results that proves the kernel on a device of that capability; or None.
+    """The file in bench/results that proves the kernel on a device of that capability, or None.
 
-    `make gpu` makes it, and only a source checkout has it. All correctness rows of the kernel must be good.
+    Only a source checkout has such files (`make gpu` writes them). All correctness rows of the kernel must be
+    good.
     """
     name = str(dtype).removeprefix("torch.")
     begin = f"{op}-{backend}-{_TAGS.get(name, name)}"
@@ -404,7 +419,7 @@ def _host() -> dict[str, str]:
 
 
 def _born(pid: int) -> str | None:
-    """When a process began, in the kernel's ticks; "" where that is not told; None: there is none."""
+    """When a process began, in the kernel's ticks; "" where that is not known; None if it has ended."""
     try:
         # the name in brackets may hold anything; the state is the 1st field after it, the start the 20th
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -415,23 +430,27 @@ def _born(pid: int) -> str | None:
         os.kill(pid, 0)
     except ProcessLookupError:
         return None
-    except OSError:  # somebody else's process
+    except OSError:
+        # somebody else's process
         pass
     return ""
 
 
 def _abandoned(path: Path) -> bool:
-    """Whether the process that left this marker has ended without taking it away."""
+    """Whether the process that left this marker has ended without removing it."""
     data = _read_own(path)
-    if data is None:  # taken away in the meantime, or somebody else's
+    if data is None:
+        # removed in the meantime, or somebody else's
         return False
     here = _host()
     try:
         age = time.time() - path.stat().st_mtime
-    except OSError:  # taken away meanwhile
+    except OSError:
+        # removed in the meantime
         return False
     if data.get("host") == here["host"] and data.get("boot") != here["boot"]:
-        return True  # the machine has been started anew
+        # the machine has been restarted
+        return True
     if {name: data.get(name) for name in here} == here and isinstance(data.get("pid"), int):
         born = _born(data["pid"])
         return born is None or (born != data.get("born") and "" not in (born, data.get("born")))
@@ -440,7 +459,7 @@ def _abandoned(path: Path) -> bool:
 
 @contextlib.contextmanager
 def running(key: Key) -> Iterator[None]:
-    """A marker lies beside the verdict as long as the block runs; without a folder to write to, none."""
+    """Keep a marker beside the verdict while the block runs; without a folder to write to, keep none."""
     where, pid = _trusted_folder(), os.getpid()
     path = None
     if where is not None:

@@ -1,7 +1,7 @@
 """`fastbert warmup`: run the self-checks that first use on a device would run, and keep their verdicts.
 
-Each op is checked in a process of its own, one dtype after the other, each with a limit to its time. A kernel
-that crashes that process or hangs is a failed verdict like any other, and the rest goes on.
+Each op is checked in a process of its own, one dtype after the other, each with a time limit. A kernel that
+crashes that process or hangs gets a failed verdict like any other, and the rest goes on.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from fastbert.testing import proving, verdicts
 from fastbert.testing.verdicts import Verdict
 
 COMMAND = [sys.executable, "-m", "fastbert.testing.warmup"]
-SECONDS = 300.0  # most that one check may take, compilation included
-START_SECONDS = 180.0  # most until a process begins its first: it imports torch and wakes the GPU
+# Limit for one check, compilation included.
+SECONDS = 300.0
+# Limit until a process begins its first check: it imports torch and wakes the GPU.
+START_SECONDS = 180.0
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,13 @@ def run(
     again: bool = False,
     seconds: float = SECONDS,
 ) -> Iterator[Result]:
-    """Check kernels and keep the verdicts; a result at a time.
+    """Check kernels and keep the verdicts, one result at a time.
 
     Args:
-        device: where; "cuda" with its index.
-        ops, dtypes: only these.
-        again: check also those of which there is a verdict.
-        seconds: most that one check may take.
+        device: the device to check on; "cuda" with its index.
+        ops, dtypes: check only these; None = all.
+        again: check also the kernels that have a verdict.
+        seconds: limit for one check.
     """
     for op, backend, each in wanted(device, ops, dtypes):
         keys = {dtype: verdicts.key_of(op, backend, device, dtype) for dtype in each}
@@ -111,15 +113,20 @@ class _Child:
         self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115, closed in __exit__
         names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
         try:
+            # a session of its own: the compilers that it starts end with it
             self.process = subprocess.Popen(
                 [*COMMAND, str(writing), str(device), op, backend, *names],
-                stdin=subprocess.DEVNULL, stdout=self.output, stderr=self.output, pass_fds=(writing,),
-                start_new_session=True,  # the compilers that it starts end with it
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=self.output,
+                stderr=self.output,
+                pass_fds=(writing,),
+                start_new_session=True,
+            )
         finally:
             os.close(writing)
         self.pending = b""
-        self.begun: verdicts.Key | None = None  # what is being checked
+        # the kernel that is being checked
+        self.begun: verdicts.Key | None = None
 
     def __enter__(self) -> _Child:
         return self
@@ -128,11 +135,12 @@ class _Child:
         self.end()
         os.close(self.reading)
         self.output.close()
-        if self.begun is not None:  # stopped by the user: no fault of the kernel
+        if self.begun is not None:
+            # stopped by the user: no fault of the kernel
             verdicts.forget(self.begun)
 
     def end(self) -> int:
-        """End the process and what it has started; its exit status."""
+        """End the process and what it has started; returns its exit status."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.wait()
@@ -140,13 +148,14 @@ class _Child:
     def results(
         self, keys: dict[torch.dtype, verdicts.Key], left: list[torch.dtype], seconds: float
     ) -> Iterator[Result]:
-        """Results as they come, taken off `left`, until the process ends."""
+        """Results as they come, removed from `left`, until the process ends."""
         checked = 0
         while left:
             begin = time.monotonic()
             try:
                 message = self.receive(begin + START_SECONDS)
-                if message is not None:  # the check begins
+                if message is not None:
+                    # the check begins
                     self.begun, begin = keys[left[0]], time.monotonic()
                     message = self.receive(begin + seconds)
                 problem = None if message is not None else self.ended()
@@ -158,11 +167,14 @@ class _Child:
             elif self.begun is not None:
                 self.end()
                 found = Verdict(problem, time.monotonic() - begin, verdicts.now())
-                verdicts.forget(self.begun)  # and the marker
+                # this removes the marker, too
+                verdicts.forget(self.begun)
                 verdicts.store(self.begun, found)
             elif checked:
-                return  # it ended between two checks, as after a broken CUDA context
-            else:  # not even one kernel was reached: the machine's fault, of which nothing is kept
+                # it ended between two checks, as after a broken CUDA context
+                return
+            else:
+                # it ended before its first check: the machine's fault, so nothing is kept
                 found = Verdict(f"not checked: {problem}", time.monotonic() - begin, verdicts.now())
                 for dtype in left:
                     yield _result(*self.what[:2], dtype, self.what[2], found)
@@ -171,10 +183,11 @@ class _Child:
             self.begun = None
             yield _result(*self.what[:2], left.pop(0), self.what[2], found)
             if message is None:
-                return  # the rest in a new process
+                # a new process checks the rest
+                return
 
     def receive(self, deadline: float) -> dict | None:
-        """The next message; None where the process has ended; TimeoutError at the deadline."""
+        """The next message; None where the process has ended. Raises TimeoutError at the deadline."""
         while b"\n" not in self.pending:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
@@ -185,7 +198,8 @@ class _Child:
                 if not chunk:
                     return None
                 self.pending += chunk
-            elif self.process.poll() is not None:  # what it has started may hold the pipe open
+            elif self.process.poll() is not None:
+                # what it has started may hold the pipe open
                 return None
         line, _, self.pending = self.pending.partition(b"\n")
         return json.loads(line)
@@ -194,7 +208,8 @@ class _Child:
         """How the process ended, with the last line it printed."""
         try:
             code = self.process.wait(5)
-        except subprocess.TimeoutExpired:  # it has closed the pipe and goes on
+        except subprocess.TimeoutExpired:
+            # it has closed the pipe and goes on
             code = self.end()
         known = {number.value: number.name for number in signal.Signals}
         text = "its process ended by " + (
@@ -207,17 +222,23 @@ class _Child:
 
 
 def serve(arguments: list[str]) -> None:
-    """Be the process that checks: the pipe's number, device, op, backend, dtypes."""
+    """Be the process that checks.
+
+    Args:
+        arguments: the pipe's number, the device, the op, the backend, and the dtypes.
+    """
     channel, device, op, backend, *names = arguments
 
     def send(message: dict) -> None:
-        os.write(int(channel), (json.dumps(message) + "\n").encode())  # short: one piece
+        # short enough to be written in one piece
+        os.write(int(channel), (json.dumps(message) + "\n").encode())
 
     for name in names:
         send({"begin": name})
         try:
             found = proving.check(backend, op, torch.device(device), getattr(torch, name))
-        except dispatch.BackendError as error:  # nothing more runs on the GPU in this process
+        except dispatch.BackendError as error:
+            # nothing more runs on the GPU in this process
             send({"reason": str(error), "seconds": 0.0, "date": verdicts.now()})
             return
         send({"reason": found.reason, "seconds": found.seconds, "date": found.date})

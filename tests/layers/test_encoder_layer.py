@@ -23,7 +23,8 @@ from tests.support.cpu_fixtures import every_isa, threads  # noqa: F401
 from tests.support.hf_models import FAMILY_NAMES, batch, hf_config
 
 pytestmark = pytest.mark.skipif(
-    dispatch.gap("cpu", "linear", "cpu", torch.float32) is not None, reason="needs the compiled CPU kernels"
+    dispatch.unsupported_reason("cpu", "linear", "cpu", torch.float32) is not None,
+    reason="needs the compiled CPU kernels",
 )
 FLOAT, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (FLOAT, BF16, FP16)

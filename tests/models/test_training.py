@@ -517,7 +517,8 @@ def pins(backend: str) -> dict[str, str]:
     return {
         op: backend
         for op in dispatch.OPS
-        if dispatch.gap(backend, op, "cpu", torch.float32) is None and dispatch.has_backward(backend, op)
+        if dispatch.unsupported_reason(backend, op, "cpu", torch.float32) is None
+        and dispatch.has_backward(backend, op)
     }
 
 

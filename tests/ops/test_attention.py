@@ -85,7 +85,7 @@ def assert_near(actual, expected, tolerance):
 @pytest.mark.parametrize("backend", [*BACKENDS, "grid"])
 def test_error_rule(backend, case, dtype):
     name = "aten" if backend == "grid" else backend
-    reason = dispatch.gap(name, "attention", "cpu", DTYPES[dtype])
+    reason = dispatch.unsupported_reason(name, "attention", "cpu", DTYPES[dtype])
     if reason is not None:
         pytest.skip(f"{name} {reason}")
     with serving(backend):

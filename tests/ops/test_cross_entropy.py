@@ -16,7 +16,9 @@ from fastbert.testing.op_cases.cross_entropy import CASES
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 HALF = [torch.bfloat16, torch.float16]
 BACKENDS = [
-    b for b in dispatch.TABLE["cpu"]["cross_entropy"] if dispatch.gap(b, "cross_entropy", "cpu", None) is None
+    b
+    for b in dispatch.TABLE["cpu"]["cross_entropy"]
+    if dispatch.unsupported_reason(b, "cross_entropy", "cpu", None) is None
 ]
 INF = float("inf")
 
@@ -26,7 +28,7 @@ def name(value):
 
 
 def serves(backend, dtype):
-    return dispatch.gap(backend, "cross_entropy", "cpu", dtype) is None
+    return dispatch.unsupported_reason(backend, "cross_entropy", "cpu", dtype) is None
 
 
 SERVED = [(b, d) for b in BACKENDS for d in DTYPES if serves(b, d)]

@@ -122,7 +122,7 @@ SEEDS = [(0, 0), (1234, 7), (-5, 2**32 - 1), (2**62 + 17, 2**31)]
 def kernels(op: str, function: str):
     """(backend, its `function`) of every backend that has it here."""
     for name in dispatch.BACKENDS:
-        if dispatch.gap(name, op, "cpu", torch.float32, function) is None:
+        if dispatch.unsupported_reason(name, op, "cpu", torch.float32, function) is None:
             yield name, getattr(dispatch.backend_module(name), function)
 
 

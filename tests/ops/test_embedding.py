@@ -17,7 +17,9 @@ from fastbert.testing.op_cases.embedding import CASES, EmbeddingCase
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 HALF = [torch.bfloat16, torch.float16]
 BACKENDS = [
-    b for b in dispatch.TABLE["cpu"]["embedding"] if dispatch.gap(b, "embedding", "cpu", None) is None
+    b
+    for b in dispatch.TABLE["cpu"]["embedding"]
+    if dispatch.unsupported_reason(b, "embedding", "cpu", None) is None
 ]
 
 
@@ -26,7 +28,7 @@ def name(value):
 
 
 def serves(backend, dtype):
-    return dispatch.gap(backend, "embedding", "cpu", dtype) is None
+    return dispatch.unsupported_reason(backend, "embedding", "cpu", dtype) is None
 
 
 SERVED = [(b, d) for b in BACKENDS for d in DTYPES if serves(b, d)]
@@ -83,7 +85,7 @@ def check_few_tokens(which, dtype, tokens, device="cpu", draws=24):
         for row in testing.run_case(case, which, dtype, device, seed=seed):
             if row.quantity in rows:
                 rows[row.quantity].append(row)
-    chance = testing.luck(draws * case.hidden)
+    chance = testing.chance_allowance(draws * case.hidden)
     for quantity, drawn in rows.items():
         mean, eager_mean = (sum(getattr(r, f) for r in drawn) for f in ("mean_error", "eager_mean_error"))
         worst, eager_worst = (

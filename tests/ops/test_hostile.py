@@ -635,7 +635,7 @@ def try_ops(tried):
             return tuple(t.clone() for t in result) if isinstance(result, tuple) else result.clone()
 
         for backend in op.backends:
-            if dispatch.gap(backend, dispatch._op_of(name), "cpu", torch.float32) is not None:
+            if dispatch.unsupported_reason(backend, dispatch._op_of(name), "cpu", torch.float32) is not None:
                 continue
             with dispatch.use_backend(backend):
                 told = f"{name} by {backend}"

@@ -23,7 +23,9 @@ from fastbert.testing.op_cases.layer_norm import CASES
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 HALF = [torch.bfloat16, torch.float16]
 BACKENDS = [
-    b for b in dispatch.TABLE["cpu"]["layer_norm"] if dispatch.gap(b, "layer_norm", "cpu", None) is None
+    b
+    for b in dispatch.TABLE["cpu"]["layer_norm"]
+    if dispatch.unsupported_reason(b, "layer_norm", "cpu", None) is None
 ]
 
 
@@ -32,7 +34,7 @@ def name(value):
 
 
 def serves(backend, dtype):
-    return dispatch.gap(backend, "layer_norm", "cpu", dtype) is None
+    return dispatch.unsupported_reason(backend, "layer_norm", "cpu", dtype) is None
 
 
 @pytest.fixture(params=BACKENDS)

@@ -19,7 +19,11 @@ from fastbert.testing.op_cases.linear import CASES, EAGER, LinearCase
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 HALF = [torch.bfloat16, torch.float16]
-BACKENDS = [b for b in dispatch.TABLE["cpu"]["linear"] if dispatch.gap(b, "linear", "cpu", None) is None]
+BACKENDS = [
+    b
+    for b in dispatch.TABLE["cpu"]["linear"]
+    if dispatch.unsupported_reason(b, "linear", "cpu", None) is None
+]
 ALL = [None, *ACTIVATIONS]
 
 
@@ -28,7 +32,7 @@ def name(value):
 
 
 def serves(backend, dtype):
-    return dispatch.gap(backend, "linear", "cpu", dtype) is None
+    return dispatch.unsupported_reason(backend, "linear", "cpu", dtype) is None
 
 
 SERVED = [(b, d) for b in BACKENDS for d in DTYPES if serves(b, d)]

@@ -21,8 +21,10 @@ from fastbert.testing.op_cases.linear_cross_entropy import CASES
 NAME = "linear_cross_entropy"
 HALF = [torch.bfloat16, torch.float16]
 DTYPES = [torch.float32, *HALF, torch.float64]
-BACKENDS = [b for b in dispatch.TABLE["cpu"][NAME] if dispatch.gap(b, NAME, "cpu", None) is None]
-SERVED = [(b, d) for b in BACKENDS for d in DTYPES if dispatch.gap(b, NAME, "cpu", d) is None]
+BACKENDS = [
+    b for b in dispatch.TABLE["cpu"][NAME] if dispatch.unsupported_reason(b, NAME, "cpu", None) is None
+]
+SERVED = [(b, d) for b in BACKENDS for d in DTYPES if dispatch.unsupported_reason(b, NAME, "cpu", d) is None]
 IGNORE = -100
 LABELS = torch.tensor([1, IGNORE, 0, 5, IGNORE, 5, 2])
 

@@ -20,7 +20,9 @@ from fastbert.testing.op_cases.linear_int8 import CASES, EAGER, LinearInt8Case
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 ALL = [None, *ACTIVATIONS]
 BACKENDS = [
-    b for b in dispatch.TABLE["cpu"]["linear_int8"] if dispatch.gap(b, "linear_int8", "cpu", None) is None
+    b
+    for b in dispatch.TABLE["cpu"]["linear_int8"]
+    if dispatch.unsupported_reason(b, "linear_int8", "cpu", None) is None
 ]
 # each backend as it comes, and once more with the weight in its own order where it has one
 WAYS = [(b, False) for b in BACKENDS] + [
@@ -33,7 +35,7 @@ def name(value):
 
 
 def serves(which, dtype):
-    return dispatch.gap(which, "linear_int8", "cpu", dtype) is None
+    return dispatch.unsupported_reason(which, "linear_int8", "cpu", dtype) is None
 
 
 @pytest.fixture(params=WAYS, ids=lambda way: way[0] + ("-packed" if way[1] else ""))

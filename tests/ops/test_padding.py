@@ -15,7 +15,11 @@ from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.padding import CASES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-BACKENDS = [b for b in dispatch.TABLE["cpu"]["padding"] if dispatch.gap(b, "padding", "cpu", None) is None]
+BACKENDS = [
+    b
+    for b in dispatch.TABLE["cpu"]["padding"]
+    if dispatch.unsupported_reason(b, "padding", "cpu", None) is None
+]
 
 
 def name(value):

@@ -19,7 +19,9 @@ from fastbert.testing import error_rule, proving, serving, verdicts
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 FIRST = next(
-    b for b in dispatch.TABLE["cpu"]["linear"] if dispatch.gap(b, "linear", "cpu", torch.float32) is None
+    b
+    for b in dispatch.TABLE["cpu"]["linear"]
+    if dispatch.unsupported_reason(b, "linear", "cpu", torch.float32) is None
 )
 
 
@@ -107,18 +109,18 @@ def test_every_line_of_the_table_is_of_known_ops_and_backends_and_ends_in_refere
     ],
 )
 def test_the_line_of_a_call_on_a_gpu(function, dtype, first):
-    assert dispatch.line(function, "cuda", dtype)[0] == first
-    assert dispatch.line(function, "xpu", dtype) == ("aten", "reference")
+    assert dispatch.ranking(function, "cuda", dtype)[0] == first
+    assert dispatch.ranking(function, "xpu", dtype) == ("aten", "reference")
 
 
 def test_the_narrowest_line_counts(monkeypatch, calls):
     x, w = torch.ones(1, 2), torch.ones(3, 2)
     lines = {"linear": ("cpu", "aten", "reference"), "linear half": ("aten", "reference")}
     monkeypatch.setitem(dispatch.TABLE, "cpu", lines | {"linear activation": ("reference",)})
-    assert dispatch.parts("linear", "cpu") == ("", "activation")
-    assert dispatch.parts("padding", "cpu") == ("",)
-    assert dispatch.line("linear_fwd", "cpu", torch.float16) == ("aten", "reference")
-    assert dispatch.line("linear_fwd activation", "cpu", torch.float16) == ("reference",)
+    assert dispatch.call_kinds("linear", "cpu") == ("", "activation")
+    assert dispatch.call_kinds("padding", "cpu") == ("",)
+    assert dispatch.ranking("linear_fwd", "cpu", torch.float16) == ("aten", "reference")
+    assert dispatch.ranking("linear_fwd activation", "cpu", torch.float16) == ("reference",)
     linear(x.half(), w.half())
     linear(x.half(), w.half(), activation="gelu")
     linear(x, w, activation="gelu")
@@ -166,7 +168,7 @@ def test_reference_and_aten_have_every_op_in_every_dtype(backend):
     assert set(module.DTYPES) == set(dispatch.OPS)
     for op in dispatch.OPS:
         assert set(FLOATS) <= set(module.DTYPES[op])
-        assert dispatch.gap(backend, op, "cpu", torch.float32) is None
+        assert dispatch.unsupported_reason(backend, op, "cpu", torch.float32) is None
         functions = ("pack_fwd", "unpack_fwd") if op == "padding" else (f"{op}_fwd", f"{op}_bwd")
         for function in functions[:1] if op in dispatch.INFERENCE_ONLY else functions:
             assert callable(getattr(module, function))
@@ -701,7 +703,7 @@ def test_explain_has_a_line_for_every_op_and_dtype():
     ]
     for line in lines:
         assert line.device == "cpu"
-        assert dispatch.gap(line.backend, line.op, "cpu", getattr(torch, line.dtype)) is None
+        assert dispatch.unsupported_reason(line.backend, line.op, "cpu", getattr(torch, line.dtype)) is None
         assert line.why
 
 

@@ -119,6 +119,7 @@ def copy_of_the_package(tmp_path):
         *verdicts.PACKAGE.glob("*.py"),
         *verdicts.PACKAGE.glob("*/*.py"),
         *verdicts.PACKAGE.glob("*/triton/*.py"),
+        *verdicts.PACKAGE.glob("*/op_cases/*.py"),
     ]:
         target = package / path.relative_to(verdicts.PACKAGE)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -134,13 +135,13 @@ def copy_of_the_package(tmp_path):
         ("kernels/philox.py", True),
         ("backends/triton/layer_norm.py", True),
         ("backends/triton/device.py", True),
-        ("cases/layer_norm.py", True),
-        ("testing.py", True),
+        ("testing/op_cases/layer_norm.py", True),
+        ("testing/error_rule.py", True),
         ("ops/layer_norm.py", True),
         ("kernels/activation.py", False),  # of `linear`
         ("backends/triton/linear.py", False),
-        ("cases/linear.py", False),
-        ("models.py", False),
+        ("testing/op_cases/linear.py", False),
+        ("models/bert.py", False),
     ],
 )
 def test_the_source_that_a_verdict_depends_on(tmp_path, file, matters):

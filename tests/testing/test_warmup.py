@@ -40,7 +40,7 @@ def planted(monkeypatch):
     monkeypatch.setitem(dispatch.TABLE["cpu"], "layer_norm", ("triton", "aten", "reference"))
 
     def plant(behaviours):
-        command = [sys.executable, str(ROOT / "tests" / "planted_kernel.py"), behaviours, "check"]
+        command = [sys.executable, str(ROOT / "tests" / "support" / "planted_kernel.py"), behaviours, "check"]
         monkeypatch.setattr(warmup, "COMMAND", command)
 
     return plant

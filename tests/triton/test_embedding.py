@@ -63,7 +63,7 @@ def check(case: EmbeddingCase, dtype: torch.dtype, seed: int = 0, strict: bool =
         assert few or dtype == torch.float32, row.reason
         floor = case.floor(case.inputs(dtype, DEVICE, seed), "y") / (1 - case.dropout_p)
         floor = floor * (4 if few else 1) if dtype == torch.float32 else 0.0
-        allowed = (2 if few else testing.luck(elements)) * row.eager_max_error + floor
+        allowed = (2 if few else testing.chance_allowance(elements)) * row.eager_max_error + floor
         assert row.max_error <= allowed, row.reason
 
 
