@@ -272,7 +272,7 @@ class Benchmark:
         """
         from fastbert.acceleration import layer as layers
         from fastbert.acceleration import model as models
-        from fastbert.models.bert import layers_of
+        from fastbert.models.encoder import layers_of
         from fastbert.models.families import FAMILIES
 
         model = MODELS[self.args.model]

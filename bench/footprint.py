@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from bench import training, workloads  # noqa: E402
 from bench.probe_steps import reason_of  # noqa: E402
-from fastbert.models.heads import vocabulary as vocabulary_heads  # noqa: E402
+from fastbert.models.heads import masked_lm  # noqa: E402
 from fastbert.ops.linear_cross_entropy import CHUNK_BYTES  # noqa: E402
 
 CANDIDATES = ("fastbert", "transformers")
@@ -136,14 +136,14 @@ def _as_on_a_gpu(labelled: int) -> Iterator[None]:
     """Fake tensors call themselves CUDA's, and our code believes that it is being compiled, and that so many
     tokens have been found to have a label.
     """
-    is_compiling, check_classes = torch.compiler.is_compiling, vocabulary_heads.check_classes
+    is_compiling, check_classes = torch.compiler.is_compiling, masked_lm.check_classes
     torch.compiler.is_compiling = lambda: True
-    vocabulary_heads.check_classes = lambda *_: labelled
+    masked_lm.check_classes = lambda *_: labelled
     FakeTensor.is_cuda = True
     try:
         yield
     finally:
-        torch.compiler.is_compiling, vocabulary_heads.check_classes = is_compiling, check_classes
+        torch.compiler.is_compiling, masked_lm.check_classes = is_compiling, check_classes
         del FakeTensor.is_cuda
 
 

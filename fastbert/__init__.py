@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 # Public name -> module, and the name there behind a colon where it is another. Model classes are not listed:
-# those with a head are in models/heads/tasks.py, the encoders in models/bert.py.
+# the Auto classes are in models/auto.py, BERT's heads in models/heads, all others in their family's module.
 _PLACES = {
     "AutoConfig": "models.config",
     "BertConfig": "models.config:EncoderConfig",
@@ -131,31 +131,30 @@ __all__ = [
     "use_backend",
 ]
 
+
+def _model_place(name: str) -> str:
+    """The module of a model class."""
+    if name.startswith("BertFor"):
+        return "models.heads"
+    family = name.partition("For")[0].removesuffix("Model").lower()
+    return f"models.{'xlm_roberta' if family == 'xlmroberta' else family}"
+
+
 if TYPE_CHECKING:  # what is below under its own name is public by `__all__`
     from fastbert.acceleration import accelerate, explain, restore
     from fastbert.checkpoint.load import CheckpointError
     from fastbert.graphs.model import graph
-    from fastbert.models.bert import (
-        AlbertModel,
-        AutoModel,
-        BertModel,
-        CamembertModel,
-        DistilBertModel,
-        ElectraModel,
-        ErnieModel,
-        MPNetModel,
-        RobertaModel,
-        XLMRobertaModel,
-    )
-    from fastbert.models.config import AutoConfig, EncoderConfig
-    from fastbert.models.config import EncoderConfig as BertConfig
-    from fastbert.models.heads.tasks import (
+    from fastbert.models.albert import (
         AlbertForMaskedLM,
         AlbertForMultipleChoice,
         AlbertForPreTraining,
         AlbertForQuestionAnswering,
         AlbertForSequenceClassification,
         AlbertForTokenClassification,
+        AlbertModel,
+    )
+    from fastbert.models.auto import (
+        AutoModel,
         AutoModelForMaskedLM,
         AutoModelForMultipleChoice,
         AutoModelForNextSentencePrediction,
@@ -163,29 +162,38 @@ if TYPE_CHECKING:  # what is below under its own name is public by `__all__`
         AutoModelForQuestionAnswering,
         AutoModelForSequenceClassification,
         AutoModelForTokenClassification,
-        BertForMaskedLM,
-        BertForMultipleChoice,
-        BertForNextSentencePrediction,
-        BertForPreTraining,
-        BertForQuestionAnswering,
-        BertForSequenceClassification,
-        BertForTokenClassification,
+    )
+    from fastbert.models.bert import (
+        BertModel,
+    )
+    from fastbert.models.camembert import (
         CamembertForMaskedLM,
         CamembertForMultipleChoice,
         CamembertForQuestionAnswering,
         CamembertForSequenceClassification,
         CamembertForTokenClassification,
+        CamembertModel,
+    )
+    from fastbert.models.config import AutoConfig, EncoderConfig
+    from fastbert.models.config import EncoderConfig as BertConfig
+    from fastbert.models.distilbert import (
         DistilBertForMaskedLM,
         DistilBertForMultipleChoice,
         DistilBertForQuestionAnswering,
         DistilBertForSequenceClassification,
         DistilBertForTokenClassification,
+        DistilBertModel,
+    )
+    from fastbert.models.electra import (
         ElectraForMaskedLM,
         ElectraForMultipleChoice,
         ElectraForPreTraining,
         ElectraForQuestionAnswering,
         ElectraForSequenceClassification,
         ElectraForTokenClassification,
+        ElectraModel,
+    )
+    from fastbert.models.ernie import (
         ErnieForMaskedLM,
         ErnieForMultipleChoice,
         ErnieForNextSentencePrediction,
@@ -193,21 +201,40 @@ if TYPE_CHECKING:  # what is below under its own name is public by `__all__`
         ErnieForQuestionAnswering,
         ErnieForSequenceClassification,
         ErnieForTokenClassification,
+        ErnieModel,
+    )
+    from fastbert.models.heads import (
+        BertForMaskedLM,
+        BertForMultipleChoice,
+        BertForNextSentencePrediction,
+        BertForPreTraining,
+        BertForQuestionAnswering,
+        BertForSequenceClassification,
+        BertForTokenClassification,
+    )
+    from fastbert.models.mpnet import (
         MPNetForMaskedLM,
         MPNetForMultipleChoice,
         MPNetForQuestionAnswering,
         MPNetForSequenceClassification,
         MPNetForTokenClassification,
+        MPNetModel,
+    )
+    from fastbert.models.roberta import (
         RobertaForMaskedLM,
         RobertaForMultipleChoice,
         RobertaForQuestionAnswering,
         RobertaForSequenceClassification,
         RobertaForTokenClassification,
+        RobertaModel,
+    )
+    from fastbert.models.xlm_roberta import (
         XLMRobertaForMaskedLM,
         XLMRobertaForMultipleChoice,
         XLMRobertaForQuestionAnswering,
         XLMRobertaForSequenceClassification,
         XLMRobertaForTokenClassification,
+        XLMRobertaModel,
     )
     from fastbert.runtime.dispatch import use_backend
     from fastbert.runtime.prepared import clear
@@ -217,7 +244,7 @@ else:  # unseen by type checkers, which would take any name for a public one
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module 'fastbert' has no attribute {name!r}")
-        place = _PLACES.get(name, "models.heads.tasks" if "For" in name else "models.bert")
+        place = _PLACES.get(name) or _model_place(name)
         module, _, target = place.partition(":")
         value = getattr(importlib.import_module(f"fastbert.{module}"), target or name)
         globals()[name] = value

@@ -36,8 +36,8 @@ from fastbert.acceleration.layer import (
     watched,
 )
 from fastbert.layers.encoder import LayerMath, Sequences, apply_linear, embed, is_hooked, part, together
-from fastbert.models.bert import attention_bias, layers_of
 from fastbert.models.config import EncoderConfig
+from fastbert.models.encoder import attention_bias, layers_of
 from fastbert.models.families import FAMILIES, Family
 from fastbert.models.heads.task_model import unscored
 from fastbert.models.inputs import Inputs, check_inputs

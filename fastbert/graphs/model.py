@@ -58,7 +58,8 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert.layers.encoder import is_hooked, part, pool_first
 from fastbert.layers.packing import Packing, send
-from fastbert.models.bert import BertModel, PreTrainedModel
+from fastbert.models.base import PreTrainedModel
+from fastbert.models.bert import BertModel
 from fastbert.models.inputs import Inputs, check_inputs
 from fastbert.models.outputs import BaseModelOutputWithPooling
 from fastbert.runtime import dispatch, prepared

@@ -478,6 +478,15 @@ def _class_id(key: object) -> int:
         raise ValueError(f"config id2label: expected class numbers as keys, got {_brief(key)}") from error
 
 
+def as_config(config: Any) -> EncoderConfig:
+    """An EncoderConfig as it is, or made from a transformers config object."""
+    if isinstance(config, EncoderConfig):
+        return config
+    if not hasattr(config, "to_dict"):
+        raise TypeError(f"config: expected an EncoderConfig, got {type(config).__name__}")
+    return EncoderConfig.from_hf(config)
+
+
 class AutoConfig:
     """Reads the config of any family: `AutoConfig.from_pretrained(path)`; there are no instances."""
 

@@ -111,6 +111,11 @@ class Family:
     positional: dict[str, int] = field(default_factory=dict)
 
     @property
+    def module(self) -> str:
+        """The module of `fastbert.models` that has the family's classes."""
+        return self.model_type.replace("-", "_")
+
+    @property
     def word_table(self) -> str:
         """Path of the word embeddings."""
         return "embeddings.word_embeddings"

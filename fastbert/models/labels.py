@@ -15,6 +15,12 @@ from fastbert.ops.cross_entropy import cross_entropy
 IGNORED = -100  # the label that does not count
 
 
+def check_tensor(name: str, t: object) -> None:
+    """Refuse what is no tensor."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
+
+
 def check_classes(name: str, labels: Tensor, classes: int, mask: Tensor | None = None) -> int | None:
     """Labels must be integers in [0, classes) or `IGNORED`; `IGNORED` where a 2-D `mask` (if any) is 0.
 

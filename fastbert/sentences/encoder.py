@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from fastbert.checkpoint import load as checkpoint
 from fastbert.layers import packing
 from fastbert.layers import quantized as quantization
-from fastbert.models.bert import AutoModel
+from fastbert.models.auto import AutoModel
 from fastbert.ops import checks
 from fastbert.ops.pooling import MODES as POOLINGS
 from fastbert.ops.pooling import pooling as pool

@@ -21,9 +21,7 @@ from fastbert.backends import cpu
 from fastbert.layers import encoder as layers
 from fastbert.layers.encoder import part
 from fastbert.layers.quantized import copy_of
-from fastbert.models import bert as models
 from fastbert.models.config import EncoderConfig
-from fastbert.models.heads import tasks as heads
 from fastbert.runtime import dispatch, prepared
 from fastbert.sentences.encoder import SentenceEncoder
 from tests.support.accelerated_models import (
@@ -52,7 +50,7 @@ def int8(name: str = "bert", auto: type = MODEL, **options) -> nn.Module:
 
 def native(slow: nn.Module, dtype: torch.dtype = torch.float32, quantized: bool = True) -> nn.Module:
     """Our own encoder with the weights of an encoder of transformers."""
-    model = models.AutoModel.from_config(EncoderConfig.from_hf(slow.config)).eval().to(dtype)
+    model = fastbert.AutoModel.from_config(EncoderConfig.from_hf(slow.config)).eval().to(dtype)
     model.load_state_dict(slow.state_dict())
     return model.quantize("int8") if quantized else model
 
@@ -186,7 +184,7 @@ def test_poolers_projections_and_heads_stay_as_they_are(name):
         handle.remove()
     assert {id(m) for m, *_ in ran} >= {id(m) for k, m in seen.items() if "projection" not in k}
     assert logits.shape == (4, 2)
-    ours = heads.AutoModelForSequenceClassification.from_config(EncoderConfig.from_hf(slow.config))
+    ours = fastbert.AutoModelForSequenceClassification.from_config(EncoderConfig.from_hf(slow.config))
     ours.load_state_dict(slow.state_dict())
     with torch.no_grad():
         close(fast(**inputs).logits, ours.eval().quantize("int8")(**inputs).logits)

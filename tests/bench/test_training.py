@@ -25,7 +25,7 @@ from bench import (
     training,
     workloads,
 )
-from fastbert.models.heads import vocabulary as vocabulary_heads
+from fastbert.models.heads import masked_lm
 from fastbert.runtime import dispatch
 
 TINY = workloads.TINY
@@ -240,12 +240,12 @@ def test_fake_tensors_tell_what_real_ones_take(candidate, head, tag):
 def test_nothing_stays_patched_and_nothing_is_computed():
     from torch._subclasses.fake_tensor import FakeTensor
 
-    before, own = (torch.compiler.is_compiling, vocabulary_heads.check_classes), "is_cuda" in vars(FakeTensor)
+    before, own = (torch.compiler.is_compiling, masked_lm.check_classes), "is_cuda" in vars(FakeTensor)
     with contextlib.suppress(RuntimeError), footprint._as_on_a_gpu(7):
         assert torch.compiler.is_compiling()
-        assert vocabulary_heads.check_classes("labels", None, 3, None) == 7
+        assert masked_lm.check_classes("labels", None, 3, None) == 7
         raise RuntimeError("planted")
-    assert (torch.compiler.is_compiling, vocabulary_heads.check_classes) == before
+    assert (torch.compiler.is_compiling, masked_lm.check_classes) == before
     assert ("is_cuda" in vars(FakeTensor)) == own
     huge = workloads.Model("huge", 8192, 2, 64, 32768)  # 6 GiB of weights, were there any
     assert footprint.count("fastbert", huge, (512,) * 64)["peak_mib"] > 4 * 6000

@@ -23,6 +23,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import fastbert
 from fastbert.checkpoint import files
 from fastbert.checkpoint import load as checkpoint
 from fastbert.checkpoint import save as saving
@@ -30,7 +31,6 @@ from fastbert.checkpoint.load import CheckpointError
 from fastbert.models import bert as models
 from fastbert.models.config import EncoderConfig
 from fastbert.models.families import FAMILIES
-from fastbert.models.heads import tasks as heads
 
 SIZES = {
     "hidden_size": 32,
@@ -73,7 +73,7 @@ NAMES = [
 
 def ours(name):
     """Our class of HuggingFace's name."""
-    return getattr(models, name, None) or getattr(heads, name)
+    return getattr(fastbert, name)
 
 
 def split_name(name):
@@ -460,7 +460,7 @@ def test_dtypes(stored, wanted, tmp_path):
 @pytest.mark.parametrize("wanted", [torch.bfloat16, "float64", "auto"])
 def test_both_spellings_of_dtype_are_obeyed(key, wanted, tmp_path):
     theirs("BertModel").to(torch.float16).save_pretrained(tmp_path)
-    model = models.BertModel.from_pretrained(tmp_path, **{key: wanted})
+    model = fastbert.BertModel.from_pretrained(tmp_path, **{key: wanted})
     expected = {"auto": torch.float16, "float64": torch.float64}.get(wanted, wanted)
     assert {p.dtype for p in model.parameters()} == {expected}
 
@@ -889,11 +889,11 @@ def test_a_config_of_another_save_is_refused(name, values, changes, words, layou
     with pytest.raises(
         CheckpointError, match=rf"config\.json: does not belong to model.*safetensors: {words}"
     ):
-        models.AutoModel.from_pretrained(tmp_path)
+        fastbert.AutoModel.from_pretrained(tmp_path)
     if "model_type" not in changes:  # what the caller says overrides both
         overrides = {key: getattr(model.config, key) for key in changes}
-        assert_same_state(models.AutoModel.from_pretrained(tmp_path, **overrides), model)
-    assert_same_state(models.AutoModel.from_pretrained(tmp_path, config=model.config), model)
+        assert_same_state(fastbert.AutoModel.from_pretrained(tmp_path, **overrides), model)
+    assert_same_state(fastbert.AutoModel.from_pretrained(tmp_path, config=model.config), model)
 
 
 def test_every_shard_is_asked_for_its_config(tmp_path):
@@ -1179,7 +1179,7 @@ def test_layers_are_counted_before_they_are_built(name, key, value, words, layou
     edit_config(tmp_path, **{key: value})
     monkeypatch.setattr(models, "EncoderLayer", None)  # not to be built
     with pytest.raises(CheckpointError, match=f"{counted}: config {words}"):
-        models.AutoModel.from_pretrained(path, **given)
+        fastbert.AutoModel.from_pretrained(path, **given)
 
 
 def test_a_deep_model_still_loads(tmp_path):
@@ -1268,7 +1268,7 @@ HOSTILE = [
 def test_a_hostile_config_is_refused_by_name(changes, error, words, tmp_path):
     saved(tmp_path)
     edit_config(tmp_path, **changes)
-    for load_one in (models.AutoModel.from_pretrained, ours("BertModel").from_pretrained):
+    for load_one in (fastbert.AutoModel.from_pretrained, ours("BertModel").from_pretrained):
         with pytest.raises(error, match=words):
             load_one(tmp_path)
 
@@ -1279,7 +1279,7 @@ def test_labels_are_counted_before_they_are_named(tmp_path):
     del content["id2label"], content["label2id"]
     (tmp_path / "config.json").write_text(json.dumps({**content, "num_labels": 2**20 + 1}))
     with pytest.raises(ValueError, match=r"num_labels: expected at most 1048576, got 1048577"):
-        models.AutoModel.from_pretrained(tmp_path)
+        fastbert.AutoModel.from_pretrained(tmp_path)
 
 
 def test_sizes_at_the_limit_are_checked_against_the_file(tmp_path):
@@ -1287,7 +1287,7 @@ def test_sizes_at_the_limit_are_checked_against_the_file(tmp_path):
     saved(tmp_path)
     edit_config(tmp_path, hidden_size=2**24, intermediate_size=2**24, vocab_size=2**24)
     with pytest.raises(CheckpointError, match=r"config vocab_size says 16777216, the file has 61"):
-        models.AutoModel.from_pretrained(tmp_path)
+        fastbert.AutoModel.from_pretrained(tmp_path)
 
 
 def test_keys_with_odd_names_are_kept(tmp_path):
@@ -1314,7 +1314,7 @@ def test_deeply_nested_json_is_named(name, depth, tmp_path):
         (tmp_path / "model.safetensors").unlink()
     (tmp_path / name).write_text(nested(depth))
     with pytest.raises(CheckpointError, match=rf"{name}: is nested deeper than 100 levels"):
-        models.AutoModel.from_pretrained(tmp_path)
+        fastbert.AutoModel.from_pretrained(tmp_path)
 
 
 def test_moderately_nested_json_is_kept(tmp_path):
@@ -1330,7 +1330,7 @@ def test_a_fifo_as_config_does_not_hang(tmp_path):
     (tmp_path / "config.json").unlink()
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(CheckpointError, match=r"config\.json: is not a plain file"):
-        models.AutoModel.from_pretrained(tmp_path)
+        fastbert.AutoModel.from_pretrained(tmp_path)
 
 
 def test_a_full_disk_leaves_the_old_config_whole(tmp_path):
@@ -1386,7 +1386,7 @@ def test_an_explicit_class_knows_the_model_type(stored, name, tmp_path):
     for config in (tmp_path, str(tmp_path / "config.json")):
         assert_same_state(ours(name).from_pretrained(tmp_path, config=config), model)
     loaded.save_pretrained(tmp_path)  # and from now on the file says it
-    assert type(models.AutoModel.from_pretrained(tmp_path, add_pooling_layer=False)).__name__ == (
+    assert type(fastbert.AutoModel.from_pretrained(tmp_path, add_pooling_layer=False)).__name__ == (
         split_name(name)[0] + "Model"
     )
 
@@ -1397,20 +1397,20 @@ def test_auto_classes_say_that_model_type_is_missing(tmp_path):
         ValueError,
         match=r"config\.json: model_type: missing, and AutoModel chooses .*BertModel, Roberta.*MPNetModel",
     ):
-        models.AutoModel.from_pretrained(tmp_path)
+        fastbert.AutoModel.from_pretrained(tmp_path)
     with pytest.raises(
         ValueError, match=r"AutoModelForNextSentencePrediction chooses .* \(BertForNext\w+, ErnieForNext\w+\)"
     ):
-        heads.AutoModelForNextSentencePrediction.from_pretrained(tmp_path)
-    assert_same_state(heads.AutoModelForMaskedLM.from_pretrained(tmp_path, model_type="bert"), model)
+        fastbert.AutoModelForNextSentencePrediction.from_pretrained(tmp_path)
+    assert_same_state(fastbert.AutoModelForMaskedLM.from_pretrained(tmp_path, model_type="bert"), model)
     (tmp_path / "other").mkdir()
     shutil.copy(tmp_path / "config.json", tmp_path / "other")
     for config in (tmp_path / "other", tmp_path / "other" / "config.json"):
         with pytest.raises(ValueError, match=r"other/config\.json: model_type: missing, and AutoModel ch"):
-            models.AutoModel.from_pretrained(tmp_path, config=config)
+            fastbert.AutoModel.from_pretrained(tmp_path, config=config)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="AutoModelForMaskedLM chooses"):
-        heads.AutoModelForMaskedLM.from_pretrained(tmp_path)
+        fastbert.AutoModelForMaskedLM.from_pretrained(tmp_path)
 
 
 # --- where the files are ------------------------------------------------------------------------------------

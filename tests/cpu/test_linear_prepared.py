@@ -13,7 +13,7 @@ from torch import nn
 
 from fastbert.backends.cpu import linear as launcher
 from fastbert.layers import encoder as layers
-from fastbert.models.bert import AutoModel
+from fastbert.models.auto import AutoModel
 from fastbert.models.config import EncoderConfig
 from fastbert.runtime import dispatch, prepared
 from fastbert.runtime import native as _native

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastbert import accelerate
 from fastbert.graphs import model as graphs
 from fastbert.layers.encoder import EncoderLayer, part
-from fastbert.models.bert import AutoModel, BertModel
+from fastbert.models.auto import AutoModel
+from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
 from fastbert.runtime import dispatch, prepared
 from fastbert.sentences.encoder import SentenceEncoder
@@ -1084,7 +1085,7 @@ def test_bad_options(options, error, match):
 
 
 def test_bad_models():
-    from fastbert.models.heads.tasks import BertForSequenceClassification
+    from fastbert.models.heads import BertForSequenceClassification
 
     head = BertForSequenceClassification(shared().config)
     with pytest.raises(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import pathlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -13,9 +15,8 @@ import pytest
 import transformers
 
 import fastbert
-from fastbert.models import bert as models
+from fastbert import models
 from fastbert.models.families import FAMILIES
-from fastbert.models.heads import tasks as heads
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -52,9 +53,10 @@ def test_every_public_name_resolves():
 
 def test_every_model_class_is_public_and_named_as_transformers_names_it():
     prefixes = {family.class_prefix for family in FAMILIES.values()}
+    paths = pkgutil.walk_packages(models.__path__, "fastbert.models.")
     ours = {
         name
-        for module in (heads, models)
+        for module in [importlib.import_module(path.name) for path in paths]
         for name, value in vars(module).items()
         if inspect.isclass(value) and re.split("For|Model", name)[0] in prefixes
     }

@@ -18,10 +18,8 @@ from pathlib import Path
 import pytest
 
 import fastbert
-from fastbert.models import bert as models
 from fastbert.models import calls
 from fastbert.models.families import FAMILIES
-from fastbert.models.heads import tasks as heads
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "tests" / "typing"
@@ -146,18 +144,16 @@ def test_type_checkers_see_the_names_there_are():
 
 def test_every_family_has_each_class_that_berts_classes_say_it_has():
     for base in (
-        models.BertModel,
-        *(getattr(heads, name) for name in dir(heads) if name.startswith("BertFor")),
+        fastbert.BertModel,
+        *(getattr(fastbert, name) for name in fastbert.__all__ if name.startswith("BertFor")),
     ):
         for model_type in getattr(base, "model_types", FAMILIES):
             family = FAMILIES[model_type]
             name = family.class_prefix + base.task
             made = getattr(fastbert, name)
             assert made.__name__ == made.__qualname__ == name
-            assert (
-                made.__module__ == f"fastbert.{'models' if base.task == 'Model' else base.__module__[9:]}"
-                or (made.__module__ == "fastbert.models.heads.tasks")
-            )
+            home = "heads." if made is base and base.task != "Model" else family.module
+            assert made.__module__.startswith(f"fastbert.models.{home}")
             assert issubclass(made, base)
             assert made is base or made.model_type == model_type
 
@@ -165,13 +161,13 @@ def test_every_family_has_each_class_that_berts_classes_say_it_has():
 @pytest.mark.parametrize(
     ("model", "call"),
     (
-        (models.BertModel, calls.EncoderCall),
-        (heads.BertForNextSentencePrediction, calls.LabelsCall),
-        (heads.BertForMultipleChoice, calls.LabelsCall),
-        (heads.BertForMaskedLM, calls.MaskedLMCall),
-        (heads.BertForPreTraining, calls.PreTrainingCall),
-        (heads.AlbertForPreTraining, calls.AlbertPreTrainingCall),
-        (heads.BertForQuestionAnswering, calls.SpanCall),
+        (fastbert.BertModel, calls.EncoderCall),
+        (fastbert.BertForNextSentencePrediction, calls.LabelsCall),
+        (fastbert.BertForMultipleChoice, calls.LabelsCall),
+        (fastbert.BertForMaskedLM, calls.MaskedLMCall),
+        (fastbert.BertForPreTraining, calls.PreTrainingCall),
+        (fastbert.AlbertForPreTraining, calls.AlbertPreTrainingCall),
+        (fastbert.BertForQuestionAnswering, calls.SpanCall),
     ),
     ids=lambda x: x.__name__,
 )

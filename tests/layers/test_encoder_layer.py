@@ -13,7 +13,8 @@ from torch import nn
 from fastbert.backends import cpu
 from fastbert.backends.cpu import encoder_layer as cpu_encoder_layer
 from fastbert.layers import encoder as layers
-from fastbert.models.bert import AutoModel, BertModel
+from fastbert.models.auto import AutoModel
+from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
 from fastbert.ops.encoder_layer import encoder_layer, launchers
 from fastbert.runtime import dispatch, prepared

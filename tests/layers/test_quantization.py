@@ -15,14 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import fastbert
 from fastbert.backends import aten
 from fastbert.checkpoint.load import CheckpointError, load_weights
 from fastbert.layers import quantized as quantization
 from fastbert.layers.encoder import apply_linear, dense_norm, part
 from fastbert.layers.quantized import QuantizedLinear, int8_product, is_quantized
-from fastbert.models import bert as models
 from fastbert.models.config import EncoderConfig
-from fastbert.models.heads import tasks as heads
 from fastbert.ops.linear_int8 import linear_int8
 from fastbert.runtime import dispatch, prepared
 from fastbert.sentences.encoder import SentenceEncoder
@@ -42,7 +41,7 @@ def ours(family, cls="AutoModel", **overrides):
     """A float model of ours with the family's tiny random weights."""
     hf = hf_model(family, **overrides)
     config = EncoderConfig.from_hf(hf.config)
-    auto = getattr(models, cls, None) or getattr(heads, cls)
+    auto = getattr(fastbert, cls)
     torch.manual_seed(0)
     model = auto.from_config(config).eval()
     encoder = model.base_model
@@ -338,7 +337,7 @@ def test_unknown_modes(bert, dtype):
 
 def test_models_elsewhere_are_refused():
     with torch.device("meta"):
-        model = models.AutoModel.from_config(EncoderConfig("bert", hidden_size=24, num_attention_heads=2))
+        model = fastbert.AutoModel.from_config(EncoderConfig("bert", hidden_size=24, num_attention_heads=2))
     with pytest.raises(
         ValueError, match=r"^model: on meta; int8 is for inference on a CPU: load its weights"
     ):
@@ -411,7 +410,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(bert):
 
 
 def test_no_layers():
-    model = models.BertModel(
+    model = fastbert.BertModel(
         EncoderConfig("bert", hidden_size=24, num_attention_heads=2, num_hidden_layers=0)
     )
     assert model.quantize() is model
@@ -419,7 +418,7 @@ def test_no_layers():
 
 
 def test_a_fresh_model_is_put_in_eval_mode():
-    model = models.BertModel(
+    model = fastbert.BertModel(
         EncoderConfig("bert", hidden_size=24, num_attention_heads=2, num_hidden_layers=1)
     )
     assert model.training
@@ -776,7 +775,7 @@ def test_round_trip_is_bit_equal(family, tmp_path):
     assert {k for k, v in stored.items() if v.dtype == torch.int8} == {
         f"{n}.weight" for n, m in model.named_modules() if isinstance(m, QuantizedLinear)
     }
-    loaded = models.AutoModel.from_pretrained(tmp_path)
+    loaded = fastbert.AutoModel.from_pretrained(tmp_path)
     assert type(loaded) is type(model)
     assert {k: (v.dtype, v.shape) for k, v in loaded.state_dict().items()} == {
         k: (v.dtype, v.shape) for k, v in model.state_dict().items()
@@ -791,7 +790,7 @@ def test_round_trip_is_bit_equal(family, tmp_path):
     again = tmp_path / "again"
     again.mkdir()
     assert saved(again, loaded) == config
-    assert torch.equal(hidden(models.AutoModel.from_pretrained(again)), expected)
+    assert torch.equal(hidden(fastbert.AutoModel.from_pretrained(again)), expected)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=name)
@@ -803,13 +802,13 @@ def test_round_trip_of_heads_dtypes_and_shards(dtype, tmp_path):
     files = model.save_pretrained(tmp_path, max_shard_size="60KB")
     assert files is None
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    loaded = heads.AutoModelForTokenClassification.from_pretrained(tmp_path)
+    loaded = fastbert.AutoModelForTokenClassification.from_pretrained(tmp_path)
     assert loaded.dtype == dtype
     with torch.no_grad():
         assert torch.equal(loaded(**inputs).logits, expected)
     assert loaded.roberta.layers()[0].output.dense.scale.dtype == torch.float32
     other = torch.float16 if dtype != torch.float16 else torch.bfloat16
-    cast = heads.AutoModelForTokenClassification.from_pretrained(tmp_path, dtype=other)
+    cast = fastbert.AutoModelForTokenClassification.from_pretrained(tmp_path, dtype=other)
     assert cast.dtype == other
     assert cast.roberta.layers()[0].output.dense.bias.dtype == other
     assert torch.equal(
@@ -823,13 +822,13 @@ def test_a_head_on_a_quantised_encoder_and_the_reverse(bert, tmp_path):
     bert.quantize()
     saved(tmp_path, bert)
     with pytest.warns(UserWarning, match="freshly initialised"):
-        model = heads.AutoModelForMaskedLM.from_pretrained(tmp_path)
+        model = fastbert.AutoModelForMaskedLM.from_pretrained(tmp_path)
     inputs = batch("bert")
     with torch.no_grad():
         assert torch.equal(model.bert(**inputs).last_hidden_state, hidden(bert))
     whole = tmp_path / "whole"
     saved(whole, model)
-    encoder = models.BertModel.from_pretrained(whole, add_pooling_layer=False)
+    encoder = fastbert.BertModel.from_pretrained(whole, add_pooling_layer=False)
     assert torch.equal(hidden(encoder), hidden(bert))
 
 
@@ -920,7 +919,7 @@ def test_files_that_do_not_fit_are_refused(bert, tmp_path, case):
     changes, message = BAD_FILES[case]
     change(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=message):
-        models.AutoModel.from_pretrained(tmp_path)
+        fastbert.AutoModel.from_pretrained(tmp_path)
 
 
 def test_float_and_quantised_do_not_mix(bert, tmp_path):
@@ -941,24 +940,24 @@ def test_float_and_quantised_do_not_mix(bert, tmp_path):
     with pytest.raises(
         CheckpointError, match=r"missing keys: .*scale.*says that the weights are 8-bit, but those"
     ):
-        models.AutoModel.from_pretrained(tmp_path / "full")
+        fastbert.AutoModel.from_pretrained(tmp_path / "full")
 
 
 def test_a_float_model_of_a_quantised_config_is_saved_as_what_it_is(bert, tmp_path):
     saved(tmp_path, bert.quantize())
     config = EncoderConfig.from_pretrained(tmp_path)
     assert quantization.in_config(config)
-    fresh = models.AutoModel.from_config(config)
+    fresh = fastbert.AutoModel.from_config(config)
     assert not is_quantized(fresh)
     assert "quantization_config" not in saved(tmp_path / "fresh", fresh)
-    assert torch.equal(hidden(models.AutoModel.from_pretrained(tmp_path / "fresh")), hidden(fresh.eval()))
+    assert torch.equal(hidden(fastbert.AutoModel.from_pretrained(tmp_path / "fresh")), hidden(fresh.eval()))
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("meta")], ids=str)
 def test_loading_elsewhere_than_on_a_cpu_is_refused(bert, tmp_path, device):
     saved(tmp_path, bert.quantize())
     with pytest.raises(ValueError, match=r"^device: .*quantised to 8 bits, which is for a CPU"):
-        models.AutoModel.from_pretrained(tmp_path, device=device)
+        fastbert.AutoModel.from_pretrained(tmp_path, device=device)
 
 
 def test_transformers_refuses_the_directory(bert, tmp_path):

@@ -12,11 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import fastbert
 from fastbert.checkpoint import load as checkpoint
 from fastbert.checkpoint.load import CheckpointError
-from fastbert.models import bert as models
 from fastbert.models.config import EncoderConfig
-from fastbert.models.heads import tasks as heads
 
 SIZES = {
     "hidden_size": 32,
@@ -81,8 +80,8 @@ CONFIG = [
         r"model_type: missing; expected one of"),
     Bad("config-array", lambda _: EncoderConfig.from_dict([SIZES]), TypeError,
         r"config: expected a JSON object, got list"),
-    Bad("config-of-another-family", lambda _: models.RobertaModel(EncoderConfig("bert", **SIZES)), ValueError,
-        r"model_type: RobertaModel is for 'roberta', got 'bert'"),
+    Bad("config-of-another-family", lambda _: fastbert.RobertaModel(EncoderConfig("bert", **SIZES)),
+        ValueError, r"model_type: RobertaModel is for 'roberta', got 'bert'"),
 ]  # fmt: skip
 
 
@@ -95,7 +94,7 @@ def model(name="BertForMaskedLM", **values):
     prefix = re.split(r"Model|For", name)[0]
     model_type = {"Bert": "bert", "Roberta": "roberta", "DistilBert": "distilbert", "MPNet": "mpnet"}[prefix]
     torch.manual_seed(0)
-    cls = getattr(models, name, None) or getattr(heads, name)
+    cls = getattr(fastbert, name)
     return cls(EncoderConfig(model_type, **{**SIZES, **values})).eval()
 
 
@@ -116,7 +115,7 @@ def directory(
 
 
 def load(path, name="BertForMaskedLM", **options):
-    return (getattr(models, name, None) or getattr(heads, name)).from_pretrained(path, **options)
+    return getattr(fastbert, name).from_pretrained(path, **options)
 
 
 def file(name, match, load_as="BertForMaskedLM", error=CheckpointError, options=None, **changes):

@@ -11,11 +11,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import fastbert
 from fastbert import testing
 from fastbert.layers import encoder as layers
-from fastbert.models.bert import AutoModel, BertModel
+from fastbert.models.auto import AutoModel
+from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
-from fastbert.models.heads import tasks as heads
+from fastbert.models.heads.task_model import TaskModel
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.pooling import pooling as pool
 from fastbert.runtime import dispatch
@@ -711,9 +713,9 @@ def test_a_masked_position_0_is_refused_by_name():
 
 
 def test_every_head_says_what_it_reads():
-    for name in dir(heads):
-        head = getattr(heads, name)
-        if isinstance(head, type) and issubclass(head, heads.TaskModel) and head.task != "Model":
+    for name in fastbert.__all__:
+        head = getattr(fastbert, name)
+        if isinstance(head, type) and issubclass(head, TaskModel) and head.task != "Model":
             assert head.reads_first_only == (head.task in FIRST_ONLY_TASKS), name
 
 

@@ -14,11 +14,12 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fastbert.models.bert import AutoModel, BertModel
+import fastbert
+from fastbert.models.auto import AutoModel
+from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
 from fastbert.models.deferred import DeferredTensor
 from fastbert.models.families import FAMILIES
-from fastbert.models.heads import tasks as heads
 from fastbert.ops import linear_cross_entropy
 from fastbert.ops.cross_entropy import cross_entropy as ops_cross_entropy
 from tests.support.hf_models import FAMILY_NAMES
@@ -108,7 +109,7 @@ def test_saved_by_either_loads_into_the_other(name, task, tmp_path):
     hf.save_pretrained(tmp_path / "hf")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loaded = getattr(heads, "AutoModel" + task).from_pretrained(tmp_path / "hf")
+        loaded = getattr(fastbert, "AutoModel" + task).from_pretrained(tmp_path / "hf")
     assert type(loaded) is type(model)
     for key, value in hf.state_dict().items():
         assert torch.equal(loaded.state_dict()[key], value), key
@@ -127,7 +128,7 @@ def test_head_over_an_encoders_checkpoint_is_initialised_with_one_warning(tmp_pa
     encoder = BertModel(EncoderConfig.from_hf(pair("bert", "ForMaskedLM")[0].config))
     encoder.save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match=r"classifier\.weight") as caught:
-        model = heads.BertForSequenceClassification.from_pretrained(tmp_path, num_labels=40)
+        model = fastbert.BertForSequenceClassification.from_pretrained(tmp_path, num_labels=40)
     assert len(caught) == 1
     assert model.classifier.weight.shape == (40, 48)
     assert 0.015 < model.classifier.weight.std() < 0.025
@@ -136,7 +137,7 @@ def test_head_over_an_encoders_checkpoint_is_initialised_with_one_warning(tmp_pa
         model.bert.encoder.layer[1].output.dense.weight, encoder.encoder.layer[1].output.dense.weight
     )
     with pytest.warns(UserWarning, match="cls.predictions"):
-        lm = heads.BertForMaskedLM.from_pretrained(tmp_path)
+        lm = fastbert.BertForMaskedLM.from_pretrained(tmp_path)
     assert lm.cls.predictions.decoder.weight is lm.bert.embeddings.word_embeddings.weight
     assert lm.cls.predictions.transform.LayerNorm.weight.eq(1).all()
 
@@ -479,22 +480,22 @@ def test_families_without_a_head_are_refused_by_name():
         for m in FAMILIES
     }
     with pytest.raises(ValueError, match=r"'roberta' has no head 'ForNextSentencePrediction'.*bert, ernie"):
-        heads.AutoModelForNextSentencePrediction.from_config(config["roberta"])
+        fastbert.AutoModelForNextSentencePrediction.from_config(config["roberta"])
     with pytest.raises(ValueError, match="'distilbert' has no head 'ForPreTraining'"):
-        heads.BertForPreTraining(config["distilbert"])
+        fastbert.BertForPreTraining(config["distilbert"])
     with pytest.raises(ValueError, match="RobertaForMaskedLM is for 'roberta', got 'bert'"):
-        heads.RobertaForMaskedLM(config["bert"])
+        fastbert.RobertaForMaskedLM(config["bert"])
     with pytest.raises(TypeError, match="from_pretrained"):
-        heads.AutoModelForMaskedLM(config["bert"])
+        fastbert.AutoModelForMaskedLM(config["bert"])
     with pytest.raises(ValueError, match="num_labels: expected 2"):
-        heads.BertForQuestionAnswering(EncoderConfig(hidden_size=24, num_labels=3))
+        fastbert.BertForQuestionAnswering(EncoderConfig(hidden_size=24, num_labels=3))
     with pytest.raises(ValueError, match="num_labels: expected 2"):
-        heads.AlbertForPreTraining(
+        fastbert.AlbertForPreTraining(
             EncoderConfig("albert", hidden_size=32, num_attention_heads=2, intermediate_size=8, num_labels=3)
         )
     config["electra"].summary_type = "mean"
     with pytest.raises(ValueError, match="summary_type: only 'first'"):
-        heads.ElectraForMultipleChoice(config["electra"])
+        fastbert.ElectraForMultipleChoice(config["electra"])
 
 
 def test_a_wholly_masked_sequence_is_finite():
@@ -573,7 +574,7 @@ def test_resize_token_embeddings(name, tied, tmp_path):
     model(**inputs, labels=labels).loss.backward()
     assert table.weight.grad[129].abs().max() > 0
     model.save_pretrained(tmp_path)
-    again = heads.AutoModelForMaskedLM.from_pretrained(tmp_path)
+    again = fastbert.AutoModelForMaskedLM.from_pretrained(tmp_path)
     with torch.no_grad():
         assert torch.equal(again(**inputs).logits, model(**inputs).logits)
     model.resize_token_embeddings(100, pad_to_multiple_of=64)
@@ -590,7 +591,7 @@ def test_resize_token_embeddings(name, tied, tmp_path):
 
 def test_resize_of_a_model_without_decoder():
     config = EncoderConfig.from_hf(pair("bert", "ForMaskedLM")[0].config)
-    for model in (AutoModel.from_config(config), heads.BertForTokenClassification(config)):
+    for model in (AutoModel.from_config(config), fastbert.BertForTokenClassification(config)):
         size = config.vocab_size
         assert model.resize_token_embeddings() is model.get_input_embeddings()
         assert model.resize_token_embeddings(size + 3).weight.shape == (size + 3, 48)
@@ -615,7 +616,7 @@ def test_fresh_heads_are_initialised():
     torch.manual_seed(0)
     config = EncoderConfig.from_hf(pair("albert", "ForPreTraining")[0].config)
     config.initializer_range = 0.5
-    model = heads.AlbertForPreTraining(config)
+    model = fastbert.AlbertForPreTraining(config)
     for key, parameter in model.named_parameters():
         if parameter.dim() > 1:
             assert 0.4 < parameter.std() < 0.6, key

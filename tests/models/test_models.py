@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastbert
-from fastbert.models.bert import AutoModel, BertModel
+from fastbert.models.auto import AutoModel
+from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
 from fastbert.runtime import dispatch, prepared
 from tests.support.hf_models import FAMILY_NAMES, batch, hf_config, hf_model

@@ -17,10 +17,9 @@ import transformers
 from torch.utils import _pytree
 
 import fastbert
-from fastbert.models import bert as models
 from fastbert.models import outputs
-from fastbert.models.heads import tasks as heads
-from fastbert.models.heads import vocabulary as vocabulary_heads
+from fastbert.models.base import PreTrainedModel
+from fastbert.models.heads.masked_lm import LMModel
 from tests.support.hf_models import batch, hf_model
 from tests.support.model_pairs import build, inputs_for, labels_for
 
@@ -54,11 +53,11 @@ def tokenizer():
     )  # fmt: skip
 
 
-def native(task: str = "ForSequenceClassification", **config) -> models.PreTrainedModel:
+def native(task: str = "ForSequenceClassification", **config) -> PreTrainedModel:
     return build("bert", task, **{"num_hidden_layers": 2, "num_labels": 3, **NO_DROPOUT, **config})[1]
 
 
-def native_encoder() -> models.PreTrainedModel:
+def native_encoder() -> PreTrainedModel:
     return fastbert.AutoModel.from_config(native().config)
 
 
@@ -78,7 +77,7 @@ def trainer_of(model, folder, tokenizer, **settings):
         use_cpu=True, disable_tqdm=True, seed=5, learning_rate=1e-3, logging_steps=1,
         **{"max_steps": 8, "save_strategy": "no", **settings},
     )  # fmt: skip
-    mlm = isinstance(model, vocabulary_heads.LMModel)
+    mlm = isinstance(model, LMModel)
     collate = (
         transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.4)
         if mlm
@@ -338,7 +337,7 @@ def test_models_and_outputs_pass_for_those_of_transformers():
         (output, transformers.utils.ModelOutput),
     ):
         assert isinstance(thing, theirs)
-        assert isinstance(thing, (type(thing), models.PreTrainedModel, outputs.ModelOutput))
+        assert isinstance(thing, (type(thing), PreTrainedModel, outputs.ModelOutput))
         assert not issubclass(type(thing), theirs)
         assert thing.__class__.__name__ == type(thing).__name__
         assert thing.__class__ is thing.__class__
@@ -369,7 +368,7 @@ def test_models_and_outputs_pass_for_those_of_transformers():
     assert type(model) is Sub
     assert isinstance(model, transformers.PreTrainedModel)
     model.__class__ = before
-    assert type(model) is heads.BertForMaskedLM
+    assert type(model) is fastbert.BertForMaskedLM
 
 
 def test_nothing_of_transformers_is_imported():

@@ -15,7 +15,7 @@ from torch import nn
 import fastbert
 from fastbert.acceleration.layer import AcceleratedLayer
 from fastbert.layers.encoder import LayerMath, part
-from fastbert.models.bert import AutoModel
+from fastbert.models.auto import AutoModel
 from fastbert.models.config import EncoderConfig
 from fastbert.runtime import native as _native
 from fastbert.runtime import prepared

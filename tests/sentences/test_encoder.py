@@ -689,7 +689,7 @@ def test_an_embedding_that_is_not_finite_is_named(copy):
 def test_roberta_like_models_lose_positions(tmp_path, directory):
     import transformers
 
-    from fastbert.models.bert import AutoModel
+    from fastbert.models.auto import AutoModel
 
     transformers.RobertaModel(
         transformers.RobertaConfig(

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+import fastbert
 from fastbert.graphs import model as graphs
 from fastbert.layers import packing
-from fastbert.models.heads import tasks as heads
 from fastbert.models.inputs import check_inputs
 from fastbert.sentences.encoder import SentenceEncoder
 from tests.support import fake_gpu
@@ -290,7 +290,7 @@ def test_training_on_masked_words_waits_for_ids_and_labels(masked):
     """Once each, before the encoder; neither the loss nor its backward waits."""
     config = copy.deepcopy(pair()[0].config)
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
-    host = heads.AutoModelForMaskedLM.from_config(config).train()
+    host = fastbert.AutoModelForMaskedLM.from_config(config).train()
     device = fake_gpu.move(copy.deepcopy(host)).requires_grad_()
     inputs = batch("bert")
     if not masked:

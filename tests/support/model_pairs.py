@@ -7,9 +7,11 @@ import functools
 import torch
 import transformers
 
-from fastbert.models.bert import AutoModel, BertModel
+import fastbert
+from fastbert.models.auto import AutoModel
+from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
-from fastbert.models.heads import tasks as heads
+from fastbert.models.heads.task_model import TaskModel
 from tests.support.hf_models import FAMILY_NAMES, batch, hf_model
 
 TASKS = (
@@ -42,11 +44,11 @@ def model_of(name: str, **config) -> BertModel:
     return model
 
 
-def build(name: str, task: str, **config) -> tuple[torch.nn.Module, heads.TaskModel]:
+def build(name: str, task: str, **config) -> tuple[torch.nn.Module, TaskModel]:
     """(transformers' model, ours with its weights), both in eval."""
     config = {"num_labels": NUM_LABELS.get(task, 2), **config}
     hf = hf_model(name, getattr(transformers, "AutoModel" + task), **config)
-    model = getattr(heads, "AutoModel" + task).from_config(EncoderConfig.from_hf(hf.config)).eval()
+    model = getattr(fastbert, "AutoModel" + task).from_config(EncoderConfig.from_hf(hf.config)).eval()
     model.load_state_dict(hf.state_dict(), strict=True)
     return hf, model
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastbert.layers.encoder import apply_linear, attach, part, pool_first
-from fastbert.models.bert import AutoModel, PreTrainedModel
+from fastbert.models.base import PreTrainedModel, class_of
 from fastbert.models.config import EncoderConfig
 from fastbert.models.families import FAMILIES, ClassifierHead, Family
 from fastbert.models.inputs import Inputs
@@ -123,7 +123,7 @@ class TaskModel(PreTrainedModel):
                 f"config model_type: {self.config.model_type!r} has no head {self.task!r}; "
                 f"expected one of {', '.join(self.model_types)}"
             )
-        encoder = AutoModel.class_for(self.config)
+        encoder = class_of(self.family, "Model")
         self.add_module(
             self.base_model_prefix, encoder(self.config, add_pooling_layer=self.reads_pooler(self.family))
         )

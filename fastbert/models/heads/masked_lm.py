@@ -1,13 +1,13 @@
-"""The task heads over the vocabulary: masked words, alone or beside a second task.
+"""The head over the vocabulary: masked words.
 
-In training they compute only what the loss asks for: the labelled tokens, chunk by chunk
+In training it computes only what the loss asks for: the labelled tokens, chunk by chunk
 (`ops/linear_cross_entropy.py`). The logits of all tokens are then deferred: computed when somebody touches
 them (`deferred.py`), or in forward where `output_logits=True` asks for them.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +15,15 @@ from torch import Tensor, nn
 from fastbert.layers.encoder import apply_linear, apply_norm, attach, is_plain, part
 from fastbert.models.config import EncoderConfig
 from fastbert.models.deferred import DeferredTensor, NotComputed, defer
-from fastbert.models.families import Family
 from fastbert.models.heads.task_model import Encoded, TaskModel
-from fastbert.models.labels import IGNORED, check_classes, sequence_loss
-from fastbert.models.outputs import AlbertPreTrainingOutput, LogitsOutput, ModelOutput, PreTrainingOutput
+from fastbert.models.labels import IGNORED, check_classes
+from fastbert.models.outputs import LogitsOutput
 from fastbert.ops import checks
 from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.ops.linear_cross_entropy import linear_cross_entropy
 
 if TYPE_CHECKING:
-    from fastbert.models.calls import AlbertPreTrainingCall, MaskedLMCall, PreTrainingCall
+    from fastbert.models.calls import MaskedLMCall
 
 
 class LMModel(TaskModel):
@@ -199,132 +198,3 @@ class BertForMaskedLM(LMModel):
         logits, loss = self.words(encoded, labels, count, output_logits, "logits")
         output = LogitsOutput(loss, logits, encoded.hidden_states, encoded.attentions)
         return self.answer(output, return_dict)
-
-
-class BertForPreTraining(LMModel):
-    """Masked tokens and next sentence together.
-
-    Labels: `labels` as in BertForMaskedLM, `next_sentence_label` as in BertForNextSentencePrediction; there
-    is a loss, the sum of both, only where both are given. prediction_logits: (batch, seqlen, vocab_size),
-    zeros at masked tokens, in training with both labels computed when they are touched (`output_logits`);
-    seq_relationship_logits: (batch, 2).
-
-    Source: Devlin et al. 2018, "BERT", sec. 3.1.
-    """
-
-    task = "ForPreTraining"
-    model_types = ("bert", "ernie")
-    pair_label: ClassVar[str] = "next_sentence_label"  # what `forward` calls the labels of the pair
-    output_class: ClassVar[type[ModelOutput]] = PreTrainingOutput
-    __call__: PreTrainingCall
-
-    def __init__(self, config: EncoderConfig):
-        super().__init__(config)
-        attach(self, self.family.next_sentence, nn.Linear(self.config.hidden_size, 2))
-        self.post_init()
-
-    @staticmethod
-    def reads_pooler(family: Family) -> bool:
-        """Always."""
-        return True
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        next_sentence_label: Tensor | None = None,
-        *,
-        head_mask: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        output_logits: bool | None = None,
-    ) -> PreTrainingOutput | tuple:
-        """Encode a padded batch and run both heads; see the class.
-
-        Args:
-            output_logits: as in `BertForMaskedLM.forward`, of the prediction_logits.
-
-        Raises:
-            TypeError, ValueError: naming the argument, what came and what was expected.
-        """
-        both = labels is not None and next_sentence_label is not None
-        self.check_output_logits(output_logits, both)
-        count = None
-        if labels is not None:
-            count = check_classes("labels", labels, self.config.vocab_size, attention_mask)
-        if next_sentence_label is not None:
-            check_classes(self.pair_label, next_sentence_label, 2)
-        encoded = self.encode(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
-            head_mask, output_attentions, output_hidden_states,
-        )  # fmt: skip
-        words, words_loss = self.words(
-            encoded, labels if both else None, count, output_logits, "prediction_logits"
-        )
-        pooled = self.dropout(self.pooled(encoded), self.family.next_sentence_dropout_key)
-        pair = apply_linear(part(self, self.family.next_sentence), pooled)
-        loss = (
-            None if next_sentence_label is None else sequence_loss(self.pair_label, pair, next_sentence_label)
-        )
-        output = self.output_class(
-            words_loss + loss if both else None, words, pair, encoded.hidden_states, encoded.attentions
-        )
-        return self.answer(output, return_dict)
-
-
-class AlbertForPreTraining(BertForPreTraining):
-    """Masked tokens and the order of two segments together.
-
-    Labels: `labels` as in BertForMaskedLM, `sentence_order_label` (batch,): 0 in order, 1 swapped; there is a
-    loss, the sum of both, only where both are given. prediction_logits: (batch, seqlen, vocab_size), zeros at
-    masked tokens, in training with both labels computed when they are touched (`output_logits`); sop_logits:
-    (batch, 2).
-
-    Source: Lan et al. 2019, "ALBERT", sec. 3.1.
-    """
-
-    model_type = "albert"
-    model_types = ("albert",)
-    pair_label = "sentence_order_label"
-    output_class = AlbertPreTrainingOutput
-    __call__: AlbertPreTrainingCall
-
-    def __init__(self, config: EncoderConfig):
-        super().__init__(config)
-        if self.num_labels != 2:
-            raise ValueError(f"config num_labels: expected 2, in order or swapped, got {self.num_labels}")
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        sentence_order_label: Tensor | None = None,
-        *,
-        head_mask: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        output_logits: bool | None = None,
-    ) -> AlbertPreTrainingOutput | tuple:
-        """Encode a padded batch and run both heads; see the class.
-
-        Args:
-            output_logits: as in `BertForMaskedLM.forward`, of the prediction_logits.
-
-        Raises:
-            TypeError, ValueError: naming the argument, what came and what was expected.
-        """
-        return super().forward(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
-            labels, sentence_order_label, head_mask=head_mask, output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states, return_dict=return_dict, output_logits=output_logits,
-        )  # fmt: skip

@@ -1,0 +1,99 @@
+"""The Auto classes: they choose the family's class by the config's `model_type`."""
+
+from __future__ import annotations
+
+from fastbert.models.base import PreTrainedModel, class_of
+from fastbert.models.bert import BertModel
+from fastbert.models.config import EncoderConfig
+from fastbert.models.families import FAMILIES
+from fastbert.models.heads.masked_lm import BertForMaskedLM
+from fastbert.models.heads.multiple_choice import BertForMultipleChoice
+from fastbert.models.heads.next_sentence import BertForNextSentencePrediction
+from fastbert.models.heads.question_answering import BertForQuestionAnswering
+from fastbert.models.heads.sequence_classification import BertForSequenceClassification
+from fastbert.models.heads.token_classification import BertForTokenClassification
+
+
+class AutoModel(BertModel):
+    """Chooses the family's class by `model_type`: `AutoModel.from_pretrained(path)`,
+    `AutoModel.from_config(config)`.
+    """
+
+    @classmethod
+    def class_for(cls, config: EncoderConfig) -> type[PreTrainedModel]:
+        """The class of `config`'s family."""
+        return class_of(config.family, "Model")
+
+
+class AutoTaskModel(PreTrainedModel):
+    """Chooses the family's class by `model_type`: `from_pretrained(path)`, `from_config(config)`.
+
+    Where all these classes extend one of BERT's, so does the Auto class: for a type checker `from_pretrained`
+    returns an instance of the class on which it is called.
+    """
+
+    def __init__(self, config: EncoderConfig):
+        raise TypeError(f"{type(self).__name__}: use from_pretrained(…) or from_config(…)")
+
+    @classmethod
+    def class_for(cls, config: EncoderConfig) -> type[PreTrainedModel]:
+        """The class of `config`'s family.
+
+        Raises:
+            ValueError: the family has no such head.
+        """
+        found = class_of(config.family, cls.task)
+        if found is None:
+            have = [name for name, family in FAMILIES.items() if class_of(family, cls.task)]
+            raise ValueError(
+                f"config model_type: {config.model_type!r} has no head {cls.task!r}; "
+                f"expected one of {', '.join(have)}"
+            )
+        return found
+
+
+class AutoModelForMaskedLM(AutoTaskModel, BertForMaskedLM):
+    """Chooses the masked-LM class by `model_type`."""
+
+    task = "ForMaskedLM"
+
+
+class AutoModelForPreTraining(AutoTaskModel):
+    """Chooses the pre-training class by `model_type`; the masked-LM class where the family has no other."""
+
+    task = "ForPreTraining"
+
+    @classmethod
+    def class_for(cls, config: EncoderConfig) -> type[PreTrainedModel]:
+        """The class of `config`'s family."""
+        return class_of(config.family, cls.task) or class_of(config.family, BertForMaskedLM.task)
+
+
+class AutoModelForNextSentencePrediction(AutoTaskModel, BertForNextSentencePrediction):
+    """Chooses the next-sentence class by `model_type`."""
+
+    task = "ForNextSentencePrediction"
+
+
+class AutoModelForSequenceClassification(AutoTaskModel, BertForSequenceClassification):
+    """Chooses the sequence-classification class by `model_type`."""
+
+    task = "ForSequenceClassification"
+
+
+class AutoModelForMultipleChoice(AutoTaskModel, BertForMultipleChoice):
+    """Chooses the multiple-choice class by `model_type`."""
+
+    task = "ForMultipleChoice"
+
+
+class AutoModelForTokenClassification(AutoTaskModel, BertForTokenClassification):
+    """Chooses the token-classification class by `model_type`."""
+
+    task = "ForTokenClassification"
+
+
+class AutoModelForQuestionAnswering(AutoTaskModel, BertForQuestionAnswering):
+    """Chooses the question-answering class by `model_type`."""
+
+    task = "ForQuestionAnswering"

@@ -1,0 +1,390 @@
+"""What every model shares beside its mathematics: construction, initialisation, ties and the small accessors.
+
+Reading and writing files is in `loading.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+import torch
+from torch import nn
+
+from fastbert.layers import quantized as quantization
+from fastbert.models.config import EncoderConfig, as_config
+from fastbert.models.families import FAMILIES, Family
+from fastbert.models.loading import Loadable
+from fastbert.models.lookalike import Lookalike
+from fastbert.runtime import prepared
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from fastbert.models.bert import BertModel
+
+
+class PreTrainedModel(Loadable, Lookalike, nn.Module):
+    """Construction, loading, saving and the small accessors that every model shares.
+
+    Attributes:
+        config: the EncoderConfig.
+        model_type: the family the class stands for, None for any.
+        base_model_prefix: name of the encoder inside a model with a head ("bert").
+        is_base_model: the model is the encoder itself, its keys carry no prefix.
+        accepts_loss_kwargs, main_input_name, input_modalities, supports_gradient_checkpointing, model_tags:
+            what transformers' Trainer and pipelines ask a model for.
+    """
+
+    looks_like = ("transformers.modeling_utils", "PreTrainedModel")
+    model_type: ClassVar[str | None] = None
+    is_base_model: ClassVar[bool] = False
+    task: ClassVar[str] = "Model"  # last part of HuggingFace's class name
+    # the loss is a mean over the batch: the Trainer divides it by the steps it accumulates
+    accepts_loss_kwargs: ClassVar[bool] = False
+    main_input_name: ClassVar[str] = "input_ids"
+    input_modalities: ClassVar[str] = "text"
+    supports_gradient_checkpointing: ClassVar[bool] = True
+    model_tags: ClassVar[list[str] | None] = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let a family's class take by position only what transformers has in BERT's order."""
+        super().__init_subclass__(**kwargs)
+        family = FAMILIES.get(vars(cls).get("model_type"))
+        if family is not None and "forward" not in vars(cls):
+            count = family.positional.get(cls.task, family.positional.get(""))
+            if count is not None:
+                cls.forward = _by_name_after(cls.forward, count, cls.__name__)
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__()
+        config = as_config(config)
+        if self.model_type is not None and config.model_type != self.model_type:
+            raise ValueError(
+                f"config model_type: {type(self).__name__} is for {self.model_type!r}, "
+                f"got {config.model_type!r}; "
+                "AutoModel chooses the class by model_type"
+            )
+        self.config = config
+        self.checkpoint_every = 0  # recompute each n-th layer in backward, 0 for none
+
+    @property
+    def family(self) -> Family:
+        """What this model's family changes against BERT."""
+        return self.config.family
+
+    @property
+    def base_model_prefix(self) -> str:
+        """Name of the encoder inside a model with a head."""
+        return self.family.prefix
+
+    @property
+    def base_model(self) -> BertModel:
+        """The encoder."""
+        return self if self.is_base_model else self._modules[self.base_model_prefix]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the parameters."""
+        return next(self.parameters()).dtype
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """How many numbers the parameters hold, tied ones once, and 8-bit weights, which are buffers; without
+        those of nn.Embedding where they are to be excluded.
+        """
+        tables = (m.weight for m in self.modules() if isinstance(m, nn.Embedding))
+        left_out = {id(table) for table in tables} if exclude_embeddings else ()
+        count = sum(
+            p.numel()
+            for p in self.parameters()
+            if (p.requires_grad or not only_trainable) and id(p) not in left_out
+        )
+        return count if only_trainable else count + quantization.num_weights(self)
+
+    def quantize(self, dtype: str = "int8") -> Self:
+        """Quantise the encoder layers' linear layers in place, for inference on a CPU; returns the model.
+
+        One range a token and one scale an output channel, without calibration. The model is put in eval mode
+        and its parameters are frozen: it cannot be trained afterwards. `save_pretrained` and
+        `from_pretrained` keep the integers. See `fastbert.layers.quantized`.
+
+        Args:
+            dtype: "int8".
+
+        Raises:
+            TypeError, ValueError: naming the argument or the layer; nothing is changed then.
+        """
+        return quantization.quantize(self, dtype)
+
+    @torch.no_grad()
+    def init_weights(self, module: nn.Module | None = None) -> None:
+        """BERT's initialisation of `module` (default: all): normal(0, initializer_range), zero biases, unit
+        norms.
+        """
+        quantization.check_trainable(self if module is None else module, "init_weights")
+        for child in (self if module is None else module).modules():
+            if isinstance(child, (nn.Linear, nn.Embedding)):
+                child.weight.normal_(0.0, self.config.initializer_range)
+                if isinstance(child, nn.Embedding) and child.padding_idx is not None:
+                    child.weight[child.padding_idx].zero_()
+            elif isinstance(child, nn.LayerNorm):
+                child.weight.fill_(1.0)
+            if getattr(child, "bias", None) is not None:
+                child.bias.zero_()
+
+    def post_init(self) -> None:
+        """Initialise (not on the meta device) and tie; every constructor ends with it."""
+        if self.device.type != "meta":
+            self.init_weights()
+        self.tie_weights()
+
+    def tied_weights(self) -> dict[str, str]:
+        """Tied parameter -> the parameter it shares, both by name; empty where nothing is tied."""
+        return {}
+
+    def tie_weights(self) -> None:
+        """Make the tied parameters one object again (after loading, `to_empty`, or replacing an
+        embedding).
+        """
+        for target, source in self.tied_weights().items():
+            (*target_path, target_name), (*source_path, source_name) = target.split("."), source.split(".")
+            parameter = getattr(self.get_submodule(".".join(source_path)), source_name)
+            setattr(self.get_submodule(".".join(target_path)), target_name, parameter)
+
+    # -- accessors -------------------------------------------------------------------------------------------
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The word embeddings."""
+        return self.base_model.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Replace the word embeddings; tied weights follow."""
+        self.base_model.embeddings.word_embeddings = value
+        self.tie_weights()
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The layer that gives one logit a token of the vocabulary; None where there is none."""
+        return None
+
+    def vocabulary_parameters(self) -> list[str]:
+        """Names of the parameters with one row a token of the vocabulary."""
+        prefix = "" if self.is_base_model else f"{self.base_model_prefix}."
+        return [f"{prefix}{self.family.word_table}.weight"]
+
+    @torch.no_grad()
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None
+    ) -> nn.Embedding:
+        """Change the size of the vocabulary: of the word embeddings, and of the decoder and its bias where
+        there is one.
+
+        New rows are drawn from normal(0, initializer_range), new biases are 0; the old ones stay. The
+        parameters are new objects: make an optimizer afterwards.
+
+        Args:
+            new_num_tokens: the new size; None keeps it.
+            pad_to_multiple_of: round the size up to a multiple of this.
+
+        Returns:
+            The word embeddings.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what was expected.
+        """
+        config = self.config
+        size = config.vocab_size if new_num_tokens is None else new_num_tokens
+        for name, value in (("new_num_tokens", size), ("pad_to_multiple_of", pad_to_multiple_of)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
+        size = -(-size // pad_to_multiple_of) * pad_to_multiple_of if pad_to_multiple_of else size
+        if config.pad_token_id is not None and size <= config.pad_token_id:
+            raise ValueError(f"new_num_tokens: {size} leaves out pad_token_id {config.pad_token_id}")
+        tied = self.tied_weights()
+        for name in self.vocabulary_parameters():
+            path, _, leaf = name.rpartition(".")
+            module = self.get_submodule(path)
+            if name not in tied:
+                setattr(module, leaf, _resized(getattr(module, leaf), size, config.initializer_range))
+            if isinstance(module, nn.Embedding):
+                module.num_embeddings = size
+            elif isinstance(module, nn.Linear):
+                module.out_features = size
+        config.vocab_size = size
+        self.tie_weights()
+        return self.get_input_embeddings()
+
+    def activation_checkpointing_enable(
+        self,
+        activation_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """Recompute layers in backward instead of keeping their activations (non-reentrant, bit-equal).
+
+        Args:
+            activation_checkpointing_kwargs: `use_reentrant`, which must be False, and `preserve_rng_state`,
+                which must be True.
+            every_n_layers: recompute each n-th layer, beginning with the first; the others keep theirs.
+            offload: must be False; activations stay on the model's device.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what was expected.
+        """
+        for name, value in (activation_checkpointing_kwargs or {}).items():
+            expected = {"use_reentrant": False, "preserve_rng_state": True}
+            if name not in expected:
+                raise TypeError(
+                    f"activation_checkpointing_kwargs: {name!r} is not supported; "
+                    f"expected one of {', '.join(expected)}"
+                )
+            if value is not expected[name]:
+                raise ValueError(
+                    f"activation_checkpointing_kwargs: {name}={value!r} is not supported; "
+                    f"expected {expected[name]}"
+                )
+        if not isinstance(every_n_layers, int) or isinstance(every_n_layers, bool) or every_n_layers < 1:
+            raise ValueError(f"every_n_layers: expected an integer >= 1, got {every_n_layers!r}")
+        if offload:
+            raise ValueError("offload: True is not supported; activations stay on the model's device")
+        self.base_model.checkpoint_every = every_n_layers
+
+    def activation_checkpointing_disable(self) -> None:
+        """Keep activations again."""
+        self.base_model.checkpoint_every = 0
+
+    @property
+    def is_activation_checkpointing(self) -> bool:
+        """Whether layers are recomputed in backward."""
+        return self.base_model.checkpoint_every > 0
+
+    def gradient_checkpointing_enable(
+        self,
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """`activation_checkpointing_enable` under its older name."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, every_n_layers, offload)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """`activation_checkpointing_disable` under its older name."""
+        self.activation_checkpointing_disable()
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """`is_activation_checkpointing` under its older name."""
+        return self.is_activation_checkpointing
+
+    # -- what transformers' Trainer and pipelines ask for ----------------------------------------------------
+
+    @property
+    def name_or_path(self) -> str:
+        """What `from_pretrained` loaded, "" for a fresh model."""
+        return self.config.name_or_path
+
+    @property
+    def _keys_to_ignore_on_save(self) -> list[str] | None:
+        # the Trainer ties the weights again where a checkpoint lacks exactly these
+        return list(self.tied_weights()) or None
+
+    def is_custom_code(self) -> bool:
+        """Whether the class is none of transformers' own: peft asks before it renames keys."""
+        return True
+
+    def can_generate(self) -> bool:
+        """Whether the model generates text: an encoder does not."""
+        return False
+
+    def add_model_tags(self, tags: str | list[str]) -> None:
+        """Add to `model_tags`, which the Trainer writes into the model card."""
+        new = [tags] if isinstance(tags, str) else list(tags)
+        self.model_tags = list(dict.fromkeys([*(self.model_tags or ()), *new]))
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: uploading is huggingface_hub's.
+
+        Raises:
+            NotImplementedError: always, saying how to upload.
+        """
+        raise NotImplementedError(
+            "push_to_hub: not part of this package; call save_pretrained(directory), then "
+            "huggingface_hub.upload_folder(repo_id=…, folder_path=directory)"
+        )
+
+    def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What PyTorch calls in place of `forward` while torch.jit traces.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            f"{type(self).__name__}: fastbert's own models cannot be traced (torch.jit.trace, or "
+            "torch.onnx.export with dynamo=False); load the checkpoint by transformers, which "
+            "fastbert.accelerate makes fast and which traces and exports as before. torch.export and "
+            "torch.compile do take this model"
+        )
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training mode; what was derived from the weights is forgotten.
+
+        Raises:
+            RuntimeError: training mode for a quantised model; nothing is changed then.
+        """
+        if mode:
+            quantization.check_trainable(self, "train")
+        prepared.clear(self)
+        return super().train(mode)
+
+
+def _resized(old: nn.Parameter, rows: int, std: float) -> nn.Parameter:
+    new = old.new_zeros(rows, *old.shape[1:])
+    if old.dim() > 1:
+        new[old.shape[0] :].normal_(0.0, std)
+    new[: old.shape[0]] = old[:rows]
+    return nn.Parameter(new, old.requires_grad)
+
+
+def _by_name_after(forward: Callable, count: int, name: str) -> Callable:
+    """`forward` taking no more than `count` positional arguments: transformers has the others in another
+    order.
+    """
+    signature = inspect.signature(forward)
+    own, *parameters = signature.parameters.values()
+    shown = [p.replace(kind=p.KEYWORD_ONLY) if i >= count else p for i, p in enumerate(parameters)]
+
+    @functools.wraps(forward)
+    def limited(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > count:
+            raise TypeError(
+                f"{name}.forward: expected at most {count} positional arguments, got {len(args)}; give "
+                f"{', '.join(p.name for p in shown[count : len(args)])} by name"
+            )
+        return forward(self, *args, **kwargs)
+
+    limited.__signature__ = signature.replace(parameters=[own, *shown])
+    return limited
+
+
+def class_of(family: Family, task: str) -> type[PreTrainedModel] | None:
+    """A family's class for a task, None where the family has none.
+
+    It is looked up by its name in the family's module, or in `heads/`, where BERT's own heads are. The module
+    is imported then: it needs the heads, which need this function.
+
+    Args:
+        task: the last part of HuggingFace's class names ("Model", "ForMaskedLM").
+    """
+    for module in (family.module, "heads"):
+        home = importlib.import_module(f"fastbert.models.{module}")
+        found = vars(home).get(family.class_prefix + task)
+        if found is not None:
+            return found
+    return None

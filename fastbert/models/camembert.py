@@ -1,0 +1,49 @@
+"""CamemBERT's encoder and heads: BERT's under the family's names.
+
+What differs from BERT is data in `families.py`.
+"""
+
+from __future__ import annotations
+
+from fastbert.models.bert import BertModel
+from fastbert.models.heads.masked_lm import BertForMaskedLM
+from fastbert.models.heads.multiple_choice import BertForMultipleChoice
+from fastbert.models.heads.question_answering import BertForQuestionAnswering
+from fastbert.models.heads.sequence_classification import BertForSequenceClassification
+from fastbert.models.heads.token_classification import BertForTokenClassification
+
+
+class CamembertModel(BertModel):
+    """CamemBERT's encoder; see `BertModel`."""
+
+    model_type = "camembert"
+
+
+class CamembertForMaskedLM(BertForMaskedLM):
+    """See `BertForMaskedLM`."""
+
+    model_type = "camembert"
+
+
+class CamembertForSequenceClassification(BertForSequenceClassification):
+    """See `BertForSequenceClassification`."""
+
+    model_type = "camembert"
+
+
+class CamembertForMultipleChoice(BertForMultipleChoice):
+    """See `BertForMultipleChoice`."""
+
+    model_type = "camembert"
+
+
+class CamembertForTokenClassification(BertForTokenClassification):
+    """See `BertForTokenClassification`."""
+
+    model_type = "camembert"
+
+
+class CamembertForQuestionAnswering(BertForQuestionAnswering):
+    """See `BertForQuestionAnswering`."""
+
+    model_type = "camembert"

@@ -1,0 +1,101 @@
+"""Multiple choice: several sequences per example, one of which is right."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastbert.models.config import EncoderConfig
+from fastbert.models.families import Family
+from fastbert.models.heads.task_model import TaskModel
+from fastbert.models.labels import check_classes, check_tensor, sequence_loss
+from fastbert.models.outputs import LogitsOutput
+
+
+class BertForMultipleChoice(TaskModel):
+    """Chooses among several sequences.
+
+    Inputs have a dimension more: input_ids, attention_mask, token_type_ids and position_ids (batch, choices,
+    seqlen), inputs_embeds (batch, choices, seqlen, embedding size). Labels: (batch,), the right choice; loss:
+    mean cross-entropy. Logits: (batch, choices). hidden_states and attentions have batch x choices sequences.
+
+    Source: Devlin et al. 2018, "BERT", sec. 4.4.
+    """
+
+    task = "ForMultipleChoice"
+    reads_first_only = True
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__(config)
+        if self.config.model_type == "electra":
+            _check_summary(self.config)
+        self.attach_classifier(self.family.choice, 1)
+        self.post_init()
+
+    @staticmethod
+    def reads_pooler(family: Family) -> bool:
+        """Where the head has no dense layer of its own."""
+        return family.choice.dense is None
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        head_mask: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> LogitsOutput | tuple:
+        """Encode all choices as one batch and compare them; see the class.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what was expected.
+        """
+        named = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "token_type_ids": token_type_ids,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+        }
+        choices, flat = None, {}
+        for name, t in named.items():
+            if t is not None:
+                check_tensor(name, t)
+                dims = 4 if name == "inputs_embeds" else 3
+                if t.dim() != dims or t.shape[1] == 0:
+                    shape = "(batch, choices, seqlen" + (", embedding size)" if dims == 4 else ")")
+                    raise ValueError(
+                        f"{name}: expected shape {shape} with choices >= 1, got {tuple(t.shape)}"
+                    )
+                if name in ("input_ids", "inputs_embeds"):
+                    choices = t.shape[1]
+                flat[name] = t.flatten(0, 1)
+        if labels is not None and choices is not None:
+            check_classes("labels", labels, choices)
+        encoded = self.encode(
+            *(flat.get(name) for name in named), head_mask, output_attentions, output_hidden_states
+        )
+        logits = self.classify(self.family.choice, encoded).reshape(-1, choices)
+        loss = None if labels is None else sequence_loss("labels", logits, labels)
+        return self.answer(LogitsOutput(loss, logits, encoded.hidden_states, encoded.attentions), return_dict)
+
+
+def _check_summary(config: EncoderConfig) -> None:
+    """ELECTRA's way to one vector a sequence has options; published checkpoints use one setting."""
+    for key, expected in (
+        ("summary_type", "first"),
+        ("summary_use_proj", True),
+        ("summary_activation", "gelu"),
+    ):
+        if config.get(key, expected) != expected:
+            raise ValueError(
+                f"config {key}: only {expected!r} is supported in this head, got {config.get(key)!r}"
+            )
+    for key in ("summary_first_dropout", "summary_proj_to_labels"):
+        if config.get(key):
+            raise ValueError(f"config {key}: not supported in this head, got {config.get(key)!r}")

@@ -1,0 +1,82 @@
+"""Extractive question answering: a start and an end per sequence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from fastbert.layers.encoder import apply_linear
+from fastbert.models.config import EncoderConfig
+from fastbert.models.heads.task_model import TaskModel, unscored
+from fastbert.models.labels import check_positions, one_a_sequence
+from fastbert.models.outputs import QuestionAnsweringOutput
+from fastbert.ops.cross_entropy import cross_entropy
+
+if TYPE_CHECKING:
+    from fastbert.models.calls import SpanCall
+
+
+class BertForQuestionAnswering(TaskModel):
+    """Finds the span of tokens that answers a question.
+
+    Labels: start_positions and end_positions, (batch,), below 0 taken as 0, from seqlen on not counted; there
+    is a loss, the mean of both cross-entropies over the kept tokens, only where both are given. start_logits
+    and end_logits: (batch, seqlen), half the lowest finite number at masked tokens.
+
+    Source: Devlin et al. 2018, "BERT", sec. 4.2.
+    """
+
+    task = "ForQuestionAnswering"
+    __call__: SpanCall
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__(config)
+        if self.num_labels != 2:
+            raise ValueError(f"config num_labels: expected 2, start and end, got {self.num_labels}")
+        self.qa_outputs = nn.Linear(self.config.hidden_size, 2)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        *,
+        head_mask: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> QuestionAnsweringOutput | tuple:
+        """Encode a padded batch and score every token as start and as end; see the class.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what was expected.
+        """
+        positions = {"start_positions": start_positions, "end_positions": end_positions}
+        for name, p in positions.items():
+            if p is not None:
+                check_positions(name, p, attention_mask)
+        encoded = self.encode(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
+            head_mask, output_attentions, output_hidden_states,
+        )  # fmt: skip
+        logits = apply_linear(self.qa_outputs, self.dropout(encoded.hidden, self.family.qa_dropout_key))
+        logits = encoded.unpack(logits)
+        scores = [s.contiguous() for s in logits.unbind(-1)]
+        if encoded.mask is not None:
+            scores = [unscored(s, encoded.mask) for s in scores]
+        batch, seqlen = encoded.shape
+        losses = []
+        for (name, p), s in zip(positions.items(), scores, strict=True):
+            if p is not None:
+                one_a_sequence(name, p, batch, s)
+                losses.append(cross_entropy(s, p.reshape(-1).clamp(0, seqlen), ignore_index=seqlen))
+        loss = (losses[0] + losses[1]) / 2 if len(losses) == 2 else None
+        return self.answer(
+            QuestionAnsweringOutput(loss, *scores, encoded.hidden_states, encoded.attentions), return_dict
+        )

@@ -1,0 +1,40 @@
+"""Token classification: one label per token."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fastbert.layers.encoder import apply_linear
+from fastbert.models.config import EncoderConfig
+from fastbert.models.heads.task_model import Encoded, TaskModel
+from fastbert.models.labels import check_classes
+
+
+class BertForTokenClassification(TaskModel):
+    """Classifies every token.
+
+    Labels: (batch, seqlen), -100 where a token does not count; loss: mean cross-entropy of the labelled
+    tokens. Logits: (batch, seqlen, num_labels), zeros at masked tokens.
+
+    Source: Devlin et al. 2018, "BERT", sec. 5.3.
+    """
+
+    task = "ForTokenClassification"
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__(config)
+        self.classifier = nn.Linear(self.config.hidden_size, self.num_labels)
+        self.post_init()
+
+    def check_labels(self, labels: Tensor, attention_mask: Tensor | None) -> None:
+        """Classes, none of them on a masked token."""
+        check_classes("labels", labels, self.num_labels, attention_mask)
+
+    def logits(self, encoded: Encoded) -> tuple[Tensor, Tensor]:
+        """Packed, and padded."""
+        logits = apply_linear(self.classifier, self.dropout(encoded.hidden, self.family.token_dropout_key))
+        return logits, encoded.unpack(logits)
+
+    def loss(self, logits: Tensor, labels: Tensor, encoded: Encoded) -> Tensor:
+        """Cross-entropy of the labelled tokens."""
+        return encoded.token_loss(logits, labels)

@@ -1,0 +1,314 @@
+"""`from_pretrained` and `save_pretrained`: a model <-> a HuggingFace directory.
+
+How files are read and written is in `fastbert.checkpoint`; which arguments of transformers are taken, in
+`arguments.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from fastbert.checkpoint import load as checkpoint
+from fastbert.layers import quantized as quantization
+from fastbert.models import arguments
+from fastbert.models.config import DEFAULTS, EncoderConfig, as_config
+from fastbert.models.families import FAMILIES, family_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from fastbert.models.base import PreTrainedModel
+
+
+class Loadable:
+    """The part of `PreTrainedModel` that makes a model from a config or files, and writes it to files."""
+
+    @classmethod
+    def from_config(cls, config: EncoderConfig, **kwargs: Any) -> Self:
+        """A freshly initialised model; `kwargs` go to the constructor (`add_pooling_layer`)."""
+        config = as_config(config)
+        return cls.class_for(config)(config, **kwargs)
+
+    @classmethod
+    def class_for(cls, config: EncoderConfig) -> type[PreTrainedModel]:
+        """The class that serves `config`: this one, or for an Auto class the family's."""
+        return cls
+
+    @overload
+    @classmethod
+    def from_pretrained(
+        cls, name_or_path: str | Path | None, *, output_loading_info: Literal[True], **options: Any
+    ) -> tuple[Self, dict[str, Any]]: ...
+
+    @overload
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path | None,
+        *,
+        config: EncoderConfig | str | Path | None = None,
+        dtype: torch.dtype | str | None = "auto",
+        torch_dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        device_map: Any = None,
+        state_dict: dict[str, Tensor] | None = None,
+        ignore_mismatched_sizes: bool = False,
+        use_safetensors: bool | None = None,
+        output_loading_info: Literal[False] = False,
+        subfolder: str = "",
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
+        token: str | bool | None = None,
+        **overrides: Any,
+    ) -> Self: ...
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | Path | None,
+        *,
+        config: EncoderConfig | str | Path | None = None,
+        dtype: torch.dtype | str | None = "auto",
+        torch_dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        device_map: Any = None,
+        state_dict: dict[str, Tensor] | None = None,
+        ignore_mismatched_sizes: bool = False,
+        use_safetensors: bool | None = None,
+        output_loading_info: bool = False,
+        subfolder: str = "",
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
+        token: str | bool | None = None,
+        **overrides: Any,
+    ) -> Self | tuple[Self, dict[str, Any]]:
+        """Load a HuggingFace directory, or a hub name where huggingface_hub and a network are there; in eval
+        mode.
+
+        Args:
+            name_or_path: directory with config.json and weights (safetensors or .bin, sharded or not), or a
+                hub name; None where both `config` and `state_dict` are given.
+            config: used instead of the directory's config.json; a path or a hub name is read.
+            dtype: parameters' dtype; "auto" takes the one config.json or the file states, None is float32.
+                Weights that were saved as 8-bit integers stay so.
+            torch_dtype: `dtype` under its older name.
+            device: where to put the model; CPU by default.
+            device_map: `device` under transformers' name, or a mapping to one device. "auto" is the GPU
+                where there is one and the CPU where there is none.
+            state_dict: weights to load instead of the files'.
+            ignore_mismatched_sizes: leave out weights whose shape differs from the model's (a head with
+                another number of labels). The model's are initialised, and a warning names them.
+            use_safetensors: True reads safetensors only, False .bin only, None whichever is there.
+            output_loading_info: return (model, info) as transformers does: info has missing_keys,
+                unexpected_keys, mismatched_keys and error_msgs.
+            subfolder: the folder in `name_or_path` that holds config.json and the weights.
+            revision, cache_dir, force_download, local_files_only, token: for hub names.
+            overrides: config keys that override the file's (num_labels, hidden_dropout_prob, …), and the
+                constructor's own (add_pooling_layer).
+
+        Further arguments of transformers are taken where they ask for what happens anyway:
+
+            =====================  ===========  ============================================================
+            argument               taken        otherwise
+            =====================  ===========  ============================================================
+            attn_implementation    eager, sdpa  refused: attention is this package's own
+            low_cpu_mem_usage      True, False  (loading never holds the weights twice)
+            trust_remote_code      False        refused: no code of a checkpoint is ever run
+            weights_only           True         refused: a pickle is read for its tensors only
+            from_tf, from_flax     False        refused: weights are read from safetensors and .bin files
+            gguf_file, variant     None         refused: likewise, under their usual names
+            quantization_config,   None, False  refused: load the floating-point file, call `quantize()`
+            load_in_8bit, _4bit
+            max_memory, offload_*  None, False  refused: the whole model is on one device
+            tp_plan, device_mesh
+            =====================  ===========  ============================================================
+
+        `fastbert.models.arguments` has the whole list.
+
+        Returns:
+            The model; with `output_loading_info` (model, info).
+
+        Raises:
+            fastbert.CheckpointError: naming file, key and cause, where the weights do not fit.
+            TypeError: for an override that is no config key.
+            ValueError: naming an argument whose value is refused, and why.
+        """
+        known = {name: overrides.pop(name) for name in arguments.LOADING if name in overrides}
+        arguments.check_loading(known)
+        dtype = _one_dtype(dtype, torch_dtype)
+        place = arguments.single_device(device, device_map)
+        hub = {
+            "revision": revision,
+            "cache_dir": cache_dir,
+            "force_download": force_download,
+            "local_files_only": local_files_only,
+            "token": token,
+        }
+        if name_or_path is not None:
+            directory = checkpoint.resolve(name_or_path, subfolder=subfolder, **hub)
+        elif config is None or state_dict is None:
+            raise TypeError(
+                "name_or_path: expected a path or a hub name, got NoneType; "
+                "None needs both config= and state_dict="
+            )
+        else:
+            directory = None
+        own = {k: overrides.pop(k) for k in ("add_pooling_layer",) if k in overrides}
+        if config is not None and overrides:
+            raise TypeError(f"from_pretrained: overrides {sorted(overrides)} cannot go with config=")
+        if config is None:
+            config = cls._read_config(directory, overrides)
+            config.name_or_path = name_or_path
+        elif isinstance(config, (str, Path)):
+            path = config
+            config = cls._read_config(path, {}, **hub)
+            config.name_or_path = path
+        else:
+            config = as_config(config)
+        int8 = quantization.in_config(config)
+        if int8 and place.type != "cpu":
+            raise ValueError(
+                f"device: {place}, but the checkpoint is quantised to 8 bits, which is for a CPU; "
+                "pass device='cpu', or load the floating-point checkpoint"
+            )
+        checkpoint.check_depth(config, directory, use_safetensors=use_safetensors, state_dict=state_dict)
+        with torch.device("meta"):
+            model = cls.class_for(config)(config, **own)
+        if int8:
+            quantization.prepare(model)
+        model.to(_resolve_dtype(dtype, config, directory, use_safetensors, state_dict))
+        report = model.load_report = checkpoint.load_weights(
+            model,
+            directory,
+            ignore_mismatched_sizes=ignore_mismatched_sizes,
+            use_safetensors=use_safetensors,
+            state_dict=state_dict,
+        )
+        model.tie_weights()
+        model.to(place).eval()
+        if not output_loading_info:
+            return model
+        return model, {
+            "missing_keys": set(report.missing),
+            "unexpected_keys": set(report.unused),
+            "mismatched_keys": set(report.mismatched),
+            "error_msgs": [],
+        }
+
+    @classmethod
+    def _read_config(cls, place: str | Path, overrides: dict[str, Any], **hub: Any) -> EncoderConfig:
+        """The config of a directory, a file or a hub name; the class supplies a model_type that is missing,
+        as it is in files of 2018.
+        """
+        content = checkpoint.read_config(place, **hub)
+        if "model_type" not in {**content, **overrides}:
+            content = {**content, "model_type": cls._only_model_type(place)}
+        _check_overrides(overrides, content)
+        return EncoderConfig.from_dict(content, **overrides)
+
+    @classmethod
+    def _only_model_type(cls, place: str | Path) -> str:
+        """The family whose class this is.
+
+        Raises:
+            ValueError: this class serves any family.
+        """
+        if cls.class_for.__func__ is Loadable.class_for.__func__:
+            return cls.model_type or "bert"
+        names = []
+        for model_type in FAMILIES:
+            with contextlib.suppress(ValueError):  # the family has no such head
+                names.append(cls.class_for(EncoderConfig(model_type)).__name__)
+        where = Path(place) / checkpoint.CONFIG if Path(place).is_dir() else place
+        raise ValueError(
+            f"{where}: model_type: missing, and {cls.__name__} chooses the class by it; call from_pretrained "
+            f"of the class itself ({', '.join(names)}), or pass model_type="
+        )
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        *,
+        max_shard_size: int | str = "5GB",
+        save_function: Callable[..., object] | None = None,
+        **options: Any,
+    ) -> None:
+        """Write config.json and model.safetensors, as transformers does; an interrupted save leaves the old
+        files.
+
+        Args:
+            save_directory: made if absent.
+            is_main_process: False writes nothing: another process does.
+            state_dict: values to save instead of the model's own, such as those that accelerate has gathered.
+            max_shard_size: bytes, or text such as "500MB" or "5GB"; larger checkpoints are split.
+            save_function: only pickles ever went through it; none are written.
+            options: further arguments of transformers, taken where they ask for what happens anyway:
+                safe_serialization=True, push_to_hub=False, variant=None (`fastbert.models.arguments`).
+
+        Raises:
+            fastbert.CheckpointError: a file could not be written, or a weight is not finite.
+            TypeError: for an unknown argument.
+            ValueError: naming an argument whose value is refused, and why.
+        """
+        if unknown := sorted(options.keys() - arguments.SAVING.keys()):
+            raise TypeError(f"save_pretrained: unexpected arguments {unknown}")
+        arguments.check_saving(options)
+        if save_function is not None and not callable(save_function):
+            raise TypeError(f"save_function: expected a function, got {type(save_function).__name__}")
+        if is_main_process:
+            checkpoint.save(self, save_directory, max_shard_size=max_shard_size, state_dict=state_dict)
+
+
+def _check_overrides(overrides: dict[str, Any], content: dict[str, Any]) -> None:
+    family = family_of(overrides.get("model_type", content.get("model_type")))
+    known = {*DEFAULTS, *content, "model_type", "num_labels", "id2label", "label2id"}
+    known |= {*family.aliases, *family.defaults}
+    unknown = sorted(set(overrides) - known)
+    if unknown:
+        raise TypeError(
+            f"from_pretrained: unexpected arguments {unknown}: no argument and no config key of this model"
+        )
+
+
+def _one_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str | None) -> Any:
+    if torch_dtype is None:
+        return dtype
+    if dtype not in ("auto", None, torch_dtype):
+        raise ValueError(f"dtype, torch_dtype: expected one of the two, got {dtype!r} and {torch_dtype!r}")
+    return torch_dtype
+
+
+def _resolve_dtype(
+    dtype: torch.dtype | str | None,
+    config: EncoderConfig,
+    directory: Path | None,
+    use_safetensors: bool | None,
+    state_dict: dict[str, Tensor] | None,
+) -> torch.dtype:
+    if dtype == "auto":
+        dtype = config.get("dtype") or config.get("torch_dtype")
+        if dtype is None and state_dict is not None:
+            dtype = next((t.dtype for t in state_dict.values() if t.is_floating_point()), None)
+        elif dtype is None:
+            dtype = checkpoint.stored_dtype(directory, use_safetensors)
+    if dtype is None:
+        return torch.float32
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(
+            f"dtype: expected float32, bfloat16, float16, float64, 'auto' or None, got {dtype!r}"
+        )
+    return dtype

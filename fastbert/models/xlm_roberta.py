@@ -1,0 +1,49 @@
+"""XLM-RoBERTa's encoder and heads: BERT's under the family's names.
+
+What differs from BERT is data in `families.py`.
+"""
+
+from __future__ import annotations
+
+from fastbert.models.bert import BertModel
+from fastbert.models.heads.masked_lm import BertForMaskedLM
+from fastbert.models.heads.multiple_choice import BertForMultipleChoice
+from fastbert.models.heads.question_answering import BertForQuestionAnswering
+from fastbert.models.heads.sequence_classification import BertForSequenceClassification
+from fastbert.models.heads.token_classification import BertForTokenClassification
+
+
+class XLMRobertaModel(BertModel):
+    """XLM-RoBERTa's encoder; see `BertModel`."""
+
+    model_type = "xlm-roberta"
+
+
+class XLMRobertaForMaskedLM(BertForMaskedLM):
+    """See `BertForMaskedLM`."""
+
+    model_type = "xlm-roberta"
+
+
+class XLMRobertaForSequenceClassification(BertForSequenceClassification):
+    """See `BertForSequenceClassification`."""
+
+    model_type = "xlm-roberta"
+
+
+class XLMRobertaForMultipleChoice(BertForMultipleChoice):
+    """See `BertForMultipleChoice`."""
+
+    model_type = "xlm-roberta"
+
+
+class XLMRobertaForTokenClassification(BertForTokenClassification):
+    """See `BertForTokenClassification`."""
+
+    model_type = "xlm-roberta"
+
+
+class XLMRobertaForQuestionAnswering(BertForQuestionAnswering):
+    """See `BertForQuestionAnswering`."""
+
+    model_type = "xlm-roberta"
