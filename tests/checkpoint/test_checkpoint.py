@@ -1024,9 +1024,9 @@ KILLED = """
     import os, random, signal, sys, time
     from pathlib import Path
     import torch
-    from fastbert import checkpoint
-    from fastbert.config import EncoderConfig
-    from fastbert.models import BertModel
+    from fastbert.checkpoint import load as checkpoint
+    from fastbert.models.bert import BertModel
+    from fastbert.models.config import EncoderConfig
 
     torch.set_num_threads(1)
     kills, directory, sizes = int(sys.argv[1]), Path(sys.argv[2]), ("5GB", "40KB")

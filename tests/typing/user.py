@@ -12,7 +12,7 @@ from typing_extensions import assert_type
 import fastbert
 from fastbert.acceleration import Explanation
 from fastbert.models.outputs import BaseModelOutputWithPooling, LogitsOutput, QuestionAnsweringOutput
-from fastbert.runtime.dispatch import Choice
+from fastbert.testing.serving import Choice
 
 
 def from_pretrained_gives_its_own_class(path: str) -> None:
