@@ -40,7 +40,7 @@ sweep: $(READY)
 lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	git ls-files 'csrc/*' 'tests/cpu/native/*' | grep -E '\.(cpp|cu|cuh|h)$$' | xargs $(BIN)clang-format --dry-run -Werror
+	git ls-files 'csrc/*' 'tests/cpu/cpp/*' | grep -E '\.(cpp|cu|cuh|h)$$' | xargs $(BIN)clang-format --dry-run -Werror
 
 # about 20 minutes on two cores; `make bench ARGS="--budget 0"` leaves nothing out
 bench: $(PEERS)

@@ -82,7 +82,7 @@ class Step:
 def build(run: Run, seconds: float) -> list[str]:
     """Compile the extension in place; on a CPU what is built is taken as it is."""
     if run.tiny:
-        return [run.python, "-c", "from fastbert import _native; print(_native.extension)"]
+        return [run.python, "-c", "from fastbert.runtime import native; print(native.extension)"]
     return [run.python, str(ROOT / "setup.py"), "build_ext", "--inplace"]
 
 

@@ -21,7 +21,7 @@ from fastbert.ops.dropout import philox_keep
 from fastbert.runtime import native as _native
 from fastbert.testing import serving
 from fastbert.testing.op_cases.attention import CASES
-from tests.support import cpu_build as native_build
+from tests.support import cpu_build
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -531,7 +531,7 @@ def test_lse_of_equal_scores(isa):
 
 
 def test_exponential_is_within_one_ulp(isa):
-    function = getattr(ctypes.CDLL(str(native_build.exponential())), f"exponential_{isa}")
+    function = getattr(ctypes.CDLL(str(cpu_build.exponential())), f"exponential_{isa}")
 
     def exponential(x):
         y = torch.empty_like(x)
@@ -782,9 +782,9 @@ def python(code: str, **env: str) -> subprocess.CompletedProcess:
 def test_isa_none_leaves_attention_to_another_backend():
     run = python(
         "import torch\n"
-        "from fastbert import dispatch\n"
         "from fastbert.backends import cpu\n"
         "from fastbert.ops.attention import attention\n"
+        "from fastbert.testing import serving\n"
         "q = torch.randn(1, 3, 1, 8)\n"
         "assert attention(q, q, q).shape == q.shape\n"
         "row = next(r for r in serving.choices('cpu') if r.op == 'attention' and r.dtype == 'float32')\n"
@@ -814,7 +814,7 @@ def test_the_fastest_backend_of_this_processor_serves():
 def run_sanitized(sanitizers):
     if _C.best_cpu_isa() == "none":
         pytest.skip("this processor has no AVX2")
-    driver = native_build.sanitized("attention", sanitizers)
+    driver = cpu_build.sanitized("attention", sanitizers)
     run = subprocess.run([str(driver)], text=True, capture_output=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     assert int(run.stdout.split()[0]) > 500, run.stdout

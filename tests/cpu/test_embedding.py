@@ -14,7 +14,7 @@ from fastbert.ops.dropout import keep_mask_2d
 from fastbert.runtime import native as _native
 from fastbert.testing import serving
 from fastbert.testing.op_cases.embedding import CASES
-from tests.support import cpu_build as native_build
+from tests.support import cpu_build
 from tests.support.cpu_truth import HALF, assert_rounds_to, assert_same_bits, randn, strided_rows
 
 DTYPES = (torch.float32, *HALF)
@@ -490,7 +490,7 @@ def test_isa_none_is_refused():
 def run_sanitized(sanitizers):
     if _C.best_cpu_isa() == "none":
         pytest.skip("this processor has no AVX2")
-    driver = native_build.sanitized("embedding", sanitizers)
+    driver = cpu_build.sanitized("embedding", sanitizers)
     run = subprocess.run([str(driver)], text=True, capture_output=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     assert int(run.stdout.split()[0]) > 300, run.stdout

@@ -14,7 +14,7 @@ import torch
 
 from fastbert.backends import cpu
 from fastbert.runtime import native as _native
-from tests.support import cpu_build as native_build
+from tests.support import cpu_build
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("none", "avx2", "avx512", "avx512_bf16")
@@ -32,7 +32,7 @@ BF16 = f"{AVX512} avx512bf16"
 
 @pytest.fixture(scope="module")
 def library():
-    loaded = ctypes.CDLL(str(native_build.faked_isa()))
+    loaded = ctypes.CDLL(str(cpu_build.faked_isa()))
     for name in ("fake_best", "fake_preferred", "fake_current"):
         getattr(loaded, name).restype = ctypes.c_char_p
     return loaded
@@ -120,8 +120,9 @@ def reports():
     """What `fastbert env --json` says with FASTBERT_ISA unset ("") and with each of VALUES."""
     code = (
         "import importlib, json, os\n"
-        "from fastbert import _native, cli\n"
         "from fastbert.backends import cpu\n"
+        "from fastbert.cli import main as cli\n"
+        "from fastbert.runtime import native as _native\n"
         f"for value in {('', *VALUES)!r}:\n"
         "    os.environ['FASTBERT_ISA'] = value\n"
         "    importlib.reload(_native)\n"  # reads it

@@ -22,7 +22,7 @@ from fastbert.ops.layer_norm import layer_norm_ref
 from fastbert.runtime import dispatch
 from fastbert.runtime import native as _native
 from fastbert.testing.op_cases.layer_norm import CASES
-from tests.support import cpu_build as native_build
+from tests.support import cpu_build
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -407,7 +407,8 @@ def python(code: str, **env: str) -> subprocess.CompletedProcess:
 def test_a_forked_child_does_not_hang():
     run = python(
         "import os, torch, signal\n"
-        "from fastbert import _native\nfrom fastbert.backends import cpu\n"
+        "from fastbert.backends import cpu\n"
+        "from fastbert.runtime import native as _native\n"
         "torch.set_num_threads(2)\n"
         "x, w = torch.randn(4096, 64), torch.ones(64)\n"
         "call = lambda: cpu.layer_norm_fwd(x, w, None, None, None, 1e-5, 0.0, None, 0, False)[0]\n"
@@ -500,17 +501,17 @@ def test_instruction_set_units_share_no_function(tmp_path):
     """A weak symbol in an AVX-512 unit could be the copy that the linker keeps for everyone."""
     if shutil.which("nm") is None:
         pytest.skip("needs nm (binutils)")
-    cxx = native_build.compiler()
+    cxx = cpu_build.compiler()
     sources = sorted((ROOT / "csrc" / "cpu").glob("*_simd.cpp"))
-    units = [(source, isa) for source in sources for isa in native_build.isas_of(source)]
-    assert {isa for _, isa in units} == set(native_build.ISA_FLAGS)
+    units = [(source, isa) for source in sources for isa in cpu_build.isas_of(source)]
+    assert {isa for _, isa in units} == set(cpu_build.ISA_FLAGS)
     for source, isa in units:
         out = tmp_path / f"{source.stem}.{isa}.o"
         command = [
             cxx,
-            *native_build.FLAGS,
+            *cpu_build.FLAGS,
             "-O0",
-            *native_build.ISA_FLAGS[isa],
+            *cpu_build.ISA_FLAGS[isa],
             f"-DFASTBERT_ISA={isa}",
             "-c",
             str(source),
@@ -531,7 +532,7 @@ def test_instruction_set_units_share_no_function(tmp_path):
 def test_kernels_under_address_and_undefined_sanitizers():
     if _C.best_cpu_isa() == "none":
         pytest.skip("this processor has no AVX2")
-    driver = native_build.sanitized("layer_norm", "address,undefined")
+    driver = cpu_build.sanitized("layer_norm", "address,undefined")
     run = subprocess.run([str(driver)], text=True, capture_output=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     assert int(run.stdout.split()[0]) > 500, run.stdout
@@ -542,7 +543,7 @@ def test_kernels_under_address_and_undefined_sanitizers():
 def test_kernels_under_more_sanitizers(sanitizers, cuda):
     if _C.best_cpu_isa() == "none":
         pytest.skip("this processor has no AVX2")
-    driver = native_build.sanitized("layer_norm", sanitizers, cuda)
+    driver = cpu_build.sanitized("layer_norm", sanitizers, cuda)
     run = subprocess.run([str(driver)], text=True, capture_output=True, timeout=900)
     assert run.returncode == 0, run.stderr[-3000:]
     assert int(run.stdout.split()[0]) > 50, run.stdout
@@ -555,7 +556,7 @@ def test_kernels_under_more_sanitizers(sanitizers, cuda):
 def emulated_extension():
     if _C.best_cpu_isa() == "none":
         pytest.skip("the emulation converts fp16 by F16C, which this processor lacks")
-    path = native_build.emulated_extension()
+    path = cpu_build.emulated_extension()
     spec = importlib.util.spec_from_file_location("_C", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -19,7 +19,7 @@ from fastbert.ops.linear import ACTIVATIONS, activate_ref, linear, packer
 from fastbert.runtime import native as _native
 from fastbert.testing import serving
 from fastbert.testing.op_cases.linear import CASES, LinearCase
-from tests.support import cpu_build as native_build
+from tests.support import cpu_build
 from tests.support.cpu_truth import HALF, assert_same_bits, randn, strided_rows
 
 DTYPES = (torch.float32, *HALF)
@@ -755,7 +755,7 @@ def test_the_extension_refuses_what_would_crash_elsewhere():
 def run_sanitized(sanitizers):
     if _C.best_cpu_isa() == "none":
         pytest.skip("this processor has no AVX2")
-    driver = native_build.sanitized("linear", sanitizers)
+    driver = cpu_build.sanitized("linear", sanitizers)
     run = subprocess.run([str(driver)], text=True, capture_output=True, timeout=600)
     assert run.returncode == 0, run.stderr[-3000:]
     assert int(run.stdout.split()[0]) > 1000, run.stdout

@@ -17,7 +17,7 @@ from fastbert.ops.linear_int8 import quantize_rows
 from fastbert.runtime import native as _native
 from fastbert.testing import serving
 from fastbert.testing.op_cases.linear_int8 import CASES, LinearInt8Case
-from tests.support import cpu_build as native_build
+from tests.support import cpu_build
 from tests.support.cpu_truth import HALF, assert_same_bits, randn, strided_rows
 
 DTYPES = (torch.float32, *HALF)
@@ -33,7 +33,7 @@ def without_vnni():
     """What the launcher asks of the extension, from one that takes this processor for one without VNNI."""
     if _C.best_cpu_isa() not in ("avx512", "avx512_bf16"):
         pytest.skip("this processor has no avx512")
-    library, i64, pointer = ctypes.CDLL(str(native_build.int8_pairs())), ctypes.c_int64, ctypes.c_void_p
+    library, i64, pointer = ctypes.CDLL(str(cpu_build.int8_pairs())), ctypes.c_int64, ctypes.c_void_p
     library.pairs_packed_size.restype = i64
     library.pairs_packed_size.argtypes = (i64, i64)
     library.pairs_pack.argtypes = (i64, i64, pointer, pointer, ctypes.c_int)

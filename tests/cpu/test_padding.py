@@ -13,7 +13,7 @@ from fastbert.ops.padding import DTYPES
 from fastbert.runtime import native as _native
 from fastbert.testing import serving
 from fastbert.testing.op_cases.padding import CASES
-from tests.support import cpu_build as native_build
+from tests.support import cpu_build
 from tests.support.cpu_truth import assert_same_bits
 
 _C = _native.extension
@@ -148,7 +148,7 @@ def test_any_number_of_threads_gives_the_same_bits(inner, threads):
 
 
 def run_sanitized(sanitizers):
-    driver = native_build.sanitized("padding", sanitizers)
+    driver = cpu_build.sanitized("padding", sanitizers)
     run = subprocess.run([str(driver)], text=True, capture_output=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     assert int(run.stdout.split()[0]) > 300, run.stdout

@@ -14,14 +14,14 @@ import torch
 import fastbert
 from fastbert.layers import encoder as layers
 from fastbert.runtime import native as _native
-from tests.support import cpu_build as native_build
+from tests.support import cpu_build
 
 pytestmark = pytest.mark.skipif(_native.extension is None, reason="the extension is not built")
 
 
 @pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])
 def test_every_task_runs_once_under_sanitizers(sanitizers):
-    driver = native_build.sanitized("parallel", sanitizers)
+    driver = cpu_build.sanitized("parallel", sanitizers)
     run = subprocess.run([str(driver)], capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.strip().endswith("shared jobs")
@@ -135,8 +135,8 @@ def test_another_backend_opens_no_team(runtime, monkeypatch):
 def test_a_child_forked_with_an_open_team_works_alone():
     code = (
         "import os, torch, fastbert\n"
-        "from fastbert import _native\n"
         "from fastbert.ops.linear import linear\n"
+        "from fastbert.runtime import native as _native\n"
         "C = _native.extension\n"
         "x, w = torch.randn(256, 256), torch.randn(256, 256)\n"
         "wanted = linear(x, w)\n"

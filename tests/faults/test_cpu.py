@@ -3,14 +3,13 @@
 import pytest
 
 from fastbert.runtime import native as _native
-from tests.support import cpu_build as native_build
-from tests.support import mutation
+from tests.support import cpu_build, mutation
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ("cross_entropy", "embedding", "encoder_layer", "padding"))
 def test_faults_are_caught(op):
-    native_build.compiler()
+    cpu_build.compiler()
     if _native.extension is None or _native.extension.best_cpu_isa() == "none":
         pytest.skip("needs the extension and a processor with AVX2")
     mutation.assert_caught(mutation.run_in_process(f"cpu_{op}"), share=0.95)

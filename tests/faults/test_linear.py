@@ -4,8 +4,7 @@ import pytest
 
 from fastbert.runtime import native as _native
 from tests.faults import aten, cpu_linear, cpu_linear_int8, cpu_linear_python
-from tests.support import cpu_build as native_build
-from tests.support import mutation
+from tests.support import cpu_build, mutation
 
 
 def needs_kernels():
@@ -33,5 +32,5 @@ def test_sample_of_the_launchers_faults_is_caught():
 @pytest.mark.parametrize("suite", ("cpu_linear_python", "cpu_linear_int8", "cpu_linear"))
 def test_cpu_faults_are_caught(suite):
     needs_kernels()
-    native_build.compiler()
+    cpu_build.compiler()
     mutation.assert_caught(mutation.run_in_process(suite), share=0.95)

@@ -19,7 +19,7 @@ from fastbert.models.config import EncoderConfig
 from fastbert.ops.encoder_layer import encoder_layer, launchers
 from fastbert.runtime import dispatch, prepared
 from fastbert.runtime import native as _native
-from tests.support import cpu_build as native_build
+from tests.support import cpu_build
 from tests.support.cpu_fixtures import every_isa, threads  # noqa: F401
 from tests.support.hf_models import FAMILY_NAMES, batch, hf_config
 
@@ -439,7 +439,7 @@ def test_weights_for_another_instruction_set_are_refused():
 
 
 def run_sanitized(sanitizers):
-    driver = native_build.sanitized("encoder_layer", sanitizers)
+    driver = cpu_build.sanitized("encoder_layer", sanitizers)
     run = subprocess.run([str(driver)], text=True, capture_output=True, timeout=600)
     assert run.returncode == 0, run.stderr[-3000:]
     assert int(run.stdout.split()[0]) >= 432, run.stdout  # one instruction set

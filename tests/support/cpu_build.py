@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NATIVE = ROOT / "tests" / "native"
+CPP = ROOT / "tests" / "cpu" / "cpp"
 FLAGS = ["-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Werror"]
 FLAGS += ["-Wno-unknown-pragmas", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
-FLAGS += [f"-I{ROOT / 'csrc'}", f"-I{NATIVE}"]
+FLAGS += [f"-I{ROOT / 'csrc'}", f"-I{CPP}"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 ISA_FLAGS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
@@ -105,18 +105,18 @@ def emulated_extension() -> Path:
 
 
 def sanitized(op: str, sanitizers: str, cuda: bool = False) -> Path:
-    """tests/cpu/native/sanitize_<op>.cpp, built with -fsanitize=<sanitizers>. The ops share their objects."""
+    """tests/cpu/cpp/sanitize_<op>.cpp, built with -fsanitize=<sanitizers>. The ops share their objects."""
     flags = ["-O1", "-g1", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
     objects = cpu_objects(flags, isas=True) | (cuda_objects(flags) if cuda else {})
     driver = ["-DWITH_CUDA_ON_HOST", "-mf16c"] if cuda else []
-    objects[f"driver_{op}"] = (NATIVE / f"sanitize_{op}.cpp", [*flags, *driver])
+    objects[f"driver_{op}"] = (CPP / f"sanitize_{op}.cpp", [*flags, *driver])
     name = "-".join(["sanitized", *sanitizers.split(","), *(["cuda"] if cuda else [])])
     return ninja_build(name, objects, op, [f"-fsanitize={sanitizers}", "-pthread"])
 
 
 def exponential() -> Path:
-    """Shared library of tests/cpu/native/exponential.cpp: exp of csrc/cpu/exp.h for each instruction set."""
-    source = NATIVE / "exponential.cpp"
+    """Shared library of tests/cpu/cpp/exponential.cpp: exp of csrc/cpu/exp.h for each instruction set."""
+    source = CPP / "exponential.cpp"
     objects = {
         f"exponential.{isa}": (source, ["-O2", *flags, f"-DFASTBERT_ISA={isa}"])
         for isa, flags in ISA_FLAGS.items()
@@ -126,15 +126,15 @@ def exponential() -> Path:
 
 def faked_isa() -> Path:
     """Shared library of isa_faked.cpp: the choice of the instruction set on other processors."""
-    objects = {"isa_faked": (NATIVE / "isa_faked.cpp", ["-O1", "-DFASTBERT_X86=1"])}
+    objects = {"isa_faked": (CPP / "isa_faked.cpp", ["-O1", "-DFASTBERT_X86=1"])}
     return ninja_build("isa_faked", objects, "libisa_faked.so", ["-shared"])
 
 
 def int8_pairs() -> Path:
-    """Shared library of tests/cpu/native/linear_int8_pairs.cpp: linear_int8 with AVX-512 but without VNNI."""
+    """Shared library of tests/cpu/cpp/linear_int8_pairs.cpp: linear_int8 with AVX-512 but without VNNI."""
     csrc, flags = ROOT / "csrc" / "cpu", ["-O2", "-DFASTBERT_X86=1"]
     objects = {name: (csrc / f"{name}.cpp", flags) for name in ("isa", "parallel")}
-    objects["linear_int8_pairs"] = (NATIVE / "linear_int8_pairs.cpp", flags)
+    objects["linear_int8_pairs"] = (CPP / "linear_int8_pairs.cpp", flags)
     for isa in isas_of(csrc / "linear_int8_simd.cpp"):
         objects[f"linear_int8_simd.{isa}"] = (
             csrc / "linear_int8_simd.cpp", [*flags, *ISA_FLAGS[isa], f"-DFASTBERT_ISA={isa}"]

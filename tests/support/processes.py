@@ -14,7 +14,7 @@ import torch
 
 
 def two(script: str, folder: Path, seconds: float = 240.0) -> list[dict]:
-    """What both ranks of tests/`script` left in `folder` as RANK.json; skips where torch has no gloo."""
+    """Both ranks of tests/support/`script`: what they leave in `folder` as RANK.json. Skips without gloo."""
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("this torch has no gloo")
     path = Path(__file__).with_name(script)

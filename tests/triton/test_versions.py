@@ -15,7 +15,10 @@ from tests.triton import test_compile as gates
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 OLDEST = ".".join(map(str, OLDEST_TRITON)) + ".0"
-SUITES = sorted(path.stem for path in (ROOT / "tests").glob("test_triton_*.py"))
+# every suite that interprets kernels; `test_triton_linear` is tests/triton/test_linear.py
+FOLDER = pathlib.Path(__file__).parent
+NOT_INTERPRETED = {"test_compile", "test_versions", "test_tuning", "test_host_waits"}
+SUITES = sorted(path.stem for path in FOLDER.glob("test_*.py") if path.stem not in NOT_INTERPRETED)
 
 pytestmark = pytest.mark.slow
 
@@ -52,11 +55,10 @@ def test_compiles(gate, environment):
     function(**{mark.args[0]: True for mark in wholes})
 
 
-@pytest.mark.parametrize(
-    "suite", [s for s in SUITES if s not in ("test_triton_compile", "test_triton_versions")]
-)
+@pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.replace("test_", "test_triton_"))
 def test_interprets(suite, environment):
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/{suite}.py"]
+    path = f"tests/triton/{suite}.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", path]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout
