@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert.acceleration.classes import Accelerated, Options, has_other_forward
-from fastbert.layers.encoder import LayerForm, LayerMath, Sequences, is_hooked
-from fastbert.layers.encoder import part as part_of
+from fastbert.layers.encoder import LayerForm, LayerMath, Sequences
+from fastbert.layers.modules import is_hooked
+from fastbert.layers.modules import part as part_of
 from fastbert.layers.quantized import check_finite
 from fastbert.models.families import FAMILIES
 from fastbert.runtime import prepared

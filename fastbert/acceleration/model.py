@@ -35,7 +35,10 @@ from fastbert.acceleration.layer import (
     uncompiled,
     watched,
 )
-from fastbert.layers.encoder import LayerMath, Sequences, apply_linear, embed, is_hooked, part, together
+from fastbert.layers.embeddings import embed
+from fastbert.layers.encoder import LayerMath, Sequences, together
+from fastbert.layers.linear import apply_linear
+from fastbert.layers.modules import is_hooked, part
 from fastbert.models.config import EncoderConfig
 from fastbert.models.encoder import attention_bias, layers_of
 from fastbert.models.families import FAMILIES, Family

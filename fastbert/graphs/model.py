@@ -56,7 +56,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fastbert.layers.encoder import is_hooked, part, pool_first
+from fastbert.layers.linear import pool_first
+from fastbert.layers.modules import is_hooked, part
 from fastbert.layers.packing import Packing, send
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.bert import BertModel

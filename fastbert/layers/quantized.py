@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastbert.layers.modules import attach, is_plain, part
 from fastbert.ops import checks
 from fastbert.ops.linear_int8 import linear_int8, packer
 from fastbert.runtime import prepared
@@ -312,8 +313,6 @@ def _check_mode(dtype: Any) -> None:
 
 
 def _replace(model: nn.Module) -> None:
-    from fastbert.layers.encoder import attach, is_plain, part  # which imports this module
-
     names = {id(module): name for name, module in model.named_modules()}
     made: list[tuple[nn.Module, str, QuantizedLinear]] = []
     for layer in {id(layer): layer for layer in model.base_model.layers()}.values():  # shared ones once

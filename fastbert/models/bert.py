@@ -12,17 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-from fastbert.layers.encoder import (
-    Embeddings,
-    EncoderLayer,
-    Sequences,
-    apply_linear,
-    attach,
-    part,
-    pool_first,
-    table,
-    together,
-)
+from fastbert.layers.embeddings import Embeddings, table
+from fastbert.layers.encoder import EncoderLayer, Sequences, together
+from fastbert.layers.linear import apply_linear, pool_first
+from fastbert.layers.modules import attach, part
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.config import EncoderConfig
 from fastbert.models.encoder import attention_bias, layers_of

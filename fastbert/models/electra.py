@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastbert.layers.encoder import apply_linear, attach
+from fastbert.layers.linear import apply_linear
+from fastbert.layers.modules import attach
 from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
 from fastbert.models.heads.masked_lm import BertForMaskedLM

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastbert.layers.encoder import part, relative_bias
+from fastbert.layers.embeddings import relative_bias
+from fastbert.layers.modules import part
 from fastbert.models.families import Family
 from fastbert.models.inputs import Inputs
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fastbert.backends.cpu import linear as launcher
-from fastbert.layers import encoder as layers
+from fastbert.layers import linear as layers
 from fastbert.models.auto import AutoModel
 from fastbert.models.config import EncoderConfig
 from fastbert.runtime import dispatch, prepared
@@ -166,7 +166,7 @@ def test_not_under_torch_compile(module, made):
 
 
 def test_not_for_many_rows(module, made):
-    many = layers._MANY_ROWS
+    many = layers.MANY_ROWS
     with torch.no_grad():
         for shape in ((many, 24), (2, many // 2, 24), (many + 1, 24), (1, many, 24)):
             layers.apply_linear(module, randn(*shape))

@@ -13,6 +13,7 @@ import torch
 
 import fastbert
 from fastbert.layers import encoder as layers
+from fastbert.layers import fused
 from fastbert.runtime import native as _native
 from tests.support import cpu_build
 
@@ -62,9 +63,9 @@ def in_parallel(runtime) -> bool:
 
 def test_threads_stand_by_for_the_layers_and_leave_after_them(calls, runtime, monkeypatch):
     model, inside = tiny(), []
-    original = layers.encoder_layer
+    original = fused.encoder_layer
     monkeypatch.setattr(
-        layers, "encoder_layer", lambda *a, **k: (inside.append(in_parallel(runtime)), original(*a, **k))[1]
+        fused, "encoder_layer", lambda *a, **k: (inside.append(in_parallel(runtime)), original(*a, **k))[1]
     )
     with torch.no_grad():
         model(IDS)
@@ -114,7 +115,7 @@ def test_an_error_in_a_layer_lets_the_threads_go(calls, runtime, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(layers, "encoder_layer", fail)
+    monkeypatch.setattr(fused, "encoder_layer", fail)
     with torch.no_grad(), pytest.raises(RuntimeError, match="planted"):
         model(IDS)
     assert calls == ["open_team", "close_team"]

@@ -9,7 +9,7 @@ from tests.support.mutation import Fault, Suite
 _CPP = "csrc/cpu/encoder_layer.cpp"
 _BINDING = "csrc/bindings/encoder_layer.cpp"
 _PYTHON = "fastbert/backends/cpu/encoder_layer.py"
-_LAYERS = "fastbert/layers/encoder.py"
+_LAYERS = "fastbert/layers/fused.py"
 
 
 def _fault(name: str, old: str, new: str, file: str = _CPP) -> Fault:
@@ -69,7 +69,7 @@ FAULTS = (
     _fault("hooked layers are fused over", "            or not all(is_plain(m, kind) for m in dense)\n", "", _LAYERS),
     _fault("norms' weights may change", "for m in (*dense, *norms) for d in", "for m in dense for d in", _LAYERS),
     _fault("fused where probabilities are asked for", "            or sequences.return_probs\n            or torch.compiler.is_compiling()\n            or checks", "            or torch.compiler.is_compiling()\n            or checks", _LAYERS),
-    _fault("kept although the rows are many", 'if op == "linear" and x.shape[0] >= _MANY_ROWS:', "if False:", _LAYERS),
+    _fault("kept although the rows are many", 'if op == "linear" and x.shape[0] >= linear_layers.MANY_ROWS:', "if False:", _LAYERS),
     _fault("all weights packed to one place", ".split(sizes))", ".split(sizes))\n        memory = iter([scratch[0][:n] for n in sizes])", _PYTHON),
     _fault("scratch too small", "scratch[place].numel() < size", "False", _PYTHON),
     _fault("scratch of another dtype", "scratch[place].dtype != like.dtype or ", "", _PYTHON),

@@ -9,7 +9,7 @@ from tests.support.mutation import Fault, Suite
 
 _PYTHON = "fastbert/backends/cpu/linear.py"
 _INT8 = "fastbert/backends/cpu/linear_int8.py"
-_LAYERS = "fastbert/layers/encoder.py"
+_LAYERS = "fastbert/layers/linear.py"
 
 
 def _fault(name: str, old: str, new: str, file: str) -> Fault:
@@ -31,8 +31,8 @@ FAULTS = (
     _fault("one tensor for both empty gradients", "        dy.new_empty(0) if dx is None else dx,\n        dy.new_empty(0) if dweight is None else dweight,", "        *((lambda e: (e if dx is None else dx, e if dweight is None else dweight))(dy.new_empty(0))),", _PYTHON),
     _fault("packed in training", "if module.training or torch.compiler", "if torch.compiler", _LAYERS),
     _fault("packed under torch.compile", "torch.compiler.is_compiling() or x.shape[:-1]", "x.shape[:-1]", _LAYERS),
-    _fault("packed for one row more", "x.shape[:-1].numel() >= _MANY_ROWS:", "x.shape[:-1].numel() > _MANY_ROWS:", _LAYERS),
-    _fault("rows of one sequence counted", "x.shape[:-1].numel() >= _MANY_ROWS:", "x.shape[-2] >= _MANY_ROWS:", _LAYERS),
+    _fault("packed for one row more", "x.shape[:-1].numel() >= MANY_ROWS:", "x.shape[:-1].numel() > MANY_ROWS:", _LAYERS),
+    _fault("rows of one sequence counted", "x.shape[:-1].numel() >= MANY_ROWS:", "x.shape[-2] >= MANY_ROWS:", _LAYERS),
     _fault("one packed weight for every dtype", '("packed", dtype), (module.weight,)', '"packed", (module.weight,)', _LAYERS),
     _fault("changes of the weight not seen", '("packed", dtype), (module.weight,)', '("packed", dtype), ()', _LAYERS),
     _fault("float64 under autocast packed as half", "if dtype != torch.float64:", "if True:", _LAYERS),

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastbert import accelerate
 from fastbert.graphs import model as graphs
-from fastbert.layers.encoder import EncoderLayer, part
+from fastbert.layers.encoder import EncoderLayer
+from fastbert.layers.modules import part
 from fastbert.models.auto import AutoModel
 from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig

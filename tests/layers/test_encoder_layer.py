@@ -13,6 +13,8 @@ from torch import nn
 from fastbert.backends import cpu
 from fastbert.backends.cpu import encoder_layer as cpu_encoder_layer
 from fastbert.layers import encoder as layers
+from fastbert.layers import fused
+from fastbert.layers import linear as linear_layers
 from fastbert.models.auto import AutoModel
 from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
@@ -38,7 +40,7 @@ def of(name: str, **overrides) -> BertModel:
 @contextlib.contextmanager
 def fused_calls():
     """A list that fills with the number of rows of every fused layer."""
-    seen, found = [], layers.launchers
+    seen, found = [], fused.launchers
 
     def watched(*key):
         if (both := found(*key)) is None:
@@ -51,21 +53,21 @@ def fused_calls():
 
         return make, call
 
-    layers.launchers = watched
+    fused.launchers = watched
     try:
         yield seen
     finally:
-        layers.launchers = found
+        fused.launchers = found
 
 
 @contextlib.contextmanager
 def op_by_op():
     """No layer is fused."""
-    found, layers.launchers = layers.launchers, lambda *_: None
+    found, fused.launchers = fused.launchers, lambda *_: None
     try:
         yield
     finally:
-        layers.launchers = found
+        fused.launchers = found
 
 
 def assert_same_as_op_by_op(call, times: int) -> None:
@@ -230,7 +232,7 @@ def test_freed_with_the_model():
 
 
 def test_one_scratch_serves_layers_of_any_size_and_dtype(monkeypatch):
-    monkeypatch.setattr(layers, "_MANY_ROWS", 1)
+    monkeypatch.setattr(linear_layers, "MANY_ROWS", 1)
     monkeypatch.setattr(cpu_encoder_layer, "_RETURNED", 0)  # no memory to spare
     ends, scratch, sizes = torch.tensor([0, 40], dtype=torch.int32), [], []
     with torch.no_grad():
@@ -249,7 +251,7 @@ def test_one_scratch_serves_layers_of_any_size_and_dtype(monkeypatch):
 
 
 def test_too_little_memory_to_work_in_is_refused(monkeypatch):
-    monkeypatch.setattr(layers, "_MANY_ROWS", 1)
+    monkeypatch.setattr(linear_layers, "MANY_ROWS", 1)
     monkeypatch.setattr(cpu_encoder_layer, "_RETURNED", 0)
     ends = torch.tensor([0, 40], dtype=torch.int32)
     x, layer = torch.randn(40, 48), of("bert").layers()[0]
@@ -345,7 +347,7 @@ def test_for_many_rows_nothing_is_kept_and_blocks_share_what_is_packed(monkeypat
     layer, made = model.layers()[0], []
     make = cpu.encoder_layer_weights
     monkeypatch.setattr(cpu, "encoder_layer_weights", lambda *args: made.append(1) or make(*args))
-    monkeypatch.setattr(layers, "_FUSED_ROWS", 700)
+    monkeypatch.setattr(fused, "FUSED_ROWS", 700)
     dispatch._resolved.clear()
     for rows, calls in (
         (0, []),
@@ -363,7 +365,7 @@ def test_for_many_rows_nothing_is_kept_and_blocks_share_what_is_packed(monkeypat
             with fused_calls() as seen:
                 out = layer(x, sequences)[0]
             if rows and not int8:
-                assert bool(prepared.held(layer)) == (rows < layers._MANY_ROWS)
+                assert bool(prepared.held(layer)) == (rows < linear_layers.MANY_ROWS)
             with op_by_op():
                 assert torch.equal(layer(x, sequences)[0], out)
         assert seen == calls

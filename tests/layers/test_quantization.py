@@ -19,7 +19,8 @@ import fastbert
 from fastbert.backends import aten
 from fastbert.checkpoint.load import CheckpointError, load_weights
 from fastbert.layers import quantized as quantization
-from fastbert.layers.encoder import apply_linear, dense_norm, part
+from fastbert.layers.linear import apply_linear, dense_norm
+from fastbert.layers.modules import part
 from fastbert.layers.quantized import QuantizedLinear, int8_product, is_quantized
 from fastbert.models.config import EncoderConfig
 from fastbert.ops.linear_int8 import linear_int8

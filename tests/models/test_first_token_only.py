@@ -14,11 +14,13 @@ from torch.nn import functional as F
 import fastbert
 from fastbert import testing
 from fastbert.layers import encoder as layers
+from fastbert.layers import fused
 from fastbert.models.auto import AutoModel
 from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
 from fastbert.models.heads.task_model import TaskModel
 from fastbert.ops.dropout import keep_mask_2d
+from fastbert.ops.first_attention import first_attention
 from fastbert.ops.pooling import pooling as pool
 from fastbert.runtime import dispatch
 from fastbert.sentences.encoder import SentenceEncoder
@@ -40,7 +42,7 @@ def products():
     """A list that fills with (rows, outputs) of every product with a weight that a backend is asked for,
     op by op.
     """
-    seen, launch, fused = [], dispatch.call, layers.launchers
+    seen, launch, found = [], dispatch.call, fused.launchers
 
     def call(function, key, *args):
         result = launch(function, key, *args)
@@ -48,11 +50,11 @@ def products():
             seen.append(tuple((result[0] if isinstance(result, tuple) else result).shape))
         return result
 
-    dispatch.call, layers.launchers = call, lambda *_: None
+    dispatch.call, fused.launchers = call, lambda *_: None
     try:
         yield seen
     finally:
-        dispatch.call, layers.launchers = launch, fused
+        dispatch.call, fused.launchers = launch, found
 
 
 def inner_rows(seen: list[tuple[int, int]]) -> list[int]:
@@ -134,7 +136,7 @@ def test_first_attention_by_the_error_rule(lengths, options, dtype):
     for seed in range(3):
         made, key_bias = operands(lengths, dtype, seed=seed, **options)
         cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        actual = layers.first_attention(**made, cu_seqlens=cu_seqlens, softmax_scale=scale)
+        actual = first_attention(**made, cu_seqlens=cu_seqlens, softmax_scale=scale)
         wide = {name: None if t is None else t.double() for name, t in made.items()}
         truth = attend(**wide, key_bias=key_bias.double(), lengths=lengths, scale=scale)
         eager = attend(**made, key_bias=key_bias, lengths=lengths, scale=scale)

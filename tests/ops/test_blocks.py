@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fastbert import BertModel, EncoderConfig, MPNetModel
-from fastbert.layers import encoder as layers
+from fastbert.layers import fused
+from fastbert.layers import linear as linear_layers
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.runtime import dispatch, prepared
 
@@ -16,10 +17,10 @@ SMALL = dict(
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(layers, "_BLOCK_ROWS", 40)
-    monkeypatch.setattr(layers, "_MANY_ROWS", 30)
+    monkeypatch.setattr(fused, "BLOCK_ROWS", 40)
+    monkeypatch.setattr(linear_layers, "MANY_ROWS", 30)
     monkeypatch.setattr(
-        layers, "launchers", lambda *_: None
+        fused, "launchers", lambda *_: None
     )  # fused layers: tests/layers/test_encoder_layer.py
 
 
@@ -60,10 +61,10 @@ def test_dense_norm_drops_and_scales_alike_on_every_path(norm):
     keep = keep_mask_2d(seed, 3, 9, 24, 0.4)
     expected = residual + dense(x) * keep / 0.6
     if norm == "another":
-        y = layers.dense_norm(dense, torch.nn.Identity(), x, residual, 0.4, seed, 3)
+        y = linear_layers.dense_norm(dense, torch.nn.Identity(), x, residual, 0.4, seed, 3)
     else:
         y, expected = (
-            layers.dense_norm(dense, own, x, residual, 0.4, seed, 3, norm == "fused"),
+            linear_layers.dense_norm(dense, own, x, residual, 0.4, seed, 3, norm == "fused"),
             own(expected),
         )
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
@@ -91,7 +92,7 @@ def test_blocks_give_what_the_whole_gives(monkeypatch, rows, lengths):
     assert sum(blocks) == sum(lengths)
     assert min(blocks) >= 30
     rows.clear()
-    monkeypatch.setattr(layers, "_BLOCK_ROWS", 10**9)
+    monkeypatch.setattr(fused, "BLOCK_ROWS", 10**9)
     whole = net(ids, mask, output_hidden_states=True)
     assert rows == [sum(lengths)] * 2
     for a, b in zip(out.hidden_states, whole.hidden_states, strict=True):

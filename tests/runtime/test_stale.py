@@ -14,7 +14,8 @@ from torch import nn
 
 import fastbert
 from fastbert.acceleration.layer import AcceleratedLayer
-from fastbert.layers.encoder import LayerMath, part
+from fastbert.layers.encoder import LayerMath
+from fastbert.layers.modules import part
 from fastbert.models.auto import AutoModel
 from fastbert.models.config import EncoderConfig
 from fastbert.runtime import native as _native

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fastbert.layers.encoder import apply_linear, apply_norm, attach, is_plain, part
+from fastbert.layers.linear import apply_linear, apply_norm
+from fastbert.layers.modules import attach, is_plain, part
 from fastbert.models.config import EncoderConfig
 from fastbert.models.deferred import DeferredTensor, NotComputed, defer
 from fastbert.models.heads.task_model import Encoded, TaskModel

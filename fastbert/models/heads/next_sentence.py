@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fastbert.layers.encoder import apply_linear, attach, part
+from fastbert.layers.linear import apply_linear
+from fastbert.layers.modules import attach, part
 from fastbert.models.config import EncoderConfig
 from fastbert.models.families import Family
 from fastbert.models.heads.task_model import Encoded, TaskModel

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
 
-from fastbert.layers.encoder import apply_linear, attach, part
+from fastbert.layers.linear import apply_linear
+from fastbert.layers.modules import attach, part
 from fastbert.models.config import EncoderConfig
 from fastbert.models.families import Family
 from fastbert.models.heads.masked_lm import LMModel

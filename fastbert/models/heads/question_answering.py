@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from fastbert.layers.encoder import apply_linear
+from fastbert.layers.linear import apply_linear
 from fastbert.models.config import EncoderConfig
 from fastbert.models.heads.task_model import TaskModel, unscored
 from fastbert.models.labels import check_positions, one_a_sequence

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastbert.layers.encoder import apply_linear, attach, part, pool_first
+from fastbert.layers.linear import apply_linear, pool_first
+from fastbert.layers.modules import attach, part
 from fastbert.models.base import PreTrainedModel, class_of
 from fastbert.models.config import EncoderConfig
 from fastbert.models.families import FAMILIES, ClassifierHead, Family

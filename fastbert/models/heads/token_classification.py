@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fastbert.layers.encoder import apply_linear
+from fastbert.layers.linear import apply_linear
 from fastbert.models.config import EncoderConfig
 from fastbert.models.heads.task_model import Encoded, TaskModel
 from fastbert.models.labels import check_classes

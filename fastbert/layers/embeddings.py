@@ -1,0 +1,139 @@
+"""What stands before the layers: the embeddings, and MPNet's relative attention bias."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from fastbert.layers.modules import is_plain
+from fastbert.models.config import EncoderConfig
+from fastbert.ops.dropout import keep_mask_2d
+from fastbert.ops.embedding import embedding
+
+
+def _untrained_row(module: nn.Embedding) -> Tensor:
+    """The table, no gradient reaching its padding row: as nn.Embedding, for tables whose op knows no
+    padding.
+    """
+    weight, row = module.weight, module.padding_idx
+    if row is None or not (torch.is_grad_enabled() and weight.requires_grad):
+        return weight
+    rows = torch.arange(weight.shape[0], device=weight.device).unsqueeze(1)
+    return torch.where(rows == row, weight.detach(), weight)
+
+
+def table(rows: int, width: int, padding_idx: int | None = None) -> nn.Embedding:
+    """An embedding table, not initialised: PyTorch's own initialisation loads half a second of modules on
+    meta.
+    """
+    return nn.Embedding(rows, width, padding_idx, _weight=torch.empty(rows, width))
+
+
+def _is_plain_table(module: nn.Module) -> bool:
+    """Whether rows are looked up and nothing else, forward and backward."""
+    return is_plain(module, nn.Embedding) and not (
+        module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+    )
+
+
+def embed(
+    root: nn.Module,
+    input_ids: Tensor | None,
+    position_ids: Tensor,
+    token_type_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+) -> Tensor:
+    """Packed ids (total,) or inputs_embeds (total, width) -> (total, width): word + position + segment
+    embeddings, LayerNorm, dropout (Devlin et al. 2018, sec. 3 and fig. 2).
+
+    Args:
+        root: the module that holds the tables and the norm under HuggingFace's names.
+        seed, dropout_p: of the dropout, which is call site 0.
+    """
+    word, position = root.word_embeddings, root.position_embeddings
+    segment = root._modules.get("token_type_embeddings")
+    norm = root.LayerNorm
+    tables = [m for m in (word, position, segment) if m is not None]
+    if all(_is_plain_table(m) for m in tables) and is_plain(norm, nn.LayerNorm) and norm.bias is not None:
+        return embedding(
+            input_ids,
+            word.weight,
+            norm.weight,
+            norm.bias,
+            position_ids=position_ids,
+            position=_untrained_row(position),
+            token_type_ids=token_type_ids,
+            segment=None if segment is None else segment.weight,
+            inputs_embeds=inputs_embeds,
+            padding_idx=word.padding_idx,
+            eps=norm.eps,
+            dropout_p=dropout_p,
+            seed=seed,
+            offset=0,
+        )
+    x = word(input_ids) if inputs_embeds is None else inputs_embeds
+    if segment is not None:
+        x = x + segment(token_type_ids)
+    x = norm(x + position(position_ids))
+    if dropout_p > 0:
+        x = x * (keep_mask_2d(seed, 0, *x.shape, dropout_p).to(x.dtype) / (1.0 - dropout_p))
+    return x
+
+
+class Embeddings(nn.Module):
+    """Word + position + segment embeddings, LayerNorm, dropout (Devlin et al. 2018, sec. 3 and fig. 2)."""
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__()
+        family, width = config.family, config.embedding_width
+        self.word_embeddings = table(config.vocab_size, width, config.pad_token_id)
+        self.position_embeddings = table(
+            config.max_position_embeddings,
+            width,
+            config.pad_token_id if family.position_padding_idx else None,
+        )
+        if family.segments and config.type_vocab_size > 0:
+            self.token_type_embeddings = table(config.type_vocab_size, width)
+        self.LayerNorm = nn.LayerNorm(width, eps=config.norm_eps)
+        self.dropout_p = config.hidden_dropout_prob
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        position_ids: Tensor,
+        token_type_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        seed: Tensor | None,
+    ) -> Tensor:
+        """Packed ids (total,) or inputs_embeds (total, width) -> (total, width)."""
+        return embed(
+            self, input_ids, position_ids, token_type_ids, inputs_embeds, seed,
+            self.dropout_p if self.training else 0.0,
+        )  # fmt: skip
+
+
+def relative_bias(
+    table: nn.Module, seqlen: int, device: torch.device, positions: Tensor | None = None
+) -> Tensor:
+    """MPNet's bucketed relative attention bias (Raffel et al. 2019, sec. 2.1; Song et al. 2020).
+
+    Args:
+        table: embedding of 32 buckets x nheads.
+        seqlen: S.
+        positions: (batch, S) positions of the packed tokens where they are not consecutive, else None.
+
+    Returns:
+        (1 or batch, nheads, S, S).
+    """
+    if positions is None:
+        positions = torch.arange(seqlen, device=device)[None]
+    distance = positions[:, None, :] - positions[:, :, None]  # key - query
+    # half of the 32 buckets per direction: 8 exact, 8 logarithmic up to a distance of 128
+    size = distance.abs()
+    far = 8 + (torch.log(size.clamp_min(1).float() / 8) / math.log(128 / 8) * 8).long()
+    bucket = torch.where(size < 8, size, far.clamp_max(15)) + 16 * (distance > 0)
+    return table(bucket).permute(0, 3, 1, 2)

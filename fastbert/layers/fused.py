@@ -1,0 +1,193 @@
+"""A whole layer in one call of the backend, and a large batch in blocks of sequences.
+
+For inference on a CPU; see fastbert/ops/encoder_layer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from fastbert.layers import linear as linear_layers
+from fastbert.layers.modules import is_hooked, is_plain, part
+from fastbert.layers.quantized import QuantizedLinear, int8_operands
+from fastbert.ops import checks
+from fastbert.ops.encoder_layer import encoder_layer, launchers
+from fastbert.runtime import prepared
+
+if TYPE_CHECKING:
+    from fastbert.layers.encoder import LayerForm, Sequences
+
+BLOCK_ROWS = 2048  # of a large batch, whose weights are packed block by block: see FusedLayer._blocks
+FUSED_ROWS = 1024  # the same where the layer is fused, and its weights packed once for all blocks
+
+
+class FusedLayer:
+    """The part of `LayerMath` that runs a whole layer in one call, or in blocks.
+
+    Attributes:
+        form, int8, label: see `LayerMath`.
+    """
+
+    form: LayerForm
+    int8 = False
+    label = "layer"
+
+    def dropout_rates(self) -> tuple[float, float, float]:
+        """Of attention probabilities, attention output and feed-forward output, as they are now."""
+        raise NotImplementedError
+
+    def _forward_fused(
+        self,
+        launch: Callable,
+        weights: object,
+        hidden: Tensor,
+        sequences: Sequences,
+        gate: Tensor | None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        names = self.form.names
+        return encoder_layer(
+            launch,
+            hidden,
+            weights,
+            sequences.cu_seqlens,
+            sequences.max_seqlen,
+            nheads=self.form.nheads,
+            inner=part(self, names.intermediate).out_features,
+            softmax_scale=self.form.head_dim**-0.5,
+            bias=sequences.bias,
+            gate=gate,
+            activation=self.form.activation,
+            eps=(part(self, names.attention_norm).eps, part(self, names.output_norm).eps),
+            out=out,
+        )
+
+    def _fused(self, x: Tensor, sequences: Sequences) -> tuple[Callable, object] | None:
+        """(the serving backend's function for a whole layer, the layer's weights as it takes them), or None.
+
+        For inference on a CPU, in a layer whose parts are all plain and hold parameters of `x`'s dtype.
+        """
+        if (
+            self.training
+            or any(self.dropout_rates())
+            or torch.is_grad_enabled()
+            or x.shape[0] == 0
+            or x.device.type != "cpu"
+            or sequences.return_probs
+            or torch.compiler.is_compiling()
+            or checks.autocast_dtype(x) is not None
+        ):
+            return None
+        names = self.form.names
+        paths = (
+            names.query, names.key, names.value, names.attention_output, names.intermediate, names.output
+        )  # fmt: skip
+        dense = [part(self, path) for path in paths]
+        norms = [part(self, path) for path in (names.attention_norm, names.output_norm)]
+        kind = type(dense[0])
+        int8 = self.int8
+        op = "linear_int8" if int8 else {nn.Linear: "linear", QuantizedLinear: "linear_int8"}.get(kind)
+        if (
+            op is None
+            or not all(is_plain(m, kind) for m in dense)
+            or not all(is_plain(m, nn.LayerNorm) for m in norms)
+        ):
+            return None
+        found = launchers(x.device, x.dtype, op)
+        if found is None:
+            return None
+        make, launch = found
+        if op == "linear" and x.shape[0] >= linear_layers.MANY_ROWS:
+            weights = self._layer_weights(make, dense, norms, x, sequences.scratch)
+        else:
+            tables = [d for m in (*dense, *norms) for d in (m._parameters, m._buffers) if d]
+            sources = tuple([t for d in tables for t in d.values() if t is not None])
+
+            def build() -> object | None:
+                if not int8:
+                    return self._layer_weights(make, dense, norms, x)
+                # Copies for the moment: what is kept of them is their packed form
+                named = zip(dense, paths, strict=True)
+                copies = [QuantizedLinear.from_linear(m, f"{self.label}.{path}") for m, path in named]
+                return self._layer_weights(make, copies, norms, x)
+
+            weights = prepared.derived(self, ("layer", op, x.dtype, launch), sources, build)
+        return None if weights is None else (launch, weights)
+
+    def _layer_weights(
+        self,
+        make: Callable,
+        dense: list[nn.Module],
+        norms: list[nn.Module],
+        x: Tensor,
+        scratch: list[Tensor] | None = None,
+    ) -> object | None:
+        """What `make` makes of the layer's weights; None where a parameter has not the dtype or device that
+        the fused layer takes: the single ops then say what is wrong, or cast.
+        """
+        for module in (*dense, *norms):
+            for name, t in module._parameters.items():
+                if t is not None:
+                    checks.own_elements(name, t)
+        vectors = [m.bias for m in dense] + [t for m in norms for t in (m.weight, m.bias)]
+        if any(t is not None and (t.dtype != x.dtype or t.device != x.device) for t in vectors):
+            return None
+        if type(dense[0]) is nn.Linear:
+            if any(m.weight.dtype != x.dtype or m.weight.device != x.device for m in dense):
+                return None
+            linears = [(m.weight, linear_layers.packed_weight(m, x), None, m.bias) for m in dense]
+        else:
+            qkv = dense[:3]
+            if len({m.bias is None for m in qkv}) > 1:
+                return None
+            linears = []
+            whose = qkv[0] if self.int8 else self  # copies for the moment keep nothing
+            for owner, modules in ((whose, qkv), *((m, [m]) for m in dense[3:])):
+                weight, scale, bias, packed = int8_operands(x.device, x.dtype, owner, modules)
+                linears.append((weight, packed, scale, bias))
+        return make(linears, [(m.weight, m.bias) for m in norms], scratch)
+
+    def _blocks(self, x: Tensor, sequences: Sequences, least: int) -> list[tuple[int, int]]:
+        """Ranges of sequences, of `least` rows or more, to compute one after the other, so that a large
+        batch's q, k, v and feed-forward, most of its memory, never exist as a whole; empty where all go at
+        once.
+
+        Inference on a CPU only: a GPU wants all rows together. A hook would see one call a block.
+        """
+        if (
+            x.shape[0] < 2 * least
+            or x.device.type != "cpu"
+            or sequences.bias is not None
+            or sequences.return_probs
+            or torch.compiler.is_compiling()
+            or self.training
+            or any(self.dropout_rates())
+            or torch.is_grad_enabled()
+            or not self.may_skip_rows()
+        ):
+            return []
+        ends = sequences.cu_seqlens.tolist()
+        if ends[-1] != x.shape[0]:
+            return []
+        blocks, first = [], 0
+        size = -(-ends[-1] // (ends[-1] // least))
+        for last in range(1, len(ends)):  # the last block takes what would be too few rows for one more
+            if ends[last] - ends[first] >= size and ends[-1] - ends[last] >= min(
+                least, linear_layers.MANY_ROWS
+            ):
+                blocks.append((first, last))
+                first = last
+        return [*blocks, (first, len(ends) - 1)]
+
+    def may_skip_rows(self) -> bool:
+        """Whether `forward` may leave out rows that nobody asked for.
+
+        Not where a hook watches the layer or a part of it: it would miss tokens. A replaced part (LoRA,
+        quantised) is called on fewer rows; it has no way to mix rows, which belong to different sequences
+        anyway.
+        """
+        return not any(is_hooked(module) for module in self.modules())
