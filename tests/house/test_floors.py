@@ -1,0 +1,216 @@
+"""An import goes to the same room or to a floor below, never up; no modules import each other in a circle.
+
+A room is a folder or a file of `fastbert/`. FLOORS is the plan of the house, the lowest floor first.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.imports import Arrow, arrows, circles, modules
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FLOORS = (
+    ("runtime", "kernels"),
+    ("ops",),
+    ("backends",),  # above the ops, whose contracts they implement
+    ("testing",),
+    ("layers",),
+    ("checkpoint",),
+    ("models",),
+    ("graphs", "sentences"),
+    ("acceleration",),
+    ("cli",),
+    ("__init__", "__main__"),
+)
+
+# Rooms that may import less than what is below them.
+ONLY = {"layers": ("runtime", "ops", "layers")}
+
+# Arrows up that are wanted, because the module is loaded by its name when it is first needed: (file, module).
+BY_NAME = {
+    ("fastbert/runtime/dispatch.py", "fastbert.backends"),  # the table's backends
+    ("fastbert/runtime/dispatch.py", "fastbert.testing.proving"),  # what proves a kernel on the user's device
+}
+
+# Names of modules that no reader of the source knows: (file, the argument of import_module).
+COMPUTED: set[tuple[str, str]] = set()
+
+# What is still wrong: (file, module) of arrows and the modules of circles. Only ever shrinks.
+KNOWN_ARROWS: set[tuple[str, str]] = {
+    ("fastbert/checkpoint/load.py", "fastbert.models.families"),
+    ("fastbert/cli/main.py", "fastbert"),
+    ("fastbert/layers/encoder.py", "fastbert.models.config"),
+    ("fastbert/layers/encoder.py", "fastbert.models.families"),
+}
+KNOWN_OF_BENCH = {"bench.gpu_checks imports tests.support", "bench.tune imports tests.support"}
+KNOWN_CIRCLES: set[tuple[str, ...]] = {
+    (
+        "fastbert.checkpoint.load",
+        "fastbert.checkpoint.save",
+        "fastbert.layers.encoder",
+        "fastbert.layers.quantized",
+        "fastbert.models.config",
+    ),
+}
+
+
+def height(module: str) -> int:
+    """The floor of a module of the package, from 0."""
+    room = room_of(module)
+    (floor,) = (i for i, rooms in enumerate(FLOORS) if room in rooms)
+    return floor
+
+
+def room_of(module: str) -> str:
+    """`ops` for fastbert.ops.linear; `__init__` for fastbert itself."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def faults_of(arrow: Arrow) -> str | None:
+    """What is wrong with an import, or None."""
+    if arrow.target.startswith("<"):
+        if (arrow.file, arrow.target[1:-1]) in COMPUTED:
+            return None
+        return f"{arrow.file}:{arrow.line}: imports a module of unknown name, {arrow.target}"
+    top = arrow.target.split(".")[0]
+    if top in ("bench", "tests", "kernels"):
+        return f"{arrow}, which is outside the package"
+    if top != "fastbert" or arrow.target == "fastbert._C":
+        return None
+    if arrow.by_name and (arrow.file, arrow.target) in BY_NAME:
+        return None
+    source, target = room_of(arrow.source), room_of(arrow.target)
+    if source == target:
+        return None
+    low, high = height(arrow.source), height(arrow.target)
+    if high >= low:
+        way = "up" if high > low else "sideways"
+        return f"{arrow}, {way} from floor {low} ({source}) to floor {high} ({target})"
+    if source in ONLY and target not in ONLY[source]:
+        return f"{arrow}; {source} imports from {', '.join(ONLY[source])} only"
+    return None
+
+
+def inspect(root: Path) -> tuple[dict[tuple[str, str], str], list[tuple[str, ...]]]:
+    """(arrow -> what is wrong with it, circles) of the package under `root`."""
+    found = arrows(root, "fastbert")
+    wrong = {(a.file, a.target): fault for a in found if (fault := faults_of(a)) is not None}
+    inside = [a for a in found if (a.file, a.target) not in BY_NAME]
+    return wrong, [tuple(group) for group in circles(inside)]
+
+
+def test_every_room_is_on_one_floor():
+    rooms = {room_of(name) for name in modules(ROOT, "fastbert")}
+    listed = [room for floor in FLOORS for room in floor]
+    assert sorted(listed) == sorted(rooms)
+
+
+def test_no_import_goes_up():
+    wrong, _ = inspect(ROOT)
+    new = [text for arrow, text in wrong.items() if arrow not in KNOWN_ARROWS]
+    assert not new, "\n".join(["imports that no floor allows:", *new])
+    gone = KNOWN_ARROWS - set(wrong)
+    assert not gone, f"no longer there, take them out of KNOWN_ARROWS: {gone}"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    _, groups = inspect(ROOT)
+    new = [" ".join(group) for group in groups if group not in KNOWN_CIRCLES]
+    assert not new, "\n".join(["modules that reach each other:", *new])
+    gone = KNOWN_CIRCLES - set(groups)
+    assert not gone, f"no longer there, take them out of KNOWN_CIRCLES: {gone}"
+
+
+def test_wanted_arrows_are_there():
+    """An exception that nothing needs is taken out."""
+    found = {(a.file, a.target) for a in arrows(ROOT, "fastbert") if a.by_name}
+    assert set(BY_NAME) <= found
+    assert {(file, f"<{argument}>") for file, argument in COMPUTED} <= found
+
+
+def test_benchmarks_do_not_import_tests():
+    wrong = {str(a).split(": ")[1] for a in arrows(ROOT, "bench") if a.target.split(".")[0] == "tests"}
+    assert wrong == KNOWN_OF_BENCH
+
+
+# --- the rule is shown to fail ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copy(tmp_path):
+    ignore = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "fastbert", tmp_path / "fastbert", symlinks=True, ignore=ignore)
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=ignore)
+    return tmp_path
+
+
+def plant(root: Path, file: str, text: str) -> int:
+    """Append `text` to `file`; the number of its first line."""
+    path = root / file
+    before = path.read_text()
+    path.write_text(before + text)
+    return len(before.splitlines()) + 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    (
+        "from fastbert.models import bert\n",
+        "import fastbert.models.bert\n",
+        "from ..models import bert\n",
+        "def planted(): from fastbert.models.bert import BertModel\n",
+        "try:\n    pass\nfinally:\n    from fastbert.models import bert\n",
+        "import importlib; importlib.import_module('fastbert.models.bert')\n",
+    ),
+)
+def test_a_planted_arrow_up_is_named(copy, text):
+    before, _ = inspect(copy)
+    line = plant(copy, "fastbert/ops/linear.py", text)
+    after, _ = inspect(copy)
+    (arrow,) = set(after) - set(before)
+    assert arrow == ("fastbert/ops/linear.py", "fastbert.models.bert")
+    line += text.count("\n", 0, text.index("fastbert.models" if "fastbert" in text else "models"))
+    assert after[arrow].startswith(f"fastbert/ops/linear.py:{line}: ")
+    assert after[arrow].endswith("up from floor 1 (ops) to floor 6 (models)")
+
+
+def test_other_planted_arrows_are_named(copy):
+    before, _ = inspect(copy)
+    plant(copy, "fastbert/sentences/encoder.py", "from fastbert.graphs import model\n")
+    plant(copy, "fastbert/layers/encoder.py", "from fastbert.backends import cpu\n")
+    plant(copy, "fastbert/ops/linear.py", "import importlib; importlib.import_module(input())\n")
+    plant(copy, "fastbert/ops/padding.py", "from bench import lib\nimport tests.support\n")
+    plant(copy, "fastbert/ops/pooling.py", "from kernels import linear\n")
+    after, _ = inspect(copy)
+    assert {arrow: text.split(", ", 1)[-1] for arrow, text in after.items() if arrow not in before} == {
+        ("fastbert/sentences/encoder.py", "fastbert.graphs.model"): (
+            "sideways from floor 7 (sentences) to floor 7 (graphs)"
+        ),
+        ("fastbert/layers/encoder.py", "fastbert.backends.cpu"): "ops, layers only",
+        ("fastbert/ops/linear.py", "<input()>"): "<input()>",
+        ("fastbert/ops/padding.py", "bench"): "which is outside the package",
+        ("fastbert/ops/padding.py", "tests.support"): "which is outside the package",
+        ("fastbert/ops/pooling.py", "kernels"): "which is outside the package",
+    }
+
+
+def test_imports_for_type_checkers_do_not_count(copy):
+    before = inspect(copy)
+    plant(copy, "fastbert/ops/linear.py", "if TYPE_CHECKING:\n    from fastbert.models import bert\n")
+    assert inspect(copy) == before
+
+
+def test_a_planted_circle_inside_a_room_is_named(copy):
+    _, before = inspect(copy)
+    (copy / "fastbert/ops/planted_a.py").write_text("def late(): from fastbert.ops import planted_b\n")
+    (copy / "fastbert/ops/planted_b.py").write_text("from fastbert.ops import planted_c\n")
+    (copy / "fastbert/ops/planted_c.py").write_text("from fastbert.ops.planted_a import late\n")
+    _, after = inspect(copy)
+    assert set(after) - set(before) == {
+        ("fastbert.ops.planted_a", "fastbert.ops.planted_b", "fastbert.ops.planted_c")
+    }
