@@ -6,6 +6,7 @@ Which backend serves each op on a device, and what is known of each GPU kernel t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -85,24 +86,36 @@ def choice(op: str, kind: str, device: torch.device, dtype: torch.dtype) -> Choi
     return Choice(f"{op} {kind}".rstrip(), device.type, str(dtype).removeprefix("torch."), name, why)
 
 
-def proofs(device: str | torch.device) -> list[Proof]:
+def proofs(device: str | torch.device, results: Path | None = None) -> list[Proof]:
     """What is known of every kernel that needs a proof, in every dtype that it stores.
 
-    "proven here": it passed its self-check on this machine. "proven elsewhere": bench/results has its checks
-    from a device of the same compute capability.
+    "proven here": it passed its self-check on this machine. "proven elsewhere": `results` has its checks from
+    a device of the same compute capability.
+
+    Args:
+        device: a GPU; other devices have no kernel that needs a proof.
+        results: `bench/results` of a source checkout, which `make gpu` writes; None = none.
     """
     device = _with_index(torch.device(device))
     if device.type != "cuda":
         return []
     return [
-        Proof(op, str(device), str(dtype).removeprefix("torch."), name, *_proof(name, op, device, dtype))
+        Proof(
+            op,
+            str(device),
+            str(dtype).removeprefix("torch."),
+            name,
+            *_proof(name, op, device, dtype, results),
+        )
         for op in dispatch.OPS
         for name in dispatch.SELF_CHECKED
         for dtype in dispatch.backend_module(name).DTYPES.get(op, ())
     ]
 
 
-def _proof(name: str, op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+def _proof(
+    name: str, op: str, device: torch.device, dtype: torch.dtype, results: Path | None
+) -> tuple[str, str]:
     reason = dispatch.unsupported_reason(name, op, device.type, dtype)
     if reason is not None:
         return "cannot run here", reason
@@ -110,7 +123,7 @@ def _proof(name: str, op: str, device: torch.device, dtype: torch.dtype) -> tupl
     if verdict is not None:
         return ("proven here", verdict.date) if verdict.passed else ("failed here", verdict.reason or "")
     capability = verdicts.key_of(op, name, device, dtype)["capability"]
-    file = verdicts.proven_elsewhere(op, name, dtype, capability)
+    file = None if results is None else verdicts.proven_elsewhere(results, op, name, dtype, capability)
     if file is not None:
         return "proven elsewhere", file
     served = is_ranked(name, op, device.type, dtype)

@@ -374,15 +374,15 @@ def forget(key: Key) -> None:
 _TAGS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def proven_elsewhere(op: str, backend: str, dtype: torch.dtype, capability: str) -> str | None:
-    """The file in bench/results that proves the kernel on a device of that capability, or None.
+def proven_elsewhere(results: Path, op: str, backend: str, dtype: torch.dtype, capability: str) -> str | None:
+    """The file in `results` that proves the kernel on a device of that capability, or None.
 
     Only a source checkout has such files (`make gpu` writes them). All correctness rows of the kernel must be
     good.
     """
     name = str(dtype).removeprefix("torch.")
     begin = f"{op}-{backend}-{_TAGS.get(name, name)}"
-    for path in sorted(PACKAGE.parent.glob("bench/results/*/checks.json")):
+    for path in sorted(results.glob("*/checks.json")):
         data = _object(path.read_bytes)
         facts, rows = data.get("environment"), data.get("rows")
         if not isinstance(facts, dict) or facts.get("compute_capability") != capability:
@@ -393,7 +393,7 @@ def proven_elsewhere(op: str, backend: str, dtype: torch.dtype, capability: str)
             if row.get("step") == "correctness" and f"{row.get('name')}-".startswith(f"{begin}-")
         ]
         if mine and set(mine) == {"ok"}:
-            return str(path.relative_to(PACKAGE.parent))
+            return str(path.relative_to(results.parent.parent))
     return None
 
 

@@ -20,7 +20,9 @@ from safetensors.numpy import load_file
 
 import fastbert
 from fastbert import testing
+from fastbert.cli import encode
 from fastbert.cli import main as cli
+from fastbert.cli import output as output_file
 from fastbert.ops.pooling import MODES as POOLINGS
 from fastbert.runtime import dispatch
 from fastbert.runtime import native as _native
@@ -159,7 +161,7 @@ def test_int8_quantises_the_model(run, model, text, tmp_path, monkeypatch):
     assert np.array_equal(np.load(tmp_path / "q.npy"), truth)
     full = SentenceEncoder.from_pretrained(model, device="cpu").encode(LINES)
     assert 1e-5 < np.abs(truth - full).max() < 0.1
-    monkeypatch.setattr(cli, "_device", lambda name: torch.device("cuda:0"))
+    monkeypatch.setattr(encode, "device_of", lambda name: torch.device("cuda:0"))
     _, err = run(*encode_args(model, text, tmp_path / "r.npy", "--dtype", "int8"), status=2)
     assert "fastbert: error: --dtype int8: runs on a CPU, not on cuda:0; add --device cpu" in err
     assert not (tmp_path / "r.npy").exists()
@@ -232,9 +234,9 @@ def test_progress_is_for_terminals_unless_asked_for(run, model, text, tmp_path):
 
 def test_time_left_counts_the_bytes_of_the_file(capsys, text, monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr(cli.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(encode.time, "perf_counter", lambda: clock[0])
     with open(text, "rb") as stream:
-        progress = cli._Progress("in.txt", stream, True)
+        progress = encode._Progress("in.txt", stream, True)
         size = os.path.getsize(text)
         progress.chunk(size // 2, 10)
         clock[0] += 30.0
@@ -361,15 +363,15 @@ def test_a_disk_that_fails_at_the_end_names_the_output(run, model, text, tmp_pat
 
 def test_a_file_that_comes_into_being_meanwhile_is_kept(run, model, text, tmp_path, monkeypatch):
     output = tmp_path / "o.npy"
-    close = cli._NpyWriter.close
+    close = output_file._NpyWriter.close
 
     def late(self):
         close(self)
         output.write_bytes(b"somebody else's")
 
-    monkeypatch.setattr(cli._NpyWriter, "close", late)
+    monkeypatch.setattr(output_file._NpyWriter, "close", late)
     _, err = run(*encode_args(model, text, output), status=2)
-    assert "came into being meanwhile" in err
+    assert "was created in the meantime" in err
     assert output.read_bytes() == b"somebody else's"
     assert left(tmp_path) == ["in.txt", "o.npy"]
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastbert.cli import env as cli_env
 from fastbert.cli import main as cli
+from fastbert.cli import warmup as cli_warmup
 from fastbert.runtime import dispatch
 from fastbert.testing import proving, serving, verdicts, warmup
 from fastbert.testing.verdicts import Verdict
@@ -102,10 +104,11 @@ def test_why_nothing_needs_a_check_on_a_gpu(monkeypatch):
 
     monkeypatch.setattr(triton, "available", lambda device_type: "Triton is not installed")
     monkeypatch.setattr(cuda, "available", lambda device_type: "was built without CUDA")
-    text = cli._no_check(torch.device("cuda", 0), dispatch.OPS)
+    text = cli_warmup.why_none(torch.device("cuda", 0), dispatch.OPS)
     assert text == "triton: Triton is not installed; cuda: was built without CUDA"
     assert (
-        cli._no_check(torch.device("cuda", 0), ["linear_int8"]) == "no GPU kernel of theirs is in the table"
+        cli_warmup.why_none(torch.device("cuda", 0), ["linear_int8"])
+        == "no GPU kernel of theirs is in the table"
     )
 
 
@@ -272,19 +275,18 @@ def test_env_on_a_cpu_says_that_there_are_no_gpu_kernels(run, cache):
 
 
 @pytest.fixture
-def gpu(monkeypatch, tmp_path):
+def gpu(monkeypatch):
     """A GPU, as far as `proofs` asks for one."""
     from fastbert.backends import cuda, triton
 
     monkeypatch.setattr(triton, "available", lambda device_type: None)
     monkeypatch.setattr(cuda, "available", lambda device_type: "was built without CUDA")
     monkeypatch.setattr(verdicts, "_device_facts", lambda device: ("NVIDIA H200", "9.0", "13000 580.65"))
-    monkeypatch.setattr(verdicts, "PACKAGE", tmp_path / "fastbert")
     return torch.device("cuda", 0)
 
 
-def proofs(gpu):
-    return {(p.op, p.backend, p.dtype): (p.state, p.detail) for p in serving.proofs(gpu)}
+def proofs(gpu, results=None):
+    return {(p.op, p.backend, p.dtype): (p.state, p.detail) for p in serving.proofs(gpu, results)}
 
 
 def test_what_is_known_of_each_kernel(gpu, tmp_path):
@@ -293,7 +295,8 @@ def test_what_is_known_of_each_kernel(gpu, tmp_path):
 
     keep("layer_norm", torch.float32, None)
     keep("layer_norm", torch.bfloat16, "y: max error")
-    checks = tmp_path / "bench" / "results" / "nvidia-h100" / "checks.json"
+    results = tmp_path / "bench" / "results"
+    checks = results / "nvidia-h100" / "checks.json"
     checks.parent.mkdir(parents=True)
     names = ["attention-triton-bf16-a", "attention-triton-bf16-b", "attention-triton-fp16-a"]
     good = [{"step": "correctness", "name": name, "status": "ok"} for name in names]
@@ -302,7 +305,7 @@ def test_what_is_known_of_each_kernel(gpu, tmp_path):
     crashed = [{"step": "correctness", "name": "linear-triton-bf16", "status": "crashed"}]
     data = {"environment": {"compute_capability": "9.0"}, "rows": good + bad + other + crashed}
     checks.write_text(json.dumps(data))
-    found = proofs(gpu)
+    found = proofs(gpu, results)
     assert found["layer_norm", "triton", "float32"] == ("proven here", "2026-01-01")
     assert found["layer_norm", "triton", "bfloat16"] == ("failed here", "y: max error")
     assert found["layer_norm", "triton", "float16"] == ("unverified", "checked at first use")
@@ -315,14 +318,15 @@ def test_what_is_known_of_each_kernel(gpu, tmp_path):
     assert found["linear", "triton", "float32"] == ("unverified", "not in the table: use_backend reaches it")
     assert found["layer_norm", "cuda", "float32"] == ("cannot run here", "was built without CUDA")
     data["environment"]["compute_capability"] = "8.0"
-    checks.write_text(json.dumps(data))
     assert proofs(gpu)["attention", "triton", "bfloat16"][0] == "unverified"
+    checks.write_text(json.dumps(data))
+    assert proofs(gpu, results)["attention", "triton", "bfloat16"][0] == "unverified"
 
 
 def test_env_shows_them(gpu, run, monkeypatch):
-    environment = cli.environment()
+    environment = cli_env.environment()
     environment["gpu_kernels"] = [vars(row) for row in serving.proofs(gpu)]
-    monkeypatch.setattr(cli, "environment", lambda: environment)
+    monkeypatch.setattr(cli_env, "environment", lambda: environment)
     lines = [" ".join(line.split()) for line in run("env").splitlines()]
     assert "op device dtype backend state detail" in lines
     assert "attention cuda:0 bfloat16 triton unverified checked at first use" in lines

@@ -1,0 +1,187 @@
+"""`fastbert encode`: embed the lines of a text file."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from fastbert.cli.output import WRITERS, replacing, told
+from fastbert.cli.usage import DTYPES, INT8, UsageError, device_of, say
+from fastbert.sentences.encoder import EncodingError, SentenceEncoder
+
+_CHUNK_BYTES = 16 << 20  # text held in memory at a time, beside --chunk-lines
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the embeddings; returns the exit status."""
+    device = device_of(args.device)
+    if args.dtype == INT8 and device.type != "cpu":
+        raise UsageError(f"--dtype {INT8}: runs on a CPU, not on {device}; add --device cpu")
+    if args.chunk_lines < 1:
+        raise UsageError(f"--chunk-lines {args.chunk_lines}: expected at least 1")
+    output = Path(args.output)
+    kind = output.suffix.lower()
+    if kind not in WRITERS:
+        raise UsageError(f"--output {output}: unknown kind {kind!r}; expected {', '.join(WRITERS)}")
+    with contextlib.ExitStack() as stack:
+        if args.threads is not None:
+            stack.enter_context(_threads(args.threads))
+        name, stream = stack.enter_context(_input(args.input))
+        if args.input != "-" and output.exists() and os.path.samefile(args.input, output):
+            raise UsageError(f"--output {output}: is the input file")
+        file = stack.enter_context(replacing(output, args.overwrite))  # a bad path fails at once
+        encoder = SentenceEncoder.from_pretrained(
+            args.model,
+            pooling=args.pooling,
+            normalize=args.normalize,
+            max_length=args.max_length,
+            prompt=args.prompt,
+            dtype=DTYPES.get(args.dtype),
+            device=device,
+        )
+        if args.dtype == INT8:
+            encoder.quantize(INT8)
+        batch_tokens = max(8192, encoder.max_length) if args.batch_tokens is None else args.batch_tokens
+        encoder.check_batch_tokens(batch_tokens)
+        with told(output):
+            writer = WRITERS[kind](file, encoder.width)
+        progress = _Progress(name, stream, sys.stderr.isatty() if args.progress is None else args.progress)
+        stack.callback(progress.close)
+        line, truncated, first_truncated = 0, 0, 0  # lines done so far
+        for texts, size in _chunks(name, stream, args.chunk_lines):
+            try:
+                tokens = encoder.tokenize(texts)
+                if tokens.truncated.size:
+                    if args.on_long == "error":
+                        raise encoder.too_long(tokens)
+                    truncated += tokens.truncated.size
+                    first_truncated = first_truncated or line + int(tokens.truncated[0]) + 1
+                progress.chunk(size, len(tokens.ids))
+                rows = encoder.encode_tokens(tokens, batch_tokens=batch_tokens, progress=progress.batch)
+            except EncodingError as error:
+                raise UsageError(f"{name}: line {line + error.index + 1}: {error.problem}") from error
+            with told(output):
+                writer.write(texts, rows)
+            line += len(texts)
+        with told(output):
+            writer.close()
+        progress.close()
+        if truncated:
+            say(
+                f"{truncated} of {line} lines held more than {encoder.max_length} tokens and were cut there "
+                f"(the first: line {first_truncated})"
+            )
+        if line == 0:
+            say(f"{name}: no lines; {output} holds no embeddings")
+    return 0
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    most = 4 * (os.cpu_count() or 1)  # more do not help, and the system cannot start any number
+    if not 1 <= count <= most:
+        raise UsageError(f"--threads {count}: expected 1 to {most}, four per CPU of this machine")
+    before, rayon = torch.get_num_threads(), os.environ.get("RAYON_NUM_THREADS")
+    torch.set_num_threads(count)
+    os.environ["RAYON_NUM_THREADS"] = str(count)  # the tokenizer's threads; read at its first use
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        if rayon is None:
+            del os.environ["RAYON_NUM_THREADS"]
+        else:
+            os.environ["RAYON_NUM_THREADS"] = rayon
+
+
+@contextlib.contextmanager
+def _input(path: str) -> Iterator[tuple[str, BinaryIO]]:
+    if path == "-":
+        yield "stdin", sys.stdin.buffer
+        return
+    with open(path, "rb") as stream:
+        yield path, stream
+
+
+def _chunks(name: str, stream: BinaryIO, lines: int) -> Iterator[tuple[list[str], int]]:
+    """Lists of at most `lines` texts, each with its bytes. Lines end in LF or CRLF; a BOM is dropped."""
+    texts: list[str] = []
+    size = 0
+    for number, raw in enumerate(stream, 1):
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UsageError(
+                f"{name}: line {number}: not UTF-8 (byte {error.start + 1} is 0x{raw[error.start]:02x})"
+            ) from error
+        if number == 1:
+            text = text.removeprefix("\ufeff")
+        texts.append(text.removesuffix("\n").removesuffix("\r"))
+        size += len(raw)
+        if len(texts) == lines or size >= _CHUNK_BYTES:
+            yield texts, size
+            texts, size = [], 0
+    if texts:
+        yield texts, size
+
+
+class _Progress:
+    """One line on stderr: sentences, rates and, for a file, the time left."""
+
+    def __init__(self, name: str, stream: BinaryIO, shown: bool) -> None:
+        self._shown = shown
+        self._total = 0  # bytes of input; 0 = unknown
+        with contextlib.suppress(OSError, ValueError):
+            info = os.fstat(stream.fileno())
+            self._total = info.st_size if stat.S_ISREG(info.st_mode) else 0
+        self._bytes_before = self._chunk_bytes = self._chunk_tokens = self._chunk_done = 0
+        self._sentences = self._tokens = self._printed = 0
+        self._start: float | None = None
+        self._last = 0.0
+        self._in_place = sys.stderr.isatty()
+
+    def chunk(self, size: int, tokens: int) -> None:
+        """A chunk of `size` bytes of input begins; it has `tokens` tokens."""
+        self._bytes_before += self._chunk_bytes
+        self._chunk_bytes, self._chunk_tokens, self._chunk_done = size, tokens, 0
+        if self._start is None:
+            self._start = time.perf_counter()
+
+    def batch(self, sentences: int, tokens: int) -> None:
+        """A batch is done."""
+        self._sentences += sentences
+        self._tokens += tokens
+        self._chunk_done += tokens
+        if self._shown and time.perf_counter() - self._last > 0.2:
+            self._print("\r" if self._in_place else "\n")
+
+    def close(self) -> None:
+        """Print the last numbers, once."""
+        if self._shown and self._start is not None and (self._in_place or self._printed != self._sentences):
+            self._print("\n")
+        self._shown = False
+
+    def _print(self, end: str) -> None:
+        self._last = now = time.perf_counter()
+        self._printed = self._sentences
+        seconds = max(now - (self._start or now), 1e-9)
+        rates = f"{self._sentences / seconds:,.0f} sentences/s, {self._tokens / seconds:,.0f} tokens/s"
+        left = ""
+        if self._total:
+            share = self._chunk_done / self._chunk_tokens if self._chunk_tokens else 1.0
+            done = min((self._bytes_before + share * self._chunk_bytes) / self._total, 1.0)
+            if done > 0:
+                remaining = round(seconds * (1 - done) / done)
+                minutes = f"{remaining // 60 % 60:02d}:{remaining % 60:02d}"
+                left = f", {done:.0%}, {remaining // 3600}:{minutes} left"
+        line = f"{self._sentences:,} sentences, {rates}{left}"
+        print(line.ljust(79) if self._in_place else line, end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,114 @@
+"""`fastbert env`: versions, devices, and which backend serves which op and why."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastbert
+from fastbert.cli.bench import bench_folder
+from fastbert.runtime import native
+from fastbert.testing import serving, verdicts
+
+_PACKAGES = ("triton", "numpy", "tokenizers", "safetensors", "transformers", "sentence-transformers")
+
+
+def environment() -> dict[str, Any]:
+    """What `fastbert env --json` prints: versions, extension, devices, and who serves each op and dtype."""
+    cpu = {"device": "cpu", "name": _cpu_name(), "threads": torch.get_num_threads()}
+    devices: list[dict[str, Any]] = [cpu]
+    for index in range(torch.cuda.device_count()):
+        info = torch.cuda.get_device_properties(index)
+        devices.append(
+            {
+                "device": f"cuda:{index}",
+                "name": info.name,
+                "capability": f"{info.major}.{info.minor}",
+                "memory_bytes": info.total_memory,
+                "multiprocessors": info.multi_processor_count,
+            }
+        )
+    results = bench_folder() / "results"
+    return {
+        "versions": {
+            "fastbert": fastbert.__version__,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "torch": torch.__version__,
+            "torch_cuda": torch.version.cuda,
+            **{name: _version(name) for name in _PACKAGES},
+        },
+        "extension": _extension(),
+        "devices": devices,
+        "backends": [vars(row) for entry in devices for row in serving.choices(entry["device"])],
+        "gpu_kernels": [vars(row) for entry in devices for row in serving.proofs(entry["device"], results)],
+        "verdicts": None if (where := verdicts.folder()) is None else str(where),
+    }
+
+
+def _extension() -> dict[str, Any]:
+    extension = native.extension
+    if extension is None:
+        return {"built": False, "reason": native.missing}
+    return {
+        "built": True,
+        "compiler": getattr(extension, "compiler", None),
+        "cpu_isa": extension.cpu_isa(),
+        "best_cpu_isa": extension.best_cpu_isa(),
+        "preferred_cpu_isa": extension.preferred_cpu_isa(),
+        "cuda_archs": extension.cuda_archs or None,
+        "path": extension.__file__,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; returns the exit status."""
+    report = environment()
+    if args.json:
+        print(json.dumps(report, indent=2))
+        return 0
+    for title in ("versions", "extension"):
+        print(title)
+        for key, value in report[title].items():
+            print(f"  {key:<21} {'none' if value is None else value}")
+    print("devices")
+    for entry in report["devices"]:
+        print("  " + ", ".join(f"{key} {value}" for key, value in entry.items()))
+    print("backends")
+    _table(("op", "device", "dtype", "backend", "why"), report["backends"])
+    print(f"GPU kernels (verdicts in {report['verdicts'] or 'no folder: FASTBERT_CACHE is empty'})")
+    if report["gpu_kernels"]:
+        _table(("op", "device", "dtype", "backend", "state", "detail"), report["gpu_kernels"])
+    else:
+        print("  no GPU to run them")
+    return 0
+
+
+def _table(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
+    widths = [max([len(c), *(len(str(row[c])) for row in rows)]) for c in columns[:-1]] + [0]
+    print("  " + "  ".join(c.ljust(w) for c, w in zip(columns, widths, strict=True)))
+    for row in rows:
+        print("  " + "  ".join(str(row[c]).ljust(w) for c, w in zip(columns, widths, strict=True)).rstrip())
