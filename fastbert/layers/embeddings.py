@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from fastbert.layers.modules import is_plain
-from fastbert.models.config import EncoderConfig
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.embedding import embedding
+
+if TYPE_CHECKING:
+    from fastbert.models.config import EncoderConfig
 
 
 def _untrained_row(module: nn.Embedding) -> Tensor:

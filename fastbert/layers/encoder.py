@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +22,16 @@ from fastbert.layers.fused import FusedLayer
 from fastbert.layers.linear import apply_linear, dense_norm
 from fastbert.layers.modules import attach, is_hooked, is_plain, part
 from fastbert.layers.quantized import QuantizedLinear, copy_of, int8_product
-from fastbert.models.config import EncoderConfig
-from fastbert.models.families import LayerNames
 from fastbert.ops import checks
 from fastbert.ops.attention import attention
 from fastbert.ops.encoder_layer import close_team, open_team
 from fastbert.ops.first_attention import first_attention
 from fastbert.ops.linear import linear
 from fastbert.runtime import prepared
+
+if TYPE_CHECKING:
+    from fastbert.models.config import EncoderConfig
+    from fastbert.models.families import LayerNames
 
 _CAST_FROM = 64  # tokens that pay for casting two half-precision weights to float32
 
