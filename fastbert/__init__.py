@@ -31,9 +31,8 @@ __version__ = "0.1.0"
 # Public name -> module, and the name there behind a colon where it is another. Model classes are not listed:
 # the Auto classes are in models/auto.py, BERT's heads in models/heads, all others in their family's module.
 _PLACES = {
-    "AutoConfig": "models.config",
     "BertConfig": "models.config:EncoderConfig",
-    "CheckpointError": "checkpoint.load",
+    "CheckpointError": "checkpoint.files",
     "EncoderConfig": "models.config",
     "EncodingError": "sentences.encoder",
     "SentenceEncoder": "sentences.encoder",
@@ -136,13 +135,13 @@ def _model_place(name: str) -> str:
     """The module of a model class."""
     if name.startswith("BertFor"):
         return "models.heads"
-    family = name.partition("For")[0].removesuffix("Model").lower()
+    family = name.partition("For")[0].removesuffix("Model").removesuffix("Config").lower()
     return f"models.{'xlm_roberta' if family == 'xlmroberta' else family}"
 
 
 if TYPE_CHECKING:  # what is below under its own name is public by `__all__`
     from fastbert.acceleration import accelerate, explain, restore
-    from fastbert.checkpoint.load import CheckpointError
+    from fastbert.checkpoint.files import CheckpointError
     from fastbert.graphs.model import graph
     from fastbert.models.albert import (
         AlbertForMaskedLM,
@@ -154,6 +153,7 @@ if TYPE_CHECKING:  # what is below under its own name is public by `__all__`
         AlbertModel,
     )
     from fastbert.models.auto import (
+        AutoConfig,
         AutoModel,
         AutoModelForMaskedLM,
         AutoModelForMultipleChoice,
@@ -174,7 +174,7 @@ if TYPE_CHECKING:  # what is below under its own name is public by `__all__`
         CamembertForTokenClassification,
         CamembertModel,
     )
-    from fastbert.models.config import AutoConfig, EncoderConfig
+    from fastbert.models.config import EncoderConfig
     from fastbert.models.config import EncoderConfig as BertConfig
     from fastbert.models.distilbert import (
         DistilBertForMaskedLM,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from fastbert.models.base import PreTrainedModel, class_of
 from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
@@ -12,6 +15,23 @@ from fastbert.models.heads.next_sentence import BertForNextSentencePrediction
 from fastbert.models.heads.question_answering import BertForQuestionAnswering
 from fastbert.models.heads.sequence_classification import BertForSequenceClassification
 from fastbert.models.heads.token_classification import BertForTokenClassification
+
+
+class AutoConfig:
+    """Reads the config of any family: `AutoConfig.from_pretrained(path)`; there are no instances."""
+
+    def __init__(self) -> None:
+        raise TypeError("AutoConfig: use from_pretrained(…) or for_model(model_type, …)")
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **kwargs: Any) -> EncoderConfig:
+        """`EncoderConfig.from_pretrained`, under transformers' name."""
+        return EncoderConfig.from_pretrained(path, **kwargs)
+
+    @classmethod
+    def for_model(cls, model_type: str, **kwargs: Any) -> EncoderConfig:
+        """A config of a family with that family's defaults; `kwargs` override them."""
+        return EncoderConfig(model_type, **kwargs)
 
 
 class AutoModel(BertModel):

@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fastbert.checkpoint import files
-from fastbert.models.families import Family, family_of
+from fastbert.checkpoint import files, hub
+from fastbert.models import arguments
+from fastbert.models.families import FAMILIES, Family, family_of
 
 # BERT's defaults; families override some (families.py)
 DEFAULTS: dict[str, Any] = {
@@ -315,7 +316,7 @@ class EncoderConfig:
             merged.pop("id2label", None), merged.pop("label2id", None)
         merged.update(overrides)
         if "model_type" not in merged:
-            raise ValueError(f"config model_type: missing; expected one of {', '.join(_model_types())}")
+            raise ValueError(f"config model_type: missing; expected one of {', '.join(FAMILIES)}")
         return cls(**merged)
 
     @classmethod
@@ -350,11 +351,8 @@ class EncoderConfig:
             fastbert.CheckpointError: naming the file and the cause.
             TypeError, ValueError: naming the key or the argument, what came and what was expected.
         """
-        from fastbert.checkpoint import load as checkpoint
-        from fastbert.models import arguments
-
         arguments.check_loading({"trust_remote_code": trust_remote_code})
-        content = checkpoint.read_config(
+        content = hub.read_config(
             path,
             revision=revision,
             cache_dir=cache_dir,
@@ -400,8 +398,6 @@ class EncoderConfig:
             fastbert.CheckpointError: it cannot be written; what was there is unchanged.
             ValueError: `push_to_hub` is True.
         """
-        from fastbert.models import arguments
-
         arguments.check_saving({"push_to_hub": push_to_hub})
         path = Path(save_directory)
         path.mkdir(parents=True, exist_ok=True)
@@ -485,26 +481,3 @@ def as_config(config: Any) -> EncoderConfig:
     if not hasattr(config, "to_dict"):
         raise TypeError(f"config: expected an EncoderConfig, got {type(config).__name__}")
     return EncoderConfig.from_hf(config)
-
-
-class AutoConfig:
-    """Reads the config of any family: `AutoConfig.from_pretrained(path)`; there are no instances."""
-
-    def __init__(self) -> None:
-        raise TypeError("AutoConfig: use from_pretrained(…) or for_model(model_type, …)")
-
-    @classmethod
-    def from_pretrained(cls, path: str | Path, **kwargs: Any) -> EncoderConfig:
-        """`EncoderConfig.from_pretrained`, under transformers' name."""
-        return EncoderConfig.from_pretrained(path, **kwargs)
-
-    @classmethod
-    def for_model(cls, model_type: str, **kwargs: Any) -> EncoderConfig:
-        """A config of a family with that family's defaults; `kwargs` override them."""
-        return EncoderConfig(model_type, **kwargs)
-
-
-def _model_types() -> list[str]:
-    from fastbert.models.families import FAMILIES
-
-    return list(FAMILIES)

@@ -79,6 +79,7 @@ class Family:
         norm_eps: the fixed eps of every LayerNorm, None for the config's `layer_norm_eps`.
         attention_output_dropout, ffn_dropout: dropout after the attention's output layer, and after the
             feed-forward block.
+        own_heads: first parts of the keys of heads that this family alone has.
         positional: name of a class's task ("" for all) -> how many leading arguments of forward stand where
             BERT's do in transformers; the others must be given by name.
     """
@@ -108,12 +109,34 @@ class Family:
     next_sentence_dropout_key: str | None = None
     token_dropout_key: str = "classifier_dropout"
     qa_dropout_key: str | None = None
+    own_heads: tuple[str, ...] = ()
     positional: dict[str, int] = field(default_factory=dict)
 
     @property
     def module(self) -> str:
         """The module of `fastbert.models` that has the family's classes."""
         return self.model_type.replace("-", "_")
+
+    @property
+    def head_roots(self) -> set[str]:
+        """First parts of the keys of the family's heads."""
+        paths = ["classifier", "qa_outputs", self.next_sentence, *self.own_heads]
+        if self.lm_head is not None:
+            paths += [self.lm_head.dense, self.lm_head.norm, self.lm_head.decoder, self.lm_head.bias]
+        for head in (self.classifier, self.choice):
+            paths += [head.dense, head.out]
+        return {path.partition(".")[0] for path in paths if path is not None}
+
+    @property
+    def known_head_roots(self) -> set[str]:
+        """First parts of the keys of every family's heads; a file may hold heads that its model lacks."""
+        return set().union(*(family.head_roots for family in FAMILIES.values()))
+
+    @property
+    def foreign_prefixes(self) -> set[str]:
+        """First parts of the keys of other architectures, by which a file of one of them is told."""
+        known = {family.prefix for family in FAMILIES.values()}
+        return known.union(name.replace("-", "_") for name in REFUSED) - {self.prefix}
 
     @property
     def word_table(self) -> str:
@@ -217,6 +240,7 @@ FAMILIES: dict[str, Family] = {
             choice=ClassifierHead(
                 "sequence_summary.summary", "gelu", "classifier", dropout_key="summary_last_dropout"
             ),
+            own_heads=("discriminator_predictions",),
         ),
         Family(
             "albert",

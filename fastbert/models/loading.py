@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from fastbert.checkpoint import load as checkpoint
+from fastbert.checkpoint import hub, load, save
+from fastbert.checkpoint.files import CONFIG
 from fastbert.layers import quantized as quantization
 from fastbert.models import arguments
 from fastbert.models.config import DEFAULTS, EncoderConfig, as_config
@@ -147,7 +148,7 @@ class Loadable:
         arguments.check_loading(known)
         dtype = _one_dtype(dtype, torch_dtype)
         place = arguments.single_device(device, device_map)
-        hub = {
+        hub_options = {
             "revision": revision,
             "cache_dir": cache_dir,
             "force_download": force_download,
@@ -155,7 +156,7 @@ class Loadable:
             "token": token,
         }
         if name_or_path is not None:
-            directory = checkpoint.resolve(name_or_path, subfolder=subfolder, **hub)
+            directory = hub.resolve(name_or_path, subfolder=subfolder, **hub_options)
         elif config is None or state_dict is None:
             raise TypeError(
                 "name_or_path: expected a path or a hub name, got NoneType; "
@@ -171,7 +172,7 @@ class Loadable:
             config.name_or_path = name_or_path
         elif isinstance(config, (str, Path)):
             path = config
-            config = cls._read_config(path, {}, **hub)
+            config = cls._read_config(path, {}, **hub_options)
             config.name_or_path = path
         else:
             config = as_config(config)
@@ -181,13 +182,13 @@ class Loadable:
                 f"device: {place}, but the checkpoint is quantised to 8 bits, which is for a CPU; "
                 "pass device='cpu', or load the floating-point checkpoint"
             )
-        checkpoint.check_depth(config, directory, use_safetensors=use_safetensors, state_dict=state_dict)
+        load.check_depth(config, directory, use_safetensors=use_safetensors, state_dict=state_dict)
         with torch.device("meta"):
             model = cls.class_for(config)(config, **own)
         if int8:
             quantization.prepare(model)
         model.to(_resolve_dtype(dtype, config, directory, use_safetensors, state_dict))
-        report = model.load_report = checkpoint.load_weights(
+        report = model.load_report = load.load_weights(
             model,
             directory,
             ignore_mismatched_sizes=ignore_mismatched_sizes,
@@ -206,11 +207,11 @@ class Loadable:
         }
 
     @classmethod
-    def _read_config(cls, place: str | Path, overrides: dict[str, Any], **hub: Any) -> EncoderConfig:
+    def _read_config(cls, place: str | Path, overrides: dict[str, Any], **hub_options: Any) -> EncoderConfig:
         """The config of a directory, a file or a hub name; the class supplies a model_type that is missing,
         as it is in files of 2018.
         """
-        content = checkpoint.read_config(place, **hub)
+        content = hub.read_config(place, **hub_options)
         if "model_type" not in {**content, **overrides}:
             content = {**content, "model_type": cls._only_model_type(place)}
         _check_overrides(overrides, content)
@@ -229,7 +230,7 @@ class Loadable:
         for model_type in FAMILIES:
             with contextlib.suppress(ValueError):  # the family has no such head
                 names.append(cls.class_for(EncoderConfig(model_type)).__name__)
-        where = Path(place) / checkpoint.CONFIG if Path(place).is_dir() else place
+        where = Path(place) / CONFIG if Path(place).is_dir() else place
         raise ValueError(
             f"{where}: model_type: missing, and {cls.__name__} chooses the class by it; call from_pretrained "
             f"of the class itself ({', '.join(names)}), or pass model_type="
@@ -268,7 +269,7 @@ class Loadable:
         if save_function is not None and not callable(save_function):
             raise TypeError(f"save_function: expected a function, got {type(save_function).__name__}")
         if is_main_process:
-            checkpoint.save(self, save_directory, max_shard_size=max_shard_size, state_dict=state_dict)
+            save.save(self, save_directory, max_shard_size=max_shard_size, state_dict=state_dict)
 
 
 def _check_overrides(overrides: dict[str, Any], content: dict[str, Any]) -> None:
@@ -302,7 +303,7 @@ def _resolve_dtype(
         if dtype is None and state_dict is not None:
             dtype = next((t.dtype for t in state_dict.values() if t.is_floating_point()), None)
         elif dtype is None:
-            dtype = checkpoint.stored_dtype(directory, use_safetensors)
+            dtype = load.stored_dtype(directory, use_safetensors)
     if dtype is None:
         return torch.float32
     if isinstance(dtype, str):

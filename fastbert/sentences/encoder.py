@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from fastbert.checkpoint import load as checkpoint
+from fastbert.checkpoint import hub
 from fastbert.layers import packing
 from fastbert.layers import quantized as quantization
 from fastbert.models.auto import AutoModel
@@ -130,7 +130,7 @@ class SentenceEncoder:
             ValueError, FileNotFoundError: what is wrong, naming the file or the argument.
         """
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        directory = checkpoint.resolve(directory)
+        directory = hub.resolve(directory)
         settings = sentence_settings(directory, pooling=pooling, normalize=normalize, prompt=prompt)
         tokenizer = load_tokenizer(settings.transformer)
         model = AutoModel.from_pretrained(

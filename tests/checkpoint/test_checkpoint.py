@@ -24,10 +24,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fastbert
-from fastbert.checkpoint import files
+from fastbert.checkpoint import files, hub
 from fastbert.checkpoint import load as checkpoint
 from fastbert.checkpoint import save as saving
-from fastbert.checkpoint.load import CheckpointError
+from fastbert.checkpoint.files import CheckpointError
 from fastbert.models import bert as models
 from fastbert.models.config import EncoderConfig
 from fastbert.models.families import FAMILIES
@@ -158,7 +158,7 @@ def test_saved_here_loads_in_transformers(name, tmp_path):
     model_type = next(family.model_type for family in FAMILIES.values() if family.class_prefix == prefix)
     config = EncoderConfig(model_type, **CONFIGS[prefix], num_labels=num_labels)
     model = randomise(ours(name)(config))
-    checkpoint.save(model, tmp_path)
+    saving.save(model, tmp_path)
 
     loaded, info = getattr(transformers, name).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info
@@ -178,7 +178,7 @@ def test_round_trip_keeps_config(name, tmp_path):
     model.config.our_own_key = {"kept": [1, 2]}
     model.save_pretrained(tmp_path / "a")
     before = json.loads((tmp_path / "a" / "config.json").read_text())
-    checkpoint.save(load(name, tmp_path / "a"), tmp_path / "b")
+    saving.save(load(name, tmp_path / "a"), tmp_path / "b")
     after = json.loads((tmp_path / "b" / "config.json").read_text())
     assert {key: after.get(key) for key in before} == before
 
@@ -215,7 +215,7 @@ def test_shards_of_transformers(name, tmp_path):
 
 def test_our_shards_load_in_transformers(tmp_path):
     model = randomise(ours("BertForMaskedLM")(EncoderConfig("bert", **SIZES)))
-    files = checkpoint.save(model, tmp_path, max_shard_size="20KB")
+    files = saving.save(model, tmp_path, max_shard_size="20KB")
     assert len(files) > 2
     assert all(file.stat().st_size < 25_000 for file in files)
     loaded, info = transformers.BertForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -425,7 +425,7 @@ def test_untied(name, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = load(name, tmp_path)
     assert_same_state(loaded, model)
-    checkpoint.save(loaded, tmp_path / "ours")
+    saving.save(loaded, tmp_path / "ours")
     assert_same_state(getattr(transformers, name).from_pretrained(tmp_path / "ours"), model)
 
 
@@ -521,7 +521,7 @@ def test_save_of_views_and_shared_storage(tmp_path):
     two.query.weight = torch.nn.Parameter(storage[:1024].view(32, 32))  # two that overlap
     two.key.weight = torch.nn.Parameter(storage[32:].view(32, 32))
     three.key.weight = three.query.weight  # one parameter under two names
-    checkpoint.save(model, tmp_path)
+    saving.save(model, tmp_path)
     assert_same_state(load("BertModel", tmp_path), model)
     assert (tmp_path / "model.safetensors").stat().st_size < 1.1 * 4 * sum(
         v.numel() for v in model.state_dict().values()
@@ -530,19 +530,19 @@ def test_save_of_views_and_shared_storage(tmp_path):
 
 def test_save_refuses_what_could_not_be_loaded(tmp_path):
     model = randomise(ours("BertModel")(EncoderConfig("bert", **SIZES)))
-    checkpoint.save(model, tmp_path)
+    saving.save(model, tmp_path)
     with torch.no_grad():
         model.pooler.dense.bias[0] = float("inf")
     with pytest.raises(CheckpointError, match=r"pooler\.dense\.bias: holds NaN or infinity"):
-        checkpoint.save(model, tmp_path)
+        saving.save(model, tmp_path)
     load("BertModel", tmp_path)
     with torch.device("meta"):
         model = ours("BertModel")(EncoderConfig("bert", **SIZES))
     with pytest.raises(CheckpointError, match=r"word_embeddings\.weight: is on the meta device"):
-        checkpoint.save(model, tmp_path)
+        saving.save(model, tmp_path)
     for size in ("5 parsecs", 0, "-3GB"):
         with pytest.raises(ValueError, match="max_shard_size"):
-            checkpoint.save(model, tmp_path, max_shard_size=size)
+            saving.save(model, tmp_path, max_shard_size=size)
 
 
 def two_models():
@@ -580,9 +580,9 @@ LAYOUTS = {"single": "5GB", "shards": "60KB"}
 @pytest.mark.parametrize("first", LAYOUTS)
 def test_save_over_another_layout(first, second, tmp_path):
     old, new = two_models()
-    checkpoint.save(old, tmp_path, max_shard_size=LAYOUTS[first])
+    saving.save(old, tmp_path, max_shard_size=LAYOUTS[first])
     (tmp_path / "tokenizer.json").write_text("{}")
-    files = checkpoint.save(new, tmp_path, max_shard_size=LAYOUTS[second])
+    files = saving.save(new, tmp_path, max_shard_size=LAYOUTS[second])
     assert is_checkpoint_of(tmp_path, new)
     assert_same_state(transformers.BertModel.from_pretrained(tmp_path), new)
     assert {file.stat().st_mode for file in files} == {(tmp_path / "tokenizer.json").stat().st_mode}
@@ -619,10 +619,10 @@ def test_every_failing_step_of_a_save_leaves_one_whole_checkpoint(first, second,
         calls, fail_at = 0, -1
         directory.mkdir()
         if first is not None:
-            checkpoint.save(old, directory, max_shard_size=LAYOUTS[first])
+            saving.save(old, directory, max_shard_size=LAYOUTS[first])
         calls, fail_at, flush = 0, step, False
         try:
-            checkpoint.save(new, directory, max_shard_size=LAYOUTS[second])
+            saving.save(new, directory, max_shard_size=LAYOUTS[second])
         except CheckpointError as error:
             assert "No space left on device" in str(error)  # noqa: PT017 - not every step's failure is raised
             assert list(directory.iterdir()) == [] if first is None else is_checkpoint_of(directory, old)
@@ -667,9 +667,9 @@ def states_of_a_save(directory, target, save, monkeypatch):
 def save_as(kind, model, directory):
     """A checkpoint in one of our layouts, or as others write it."""
     if kind in LAYOUTS:
-        checkpoint.save(model, directory, max_shard_size=LAYOUTS[kind])
+        saving.save(model, directory, max_shard_size=LAYOUTS[kind])
         return
-    checkpoint.save(model, directory)
+    saving.save(model, directory)
     state = load_file(directory / "model.safetensors")
     if kind == "of others":
         save_file(state, directory / "model.safetensors", {"format": "pt"})
@@ -730,8 +730,8 @@ def test_every_state_that_a_kill_leaves_is_old_or_new(first, second, tmp_path, m
 def test_a_kill_between_the_renames(tmp_path):
     """A real one, of a process of its own."""
     old, new = two_models()
-    checkpoint.save(old, tmp_path / "m")
-    checkpoint.save(new, tmp_path / "new")
+    saving.save(old, tmp_path / "m")
+    saving.save(new, tmp_path / "new")
     script = """
         import os, signal, sys
         from fastbert import BertModel
@@ -750,7 +750,7 @@ def test_a_kill_between_the_renames(tmp_path):
     new_config = (tmp_path / "new" / "config.json").read_bytes()
     assert (tmp_path / "m" / "config.json").read_bytes() == new_config  # killed in between indeed
     assert is_checkpoint_of(tmp_path / "m", old)
-    checkpoint.save(new, tmp_path / "m")
+    saving.save(new, tmp_path / "m")
     assert is_checkpoint_of(tmp_path / "m", new)
     assert sorted(os.listdir(tmp_path / "m")) == ["config.json", "model.safetensors"]
 
@@ -758,9 +758,9 @@ def test_a_kill_between_the_renames(tmp_path):
 def test_a_subfolder_in_which_a_save_was_killed(tmp_path, monkeypatch):
     """Its config too is the one of the weights."""
     old, new = two_models()
-    checkpoint.save(old, tmp_path / "live")
+    saving.save(old, tmp_path / "live")
     states = states_of_a_save(
-        tmp_path / "live", tmp_path / "states", lambda: checkpoint.save(new, tmp_path / "live"), monkeypatch
+        tmp_path / "live", tmp_path / "states", lambda: saving.save(new, tmp_path / "live"), monkeypatch
     )
     renamed_too_early = 0
     for state in states:
@@ -776,7 +776,7 @@ def test_a_subfolder_in_which_a_save_was_killed(tmp_path, monkeypatch):
 def test_the_config_is_put_back_where_even_that_failed(tmp_path, monkeypatch):
     """The weights cannot be renamed, and then the old config cannot either."""
     old, new = two_models()
-    checkpoint.save(old, tmp_path)
+    saving.save(old, tmp_path)
     replace, calls = os.replace, []
 
     def fails(source, target):
@@ -788,7 +788,7 @@ def test_the_config_is_put_back_where_even_that_failed(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", fails)
         with pytest.raises(CheckpointError, match="Input/output error"):
-            checkpoint.save(new, tmp_path)
+            saving.save(new, tmp_path)
     assert len(calls) == 3
     assert is_checkpoint_of(tmp_path, old)
 
@@ -800,13 +800,13 @@ def test_a_living_process_keeps_the_folder_of_its_save(tmp_path):
     dead = [f".saving-0.{host}.4194305", f".saving-0.{host}.{10**30}"]
     for name in (mine, others, *dead, f".saving-0.{host}.x"):
         (tmp_path / name).mkdir()
-    checkpoint.save(old, tmp_path)
+    saving.save(old, tmp_path)
     assert sorted(p.name for p in tmp_path.glob(".saving*")) == sorted((mine, others, f".saving-0.{host}.x"))
 
 
 def test_a_save_that_ends_while_its_notes_are_read(tmp_path, monkeypatch):
     new = two_models()[1]
-    checkpoint.save(new, tmp_path)
+    saving.save(new, tmp_path)
     new_text = (tmp_path / "config.json").read_bytes()
     folder = tmp_path / f".saving-0.{socket.gethostname()}.{os.getpid()}"
     folder.mkdir()
@@ -824,16 +824,16 @@ def test_a_save_that_ends_while_its_notes_are_read(tmp_path, monkeypatch):
 def test_notes_of_a_save_long_past_count_for_nothing(tmp_path):
     """Another machine's save died between its renames; later ones, one of them with its config, did not."""
     old, new = two_models()
-    checkpoint.save(new, tmp_path)
+    saving.save(new, tmp_path)
     new_text = (tmp_path / "config.json").read_bytes()
-    checkpoint.save(old, tmp_path)
+    saving.save(old, tmp_path)
     folder = tmp_path / ".saving-0.elsewhere.1"
     folder.mkdir()
     (folder / "config.json.old").write_bytes((tmp_path / "config.json").read_bytes())
     (folder / "config.json.new").write_bytes(new_text)
     (folder / "model.safetensors").write_bytes(b"")
     assert is_checkpoint_of(tmp_path, old)
-    checkpoint.save(new, tmp_path)
+    saving.save(new, tmp_path)
     assert is_checkpoint_of(tmp_path, new)
     assert folder.exists()
 
@@ -884,7 +884,7 @@ def test_a_config_of_another_save_is_refused(name, values, changes, words, layou
     prefix, _ = split_name(name)
     model_type = next(family.model_type for family in FAMILIES.values() if family.class_prefix == prefix)
     model = randomise(ours(name)(EncoderConfig(model_type, **CONFIGS[prefix], **values)))
-    checkpoint.save(model, tmp_path, max_shard_size=LAYOUTS[layout])
+    saving.save(model, tmp_path, max_shard_size=LAYOUTS[layout])
     edit_config(tmp_path, **changes)
     with pytest.raises(
         CheckpointError, match=rf"config\.json: does not belong to model.*safetensors: {words}"
@@ -898,7 +898,7 @@ def test_a_config_of_another_save_is_refused(name, values, changes, words, layou
 
 def test_every_shard_is_asked_for_its_config(tmp_path):
     """Others may have written one of them, which then says nothing."""
-    first, *_, last = checkpoint.save(two_models()[0], tmp_path, max_shard_size="40KB")
+    first, *_, last = saving.save(two_models()[0], tmp_path, max_shard_size="40KB")
     edit_config(tmp_path, layer_norm_eps=1e-3)
     for foreign, asked in ((first, first.with_name(r"model-00002-")), (last, first)):
         held = foreign.read_bytes()
@@ -910,7 +910,7 @@ def test_every_shard_is_asked_for_its_config(tmp_path):
 
 def test_an_override_is_no_config_of_another_save(tmp_path):
     model = two_models()[0]
-    checkpoint.save(model, tmp_path)
+    saving.save(model, tmp_path)
     loaded = ours("BertModel").from_pretrained(tmp_path, hidden_act="relu", layer_norm_eps=0.1)
     assert (loaded.config.hidden_act, loaded.config.layer_norm_eps) == ("relu", 0.1)
     (tmp_path / "config.json").unlink()
@@ -921,7 +921,7 @@ def test_an_override_is_no_config_of_another_save(tmp_path):
 
 def test_what_is_no_mathematics_may_be_edited(tmp_path):
     model = two_models()[0]
-    checkpoint.save(model, tmp_path)
+    saving.save(model, tmp_path)
     edit_config(
         tmp_path, id2label={"0": "a", "1": "b", "2": "c"}, label2id={"a": 0, "b": 1, "c": 2},
         hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.2, problem_type="regression",
@@ -968,7 +968,7 @@ def test_the_mathematics_are_whole(name):
 )
 def test_a_damaged_stamp_is_named(text, tmp_path):
     model = two_models()[0]
-    checkpoint.save(model, tmp_path)
+    saving.save(model, tmp_path)
     file = tmp_path / "model.safetensors"
     save_file(load_file(file), file, {"format": "pt", "fastbert": text})
     with pytest.raises(CheckpointError, match=r"model\.safetensors: metadata fastbert: "):
@@ -977,7 +977,7 @@ def test_a_damaged_stamp_is_named(text, tmp_path):
 
 def test_quantised_weights_say_their_config_too(tmp_path):
     model = two_models()[0].quantize()
-    checkpoint.save(model, tmp_path)
+    saving.save(model, tmp_path)
     edit_config(tmp_path, layer_norm_eps=0.5)
     with pytest.raises(CheckpointError, match=r"layer_norm_eps: config\.json says 0\.5"):
         ours("BertModel").from_pretrained(tmp_path)
@@ -985,7 +985,7 @@ def test_quantised_weights_say_their_config_too(tmp_path):
 
 def test_full_disk(tmp_path):
     old, new = two_models()
-    checkpoint.save(old, tmp_path)
+    saving.save(old, tmp_path)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(
@@ -995,7 +995,7 @@ def test_full_disk(tmp_path):
         with pytest.raises(
             CheckpointError, match=r"/model\.safetensors: could not be saved, what was there is unchanged"
         ):
-            checkpoint.save(new, tmp_path)
+            saving.save(new, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
@@ -1015,7 +1015,7 @@ def test_a_save_removes_the_folders_of_dead_saves_alone(tmp_path):
     for name in (*kept, f".saving-00000005.{host}.{dead.pid}"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
-    checkpoint.save(two_models()[0], tmp_path)
+    saving.save(two_models()[0], tmp_path)
     assert {p.name for p in tmp_path.iterdir() if p.name.startswith(".saving-")} == kept
     assert all((tmp_path / name / "model.safetensors").read_bytes() == b"half" for name in kept)
 
@@ -1024,7 +1024,7 @@ KILLED = """
     import os, random, signal, sys, time
     from pathlib import Path
     import torch
-    from fastbert.checkpoint import load as checkpoint
+    from fastbert.checkpoint import save as saving
     from fastbert.models.bert import BertModel
     from fastbert.models.config import EncoderConfig
 
@@ -1088,11 +1088,11 @@ KILLED = """
     for first in sizes:
         for second in sizes:
             for step in range(1, 90):
-                checkpoint.save(models[0], directory, max_shard_size=first)
+                saving.save(models[0], directory, max_shard_size=first)
                 assert whole() == 0
                 def job():
                     die_at(step)
-                    checkpoint.save(models[1], directory, max_shard_size=second)
+                    saving.save(models[1], directory, max_shard_size=second)
                 if not forked(job, 0):
                     assert whole() == 1
                     break
@@ -1105,21 +1105,21 @@ KILLED = """
     seen = {False: 0, True: 0}
     while sum(seen.values()) < kills:
         old, new = random.sample(range(4), 2)
-        checkpoint.save(sources[old], directory, max_shard_size=random.choice(sizes))
+        saving.save(sources[old], directory, max_shard_size=random.choice(sizes))
         size = random.choice(sizes)
         start = time.perf_counter()
-        forked(lambda: checkpoint.save(sources[new], directory, max_shard_size=size), 0)
+        forked(lambda: saving.save(sources[new], directory, max_shard_size=size), 0)
         seconds = time.perf_counter() - start
         assert whole() == new
         for _ in range(10):
-            checkpoint.save(sources[old], directory, max_shard_size=random.choice(sizes))
-            job = lambda: checkpoint.save(sources[new], directory, max_shard_size=size)
+            saving.save(sources[old], directory, max_shard_size=random.choice(sizes))
+            job = lambda: saving.save(sources[new], directory, max_shard_size=size)
             if not forked(job, random.uniform(0.1, 1.0) * seconds):
                 continue
             found = whole()
             assert found in (old, new), (found, old, new)
             seen[found == new] += 1
-    checkpoint.save(models[0], directory)
+    saving.save(models[0], directory)
     assert whole() == 0
     assert sorted(os.listdir(directory)) == ["config.json", "model.safetensors"], os.listdir(directory)
     print(killed, "killed at steps;", seen, "at moments:", sum(seen.values()))
@@ -1147,7 +1147,7 @@ def saved(tmp_path, name="BertModel"):
     prefix, _ = split_name(name)
     model_type = next(family.model_type for family in FAMILIES.values() if family.class_prefix == prefix)
     model = randomise(ours(name)(EncoderConfig(model_type, **CONFIGS[prefix])))
-    checkpoint.save(model, tmp_path)
+    saving.save(model, tmp_path)
     return model
 
 
@@ -1185,7 +1185,7 @@ def test_layers_are_counted_before_they_are_built(name, key, value, words, layou
 def test_a_deep_model_still_loads(tmp_path):
     config = {**SIZES, "num_hidden_layers": 101, "hidden_size": 4, "intermediate_size": 4}
     model = randomise(ours("BertModel")(EncoderConfig("bert", **config)))
-    checkpoint.save(model, tmp_path)
+    saving.save(model, tmp_path)
     assert_same_state(ours("BertModel").from_pretrained(tmp_path), model)
     given = {"config": model.config, "state_dict": model.state_dict()}
     assert_same_state(ours("BertModel").from_pretrained(None, **given), model)
@@ -1321,7 +1321,7 @@ def test_moderately_nested_json_is_kept(tmp_path):
     saved(tmp_path)
     edit_config(tmp_path, x=json.loads("[" * 99 + "]" * 99))
     model = ours("BertModel").from_pretrained(tmp_path)
-    checkpoint.save(model, tmp_path)
+    saving.save(model, tmp_path)
     assert len(str(json.loads((tmp_path / "config.json").read_text())["x"])) == 198
 
 
@@ -1417,10 +1417,10 @@ def test_auto_classes_say_that_model_type_is_missing(tmp_path):
 
 
 def test_resolve_a_directory(tmp_path, monkeypatch):
-    assert checkpoint.resolve(tmp_path) == tmp_path
+    assert hub.resolve(tmp_path) == tmp_path
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
-    assert checkpoint.resolve("~/model") == tmp_path / "model"
+    assert hub.resolve("~/model") == tmp_path / "model"
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "bin"])
@@ -1451,9 +1451,7 @@ def test_resolve_a_hub_name(layout, tmp_path, monkeypatch):
         return str(local)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    directory = checkpoint.resolve(
-        "someone/bert", revision="v1", cache_dir="c", local_files_only=True, token="t"
-    )
+    directory = hub.resolve("someone/bert", revision="v1", cache_dir="c", local_files_only=True, token="t")
     assert directory == local
     assert set(asked) == {("someone/bert", "v1", "c", True, "t", False)}
     weights = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}[layout]
@@ -1468,17 +1466,17 @@ def test_read_config(tmp_path, monkeypatch):
 
     theirs("BertModel").save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
-    assert checkpoint.read_config(tmp_path) == content
-    assert checkpoint.read_config(str(tmp_path / "config.json")) == content
+    assert hub.read_config(tmp_path) == content
+    assert hub.read_config(str(tmp_path / "config.json")) == content
     monkeypatch.setattr(
         huggingface_hub, "hf_hub_download", lambda name, filename, **_: str(tmp_path / filename)
     )
-    assert checkpoint.read_config("someone/bert") == content
+    assert hub.read_config("someone/bert") == content
 
 
 def test_hub_name_without_huggingface_hub(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # importing it fails
-    for call in (checkpoint.resolve, checkpoint.read_config):
+    for call in (hub.resolve, hub.read_config):
         with pytest.raises(
             CheckpointError, match=r"someone/bert: no such directory; .*install huggingface_hub"
         ):
@@ -1495,4 +1493,4 @@ def test_hub_error_is_named(monkeypatch):
     with pytest.raises(
         CheckpointError, match=r"someone/bert: .* did not give it: ConnectionError: no route to host$"
     ):
-        checkpoint.resolve("someone/bert")
+        hub.resolve("someone/bert")

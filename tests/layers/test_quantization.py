@@ -17,7 +17,8 @@ from torch import nn
 
 import fastbert
 from fastbert.backends import aten
-from fastbert.checkpoint.load import CheckpointError, load_weights
+from fastbert.checkpoint.files import CheckpointError
+from fastbert.checkpoint.load import load_weights
 from fastbert.layers import quantized as quantization
 from fastbert.layers.linear import apply_linear, dense_norm
 from fastbert.layers.modules import part

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fastbert
-from fastbert.checkpoint import load as checkpoint
-from fastbert.checkpoint.load import CheckpointError
+from fastbert.checkpoint import save as saving
+from fastbert.checkpoint.files import CheckpointError
 from fastbert.models.config import EncoderConfig
 
 SIZES = {
@@ -325,9 +325,9 @@ FILES = [
     Bad("file-not-in-hub-cache", lambda p: load("nobody/nothing", local_files_only=True, cache_dir=p),
         CheckpointError,
         r"nobody/nothing: no such directory here, and the HuggingFace hub did not give it: \w+"),
-    Bad("file-shard-size", lambda p: checkpoint.save(model(), p, max_shard_size="big"), ValueError,
+    Bad("file-shard-size", lambda p: saving.save(model(), p, max_shard_size="big"), ValueError,
         r"max_shard_size: .*'big'"),
-    Bad("file-save-onto-file", lambda p: checkpoint.save(model(), directory(p) / "config.json"),
+    Bad("file-save-onto-file", lambda p: saving.save(model(), directory(p) / "config.json"),
         CheckpointError, r"config\.json: could not be saved.*exists"),
 ]  # fmt: skip
 

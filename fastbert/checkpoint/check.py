@@ -1,0 +1,185 @@
+"""What stored weights must be: all keys there and none unknown, right shapes and dtypes, finite values.
+
+Whatever is refused is named by file, key and likely cause.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastbert.checkpoint.files import CONFIG, CheckpointError, listed, read_stamp
+from fastbert.checkpoint.hub import read_config
+from fastbert.checkpoint.names import Names, numbered, spelt
+from fastbert.checkpoint.read import Stored
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_keys(
+    names: Names, config: Any, files: list[Path], found: dict[str, Stored]
+) -> tuple[list[str], list[str]]:
+    """(missing keys of heads that may be fresh, left-over keys as stored); other differences are refused."""
+    expected = [key for key in names.state if key not in names.tied]
+    missing = [key for key in expected if key not in found]
+    extra = [key for key in found if key not in names.state]
+    unexpected = [key for key in extra if not names.may_be_left_over(key)]
+    where = files[0] if len(files) == 1 else files[0].parent
+
+    # a head or a pooler may be absent as a whole
+    fresh = []
+    for part in ("head", "sentence-pair head", "pooler"):
+        keys = [key for key in expected if names.part(key) == part]
+        if keys and all(key in missing for key in keys):
+            fresh += keys
+    refused = [key for key in missing if key not in fresh]
+    if refused or unexpected:
+        problems = []
+        if refused:
+            problems.append(f"missing keys: {listed(refused)}")
+        if unexpected:
+            problems.append(f"unexpected keys: {listed(found[key].key for key in unexpected)}")
+        why = _why(names, config, found)
+        if refused and all(names.is_pooler(key) for key in refused):
+            why = "; the file has no pooler: pass add_pooling_layer=False"
+        raise CheckpointError(f"{where}: {'; '.join(problems)}{why}")
+    return fresh, [found[key].key for key in extra]
+
+
+def _why(names: Names, config: Any, found: dict[str, Stored]) -> str:
+    """The likely cause of missing or unexpected keys, "" where none is plain."""
+    scales = any(key.endswith(".scale") and _is_int8(found.get(key[:-5] + "weight")) for key in found)
+    if scales and not names.int8:
+        return "; the file holds 8-bit weights, but the config has no quantization_config of this package"
+    if names.int8 and not scales:
+        return "; config quantization_config says that the weights are 8-bit, but those of the file are not"
+    count_key = "num_hidden_groups" if names.family.shared_layers else "num_hidden_layers"
+    says, holds = getattr(config, count_key), numbered(names.family.layers, found)
+    if holds and says != holds:
+        return f"; config {spelt(names.family, count_key)} says {says}, the file has {holds}"
+    if names.family.shared_layers:
+        inner = numbered("albert_layers", found)
+        if inner and inner != config.inner_group_num:
+            return f"; config inner_group_num says {config.inner_group_num}, the file has {inner}"
+    first = {item.key.split(".")[0] for item in found.values()}
+    if foreign := sorted(first & names.family.foreign_prefixes):
+        return (
+            f"; config model_type says {config.model_type!r}, but the file's keys begin with {foreign[0]!r}"
+        )
+    if lm := names.family.lm_head:
+        weight = lm.decoder + ".weight"
+        if weight in names.state and weight not in names.tied and weight not in found:
+            return f"; config tie_word_embeddings is false, so {weight} must be stored"
+    return ""
+
+
+def _is_int8(item: Stored | None) -> bool:
+    return item is not None and item.tensor.dtype == torch.int8
+
+
+def check_mathematics(config: Any, files: list[Path]) -> None:
+    """Refuse a config.json of another save than the weights, where they say with which one they were saved.
+
+    A config that agrees with the weights is right whatever config.json says. So is one that differs from a
+    config.json that agrees: the caller has overridden it.
+    """
+    for file in files:
+        stamp = read_stamp(file) if file.suffix == ".safetensors" else None
+        if stamp is None or not _differing(config, stamp.mathematics):
+            continue
+        try:
+            stated = type(config).from_dict({"model_type": config.model_type, **read_config(file.parent)})
+        except (CheckpointError, TypeError, ValueError):  # none there, or another architecture's
+            stated = config
+        if differing := _differing(stated, stamp.mathematics):
+            says = "; ".join(
+                f"{spelt(stated.family, key)}: {CONFIG} says {ours!r}, the weights are saved with {theirs!r}"
+                for key, (ours, theirs) in differing.items()
+            )
+            raise CheckpointError(
+                f"{file.parent / CONFIG}: does not belong to {file.name}: {says}. If one of them was copied "
+                "or edited, put it back; to change the mathematics, pass the key to from_pretrained and save"
+            )
+
+
+def _differing(config: Any, stored: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Key -> (the config's value, the stored one) where the two differ."""
+    ours = config.mathematics()
+    return {k: (ours[k], stored[k]) for k in ours if k in stored and ours[k] != stored[k]}
+
+
+def check_shapes(
+    names: Names, config: Any, found: dict[str, Stored], ignore_mismatched: bool
+) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Refuse tensors of another shape; or take them out of `found` and return them, as `LoadReport` does."""
+    wrong, left_out = [], []
+    for key, param in names.state.items():
+        item = found.get(key)
+        if item is None or item.tensor.shape == param.shape:
+            continue
+        if ignore_mismatched and key not in names.int8:
+            left_out.append((key, tuple(found.pop(key).tensor.shape), tuple(param.shape)))
+            continue
+        text = f"{item}: shape {tuple(item.tensor.shape)}, but the config makes it {tuple(param.shape)}"
+        if item.tensor.dim() == param.dim():
+            axis = next(
+                i for i, (a, b) in enumerate(zip(item.tensor.shape, param.shape, strict=True)) if a != b
+            )
+            size_key = _size_key(names, key, axis)
+            if getattr(config, size_key, None) == param.shape[axis]:
+                size = item.tensor.shape[axis]
+                says = f"{spelt(names.family, size_key)} says {param.shape[axis]}"
+                text += f" (config {says}, the file has {size})"
+        wrong.append(text)
+    if wrong:
+        more = f" … and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise CheckpointError("; ".join(wrong[:5]) + more)
+    return left_out
+
+
+def _size_key(names: Names, key: str, axis: int) -> str | None:
+    """The config key that sets the size of one axis of a parameter."""
+    family, layer = names.family, names.family.layer
+    hidden = "embedding_size" if family.projection and ".embeddings." in "." + key else "hidden_size"
+    lm = family.lm_head
+    decoders = () if lm is None else (lm.decoder + ".weight", lm.decoder + ".bias", lm.bias)
+    for suffixes, sizes in (
+        (("word_embeddings.weight",), ("vocab_size", hidden)),
+        (("position_embeddings.weight",), ("max_position_embeddings", hidden)),
+        (("token_type_embeddings.weight",), ("type_vocab_size", hidden)),
+        (("relative_attention_bias.weight",), ("relative_attention_num_buckets", "num_attention_heads")),
+        (tuple(d for d in decoders if d), ("vocab_size", hidden)),
+        (tuple(f".{layer.intermediate}.{leaf}" for leaf in ("weight", "scale", "bias")),
+         ("intermediate_size", hidden)),
+        ((f".{layer.output}.weight",), (hidden, "intermediate_size")),
+        (("classifier.weight", "classifier.bias", "classifier.out_proj.weight", "classifier.out_proj.bias",
+          "qa_outputs.weight", "qa_outputs.bias"), ("num_labels", hidden)),
+        (("embeddings_project.weight", "hidden_mapping_in.weight"), ("hidden_size", "embedding_size")),
+    ):  # fmt: skip
+        if key.endswith(suffixes) and not key.endswith("pre_classifier.weight"):
+            return sizes[axis]
+    return hidden
+
+
+def check_value(names: Names, key: str, item: Stored) -> None:
+    """Refuse a tensor of another kind than weights, not finite, or too large for the model's dtype."""
+    tensor, dtype = item.tensor, names.state[key].dtype
+    if key in names.int8:
+        problem = names.int8[key].problem(key.rpartition(".")[2], tensor)
+        if problem:
+            raise CheckpointError(f"{item}: {problem}")
+        return
+    if tensor.dtype not in FLOATS or tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = tensor.dtype if tensor.layout is torch.strided else tensor.layout
+        raise CheckpointError(
+            f"{item}: dtype {kind}; expected float32, float64, float16 or bfloat16 (no quantised weights)"
+        )
+    if tensor.numel() == 0:
+        return
+    low, high = (float(v) for v in torch.aminmax(tensor))  # NaN where there is one; one pass, no copy
+    if not (abs(low) < float("inf") and abs(high) < float("inf")):
+        raise CheckpointError(f"{item}: holds {'NaN' if low != low else 'infinity'}; expected finite weights")
+    if max(-low, high) > torch.finfo(dtype).max:
+        raise CheckpointError(f"{item}: {max(-low, high):.3g} is too large for {dtype}, the model's dtype")

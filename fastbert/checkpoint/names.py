@@ -1,0 +1,128 @@
+"""The keys of a module, and how files spell them: the only place that knows old and foreign spellings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from fastbert.checkpoint.files import CheckpointError
+from fastbert.checkpoint.read import Stored
+from fastbert.layers import quantized as quantization
+
+if TYPE_CHECKING:
+    from fastbert.models.families import Family
+
+# Wrappers that put their own name before every key: DataParallel, torch.compile.
+_WRAPPERS = ("module.", "_orig_mod.")
+# Buffers that old versions stored and that hold no weights.
+_OLD_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
+_OLD_SUFFIXES = {".gamma": ".weight", ".beta": ".bias"}
+
+
+class Names:
+    """The keys of one module, and how a file may spell them."""
+
+    def __init__(self, model: nn.Module):
+        self.family = model.config.family
+        self.state = model.state_dict(keep_vars=True)  # key -> parameter or buffer
+        self.tied = {k: v for k, v in model.tied_weights().items() if k in self.state}  # target -> source
+        self.is_base = model.is_base_model
+        self.prefix = "" if self.is_base else model.base_model_prefix + "."
+        self.stored_prefix = model.base_model_prefix + "."
+        self.encoder = [key for key in self.state if key.startswith(self.prefix)]
+        # first parts of the encoder's own keys: "embeddings", "encoder", …
+        self.roots = {key[len(self.prefix) :].split(".")[0] for key in self.encoder}
+        self.pooler = (self.family.pooler or "pooler") + "."
+        self.int8 = {  # key -> the module whose 8-bit weight or scales it is
+            f"{name}.{leaf}": module
+            for name, module in model.named_modules()
+            if isinstance(module, quantization.QuantizedLinear)
+            for leaf in ("weight", "scale")
+        }
+
+    def canonical(self, key: str) -> str:
+        """The module's spelling of a stored key."""
+        while key.startswith(_WRAPPERS):
+            key = key.split(".", 1)[1]
+        for old, new in _OLD_SUFFIXES.items():
+            if key.endswith(old):
+                key = key[: -len(old)] + new
+        inside = key.startswith(self.stored_prefix)
+        while key.startswith(self.stored_prefix):
+            key = key[len(self.stored_prefix) :]
+        if inside or key.split(".")[0] in self.roots | {"pooler"}:
+            return self.prefix + key
+        return key
+
+    def is_pooler(self, key: str) -> bool:
+        """Whether a key, in our spelling, is the pooler's."""
+        return key.startswith(self.prefix + self.pooler)
+
+    def may_be_left_over(self, key: str) -> bool:
+        """Whether an unexpected key, in our spelling, is part of a head that this module does not have."""
+        return key.split(".")[0] in self.family.known_head_roots or self.is_pooler(key)
+
+    def part(self, key: str) -> str | None:
+        """The part of the module that may be absent as a whole and to which the key belongs, or None."""
+        if self.is_base:
+            return None
+        if key.startswith(self.prefix):
+            return "pooler" if self.is_pooler(key) else None
+        pair = self.family.next_sentence
+        return "sentence-pair head" if pair and key.startswith(pair + ".") else "head"
+
+
+def rename(names: Names, stored: dict[str, Stored]) -> dict[str, Stored]:
+    """The stored tensors under the module's own keys."""
+    renamed: dict[str, Stored] = {}
+    for key, item in stored.items():
+        if key.endswith(_OLD_BUFFERS):
+            continue
+        ours = names.canonical(key)
+        if ours in renamed:
+            raise CheckpointError(f"{item}: the same parameter as {renamed[ours].key}, stored twice")
+        renamed[ours] = item
+    return renamed
+
+
+def resolve_ties(names: Names, found: dict[str, Stored]) -> None:
+    """Drop stored copies of tied weights; use a copy where the original is absent."""
+    for target, source in names.tied.items():
+        copy = found.pop(target, None)
+        if copy is None:
+            continue
+        original = found.setdefault(source, copy)
+        if not _same(copy.tensor, original.tensor):
+            raise CheckpointError(
+                f"{copy}: differs from {original.key}, to which config tie_word_embeddings = true ties it; "
+                f"if the file is right, set tie_word_embeddings to false in config.json"
+            )
+    # Untied decoders once had their bias tied all the same: one of the two names was stored.
+    lm_head = names.family.lm_head
+    if lm_head is not None and lm_head.bias is not None:
+        pair = lm_head.bias, lm_head.decoder + ".bias"
+        for absent, there in (pair, pair[::-1]):
+            if absent in names.state and absent not in names.tied and absent not in found and there in found:
+                found[absent] = found[there]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal bit for bit (NaN too)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def numbered(path: str, keys: Iterable[str]) -> int:
+    """How many numbered entries `path` has among the keys."""
+    pattern = re.compile(rf"(?:^|\.){re.escape(path)}\.(\d+)\.")
+    return 1 + max((int(m[1]) for key in keys if (m := pattern.search(key))), default=-1)
+
+
+def spelt(family: Family, key: str) -> str:
+    """A config key as the family's config.json spells it."""
+    return {ours: theirs for theirs, ours in family.aliases.items()}.get(key, key)
