@@ -119,7 +119,7 @@ def kernels(run: Run, seconds: float) -> list[str]:
     options = ["--device", run.device, "--json", run.file("kernels.jsonl"), "--budget", f"{seconds:.0f}"]
     options += ["--roofs", run.file("probe.jsonl"), "--dtype", "bfloat16", "--pass", "forward"]
     if run.tiny:
-        return run.script("bench_kernels.py", *options, "--smoke", "--workload", "1x128", "--op", "padding")
+        return run.script("bench_kernels.py", *options, "--smoke", "--workload", "1x128", "--op", "packing")
     return run.script("bench_kernels.py", *options, "--workload", "full", "--workload", "squad")
 
 

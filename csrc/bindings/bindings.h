@@ -169,7 +169,7 @@ void bind_embedding(py::module_& m);
 void bind_encoder_layer(py::module_& m);
 void bind_layer_norm(py::module_& m);
 void bind_linear(py::module_& m);
-void bind_padding(py::module_& m);
+void bind_packing(py::module_& m);
 void bind_samples(py::module_& m);
 
 }  // namespace fastbert

@@ -63,6 +63,6 @@ PYBIND11_MODULE(_C, m) {
     bind_encoder_layer(m);
     bind_layer_norm(m);
     bind_linear(m);
-    bind_padding(m);
+    bind_packing(m);
     bind_samples(m);
 }

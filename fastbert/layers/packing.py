@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fastbert.ops.padding import pack, unpack
+from fastbert.ops.packing import pack, unpack
 
 
 @dataclass(frozen=True)

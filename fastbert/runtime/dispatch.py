@@ -27,7 +27,7 @@ OPS = (
     "linear",
     "linear_cross_entropy",
     "linear_int8",
-    "padding",
+    "packing",
     "pooling",
 )
 # Ops without a backward.
@@ -48,7 +48,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "linear": ("cpu", "aten", "reference"),
         "linear_cross_entropy": ("cpu", "aten", "reference"),
         "linear_int8": ("cpu", "aten", "reference"),
-        "padding": ("cpu", "aten", "reference"),
+        "packing": ("cpu", "aten", "reference"),
         "pooling": ("aten", "reference"),
     },
     # All of "cuda" is ranked by a count of bytes: bench/results has no row of a GPU yet.
@@ -72,8 +72,8 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         # cuBLAS's products with cross_entropy's kernels.
         "linear_cross_entropy": ("triton", "aten", "reference"),
         "linear_int8": ("aten", "reference"),
-        # `unpack` writes each row once, where aten writes zeros first; `pack` is equal.
-        "padding": ("triton", "aten", "reference"),
+        # Backward, which is `unpack`, writes each row once, where aten writes zeros first; forward is equal.
+        "packing": ("triton", "aten", "reference"),
         # Reads the tokens once; aten writes them in float32 first, and their gradients too.
         "pooling": ("triton", "aten", "reference"),
     },
@@ -130,8 +130,8 @@ def backends_for(op: str, device: str) -> tuple[str, ...]:
 
 
 def has_backward(name: str, op: str) -> bool:
-    """Whether backend `name` differentiates `op`; `pack` and `unpack` are each other's backward."""
-    return op == "padding" or hasattr(backend_module(name), f"{op}_bwd")
+    """Whether backend `name` differentiates `op`."""
+    return hasattr(backend_module(name), f"{op}_bwd")
 
 
 def unsupported_reason(
@@ -183,8 +183,8 @@ def call(function: str, key: torch.Tensor, *args):
 
 
 def _op_of(function: str) -> str:
-    op = function.partition(" ")[0].rsplit("_", 1)[0]
-    return "padding" if op in ("pack", "unpack") else op
+    """The op of "linear_fwd" or "linear_bwd activation": "linear"."""
+    return function.partition(" ")[0].rsplit("_", 1)[0]
 
 
 def ranking(function: str, device_type: str, dtype: torch.dtype) -> tuple[str, ...]:

@@ -61,7 +61,7 @@ def has(package: str) -> bool:
 def whole(tmp_path_factory) -> tuple[dict, str, Path]:
     """(what bench_cpu.py wrote, what it printed, its folder) on a tiny model."""
     folder = tmp_path_factory.mktemp("bench") / "deep"
-    options = ("--models", "tiny", "--workloads", "8x128", "--peers", "transformers", "--ops", "padding")
+    options = ("--models", "tiny", "--workloads", "8x128", "--peers", "transformers", "--ops", "packing")
     steps = ("--steps", "encoder", "training", "kernels", "--smoke", "--threads", 1, "--samples", 2)
     printed = run("bench_cpu.py", *options, *steps, "--out", folder, "--note", "a test")
     return json.loads((folder / "bench_cpu.json").read_text()), printed, folder
@@ -188,7 +188,7 @@ def test_ratios_are_of_one_step_model_and_workload():
 
 def test_a_step_that_fails_is_recorded_and_the_next_goes_on(tmp_path, monkeypatch):
     options = ["--models", "tiny", "--smoke", "--threads", str(torch.get_num_threads()), "--peers", "none"]
-    options += ["--workloads", "1x128", "--steps", "encoder", "kernels", "--ops", "padding", "layer_norm"]
+    options += ["--workloads", "1x128", "--steps", "encoder", "kernels", "--ops", "packing", "layer_norm"]
 
     def refuse(*_):
         raise OSError("planted")
@@ -201,7 +201,7 @@ def test_a_step_that_fails_is_recorded_and_the_next_goes_on(tmp_path, monkeypatc
     monkeypatch.setattr(bench_cpu, "Bank", refuse)
     monkeypatch.setattr(bench_kernels.testing, "bench_cases", broken)
     monkeypatch.setattr(  # the plan asks for the cases too
-        plan, "kernels_units", lambda names, ops, r: [*planned(names, ["padding"], r), _unit("layer_norm")]
+        plan, "kernels_units", lambda names, ops, r: [*planned(names, ["packing"], r), _unit("layer_norm")]
     )
     assert bench_cpu.main([*options, "--out", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "bench_cpu.json").read_text())
@@ -210,7 +210,7 @@ def test_a_step_that_fails_is_recorded_and_the_next_goes_on(tmp_path, monkeypatc
     ]  # fmt: skip
     assert data["steps"][0]["reason"] == "OSError: planted"
     rows = [(row["op"], row["status"]) for row in data["rows"] if row["step"] == "kernels"]
-    assert ("padding", "ok") in rows
+    assert ("packing", "ok") in rows
     assert rows[-1] == ("layer_norm", "error")
 
 
@@ -629,11 +629,11 @@ def test_without_a_compiler_the_roofs_are_torchs(monkeypatch):
 
 def test_bench_kernels(tmp_path):
     path = tmp_path / "kernels.json"
-    options = ("--op", "padding", "--workload", "1x128", "--dtype", "float32", "--threads", 1, "--smoke")
+    options = ("--op", "packing", "--workload", "1x128", "--dtype", "float32", "--threads", 1, "--smoke")
     printed = run("bench_kernels.py", *options, "--json", path)
     data = json.loads(path.read_text())
     rows = [row for row in data["rows"] if row["step"] == "kernels"]
-    backends = bench_kernels.timed_backends("padding", torch.device("cpu"), torch.float32)
+    backends = bench_kernels.timed_backends("packing", torch.device("cpu"), torch.float32)
     assert [(row["pass"], row["backend"]) for row in rows] == [
         (which, name) for which in bench_kernels.PASSES for name in backends
     ]
@@ -700,7 +700,7 @@ def test_packed_weights_are_used_where_a_backend_packs(monkeypatch):
 
 
 def test_a_backend_that_fails_is_a_row(monkeypatch):
-    [case] = testing.bench_cases("padding", (5, 3))
+    [case] = testing.bench_cases("packing", (5, 3))
 
     def fails(self, **inputs):
         raise RuntimeError("planted")
@@ -884,7 +884,7 @@ def test_roofs_that_a_file_does_not_tell_are_measured(tmp_path, monkeypatch, cap
 
 
 def test_a_spent_kernel_budget_leaves_rows_that_say_so():
-    options = (("padding", "linear"), (torch.bfloat16,), ("forward",))
+    options = (("packing", "linear"), (torch.bfloat16,), ("forward",))
     rows = list(bench_kernels.bench_workload("1x128", torch.device("cpu"), ROOFS, *options, lambda: 0.0))
     assert [row["status"] for row in rows] == ["skipped"] * 5
     assert all(row["error"] == "the budget is spent" for row in rows)

@@ -467,7 +467,7 @@ def on_gpu(monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize("op", ["linear", "padding"])
+@pytest.mark.parametrize("op", ["linear", "packing"])
 def test_a_replay_must_follow_its_inputs(on_gpu, monkeypatch, op):
     unit = gpu_checks.Unit(op, "triton", torch.bfloat16)
     (row,) = run(gpu_checks.graphs, on_gpu, unit)
@@ -758,7 +758,7 @@ def test_a_dry_run_times_every_engine(dry):
     assert all(row["cosine"] > 0.999 for row in rows.values())
     measured = roofs.of_file(dry[0] / "probe.jsonl")  # by the probe, and not again
     assert data["roofs"]["gflops"]["bf16"] == pytest.approx(measured.gflops["bf16"])
-    assert any(row["op"] == "padding" for row in lines.read(dry[0] / "kernels.jsonl")["rows"] if "op" in row)
+    assert any(row["op"] == "packing" for row in lines.read(dry[0] / "kernels.jsonl")["rows"] if "op" in row)
 
 
 @interpreted

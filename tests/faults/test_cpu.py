@@ -7,7 +7,7 @@ from tests.support import cpu_build, mutation
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", ("cross_entropy", "embedding", "encoder_layer", "padding"))
+@pytest.mark.parametrize("op", ("cross_entropy", "embedding", "encoder_layer", "packing"))
 def test_faults_are_caught(op):
     cpu_build.compiler()
     if _native.extension is None or _native.extension.best_cpu_isa() == "none":

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support import mutation
 
-SUITES = ("triton_linear", "triton_embedding", "triton_padding", "triton_pooling")
+SUITES = ("triton_linear", "triton_embedding", "triton_packing", "triton_pooling")
 
 
 def test_sample_of_the_linear_faults_is_caught():

@@ -8,7 +8,7 @@ from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.ops.embedding import embedding
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
-from fastbert.ops.padding import pack, unpack
+from fastbert.ops.packing import pack, unpack
 
 HIDDEN, INNER, VOCAB = 16, 32, 29
 

@@ -102,8 +102,8 @@ def test_every_line_of_the_table_is_of_known_ops_and_backends_and_ends_in_refere
         ("linear_bwd activation", torch.bfloat16, "triton"),
         ("linear_bwd activation", torch.float32, "aten"),
         ("attention_fwd", torch.float32, "triton"),
-        ("pack_fwd", torch.int64, "triton"),
-        ("unpack_fwd", torch.bool, "triton"),
+        ("packing_fwd", torch.int64, "triton"),
+        ("packing_bwd", torch.bool, "triton"),
         ("embedding_fwd", torch.float32, "triton"),
         ("cross_entropy_fwd", torch.float32, "triton"),
     ],
@@ -118,7 +118,7 @@ def test_the_narrowest_line_counts(monkeypatch, calls):
     lines = {"linear": ("cpu", "aten", "reference"), "linear half": ("aten", "reference")}
     monkeypatch.setitem(dispatch.TABLE, "cpu", lines | {"linear activation": ("reference",)})
     assert dispatch.call_kinds("linear", "cpu") == ("", "activation")
-    assert dispatch.call_kinds("padding", "cpu") == ("",)
+    assert dispatch.call_kinds("packing", "cpu") == ("",)
     assert dispatch.ranking("linear_fwd", "cpu", torch.float16) == ("aten", "reference")
     assert dispatch.ranking("linear_fwd activation", "cpu", torch.float16) == ("reference",)
     linear(x.half(), w.half())
@@ -169,7 +169,7 @@ def test_reference_and_aten_have_every_op_in_every_dtype(backend):
     for op in dispatch.OPS:
         assert set(FLOATS) <= set(module.DTYPES[op])
         assert dispatch.unsupported_reason(backend, op, "cpu", torch.float32) is None
-        functions = ("pack_fwd", "unpack_fwd") if op == "padding" else (f"{op}_fwd", f"{op}_bwd")
+        functions = (f"{op}_fwd", f"{op}_bwd")
         for function in functions[:1] if op in dispatch.INFERENCE_ONLY else functions:
             assert callable(getattr(module, function))
 
@@ -191,7 +191,7 @@ def test_the_table_of_gpus_trains_a_model(monkeypatch):
     if triton.available("cpu") is not None:
         pytest.skip(f"no interpreter here: {triton.available('cpu')}")
     served = []
-    for name in ("attention_fwd", "embedding_fwd", "layer_norm_fwd", "layer_norm_bwd", "pack_fwd"):
+    for name in ("attention_fwd", "embedding_fwd", "layer_norm_fwd", "layer_norm_bwd", "packing_fwd"):
         launch = getattr(triton, name)
         monkeypatch.setattr(triton, name, lambda *args, f=launch, n=name: served.append(n) or f(*args))
     torch.manual_seed(0)

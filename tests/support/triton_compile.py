@@ -365,22 +365,22 @@ def embedding_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
             yield name, arch, lambda a=dtype, b=hidden, c=everything: call(a, b, c)
 
 
-def padding_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+def packing_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
     """(name, architecture, call that launches): by default 768 columns of two bytes.
 
     `full`: every size of element, and widths of one block and of several.
     """
     import torch
 
-    from fastbert.kernels import padding as kernels
+    from fastbert.kernels import packing as kernels
 
     def call(dtype: torch.dtype, inner: int) -> None:
         def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
 
         indices = empty(8000, dtype=torch.int64)
-        kernels.pack_fwd(empty(16384, inner), indices)
-        kernels.unpack_fwd(empty(8000, inner), indices, 16384)
+        kernels.packing_fwd(empty(16384, inner), indices)
+        kernels.packing_bwd(empty(8000, inner), indices, 16384)
 
     dtypes = (torch.bfloat16, torch.bool, torch.float32, torch.int64)
     for arch, dtype, inner in itertools.product(SHARED_LIMIT, dtypes, (1, 17, 768, 5000)):
@@ -441,7 +441,7 @@ JOBS = {
     "embedding": embedding_jobs,
     "layer_norm": layer_norm_jobs,
     "linear": linear_jobs,
-    "padding": padding_jobs,
+    "packing": packing_jobs,
     "pooling": pooling_jobs,
 }
 

@@ -107,13 +107,13 @@ def test_rounding_step_is_the_spacing_of_the_dtype(dtype):
 
 
 @pytest.mark.parametrize(
-    "op", ["layer_norm", "linear", "linear_int8", "embedding", "cross_entropy", "padding", "pooling"]
+    "op", ["layer_norm", "linear", "linear_int8", "embedding", "cross_entropy", "packing", "pooling"]
 )
 def test_a_broken_backend_fails_its_cases(op, monkeypatch):
     """One percent off in the forward must show in every op's smallest cases."""
     from fastbert.backends import aten
 
-    name = {"padding": "pack_fwd"}.get(op, f"{op}_fwd")
+    name = f"{op}_fwd"
     good = getattr(aten, name)
 
     def off(*args):
@@ -123,7 +123,7 @@ def test_a_broken_backend_fails_its_cases(op, monkeypatch):
     monkeypatch.setattr(aten, name, off)
     for case in testing.small_cases(op):
         rows = testing.run_case(case, "aten", torch.float32)
-        also = ["dpacked"] if op == "padding" else []  # the backward of `unpack` is `pack`
+        also = ["dpacked"] if op == "packing" else []  # the backward of `unpack` is `pack`
         also += ["dhidden"] if op == "pooling" and case.mode == "max" else []  # it looks for y's elements
         assert [row.quantity for row in rows if not row.passed] == [case.output_names[0], *also]
 

@@ -93,7 +93,7 @@ def test_what_a_gpu_needs(monkeypatch):
     assert {backend for _, backend, _ in warmup.wanted(torch.device("cuda", 0))} == {"triton"}
     assert found["attention"] == found["layer_norm"] == set(FLOATS)
     assert found["linear"] == {torch.bfloat16, torch.float16}  # as the table has it
-    assert found["padding"] == set(triton.DTYPES["padding"])
+    assert found["packing"] == set(triton.DTYPES["packing"])
     assert "linear_int8" not in found
     (only,) = warmup.wanted(torch.device("cuda", 0), ["embedding"], [torch.float16])
     assert only == ("embedding", "triton", [torch.float16])

@@ -132,7 +132,7 @@ def test_embedding(full):
 
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_padding(full):
-    assert_fit(compiled("padding", *["--full"] * full), {"_pack_kernel", "_unpack_kernel"})
+    assert_fit(compiled("packing", *["--full"] * full), {"_packing_fwd_kernel", "_packing_bwd_kernel"})
 
 
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])

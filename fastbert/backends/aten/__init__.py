@@ -12,9 +12,9 @@ from fastbert.backends.aten.linear_cross_entropy import (
     linear_cross_entropy_fwd,
 )
 from fastbert.backends.aten.linear_int8 import linear_int8_fwd
-from fastbert.backends.aten.padding import pack_fwd, unpack_fwd
+from fastbert.backends.aten.packing import packing_bwd, packing_fwd
 from fastbert.backends.aten.pooling import pooling_bwd, pooling_fwd
-from fastbert.ops import padding
+from fastbert.ops import packing
 from fastbert.ops.checks import FLOATS
 
 DTYPES = {
@@ -31,7 +31,7 @@ DTYPES = {
         ),
         FLOATS,
     ),
-    "padding": padding.DTYPES,
+    "packing": packing.DTYPES,
 }
 
 __all__ = [
@@ -50,10 +50,10 @@ __all__ = [
     "linear_cross_entropy_fwd",
     "linear_fwd",
     "linear_int8_fwd",
-    "pack_fwd",
+    "packing_bwd",
+    "packing_fwd",
     "pooling_bwd",
     "pooling_fwd",
-    "unpack_fwd",
 ]
 
 

@@ -24,8 +24,8 @@ from fastbert.backends.cpu.linear_cross_entropy import (
     linear_cross_entropy_fwd,
 )
 from fastbert.backends.cpu.linear_int8 import linear_int8_fwd, linear_int8_pack
-from fastbert.backends.cpu.padding import pack_fwd, unpack_fwd
-from fastbert.ops import padding
+from fastbert.backends.cpu.packing import packing_bwd, packing_fwd
+from fastbert.ops import packing
 from fastbert.runtime import native as _native
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,7 +42,7 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
         ),
         _FLOATS,
     ),
-    "padding": padding.DTYPES,
+    "packing": packing.DTYPES,
 }
 
 __all__ = [
@@ -67,8 +67,8 @@ __all__ = [
     "linear_int8_pack",
     "linear_pack",
     "open_team",
-    "pack_fwd",
-    "unpack_fwd",
+    "packing_bwd",
+    "packing_fwd",
 ]
 
 

@@ -17,9 +17,9 @@ from fastbert.backends.triton.linear_cross_entropy import (
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
 )
-from fastbert.backends.triton.padding import pack_fwd, unpack_fwd
+from fastbert.backends.triton.packing import packing_bwd, packing_fwd
 from fastbert.backends.triton.pooling import pooling_bwd, pooling_fwd
-from fastbert.ops import padding as _padding
+from fastbert.ops import packing as _packing
 
 HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
@@ -29,7 +29,7 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "layer_norm": HALF_AND_SINGLE,
     "linear": HALF_AND_SINGLE,
     "linear_cross_entropy": HALF_AND_SINGLE,
-    "padding": _padding.DTYPES,  # nothing is computed
+    "packing": _packing.DTYPES,  # nothing is computed
     "pooling": HALF_AND_SINGLE,
 }
 
@@ -48,8 +48,8 @@ __all__ = [
     "linear_cross_entropy_bwd",
     "linear_cross_entropy_fwd",
     "linear_fwd",
-    "pack_fwd",
+    "packing_bwd",
+    "packing_fwd",
     "pooling_bwd",
     "pooling_fwd",
-    "unpack_fwd",
 ]

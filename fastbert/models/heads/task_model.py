@@ -20,7 +20,7 @@ from fastbert.models.labels import IGNORED
 from fastbert.models.outputs import LogitsOutput, ModelOutput
 from fastbert.ops import checks
 from fastbert.ops.cross_entropy import cross_entropy
-from fastbert.ops.padding import pack
+from fastbert.ops.packing import pack
 
 if TYPE_CHECKING:
     from fastbert.models.calls import LabelsCall

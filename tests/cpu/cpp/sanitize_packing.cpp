@@ -1,7 +1,7 @@
 // Runs pack and unpack on heap buffers of exactly the needed size, to be built with
 // -fsanitize=address,undefined (or thread): an access past an end or a misaligned access ends it. What was
 // packed must come back. Prints the number of calls.
-#include "cpu/padding.h"
+#include "cpu/packing.h"
 #include "sanitize.h"
 
 using namespace fastbert;
@@ -21,8 +21,8 @@ int check(std::int64_t rows, std::int64_t width, std::int64_t gap, unsigned shar
     for (const int threads : {1, 3}) {
         const Buffer packed(total * width), padded(rows * width);
         const std::int64_t* const at = indices.data<std::int64_t>();
-        require_none(cpu_pack({x.data(), stride, width, at, total}, packed.data(), threads));
-        require_none(cpu_unpack({packed.data(), width, width, at, total}, rows, padded.data(), threads));
+        require_none(cpu_packing_fwd({x.data(), stride, width, at, total}, packed.data(), threads));
+        require_none(cpu_packing_bwd({packed.data(), width, width, at, total}, rows, padded.data(), threads));
         Buffer expected(rows * width, 0);
         for (const std::int64_t row : kept)
             std::memcpy(expected.bytes.get() + row * width, x.bytes.get() + row * stride,

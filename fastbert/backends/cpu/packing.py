@@ -1,4 +1,4 @@
-"""`padding` by the `cpu` backend: csrc/cpu/padding; contract in fastbert/ops/padding.py."""
+"""`packing` by the `cpu` backend: csrc/cpu/packing; contract in fastbert/ops/packing.py."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def _copy(launch, x, indices, rows, out):
     return out
 
 
-def pack_fwd(x, indices):
-    return _copy(_C.cpu_pack, x, indices, x.shape[0], x.new_empty(indices.shape[0], x.shape[1]))
+def packing_fwd(x, indices):
+    return _copy(_C.cpu_packing_fwd, x, indices, x.shape[0], x.new_empty(indices.shape[0], x.shape[1]))
 
 
-def unpack_fwd(x, indices, rows):
-    return _copy(_C.cpu_unpack, x, indices, rows, x.new_empty(rows, x.shape[1]))
+def packing_bwd(x, indices, rows):
+    return _copy(_C.cpu_packing_bwd, x, indices, rows, x.new_empty(rows, x.shape[1]))

@@ -1,11 +1,15 @@
 r"""Padded <-> packed: gather the kept tokens of a padded batch, and put them back among zeros.
 
-`pack`: y[t] = x.reshape(batch * seqlen, ...)[indices[t]].
-`unpack`: y.reshape(batch * seqlen, ...)[indices[t]] = x[t], and 0 everywhere else.
+Forward, which the public `pack` calls, and backward, which the public `unpack` calls:
 
-Backward: each is the other's. dx of `pack` is `unpack(dy)`, dx of `unpack` is `pack(dy)`. Nothing is
-computed, so every element is exact, and what stands in a slot that is not kept reaches neither output nor
-gradient.
+    packing_fwd    y[t] = x.reshape(batch * seqlen, ...)[indices[t]]
+    packing_bwd    y.reshape(batch * seqlen, ...)[indices[t]] = x[t],  0 everywhere else
+
+Each is the other's derivative: dx of `pack` is `unpack(dy)`, and dx of `unpack` is `pack(dy)`. Nothing is
+computed, so every element is exact. A slot that is not kept reaches neither the output nor a gradient,
+whatever it holds.
+
+Source: Zhai et al. 2023, "ByteTransformer", sec. III-B (the padding-free layout).
 """
 
 from __future__ import annotations
@@ -22,12 +26,12 @@ DTYPES = (*checks.FLOATS, torch.int64, torch.int32, torch.bool)
 
 
 def pack_ref(x: Tensor, indices: Tensor) -> Tensor:
-    """Plain PyTorch, differentiable by autograd."""
+    """`pack` in plain PyTorch, differentiable by autograd."""
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])[indices]
 
 
 def unpack_ref(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Plain PyTorch, differentiable by autograd."""
+    """`unpack` in plain PyTorch, differentiable by autograd."""
     padded = x.new_zeros(batch * seqlen, *x.shape[1:])
     return padded.index_put((indices,), x).reshape(batch, seqlen, *x.shape[1:])
 
@@ -35,31 +39,31 @@ def unpack_ref(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
 # --- custom ops: what torch.compile sees --------------------------------------------------------------------
 
 
-@torch.library.custom_op("fastbert::pack_fwd", mutates_args=())
-def pack_fwd(x: Tensor, indices: Tensor) -> Tensor:
-    """(total, inner) from (rows, inner)."""
+@torch.library.custom_op("fastbert::packing_fwd", mutates_args=())
+def packing_fwd(x: Tensor, indices: Tensor) -> Tensor:
+    """Packed (total, inner) from padded (rows, inner)."""
     _check_rows(x)
     _check_indices(indices, x, x.shape[0])
-    return dispatch.call("pack_fwd", x, x, indices)
+    return dispatch.call("packing_fwd", x, x, indices)
 
 
-@pack_fwd.register_fake
+@packing_fwd.register_fake
 def _(x, indices):
     return x.new_empty((indices.shape[0], x.shape[1]))
 
 
-@torch.library.custom_op("fastbert::unpack_fwd", mutates_args=())
-def unpack_fwd(x: Tensor, indices: Tensor, rows: int) -> Tensor:
-    """(rows, inner) from (total, inner)."""
+@torch.library.custom_op("fastbert::packing_bwd", mutates_args=())
+def packing_bwd(x: Tensor, indices: Tensor, rows: int) -> Tensor:
+    """Padded (rows, inner) from packed (total, inner); zeros in rows without an index."""
     _check_rows(x)
     if rows < 0:
         raise ValueError(f"rows: expected an integer >= 0, got {rows}")
     _check_indices(indices, x, rows)
     checks.shape("x", x, (indices.shape[0], x.shape[1]))
-    return dispatch.call("unpack_fwd", x, x, indices, rows)
+    return dispatch.call("packing_bwd", x, x, indices, rows)
 
 
-@unpack_fwd.register_fake
+@packing_bwd.register_fake
 def _(x, indices, rows):
     return x.new_empty((rows, x.shape[1]))
 
@@ -81,9 +85,10 @@ class PackFunction(torch.autograd.Function):
     """Eager autograd around the backend's launcher; its backward is `unpack`, so it differentiates twice."""
 
     @staticmethod
-    def forward(ctx, *inputs):  # a setup_context of its own would cost an inspect.signature at every call
+    def forward(ctx, *inputs):
+        # a separate setup_context would cost an inspect.signature at every call
         _pack_setup_context(ctx, inputs, None)
-        return dispatch.call("pack_fwd", inputs[0], *inputs)
+        return dispatch.call("packing_fwd", inputs[0], *inputs)
 
     @staticmethod
     def backward(ctx, dy):
@@ -96,19 +101,19 @@ class UnpackFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
         _unpack_setup_context(ctx, inputs, None)
-        return dispatch.call("unpack_fwd", inputs[0], *inputs)
+        return dispatch.call("packing_bwd", inputs[0], *inputs)
 
     @staticmethod
     def backward(ctx, dy):
         return PackFunction.apply(dy.contiguous(), ctx.saved_tensors[0]), None, None
 
 
-pack_fwd.register_autograd(
-    lambda ctx, dy: (unpack_fwd(dy.contiguous(), ctx.saved_tensors[0], ctx.rows), None),
+packing_fwd.register_autograd(
+    lambda ctx, dy: (packing_bwd(dy.contiguous(), ctx.saved_tensors[0], ctx.rows), None),
     setup_context=_pack_setup_context,
 )
-unpack_fwd.register_autograd(
-    lambda ctx, dy: (pack_fwd(dy.contiguous(), ctx.saved_tensors[0]), None, None),
+packing_bwd.register_autograd(
+    lambda ctx, dy: (packing_fwd(dy.contiguous(), ctx.saved_tensors[0]), None, None),
     setup_context=_unpack_setup_context,
 )
 
@@ -117,12 +122,12 @@ unpack_fwd.register_autograd(
 
 
 def pack(x: Tensor, indices: Tensor) -> Tensor:
-    """The kept tokens of a padded batch, one after the other.
+    """The kept tokens of a padded batch, one after another.
 
     Args:
         x: (batch, seqlen, ...), floating point, int64, int32 or bool.
         indices: (total,) int64, strictly increasing positions in [0, batch * seqlen), on `x`'s device. The
-            values are checked on the CPU only: elsewhere that would stop the device.
+            values are checked on the CPU only: on another device the check would wait for it.
 
     Returns:
         (total, ...).
@@ -137,21 +142,21 @@ def pack(x: Tensor, indices: Tensor) -> Tensor:
     _check_indices(indices, x, rows)
     flat = _flat(x, rows, inner)
     if torch.compiler.is_compiling():
-        y = pack_fwd(flat, indices)
+        y = packing_fwd(flat, indices)
     elif torch.is_grad_enabled() and x.requires_grad:
         y = PackFunction.apply(flat, indices)
     else:
-        y = dispatch.call("pack_fwd", flat, flat, indices)
+        y = dispatch.call("packing_fwd", flat, flat, indices)
     return y.view(indices.shape[0], *inner)
 
 
 def unpack(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Packed tokens back in their padded places, zeros everywhere else.
+    """Packed tokens at their padded places, and zeros everywhere else.
 
     Args:
         x: (total, ...), floating point, int64, int32 or bool.
-        indices: as in `pack`, of the same call.
-        batch, seqlen: the padded shape.
+        indices: those given to `pack`.
+        batch, seqlen: sizes of the padded batch.
 
     Returns:
         (batch, seqlen, ...).
@@ -167,16 +172,16 @@ def unpack(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     _check_indices(indices, x, rows)
     if x.dim() < 1 or x.shape[0] != indices.shape[0]:
         raise ValueError(
-            f"x: expected shape ({indices.shape[0]}, ...), one row for each index, got {tuple(x.shape)}"
+            f"x: expected shape ({indices.shape[0]}, ...), one row per index, got {tuple(x.shape)}"
         )
     inner = x.shape[1:]
     flat = _flat(x, x.shape[0], inner)
     if torch.compiler.is_compiling():
-        y = unpack_fwd(flat, indices, rows)
+        y = packing_bwd(flat, indices, rows)
     elif torch.is_grad_enabled() and x.requires_grad:
         y = UnpackFunction.apply(flat, indices, rows)
     else:
-        y = dispatch.call("unpack_fwd", flat, flat, indices, rows)
+        y = dispatch.call("packing_bwd", flat, flat, indices, rows)
     return y.view(batch, seqlen, *inner)
 
 
@@ -189,7 +194,7 @@ def _check_tensor(name: str, t: object) -> None:
 
 
 def _check_rows(x: Tensor) -> None:
-    """What the custom ops take: 2-D, the elements of a row side by side."""
+    """`x` must be as the custom ops take it: 2-D, with the elements of a row side by side."""
     _check_tensor("x", x)
     if x.dim() != 2:
         raise ValueError(f"x: expected shape (rows, inner), got {tuple(x.shape)}")

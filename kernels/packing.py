@@ -1,10 +1,10 @@
 """Packed rows gathered from a padded batch, and put back among zeros.
 
-Math       pack: y[t] = x[indices[t]].  unpack: y[indices[t]] = x[t], 0 in every other row.
-Tiling     A program owns BLOCK_M rows of the output and BLOCK_N of its columns. `unpack` writes a row once:
-           indices rise strictly, so that a binary search finds the packed row of a padded one, or that there
-           is none. Zeros first and the kept rows over them would write those twice.
-Precision  None: elements move as integers of their size, so that every bit arrives (NaN's too).
+Math       Forward: y[t] = x[indices[t]].  Backward: y[indices[t]] = x[t], 0 in every other row.
+Tiling     A program owns BLOCK_M rows of the output and BLOCK_N of its columns. Backward writes each row
+           once: indices rise strictly, so a binary search finds the packed row of a padded row, or that there
+           is none. Writing zeros first and the kept rows over them would write those rows twice.
+Precision  None: elements move as integers of their size, so every bit arrives, those of NaN included.
 Source     Zhai et al. 2023, ByteTransformer, sec. III-B (the padding-free layout).
 """
 
@@ -19,7 +19,7 @@ _AS_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @triton.jit(do_not_specialize=("total",))
-def _pack_kernel(
+def _packing_fwd_kernel(
     x_ptr, indices_ptr, y_ptr, x_stride, y_stride, inner, total, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """`x` = [rows, inner], `y` = [total, inner]."""
@@ -32,14 +32,15 @@ def _pack_kernel(
 
 
 @triton.jit(do_not_specialize=("total", "rows", "steps"))
-def _unpack_kernel(
+def _packing_bwd_kernel(
     x_ptr, indices_ptr, y_ptr, x_stride, y_stride, inner, total, rows, steps,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """`x` = [total, inner], `y` = [rows, inner]; 2**steps > total."""
     padded = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    low = tl.zeros((BLOCK_M,), tl.int64)  # the first t with indices[t] >= row lies in [low, high]
+    # the first t with indices[t] >= row lies in [low, high]
+    low = tl.zeros((BLOCK_M,), tl.int64)
     high = low + total
     for _ in range(steps):
         middle = (low + high) // 2
@@ -57,7 +58,7 @@ def _unpack_kernel(
 
 
 def config_for(inner: int) -> tuple[int, int]:
-    """(BLOCK_M, BLOCK_N): 2048 elements a program, which is 16 for each of 128 threads."""
+    """(BLOCK_M, BLOCK_N): 2048 elements per program, 16 for each of its 128 threads."""
     block_n = max(16, min(512, triton.next_power_of_2(inner)))
     return max(1, 2048 // block_n), block_n
 
@@ -66,28 +67,28 @@ def _integers(t: Tensor) -> Tensor:
     return t.view(_AS_INTEGER[t.element_size()])
 
 
-def pack_fwd(x: Tensor, indices: Tensor) -> Tensor:
-    """(total, inner) from (rows, inner); the contract of `fastbert.ops.padding.pack_fwd`."""
+def packing_fwd(x: Tensor, indices: Tensor) -> Tensor:
+    """Packed (total, inner) from padded (rows, inner); contract in fastbert/ops/packing.py."""
     total, inner = indices.shape[0], x.shape[1]
     y = torch.empty((total, inner), dtype=x.dtype, device=x.device)
     if y.numel() > 0:
         block_m, block_n = config_for(inner)
         launch(
-            _pack_kernel, (triton.cdiv(total, block_m), triton.cdiv(inner, block_n)), x.device,
+            _packing_fwd_kernel, (triton.cdiv(total, block_m), triton.cdiv(inner, block_n)), x.device,
             _integers(x), indices, _integers(y), x.stride(0), y.stride(0), inner, total,
             BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, maxnreg=MOST_REGISTERS,
         )  # fmt: skip
     return y
 
 
-def unpack_fwd(x: Tensor, indices: Tensor, rows: int) -> Tensor:
-    """(rows, inner) from (total, inner); the contract of `fastbert.ops.padding.unpack_fwd`."""
+def packing_bwd(x: Tensor, indices: Tensor, rows: int) -> Tensor:
+    """Padded (rows, inner) from packed (total, inner); contract in fastbert/ops/packing.py."""
     total, inner = x.shape
     y = torch.empty((rows, inner), dtype=x.dtype, device=x.device)
     if y.numel() > 0:
         block_m, block_n = config_for(inner)
         launch(
-            _unpack_kernel, (triton.cdiv(rows, block_m), triton.cdiv(inner, block_n)), x.device,
+            _packing_bwd_kernel, (triton.cdiv(rows, block_m), triton.cdiv(inner, block_n)), x.device,
             _integers(x), indices, _integers(y), x.stride(0), y.stride(0), inner, total, rows,
             total.bit_length(), BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, maxnreg=MOST_REGISTERS,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Cases of `padding`: pack and unpack of one batch."""
+"""Cases of `packing`: pack and unpack of one batch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
-from fastbert.ops.padding import pack, pack_ref, unpack, unpack_ref
+from fastbert.ops.packing import pack, pack_ref, unpack, unpack_ref
 from fastbert.testing.error_rule import Case
 
 
 @dataclass(frozen=True, repr=False)
-class PaddingCase(Case):
-    """Sequences of `lengths` tokens, right-padded to the longest, with `inner` dimensions for each token."""
+class PackingCase(Case):
+    """Sequences of `lengths` tokens, right-padded to the longest, with dimensions `inner` per token."""
 
     lengths: tuple[int, ...]
     inner: tuple[int, ...] = (32,)
 
-    op = "padding"
+    op = "packing"
     grad_inputs = ("padded", "packed")
     output_names = ("pack", "unpack")
 
@@ -62,22 +62,22 @@ class PaddingCase(Case):
         return 0
 
     def bytes(self, dtype):
-        """Of `pack` and `unpack`: the kept rows, read and written, their indices, and the padding's zeros."""
+        """Both directions: the kept rows, read and written, their indices, and the zeros of the pads."""
         row, kept = math.prod(self.inner) * dtype.itemsize, sum(self.lengths)
         return kept * (3 * row + 16) + len(self.lengths) * self.seqlen * row
 
 
-SMALL = [PaddingCase((3, 5, 1)), PaddingCase((2, 0, 4), (3, 7))]
-ON_GPU = [PaddingCase((33, 1, 20), (768,))]  # the blocks of base and large
+SMALL = [PackingCase((3, 5, 1)), PackingCase((2, 0, 4), (3, 7))]
+ON_GPU = [PackingCase((33, 1, 20), (768,))]  # the blocks of base and large
 CASES = [
     *SMALL,
-    PaddingCase((1,), ()),
-    PaddingCase((0, 0), (8,)),  # no token kept
-    PaddingCase((64, 17, 33, 50), (128,)),
-    PaddingCase((16, 16), (12, 64)),  # nothing padded
+    PackingCase((1,), ()),
+    PackingCase((0, 0), (8,)),  # no token kept
+    PackingCase((64, 17, 33, 50), (128,)),
+    PackingCase((16, 16), (12, 64)),  # nothing padded
 ]
 
 
 def bench(lengths: tuple[int, ...]) -> list[Case]:
     """What BERT-base asks of this op for a batch of sequences of these lengths, in tokens."""
-    return [PaddingCase(lengths, (768,))]
+    return [PackingCase(lengths, (768,))]

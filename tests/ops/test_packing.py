@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fastbert import testing
-from fastbert.ops import padding as op
-from fastbert.ops.padding import pack, pack_ref, unpack, unpack_ref
+from fastbert.ops import packing as op
+from fastbert.ops.packing import pack, pack_ref, unpack, unpack_ref
 from fastbert.runtime import dispatch
-from fastbert.testing.op_cases.padding import CASES
+from fastbert.testing.op_cases.packing import CASES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 BACKENDS = [
     b
-    for b in dispatch.TABLE["cpu"]["padding"]
-    if dispatch.unsupported_reason(b, "padding", "cpu", None) is None
+    for b in dispatch.TABLE["cpu"]["packing"]
+    if dispatch.unsupported_reason(b, "packing", "cpu", None) is None
 ]
 
 
@@ -28,7 +28,7 @@ def name(value):
 
 @pytest.fixture(params=BACKENDS)
 def backend(request):
-    with dispatch.use_backend(padding=request.param):
+    with dispatch.use_backend(packing=request.param):
         yield request.param
 
 
@@ -57,7 +57,7 @@ def test_round_trip_of_any_mask(mask, inner, which):
     batch, seqlen = mask.shape
     x = torch.randn(batch, seqlen, *inner)
     indices = mask.flatten().nonzero().flatten()
-    with dispatch.use_backend(padding=which):
+    with dispatch.use_backend(packing=which):
         packed = pack(x, indices)
         back = unpack(packed, indices, batch, seqlen)
         again = pack(back, indices)
@@ -119,8 +119,8 @@ def test_reference_and_op_agree_on_gradients(backend):
 
 def test_opcheck(backend):
     indices = torch.tensor([0, 2, 3])
-    torch.library.opcheck(op.pack_fwd, (torch.randn(6, 2, requires_grad=True), indices))
-    torch.library.opcheck(op.unpack_fwd, (torch.randn(3, 2, requires_grad=True), indices, 6))
+    torch.library.opcheck(op.packing_fwd, (torch.randn(6, 2, requires_grad=True), indices))
+    torch.library.opcheck(op.packing_bwd, (torch.randn(3, 2, requires_grad=True), indices, 6))
 
 
 def test_compiled_is_eager():
@@ -167,13 +167,13 @@ def test_backends_get_rows_without_gaps(monkeypatch):
     from fastbert.backends import aten
 
     seen = []
-    for function in ("pack_fwd", "unpack_fwd"):
+    for function in ("packing_fwd", "packing_bwd"):
         launch = getattr(aten, function)
         monkeypatch.setattr(
             aten, function, lambda x, *args, launch=launch: seen.append(x) or launch(x, *args)
         )
     indices = torch.tensor([1, 5])
-    with dispatch.use_backend(padding="aten"):
+    with dispatch.use_backend(packing="aten"):
         pack(torch.ones(2, 3, 8)[..., ::2], indices)
         unpack(torch.ones(2, 8)[..., ::2], indices, 2, 3)
     assert [tuple(x.shape) for x in seen] == [(6, 4), (2, 4)]

@@ -6,9 +6,9 @@ import sys
 
 from tests.support.mutation import Fault, Suite
 
-_CPP = "csrc/cpu/padding.cpp"
-_BINDING = "csrc/bindings/padding.cpp"
-_PYTHON = "fastbert/backends/cpu/padding.py"
+_CPP = "csrc/cpu/packing.cpp"
+_BINDING = "csrc/bindings/packing.cpp"
+_PYTHON = "fastbert/backends/cpu/packing.py"
 
 
 def _fault(name: str, old: str, new: str, file: str = _CPP) -> Fault:
@@ -53,7 +53,7 @@ FAULTS = (
 SUITE = Suite(
     faults=FAULTS,
     tests=(
-        "tests/cpu/test_padding.py",
+        "tests/cpu/test_packing.py",
         "-k",
         "not error_rule and not default and not sanitizer",
     ),

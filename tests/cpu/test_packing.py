@@ -9,10 +9,10 @@ import torch
 
 from fastbert import testing
 from fastbert.backends import cpu
-from fastbert.ops.padding import DTYPES
+from fastbert.ops.packing import DTYPES
 from fastbert.runtime import native as _native
 from fastbert.testing import serving
-from fastbert.testing.op_cases.padding import CASES
+from fastbert.testing.op_cases.packing import CASES
 from tests.support import cpu_build
 from tests.support.cpu_truth import assert_same_bits
 
@@ -36,9 +36,9 @@ def some(rows, share, seed=0):
 
 
 def there_and_back(x, indices):
-    packed = cpu.pack_fwd(x, indices)
+    packed = cpu.packing_fwd(x, indices)
     assert_same_bits(packed, x[indices], "pack")
-    back = cpu.unpack_fwd(packed, indices, x.shape[0])
+    back = cpu.packing_bwd(packed, indices, x.shape[0])
     expected = torch.zeros(x.shape, dtype=x.dtype)
     expected[indices] = x[indices]
     assert_same_bits(back, expected, "unpack")
@@ -76,7 +76,7 @@ def test_error_rule(case, dtype):
 
 
 def test_it_serves_by_default():
-    lines = {c.dtype: c.backend for c in serving.choices("cpu") if c.op == "padding"}
+    lines = {c.dtype: c.backend for c in serving.choices("cpu") if c.op == "packing"}
     assert set(lines.values()) == {"cpu"}
 
 
@@ -84,17 +84,17 @@ def test_what_is_not_kept_is_not_read():
     x = torch.full((64, 10), float("nan"))
     indices = some(64, 0.4)
     x[indices] = 1.0
-    assert torch.equal(cpu.pack_fwd(x, indices), torch.ones(len(indices), 10))
+    assert torch.equal(cpu.packing_fwd(x, indices), torch.ones(len(indices), 10))
 
 
 @pytest.mark.parametrize(("rows", "inner"), ((0, 5), (4, 0), (0, 0)))
 def test_nothing_to_copy(rows, inner, guarded):
     none = torch.empty(0, dtype=torch.int64)
     x = torch.empty(rows, inner)
-    assert cpu.pack_fwd(x, none).shape == (0, inner)
-    assert cpu.unpack_fwd(x[:0], none, rows).shape == (rows, inner)
+    assert cpu.packing_fwd(x, none).shape == (0, inner)
+    assert cpu.packing_bwd(x[:0], none, rows).shape == (rows, inner)
     if rows:
-        assert cpu.pack_fwd(x, torch.arange(rows)).shape == (rows, inner)
+        assert cpu.packing_fwd(x, torch.arange(rows)).shape == (rows, inner)
 
 
 @pytest.mark.parametrize("inner", (1, 6))
@@ -108,10 +108,10 @@ def test_strides(inner):
         memory.view(40, 10)[:, 3 : 3 + inner],
         memory[: 40 * inner].view(inner, 40).t()[:, :1],
     ):
-        assert_same_bits(cpu.pack_fwd(x, indices), x[indices])
+        assert_same_bits(cpu.packing_fwd(x, indices), x[indices])
         expected = torch.zeros(50, x.shape[1])
         expected[indices] = x[: len(indices)]
-        assert_same_bits(cpu.unpack_fwd(x[: len(indices)], indices, 50), expected)
+        assert_same_bits(cpu.packing_bwd(x[: len(indices)], indices, 50), expected)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,9 @@ def test_bad_indices_are_refused_before_memory_is_read(indices, found):
     indices = torch.tensor(indices)
     message = rf"indices: expected strictly increasing positions in \[0, 10\), got {found}"
     with pytest.raises(ValueError, match=message):
-        cpu.pack_fwd(torch.ones(10, 4), indices)
+        cpu.packing_fwd(torch.ones(10, 4), indices)
     with pytest.raises(ValueError, match=message):
-        cpu.unpack_fwd(torch.ones(3, 4), indices, 10)
+        cpu.packing_bwd(torch.ones(3, 4), indices, 10)
 
 
 @pytest.mark.parametrize("inner", (1, 5, 300))
@@ -148,7 +148,7 @@ def test_any_number_of_threads_gives_the_same_bits(inner, threads):
 
 
 def run_sanitized(sanitizers):
-    driver = cpu_build.sanitized("padding", sanitizers)
+    driver = cpu_build.sanitized("packing", sanitizers)
     run = subprocess.run([str(driver)], text=True, capture_output=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     assert int(run.stdout.split()[0]) > 300, run.stdout

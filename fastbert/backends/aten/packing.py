@@ -1,11 +1,11 @@
-"""`padding` by the `aten` backend; contract in fastbert/ops/padding.py."""
+"""`packing` by the `aten` backend; contract in fastbert/ops/packing.py."""
 
 from __future__ import annotations
 
 
-def pack_fwd(x, indices):
+def packing_fwd(x, indices):
     return x.index_select(0, indices)
 
 
-def unpack_fwd(x, indices, rows):
+def packing_bwd(x, indices, rows):
     return x.new_zeros(rows, x.shape[1]).index_copy_(0, indices, x)

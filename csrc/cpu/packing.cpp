@@ -1,7 +1,7 @@
-// Rows of a batch are copied in runs: the kept tokens of a sequence mostly stand side by side, and one memcpy
-// moves them all. Rows of one element (ids, labels) are moved one by one instead: a call each would cost
-// more.
-#include "padding.h"
+// Rows of a batch are copied in runs: the kept tokens of a sequence mostly lie side by side, and one memcpy
+// moves them all. Rows of one element (ids, labels) are moved element by element instead, because a call per
+// run would cost more.
+#include "packing.h"
 
 #include <algorithm>
 #include <cstring>
@@ -32,13 +32,13 @@ void copy_rows(const char* from, std::int64_t stride, std::int64_t width, std::i
 }
 
 template <class T>
-void pack_elements(const Gather& args, const char* x, char* y, std::int64_t begin, std::int64_t end) {
+void gather_elements(const Gather& args, const char* x, char* y, std::int64_t begin, std::int64_t end) {
     for (std::int64_t t = begin; t < end; ++t)
         std::memcpy(y + t * sizeof(T), x + args.indices[t] * args.stride, sizeof(T));
 }
 
 template <class T>
-void unpack_elements(const Gather& args, const char* x, char* y, std::int64_t begin, std::int64_t end) {
+void scatter_elements(const Gather& args, const char* x, char* y, std::int64_t begin, std::int64_t end) {
     for (std::int64_t t = begin; t < end; ++t)
         std::memcpy(y + args.indices[t] * sizeof(T), x + t * args.stride, sizeof(T));
 }
@@ -56,7 +56,7 @@ bool one_element(const Gather& args, const F& f) {
 
 }  // namespace
 
-const char* cpu_pack(const Gather& args, void* out, int threads) {
+const char* cpu_packing_fwd(const Gather& args, void* out, int threads) {
     if (threads < 1) return "threads: expected >= 1";
     if (args.total == 0 || args.width == 0) return nullptr;
     const char* const x = static_cast<const char*>(args.x);
@@ -65,7 +65,7 @@ const char* cpu_pack(const Gather& args, void* out, int threads) {
     parallel_for((args.total + step - 1) / step, threads, [&](std::int64_t task, int) {
         const std::int64_t end = std::min(args.total, (task + 1) * step);
         const auto elements = [&](auto element) {
-            pack_elements<decltype(element)>(args, x, y, task * step, end);
+            gather_elements<decltype(element)>(args, x, y, task * step, end);
         };
         if (one_element(args, elements)) return;
         for (std::int64_t t = task * step; t < end;) {
@@ -77,7 +77,7 @@ const char* cpu_pack(const Gather& args, void* out, int threads) {
     return nullptr;
 }
 
-const char* cpu_unpack(const Gather& args, std::int64_t rows, void* out, int threads) {
+const char* cpu_packing_bwd(const Gather& args, std::int64_t rows, void* out, int threads) {
     if (threads < 1) return "threads: expected >= 1";
     if (rows == 0 || args.width == 0) return nullptr;
     const char* const x = static_cast<const char*>(args.x);
@@ -91,7 +91,7 @@ const char* cpu_unpack(const Gather& args, std::int64_t rows, void* out, int thr
         const std::int64_t end = std::lower_bound(first + t, last, end_row) - first;
         const auto elements = [&](auto element) {
             std::memset(y + row * args.width, 0, static_cast<std::size_t>((end_row - row) * args.width));
-            unpack_elements<decltype(element)>(args, x, y, t, end);
+            scatter_elements<decltype(element)>(args, x, y, t, end);
         };
         if (one_element(args, elements)) return;
         while (row < end_row) {

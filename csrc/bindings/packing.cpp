@@ -1,5 +1,5 @@
-// pack and unpack on the CPU.
-#include "../cpu/padding.h"
+// The two directions of `packing` on the CPU.
+#include "../cpu/packing.h"
 
 #include "bindings.h"
 
@@ -27,28 +27,30 @@ Gather gather(Address x, std::int64_t stride, std::int64_t width, Address indice
     return out;
 }
 
-void pack(Address x, std::int64_t stride, std::int64_t width, Address indices, std::int64_t total,
+void packing_fwd(Address x, std::int64_t stride, std::int64_t width, Address indices, std::int64_t total,
           std::int64_t rows, Address out, int threads) {
     const Gather args = gather(x, stride, width, indices, total, rows);
     check_threads(threads);
     check_strides("x", {{rows, stride}, {width, 1}});
     check_given("out", pointer(out), total * width);
-    run([&] { return cpu_pack(args, pointer(out), threads); });
+    run([&] { return cpu_packing_fwd(args, pointer(out), threads); });
 }
 
-void unpack(Address x, std::int64_t stride, std::int64_t width, Address indices, std::int64_t total,
+void packing_bwd(Address x, std::int64_t stride, std::int64_t width, Address indices, std::int64_t total,
             std::int64_t rows, Address out, int threads) {
     const Gather args = gather(x, stride, width, indices, total, rows);
     check_threads(threads);
     check_given("out", pointer(out), rows * width);
-    run([&] { return cpu_unpack(args, rows, pointer(out), threads); });
+    run([&] { return cpu_packing_bwd(args, rows, pointer(out), threads); });
 }
 
 }  // namespace
 
-void bind_padding(py::module_& m) {
-    m.def("cpu_pack", &pack);
-    m.def("cpu_unpack", &unpack);
+void bind_packing(py::module_& m) {
+    m.def("cpu_packing_fwd", &packing_fwd);
+    m.def("cpu_packing_bwd", &packing_bwd);
+    m.def("cpu_pack", &packing_fwd);
+    m.def("cpu_unpack", &packing_bwd);
 }
 
 }  // namespace fastbert

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from fastbert import testing
 from fastbert.backends import reference
-from fastbert.ops.padding import DTYPES
+from fastbert.ops.packing import DTYPES
 from fastbert.runtime import dispatch
-from fastbert.testing.op_cases.padding import CASES
+from fastbert.testing.op_cases.packing import CASES
 from tests.support.triton_fixtures import DEVICE, HugeStrides, far, fuzz, needs_lazy_memory
 
 kernels = pytest.importorskip(
-    "fastbert.kernels.padding", reason="Triton is not installed", exc_type=ImportError
+    "fastbert.kernels.packing", reason="Triton is not installed", exc_type=ImportError
 )
 pytest_plugins = ("tests.support.triton_fixtures",)
 pytestmark = pytest.mark.usefixtures("checked_memory")
@@ -43,7 +43,7 @@ def chosen(rows: int, total: int, seed: int = 0) -> torch.Tensor:
 def assert_right(x: torch.Tensor, packed: torch.Tensor, indices: torch.Tensor) -> None:
     """pack of `x` and unpack of `packed` are the reference's, bit for bit."""
     rows = x.shape[0]
-    for function, args in (("pack_fwd", (x, indices)), ("unpack_fwd", (packed, indices, rows))):
+    for function, args in (("packing_fwd", (x, indices)), ("packing_bwd", (packed, indices, rows))):
         actual, expected = getattr(kernels, function)(*args), getattr(reference, function)(*args)
         assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
         assert torch.equal(bits(actual), bits(expected)), function
@@ -88,8 +88,8 @@ def test_nothing_kept_and_nothing_there():
     none = torch.empty(0, dtype=torch.int64, device=DEVICE)
     for rows, inner in ((5, 8), (0, 8), (5, 0)):
         x = torch.ones(rows, inner, device=DEVICE)
-        assert tuple(kernels.pack_fwd(x, none).shape) == (0, inner)
-        assert torch.equal(kernels.unpack_fwd(x[:0], none, rows), torch.zeros_like(x))
+        assert tuple(kernels.packing_fwd(x, none).shape) == (0, inner)
+        assert torch.equal(kernels.packing_bwd(x[:0], none, rows), torch.zeros_like(x))
 
 
 def test_strided_rows_with_poisoned_padding():
@@ -112,22 +112,22 @@ def test_offsets_beyond_2_to_31_elements(monkeypatch):
     monkeypatch.setattr(kernels, "torch", HugeStrides())
     torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
     assert_right(far(x), far(packed), indices)
-    assert kernels.pack_fwd(x, indices).stride(0) > 2**30
+    assert kernels.packing_fwd(x, indices).stride(0) > 2**30
 
 
 def test_row_tiles_are_on_the_grid_axis_that_has_no_limit(monkeypatch):
     grids = []
     monkeypatch.setattr(kernels, "launch", lambda kernel, grid, *args, **config: grids.append(grid))
     x, indices = (torch.empty(s, device="meta", dtype=torch.int64) for s in ((2**24, 768), (2**24,)))
-    kernels.pack_fwd(x, indices)
-    kernels.unpack_fwd(x, indices, 2**25)
+    kernels.packing_fwd(x, indices)
+    kernels.packing_bwd(x, indices, 2**25)
     assert grids == [(2**22, 2), (2**23, 2)]
 
 
 def test_the_inputs_are_not_written():
     x, packed, indices = random_bits(50, 8, torch.int32), random_bits(9, 8, torch.int32), chosen(50, 9)
     before = [t.clone() for t in (x, packed, indices)]
-    outputs = kernels.pack_fwd(x, indices), kernels.unpack_fwd(packed, indices, 50)
+    outputs = kernels.packing_fwd(x, indices), kernels.packing_bwd(packed, indices, 50)
     for t, old in zip((x, packed, indices), before, strict=True):
         assert torch.equal(t, old)
         assert t.data_ptr() not in [y.data_ptr() for y in outputs]
@@ -135,19 +135,19 @@ def test_the_inputs_are_not_written():
 
 def test_repeats_are_bit_equal_without_atomics(checked_memory):
     x, indices = random_bits(300, 20, torch.int32), chosen(300, 130)
-    first = kernels.unpack_fwd(kernels.pack_fwd(x, indices), indices, 300)
+    first = kernels.packing_bwd(kernels.packing_fwd(x, indices), indices, 300)
     for _ in range(3 if DEVICE.type == "cpu" else 250):
-        assert torch.equal(kernels.unpack_fwd(kernels.pack_fwd(x, indices), indices, 300), first)
+        assert torch.equal(kernels.packing_bwd(kernels.packing_fwd(x, indices), indices, 300), first)
     assert checked_memory.atomics == 0
 
 
 def test_self_check_passes_in_every_dtype():
     for dtype in DTYPES:
-        assert testing.self_check("padding", "triton", DEVICE, dtype) is None
+        assert testing.self_check("packing", "triton", DEVICE, dtype) is None
 
 
 def test_dtypes_are_the_ops():
-    assert set(dispatch.backend_module("triton").DTYPES["padding"]) == set(DTYPES)
+    assert set(dispatch.backend_module("triton").DTYPES["packing"]) == set(DTYPES)
 
 
 # --- fuzz ---------------------------------------------------------------------------------------------------
