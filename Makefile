@@ -1,4 +1,9 @@
-# demo · test · sweep · lint · bench · gpu
+# demo · test · sweep · exhaustive · lint · bench · gpu
+#
+#   make test        minutes: every op, backend, pass, dtype, family and head; bad inputs; one fault per suite
+#   make sweep       what CI runs besides: all lengths, shapes, options and seeds; builds under sanitizers; more faults
+#   make exhaustive  hours: every planted fault, a thousand killed saves, whole builds, the oldest Triton
+# Each test belongs to one of the three (tests/support/tiers.py).
 #
 # A virtual environment is made in $(VENV). `VENV=` (empty) uses $(PYTHON) as it is, with the torch it already has and
 # without calling pip: build in place with what is there (`make gpu PYTHON=python3 VENV=`).
@@ -23,19 +28,25 @@ PEERS := $(VENV)/peers
 endif
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test sweep lint bench gpu
+.PHONY: demo test sweep exhaustive lint bench gpu
 .DELETE_ON_ERROR:
 
 demo: $(READY)
 	$(PY) examples/demo.py
 
-# two threads a worker, for what threads do; passive, because a spinning one holds up the other worker's
-test: $(READY)
-	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
+# two threads per worker, for what threads do; passive, because a spinning one holds up the other worker's
+PYTEST := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(PY) -m pytest -q
+SHARED := -n $(WORKERS) --dist worksteal
 
-# what is too long for every change: the tests marked slow, such as a thousand killed saves and whole builds
+test: $(READY)
+	$(PYTEST) $(SHARED) $(ARGS)
+
 sweep: $(READY)
-	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(PY) -m pytest -q -m slow $(ARGS)
+	$(PYTEST) $(SHARED) -m "sweep and not slow" $(ARGS)
+
+# one process: each of these has the machine to itself. `make exhaustive ARGS="-k killed_saves"` runs some of them
+exhaustive: $(READY)
+	$(PYTEST) -m slow $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

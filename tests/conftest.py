@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the working tree: `fastbert`, `tests`
 
-from tests.support import triton_interpreter
+from tests.support import tiers, triton_interpreter
 
 triton_interpreter.choose()  # before anything imports Triton
 # so that their asserts say as much as those of the test modules
@@ -23,6 +23,11 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # the usual one may know an op 
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # which workers of this run find, and leave alone
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
 os.environ["FASTBERT_CACHE"] = ""  # tests neither read nor write the user's verdicts
+
+
+@pytest.hookimpl(tryfirst=True)  # before the markers decide what runs
+def pytest_collection_modifyitems(items):
+    tiers.mark(items)
 
 
 @pytest.fixture(autouse=True)

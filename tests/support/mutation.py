@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+QUIET = ("-p", "no:cacheprovider", "--no-header")
 COPIED = ("fastbert", "kernels", "csrc", "tests", "pyproject.toml", "setup.py")
 
 
@@ -97,7 +98,7 @@ def verdict(suite: Suite, tree: pathlib.Path, log: pathlib.Path) -> str:
 
         code = 3
         with contextlib.suppress(BaseException):
-            code = int(pytest.main([*suite.tests, "-x", "-q", "-p", "no:cacheprovider", "--no-header"]))
+            code = int(pytest.main([*suite.tests, "-x", "-q", "-m", "not slow", *QUIET]))
             sys.stdout.flush()
         os._exit(code)
     end = time.monotonic() + suite.timeout_s
