@@ -272,12 +272,13 @@ def encoder_graphs(check: Check, unit: Unit) -> Iterator[None]:
     """The whole encoder by fastbert.graphs: as by itself, the same bits each time, with the weights as they
     are by then.
     """
-    from fastbert.graphs import model as graph_replay
+    from fastbert.graphs import recorder as recorders
+    from fastbert.graphs.model import graph
 
     with recorded(check, unit.name), dispatch.use_backend(**pins(check, unit.dtype)), torch.no_grad():
         module, model = encoder(check, unit.dtype)
-        recorder = graph_replay.EagerRecorder if check.tiny else graph_replay.recorder_for
-        graphed = graph_replay.graph(module, max_tokens=4096, max_batch=8, recorder=recorder)
+        recorder = recorders.EagerRecorder if check.tiny else recorders.recorder_for
+        graphed = graph(module, max_tokens=4096, max_batch=8, recorder=recorder)
         problems, worst = [], 0.0
         for index in range(2 if check.tiny else REPLAYS):
             inputs = workloads.padded_inputs(

@@ -132,11 +132,12 @@ class Bank:
         return torch_forward(module)
 
     def _graphs(self) -> Forward:
-        from fastbert.graphs import model as graphs
+        from fastbert.graphs import recorder as recorders
+        from fastbert.graphs.model import graph
 
         # on a CPU there are no graphs: there this tries the code only
-        recorder = graphs.recorder_for if self.device.type == "cuda" else graphs.EagerRecorder
-        graphed = graphs.graph(self.ours, max_tokens=MOST_TOKENS, recorder=recorder)
+        recorder = recorders.recorder_for if self.device.type == "cuda" else recorders.EagerRecorder
+        graphed = graph(self.ours, max_tokens=MOST_TOKENS, recorder=recorder)
 
         def forward(inputs):
             with torch.inference_mode():

@@ -40,271 +40,33 @@ What a graph cannot do, the model does itself, with the same result: `GraphedMod
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import threading
 import warnings
-import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise, starmap
-from operator import attrgetter, is_
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
+from fastbert.graphs.buckets import Bucket, sequence_rooms, token_buckets
+from fastbert.graphs.calls import by_grid, unfit, unfit_arguments
+from fastbert.graphs.recorder import Recorder, Recording, recorder_for
+from fastbert.graphs.weights import Weights
 from fastbert.layers.linear import pool_first
-from fastbert.layers.modules import is_hooked, part
+from fastbert.layers.modules import part
 from fastbert.layers.packing import Packing, send
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.bert import BertModel
 from fastbert.models.inputs import Inputs, check_inputs
 from fastbert.models.outputs import BaseModelOutputWithPooling
 from fastbert.runtime import dispatch, prepared
-from fastbert.runtime.native import storage_address
 
-_capturing = threading.Lock()  # PyTorch captures one graph at a time
 _TRIES = 3  # replays of one call while its weights change under it
-_HOOKED = "a hook watches the model"
-_SMALLEST = 32  # smallest default bucket
-_ROOM = 8  # sequences that each bucket holds, and tokens for each further one
-# What a recorded forward knows of the arguments of `BertModel.forward`; with any other, the model itself runs
-_RECORDED = frozenset(
-    ("input_ids", "attention_mask", "token_type_ids", "position_ids", "return_dict", "first_token_only",
-     "packed")
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """What one graph serves.
-
-    Attributes:
-        tokens: of a batch, at most.
-        first_token_only, pooled: what it computes: one row a sequence; the pooler's output.
-        pins: the backends that `use_backend` pinned.
-    """
-
-    tokens: int
-    first_token_only: bool
-    pooled: bool
-    pins: tuple[tuple[str, str], ...] = ()
-
-
-# --- recorders ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Recording:
-    """Work that can be repeated: `replay` writes into `outputs` what the inputs' memory holds by then."""
-
-    outputs: tuple[Tensor | None, ...]
-    replay: Callable[[], None]
-
-
-class Recorder(Protocol):
-    """What makes recordings on one device; all of them share memory, and run one after the other."""
-
-    def record(self, function: Callable[[], tuple[Tensor | None, ...]]) -> Recording:
-        """`function`, which must read and write the same memory at every call, as a recording."""
-
-    def in_order(self) -> contextlib.AbstractContextManager:
-        """Around each use of inputs, recordings and outputs: what is enqueued inside runs after what was
-        enqueued in earlier blocks, on whichever streams.
-        """
-
-    def wait(self) -> None:
-        """Return when nothing that was enqueued in earlier blocks is still running."""
-
-    def bytes_held(self) -> int:
-        """Memory of the recordings."""
-
-
-class CudaRecorder:
-    """Recordings that are CUDA graphs. Each is captured after one run on the capture's own stream, in which
-    kernels are compiled, checked (dispatch.py) and get their workspaces.
-    """
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        with torch.cuda.device(device):
-            self._stream = torch.cuda.Stream()
-            self._done = torch.cuda.Event()
-            self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, function: Callable[[], tuple[Tensor | None, ...]]) -> Recording:
-        """See `Recorder`."""
-        with torch.cuda.device(self.device):
-            current = torch.cuda.current_stream()
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                function()
-            current.wait_stream(self._stream)
-            captured = torch.cuda.CUDAGraph()
-            # Other threads may go on using the GPU: their allocations are no fault of this capture
-            with (
-                _capturing,
-                torch.cuda.graph(
-                    captured, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-                ),
-            ):
-                outputs = function()
-        return Recording(outputs, captured.replay)
-
-    @contextlib.contextmanager
-    def in_order(self) -> Iterator[None]:
-        """See `Recorder`."""
-        with torch.cuda.device(self.device):
-            torch.cuda.current_stream().wait_event(self._done)
-            try:
-                yield
-            finally:
-                self._done.record(torch.cuda.current_stream())
-
-    def wait(self) -> None:
-        """See `Recorder`."""
-        self._done.synchronize()
-
-    def bytes_held(self) -> int:
-        """See `Recorder`: the pool's segments, as the caching allocator counts them."""
-        segments = torch.cuda.memory_snapshot()
-        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool))
-
-
-class EagerRecorder:
-    """Recordings that call their function again: the same use of memory without a GPU, for tests."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self._made: weakref.WeakSet[Recording] = weakref.WeakSet()
-
-    def record(self, function: Callable[[], tuple[Tensor | None, ...]]) -> Recording:
-        """See `Recorder`."""
-        outputs = function()
-
-        def replay() -> None:
-            for old, new in zip(outputs, function(), strict=True):
-                if old is not None:
-                    old.copy_(new)
-
-        recording = Recording(outputs, replay)
-        self._made.add(recording)
-        return recording
-
-    @contextlib.contextmanager
-    def in_order(self) -> Iterator[None]:
-        """See `Recorder`: a CPU has no streams."""
-        yield
-
-    def wait(self) -> None:
-        """See `Recorder`: nothing runs behind the host's back."""
-
-    def bytes_held(self) -> int:
-        """See `Recorder`: the outputs."""
-        return sum(t.nbytes for made in self._made for t in made.outputs if t is not None)
-
-
-def recorder_for(device: torch.device) -> Recorder | None:
-    """The recorder of a device, None where there is none."""
-    return CudaRecorder(device) if device.type == "cuda" else None
-
-
-# --- what recordings depend on ------------------------------------------------------------------------------
-
-
-class _Weights:
-    """The modules and tensors that recordings read, and whether they still are what they were.
-
-    Asked at every call, while the GPU works: hence lists that C code walks, rather than `model.modules()`.
-    """
-
-    def __init__(self, model: nn.Module):
-        self.modules = list(model.modules())
-        self.tables = [t for m in self.modules for t in (m._parameters, m._buffers, m._modules)]
-        self.classes = list(map(type, self.modules))
-        self.sizes = list(map(len, self.tables))
-        entries = [(table, name, value) for table in self.tables for name, value in table.items()]
-        self.homes = [table for table, _, _ in entries]
-        self.names = [name for _, name, _ in entries]
-        self.values = [value for _, _, value in entries]
-        self.tensors = [value for value in self.values if isinstance(value, Tensor)]
-        self.hooks = [
-            hooks
-            for m in self.modules
-            for hooks in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
-        ]
-        # Recordings read this memory, even one that is found outdated only afterwards: so it must stay
-        self.memory = [t.detach() for t in self.tensors]
-        self.pointers = self.places()
-        self.accept()
-
-    def accept(self) -> None:
-        """What stands in the tensors now is what recordings and derived weights have."""
-        self.clears = prepared.clears()
-        self.versions = [t._version for t in self.tensors]
-
-    def places(self) -> list[tuple[int, int]]:
-        """Where the tensors lie: (begin of the storage, offset in it)."""
-        return list(
-            zip(map(storage_address, self.tensors), map(Tensor.storage_offset, self.tensors), strict=True)
-        )
-
-    def replaced(self) -> bool:
-        """Whether a module or tensor is another one, or elsewhere."""
-        return (
-            list(map(type, self.modules)) != self.classes
-            or list(map(len, self.tables)) != self.sizes
-            or not all(map(is_, map(dict.get, self.homes, self.names), self.values))
-            or self.places() != self.pointers
-        )
-
-    def changed(self) -> bool:
-        """Whether elements may have changed in place."""
-        return prepared.clears() != self.clears or [t._version for t in self.tensors] != self.versions
-
-    def watched(self) -> str | None:
-        """Why the model's code must run: someone hooks it, or a part of it is in training."""
-        if any(self.hooks):
-            return _HOOKED
-        if any(map(attrgetter("training"), self.modules)):
-            return "a part of the model is in training mode"
-        return None
-
-
-# --- the model ----------------------------------------------------------------------------------------------
-
-
-def token_buckets(max_tokens: int) -> tuple[int, ...]:
-    """The default buckets of tokens: 32, and from there four to a doubling, the last one `max_tokens`."""
-    sizes, size = [], _SMALLEST
-    while size < max_tokens:
-        sizes += [size * quarters // 4 for quarters in (4, 5, 6, 7)]
-        size *= 2
-    return (*(s for s in sizes if s < max_tokens), max_tokens)
-
-
-def sequence_rooms(buckets: Sequence[int], max_batch: int) -> tuple[int, ...]:
-    """How many sequences each bucket of tokens holds: one for 8 tokens and at least 8, but no more than
-    `max_batch`, for which the last one has room whatever its size.
-    """
-    return (*(min(max_batch, max(_ROOM, size // _ROOM)) for size in buckets[:-1]), max_batch)
-
-
-def by_grid(model: BertModel) -> str | None:
-    """Why the model's attention would cost what a bucket has room for, not what it holds; else None."""
-    if model.device.type != "cuda":  # a CPU's reads the lengths
-        return None
-    name, _ = dispatch._serving("attention_fwd", model.device, model.dtype)
-    if name == "triton":
-        from fastbert.kernels.attention import MAX_HEADDIM  # not with `fastbert`: it imports Triton
-
-        if model.config.head_dim <= MAX_HEADDIM:
-            return None
-        name = "aten"
-    return f"attention is served by {name}, on a grid of all sequences that a graph has room for"
 
 
 def graph(
@@ -394,7 +156,7 @@ class GraphedModel:
         self._lock = threading.Lock()  # for all that follows
         self._recordings: OrderedDict[Bucket, tuple[Recording, Callable]] = OrderedDict()
         self._recorder: Recorder | None = None
-        self._weights: _Weights | None = None
+        self._weights: Weights | None = None
         self._derived: dict[tuple, tuple[nn.Module, Hashable, object]] = {}
         self._failed: dict[Bucket, str] = {}
         self._rows = self._ends = torch.empty(0)
@@ -409,7 +171,7 @@ class GraphedModel:
         if len(args) > len(self._positional) or given.keys() & kwargs or not kwargs.keys() <= self._names:
             return self.model(*args, **kwargs)  # raises the TypeError
         given |= kwargs
-        reason = self._unfit() or self._unfit_arguments(given)
+        reason = unfit(self.model) or unfit_arguments(self.model.config, given)
         if reason is not None:
             self._note(reason)
             return self.model(*args, **kwargs)
@@ -441,7 +203,7 @@ class GraphedModel:
         model = self.model
         given = (input_ids, cu_seqlens, max_seqlen, token_type_ids, position_ids)
         compiling = torch.compiler.is_compiling()
-        if compiling or (reason := self._unfit()) is not None:
+        if compiling or (reason := unfit(model)) is not None:
             if not compiling:
                 self._note(reason)
             return model.forward_packed(*given, first_token_only=first_token_only)
@@ -494,42 +256,6 @@ class GraphedModel:
         """Forget all graphs and free their memory; they are recorded anew as they are needed."""
         with self._lock:
             self._drop()
-
-    # -- which calls are replayed ----------------------------------------------------------------------------
-
-    def _unfit(self) -> str | None:
-        """Why no graph can serve now, whatever the arguments."""
-        model = self.model
-        if model.training:
-            return "the model is in training mode"
-        if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
-            return "gradients are on: call under torch.inference_mode() or torch.no_grad()"
-        device = model.device
-        if torch.is_autocast_enabled(device.type):
-            return "autocast is on"
-        if is_hooked(model) or _has_any_global_hook():
-            return _HOOKED
-        if "forward" in vars(model):
-            return "the model's forward was replaced"
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return "the caller is capturing a graph"
-        return None
-
-    def _unfit_arguments(self, given: dict[str, Any]) -> str | None:
-        """Why no graph can serve these arguments."""
-        config, ids, mask = self.model.config, given.get("input_ids"), given.get("attention_mask")
-        for name in ("output_attentions", "output_hidden_states"):
-            if given.get(name) or (given.get(name) is None and getattr(config, name)):
-                return f"{name} is asked for"
-        for name, value in given.items():
-            if value is not None and value is not False and name not in _RECORDED:
-                return f"{name} is given"
-        if isinstance(mask, Tensor) and mask.dim() == 4:
-            return "attention_mask has four dimensions"
-        # with position_ids of the caller's a sequence may be longer than a graph reckons with
-        if isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] > config.max_tokens:
-            return f"input_ids are more than {config.max_tokens} a sequence"
-        return None
 
     def _note(self, reason: str | None) -> None:
         self._last.reason = reason
@@ -603,7 +329,7 @@ class GraphedModel:
             return f"the model is on {device}, where there are no graphs"
         if any(p.is_inference() for p in self.model.parameters()):
             return "the model was made in inference mode: changes of its weights would not be noticed"
-        self._recorder, self._weights = recorder, _Weights(self.model)
+        self._recorder, self._weights = recorder, Weights(self.model)
         with torch.inference_mode(False):  # what is made in that mode cannot be written outside it
             self._rows = torch.zeros(3 * self.buckets[-1], dtype=torch.int64, device=device)
             self._ends = torch.zeros(self.max_batch + 1, dtype=torch.int32, device=device)

@@ -18,6 +18,7 @@ from bench import attention, gpu, gpu_checks, gpu_results, lines, roofs
 from fastbert import testing
 from fastbert.backends import triton as backend
 from fastbert.graphs import model as graphs
+from fastbert.graphs import recorder as recorders
 from fastbert.runtime import dispatch
 from tests.support import triton_interpreter
 
@@ -396,19 +397,19 @@ def test_graphs_see_stale_weights_and_calls_that_are_not_replayed(check, monkeyp
     assert run(gpu_checks.graphs, named(check, "graphs"), ENCODER)[0]["status"] == "ok"
     check.rows.clear()
     monkeypatch.setattr(graphs.GraphedModel, "_settle", lambda self: True)
-    original = graphs.EagerRecorder.record
+    original = recorders.EagerRecorder.record
 
     def record(self, function):
         recording = original(self, function)
-        return graphs.Recording(recording.outputs, lambda: None)  # what it gave once
+        return recorders.Recording(recording.outputs, lambda: None)  # what it gave once
 
-    monkeypatch.setattr(graphs.EagerRecorder, "record", record)
+    monkeypatch.setattr(recorders.EagerRecorder, "record", record)
     (row,) = run(gpu_checks.graphs, check, ENCODER)
     assert row["status"] == "failed"
     assert "away from the model itself" in row["error"]
     monkeypatch.undo()
     check.rows.clear()
-    monkeypatch.setattr(graphs, "EagerRecorder", lambda device: None)
+    monkeypatch.setattr(recorders, "EagerRecorder", lambda device: None)
     (row,) = run(gpu_checks.graphs, check, ENCODER)
     assert row["status"] == "failed"
     assert "was not replayed: the model is on cpu" in row["error"]

@@ -3,6 +3,10 @@
 from tests.support.mutation import Fault, Suite
 
 _GRAPHS = "fastbert/graphs/model.py"
+_BUCKETS = "fastbert/graphs/buckets.py"
+_CALLS = "fastbert/graphs/calls.py"
+_RECORDER = "fastbert/graphs/recorder.py"
+_WEIGHTS = "fastbert/graphs/weights.py"
 _PREPARED = "fastbert/runtime/prepared.py"
 
 
@@ -54,13 +58,15 @@ FAULTS = (
         "the last bucket no wider than its tokens",
         "for size in buckets[:-1]), max_batch)",
         "for size in buckets),)",
+        _BUCKETS,
     ),
     _fault(
         "room beyond max_batch",
         "(min(max_batch, max(_ROOM, size // _ROOM)) for",
         "(max(_ROOM, size // _ROOM) for",
+        _BUCKETS,
     ),
-    _fault("no room at least", "max(_ROOM, size // _ROOM))", "max(1, size // _ROOM))"),
+    _fault("no room at least", "max(_ROOM, size // _ROOM))", "max(1, size // _ROOM))", _BUCKETS),
     _fault("room of another bucket", "self.rooms[self.buckets.index(bucket.tokens)]", "self.rooms[-1]"),
     _fault(
         "longest length not bounded by the tokens",
@@ -77,22 +83,26 @@ FAULTS = (
         "min(bucket.tokens, model.config.max_tokens)",
         "min(bucket.tokens, model.config.max_position_embeddings)",
     ),
-    _fault("longer sequences replayed", "and ids.shape[1] > config.max_tokens:", "and False:"),
+    _fault("longer sequences replayed", "and ids.shape[1] > config.max_tokens:", "and False:", _CALLS),
     _fault(
         "the longest sequences not replayed",
         "and ids.shape[1] > config.max_tokens:",
         "and ids.shape[1] >= config.max_tokens:",
+        _CALLS,
     ),
     _fault(
         "a dense grid recorded",
         "if (reason := by_grid(self.model)) is not None:",
         "if (reason := None) is not None:",
     ),
-    _fault("any attention taken for the kernel", '    if name == "triton":\n', '    if name != "":\n'),
+    _fault(
+        "any attention taken for the kernel", '    if name == "triton":\n', '    if name != "":\n', _CALLS
+    ),
     _fault(
         "wide heads taken for the kernel's",
         "model.config.head_dim <= MAX_HEADDIM:",
         "model.config.head_dim <= 256:",
+        _CALLS,
     ),
     _fault("fewer graphs kept than buckets", "    max_graphs: int = 64,\n", "    max_graphs: int = 32,\n"),
     _fault(
@@ -114,17 +124,24 @@ FAULTS = (
         "            while len(self._recordings) > self.max_graphs:",
     ),
     _fault("replaced parameters not looked for", "        if weights.replaced():", "        if False:"),
-    _fault("modules' classes not looked at", "list(map(type, self.modules)) != self.classes", "False"),
-    _fault("new entries not looked for", "list(map(len, self.tables)) != self.sizes", "False"),
+    _fault(
+        "modules' classes not looked at", "list(map(type, self.modules)) != self.classes", "False", _WEIGHTS
+    ),
+    _fault("new entries not looked for", "list(map(len, self.tables)) != self.sizes", "False", _WEIGHTS),
     _fault(
         "identity not looked at",
         "not all(map(is_, map(dict.get, self.homes, self.names), self.values))",
         "False",
+        _WEIGHTS,
     ),
-    _fault("addresses not looked at", "self.places() != self.pointers", "False"),
-    _fault("old memory let go", "self.memory = [t.detach() for t in self.tensors]", "self.memory = []"),
-    _fault("versions not looked at", "[t._version for t in self.tensors] != self.versions", "False"),
-    _fault("cleared derived weights not looked at", "prepared.clears() != self.clears or", ""),
+    _fault("addresses not looked at", "self.places() != self.pointers", "False", _WEIGHTS),
+    _fault(
+        "old memory let go", "self.memory = [t.detach() for t in self.tensors]", "self.memory = []", _WEIGHTS
+    ),
+    _fault(
+        "versions not looked at", "[t._version for t in self.tensors] != self.versions", "False", _WEIGHTS
+    ),
+    _fault("cleared derived weights not looked at", "prepared.clears() != self.clears or", "", _WEIGHTS),
     _fault("derived weights kept", "        prepared.clear(self.model)\n        weights", "        weights"),
     _fault(
         "one kind of recording alone derives",
@@ -142,32 +159,47 @@ FAULTS = (
         "                if self._settle():\n",
         "                if self._settle() or True:\n",
     ),
-    _fault("hooks not looked for", "        if any(self.hooks):\n", "        if False:\n"),
+    _fault("hooks not looked for", "        if any(self.hooks):\n", "        if False:\n", _WEIGHTS),
     _fault(
         "hooks of the whole model not looked for",
-        "        if is_hooked(model) or _has_any_global_hook():",
-        "        if False:",
+        "    if is_hooked(model) or _has_any_global_hook():",
+        "    if False:",
+        _CALLS,
     ),
-    _fault("parts in training replayed", 'if any(map(attrgetter("training"), self.modules)):', "if False:"),
-    _fault("training replayed", "        if model.training:\n", "        if False:\n"),
+    _fault(
+        "parts in training replayed",
+        'if any(map(attrgetter("training"), self.modules)):',
+        "if False:",
+        _WEIGHTS,
+    ),
+    _fault("training replayed", "    if model.training:\n", "    if False:\n", _CALLS),
     _fault(
         "gradients lost",
         "if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):",
         "if False:",
+        _CALLS,
     ),
-    _fault("frozen models not replayed", "and any(p.requires_grad for p in model.parameters()):", ":"),
-    _fault("autocast ignored", "        if torch.is_autocast_enabled(device.type):", "        if False:"),
+    _fault(
+        "frozen models not replayed", "and any(p.requires_grad for p in model.parameters()):", ":", _CALLS
+    ),
+    _fault("autocast ignored", "    if torch.is_autocast_enabled(device.type):", "    if False:", _CALLS),
     _fault(
         "attentions not returned",
         'for name in ("output_attentions", "output_hidden_states"):',
         'for name in ("output_hidden_states",):',
+        _CALLS,
     ),
-    _fault("the config's wishes ignored", "or (given.get(name) is None and getattr(config, name))", ""),
-    _fault("a 4-D mask taken for none", "if isinstance(mask, Tensor) and mask.dim() == 4:", "if False:"),
+    _fault(
+        "the config's wishes ignored", "or (given.get(name) is None and getattr(config, name))", "", _CALLS
+    ),
+    _fault(
+        "a 4-D mask taken for none", "if isinstance(mask, Tensor) and mask.dim() == 4:", "if False:", _CALLS
+    ),
     _fault(
         "other arguments ignored",
         "if value is not None and value is not False and name not in _RECORDED:",
         "if False:",
+        _CALLS,
     ),
     _fault("a masked first token pooled", "and inputs.headless is None", ""),
     _fault(
@@ -214,37 +246,50 @@ FAULTS = (
         "self._last = type('Shared', (), {})()",
     ),
     _fault("the inputs' memory not counted", "return self._rows.nbytes + self._ends.nbytes + (", "return ("),
-    _fault("no wait for the warm-up", "            current.wait_stream(self._stream)\n", ""),
-    _fault("no wait before the warm-up", "            self._stream.wait_stream(current)\n", ""),
+    _fault("no wait for the warm-up", "            current.wait_stream(self._stream)\n", "", _RECORDER),
+    _fault("no wait before the warm-up", "            self._stream.wait_stream(current)\n", "", _RECORDER),
     _fault(
         "no warm-up",
         "                function()\n            current",
         "                pass\n            current",
+        _RECORDER,
     ),
     _fault(
         "captured on another stream",
         "stream=self._stream, capture_error_mode",
         "stream=current, capture_error_mode",
+        _RECORDER,
     ),
     _fault(
         "a pool for each graph",
         "captured, pool=self._pool",
         "captured, pool=torch.cuda.graph_pool_handle and None",
+        _RECORDER,
     ),
     _fault(
-        "streams not ordered before", "            torch.cuda.current_stream().wait_event(self._done)\n", ""
+        "streams not ordered before",
+        "            torch.cuda.current_stream().wait_event(self._done)\n",
+        "",
+        _RECORDER,
     ),
     _fault(
         "streams not ordered after",
         "                self._done.record(torch.cuda.current_stream())",
         "                pass",
+        _RECORDER,
     ),
     _fault(
         "an error leaves streams unordered",
         "            try:\n                yield\n            finally:\n                self._done",
         "            yield\n            if True:\n                self._done",
+        _RECORDER,
     ),
-    _fault("all memory taken for the pool's", 'if tuple(s["segment_pool_id"]) == tuple(self._pool)', ""),
+    _fault(
+        "all memory taken for the pool's",
+        'if tuple(s["segment_pool_id"]) == tuple(self._pool)',
+        "",
+        _RECORDER,
+    ),
     _fault("overwriting copies nothing", "                a.copy_(b)\n", "                pass\n", _PREPARED),
     _fault(
         "overwritten weights not remembered",

@@ -22,6 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastbert import accelerate
 from fastbert.graphs import model as graphs
+from fastbert.graphs.buckets import sequence_rooms, token_buckets
+from fastbert.graphs.calls import by_grid
+from fastbert.graphs.recorder import CudaRecorder, EagerRecorder, Recording, recorder_for
 from fastbert.layers.encoder import EncoderLayer
 from fastbert.layers.modules import part
 from fastbert.models.auto import AutoModel
@@ -52,7 +55,7 @@ def fresh(name: str = "bert", dtype: torch.dtype = torch.float64, **config) -> B
 shared = functools.cache(fresh)  # for tests that leave the model as it is
 
 
-class GraphLike(graphs.EagerRecorder):
+class GraphLike(EagerRecorder):
     """Replays with what a CUDA graph would read: the memory that parameters and derived weights had when it
     was recorded. A replay spoils all other recordings' outputs, as graphs may that share a pool.
     """
@@ -84,7 +87,7 @@ class GraphLike(graphs.EagerRecorder):
                     old.copy_(new)
 
         self.recorded.append(function)
-        recording = graphs.Recording(outputs, replay)
+        recording = Recording(outputs, replay)
         self._made.add(recording)
         return recording
 
@@ -348,11 +351,11 @@ def test_nothing_keeps_a_dropped_model():
 
 
 def test_token_buckets():
-    assert graphs.token_buckets(1) == (1,)
-    assert graphs.token_buckets(40) == (32, 40)
-    assert graphs.token_buckets(128) == (32, 40, 48, 56, 64, 80, 96, 112, 128)
+    assert token_buckets(1) == (1,)
+    assert token_buckets(40) == (32, 40)
+    assert token_buckets(128) == (32, 40, 48, 56, 64, 80, 96, 112, 128)
     for last in (33, 500, 512, 16384):
-        sizes = graphs.token_buckets(last)
+        sizes = token_buckets(last)
         assert sizes[-1] == last
         assert list(sizes) == sorted(set(sizes))
         assert all(b <= 1.25 * a for a, b in itertools.pairwise(sizes))
@@ -361,10 +364,10 @@ def test_token_buckets():
 
 def test_sequence_rooms():
     sizes = (10, 40, 64, 72, 800, 1000)
-    assert graphs.sequence_rooms(sizes, 60) == (8, 8, 8, 9, 60, 60)
-    assert graphs.sequence_rooms(sizes, 512) == (8, 8, 8, 9, 100, 512)  # the last one turns none away
-    assert graphs.sequence_rooms(sizes, 3) == (3,) * 6
-    assert graphs.sequence_rooms((7,), 60) == (60,)
+    assert sequence_rooms(sizes, 60) == (8, 8, 8, 9, 60, 60)
+    assert sequence_rooms(sizes, 512) == (8, 8, 8, 9, 100, 512)  # the last one turns none away
+    assert sequence_rooms(sizes, 3) == (3,) * 6
+    assert sequence_rooms((7,), 60) == (60,)
 
 
 @pytest.mark.parametrize(
@@ -534,7 +537,7 @@ def test_attention_by_a_grid(serving, head_dim, grid, monkeypatch):
     """On a GPU the time of all but the kernel grows with the room that a graph has."""
     model, asked = fresh(dtype=torch.float16), []
     monkeypatch.setattr(type(model.config), "head_dim", head_dim)
-    assert graphs.by_grid(model) is None  # on a CPU
+    assert by_grid(model) is None  # on a CPU
 
     def choose(*args):
         asked.append(args)
@@ -544,7 +547,7 @@ def test_attention_by_a_grid(serving, head_dim, grid, monkeypatch):
     device = torch.device("cuda", 0)
     monkeypatch.setattr(type(model), "device", device)
     reason = grid and f"attention is served by {grid}, on a grid of all sequences that a graph has room for"
-    assert graphs.by_grid(model) == reason
+    assert by_grid(model) == reason
     assert asked == [("attention_fwd", device, torch.float16)]
 
 
@@ -983,7 +986,7 @@ def test_a_model_that_never_rests():
                 made.replay()
                 scale(model, 1.0)
 
-            return graphs.Recording(made.outputs, replay)
+            return Recording(made.outputs, replay)
 
     recorder = Restless(model)
     graphed = graphs.graph(model, recorder=lambda device: recorder)
@@ -1150,8 +1153,8 @@ class Log(list):
 
 def test_the_cuda_recorder(monkeypatch):
     log = Log(monkeypatch)
-    recorder = graphs.recorder_for(torch.device("cuda", 0))
-    assert type(recorder) is graphs.CudaRecorder
+    recorder = recorder_for(torch.device("cuda", 0))
+    assert type(recorder) is CudaRecorder
     assert recorder.bytes_held() == 120
 
     def function():
@@ -1187,5 +1190,5 @@ def test_the_cuda_recorder(monkeypatch):
 
 
 def test_devices_without_a_recorder():
-    assert graphs.recorder_for(CPU) is None
-    assert graphs.recorder_for(torch.device("meta")) is None
+    assert recorder_for(CPU) is None
+    assert recorder_for(torch.device("meta")) is None

@@ -15,6 +15,7 @@ import torch
 
 import fastbert
 from fastbert.graphs import model as graphs
+from fastbert.graphs.recorder import EagerRecorder
 from fastbert.layers import packing
 from fastbert.models.inputs import check_inputs
 from fastbert.sentences.encoder import SentenceEncoder
@@ -271,7 +272,7 @@ def test_a_graphed_model_waits_no_more():
     inputs = batch("bert")
     moved = {k: fake(v) for k, v in inputs.items()}
     with waits() as seen:
-        graphed = graphs.graph(device, recorder=graphs.EagerRecorder, max_tokens=512)
+        graphed = graphs.graph(device, recorder=EagerRecorder, max_tokens=512)
         mixed = {**moved, "attention_mask": inputs["attention_mask"]}
         for given, count in ((moved, 1), (inputs, 0), (mixed, 0)):
             for extra in ({}, {"first_token_only": True}):

@@ -1,0 +1,72 @@
+"""Which calls a graph can serve; the model computes the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
+
+from fastbert.graphs.weights import HOOKED
+from fastbert.layers.modules import is_hooked
+from fastbert.runtime import dispatch
+
+if TYPE_CHECKING:
+    from fastbert.models.bert import BertModel
+    from fastbert.models.config import EncoderConfig
+
+# What a recorded forward knows of the arguments of `BertModel.forward`; with any other, the model itself runs
+_RECORDED = frozenset(
+    ("input_ids", "attention_mask", "token_type_ids", "position_ids", "return_dict", "first_token_only",
+     "packed")
+)  # fmt: skip
+
+
+def unfit(model: BertModel) -> str | None:
+    """Why no graph can serve now, whatever the arguments."""
+    if model.training:
+        return "the model is in training mode"
+    if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
+        return "gradients are on: call under torch.inference_mode() or torch.no_grad()"
+    device = model.device
+    if torch.is_autocast_enabled(device.type):
+        return "autocast is on"
+    if is_hooked(model) or _has_any_global_hook():
+        return HOOKED
+    if "forward" in vars(model):
+        return "the model's forward was replaced"
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return "the caller is capturing a graph"
+    return None
+
+
+def unfit_arguments(config: EncoderConfig, given: dict[str, Any]) -> str | None:
+    """Why no graph can serve these arguments."""
+    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    for name in ("output_attentions", "output_hidden_states"):
+        if given.get(name) or (given.get(name) is None and getattr(config, name)):
+            return f"{name} is asked for"
+    for name, value in given.items():
+        if value is not None and value is not False and name not in _RECORDED:
+            return f"{name} is given"
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        return "attention_mask has four dimensions"
+    # with position_ids of the caller's a sequence may be longer than a graph reckons with
+    if isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] > config.max_tokens:
+        return f"input_ids are more than {config.max_tokens} a sequence"
+    return None
+
+
+def by_grid(model: BertModel) -> str | None:
+    """Why the model's attention would cost what a bucket has room for, not what it holds; else None."""
+    if model.device.type != "cuda":  # a CPU's reads the lengths
+        return None
+    name, _ = dispatch._serving("attention_fwd", model.device, model.dtype)
+    if name == "triton":
+        from fastbert.kernels.attention import MAX_HEADDIM  # not with `fastbert`: it imports Triton
+
+        if model.config.head_dim <= MAX_HEADDIM:
+            return None
+        name = "aten"
+    return f"attention is served by {name}, on a grid of all sequences that a graph has room for"

@@ -1,0 +1,71 @@
+"""What recordings depend on: the modules and tensors of a model, and whether they have changed."""
+
+from __future__ import annotations
+
+from operator import attrgetter, is_
+
+from torch import Tensor, nn
+
+from fastbert.runtime import prepared
+from fastbert.runtime.native import storage_address
+
+HOOKED = "a hook watches the model"
+
+
+class Weights:
+    """The modules and tensors that recordings read, and whether they still are what they were.
+
+    Asked at every call, while the GPU works: hence lists that C code walks, rather than `model.modules()`.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.modules = list(model.modules())
+        self.tables = [t for m in self.modules for t in (m._parameters, m._buffers, m._modules)]
+        self.classes = list(map(type, self.modules))
+        self.sizes = list(map(len, self.tables))
+        entries = [(table, name, value) for table in self.tables for name, value in table.items()]
+        self.homes = [table for table, _, _ in entries]
+        self.names = [name for _, name, _ in entries]
+        self.values = [value for _, _, value in entries]
+        self.tensors = [value for value in self.values if isinstance(value, Tensor)]
+        self.hooks = [
+            hooks
+            for m in self.modules
+            for hooks in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+        ]
+        # Recordings read this memory, even one that is found outdated only afterwards: so it must stay
+        self.memory = [t.detach() for t in self.tensors]
+        self.pointers = self.places()
+        self.accept()
+
+    def accept(self) -> None:
+        """What stands in the tensors now is what recordings and derived weights have."""
+        self.clears = prepared.clears()
+        self.versions = [t._version for t in self.tensors]
+
+    def places(self) -> list[tuple[int, int]]:
+        """Where the tensors lie: (begin of the storage, offset in it)."""
+        return list(
+            zip(map(storage_address, self.tensors), map(Tensor.storage_offset, self.tensors), strict=True)
+        )
+
+    def replaced(self) -> bool:
+        """Whether a module or tensor is another one, or elsewhere."""
+        return (
+            list(map(type, self.modules)) != self.classes
+            or list(map(len, self.tables)) != self.sizes
+            or not all(map(is_, map(dict.get, self.homes, self.names), self.values))
+            or self.places() != self.pointers
+        )
+
+    def changed(self) -> bool:
+        """Whether elements may have changed in place."""
+        return prepared.clears() != self.clears or [t._version for t in self.tensors] != self.versions
+
+    def watched(self) -> str | None:
+        """Why the model's code must run: someone hooks it, or a part of it is in training."""
+        if any(self.hooks):
+            return HOOKED
+        if any(map(attrgetter("training"), self.modules)):
+            return "a part of the model is in training mode"
+        return None
