@@ -7,25 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fastbert
 from fastbert.cli.usage import UsageError
 
-
-def bench_folder() -> Path:
-    """Where a source checkout has its benchmarks and their results; an installed package has no such folder.
-
-    This is the only place in the package that looks beside it.
-    """
-    return Path(fastbert.__file__).resolve().parent.parent / "bench"
+# Where a source checkout has its benchmarks and their results; an installed package has no such folder. Only
+# here does the package look beside itself.
+FOLDER = Path(__file__).resolve().parents[2] / "bench"
 
 
 def run(args: argparse.Namespace) -> int:
     """List the benchmarks or run one; returns its exit status."""
-    folder = bench_folder()
-    runnable = [p for p in sorted(folder.glob("*.py")) if "__main__" in p.read_text(encoding="utf-8")]
+    runnable = [p for p in sorted(FOLDER.glob("*.py")) if "__main__" in p.read_text(encoding="utf-8")]
     scripts = {path.stem: path for path in runnable}
     if not scripts:
-        raise UsageError(f"bench: the benchmarks are in the source checkout, and {folder} has none")
+        raise UsageError(f"bench: the benchmarks are in the source checkout, and {FOLDER} has none")
     if args.name is None:
         for name, path in scripts.items():
             print(f"fastbert bench {name:<16} {path}")

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-import fastbert
-from fastbert.cli.bench import bench_folder
+from fastbert.cli.bench import FOLDER
+from fastbert.cli.usage import VERSION
 from fastbert.runtime import native
 from fastbert.testing import serving, verdicts
 
@@ -36,10 +36,9 @@ def environment() -> dict[str, Any]:
                 "multiprocessors": info.multi_processor_count,
             }
         )
-    results = bench_folder() / "results"
     return {
         "versions": {
-            "fastbert": fastbert.__version__,
+            "fastbert": VERSION,
             "python": platform.python_version(),
             "platform": platform.platform(),
             "torch": torch.__version__,
@@ -49,7 +48,9 @@ def environment() -> dict[str, Any]:
         "extension": _extension(),
         "devices": devices,
         "backends": [vars(row) for entry in devices for row in serving.choices(entry["device"])],
-        "gpu_kernels": [vars(row) for entry in devices for row in serving.proofs(entry["device"], results)],
+        "gpu_kernels": [
+            vars(row) for entry in devices for row in serving.proofs(entry["device"], FOLDER / "results")
+        ],
         "verdicts": None if (where := verdicts.folder()) is None else str(where),
     }
 

@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-import fastbert
-from fastbert.cli.usage import DTYPES, INT8, UsageError, say
+from fastbert.cli.usage import DTYPES, INT8, VERSION, UsageError, say
 from fastbert.ops.pooling import MODES as POOLINGS
 from fastbert.runtime import dispatch
 
@@ -43,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="fastbert", description="BERT encoders: embed text, look at the set-up, check the numerics."
     )
-    parser.add_argument("--version", action="version", version=f"fastbert {fastbert.__version__}")
+    parser.add_argument("--version", action="version", version=f"fastbert {VERSION}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
 
     encode = commands.add_parser(

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 import fastbert
 from fastbert import testing
-from fastbert.cli import encode
+from fastbert.cli import bench, encode
 from fastbert.cli import main as cli
 from fastbert.cli import output as output_file
 from fastbert.ops.pooling import MODES as POOLINGS
@@ -726,8 +726,7 @@ def test_verify_of_nothing_is_an_error(run):
 
 def test_bench_lists_and_runs_the_scripts(monkeypatch, tmp_path, capfd):
     (tmp_path / "bench").mkdir()
-    (tmp_path / "fastbert").mkdir()
-    monkeypatch.setattr(fastbert, "__file__", str(tmp_path / "fastbert" / "__init__.py"))
+    monkeypatch.setattr(bench, "FOLDER", tmp_path / "bench")
     assert cli.main(["bench"]) == 2
     assert "the benchmarks are in the source checkout" in capfd.readouterr().err
     (tmp_path / "bench" / "helper.py").write_text("x = 1\n")
