@@ -2,8 +2,8 @@
 
     python bench/gpu.py --out DIR [--only STEP[,STEP]] [--budget 570]   run the steps into DIR
     python bench/gpu.py --out DIR --device cpu       the same, tiny, in Triton's interpreter
-    python bench/gpu.py merge DIR                    DIR into bench/results, kernels/tuned and README
-    python bench/gpu.py readme [--check]             README's tables from bench/results
+    python bench/gpu.py merge DIR                    DIR into bench/results, kernels/tuned and docs/numbers.md
+    python bench/gpu.py readme [--check]             tables of docs/numbers.md from bench/results
 
 Each step is a process of its own with an end to its time. What it measures is appended to `DIR/*.jsonl`, line
 by line and to the disk at once, and what it prints to `DIR/log.txt`: a kill loses nothing. A step that fails,

@@ -1,4 +1,4 @@
-"""What `make gpu` left in a folder, kept: under bench/results, in kernels/tuned and in README's tables."""
+"""What `make gpu` left in a folder, kept: under bench/results, in kernels/tuned and in the tables of docs/numbers.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.probe import commit_here, write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "numbers.md"
 FILES = ("steps", "probe", "checks", "kernels", "encoder", "training", "tuning")
 
 CPU_WORKLOADS = ("1x128", "1x512", "8x128", "ragged16")
@@ -102,7 +102,7 @@ def merge(folder: Path, results: Path = RESULTS, tuned: Path | None = None) -> l
     return written
 
 
-# ---- bench/results -> README ----
+# ---- bench/results -> docs/numbers.md ----
 
 
 def where(data: dict, path: Path, results: Path) -> str:
@@ -235,7 +235,7 @@ def filled(text: str, made: dict[str, list[str]]) -> str:
     for name, section in made.items():
         begin, end = f"<!-- {name}: made by `python bench/gpu.py readme` -->\n", f"<!-- end of {name} -->\n"
         if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
-            raise ValueError(f"README: expected {begin.strip()} and {end.strip()}, once each, in this order")
+            raise ValueError(f"numbers.md: expected {begin.strip()} and {end.strip()}, once each, in this order")
         pattern = re.escape(begin) + r".*?" + re.escape(end)
         body = begin + "\n" + "\n".join(section).strip() + "\n\n" + end
         text = re.sub(pattern, lambda _, body=body: body, text, flags=re.DOTALL)
@@ -246,16 +246,16 @@ def main(argv: list[str]) -> int:
     """`merge DIR` and `readme [--check]`."""
     parser = argparse.ArgumentParser(prog="gpu", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    merging = commands.add_parser("merge", help="DIR into bench/results, kernels/tuned, README")
+    merging = commands.add_parser("merge", help="DIR into bench/results, kernels/tuned, docs/numbers.md")
     merging.add_argument("folder", type=Path, metavar="DIR")
     merging.add_argument("--tuned", type=Path, help="instead of kernels/tuned/<gpu>.json")
-    making = commands.add_parser("readme", help="README's tables from bench/results")
+    making = commands.add_parser("readme", help="the tables of docs/numbers.md from bench/results")
     making.add_argument(
         "--check", action="store_true", help="write nothing; exit status 1 if it would change"
     )
     for command in (merging, making):
         command.add_argument("--results", type=Path, default=RESULTS, help="instead of bench/results")
-        command.add_argument("--readme", type=Path, default=README, help="instead of README.md")
+        command.add_argument("--readme", type=Path, default=PAGE, help="instead of docs/numbers.md")
     args = parser.parse_args(argv)
     try:
         if args.command == "merge":

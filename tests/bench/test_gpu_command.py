@@ -708,7 +708,7 @@ def test_a_readme_without_its_markers_is_an_error(text, tmp_path, capsys):
 
 
 def test_the_committed_readme_is_what_bench_results_say():
-    text = (ROOT / "README.md").read_text()
+    text = gpu_results.PAGE.read_text()
     assert gpu_results.filled(text, gpu_results.sections()) == text, "run `python bench/gpu.py readme`"
 
 

@@ -1,0 +1,220 @@
+"""The generated parts of README and docs: the rows of numbers from bench/results, the op matrix from the package.
+
+    python docs/make.py            write them
+    python docs/make.py --check    write nothing; exit status 1 if something would change
+
+A generated part stands between `<!-- NAME: made by docs/make.py -->` and `<!-- end of NAME -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+import torch
+
+from fastbert.runtime import dispatch
+
+MACHINE = "cpu-intel-xeon-processor-family-6-model-207-2c"
+RESULTS = ROOT / "bench" / "results" / MACHINE
+PEERS = {
+    "transformers": "transformers sdpa",
+    "onnxruntime": "ONNX Runtime",
+    "openvino": "OpenVINO",
+    "torch_compile": "torch.compile",
+    "sentence_transformers": "sentence-transformers",
+}
+DTYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+
+
+# ---- bench/results -> rows of numbers ----
+
+
+@cache
+def _result(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def _ratio(file: str, /, **wanted: object) -> float:
+    """The ratio of the last row of `file` in which every key is as wanted: a later row replaces an earlier one."""
+    found = [
+        row for row in _result(file)["ratios"] if all(row.get(key) == value for key, value in wanted.items())
+    ]
+    if not found:
+        raise ValueError(f"{file}.json: no ratio with {wanted}")
+    return found[-1]["ratio"]
+
+
+def _rate(file: str, model: str, candidate: str, workload: str, unit: str = "tokens_per_s") -> str:
+    for row in _result(file)["rows"]:
+        if (row.get("model"), row.get("candidate"), row.get("workload")) == (model, candidate, workload) and (
+            unit in row
+        ):
+            return f"{row[unit]:,.0f}"
+    raise ValueError(f"{file}.json: no {unit} of {candidate}, {model}, {workload}")
+
+
+def _forward(dtype: str, workload: str, *peers: str) -> list[str]:
+    """Real tokens per second of BERT-base, ours and the peers'."""
+    theirs = [f"{PEERS[peer]} {_rate('bench_cpu', 'base', f'{peer}-{dtype}', workload)}" for peer in peers]
+    return [_rate("bench_cpu", "base", f"fastbert-{dtype}", workload), ", ".join(theirs)]
+
+
+def _times(file: str, **wanted: object) -> str:
+    return f"{_ratio(file, **wanted):.2f} ×"
+
+
+def numbers() -> list[str]:
+    """README's eight rows."""
+    training = dict(step="training", model="base", workload="8x128", head="classification")
+    memory = dict(step="memory", model="base", workload="ragged64", of="peak_mib")
+    in_place = dict(step="encoder", model="base", workload="ragged16")
+    encode = dict(step="encode", model="minilm")
+    by = {d: {"ours": f"fastbert-{d}", "theirs": f"transformers-{d}"} for d in ("fp32", "bf16")}
+    placed = {d: {"ours": f"accelerated-{d}", "theirs": f"transformers-{d}"} for d in ("fp32", "bf16")}
+    stock = dict(ours="accelerated-fp32", theirs="sentence_transformers-fp32")
+    compiled = _times("bench_training", **training, dtype="fp32", theirs="torch_compile")
+    rows = [
+        ["forward, fp32, 16 ragged sequences", *_forward("fp32", "ragged16", "transformers", "onnxruntime", "openvino"), "bench_cpu"],
+        ["forward, bf16, 16 ragged sequences", *_forward("bf16", "ragged16", "transformers", "openvino"), "bench_cpu"],
+        ["forward, int8, 16 ragged sequences", *_forward("int8", "ragged16", "onnxruntime"), "bench_cpu"],
+        ["forward, fp32, dense 8 x 128", *_forward("fp32", "8x128", "transformers", "onnxruntime", "openvino"), "bench_cpu"],
+        [
+            "training step, dense 8 x 128",
+            f"{_times('bench_cpu', **training, **by['fp32'])} (fp32), {_times('bench_cpu', **training, **by['bf16'])} (bf16)",
+            f"speed of transformers sdpa; of torch.compile {compiled} (fp32, `bench_training.json`)",
+            "bench_cpu",
+        ],
+        [
+            "peak memory of a forward, 64 ragged sequences",
+            f"{_times('bench_cpu', **memory, **by['fp32'])} (fp32), {_times('bench_cpu', **memory, **by['bf16'])} (bf16)",
+            "memory of transformers sdpa, the whole process",
+            "bench_cpu",
+        ],
+        [
+            "`fastbert.accelerate`, 16 ragged sequences",
+            f"{_times('bench_accelerate', **in_place, **placed['fp32'])} (fp32), {_times('bench_accelerate', **in_place, **placed['bf16'])} (bf16)",
+            "speed of the stock model",
+            "bench_accelerate",
+        ],
+        [
+            "`SentenceTransformer.encode`, MiniLM, fp32",
+            f"{_times('bench_accelerate', **encode, **stock, workload='sentences1000')} (1,000 sentences), "
+            f"{_times('bench_accelerate', **encode, **stock, workload='paragraphs1000')} (1,000 paragraphs)",
+            "speed of stock sentence-transformers",
+            "bench_accelerate",
+        ],
+    ]  # fmt: skip
+    head = ["BERT-base, real tokens per second", "fastbert", "beside", "source"]
+    return _table(head, [[*row[:3], f"`{row[3]}.json`"] for row in rows])
+
+
+def minilm() -> list[str]:
+    """MiniLM's forward: our speed over each peer's."""
+    found = [
+        row for row in _result("bench_cpu")["ratios"] if (row["step"], row["model"]) == ("encoder", "minilm")
+    ]
+    workloads = list(dict.fromkeys(row["workload"] for row in found))
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for row in found:
+        peer, _, dtype = row["theirs"].partition("-")
+        rows.setdefault((dtype, PEERS[peer]), {})[row["workload"]] = f"{row['ratio']:.2f}"
+    body = [
+        [f"{dtype}, over {peer}", *(cells.get(w, "–") for w in workloads)]
+        for (dtype, peer), cells in sorted(rows.items(), reverse=True)
+    ]
+    return _table(["MiniLM, times a peer's speed", *workloads], body)
+
+
+# ---- the package -> op matrix ----
+
+
+def _passes(backend: str, op: str) -> str:
+    return "fwd, bwd" if dispatch.has_backward(backend, op) else "fwd"
+
+
+def matrix() -> list[str]:
+    """A row per op, a column per backend: passes, and the dtypes it stores."""
+    body = []
+    for op in dispatch.OPS:
+        cells = []
+        for backend in dispatch.BACKENDS:
+            stored = dispatch.backend_module(backend).DTYPES.get(op)
+            if stored is None:
+                cells.append("–")
+                continue
+            dtypes = " ".join(name for dtype, name in DTYPES.items() if dtype in stored)
+            cells.append(f"{_passes(backend, op)} · {dtypes}")
+        body.append([f"`{op}`", *cells])
+    return _table(["op", *(f"`{backend}`" for backend in dispatch.BACKENDS)], body)
+
+
+def order() -> list[str]:
+    """A row per line of the dispatch table."""
+    body = [
+        [f"`{line}`", device, ", ".join(f"`{name}`" for name in backends)]
+        for device, lines in dispatch.TABLE.items()
+        for line, backends in lines.items()
+    ]
+    return _table(["op, or a part of its calls", "device", "backends, best first"], body)
+
+
+# ---- files ----
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+PARTS: dict[str, list[tuple[str, Callable[[], list[str]]]]] = {
+    "README.md": [("eight rows", numbers)],
+    "docs/numbers.md": [("minilm", minilm)],
+    "docs/op-matrix.md": [("op matrix", matrix), ("dispatch table", order)],
+}
+
+
+def made(text: str, name: str, lines: list[str]) -> str:
+    """`text` with the part `name` replaced. ValueError where its two markers are not there once each."""
+    begin, end = f"<!-- {name}: made by docs/make.py -->\n", f"<!-- end of {name} -->\n"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"expected {begin.strip()} and {end.strip()}, once each")
+    body = begin + "\n" + "\n".join(lines) + "\n\n" + end
+    return re.sub(re.escape(begin) + r".*?" + re.escape(end), lambda _: body, text, flags=re.DOTALL)
+
+
+def main(arguments: list[str]) -> int:
+    """Write the generated parts; with --check, only say which files are out of date."""
+    if arguments not in ([], ["--check"]):
+        print(__doc__, file=sys.stderr)
+        return 2
+    changed = []
+    for file, parts in PARTS.items():
+        path = ROOT / file
+        before = after = path.read_text()
+        for name, make in parts:
+            after = made(after, name, make())
+        if after != before:
+            changed.append(file)
+            if not arguments:
+                path.write_text(after)
+    for file in changed:
+        print(f"{file}: {'out of date' if arguments else 'written'}")
+    return 1 if arguments and changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
