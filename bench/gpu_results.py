@@ -1,4 +1,4 @@
-"""What `make gpu` left in a folder, kept: under bench/results, in kernels/tuned and in the tables of docs/numbers.md."""
+"""What `make gpu` left in a folder, kept: in bench/results, kernels/tuned and the tables of docs/numbers.md."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def filled(text: str, made: dict[str, list[str]]) -> str:
     for name, section in made.items():
         begin, end = f"<!-- {name}: made by `python bench/gpu.py readme` -->\n", f"<!-- end of {name} -->\n"
         if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
-            raise ValueError(f"numbers.md: expected {begin.strip()} and {end.strip()}, once each, in this order")
+            raise ValueError(f"expected {begin.strip()} and {end.strip()}, once each, in this order")
         pattern = re.escape(begin) + r".*?" + re.escape(end)
         body = begin + "\n" + "\n".join(section).strip() + "\n\n" + end
         text = re.sub(pattern, lambda _, body=body: body, text, flags=re.DOTALL)

@@ -1,4 +1,4 @@
-"""The generated parts of README and docs: the rows of numbers from bench/results, the op matrix from the package.
+"""The generated parts of README and docs: rows of numbers from bench/results, the op matrix from the package.
 
     python docs/make.py            write them
     python docs/make.py --check    write nothing; exit status 1 if something would change
@@ -16,14 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
 import torch
 
 from fastbert.runtime import dispatch
 
+ROOT = Path(__file__).resolve().parent.parent
 MACHINE = "cpu-intel-xeon-processor-family-6-model-207-2c"
 RESULTS = ROOT / "bench" / "results" / MACHINE
 PEERS = {
@@ -50,7 +47,7 @@ def _result(name: str) -> dict[str, Any]:
 
 
 def _ratio(file: str, /, **wanted: object) -> float:
-    """The ratio of the last row of `file` in which every key is as wanted: a later row replaces an earlier one."""
+    """The ratio in the last row of `file` whose keys are as wanted: a later row replaces an earlier one."""
     found = [
         row for row in _result(file)["ratios"] if all(row.get(key) == value for key, value in wanted.items())
     ]
@@ -74,51 +71,59 @@ def _forward(dtype: str, workload: str, *peers: str) -> list[str]:
     return [_rate("bench_cpu", "base", f"fastbert-{dtype}", workload), ", ".join(theirs)]
 
 
-def _times(file: str, **wanted: object) -> str:
-    return f"{_ratio(file, **wanted):.2f} ×"
+def _times(file: str, ours: str, theirs: str, **wanted: object) -> str:
+    """The ratio of our candidate to theirs, in fp32 and bf16."""
+    found = []
+    for dtype in ("fp32", "bf16"):
+        candidates = {"ours": f"{ours}-{dtype}", "theirs": f"{theirs}-{dtype}"}
+        found.append(f"{_ratio(file, **candidates, **wanted):.2f} × ({dtype})")
+    return ", ".join(found)
 
 
 def numbers() -> list[str]:
     """README's eight rows."""
-    training = dict(step="training", model="base", workload="8x128", head="classification")
+    three = ("transformers", "onnxruntime", "openvino")
+    step = dict(step="training", model="base", workload="8x128", head="classification")
+    compiled = _ratio("bench_training", **step, dtype="fp32", theirs="torch_compile")
     memory = dict(step="memory", model="base", workload="ragged64", of="peak_mib")
     in_place = dict(step="encoder", model="base", workload="ragged16")
-    encode = dict(step="encode", model="minilm")
-    by = {d: {"ours": f"fastbert-{d}", "theirs": f"transformers-{d}"} for d in ("fp32", "bf16")}
-    placed = {d: {"ours": f"accelerated-{d}", "theirs": f"transformers-{d}"} for d in ("fp32", "bf16")}
-    stock = dict(ours="accelerated-fp32", theirs="sentence_transformers-fp32")
-    compiled = _times("bench_training", **training, dtype="fp32", theirs="torch_compile")
+    stock = dict(step="encode", model="minilm", ours="accelerated-fp32", theirs="sentence_transformers-fp32")
+    sentences = _ratio("bench_accelerate", **stock, workload="sentences1000")
+    paragraphs = _ratio("bench_accelerate", **stock, workload="paragraphs1000")
     rows = [
-        ["forward, fp32, 16 ragged sequences", *_forward("fp32", "ragged16", "transformers", "onnxruntime", "openvino"), "bench_cpu"],
-        ["forward, bf16, 16 ragged sequences", *_forward("bf16", "ragged16", "transformers", "openvino"), "bench_cpu"],
+        ["forward, fp32, 16 ragged sequences", *_forward("fp32", "ragged16", *three), "bench_cpu"],
+        [
+            "forward, bf16, 16 ragged sequences",
+            *_forward("bf16", "ragged16", "transformers", "openvino"),
+            "bench_cpu",
+        ],
         ["forward, int8, 16 ragged sequences", *_forward("int8", "ragged16", "onnxruntime"), "bench_cpu"],
-        ["forward, fp32, dense 8 x 128", *_forward("fp32", "8x128", "transformers", "onnxruntime", "openvino"), "bench_cpu"],
+        ["forward, fp32, dense 8 x 128", *_forward("fp32", "8x128", *three), "bench_cpu"],
         [
             "training step, dense 8 x 128",
-            f"{_times('bench_cpu', **training, **by['fp32'])} (fp32), {_times('bench_cpu', **training, **by['bf16'])} (bf16)",
-            f"speed of transformers sdpa; of torch.compile {compiled} (fp32, `bench_training.json`)",
+            _times("bench_cpu", "fastbert", "transformers", **step),
+            f"speed of transformers sdpa; of torch.compile {compiled:.2f} × (fp32, `bench_training.json`)",
             "bench_cpu",
         ],
         [
             "peak memory of a forward, 64 ragged sequences",
-            f"{_times('bench_cpu', **memory, **by['fp32'])} (fp32), {_times('bench_cpu', **memory, **by['bf16'])} (bf16)",
+            _times("bench_cpu", "fastbert", "transformers", **memory),
             "memory of transformers sdpa, the whole process",
             "bench_cpu",
         ],
         [
             "`fastbert.accelerate`, 16 ragged sequences",
-            f"{_times('bench_accelerate', **in_place, **placed['fp32'])} (fp32), {_times('bench_accelerate', **in_place, **placed['bf16'])} (bf16)",
+            _times("bench_accelerate", "accelerated", "transformers", **in_place),
             "speed of the stock model",
             "bench_accelerate",
         ],
         [
             "`SentenceTransformer.encode`, MiniLM, fp32",
-            f"{_times('bench_accelerate', **encode, **stock, workload='sentences1000')} (1,000 sentences), "
-            f"{_times('bench_accelerate', **encode, **stock, workload='paragraphs1000')} (1,000 paragraphs)",
+            f"{sentences:.2f} × (1,000 sentences), {paragraphs:.2f} × (1,000 paragraphs)",
             "speed of stock sentence-transformers",
             "bench_accelerate",
         ],
-    ]  # fmt: skip
+    ]
     head = ["BERT-base, real tokens per second", "fastbert", "beside", "source"]
     return _table(head, [[*row[:3], f"`{row[3]}.json`"] for row in rows])
 

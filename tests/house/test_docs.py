@@ -1,0 +1,328 @@
+"""README and docs: every code block runs, every command and path exists, generated parts are current.
+
+A python block runs after the blocks above it on its page, in a folder with small models at `path/to/…`. One
+that cannot run everywhere has `<!-- not run: needs a GPU -->` above it and is compiled. A shell block is
+parsed, and each command in it is looked up: make targets, options of `fastbert`, scripts and their options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import re
+import shlex
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import fastbert
+
+ROOT = Path(__file__).resolve().parents[2]
+if not (ROOT / "docs").is_dir():
+    pytest.skip("no docs here", allow_module_level=True)
+
+GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOTES = [ROOT / "csrc/cpu/NOTES.md", ROOT / "kernels/NOTES.md", *sorted((ROOT / "docs/notes").glob("*.md"))]
+PAGES = [*GUIDES, *NOTES, ROOT / "CONTRIBUTING.md"]
+REASONS = ("needs a GPU", "needs the network", "takes minutes", "is a part of a file")
+LANGUAGES = ("python", "sh", "text")
+BLOCK = re.compile(
+    r"(?:<!-- not run: (?P<reason>.*?) -->\n)?^```(?P<language>.*)\n(?P<code>(?:.*\n)*?)```$", re.M
+)
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    reason: str | None
+    code: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [
+        Block(page, text[: m.start("code")].count("\n") + 1, m["language"], m["reason"], m["code"])
+        for m in BLOCK.finditer(text)
+    ]
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def make() -> Any:
+    """docs/make.py as a module."""
+    spec = importlib.util.spec_from_file_location("docs_make", ROOT / "docs" / "make.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- what is generated and what must be said ----
+
+
+def test_generated_parts_are_current(capsys):
+    assert make().main(["--check"]) == 0, f"run `python docs/make.py`: {capsys.readouterr().out}"
+
+
+def test_a_part_without_its_markers_is_an_error():
+    with pytest.raises(ValueError, match=r"expected <!-- rows: made by docs/make\.py -->"):
+        make().made("text", "rows", ["a line"])
+
+
+def test_a_stale_part_is_noticed(tmp_path, monkeypatch):
+    module = make()
+    stale = tmp_path / "README.md"
+    stale.write_text((ROOT / "README.md").read_text().replace("1,844", "9,999"))
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "PARTS", {"README.md": module.PARTS["README.md"]})
+    assert module.main(["--check"]) == 1
+    assert module.main([]) == 0
+    assert stale.read_text() == (ROOT / "README.md").read_text()
+
+
+def test_readme_is_short_and_in_order():
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") < 120
+    assert re.findall(r"^## (.*)$", text, re.M) == [
+        "What is proven",
+        "Install",
+        "Accelerate the model you have",
+        "Or import the model",
+        "Numbers",
+        "Guides",
+    ]
+
+
+def test_readme_claims_of_a_gpu_what_results_hold():
+    runs = [path for path in (ROOT / "bench" / "results").iterdir() if path.is_dir()]
+    on_a_gpu = [path.name for path in runs if not path.name.startswith("cpu-")]
+    said = (ROOT / "README.md").read_text().count("**nothing yet**")
+    assert said == (0 if on_a_gpu else 2), on_a_gpu
+
+
+@pytest.mark.parametrize("page", [p for p in NOTES if p.name != "README.md"], ids=name)
+def test_each_fact_names_the_code_that_obeys_it(page):
+    facts = re.findall(r"^\*\*(.*?)(?=^\*\*|^## |\Z)", page.read_text(), re.M | re.S)
+    assert facts
+    for fact in facts:
+        assert fact.count("*Obeyed by* ") == 1, fact.splitlines()[0]
+
+
+# ---- names on a page ----
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in link:
+            assert (page.parent / link).exists(), link
+
+
+PATH = re.compile(r"(?:fastbert|csrc|kernels|bench|tests|docs|examples)/[\w./-]*")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_paths_exist(page):
+    text = page.read_text()
+    words = [word for quoted in re.findall(r"`([^`\n]+)`", text) for word in quoted.split()]
+    words += [word for block in blocks_of(page) if block.language == "text" for word in block.code.split()]
+    for word in words:
+        word = word.strip(",;()")
+        if PATH.fullmatch(word):
+            assert (ROOT / word).exists(), word
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_dotted_names_exist(page):
+    for dotted in re.findall(r"`((?:fastbert)(?:\.\w+)+)", page.read_text()):
+        found: Any = fastbert
+        for part in dotted.split(".")[1:]:
+            if not hasattr(found, part):
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(f"{found.__name__}.{part}")
+            assert hasattr(found, part), dotted
+            found = getattr(found, part)
+
+
+# ---- python blocks ----
+
+
+WORDS = "a another bad boil cook good here how i in one pasta rates rise salted sentence should the water"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with `path/to/model` (BERT and its tokenizer) and `path/to/all-MiniLM-L6-v2`, both tiny."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
+    from tokenizers.models import WordLevel
+
+    root = tmp_path_factory.mktemp("docs")
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = {word: i for i, word in enumerate(special + WORDS.split())}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    sizes = dict(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=1000
+    )
+    torch.manual_seed(0)
+    model = transformers.BertModel(transformers.BertConfig(**sizes)).eval()
+    model.save_pretrained(root / "path/to/model")
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=64,
+        **dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True)),
+    ).save_pretrained(root / "path/to/model")
+    encoder = fastbert.AutoModel.from_pretrained(root / "path/to/model", add_pooling_layer=False)
+    fastbert.SentenceEncoder(encoder, tokenizer).save_pretrained(root / "path/to/all-MiniLM-L6-v2")
+    (root / "texts.txt").write_text("a sentence\nanother\n")
+    return root
+
+
+def names_of_a_page() -> dict[str, Any]:
+    """What a page may use without making it: a batch of three sequences."""
+    mask = torch.tensor([[1] * 9, [1] * 4 + [0] * 5, [1] * 6 + [0] * 3])
+    ids = torch.randint(5, 30, mask.shape).masked_fill(mask == 0, 0)
+    return {"__name__": "page", "input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 2, 1])}
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in GUIDES if any(b.language == "python" for b in blocks_of(p))], ids=name
+)
+def test_python_blocks_run(page, folder, tmp_path, monkeypatch):
+    (tmp_path / "path").symlink_to(folder / "path")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    names = names_of_a_page()
+    threads = torch.get_num_threads()
+    try:
+        for block in blocks_of(page):
+            if block.language == "python":
+                # so that a traceback names the line of the page
+                code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
+                if block.reason is None:
+                    with contextlib.redirect_stdout(io.StringIO()):
+                        exec(code, names)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_blocks_have_a_known_language_and_reason():
+    for page in PAGES:
+        fences = page.read_text().count("\n```")
+        assert fences == 2 * len(blocks_of(page)), page
+        for block in blocks_of(page):
+            assert block.language in LANGUAGES, f"{page}:{block.line}: {block.language!r}"
+            assert block.reason is None or block.reason in REASONS, f"{page}:{block.line}: {block.reason!r}"
+
+
+# ---- shell blocks ----
+
+
+def commands_of(page: Path) -> list[tuple[int, list[str]]]:
+    """(line, words) of each command in the page's shell blocks."""
+    found = []
+    for block in blocks_of(page):
+        if block.language == "sh":
+            for i, line in enumerate(block.code.splitlines()):
+                words = shlex.split(line, comments=True)
+                if words:
+                    found.append((block.line + i, words))
+    return found
+
+
+def targets() -> set[str]:
+    return set(re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split())
+
+
+def check_command(words: list[str], folder: Path) -> None:
+    """Fail with the reason where the command cannot be what this checkout has."""
+    while "=" in words[0]:  # variables before the command
+        words = words[1:]
+    program, rest = words[0].removeprefix(".venv/bin/"), words[1:]
+    if program == "make":
+        asked = [word for word in rest if "=" not in word]
+        assert set(asked) <= targets(), asked
+        makefile = (ROOT / "Makefile").read_text()
+        for variable in (word.partition("=")[0] for word in rest if "=" in word):
+            assert re.search(rf"^{variable}\s*\?=", makefile, re.M), variable
+    elif program == "pip":
+        assert rest[0] == "install"
+        extras = re.findall(r"\[(.*?)\]", " ".join(rest[1:]))
+        project = (ROOT / "pyproject.toml").read_text()
+        assert all(re.search(rf"^{extra} = \[", project, re.M) for extra in extras), extras
+    elif program == "fastbert":
+        from fastbert.cli.main import build_parser
+
+        try:
+            build_parser().parse_args(rest)
+        except (SystemExit, argparse.ArgumentError) as error:
+            raise AssertionError(f"{rest}: {error}") from error
+    elif program in ("python", "python3"):
+        script = ROOT / rest[0]
+        source = script.read_text() + "--inplace"  # setuptools' own
+        if script.parent == ROOT / "bench":  # a script may leave its options to another
+            source = "".join(path.read_text() for path in script.parent.glob("*.py"))
+        for option in (word.partition("=")[0] for word in rest[1:] if word.startswith("--")):
+            assert option in source, option
+    else:
+        assert program in ("mkdir", "git", "cd", "mkdocs"), f"unknown command {program!r}"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if commands_of(p)], ids=name)
+def test_commands_exist(page, folder):
+    for line, words in commands_of(page):
+        try:
+            check_command(words, folder)
+        except (AssertionError, OSError) as error:
+            raise AssertionError(f"{name(page)}:{line}: {' '.join(words)}: {error}") from error
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make nothing",
+        "make demo NOTHING=1",
+        'pip install ".[nothing]"',
+        "fastbert encode --nothing",
+        "python bench/nothing.py",
+        "python bench/bench_cpu.py --nothing-like-it",
+        "unknown",
+    ],
+)
+def test_a_command_that_does_not_exist_is_noticed(command, folder):
+    with pytest.raises((AssertionError, OSError, ValueError, fastbert_error())):
+        check_command(shlex.split(command), folder)
+
+
+def fastbert_error() -> type[Exception]:
+    from fastbert.cli.main import UsageError
+
+    return UsageError
+
+
+def test_the_encode_commands_of_the_pages_run(folder, monkeypatch):
+    """Those of embed-text.md, quantise.md and threads.md, in a folder that has the model and the texts."""
+    from fastbert.cli.main import main
+
+    monkeypatch.chdir(folder)
+    done = 0
+    for page in GUIDES:
+        for _, words in commands_of(page):
+            if words[:2] == ["fastbert", "encode"]:
+                assert main([*words[1:], "--overwrite"]) == 0, words
+                done += 1
+    assert done >= 3
