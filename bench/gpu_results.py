@@ -1,4 +1,4 @@
-"""What `make gpu` left in a folder, kept: in bench/results, kernels/tuned and the tables of docs/numbers.md."""
+"""What `make gpu` left in a folder, kept: bench/results, kernels/tuned and the tables of docs/numbers.md."""
 
 from __future__ import annotations
 
