@@ -525,7 +525,7 @@ def main(argv: list[str] | None = None) -> int:
         return tiny_cases()
     if args.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
-        from tests.support import triton_interpreter  # without it the interpreter computes bfloat16 wrong
+        from fastbert.testing import triton_interpreter  # without it the interpreter computes bfloat16 wrong
 
         triton_interpreter.choose()
         torch.set_num_threads(1)

@@ -373,7 +373,7 @@ def run(args: argparse.Namespace) -> int:
     tiny = args.device == "cpu"
     if tiny:
         os.environ["TRITON_INTERPRET"] = "1"
-        from tests.support import triton_interpreter  # without it the interpreter computes bfloat16 wrong
+        from fastbert.testing import triton_interpreter  # without it the interpreter computes bfloat16 wrong
 
         triton_interpreter.choose()
         torch.set_num_threads(1)

@@ -13,7 +13,8 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the working tree: `fastbert`, `tests`
 
-from tests.support import tiers, triton_interpreter
+from fastbert.testing import triton_interpreter
+from tests.support import tiers
 
 triton_interpreter.choose()  # before anything imports Triton
 # so that their asserts say as much as those of the test modules

@@ -20,7 +20,7 @@ from fastbert.backends import triton as backend
 from fastbert.graphs import model as graphs
 from fastbert.graphs import recorder as recorders
 from fastbert.runtime import dispatch
-from tests.support import triton_interpreter
+from fastbert.testing import triton_interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = [sys.executable, str(ROOT / "bench" / "gpu.py")]

@@ -9,8 +9,8 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
+from fastbert.testing import triton_interpreter
 from fastbert.testing.op_cases.attention import AttentionCase
-from tests.support import triton_interpreter
 from tests.support.triton_fixtures import DEVICE, DTYPES
 
 LOWEST = torch.finfo(torch.float32).min

@@ -15,8 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from fastbert.runtime import dispatch
-from fastbert.testing import proving
-from tests.support import triton_interpreter
+from fastbert.testing import proving, triton_interpreter
 
 DEVICE = triton_interpreter.device()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from fastbert import testing
 from fastbert.backends import reference
 from fastbert.ops.cross_entropy import cross_entropy
-from fastbert.testing import proving
+from fastbert.testing import proving, triton_interpreter
 from fastbert.testing.op_cases.cross_entropy import CASES
 from fastbert.testing.op_cases.linear_cross_entropy import LinearCrossEntropyCase
-from tests.support import triton_interpreter
 from tests.support.triton_fixtures import DEVICE, DTYPES, far, fuzz, needs_lazy_memory, set_backends
 
 kernels = pytest.importorskip(

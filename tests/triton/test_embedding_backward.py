@@ -12,10 +12,9 @@ from fastbert.backends import reference
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.embedding import embedding
 from fastbert.runtime import dispatch
-from fastbert.testing import proving
+from fastbert.testing import proving, triton_interpreter
 from fastbert.testing.op_cases.embedding import CASES, EmbeddingCase
 from tests.ops.test_embedding import check_few_tokens
-from tests.support import triton_interpreter
 from tests.support.triton_fixtures import (
     DEVICE,
     DTYPES,

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import triton_interpreter
-from tests.support.triton_interpreter import (
+from fastbert.testing import triton_interpreter
+from fastbert.testing.triton_interpreter import (
     SanitizerError,
     bits_to_float,
     float_to_bits,

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from fastbert import testing
 from fastbert.ops.pooling import MODES, pooling, pooling_ref
-from fastbert.testing import proving
+from fastbert.testing import proving, triton_interpreter
 from fastbert.testing.op_cases.pooling import CASES
-from tests.support import triton_interpreter
 from tests.support.triton_fixtures import DEVICE, DTYPES, far, fuzz, needs_lazy_memory, packed, set_backends
 
 kernels = pytest.importorskip(

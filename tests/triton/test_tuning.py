@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from tests.support import triton_interpreter
+from fastbert.testing import triton_interpreter
 
 pytest.importorskip("triton")
 
