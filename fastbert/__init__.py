@@ -26,7 +26,7 @@ import warnings
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from fastbert.runtime.version import VERSION as __version__
 
 # Public name -> module, and the name there behind a colon where it is another. Model classes are not listed:
 # the Auto classes are in models/auto.py, BERT's heads in models/heads, all others in their family's module.

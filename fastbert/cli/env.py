@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from fastbert.cli.bench import FOLDER
-from fastbert.cli.usage import VERSION
 from fastbert.runtime import native
+from fastbert.runtime.version import VERSION
 from fastbert.testing import serving, verdicts
 
 _PACKAGES = ("triton", "numpy", "tokenizers", "safetensors", "transformers", "sentence-transformers")

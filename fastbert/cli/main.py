@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
-from fastbert.cli.usage import DTYPES, INT8, VERSION, UsageError, say
+from fastbert.cli.usage import DTYPES, INT8, UsageError, say
 from fastbert.ops.pooling import MODES as POOLINGS
 from fastbert.runtime import dispatch
+from fastbert.runtime.version import VERSION
 
 
 class _Stopped(BaseException):

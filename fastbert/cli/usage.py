@@ -6,9 +6,6 @@ import sys
 
 import torch
 
-# Read where it is already loaded: an import of the package would go up
-VERSION: str = sys.modules["fastbert"].__version__
-
 INT8 = "int8"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -30,7 +30,6 @@ import os
 import secrets
 import socket
 import stat
-import sys
 import threading
 import time
 import warnings
@@ -41,6 +40,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from fastbert.runtime.version import VERSION
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # After so long the process behind a marker of another machine or container counts as gone.
@@ -92,7 +93,7 @@ def key_of(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> K
         "driver": driver,
         "torch": str(torch.__version__),
         "triton": _triton_version(),
-        "fastbert": sys.modules["fastbert"].__version__,
+        "fastbert": VERSION,
         "source": source_hash(op, backend, name),
     }
 
