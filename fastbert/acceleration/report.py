@@ -1,0 +1,174 @@
+"""`fastbert.explain`: which parts of a model run on our kernels, which do not, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from fastbert.acceleration import interface
+from fastbert.acceleration import layer as layers
+from fastbert.acceleration import model as models
+from fastbert.acceleration.classes import Accelerated
+from fastbert.acceleration.parts import OWN, encoders, other_models, own_models
+from fastbert.layers.encoder import EncoderLayer
+from fastbert.runtime.prepared import module_of
+from fastbert.testing.serving import Choice, choices
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One encoder layer: whether it runs fused now, why not, and how it ran since `accelerate`.
+
+    `int8`: whether it runs on 8-bit weights; `float_reason`: why not, where 8 bits were asked for and it runs
+    fused.
+    """
+
+    name: str
+    fused: bool
+    reason: str | None
+    fused_calls: int
+    stock_calls: int
+    int8: bool = False
+    float_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """One encoder: whether padding is taken out now, why not, and how it ran since `accelerate`.
+
+    Attributes:
+        kind: "family" of an encoder with layers that `accelerate` can fuse, "native" of fastbert's own,
+            "other" of any other: its reason says why it is not accelerated, or how often its attention
+            modules ran fused and, with the reasons, as stock. Calls are counted for "family" alone.
+    """
+
+    name: str
+    unpads: bool
+    reason: str | None
+    packed_calls: int
+    padded_calls: int
+    kind: str = "family"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `fastbert.explain(model)` found; `str` of it is a table, with `summary` above it.
+
+    Attributes:
+        models, layers: a report for each; fastbert's own layers have none.
+        fused_layers, total_layers: how many encoder layers run fused now, and how many there are.
+    """
+
+    models: list[ModelReport]
+    layers: list[LayerReport]
+    fused_layers: int
+    total_layers: int
+
+    @property
+    def summary(self) -> str:
+        """How many layers run fused and whether padding is taken out, in one line."""
+        said = []
+        shown = [m for m in self.models if m.kind != "other"]
+        if shown:
+            said.append(_fused(self.fused_layers, self.total_layers, [m.unpads for m in shown]))
+        if any(m.kind == "native" for m in shown):
+            said.append(OWN)
+        said += [m.reason.partition(" (calls")[0] for m in self.models if m.kind == "other"]
+        return "; ".join(said) or "nothing to accelerate"
+
+    def __str__(self) -> str:
+        lines = [self.summary]
+        for m in self.models:
+            if m.kind == "native":
+                lines.append(f"{m.name or 'model'}  {OWN}")
+                continue
+            how = "unpads" if m.unpads else f"padded: {m.reason}"
+            lines.append(
+                f"{m.name or 'model'}  {how}  (calls: {m.packed_calls} packed, {m.padded_calls} padded)"
+            )
+        for x in self.layers:
+            how = "fused" if x.fused else f"stock: {x.reason}"
+            if x.int8:
+                how += ", int8"
+            elif x.float_reason is not None:
+                how += f", not int8: {x.float_reason}"
+            lines.append(f"{x.name}  {how}  (calls: {x.fused_calls} fused, {x.stock_calls} stock)")
+        return "\n".join(lines)
+
+
+def _fused(fused: int, total: int, unpads: list[bool]) -> str:
+    """How many layers run fused, in words."""
+    words = f"{fused} of {total} encoder layers run fused"
+    if not fused:
+        return words
+    if all(unpads) or not any(unpads):
+        return f"{words}, padding {'taken out' if all(unpads) else 'left in'}"
+    return f"{words}, padding taken out in {sum(unpads)} of {len(unpads)} encoders"
+
+
+@overload
+def explain(target: str | torch.device = "cpu") -> list[Choice]: ...
+@overload
+def explain(target: object) -> Explanation: ...
+def explain(target: str | torch.device | object = "cpu") -> list[Choice] | Explanation:
+    """Which backend serves every op and dtype on a device; or which parts of a model run on our kernels.
+
+    Args:
+        target: a device: a row per op and dtype (see `fastbert.testing.serving.choices`). Or a model,
+            accelerated or not, or one of fastbert's own: what runs fused, and what does not and why.
+
+    Raises:
+        TypeError: `target` is neither a device nor a module, and has no module.
+    """
+    if isinstance(target, (str, torch.device)):
+        return choices(target)
+    return _explain_model(target)
+
+
+def _explain_model(model: Any) -> Explanation:
+    root = module_of(model)
+    reports, rows = [], []
+    for name, module, (_, kind), _ in encoders(root):
+        state = module.fastbert_state if isinstance(module, Accelerated) else None
+        if kind == "layer":
+            reason = "not accelerated" if state is None else layers.gap(module, layers.is_sharded(module))
+            counts = (0, 0) if state is None else (state.fused_calls, state.stock_calls)
+            asked = reason is None and state.options.int8
+            float_reason = layers.int8_gap(module) if asked else None
+            rows.append(
+                LayerReport(
+                    name, reason is None, reason, *counts, asked and float_reason is None, float_reason
+                )
+            )
+        else:
+            reason = "not accelerated" if state is None else models.gap(module)
+            counts = (0, 0) if state is None else (state.packed_calls, state.padded_calls)
+            reports.append(ModelReport(name, reason is None, reason, *counts))
+    for name, module in other_models(root):
+        reason = interface.allows(module)
+        if reason is None:
+            reason = _calls_of(module)
+        reports.append(ModelReport(name, False, f"{type(module).__name__}: {reason}", 0, 0, "other"))
+    fused, total = sum(row.fused for row in rows), len(rows)
+    for name, module in own_models(root):
+        reports.append(ModelReport(name, True, None, 0, 0, "native"))
+        own = sum(isinstance(child, EncoderLayer) for child in module.modules())
+        fused, total = fused + own, total + own
+    return Explanation(reports, rows, fused, total)
+
+
+def _calls_of(module: nn.Module) -> str:
+    """How the attention of a model of another family ran."""
+    sites = interface.sites(module).values()
+    if not sites:
+        return "not accelerated"
+    stock: dict[str, int] = {}
+    for site in sites:
+        for reason, calls in site.stock.items():
+            stock[reason] = stock.get(reason, 0) + calls
+    stock_calls = "".join(f", {calls} stock ({reason})" for reason, calls in stock.items())
+    cpu = ", which gains nothing on a CPU" if interface.on_cpu(module) else ""
+    return f"attention alone{cpu} (calls: {sum(site.fused for site in sites)} fused{stock_calls})"
