@@ -353,7 +353,7 @@ class GraphedModel:
         if weights.replaced():
             self._drop()
             return False
-        if not weights.changed() and all(starmap(prepared.current, self._derived.values())):
+        if not weights.changed() and all(starmap(prepared.is_current, self._derived.values())):
             return True
         prepared.clear(self.model)
         weights.accept()
@@ -372,7 +372,7 @@ class GraphedModel:
             if kind not in done:
                 done.add(kind)
                 self._recordings[bucket][1]()
-        return all(prepared.overwrite(*entry) for entry in self._derived.values())
+        return all(prepared.update_in_place(*entry) for entry in self._derived.values())
 
     def _record(self, bucket: Bucket) -> str | None:
         """Record the graph of a bucket, or say why it cannot be."""
@@ -386,7 +386,7 @@ class GraphedModel:
                 self._recordings.popitem(last=False)
         function = self._function(bucket)
         try:
-            with self._recorder.in_order(), prepared.used() as derived:
+            with self._recorder.in_order(), prepared.collect_used() as derived:
                 self._blank()
                 recording = self._recorder.record(function)
         except Exception as error:  # whatever cannot be captured, the model computes

@@ -40,7 +40,7 @@ class Weights:
 
     def accept(self) -> None:
         """What stands in the tensors now is what recordings and derived weights have."""
-        self.clears = prepared.clears()
+        self.clears = prepared.clear_count()
         self.versions = [t._version for t in self.tensors]
 
     def places(self) -> list[tuple[int, int]]:
@@ -60,7 +60,7 @@ class Weights:
 
     def changed(self) -> bool:
         """Whether elements may have changed in place."""
-        return prepared.clears() != self.clears or [t._version for t in self.tensors] != self.versions
+        return prepared.clear_count() != self.clears or [t._version for t in self.tensors] != self.versions
 
     def watched(self) -> str | None:
         """Why the model's code must run: someone hooks it, or a part of it is in training."""

@@ -1,7 +1,7 @@
-"""The compiled extension `fastbert._C`: loaded once, with the reason at hand where it cannot be.
+"""The compiled extension `fastbert._C`, loaded once; or the reason why it cannot be loaded.
 
-Importing it starts no CUDA and needs no driver. It finds PyTorch's own OpenMP pool, so that our kernels run
-on the threads that PyTorch's ops run on, `torch.get_num_threads()` of them (see csrc/cpu/parallel.h).
+Loading it starts no CUDA and needs no driver. It finds PyTorch's own OpenMP pool, so that our kernels run on
+the same `torch.get_num_threads()` threads as PyTorch's ops (see csrc/cpu/parallel.h).
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from types import ModuleType
 
 import torch
 
-# Where a tensor's storage begins. Unlike `data_ptr()` it does not ask for memory to write to, which would
-# take away the marks of prepared.py.
+# Where a tensor's storage begins. `data_ptr()` would ask PyTorch for memory to write to, and so remove the
+# marks of prepared.py; this does not.
 storage_address = getattr(torch._C, "_data_address", lambda t: t.untyped_storage().data_ptr())
 
 
 def address(t: torch.Tensor) -> int:
-    """Where a tensor's elements begin, for reading."""
+    """The address of a tensor's first element, for reading only."""
     return storage_address(t) + t.storage_offset() * t.itemsize
 
 
 def _runtime() -> dict[str, int]:
-    """Addresses of what csrc/cpu/parallel.h needs of the OpenMP runtime that PyTorch is linked to."""
+    """Addresses of the functions of PyTorch's OpenMP runtime that csrc/cpu/parallel.h needs."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     found = {"gomp_parallel": 0}
     with contextlib.suppress(OSError, AttributeError):
-        # loaded by torch already: this gives its handle, and looks through what it is linked to
+        # torch has loaded it: this returns its handle, and finds names in the libraries it is linked to too
         runtime = ctypes.CDLL(str(library))
         for name in ("GOMP_parallel", "GOMP_parallel_start", "GOMP_parallel_end", "omp_get_num_threads"):
             found[name.lower()] = ctypes.cast(getattr(runtime, name), ctypes.c_void_p).value or 0

@@ -1,37 +1,37 @@
 """Weights derived from parameters: the one cache.
 
-Parameters stay exactly HuggingFace's. What a kernel wants otherwise (Q, K and V concatenated, packed,
-folded, 8-bit) is derived here, built lazily where no gradient is needed, and dropped as soon as a source
-changes. A change is noticed by the next call, in three ways.
+Parameters stay exactly HuggingFace's. What a kernel wants otherwise (Q, K and V concatenated, panels, folded,
+8-bit) is derived here. It is built at its first use where no gradient is needed, and dropped as soon as a
+source changes. The next call notices a change in one of three ways.
 
-Key: identity, address and version counter of each source. It sees `load_state_dict`, an optimizer step,
-`.to()`, `copy_`, `parameter.data = other`.
+Key: identity, address and version counter of each source. They change with `load_state_dict`, an optimizer
+step, `.to()`, `copy_` and `parameter.data = other`.
 
 Mark: a write through `parameter.data` bypasses the version counter, but not the memory. PyTorch's storages
-can be copy-on-write. One that nobody shares loses that state, without a copy, as soon as PyTorch hands out
-its memory for writing: to an in-place op on whatever alias, even of one element, to `.numpy()`, to DLPack. So
-the state is a mark that says "not written since"; it is set before a value is built. `data_ptr()` and
-pickling take the mark away as well, which costs one needless build. Our launchers ask `_native.address`
-instead.
+can be copy-on-write. An unshared storage loses that state, without a copy, as soon as PyTorch hands out its
+memory for writing: to an in-place op on any alias, even of one element, to `.numpy()`, to DLPack. So the
+state is a mark that means "not written since"; it is set before a value is built. `data_ptr()` and pickling
+remove the mark too, which costs one needless build. Our launchers call `native.address` instead.
 
-Samples, on a CPU: memory may also be written behind PyTorch's back, by a NumPy array that was taken before
-the mark was set. So a cache line of each matrix is compared at each call. And some storages cannot have a
-mark: mapped files, in which transformers leaves checkpoints that it need not convert, shared memory, NumPy's
-memory. There a line of each vector is compared too, and an element of each row: of all rows in a matrix of up
-to 256, else of one row in 64, in turn. So a write over a whole tensor is noticed by the next call, one over a
-row of a large matrix by one of the next 64, and one over single elements perhaps never. After that, call
-`clear(module)` (`model.train()` and `model.eval()` do).
+Samples, on a CPU: memory may also be written without PyTorch, by a NumPy array that was taken before the mark
+was set. So one cache line of each matrix is compared at each call. And some storages cannot have a mark:
+mapped files (transformers leaves checkpoints there that it need not convert), shared memory, NumPy's memory.
+There, one line of each vector is compared too, and one element per row: of all rows in a matrix of up to 256,
+else of one row in 64, in turn. So the next call notices a write over a whole tensor, one of the next 64 calls
+a write over a row of a large matrix, and perhaps no call a write over single elements. After such a write
+call `clear(module)` (`model.train()` and `model.eval()` do).
 
 Cost, medians on two cores: a forward of 16 tokens through MiniLM (3.1 to 3.4 ms) takes 14 to 16 us more than
 with the key alone, from a mapped file 21. One of 128 tokens through BERT-base (84 ms) takes nothing more that
 could be measured, from a mapped file at most 0.7 ms. To read an element of every row at every call instead
 takes one core 138 us and 2 ms: each is a cache miss, which prefetching does not hide.
 
-The cache holds modules weakly and lives outside them: it is freed with the module and never copied, pickled
-or saved.
+The cache refers to modules weakly and lives outside them: an entry is freed with its module, and never
+copied, pickled or saved.
 
-A recorded CUDA graph (graphs.py) reads derived weights where they lay when it was recorded: `used` lists
-them, `current` says whether they still are right, `overwrite` brings new values to the old place.
+A recorded CUDA graph (graphs/model.py) reads derived weights at the addresses that they had when it was
+recorded. `collect_used` lists them, `is_current` says whether they are still right, and `update_in_place`
+copies new values to the old address.
 """
 
 from __future__ import annotations
@@ -50,14 +50,15 @@ from torch import Tensor, nn
 
 from fastbert.runtime.native import address, extension, storage_address
 
-_LINE = 64  # bytes
-_WHOLE = 256  # rows of a matrix without a mark that are compared at every call; of more, 1 / _TURNS
+_LINE = 64  # bytes of a cache line
+# A matrix without a mark: up to so many rows are all compared at every call, of more rows 1 / _TURNS
+_WHOLE = 256
 _TURNS = 64
 _version = attrgetter("_version")
 
 
 class _Entry(NamedTuple):
-    """A derived value, and what tells whether it still is right."""
+    """A derived value, and what tells whether it is still right."""
 
     value: object
     seal: _Seal
@@ -66,7 +67,8 @@ class _Entry(NamedTuple):
 _cache: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, _Entry]] = weakref.WeakKeyDictionary()
 _building: list[_Seal] = []  # of values that threads are building now
 _clears = 0
-_lock = threading.RLock()  # of all that writes the above; never held while something is built
+# Guards writes to the three above; never held while something is built
+_lock = threading.RLock()
 
 
 def _renew_lock() -> None:
@@ -80,7 +82,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Watch(threading.local):
-    """Where `used` collects what its thread asks for."""
+    """Where `collect_used` collects what its thread asks for."""
 
     entries: list[tuple[nn.Module, Hashable, object]] | None = None
 
@@ -99,35 +101,39 @@ _is_marked = getattr(torch._C, "_is_cow_tensor", _never_marked)
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of its own; DTensors and fake ones have not."""
+    """Whether a tensor has memory of its own; DTensors and fake tensors have none."""
     return type(tensor) in (nn.Parameter, Tensor) and tensor.layout is torch.strided
 
 
 def _mark(tensor: Tensor) -> bool:
-    """Set the mark of a tensor's storage; False where it cannot have one."""
+    """Set the mark of a tensor's storage; False if it cannot have one."""
     if not _is_plain(tensor):
         return False
     if not _is_marked(tensor):
         try:
             with torch.inference_mode(False), torch.no_grad():
-                torch._lazy_clone(tensor)  # the clone goes at once, the storage's state stays
+                # the clone is freed at once; the storage's state stays
+                torch._lazy_clone(tensor)
         except (AttributeError, RuntimeError):
             return False
     return _is_marked(tensor)
 
 
-def _places(tensors: Iterable[Tensor]) -> list[int]:
-    """Where tensors lie: the addresses of their storages, and the offsets in them."""
+def _addresses(tensors: Iterable[Tensor]) -> list[int]:
+    """The addresses of the tensors' storages, then the tensors' offsets in them."""
     return [*map(storage_address, tensors), *map(Tensor.storage_offset, tensors)]
 
 
-def _store(tensor: Tensor) -> int:
-    """Which storage a tensor lies in."""
+def _storage_id(tensor: Tensor) -> int:
+    """What identifies the storage of a tensor."""
     return tensor.untyped_storage()._cdata if _is_plain(tensor) else id(tensor)
 
 
-def _pieces(tensor: Tensor, marked: bool) -> list[tuple[int, int, int, int, int]]:
-    """(address, bytes to the next, how many, bytes of each, how many per call) to compare of a tensor."""
+def _samples_of(tensor: Tensor, marked: bool) -> list[tuple[int, int, int, int, int]]:
+    """What to compare of a tensor: series of pieces of memory.
+
+    Each is (address of the first piece, bytes to the next one, pieces, bytes per piece, pieces per call).
+    """
     if tensor.device.type != "cpu" or not _is_plain(tensor) or tensor.numel() == 0 or tensor.dim() > 2:
         return []
     if marked and tensor.dim() < 2:
@@ -146,38 +152,39 @@ def _pieces(tensor: Tensor, marked: bool) -> list[tuple[int, int, int, int, int]
 
 
 class _Seal:
-    """What tells whether some tensors still are what a value was built from.
+    """What tells whether the tensors that a value was built from have changed.
 
     Attributes:
-        ids, places, versions: of the tensors.
-        marked: for each, whether its storage has a mark.
-        by_mark, stores: the storages with a mark, and all of them.
-        samples: elements, compared with what they were; None: there are none to compare.
-        written: the samples were found to be others.
-        broken: someone else found one of the storages written while the value was being built.
+        ids, addresses, versions: of the tensors.
+        marked: for each tensor, whether its storage has a mark.
+        all_marked: whether all have one.
+        marked_storages, storages: ids of the storages with a mark, and of all.
+        samples: compares some elements with what they were; None if there are none to compare.
+        written: the samples were found to differ.
+        broken: another thread found one of the storages written while the value was being built.
     """
 
     def __init__(self, sources: tuple[Tensor, ...]):
         self.marked = tuple(map(_mark, sources))
-        self.whole = all(self.marked)
+        self.all_marked = all(self.marked)
         self.sources = tuple(map(weakref.ref, sources))
-        self.ids, self.places = list(map(id, sources)), _places(sources)
+        self.ids, self.addresses = list(map(id, sources)), _addresses(sources)
         self.versions = list(map(_version, sources))
-        stores = list(map(_store, sources))
-        self.stores, self.by_mark = set(stores), set(compress(stores, self.marked))
-        pieces = [p for t, marked in zip(sources, self.marked, strict=True) for p in _pieces(t, marked)]
+        storages = list(map(_storage_id, sources))
+        self.storages, self.marked_storages = set(storages), set(compress(storages, self.marked))
+        pieces = [p for t, marked in zip(sources, self.marked, strict=True) for p in _samples_of(t, marked)]
         self.samples = extension.Samples(pieces) if pieces and extension is not None else None
         self.written = self.broken = False
 
     def holds(self, sources: Iterable[Tensor]) -> bool:
-        """Whether `sources` are the tensors that the seal is of, where they were, and were not written.
+        """Whether `sources` are the seal's tensors, at their old addresses, and were not written.
 
-        Asked for each layer of each call: hence lists that C code walks, the cheapest first.
+        Asked for each layer of each call: so C code walks lists, and the cheapest comparison is first.
         """
         return (
             list(map(id, sources)) == self.ids
-            and all(map(_is_marked, sources if self.whole else compress(sources, self.marked)))
-            and _places(sources) == self.places
+            and all(map(_is_marked, sources if self.all_marked else compress(sources, self.marked)))
+            and _addresses(sources) == self.addresses
             and list(map(_version, sources)) == self.versions
             and not self._differ()
         )
@@ -197,22 +204,22 @@ def derived(
     """`build()`, remembered for `owner` under `name` until one of `sources` changes.
 
     Args:
-        owner: the module with whose life the derived weight ends.
-        name: what is derived; several may be kept for one owner.
-        sources: the parameters `build` reads.
+        owner: the module that the derived weight is freed with.
+        name: what is derived; one owner may have several.
+        sources: the parameters that `build` reads.
         build: makes the derived value; called under `torch.no_grad()`.
 
     Returns:
-        The value. Not remembered where a source has no version counter (inference tensors), nor where FSDP
-        gathers the owner's parameters before a call: it writes them past their version counters.
+        The value. It is not remembered if a source has no version counter (inference tensors), or if FSDP
+        gathers the owner's parameters before a call: FSDP writes them without changing the counters.
     """
     if is_gathered(owner):
         with torch.no_grad():
             return build()
     entries = _cache.get(owner)
     found = None if entries is None else entries.get(name)
-    # Whoever finds a write forgets all that it concerns before setting the marks again. So what is still
-    # there after the marks were looked at is right.
+    # A thread that finds a write forgets all entries it concerns before it sets the marks again. So an entry
+    # that is still there after its marks were read is right.
     if found is not None and found.seal.holds(sources) and entries.get(name) is found:
         value = found.value
     elif any(map(Tensor.is_inference, sources)):
@@ -232,12 +239,12 @@ def _build(
     sources: tuple[Tensor, ...],
     build: Callable[[], object],
 ) -> object:
-    """`build()`, remembered in place of `old`, which no longer holds."""
+    """`build()`, remembered in place of `old`, which is outdated."""
     with _lock:
         entries = _cache.setdefault(owner, {})
-        unmarked = {_store(s) for s in sources if not _is_marked(s)}
-        # Not where someone else has found the write already, and is building anew
-        written = old.seal.stores if old and old.seal.written and entries.get(name) is old else set()
+        unmarked = {_storage_id(s) for s in sources if not _is_marked(s)}
+        # Empty if another thread has already found the write, and is building anew
+        written = old.seal.storages if old and old.seal.written and entries.get(name) is old else set()
         _forget(unmarked, written)
         seal = _Seal(sources)
         _building.append(seal)
@@ -255,10 +262,10 @@ def _build(
 
 
 def _forget(unmarked: set[int], written: set[int]) -> None:
-    """Forget what relies on marks of storages that have none, and what was derived from written ones."""
+    """Forget entries that rely on the marks of `unmarked` storages, or are derived from `written` ones."""
 
     def concerns(seal: _Seal) -> bool:
-        return not (seal.by_mark.isdisjoint(unmarked) and seal.stores.isdisjoint(written))
+        return not (seal.marked_storages.isdisjoint(unmarked) and seal.storages.isdisjoint(written))
 
     for seal in _building:
         seal.broken |= concerns(seal)
@@ -269,12 +276,12 @@ def _forget(unmarked: set[int], written: set[int]) -> None:
 
 
 def is_gathered(module: nn.Module) -> bool:
-    """Whether FSDP, either one, manages the module's parameters; torch's own mark for torch.compile."""
+    """Whether FSDP (either version) manages the module's parameters: torch's own sign for torch.compile."""
     return "_is_fsdp_managed_module" in module.__dict__
 
 
 def module_of(model: Any) -> nn.Module:
-    """The module that a model, or a pipeline that has one, is.
+    """The module of a model: `model` itself, or the attribute `model` of a pipeline.
 
     Raises:
         TypeError: `model` is no module and has none.
@@ -286,16 +293,16 @@ def module_of(model: Any) -> nn.Module:
 
 
 def clear(model: Any) -> None:
-    """Forget everything derived from a model's weights; the next call makes it anew.
+    """Forget everything derived from a model's weights; the next call derives it anew.
 
-    To be called after weights were written in a way that no check sees, in eval: single elements through a
-    NumPy array or another library that shares the memory. Writes that PyTorch makes are noticed without it,
-    through `parameter.data` too, unless the weight lies in a mapped file, shared memory or memory of NumPy's;
-    there, writes over a whole tensor are. `model.train()` and `model.eval()` call it.
+    Call it in eval mode after weights were written in a way that no check sees: single elements, through a
+    NumPy array or another library that shares the memory. PyTorch's own writes are noticed without it, also
+    through `parameter.data`. If the weight lies in a mapped file, in shared memory or in NumPy's memory, only
+    writes over a whole tensor are sure to be noticed. `model.train()` and `model.eval()` call `clear`.
 
     Args:
         model: a model of this package, or what `fastbert.accelerate` takes: an nn.Module, or an object whose
-            `model` is one.
+            attribute `model` is one.
 
     Raises:
         TypeError: `model` is no module and has none.
@@ -308,23 +315,25 @@ def clear(model: Any) -> None:
             _cache.pop(child, None)
             for tensor in (*child._parameters.values(), *child._buffers.values()):
                 if tensor is not None and _is_plain(tensor) and _is_marked(tensor):
-                    tensor.data_ptr()  # takes the mark away: who trains has plain storages
+                    tensor.data_ptr()  # removes the mark: training gets plain storages
 
 
-def held(module: nn.Module) -> list[Hashable]:
-    """Names of what is now remembered for `module` and its children."""
+def remembered(module: nn.Module) -> list[Hashable]:
+    """Names of the derived weights now remembered for `module` and its children."""
     return [name for child in module.modules() for name in _cache.get(child, {})]
 
 
-def clears() -> int:
-    """How often `clear` was called, for whichever module: while it stands, so do all derived weights whose
-    sources have not changed."""
+def clear_count() -> int:
+    """How often `clear` was called, for any module.
+
+    While the count is the same, derived weights whose sources have not changed are still remembered.
+    """
     return _clears
 
 
 @contextlib.contextmanager
-def used() -> Iterator[list[tuple[nn.Module, Hashable, object]]]:
-    """A list that fills with (owner, name, value) of the derived weights that this thread asks for."""
+def collect_used() -> Iterator[list[tuple[nn.Module, Hashable, object]]]:
+    """Collect (owner, name, value) of each derived weight that this thread asks for within the block."""
     before, _watch.entries = _watch.entries, []
     try:
         yield _watch.entries
@@ -334,8 +343,8 @@ def used() -> Iterator[list[tuple[nn.Module, Hashable, object]]]:
             before += mine
 
 
-def current(owner: nn.Module, name: Hashable, value: object) -> bool:
-    """Whether `value` is what is remembered under `name`, and its sources' memory was not written since.
+def is_current(owner: nn.Module, name: Hashable, value: object) -> bool:
+    """Whether `value` is remembered under `name`, and the memory of its sources was not written since.
 
     Never waits for a device: the marks are on the host.
     """
@@ -346,9 +355,15 @@ def current(owner: nn.Module, name: Hashable, value: object) -> bool:
     return found.seal.holds(sources)
 
 
-def overwrite(owner: nn.Module, name: Hashable, value: object) -> bool:
-    """Bring the elements of what is now remembered under `name` into `value`, a tensor or a tuple of them
-    that was made earlier, and remember `value` instead; False where nothing of its form is remembered.
+def update_in_place(owner: nn.Module, name: Hashable, value: object) -> bool:
+    """Copy what is now remembered under `name` into `value`, and remember `value` in its place.
+
+    Args:
+        owner, name: as in `derived`.
+        value: what was remembered before: a tensor, or a tuple that may hold tensors.
+
+    Returns:
+        False if nothing, or something of other shapes, dtypes or devices, is remembered under `name`.
     """
     found = _cache.get(owner, {}).get(name)
     if found is None or found.value is value:

@@ -84,7 +84,7 @@ def test_restore_gives_the_stock_model_back(name):
     with torch.no_grad():
         fast(**inputs)
         assert fastbert.restore(fast) is fast
-        assert prepared.held(fast) == []
+        assert prepared.remembered(fast) == []
         for (path, a), (_, b) in zip(fast.named_modules(), slow.named_modules(), strict=True):
             assert type(a) is type(b), path
             assert vars(a).keys() == vars(b).keys(), path

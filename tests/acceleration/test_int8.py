@@ -211,7 +211,7 @@ def test_a_layer_is_one_call_and_its_panels_alone_are_kept(fresh_dispatch, monke
     fast = int8()
     last(fast)
     assert len(ran) == LAYERS
-    assert [name[:2] for name in prepared.held(fast)] == [("layer", "linear_int8")] * LAYERS
+    assert [name[:2] for name in prepared.remembered(fast)] == [("layer", "linear_int8")] * LAYERS
     tensors = [t for t in ran[0][2] if isinstance(t, torch.Tensor)]
     integers = sum(t.numel() * t.element_size() for t in tensors if not t.is_floating_point())
     weights = sum(m.weight.numel() for m in fast.encoder.layer[0].modules() if type(m) is nn.Linear)
@@ -305,11 +305,11 @@ def test_restore_is_bit_for_bit(name):
         assert fastbert.accelerate(model, dtype="int8") is model
         for after in (snapshot(model), model(**inputs) and snapshot(model)):
             assert after == before
-        assert prepared.held(model)
+        assert prepared.remembered(model)
         assert list(model.state_dict()) == list(state)
         assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
         assert fastbert.restore(model) is model
-        assert prepared.held(model) == []
+        assert prepared.remembered(model) == []
         assert torch.equal(model(**inputs).logits, expected)
     assert snapshot(model) == before
     assert not any("fastbert_state" in vars(m) for m in model.modules())
@@ -351,14 +351,14 @@ def test_the_next_call_turns_it_off_and_on():
         assert fastbert.accelerate(fast, dtype=dtype) is fast
         assert runs(fast) == [dtype == "int8"] * LAYERS
         seen.append(last(fast))
-        kinds = {name[1] for name in prepared.held(fast) if name[0] == "layer"}
+        kinds = {name[1] for name in prepared.remembered(fast) if name[0] == "layer"}
         assert kinds == {"linear_int8" if dtype == "int8" else "linear"}, "what no longer serves is kept"
     assert all(torch.equal(y, floats) for y in seen[::2])
     assert all(torch.equal(y, last(native(slow))) for y in seen[1::2])
     # the same options again keep what was derived
-    held = prepared.held(fast)
+    held = prepared.remembered(fast)
     fastbert.accelerate(fast, dtype="int8")
-    assert prepared.held(fast) == held
+    assert prepared.remembered(fast) == held
 
 
 def test_explain_says_int8():
@@ -626,7 +626,7 @@ def test_another_activation():
     kept = first_kept("bert")["attention_mask"].bool()
     close(last(fast)[kept], last(slow)[kept])
     last(fast)
-    assert not any(name[:2] == ("layer", "linear_int8") for name in prepared.held(fast))
+    assert not any(name[:2] == ("layer", "linear_int8") for name in prepared.remembered(fast))
 
 
 def test_other_architectures_stay_in_floating_point():

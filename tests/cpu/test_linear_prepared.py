@@ -79,7 +79,7 @@ def test_made_once_per_weight_and_without_any_effect_on_the_result(module, made,
     with torch.no_grad():
         packed = [layers.apply_linear(module, x, "gelu") for x in inputs for _ in range(2)]
         assert made == [((70, 24), dtype)]
-        assert prepared.held(module) == held(dtype)
+        assert prepared.remembered(module) == held(dtype)
         monkeypatch.setattr(layers, "packed_weight", lambda module, x: None)
         plain = [layers.apply_linear(module, x, "gelu") for x in inputs for _ in range(2)]
     for a, b in zip(packed, plain, strict=True):
@@ -91,7 +91,7 @@ def test_every_linear_layer_of_a_model_has_one(made):
     first = hidden(model)
     shapes = [tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear)]
     assert sorted(shape for shape, _ in made) == sorted(shapes)
-    kept = [name for name in prepared.held(model) if name[0] != "layer"]  # that refers to the same
+    kept = [name for name in prepared.remembered(model) if name[0] != "layer"]  # that refers to the same
     assert kept == held(*[FLOAT] * len(shapes))
     count = len(made)
     assert_same_bits(hidden(model), first)
@@ -103,11 +103,11 @@ def test_a_model_gives_the_same_bits_with_and_without(monkeypatch, autocast):
     model = of_bert()
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
         packed = hidden(model)
-        assert prepared.held(model)
+        assert prepared.remembered(model)
         prepared.clear(model)
         monkeypatch.setattr(layers, "packed_weight", lambda *_, **__: None)
         assert_same_bits(hidden(model), packed)
-    assert {name[0] for name in prepared.held(model)} <= {"layer"}  # which says that it cannot be fused
+    assert {name[0] for name in prepared.remembered(model)} <= {"layer"}  # which says that it cannot be fused
 
 
 def test_one_per_dtype_under_autocast(module, made):
@@ -118,7 +118,7 @@ def test_one_per_dtype_under_autocast(module, made):
                 y = layers.apply_linear(module, x)
                 assert_same_bits(y, layers.linear(x, module.weight, module.bias))
     assert [dtype for _, dtype in made] == [FLOAT, BF16, FP16]
-    assert prepared.held(module) == held(FLOAT, BF16, FP16)
+    assert prepared.remembered(module) == held(FLOAT, BF16, FP16)
 
 
 def test_float64_is_left_alone(module, made):
@@ -128,7 +128,7 @@ def test_float64_is_left_alone(module, made):
         with torch.no_grad(), torch.autocast("cpu", dtype, enabled=dtype is not None):
             assert layers.apply_linear(module, x).dtype == torch.float64
     assert made == []
-    assert prepared.held(module) == []
+    assert prepared.remembered(module) == []
 
 
 def test_not_for_another_backend(module, made):
@@ -150,7 +150,7 @@ def test_never_in_training_mode(made):
     model(**inputs).last_hidden_state.sum().backward()
     hidden(model)
     assert made == []
-    assert prepared.held(model) == []
+    assert prepared.remembered(model) == []
 
 
 def test_not_under_torch_compile(module, made):
@@ -160,7 +160,7 @@ def test_not_under_torch_compile(module, made):
     with torch.no_grad():
         y = compiled(x)
         assert made == []
-        assert prepared.held(module) == []
+        assert prepared.remembered(module) == []
         assert_same_bits(y, layers.apply_linear(module, x, "gelu"))
         assert made
 
@@ -171,7 +171,7 @@ def test_not_for_many_rows(module, made):
         for shape in ((many, 24), (2, many // 2, 24), (many + 1, 24), (1, many, 24)):
             layers.apply_linear(module, randn(*shape))
             assert made == []
-            assert prepared.held(module) == []
+            assert prepared.remembered(module) == []
         layers.apply_linear(module, randn(many - 1, 24))
         assert len(made) == 1
 
@@ -212,7 +212,7 @@ def test_a_changed_weight_is_packed_anew_and_the_old_one_dropped(module, made, c
         assert not torch.equal(after, before)
         assert_same_bits(after, layers.linear(x, module.weight, module.bias))
         assert len(made) == 2
-        assert prepared.held(module) == held(FLOAT)
+        assert prepared.remembered(module) == held(FLOAT)
         gc.collect()
         assert old() is None, "the old copy is still held"
 
@@ -230,10 +230,10 @@ def test_train_and_eval_drop_them():
     model = of_bert()
     for mode in (True, False):
         hidden(model)
-        assert prepared.held(model)
+        assert prepared.remembered(model)
         packed = weakref.ref(prepared._cache[model.layers()[0].output.dense][("packed", FLOAT)][1])
         model.train(mode)
-        assert prepared.held(model) == []
+        assert prepared.remembered(model) == []
         gc.collect()
         assert packed() is None
         model.eval()
@@ -291,8 +291,8 @@ def test_never_copied_pickled_or_saved(module):
         layers.apply_linear(module, randn(40, 24))
     assert set(module.state_dict()) == state
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert prepared.held(twin) == []
-    assert prepared.held(module) == held(FLOAT)
+        assert prepared.remembered(twin) == []
+    assert prepared.remembered(module) == held(FLOAT)
 
 
 def test_inference_mode(module, made):
@@ -312,4 +312,4 @@ def test_inference_mode(module, made):
             y = layers.apply_linear(twin, x.detach())
         assert_same_bits(y, layers.linear(x.detach(), twin.weight, twin.bias))
     assert len(made) == 3
-    assert prepared.held(twin) == []
+    assert prepared.remembered(twin) == []

@@ -141,7 +141,7 @@ FAULTS = (
     _fault(
         "versions not looked at", "[t._version for t in self.tensors] != self.versions", "False", _WEIGHTS
     ),
-    _fault("cleared derived weights not looked at", "prepared.clears() != self.clears or", "", _WEIGHTS),
+    _fault("cleared derived weights not looked at", "prepared.clear_count() != self.clears or", "", _WEIGHTS),
     _fault("derived weights kept", "        prepared.clear(self.model)\n        weights", "        weights"),
     _fault(
         "one kind of recording alone derives",
@@ -150,7 +150,7 @@ FAULTS = (
     ),
     _fault(
         "derived weights not overwritten",
-        "return all(prepared.overwrite(*entry) for entry in self._derived.values())",
+        "return all(prepared.update_in_place(*entry) for entry in self._derived.values())",
         "return True",
     ),
     _fault("failed overwriting goes on", "        if not current:\n            self._drop()\n", ""),

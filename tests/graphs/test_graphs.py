@@ -71,7 +71,7 @@ class GraphLike(EagerRecorder):
             for name, p in m._parameters.items()
             if p is not None
         ]
-        with prepared.used() as entries:
+        with prepared.collect_used() as entries:
             outputs = function()
         derived = {(id(owner), name): value for owner, name, value in entries}
 
@@ -800,10 +800,10 @@ def test_whether_weights_were_written_is_asked_of_the_host_alone(monkeypatch):
     assert g.graphed._derived
     with Refuse():
         assert g.graphed._settle()
-        assert all(prepared.current(*entry) for entry in g.graphed._derived.values())
+        assert all(prepared.is_current(*entry) for entry in g.graphed._derived.values())
     by_row(g.model)
     with Refuse():
-        assert not all(prepared.current(*entry) for entry in g.graphed._derived.values())
+        assert not all(prepared.is_current(*entry) for entry in g.graphed._derived.values())
     g.check(**batch("bert"))
     assert g.recorded == 1
 
@@ -826,7 +826,7 @@ def test_overwritten_weights_are_the_ones_remembered():
     make = functools.partial(
         prepared.derived, module, "twice", (module.weight,), lambda: (module.weight * 2, None)
     )
-    with prepared.used() as entries:
+    with prepared.collect_used() as entries:
         old = make()
     [(owner, _, value)] = entries
     assert owner is module
@@ -834,11 +834,11 @@ def test_overwritten_weights_are_the_ones_remembered():
     module.weight.add_(1)
     new = make()
     assert new is not old
-    assert prepared.overwrite(module, "twice", old)
+    assert prepared.update_in_place(module, "twice", old)
     assert make() is old
     assert torch.equal(old[0], module.weight * 2)
     prepared.clear(module)
-    assert not prepared.overwrite(module, "twice", old)
+    assert not prepared.update_in_place(module, "twice", old)
 
 
 def test_every_kind_of_recording_has_its_derived_weights(monkeypatch):

@@ -226,9 +226,9 @@ def test_freed_with_the_model():
     model = of("bert")
     with torch.no_grad():
         model(**batch("bert"))
-    assert any(name[0] == "layer" for name in prepared.held(model))
+    assert any(name[0] == "layer" for name in prepared.remembered(model))
     model.eval()
-    assert prepared.held(model) == []
+    assert prepared.remembered(model) == []
 
 
 def test_one_scratch_serves_layers_of_any_size_and_dtype(monkeypatch):
@@ -242,7 +242,7 @@ def test_one_scratch_serves_layers_of_any_size_and_dtype(monkeypatch):
             with fused_calls() as seen:
                 out = layer(x, sequences)[0]
             assert seen == [40]
-            assert not prepared.held(layer)
+            assert not prepared.remembered(layer)
             assert len(scratch) == 2  # packed weights, and where the layer works
             sizes.append(scratch[0].data_ptr())
             with op_by_op():
@@ -365,7 +365,7 @@ def test_for_many_rows_nothing_is_kept_and_blocks_share_what_is_packed(monkeypat
             with fused_calls() as seen:
                 out = layer(x, sequences)[0]
             if rows and not int8:
-                assert bool(prepared.held(layer)) == (rows < linear_layers.MANY_ROWS)
+                assert bool(prepared.remembered(layer)) == (rows < linear_layers.MANY_ROWS)
             with op_by_op():
                 assert torch.equal(layer(x, sequences)[0], out)
         assert seen == calls

@@ -578,7 +578,7 @@ def test_query_key_and_value_without_a_bias(bert, missing):
 def test_derived_weights_follow_the_integers(bert, change):
     bert.quantize()
     hidden(bert)
-    assert ("int8", True) in prepared.held(bert)
+    assert ("int8", True) in prepared.remembered(bert)
     other = ours("bert", hidden_act="gelu")
     with torch.no_grad():
         for parameter in other.parameters():

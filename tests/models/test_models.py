@@ -438,7 +438,7 @@ def test_derived_weights_follow_their_parameters(change):
     inputs = batch("bert")
     with torch.no_grad():
         before = model(**inputs).last_hidden_state
-    assert prepared.held(model), "the concatenated QKV weight is kept in eval"
+    assert prepared.remembered(model), "the concatenated QKV weight is kept in eval"
     other = ours(hf_model("bert", seed=9))
     query = model.layers()[0].attention.self.query
     with torch.no_grad():
@@ -614,13 +614,13 @@ def test_many_lengths_leave_nothing_behind():
                 model(ids[:, :n], torch.arange(n)[None] < torch.tensor([[n], [max(1, n - 3)]]))
 
     run(range(1, 33))
-    kept = len(dispatch._resolved), len(prepared.held(model))
+    kept = len(dispatch._resolved), len(prepared.remembered(model))
     gc.collect()
     tensors = sum(type(o) is torch.Tensor for o in gc.get_objects())
     run(range(1, 33))
     run(range(32, 0, -1))
     gc.collect()
-    assert (len(dispatch._resolved), len(prepared.held(model))) == kept
+    assert (len(dispatch._resolved), len(prepared.remembered(model))) == kept
     assert sum(type(o) is torch.Tensor for o in gc.get_objects()) <= tensors
 
 

@@ -133,4 +133,4 @@ def test_no_weight_is_kept_packed_for_blocks(rows):
     net = model()
     net(ids, mask)
     assert len(rows) > 2
-    assert not prepared.held(net.encoder)
+    assert not prepared.remembered(net.encoder)

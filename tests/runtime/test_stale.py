@@ -333,7 +333,7 @@ def test_a_build_that_fails_leaves_nothing():
     with pytest.raises(ZeroDivisionError):
         prepared.derived(owner, "a", (weight,), lambda: 1 / 0)
     assert not prepared._building
-    assert prepared.held(owner) == []
+    assert prepared.remembered(owner) == []
 
 
 def swapped(model):
@@ -393,10 +393,10 @@ def test_clear_takes_what_accelerate_takes():
     model = accelerated()
     run(model)
     weight = dense(model).weight
-    assert prepared.held(model)
+    assert prepared.remembered(model)
     assert prepared._is_marked(weight)
     fastbert.clear(type("Pipeline", (), {"model": model})())
-    assert prepared.held(model) == []
+    assert prepared.remembered(model) == []
     assert not prepared._is_marked(weight)
     with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module or a pipeline, got int"):
         fastbert.clear(3)
