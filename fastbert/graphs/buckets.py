@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _SMALLEST = 32  # smallest default bucket
-_ROOM = 8  # sequences that each bucket holds, and tokens for each further one
+_ROOM = 8  # fewest sequences that a bucket holds; also tokens per sequence
 
 
 @dataclass(frozen=True)
@@ -14,9 +14,10 @@ class Bucket:
     """What one graph serves.
 
     Attributes:
-        tokens: of a batch, at most.
-        first_token_only, pooled: what it computes: one row a sequence; the pooler's output.
-        pins: the backends that `use_backend` pinned.
+        tokens: the most tokens of a batch.
+        first_token_only: whether it returns one row per sequence.
+        pooled: whether it computes the pooler's output.
+        pins: (op, backend) pairs that `use_backend` had pinned.
     """
 
     tokens: int
@@ -26,7 +27,7 @@ class Bucket:
 
 
 def token_buckets(max_tokens: int) -> tuple[int, ...]:
-    """The default buckets of tokens: 32, and from there four to a doubling, the last one `max_tokens`."""
+    """The default buckets, in tokens: 32, then four per doubling; the last one is `max_tokens`."""
     sizes, size = [], _SMALLEST
     while size < max_tokens:
         sizes += [size * quarters // 4 for quarters in (4, 5, 6, 7)]
@@ -35,7 +36,8 @@ def token_buckets(max_tokens: int) -> tuple[int, ...]:
 
 
 def sequence_rooms(buckets: Sequence[int], max_batch: int) -> tuple[int, ...]:
-    """How many sequences each bucket of tokens holds: one for 8 tokens and at least 8, but no more than
-    `max_batch`, for which the last one has room whatever its size.
+    """How many sequences each bucket holds: one per 8 tokens, at least 8 and at most `max_batch`.
+
+    The last bucket holds `max_batch` sequences, whatever its size.
     """
     return (*(min(max_batch, max(_ROOM, size // _ROOM)) for size in buckets[:-1]), max_batch)

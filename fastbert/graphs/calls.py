@@ -16,15 +16,22 @@ if TYPE_CHECKING:
     from fastbert.models.bert import BertModel
     from fastbert.models.config import EncoderConfig
 
-# What a recorded forward knows of the arguments of `BertModel.forward`; with any other, the model itself runs
+# Arguments of `BertModel.forward` that a graph can serve; with any other, the model itself runs
 _RECORDED = frozenset(
-    ("input_ids", "attention_mask", "token_type_ids", "position_ids", "return_dict", "first_token_only",
-     "packed")
-)  # fmt: skip
+    (
+        "input_ids",
+        "attention_mask",
+        "token_type_ids",
+        "position_ids",
+        "return_dict",
+        "first_token_only",
+        "packed",
+    )
+)
 
 
 def unfit(model: BertModel) -> str | None:
-    """Why no graph can serve now, whatever the arguments."""
+    """Why no graph can serve now, whatever the arguments; None if one can."""
     if model.training:
         return "the model is in training mode"
     if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
@@ -42,7 +49,7 @@ def unfit(model: BertModel) -> str | None:
 
 
 def unfit_arguments(config: EncoderConfig, given: dict[str, Any]) -> str | None:
-    """Why no graph can serve these arguments."""
+    """Why no graph can serve these arguments of `BertModel.forward`; None if one can."""
     ids, mask = given.get("input_ids"), given.get("attention_mask")
     for name in ("output_attentions", "output_hidden_states"):
         if given.get(name) or (given.get(name) is None and getattr(config, name)):
@@ -52,19 +59,19 @@ def unfit_arguments(config: EncoderConfig, given: dict[str, Any]) -> str | None:
             return f"{name} is given"
     if isinstance(mask, Tensor) and mask.dim() == 4:
         return "attention_mask has four dimensions"
-    # with position_ids of the caller's a sequence may be longer than a graph reckons with
+    # with position_ids given, a sequence may be longer than graphs are recorded for
     if isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] > config.max_tokens:
         return f"input_ids are more than {config.max_tokens} a sequence"
     return None
 
 
 def by_grid(model: BertModel) -> str | None:
-    """Why the model's attention would cost what a bucket has room for, not what it holds; else None."""
-    if model.device.type != "cuda":  # a CPU's reads the lengths
+    """Why the cost of attention would follow a bucket's room, not the tokens in it; None if it would not."""
+    if model.device.type != "cuda":  # attention on a CPU reads the lengths
         return None
-    name, _ = dispatch._serving("attention_fwd", model.device, model.dtype)
+    name = dispatch.serving_backend("attention_fwd", model.device, model.dtype)
     if name == "triton":
-        from fastbert.kernels.attention import MAX_HEADDIM  # not with `fastbert`: it imports Triton
+        from fastbert.kernels.attention import MAX_HEADDIM  # imports Triton
 
         if model.config.head_dim <= MAX_HEADDIM:
             return None

@@ -1,41 +1,41 @@
-"""CUDA-graph replay for inference: a whole forward enqueued by one call.
+"""CUDA-graph replay for inference: one call enqueues a whole forward.
 
     graphed = fastbert.graph(model, max_tokens=8192, max_batch=64)
     with torch.inference_mode():
         output = graphed(input_ids, attention_mask)  # takes and returns what the model does
 
-Tokens are packed before the recorded part begins, so that a graph is bound to no lengths: one serves every
-batch, of whatever mix of lengths, whose number of tokens fits its `Bucket`. Rows from the last token to the
-bucket's end hold token 0; `cu_seqlens` of the sequences that are not there repeat the number of tokens. By
-the contracts of packing.py and ops/attention.py nothing reads those rows and nothing returns from them.
+Tokens are packed before the recorded part begins, so a graph does not depend on lengths: it serves every
+batch whose number of tokens fits its `Bucket`, whatever the lengths. Rows after the last token hold token 0.
+Absent sequences are empty: their entries of `cu_seqlens` repeat the number of tokens. By the contracts of
+ops/packing.py and ops/attention.py nothing reads those rows, and they change no result.
 
-Four buckets to a doubling: from 32 tokens on at most a fifth of the rows is padding. Two sizes follow from
-the tokens:
-    sequences  one for 8 tokens, at least 8, at most `max_batch` (`sequence_rooms`); a batch of more and
-               shorter ones goes to the next bucket that holds them. A sequence that is not there costs the
-               attention one program a head, which returns at once. Where there is room for more than 64,
-               tiles start in the batch's order instead of the longest first: a `max_batch` of 64 avoids that.
-               The pooler has a row for each and so, with `first_token_only`, has most of the last layer.
-    longest    as many tokens as the bucket or the model's positions allow. The attention kernel's grid is of
-               tokens and sequences, but its tiles are those chosen for this length: higher than short
-               sequences need. MPNet's bias has longest² elements a head, made once a replay.
-Attention on a dense grid, as all but the kernel has it on a GPU, would compute sequences x longest² scores.
-Where it serves, nothing is recorded.
+There are four buckets per doubling of the tokens: from 32 tokens on, at most a fifth of the rows is padding.
+Two sizes follow from a bucket's tokens:
+    sequences  one per 8 tokens, at least 8, at most `max_batch` (`sequence_rooms`). A batch of more, shorter
+               sequences uses the next bucket that holds them. An absent sequence costs the attention one
+               program per head, which returns at once. With room for more than 64 sequences, tiles start in
+               the batch's order instead of the longest first; a `max_batch` of 64 avoids that. The pooler
+               has one row per sequence, and with `first_token_only` so has most of the last layer.
+    longest    as many tokens as the bucket or the model's positions allow. The attention kernel's grid is
+               over tokens and sequences, but its tiles are chosen for this length: higher than short
+               sequences need. MPNet's bias has longest² elements per head and is made once per replay.
+On a GPU, every backend of attention but the Triton kernel has a dense grid, and would compute sequences x
+longest² scores. Where one of those serves, nothing is recorded.
 
-At most `max_graphs` are kept; the one that was used longest ago gives way.
+At most `max_graphs` are kept; a new one replaces the least recently used.
 
-Memory: all graphs share one pool. Of what lies between input and output it holds as much as the largest graph
-needs, of outputs one for each graph; `GraphedModel.bytes_held` is what it holds now.
+Memory: all graphs share one pool. It holds one set of intermediate results, as large as the largest graph
+needs, and one set of outputs per graph. `GraphedModel.bytes_held` is what it holds now.
 
-Weights: a graph reads the model's parameters where they are, so that an optimizer step, `copy_` or
-`load_state_dict` hold for the next call; weights derived from them (prepared.py) are then made anew, in
-place. So they are after a write through `parameter.data`: marks of the storages, which are on the host, tell
-of it without waiting for the device. A parameter or module that was replaced (`.to()`,
-`load_state_dict(assign=True)`, LoRA) is noticed, and everything recorded anew. Not noticed are changes of
-other things that were read while recording: attributes of modules such as `eps`, settings of PyTorch. After
-those, call `GraphedModel.clear`.
+Weights: a graph reads the model's parameters at their addresses. So the next call sees an optimizer step,
+`copy_` or `load_state_dict`, and weights derived from them (runtime/prepared.py) are derived again, in place.
+The same holds after a write through `parameter.data`: marks of the storages, which are on the host, show it
+without waiting for the device. If a parameter or module was replaced (`.to()`,
+`load_state_dict(assign=True)`, LoRA), everything is recorded again. Changes of anything else that was read
+while recording are not noticed: attributes of modules such as `eps`, settings of PyTorch. After those, call
+`GraphedModel.clear`.
 
-What a graph cannot do, the model does itself, with the same result: `GraphedModel.last_fallback` says why.
+What a graph cannot do, the model does itself, with the same result; `GraphedModel.last_fallback` says why.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from fastbert.models.inputs import Inputs, check_inputs
 from fastbert.models.outputs import BaseModelOutputWithPooling
 from fastbert.runtime import dispatch, prepared
 
-_TRIES = 3  # replays of one call while its weights change under it
+_TRIES = 3  # replays of one call, while another thread changes the weights
 
 
 def graph(
@@ -78,17 +78,20 @@ def graph(
     max_graphs: int = 64,
     recorder: Callable[[torch.device], Recorder | None] = recorder_for,
 ) -> GraphedModel:
-    """The model with its inference forward replayed from CUDA graphs, which are recorded as they are needed.
+    """The model, with its inference forward replayed from CUDA graphs that are recorded when first needed.
 
     Args:
         model: an encoder (of a model with a head: `model.base_model`). Shared, not copied.
-        max_tokens: kept tokens of a batch, at most; larger batches are computed by the model itself.
-        max_batch: sequences of a batch, at most; likewise. No graph has room for more.
-        buckets: sizes of a batch in tokens, rising, for each of which there may be graphs; the last one
-            stands instead of `max_tokens`. By default `token_buckets(max_tokens)`.
-        max_graphs: graphs kept at a time; by default those of all default buckets for one kind of call.
-        recorder: makes the recorder for the model's device, or None where there is none: `recorder_for`, by
-            which models that are not on a CUDA device are never recorded.
+        max_tokens: most tokens of a batch, padding not counted; the model itself computes larger batches.
+        max_batch: most sequences of a batch; the model itself computes larger batches.
+        buckets: sizes of a batch in tokens, ascending; the last one overrides `max_tokens`. Default:
+            `token_buckets(max_tokens)`.
+        max_graphs: graphs kept at a time; the default holds all default buckets for one kind of call.
+        recorder: makes the recorder for the model's device, or returns None if the device has none. With the
+            default, `recorder_for`, only models on a CUDA device are recorded.
+
+    Returns:
+        A `GraphedModel`, to be called like the model.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
@@ -97,19 +100,19 @@ def graph(
 
 
 class GraphedModel:
-    """A model whose inference forward is replayed from CUDA graphs where it can be; made by `graph`.
+    """A model whose inference forward is replayed from CUDA graphs if possible; made by `graph`.
 
-    Calls take and return what the model's do. Any thread may call, on any stream; replays run one after the
-    other. A call whose batch no graph has served before records one: it takes as long as two forwards and
-    the capture, and waits for the GPU.
+    Calls take and return what the model's calls do. Any thread may call, on any stream; replays run one after
+    the other. The first call of a bucket records its graph: it takes as long as two forwards and the capture,
+    and waits for the GPU.
 
     Attributes:
         model: the model.
         buckets: sizes of a batch in tokens.
-        rooms: how many sequences each of them holds.
+        rooms: how many sequences each bucket holds.
         max_batch, max_graphs: see `graph`.
         replays: how many calls were replayed.
-        fallbacks: how many were not, by reason.
+        fallbacks: reason -> how many calls were not replayed.
     """
 
     def __init__(
@@ -153,7 +156,7 @@ class GraphedModel:
         self._names = frozenset(p.name for p in parameters)
         self._positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         self._last = threading.local()
-        self._lock = threading.Lock()  # for all that follows
+        self._lock = threading.Lock()  # guards all that follows
         self._recordings: OrderedDict[Bucket, tuple[Recording, Callable]] = OrderedDict()
         self._recorder: Recorder | None = None
         self._weights: Weights | None = None
@@ -161,10 +164,8 @@ class GraphedModel:
         self._failed: dict[Bucket, str] = {}
         self._rows = self._ends = torch.empty(0)
 
-    # -- what is asked from outside --------------------------------------------------------------------------
-
     def __call__(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPooling | tuple:
-        """`BertModel.forward`, by a graph where one can serve."""
+        """`BertModel.forward`, by a graph if one can serve."""
         if torch.compiler.is_compiling():
             return self.model(*args, **kwargs)
         given = dict(zip(self._positional, args, strict=False))
@@ -199,7 +200,7 @@ class GraphedModel:
         *,
         first_token_only: bool = False,
     ) -> Tensor:
-        """`BertModel.forward_packed`, by a graph where one can serve."""
+        """`BertModel.forward_packed`, by a graph if one can serve."""
         model = self.model
         given = (input_ids, cu_seqlens, max_seqlen, token_type_ids, position_ids)
         compiling = torch.compiler.is_compiling()
@@ -241,19 +242,19 @@ class GraphedModel:
 
     @property
     def graphs(self) -> list[Bucket]:
-        """The buckets that have a graph now, the one used longest ago first."""
+        """The buckets that have a graph now, the least recently used first."""
         with self._lock:
             return list(self._recordings)
 
     @property
     def bytes_held(self) -> int:
-        """Memory that the graphs and their inputs take now, beside the model's weights."""
+        """Bytes of the graphs and their inputs now, without the model's weights."""
         with self._lock:
             recorder = self._recorder
             return self._rows.nbytes + self._ends.nbytes + (0 if recorder is None else recorder.bytes_held())
 
     def clear(self) -> None:
-        """Forget all graphs and free their memory; they are recorded anew as they are needed."""
+        """Forget all graphs and free their memory; they are recorded again when needed."""
         with self._lock:
             self._drop()
 
@@ -266,7 +267,7 @@ class GraphedModel:
                 self.fallbacks[reason] += 1
 
     def _encode(self, inputs: Inputs, first_only: bool, pooled: bool) -> tuple[Tensor, Tensor | None]:
-        """(hidden, the pooler's output or None) of packed inputs, which may still be on the host."""
+        """(hidden, the pooler's output or None) of packed inputs, on the host or the device."""
         reason, *outputs = self._replay(inputs, first_only, pooled)
         self._note(reason)
         if reason is None:
@@ -292,12 +293,12 @@ class GraphedModel:
             for size, room in zip(self.buckets, self.rooms, strict=True)
             if size >= total and room >= packed.batch
         )
-        return Bucket(tokens, first_only, pooled, tuple(sorted(dict(dispatch._pins).items())))
+        return Bucket(tokens, first_only, pooled, dispatch.pins())
 
     def _replay(
         self, inputs: Inputs, first_only: bool, pooled: bool
     ) -> tuple[str | None, Tensor | None, Tensor | None]:
-        """(None, hidden, pooled), both of them the caller's own; or (why not, None, None)."""
+        """(None, hidden, pooled), copies that the caller owns; or (why not, None, None)."""
         bucket = self._bucket(inputs, first_only, pooled)
         if isinstance(bucket, str):
             return bucket, None, None
@@ -313,7 +314,7 @@ class GraphedModel:
                         return reason, None, None
                 with self._recorder.in_order():
                     outputs = self._run(bucket, inputs)
-                # Whether all is as it was recorded is asked while the GPU already works: mostly it is
+                # Checked while the GPU already works: mostly nothing has changed since the recording
                 reason = self._weights.watched()
                 if reason is not None:
                     return reason, None, None
@@ -322,7 +323,7 @@ class GraphedModel:
         return "the model changed during the call", None, None
 
     def _begin(self) -> str | None:
-        """Get ready to record the model as it now is, or say why it cannot be."""
+        """Prepare to record the model as it is now, or say why it cannot be recorded."""
         device = self.model.device
         recorder = self._make_recorder(device)
         if recorder is None:
@@ -330,7 +331,7 @@ class GraphedModel:
         if any(p.is_inference() for p in self.model.parameters()):
             return "the model was made in inference mode: changes of its weights would not be noticed"
         self._recorder, self._weights = recorder, Weights(self.model)
-        with torch.inference_mode(False):  # what is made in that mode cannot be written outside it
+        with torch.inference_mode(False):  # what is made in that mode cannot be written to outside it
             self._rows = torch.zeros(3 * self.buckets[-1], dtype=torch.int64, device=device)
             self._ends = torch.zeros(self.max_batch + 1, dtype=torch.int32, device=device)
         return None
@@ -346,8 +347,9 @@ class GraphedModel:
         self._rows = self._ends = torch.empty(0)
 
     def _settle(self) -> bool:
-        """Whether the recordings are up to date; brings what was changed in place into them, and forgets them
-        where that is not enough.
+        """Whether the recordings are up to date.
+
+        If not, brings changes in place into them; forgets them if that is not enough.
         """
         weights = self._weights
         if weights.replaced():
@@ -358,16 +360,17 @@ class GraphedModel:
         prepared.clear(self.model)
         weights.accept()
         with self._recorder.in_order():
-            current = self._derive()
-        if not current:
+            updated = self._derive()
+        if not updated:
             self._drop()
         return False
 
     def _derive(self) -> bool:
-        """Make all derived weights anew, in the place where recordings read them; False where one is gone."""
+        """Derive all weights again, at the addresses that recordings read; False if one no longer exists."""
         self._blank()
         done = set()
-        for bucket in sorted(self._recordings, key=attrgetter("tokens")):  # one of each kind, the smallest
+        # the smallest bucket of each kind
+        for bucket in sorted(self._recordings, key=attrgetter("tokens")):
             kind = replace(bucket, tokens=0)
             if kind not in done:
                 done.add(kind)
@@ -375,7 +378,7 @@ class GraphedModel:
         return all(prepared.update_in_place(*entry) for entry in self._derived.values())
 
     def _record(self, bucket: Bucket) -> str | None:
-        """Record the graph of a bucket, or say why it cannot be."""
+        """Record the graph of a bucket, or say why it cannot be recorded."""
         if bucket in self._failed:
             return self._failed[bucket]
         if (reason := by_grid(self.model)) is not None:
@@ -389,7 +392,7 @@ class GraphedModel:
             with self._recorder.in_order(), prepared.collect_used() as derived:
                 self._blank()
                 recording = self._recorder.record(function)
-        except Exception as error:  # whatever cannot be captured, the model computes
+        except Exception as error:  # the model computes what cannot be captured
             reason = f"recording failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             self._failed[bucket] = reason
             warnings.warn(f"fastbert: {bucket} has no graph: {reason}", RuntimeWarning, stacklevel=5)
@@ -399,7 +402,7 @@ class GraphedModel:
         return None
 
     def _blank(self) -> None:
-        """No tokens: what stands in the inputs' memory is another bucket's and makes no sense in this one."""
+        """Clear the inputs' memory, whose values belong to another bucket and make no sense in this one."""
         self._rows.zero_()
         self._ends.zero_()
 
@@ -409,7 +412,7 @@ class GraphedModel:
         return self._rows[: 3 * bucket.tokens].view(3, -1), self._ends[: room + 1]
 
     def _function(self, bucket: Bucket) -> Callable[[], tuple[Tensor, Tensor | None]]:
-        """What is recorded: the model on the memory of `_views`."""
+        """What is recorded: the model's forward on the memory of `_views`."""
         model, (rows, ends) = self.model, self._views(bucket)
         longest = min(bucket.tokens, model.config.max_tokens)
         packed = Packing(ends.shape[0] - 1, longest, ends, longest)
@@ -427,7 +430,7 @@ class GraphedModel:
         return function
 
     def _run(self, bucket: Bucket, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
-        """Put a batch where the bucket's graph reads it, replay, and copy the result."""
+        """Copy a batch to where the bucket's graph reads it, replay, and copy the result."""
         rows, ends = self._views(bucket)
         given = [t for t in (inputs.input_ids, inputs.position_ids, inputs.token_type_ids) if t is not None]
         total, batch = given[0].shape[0], inputs.packing.batch

@@ -1,4 +1,4 @@
-"""What records work on a device and repeats it: CUDA graphs, and a stand-in without a GPU."""
+"""Records work on a device and repeats it: CUDA graphs, and a substitute without a GPU."""
 
 from __future__ import annotations
 
@@ -17,33 +17,36 @@ _capturing = threading.Lock()  # PyTorch captures one graph at a time
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """Work that can be repeated: `replay` writes into `outputs` what the inputs' memory holds by then."""
+    """Work that can be repeated: `replay` computes `outputs` anew, in place, from the inputs' memory."""
 
     outputs: tuple[Tensor | None, ...]
     replay: Callable[[], None]
 
 
 class Recorder(Protocol):
-    """What makes recordings on one device; all of them share memory, and run one after the other."""
+    """Makes recordings on one device. They share memory and run one after the other."""
 
     def record(self, function: Callable[[], tuple[Tensor | None, ...]]) -> Recording:
-        """`function`, which must read and write the same memory at every call, as a recording."""
+        """A recording of `function`, which must read and write the same memory at every call."""
 
     def in_order(self) -> contextlib.AbstractContextManager:
-        """Around each use of inputs, recordings and outputs: what is enqueued inside runs after what was
-        enqueued in earlier blocks, on whichever streams.
+        """A block around each use of inputs, recordings and outputs.
+
+        What is enqueued inside runs after what was enqueued in earlier blocks, also on other streams.
         """
 
     def wait(self) -> None:
-        """Return when nothing that was enqueued in earlier blocks is still running."""
+        """Return when all that was enqueued in earlier blocks has run."""
 
     def bytes_held(self) -> int:
-        """Memory of the recordings."""
+        """Bytes of the recordings."""
 
 
 class CudaRecorder:
-    """Recordings that are CUDA graphs. Each is captured after one run on the capture's own stream, in which
-    kernels are compiled, checked (dispatch.py) and get their workspaces.
+    """Recordings that are CUDA graphs.
+
+    Before a capture the function runs once on the capture's stream: kernels are compiled, checked
+    (runtime/dispatch.py) and get their workspaces there.
     """
 
     def __init__(self, device: torch.device):
@@ -62,7 +65,7 @@ class CudaRecorder:
                 function()
             current.wait_stream(self._stream)
             captured = torch.cuda.CUDAGraph()
-            # Other threads may go on using the GPU: their allocations are no fault of this capture
+            # Other threads may use the GPU meanwhile: their allocations must not fail this capture
             with (
                 _capturing,
                 torch.cuda.graph(
@@ -93,7 +96,7 @@ class CudaRecorder:
 
 
 class EagerRecorder:
-    """Recordings that call their function again: the same use of memory without a GPU, for tests."""
+    """Recordings that call their function again: the same use of memory, without a GPU, for tests."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -118,7 +121,7 @@ class EagerRecorder:
         yield
 
     def wait(self) -> None:
-        """See `Recorder`: nothing runs behind the host's back."""
+        """See `Recorder`: a CPU has run all work already."""
 
     def bytes_held(self) -> int:
         """See `Recorder`: the outputs."""
@@ -126,5 +129,5 @@ class EagerRecorder:
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
-    """The recorder of a device, None where there is none."""
+    """A recorder for the device; None if the device is not a CUDA device."""
     return CudaRecorder(device) if device.type == "cuda" else None

@@ -13,9 +13,9 @@ HOOKED = "a hook watches the model"
 
 
 class Weights:
-    """The modules and tensors that recordings read, and whether they still are what they were.
+    """The modules and tensors that recordings read, and whether they have changed.
 
-    Asked at every call, while the GPU works: hence lists that C code walks, rather than `model.modules()`.
+    Asked at every call, while the GPU works: so C code walks lists, instead of `model.modules()`.
     """
 
     def __init__(self, model: nn.Module):
@@ -33,37 +33,37 @@ class Weights:
             for m in self.modules
             for hooks in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
         ]
-        # Recordings read this memory, even one that is found outdated only afterwards: so it must stay
+        # Recordings read this memory, also a recording that is found outdated only afterwards. So keep it.
         self.memory = [t.detach() for t in self.tensors]
-        self.pointers = self.places()
+        self.pointers = self.addresses()
         self.accept()
 
     def accept(self) -> None:
-        """What stands in the tensors now is what recordings and derived weights have."""
+        """Mark the current values as those that the recordings and derived weights use."""
         self.clears = prepared.clear_count()
         self.versions = [t._version for t in self.tensors]
 
-    def places(self) -> list[tuple[int, int]]:
-        """Where the tensors lie: (begin of the storage, offset in it)."""
+    def addresses(self) -> list[tuple[int, int]]:
+        """(address of the storage, offset in it) of each tensor."""
         return list(
             zip(map(storage_address, self.tensors), map(Tensor.storage_offset, self.tensors), strict=True)
         )
 
     def replaced(self) -> bool:
-        """Whether a module or tensor is another one, or elsewhere."""
+        """Whether a module or tensor was replaced, or has another address."""
         return (
             list(map(type, self.modules)) != self.classes
             or list(map(len, self.tables)) != self.sizes
             or not all(map(is_, map(dict.get, self.homes, self.names), self.values))
-            or self.places() != self.pointers
+            or self.addresses() != self.pointers
         )
 
     def changed(self) -> bool:
-        """Whether elements may have changed in place."""
+        """Whether elements may have been written in place."""
         return prepared.clear_count() != self.clears or [t._version for t in self.tensors] != self.versions
 
     def watched(self) -> str | None:
-        """Why the model's code must run: someone hooks it, or a part of it is in training."""
+        """Why the model's own code must run: a hook, or a part in training mode; None if it need not."""
         if any(self.hooks):
             return HOOKED
         if any(map(attrgetter("training"), self.modules)):

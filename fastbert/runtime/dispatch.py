@@ -228,6 +228,20 @@ def serving_function(
     return found
 
 
+def serving_backend(function: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The name of the backend that is pinned for `function`, such as "attention_fwd", or serves it now.
+
+    Raises:
+        BackendError: the pinned backend cannot run it, or none can.
+    """
+    return _serving(function, device, dtype)[0]
+
+
+def pins() -> tuple[tuple[str, str], ...]:
+    """(op, backend) pairs that `use_backend` pins now, sorted; "*" stands for all ops."""
+    return tuple(sorted(dict(_pins).items()))
+
+
 def _resolve(function: str, device: torch.device, dtype: torch.dtype) -> Callable:
     """The launcher of the backend that is pinned or serves, kept for later calls if the choice will last."""
     changes = _changes

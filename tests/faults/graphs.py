@@ -115,7 +115,7 @@ FAULTS = (
         "Bucket(tokens, first_only, pooled,",
         "Bucket(tokens, first_only, True,",
     ),
-    _fault("pins not in the bucket", "tuple(sorted(dict(dispatch._pins).items())))", "())"),
+    _fault("pins not in the bucket", "dispatch.pins())", "())"),
     _fault("the newest graph gives way", "popitem(last=False)", "popitem(last=True)"),
     _fault("use does not keep a graph", "        self._recordings.move_to_end(bucket)\n", ""),
     _fault(
@@ -134,7 +134,7 @@ FAULTS = (
         "False",
         _WEIGHTS,
     ),
-    _fault("addresses not looked at", "self.places() != self.pointers", "False", _WEIGHTS),
+    _fault("addresses not looked at", "self.addresses() != self.pointers", "False", _WEIGHTS),
     _fault(
         "old memory let go", "self.memory = [t.detach() for t in self.tensors]", "self.memory = []", _WEIGHTS
     ),
@@ -153,7 +153,7 @@ FAULTS = (
         "return all(prepared.update_in_place(*entry) for entry in self._derived.values())",
         "return True",
     ),
-    _fault("failed overwriting goes on", "        if not current:\n            self._drop()\n", ""),
+    _fault("failed overwriting goes on", "        if not updated:\n            self._drop()\n", ""),
     _fault(
         "an outdated replay returned",
         "                if self._settle():\n",

@@ -541,9 +541,9 @@ def test_attention_by_a_grid(serving, head_dim, grid, monkeypatch):
 
     def choose(*args):
         asked.append(args)
-        return serving, True
+        return serving
 
-    monkeypatch.setattr(dispatch, "_serving", choose)
+    monkeypatch.setattr(dispatch, "serving_backend", choose)
     device = torch.device("cuda", 0)
     monkeypatch.setattr(type(model), "device", device)
     reason = grid and f"attention is served by {grid}, on a grid of all sequences that a graph has room for"
