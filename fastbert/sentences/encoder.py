@@ -1,8 +1,8 @@
 """Text to embeddings: tokenise, sort by length, pack into batches, run, pool, put back in order.
 
-A directory may be a plain HuggingFace one (config.json, weights, tokenizer.json or vocab.txt) or one saved by
-sentence-transformers, whose modules.json, pooling, normalisation, maximum length and default prompt are
-obeyed. What is not implemented there (a Dense module, a pooling mode) is refused by name, not skipped.
+A directory is a plain HuggingFace one (config.json, weights, tokenizer.json or vocab.txt), or one saved by
+sentence-transformers: then its modules.json, pooling, normalisation, maximum length and default prompt are
+obeyed. What is not implemented (a Dense module, some pooling modes) is refused by name, not skipped.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import re
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +25,7 @@ from fastbert.models.auto import AutoModel
 from fastbert.ops import checks
 from fastbert.ops.pooling import MODES as POOLINGS
 from fastbert.ops.pooling import pooling as pool
+from fastbert.sentences.progress import bar
 from fastbert.sentences.settings import SentenceSettings, save_settings, sentence_settings
 from fastbert.sentences.similarity import SIMILARITIES, matrix
 from fastbert.sentences.tokenizer import TokenBatch, load_tokenizer, pack_batches
@@ -37,11 +37,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("fastbert")
 
-_SLICE = 32_768  # sentences tokenised at a time: bounds the memory that token ids take
+_SLICE = 32_768  # sentences tokenised at a time: bounds the memory of the token ids
 
 
 class EncodingError(ValueError):
-    """A sentence that cannot be encoded: `index`, its 0-based place, and `problem`, what is wrong with it."""
+    """A sentence that cannot be encoded.
+
+    Attributes:
+        index: of the sentence, from 0.
+        problem: what is wrong with it.
+    """
 
     def __init__(self, index: int, problem: str) -> None:
         super().__init__(f"sentences[{index}]: {problem}")
@@ -53,14 +58,14 @@ class SentenceEncoder:
     """Model, tokenizer and pooling, loaded once. Many threads may call `encode` at the same time.
 
     Args:
-        model: a fastbert encoder in eval mode (anything with `config` and `forward_packed`, which gets CPU
-            tensors, and from pooling "cls" first_token_only=True), on its device.
-        tokenizer: of the `tokenizers` library. Copied, so that its padding and truncation stay as they are.
-        pooling: "mean" (over all tokens, special ones included), "cls" (the last layer is then computed for
-            the first tokens alone) or "max".
+        model: a fastbert encoder in eval mode, on its device; or any module with `config` and
+            `forward_packed`. That is called with CPU tensors, for pooling "cls" with first_token_only=True.
+        tokenizer: of the `tokenizers` library. Copied, so its padding and truncation do not change.
+        pooling: "mean" (over all tokens, special ones included), "cls" (the last layer then computes the
+            first tokens only) or "max".
         normalize: scale each embedding to length 1; an all-zero one stays zero.
-        max_length: tokens a sentence may have, special ones included; None = as many as the model can.
-        lower_case: lower the text before the tokenizer sees it.
+        max_length: most tokens of a sentence, special ones included; None = as many as the model allows.
+        lower_case: convert the text to lower case before it is tokenised.
         prompt: text put before every sentence.
         similarity_fn_name: what `similarity` computes: "cosine", "dot", "euclidean" or "manhattan".
 
@@ -122,12 +127,13 @@ class SentenceEncoder:
 
         Args:
             directory: the folder (or a hub name, where huggingface_hub is installed).
-            pooling, normalize, max_length, prompt: None = what the directory says (see `sentence_settings`).
+            pooling, normalize, max_length, prompt: override the directory's; None = the directory's (see
+                `sentence_settings`).
             dtype: of the weights; None = as the directory stores them.
             device: None = the first GPU if there is one, else the CPU.
 
         Raises:
-            ValueError, FileNotFoundError: what is wrong, naming the file or the argument.
+            ValueError, FileNotFoundError: naming the file or argument, and what is wrong with it.
         """
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         directory = hub.resolve(directory)
@@ -156,11 +162,11 @@ class SentenceEncoder:
         """Write a directory that `from_pretrained` and sentence-transformers' SentenceTransformer load.
 
         It holds the model, the tokenizer, and pooling, normalisation, maximum length, prompt and similarity
-        as sentence-transformers spells them. A quantised model's 8-bit weights are read by fastbert alone.
-        Each file replaces an old one whole.
+        in sentence-transformers' files. Only fastbert reads the 8-bit weights of a quantised model. A reader
+        finds each file either old or new, never half written.
 
         Args:
-            directory: the folder; made if it is missing.
+            directory: the folder; created if it is missing.
 
         Raises:
             TypeError: the model cannot be saved.
@@ -184,9 +190,9 @@ class SentenceEncoder:
         save_settings(settings, self._tokenizer, self.width, self.model.config.pad_token_id)
 
     def quantize(self, dtype: str = "int8") -> Self:
-        """Quantise the model in place, for inference on a CPU (layers/quantized.py); returns the encoder.
+        """Quantise the model in place, for inference on a CPU; returns the encoder.
 
-        Not while other threads encode.
+        Do not call it while other threads encode.
         """
         self.model.quantize(dtype)
         return self
@@ -197,11 +203,11 @@ class SentenceEncoder:
         return self.model.config.hidden_size
 
     def get_embedding_dimension(self) -> int:
-        """Numbers in an embedding, by sentence-transformers' name."""
+        """Numbers in an embedding; sentence-transformers' name of `width`."""
         return self.width
 
     def get_sentence_embedding_dimension(self) -> int:
-        """Numbers in an embedding, by the name before sentence-transformers 6."""
+        """Numbers in an embedding; the name of `width` before sentence-transformers 6."""
         return self.width
 
     def __repr__(self) -> str:
@@ -216,21 +222,21 @@ class SentenceEncoder:
 
     @property
     def device(self) -> torch.device:
-        """Where the model runs."""
+        """The device that the model runs on."""
         return next(self.model.parameters()).device
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the embeddings: float64 from a float64 model, else float32."""
+        """Dtype of the embeddings: float64 from a float64 model, else float32."""
         wide = next(self.model.parameters()).dtype == torch.float64
         return np.dtype(np.float64 if wide else np.float32)
 
     def tokenize(self, sentences: Sequence[str]) -> TokenBatch:
-        """Token ids, truncated to `max_length`; white space around a sentence does not count.
+        """Token ids, truncated to `max_length`; white space around a sentence is ignored.
 
         Raises:
-            EncodingError: text that is no valid Unicode, or a token that the model has no embedding for.
-            TypeError: something that is no str.
+            EncodingError: text that is not valid Unicode, or a token that the model has no embedding for.
+            TypeError: an element that is no str.
         """
         for index, text in enumerate(sentences):
             if not isinstance(text, str):
@@ -295,25 +301,25 @@ class SentenceEncoder:
         on_long: str = "truncate",
         progress: Callable[[int, int], None] | None = None,
     ) -> np.ndarray:
-        """Embed sentences. Runs without gradients, in batches packed without padding; the order is kept.
+        """Embed sentences, without gradients, in batches packed without padding. The order is kept.
 
         Args:
             sentences: texts. An empty one is encoded as its special tokens alone.
-            batch_tokens: tokens in one batch at most; at least `max_length`.
-            batch_size: sentences in one batch at most; None leaves it to `batch_tokens`. A batch ends at the
-                limit it meets first. The embeddings do not depend on it beyond rounding.
-            show_progress_bar: True shows sentences, their rate and the time left on stderr, while it is a
-                terminal; False does not; None does so if the logger "fastbert" is at INFO or DEBUG, which is
-                sentence-transformers' rule.
-            on_long: a sentence of more than `max_length` tokens: "truncate" or "error".
-            progress: called after each batch with the sentences and tokens it held.
+            batch_tokens: most tokens in one batch; at least `max_length`.
+            batch_size: most sentences in one batch; None = no limit but `batch_tokens`. The embeddings do
+                not depend on it beyond rounding.
+            show_progress_bar: True shows sentences, their rate and the time left on stderr if that is a
+                terminal; False does not; None (sentence-transformers' rule) does if the level of the logger
+                "fastbert" is INFO or DEBUG.
+            on_long: what to do with a sentence of more than `max_length` tokens: "truncate" or "error".
+            progress: called after each batch with the numbers of its sentences and tokens.
 
         Returns:
             (len(sentences), width) float32 (float64 from a float64 model).
 
         Raises:
-            EncodingError: a sentence that cannot be encoded, by index; an embedding that is not finite.
-            TypeError: a lone str instead of a sequence, or something that is no str in it.
+            EncodingError: a sentence that cannot be encoded, or whose embedding is not finite, by index.
+            TypeError: `sentences` is a str, or an element is no str.
             ValueError: an argument out of range, or a model in training mode.
         """
         if isinstance(sentences, str):
@@ -327,7 +333,7 @@ class SentenceEncoder:
         if show_progress_bar is None:
             show_progress_bar = _log.getEffectiveLevel() in (logging.INFO, logging.DEBUG)
         if show_progress_bar and sys.stderr.isatty():
-            progress = _bar(len(sentences), progress)
+            progress = bar(len(sentences), progress)
         for first in range(0, len(sentences), _SLICE):
             try:
                 tokens = self.tokenize(sentences[first : first + _SLICE])
@@ -342,11 +348,11 @@ class SentenceEncoder:
         return out
 
     def similarity(self, embeddings1: Vectors, embeddings2: Vectors) -> torch.Tensor:
-        """How similar each of some embeddings is to each of others, by `similarity_fn_name`.
+        """The similarity of every pair of embeddings, by `similarity_fn_name`.
 
         Args:
-            embeddings1: (n, width), or (width,) for one: an array, a tensor or nested lists.
-            embeddings2: (m, width), or (width,), likewise.
+            embeddings1: (n, width), or (width,) for one embedding: an array, a tensor or nested lists.
+            embeddings2: (m, width) or (width,), likewise.
 
         Returns:
             (n, m): the cosine of the angle, the dot product, or minus the Euclidean or Manhattan distance.
@@ -368,7 +374,7 @@ class SentenceEncoder:
         return EncodingError(index, f"{tokens.full_lengths[index]} tokens; at most {self.max_length} fit")
 
     def check_batch_tokens(self, batch_tokens: int) -> None:
-        """Raise ValueError if `encode` would refuse `batch_tokens`, or the model's mode."""
+        """Raise ValueError if `encode` would refuse `batch_tokens` or the model's mode."""
         if self.model.training:  # switching it here would race with other threads
             raise ValueError("model: in training mode, where dropout acts; call model.eval() first")
         if type(batch_tokens) is not int or batch_tokens < self.max_length:
@@ -376,13 +382,13 @@ class SentenceEncoder:
                 f"batch_tokens: {batch_tokens!r}; expected an integer >= max_length = {self.max_length}"
             )
 
-    # no_grad rather than inference_mode: what the model caches on the way stays usable under autograd
+    # no_grad, not inference_mode: what the model caches in this call stays usable under autograd
     @torch.no_grad()
     def _forward(self, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        if ids.size == 0:  # a tokenizer without special tokens, and only empty sentences
+        if ids.size == 0:  # the tokenizer has no special tokens, and all sentences are empty
             return np.zeros((len(lengths), self.width), self.dtype)
         cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-        # both on the host, so that a GPU is not waited for before its result
+        # both on the host: nothing waits for a GPU before its result
         packed = (torch.from_numpy(ids), cu_seqlens, int(lengths.max()))
         if self.pooling == "cls":
             rows = self.model.forward_packed(*packed, first_token_only=True)  # (sentences, hidden)
@@ -398,25 +404,6 @@ class SentenceEncoder:
 def _check_batch_size(batch_size: int | None) -> None:
     if batch_size is not None and (type(batch_size) is not int or batch_size < 1):
         raise ValueError(f"batch_size: {batch_size!r}; expected an integer >= 1, or None")
-
-
-def _bar(total: int, also: Callable[[int, int], None] | None) -> Callable[[int, int], None]:
-    """Show on stderr, in one line, how many of `total` sentences are done."""
-    start, last, done = time.perf_counter(), 0.0, 0
-
-    def progress(sentences: int, tokens: int) -> None:
-        nonlocal last, done
-        done += sentences
-        if also is not None:
-            also(sentences, tokens)
-        now = time.perf_counter()
-        if done == total or now - last > 0.2:
-            last, rate = now, done / max(now - start, 1e-9)
-            left = round((total - done) / rate)
-            line = f"{done:,} of {total:,} sentences, {rate:,.0f}/s, {left // 60:02d}:{left % 60:02d} left"
-            print(f"\r{line:<78}", end="\n" if done == total else "", file=sys.stderr, flush=True)
-
-    return progress
 
 
 def encode(
@@ -437,13 +424,13 @@ def encode(
     """Embed sentences with the model of a directory: (len(sentences), width) float32, in their order.
 
     Args:
-        model: a HuggingFace or sentence-transformers directory (loaded for this one call), or a
-            `SentenceEncoder`; that one has its settings already, and none may be given here.
+        model: a HuggingFace or sentence-transformers directory, loaded for this one call; or a
+            `SentenceEncoder`, which has its settings already: then none may be given here.
         sentences, batch_tokens, batch_size, show_progress_bar, on_long: as `SentenceEncoder.encode`.
         pooling, normalize, max_length, prompt, dtype, device: as `SentenceEncoder.from_pretrained`.
 
     Raises:
-        ValueError, TypeError, FileNotFoundError: as those two.
+        ValueError, TypeError, FileNotFoundError: as those two methods.
     """
     settings = {
         "pooling": pooling,

@@ -1,4 +1,4 @@
-"""What sentence-transformers' files in a directory say: module list, pooling, length, prompt, similarity."""
+"""Read and write sentence-transformers' files: modules, pooling, length, prompt, similarity."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastbert.checkpoint.files import read_json
 from fastbert.ops.pooling import MODES as POOLINGS
 from fastbert.sentences.similarity import SIMILARITIES
 
-# sentence-transformers' names of the file with the maximum length, in the order in which it looks for them
+# sentence-transformers' names of the file with the maximum length, in its search order
 _LENGTH_FILES = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta")
@@ -28,7 +28,7 @@ _POOLING_KEYS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# Usual spellings of the special tokens, for those who read a saved tokenizer by transformers
+# Usual spellings of the special tokens; transformers needs them named to load a saved tokenizer
 _SPECIAL_TOKENS = {
     "cls_token": ("[CLS]", "<s>"),
     "sep_token": ("[SEP]", "</s>"),
@@ -45,8 +45,8 @@ class SentenceSettings:
         transformer: folder with config.json, weights and tokenizer.
         pooling: "mean", "cls" or "max".
         normalize: scale each embedding to length 1.
-        max_length: tokens a sentence may have, special ones included; None if the directory does not say.
-        lower_case: lower the text before the tokenizer sees it.
+        max_length: most tokens of a sentence, special ones included; None if the directory does not say.
+        lower_case: convert the text to lower case before it is tokenised.
         prompt: text put before every sentence.
         similarity: "cosine", "dot", "euclidean" or "manhattan".
     """
@@ -93,13 +93,13 @@ def sentence_settings(
     normalize: bool | None = None,
     prompt: str | None = None,
 ) -> SentenceSettings:
-    """Read how `directory` wants its sentences encoded; the keywords stand before what the directory says.
+    """Read how `directory` wants its sentences encoded; keywords that are not None override it.
 
     Without sentence-transformers' files: mean pooling, no normalisation, no prompt.
 
     Raises:
-        ValueError: a module or pooling mode that is not implemented (by name), or a file that makes no sense.
-        FileNotFoundError: a file that another one names is missing.
+        ValueError: naming a module or pooling mode that is not implemented, or what is wrong in a file.
+        FileNotFoundError: a file that another file requires is missing.
     """
     directory = Path(directory)
     if pooling is not None and pooling not in POOLINGS:
@@ -157,7 +157,7 @@ def sentence_settings(
             break
     if max_length is None and (transformer / "tokenizer_config.json").is_file():
         says = read_json(transformer / "tokenizer_config.json").get("model_max_length")
-        if isinstance(says, (int, float)) and 0 < says < 1e9:  # 1e30 stands for no limit
+        if isinstance(says, (int, float)) and 0 < says < 1e9:  # 1e30 means no limit
             max_length = int(says)
     return SentenceSettings(
         transformer,
@@ -171,7 +171,7 @@ def sentence_settings(
 
 
 def _module_folder(modules_path: Path, place: int, name: object) -> str:
-    """The name of a folder beside modules.json, "" for its own; a file may not lead anywhere else."""
+    """The name of a folder beside modules.json, or "" for the same folder; other places are refused."""
     plain = name.rstrip("/") if isinstance(name, str) and name[:1] != "/" else None
     if plain is None or plain in (".", "..") or re.search(r"[/\\\0]", plain):
         raise ValueError(
@@ -259,7 +259,7 @@ def save_settings(
 
 
 def _replace_text(path: Path, text: str) -> None:
-    """Write a file; a reader finds the old one or the new one whole."""
+    """Write a file; a reader finds either the old text or the new one, whole."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")

@@ -19,7 +19,7 @@ def _normalized(x: torch.Tensor) -> torch.Tensor:
 
 
 def _minus_distance(a: torch.Tensor, b: torch.Tensor, p: float) -> torch.Tensor:
-    # by products the distance of equal rows would not be 0
+    # computed by products, the distance of equal rows would not be 0
     return -torch.cdist(a, b, p, compute_mode="donot_use_mm_for_euclid_dist")
 
 

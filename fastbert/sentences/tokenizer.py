@@ -1,4 +1,4 @@
-"""Text to token ids: the tokenizer of a directory, and batches of what it makes."""
+"""Text to token ids: the tokenizer of a directory, and batches of token ids."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class TokenBatch:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """The tokenizer of a HuggingFace directory: tokenizer.json, or a WordPiece one made from vocab.txt.
+    """The tokenizer of a HuggingFace directory: from tokenizer.json, or WordPiece from vocab.txt.
 
-    Padding and truncation baked into tokenizer.json are switched off. vocab.txt is read as BERT's, with
+    Padding and truncation stored in tokenizer.json are switched off. vocab.txt is read as BERT's, with
     do_lower_case, strip_accents, tokenize_chinese_chars and the special tokens of tokenizer_config.json.
 
     Raises:
-        FileNotFoundError: neither file is there.
-        ValueError: a file that is not what its name says.
+        FileNotFoundError: neither file exists.
+        ValueError: a file whose content is not what its name says.
     """
     directory = Path(directory)
     path = directory / "tokenizer.json"
@@ -68,7 +68,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 
 def _check_ids(path: Path, tokenizer: Tokenizer) -> None:
-    """Refuse ids that no vocabulary reaches: a copy of the tokenizer takes memory for every id up to them."""
+    """Refuse ids larger than any vocabulary: a copy of the tokenizer takes memory for all ids below."""
     token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", 0))
     if highest >= MAX_SIZE:
         raise ValueError(f"{path}: token {token!r} has id {highest}; expected ids below {MAX_SIZE}")
@@ -119,13 +119,17 @@ def _wordpiece(directory: Path) -> Tokenizer:
 def pack_batches(
     lengths: np.ndarray, batch_tokens: int, batch_size: int | None = None
 ) -> Iterator[np.ndarray]:
-    """Split sentences into batches of at most `batch_tokens` tokens and `batch_size` sentences, the longest
-    first.
+    """Split sentences into batches, the longest sentences first.
+
+    Args:
+        lengths: (sentences,) tokens of each.
+        batch_tokens: most tokens of a batch; a longer sentence is a batch of its own.
+        batch_size: most sentences of a batch; None = no limit.
 
     Yields:
-        indices into `lengths`; a sentence longer than `batch_tokens` is a batch of its own.
+        Indices into `lengths`.
     """
-    order = np.argsort(-lengths, kind="stable")  # longest first: what does not fit in memory fails at once
+    order = np.argsort(-lengths, kind="stable")  # longest first: a batch too large for memory fails at once
     first, tokens = 0, 0
     for place, index in enumerate(order):
         length = int(lengths[index])
