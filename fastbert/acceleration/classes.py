@@ -1,8 +1,8 @@
-"""Classes that stand in for transformers' own.
+"""Classes that replace transformers' own on accelerated modules.
 
-A module is accelerated by giving it another `__class__`: a subclass of its class under the same name, with
-one of our mixins before it. Its parameters, buffers, hooks and attributes stay where they are, so whatever
-holds the module (an optimizer, a parent, DDP, a pipeline) never notices. A subclass is made once for a class.
+An accelerated module has another `__class__`: a subclass of its class, with the same name and one of our
+mixins before it. Its parameters, buffers, hooks and attributes do not move, so an optimizer, a parent, DDP or
+a pipeline that holds the module does not notice. There is one subclass per class and mixin.
 """
 
 from __future__ import annotations
@@ -18,19 +18,24 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Options:
-    """What `fastbert.accelerate` was asked for; its arguments."""
+    """The arguments of `fastbert.accelerate`; `int8` is dtype="int8"."""
 
     strict: bool = False
     attention: bool = True
     ffn: bool = True
     layer_norm: bool = True
     unpad: bool = True
-    int8: bool = False  # dtype="int8"
+    int8: bool = False
 
 
 class Accelerated:
-    """Mixin of every accelerated module. `fastbert_base` is the class that it had, `fastbert_state` what
-    `accelerate` left in it (None in a module that was made of an accelerated class: it runs as stock).
+    """Mixin of every accelerated module.
+
+    Attributes:
+        fastbert_base: the class that the module had.
+        fastbert_mixin: the mixin of its class.
+        fastbert_state: what `accelerate` stored in it; None in a module that was created from an accelerated
+            class, which runs as stock.
     """
 
     fastbert_base = None
@@ -38,19 +43,19 @@ class Accelerated:
     fastbert_state = None
 
     def fastbert_how(self) -> str:
-        """How the module runs now, in words; empty where its parts say it."""
+        """How the module runs now, in words; empty if its parts say it."""
         return ""
 
     def extra_repr(self) -> str:
-        """The stock module's, and how it runs."""
+        """The stock module's text, and how it runs."""
         try:
             how = self.fastbert_how()
-        except (AttributeError, KeyError):  # a part is gone: whoever looks for it prints the model
+        except (AttributeError, KeyError):  # a part is missing; printing the model must still work
             how = "it has other parts than the stock model"
         return ", ".join(filter(None, (super().extra_repr(), how and f"fastbert: {how}")))
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        # The class cannot be found by its name: that is the stock class's
+        # pickle cannot find the class by its name, which is the stock class's
         getstate = getattr(self, "__getstate__", None)
         state = self.__dict__ if getstate is None else getstate()
         return _bare, (self.fastbert_mixin, self.fastbert_base), state
@@ -63,7 +68,7 @@ def _bare(mixin: type, base: type) -> nn.Module:
 
 @functools.cache
 def class_for(mixin: type, base: type) -> type:
-    """`base` with `mixin` before it, under the name of `base`."""
+    """The subclass of `mixin` and `base` that has the name of `base`."""
     body = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
@@ -78,8 +83,9 @@ def class_for(mixin: type, base: type) -> type:
 
 @functools.cache
 def _metaclass(kind: type) -> type:
-    """The metaclass of accelerated classes whose base has the metaclass `kind`. Pickle finds `_recipe` by it;
-    else it would look for a class by its name, and that is the stock class's.
+    """The metaclass of accelerated classes whose base has the metaclass `kind`.
+
+    It tells pickle to use `_recipe`: by its name, pickle would find the stock class.
     """
     made = type(f"Accelerated{kind.__name__}", (kind,), {})
     copyreg.pickle(made, _recipe)
@@ -87,15 +93,16 @@ def _metaclass(kind: type) -> type:
 
 
 def _recipe(cls: type) -> str | tuple:
-    """How pickle makes a class again. One that another library made from ours is found by its name."""
+    """How pickle makes a class again; one that another library derived from ours is found by its name."""
     if "fastbert_base" not in vars(cls):
         return cls.__qualname__
     return class_for, (cls.fastbert_mixin, cls.fastbert_base)
 
 
 def _under_the_signature_of(original: Any, function: types.FunctionType) -> types.FunctionType:
-    """A copy of `function` that `inspect.signature` shows as `original`: Trainer drops the columns of a data
-    set that `forward` does not name.
+    """A copy of `function` whose signature is that of `original`, for `inspect.signature`.
+
+    Trainer reads it: it drops the columns of a data set that `forward` does not name.
     """
     twin = types.FunctionType(
         function.__code__,
@@ -108,8 +115,9 @@ def _under_the_signature_of(original: Any, function: types.FunctionType) -> type
 
 
 def has_other_forward(module: nn.Module) -> bool:
-    """Whether a `forward` other than its class's was set on the module itself. (accelerate leaves the class's
-    own there when it takes its hooks off.)
+    """Whether the module itself has a `forward` that is not its class's.
+
+    (HuggingFace's accelerate leaves the class's own there when it removes its hooks.)
     """
     own = module.__dict__.get("forward")
     return own is not None and not _is_own(own, module, type(module).forward)
@@ -126,8 +134,10 @@ def swap(module: nn.Module, mixin: type, state: Any) -> None:
 
 
 def _change(module: nn.Module, cls: type) -> None:
-    """Give `module` another class. accelerate keeps a module's own `forward` under its hooks, and leaves it
-    on the module when it takes them off: the new class's takes its place there.
+    """Give `module` another class.
+
+    HuggingFace's accelerate keeps a module's `forward` under its hooks, and leaves it on the module when it
+    removes them. There, the new class's `forward` replaces it.
     """
     functions = [vars(base).get("forward") for base in type(module).__mro__]
     kept = [
@@ -144,7 +154,7 @@ def swap_back(module: nn.Module) -> None:
     """Give an accelerated module its own class again.
 
     Raises:
-        RuntimeError: where another library has made a class on top of ours.
+        RuntimeError: another library has derived a class from ours.
     """
     if "fastbert_base" not in vars(type(module)):
         raise RuntimeError(

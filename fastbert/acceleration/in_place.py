@@ -23,7 +23,8 @@ from fastbert.layers.quantized import MODES
 from fastbert.runtime import prepared
 from fastbert.runtime.prepared import module_of
 
-TESTED = ("5", "6")  # transformers from the first to below the second
+# Versions of transformers: at least the first, below the second
+TESTED = ("5", "6")
 
 _Model = TypeVar("_Model")
 
@@ -41,62 +42,63 @@ def accelerate(
     """Make a transformers or sentence-transformers model run on fastbert's kernels, in place.
 
     Accepted: BERT, RoBERTa, XLM-R, CamemBERT, DistilBERT, ELECTRA, ALBERT, ERNIE and MPNet models, bare or
-    with any head, and whatever holds them: PeftModel, SentenceTransformer, CrossEncoder, a pipeline. Other
-    transformers models get fastbert's attention alone where their architecture lets one choose it. For
-    inference and training, on any device. Outputs and gradients are the stock model's within rounding; rows
-    of masked tokens, of no meaning in the stock model, are zeros. A question-answering head, which scores
-    them, trains on padded batches as the stock model does; in eval mode masked tokens get no probability
-    (`unpad=False` gives the stock model's). `SentenceTransformer.encode` takes its batches by tokens: at most
-    as many as `batch_size` texts of the longest's length have, on a CPU at most 1,024 (and always a whole
-    text).
+    with any head, and objects that hold one: PeftModel, SentenceTransformer, CrossEncoder, a pipeline. Other
+    transformers models get only fastbert's attention, if their architecture lets one choose it. For inference
+    and training, on any device.
+
+    Outputs and gradients are the stock model's within rounding. Rows of masked tokens, which mean nothing in
+    the stock model, are zeros. A question-answering head scores masked tokens: it trains on padded batches
+    like the stock model, and in eval mode gives them no probability (`unpad=False` gives the stock model's).
+    `SentenceTransformer.encode` measures its batches in tokens: at most `batch_size` times those of the
+    longest text, on a CPU at most 1,024, and always at least one text.
 
     With `dtype="int8"` the linear layers of the encoder layers run on 8-bit weights, for inference on a CPU,
-    as `quantize("int8")` makes them in fastbert's own models. The model keeps its parameters and their dtype:
+    as after `quantize("int8")` in fastbert's own models. The model keeps its parameters and their dtype:
     `state_dict`, `save_pretrained`, copies and pickles hold the floating-point model. A weight that changes
-    is rounded anew. The 8-bit weights come on top: one byte per weight, up to three where a layer does not
-    run in one call (autocast, gradients enabled). Embeddings, poolers and heads stay as they are.
+    is rounded again. The 8-bit weights need extra memory: one byte per weight, up to three if a layer does
+    not run in one call (autocast, gradients enabled). Embeddings, poolers and heads do not change.
 
-    A layer runs in floating point where it cannot run on 8 bits: one of its linear layers has an unmerged
-    adapter or was moved to a GPU, or the activation is none of fastbert's. A call that needs a gradient
-    through an 8-bit layer raises RuntimeError, in eval mode too: call the model under `torch.no_grad()`.
-    torch.compile leaves an 8-bit encoder as it is, and refuses it with `fullgraph=True`. An exported model is
-    the stock one.
+    A layer that cannot run on 8 bits runs in floating point: one of its linear layers has an unmerged adapter
+    or was moved to a GPU, or fastbert does not have its activation. A call that needs a gradient through an
+    8-bit layer raises RuntimeError, in eval mode too: call the model under `torch.no_grad()`. torch.compile
+    does not compile an 8-bit encoder, and refuses it with `fullgraph=True`. An exported model is the stock
+    one.
 
-    Weights may be written in place, in eval too, and through `parameter.data`: the next call has them. What
-    no cheap check sees is a write that PyTorch does not make, of single elements or rows, through a NumPy
-    array that was taken before, say. Where a weight lies in a mapped file (as `from_pretrained` leaves those
-    that it need not convert), in shared memory or in NumPy's, PyTorch's own writes are seen like that too:
-    whole tensors by the next call, rows by one of the next 64, single elements perhaps never. After
-    such a write call `fastbert.clear(model)`.
+    Weights may be written in place, in eval mode too, and through `parameter.data`: the next call uses them.
+    No cheap check sees a write to single elements or rows that PyTorch does not make, such as through a NumPy
+    array that was taken before. If a weight lies in a mapped file (`from_pretrained` leaves there what it
+    need not convert), in shared memory or in NumPy's memory, the same holds for PyTorch's own writes: the
+    next call sees a write over a whole tensor, one of the next 64 calls a write over a row, and perhaps no
+    call a write to single elements. After such a write call `fastbert.clear(model)`.
 
-    A second call changes the options. `fastbert.restore` gives the stock model back; `fastbert.explain` says
-    what runs fused, and what does not and why.
+    A second call changes the options. `fastbert.restore` undoes it; `fastbert.explain` says which parts run
+    fused, which do not, and why.
 
     Args:
-        model: the model; an nn.Module, or an object whose `model` is one.
+        model: the model: an nn.Module, or an object whose attribute `model` is one.
         dtype: convert the model to this floating-point dtype first; or "int8", see above. A later call
             without "int8" ends it.
-        strict: raise where a part would not be accelerated, or not run on 8 bits though asked to, here or in
-            a later call. Also where attention alone would be, on a CPU: that gains nothing.
+        strict: raise if a part cannot be accelerated, or not run on 8 bits though asked to, now or in a later
+            call. Also if only attention would be accelerated on a CPU, which gains nothing.
         attention: fuse self-attention, its output layer included.
         ffn: fuse the feed-forward blocks.
         layer_norm: fuse LayerNorm with the residual sum before it.
-        unpad: take padding out of a batch once a call. Else all layers run on padded batches.
+        unpad: remove padding from a batch once per call. If False, all layers run on padded batches.
 
     Returns:
         `model`, the same object.
 
     Warns:
-        RuntimeWarning: where nothing of the model can be accelerated, or transformers is of a version that
-            was not tested; the model is then untouched. With "int8", where a layer runs in floating point.
+        RuntimeWarning: if nothing of the model can be accelerated, or the version of transformers was not
+            tested; the model is then unchanged. With "int8", if a layer runs in floating point.
 
     Raises:
         TypeError: `model` is no module and has none, or another argument is of the wrong type.
-        ValueError: with `strict`, where a part cannot be accelerated; nothing has changed then. From a later
-            call of the model, then RuntimeError, naming the layer and the reason. With "int8", strict or not:
-            a layer's weight is elsewhere than on a CPU, or not finite (from a later call too), or
-            `attention=False` or `ffn=False` is given. Another string as `dtype`.
-        RuntimeError: with `strict`, for an untested version of transformers.
+        ValueError: an unknown string as `dtype`. With `strict`: a part cannot be accelerated; the model is
+            then unchanged. With "int8", strict or not: a layer's weight is not on a CPU or not finite (also
+            from a later call), or `attention=False` or `ffn=False` is given.
+        RuntimeError: with `strict`, for an untested version of transformers. From a later call of a strict
+            model whose layer cannot run fused any more, naming the layer and the reason.
     """
     root = module_of(model)
     options = Options(strict, attention, ffn, layer_norm, unpad, int8=isinstance(dtype, str))
@@ -132,7 +134,7 @@ def accelerate(
     for name, module, (model_type, kind), config in found:
         if isinstance(module, Accelerated) and module.fastbert_state is not None:
             if module.fastbert_state.options.int8 is not options.int8:
-                prepared.clear(module)  # of what no longer serves
+                prepared.clear(module)  # weights derived for the old options
             module.fastbert_state.options = options
         elif kind == "layer":
             swap(module, AcceleratedLayer, LayerState.of(module, model_type, config, name, options))
@@ -173,17 +175,17 @@ def accelerate(
 
 
 def restore(model: _Model) -> _Model:
-    """Undo `accelerate`: the stock classes again, with whatever weights the model now has.
+    """Undo `accelerate`: the model gets its stock classes back and keeps its present weights.
 
     Args:
-        model: what was given to `accelerate`, or anything that holds it.
+        model: what was given to `accelerate`, or an object that holds it.
 
     Returns:
         `model`, the same object.
 
     Raises:
         TypeError: `model` is no module and has none.
-        RuntimeError: FSDP has wrapped the model since.
+        RuntimeError: FSDP has wrapped the model after `accelerate`.
     """
     root = module_of(model)
     prepared.clear(root)
@@ -206,9 +208,10 @@ def _untested_version() -> str | None:
 
 
 def _reading_masked(root: nn.Module) -> dict[int, str]:
-    """Why the outputs of masked tokens are read, by the ids of the modules inside whoever reads them: a
-    sentence-transformers module that expands queries by masked tokens (ColBERT's), or a class made from a
-    question-answering head, under a forward of its own.
+    """id(module) -> why the outputs of masked tokens are read, for all modules inside a reader.
+
+    A reader is a sentence-transformers module that expands queries by masked tokens (ColBERT's), or a
+    subclass of a question-answering head with its own forward.
     """
     found: dict[int, str] = {}
     for module in root.modules():
@@ -233,7 +236,7 @@ def _check_dtype(dtype: Any, options: Options) -> None:
 
 
 def _warn_of_floats(found: list) -> None:
-    """Warn where layers run in floating point though 8 bits were asked for, naming the first."""
+    """Warn if layers run in floating point though 8 bits were asked for, naming the first."""
     modules = [(name, module) for name, module, (_, kind), _ in found if kind == "layer"]
     reasons = [
         f"{name}: {reason}"
@@ -251,7 +254,7 @@ def _warn_of_floats(found: list) -> None:
 
 
 def _check(found: list, others: list, options: Options, reading: dict[int, str]) -> None:
-    """With `strict`: raise for what cannot be accelerated."""
+    """With `strict`: raise ValueError if a part cannot be accelerated."""
     reasons = []
     for name, module, (model_type, kind), config in found:
         if kind == "model":

@@ -1,18 +1,18 @@
-"""Our attention under the models that `accelerate` has no fused layer for: transformers' attention interface.
+"""Our attention in models of no family, through transformers' attention interface.
 
-transformers lets a model's attention modules look up by name the function that computes
+In transformers, a model's attention modules look up two functions by name: one computes
 
     out = dropout(softmax(scaling * q kᵀ + mask)) v
 
-and the one that makes the mask. `register` puts both there under the name "fastbert"; `apply` sets that name
-on a model in place of "sdpa". Projections, norms and feed-forward stay the model's own.
+and one makes the mask. `register` adds both under the name "fastbert"; `apply` sets that name on a model
+instead of "sdpa". Projections, norms and feed-forward stay the model's own.
 
-The mask is what sdpa's mask function gives. Attention runs in `fastbert.ops.attention`, the mask as an
-additive bias. In the text encoders of `PACKED`, where the mask only tells padding and much is padding, q, k
-and v are packed instead: rows of padded queries are then 0, and kept ones as before. What we do not compute
-(`_unfit` has the list) runs in sdpa's own function, and the module's `Site` counts it with the reason.
+The mask comes from sdpa's mask function. Attention runs in `fastbert.ops.attention`, with the mask as an
+additive bias. In the text encoders of `PACKED`, if the mask only marks padding and much is padding, q, k and
+v are packed instead: rows of padded queries are then 0, the others are the same. Calls that we do not compute
+(`_unfit` has the list) run in sdpa's own function, and the module's `Site` counts them by reason.
 
-transformers is imported by `register`, not before.
+`register` imports transformers; nothing else here does at import time.
 """
 
 from __future__ import annotations
@@ -32,33 +32,52 @@ from fastbert.ops.attention import attention
 
 NAME = "fastbert"
 SITE = "_fastbert_interface"  # where an attention module keeps its `Site`
-BEFORE = "_fastbert_interface_before"  # where a model keeps the implementations that `undo` sets again
+# where a model keeps the implementations that `undo` restores
+BEFORE = "_fastbert_interface_before"
 
-# Text encoders whose heads read kept tokens only: nothing after attention mixes a padded row into another.
+# Text encoders in which nothing after attention mixes a padded row into another, heads included
 PACKED = frozenset(
-    ("data2vec-text", "esm", "eurobert", "modernbert", "nomic_bert", "roberta-prelayernorm", "roc_bert",
-     "xlm-roberta-xl", "xmod")
-)  # fmt: skip
-# Packing copies q, k, v and the output. It pays where it saves this share of all pairs (query, key).
+    (
+        "data2vec-text",
+        "esm",
+        "eurobert",
+        "modernbert",
+        "nomic_bert",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "xlm-roberta-xl",
+        "xmod",
+    )
+)
+# Packing copies q, k, v and the output. It is worth it if it saves this share of all (query, key) pairs.
 SAVED = 0.25
 
-# Arguments that sdpa's function passes over too: the mask holds what they say, or they are no mathematics.
+# Arguments that sdpa's function ignores too: the mask already has what they say, or they change no result
 _NO_EFFECT = frozenset(
-    ("cache_position", "deterministic", "num_items_in_batch", "output_hidden_states", "position_ids",
-     "return_dict", "sliding_window", "use_cache")
-)  # fmt: skip
+    (
+        "cache_position",
+        "deterministic",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "position_ids",
+        "return_dict",
+        "sliding_window",
+        "use_cache",
+    )
+)
 
-_sdpa = _sdpa_mask = _key_padding = None  # transformers' own functions, from `register` on
+# transformers' own functions; `register` sets them
+_sdpa = _sdpa_mask = _key_padding = None
 
 
 @dataclass
 class Site:
-    """What `apply` leaves on an attention module, and what happened there since.
+    """What `apply` stores on an attention module, and counts of its calls.
 
     Attributes:
-        name: the module's, within the model.
+        name: of the module, within the model.
         packs: whether q, k and v may be packed by a padding mask.
-        strict: a call that our attention cannot take raises RuntimeError.
+        strict: a call that our attention cannot compute raises RuntimeError.
         fused: calls of our attention. Calls under torch.compile are not counted.
         packed: those of them that were packed.
         stock: reason -> calls of sdpa's own function.
@@ -73,14 +92,14 @@ class Site:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        register()  # a pickled model asks for "fastbert" by name in a process that may not know it yet
+        register()  # a process that loads a pickled model may not have registered "fastbert" yet
 
 
 # --- the two functions --------------------------------------------------------------------------------------
 
 
 class _Padding:
-    """A mask of padded keys, made by `mask_function`: (batch, seqlen) bool, and its packing if asked for."""
+    """A mask of padded keys, made by `mask_function`: `keep` (batch, seqlen) bool, and its packing."""
 
     def __init__(self, keep: Tensor):
         self.keep = keep
@@ -88,9 +107,9 @@ class _Padding:
         self._known = False
 
     def packing(self) -> Packing | None:
-        """None where packing does not pay, or a first token is padding (heads read it)."""
+        """None if packing is not worth it, or if a first token, which heads read, is padding."""
         if not self._known:
-            counts = torch.cat((self.keep.sum(1), self.keep[:, 0])).tolist()  # waits for a GPU once per mask
+            counts = torch.cat((self.keep.sum(1), self.keep[:, 0])).tolist()  # one wait for a GPU per mask
             lengths, firsts = counts[: len(self.keep)], counts[len(self.keep) :]
             pairs = self.keep.shape[0] * self.keep.shape[1] ** 2
             if all(firsts) and sum(n * n for n in lengths) <= (1 - SAVED) * pairs:
@@ -106,8 +125,8 @@ _biases: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # mask -> (its ver
 def mask_function(*args: Any, **kwargs: Any) -> Tensor | None:
     """transformers' sdpa mask for the same arguments: bool (batch, 1, S, S), True = seen, or None = all.
 
-    Where it tells nothing but which keys are padding, it comes as a view of one row for all queries, from
-    which `attention_function` knows it again.
+    If it only marks padded keys, it is a view of one row for all queries, which `attention_function`
+    recognises.
     """
     mask = _sdpa_mask(*args, **kwargs)
     keep = kwargs.get("attention_mask")
@@ -125,7 +144,8 @@ def mask_function(*args: Any, **kwargs: Any) -> Tensor | None:
         or mask.shape[2] == 0
     ):
         return mask
-    rows = mask[:, :, :1].clone()  # nobody else writes here, and PyTorch refuses to write to the view
+    # a copy that nobody else writes to; PyTorch refuses writes to the expanded view
+    rows = mask[:, :, :1].clone()
     mask = rows.expand(mask.shape)
     _paddings[mask] = _Padding(rows[:, 0, 0])
     return mask
@@ -148,18 +168,19 @@ def attention_function(
         module: the attention module: `num_key_value_groups`, `is_causal` and its `Site` are read.
         query: (batch, nheads, S, headdim).
         key, value: (batch, nheads // num_key_value_groups, S, headdim).
-        attention_mask: bool (True = seen) or additive float, (batch, nheads, S, S) with any size but the last
-            1 instead; None = all, or causal where `is_causal` says so.
-        dropout: probability of dropping a probability; drawn from PyTorch's generator of the device.
-        scaling: headdim ** -0.5 by default.
-        is_causal: the module's by default, and True if it has none. Counts where the mask is None.
-        kwargs: any but those without effect, or of value None, sends the call to sdpa's function.
+        attention_mask: bool (True = seen) or additive float, (batch, nheads, S, S); any size but the last may
+            be 1. None = all tokens are seen, or causal if `is_causal`.
+        dropout: probability of dropping an attention probability; drawn from PyTorch's generator of the
+            device.
+        scaling: default headdim ** -0.5.
+        is_causal: used if the mask is None. Default: the module's, or True if it has none.
+        kwargs: with any that has an effect and is not None, sdpa's function runs instead.
 
     Returns:
         (batch, S, nheads, headdim), and None for the probabilities.
 
     Raises:
-        RuntimeError: the module's site is strict, and the call is not ours to take.
+        RuntimeError: the module's site is strict, and our attention cannot compute the call.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", eq. 1.
     """
@@ -209,11 +230,12 @@ def _unfit(
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> str | None:
-    """Why sdpa's own function must take this call; None if ours can."""
+    """Why sdpa's own function must compute this call; None if ours can."""
     for name, given in kwargs.items():
         if given is not None and name not in _NO_EFFECT and not (name == "output_attentions" and not given):
             return f"argument {name}"
-    dynamo = torch.compiler.is_dynamo_compiling()  # within it PyTorch < 2.14 says "exporting" to everybody
+    # under it, `is_exporting` of PyTorch < 2.14 is always true
+    dynamo = torch.compiler.is_dynamo_compiling()
     if torch.jit.is_tracing() or (torch.compiler.is_exporting() and not dynamo):
         return "export"
     if not dynamo:
@@ -266,21 +288,23 @@ def _repeat(t: Tensor, groups: int) -> Tensor:
 
 
 def _bias(mask: Tensor, query: Tensor, compiling: bool) -> Tensor:
-    """The mask as something to add to the scores. A model's layers share their mask: so they do its bias."""
+    """The mask as a bias to add to the scores. A model's layers share their mask, and so its bias."""
     if mask.dtype != torch.bool:
         return mask
-    dtype = torch.float32 if query.device.type == "cpu" else query.dtype  # the CPU kernels read float32
-    # A change in place shows in the version. Inference tensors have none, but ours are never changed.
+    # CPU kernels read float32
+    dtype = torch.float32 if query.device.type == "cpu" else query.dtype
+    # The version shows changes in place. Inference tensors have none, but ours never change.
     cached = not compiling and (mask in _paddings or not mask.is_inference())
     version = 0 if not cached or mask.is_inference() else mask._version
     if cached and mask in _biases:
         known, bias = _biases[mask]
-        same_mode = bias.is_inference() == torch.is_inference_mode_enabled()  # else autograd may refuse it
+        # autograd may refuse a bias of the other mode
+        same_mode = bias.is_inference() == torch.is_inference_mode_enabled()
         if known == version and bias.dtype == dtype and same_mode:
             return bias
     rows = mask
     if not compiling:
-        for dim in range(3):  # one row for all is converted, and read, once
+        for dim in range(3):  # a row that is expanded is converted, and read, once
             if rows.stride(dim) == 0 and rows.shape[dim] > 1:
                 rows = rows.narrow(dim, 0, 1)
     bias = torch.zeros(rows.shape, dtype=dtype, device=mask.device).masked_fill(~rows, -torch.inf)
@@ -290,7 +314,7 @@ def _bias(mask: Tensor, query: Tensor, compiling: bool) -> Tensor:
 
 
 def register() -> None:
-    """Make "fastbert" a name that transformers' models can ask for, as in
+    """Make "fastbert" an attention implementation of transformers, as in
     `AutoModel.from_pretrained(…, attn_implementation="fastbert")`. A second call changes nothing.
 
     Raises:
@@ -313,13 +337,13 @@ def register() -> None:
 
 
 def sites(model: nn.Module) -> dict[str, Site]:
-    """The sites of a model that `apply` has changed, by the names of their modules."""
+    """Name of the module -> `Site`, of a model that `apply` has changed."""
     found = {name: module.__dict__.get(SITE) for name, module in model.named_modules()}
     return {name: site for name, site in found.items() if site is not None}
 
 
 def allows(model: nn.Module) -> str | None:
-    """Why `apply` cannot change this transformers model; None if it can (or has).
+    """Why `apply` cannot change this transformers model; None if it can, or already has.
 
     Raises:
         TypeError: `model` is no transformers.PreTrainedModel.
@@ -344,7 +368,7 @@ def allows(model: nn.Module) -> str | None:
 
 
 def on_cpu(model: nn.Module) -> bool:
-    """Whether a model is on a CPU, where attention alone gains nothing: all else takes the time."""
+    """Whether a model is on a CPU, where attention alone gains nothing: the rest takes most of the time."""
     weight = next(model.parameters(), None)
     return weight is not None and weight.device.type == "cpu"
 
@@ -353,12 +377,12 @@ def apply(model: nn.Module, *, strict: bool = False) -> nn.Module:
     """Give a transformers model our attention, in place; returns it. A second call changes `strict`.
 
     Args:
-        model: a transformers.PreTrainedModel. A config that it shares with other models changes for them too,
-            as with `set_attn_implementation`.
-        strict: a call that our attention cannot take raises RuntimeError instead of running in sdpa.
+        model: a transformers.PreTrainedModel. As with `set_attn_implementation`, its config changes, also for
+            other models that share it.
+        strict: a call that our attention cannot compute raises RuntimeError instead of running in sdpa.
 
     Raises:
-        TypeError: `model` is none.
+        TypeError: `model` is no transformers.PreTrainedModel.
         ValueError: `allows(model)` has a reason.
     """
     reason = allows(model)
@@ -379,7 +403,7 @@ def apply(model: nn.Module, *, strict: bool = False) -> nn.Module:
 
 
 def undo(model: nn.Module) -> nn.Module:
-    """The implementations that the model had before `apply`; returns it. Without `apply`, nothing changes.
+    """Restore the implementations that the model had before `apply`; returns the model.
 
     Raises:
         TypeError: `model` is no transformers.PreTrainedModel.
@@ -394,7 +418,7 @@ def undo(model: nn.Module) -> nn.Module:
 
 
 def _parts(model: nn.Module) -> list:
-    """The transformers models in `model`, itself first."""
+    """The transformers models in `model`, `model` first."""
     from transformers import PreTrainedModel
 
     if not issubclass(type(model), PreTrainedModel):
@@ -403,20 +427,20 @@ def _parts(model: nn.Module) -> list:
 
 
 def _implementations(config) -> str | dict:
-    """What `set_attn_implementation` takes to bring about what `config` and its parts now have."""
+    """The argument of `set_attn_implementation` that sets what `config` and its parts have now."""
     parts = {key: getattr(config, key) for key in config.sub_configs}
     parts = {key: _implementations(part) for key, part in parts.items() if part is not None}
     return {"": config._attn_implementation, **parts} if parts else config._attn_implementation
 
 
 def _packs(config) -> bool:
-    # is_folding_model: ESM with a structure module behind it
+    # is_folding_model: ESM with a structure module after it
     unlike = ("is_decoder", "add_cross_attention", "is_folding_model")
     return config.model_type in PACKED and not any(getattr(config, name, False) for name in unlike)
 
 
 def _scores_padding(model: nn.Module) -> bool:
-    """Whether a model is a question-answering head: its softmax runs over padded rows too."""
+    """Whether a model has a question-answering head, whose softmax runs over padded rows too."""
     return any(cls.__name__.endswith("ForQuestionAnswering") for cls in type(model).__mro__)
 
 

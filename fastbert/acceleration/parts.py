@@ -1,4 +1,4 @@
-"""What there is in a model: encoders and layers to accelerate, other transformers models, and our own."""
+"""Finds in a model: encoders and layers to accelerate, other transformers models, and fastbert's own."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ OWN = "fastbert's own model, which needs no accelerate"
 
 
 def encoders(root: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, str], Any]]:
-    """(name, module, (model_type, kind), the encoder's transformers config) of all encoders and their
-    layers.
+    """All encoders of a family and their layers, each encoder before its layers.
+
+    Yields:
+        (name, module, (model_type, kind), the encoder's transformers config); kind is "model" or "layer".
     """
     for name, module in root.named_modules():
         family = family_of(module)
@@ -30,7 +32,7 @@ def encoders(root: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, str],
 
 
 def other_models(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost transformers models in which there is no encoder of a family."""
+    """(name, module) of the outermost transformers models without an encoder of a family."""
     if "transformers" not in sys.modules:
         return
     kind = sys.modules["transformers"].PreTrainedModel
@@ -44,7 +46,7 @@ def other_models(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def own_models(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """fastbert's own encoders."""
+    """(name, module) of fastbert's own encoders."""
     return [(name, module) for name, module in root.named_modules() if isinstance(module, BertModel)]
 
 

@@ -20,10 +20,15 @@ from fastbert.testing.serving import Choice, choices
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One encoder layer: whether it runs fused now, why not, and how it ran since `accelerate`.
+    """One encoder layer: whether it runs fused now, and how it ran since `accelerate`.
 
-    `int8`: whether it runs on 8-bit weights; `float_reason`: why not, where 8 bits were asked for and it runs
-    fused.
+    Attributes:
+        name: of the module.
+        fused: whether it runs fused now.
+        reason: why it does not; None if it does.
+        fused_calls, stock_calls: how often it ran either way.
+        int8: whether it runs on 8-bit weights.
+        float_reason: why it does not, if it runs fused and 8 bits were asked for; else None.
     """
 
     name: str
@@ -37,12 +42,16 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """One encoder: whether padding is taken out now, why not, and how it ran since `accelerate`.
+    """One encoder: whether it removes padding now, and how it ran since `accelerate`.
 
     Attributes:
-        kind: "family" of an encoder with layers that `accelerate` can fuse, "native" of fastbert's own,
-            "other" of any other: its reason says why it is not accelerated, or how often its attention
-            modules ran fused and, with the reasons, as stock. Calls are counted for "family" alone.
+        name: of the module; "" for the model itself.
+        unpads: whether it removes padding now.
+        reason: why it does not; None if it does. For "other", why it is not accelerated, or how often its
+            attention modules ran fused and as stock, with the reasons.
+        packed_calls, padded_calls: how often it ran either way; counted for "family" only.
+        kind: "family" for an encoder whose layers `accelerate` can fuse, "native" for fastbert's own models,
+            "other" for all others.
     """
 
     name: str
@@ -55,10 +64,11 @@ class ModelReport:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `fastbert.explain(model)` found; `str` of it is a table, with `summary` above it.
+    """What `fastbert.explain(model)` found; `str` makes it a table below its `summary`.
 
     Attributes:
-        models, layers: a report for each; fastbert's own layers have none.
+        models: one report per encoder.
+        layers: one report per layer, but none for layers of fastbert's own models.
         fused_layers, total_layers: how many encoder layers run fused now, and how many there are.
     """
 
@@ -69,7 +79,7 @@ class Explanation:
 
     @property
     def summary(self) -> str:
-        """How many layers run fused and whether padding is taken out, in one line."""
+        """How many layers run fused and whether padding is removed, in one line."""
         said = []
         shown = [m for m in self.models if m.kind != "other"]
         if shown:
@@ -114,14 +124,17 @@ def explain(target: str | torch.device = "cpu") -> list[Choice]: ...
 @overload
 def explain(target: object) -> Explanation: ...
 def explain(target: str | torch.device | object = "cpu") -> list[Choice] | Explanation:
-    """Which backend serves every op and dtype on a device; or which parts of a model run on our kernels.
+    """Which backend serves each op and dtype on a device; or which parts of a model run on our kernels.
 
     Args:
-        target: a device: a row per op and dtype (see `fastbert.testing.serving.choices`). Or a model,
-            accelerated or not, or one of fastbert's own: what runs fused, and what does not and why.
+        target: a device, or a model: accelerated, not accelerated, or fastbert's own.
+
+    Returns:
+        For a device, one row per op and dtype (see `fastbert.testing.serving.choices`). For a model, which
+        parts run fused, which do not, and why.
 
     Raises:
-        TypeError: `target` is neither a device nor a module, and has no module.
+        TypeError: `target` is no device and no module, and has no module.
     """
     if isinstance(target, (str, torch.device)):
         return choices(target)
@@ -161,7 +174,7 @@ def _explain_model(model: Any) -> Explanation:
 
 
 def _calls_of(module: nn.Module) -> str:
-    """How the attention of a model of another family ran."""
+    """How often the attention of a model of no family ran fused and as stock."""
     sites = interface.sites(module).values()
     if not sites:
         return "not accelerated"

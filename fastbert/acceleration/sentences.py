@@ -1,12 +1,12 @@
-"""`SentenceTransformer.encode` by numbers of tokens.
+"""`SentenceTransformer.encode` with batches measured in tokens.
 
-Stock `encode` sorts its texts by their characters, cuts that list into batches of `batch_size` and tokenises
-batch by batch. Where padding costs nothing, a batch is better measured in tokens: texts are tokenised
-`_TOKENISED` at a time, sorted by their tokens, and taken in batches of about as many tokens each. Everything
-between the tokens and the embeddings is still the model's own call.
+Stock `encode` sorts its texts by characters, cuts them into batches of `batch_size` and tokenises each batch.
+Without padding, a batch is better measured in tokens: `_TOKENISED` texts at a time are tokenised, sorted by
+tokens, and cut into batches of about equally many tokens. From the tokens to the embeddings it is still the
+model's own call.
 
-sentence-transformers keeps the loop in a private method. So `fits` asks for the version, and for the very
-arguments that are known here; anything else gets stock `encode`, in which only the encoder is accelerated.
+sentence-transformers has the loop in a private method. So `fits` checks the version and the exact arguments.
+Anything else gets stock `encode`, in which only the encoder is accelerated.
 """
 
 from __future__ import annotations
@@ -24,22 +24,33 @@ from torch import Tensor, nn
 from fastbert.acceleration.classes import Accelerated
 from fastbert.sentences.tokenizer import pack_batches
 
-TESTED = ("6", "7")  # sentence-transformers from the first to below the second
+# Versions of sentence-transformers: at least the first, below the second
+TESTED = ("6", "7")
 _HOME = "sentence_transformers.sentence_transformer.model"
 _ARGUMENTS = (
-    "self", "inputs", "prompt", "batch_size", "show_progress_bar", "output_value", "save_to_cpu",
-    "normalize_embeddings", "truncate_dim", "device", "kwargs",
-)  # fmt: skip
-_TOKENISED = 4096  # texts at once: enough to fill batches, few enough to keep
+    "self",
+    "inputs",
+    "prompt",
+    "batch_size",
+    "show_progress_bar",
+    "output_value",
+    "save_to_cpu",
+    "normalize_embeddings",
+    "truncate_dim",
+    "device",
+    "kwargs",
+)
+_TOKENISED = 4096  # texts at a time: enough to fill batches, and they fit in memory
 _CPU_TOKENS = 1024  # in a batch on a CPU: more do not stay in its caches, and gain nothing
+# Options of the tokenizer
 _UNPADDED = {
     "common": {"return_tensors": None},
     "text": {"padding": False, "return_attention_mask": False},
-}  # of the tokenizer's options
+}
 
 
 def fits(module: nn.Module) -> bool:
-    """Whether a module is a SentenceTransformer whose loop is the one that is known here."""
+    """Whether a module is a SentenceTransformer whose loop is the one that this file replaces."""
     cls = next((c for c in type(module).__mro__ if "_inference" in vars(c)), None)
     if cls is None or cls.__module__ != _HOME or cls.__name__ != "SentenceTransformer":
         return False
@@ -53,7 +64,7 @@ class AcceleratedSentences(Accelerated):
 
     @torch.inference_mode()
     def _inference(self, inputs: list, **given: Any) -> Any:
-        """Stock's, where `encode` is asked for anything but the embeddings of several texts."""
+        """Embeddings of several texts; any other request runs stock's `_inference`."""
         device = self._resolve_inference_device(given.get("device"))
         usual = (
             given["output_value"] == "sentence_embedding"
@@ -68,7 +79,7 @@ class AcceleratedSentences(Accelerated):
         return super()._inference(inputs, **given) if found is None else found
 
     def _reads_plain_text(self) -> bool:
-        """Whether the first module is sentence-transformers' own, for rows of tokens padded on the right."""
+        """Whether the first module is sentence-transformers' own, and pads rows of tokens on the right."""
         first, tokenizer = self[0], getattr(self[0], "tokenizer", None)
         kind = type(first)
         return (
@@ -81,11 +92,11 @@ class AcceleratedSentences(Accelerated):
         )
 
     def _by_tokens(self, inputs: list[str], device: torch.device, given: dict[str, Any]) -> Tensor | None:
-        """(texts, width); None where the texts did not become rows of tokens."""
+        """(texts, width) embeddings; None if the tokenizer did not return rows of tokens."""
         from tqdm.autonotebook import tqdm  # as sentence-transformers does
 
         if any(module.training for module in self.modules()):
-            self.eval()  # which forgets what was derived from the weights
+            self.eval()  # forgets weights derived in training
         passed = {name: value for name, value in given.items() if name not in _ARGUMENTS}
         order = np.argsort([-len(text) for text in inputs], kind="stable")
         rows, places = [], []
@@ -113,11 +124,11 @@ class AcceleratedSentences(Accelerated):
 
 @dataclass(frozen=True)
 class Texts:
-    """Tokenised texts, one behind the other.
+    """Tokenised texts, concatenated.
 
     Attributes:
-        lengths: (texts,) tokens of each.
-        tokens: name -> (all tokens,), of each feature that has a number for each token.
+        lengths: (texts,) tokens of each text.
+        tokens: name -> (all tokens,) int64, for each feature with one number per token.
         fill: name -> the number at padding.
         others: the other features, the same for all texts.
     """
@@ -131,7 +142,7 @@ class Texts:
     def of(
         cls, model: nn.Module, texts: list[str], prompt: str | None, passed: dict[str, Any]
     ) -> Texts | None:
-        """The texts as `model` tokenises them; None where that gives anything but numbers of tokens."""
+        """The texts, tokenised by `model`; None if a feature is not one number per token."""
         features = dict(model.preprocess(texts, prompt=prompt, processing_kwargs=_UNPADDED, **passed))
         others = {name: value for name, value in features.items() if isinstance(value, (str, int))}
         lists = {name: value for name, value in features.items() if name not in others}
@@ -151,7 +162,7 @@ class Texts:
         return cls(lengths, tokens, fill, others)
 
     def features(self, batch: np.ndarray, device: torch.device) -> dict[str, Any]:
-        """The features of some texts, (texts, the longest's tokens) each, as `preprocess` gives them."""
+        """The features of some texts, each (texts, tokens of the longest), as `preprocess` returns them."""
         lengths = self.lengths[batch]
         ends = np.cumsum(self.lengths)[batch]
         column = np.arange(lengths.max(initial=1))
