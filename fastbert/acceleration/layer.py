@@ -22,6 +22,7 @@ from fastbert.layers.modules import is_hooked
 from fastbert.layers.modules import part as part_of
 from fastbert.layers.quantized import check_finite
 from fastbert.models.families import FAMILIES
+from fastbert.ops.activation import MODULES
 from fastbert.runtime import prepared
 
 # Arguments that change nothing in a layer's or an encoder's result
@@ -75,21 +76,6 @@ AROUND: dict[str, Around] = {
         ("attention_mask", "position_bias", "output_attentions"),
         returns_tuple=True,
     ),
-}
-
-# Activation modules and functions of transformers, by their class's or their own name
-_ACTIVATIONS = {
-    "GELUActivation": "gelu",
-    "gelu": "gelu",
-    "NewGELUActivation": "gelu_tanh",
-    "GELUTanh": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh",
-    "FastGELUActivation": "gelu_tanh",
-    "ReLU": "relu",
-    "relu": "relu",
-    "SiLUActivation": "silu",
-    "SiLU": "silu",
-    "silu": "silu",
 }
 
 
@@ -146,7 +132,7 @@ class LayerState:
         names = FAMILIES[model_type].layer
         width = part_of(layer, AROUND[model_type].dropouts[0].rpartition(".")[0]).attention_head_size
         act = _attribute(layer, AROUND[model_type].activation.split("."))
-        activation = _ACTIVATIONS.get(_name_of(act))
+        activation = MODULES.get(_name_of(act))
         form = LayerForm(names, heads, width, activation)
         return cls(model_type, name, form, _identity(act), options)
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fastbert.layers.modules import is_plain
 from fastbert.layers.quantized import QuantizedLinear, int8_product
 from fastbert.ops import checks
+from fastbert.ops.activation import activate_eager
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
@@ -20,14 +20,6 @@ from fastbert.ops.linear import packer as linear_packer
 from fastbert.runtime import prepared
 
 MANY_ROWS = 1536  # from here on a weight is packed for the call, not kept packed
-
-_ACTIVATE = {
-    None: lambda x: x,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-}
 
 
 def packed_weight(module: nn.Linear, x: Tensor) -> Tensor | None:
@@ -58,7 +50,7 @@ def apply_linear(module: nn.Module, x: Tensor, activation: str | None = None) ->
         return linear(x, module.weight, module.bias, activation, packed=packed_weight(module, x))
     if is_plain(module, QuantizedLinear):
         return int8_product(x, module, [module], activation)
-    return _ACTIVATE[activation](module(x))
+    return activate_eager(module(x), activation)
 
 
 def apply_norm(module: nn.Module, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 from fastbert.checkpoint import files, hub
 from fastbert.models import arguments
 from fastbert.models.families import FAMILIES, Family, family_of
+from fastbert.ops.activation import SPELLINGS
 
 # BERT's defaults; families override some (families.py)
 DEFAULTS: dict[str, Any] = {
@@ -39,18 +40,6 @@ DEFAULTS: dict[str, Any] = {
     "output_hidden_states": False,
     "output_attentions": False,
     "return_dict": True,
-}
-
-# HuggingFace's activation names -> ours; another name is refused
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
 }
 
 # What transformers answers for keys that a config.json need not have
@@ -185,7 +174,7 @@ class EncoderConfig:
     @property
     def activation_name(self) -> str:
         """`hidden_act` as `fastbert.ops.linear` spells it."""
-        return ACTIVATIONS[self.hidden_act]
+        return SPELLINGS[self.hidden_act]
 
     @property
     def embedding_width(self) -> int:
@@ -257,10 +246,10 @@ class EncoderConfig:
                 f"config num_attention_heads: {self.num_attention_heads} heads do not divide "
                 f"hidden_size {self.hidden_size}"
             )
-        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACTIVATIONS:
+        if not isinstance(self.hidden_act, str) or self.hidden_act not in SPELLINGS:
             raise ValueError(
                 f"config hidden_act: unknown activation {self.hidden_act!r}; "
-                f"expected one of {', '.join(ACTIVATIONS)}"
+                f"expected one of {', '.join(SPELLINGS)}"
             )
         pad = self.pad_token_id
         if pad is not None and (not isinstance(pad, int) or not 0 <= pad < self.vocab_size):

@@ -37,8 +37,8 @@ import torch
 from torch import Tensor
 
 from fastbert.ops import checks
+from fastbert.ops.activation import ACTIVATIONS
 from fastbert.ops.attention import check_bias, check_lengths
-from fastbert.ops.linear import ACTIVATIONS
 from fastbert.runtime import dispatch
 
 

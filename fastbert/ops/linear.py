@@ -9,13 +9,7 @@ Backward, with g = dy * act'(pre):
 
     dx = g @ weight,  dweight = g.T @ x,  dbias = Σ_rows g,  dresidual = dy
 
-Activations and their derivatives, with Φ and φ the normal distribution and density, σ the logistic function:
-
-    "gelu"       z Φ(z) = 0.5 z erfc(-z / √2)    Φ(z) + z φ(z)
-    "gelu_tanh"  0.5 z (1 + t)                   0.5 (1 + t) + 0.5 z (1 - t²) √(2/π) (1 + 0.134145 z²)
-                 with t = tanh(√(2/π) (z + 0.044715 z³))
-    "relu"       max(z, 0)                       1 where z > 0, else 0
-    "silu"       z σ(z)                          σ(z) (1 + z (1 - σ(z)))
+The activations and their derivatives are in fastbert/ops/activation.py.
 
 The product accumulates in float32 (float64 for float64). Activations are computed in float32 and rounded
 once; given `pre`, at least 99.9% of GELU's half-precision outputs are correctly rounded. `pre` is kept for
@@ -29,27 +23,14 @@ Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units"; Vaswani et al.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from fastbert.ops import checks
+from fastbert.ops.activation import activate_ref, check_activation
 from fastbert.runtime import dispatch
-
-ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
-
-
-def activate_ref(z: Tensor, activation: str | None) -> Tensor:
-    """The activation of `z` in `z`'s own dtype."""
-    if activation is None:
-        return z
-    if activation == "gelu":
-        return 0.5 * z * torch.erfc(-z * math.sqrt(0.5))
-    if activation == "gelu_tanh":
-        return 0.5 * z * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * z * z * z)))
-    return torch.relu(z) if activation == "relu" else z * torch.sigmoid(z)
 
 
 def linear_ref(
@@ -68,12 +49,6 @@ def linear_ref(
     if residual is not None:
         y = y + residual.to(compute)
     return y.to(x.dtype)
-
-
-def check_activation(activation: str | None) -> None:
-    """`activation` must be None or one of ACTIVATIONS."""
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"activation: expected None or one of {', '.join(ACTIVATIONS)}, got {activation!r}")
 
 
 def _forward(activation: str | None) -> str:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from fastbert.ops import checks
-from fastbert.ops.linear import activate_ref, check_activation
+from fastbert.ops.activation import activate_ref, check_activation
 from fastbert.runtime import dispatch
 
 MOST_INPUTS = 65_536

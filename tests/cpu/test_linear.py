@@ -15,7 +15,8 @@ from fastbert import testing
 from fastbert.backends import cpu
 from fastbert.backends.cpu import linear as launcher
 from fastbert.backends.native import DTYPE_CODES
-from fastbert.ops.linear import ACTIVATIONS, activate_ref, linear, packer
+from fastbert.ops.activation import ACTIVATIONS, CODES, activate_ref
+from fastbert.ops.linear import linear, packer
 from fastbert.runtime import native as _native
 from fastbert.testing import serving
 from fastbert.testing.op_cases.linear import CASES, LinearCase
@@ -46,7 +47,7 @@ def gradient(dy, pre, activation, with_dbias=True):
     (rows, columns), g = dy.shape, torch.full_like(dy, float("nan"))
     dbias = torch.full((columns,), float("nan")) if with_dbias else None
     _C.cpu_linear_activation_bwd(
-        DTYPE_CODES[dy.dtype], rows, columns, dy.data_ptr(), address(pre), launcher.ACTIVATIONS[activation],
+        DTYPE_CODES[dy.dtype], rows, columns, dy.data_ptr(), address(pre), CODES[activation],
         g.data_ptr(), address(dbias), torch.get_num_threads(),
     )  # fmt: skip
     return g, dbias

@@ -12,7 +12,7 @@ import torch
 from fastbert import testing
 from fastbert.backends import cpu
 from fastbert.backends.cpu import linear_int8 as launcher
-from fastbert.ops.linear import ACTIVATIONS, activate_ref
+from fastbert.ops.activation import ACTIVATIONS, activate_ref
 from fastbert.ops.linear_int8 import quantize_rows
 from fastbert.runtime import native as _native
 from fastbert.testing import serving

@@ -230,7 +230,7 @@ def linear_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
     import torch
 
     from fastbert.kernels import linear as kernels
-    from fastbert.ops.linear import ACTIVATIONS
+    from fastbert.ops.activation import ACTIVATIONS
 
     def backward(dtype: torch.dtype, out_features: int, activation: str | None) -> None:
         dy = torch.empty(16384, out_features, dtype=dtype, device="meta")

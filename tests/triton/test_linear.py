@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from fastbert import testing
 from fastbert.backends import reference
 from fastbert.backends import triton as backend
-from fastbert.ops.linear import ACTIVATIONS, activate_ref, linear
+from fastbert.ops.activation import ACTIVATIONS, activate_ref
+from fastbert.ops.linear import linear
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.linear import CASES, LinearCase
 from tests.support.triton_fixtures import (

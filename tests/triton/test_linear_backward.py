@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from fastbert import testing
 from fastbert.backends import reference
-from fastbert.ops.linear import ACTIVATIONS, linear
+from fastbert.ops.activation import ACTIVATIONS
+from fastbert.ops.linear import linear
 from fastbert.runtime import dispatch
 from fastbert.testing import proving
 from fastbert.testing.op_cases.linear import CASES, LinearCase

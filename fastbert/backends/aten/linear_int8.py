@@ -14,6 +14,7 @@ from functools import lru_cache
 
 import torch
 
+from fastbert.ops.activation import activate_eager
 from fastbert.ops.checks import compute_dtype
 from fastbert.ops.linear_int8 import SMALLEST_STEP
 
@@ -110,4 +111,8 @@ def _activated(pre, activation, dtype):
         return torch.nn.functional.gelu(pre)
     if activation == "gelu_tanh":
         return torch.nn.functional.gelu(pre, approximate="tanh")
-    return pre.clamp_(min=0) if activation == "relu" else torch.nn.functional.silu(pre, inplace=True)
+    if activation == "relu":
+        return pre.clamp_(min=0)
+    if activation == "silu":
+        return torch.nn.functional.silu(pre, inplace=True)
+    return activate_eager(pre, activation)

@@ -7,8 +7,9 @@ from itertools import chain
 import torch
 
 from fastbert.backends.cpu.attention import bias_args
-from fastbert.backends.cpu.linear import ACTIVATIONS, linear_pack
+from fastbert.backends.cpu.linear import linear_pack
 from fastbert.backends.native import DTYPE_CODES, vector
+from fastbert.ops.activation import CODES
 from fastbert.runtime.dispatch import plain
 from fastbert.runtime.native import address
 from fastbert.runtime.native import extension as _C
@@ -95,7 +96,7 @@ def encoder_layer_fwd(
         work = _memory(scratch, 1, -(-room // x.element_size()), x)
     _C.cpu_encoder_layer_fwd(
         DTYPE_CODES[x.dtype], sizes, numbers,
-        cu_seqlens.data_ptr(), x.data_ptr(), x.stride(0), *eps, ACTIVATIONS[activation], softmax_scale,
+        cu_seqlens.data_ptr(), x.data_ptr(), x.stride(0), *eps, CODES[activation], softmax_scale,
         bias_numbers, 0 if gate is None else gate.data_ptr(), y.data_ptr(), threads,
         0 if work is None else work.data_ptr(), room,
     )  # fmt: skip

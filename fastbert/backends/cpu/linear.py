@@ -10,11 +10,11 @@ import torch
 
 from fastbert.backends.aten import linear as aten
 from fastbert.backends.native import DTYPE_CODES, vector
+from fastbert.ops.activation import CODES
 from fastbert.runtime.dispatch import plain
 from fastbert.runtime.native import address
 from fastbert.runtime.native import extension as _C
 
-ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "silu": 4}
 _PACKING_ROWS = 32  # from here on packing a weight for one product costs less than it gains
 
 
@@ -44,7 +44,7 @@ def _product(a, b, columns, bias=None, activation=None, residual=None, pre=None)
     c = a.new_empty(rows, columns)
     _C.cpu_linear_product(
         DTYPE_CODES[a.dtype], rows, columns, depth, a.data_ptr(), *_strides(a), *right,
-        *vector(bias), ACTIVATIONS[activation],
+        *vector(bias), CODES[activation],
         *((0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))),
         c.data_ptr(), 0 if pre is None else pre.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
@@ -79,7 +79,7 @@ def linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias
     if need_dbias or activation is not None:
         _C.cpu_linear_activation_bwd(
             DTYPE_CODES[dy.dtype], rows, out, dy.data_ptr(), 0 if activation is None else pre.data_ptr(),
-            ACTIVATIONS[activation], 0 if activation is None else g.data_ptr(),
+            CODES[activation], 0 if activation is None else g.data_ptr(),
             dbias.data_ptr() if need_dbias else 0, torch.get_num_threads(),
         )  # fmt: skip
     if dy.dtype == torch.float32:  # where nothing is to be widened, copying for one product does not pay

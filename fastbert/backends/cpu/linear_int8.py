@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from fastbert.backends.cpu.linear import ACTIVATIONS
 from fastbert.backends.native import DTYPE_CODES, vector
+from fastbert.ops.activation import CODES
 from fastbert.runtime.dispatch import plain
 from fastbert.runtime.native import address
 from fastbert.runtime.native import extension as _C
@@ -29,6 +29,6 @@ def linear_int8_fwd(x, weight, scale, bias, activation, packed=None):
     y = x.new_empty(rows, out)
     _C.cpu_linear_int8(
         DTYPE_CODES[x.dtype], rows, out, depth, x.data_ptr(), x.stride(0), packed.data_ptr(),
-        address(scale), *vector(bias), ACTIVATIONS[activation], y.data_ptr(), torch.get_num_threads(),
+        address(scale), *vector(bias), CODES[activation], y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return y

@@ -9,18 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
 
+from fastbert.ops.activation import activate_eager
 from fastbert.ops.linear_int8 import linear_int8, linear_int8_ref, quantize_rows
 from fastbert.testing.error_rule import Case
-
-EAGER = {
-    None: lambda z: z,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-}
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,7 +55,7 @@ class LinearInt8Case(Case):
         centred, _, step = quantize_rows(x)
         acc = centred.double() @ weight.double().T  # the integers, exactly
         y = (acc.to(torch.promote_types(x.dtype, torch.float32)) * step * scale).to(x.dtype)
-        return EAGER[self.activation](y if bias is None else y + bias)
+        return activate_eager(y if bias is None else y + bias, self.activation)
 
     def oracle(self, x, weight, scale, bias):
         return linear_int8_ref(x, weight, scale, bias, self.activation)

@@ -1,0 +1,158 @@
+r"""The activations: one table that every other file reads.
+
+With Φ and φ the normal distribution and density, and σ the logistic function:
+
+    name         act(z)                          act'(z)
+    "gelu"       z Φ(z) = 0.5 z erfc(-z / √2)    Φ(z) + z φ(z)
+    "gelu_tanh"  0.5 z (1 + t)                   0.5 (1 + t) + 0.5 z (1 - t²) √(2/π) (1 + 0.134145 z²)
+                 with t = tanh(√(2/π) (z + 0.044715 z³))
+    "relu"       max(z, 0)                       1 where z > 0, else 0
+    "silu"       z σ(z)                          σ(z) (1 + z (1 - σ(z)))
+
+`None` stands for no activation wherever a name is expected.
+
+To add an activation:
+
+1. an entry in `ACTIVATIONS` below, with the spellings of configs and of transformers' modules;
+2. its code in the enum of csrc/cpu/linear.h and in the lists of kinds in csrc/cpu/linear_simd.cpp and
+   csrc/cpu/linear_int8_simd.cpp, and a branch each in `activate` and `activate_bwd` of csrc/cpu/activation.h;
+3. a branch each in `activate` and `slope` of kernels/activation.py.
+
+The `reference` and `aten` backends, the checks, the configs, the Cases and `accelerate` need no edit.
+tests/ops/test_activation.py fails where the table and one of its readers differ.
+
+Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units"; Ramachandran et al. 2017, "Searching for
+Activation Functions" (silu).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Activation:
+    """One activation.
+
+    Attributes:
+        code: its number in the enum `Activation` of csrc/cpu/linear.h.
+        reference: act(z) in `z`'s own dtype, by the formula above.
+        slope: act'(z) in `z`'s own dtype, by the formula above.
+        eager: PyTorch's own function, differentiable.
+        spellings: what `hidden_act` of a config calls it.
+        modules: what transformers' and PyTorch's modules and functions of it are called.
+    """
+
+    code: int
+    reference: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor], Tensor]
+    eager: Callable[[Tensor], Tensor]
+    spellings: tuple[str, ...]
+    modules: tuple[str, ...]
+
+
+def _gelu(z: Tensor) -> Tensor:
+    return 0.5 * z * torch.erfc(-z * math.sqrt(0.5))
+
+
+def _gelu_slope(z: Tensor) -> Tensor:
+    density = torch.exp(-0.5 * z * z) * (1.0 / math.sqrt(2.0 * math.pi))
+    return 0.5 * torch.erfc(-z * math.sqrt(0.5)) + z * density
+
+
+def _gelu_tanh(z: Tensor) -> Tensor:
+    return 0.5 * z * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (z + 0.044715 * z * z * z)))
+
+
+def _gelu_tanh_slope(z: Tensor) -> Tensor:
+    c = math.sqrt(2.0 / math.pi)
+    z = z.clamp(-1e4, 1e4)  # beyond, the slope is 0 or 1, and powers of z overflow
+    t = torch.tanh(c * (z + 0.044715 * z * z * z))
+    return 0.5 * (1.0 + t) + 0.5 * z * (1.0 - t * t) * c * (1.0 + 3 * 0.044715 * z * z)
+
+
+def _gelu_tanh_eager(z: Tensor) -> Tensor:
+    return F.gelu(z, approximate="tanh")
+
+
+def _relu_slope(z: Tensor) -> Tensor:
+    return (~(z <= 0)).to(z.dtype)  # 1 for NaN, as PyTorch has it
+
+
+def _silu(z: Tensor) -> Tensor:
+    return z * torch.sigmoid(z)
+
+
+def _silu_slope(z: Tensor) -> Tensor:
+    s = torch.sigmoid(z)
+    return s * (1.0 + z * (1.0 - s))
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": Activation(
+        code=1,
+        reference=_gelu,
+        slope=_gelu_slope,
+        eager=F.gelu,
+        spellings=("gelu", "gelu_python"),
+        modules=("GELUActivation", "gelu"),
+    ),
+    "gelu_tanh": Activation(
+        code=2,
+        reference=_gelu_tanh,
+        slope=_gelu_tanh_slope,
+        eager=_gelu_tanh_eager,
+        spellings=("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh"),
+        modules=("NewGELUActivation", "GELUTanh", "PytorchGELUTanh", "FastGELUActivation"),
+    ),
+    "relu": Activation(
+        code=3,
+        reference=torch.relu,
+        slope=_relu_slope,
+        eager=F.relu,
+        spellings=("relu",),
+        modules=("ReLU", "relu"),
+    ),
+    "silu": Activation(
+        code=4,
+        reference=_silu,
+        slope=_silu_slope,
+        eager=F.silu,
+        spellings=("silu", "swish"),
+        modules=("SiLUActivation", "SiLU", "silu"),
+    ),
+}
+
+# What the C++ kernels call each of them.
+CODES: dict[str | None, int] = {None: 0, **{name: a.code for name, a in ACTIVATIONS.items()}}
+# A config's spelling -> our name.
+SPELLINGS: dict[str, str] = {s: name for name, a in ACTIVATIONS.items() for s in a.spellings}
+# The name of a module's class, or of a function -> our name.
+MODULES: dict[str, str] = {m: name for name, a in ACTIVATIONS.items() for m in a.modules}
+
+
+def activate_ref(z: Tensor, activation: str | None) -> Tensor:
+    """The activation of `z` in `z`'s own dtype, by its formula."""
+    return z if activation is None else ACTIVATIONS[activation].reference(z)
+
+
+def slope_ref(z: Tensor, activation: str) -> Tensor:
+    """The derivative of the activation at `z`, in `z`'s own dtype, by its formula."""
+    return ACTIVATIONS[activation].slope(z)
+
+
+def activate_eager(z: Tensor, activation: str | None) -> Tensor:
+    """The activation of `z` by PyTorch's own function."""
+    return z if activation is None else ACTIVATIONS[activation].eager(z)
+
+
+def check_activation(activation: str | None) -> None:
+    """Raise ValueError unless `activation` is None or a name of `ACTIVATIONS`."""
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation: expected None or one of {', '.join(ACTIVATIONS)}, got {activation!r}")
