@@ -7,12 +7,13 @@ needs a list of its own. The chosen sets cover
 - each value of every other parameter (each case, each bad input, each option),
 - and of a long list of numbers, such as all lengths from 1 to 130, its ends and two numbers between.
 
-All others get the marker `sweep`. Tests that are exhaustive or costly as a whole carry that marker in their
-file; `slow` marks what takes hours. A parameter set that is named by its full id runs without `-m`.
+All others get the marker `sweep`, and so do the tests of WHOLE, which are exhaustive or costly as a whole.
+`slow` marks what takes hours. A parameter set that is named by its full id runs without `-m`.
 """
 
 from __future__ import annotations
 
+import pathlib
 import zlib
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
@@ -24,7 +25,71 @@ COMBINED = frozenset({"backend", "dtype", "every_isa", "family", "isa", "op", "t
 # A parameter with more numbers than this is a sweep: only some of its numbers must be covered.
 MANY, SOME = 6, 4
 
+# folder of tests/ -> tests that leave all their parameter sets to `make sweep`, because they take seconds:
+# fuzzing, sanitizers and compilers, Inductor, two processes, whole runs of a benchmark, every length.
+WHOLE = {
+    "acceleration": """
+        test_accelerated_after_it_was_compiled test_compiled_by_inductor test_compiled_shapes_are_dynamic
+        test_compiled_without_a_graph_break test_data_parallel_training test_layers_compiled_one_by_one
+        test_trained_model_answers_as_well_as_stock test_trainer_follows_the_stock_loss_curve
+    """,
+    "bench": """
+        test_a_dry_run_passes_every_step test_a_process_needs_what_its_step_saves test_a_whole_run
+        test_all_steps test_bench_cpu_encoder test_gpu_gemm_step_covers_every_shape
+        test_gpu_matrix_step_covers_every_dtype_at_full_size test_gpu_peer_steps
+        test_gpu_sdpa_step_covers_every_backend
+        test_graphs_see_stale_weights_and_calls_that_are_not_replayed
+        test_json_says_what_was_measured_where test_memory_grows_with_the_batch test_memory_sees_growth
+        test_paragraphs_are_prose_distinct_and_the_same_again test_the_command_records_what_it_prints
+        test_the_exported_peers_compute_the_same test_without_a_compiler_the_roofs_are_torchs
+    """,
+    "checkpoint": """
+        test_every_state_that_a_kill_leaves_is_old_or_new
+    """,
+    "cpu": """
+        test_cuda_kernels_on_the_host test_cuda_makes_only_what_is_wanted
+        test_every_task_runs_once_under_sanitizers test_instruction_set_units_share_no_function
+        test_kernels_under_address_and_undefined_sanitizers test_kernels_under_more_sanitizers
+        test_kernels_under_the_thread_sanitizer
+    """,
+    "layers": """
+        test_compile_full_graph test_eager_autocast_and_compiled_agree
+        test_embeddings_of_minilm_keep_their_direction test_kernels_under_address_and_undefined_sanitizers
+        test_kernels_under_the_thread_sanitizer
+    """,
+    "models": """
+        test_a_compiled_layer_trains_with_the_masks_of_eager test_a_hundred_steps_repeated_are_bit_equal
+        test_classification_follows_the_stock_loss_curve test_compile_full_graph_dynamic
+        test_compile_with_inductor test_compiled_in_training
+        test_data_parallel_training_equals_transformers_in_one_process
+        test_half_precision_error_is_no_larger_than_transformers_own test_many_lengths_leave_nothing_behind
+    """,
+    "ops": """
+        test_any_lengths_and_masks test_compiled_probs_and_padded_layout test_every_length
+        test_every_length_alone_is_as_in_a_batch test_hostile_numbers_reach_nothing
+        test_inductor_equals_eager test_inductor_gives_the_eager_loss_and_gradients
+        test_only_the_gradients_that_are_wanted test_poison_outside_the_sequences_changes_nothing
+        test_the_fence_is_one
+    """,
+    "triton": """
+        test_bits_beyond_2_to_31_words test_dropout_bits_are_the_definitions
+        test_every_length_of_small_tiles test_every_tile_has_one_slot test_fuzz
+        test_more_sequences_than_are_ranked test_offsets_beyond_2_to_31_elements
+        test_repeats_are_bit_equal_without_atomics test_saved_bits_and_drawn_ones_are_one
+        test_strided_inputs_with_poisoned_gaps
+    """,
+}
+
+# fixtures that compile for a minute
+BUILDS = {"emulated_extension"}
+
 Need = tuple[Hashable, ...]
+
+
+def is_whole(nodeid: str) -> bool:
+    """Whether a test, such as "tests/ops/test_linear.py::test_cases[gelu]", is one of WHOLE."""
+    path, _, name = nodeid.partition("::")
+    return name.partition("[")[0] in WHOLE.get(pathlib.PurePath(path).parent.name, "").split()
 
 
 def identity(value: object) -> Hashable:
@@ -81,10 +146,12 @@ def cover(ids: Sequence[str], sets: Sequence[dict[str, object]]) -> set[str]:
 
 
 def mark(items: Iterable[pytest.Item]) -> None:
-    """Give the marker `sweep` to the parameter sets that `make test` leaves out."""
+    """Give the marker `sweep` to what `make test` leaves out."""
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
+        if is_whole(item.nodeid) or BUILDS & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.sweep)
+        elif hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
             groups[item.nodeid.partition("[")[0]].append(item)
     for group in groups.values():
         kept = cover([item.nodeid for item in group], [item.callspec.params for item in group])
