@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import torch
 
-from fastbert.cli.output import WRITERS, replacing, told
+from fastbert.cli.output import WRITERS, named_errors, replacing
 from fastbert.cli.usage import DTYPES, INT8, UsageError, device_of, say
 from fastbert.sentences.encoder import EncodingError, SentenceEncoder
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             encoder.quantize(INT8)
         batch_tokens = max(8192, encoder.max_length) if args.batch_tokens is None else args.batch_tokens
         encoder.check_batch_tokens(batch_tokens)
-        with told(output):
+        with named_errors(output):
             writer = WRITERS[kind](file, encoder.width)
         progress = _Progress(name, stream, sys.stderr.isatty() if args.progress is None else args.progress)
         stack.callback(progress.close)
@@ -69,10 +69,10 @@ def run(args: argparse.Namespace) -> int:
                 rows = encoder.encode_tokens(tokens, batch_tokens=batch_tokens, progress=progress.batch)
             except EncodingError as error:
                 raise UsageError(f"{name}: line {line + error.index + 1}: {error.problem}") from error
-            with told(output):
+            with named_errors(output):
                 writer.write(texts, rows)
             line += len(texts)
-        with told(output):
+        with named_errors(output):
             writer.close()
         progress.close()
         if truncated:

@@ -1,6 +1,6 @@
 """The `fastbert` command: encode, env, verify, warmup, bench. A command's file is imported when it is chosen.
 
-Exit status: 0 done; 1 a check failed; 2 a mistake in the call or its input, told in one line
+Exit status: 0 done; 1 a check failed; 2 a mistake in the call or its input, named in one line
 (FASTBERT_LOG=debug adds the traceback); 128 + n stopped by signal n.
 """
 
@@ -27,7 +27,7 @@ from fastbert.runtime.version import VERSION
 
 
 class _Stopped(BaseException):
-    """A signal asked the process to end; not an Exception, so that nothing on the way swallows it."""
+    """A signal asked the process to end. Not an Exception, so that no handler of exceptions swallows it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -39,7 +39,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line, as argparse knows it."""
+    """The parser of the command line, with all commands and options."""
     parser = _Parser(
         prog="fastbert", description="BERT encoders: embed text, look at the set-up, check the numerics."
     )
@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--model", required=True, metavar="DIR", help="HuggingFace or sentence-transformers directory"
     )
     encode.add_argument(
-        "--input", required=True, metavar="FILE", help="text, one sentence a line; - for stdin"
+        "--input", required=True, metavar="FILE", help="text, one sentence per line; - for stdin"
     )
     encode.add_argument(
         "--output", required=True, metavar="FILE", help="kind by ending: .npy, .safetensors or .jsonl"
@@ -72,26 +72,26 @@ def build_parser() -> argparse.ArgumentParser:
         "--prompt", metavar="TEXT", help="text before each line; default: what the directory says"
     )
     encode.add_argument(
-        "--batch-tokens", type=int, metavar="N", help="tokens in one batch at most (default 8192)"
+        "--batch-tokens", type=int, metavar="N", help="most tokens in one batch (default 8192)"
     )
     encode.add_argument(
         "--max-length",
         type=int,
         metavar="N",
-        help="tokens of one line at most, special ones included; default: what the directory says, else as "
-        "many as the model has positions for",
+        help="most tokens of one line, special ones included; default: what the directory says, else as many "
+        "as the model has positions for",
     )
     encode.add_argument(
         "--on-long",
         choices=("truncate", "error"),
         default="truncate",
-        help="what a line over --max-length is: cut there (default), or an error",
+        help="what to do with a line over --max-length: truncate (default) or fail",
     )
     encode.add_argument(
         "--dtype",
         choices=("auto", *DTYPES, INT8),
         default="auto",
-        help="of the weights; auto (default): as stored; int8: quantised, on a CPU",
+        help="dtype of the weights; auto (default): as stored; int8: quantised, on a CPU",
     )
     encode.add_argument("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     encode.add_argument(
@@ -106,12 +106,12 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         default=32_768,
         metavar="N",
-        help="lines held in memory at a time, at most (default 32768)",
+        help="most lines held in memory at a time (default 32768)",
     )
     encode.add_argument(
         "--progress",
         action=argparse.BooleanOptionalAction,
-        help="on stderr; default: if stderr is a terminal",
+        help="show progress on stderr; default: if stderr is a terminal",
     )
 
     env = commands.add_parser("env", help="versions, devices, and which backend serves which op and why")
@@ -141,31 +141,31 @@ def build_parser() -> argparse.ArgumentParser:
     warm.add_argument("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     warm.add_argument("--op", action="append", choices=dispatch.OPS, help="may be repeated; default: all")
     warm.add_argument("--dtype", action="append", choices=tuple(DTYPES), help="may be repeated; default: all")
-    warm.add_argument("--again", action="store_true", help="check also what has a verdict")
+    warm.add_argument("--again", action="store_true", help="also check kernels that have a verdict")
     warm.add_argument(
         "--timeout",
         type=float,
         metavar="S",
-        help="seconds for one check (default 300)",
+        help="most seconds for one check (default 300)",
     )
     warm.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
     bench = commands.add_parser("bench", help="list or run the benchmarks of a source checkout")
     bench.add_argument("name", nargs="?", help="such as kernels; none: list them")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the benchmark")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the benchmark")
     return parser
 
 
 @contextlib.contextmanager
 def _signals() -> Iterator[None]:
-    """Turn signals that end a process into an exception, so that what was begun is cleaned up."""
+    """Turn signals that end a process into an exception, so that unfinished files are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, frame: object) -> None:
         for each in before:
-            signal.signal(each, signal.SIG_IGN)  # a second one must not interrupt the cleaning up
+            signal.signal(each, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
         raise _Stopped(number)
 
     before: dict[int, Any] = {}
@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError(f"FASTBERT_LOG={level}: expected debug, info, warning or error")
         logging.basicConfig(level=level.upper(), format="%(name)s: %(levelname)s: %(message)s")
         args = build_parser().parse_args(argv)
-        # Before the handlers: what is being imported could swallow what they raise
+        # Imported before our handlers are set: a module being imported could swallow what they raise
         command = importlib.import_module(f"fastbert.cli.{args.command}")
         with _signals():
             return command.run(args)

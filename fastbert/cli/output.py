@@ -38,17 +38,17 @@ def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
     _remove_leftovers(target)
     temporary = target.with_name(f".{target.name}.{files.own_tag()}.tmp")
     try:
-        with told(path):
+        with named_errors(path):
             file = open(temporary, "xb")  # noqa: SIM115 - closed below, where a full disk is ignored
         try:
             yield file
-            with told(path):
+            with named_errors(path):
                 file.flush()
                 os.fsync(file.fileno())
         finally:
             with contextlib.suppress(OSError):  # a full disk again
                 file.close()
-        with told(path):
+        with named_errors(path):
             if mode is not None:
                 os.chmod(temporary, mode)
             if overwrite:
@@ -61,7 +61,7 @@ def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def told(output: Path) -> Iterator[None]:
+def named_errors(output: Path) -> Iterator[None]:
     """Turn an OSError into a UsageError that names the output."""
     try:
         yield

@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the checks and print their verdicts; returns 0 if all passed, else 1."""
     device = device_of(args.device)
     if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.currentdevice_of())
+        device = torch.device("cuda", torch.cuda.current_device())
     timeout = warmup.SECONDS if args.timeout is None else args.timeout
     if not 0 < timeout < float("inf"):
         raise UsageError(f"--timeout {timeout}: expected a number of seconds above 0")

@@ -274,6 +274,16 @@ def test_env_on_a_cpu_says_that_there_are_no_gpu_kernels(run, cache):
         assert f"GPU kernels (verdicts in {cache})\n  no GPU to run them\n" in run("env")
 
 
+def test_cuda_without_an_index_is_the_current_gpu(run, monkeypatch):
+    devices = []
+    monkeypatch.setattr(cli_warmup, "device_of", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(warmup, "wanted", lambda *a: [])
+    monkeypatch.setattr(warmup, "run", lambda device, *a, **k: devices.append(device) or iter(()))
+    run("warmup", "--json")
+    assert devices == [torch.device("cuda", 3)]
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU, as far as `proofs` asks for one."""
