@@ -193,9 +193,16 @@ def attention_function(
             if site.strict:
                 raise RuntimeError(f"{site.name}: attention takes the stock path (strict=True): {reason}")
         return _sdpa(
-            module, query, key, value, attention_mask,
-            dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs,
-        )  # fmt: skip
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **kwargs,
+        )
 
     groups = getattr(module, "num_key_value_groups", 1)
     if is_causal is None:

@@ -178,9 +178,14 @@ class GraphedModel:
             return self.model(*args, **kwargs)
         model, first_only = self.model, bool(given.get("first_token_only"))
         inputs = check_inputs(
-            model.config, model.device, given.get("input_ids"), given.get("attention_mask"),
-            given.get("token_type_ids"), given.get("position_ids"), None,
-        )  # fmt: skip
+            model.config,
+            model.device,
+            given.get("input_ids"),
+            given.get("attention_mask"),
+            given.get("token_type_ids"),
+            given.get("position_ids"),
+            None,
+        )
         pooled_here = model.has_pooler and not given.get("packed") and inputs.headless is None
         hidden, pooled = self._encode(inputs, first_only, pooled_here)
         inputs = inputs.to(model.device)

@@ -17,7 +17,7 @@ _capturing = threading.Lock()  # PyTorch captures one graph at a time
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """Work that can be repeated: `replay` computes `outputs` anew, in place, from the inputs' memory."""
+    """Work that can be repeated: `replay` computes `outputs` again, in place, from the inputs' memory."""
 
     outputs: tuple[Tensor | None, ...]
     replay: Callable[[], None]

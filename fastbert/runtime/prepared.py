@@ -243,7 +243,7 @@ def _build(
     with _lock:
         entries = _cache.setdefault(owner, {})
         unmarked = {_storage_id(s) for s in sources if not _is_marked(s)}
-        # Empty if another thread has already found the write, and is building anew
+        # Empty if another thread has already found the write, and is building again
         written = old.seal.storages if old and old.seal.written and entries.get(name) is old else set()
         _forget(unmarked, written)
         seal = _Seal(sources)
@@ -293,7 +293,7 @@ def module_of(model: Any) -> nn.Module:
 
 
 def clear(model: Any) -> None:
-    """Forget everything derived from a model's weights; the next call derives it anew.
+    """Forget everything derived from a model's weights; the next call derives it again.
 
     Call it in eval mode after weights were written in a way that no check sees: single elements, through a
     NumPy array or another library that shares the memory. PyTorch's own writes are noticed without it, also
