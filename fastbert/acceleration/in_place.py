@@ -131,26 +131,7 @@ def accelerate(
                 layers.check_int8(module, LayerState.of(module, model_type, config, name, options))
     elif dtype is not None:
         root.to(dtype)
-    for name, module, (model_type, kind), config in found:
-        if isinstance(module, Accelerated) and module.fastbert_state is not None:
-            if module.fastbert_state.options.int8 is not options.int8:
-                prepared.clear(module)  # weights derived for the old options
-            module.fastbert_state.options = options
-        elif kind == "layer":
-            swap(module, AcceleratedLayer, LayerState.of(module, model_type, config, name, options))
-        else:
-            swap(module, AcceleratedModel, ModelState.of(module, model_type, name, options))
-        if kind == "model":
-            module.fastbert_state.reads_masked = reading.get(id(module))
-    for head in [m for m in root.modules() if kind_of(m) == "spans"]:
-        if not isinstance(head, Accelerated):
-            swap(head, AcceleratedSpans, None)
-        for module in head.children():
-            if isinstance(module, AcceleratedModel) and module.fastbert_state is not None:
-                module.fastbert_state.spans = True
-    for module in [m for m in root.modules() if encodes(m) and not isinstance(m, Accelerated)]:
-        if next(encoders(module), None) is not None:
-            swap(module, AcceleratedSentences, None)
+    _swap(root, found, options, reading)
     applied = 0
     for _, module in others:
         if not attention:
@@ -172,6 +153,30 @@ def accelerate(
     elif options.int8:
         _warn_of_floats(found)
     return model
+
+
+def _swap(root: nn.Module, found: list, options: Options, reading: dict[int, str]) -> None:
+    """Give encoders, their layers, question-answering heads and SentenceTransformers accelerated classes."""
+    for name, module, (model_type, kind), config in found:
+        if isinstance(module, Accelerated) and module.fastbert_state is not None:
+            if module.fastbert_state.options.int8 is not options.int8:
+                prepared.clear(module)  # weights derived for the old options
+            module.fastbert_state.options = options
+        elif kind == "layer":
+            swap(module, AcceleratedLayer, LayerState.of(module, model_type, config, name, options))
+        else:
+            swap(module, AcceleratedModel, ModelState.of(module, model_type, name, options))
+        if kind == "model":
+            module.fastbert_state.reads_masked = reading.get(id(module))
+    for head in [m for m in root.modules() if kind_of(m) == "spans"]:
+        if not isinstance(head, Accelerated):
+            swap(head, AcceleratedSpans, None)
+        for module in head.children():
+            if isinstance(module, AcceleratedModel) and module.fastbert_state is not None:
+                module.fastbert_state.spans = True
+    for module in [m for m in root.modules() if encodes(m) and not isinstance(m, Accelerated)]:
+        if next(encoders(module), None) is not None:
+            swap(module, AcceleratedSentences, None)
 
 
 def restore(model: _Model) -> _Model:
