@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from fastbert.ops.pooling import MODES as POOLINGS
 from fastbert.runtime import dispatch
 from fastbert.runtime import native as _native
 from fastbert.sentences.encoder import SentenceEncoder
+from fastbert.testing import serving
 
 ROOT = Path(fastbert.__file__).resolve().parent.parent
 LETTERS = "abcdefghijklmnopqrstuvwxyzéß"
@@ -361,6 +363,22 @@ def test_a_disk_that_fails_at_the_end_names_the_output(run, model, text, tmp_pat
     assert left(tmp_path) == ["in.txt", "o.npy"]
 
 
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere a folder cannot be opened")
+def test_the_folder_is_synced_after_the_rename(run, model, text, tmp_path, monkeypatch):
+    """Else a crash of the machine could lose the name of a file whose content is on disk."""
+    output, synced, fsync = tmp_path / "o.npy", [], os.fsync
+
+    def record(descriptor):
+        info = os.fstat(descriptor)
+        synced.append((stat.S_ISDIR(info.st_mode), info.st_ino, output.exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    run(*encode_args(model, text, output))
+    written = os.stat(output).st_ino
+    assert synced == [(False, written, False), (True, os.stat(tmp_path).st_ino, True)]
+
+
 def test_a_file_that_comes_into_being_meanwhile_is_kept(run, model, text, tmp_path, monkeypatch):
     output = tmp_path / "o.npy"
     close = output_file._NpyWriter.close
@@ -458,6 +476,22 @@ def test_interrupted_while_it_imports(tmp_path, start, swallow):
     script = ["-c", f"import sys; from {module} import {function}; sys.exit({function}())"]
     done = subprocess.run(
         [sys.executable, *(["-m", "fastbert"] if start == "module" else script), "env"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals as POSIX knows them")
+def test_interrupted_while_a_command_is_imported(tmp_path):
+    """Quietly, though what the command imports takes any exception for its own."""
+    interrupt = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(5)"
+    swallow = f"try:\n    {interrupt}\nexcept BaseException as error:\n    raise ImportError from error\n"
+    (tmp_path / "tokenizers.py").write_text(swallow)
+    done = subprocess.run(
+        [sys.executable, "-m", "fastbert", *map(str, encode_args("none", "-", tmp_path / "o.npy"))],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
         capture_output=True,
         text=True,
@@ -656,6 +690,14 @@ def test_env_text_says_the_same(run):
     for row in report["backends"]:
         assert " ".join(map(str, row.values())) in " ".join(text.split())
     assert torch.__version__ in text
+
+
+def test_env_asks_for_the_results_of_the_checkout(run, monkeypatch):
+    asked = []
+    monkeypatch.setattr(serving, "proofs", lambda device, results: asked.append(results) or [])
+    run("env", "--json")
+    assert set(asked) == {bench.FOLDER / "results"}
+    assert bench.FOLDER == ROOT / "bench"
 
 
 def test_env_without_the_extension(run, monkeypatch):
