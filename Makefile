@@ -1,4 +1,4 @@
-# demo · test · sweep · exhaustive · lint · bench · gpu
+# demo · test · sweep · exhaustive · lint · docs · bench · gpu
 #
 #   make test        minutes: every op, backend, pass, dtype, family and head; bad inputs; one fault per suite
 #   make sweep       what CI runs besides: all lengths, shapes, options and seeds; builds under sanitizers; more faults
@@ -20,15 +20,17 @@ PY    := $(PYTHON)
 BIN   :=
 READY := build/in-place
 PEERS := $(READY)
+PAGES :=
 else
 PY    := $(VENV)/bin/python
 BIN   := $(VENV)/bin/
 READY := $(VENV)/ready
 PEERS := $(VENV)/peers
+PAGES := $(VENV)/docs
 endif
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: demo test sweep exhaustive lint bench gpu
+.PHONY: demo test sweep exhaustive lint docs bench gpu
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -53,6 +55,10 @@ lint: $(READY)
 	$(PY) -m ruff format --check .
 	git ls-files 'csrc/*' 'tests/cpu/cpp/*' | grep -E '\.(cpp|cu|cuh|h)$$' | xargs $(BIN)clang-format --dry-run -Werror
 
+# the site in build/site: guides, and the API from the docstrings, which are read without being imported
+docs: $(PAGES)
+	$(BIN)mkdocs build --strict -q
+
 # about 20 minutes on two cores; `make bench ARGS="--budget 0"` leaves nothing out
 bench: $(PEERS)
 	$(PY) bench/bench_cpu.py $(ARGS)
@@ -74,6 +80,12 @@ $(VENV)/ready: $(SOURCES)
 # to compare with; the benchmark says which one is missing, so a package that is not to be had stops nothing
 $(VENV)/peers: $(VENV)/ready
 	$(PY) -m pip install -q --no-build-isolation -e ".[bench]" && touch $@ || echo "make: not all peers installed"
+
+# what pyproject's extra `docs` lists; fastbert itself is not needed
+$(VENV)/docs: pyproject.toml
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | sed 's/, / /g; s/"//g' | xargs $(PY) -m pip install -q
+	touch $@
 
 build/in-place: $(SOURCES)
 	$(PY) setup.py build_ext --inplace
