@@ -134,7 +134,8 @@ def test_declarations():
     project = PROJECT["project"]
     assert (project["name"], project["license"]) == ("fastbert-kernels", "Apache-2.0")
     assert "Apache License" in (ROOT / "LICENSE").read_text()
-    assert set(project["optional-dependencies"]) == {"hf", "st", "train", "viz", "bench", "test", "docs", "lint"}
+    extras = {"hf", "st", "train", "viz", "bench", "test", "docs", "lint"}
+    assert set(project["optional-dependencies"]) == extras
     # `make` installs a torch that is allowed, and the bound above is the release after it
     (torch,) = (line for line in project["dependencies"] if line.startswith("torch"))
     least, bound = re.fullmatch(r"torch>=2\.(\d+),<2\.(\d+)", torch).groups()
