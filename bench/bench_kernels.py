@@ -95,12 +95,14 @@ def torch_call(case: testing.Case) -> Callable:
 
 
 def our_call(case: testing.Case, inputs: dict) -> Callable:
-    """Our op as a model in eval calls it: the weight packed beforehand, where the backend packs."""
+    """Our op as a model in eval calls it: with panels of the weight where the backend makes them."""
     module = importlib.import_module(f"fastbert.ops.{case.op}")
-    pack = module.packer(inputs["x"].device, inputs["x"].dtype) if hasattr(module, "packer") else None
-    if pack is None:
+    if not hasattr(module, "panel_maker"):
         return case.call
-    options = {"activation": case.activation, "packed": pack(inputs["weight"])}
+    make_panels = module.panel_maker(inputs["x"].device, inputs["x"].dtype)
+    if make_panels is None:
+        return case.call
+    options = {"activation": case.activation, "panels": make_panels(inputs["weight"])}
     return functools.partial(getattr(module, case.op), **options)
 
 

@@ -23,9 +23,9 @@ class Reader {
         return param(data, next<int>());
     }
     LayerLinear linear() {
-        const void* const packed = address<const void>();
+        const void* const panels = address<const void>();
         const float* const scale = address<const float>();
-        return {packed, scale, vector()};
+        return {panels, scale, vector()};
     }
     LayerNormParams norm() {
         const Param weight = vector();
@@ -106,7 +106,7 @@ void encoder_layer_fwd(int dtype, const py::tuple& sizes, const py::tuple& weigh
     for (const LayerLinear* linear :
          {&args.query, &args.key, &args.value, &args.attention_output, &args.intermediate, &args.output}) {
         if (joined && (linear == &args.key || linear == &args.value)) continue;
-        check_given("weights", linear->packed, 1);
+        check_given("weights", linear->panels, 1);
         if ((linear->scale != nullptr) != joined)
             throw py::value_error("weights: expected scales for all linear layers or none");
     }

@@ -7,21 +7,21 @@
 namespace fastbert {
 namespace {
 
-void pack(int dtype, std::int64_t depth, std::int64_t columns, Address b, std::int64_t depth_stride,
-          std::int64_t column_stride, Address packed, int threads) {
+void make_panels(int dtype, std::int64_t depth, std::int64_t columns, Address b, std::int64_t depth_stride,
+                 std::int64_t column_stride, Address panels, int threads) {
     check_shape(columns, depth);
-    if (depth_stride != 1 && column_stride != 1) throw py::value_error("pack: expected one stride of 1");
-    const Pack args{dtype_of(dtype), depth,         columns,        pointer(b),
-                    depth_stride,    column_stride, pointer(packed)};
+    if (depth_stride != 1 && column_stride != 1) throw py::value_error("panels: expected one stride of 1");
+    const ToPanels args{dtype_of(dtype), depth,         columns,        pointer(b),
+                        depth_stride,    column_stride, pointer(panels)};
     check_threads(threads);
     check_given("b", args.b, depth * columns);
-    check_given("packed", args.packed, depth * columns);
+    check_given("panels", args.panels, depth * columns);
     check_strides("b", {{depth, depth_stride}, {columns, column_stride}});
-    run([&] { return cpu_linear_pack(args, threads); });
+    run([&] { return cpu_linear_panels(args, threads); });
 }
 
 void product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t depth, Address a,
-             std::int64_t row_stride, std::int64_t depth_stride, Address packed, Address b,
+             std::int64_t row_stride, std::int64_t depth_stride, Address panels, Address b,
              std::int64_t b_stride, Address bias, int bias_dtype, int activation, Address residual,
              std::int64_t residual_stride, Address c, Address pre, int threads) {
     check_shape(rows, depth);
@@ -34,7 +34,7 @@ void product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t de
                        pointer(a),
                        row_stride,
                        depth_stride,
-                       pointer(packed),
+                       pointer(panels),
                        pointer(b),
                        b_stride,
                        param(bias, bias_dtype),
@@ -47,7 +47,7 @@ void product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t de
     check_threads(threads);
     check_given("a", args.a, rows);
     check_strides("a", {{rows, row_stride}, {depth, depth_stride}});
-    if (args.packed == nullptr) check_rows("b", args.b, depth, columns, b_stride);
+    if (args.panels == nullptr) check_rows("b", args.b, depth, columns, b_stride);
     if (args.residual != nullptr) check_rows("residual", args.residual, rows, columns, residual_stride);
     check_given("c", args.c, rows);
     run([&] { return cpu_linear_product(args, threads); });
@@ -70,18 +70,19 @@ void check_depth(std::int64_t depth) {
     if (depth > 65536) refuse("depth", "at most 65536 with 8 bits", depth);
 }
 
-void pack_int8(std::int64_t depth, std::int64_t columns, Address weight, Address packed, int threads) {
+void make_panels_int8(std::int64_t depth, std::int64_t columns, Address weight, Address panels, int threads) {
     check_shape(columns, depth);
     check_depth(depth);
-    const PackInt8 args{depth, columns, pointer<const std::int8_t>(weight), pointer<std::uint8_t>(packed)};
+    const ToPanelsInt8 args{depth, columns, pointer<const std::int8_t>(weight),
+                            pointer<std::uint8_t>(panels)};
     check_threads(threads);
     check_given("weight", args.weight, 1);
-    check_given("packed", args.packed, int8_packed_size(depth, columns));
-    run([&] { return cpu_linear_int8_pack(args, threads); });
+    check_given("panels", args.panels, int8_panels_size(depth, columns));
+    run([&] { return cpu_linear_int8_panels(args, threads); });
 }
 
 void product_int8(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t depth, Address x,
-                  std::int64_t x_stride, Address packed, Address scale, Address bias, int bias_dtype,
+                  std::int64_t x_stride, Address panels, Address scale, Address bias, int bias_dtype,
                   int activation, Address y, int threads) {
     check_shape(rows, depth);
     check_shape(rows, columns);
@@ -91,7 +92,7 @@ void product_int8(int dtype, std::int64_t rows, std::int64_t columns, std::int64
                            depth,
                            pointer(x),
                            x_stride,
-                           pointer<const std::uint8_t>(packed),
+                           pointer<const std::uint8_t>(panels),
                            pointer<const float>(scale),
                            param(bias, bias_dtype),
                            activation_of(activation),
@@ -100,7 +101,7 @@ void product_int8(int dtype, std::int64_t rows, std::int64_t columns, std::int64
     check_depth(depth);
     check_threads(threads);
     check_rows("x", args.x, rows, depth, x_stride);
-    check_given("packed", args.packed, int8_packed_size(depth, columns));
+    check_given("panels", args.panels, int8_panels_size(depth, columns));
     check_given("scale", args.scale, rows);
     check_given("y", args.y, rows);
     run([&] { return cpu_linear_int8(args, threads); });
@@ -110,23 +111,27 @@ void product_int8(int dtype, std::int64_t rows, std::int64_t columns, std::int64
 
 void bind_linear(py::module_& m) {
     m.def(
-        "cpu_linear_packed_size",
+        "cpu_linear_panels_size",
         [](std::int64_t depth, std::int64_t columns) {
             check_shape(columns, depth);
-            return packed_size(depth, columns);
+            return panels_size(depth, columns);
         },
         "Elements of the panels of a (depth x columns) matrix");
-    m.def("cpu_linear_pack", &pack);
+    m.def("cpu_linear_panels", &make_panels);
+    m.def("cpu_linear_pack", &make_panels);
+    m.def("cpu_linear_packed_size", &panels_size);
+    m.def("cpu_linear_int8_pack", &make_panels_int8);
+    m.def("cpu_linear_int8_packed_size", &int8_panels_size);
     m.def("cpu_linear_product", &product);
     m.def("cpu_linear_activation_bwd", &activation_bwd);
     m.def(
-        "cpu_linear_int8_packed_size",
+        "cpu_linear_int8_panels_size",
         [](std::int64_t depth, std::int64_t columns) {
             check_shape(columns, depth);
-            return int8_packed_size(depth, columns);
+            return int8_panels_size(depth, columns);
         },
         "Bytes, for the instruction set in use");
-    m.def("cpu_linear_int8_pack", &pack_int8);
+    m.def("cpu_linear_int8_panels", &make_panels_int8);
     m.def("cpu_linear_int8", &product_int8);
 }
 

@@ -40,7 +40,7 @@ const char* multiply(const EncoderLayer& layer, Rows rows, const LayerLinear& w,
                                depth,
                                from,
                                a_stride,
-                               static_cast<const std::uint8_t*>(w.packed),
+                               static_cast<const std::uint8_t*>(w.panels),
                                w.scale,
                                bias,
                                activation,
@@ -55,7 +55,7 @@ const char* multiply(const EncoderLayer& layer, Rows rows, const LayerLinear& w,
     args.a = from;
     args.row_stride = a_stride;
     args.depth_stride = 1;
-    args.packed = w.packed;
+    args.panels = w.panels;
     args.bias = bias;
     args.activation = activation;
     args.c = to;

@@ -11,7 +11,7 @@
 namespace fastbert {
 
 struct LayerLinear {
-    const void* packed;  // panels of linear, or of linear_int8
+    const void* panels;  // as linear or linear_int8 reads them
     const float* scale;  // of linear_int8; null: linear
     Param bias;          // data may be null
 };

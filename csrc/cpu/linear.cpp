@@ -48,12 +48,12 @@ std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; 
 
 }  // namespace
 
-const char* cpu_linear_pack(const Pack& args, int threads) {
+const char* cpu_linear_panels(const ToPanels& args, int threads) {
     const LinearKernels* simd = kernels();
     if (simd == nullptr) return kNoKernels;
     if (threads < 1) return "threads: expected >= 1";
     parallel_for(ceil_div(args.columns, kPanel), args.columns * args.depth < kGrain ? 1 : threads,
-                 [&](std::int64_t panel, int) { simd->pack(args, panel); });
+                 [&](std::int64_t panel, int) { simd->make_panel(args, panel); });
     return nullptr;
 }
 
@@ -87,9 +87,9 @@ const char* cpu_linear_product(const Product& args, int threads) {
         // neighbours in time share their columns: the weights stay in the cache they all see
         const std::int64_t row = task % row_blocks * rows, column = task / row_blocks * columns;
         if (row >= args.rows) return;
-        if (task < team && args.packed != nullptr) {  // nobody has asked for the first panels
+        if (task < team && args.panels != nullptr) {  // nobody has asked for the first panels
             const std::int64_t size = args.dtype == DType::kFloat32 ? 4 : 2;
-            fetch(static_cast<const char*>(args.packed) + column * args.depth * size,
+            fetch(static_cast<const char*>(args.panels) + column * args.depth * size,
                   depth_of_pass(args.depth) * kPanel * size);
         }
         const std::int64_t next = std::min(task + team, tasks - 1) / row_blocks * columns;

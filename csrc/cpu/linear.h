@@ -1,8 +1,8 @@
 // Linear layers on the CPU: the entry points, and the kernels that each instruction set provides.
 //
 // One product serves forward and backward: c = act(a b + bias) + residual, with b in panels of kPanel
-// columns. Panels make every step of the inner loop read one run of memory; packing costs one pass over b,
-// and is done once per weight where the caller keeps the panels. Where b already lies row by row, as in
+// columns. Panels make every step of the inner loop read one run of memory; making them costs one pass over
+// b, and is done once per weight where the caller keeps them. Where b already lies row by row, as in
 // backward, each task copies the panel that it is at.
 #pragma once
 
@@ -18,16 +18,16 @@ constexpr std::int64_t kPanel = 64;  // columns
 
 // Elements of b (depth x columns) in panels [columns / kPanel][depth][kPanel], the last one filled with
 // zeros.
-static inline constexpr std::int64_t packed_size(std::int64_t depth, std::int64_t columns) {
+static inline constexpr std::int64_t panels_size(std::int64_t depth, std::int64_t columns) {
     return (columns + kPanel - 1) / kPanel * kPanel * depth;
 }
 
-struct Pack {
+struct ToPanels {
     DType dtype;
     std::int64_t depth, columns;
     const void* b;
     std::int64_t depth_stride, column_stride;  // one of them is 1
-    void* packed;
+    void* panels;
 };
 
 struct Product {
@@ -35,7 +35,7 @@ struct Product {
     std::int64_t rows, columns, depth;
     const void* a;
     std::int64_t row_stride, depth_stride;  // of a; one of them is 1
-    const void* packed;                     // b in panels, or null:
+    const void* panels;                     // b in panels, or null:
     const void* b;                          // then b (depth x columns), row by row
     std::int64_t b_stride;                  // between its rows
     Param bias;                             // data may be null
@@ -55,7 +55,7 @@ struct ActivationBwd {
 };
 
 // All return nullptr, or the reason why nothing was done.
-const char* cpu_linear_pack(const Pack& args, int threads);
+const char* cpu_linear_panels(const ToPanels& args, int threads);
 const char* cpu_linear_product(const Product& args, int threads);
 const char* cpu_linear_activation_bwd(const ActivationBwd& args, int threads);
 
@@ -65,7 +65,7 @@ constexpr std::int64_t kMaxDepth = 1024;    // of one pass over a panel: in floa
 constexpr std::int64_t kMaxColumns = 1024;  // for which partial sums are kept over several passes
 
 struct LinearKernels {
-    void (*pack)(const Pack& args, std::int64_t panel);
+    void (*make_panel)(const ToPanels& args, std::int64_t panel);
     // Rows [row, row_end) of columns [column, column_end), column a multiple of kPanel. bias (or null) is
     // widened and padded; scratch holds product_scratch() floats. next_column is where this thread will
     // probably go on: it asks for that panel's memory.
@@ -88,7 +88,7 @@ static inline constexpr std::int64_t product_scratch(const Product& args, std::i
     const bool wide = args.dtype == DType::kFloat32;
     const std::int64_t depth = depth_of_pass(args.depth);
     const std::int64_t a = wide && args.depth_stride == 1 ? 0 : rows * depth;
-    const std::int64_t b = wide && args.packed != nullptr ? 0 : kPanel * depth;
+    const std::int64_t b = wide && args.panels != nullptr ? 0 : kPanel * depth;
     return a + b + (passes(args.depth) > 1 ? rows * columns : 0) + 64;
 }
 

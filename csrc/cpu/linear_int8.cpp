@@ -42,22 +42,22 @@ std::int64_t padded_to_panels(std::int64_t columns) { return ceil_div(columns, k
 
 }  // namespace
 
-std::int64_t int8_packed_size(std::int64_t depth, std::int64_t columns) {
+std::int64_t int8_panels_size(std::int64_t depth, std::int64_t columns) {
     const LinearInt8Kernels* simd = kernels();
     if (simd == nullptr) return 0;
     // `group` more: so two layouts always differ in size, which is how the launcher tells them apart
     return padded_to_panels(columns) * 4 * (groups_of(depth, simd->group) + 1) + simd->group;
 }
 
-const char* cpu_linear_int8_pack(const PackInt8& args, int threads) {
+const char* cpu_linear_int8_panels(const ToPanelsInt8& args, int threads) {
     const LinearInt8Kernels* simd = kernels();
     if (simd == nullptr) return kNoKernels;
     if (threads < 1) return "threads: expected >= 1";
     const std::int64_t padded = padded_to_panels(args.columns);
     auto* const sums =
-        reinterpret_cast<std::int32_t*>(args.packed + padded * 4 * groups_of(args.depth, simd->group));
+        reinterpret_cast<std::int32_t*>(args.panels + padded * 4 * groups_of(args.depth, simd->group));
     parallel_for(padded / kPanel, args.columns * args.depth < kGrain ? 1 : threads,
-                 [&](std::int64_t panel, int) { simd->pack(args, panel, sums); });
+                 [&](std::int64_t panel, int) { simd->make_panel(args, panel, sums); });
     std::fill_n(reinterpret_cast<std::uint8_t*>(sums + padded), simd->group, 0);
     return nullptr;
 }

@@ -12,10 +12,10 @@
 
 namespace fastbert {
 
-struct PackInt8 {
+struct ToPanelsInt8 {
     std::int64_t depth, columns;
     const std::int8_t* weight;  // (columns, depth), contiguous
-    std::uint8_t* packed;       // int8_packed_size() bytes, 64-byte aligned or not
+    std::uint8_t* panels;       // int8_panels_size() bytes, 64-byte aligned or not
 };
 
 struct ProductInt8 {
@@ -23,7 +23,7 @@ struct ProductInt8 {
     std::int64_t rows, columns, depth;
     const void* x;
     std::int64_t x_stride;
-    const std::uint8_t* packed;
+    const std::uint8_t* panels;
     const float* scale;  // (columns)
     Param bias;          // data may be null
     Activation activation;
@@ -31,10 +31,10 @@ struct ProductInt8 {
 };
 
 // Bytes of the panels and of the weight's column sums behind them, for the instruction set in use.
-std::int64_t int8_packed_size(std::int64_t depth, std::int64_t columns);
+std::int64_t int8_panels_size(std::int64_t depth, std::int64_t columns);
 
 // Both return nullptr, or the reason why nothing was done.
-const char* cpu_linear_int8_pack(const PackInt8& args, int threads);
+const char* cpu_linear_int8_panels(const ToPanelsInt8& args, int threads);
 const char* cpu_linear_int8(const ProductInt8& args, int threads);
 
 // --- per instruction set ---
@@ -46,7 +46,7 @@ struct QuantizedRow {
 
 struct LinearInt8Kernels {
     int group;  // elements in four bytes
-    void (*pack)(const PackInt8& args, std::int64_t panel, std::int32_t* sums);
+    void (*make_panel)(const ToPanelsInt8& args, std::int64_t panel, std::int32_t* sums);
     // Row of x into ceil(depth / group) groups, zeros behind the last element.
     QuantizedRow (*quantize)(const ProductInt8& args, std::int64_t row, std::uint32_t* groups);
     // Rows [row, row_end) of columns [column, column_end), column a multiple of kPanel. scale and bias (or

@@ -1,4 +1,4 @@
-// 8-bit linear layers: packing, rows to integers, the product of a block. Compiled once per instruction set.
+// 8-bit linear layers: panels, rows to integers, the product of a block. Compiled once per instruction set.
 #include <type_traits>
 
 #include "activation.h"
@@ -134,14 +134,14 @@ void product_of(const ProductInt8& args, const std::uint32_t* groups, const Quan
                 std::int64_t column, std::int64_t column_end, std::int64_t next_column) {
     const std::int64_t count = groups_of(args.depth, kGroup), panel_bytes = count * 4 * kPanel;
     const std::int64_t panels = (args.columns + kPanel - 1) / kPanel;
-    const auto* const column_sums = reinterpret_cast<const std::int32_t*>(args.packed + panels * panel_bytes);
+    const auto* const column_sums = reinterpret_cast<const std::int32_t*>(args.panels + panels * panel_bytes);
     alignas(64) std::int32_t buffer[kTileRows * kPanel];
     for (std::int64_t j = column; j < column_end; j += kPanel) {
-        const std::uint8_t* const panel = args.packed + j / kPanel * panel_bytes;
+        const std::uint8_t* const panel = args.panels + j / kPanel * panel_bytes;
         std::int64_t tiles = (row_end - row + kTileRows - 1) / kTileRows;
         const std::int64_t pace = (4 * kPanel + tiles - 1) / tiles;
         const char* ahead = reinterpret_cast<const char*>(
-            args.packed + (j + kPanel < column_end ? j + kPanel : next_column) / kPanel * panel_bytes);
+            args.panels + (j + kPanel < column_end ? j + kPanel : next_column) / kPanel * panel_bytes);
         for (std::int64_t i = row, n; i < row_end; i += n, --tiles) {
             n = (row_end - i + tiles - 1) / tiles;
             for (int part = 0; part < kPanel; part += kTileColumns)
@@ -217,10 +217,10 @@ QuantizedRow quantize(const ProductInt8& args, std::int64_t row, std::uint32_t* 
 }
 
 template <int kGroup>
-void pack(const PackInt8& args, std::int64_t panel, std::int32_t* sums) {
+void make_panel(const ToPanelsInt8& args, std::int64_t panel, std::int32_t* sums) {
     using Element = std::conditional_t<kGroup == 4, std::int8_t, std::int16_t>;
     const std::int64_t first = panel * kPanel, count = groups_of(args.depth, kGroup);
-    std::uint8_t* const out = args.packed + panel * count * 4 * kPanel;
+    std::uint8_t* const out = args.panels + panel * count * 4 * kPanel;
     __builtin_memset(out, 0, static_cast<std::size_t>(count) * 4 * kPanel);
     for (std::int64_t j = 0; j < kPanel; ++j) {
         std::int32_t sum = 0;
@@ -237,10 +237,10 @@ void pack(const PackInt8& args, std::int64_t panel, std::int32_t* sums) {
 }  // namespace
 
 extern const LinearInt8Kernels linear_int8_kernels;
-const LinearInt8Kernels linear_int8_kernels = {2, pack<2>, quantize<2>, product<2>};
+const LinearInt8Kernels linear_int8_kernels = {2, make_panel<2>, quantize<2>, product<2>};
 #ifdef __AVX512F__
 extern const LinearInt8Kernels linear_int8_vnni_kernels;
-const LinearInt8Kernels linear_int8_vnni_kernels = {4, pack<4>, quantize<4>, product<4>};
+const LinearInt8Kernels linear_int8_vnni_kernels = {4, make_panel<4>, quantize<4>, product<4>};
 #endif
 
 }  // namespace FASTBERT_ISA

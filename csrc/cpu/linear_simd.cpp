@@ -1,4 +1,4 @@
-// Linear layers: packing, the product of a block, the gradient of the activation. Compiled once per
+// Linear layers: panels, the product of a block, the gradient of the activation. Compiled once per
 // instruction set.
 #include "activation.h"
 #include "linear.h"
@@ -134,7 +134,7 @@ void product_of(const Product& args, const float* bias, std::int64_t row, std::i
     const T* const a = static_cast<const T*>(args.a) + row * args.row_stride;
     alignas(64) float buffer[kTileRows * kPanel];
     float *wide_a = scratch, *wide_b = wide_a + (by_rows && kIsFloat<T> ? 0 : rows * step),
-          *sums = wide_b + (kIsFloat<T> && args.packed != nullptr ? 0 : kPanel * step);
+          *sums = wide_b + (kIsFloat<T> && args.panels != nullptr ? 0 : kPanel * step);
     std::int64_t held = -1;  // the pass whose part of a lies in wide_a
     for (std::int64_t first = column; first < column_end; first += kMaxColumns) {
         const std::int64_t end = less(column_end, first + kMaxColumns);
@@ -155,10 +155,10 @@ void product_of(const Product& args, const float* bias, std::int64_t row, std::i
             }
             for (std::int64_t j = first; j < end; j += kPanel) {
                 const std::int64_t columns = less(kPanel, args.columns - j);
-                const T* const packed = static_cast<const T*>(args.packed) + j * args.depth + k * kPanel;
-                const T* next = packed;
+                const T* const stored = static_cast<const T*>(args.panels) + j * args.depth + k * kPanel;
+                const T* next = stored;
                 const float* panel = wide_b;
-                if (args.packed == nullptr) {
+                if (args.panels == nullptr) {
                     const T* const b = static_cast<const T*>(args.b) + k * args.b_stride + j;
                     copy_panel(b, args.b_stride, depth, columns, wide_b);
                     next = b;
@@ -170,9 +170,9 @@ void product_of(const Product& args, const float* bias, std::int64_t row, std::i
                     else
                         next += ((end < column_end ? end : next_column) - j) * args.depth - k * kPanel;
                     if constexpr (kIsFloat<T>)
-                        panel = packed;
+                        panel = stored;
                     else
-                        widen(packed, depth * kPanel, wide_b);
+                        widen(stored, depth * kPanel, wide_b);
                 }
                 std::int64_t tiles = (rows + kTileRows - 1) / kTileRows;
                 const std::int64_t pace =
@@ -213,10 +213,10 @@ void product(const Product& args, const float* bias, std::int64_t row, std::int6
 }
 
 template <class T>
-void pack_of(const Pack& args, std::int64_t panel) {
+void make_panel_of(const ToPanels& args, std::int64_t panel) {
     const std::int64_t first = panel * kPanel, columns = less(kPanel, args.columns - first);
     const T* const b = static_cast<const T*>(args.b) + first * args.column_stride;
-    T* const out = static_cast<T*>(args.packed) + first * args.depth;
+    T* const out = static_cast<T*>(args.panels) + first * args.depth;
     if (args.column_stride == 1) {
         for (std::int64_t k = 0; k < args.depth; ++k) {
             T* const line = out + k * kPanel;
@@ -237,14 +237,14 @@ void pack_of(const Pack& args, std::int64_t panel) {
     }
 }
 
-void pack(const Pack& args, std::int64_t panel) {
+void make_panel(const ToPanels& args, std::int64_t panel) {
     switch (args.dtype) {
         case DType::kFloat32:
-            return pack_of<float>(args, panel);
+            return make_panel_of<float>(args, panel);
         case DType::kBFloat16:
-            return pack_of<bf16>(args, panel);
+            return make_panel_of<bf16>(args, panel);
         case DType::kFloat16:
-            return pack_of<fp16>(args, panel);
+            return make_panel_of<fp16>(args, panel);
     }
 }
 
@@ -286,7 +286,7 @@ void activation_bwd(const ActivationBwd& args, std::int64_t begin, std::int64_t 
 }  // namespace
 
 extern const LinearKernels linear_kernels;
-const LinearKernels linear_kernels = {pack, product, activation_bwd};
+const LinearKernels linear_kernels = {make_panel, product, activation_bwd};
 
 }  // namespace FASTBERT_ISA
 }  // namespace fastbert

@@ -21,8 +21,10 @@ from fastbert.runtime import prepared
 if TYPE_CHECKING:
     from fastbert.layers.encoder import LayerForm, Sequences
 
-BLOCK_ROWS = 2048  # of a large batch, whose weights are packed block by block: see FusedLayer._blocks
-FUSED_ROWS = 1024  # the same where the layer is fused, and its weights packed once for all blocks
+# Rows per block of a large batch, where each block makes its panels: see FusedLayer._blocks.
+BLOCK_ROWS = 2048
+# The same where the layer is fused, and its panels are made once for all blocks.
+FUSED_ROWS = 1024
 
 
 class FusedLayer:
@@ -110,7 +112,7 @@ class FusedLayer:
             def build() -> object | None:
                 if not int8:
                     return self._layer_weights(make, dense, norms, x)
-                # Copies for the moment: what is kept of them is their packed form
+                # Temporary copies: only their panels are kept
                 named = zip(dense, paths, strict=True)
                 copies = [QuantizedLinear.from_linear(m, f"{self.label}.{path}") for m, path in named]
                 return self._layer_weights(make, copies, norms, x)
@@ -139,7 +141,7 @@ class FusedLayer:
         if type(dense[0]) is nn.Linear:
             if any(m.weight.dtype != x.dtype or m.weight.device != x.device for m in dense):
                 return None
-            linears = [(m.weight, linear_layers.packed_weight(m, x), None, m.bias) for m in dense]
+            linears = [(m.weight, linear_layers.weight_panels(m, x), None, m.bias) for m in dense]
         else:
             qkv = dense[:3]
             if len({m.bias is None for m in qkv}) > 1:
@@ -147,8 +149,8 @@ class FusedLayer:
             linears = []
             whose = qkv[0] if self.int8 else self  # copies for the moment keep nothing
             for owner, modules in ((whose, qkv), *((m, [m]) for m in dense[3:])):
-                weight, scale, bias, packed = int8_operands(x.device, x.dtype, owner, modules)
-                linears.append((weight, packed, scale, bias))
+                weight, scale, bias, panels = int8_operands(x.device, x.dtype, owner, modules)
+                linears.append((weight, panels, scale, bias))
         return make(linears, [(m.weight, m.bias) for m in norms], scratch)
 
     def _blocks(self, x: Tensor, sequences: Sequences, least: int) -> list[tuple[int, int]]:

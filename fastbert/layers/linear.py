@@ -16,38 +16,39 @@ from fastbert.ops.activation import activate_eager
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
-from fastbert.ops.linear import packer as linear_packer
+from fastbert.ops.linear import panel_maker as linear_panel_maker
 from fastbert.runtime import prepared
 
-MANY_ROWS = 1536  # from here on a weight is packed for the call, not kept packed
+# From so many rows on, panels of a weight are made for the call and not kept.
+MANY_ROWS = 1536
 
 
-def packed_weight(module: nn.Linear, x: Tensor) -> Tensor | None:
-    """The module's weight as the serving backend reads it; made at the first call and kept for inference.
+def weight_panels(module: nn.Linear, x: Tensor) -> Tensor | None:
+    """Panels of the module's weight for the serving backend, made at the first call and kept for inference.
 
-    None in training, under torch.compile, where the backend packs nothing, and for so many rows that packing
-    for the one call costs next to nothing.
+    None in training, under torch.compile, where the backend makes no panels, and for so many rows that making
+    them for the one call costs next to nothing.
     """
     if module.training or torch.compiler.is_compiling() or x.shape[:-1].numel() >= MANY_ROWS:
         return None
     dtype = module.weight.dtype
     if dtype != torch.float64:  # which autocast leaves alone
         dtype = checks.autocast_dtype(x) or dtype
-    pack = linear_packer(x.device, dtype)
-    if pack is None:
+    make_panels = linear_panel_maker(x.device, dtype)
+    if make_panels is None:
         return None
 
     def build():
         checks.float_tensor("weight", module.weight)
-        return pack(module.weight.to(dtype).contiguous())
+        return make_panels(module.weight.to(dtype).contiguous())
 
-    return prepared.derived(module, ("packed", dtype), (module.weight,), build)
+    return prepared.derived(module, ("panels", dtype), (module.weight,), build)
 
 
 def apply_linear(module: nn.Module, x: Tensor, activation: str | None = None) -> Tensor:
     """act(module(x)), fused where the module is a plain nn.Linear."""
     if is_plain(module, nn.Linear):
-        return linear(x, module.weight, module.bias, activation, packed=packed_weight(module, x))
+        return linear(x, module.weight, module.bias, activation, panels=weight_panels(module, x))
     if is_plain(module, QuantizedLinear):
         return int8_product(x, module, [module], activation)
     return activate_eager(module(x), activation)
@@ -75,7 +76,7 @@ def dense_norm(
     """
     x_bias = None
     if is_plain(dense, nn.Linear):
-        x, x_bias = linear(x, dense.weight, packed=packed_weight(dense, x)), dense.bias
+        x, x_bias = linear(x, dense.weight, panels=weight_panels(dense, x)), dense.bias
     elif is_plain(dense, QuantizedLinear):
         x, x_bias = int8_product(x, dense, [dense], with_bias=False), dense.bias
     else:

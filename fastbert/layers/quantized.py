@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fastbert.layers.modules import attach, is_plain, part
 from fastbert.ops import checks
-from fastbert.ops.linear_int8 import linear_int8, packer
+from fastbert.ops.linear_int8 import linear_int8, panel_maker
 from fastbert.runtime import prepared
 
 MODES = ("int8",)
@@ -214,8 +214,8 @@ def int8_product(
         biased = with_bias and modules[0].bias is not None
         return linear_int8(x, *_joined(modules, biased), activation)
     dtype = x.dtype if x.dtype == torch.float64 else checks.autocast_dtype(x) or x.dtype
-    weight, scale, bias, packed = int8_operands(x.device, dtype, owner, modules, with_bias)
-    return linear_int8(x, weight, scale, bias, activation, packed)
+    weight, scale, bias, panels = int8_operands(x.device, dtype, owner, modules, with_bias)
+    return linear_int8(x, weight, scale, bias, activation, panels)
 
 
 def int8_operands(
@@ -225,9 +225,9 @@ def int8_operands(
     modules: list[QuantizedLinear],
     with_bias: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(weight, scale, bias, packed) of quantised layers as one, for `linear_int8` on rows of that dtype.
+    """(weight, scale, bias, panels) of quantised layers as one, for `linear_int8` on rows of that dtype.
 
-    Arguments as in `int8_product`; kept for `owner`. packed is None where the serving backend packs nothing.
+    Arguments as in `int8_product`; kept for `owner`. panels is None where the serving backend makes none.
     """
     biased = with_bias and modules[0].bias is not None
     if len(modules) == 1:
@@ -237,10 +237,11 @@ def int8_operands(
         weight, scale, bias = prepared.derived(
             owner, ("int8", biased), sources, lambda: _joined(modules, biased)
         )
-    packed, pack = None, packer(device, dtype)
-    if pack is not None:  # kept for this backend alone: another one would not understand it
-        packed = prepared.derived(owner, ("int8 packed", pack), (weight,), lambda: pack(weight))
-    return weight, scale, bias, packed
+    panels, make_panels = None, panel_maker(device, dtype)
+    if make_panels is not None:
+        # kept for this backend alone: another one could not read them
+        panels = prepared.derived(owner, ("int8 panels", make_panels), (weight,), lambda: make_panels(weight))
+    return weight, scale, bias, panels
 
 
 def _joined(modules: list[QuantizedLinear], biased: bool) -> tuple[Tensor, Tensor, Tensor | None]:

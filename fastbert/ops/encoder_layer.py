@@ -11,13 +11,12 @@ the fixed cost of nine calls and the memory of their results, which counts where
 Backend functions, found by `launchers`:
 
     encoder_layer_weights(linears, norms, scratch) -> weights
-        linears: (weight, packed, scale, bias) of query, key, value, attention output, intermediate and
-        output, `packed` as the backend's `linear_pack` makes it, scale None; or, of 8-bit layers, of query,
-        key and value joined, attention output, …, as `linear_int8_pack` makes it. bias may be None. norms:
-        (weight, bias or None) of both. packed may be None: then it is made for the call, in the memory that
-        the list `scratch` holds or gets, and the layer works there too; the next call with that list
-        overwrites it. scratch None: in memory
-        that the weights own.
+        linears: (weight, panels, scale, bias) of query, key, value, attention output, intermediate and
+        output, with panels as the backend's `linear_panels` makes them and scale None. Or, of 8-bit layers:
+        of query, key and value joined, attention output, …, with panels as `linear_int8_panels` makes them.
+        bias may be None. norms: (weight, bias or None) of both norms. panels may be None: then they are made
+        for the call, in the memory that the list `scratch` holds or gets, and the layer works there too. The
+        next call with that list overwrites it. With scratch None the weights own the memory.
     open_team(), close_team(): the threads of the calling thread's ops stand by from the one to the other, so
         that each op between them starts and ends without calling them up.
     encoder_layer_fwd(x, weights, cu_seqlens, max_seqlen, nheads, inner, softmax_scale, bias, gate,

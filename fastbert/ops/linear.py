@@ -15,8 +15,8 @@ The product accumulates in float32 (float64 for float64). Activations are comput
 once; given `pre`, at least 99.9% of GELU's half-precision outputs are correctly rounded. `pre` is kept for
 backward, in the storage dtype, only where there is an activation.
 
-`packed` is the weight once more, in the order in which the serving backend reads it. Whoever owns the weight
-makes it with `packer` and keeps it (prepared.py); other backends work from `weight`.
+`panels` are a copy of the weight in the order in which the serving backend reads it. The weight's owner makes
+them with `panel_maker` and keeps them (runtime/prepared.py); other backends work from `weight`.
 
 Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units"; Vaswani et al. 2017, sec. 3.3.
 """
@@ -169,7 +169,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):  # a setup_context of its own would cost an inspect.signature at every call
         output = dispatch.call(_forward(args[3]), args[0], *args)
-        inputs = args[:-1]  # without `packed`
+        inputs = args[:-1]  # without `panels`
         _setup_context(ctx, inputs, output)
         return output[0]
 
@@ -186,9 +186,9 @@ linear_fwd.register_autograd(lambda ctx, dy, _: _backward(linear_bwd, ctx, dy), 
 # --- public functions ---------------------------------------------------------------------------------------
 
 
-def packer(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-    """What makes `packed` of a weight for the backend that serves `x` of that device and dtype; or None."""
-    return dispatch.serving_function("linear_pack", ("linear",), device, dtype)
+def panel_maker(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+    """The function that makes panels of a weight for the backend that serves such `x`, or None."""
+    return dispatch.serving_function("linear_panels", ("linear",), device, dtype)
 
 
 def linear(
@@ -197,7 +197,7 @@ def linear(
     bias: Tensor | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
-    packed: Tensor | None = None,
+    panels: Tensor | None = None,
 ) -> Tensor:
     """act(x @ weight.T + bias) + residual, in one op. Under autocast it casts as `F.linear` does.
 
@@ -208,8 +208,8 @@ def linear(
         activation: "gelu" (erf), "gelu_tanh", "relu", "silu" or None.
         residual: (..., out), or None. Where its dtype differs from the product's, the sum is promoted, as `+`
             does.
-        packed: what `packer(…)` made of `weight` (of the dtype it is multiplied in) for the backend that
-            serves this call, or None. Not used under torch.compile.
+        panels: made of `weight` by `panel_maker(…)`, in the product's dtype, for the backend that serves this
+            call; or None. Not used under torch.compile.
 
     Returns:
         y (..., out). An input of no rows gives an output of no rows.
@@ -234,17 +234,17 @@ def linear(
     if residual is not None:
         checks.float_tensor("residual", residual, x)
         checks.shape("residual", residual, shape)
-    if packed is not None:
-        checks.float_tensor("packed", packed, x)
+    if panels is not None:
+        checks.float_tensor("panels", panels, x)
     x, weight, bias = checks.under_autocast(x, weight, bias)
     checks.same_dtype("weight", weight, "x", x)
     if bias is not None:
         checks.same_dtype("bias", bias, "x", x)
         bias = bias.contiguous()
-    if packed is not None:
-        checks.same_dtype("packed", packed, "x", x)
+    if panels is not None:
+        checks.same_dtype("panels", panels, "x", x)
     if residual is not None and residual.dtype != x.dtype:
-        return linear(x, weight, bias, activation, packed=packed) + residual
+        return linear(x, weight, bias, activation, panels=panels) + residual
 
     x, weight = checks.rows(x), checks.rows(weight)
     residual = None if residual is None else checks.rows(residual)
@@ -254,7 +254,7 @@ def linear(
     if torch.compiler.is_compiling():
         y = linear_fwd(*args)[0]
     elif save or (grad and residual is not None and residual.requires_grad):
-        y = LinearFunction.apply(*args, packed)
+        y = LinearFunction.apply(*args, panels)
     else:
-        y = dispatch.call(_forward(activation), x, *args, packed)[0]
+        y = dispatch.call(_forward(activation), x, *args, panels)[0]
     return y if len(shape) == 2 else y.view(shape)

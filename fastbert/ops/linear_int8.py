@@ -18,8 +18,8 @@ One step more or less in `inv` moves some u by one: that is why the arithmetic u
 the bit. A row with NaN or infinity in it, or whose hi - lo overflows float32, gives a row of NaN. The
 integers fit in 32 bits up to in = 65,536; more is refused.
 
-A backend may keep a copy of the weight in an order of its own: `linear_int8_pack(weight)` of its namespace
-makes it, and `packed=` brings it back. There is no backward: integers have no gradient.
+A backend may read the weight in an order of its own: `linear_int8_panels(weight)` of its namespace makes such
+a copy, which `panels=` passes to the op. There is no backward: integers have no gradient.
 
 Source: Jacob et al. 2017, "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
 Inference", sec. 2; per token and per channel: Dettmers et al. 2022, "LLM.int8()", sec. 2.
@@ -80,7 +80,7 @@ def linear_int8_fwd(
     scale: Tensor,
     bias: Tensor | None,
     activation: str | None,
-    packed: Tensor | None,
+    panels: Tensor | None,
 ) -> Tensor:
     """y for 2-D `x`."""
     _, depth = checks.matrix("x", x)
@@ -90,22 +90,22 @@ def linear_int8_fwd(
     checks.operand("weight", weight, (out, depth), (torch.int8,), x)
     checks.operand("scale", scale, (out,), (torch.float32,), x)
     checks.operand("bias", bias, (out,), (x.dtype, torch.float32), x)
-    if packed is not None:
-        checks.operand("packed", packed, (packed.numel(),), (torch.uint8,), x)
-    return dispatch.call("linear_int8_fwd", x, x, weight, scale, bias, activation, packed)
+    if panels is not None:
+        checks.operand("panels", panels, (panels.numel(),), (torch.uint8,), x)
+    return dispatch.call("linear_int8_fwd", x, x, weight, scale, bias, activation, panels)
 
 
 @linear_int8_fwd.register_fake
-def _(x, weight, scale, bias, activation, packed):
+def _(x, weight, scale, bias, activation, panels):
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
 # --- public functions ---------------------------------------------------------------------------------------
 
 
-def packer(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-    """What makes `packed` of a weight for the backend that serves `x` of that device and dtype; or None."""
-    return dispatch.serving_function("linear_int8_pack", ("linear_int8",), device, dtype)
+def panel_maker(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+    """The function that makes panels of a weight for the backend that serves such `x`, or None."""
+    return dispatch.serving_function("linear_int8_panels", ("linear_int8",), device, dtype)
 
 
 def linear_int8(
@@ -114,7 +114,7 @@ def linear_int8(
     scale: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
-    packed: Tensor | None = None,
+    panels: Tensor | None = None,
 ) -> Tensor:
     """act(x @ (weight * scale).T + bias) with each row of x rounded to 8 bits, on integers.
 
@@ -125,7 +125,7 @@ def linear_int8(
         scale: (out,) float32: what one step of each row of `weight` is worth.
         bias: (out,) of `x`'s dtype or float32, or None.
         activation: "gelu" (erf), "gelu_tanh", "relu", "silu" or None.
-        packed: what `packer(…)` made of `weight` for the backend that serves this call, or None. Other
+        panels: made of `weight` by `panel_maker(…)` for the backend that serves this call; or None. Other
             backends work from `weight`.
 
     Returns:
@@ -154,8 +154,8 @@ def linear_int8(
         if bias.dtype not in (x.dtype, torch.float32):
             raise TypeError(f"bias: expected x's dtype {x.dtype} or float32, got {bias.dtype}")
     check_activation(activation)
-    if packed is not None:
-        _typed("packed", packed, torch.uint8, x)
+    if panels is not None:
+        _typed("panels", panels, torch.uint8, x)
     if torch.is_grad_enabled():
         for name, tensor in (("x", x), ("scale", scale), ("bias", bias)):
             if tensor is not None and tensor.requires_grad:
@@ -168,7 +168,7 @@ def linear_int8(
     (x,) = checks.under_autocast(x)
     if bias is not None:
         bias = (bias if bias.dtype in (x.dtype, torch.float32) else bias.float()).contiguous()
-    args = (checks.rows(x), weight.contiguous(), scale.contiguous(), bias, activation, packed)
+    args = (checks.rows(x), weight.contiguous(), scale.contiguous(), bias, activation, panels)
     if torch.compiler.is_compiling():
         y = linear_int8_fwd(*args)
     else:

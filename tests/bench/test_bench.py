@@ -691,10 +691,12 @@ def test_packed_weights_are_used_where_a_backend_packs(monkeypatch):
     case = testing.bench_cases("linear_int8", (3,))[0]
     inputs = case.inputs(torch.float32, "cpu", 0)
     seen = []
-    monkeypatch.setattr(linear_int8, "packer", lambda device, dtype: lambda weight: weight.view(torch.uint8))
+    monkeypatch.setattr(
+        linear_int8, "panel_maker", lambda device, dtype: lambda weight: weight.view(torch.uint8)
+    )
     monkeypatch.setattr(linear_int8, "linear_int8", lambda **kwargs: seen.append(kwargs))
     bench_kernels.our_call(case, inputs)(**inputs)
-    assert torch.equal(seen[0]["packed"], inputs["weight"].view(torch.uint8))
+    assert torch.equal(seen[0]["panels"], inputs["weight"].view(torch.uint8))
     assert seen[0]["activation"] == case.activation
     assert set(inputs) < set(seen[0])
 

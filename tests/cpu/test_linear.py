@@ -16,7 +16,7 @@ from fastbert.backends import cpu
 from fastbert.backends.cpu import linear as launcher
 from fastbert.backends.native import DTYPE_CODES
 from fastbert.ops.activation import ACTIVATIONS, CODES, activate_ref
-from fastbert.ops.linear import linear, packer
+from fastbert.ops.linear import linear, panel_maker
 from fastbert.runtime import native as _native
 from fastbert.testing import serving
 from fastbert.testing.op_cases.linear import CASES, LinearCase
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(_C is None, reason=str(_native.missing))
 def every_product_on_our_kernels(request, monkeypatch):
     """Products of few rows are left to `aten` where the weight is not packed: not here."""
     if "few_rows" not in request.node.name:
-        monkeypatch.setattr(launcher, "_PACKING_ROWS", 0)
+        monkeypatch.setattr(launcher, "_PANEL_ROWS", 0)
 
 
 def address(t):
@@ -113,7 +113,7 @@ def both_ways(rows, depth, columns, dtype, options, backward=True):
     assert_sums_to(
         y, activate_ref(truth, activation) + added, 1.2 * magnitude + 1 + abs(added), f"y, {options}"
     )
-    for save, packed in ((False, None), (True, cpu.linear_pack(weight))):
+    for save, packed in ((False, None), (True, cpu.linear_panels(weight))):
         again, pre_again = cpu.linear_fwd(x, weight, bias, activation, residual, save, packed)
         assert_same_bits(again, y, f"y, save {save}")
         if save:
@@ -213,8 +213,8 @@ class PackedCase(LinearCase):
     """The weight packed beforehand, as in inference; where a gradient is wanted too."""
 
     def call(self, x, weight, bias, residual):
-        packed = packer(x.device, x.dtype)(weight.detach())
-        return linear(x, weight, bias, self.activation, residual, packed=packed)
+        packed = panel_maker(x.device, x.dtype)(weight.detach())
+        return linear(x, weight, bias, self.activation, residual, panels=packed)
 
 
 MORE_CASES = [
@@ -449,7 +449,7 @@ def test_packing(isa, dtype, depth, guarded):
             by_depth = random_bits(columns, depth, dtype, gap, seed=2).t()
             for b in (by_columns, by_depth):
                 packed = launcher._panels(b)
-                assert packed.shape == (_C.cpu_linear_packed_size(depth, columns),)
+                assert packed.shape == (_C.cpu_linear_panels_size(depth, columns),)
                 assert_same_bits(packed, panels(b), f"{depth}x{columns} + {gap}")
 
 
@@ -472,17 +472,17 @@ def test_a_weight_of_any_strides_is_packed():
     """Whoever packs hands over their own weight; the op's own copies of it come later."""
     big = randn(40, 60)
     for weight in (big[:, ::2], big.t(), big.t()[::3], big[::2, ::5], big[:1, ::2], big[:, 3:4], big.flip(0)):
-        assert_same_bits(cpu.linear_pack(weight), panels(weight.t()), str(weight.stride()))
+        assert_same_bits(cpu.linear_panels(weight), panels(weight.t()), str(weight.stride()))
 
 
 def test_packed_for_another_weight_is_refused():
     x, weight, other = randn(3, 20), randn(70, 20), randn(30, 20)
-    for wrong in (cpu.linear_pack(other), cpu.linear_pack(weight).view(-1, 64), randn(5)):
+    for wrong in (cpu.linear_panels(other), cpu.linear_panels(weight).view(-1, 64), randn(5)):
         with pytest.raises(
-            ValueError, match=r"packed: expected what packer.* of weight \(70, 20\), got shape"
+            ValueError, match=r"panels: expected what panel_maker.* of weight \(70, 20\), got shape"
         ):
-            linear(x, weight, packed=wrong)
-    linear(x, weight, packed=packer(x.device, x.dtype)(weight))
+            linear(x, weight, panels=wrong)
+    linear(x, weight, panels=panel_maker(x.device, x.dtype)(weight))
 
 
 def test_panels_serve_every_instruction_set():
@@ -494,7 +494,7 @@ def test_panels_serve_every_instruction_set():
         try:
             for name in ("avx2", "avx512"):
                 _C.set_cpu_isa(name)
-                packed.append(cpu.linear_pack(weight))
+                packed.append(cpu.linear_panels(weight))
         finally:
             _C.set_cpu_isa(before)
         assert_same_bits(*packed)
@@ -596,7 +596,7 @@ def test_only_what_is_asked_for(isa, guarded):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_rows(isa, dtype, guarded):
     x, weight, bias = torch.empty(0, 40, dtype=dtype), randn(70, 40, dtype=dtype), randn(70, dtype=dtype)
-    for packed in (None, cpu.linear_pack(weight)):
+    for packed in (None, cpu.linear_panels(weight)):
         y, pre = cpu.linear_fwd(x, weight, bias, "gelu", x.new_zeros(0, 70), True, packed)
         assert y.shape == pre.shape == (0, 70)
     dx, dweight, dbias = cpu.linear_bwd(y, x, weight, pre, "gelu", True, False, True)
@@ -670,7 +670,7 @@ def test_25_repeats_give_the_same_bits(isa, threads):
 
 
 def test_few_rows_are_packed_only_where_the_caller_has(monkeypatch):
-    few, seen = launcher._PACKING_ROWS, []
+    few, seen = launcher._PANEL_ROWS, []
     assert few > 1
     for function in ("linear_fwd", "linear_bwd"):
         launch = getattr(launcher.aten, function)
@@ -678,7 +678,7 @@ def test_few_rows_are_packed_only_where_the_caller_has(monkeypatch):
             launcher.aten, function, lambda *a, f=function, launch=launch: seen.append(f) or launch(*a)
         )
     weight = randn(20, 30)
-    packed = cpu.linear_pack(weight)
+    packed = cpu.linear_panels(weight)
     for rows in (1, few - 1, few, few + 1):
         x, dy = randn(rows, 30), randn(rows, 20, seed=1)
         y = cpu.linear_fwd(x, weight, None, "gelu", None, False)[0]
@@ -694,12 +694,12 @@ def test_few_rows_are_packed_only_where_the_caller_has(monkeypatch):
 
 def test_isa_none_is_refused():
     x, weight, dy = randn(40, 6), randn(5, 6), randn(40, 5)
-    packed = cpu.linear_pack(weight)
+    packed = cpu.linear_panels(weight)
     before = _C.cpu_isa()
     _C.set_cpu_isa("none")
     try:
         for call in (
-            lambda: cpu.linear_pack(weight),
+            lambda: cpu.linear_panels(weight),
             lambda: cpu.linear_fwd(x, weight, None, None, None, False, packed),
             lambda: cpu.linear_bwd(dy, x, weight, None, None, False, False, True),
         ):
@@ -739,11 +739,11 @@ def test_the_extension_refuses_what_would_crash(at, value, error, message):
 
 def test_the_extension_refuses_what_would_crash_elsewhere():
     with pytest.raises(ValueError, match="pack: expected one stride of 1"):
-        _C.cpu_linear_pack(0, 1, 1, 0, 2, 2, 0, 1)
+        _C.cpu_linear_panels(0, 1, 1, 0, 2, 2, 0, 1)
     with pytest.raises(ValueError, match="expected rows >= 0 and hidden >= 1"):
-        _C.cpu_linear_pack(0, 0, 1, 0, 1, 1, 0, 1)
+        _C.cpu_linear_panels(0, 0, 1, 0, 1, 1, 0, 1)
     with pytest.raises(ValueError, match="threads: expected 1 to 4096"):
-        _C.cpu_linear_pack(0, 1, 1, 0, 1, 1, 0, 0)
+        _C.cpu_linear_panels(0, 1, 1, 0, 1, 1, 0, 0)
     with pytest.raises(ValueError, match="activation: expected code 0 … 4, got 9"):
         _C.cpu_linear_activation_bwd(0, 1, 1, 0, 0, 9, 0, 0, 1)
     with pytest.raises(ValueError, match="threads: expected 1 to 4096"):

@@ -34,9 +34,9 @@ def without_vnni():
     if _C.best_cpu_isa() not in ("avx512", "avx512_bf16"):
         pytest.skip("this processor has no avx512")
     library, i64, pointer = ctypes.CDLL(str(cpu_build.int8_pairs())), ctypes.c_int64, ctypes.c_void_p
-    library.pairs_packed_size.restype = i64
-    library.pairs_packed_size.argtypes = (i64, i64)
-    library.pairs_pack.argtypes = (i64, i64, pointer, pointer, ctypes.c_int)
+    library.pairs_panels_size.restype = i64
+    library.pairs_panels_size.argtypes = (i64, i64)
+    library.pairs_panels.argtypes = (i64, i64, pointer, pointer, ctypes.c_int)
     integers, code = (i64,) * 3, ctypes.c_int
     library.pairs_product.argtypes = (
         code, *integers, pointer, i64, pointer, pointer, pointer, code, code, pointer, code,
@@ -54,8 +54,8 @@ def without_vnni():
         return call
 
     return types.SimpleNamespace(
-        cpu_linear_int8_packed_size=library.pairs_packed_size,
-        cpu_linear_int8_pack=run(library.pairs_pack),
+        cpu_linear_int8_panels_size=library.pairs_panels_size,
+        cpu_linear_int8_panels=run(library.pairs_panels),
         cpu_linear_int8=run(library.pairs_product),
     )
 
@@ -128,7 +128,7 @@ def check(rows, depth, columns, dtype, options):
     if kind is not None:
         bias = 0.1 * randn(columns, dtype=dtype if kind == "own" else torch.float32, seed=3)
     y = assert_exact(x, weight, scale, bias, activation)
-    packed = cpu.linear_int8_pack(weight)
+    packed = cpu.linear_int8_panels(weight)
     again = cpu.linear_int8_fwd(x, weight, scale, bias, activation, packed)
     assert_same_bits(again, y, "of the packed weight")
     assert_same_bits(memory, before, "an input was written")
@@ -261,7 +261,7 @@ def test_packed_for_another_instruction_set(depth):
     try:
         for name in ("avx2", "avx512"):
             _C.set_cpu_isa(name)
-            packed[name] = cpu.linear_int8_pack(weight)
+            packed[name] = cpu.linear_int8_panels(weight)
         for name in packed:
             _C.set_cpu_isa(name)
             for other in packed.values():
@@ -278,12 +278,12 @@ def test_layouts_differ_in_size_or_not_at_all(without_vnni):
         packed = []
         for name in ("avx2", "avx512"):
             _C.set_cpu_isa(name)
-            packed.append(cpu.linear_int8_pack(weight))
+            packed.append(cpu.linear_int8_panels(weight))
         _C.set_cpu_isa(before)
         ours = torch.empty(
-            without_vnni.cpu_linear_int8_packed_size(*weight.t().shape), dtype=torch.uint8
+            without_vnni.cpu_linear_int8_panels_size(*weight.t().shape), dtype=torch.uint8
         ).fill_(77)
-        without_vnni.cpu_linear_int8_pack(*weight.t().shape, weight.data_ptr(), ours.data_ptr(), 1)
+        without_vnni.cpu_linear_int8_panels(*weight.t().shape, weight.data_ptr(), ours.data_ptr(), 1)
         for a in (*packed, ours):
             for b in (*packed, ours):
                 assert a.numel() != b.numel() or torch.equal(a, b)
@@ -295,9 +295,9 @@ def test_packing_writes_every_byte_and_is_the_same_on_several_threads(isa, threa
     before = []
     for count in (1, 3):
         torch.set_num_threads(count)
-        before.append(cpu.linear_int8_pack(weight))
+        before.append(cpu.linear_int8_panels(weight))
     assert torch.equal(*before)
-    zeros = cpu.linear_int8_pack(torch.zeros(70, 33, dtype=torch.int8))  # allocated as 0xFF
+    zeros = cpu.linear_int8_panels(torch.zeros(70, 33, dtype=torch.int8))  # allocated as 0xFF
     assert not zeros.any()
 
 
@@ -305,7 +305,7 @@ def test_a_weight_of_any_strides_is_packed(isa):
     """Whoever packs hands over their own weight; the op's own copies of it come later."""
     big = integers(300, 600)
     for weight in (big[:, ::2], big.t(), big[::2, 5:50], big[:1, ::3], big[:, 7:8]):
-        assert_same_bits(cpu.linear_int8_pack(weight), cpu.linear_int8_pack(weight.contiguous()))
+        assert_same_bits(cpu.linear_int8_panels(weight), cpu.linear_int8_panels(weight.contiguous()))
 
 
 # --- layouts, poison --------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ def test_row_strides(isa, stride):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_rows(isa, dtype, guarded):
     weight = integers(70, 40)
-    for packed in (None, cpu.linear_int8_pack(weight)):
+    for packed in (None, cpu.linear_int8_panels(weight)):
         y = cpu.linear_int8_fwd(torch.empty(0, 40, dtype=dtype), weight, scales(70), None, "gelu", packed)
         assert y.shape == (0, 70)
         assert y.dtype == dtype
@@ -403,12 +403,12 @@ def test_25_repeats_give_the_same_bits(isa, threads):
 
 def test_isa_none_is_refused():
     x, weight, scale = randn(4, 6), integers(5, 6), scales(5)
-    packed, before = cpu.linear_int8_pack(weight), _C.cpu_isa()
+    packed, before = cpu.linear_int8_panels(weight), _C.cpu_isa()
     _C.set_cpu_isa("none")
     try:
-        assert _C.cpu_linear_int8_packed_size(6, 5) == 0
+        assert _C.cpu_linear_int8_panels_size(6, 5) == 0
         for call in (
-            lambda: cpu.linear_int8_pack(weight),
+            lambda: cpu.linear_int8_panels(weight),
             lambda: cpu.linear_int8_fwd(x, weight, scale, None, None, packed),
         ):
             with pytest.raises(RuntimeError, match="no SIMD kernels"):
@@ -432,6 +432,6 @@ def test_the_extension_refuses_what_would_crash():
         with pytest.raises(error, match=message):
             _C.cpu_linear_int8(*good[:at], value, *good[at + 1 :])
     with pytest.raises(ValueError, match="expected rows >= 0 and hidden >= 1"):
-        _C.cpu_linear_int8_pack(0, 1, 0, 0, 1)
+        _C.cpu_linear_int8_panels(0, 1, 0, 0, 1)
     with pytest.raises(ValueError, match="threads: expected 1 to 4096"):
-        _C.cpu_linear_int8_pack(1, 1, 0, 0, 0)
+        _C.cpu_linear_int8_panels(1, 1, 0, 0, 0)

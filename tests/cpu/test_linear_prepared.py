@@ -31,21 +31,21 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def all_on_our_kernels(monkeypatch):
     """Without packed weights products of few rows are left to `aten`, whose bits may be others."""
-    monkeypatch.setattr(launcher, "_PACKING_ROWS", 0)
+    monkeypatch.setattr(launcher, "_PANEL_ROWS", 0)
 
 
 @pytest.fixture
 def made(monkeypatch):
     """(shape, dtype) of every weight that is packed to be kept, in order."""
-    seen, real = [], layers.linear_packer
+    seen, real = [], layers.linear_panel_maker
 
-    def packer(device, dtype):
+    def panel_maker(device, dtype):
         pack = real(device, dtype)
         if pack is None:
             return None
         return lambda weight: seen.append((tuple(weight.shape), weight.dtype)) or pack(weight)
 
-    monkeypatch.setattr(layers, "linear_packer", packer)
+    monkeypatch.setattr(layers, "linear_panel_maker", panel_maker)
     return seen
 
 
@@ -56,7 +56,7 @@ def module():
 
 
 def held(*dtypes):
-    return [("packed", dtype) for dtype in dtypes]
+    return [("panels", dtype) for dtype in dtypes]
 
 
 def of_bert(**overrides):
@@ -80,7 +80,7 @@ def test_made_once_per_weight_and_without_any_effect_on_the_result(module, made,
         packed = [layers.apply_linear(module, x, "gelu") for x in inputs for _ in range(2)]
         assert made == [((70, 24), dtype)]
         assert prepared.remembered(module) == held(dtype)
-        monkeypatch.setattr(layers, "packed_weight", lambda module, x: None)
+        monkeypatch.setattr(layers, "weight_panels", lambda module, x: None)
         plain = [layers.apply_linear(module, x, "gelu") for x in inputs for _ in range(2)]
     for a, b in zip(packed, plain, strict=True):
         assert_same_bits(a, b)
@@ -105,7 +105,7 @@ def test_a_model_gives_the_same_bits_with_and_without(monkeypatch, autocast):
         packed = hidden(model)
         assert prepared.remembered(model)
         prepared.clear(model)
-        monkeypatch.setattr(layers, "packed_weight", lambda *_, **__: None)
+        monkeypatch.setattr(layers, "weight_panels", lambda *_, **__: None)
         assert_same_bits(hidden(model), packed)
     assert {name[0] for name in prepared.remembered(model)} <= {"layer"}  # which says that it cannot be fused
 
@@ -140,7 +140,7 @@ def test_not_for_another_backend(module, made):
         layers.apply_linear(module, randn(40, 24))
         assert made
         with dispatch.use_backend("aten"):  # what is held is not handed to it
-            assert layers.packed_weight(module, randn(40, 24)) is None
+            assert layers.weight_panels(module, randn(40, 24)) is None
 
 
 def test_never_in_training_mode(made):
@@ -200,7 +200,7 @@ def test_a_changed_weight_is_packed_anew_and_the_old_one_dropped(module, made, c
     x = randn(40, 24)
     with torch.no_grad():
         before = layers.apply_linear(module, x)
-        old = weakref.ref(layers.packed_weight(module, x))
+        old = weakref.ref(layers.weight_panels(module, x))
     if change == "optimizer":
         module.weight.grad = torch.ones_like(module.weight)
         torch.optim.AdamW([module.weight], lr=0.1).step()
@@ -231,7 +231,7 @@ def test_train_and_eval_drop_them():
     for mode in (True, False):
         hidden(model)
         assert prepared.remembered(model)
-        packed = weakref.ref(prepared._cache[model.layers()[0].output.dense][("packed", FLOAT)][1])
+        packed = weakref.ref(prepared._cache[model.layers()[0].output.dense][("panels", FLOAT)][1])
         model.train(mode)
         assert prepared.remembered(model) == []
         gc.collect()
@@ -270,13 +270,13 @@ def test_gradients_in_eval_are_those_of_the_weight():
 def test_freed_with_the_module(module):
     with torch.no_grad():
         layers.apply_linear(module, randn(40, 24))
-        packed = weakref.ref(layers.packed_weight(module, randn(40, 24)))
+        packed = weakref.ref(layers.weight_panels(module, randn(40, 24)))
     before = len(prepared._cache)
     assert packed() is not None
     owner = nn.Sequential(nn.Linear(24, 9).eval())
     with torch.no_grad():
         layers.apply_linear(owner[0], randn(40, 24))
-        other = weakref.ref(layers.packed_weight(owner[0], randn(40, 24)))
+        other = weakref.ref(layers.weight_panels(owner[0], randn(40, 24)))
     assert len(prepared._cache) == before + 1
     del owner
     gc.collect()

@@ -431,7 +431,7 @@ def test_weights_for_another_instruction_set_are_refused():
         layer(x, sequences)
         module.set_cpu_isa(other)
         try:
-            with pytest.raises(RuntimeError, match=f"packed for {before}, and {other} is in use"):
+            with pytest.raises(RuntimeError, match=f"panels made for {before}, and {other} is in use"):
                 layer(x, sequences)
         finally:
             module.set_cpu_isa(before)

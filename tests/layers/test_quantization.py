@@ -607,7 +607,7 @@ def test_packed_weights_are_made_once_and_only_for_the_backend_that_reads_them(b
         made.append(tuple(weight.shape))
         return torch.full((3,), len(made), dtype=torch.uint8)
 
-    monkeypatch.setattr(aten, "linear_int8_pack", pack, raising=False)
+    monkeypatch.setattr(aten, "linear_int8_panels", pack, raising=False)
     bert.quantize()
     first = hidden(bert)
     assert made == [(144, 48), (48, 48), (80, 48), (48, 80)] * 3
@@ -629,7 +629,7 @@ def test_packed_weights_are_made_once_and_only_for_the_backend_that_reads_them(b
         assert seen == [None] * 12
         own = torch.zeros(1, dtype=torch.uint8)
         monkeypatch.setattr(
-            dispatch.backend_module("reference"), "linear_int8_pack", lambda weight: own, raising=False
+            dispatch.backend_module("reference"), "linear_int8_panels", lambda weight: own, raising=False
         )
     with dispatch.use_backend(linear_int8="reference"):
         hidden(bert)

@@ -14,7 +14,7 @@ from fastbert.backends.aten import linear as aten_linear
 from fastbert.backends.cpu import linear as cpu_linear
 from fastbert.ops import linear as op
 from fastbert.ops.activation import ACTIVATIONS, activate_eager, activate_ref
-from fastbert.ops.linear import linear, linear_ref, packer
+from fastbert.ops.linear import linear, linear_ref, panel_maker
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.linear import CASES, LinearCase
 
@@ -42,7 +42,7 @@ SERVED = [(b, d) for b in BACKENDS for d in DTYPES if serves(b, d)]
 @pytest.fixture(autouse=True)
 def no_backend_hands_over(monkeypatch):
     """`cpu` leaves products of few rows to `aten`: not here, where its own are to be seen."""
-    monkeypatch.setattr(cpu_linear, "_PACKING_ROWS", 1)
+    monkeypatch.setattr(cpu_linear, "_PANEL_ROWS", 1)
 
 
 @pytest.fixture(params=BACKENDS)
@@ -315,11 +315,11 @@ def test_packed_changes_nothing(backend):
     """With or without gradients, a bias, a residual that promotes; a backend without an order ignores it."""
     for dtype in (torch.float32, torch.bfloat16):
         x, w, b = (randn(*s, dtype=dtype, grad=True) for s in ((2, 20, 24), (70, 24), (70,)))
-        pack = packer(x.device, dtype)
+        pack = panel_maker(x.device, dtype)
         packed = torch.zeros(3, dtype=dtype) if pack is None else pack(w.detach())
         assert (pack is None) == (backend != "cpu")
         for residual in (None, randn(2, 20, 70, dtype=dtype), randn(2, 20, 70)):
-            y, expected = (linear(x, w, b, "gelu", residual, packed=p) for p in (packed, None))
+            y, expected = (linear(x, w, b, "gelu", residual, panels=p) for p in (packed, None))
             assert torch.equal(y, expected)
             for a, e in zip(*(torch.autograd.grad(t.sum(), (x, w, b)) for t in (y, expected)), strict=True):
                 assert torch.equal(a, e)
@@ -329,27 +329,27 @@ def test_packed_changes_nothing(backend):
 
 def test_packed_is_of_the_dtype_of_the_product():
     x, w = randn(4, 24), randn(70, 24)
-    pack = packer(x.device, torch.bfloat16)
+    pack = panel_maker(x.device, torch.bfloat16)
     if pack is None:
         pytest.skip("the backend that serves here packs nothing")
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(linear(x, w, packed=pack(w.bfloat16())), linear(x, w))
-        with pytest.raises(TypeError, match=r"packed: expected x's dtype torch.bfloat16, got torch.float32"):
-            linear(x, w, packed=pack(w))
+        assert torch.equal(linear(x, w, panels=pack(w.bfloat16())), linear(x, w))
+        with pytest.raises(TypeError, match=r"panels: expected x's dtype torch.bfloat16, got torch.float32"):
+            linear(x, w, panels=pack(w))
 
 
 def test_the_packer_is_that_of_the_serving_backend():
     device = torch.device("cpu")
     for which, dtype in SERVED:
         with dispatch.use_backend(linear=which):
-            assert (packer(device, dtype) is None) == (which != "cpu")
-    assert packer(device, torch.float64) is None
+            assert (panel_maker(device, dtype) is None) == (which != "cpu")
+    assert panel_maker(device, torch.float64) is None
 
 
 def test_compiled_linear_ignores_packed():
     torch._dynamo.reset()
     x, w = randn(40, 24), randn(70, 24)
-    run, _ = compiled(lambda x, w, packed: linear(x, w, packed=packed))
+    run, _ = compiled(lambda x, w, packed: linear(x, w, panels=packed))
     assert torch.equal(run(x, w, torch.full((3,), float("nan"))), linear(x, w))
 
 
@@ -392,14 +392,14 @@ BAD = [
         "bias: expected x's dtype torch.float32, got torch.float64",
     ),
     (lambda: linear(X, W.to("meta")), ValueError, "weight: expected a tensor on cpu, got one on meta"),
-    (lambda: linear(X, W, packed=[1.0]), TypeError, "packed: expected a torch.Tensor, got list"),
-    (lambda: linear(X, W, packed=W.to(torch.uint8)), TypeError, "packed: expected float32.*got torch.uint8"),
+    (lambda: linear(X, W, panels=[1.0]), TypeError, "panels: expected a torch.Tensor, got list"),
+    (lambda: linear(X, W, panels=W.to(torch.uint8)), TypeError, "panels: expected float32.*got torch.uint8"),
     (
-        lambda: linear(X, W, packed=W.half()),
+        lambda: linear(X, W, panels=W.half()),
         TypeError,
-        "packed: expected x's dtype torch.float32, got torch.float16",
+        "panels: expected x's dtype torch.float32, got torch.float16",
     ),
-    (lambda: linear(X, W, packed=W.to("meta")), ValueError, "packed: expected a tensor on cpu, got one on"),
+    (lambda: linear(X, W, panels=W.to("meta")), ValueError, "panels: expected a tensor on cpu, got one on"),
 ]
 
 

@@ -13,7 +13,7 @@ from fastbert import testing
 from fastbert.backends.aten import linear_int8 as aten_int8
 from fastbert.ops import linear_int8 as op
 from fastbert.ops.activation import ACTIVATIONS, activate_eager
-from fastbert.ops.linear_int8 import linear_int8, linear_int8_ref, packer, quantize_rows
+from fastbert.ops.linear_int8 import linear_int8, linear_int8_ref, panel_maker, quantize_rows
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.linear_int8 import CASES, LinearInt8Case
 
@@ -26,7 +26,7 @@ BACKENDS = [
 ]
 # each backend as it comes, and once more with the weight in its own order where it has one
 WAYS = [(b, False) for b in BACKENDS] + [
-    (b, True) for b in BACKENDS if hasattr(dispatch.backend_module(b), "linear_int8_pack")
+    (b, True) for b in BACKENDS if hasattr(dispatch.backend_module(b), "linear_int8_panels")
 ]
 
 
@@ -44,7 +44,7 @@ def run(request):
     which, with_packed = request.param
 
     def call(x, weight, scale, bias=None, activation=None):
-        packed = packer(x.device, x.dtype)(weight) if with_packed else None
+        packed = panel_maker(x.device, x.dtype)(weight) if with_packed else None
         return linear_int8(x, weight, scale, bias, activation, packed)
 
     call.backend = which
@@ -55,7 +55,7 @@ def run(request):
 @dataclass(frozen=True, repr=False)
 class PackedCase(LinearInt8Case):
     def call(self, x, weight, scale, bias):
-        packed = packer(x.device, x.dtype)(weight)
+        packed = panel_maker(x.device, x.dtype)(weight)
         return linear_int8(x, weight, scale, bias, self.activation, packed)
 
 
@@ -390,9 +390,9 @@ def test_a_backend_without_an_order_of_its_own_works_from_the_weight(which):
     weight, scale = random_weight(9, 24)
     x = torch.randn(3, 24)
     with dispatch.use_backend(linear_int8=which):
-        assert packer(x.device, x.dtype) is None
+        assert panel_maker(x.device, x.dtype) is None
         packed = torch.zeros(7, dtype=torch.uint8)  # of another backend: not looked at
-        assert torch.equal(linear_int8(x, weight, scale, packed=packed), linear_int8(x, weight, scale))
+        assert torch.equal(linear_int8(x, weight, scale, panels=packed), linear_int8(x, weight, scale))
 
 
 def test_the_packer_is_that_of_the_serving_backend(monkeypatch):
@@ -401,23 +401,25 @@ def test_the_packer_is_that_of_the_serving_backend(monkeypatch):
     monkeypatch.setitem(dispatch.TABLE["cpu"], "linear_int8", ("aten", "reference"))
     dispatch._resolved.clear()
     device, calls = torch.device("cpu"), []
-    assert packer(device, torch.float32) is None
-    monkeypatch.setattr(aten, "linear_int8_pack", calls.append, raising=False)
+    assert panel_maker(device, torch.float32) is None
+    monkeypatch.setattr(aten, "linear_int8_panels", calls.append, raising=False)
     dispatch._resolved.clear()
-    packer(device, torch.float32)(1)
+    panel_maker(device, torch.float32)(1)
     assert calls == [1]
-    assert packer(device, torch.float32) == packer(device, torch.float32)
+    assert panel_maker(device, torch.float32) == panel_maker(device, torch.float32)
     with dispatch.use_backend(linear_int8="reference"):
-        assert packer(device, torch.float32) is None
+        assert panel_maker(device, torch.float32) is None
         with dispatch.use_backend("aten"):
-            assert packer(device, torch.float32) is None, "the op's own pin stands before the one for all"
+            assert panel_maker(device, torch.float32) is None, (
+                "the op's own pin stands before the one for all"
+            )
     with dispatch.use_backend("aten"):
-        assert packer(device, torch.float32) is not None
+        assert panel_maker(device, torch.float32) is not None
     with (
         dispatch.use_backend(linear_int8="cuda"),
         pytest.raises(dispatch.BackendError, match=r"linear_int8.*alternatives: .*aten"),
     ):
-        packer(device, torch.float32)
+        panel_maker(device, torch.float32)
     dispatch._resolved.clear()
 
 
@@ -532,8 +534,8 @@ BAD = [
     ),
     (lambda: linear_int8(X, W, S, B.long()), TypeError, "bias: expected float32.*got torch.int64"),
     (lambda: linear_int8(X, W, S, B, "swish"), ValueError, "activation: expected None or one.*got 'swish'"),
-    (lambda: linear_int8(X, W, S, packed=[1]), TypeError, "packed: expected a torch.Tensor, got list"),
-    (lambda: linear_int8(X, W, S, packed=W), TypeError, "packed: expected uint8, got torch.int8"),
+    (lambda: linear_int8(X, W, S, panels=[1]), TypeError, "panels: expected a torch.Tensor, got list"),
+    (lambda: linear_int8(X, W, S, panels=W), TypeError, "panels: expected uint8, got torch.int8"),
 ]
 
 

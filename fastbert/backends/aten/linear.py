@@ -42,7 +42,7 @@ def _widened(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.bfloat16 and device.type == "cpu" and rows >= _WIDE_ROWS and _bf16_is_slow()
 
 
-def linear_fwd(x, weight, bias, activation, residual, save, packed=None):
+def linear_fwd(x, weight, bias, activation, residual, save, panels=None):
     if _widened(x.shape[0], x.dtype, x.device):
         y = F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
     else:

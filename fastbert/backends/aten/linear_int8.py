@@ -25,7 +25,7 @@ _GPU_ROWS = (
 _GPU_STEP = 8
 
 
-def linear_int8_fwd(x, weight, scale, bias, activation, packed):
+def linear_int8_fwd(x, weight, scale, bias, activation, panels):
     compute = compute_dtype(x)
     wide = x.float()
     lo, hi = torch.aminmax(wide, dim=1, keepdim=True)

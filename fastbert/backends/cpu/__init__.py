@@ -18,12 +18,12 @@ from fastbert.backends.cpu.encoder_layer import (
     open_team,
 )
 from fastbert.backends.cpu.layer_norm import layer_norm_bwd, layer_norm_fwd
-from fastbert.backends.cpu.linear import linear_bwd, linear_fwd, linear_pack
+from fastbert.backends.cpu.linear import linear_bwd, linear_fwd, linear_panels
 from fastbert.backends.cpu.linear_cross_entropy import (
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
 )
-from fastbert.backends.cpu.linear_int8 import linear_int8_fwd, linear_int8_pack
+from fastbert.backends.cpu.linear_int8 import linear_int8_fwd, linear_int8_panels
 from fastbert.backends.cpu.packing import packing_bwd, packing_fwd
 from fastbert.ops import packing
 from fastbert.runtime import native as _native
@@ -64,8 +64,8 @@ __all__ = [
     "linear_cross_entropy_fwd",
     "linear_fwd",
     "linear_int8_fwd",
-    "linear_int8_pack",
-    "linear_pack",
+    "linear_int8_panels",
+    "linear_panels",
     "open_team",
     "packing_bwd",
     "packing_fwd",

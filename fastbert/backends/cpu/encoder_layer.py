@@ -7,7 +7,7 @@ from itertools import chain
 import torch
 
 from fastbert.backends.cpu.attention import bias_args
-from fastbert.backends.cpu.linear import linear_pack
+from fastbert.backends.cpu.linear import linear_panels
 from fastbert.backends.native import DTYPE_CODES, vector
 from fastbert.ops.activation import CODES
 from fastbert.runtime.dispatch import plain
@@ -29,15 +29,15 @@ def close_team():
 
 def encoder_layer_weights(linears, norms, scratch=None):
     """What `encoder_layer_fwd` takes: the numbers for csrc/bindings/encoder_layer.cpp, the instruction set
-    that 8-bit weights are packed for, the tensors behind the numbers, and `scratch`.
+    that 8-bit panels were made for, the tensors behind the numbers, and `scratch`.
     """
     linears, norms = (
         [[t if t is None else plain(t) for t in one] for one in all_of_them]
-        for all_of_them in (_packed(linears, scratch), norms)
+        for all_of_them in (_with_panels(linears, scratch), norms)
     )
     numbers, isa = [], _C.cpu_isa()
-    for packed, scale, bias in linears:
-        numbers += (address(packed), 0 if scale is None else address(scale), *vector(bias))
+    for panels, scale, bias in linears:
+        numbers += (address(panels), 0 if scale is None else address(scale), *vector(bias))
         if scale is not None and len(numbers) == 4:
             numbers += 2 * _NOTHING
     for weight, bias in norms:
@@ -45,19 +45,19 @@ def encoder_layer_weights(linears, norms, scratch=None):
     return tuple(numbers), isa, tuple(chain(*linears, *norms)), scratch
 
 
-def _packed(linears, scratch):
-    """(packed, scale, bias) of each; what comes unpacked lies side by side in the scratch memory."""
+def _with_panels(linears, scratch):
+    """(panels, scale, bias) of each; panels made here lie side by side in the scratch memory."""
     sizes = [
-        0 if packed is not None else _C.cpu_linear_packed_size(weight.shape[1], weight.shape[0])
-        for weight, packed, _, _ in linears
+        0 if panels is not None else _C.cpu_linear_panels_size(weight.shape[1], weight.shape[0])
+        for weight, panels, _, _ in linears
     ]
     memory = None
     if any(sizes):
         like = linears[0][0]
         memory = iter(_memory([] if scratch is None else scratch, 0, sum(sizes), like).split(sizes))
     return [
-        (packed if memory is None or not size else linear_pack(weight, into), scale, bias)
-        for (weight, packed, scale, bias), size, into in zip(
+        (panels if memory is None or not size else linear_panels(weight, into), scale, bias)
+        for (weight, panels, scale, bias), size, into in zip(
             linears, sizes, memory or [None] * len(sizes), strict=True
         )
     ]
@@ -75,10 +75,10 @@ def encoder_layer_fwd(
 ):
     numbers, isa, held, scratch = weights
     if isa != _C.cpu_isa():
-        raise RuntimeError(f"weights: packed for {isa}, and {_C.cpu_isa()} is in use now")
+        raise RuntimeError(f"weights: panels made for {isa}, and {_C.cpu_isa()} is in use now")
     total, hidden = x.shape
     last, scale, _, norm = held[-7:-3]  # of the output layer, and of the norm after attention
-    size_of = _C.cpu_linear_packed_size if scale is None else _C.cpu_linear_int8_packed_size
+    size_of = _C.cpu_linear_panels_size if scale is None else _C.cpu_linear_int8_panels_size
     if norm.shape != (hidden,) or last.numel() != size_of(inner, hidden):
         raise ValueError(f"weights: expected those of a layer from {hidden} to {inner} columns and back")
     batch = cu_seqlens.shape[0] - 1

@@ -1,7 +1,7 @@
 """`linear` by the `cpu` backend: csrc/cpu/linear; contract in fastbert/ops/linear.py.
 
-A weight is multiplied from panels of 64 columns (csrc/cpu/linear.h). Inference keeps them (`linear_pack`);
-elsewhere they are made for the call, which pays from some rows on: below, `aten` multiplies.
+A weight is multiplied from panels of 64 columns (csrc/cpu/linear.h). Inference keeps them (`linear_panels`).
+Elsewhere they are made for the call, which pays from `_PANEL_ROWS` rows on; `aten` multiplies fewer rows.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from fastbert.runtime.dispatch import plain
 from fastbert.runtime.native import address
 from fastbert.runtime.native import extension as _C
 
-_PACKING_ROWS = 32  # from here on packing a weight for one product costs less than it gains
+# From so many rows on, making panels for one product costs less than it gains.
+_PANEL_ROWS = 32
 
 
 def _strides(m: torch.Tensor) -> tuple[int, int]:
-    """Those of a matrix, one of which is 1; a dimension of one element may have any."""
+    """(row, column) strides of a matrix; one of them is 1. A dimension of one element may have any stride."""
     return (m.stride(0), 1) if m.stride(1) == 1 or m.shape[1] == 1 else (1, m.stride(1))
 
 
-def _panels(b: torch.Tensor, packed: torch.Tensor | None = None) -> torch.Tensor:
+def _panels(b: torch.Tensor, panels: torch.Tensor | None = None) -> torch.Tensor:
     """The (depth, columns) matrix `b`, one of its strides 1, in panels: a vector of the same dtype."""
     depth, columns = b.shape
-    packed = b.new_empty(_C.cpu_linear_packed_size(depth, columns)) if packed is None else packed
-    _C.cpu_linear_pack(
-        DTYPE_CODES[b.dtype], depth, columns, address(b), *_strides(b), packed.data_ptr(),
+    panels = b.new_empty(_C.cpu_linear_panels_size(depth, columns)) if panels is None else panels
+    _C.cpu_linear_panels(
+        DTYPE_CODES[b.dtype], depth, columns, address(b), *_strides(b), panels.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
-    return packed
+    return panels
 
 
 def _product(a, b, columns, bias=None, activation=None, residual=None, pre=None):
@@ -51,28 +52,28 @@ def _product(a, b, columns, bias=None, activation=None, residual=None, pre=None)
     return c
 
 
-def linear_pack(weight, into=None):
+def linear_panels(weight, into=None):
     return _panels(plain(weight).contiguous().t(), into)
 
 
-def linear_fwd(x, weight, bias, activation, residual, save, packed=None):
-    if packed is None:
-        if x.shape[0] < _PACKING_ROWS:
+def linear_fwd(x, weight, bias, activation, residual, save, panels=None):
+    if panels is None:
+        if x.shape[0] < _PANEL_ROWS:
             return aten.linear_fwd(x, weight, bias, activation, residual, save)
-        packed = _panels(weight.t())
-    elif packed.shape != (_C.cpu_linear_packed_size(weight.shape[1], weight.shape[0]),):
+        panels = _panels(weight.t())
+    elif panels.shape != (_C.cpu_linear_panels_size(weight.shape[1], weight.shape[0]),):
         raise ValueError(
-            f"packed: expected what packer(…) makes of weight {tuple(weight.shape)}, "
-            f"got shape {tuple(packed.shape)}"
+            f"panels: expected what panel_maker(…) makes of weight {tuple(weight.shape)}, "
+            f"got shape {tuple(panels.shape)}"
         )
     pre = x.new_empty((x.shape[0], weight.shape[0]) if save and activation is not None else 0)
-    y = _product(x, packed, weight.shape[0], bias, activation, residual, pre if pre.numel() else None)
+    y = _product(x, panels, weight.shape[0], bias, activation, residual, pre if pre.numel() else None)
     return y, pre
 
 
 def linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias):
     rows, out = dy.shape
-    if rows < _PACKING_ROWS:
+    if rows < _PANEL_ROWS:
         return aten.linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias)
     g = dy if activation is None else dy.new_empty(dy.shape)
     dbias = dy.new_empty(out if need_dbias else 0, dtype=torch.float32)

@@ -1,7 +1,8 @@
 """`linear_cross_entropy` by the `cpu` backend's `linear` and `cross_entropy`, but for float32's logits.
 
-A chunk has few rows and a vocabulary many columns: there, to pack a float32 weight for one product takes half
-as long as the product, and MKL does without. Half precision has to be widened somewhere, which packing does.
+A chunk has few rows and a vocabulary many columns. There, making panels of a float32 weight for one product
+takes half as long as the product, and MKL needs none. A half-precision weight must be widened in any case,
+which making panels does.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ def _linear_fwd(x, *args):
     return (aten if x.dtype == torch.float32 else linear).linear_fwd(x, *args)
 
 
-def _linear_pack(weight):
-    return None if weight.dtype == torch.float32 else linear.linear_pack(weight)
+def _linear_panels(weight):
+    return None if weight.dtype == torch.float32 else linear.linear_panels(weight)
 
 
 linear_cross_entropy_fwd, linear_cross_entropy_bwd = chunked(
-    SimpleNamespace(linear_fwd=_linear_fwd, linear_pack=_linear_pack, linear_bwd=linear.linear_bwd),
+    SimpleNamespace(linear_fwd=_linear_fwd, linear_panels=_linear_panels, linear_bwd=linear.linear_bwd),
     cross_entropy,
 )

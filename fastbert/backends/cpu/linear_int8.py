@@ -1,7 +1,7 @@
 """`linear_int8` by the `cpu` backend: csrc/cpu/linear_int8; contract in fastbert/ops/linear_int8.py.
 
-`packed` is laid out for the instruction set in use when it was made; where that has changed, which only tests
-do, its size no longer fits and the weight is packed for the call.
+`panels` are laid out for the instruction set that was in use when they were made. Where that has changed, as
+only tests do, their size no longer fits, and panels are made for the call.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from fastbert.runtime.native import address
 from fastbert.runtime.native import extension as _C
 
 
-def linear_int8_pack(weight):
+def linear_int8_panels(weight):
     (out, depth), weight = weight.shape, plain(weight).contiguous()
-    packed = weight.new_empty(_C.cpu_linear_int8_packed_size(depth, out), dtype=torch.uint8)
-    _C.cpu_linear_int8_pack(depth, out, address(weight), packed.data_ptr(), torch.get_num_threads())
-    return packed
+    panels = weight.new_empty(_C.cpu_linear_int8_panels_size(depth, out), dtype=torch.uint8)
+    _C.cpu_linear_int8_panels(depth, out, address(weight), panels.data_ptr(), torch.get_num_threads())
+    return panels
 
 
-def linear_int8_fwd(x, weight, scale, bias, activation, packed=None):
+def linear_int8_fwd(x, weight, scale, bias, activation, panels=None):
     (rows, depth), out = x.shape, weight.shape[0]
-    if packed is None or packed.numel() != _C.cpu_linear_int8_packed_size(depth, out):
-        packed = linear_int8_pack(weight)
+    if panels is None or panels.numel() != _C.cpu_linear_int8_panels_size(depth, out):
+        panels = linear_int8_panels(weight)
     y = x.new_empty(rows, out)
     _C.cpu_linear_int8(
-        DTYPE_CODES[x.dtype], rows, out, depth, x.data_ptr(), x.stride(0), packed.data_ptr(),
+        DTYPE_CODES[x.dtype], rows, out, depth, x.data_ptr(), x.stride(0), panels.data_ptr(),
         address(scale), *vector(bias), CODES[activation], y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return y

@@ -6,7 +6,7 @@ from fastbert.ops.activation import activate_ref, slope_ref
 from fastbert.ops.checks import compute_dtype
 
 
-def linear_fwd(x, weight, bias, activation, residual, save, packed=None):
+def linear_fwd(x, weight, bias, activation, residual, save, panels=None):
     compute = compute_dtype(x)
     pre = x.to(compute) @ weight.to(compute).T
     if bias is not None:

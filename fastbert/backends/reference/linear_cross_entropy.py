@@ -19,10 +19,10 @@ def chunked(linear: ModuleType | SimpleNamespace, cross_entropy: ModuleType) -> 
     """(linear_cross_entropy_fwd, linear_cross_entropy_bwd), by the launchers that two modules hold."""
 
     def logits_of(weight: Tensor, bias: Tensor | None, times: int) -> Callable[[Tensor], Tensor]:
-        """The product with `weight`, to be taken so many times."""
-        pack = getattr(linear, "linear_pack", None) if times > 1 else None
-        packed = pack(weight) if pack is not None else None
-        return lambda x: linear.linear_fwd(x, weight, bias, None, None, False, packed)[0]
+        """The product with `weight`, for so many calls."""
+        make = getattr(linear, "linear_panels", None) if times > 1 else None
+        panels = make(weight) if make is not None else None
+        return lambda x: linear.linear_fwd(x, weight, bias, None, None, False, panels)[0]
 
     def forward(x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows, save):
         rows, compute = x.shape[0], compute_dtype(x)

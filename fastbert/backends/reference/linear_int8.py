@@ -5,5 +5,5 @@ from __future__ import annotations
 from fastbert.ops.linear_int8 import linear_int8_ref
 
 
-def linear_int8_fwd(x, weight, scale, bias, activation, packed):
+def linear_int8_fwd(x, weight, scale, bias, activation, panels):
     return linear_int8_ref(x, weight, scale, bias, activation)

@@ -9,17 +9,17 @@ extern "C" bool pairs_start(std::uintptr_t gomp_parallel) {
     return set_isa("avx512");
 }
 
-extern "C" std::int64_t pairs_packed_size(std::int64_t depth, std::int64_t columns) {
-    return int8_packed_size(depth, columns);
+extern "C" std::int64_t pairs_panels_size(std::int64_t depth, std::int64_t columns) {
+    return int8_panels_size(depth, columns);
 }
 
-extern "C" const char* pairs_pack(std::int64_t depth, std::int64_t columns, const std::int8_t* weight,
-                                  std::uint8_t* packed, int threads) {
-    return cpu_linear_int8_pack({depth, columns, weight, packed}, threads);
+extern "C" const char* pairs_panels(std::int64_t depth, std::int64_t columns, const std::int8_t* weight,
+                                    std::uint8_t* panels, int threads) {
+    return cpu_linear_int8_panels({depth, columns, weight, panels}, threads);
 }
 
 extern "C" const char* pairs_product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t depth,
-                                     const void* x, std::int64_t x_stride, const std::uint8_t* packed,
+                                     const void* x, std::int64_t x_stride, const std::uint8_t* panels,
                                      const float* scale, const void* bias, int bias_dtype, int activation,
                                      void* y, int threads) {
     return cpu_linear_int8({static_cast<DType>(dtype),
@@ -28,7 +28,7 @@ extern "C" const char* pairs_product(int dtype, std::int64_t rows, std::int64_t 
                             depth,
                             x,
                             x_stride,
-                            packed,
+                            panels,
                             scale,
                             {bias, static_cast<DType>(bias_dtype)},
                             static_cast<Activation>(activation),

@@ -13,23 +13,24 @@ using namespace fastbert;
 namespace {
 
 struct Linear {
-    Buffer packed, scale, bias;
+    Buffer panels, scale, bias;
     LayerLinear view;
 
     Linear(DType dtype, bool int8, std::int64_t depth, std::int64_t columns)
-        : packed(int8 ? int8_packed_size(depth, columns) : packed_size(depth, columns) * item_size(dtype)),
+        : panels(int8 ? int8_panels_size(depth, columns) : panels_size(depth, columns) * item_size(dtype)),
           scale(int8 ? columns * 4 : 0),
           bias(random_buffer(columns, dtype)) {
         if (int8) {
             const Buffer weight = random_buffer((depth * columns + 3) / 4, DType::kFloat32);
-            require_none(cpu_linear_int8_pack(
-                {depth, columns, weight.data<const std::int8_t>(), packed.data<std::uint8_t>()}, 1));
+            require_none(cpu_linear_int8_panels(
+                {depth, columns, weight.data<const std::int8_t>(), panels.data<std::uint8_t>()}, 1));
             for (std::int64_t i = 0; i < columns; ++i) scale.data<float>()[i] = 1e-3f;
         } else {
             const Buffer weight = random_buffer(depth * columns, dtype);
-            require_none(cpu_linear_pack({dtype, depth, columns, weight.data(), 1, depth, packed.data()}, 1));
+            require_none(
+                cpu_linear_panels({dtype, depth, columns, weight.data(), 1, depth, panels.data()}, 1));
         }
-        view = {packed.data(), scale.data<float>(), {bias.data(), dtype}};
+        view = {panels.data(), scale.data<float>(), {bias.data(), dtype}};
     }
 };
 

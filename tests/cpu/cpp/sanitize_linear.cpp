@@ -106,9 +106,9 @@ Buffer product(DType dtype, std::int64_t rows, std::int64_t depth, std::int64_t 
                std::int64_t row_stride, std::int64_t depth_stride, const Buffer& b, std::int64_t b_stride,
                bool b_by_rows, const Buffer& bias, const Buffer& residual, const Options& options,
                int threads) {
-    const Buffer packed(packed_size(depth, columns) * item(dtype));
-    run(cpu_linear_pack(
-        {dtype, depth, columns, b.data(), b_by_rows ? b_stride : 1, b_by_rows ? 1 : b_stride, packed.data()},
+    const Buffer panels(panels_size(depth, columns) * item(dtype));
+    run(cpu_linear_panels(
+        {dtype, depth, columns, b.data(), b_by_rows ? b_stride : 1, b_by_rows ? 1 : b_stride, panels.data()},
         threads));
     Buffer first(rows * columns * item(dtype)), pre(options.pre ? static_cast<std::int64_t>(first.size) : 0);
     Product args{dtype,
@@ -118,7 +118,7 @@ Buffer product(DType dtype, std::int64_t rows, std::int64_t depth, std::int64_t 
                  a.data(),
                  row_stride,
                  depth_stride,
-                 packed.data(),
+                 panels.data(),
                  nullptr,
                  0,
                  {options.bias ? bias.data() : nullptr, dtype},
@@ -130,7 +130,7 @@ Buffer product(DType dtype, std::int64_t rows, std::int64_t depth, std::int64_t 
     run(cpu_linear_product(args, threads));
     if (!b_by_rows) return first;
     const Buffer second(static_cast<std::int64_t>(first.size));
-    args.packed = nullptr;
+    args.panels = nullptr;
     args.b = b.data();
     args.b_stride = b_stride;
     args.c = second.data();
@@ -182,18 +182,18 @@ std::int64_t padded(std::int64_t columns) { return (columns + kPanel - 1) / kPan
 Buffer product_by_pairs(const ProductInt8& args, const std::int8_t* weight) {
     const LinearInt8Kernels& simd = avx512::linear_int8_kernels;
     const std::int64_t count = groups_of(args.depth, simd.group), wide = padded(args.columns);
-    const Buffer packed(wide * 4 * (count + 1)), groups(args.rows * count * 4);
+    const Buffer panels(wide * 4 * (count + 1)), groups(args.rows * count * 4);
     Buffer y(args.rows * args.columns * 4);
-    const PackInt8 pack{args.depth, args.columns, weight, packed.data<std::uint8_t>()};
+    const ToPanelsInt8 made{args.depth, args.columns, weight, panels.data<std::uint8_t>()};
     for (std::int64_t panel = 0; panel < wide / kPanel; ++panel)
-        simd.pack(pack, panel, reinterpret_cast<std::int32_t*>(packed.data<char>() + wide * 4 * count));
+        simd.make_panel(made, panel, reinterpret_cast<std::int32_t*>(panels.data<char>() + wide * 4 * count));
     std::vector<QuantizedRow> quantized;
     for (std::int64_t row = 0; row < args.rows; ++row)
         quantized.push_back(simd.quantize(args, row, groups.data<std::uint32_t>() + row * count));
     std::vector<float> scale(args.scale, args.scale + args.columns);
     scale.resize(static_cast<std::size_t>(wide));
     ProductInt8 own = args;
-    own.packed = packed.data<std::uint8_t>();
+    own.panels = panels.data<std::uint8_t>();
     own.y = y.data();
     simd.product(own, groups.data<std::uint32_t>(), quantized.data(), scale.data(), nullptr, 0, args.rows, 0,
                  args.columns, 0);
@@ -212,10 +212,10 @@ void check_int8(std::int64_t rows, std::int64_t depth, std::int64_t columns, DTy
     std::unique_ptr<Buffer> first;
     for (const char* isa : {"avx2", "avx512"}) {
         if (!set_isa(isa)) continue;
-        const Buffer packed(int8_packed_size(depth, columns));
+        const Buffer panels(int8_panels_size(depth, columns));
         for (const int threads : {1, 3}) {
-            run(cpu_linear_int8_pack(
-                {depth, columns, weight.data<std::int8_t>(), packed.data<std::uint8_t>()}, threads));
+            run(cpu_linear_int8_panels(
+                {depth, columns, weight.data<std::int8_t>(), panels.data<std::uint8_t>()}, threads));
             std::unique_ptr<Buffer> y(new Buffer(rows * columns * item(dtype)));
             const ProductInt8 args{dtype,
                                    rows,
@@ -223,7 +223,7 @@ void check_int8(std::int64_t rows, std::int64_t depth, std::int64_t columns, DTy
                                    depth,
                                    x.data(),
                                    stride,
-                                   packed.data<std::uint8_t>(),
+                                   panels.data<std::uint8_t>(),
                                    scale.data<float>(),
                                    {options.bias ? bias.data() : nullptr, bias_dtype},
                                    options.activation,
