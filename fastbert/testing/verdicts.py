@@ -128,12 +128,17 @@ def source_hash(op: str, backend: str, device_name: str, package: Path = PACKAGE
     return digest.hexdigest()
 
 
+# Kernels whose file is not named after the op; launchers import them only at the first launch.
+_KERNELS = {"linear_cross_entropy": ("cross_entropy",)}
+
+
 def _sources(op: str, backend: str, device_name: str, package: Path) -> list[Path]:
     backends = package / "backends"
     checks = package / "testing"
     files = [checks / "error_rule.py", checks / "op_cases" / f"{op}.py", package / "ops" / f"{op}.py"]
     if backend == "triton":
-        starts = [backends / "triton" / f"{op}.py", package / "kernels" / f"{op}.py"]
+        starts = [backends / "triton" / f"{name}.py" for name in ("forwarders", op)]
+        starts += [package / "kernels" / f"{name}.py" for name in _KERNELS.get(op, (op,))]
         files += sorted(_with_imports(starts, package))
         from fastbert.kernels import tuning
 
@@ -141,7 +146,7 @@ def _sources(op: str, backend: str, device_name: str, package: Path) -> list[Pat
     else:
         from fastbert.runtime import native as _native
 
-        files += [backends / backend / "__init__.py", backends / backend / f"{op}.py"]
+        files += [backends / backend / f"{name}.py" for name in ("__init__", "device", op)]
         if _native.extension is not None:
             files.append(Path(_native.extension.__file__))
     return files

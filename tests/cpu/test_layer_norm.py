@@ -571,9 +571,9 @@ def cuda_on_host(emulated_extension, monkeypatch):
 
     from fastbert.backends import cuda
 
-    monkeypatch.setattr(cuda, "_C", emulated_extension)
-    monkeypatch.setattr(cuda, "_place", lambda device: (0, 0))
-    monkeypatch.setattr(cuda, "_multiprocessors", lambda device: 1)
+    monkeypatch.setattr(cuda.device, "extension", emulated_extension)
+    monkeypatch.setattr(cuda.device, "place", lambda device: (0, 0))
+    monkeypatch.setattr(cuda.device, "multiprocessors", lambda device: 1)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(sys.modules[__name__], "cpu", cuda)  # `both_ways` then tests that backend
     return cuda

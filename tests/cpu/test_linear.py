@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from fastbert import testing
 from fastbert.backends import cpu
 from fastbert.backends.cpu import linear as launcher
-from fastbert.backends.native import DTYPE_CODES
+from fastbert.backends.extension import DTYPE_CODES
 from fastbert.ops.activation import ACTIVATIONS, CODES, activate_ref
 from fastbert.ops.linear import linear, panel_maker
 from fastbert.runtime import native as _native

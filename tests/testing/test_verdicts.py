@@ -133,13 +133,13 @@ def copy_of_the_package(tmp_path):
         ("kernels/layer_norm.py", True),
         ("kernels/launch.py", True),  # imported
         ("kernels/philox.py", True),
-        ("backends/triton/layer_norm.py", True),
+        ("backends/triton/forwarders.py", True),
         ("backends/triton/device.py", True),
         ("testing/op_cases/layer_norm.py", True),
         ("testing/error_rule.py", True),
         ("ops/layer_norm.py", True),
         ("kernels/activation.py", False),  # of `linear`
-        ("backends/triton/linear.py", False),
+        ("backends/triton/attention.py", False),
         ("testing/op_cases/linear.py", False),
         ("models/bert.py", False),
     ],

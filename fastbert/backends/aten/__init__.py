@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+from fastbert.backends.aten import (
+    attention,
+    cross_entropy,
+    embedding,
+    layer_norm,
+    linear,
+    linear_cross_entropy,
+    linear_int8,
+    packing,
+    pooling,
+)
 from fastbert.backends.aten.attention import attention_bwd, attention_fwd
 from fastbert.backends.aten.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from fastbert.backends.aten.embedding import embedding_bwd, embedding_fwd
@@ -14,24 +25,17 @@ from fastbert.backends.aten.linear_cross_entropy import (
 from fastbert.backends.aten.linear_int8 import linear_int8_fwd
 from fastbert.backends.aten.packing import packing_bwd, packing_fwd
 from fastbert.backends.aten.pooling import pooling_bwd, pooling_fwd
-from fastbert.ops import packing
-from fastbert.ops.checks import FLOATS
 
 DTYPES = {
-    **dict.fromkeys(
-        (
-            "attention",
-            "cross_entropy",
-            "embedding",
-            "layer_norm",
-            "linear",
-            "linear_cross_entropy",
-            "linear_int8",
-            "pooling",
-        ),
-        FLOATS,
-    ),
+    "attention": attention.DTYPES,
+    "cross_entropy": cross_entropy.DTYPES,
+    "embedding": embedding.DTYPES,
+    "layer_norm": layer_norm.DTYPES,
+    "linear": linear.DTYPES,
+    "linear_cross_entropy": linear_cross_entropy.DTYPES,
+    "linear_int8": linear_int8.DTYPES,
     "packing": packing.DTYPES,
+    "pooling": pooling.DTYPES,
 }
 
 __all__ = [

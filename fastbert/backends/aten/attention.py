@@ -26,7 +26,9 @@ from fastbert.ops.attention import (
     to_grid,
     unpack_bits,
 )
-from fastbert.ops.checks import compute_dtype
+from fastbert.ops.checks import FLOATS, compute_dtype
+
+DTYPES = FLOATS
 
 # A private operator of PyTorch >= 2.3; where it is gone, the explicit products serve.
 _flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fastbert.ops.checks import compute_dtype
+from fastbert.ops.checks import FLOATS, compute_dtype
+
+DTYPES = FLOATS
 
 # Elements held in float32 at a time: a cache on the CPU, a kernel's worth on a GPU.
 _BLOCK = {"cpu": 2**18, "cuda": 2**26}

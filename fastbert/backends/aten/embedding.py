@@ -6,8 +6,10 @@ import torch
 from torch.nn import functional as F
 
 from fastbert.backends.aten.layer_norm import layer_norm_bwd, layer_norm_fwd
-from fastbert.ops.checks import compute_dtype
+from fastbert.ops.checks import FLOATS, compute_dtype
 from fastbert.ops.dropout import keep_mask_2d
+
+DTYPES = FLOATS
 
 
 def embedding_fwd(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from fastbert.backends.reference import layer_norm as reference
-from fastbert.ops.checks import compute_dtype
+from fastbert.ops.checks import FLOATS, compute_dtype
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.layer_norm import NARROW
+
+DTYPES = FLOATS
 
 
 def layer_norm_fwd(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, save):

@@ -15,8 +15,10 @@ from functools import lru_cache
 import torch
 
 from fastbert.ops.activation import activate_eager
-from fastbert.ops.checks import compute_dtype
+from fastbert.ops.checks import FLOATS, compute_dtype
 from fastbert.ops.linear_int8 import SMALLEST_STEP
+
+DTYPES = FLOATS
 
 _EXACT_SUM = 512  # 512 products of at most 255 * 128 stay below 2**24: float32 sums of them are exact
 _GPU_ROWS = (

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fastbert.ops.checks import compute_dtype
+from fastbert.ops.checks import FLOATS, compute_dtype
+
+DTYPES = FLOATS
 
 
 def pooling_fwd(hidden, cu_seqlens, mode):

@@ -1,4 +1,4 @@
-"""`cpu`: C++ kernels with AVX2, AVX-512 or AVX-512-BF16, through raw pointers. Allocates, and hands over.
+"""`cpu`: C++ kernels with AVX2, AVX-512 or AVX-512-BF16, through raw pointers. Launchers allocate outputs.
 
 They run on PyTorch's own threads, `torch.get_num_threads()` of them. Environment:
 FASTBERT_ISA=avx512_bf16|avx512|avx2|none|best, read at import (csrc/cpu/isa.h).
@@ -6,8 +6,16 @@ FASTBERT_ISA=avx512_bf16|avx512|avx2|none|best, read at import (csrc/cpu/isa.h).
 
 from __future__ import annotations
 
-import torch
-
+from fastbert.backends.cpu import (
+    attention,
+    cross_entropy,
+    embedding,
+    layer_norm,
+    linear,
+    linear_cross_entropy,
+    linear_int8,
+    packing,
+)
 from fastbert.backends.cpu.attention import attention_bwd, attention_fwd
 from fastbert.backends.cpu.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from fastbert.backends.cpu.embedding import embedding_bwd, embedding_fwd
@@ -25,23 +33,16 @@ from fastbert.backends.cpu.linear_cross_entropy import (
 )
 from fastbert.backends.cpu.linear_int8 import linear_int8_fwd, linear_int8_panels
 from fastbert.backends.cpu.packing import packing_bwd, packing_fwd
-from fastbert.ops import packing
 from fastbert.runtime import native as _native
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-DTYPES: dict[str, tuple[torch.dtype, ...]] = {
-    **dict.fromkeys(
-        (
-            "attention",
-            "cross_entropy",
-            "embedding",
-            "layer_norm",
-            "linear",
-            "linear_cross_entropy",
-            "linear_int8",
-        ),
-        _FLOATS,
-    ),
+DTYPES = {
+    "attention": attention.DTYPES,
+    "cross_entropy": cross_entropy.DTYPES,
+    "embedding": embedding.DTYPES,
+    "layer_norm": layer_norm.DTYPES,
+    "linear": linear.DTYPES,
+    "linear_cross_entropy": linear_cross_entropy.DTYPES,
+    "linear_int8": linear_int8.DTYPES,
     "packing": packing.DTYPES,
 }
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from fastbert.backends.native import DTYPE_CODES, dropout
+from fastbert.backends.extension import DTYPE_CODES, STORED, dropout
 from fastbert.ops.attention import bits_shape
 from fastbert.runtime.native import extension as _C
+
+DTYPES = STORED
 
 
 def bias_args(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from fastbert.backends.native import DTYPE_CODES
+from fastbert.backends.extension import DTYPE_CODES, STORED
 from fastbert.runtime.native import extension as _C
+
+DTYPES = STORED
 
 
 def cross_entropy_fwd(logits, labels, ignore_index, label_smoothing):

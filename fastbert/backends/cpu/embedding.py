@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from fastbert.backends.native import DTYPE_CODES, dropout, vector
+from fastbert.backends.extension import DTYPE_CODES, STORED, dropout, vector
 from fastbert.runtime.native import address
 from fastbert.runtime.native import extension as _C
+
+DTYPES = STORED
 
 _NONE = (0, 0, 0, 0)
 

@@ -8,7 +8,7 @@ import torch
 
 from fastbert.backends.cpu.attention import bias_args
 from fastbert.backends.cpu.linear import linear_panels
-from fastbert.backends.native import DTYPE_CODES, vector
+from fastbert.backends.extension import DTYPE_CODES, vector
 from fastbert.ops.activation import CODES
 from fastbert.runtime.dispatch import plain
 from fastbert.runtime.native import address

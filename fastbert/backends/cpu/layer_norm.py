@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from fastbert.backends.native import DTYPE_CODES, dropout, vector
+from fastbert.backends.extension import DTYPE_CODES, STORED, dropout, vector
 from fastbert.runtime.native import extension as _C
+
+DTYPES = STORED
 
 
 def layer_norm_fwd(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, save):

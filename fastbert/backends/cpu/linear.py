@@ -9,11 +9,13 @@ from __future__ import annotations
 import torch
 
 from fastbert.backends.aten import linear as aten
-from fastbert.backends.native import DTYPE_CODES, vector
+from fastbert.backends.extension import DTYPE_CODES, STORED, vector
 from fastbert.ops.activation import CODES
 from fastbert.runtime.dispatch import plain
 from fastbert.runtime.native import address
 from fastbert.runtime.native import extension as _C
+
+DTYPES = STORED
 
 # From so many rows on, making panels for one product costs less than it gains.
 _PANEL_ROWS = 32

@@ -13,7 +13,10 @@ import torch
 
 from fastbert.backends.aten import linear as aten
 from fastbert.backends.cpu import cross_entropy, linear
+from fastbert.backends.extension import STORED
 from fastbert.backends.reference.linear_cross_entropy import chunked
+
+DTYPES = STORED
 
 
 def _linear_fwd(x, *args):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from fastbert.ops import packing
 from fastbert.runtime.native import extension as _C
+
+DTYPES = packing.DTYPES
 
 
 def _copy(launch, x, indices, rows, out):

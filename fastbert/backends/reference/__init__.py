@@ -5,6 +5,17 @@ Computes in float64 for float64 tensors and in float32 otherwise, and rounds onc
 
 from __future__ import annotations
 
+from fastbert.backends.reference import (
+    attention,
+    cross_entropy,
+    embedding,
+    layer_norm,
+    linear,
+    linear_cross_entropy,
+    linear_int8,
+    packing,
+    pooling,
+)
 from fastbert.backends.reference.attention import attention_bwd, attention_fwd
 from fastbert.backends.reference.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from fastbert.backends.reference.embedding import embedding_bwd, embedding_fwd
@@ -17,24 +28,17 @@ from fastbert.backends.reference.linear_cross_entropy import (
 from fastbert.backends.reference.linear_int8 import linear_int8_fwd
 from fastbert.backends.reference.packing import packing_bwd, packing_fwd
 from fastbert.backends.reference.pooling import pooling_bwd, pooling_fwd
-from fastbert.ops import packing
-from fastbert.ops.checks import FLOATS
 
 DTYPES = {
-    **dict.fromkeys(
-        (
-            "attention",
-            "cross_entropy",
-            "embedding",
-            "layer_norm",
-            "linear",
-            "linear_cross_entropy",
-            "linear_int8",
-            "pooling",
-        ),
-        FLOATS,
-    ),
+    "attention": attention.DTYPES,
+    "cross_entropy": cross_entropy.DTYPES,
+    "embedding": embedding.DTYPES,
+    "layer_norm": layer_norm.DTYPES,
+    "linear": linear.DTYPES,
+    "linear_cross_entropy": linear_cross_entropy.DTYPES,
+    "linear_int8": linear_int8.DTYPES,
     "packing": packing.DTYPES,
+    "pooling": pooling.DTYPES,
 }
 
 __all__ = [

@@ -12,7 +12,9 @@ from itertools import pairwise
 import torch
 
 from fastbert.ops.attention import attention_ref, bits_shape, keep_mask, pack_bits
-from fastbert.ops.checks import compute_dtype
+from fastbert.ops.checks import FLOATS, compute_dtype
+
+DTYPES = FLOATS
 
 
 def attention_fwd(

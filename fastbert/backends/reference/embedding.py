@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from fastbert.backends.reference.layer_norm import layer_norm_bwd, layer_norm_fwd
-from fastbert.ops.checks import compute_dtype
+from fastbert.ops.checks import FLOATS, compute_dtype
 from fastbert.ops.dropout import keep_mask_2d
+
+DTYPES = FLOATS
 
 
 def embedding_fwd(

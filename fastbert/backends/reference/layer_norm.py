@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from fastbert.ops.checks import compute_dtype
+from fastbert.ops.checks import FLOATS, compute_dtype
 from fastbert.ops.dropout import keep_mask_2d
+
+DTYPES = FLOATS
 
 
 def layer_norm_fwd(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, save):

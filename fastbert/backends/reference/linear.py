@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from fastbert.ops.activation import activate_ref, slope_ref
-from fastbert.ops.checks import compute_dtype
+from fastbert.ops.checks import FLOATS, compute_dtype
+
+DTYPES = FLOATS
 
 
 def linear_fwd(x, weight, bias, activation, residual, save, panels=None):

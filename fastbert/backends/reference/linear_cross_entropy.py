@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from fastbert.backends.reference import cross_entropy, linear
-from fastbert.ops.checks import compute_dtype
+from fastbert.ops.checks import FLOATS, compute_dtype
+
+DTYPES = FLOATS
 
 
 def chunked(linear: ModuleType | SimpleNamespace, cross_entropy: ModuleType) -> tuple[Callable, Callable]:

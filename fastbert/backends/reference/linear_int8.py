@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from fastbert.ops.checks import FLOATS
 from fastbert.ops.linear_int8 import linear_int8_ref
+
+DTYPES = FLOATS
 
 
 def linear_int8_fwd(x, weight, scale, bias, activation, panels):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from fastbert.ops import packing
+
+DTYPES = packing.DTYPES
+
 
 def packing_fwd(x, indices):
     return x[indices]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from fastbert.ops.checks import FLOATS
 from fastbert.ops.pooling import pooling_ref
+
+DTYPES = FLOATS
 
 
 def pooling_fwd(hidden, cu_seqlens, mode):

@@ -1,4 +1,4 @@
-"""Where Triton runs; and how its kernels are imported: at the first launch, not with `fastbert`."""
+"""Where Triton runs, and how its kernels are imported: at the first launch, not with `fastbert`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from types import ModuleType
 
 import torch
 
-OLDEST_TRITON = (3, 6)  # the oldest that the tests run
-OLDEST_CAPABILITY = (8, 0)  # bfloat16 arithmetic
+# The oldest that the tests run.
+OLDEST_TRITON = (3, 6)
+# The first with bfloat16 arithmetic.
+OLDEST_CAPABILITY = (8, 0)
+# The dtypes that the kernels store.
+STORED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def available(device_type: str) -> str | None:

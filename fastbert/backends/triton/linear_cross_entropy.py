@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from fastbert.backends.aten import linear
 from fastbert.backends.reference.linear_cross_entropy import chunked
-from fastbert.backends.triton import cross_entropy
+from fastbert.backends.triton import forwarders
+from fastbert.backends.triton.device import STORED
 
-linear_cross_entropy_fwd, linear_cross_entropy_bwd = chunked(linear, cross_entropy)
+DTYPES = STORED
+
+linear_cross_entropy_fwd, linear_cross_entropy_bwd = chunked(linear, forwarders)

@@ -1,0 +1,29 @@
+"""Where the CUDA C++ kernels run, and what each launch needs to know of the device."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from fastbert.runtime import native as _native
+
+extension = _native.extension
+
+
+def available(device_type: str) -> str | None:
+    """None where the kernels run on this device type, else why not."""
+    if device_type != "cuda":
+        return f"runs on cuda, not on {device_type}"
+    return _native.cuda_gap()
+
+
+def place(device: torch.device) -> tuple[int, int]:
+    """(index of the device, its current stream as an integer)."""
+    return device.index, torch.cuda.current_stream(device).cuda_stream
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors the device has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
