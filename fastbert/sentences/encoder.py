@@ -53,6 +53,10 @@ class EncodingError(ValueError):
         self.index = index
         self.problem = problem
 
+    def __reduce__(self) -> tuple[type, tuple[int, str]]:
+        # an exception is else made again from its message alone, which fails in the parent of a worker
+        return type(self), (self.index, self.problem)
+
 
 class SentenceEncoder:
     """Model, tokenizer and pooling, loaded once. Many threads may call `encode` at the same time.

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import logging
 import os
+import pickle
 import re
 import runpy
 import shutil
@@ -903,3 +904,9 @@ def test_a_quantised_one_is_saved_as_it_is(directory, tmp_path):
     again = SentenceEncoder.from_pretrained(tmp_path, device="cpu")
     assert np.array_equal(again.encode(SENTENCES[:5]), one.encode(SENTENCES[:5]))
     assert "int8" in repr(again)
+
+
+def test_an_encoding_error_crosses_processes():
+    error = pickle.loads(pickle.dumps(EncodingError(3, "too long")))
+    assert (type(error), str(error)) == (EncodingError, "sentences[3]: too long")
+    assert (error.index, error.problem) == (3, "too long")
