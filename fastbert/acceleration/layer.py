@@ -2,7 +2,7 @@
 
 The layer keeps its parameters in its own sub-modules; `LayerMath` (layers.py) reads them at every call. So
 before every call each of them is looked at: `gap` says why a layer cannot be fused now. The layer is called
-in one of two ways: by an accelerated model with packed tokens (`Packed`), or by anyone else with a padded
+in one of two ways: by `run_encoder` with packed tokens and `Sequences`, or by anyone else with a padded
 batch and a mask, as the stock layer.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,62 +31,6 @@ _TRACERS = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 _FSDP = "torch.distributed.fsdp"
 _CAPTURE = "transformers.utils.output_capturing"  # whose hooks do nothing until outputs are collected
 _WANTS_GRADIENTS = "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads"
-
-
-@dataclass(frozen=True)
-class Around:
-    """What a family's layer has beside the parts that `LayerNames` names. Dotted paths.
-
-    Attributes:
-        containers: the modules in between, whose code the fused layer does instead.
-        dropouts: of attention probabilities, attention output and feed-forward output; None: there is none.
-        activation: of the feed-forward block.
-        positional: names of the positional arguments of `forward` after the hidden states.
-        returns_tuple: the stock layer's output is (hidden,).
-    """
-
-    containers: tuple[str, ...]
-    dropouts: tuple[str, str | None, str | None]
-    activation: str
-    positional: tuple[str, ...] = ("attention_mask",)
-    returns_tuple: bool = False
-
-
-_BERT = Around(
-    ("attention", "attention.self", "attention.output", "intermediate", "output"),
-    ("attention.self.dropout", "attention.output.dropout", "output.dropout"),
-    "intermediate.intermediate_act_fn",
-    ("attention_mask", "encoder_hidden_states", "encoder_attention_mask", "past_key_values"),
-)
-AROUND: dict[str, Around] = {
-    "bert": _BERT,
-    "roberta": _BERT,
-    "xlm-roberta": _BERT,
-    "camembert": _BERT,
-    "electra": _BERT,
-    "ernie": _BERT,
-    "distilbert": Around(("attention", "ffn"), ("attention.dropout", None, "ffn.dropout"), "ffn.activation"),
-    "albert": Around(
-        ("attention",), ("attention.attention_dropout", "attention.output_dropout", None), "activation"
-    ),
-    "mpnet": Around(
-        ("attention", "attention.attn", "intermediate", "output"),
-        ("attention.attn.dropout", "attention.dropout", "output.dropout"),
-        "intermediate.intermediate_act_fn",
-        ("attention_mask", "position_bias", "output_attentions"),
-        returns_tuple=True,
-    ),
-}
-
-
-class Packed(NamedTuple):
-    """What an accelerated model tells each layer: the batch, the layer's first dropout call site, and whether
-    `gap` has to be asked again because the parameters came only now (FSDP).
-    """
-
-    sequences: Sequences
-    site: int
-    late: bool
 
 
 @dataclass
@@ -112,26 +56,26 @@ class LayerState:
     paths: tuple = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        names, around = self.form.names, AROUND[self.model_type]
+        names, stock = self.form.names, FAMILIES[self.model_type].stock_layer
         linears = (
             names.query, names.key, names.value, names.attention_output, names.intermediate, names.output
         )  # fmt: skip
         split = [path.split(".") for path in linears]
         self.paths = (
-            tuple(path.split(".") for path in around.containers),
+            tuple(path.split(".") for path in stock.containers),
             tuple(zip(split, linears, strict=True)),
             tuple((path.split("."), path) for path in (names.attention_norm, names.output_norm)),
-            tuple(None if path is None else path.split(".") for path in around.dropouts),
-            around.activation.split("."),
+            tuple(None if path is None else path.split(".") for path in stock.dropouts),
+            stock.activation.split("."),
         )
 
     @classmethod
     def of(cls, layer: nn.Module, model_type: str, config: Any, name: str, options: Options) -> LayerState:
         """The state of a stock layer of a model with this transformers config."""
         heads = config.num_attention_heads
-        names = FAMILIES[model_type].layer
-        width = part_of(layer, AROUND[model_type].dropouts[0].rpartition(".")[0]).attention_head_size
-        act = _attribute(layer, AROUND[model_type].activation.split("."))
+        names, stock = FAMILIES[model_type].layer, FAMILIES[model_type].stock_layer
+        width = part_of(layer, stock.dropouts[0].rpartition(".")[0]).attention_head_size
+        act = _attribute(layer, stock.activation.split("."))
         activation = MODULES.get(_name_of(act))
         form = LayerForm(names, heads, width, activation)
         return cls(model_type, name, form, _identity(act), options)
@@ -212,7 +156,7 @@ def gap(layer: nn.Module, at_model: bool = False, state: LayerState | None = Non
     if _has_any_global_hook():
         return "there are global module hooks"
     containers, linears, norms, dropouts, activation = state.paths
-    home = home_of(state.model_type)
+    home = FAMILIES[state.model_type].stock_module
     for path in containers:
         module = layer
         for name in path:
@@ -308,16 +252,6 @@ def check_int8(layer: nn.Module, state: LayerState) -> None:
 def plain_dropout(module: nn.Module) -> bool:
     """Whether ours stands for it. Dropping everything is left to PyTorch's."""
     return type(module) is nn.Dropout and module.p < 1.0 and not watched(module)
-
-
-def home_of(model_type: str) -> str:
-    """The module of transformers in which a family's classes are."""
-    return _HOMES[model_type]
-
-
-_HOMES = {
-    name: f"transformers.models.{name.replace('-', '_')}.modeling_{name.replace('-', '_')}" for name in AROUND
-}
 
 
 def _attends_by(values: dict[str, Any], form: LayerForm) -> bool:
@@ -478,29 +412,29 @@ class AcceleratedLayer(LayerMath, Accelerated):
                 state.stock_calls += 1
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The stock layer's call; or from an accelerated model: (rows, hidden) packed tokens and
-        `fastbert=Packed(…)` -> (rows, hidden).
+        """The stock layer's call, or that of `run_encoder`: packed tokens (rows, hidden), `Sequences`, gate
+        and dropout site -> ((rows, hidden), None).
         """
-        packed = kwargs.pop("fastbert", None)
-        if packed is not None:
-            reason = gap(self) if packed.late else None
+        if args and type(args[0]) is Sequences:
+            # FSDP gathers the parameters only now
+            reason = gap(self) if is_sharded(self) else None
             if reason is not None:
                 raise RuntimeError(
                     f"{self.fastbert_state.name}: {reason}; accelerate(…, unpad=False) avoids this"
                 )
             self._count(True)
-            return self.run(hidden_states, packed.sequences, None, packed.site)[0]
+            return self.run(hidden_states, *args)
         if exporting() or self.fastbert_state is None:
             return super().forward(hidden_states, *args, **kwargs)
         state = self.fastbert_state
         if state.options.int8 and torch.compiler.is_compiling():
             return uncompiled(self, hidden_states, *args, **kwargs)
-        around = AROUND[state.model_type]
-        given = dict(zip(around.positional, args, strict=False)) | kwargs
+        stock = FAMILIES[state.model_type].stock_layer
+        given = dict(zip(stock.positional, args, strict=False)) | kwargs
         reason = gap(self)
         if reason is None:
-            bias, reason = self._bias(hidden_states, given, around)
-        if reason is not None or len(args) > len(around.positional):
+            bias, reason = self._bias(hidden_states, given)
+        if reason is not None or len(args) > len(stock.positional):
             self._count(False)
             if state.options.strict:
                 raise RuntimeError(f"{state.name}: {reason}; it would run as stock (strict=True)")
@@ -518,11 +452,9 @@ class AcceleratedLayer(LayerMath, Accelerated):
         else:
             attended = self._stock_attend(hidden_states, args, kwargs)
             out = self._feed(attended.reshape(batch * seqlen, width), seed, 1).reshape(hidden_states.shape)
-        return (out,) if around.returns_tuple else out
+        return (out,) if stock.returns_tuple else out
 
-    def _bias(
-        self, hidden: Tensor, given: dict[str, Any], around: Around
-    ) -> tuple[Tensor | None, str | None]:
+    def _bias(self, hidden: Tensor, given: dict[str, Any]) -> tuple[Tensor | None, str | None]:
         """(additive attention bias or None, None), or (None, why these arguments need the stock layer)."""
         mask, relative = given.get("attention_mask"), given.get("position_bias")
         for name, value in given.items():

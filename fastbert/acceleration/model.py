@@ -27,20 +27,16 @@ from fastbert.acceleration.classes import Accelerated, Options, has_other_forwar
 from fastbert.acceleration.layer import (
     HARMLESS,
     AcceleratedLayer,
-    Packed,
     exporting,
-    home_of,
     is_sharded,
     plain_dropout,
     uncompiled,
     watched,
 )
 from fastbert.layers.embeddings import embed
-from fastbert.layers.encoder import LayerMath, Sequences, together
-from fastbert.layers.linear import apply_linear
 from fastbert.layers.modules import is_hooked, part
 from fastbert.models.config import EncoderConfig
-from fastbert.models.encoder import attention_bias, layers_of
+from fastbert.models.encoder import dropout_seed, layers_of, run_encoder
 from fastbert.models.families import FAMILIES, Family
 from fastbert.models.heads.task_model import unscored
 from fastbert.models.inputs import Inputs, check_inputs
@@ -48,14 +44,6 @@ from fastbert.runtime import prepared
 
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
 _TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")
-_WITH_CACHE = "BaseModelOutputWithPastAndCrossAttentions"
-_WITH_POOLER = "BaseModelOutputWithPoolingAndCrossAttentions"
-_OUTPUTS = {  # the class of transformers that a family's encoder returns
-    "distilbert": "BaseModelOutput",
-    "electra": _WITH_CACHE,
-    "albert": "BaseModelOutputWithPooling",
-    "mpnet": "BaseModelOutputWithPooling",
-}
 EXPANDS = "query_expansion reads the outputs of masked tokens"
 OTHER_SPANS = "a question-answering head with a forward of its own reads the outputs of masked tokens"
 
@@ -128,7 +116,7 @@ def gap(model: nn.Module) -> str | None:
         if is_hooked(above) or has_other_forward(above):
             return f"{name} has hooks or another forward"
     for name in ("embeddings", family.layers.partition(".")[0]):
-        if type(model._modules[name]).forward.__module__ != home_of(state.model_type):
+        if type(model._modules[name]).forward.__module__ != family.stock_module:
             return f"{name} is not the stock model's"
     for name in _TABLES:
         if getattr(model.embeddings._modules.get(name), "scale_grad_by_freq", False):
@@ -143,9 +131,8 @@ def gap(model: nn.Module) -> str | None:
                 return f"{name} has hooks or another forward"
     if family.shared_layers:
         between = (above, *above, *(group.albert_layers for group in above), part(model, family.projection))
-        home = home_of(state.model_type)
         if any(is_hooked(m) or has_other_forward(m) for m in between) or any(
-            type(group).forward.__module__ != home for group in above
+            type(group).forward.__module__ != family.stock_module for group in above
         ):
             return "a group of layers, or the mapping before them, has hooks or another forward"
     if family.relative_bias and watched(part(model, family.relative_bias)):
@@ -265,35 +252,20 @@ class AcceleratedModel(Accelerated):
         dropout_p = dropout.p if dropout.training else 0.0
         seed = None
         if dropout_p or any(any(layer.dropout_rates()) for layer in stack):
-            seed = torch.randint(2**62, (1,), dtype=torch.int64, device=device)
+            seed = dropout_seed(device)
         hidden = self._embed(inputs, seed, dropout_p)
-        if (
-            family.projection
-            and family.projection.split(".")[-1] in part_above(self, family.projection)._modules
-        ):
-            hidden = apply_linear(part(self, family.projection), hidden)
-        packing = inputs.packing
-        bias = attention_bias(self, family, inputs, device)
-        sequences = Sequences(packing.cu_seqlens, packing.max_seqlen, bias, seed)
         wants_states = given.get("output_hidden_states")
         if wants_states is None:
             wants_states = getattr(self.config, "output_hidden_states", False)
-        states = [hidden] if wants_states else []
-        with together(stack, hidden):
-            for i, layer in enumerate(stack):
-                hidden = layer(hidden, fastbert=Packed(sequences, 1 + i * LayerMath.SITES, is_sharded(layer)))
-                if wants_states:
-                    states.append(hidden)
+        hidden, states, _ = run_encoder(self, family, stack, hidden, inputs, seed, want_states=wants_states)
+        packing = inputs.packing
         last = packing.unpack(hidden)
         fields = {"last_hidden_state": last}
         if family.pooler:
             fields["pooler_output"] = self._pool(last)
         if wants_states:
             fields["hidden_states"] = (*(packing.unpack(s) for s in states[:-1]), last)
-        made = getattr(
-            sys.modules["transformers.modeling_outputs"], _OUTPUTS.get(state.model_type, _WITH_POOLER)
-        )
-        output = made(**fields)
+        output = getattr(sys.modules["transformers.modeling_outputs"], family.stock_output)(**fields)
         wants_dict = given.get("return_dict")
         if wants_dict is None:
             wants_dict = getattr(self.config, "return_dict", True)
@@ -394,12 +366,6 @@ def _over_kept(output: Any, kept: Tensor, positions: list[Tensor | None]) -> Any
     return output
 
 
-def part_above(root: nn.Module, path: str) -> nn.Module:
-    """The module that holds the last name of a dotted path."""
-    above = path.rpartition(".")[0]
-    return part(root, above) if above else root
-
-
 def _device(model: nn.Module) -> torch.device:
     return model.embeddings.word_embeddings.weight.device
 
@@ -424,9 +390,7 @@ def is_other_spans(module: nn.Module) -> bool:
 
 
 def _classes(family: Family) -> dict[tuple[str, str], tuple[str, str]]:
-    name = family.model_type.replace("-", "_")
-    home = f"transformers.models.{name}.modeling_{name}"
-    layer = "TransformerBlock" if family.model_type == "distilbert" else f"{family.class_prefix}Layer"
+    home, layer = family.stock_module, family.stock_layer.name or f"{family.class_prefix}Layer"
     return {
         (home, f"{family.class_prefix}Model"): (family.model_type, "model"),
         (home, layer): (family.model_type, "layer"),

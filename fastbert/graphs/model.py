@@ -193,7 +193,7 @@ class GraphedModel:
             hidden = inputs.packing.keep_first(hidden)
         if given.get("packed"):
             return hidden, None, None, inputs
-        return model._output(inputs, hidden, None, None, first_only, given.get("return_dict"), pooled)
+        return model.padded_output(inputs, hidden, None, None, first_only, given.get("return_dict"), pooled)
 
     def forward_packed(
         self,
@@ -278,7 +278,7 @@ class GraphedModel:
         if reason is None:
             return tuple(outputs)
         inputs = inputs.to(self.model.device)
-        return self.model._encode(inputs, None, False, False, first_only)[0], None
+        return self.model.encode_inputs(inputs, None, False, False, first_only)[0], None
 
     # -- replay ----------------------------------------------------------------------------------------------
 
@@ -426,7 +426,7 @@ class GraphedModel:
 
         def function() -> tuple[Tensor, Tensor | None]:
             with torch.inference_mode(False), torch.no_grad():
-                hidden = model._encode(inputs, None, False, False, bucket.first_token_only)[0]
+                hidden = model.encode_inputs(inputs, None, False, False, bucket.first_token_only)[0]
                 if not bucket.pooled:
                     return hidden, None
                 first = hidden if bucket.first_token_only else packed.first_rows(hidden)

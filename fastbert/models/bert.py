@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recompute
 
 from fastbert.layers.embeddings import Embeddings, table
-from fastbert.layers.encoder import EncoderLayer, Sequences, together
-from fastbert.layers.linear import apply_linear, pool_first
+from fastbert.layers.encoder import EncoderLayer
+from fastbert.layers.linear import pool_first
 from fastbert.layers.modules import attach, part
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.config import EncoderConfig
-from fastbert.models.encoder import attention_bias, layers_of
+from fastbert.models.encoder import dropout_seed, layers_of, run_encoder
 from fastbert.models.inputs import Inputs, check_inputs, head_gates
 from fastbert.models.outputs import BaseModelOutputWithPooling
 
@@ -43,16 +41,13 @@ class BertModel(PreTrainedModel):
         super().__init__(config)
         config, family = self.config, self.family
         self.embeddings = Embeddings(config)
-        self.has_projection = bool(family.projection) and (
-            family.projection_always or config.embedding_width != config.hidden_size
-        )
-        if self.has_projection:
+        other_width = config.embedding_width != config.hidden_size
+        if family.projection and (family.projection_always or other_width):
             attach(self, family.projection, nn.Linear(config.embedding_width, config.hidden_size))
-        elif config.embedding_width != config.hidden_size:
+        elif other_width:
             raise ValueError(
                 f"config embedding_size: {config.embedding_width} differs from hidden_size "
-                f"{config.hidden_size}, and "
-                f"{config.model_type} has no projection between them"
+                f"{config.hidden_size}, and {config.model_type} has no projection between them"
             )
         attach(self, family.layers, _layer_list(config))
         if family.relative_bias:
@@ -68,7 +63,7 @@ class BertModel(PreTrainedModel):
         return f"fastbert: {count} of {count} layers run fused, padding taken out"
 
     def layers(self) -> list[EncoderLayer]:
-        """The layers in the order in which they run; a shared one stands there as often as it runs."""
+        """The layers in execution order; a shared layer appears once per use."""
         return layers_of(self, self.config, self.family)
 
     def forward(
@@ -138,22 +133,23 @@ class BertModel(PreTrainedModel):
                     f"{name}: not supported; this is an encoder without cross attention or cache"
                 )
         config = self.config
+        device = self.device
         inputs = check_inputs(
-            config, self.device, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
-        ).to(self.device)
-        gates = head_gates(config, head_mask, self.device)
+            config, device, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+        ).to(device)
+        gates = head_gates(config, head_mask, device)
         want_attentions = config.output_attentions if output_attentions is None else output_attentions
         want_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
 
-        hidden, states, attentions = self._encode(
+        hidden, states, attentions = self.encode_inputs(
             inputs, gates, want_attentions, want_states, first_token_only
         )
         states, attentions = states if want_states else None, attentions if want_attentions else None
         if packed:
             return hidden, states, attentions, inputs
-        return self._output(inputs, hidden, states, attentions, first_token_only, return_dict)
+        return self.padded_output(inputs, hidden, states, attentions, first_token_only, return_dict)
 
-    def _output(
+    def padded_output(
         self,
         inputs: Inputs,
         hidden: Tensor,
@@ -211,12 +207,13 @@ class BertModel(PreTrainedModel):
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
         """
+        device = self.device
         inputs = Inputs.from_packed(
-            self.config, self.device, input_ids, cu_seqlens, max_seqlen, token_type_ids, position_ids
-        ).to(self.device)
-        return self._encode(inputs, None, False, False, first_token_only)[0]
+            self.config, device, input_ids, cu_seqlens, max_seqlen, token_type_ids, position_ids
+        ).to(device)
+        return self.encode_inputs(inputs, None, False, False, first_token_only)[0]
 
-    def _encode(
+    def encode_inputs(
         self,
         inputs: Inputs,
         gates: Tensor | None,
@@ -224,58 +221,33 @@ class BertModel(PreTrainedModel):
         want_states: bool,
         first_only: bool,
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Packed tokens through all layers: (last hidden, all hidden states, probabilities), the last hidden
-        (batch, hidden) with `first_only`.
+        """Packed tokens through embeddings and layers; see `run_encoder`.
+
+        Args:
+            inputs: checked, on the model's device.
+            gates: (layers, nheads) factors of the heads' outputs, or None.
+            want_attentions, want_states: fill the lists that are returned.
+            first_only: only the first token of each sequence is wanted.
         """
-        packed, seed = inputs.packing, self._dropout_seed()
+        config, seed = self.config, None
+        if self.training and (config.hidden_dropout_prob or config.attention_probs_dropout_prob):
+            seed = dropout_seed(inputs.position_ids.device)
         hidden = self.embeddings(
             inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds, seed
         )
-        if self.has_projection:
-            hidden = apply_linear(part(self, self.family.projection), hidden)
-        sequences = Sequences(packed.cu_seqlens, packed.max_seqlen, self._bias(inputs), seed, want_attentions)
-        layers, attentions = self.layers(), []
-        states = [hidden] if want_states else []
-        skip = (
-            first_only
-            and not (want_attentions or want_states)
-            and hidden.shape[0] > 0
-            and len(layers) > 0
-            and type(layers[-1]) is EncoderLayer
-            and layers[-1].may_skip_rows()
+        return run_encoder(
+            self,
+            self.family,
+            self.layers(),
+            hidden,
+            inputs,
+            seed,
+            gates=gates,
+            want_attentions=want_attentions,
+            want_states=want_states,
+            first_only=first_only,
+            recompute_every=self.checkpoint_every,
         )
-        with together(layers, hidden):
-            for i, layer in enumerate(layers):
-                arguments = (
-                    hidden,
-                    sequences,
-                    None if gates is None else gates[i],
-                    1 + i * EncoderLayer.SITES,
-                )
-                only = {"first_only": True} if skip and i == len(layers) - 1 else {}
-                every = self.checkpoint_every
-                if every and i % every == 0 and self.training and torch.is_grad_enabled():
-                    hidden, probs = recompute(layer, *arguments, **only, use_reentrant=False)
-                else:
-                    hidden, probs = layer(*arguments, **only)
-                if want_states:
-                    states.append(hidden)
-                if want_attentions:
-                    attentions.append(probs)
-        if first_only:
-            hidden = packed.keep_first(hidden) if skip else packed.first_rows(hidden)
-        return hidden, states, attentions
-
-    def _dropout_seed(self) -> Tensor | None:
-        """One seed a call, from which every dropout site draws by its own offset; a device tensor, so that a
-        replayed graph draws anew."""
-        config = self.config
-        if not self.training or not (config.hidden_dropout_prob or config.attention_probs_dropout_prob):
-            return None
-        return torch.randint(2**62, (1,), dtype=torch.int64, device=self.device)
-
-    def _bias(self, inputs: Inputs) -> Tensor | None:
-        return attention_bias(self, self.family, inputs, self.device)
 
 
 def _layer_list(config: EncoderConfig) -> nn.ModuleList:

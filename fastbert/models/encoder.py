@@ -1,21 +1,103 @@
-"""The layers of an encoder, in execution order, and the attention bias of a call."""
+"""The one encoder loop: dropout's seed, projection, attention bias, layers, hidden states.
+
+`BertModel` and the accelerated models of transformers run it on packed tokens. They differ in how they embed,
+and in the module that they pool by.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute
 
 from fastbert.layers.embeddings import relative_bias
+from fastbert.layers.encoder import EncoderLayer, LayerMath, Sequences, together
+from fastbert.layers.linear import apply_linear
 from fastbert.layers.modules import part
 from fastbert.models.families import Family
 from fastbert.models.inputs import Inputs
 
 
+def dropout_seed(device: torch.device) -> Tensor:
+    """One seed per call, from which every dropout site draws by its own offset.
+
+    It is a tensor on the device, so that a replayed graph draws anew.
+    """
+    return torch.randint(2**62, (1,), dtype=torch.int64, device=device)
+
+
+def run_encoder(
+    root: nn.Module,
+    family: Family,
+    layers: Sequence[nn.Module],
+    hidden: Tensor,
+    inputs: Inputs,
+    seed: Tensor | None,
+    *,
+    gates: Tensor | None = None,
+    want_attentions: bool = False,
+    want_states: bool = False,
+    first_only: bool = False,
+    recompute_every: int = 0,
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Embedded tokens through the projection, where there is one, and all layers.
+
+    Args:
+        root: the encoder, its parts under the family's names.
+        layers: in execution order (`layers_of`); each is called with (hidden, Sequences, gate, first dropout
+            site) and returns (hidden, attention probabilities or None).
+        hidden: (rows, embedding size), the embedding output.
+        inputs: the batch that `hidden` comes from, on the same device.
+        seed: of the call's dropout (`dropout_seed`), None where nothing is dropped.
+        gates: (layers, nheads) factors of the heads' outputs, or None.
+        first_only: only the first token of each sequence is wanted. The last layer then computes no other
+            row where it may, unless states or attentions are asked for.
+        recompute_every: in training, recompute each n-th layer in backward; 0 recomputes none.
+
+    Returns:
+        (last hidden, hidden states, probabilities): the last hidden is (rows, hidden), with `first_only`
+        (batch, hidden); the lists are empty where they are not asked for.
+    """
+    projection = projection_of(root, family)
+    if projection is not None:
+        hidden = apply_linear(projection, hidden)
+    packed = inputs.packing
+    bias = attention_bias(root, family, inputs, hidden.device)
+    sequences = Sequences(packed.cu_seqlens, packed.max_seqlen, bias, seed, want_attentions)
+    attentions: list[Tensor] = []
+    states = [hidden] if want_states else []
+    skip = (
+        first_only
+        and not (want_attentions or want_states)
+        and hidden.shape[0] > 0
+        and len(layers) > 0
+        and type(layers[-1]) is EncoderLayer
+        and layers[-1].may_skip_rows()
+    )
+    recomputes = recompute_every > 0 and root.training and torch.is_grad_enabled()
+    last = len(layers) - 1
+    with together(layers, hidden):
+        for i, layer in enumerate(layers):
+            arguments = (hidden, sequences, None if gates is None else gates[i], 1 + i * LayerMath.SITES)
+            only = {"first_only": True} if skip and i == last else {}
+            if recomputes and i % recompute_every == 0:
+                hidden, probs = recompute(layer, *arguments, **only, use_reentrant=False)
+            else:
+                hidden, probs = layer(*arguments, **only)
+            if want_states:
+                states.append(hidden)
+            if want_attentions:
+                attentions.append(probs)
+    if first_only:
+        hidden = packed.keep_first(hidden) if skip else packed.first_rows(hidden)
+    return hidden, states, attentions
+
+
 def layers_of(root: nn.Module, config: Any, family: Family) -> list[nn.Module]:
-    """The layers of an encoder in the order in which they run; a shared one stands there as often as it
-    runs.
+    """The layers of an encoder in execution order; a shared layer appears once per use.
 
     Args:
         root: the encoder, its parts under the family's names.
@@ -29,9 +111,18 @@ def layers_of(root: nn.Module, config: Any, family: Family) -> list[nn.Module]:
     return [layer for group in chosen for layer in group.albert_layers]
 
 
+def projection_of(root: nn.Module, family: Family) -> nn.Module | None:
+    """The linear layer from the embedding to the hidden size, None where the encoder has none."""
+    if family.projection is None:
+        return None
+    above, _, name = family.projection.rpartition(".")
+    return (part(root, above) if above else root)._modules.get(name)
+
+
 def attention_bias(root: nn.Module, family: Family, inputs: Inputs, device: torch.device) -> Tensor | None:
-    """The additive attention bias of a call: the caller's 4-D mask, MPNet's relative bias, their sum, or
-    None.
+    """The additive attention bias of a call, None where there is none.
+
+    It is the caller's 4-D mask, MPNet's relative bias, or their sum.
     """
     bias, packed = inputs.bias, inputs.packing
     if family.relative_bias is None or packed.max_seqlen == 0:

@@ -1,8 +1,11 @@
 """What each model family changes against BERT, as data.
 
 A family says how its checkpoint names the parts of one encoder, which config keys it spells differently, how
-it counts positions and which heads it has. The modules (`layers.py`, `models.py`, `heads.py`) are built from
-this table, so that every parameter has exactly the name and shape HuggingFace gives it, whatever the family.
+it counts positions and which heads it has. The modules of `layers/`, `bert.py` and `heads/` are built from
+this table, so that every parameter has exactly HuggingFace's name and shape, whatever the family.
+
+To add a family with BERT's mathematics, add an entry here and its classes in a file named after its
+model_type (copy `roberta.py`), and list them in `fastbert/__init__.py`.
 
 A family that needs other mathematics is refused by name and reason (`REFUSED`).
 """
@@ -59,6 +62,42 @@ class ClassifierHead:
 
 
 @dataclass(frozen=True)
+class StockLayer:
+    """What a family's layer in transformers has beside the parts that `LayerNames` names. Dotted paths.
+
+    Attributes:
+        name: the class; None for the family's class_prefix and "Layer".
+        containers: the modules in between, whose code the fused layer does instead.
+        dropouts: of attention probabilities, attention output and feed-forward output; None: there is none.
+        activation: of the feed-forward block.
+        positional: names of the positional arguments of `forward` after the hidden states.
+        returns_tuple: the stock layer's output is (hidden,).
+    """
+
+    name: str | None = None
+    containers: tuple[str, ...] = (
+        "attention",
+        "attention.self",
+        "attention.output",
+        "intermediate",
+        "output",
+    )
+    dropouts: tuple[str, str | None, str | None] = (
+        "attention.self.dropout",
+        "attention.output.dropout",
+        "output.dropout",
+    )
+    activation: str = "intermediate.intermediate_act_fn"
+    positional: tuple[str, ...] = (
+        "attention_mask",
+        "encoder_hidden_states",
+        "encoder_attention_mask",
+        "past_key_values",
+    )
+    returns_tuple: bool = False
+
+
+@dataclass(frozen=True)
 class Family:
     """One model family. See the module docstring.
 
@@ -79,6 +118,7 @@ class Family:
         norm_eps: the fixed eps of every LayerNorm, None for the config's `layer_norm_eps`.
         attention_output_dropout, ffn_dropout: dropout after the attention's output layer, and after the
             feed-forward block.
+        stock_layer, stock_output: the layer in transformers, and the class that the encoder there returns.
         own_heads: first parts of the keys of heads that this family alone has.
         positional: name of a class's task ("" for all) -> how many leading arguments of forward stand where
             BERT's do in transformers; the others must be given by name.
@@ -110,7 +150,14 @@ class Family:
     token_dropout_key: str = "classifier_dropout"
     qa_dropout_key: str | None = None
     own_heads: tuple[str, ...] = ()
+    stock_layer: StockLayer = StockLayer()
+    stock_output: str = "BaseModelOutputWithPoolingAndCrossAttentions"
     positional: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def stock_module(self) -> str:
+        """The module of transformers that has the family's classes."""
+        return f"transformers.models.{self.module}.modeling_{self.module}"
 
     @property
     def module(self) -> str:
@@ -215,6 +262,14 @@ FAMILIES: dict[str, Family] = {
             token_dropout_key="hidden_dropout_prob",
             qa_dropout_key="qa_dropout",
             positional={"": 2},
+            stock_layer=StockLayer(
+                "TransformerBlock",
+                ("attention", "ffn"),
+                ("attention.dropout", None, "ffn.dropout"),
+                "ffn.activation",
+                ("attention_mask",),
+            ),
+            stock_output="BaseModelOutput",
         ),
         Family(
             "electra",
@@ -241,6 +296,7 @@ FAMILIES: dict[str, Family] = {
                 "sequence_summary.summary", "gelu", "classifier", dropout_key="summary_last_dropout"
             ),
             own_heads=("discriminator_predictions",),
+            stock_output="BaseModelOutputWithPastAndCrossAttentions",
         ),
         Family(
             "albert",
@@ -285,6 +341,13 @@ FAMILIES: dict[str, Family] = {
             next_sentence="sop_classifier.classifier",
             next_sentence_dropout_key="classifier_dropout_prob",
             token_dropout_key="classifier_dropout_prob",
+            stock_layer=StockLayer(
+                containers=("attention",),
+                dropouts=("attention.attention_dropout", "attention.output_dropout", None),
+                activation="activation",
+                positional=("attention_mask",),
+            ),
+            stock_output="BaseModelOutputWithPooling",
         ),
         Family(
             "ernie",
@@ -328,6 +391,13 @@ FAMILIES: dict[str, Family] = {
             choice=ClassifierHead(None, None, "classifier", dropout_key="hidden_dropout_prob"),
             token_dropout_key="hidden_dropout_prob",
             positional={"": 2},
+            stock_layer=StockLayer(
+                containers=("attention", "attention.attn", "intermediate", "output"),
+                dropouts=("attention.attn.dropout", "attention.dropout", "output.dropout"),
+                positional=("attention_mask", "position_bias", "output_attentions"),
+                returns_tuple=True,
+            ),
+            stock_output="BaseModelOutputWithPooling",
         ),
     )
 }

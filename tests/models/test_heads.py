@@ -1012,7 +1012,7 @@ def test_gradient_checkpointing_changes_no_bit():
 
 
 def test_which_layers_are_recomputed(monkeypatch):
-    from fastbert.models import bert as models
+    from fastbert.models import encoder
 
     _, model = build("bert", "ForTokenClassification", num_hidden_layers=5)
     inputs = inputs_for("bert", "ForTokenClassification")
@@ -1023,7 +1023,7 @@ def test_which_layers_are_recomputed(monkeypatch):
         seen.append(model.bert.layers().index(layer))
         return layer(*args, **kwargs)
 
-    monkeypatch.setattr(models, "recompute", recompute)
+    monkeypatch.setattr(encoder, "recompute", recompute)
     model.train()
     for every, expected in ((1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3])):
         seen.clear()
