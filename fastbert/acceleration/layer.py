@@ -41,7 +41,7 @@ class LayerState:
         model_type: the family.
         name: of the layer in the model that was accelerated.
         form: see `LayerMath`; its activation None where it is none of ours.
-        act: the activation's type that `form.activation` stands for.
+        act: the type of the activation that `form.activation` names.
         options: see `Options`.
         fused_calls, stock_calls: calls that ran fused, and as stock (not counted under torch.compile).
     """
@@ -58,8 +58,13 @@ class LayerState:
     def __post_init__(self) -> None:
         names, stock = self.form.names, FAMILIES[self.model_type].stock_layer
         linears = (
-            names.query, names.key, names.value, names.attention_output, names.intermediate, names.output
-        )  # fmt: skip
+            names.query,
+            names.key,
+            names.value,
+            names.attention_output,
+            names.intermediate,
+            names.output,
+        )
         split = [path.split(".") for path in linears]
         self.paths = (
             tuple(path.split(".") for path in stock.containers),
@@ -250,7 +255,7 @@ def check_int8(layer: nn.Module, state: LayerState) -> None:
 
 
 def plain_dropout(module: nn.Module) -> bool:
-    """Whether ours stands for it. Dropping everything is left to PyTorch's."""
+    """Whether our dropout computes the same. p = 1 is left to PyTorch."""
     return type(module) is nn.Dropout and module.p < 1.0 and not watched(module)
 
 

@@ -1,4 +1,4 @@
-"""A transformers encoder with its padding taken out once a call, and when the padded layout must stay.
+"""A transformers encoder with its padding taken out once per call, and when the padded layout must stay.
 
 In the padded layout the stock model's code runs, with accelerated layers in it (layer.py). `gap` and `unfit`
 say why a model, or a call, stays there.
@@ -38,7 +38,7 @@ from fastbert.layers.modules import is_hooked, part
 from fastbert.models.config import EncoderConfig
 from fastbert.models.encoder import dropout_seed, layers_of, run_encoder
 from fastbert.models.families import FAMILIES, Family
-from fastbert.models.heads.task_model import unscored
+from fastbert.models.heads.task_model import without_masked
 from fastbert.models.inputs import Inputs, check_inputs
 from fastbert.runtime import prepared
 
@@ -215,7 +215,7 @@ class AcceleratedModel(Accelerated):
         if reason is None and len(args) <= len(names) and not (head is not None and head.reads_masked):
             inputs = check_inputs(self._input_config(), _device(self), *(given.get(n) for n in _INPUTS))
             # Heads read position 0, for which the stock model computes something even where it is masked
-            if inputs.headless is None and inputs.position_ids.shape[0] > 0:
+            if inputs.first_masked is None and inputs.position_ids.shape[0] > 0:
                 state.packed_calls += 1
                 if head is not None:
                     head.kept = inputs.packing.mask
@@ -350,7 +350,7 @@ def _over_kept(output: Any, kept: Tensor, positions: list[Tensor | None]) -> Any
     loss = all(p is not None for p in positions)
     at = slice(int(loss), int(loss) + 2)
     values = list(output[at])
-    scores = [unscored(s, kept.to(s.device)) for s in values]
+    scores = [without_masked(s, kept.to(s.device)) for s in values]
     made = dict(zip(("start_logits", "end_logits"), scores, strict=True))
     if loss:
         seqlen = kept.shape[1]

@@ -139,5 +139,5 @@ def _ask_hub(function: Any, name: str | os.PathLike, **options: Any) -> str:
         return function(os.fspath(name), **options)
     except Exception as error:  # network, permission, cache, naming: dozens of types, some of other packages
         raise CheckpointError(
-            f"{name}: no such directory here, and the HuggingFace hub did not give it: {cause(error)}"
+            f"{name}: no such directory here, and it could not be downloaded from the hub: {cause(error)}"
         ) from error

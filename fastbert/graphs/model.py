@@ -186,7 +186,7 @@ class GraphedModel:
             given.get("position_ids"),
             None,
         )
-        pooled_here = model.has_pooler and not given.get("packed") and inputs.headless is None
+        pooled_here = model.has_pooler and not given.get("packed") and inputs.first_masked is None
         hidden, pooled = self._encode(inputs, first_only, pooled_here)
         inputs = inputs.to(model.device)
         if first_only and inputs.packing.mask is not None:

@@ -106,7 +106,16 @@ class AlbertForPreTraining(BertForPreTraining):
             TypeError, ValueError: naming the argument, what came and what was expected.
         """
         return super().forward(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
-            labels, sentence_order_label, head_mask=head_mask, output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states, return_dict=return_dict, output_logits=output_logits,
-        )  # fmt: skip
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            labels,
+            sentence_order_label,
+            head_mask=head_mask,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=return_dict,
+            output_logits=output_logits,
+        )

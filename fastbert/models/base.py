@@ -32,7 +32,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
 
     Attributes:
         config: the EncoderConfig.
-        model_type: the family the class stands for, None for any.
+        model_type: the family that the class is for, None for any.
         base_model_prefix: name of the encoder inside a model with a head ("bert").
         is_base_model: the model is the encoder itself, its keys carry no prefix.
         accepts_loss_kwargs, main_input_name, input_modalities, supports_gradient_checkpointing, model_tags:
@@ -112,8 +112,8 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
     def quantize(self, dtype: str = "int8") -> Self:
         """Quantise the encoder layers' linear layers in place, for inference on a CPU; returns the model.
 
-        One range a token and one scale an output channel, without calibration. The model is put in eval mode
-        and its parameters are frozen: it cannot be trained afterwards. `save_pretrained` and
+        One range per token and one scale per output channel, without calibration. The model is put in eval
+        mode and its parameters are frozen: it cannot be trained afterwards. `save_pretrained` and
         `from_pretrained` keep the integers. See `fastbert.layers.quantized`.
 
         Args:
@@ -171,11 +171,11 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         self.tie_weights()
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The layer that gives one logit a token of the vocabulary; None where there is none."""
+        """The layer that computes one logit per token of the vocabulary; None where there is none."""
         return None
 
     def vocabulary_parameters(self) -> list[str]:
-        """Names of the parameters with one row a token of the vocabulary."""
+        """Names of the parameters with one row per token of the vocabulary."""
         prefix = "" if self.is_base_model else f"{self.base_model_prefix}."
         return [f"{prefix}{self.family.word_table}.weight"]
 

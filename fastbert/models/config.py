@@ -7,40 +7,14 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from fastbert.checkpoint import files, hub
 from fastbert.models import arguments
+from fastbert.models.config_checks import DEFAULTS, MAX_LABELS, brief, check_config
 from fastbert.models.families import FAMILIES, Family, family_of
 from fastbert.ops.activation import SPELLINGS
-
-# BERT's defaults; families override some (families.py)
-DEFAULTS: dict[str, Any] = {
-    "vocab_size": 30522,
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "intermediate_size": 3072,
-    "hidden_act": "gelu",
-    "hidden_dropout_prob": 0.1,
-    "attention_probs_dropout_prob": 0.1,
-    "max_position_embeddings": 512,
-    "type_vocab_size": 2,
-    "initializer_range": 0.02,
-    "layer_norm_eps": 1e-12,
-    "pad_token_id": 0,
-    "classifier_dropout": None,
-    "problem_type": None,
-    "is_decoder": False,
-    "add_cross_attention": False,
-    "tie_word_embeddings": True,
-    "chunk_size_feed_forward": 0,
-    "output_hidden_states": False,
-    "output_attentions": False,
-    "return_dict": True,
-}
 
 # What transformers answers for keys that a config.json need not have
 _ABSENT: dict[str, Any] = {
@@ -52,23 +26,6 @@ _ABSENT: dict[str, Any] = {
     "sep_token_id": None,
     "torch_dtype": None,
 }
-
-_COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-           "max_position_embeddings", "type_vocab_size", "embedding_size", "num_hidden_groups",
-           "inner_group_num", "relative_attention_num_buckets")  # fmt: skip
-_PROBABILITIES = (
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "classifier_dropout",
-    "classifier_dropout_prob",
-    "qa_dropout",
-    "seq_classif_dropout",
-    "summary_last_dropout",
-)
-_MAY_BE_ZERO = ("num_hidden_layers", "type_vocab_size")
-MAX_SIZE = 2**24  # of any one size; products of two fit 64 bits with room for the bytes of an element
-MAX_LABELS = 2**20  # each has a name
-PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
 
 class EncoderConfig:
@@ -138,12 +95,12 @@ class EncoderConfig:
 
     def _set_labels(self, num_labels: int | None, id2label: dict | None, label2id: dict | None) -> None:
         if num_labels is not None and (not isinstance(num_labels, int) or num_labels < 1):
-            raise ValueError(f"num_labels: expected an integer >= 1, got {_brief(num_labels)}")
+            raise ValueError(f"num_labels: expected an integer >= 1, got {brief(num_labels)}")
         if num_labels is not None and num_labels > MAX_LABELS:
-            raise ValueError(f"num_labels: expected at most {MAX_LABELS}, got {_brief(num_labels)}")
+            raise ValueError(f"num_labels: expected at most {MAX_LABELS}, got {brief(num_labels)}")
         for key, value in (("id2label", id2label), ("label2id", label2id)):
             if value is not None and not isinstance(value, dict):
-                raise TypeError(f"config {key}: expected an object, got {_brief(value)}")
+                raise TypeError(f"config {key}: expected an object, got {brief(value)}")
         if id2label is None or (num_labels is not None and num_labels != len(id2label)):
             id2label = {i: f"LABEL_{i}" for i in range(2 if num_labels is None else num_labels)}
             label2id = None
@@ -217,86 +174,18 @@ class EncoderConfig:
     # -- checks ----------------------------------------------------------------------------------------------
 
     def validate(self) -> None:
-        """Check every key this package acts on.
+        """Check every key that this package acts on.
 
         Raises:
             TypeError, ValueError: naming the key, what came and what was expected.
         """
-        for key in _COUNTS:
-            value = self.__dict__.get(key)
-            if value is None and key not in DEFAULTS:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"config {key}: expected an integer, got {value!r}")
-            least = 0 if key in _MAY_BE_ZERO else 1
-            if value < least:
-                raise ValueError(f"config {key}: expected an integer >= {least}, got {_brief(value)}")
-            if value > MAX_SIZE:
-                raise ValueError(f"config {key}: expected an integer <= {MAX_SIZE}, got {_brief(value)}")
-        for key in _PROBABILITIES:
-            value = self.__dict__.get(key)
-            if value is not None and not (isinstance(value, (int, float)) and 0 <= value < 1):
-                raise ValueError(f"config {key}: expected a probability in [0, 1), got {value!r}")
-        for key in ("layer_norm_eps", "initializer_range"):
-            value = self.__dict__[key]
-            if not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
-                raise ValueError(f"config {key}: expected a finite number >= 0, got {_brief(value)}")
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"config num_attention_heads: {self.num_attention_heads} heads do not divide "
-                f"hidden_size {self.hidden_size}"
-            )
-        if not isinstance(self.hidden_act, str) or self.hidden_act not in SPELLINGS:
-            raise ValueError(
-                f"config hidden_act: unknown activation {self.hidden_act!r}; "
-                f"expected one of {', '.join(SPELLINGS)}"
-            )
-        pad = self.pad_token_id
-        if pad is not None and (not isinstance(pad, int) or not 0 <= pad < self.vocab_size):
-            raise ValueError(
-                f"config pad_token_id: expected an id below vocab_size {self.vocab_size}, got {pad!r}"
-            )
-        if self.family.pad_positions and (pad is None or self.max_tokens < 1):
-            raise ValueError(
-                f"config max_position_embeddings: {self.max_position_embeddings} leaves no position after "
-                f"pad_token_id {pad!r}, from which {self.model_type} counts"
-            )
-        if self.problem_type is not None and self.problem_type not in PROBLEM_TYPES:
-            raise ValueError(
-                f"config problem_type: expected one of {', '.join(PROBLEM_TYPES)}, got {self.problem_type!r}"
-            )
-        self._refuse_other_mathematics()
-
-    def _refuse_other_mathematics(self) -> None:
-        position = self.__dict__.get("position_embedding_type", "absolute")
-        if position not in (None, "absolute"):
-            raise ValueError(
-                f"config position_embedding_type: {position!r} is not supported; only 'absolute' is"
-            )
-        for key in ("is_decoder", "add_cross_attention", "is_encoder_decoder", "use_task_id"):
-            if self.__dict__.get(key):
-                raise ValueError(f"config {key}: True is not supported; this is an encoder without that part")
-        if (
-            self.__dict__.get("relative_attention_num_buckets", 32) != 32
-        ):  # transformers computes 32 whatever it says
-            raise ValueError(
-                "config relative_attention_num_buckets: expected 32, "
-                f"got {self.relative_attention_num_buckets}"
-            )
-        if self.__dict__.get("sinusoidal_pos_embds") not in (None, False, True):
-            raise ValueError(
-                f"config sinusoidal_pos_embds: expected a boolean, got {self.sinusoidal_pos_embds!r}"
-            )
-        if self.family.shared_layers:
-            layers, groups = self.num_hidden_layers, self.num_hidden_groups
-            if layers and groups > layers:
-                raise ValueError(f"config num_hidden_groups: {groups} groups for {layers} layers")
+        check_config(self)
 
     # -- in and out ------------------------------------------------------------------------------------------
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], **overrides: Any) -> EncoderConfig:
-        """A config from config.json's content; `overrides` stand before it."""
+        """A config from config.json's content; `overrides` override its keys."""
         if not isinstance(values, dict):
             raise TypeError(f"config: expected a JSON object, got {type(values).__name__}")
         merged = copy.deepcopy(values)
@@ -447,20 +336,11 @@ class EncoderConfig:
         return f"{type(self).__name__} {self.to_json_string()}"
 
 
-def _brief(value: object) -> str:
-    """A value from a file as messages show it."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer of more digits than Python prints
-        text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 def _class_id(key: object) -> int:
     try:
         return int(key)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"config id2label: expected class numbers as keys, got {_brief(key)}") from error
+        raise ValueError(f"config id2label: expected class numbers as keys, got {brief(key)}") from error
 
 
 def as_config(config: Any) -> EncoderConfig:

@@ -19,7 +19,7 @@ from fastbert.models.heads.question_answering import BertForQuestionAnswering
 from fastbert.models.heads.sequence_classification import BertForSequenceClassification
 from fastbert.models.heads.task_model import Encoded, TaskModel
 from fastbert.models.heads.token_classification import BertForTokenClassification
-from fastbert.models.labels import check_shares
+from fastbert.models.labels import check_probabilities
 from fastbert.ops import checks
 
 
@@ -81,7 +81,7 @@ class ElectraForPreTraining(TaskModel):
 
     def check_labels(self, labels: Tensor, attention_mask: Tensor | None) -> None:
         """Numbers from 0 to 1 wherever a token is kept."""
-        check_shares("labels", labels, attention_mask)
+        check_probabilities("labels", labels, attention_mask)
 
     def logits(self, encoded: Encoded) -> tuple[Tensor, Tensor]:
         """Packed, and padded."""

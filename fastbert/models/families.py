@@ -49,7 +49,7 @@ class LMHead:
 class ClassifierHead:
     """Paths of a sequence-classification head: [pooled or first token] -> (dense -> activation) -> out.
 
-    `dense` None means that the model's own pooler comes first. `dropout_first` says whether dropout stands
+    `dense` None means that the model's own pooler comes first. `dropout_first` says whether there is dropout
     before the dense layer too. `dropout_key` is the config key of the dropout where `classifier_dropout`
     does not apply.
     """
@@ -120,8 +120,8 @@ class Family:
             feed-forward block.
         stock_layer, stock_output: the layer in transformers, and the class that the encoder there returns.
         own_heads: first parts of the keys of heads that this family alone has.
-        positional: name of a class's task ("" for all) -> how many leading arguments of forward stand where
-            BERT's do in transformers; the others must be given by name.
+        positional: name of a class's task ("" for all) -> how many leading arguments of forward are in
+            BERT's order in transformers; the others must be given by name.
     """
 
     model_type: str
@@ -410,7 +410,7 @@ REFUSED: dict[str, str] = {
     "longformer": "sliding-window attention with global tokens",
     "big_bird": "block-sparse attention",
     "mobilebert": "bottlenecks and stacked feed-forward blocks in each layer",
-    "megatron-bert": "LayerNorm stands before the blocks (pre-norm), not after",
+    "megatron-bert": "LayerNorm comes before the blocks (pre-norm), not after",
     "modernbert": "rotary positions, gated feed-forward and pre-norm",
     "nomic_bert": "rotary positions and gated feed-forward",
     "roformer": "rotary positions",
@@ -418,8 +418,8 @@ REFUSED: dict[str, str] = {
     "convbert": "convolutions mixed into attention",
     "squeezebert": "grouped convolutions instead of linear layers",
     "ibert": "integer-only arithmetic",
-    "roberta-prelayernorm": "LayerNorm stands before the blocks (pre-norm), not after",
-    "xlm-roberta-xl": "LayerNorm stands before the blocks (pre-norm), not after",
+    "roberta-prelayernorm": "LayerNorm comes before the blocks (pre-norm), not after",
+    "xlm-roberta-xl": "LayerNorm comes before the blocks (pre-norm), not after",
     "xlm": "causal and masked variants with language embeddings",
     "bert-generation": "decoder with cross attention",
     "layoutlm": "two-dimensional layout embeddings",

@@ -32,8 +32,8 @@ class Inputs:
         inputs_embeds: (rows, embedding size) instead of input_ids, or None.
         bias: additive attention bias (batch or 1, nheads or 1, S or 1, S) from a 4-D mask, or None.
         packing: where the rows come from.
-        headless: the first sequence of which tokens are kept but not the one at position 0, None if there is
-            none (not looked for under `torch.compile`).
+        first_masked: the first sequence of which tokens are kept but not the one at position 0, None if there
+            is none (not looked for under `torch.compile`).
         holes: some sequence's kept tokens are not neighbours (under `torch.compile`: there is a mask); looked
             for only where the family's attention bias depends on it.
     """
@@ -44,7 +44,7 @@ class Inputs:
     inputs_embeds: Tensor | None
     bias: Tensor | None
     packing: Packing
-    headless: int | None = None
+    first_masked: int | None = None
     holes: bool = False
 
     def to(self, device: torch.device) -> Inputs:
@@ -94,15 +94,16 @@ class Inputs:
             looked_at = {"lengths": lengths}
             if cu_seqlens.device == home:
                 looked_at |= {
-                    "input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids
-                }  # fmt: skip
+                    "input_ids": input_ids,
+                    "token_type_ids": token_type_ids,
+                    "position_ids": position_ids,
+                }
             facts = _read_back(looked_at, cu_seqlens)
             first, last = facts["extra"][0], facts["extra"][-1]
             if first != 0 or last != total or facts["lengths"][0] < 0:
                 raise ValueError(
                     f"cu_seqlens: expected to rise from 0 to total = {total}, got {first} to {last} "
-                    "with a smallest step "
-                    f"of {facts['lengths'][0]}"
+                    f"with a smallest step of {facts['lengths'][0]}"
                 )
             longest = facts["lengths"][1]
             if longest > max_seqlen:
@@ -154,7 +155,7 @@ def check_inputs(
         source, shape = "inputs_embeds", tuple(inputs_embeds.shape[:2])
     batch, seqlen = shape
     if seqlen == 0:
-        raise ValueError(f"{source}: expected at least one token a sequence, got shape {shape}")
+        raise ValueError(f"{source}: expected at least one token per sequence, got shape {shape}")
     if position_ids is None:
         _check_length(config, seqlen, source)
     if token_type_ids is not None:
@@ -170,7 +171,7 @@ def check_inputs(
             )
         position_ids = position_ids.expand(shape)
     mask, bias = _masks(config, attention_mask, batch, seqlen, home)
-    lengths = headless = None
+    lengths = first_masked = None
     holes = mask is not None and torch.compiler.is_compiling()
     if not torch.compiler.is_compiling() and batch:
         ids = {"input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids}
@@ -185,7 +186,7 @@ def check_inputs(
         _check_ranges(config, facts)
         extra = facts["extra"]
         lengths, first_kept, in_runs = extra[:batch], extra[batch : 2 * batch], extra[2 * batch :]
-        headless = next((i for i, kept in enumerate(first_kept) if lengths[i] and not kept), None)
+        first_masked = next((i for i, kept in enumerate(first_kept) if lengths[i] and not kept), None)
         holes = max(in_runs, default=0) > 1
     packed = (
         packing.dense(batch, seqlen, home)
@@ -203,7 +204,7 @@ def check_inputs(
         ),
         bias,
         packed,
-        headless,
+        first_masked,
         holes,
     )
 

@@ -1,4 +1,4 @@
-"""What a caller may hand a head as labels: checks, and the loss of one label a sequence.
+"""What a caller may hand a head as labels: checks, and the loss of one label per sequence.
 
 Values are looked at before the encoder is launched, by one transfer to the host: there a GPU is idle anyway.
 Under `torch.compile` they are not looked at.
@@ -50,7 +50,7 @@ def check_classes(name: str, labels: Tensor, classes: int, mask: Tensor | None =
     return labelled
 
 
-def check_shares(name: str, labels: Tensor, mask: Tensor | None) -> None:
+def check_probabilities(name: str, labels: Tensor, mask: Tensor | None) -> None:
     """Labels must be numbers from 0 to 1, except where a 2-D `mask` (if given) is 0."""
     if not isinstance(labels, Tensor) or labels.dtype.is_complex:
         raise TypeError(
@@ -74,16 +74,16 @@ def _where(wrong: Tensor) -> tuple[int, ...]:
     return tuple(wrong.nonzero()[0].tolist())
 
 
-def one_a_sequence(name: str, labels: Tensor, batch: int, logits: Tensor) -> None:
-    """One label a sequence: (batch,) or (batch, 1)."""
+def check_one_per_sequence(name: str, labels: Tensor, batch: int, logits: Tensor) -> None:
+    """Refuse what is not one label per sequence: (batch,) or (batch, 1)."""
     checks.same_device(name, labels, logits)
     if tuple(labels.shape) not in ((batch,), (batch, 1)):
         raise ValueError(f"{name}: expected shape ({batch},), got {tuple(labels.shape)}")
 
 
 def sequence_loss(name: str, logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy of one label a sequence."""
-    one_a_sequence(name, labels, logits.shape[0], logits)
+    """Mean cross-entropy of one label per sequence."""
+    check_one_per_sequence(name, labels, logits.shape[0], logits)
     return cross_entropy(logits, labels.reshape(-1), ignore_index=IGNORED)
 
 

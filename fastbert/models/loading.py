@@ -18,7 +18,8 @@ from fastbert.checkpoint import hub, load, save
 from fastbert.checkpoint.files import CONFIG
 from fastbert.layers import quantized as quantization
 from fastbert.models import arguments
-from fastbert.models.config import DEFAULTS, EncoderConfig, as_config
+from fastbert.models.config import EncoderConfig, as_config
+from fastbert.models.config_checks import DEFAULTS
 from fastbert.models.families import FAMILIES, family_of
 
 if TYPE_CHECKING:

@@ -1491,6 +1491,7 @@ def test_hub_error_is_named(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     with pytest.raises(
-        CheckpointError, match=r"someone/bert: .* did not give it: ConnectionError: no route to host$"
+        CheckpointError,
+        match=r"someone/bert: .* could not be downloaded from the hub: ConnectionError: no route to host$",
     ):
         hub.resolve("someone/bert")

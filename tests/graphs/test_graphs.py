@@ -398,13 +398,13 @@ def test_the_bucket_of_a_batch(lengths, tokens, room):
 def test_what_is_recorded(name, monkeypatch):
     """Room for sequences as long as the tokens and the model's positions allow, and no longer."""
     model, seen = shared(name), []
-    encode = type(model)._encode
+    encode = type(model).encode_inputs
 
     def spy(self, inputs, *args):
         seen.append((inputs.packing.batch, inputs.packing.seqlen, inputs.packing.max_seqlen))
         return encode(self, inputs, *args)
 
-    monkeypatch.setattr(type(model), "_encode", spy)
+    monkeypatch.setattr(type(model), "encode_inputs", spy)
     g, longest = Graphed(model), model.config.max_tokens
     assert 64 < longest < 80  # roberta and mpnet: fewer than the positions of the table
     for length, expected in ((5, (8, 32, 32)), (48, (8, 48, 48)), (longest, (10, longest, longest))):

@@ -324,7 +324,7 @@ FILES = [
     Bad("file-name-is-none", lambda p: load(None), TypeError, r"name_or_path: expected a path .*NoneType"),
     Bad("file-not-in-hub-cache", lambda p: load("nobody/nothing", local_files_only=True, cache_dir=p),
         CheckpointError,
-        r"nobody/nothing: no such directory here, and the HuggingFace hub did not give it: \w+"),
+        r"nobody/nothing: no such directory here, and it could not be downloaded from the hub: \w+"),
     Bad("file-shard-size", lambda p: saving.save(model(), p, max_shard_size="big"), ValueError,
         r"max_shard_size: .*'big'"),
     Bad("file-save-onto-file", lambda p: saving.save(model(), directory(p) / "config.json"),

@@ -19,7 +19,7 @@ from torch.utils import _pytree
 import fastbert
 from fastbert.models import outputs
 from fastbert.models.base import PreTrainedModel
-from fastbert.models.heads.masked_lm import LMModel
+from fastbert.models.heads.masked_lm import MaskedLMModel
 from tests.support.hf_models import batch, hf_model
 from tests.support.model_pairs import build, inputs_for, labels_for
 
@@ -77,7 +77,7 @@ def trainer_of(model, folder, tokenizer, **settings):
         use_cpu=True, disable_tqdm=True, seed=5, learning_rate=1e-3, logging_steps=1,
         **{"max_steps": 8, "save_strategy": "no", **settings},
     )  # fmt: skip
-    mlm = isinstance(model, LMModel)
+    mlm = isinstance(model, MaskedLMModel)
     collate = (
         transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.4)
         if mlm

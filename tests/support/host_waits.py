@@ -234,7 +234,7 @@ def test_other_mixtures_of_devices_are_refused():
 
 @pytest.mark.parametrize("name", ["bert", "mpnet"])
 def test_the_facts_are_the_same_wherever_the_mask_is(name):
-    """Lengths, the first headless sequence, holes, and where the kept tokens lie."""
+    """Lengths, the first first_masked sequence, holes, and where the kept tokens lie."""
     config = model_of(name).config
     mask = torch.ones(4, 9, dtype=torch.long)
     for change in (lambda: None, lambda: mask[1].fill_(0), lambda: mask[2, 0].fill_(0),
@@ -250,7 +250,7 @@ def test_the_facts_are_the_same_wherever_the_mask_is(name):
         assert runs == [sum(a and not b for a, b in zip(r, [0, *r], strict=False)) for r in mask.tolist()]
         assert on_cpu.holes == (name == "mpnet" and max(runs) > 1)
         for other in (mixed, moved):
-            assert (other.holes, other.headless) == (on_cpu.holes, on_cpu.headless)
+            assert (other.holes, other.first_masked) == (on_cpu.holes, on_cpu.first_masked)
             assert other.packing.max_seqlen == on_cpu.packing.max_seqlen
             assert torch.equal(real(other.packing.cu_seqlens), on_cpu.packing.cu_seqlens)
             assert torch.equal(real(other.input_ids), on_cpu.input_ids)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fastbert.models.calls import MaskedLMCall
 
 
-class LMModel(TaskModel):
+class MaskedLMModel(TaskModel):
     """A model with the masked-LM head: act(dense(x)) -> LayerNorm -> decoder, tied to the word embeddings."""
 
     def __init__(self, config: EncoderConfig):
@@ -54,7 +54,7 @@ class LMModel(TaskModel):
         return tied
 
     def vocabulary_parameters(self) -> list[str]:
-        """Names of the parameters with one row a token."""
+        """Names of the parameters with one row per token of the vocabulary."""
         head = self.family.lm_head
         own = [f"{head.decoder}.weight", f"{head.decoder}.bias", head.bias]
         return super().vocabulary_parameters() + [name for name in own if name is not None]
@@ -100,7 +100,7 @@ class LMModel(TaskModel):
             )
         return cross_entropy(apply_linear(decoder, x), labels, ignore_index=IGNORED)
 
-    def words(
+    def logits_and_loss(
         self,
         encoded: Encoded,
         labels: Tensor | None,
@@ -108,7 +108,12 @@ class LMModel(TaskModel):
         output_logits: bool | None,
         name: str,
     ) -> tuple[Tensor | NotComputed | None, Tensor | None]:
-        """(padded logits, loss), each None where not asked for; `name` is the logits' in the output."""
+        """(padded logits, loss), each None where not asked for.
+
+        Args:
+            count: how many labels there are, None where it is not known.
+            name: of the logits in the output, for the error of deferred ones.
+        """
         if output_logits is False:
             return None, self.lm_loss(encoded, labels, count)
         if output_logits is None and self.training and labels is not None:
@@ -142,7 +147,7 @@ class LMModel(TaskModel):
             raise ValueError("output_logits: False leaves only the loss; there is none without all labels")
 
 
-class BertForMaskedLM(LMModel):
+class BertForMaskedLM(MaskedLMModel):
     """Predicts masked tokens.
 
     Labels: (batch, seqlen), token ids, -100 where nothing is to be predicted; loss: mean cross-entropy of the
@@ -193,9 +198,15 @@ class BertForMaskedLM(LMModel):
         if labels is not None:
             count = check_classes("labels", labels, self.config.vocab_size, attention_mask)
         encoded = self.encode(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
-            head_mask, output_attentions, output_hidden_states,
-        )  # fmt: skip
-        logits, loss = self.words(encoded, labels, count, output_logits, "logits")
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            head_mask,
+            output_attentions,
+            output_hidden_states,
+        )
+        logits, loss = self.logits_and_loss(encoded, labels, count, output_logits, "logits")
         output = LogitsOutput(loss, logits, encoded.hidden_states, encoded.attentions)
-        return self.answer(output, return_dict)
+        return self.as_output(output, return_dict)

@@ -82,11 +82,12 @@ class BertForMultipleChoice(TaskModel):
         )
         logits = self.classify(self.family.choice, encoded).reshape(-1, choices)
         loss = None if labels is None else sequence_loss("labels", logits, labels)
-        return self.answer(LogitsOutput(loss, logits, encoded.hidden_states, encoded.attentions), return_dict)
+        output = LogitsOutput(loss, logits, encoded.hidden_states, encoded.attentions)
+        return self.as_output(output, return_dict)
 
 
 def _check_summary(config: EncoderConfig) -> None:
-    """ELECTRA's way to one vector a sequence has options; published checkpoints use one setting."""
+    """Refuse what ELECTRA's published checkpoints do not use of its options for one vector per sequence."""
     for key, expected in (
         ("summary_type", "first"),
         ("summary_use_proj", True),

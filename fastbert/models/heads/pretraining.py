@@ -10,7 +10,7 @@ from fastbert.layers.linear import apply_linear
 from fastbert.layers.modules import attach, part
 from fastbert.models.config import EncoderConfig
 from fastbert.models.families import Family
-from fastbert.models.heads.masked_lm import LMModel
+from fastbert.models.heads.masked_lm import MaskedLMModel
 from fastbert.models.labels import check_classes, sequence_loss
 from fastbert.models.outputs import ModelOutput, PreTrainingOutput
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fastbert.models.calls import PreTrainingCall
 
 
-class BertForPreTraining(LMModel):
+class BertForPreTraining(MaskedLMModel):
     """Masked tokens and next sentence together.
 
     Labels: `labels` as in BertForMaskedLM, `next_sentence_label` as in BertForNextSentencePrediction; there
@@ -77,10 +77,16 @@ class BertForPreTraining(LMModel):
         if next_sentence_label is not None:
             check_classes(self.pair_label, next_sentence_label, 2)
         encoded = self.encode(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
-            head_mask, output_attentions, output_hidden_states,
-        )  # fmt: skip
-        words, words_loss = self.words(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            head_mask,
+            output_attentions,
+            output_hidden_states,
+        )
+        words, words_loss = self.logits_and_loss(
             encoded, labels if both else None, count, output_logits, "prediction_logits"
         )
         pooled = self.dropout(self.pooled(encoded), self.family.next_sentence_dropout_key)
@@ -91,4 +97,4 @@ class BertForPreTraining(LMModel):
         output = self.output_class(
             words_loss + loss if both else None, words, pair, encoded.hidden_states, encoded.attentions
         )
-        return self.answer(output, return_dict)
+        return self.as_output(output, return_dict)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from fastbert.layers.linear import apply_linear
 from fastbert.models.config import EncoderConfig
-from fastbert.models.heads.task_model import TaskModel, unscored
-from fastbert.models.labels import check_positions, one_a_sequence
+from fastbert.models.heads.task_model import TaskModel, without_masked
+from fastbert.models.labels import check_one_per_sequence, check_positions
 from fastbert.models.outputs import QuestionAnsweringOutput
 from fastbert.ops.cross_entropy import cross_entropy
 
@@ -62,21 +62,27 @@ class BertForQuestionAnswering(TaskModel):
             if p is not None:
                 check_positions(name, p, attention_mask)
         encoded = self.encode(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
-            head_mask, output_attentions, output_hidden_states,
-        )  # fmt: skip
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            head_mask,
+            output_attentions,
+            output_hidden_states,
+        )
         logits = apply_linear(self.qa_outputs, self.dropout(encoded.hidden, self.family.qa_dropout_key))
         logits = encoded.unpack(logits)
         scores = [s.contiguous() for s in logits.unbind(-1)]
         if encoded.mask is not None:
-            scores = [unscored(s, encoded.mask) for s in scores]
+            scores = [without_masked(s, encoded.mask) for s in scores]
         batch, seqlen = encoded.shape
         losses = []
         for (name, p), s in zip(positions.items(), scores, strict=True):
             if p is not None:
-                one_a_sequence(name, p, batch, s)
+                check_one_per_sequence(name, p, batch, s)
                 losses.append(cross_entropy(s, p.reshape(-1).clamp(0, seqlen), ignore_index=seqlen))
         loss = (losses[0] + losses[1]) / 2 if len(losses) == 2 else None
-        return self.answer(
+        return self.as_output(
             QuestionAnsweringOutput(loss, *scores, encoded.hidden_states, encoded.attentions), return_dict
         )

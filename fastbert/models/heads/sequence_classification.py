@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from fastbert.models.config import EncoderConfig
 from fastbert.models.families import Family
 from fastbert.models.heads.task_model import Encoded, TaskModel
-from fastbert.models.labels import check_classes, check_tensor, one_a_sequence, sequence_loss
+from fastbert.models.labels import check_classes, check_one_per_sequence, check_tensor, sequence_loss
 from fastbert.ops import checks
 
 
@@ -73,7 +73,7 @@ class BertForSequenceClassification(TaskModel):
             return sequence_loss("labels", logits, labels)
         checks.same_device("labels", labels, logits)
         if problem == "regression" and self.num_labels == 1:
-            one_a_sequence("labels", labels, logits.shape[0], logits)
+            check_one_per_sequence("labels", labels, logits.shape[0], logits)
             labels = labels.reshape(-1, 1)
         else:
             checks.shape("labels", labels, tuple(logits.shape))

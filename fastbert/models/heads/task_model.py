@@ -82,10 +82,10 @@ class Encoded:
         """(batch, hidden): the token at position 0 of each sequence; zeros where the whole sequence is
         masked.
         """
-        if self.inputs.headless is not None:
+        if self.inputs.first_masked is not None:
             raise ValueError(
-                f"attention_mask: position 0 of sequence {self.inputs.headless}, which this head reads, is "
-                "masked out; expected the first token to be kept (pad on the right)"
+                f"attention_mask: position 0 of sequence {self.inputs.first_masked}, which this head reads, "
+                "is masked out; expected the first token to be kept (pad on the right)"
             )
         return self.hidden if self.first_only else self.inputs.packing.first_rows(self.hidden)
 
@@ -100,10 +100,10 @@ class Encoded:
         return None if self.probs is None else tuple(self.inputs.packing.unpack_scores(p) for p in self.probs)
 
 
-def unscored(scores: Tensor, kept: Tensor) -> Tensor:
-    """Scores (batch, seqlen) of a softmax over tokens, which gives masked ones no probability.
+def without_masked(scores: Tensor, kept: Tensor) -> Tensor:
+    """Scores (batch, seqlen) of which a softmax over tokens gives masked ones no probability.
 
-    Half the lowest finite number stands there, so that a start's and an end's can be added.
+    It is replaced by half the lowest finite number, so that a start's and an end's can be added.
     """
     return scores.masked_fill(kept.logical_not(), torch.finfo(scores.dtype).min / 2)
 
@@ -173,12 +173,19 @@ class TaskModel(PreTrainedModel):
         if labels is not None:
             self.check_labels(labels, attention_mask)
         encoded = self.encode(
-            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds,
-            head_mask, output_attentions, output_hidden_states,
-        )  # fmt: skip
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            position_ids,
+            inputs_embeds,
+            head_mask,
+            output_attentions,
+            output_hidden_states,
+        )
         logits, padded = self.logits(encoded)
         loss = None if labels is None else self.loss(logits, labels, encoded)
-        return self.answer(LogitsOutput(loss, padded, encoded.hidden_states, encoded.attentions), return_dict)
+        output = LogitsOutput(loss, padded, encoded.hidden_states, encoded.attentions)
+        return self.as_output(output, return_dict)
 
     def logits(self, encoded: Encoded) -> tuple[Tensor, Tensor]:
         """(what `loss` reads, what is returned)."""
@@ -220,16 +227,14 @@ class TaskModel(PreTrainedModel):
         )
         return Encoded(hidden, inputs, states, probs, self.reads_first_only)
 
-    def answer(self, output: ModelOutput, return_dict: bool | None) -> Any:
-        """`output`, or its tuple."""
+    def as_output(self, output: ModelOutput, return_dict: bool | None) -> Any:
+        """`output`, or its tuple where `return_dict`, or else the config, says so."""
         return (
             output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
         )
 
     def dropout(self, x: Tensor, key: str | None) -> Tensor:
-        """Dropout with the probability the config gives under `key`; `hidden_dropout_prob` where it gives
-        none.
-        """
+        """Dropout with the probability of the config's `key`, or `hidden_dropout_prob` where that is None."""
         if key is None or not self.training:
             return x
         p = self.config.get(key)
@@ -240,7 +245,7 @@ class TaskModel(PreTrainedModel):
         return pool_first(part(self.base_model, self.family.pooler), encoded.first())
 
     def attach_classifier(self, head: ClassifierHead, classes: int) -> None:
-        """Make the layers of a head that reads one vector a sequence."""
+        """Make the layers of a head that reads one vector per sequence."""
         hidden = self.config.hidden_size
         if head.dense is not None:
             attach(self, head.dense, nn.Linear(hidden, hidden))

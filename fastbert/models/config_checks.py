@@ -1,0 +1,143 @@
+"""The keys of a config that this package acts on: BERT's defaults, and what is checked."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from fastbert.ops.activation import SPELLINGS
+
+if TYPE_CHECKING:
+    from fastbert.models.config import EncoderConfig
+
+# BERT's defaults; families override some (families.py)
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 30522,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "initializer_range": 0.02,
+    "layer_norm_eps": 1e-12,
+    "pad_token_id": 0,
+    "classifier_dropout": None,
+    "problem_type": None,
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+    "chunk_size_feed_forward": 0,
+    "output_hidden_states": False,
+    "output_attentions": False,
+    "return_dict": True,
+}
+
+_COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+    "type_vocab_size",
+    "embedding_size",
+    "num_hidden_groups",
+    "inner_group_num",
+    "relative_attention_num_buckets",
+)
+_PROBABILITIES = (
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "classifier_dropout",
+    "classifier_dropout_prob",
+    "qa_dropout",
+    "seq_classif_dropout",
+    "summary_last_dropout",
+)
+_MAY_BE_ZERO = ("num_hidden_layers", "type_vocab_size")
+MAX_SIZE = 2**24  # of any one size; products of two fit 64 bits with room for the bytes of an element
+MAX_LABELS = 2**20  # each has a name
+PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+
+
+def check_config(config: EncoderConfig) -> None:
+    """Check every key that this package acts on; see `EncoderConfig.validate`."""
+    for key in _COUNTS:
+        value = config.__dict__.get(key)
+        if value is None and key not in DEFAULTS:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"config {key}: expected an integer, got {value!r}")
+        least = 0 if key in _MAY_BE_ZERO else 1
+        if value < least:
+            raise ValueError(f"config {key}: expected an integer >= {least}, got {brief(value)}")
+        if value > MAX_SIZE:
+            raise ValueError(f"config {key}: expected an integer <= {MAX_SIZE}, got {brief(value)}")
+    for key in _PROBABILITIES:
+        value = config.__dict__.get(key)
+        if value is not None and not (isinstance(value, (int, float)) and 0 <= value < 1):
+            raise ValueError(f"config {key}: expected a probability in [0, 1), got {value!r}")
+    for key in ("layer_norm_eps", "initializer_range"):
+        value = config.__dict__[key]
+        if not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
+            raise ValueError(f"config {key}: expected a finite number >= 0, got {brief(value)}")
+    if config.hidden_size % config.num_attention_heads:
+        raise ValueError(
+            f"config num_attention_heads: {config.num_attention_heads} heads do not divide "
+            f"hidden_size {config.hidden_size}"
+        )
+    if not isinstance(config.hidden_act, str) or config.hidden_act not in SPELLINGS:
+        raise ValueError(
+            f"config hidden_act: unknown activation {config.hidden_act!r}; "
+            f"expected one of {', '.join(SPELLINGS)}"
+        )
+    pad = config.pad_token_id
+    if pad is not None and (not isinstance(pad, int) or not 0 <= pad < config.vocab_size):
+        raise ValueError(
+            f"config pad_token_id: expected an id below vocab_size {config.vocab_size}, got {pad!r}"
+        )
+    if config.family.pad_positions and (pad is None or config.max_tokens < 1):
+        raise ValueError(
+            f"config max_position_embeddings: {config.max_position_embeddings} leaves no position after "
+            f"pad_token_id {pad!r}, from which {config.model_type} counts"
+        )
+    if config.problem_type is not None and config.problem_type not in PROBLEM_TYPES:
+        raise ValueError(
+            f"config problem_type: expected one of {', '.join(PROBLEM_TYPES)}, got {config.problem_type!r}"
+        )
+    _refuse_other_mathematics(config)
+
+
+def _refuse_other_mathematics(config: EncoderConfig) -> None:
+    position = config.__dict__.get("position_embedding_type", "absolute")
+    if position not in (None, "absolute"):
+        raise ValueError(f"config position_embedding_type: {position!r} is not supported; only 'absolute' is")
+    for key in ("is_decoder", "add_cross_attention", "is_encoder_decoder", "use_task_id"):
+        if config.__dict__.get(key):
+            raise ValueError(f"config {key}: True is not supported; this is an encoder without that part")
+    # transformers computes 32 whatever it says
+    if config.__dict__.get("relative_attention_num_buckets", 32) != 32:
+        raise ValueError(
+            f"config relative_attention_num_buckets: expected 32, got {config.relative_attention_num_buckets}"
+        )
+    if config.__dict__.get("sinusoidal_pos_embds") not in (None, False, True):
+        raise ValueError(
+            f"config sinusoidal_pos_embds: expected a boolean, got {config.sinusoidal_pos_embds!r}"
+        )
+    if config.family.shared_layers:
+        layers, groups = config.num_hidden_layers, config.num_hidden_groups
+        if layers and groups > layers:
+            raise ValueError(f"config num_hidden_groups: {groups} groups for {layers} layers")
+
+
+def brief(value: object) -> str:
+    """A value from a file as messages show it."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__
+    return text if len(text) <= 80 else f"{text[:77]}..."
