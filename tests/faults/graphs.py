@@ -201,7 +201,7 @@ FAULTS = (
         "if False:",
         _CALLS,
     ),
-    _fault("a masked first token pooled", "and inputs.headless is None", ""),
+    _fault("a masked first token pooled", "and inputs.first_masked is None", ""),
     _fault(
         "a masked first token returned", "if first_only and inputs.packing.mask is not None:", "if False:"
     ),

@@ -234,7 +234,7 @@ def test_other_mixtures_of_devices_are_refused():
 
 @pytest.mark.parametrize("name", ["bert", "mpnet"])
 def test_the_facts_are_the_same_wherever_the_mask_is(name):
-    """Lengths, the first first_masked sequence, holes, and where the kept tokens lie."""
+    """Lengths, the first sequence whose first token is masked, holes, and where the kept tokens lie."""
     config = model_of(name).config
     mask = torch.ones(4, 9, dtype=torch.long)
     for change in (lambda: None, lambda: mask[1].fill_(0), lambda: mask[2, 0].fill_(0),
