@@ -6,7 +6,7 @@ under the family's name, each in its own file. Task heads are in `heads/`, what 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -31,16 +31,25 @@ class BertModel(PreTrainedModel):
         config: an EncoderConfig, or a transformers config object.
         add_pooling_layer: make the pooler; families without one have none either way.
 
+    Attributes:
+        embeddings_class: made from the config; called with (input_ids, position_ids, token_type_ids,
+            inputs_embeds, seed), all packed.
+        layer_class: made from the config; called as `run_encoder` says.
+
+    A model with other mathematics subclasses this one in its own file, with its own layer and embeddings.
+
     Source: Devlin et al. 2018, "BERT: Pre-training of Deep Bidirectional Transformers", sec. 3.
     """
 
     is_base_model = True
+    embeddings_class: ClassVar[type[nn.Module]] = Embeddings
+    layer_class: ClassVar[type[nn.Module]] = EncoderLayer
     __call__: EncoderCall
 
     def __init__(self, config: EncoderConfig, add_pooling_layer: bool = True):
         super().__init__(config)
         config, family = self.config, self.family
-        self.embeddings = Embeddings(config)
+        self.embeddings = self.embeddings_class(config)
         other_width = config.embedding_width != config.hidden_size
         if family.projection and (family.projection_always or other_width):
             attach(self, family.projection, nn.Linear(config.embedding_width, config.hidden_size))
@@ -49,7 +58,7 @@ class BertModel(PreTrainedModel):
                 f"config embedding_size: {config.embedding_width} differs from hidden_size "
                 f"{config.hidden_size}, and {config.model_type} has no projection between them"
             )
-        attach(self, family.layers, _layer_list(config))
+        attach(self, family.layers, _layer_list(config, self.layer_class))
         if family.relative_bias:
             attach(self, family.relative_bias, table(32, config.num_attention_heads))
         if family.pooler and add_pooling_layer:
@@ -62,7 +71,7 @@ class BertModel(PreTrainedModel):
         count = sum(isinstance(module, EncoderLayer) for module in self.modules())
         return f"fastbert: {count} of {count} layers run fused, padding taken out"
 
-    def layers(self) -> list[EncoderLayer]:
+    def layers(self) -> list[nn.Module]:
         """The layers in execution order; a shared layer appears once per use."""
         return layers_of(self, self.config, self.family)
 
@@ -250,12 +259,12 @@ class BertModel(PreTrainedModel):
         )
 
 
-def _layer_list(config: EncoderConfig) -> nn.ModuleList:
+def _layer_list(config: EncoderConfig, layer_class: type[nn.Module]) -> nn.ModuleList:
     if not config.family.shared_layers:
-        return nn.ModuleList(EncoderLayer(config) for _ in range(config.num_hidden_layers))
+        return nn.ModuleList(layer_class(config) for _ in range(config.num_hidden_layers))
     groups = []
     for _ in range(config.num_hidden_groups):
         group = nn.Module()
-        group.albert_layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.inner_group_num))
+        group.albert_layers = nn.ModuleList(layer_class(config) for _ in range(config.inner_group_num))
         groups.append(group)
     return nn.ModuleList(groups)

@@ -28,7 +28,6 @@ from fastbert.checkpoint import files, hub
 from fastbert.checkpoint import load as checkpoint
 from fastbert.checkpoint import save as saving
 from fastbert.checkpoint.files import CheckpointError
-from fastbert.models import bert as models
 from fastbert.models.config import EncoderConfig
 from fastbert.models.families import FAMILIES
 
@@ -1177,7 +1176,7 @@ def test_layers_are_counted_before_they_are_built(name, key, value, words, layou
         if layout == "state_dict alone":
             path, given["config"] = None, tmp_path
     edit_config(tmp_path, **{key: value})
-    monkeypatch.setattr(models, "EncoderLayer", None)  # not to be built
+    monkeypatch.setattr(fastbert.BertModel, "layer_class", None)  # not to be built
     with pytest.raises(CheckpointError, match=f"{counted}: config {words}"):
         fastbert.AutoModel.from_pretrained(path, **given)
 
