@@ -8,7 +8,6 @@ batch and a mask, as the stock layer.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fastbert.acceleration.classes import Accelerated, Options, has_other_forward
+from fastbert.acceleration.classes import Accelerated, Options
+from fastbert.acceleration.watching import (
+    HARMLESS,
+    collects,
+    exporting,
+    is_sharded,
+    plain_dropout,
+    uncompiled,
+    watched,
+)
 from fastbert.layers.encoder import LayerForm, LayerMath, Sequences
 from fastbert.layers.modules import is_hooked
 from fastbert.layers.modules import part as part_of
@@ -24,13 +32,6 @@ from fastbert.layers.quantized import check_finite
 from fastbert.models.families import FAMILIES
 from fastbert.ops.activation import MODULES
 from fastbert.runtime import prepared
-
-# Arguments that change nothing in a layer's or an encoder's result
-HARMLESS = frozenset(("position_ids", "use_cache", "return_dict", "num_items_in_batch"))
-_TRACERS = tuple(torch._C._TorchDispatchModeKey.__members__.values())
-_FSDP = "torch.distributed.fsdp"
-_CAPTURE = "transformers.utils.output_capturing"  # whose hooks do nothing until outputs are collected
-_WANTS_GRADIENTS = "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads"
 
 
 @dataclass
@@ -86,68 +87,6 @@ class LayerState:
         return cls(model_type, name, form, _identity(act), options)
 
 
-def exporting() -> bool:
-    """Whether the model is being exported, or its operations are otherwise to be seen one by one (fake
-    tensors, make_fx, torch.func, forward-mode derivatives): it is then what it was without us.
-    """
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():
-        return True
-    if torch.compiler.is_compiling():
-        return False
-    modes = torch._C._len_torch_dispatch_stack() and any(
-        torch._C._get_dispatch_mode(key) is not None for key in _TRACERS
-    )
-    return bool(
-        modes or torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-    )
-
-
-@torch._disable_dynamo
-def uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A call that torch.compile leaves as it is. 8-bit weights are derived outside the graph: within, they
-    would be rounded anew at every call.
-    """
-    return module.forward(*args, **kwargs)
-
-
-def watched(module: nn.Module) -> bool:
-    """Whether someone other than FSDP and transformers (to capture outputs, or to train adapters with
-    checkpoints) hooks this module, or its forward was replaced.
-    """
-    own = module.__dict__  # looked up there, an attribute costs half
-    if (
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-    ):
-        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            for hook in own[kind].values():
-                home = getattr(hook, "__module__", None) or ""
-                if home == _CAPTURE:
-                    collected = sys.modules[_CAPTURE]._active_collector.get()
-                    if collected and collected.keys() - {"hidden_states", "_hidden_states_layers"}:
-                        return True
-                elif not home.startswith(_FSDP) and (getattr(hook, "__qualname__", "") != _WANTS_GRADIENTS):
-                    return True
-    return has_other_forward(module)
-
-
-def _collects(name: str) -> bool:
-    """Whether transformers collects these outputs of the modules during the current call."""
-    capture = sys.modules.get(_CAPTURE)
-    collected = None if capture is None else capture._active_collector.get()
-    return bool(collected) and name in collected
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP gathers the module's parameters before every call of it."""
-    hooks = module.__dict__["_forward_pre_hooks"]
-    return bool(hooks) and any(
-        (getattr(h, "__module__", None) or "").startswith(_FSDP) for h in hooks.values()
-    )
-
-
 def gap(layer: nn.Module, at_model: bool = False, state: LayerState | None = None) -> str | None:
     """Why the stock layer must run, None where the fused one can.
 
@@ -169,7 +108,7 @@ def gap(layer: nn.Module, at_model: bool = False, state: LayerState | None = Non
             if module is None:
                 return f"{'.'.join(path)} is gone"
         if type(module).forward.__module__ != home or watched(module):
-            if _collects("attentions"):
+            if collects("attentions"):
                 return "output_attentions is asked for, which only the stock layer gives"
             return f"{'.'.join(path)} has hooks or another forward"
     for site, path in enumerate(dropouts):
@@ -252,11 +191,6 @@ def check_int8(layer: nn.Module, state: LayerState) -> None:
                 f"model: {state.name}.{dotted} is on {weight.device}; int8 is for inference on a CPU: {hint}"
             )
         check_finite(weight, module.bias, f"{state.name}.{dotted}")
-
-
-def plain_dropout(module: nn.Module) -> bool:
-    """Whether our dropout computes the same. p = 1 is left to PyTorch."""
-    return type(module) is nn.Dropout and module.p < 1.0 and not watched(module)
 
 
 def _attends_by(values: dict[str, Any], form: LayerForm) -> bool:

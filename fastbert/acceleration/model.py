@@ -24,9 +24,9 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert.acceleration import layer as layers
 from fastbert.acceleration.classes import Accelerated, Options, has_other_forward
-from fastbert.acceleration.layer import (
+from fastbert.acceleration.layer import AcceleratedLayer
+from fastbert.acceleration.watching import (
     HARMLESS,
-    AcceleratedLayer,
     exporting,
     is_sharded,
     plain_dropout,

@@ -1,0 +1,86 @@
+"""Who else looks at a module or at its operations: hooks, other forwards, FSDP, tracers, torch.export."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastbert.acceleration.classes import has_other_forward
+
+# Arguments that change nothing in a layer's or an encoder's result
+HARMLESS = frozenset(("position_ids", "use_cache", "return_dict", "num_items_in_batch"))
+_TRACERS = tuple(torch._C._TorchDispatchModeKey.__members__.values())
+_FSDP = "torch.distributed.fsdp"
+# Its hooks do nothing until outputs are collected.
+_CAPTURE = "transformers.utils.output_capturing"
+_WANTS_GRADIENTS = "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads"
+
+
+def exporting() -> bool:
+    """Whether the model is being exported, or its operations are otherwise to be seen one by one (fake
+    tensors, make_fx, torch.func, forward-mode derivatives): it is then what it was without us.
+    """
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    modes = torch._C._len_torch_dispatch_stack() and any(
+        torch._C._get_dispatch_mode(key) is not None for key in _TRACERS
+    )
+    return bool(
+        modes or torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+@torch._disable_dynamo
+def uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A call that torch.compile leaves as it is. 8-bit weights are derived outside the graph: within, they
+    would be rounded anew at every call.
+    """
+    return module.forward(*args, **kwargs)
+
+
+def watched(module: nn.Module) -> bool:
+    """Whether someone other than FSDP and transformers (to capture outputs, or to train adapters with
+    checkpoints) hooks this module, or its forward was replaced.
+    """
+    own = module.__dict__  # looked up there, an attribute costs half
+    if (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+    ):
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            for hook in own[kind].values():
+                home = getattr(hook, "__module__", None) or ""
+                if home == _CAPTURE:
+                    collected = sys.modules[_CAPTURE]._active_collector.get()
+                    if collected and collected.keys() - {"hidden_states", "_hidden_states_layers"}:
+                        return True
+                elif not home.startswith(_FSDP) and (getattr(hook, "__qualname__", "") != _WANTS_GRADIENTS):
+                    return True
+    return has_other_forward(module)
+
+
+def collects(name: str) -> bool:
+    """Whether transformers collects these outputs of the modules during the current call."""
+    capture = sys.modules.get(_CAPTURE)
+    collected = None if capture is None else capture._active_collector.get()
+    return bool(collected) and name in collected
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP gathers the module's parameters before every call of it."""
+    hooks = module.__dict__["_forward_pre_hooks"]
+    return bool(hooks) and any(
+        (getattr(h, "__module__", None) or "").startswith(_FSDP) for h in hooks.values()
+    )
+
+
+def plain_dropout(module: nn.Module) -> bool:
+    """Whether our dropout computes the same. p = 1 is left to PyTorch."""
+    return type(module) is nn.Dropout and module.p < 1.0 and not watched(module)
