@@ -108,7 +108,7 @@ class BertModel(PreTrainedModel):
             head_mask: (nheads,) or (layers, nheads): each head's output is multiplied by its entry.
             output_attentions: return the probabilities of every layer, (batch, nheads, seqlen, seqlen).
             output_hidden_states: return the embedding output and every layer's output.
-            return_dict: False gives a tuple.
+            return_dict: False returns a tuple.
             first_token_only: only position 0 of each sequence is wanted (CLS pooling, pooler_output):
                 last_hidden_state is (batch, 1, hidden). The last layer is then computed for those rows
                 alone, in training too, unless hidden states or attentions are asked for, or a hook watches

@@ -1,11 +1,11 @@
-"""What a caller may hand a model: checks, defaults, and the packed form of it.
+"""What callers give a model: checks, defaults, and the packed form.
 
-Every check that must look at values (ids in range, kept tokens per sequence) is answered by one read-back,
-so that a forward on a GPU waits for it once. It never waits where the lengths are given on the host, as a
-mask or cu_seqlens in CPU memory: either with all other inputs there too, which are then checked and packed
-on the host and sent to the GPU, or with ids on the GPU, which are then not looked at (as the ops do not:
-the caller answers for their range). Under `torch.compile` values are not looked at, and everything must be
-on the model's device.
+All checks of values (ids in range, kept tokens per sequence) share one read-back, so that a forward on a GPU
+waits for it once. It does not wait where the lengths are on the host, as a mask or cu_seqlens in CPU memory:
+- all other inputs are on the host too: they are checked and packed there, then sent to the GPU;
+- the ids are on the GPU: they are not checked, and the caller answers for their range, as in the ops.
+
+Under `torch.compile` values are not checked, and everything must be on the model's device.
 """
 
 from __future__ import annotations

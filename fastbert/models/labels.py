@@ -1,4 +1,4 @@
-"""What a caller may hand a head as labels: checks, and the loss of one label per sequence.
+"""What callers give a head as labels: checks, and the loss of one label per sequence.
 
 Values are looked at before the encoder is launched, by one transfer to the host: there a GPU is idle anyway.
 Under `torch.compile` they are not looked at.
