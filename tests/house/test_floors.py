@@ -34,6 +34,7 @@ ONLY = {"layers": ("runtime", "ops", "layers")}
 # Arrows up that are wanted, because the module is loaded by its name when it is first needed: (file, module).
 BY_NAME = {
     ("fastbert/runtime/dispatch.py", "fastbert.backends"),  # the table's backends
+    ("fastbert/runtime/moved.py", "fastbert"),  # where classes are that older pickles name
     ("fastbert/runtime/dispatch.py", "fastbert.testing.proving"),  # what proves a kernel on the user's device
 }
 
@@ -170,7 +171,7 @@ def test_other_planted_arrows_are_named(copy):
     plant(copy, "fastbert/sentences/encoder.py", "from fastbert.graphs import model\n")
     plant(copy, "fastbert/layers/encoder.py", "from fastbert.backends import cpu\n")
     plant(copy, "fastbert/ops/linear.py", "import importlib; importlib.import_module(input())\n")
-    plant(copy, "fastbert/ops/padding.py", "from bench import lib\nimport tests.support\n")
+    plant(copy, "fastbert/ops/packing.py", "from bench import lib\nimport tests.support\n")
     plant(copy, "fastbert/ops/pooling.py", "from kernels import linear\n")
     after, _ = inspect(copy)
     assert {arrow: text.split(", ", 1)[-1] for arrow, text in after.items() if arrow not in before} == {
@@ -179,8 +180,8 @@ def test_other_planted_arrows_are_named(copy):
         ),
         ("fastbert/layers/encoder.py", "fastbert.backends.cpu"): "ops, layers only",
         ("fastbert/ops/linear.py", "<input()>"): "<input()>",
-        ("fastbert/ops/padding.py", "bench"): "which is outside the package",
-        ("fastbert/ops/padding.py", "tests.support"): "which is outside the package",
+        ("fastbert/ops/packing.py", "bench"): "which is outside the package",
+        ("fastbert/ops/packing.py", "tests.support"): "which is outside the package",
         ("fastbert/ops/pooling.py", "kernels"): "which is outside the package",
     }
 
