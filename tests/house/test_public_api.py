@@ -1,0 +1,71 @@
+"""Public names, signatures and options of the command line are those of before the modules moved into rooms.
+
+public_api.json is the table of `tests.support.public_api` at commit 5d50b9a; classes with equal members stand
+together. GONE, NEW and CHANGED say what is different by intention, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from fastbert.runtime import dispatch
+from tests.support.public_api import public_api
+
+BEFORE = json.loads((Path(__file__).parent / "public_api.json").read_text())
+
+PACKING = "the op that removes and restores padding has one name in every room"
+ACTIVATIONS = "one table of activations in ops/activation.py"
+PANELS = "weights laid out for a kernel are panels; packed says tokens without padding"
+OPS = (None, sorted([*dispatch.OPS]), None)
+
+# What is gone: name -> reason.
+GONE = {
+    "ops.checks.plain": "it is dispatch's, which uses it",
+    "ops.linear.activate_ref": ACTIVATIONS,
+    "ops.linear.check_activation": ACTIVATIONS,
+    "ops.linear.packer": PANELS,
+    "ops.linear_int8.packer": PANELS,
+    "ops.padding.pack": PACKING,
+    "ops.padding.pack_ref": PACKING,
+    "ops.padding.unpack": PACKING,
+    "ops.padding.unpack_ref": PACKING,
+    "testing.luck": "renamed chance_allowance, which tells",
+}
+# What is new outside the ops, whose new functions break nobody: name -> reason.
+NEW = {"testing.chance_allowance": "was luck"}
+# Name -> (what it is now, reason).
+CHANGED = {
+    "fastbert verify --op": (repr(OPS), PACKING),
+    "fastbert warmup --op": (repr(OPS), PACKING),
+    "fastbert warmup --timeout": (
+        "(None, None, None)",
+        "None is the 300 s of before",
+    ),
+    "ops.linear.linear": (
+        "(x, weight, bias=None, activation=None, residual=None, panels=None)",
+        PANELS,
+    ),
+    "ops.linear_int8.linear_int8": (
+        "(x, weight, scale, bias=None, activation=None, panels=None)",
+        PANELS,
+    ),
+}
+
+
+def flat(table: dict) -> dict[str, str]:
+    """Public name -> what it is, with the members of every class under their own names."""
+    found = dict(table["names"])
+    for group in table["classes"]:
+        for owner in group["owners"]:
+            found.update({f"{owner}.{member}": text for member, text in group["members"].items()})
+    return found
+
+
+def test_the_public_interface_is_as_before():
+    before, now = flat(BEFORE), public_api()
+    assert set(before) - set(now) == set(GONE)
+    new = set(now) - set(before)
+    assert {name for name in new if not name.startswith("ops.")} == set(NEW)
+    different = {name: now[name] for name in before if name in now and before[name] != now[name]}
+    assert different == {name: text for name, (text, _) in CHANGED.items()}
