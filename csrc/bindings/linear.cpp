@@ -118,10 +118,6 @@ void bind_linear(py::module_& m) {
         },
         "Elements of the panels of a (depth x columns) matrix");
     m.def("cpu_linear_panels", &make_panels);
-    m.def("cpu_linear_pack", &make_panels);
-    m.def("cpu_linear_packed_size", &panels_size);
-    m.def("cpu_linear_int8_pack", &make_panels_int8);
-    m.def("cpu_linear_int8_packed_size", &int8_panels_size);
     m.def("cpu_linear_product", &product);
     m.def("cpu_linear_activation_bwd", &activation_bwd);
     m.def(

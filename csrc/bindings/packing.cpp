@@ -49,8 +49,6 @@ void packing_bwd(Address x, std::int64_t stride, std::int64_t width, Address ind
 void bind_packing(py::module_& m) {
     m.def("cpu_packing_fwd", &packing_fwd);
     m.def("cpu_packing_bwd", &packing_bwd);
-    m.def("cpu_pack", &packing_fwd);
-    m.def("cpu_unpack", &packing_bwd);
 }
 
 }  // namespace fastbert

@@ -920,23 +920,12 @@ def test_hostile_numbers_reach_nothing(door):
     assert len(tried) > 60, tried
 
 
-# Old names of exported functions, which go when nothing calls them any more.
-BEING_RENAMED = {
-    "cpu_linear_int8_pack",
-    "cpu_linear_int8_packed_size",
-    "cpu_linear_pack",
-    "cpu_linear_packed_size",
-    "cpu_pack",
-    "cpu_unpack",
-}
-
-
 @needs_kernels
 def test_every_exported_function_has_rows():
     exported = {
         name for name in dir(_C) if callable(getattr(_C, name)) and not name.startswith(("__", "cuda_"))
     }
-    assert {name.split()[0] for name in EXPORTS} == exported - BEING_RENAMED
+    assert {name.split()[0] for name in EXPORTS} == exported
 
 
 def test_every_custom_op_has_rows():
