@@ -12,15 +12,15 @@ Backward, with dO = gate * dout and delta = rowsum(dout ∘ out) (= rowsum(P ∘
     dq = softmax_scale * dS k,  dk = softmax_scale * dSᵀ q
     dbias = Σ dS over the broadcast dimensions,  dgate = Σ_rows rowsum(dout ∘ (D v))
 
-P is recomputed from lse: nothing of size seqlen² is saved but dropout's bits, one for each probability, and
+P is recomputed from lse. Nothing of size seqlen² is saved except dropout's bits, one per probability, and
 those only where `fastbert.ops.dropout.SAVED_ON` says so; elsewhere they are drawn again from the seed.
 
 Packed layout: q, k, v (total, nheads, headdim), sequence b in rows cu_seqlens[b] to cu_seqlens[b + 1]. They
 may be strided views of one (total, 3, nheads, headdim) tensor: only the last dimension must be contiguous
-(what is not, or has expanded rows, is copied). Padded layout: (batch, seqlen, nheads, headdim); backends
-get it as packed with uniform cu_seqlens. Rows at and past cu_seqlens[-1] (capacity) are never read; their
-out, lse and gradients are 0. A query without an allowed key has out 0, lse -inf, probs 0 and gradients 0.
-Zero-length sequences are legal.
+(a tensor where it is not, or with expanded rows, is copied). Padded layout: (batch, seqlen, nheads, headdim);
+backends receive it as packed with uniform cu_seqlens. Rows at and past cu_seqlens[-1] (capacity) are never
+read; their out, lse and gradients are 0. A query without an allowed key has out 0, lse -inf, probs 0 and
+gradients 0. Zero-length sequences are legal.
 
 Dropout bits: `fastbert.ops.dropout`, plane = head, row = row of the query in the packed layout, column =
 position of the key within its sequence. Neither max_seqlen nor the layout changes them. Saved, they are int32
@@ -334,7 +334,8 @@ class AttentionFunction(torch.autograd.Function):
     """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
 
     @staticmethod
-    def forward(ctx, *inputs):  # a setup_context of its own would cost an inspect.signature at every call
+    def forward(ctx, *inputs):
+        # a separate setup_context would cost an inspect.signature at every call
         output = dispatch.call("attention_fwd", inputs[0], *inputs)
         ctx.mark_non_differentiable(*output[1:])
         _setup_context(ctx, inputs, output)
@@ -371,7 +372,7 @@ def attention(
     return_lse: bool = False,
     return_probs: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """gate * dropout(softmax(softmax_scale * q kᵀ + bias)) v, for each head and each sequence by itself.
+    """gate * dropout(softmax(softmax_scale * q kᵀ + bias)) v, per head and per sequence.
 
     Args:
         q, k, v: one shape and one dtype (float32, bfloat16, float16 or float64). Packed: (total, nheads,
@@ -379,20 +380,20 @@ def attention(
             qkv tensor are read in place. Under autocast they are cast to its dtype, as
             scaled_dot_product_attention does (float64 is not).
         cu_seqlens: int32 (batch + 1,): 0, then where each sequence ends, not beyond `total`. None = padded
-            layout. Its values are checked where it is a CPU tensor, under torch.compile when the graph runs;
-            on CUDA that would cost a synchronisation, and the caller answers for them.
+            layout. The values of a CPU tensor are checked, under torch.compile when the graph runs. On CUDA
+            a check would cost a synchronisation, so the caller is responsible for them.
         max_seqlen: packed layout only: at least the longest length; S below. The padded layout's S is seqlen.
         softmax_scale: headdim ** -0.5 by default.
         causal: whether a query sees only keys up to its own position.
         bias: added to the scores: (nheads, S, S) or (batch, nheads, S, S), any float dtype, -inf allowed.
             Dimensions of size 1 broadcast. Differentiable. Cells past a sequence's length are not read.
-        gate: (nheads,), any float dtype: factor of each head's output (a soft head mask). Differentiable.
+        gate: (nheads,), any float dtype: a factor per head's output (a soft head mask). Differentiable.
         dropout_p: probability of dropping a probability, in [0, 1).
         seed: int64 tensor of one element on `q`'s device; needed where dropout_p > 0.
         offset: the call site, in [0, 2**32): two sites with one seed need two offsets.
         return_lse: also return lse, which carries no gradient.
         return_probs: also return the probabilities P, before dropout and gate, in q's dtype. Where a
-            gradient is needed they are differentiable; the dense plain-PyTorch reference then does the work.
+            gradient is needed they are differentiable; the dense plain-PyTorch reference then computes them.
 
     Returns:
         out, in the shape of `q`; with lse or probs asked for, a tuple, in the order (out, lse, probs).

@@ -26,7 +26,7 @@ def float_tensor(name: str, t: object, like: torch.Tensor | None = None) -> None
 
 
 def own_elements(name: str, t: torch.Tensor) -> None:
-    """`t` must not stand for tensors elsewhere, as a DTensor does: kernels read memory, and there is none."""
+    """`t` must not wrap other tensors, as a DTensor does: kernels read memory, and it has none."""
     if hasattr(type(t), "__tensor_flatten__") and not torch.compiler.is_compiling():
         raise TypeError(
             f"{name}: expected a torch.Tensor with elements of its own, got a {type(t).__name__}; shard and "
@@ -58,7 +58,7 @@ def operand(
     strided: bool = False,
     needed: bool = False,
 ) -> None:
-    """What a custom op hands to kernels as it lies in memory, and `torch.ops` takes from anybody.
+    """Check a tensor that a custom op passes to kernels as it lies in memory: `torch.ops` takes any.
 
     Args:
         expected: the shape.

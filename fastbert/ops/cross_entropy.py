@@ -117,7 +117,8 @@ class CrossEntropyFunction(torch.autograd.Function):
     """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
 
     @staticmethod
-    def forward(ctx, *inputs):  # a setup_context of its own would cost an inspect.signature at every call
+    def forward(ctx, *inputs):
+        # a separate setup_context would cost an inspect.signature at every call
         output = dispatch.call("cross_entropy_fwd", inputs[0], *inputs)
         _setup_context(ctx, inputs, output)
         return output[0]

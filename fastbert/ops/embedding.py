@@ -13,8 +13,8 @@ Backward, with dn = dropout'(dy), x_hat = (z - mean) * rstd and g = dn * ln_weig
     dinputs_embeds = dz,  dln_weight = Σ_tokens dn * x_hat,  dln_bias = Σ_tokens dn
 
 Dropout comes after the norm. Its bits: `fastbert.ops.dropout`, plane 0, row = index of the token, col =
-column. The tables' gradients are summed in float32 in an order that is fixed: repeats are bit-equal. Narrow
-tables of half precision are computed in float32, as narrow rows in `fastbert.ops.layer_norm`.
+column. The tables' gradients are summed in float32 in a fixed order, so repeats are bit-equal. Narrow tables
+of half precision are computed in float32, like narrow rows in `fastbert.ops.layer_norm`.
 
 Source: Devlin et al. 2018, "BERT", fig. 2.
 """
@@ -247,7 +247,8 @@ class EmbeddingFunction(torch.autograd.Function):
     """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
 
     @staticmethod
-    def forward(ctx, *inputs):  # a setup_context of its own would cost an inspect.signature at every call
+    def forward(ctx, *inputs):
+        # a separate setup_context would cost an inspect.signature at every call
         output = _launch_fwd(*inputs)
         _setup_context(ctx, inputs, output)
         return output[0]
@@ -285,8 +286,8 @@ def embedding(
 ) -> Tensor:
     """dropout(LayerNorm(word[input_ids] + position[position_ids] + segment[token_type_ids])).
 
-    Ids of CPU tensors are checked against their tables; on other devices that would stop the device, so that
-    the caller must have checked them.
+    Ids of CPU tensors are checked against their tables. On other devices a check would wait for the device,
+    so the caller must have checked them.
 
     Args:
         input_ids: (...,) int64 or int32, or None with `inputs_embeds`.

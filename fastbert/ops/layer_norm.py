@@ -13,8 +13,8 @@ Backward, with x_hat = (z - mean) * rstd and g = dy * weight:
     dweight = Σ_rows dy * x_hat,  dbias = Σ_rows dy
 
 `z` is rounded to the storage dtype only to be saved for backward; the statistics come from the unrounded sum.
-In narrow rows that rounding is not small beside the deviation, so rows of at most `NARROW` columns in half
-precision are computed and saved in float32.
+In narrow rows that rounding is not small beside the deviation. So half-precision rows of at most `NARROW`
+columns are computed and saved in float32.
 `residual`, `x_bias` and `bias` are optional. Dropout bits: `fastbert.ops.dropout`, plane 0, row and column.
 
 Source: Ba, Kiros, Hinton 2016, "Layer Normalization", eq. 4; residual of Vaswani et al. 2017, sec. 3.1.
@@ -203,7 +203,8 @@ class LayerNormFunction(torch.autograd.Function):
     """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
 
     @staticmethod
-    def forward(ctx, *inputs):  # a setup_context of its own would cost an inspect.signature at every call
+    def forward(ctx, *inputs):
+        # a separate setup_context would cost an inspect.signature at every call
         output = dispatch.call("layer_norm_fwd", inputs[0], *inputs)
         _setup_context(ctx, inputs, output)
         return output[0]
@@ -271,9 +272,8 @@ def layer_norm(
         if residual.dtype != x.dtype:
             promoted = torch.promote_types(x.dtype, residual.dtype)
             x, residual = x.to(promoted), residual.to(promoted)
-    elif (
-        checks.autocast_dtype(x) is not None
-    ):  # as PyTorch: norms give the parameters' precision under autocast
+    elif checks.autocast_dtype(x) is not None:
+        # as in PyTorch, a norm returns the parameters' precision under autocast
         x = x.to(torch.promote_types(x.dtype, weight.dtype))
     eps = checks.eps(eps)
     seed = checks.dropout(dropout_p, seed, offset, x)

@@ -167,7 +167,8 @@ class LinearFunction(torch.autograd.Function):
     """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
 
     @staticmethod
-    def forward(ctx, *args):  # a setup_context of its own would cost an inspect.signature at every call
+    def forward(ctx, *args):
+        # a separate setup_context would cost an inspect.signature at every call
         output = dispatch.call(_forward(args[3]), args[0], *args)
         inputs = args[:-1]  # without `panels`
         _setup_context(ctx, inputs, output)

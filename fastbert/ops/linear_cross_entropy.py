@@ -186,7 +186,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
 
     @staticmethod
-    def forward(ctx, *inputs):  # a setup_context of its own would cost an inspect.signature at every call
+    def forward(ctx, *inputs):
+        # a separate setup_context would cost an inspect.signature at every call
         output = dispatch.call("linear_cross_entropy_fwd", inputs[0], *inputs, True)
         _setup_context(ctx, inputs, output)
         return output[0]
@@ -229,10 +230,10 @@ def linear_cross_entropy(
         labels: (rows,) int64 or int32, in [0, classes) or equal to `ignore_index`.
         ignore_index: label of the rows that do not count.
         label_smoothing: share of the target spread evenly over all classes, in [0, 1].
-        labelled: number of rows whose label is not `ignore_index`, if the host knows it; otherwise a GPU is
-            waited for. Checked on the CPU only: elsewhere a wrong number gives a wrong loss.
-        chunk_bytes: bytes that logits and their gradient may take at a time, if less than those of a row a
-            row's; None for `CHUNK_BYTES` of the device. It changes no more than how sums are rounded.
+        labelled: number of rows whose label is not `ignore_index`, if the host knows it; otherwise the host
+            waits for the GPU. Checked on the CPU only: elsewhere a wrong number gives a wrong loss.
+        chunk_bytes: limit for the bytes of logits and their gradient at a time; one row is always computed.
+            None means `CHUNK_BYTES` of the device. It changes nothing but how sums are rounded.
 
     Returns:
         The loss, a scalar in float32 (float64 for float64 `x`); 0 with zero gradients where nothing is

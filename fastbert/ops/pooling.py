@@ -1,4 +1,4 @@
-r"""Pooling: one vector for each packed sequence, from the hidden states of its tokens.
+r"""Pooling: one vector per packed sequence, from the hidden states of its tokens.
 
 Forward, for sequence i with the tokens t in [cu_seqlens[i], cu_seqlens[i + 1]), in float32 (float64 for
 float64):
@@ -10,9 +10,9 @@ float64):
 Backward: cls, dh of the first token = dy_i; mean, dh_t = dy_i / length; max, dh_t = dy_i / ties where
 h_t = y_i, for as many tokens as share the maximum, else 0.
 
-y is float32 (float64 for float64): what is normalised or compared next deserves more than the storage type. A
-sequence of length zero gives zeros. Rows at and past cu_seqlens[-1] are not read; their gradient is 0. A
-row of y depends on nothing else in the batch, and repeats are bit-equal.
+y is float32 (float64 for float64), because it is normalised or compared next. A sequence of length zero gives
+zeros. Rows at and past cu_seqlens[-1] are not read; their gradient is 0. A row of y depends on nothing else
+in the batch, and repeats are bit-equal.
 
 Source: Reimers and Gurevych 2019, "Sentence-BERT", sec. 3.
 """
@@ -120,7 +120,8 @@ class PoolingFunction(torch.autograd.Function):
     """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
 
     @staticmethod
-    def forward(ctx, *inputs):  # a setup_context of its own would cost an inspect.signature at every call
+    def forward(ctx, *inputs):
+        # a separate setup_context would cost an inspect.signature at every call
         output = _launch_fwd(*inputs)
         _setup_context(ctx, inputs, output)
         return output
@@ -138,13 +139,13 @@ pooling_fwd.register_autograd(lambda ctx, dy: _backward(pooling_bwd, ctx, dy), s
 
 
 def pooling(hidden: Tensor, cu_seqlens: Tensor, mode: str = "mean") -> Tensor:
-    """One row for each packed sequence.
+    """One row per packed sequence.
 
     Args:
         hidden: (total, width), floating point. Rows at and past cu_seqlens[-1] are ignored.
         cu_seqlens: (batch + 1,) int32 or int64 on the same device: 0, then where each sequence ends, never
-            decreasing and not beyond `total`. Its values are checked on a CPU, under torch.compile when the
-            graph runs; on a GPU they are not, because it would have to be waited for.
+            decreasing and not beyond `total`. Values on a CPU are checked (under torch.compile when the graph
+            runs); those on a GPU are not, because the check would wait for it.
         mode: "mean", "cls" (the first token) or "max".
 
     Returns:

@@ -1,14 +1,15 @@
 """`attention` by the `aten` backend; contract in fastbert/ops/attention.py.
 
-CPU: the packed rows are read in place, one call for each run of neighbouring sequences of one length, without
-any padding. Forward without dropout and probs goes to PyTorch's fused CPU kernel (the one behind
-scaled_dot_product_attention; its operator also gives lse), the rest to explicit products, a few heads at a
-time. Other devices: explicit products on a dense (batch, S) grid, built without a host synchronisation.
+CPU: the packed rows are read in place, with one call per run of neighbouring sequences of one length and
+without padding. Forward without dropout and probs goes to PyTorch's fused CPU kernel, the one behind
+scaled_dot_product_attention, whose operator also returns lse. Everything else goes to explicit products, a
+few heads at a time. Other devices: explicit products on a dense (batch, S) grid, built without a host
+synchronisation.
 
-Half precision is computed in float32 and rounded once. The fused kernel has a backward, too, which does not
-serve: it takes P from lse and delta from the rounded `out`. Where a query sees one key, dq and dk are then
-that rounding instead of 0. Nor does its forward know what a NaN or an infinite score is: it returns 0 for the
-row. Such rows are computed again, by explicit products.
+Half precision is computed in float32 and rounded once. The fused kernel's own backward is not used: it takes
+P from lse and delta from the rounded `out`, so where a query sees one key, dq and dk are that rounding error
+instead of 0. Its forward returns 0 for a row with a NaN or infinite score; such rows are computed again by
+explicit products.
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ DTYPES = FLOATS
 _flash = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 _HALF = (torch.bfloat16, torch.float16)
-_MAX_CAST_ROWS = 1024  # rows cast to float32 at a time for the fused kernel, so that they stay in cache
-_MAX_SCORES = 1 << 20  # elements of a matrix of scores, explicit products on CPU: 4 MiB
-_MAX_GRID_SCORES = 1 << 26  # the same on the dense grid of other devices
+# Rows cast to float32 at a time for the fused kernel, so that they stay in the cache.
+_MAX_CAST_ROWS = 1024
+# Elements of a matrix of scores for explicit products on a CPU: 4 MiB.
+_MAX_SCORES = 1 << 20
+# The same on the dense grid of other devices.
+_MAX_GRID_SCORES = 1 << 26
 
 
 def attention_fwd(
@@ -127,7 +131,7 @@ def attention_bwd(
 
 
 def _finite_scores(q, k, bias, softmax_scale, compute):
-    """Whether no score can be NaN or infinite but where bias masks it. False proves nothing."""
+    """Whether no score can be NaN or infinite, except where bias masks it. False proves nothing."""
     if q.numel() == 0:
         return True
     most = torch.linalg.vector_norm(q, math.inf, dtype=compute) * abs(softmax_scale)
@@ -140,7 +144,7 @@ def _finite_scores(q, k, bias, softmax_scale, compute):
 def _repair(out, lse, q, k, v, ends, softmax_scale, causal, bias, gate):
     """Replace the rows of out and lse on which the fused kernel and explicit products do not agree.
 
-    The others keep their bits, whatever stands beside them.
+    All other rows keep their bits.
     """
     for sequences, rows, length, heads in _runs(ends, q.shape[1], q.dtype, False):
         qs, ks, vs = (_run(t, rows, length, heads).to(lse.dtype) for t in (q, k, v))
@@ -197,8 +201,9 @@ def _cut(bias, sequences, length, heads):
 
 
 def _mask(bias, sequences, length, heads, causal, like, fused):
-    """What is added to a run's scores, 4-D or None. The fused kernel takes a bias with the causal mask in it,
-    and has one of its own where there is no bias.
+    """What is added to a run's scores, 4-D or None.
+
+    The fused kernel takes a bias with the causal mask in it, and applies the mask itself without a bias.
     """
     if bias is None:
         return None
@@ -252,8 +257,9 @@ def _explicit_fwd(q, k, v, mask, blocked, softmax_scale, keep, dropout_p):
 def _explicit_bwd(
     dout, q, k, v, empty, mask, blocked, softmax_scale, gate, keep, dropout_p, needed, need_dgate
 ):
-    """(dq, dk, dv, dS, dgate), None where not needed; `empty` says which rows are wholly masked, None that
-    none is.
+    """(dq, dk, dv, dS, dgate), None where not needed.
+
+    `empty` says which rows are wholly masked; None: no row is.
     """
     need_dq, need_dk, need_dv = needed
     scores = _scores(q, k, mask, blocked, softmax_scale)

@@ -4,7 +4,7 @@ PyTorch's integer product takes signed bytes on both sides, so it gets v = u - 1
 
     Σ (u - zero) w = Σ v w + (128 - zero) Σ w.
 
-A first row of ones makes it give Σ w as well, in the same pass over the weight.
+A first row of ones makes it return Σ w as well, in the same pass over the weight.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from fastbert.ops.linear_int8 import SMALLEST_STEP
 
 DTYPES = FLOATS
 
-_EXACT_SUM = 512  # 512 products of at most 255 * 128 stay below 2**24: float32 sums of them are exact
-_GPU_ROWS = (
-    24  # on a GPU torch._int_mm takes more than 16 rows, and in and out only as multiples of _GPU_STEP
-)
+# 512 products of at most 255 * 128 stay below 2**24, so float32 sums of them are exact.
+_EXACT_SUM = 512
+# On a GPU torch._int_mm takes only more than 16 rows, and only multiples of _GPU_STEP for in and out.
+_GPU_ROWS = 24
 _GPU_STEP = 8
 
 
@@ -71,7 +71,8 @@ def _product(v, zero, weight):
 def _rows_given(rows, k, out, device):
     """How many rows torch._int_mm must get on `device` to multiply `rows` of them; 0 where it cannot."""
     if device.type == "cpu":
-        return rows if k > 1 else 0  # for k = 1 it reads past the end, by the stride (pytorch#195066)
+        # for k = 1 it reads past the end, by the stride (pytorch#195066)
+        return rows if k > 1 else 0
     if k % _GPU_STEP or out % _GPU_STEP:
         return 0
     return max(_GPU_ROWS, -(-rows // _GPU_STEP) * _GPU_STEP)
@@ -81,7 +82,7 @@ def _rows_given(rows, k, out, device):
 def _int_mm_is_exact(device: torch.device) -> bool:
     """Whether torch._int_mm (a private name) is there, takes this device and gives exact sums on it.
 
-    Byte products on x86 without VNNI may saturate in 16 bits; a GPU too old has none.
+    Byte products on x86 without VNNI may saturate in 16 bits; an old GPU has none.
     """
     if not hasattr(torch, "_int_mm"):
         return False
