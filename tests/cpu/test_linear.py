@@ -738,7 +738,7 @@ def test_the_extension_refuses_what_would_crash(at, value, error, message):
 
 
 def test_the_extension_refuses_what_would_crash_elsewhere():
-    with pytest.raises(ValueError, match="pack: expected one stride of 1"):
+    with pytest.raises(ValueError, match="panels: expected one stride of 1"):
         _C.cpu_linear_panels(0, 1, 1, 0, 2, 2, 0, 1)
     with pytest.raises(ValueError, match="expected rows >= 0 and hidden >= 1"):
         _C.cpu_linear_panels(0, 0, 1, 0, 1, 1, 0, 1)

@@ -4,7 +4,7 @@
     here:                                  python tests/house/count_tests.py before.txt
 
 A test's name is its id without the file's path, since tests move between files. RENAMED holds the names that
-changed: ids with a source file's name in them, and the fault tests, which are one now.
+changed on purpose.
 """
 
 from __future__ import annotations
@@ -18,12 +18,42 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TIERS = {"test": "not slow and not sweep", "sweep": "sweep and not slow", "exhaustive": "slow"}
-# name of before, as a pattern -> name of now
-RENAMED = {
-    r"depends_on\[cases/": "depends_on[testing/op_cases/",
-    r"\[testing\.py-True\]": "[testing/error_rule.py-True]",
-    r"\[models\.py-False\]": "[models/bert.py-False]",
-}
+# What a name of before, if no test has it now, is called now; in order, each for all its occurrences.
+RENAMED = (
+    # source files in ids
+    (r"depends_on\[cases/", "depends_on[testing/op_cases/"),
+    (r"\[testing\.py-True\]", "[testing/error_rule.py-True]"),
+    (r"\[models\.py-False\]", "[models/bert.py-False]"),
+    # the op and its launchers
+    (r"\[pack_fwd-", "[packing_fwd-"),
+    (r"\[unpack_fwd-", "[packing_bwd-"),
+    (r"(?<![a-z])padding(?=[-\]])", "packing"),
+    (r"pooling_bwd-names6", "pooling_bwd-names7"),
+    # the fault tests, which are one now
+    (r"^test_(aten|cpu)_faults_are_caught$", r"test_faults_are_caught[\1]"),
+    (r"caught\[cpu\]$", "caught[cpu_attention]"),
+    (r"^test_cpu_bf16_faults_are_caught$", "test_faults_are_caught[cpu_attention_bf16]"),
+    (r"^test_triton_faults_are_caught$", "test_faults_are_caught[triton_layer_norm]"),
+    (r"^test_cpu_faults_are_caught\[", "test_faults_are_caught["),
+    (r"^(test_faults_are_caught|test_every_fault_can_be_planted)$", r"\1[graphs]"),
+    (
+        r"^test_faults_are_caught\[(cross_entropy|embedding|encoder_layer|packing)",
+        r"test_faults_are_caught[cpu_\1",
+    ),
+    (r"planted\[tests\.faults\.", "planted["),
+    (
+        r"^test_sample_of_the_launchers_faults_is_caught$",
+        "test_sample_of_the_faults_is_caught[cpu_linear_python]",
+    ),
+    (r"^test_sample_of_the_linear_faults_is_caught$", "test_sample_of_the_faults_is_caught[triton_linear]"),
+    (
+        r"^test_sample_of_the_triton_faults_is_caught$",
+        "test_sample_of_the_faults_is_caught[triton_layer_norm]",
+    ),
+)
+# three tests had this name
+SAMPLES = "test_sample_of_the_faults_is_caught"
+SAMPLED = ("graphs", "triton_attention", "triton_pooling_backward")
 
 
 def names(listing: str) -> collections.Counter[str]:
@@ -56,14 +86,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("before", type=pathlib.Path, help="what pytest printed in the tree of before")
     before = names(parser.parse_args().before.read_text())
-    for old, new in RENAMED.items():
-        for name in [name for name in before if re.search(old, name)]:
-            before[re.sub(old, lambda match, new=new: new, name)] += before.pop(name)
     now: collections.Counter[str] = collections.Counter()
     for tier, markers in TIERS.items():
         found = collected(markers)
         print(f"{tier}: {found.total()} tests")
         now += found
+    if before.pop(SAMPLES, 0):
+        before.update(f"{SAMPLES}[{suite}]" for suite in SAMPLED)
+    for old, new in RENAMED:
+        for name in [name for name in before if name not in now and re.search(old, name)]:
+            times = before.pop(name)
+            before[re.sub(old, new, name)] += times
     gone = before - now
     print(
         f"before: {before.total()}, now: {now.total()}, gone: {gone.total()}, new: {(now - before).total()}"
