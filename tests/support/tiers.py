@@ -26,7 +26,7 @@ COMBINED = frozenset({"backend", "dtype", "every_isa", "family", "isa", "op", "t
 MANY, SOME = 6, 4
 
 # folder of tests/ -> tests that leave all their parameter sets to `make sweep`, because they take seconds:
-# fuzzing, sanitizers and compilers, Inductor, two processes, whole runs of a benchmark, every length.
+# fuzzing, sanitizers and compilers, wheels, Inductor, two processes, whole runs of a benchmark, every length.
 WHOLE = {
     "acceleration": """
         test_accelerated_after_it_was_compiled test_compiled_by_inductor test_compiled_shapes_are_dynamic
@@ -38,8 +38,8 @@ WHOLE = {
         test_all_steps test_bench_cpu_encoder test_gpu_gemm_step_covers_every_shape
         test_gpu_matrix_step_covers_every_dtype_at_full_size test_gpu_peer_steps
         test_gpu_sdpa_step_covers_every_backend
-        test_graphs_see_stale_weights_and_calls_that_are_not_replayed
-        test_json_says_what_was_measured_where test_memory_grows_with_the_batch test_memory_sees_growth
+        test_graphs_see_stale_weights_and_calls_that_are_not_replayed test_json_says_what_was_measured_where
+        test_memory_grows_with_the_batch test_memory_sees_growth
         test_paragraphs_are_prose_distinct_and_the_same_again test_the_command_records_what_it_prints
         test_the_exported_peers_compute_the_same test_without_a_compiler_the_roofs_are_torchs
     """,
@@ -51,6 +51,9 @@ WHOLE = {
         test_every_task_runs_once_under_sanitizers test_instruction_set_units_share_no_function
         test_kernels_under_address_and_undefined_sanitizers test_kernels_under_more_sanitizers
         test_kernels_under_the_thread_sanitizer
+    """,
+    "house": """
+        test_type_checkers_pass_what_is_right_and_flag_what_is_wrong test_wheel
     """,
     "layers": """
         test_compile_full_graph test_eager_autocast_and_compiled_agree
@@ -72,11 +75,16 @@ WHOLE = {
         test_the_fence_is_one
     """,
     "triton": """
-        test_bits_beyond_2_to_31_words test_dropout_bits_are_the_definitions
-        test_every_length_of_small_tiles test_every_tile_has_one_slot test_fuzz
-        test_more_sequences_than_are_ranked test_offsets_beyond_2_to_31_elements
-        test_repeats_are_bit_equal_without_atomics test_saved_bits_and_drawn_ones_are_one
-        test_strided_inputs_with_poisoned_gaps
+        test_a_sharp_softmax test_a_spill_is_seen test_a_stack_is_a_spill_but_for_one test_attention
+        test_attention_backward test_attention_that_may_be_tuned test_bits_beyond_2_to_31_words
+        test_cross_entropy test_dropout_bits_are_the_definitions test_embedding
+        test_every_length_of_small_tiles test_every_tile_has_one_slot test_fuzz test_in_a_process_of_its_own
+        test_layer_norm test_linear test_linear_that_may_be_tuned test_more_sequences_than_are_ranked
+        test_neighbours_and_unused_cells_may_be_nan test_norms_gradients_of_few_tokens
+        test_offsets_beyond_2_to_31_elements test_padding test_repeats_are_bit_equal_without_atomics
+        test_rows_wider_than_one_block test_runs_of_many_chunks_by_the_error_rule
+        test_saved_bits_and_drawn_ones_are_one test_strided_inputs_with_poisoned_gaps
+        test_strided_rows_with_poisoned_padding test_wide_tokens_by_the_error_rule
     """,
 }
 
