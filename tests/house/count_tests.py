@@ -24,6 +24,10 @@ RENAMED = (
     (r"depends_on\[cases/", "depends_on[testing/op_cases/"),
     (r"\[testing\.py-True\]", "[testing/error_rule.py-True]"),
     (r"\[models\.py-False\]", "[models/bert.py-False]"),
+    (r"triton/layer_norm\.py-True", "triton/forwarders.py-True"),
+    (r"triton/linear\.py-False", "triton/attention.py-False"),
+    # weights laid out for a kernel, in an error's text
+    (r"\[packed: expected", "[panels: expected"),
     # the op and its launchers
     (r"\[pack_fwd-", "[packing_fwd-"),
     (r"\[unpack_fwd-", "[packing_bwd-"),
