@@ -25,15 +25,13 @@ from fastbert.layers.quantized import QuantizedLinear, copy_of, int8_product
 from fastbert.ops import checks
 from fastbert.ops.attention import attention
 from fastbert.ops.encoder_layer import close_team, open_team
-from fastbert.ops.first_attention import first_attention
+from fastbert.ops.first_attention import first_attention, pays
 from fastbert.ops.linear import linear
 from fastbert.runtime import prepared
 
 if TYPE_CHECKING:
     from fastbert.models.config import EncoderConfig
     from fastbert.models.families import LayerNames
-
-_CAST_FROM = 64  # tokens that pay for casting two half-precision weights to float32
 
 
 @dataclass(frozen=True)
@@ -181,21 +179,26 @@ class LayerMath(FusedLayer):
         names, shape = form.names, (-1, form.nheads, form.head_dim)
         q = apply_linear(self.linear_at(names.query), x.index_select(0, starts)).reshape(shape)
         key, value = self.linear_at(names.key), self.linear_at(names.value)
-        # On a CPU the sequences' ends can be read at no cost
         if (
-            x.device.type == "cpu"
+            pays(x)
             and not torch.is_grad_enabled()
             and dropout_p == 0.0
-            and (x.shape[0] >= _CAST_FROM or checks.compute_dtype(x) == x.dtype)
             and is_plain(key, nn.Linear)
             and is_plain(value, nn.Linear)
             and checks.autocast_dtype(x) is None
             and not torch.compiler.is_compiling()
         ):
             return first_attention(
-                x, q, key.weight, value.weight, value.bias, sequences.cu_seqlens,
-                softmax_scale=self.form.head_dim**-0.5, bias=sequences.bias, gate=gate,
-            )  # fmt: skip
+                x,
+                q,
+                key.weight,
+                value.weight,
+                value.bias,
+                sequences.cu_seqlens,
+                softmax_scale=self.form.head_dim**-0.5,
+                bias=sequences.bias,
+                gate=gate,
+            )
         k, v = (apply_linear(module, x).reshape(shape) for module in (key, value))
         # What the other rows ask for is thrown away. An empty sequence has the start of the next one, whose
         # query it must neither change nor, in backward, see.

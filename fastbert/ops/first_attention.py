@@ -1,13 +1,82 @@
-"""Attention of each sequence's first token alone, without making any key or value."""
+r"""Attention of one query per sequence, that of its first token. Inference only.
+
+For each sequence with the tokens t, whose rows x_t make the keys and values, and each head with its query q:
+
+    s_t = (Wk x_t) · q scale + bias[0, t]
+    p = softmax(s)                            0 where every s_t is -inf
+    y = (Σ_t p_t (Wv x_t + bv)) gate
+
+A key bias is missing on purpose: it adds the same number to every s_t, which softmax does not see. A backend
+need not make keys and values: with (Wkᵀ q) · x_t for the first line and Wv (Σ_t p_t x_t) + bv for the last,
+both products with a weight run over sequences instead of tokens.
+
+Computed in float32 (float64 for float64) and rounded once. A sequence of length zero gives zeros, and so does
+a query that may see no key. Rows at and past cu_seqlens[-1] are not read.
+
+There is no custom op and no autograd here: training and torch.compile make keys and values and call
+`attention`, whose first rows have the same values. The backends read `cu_seqlens` on the host.
+
+Source: Vaswani et al. 2017, sec. 3.2; the products by associativity.
+"""
 
 from __future__ import annotations
 
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from fastbert.ops import checks
+from fastbert.ops.attention import check_bias
+from fastbert.runtime import dispatch
+
+# Tokens from which two half-precision weights are worth casting to float32: with fewer, `attention` over keys
+# and values of all tokens is faster.
+CAST_FROM = 64
+
+
+def first_attention_ref(
+    x: Tensor,
+    q: Tensor,
+    key_weight: Tensor,
+    value_weight: Tensor,
+    value_bias: Tensor | None,
+    cu_seqlens: Tensor,
+    softmax_scale: float,
+    bias: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """Plain PyTorch with keys and values of all tokens; computes in float64 for float64 `x`, else in float32.
+
+    Arguments as in `first_attention`, `bias` in four dimensions.
+    """
+    compute = checks.compute_dtype(x)
+    batch, nheads, head_dim = q.shape
+    wide = x.to(compute)
+    keys = (wide @ key_weight.to(compute).T).unflatten(1, (nheads, head_dim))
+    values = wide @ value_weight.to(compute).T
+    if value_bias is not None:
+        values = values + value_bias.to(compute)
+    values = values.unflatten(1, (nheads, head_dim))
+    rows = []
+    for i, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        scores = torch.einsum("hd,thd->ht", q[i].to(compute), keys[start:end]) * softmax_scale
+        if bias is not None:
+            scores = scores + bias[i if bias.shape[0] > 1 else 0, :, 0, : end - start].to(compute)
+        blind = scores.isneginf().all(-1, keepdim=True)
+        probs = torch.softmax(scores.masked_fill(blind, 0), -1).masked_fill(blind, 0)
+        out = torch.einsum("ht,thd->hd", probs, values[start:end])  # zeros where there is no token
+        rows.append(out if gate is None else out * gate.to(compute).unsqueeze(1))
+    y = torch.stack(rows) if rows else wide.new_zeros(0, nheads, head_dim)
+    return y.reshape(batch, nheads * head_dim).to(x.dtype)
+
+
+# --- public functions ---------------------------------------------------------------------------------------
+
+
+def pays(x: Tensor) -> bool:
+    """Whether `first_attention` is faster on these tokens (total, width) than `attention`; on a CPU alone."""
+    return x.device.type == "cpu" and (x.shape[0] >= CAST_FROM or checks.compute_dtype(x) == x.dtype)
 
 
 def first_attention(
@@ -22,52 +91,76 @@ def first_attention(
     bias: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query a sequence, that of its first token, without making any key or value.
-
-    For a head with one query q, over the tokens x_t of its sequence,
-
-        q · (Wk x_t + bk) = (Wkᵀ q) · x_t + a constant, which softmax does not see
-        Σ_t p_t (Wv x_t + bv) = Wv (Σ_t p_t x_t) + bv
-
-    so both products with a weight run over sequences instead of tokens. Computed in float32 (float64 for
-    float64) and rounded once. On a CPU only: it reads `cu_seqlens` on the host.
+    """Attention of one query per sequence over what the sequence's tokens make as keys and values.
 
     Args:
-        x: (total, hidden), what keys and values would be made of.
-        q: (batch, nheads, head_dim).
-        key_weight, value_weight, value_bias: of the linear layers; (hidden, hidden), and (hidden,) or None.
-        cu_seqlens: (batch + 1,) int32.
-        softmax_scale, bias, gate: as `ops.attention.attention`; of a 4-D `bias` query 0 is read.
+        x: (total, width), float32, bfloat16, float16 or float64: what keys and values are made of.
+        q: (batch, nheads, head_dim) of `x`'s dtype.
+        key_weight, value_weight: (nheads * head_dim, width) of `x`'s dtype.
+        value_bias: (nheads * head_dim,) of `x`'s dtype, or None.
+        cu_seqlens: (batch + 1,) int32 on the same device: 0, then where each sequence ends, never decreasing
+            and not beyond `total`.
+        softmax_scale: factor of the scores.
+        bias: added to the scores as in `ops.attention.attention`, (batch or 1, nheads or 1, S or 1, S), or
+            without its first dimension; only query 0 is read. S is at least the longest sequence, or 1.
+        gate: (nheads,) factor of each head's output, or None.
 
     Returns:
-        (batch, hidden) in x's dtype; zeros where a sequence has no token or its query no allowed key.
+        (batch, nheads * head_dim) in `x`'s dtype.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what was expected.
+        RuntimeError: gradients are enabled and an argument requires one.
+
+    Source: Vaswani et al. 2017, sec. 3.2.
     """
-    compute = checks.compute_dtype(x)
+    checks.float_tensor("x", x)
+    if x.dim() != 2 or x.shape[1] == 0:
+        raise ValueError(f"x: expected shape (total, width) with width >= 1, got {tuple(x.shape)}")
+    checks.float_tensor("q", q, x)
+    checks.same_dtype("q", q, "x", x)
+    if q.dim() != 3 or 0 in q.shape[1:]:
+        raise ValueError(f"q: expected shape (batch, nheads, head_dim), got {tuple(q.shape)}")
     batch, nheads, head_dim = q.shape
-    wk, wv = (w.to(compute).reshape(nheads, head_dim, -1) for w in (key_weight, value_weight))
-    scaled = (q.to(compute) * softmax_scale).transpose(0, 1)  # (nheads, batch, head_dim)
-    asked = (scaled @ wk).transpose(0, 1)  # (batch, nheads, hidden)
-    mixed = asked.new_zeros(asked.shape)  # Σ_t p_t x_t
-    mass = asked.new_zeros(batch, nheads, 1)  # Σ_t p_t: 1, or 0 where there is no allowed key
-    ends = cu_seqlens.tolist()
-    lengths = [end - start for start, end in pairwise(ends)]
-    last = 0
-    for length, run in groupby(lengths):  # neighbours of one length go together
-        first, last = last, last + len(list(run))
-        if length == 0:
-            continue
-        tokens = x[ends[first] : ends[last]].to(compute).reshape(last - first, length, -1)
-        scores = asked[first:last] @ tokens.mT  # (sequences, nheads, length)
-        mass[first:last] = 1
-        if bias is not None:
-            scores = scores + bias[slice(first, last) if bias.shape[0] > 1 else 0, :, 0, :length].to(compute)
-            blind = scores.isneginf().all(-1, keepdim=True)
-            scores, mass[first:last] = scores.masked_fill(blind, 0), blind.logical_not().to(compute)
-        mixed[first:last] = torch.softmax(scores, -1) @ tokens
-    context = (mixed.transpose(0, 1) @ wv.mT).transpose(0, 1)  # (batch, nheads, head_dim)
-    if value_bias is not None:
-        context = context + value_bias.to(compute).reshape(nheads, head_dim)
-    context = context * mass
+    shapes = {
+        "key_weight": (key_weight, (nheads * head_dim, x.shape[1])),
+        "value_weight": (value_weight, (nheads * head_dim, x.shape[1])),
+        "value_bias": (value_bias, (nheads * head_dim,)),
+    }
+    for name, (t, shape) in shapes.items():
+        if t is not None or name != "value_bias":
+            checks.float_tensor(name, t, x)
+            checks.shape(name, t, shape)
+            checks.same_dtype(name, t, "x", x)
+    longest = _longest(cu_seqlens, batch, x)
+    if bias is not None:
+        checks.float_tensor("bias", bias, x)
+        width = bias.shape[-1] if bias.dim() else 0
+        bias = check_bias(bias, batch, nheads, width, x)
+        if width != 1 and width < longest:
+            raise ValueError(f"bias: expected {longest} keys or more, or 1, got {tuple(bias.shape)}")
+        if bias.shape[2] == 0 and longest:
+            raise ValueError(f"bias: expected a query or more, got {tuple(bias.shape)}")
     if gate is not None:
-        context = context * gate.to(compute).unsqueeze(1)
-    return context.reshape(batch, -1).to(x.dtype)
+        checks.float_tensor("gate", gate, x)
+        checks.shape("gate", gate, (nheads,))
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+        raise TypeError(f"softmax_scale: expected a number, got {softmax_scale!r}")
+    operands = (x, q, key_weight, value_weight, value_bias, cu_seqlens, softmax_scale, bias, gate)
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in operands):
+        raise RuntimeError(
+            "first_attention: gradients are enabled and an argument requires one, but it is for inference: "
+            "call it under torch.no_grad(), or use `attention`"
+        )
+    return dispatch.call("first_attention_fwd", x, *operands)
+
+
+def _longest(cu_seqlens: Tensor, batch: int, x: Tensor) -> int:
+    """The longest sequence, having checked `cu_seqlens`."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
+        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens: expected an int32 torch.Tensor, got {got}")
+    checks.same_device("cu_seqlens", cu_seqlens, x)
+    checks.shape("cu_seqlens", cu_seqlens, (batch + 1,))
+    longest = checks.lengths(cu_seqlens, x.shape[0], "x")
+    return int(cu_seqlens.diff().amax()) if longest is None and batch else longest or 0

@@ -20,7 +20,7 @@ from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
 from fastbert.models.heads.task_model import TaskModel
 from fastbert.ops.dropout import keep_mask_2d
-from fastbert.ops.first_attention import first_attention
+from fastbert.ops.first_attention import CAST_FROM, first_attention
 from fastbert.ops.pooling import pooling as pool
 from fastbert.runtime import dispatch
 from fastbert.sentences.encoder import SentenceEncoder
@@ -572,7 +572,7 @@ def test_keys_and_values_are_made_only_where_they_must(bert):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("total", [layers._CAST_FROM - 1, layers._CAST_FROM])
+@pytest.mark.parametrize("total", [CAST_FROM - 1, CAST_FROM])
 def test_few_tokens_do_not_pay_for_casting_weights(bert, dtype, total):
     model = copy.deepcopy(bert).to(dtype)
     ids = torch.randint(5, 120, (total,), generator=torch.Generator().manual_seed(0))
@@ -585,7 +585,7 @@ def test_few_tokens_do_not_pay_for_casting_weights(bert, dtype, total):
             model.forward_packed(ids, cu_seqlens, total)[cu_seqlens[:-1].long()],
             {torch.bfloat16: 0.1, torch.float16: 0.01}.get(dtype, 5e-6),
         )
-    few = dtype in testing.HALF and total < layers._CAST_FROM
+    few = dtype in testing.HALF and total < CAST_FROM
     keys_and_values = [(total, HIDDEN)] * 2 if few else []
     assert own == [(3, HIDDEN), *keys_and_values, (3, HIDDEN), (3, INNER), (3, HIDDEN)]
 

@@ -26,6 +26,7 @@ from fastbert.ops import encoder_layer as encoder_layer_op
 from fastbert.ops.attention import attention
 from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.ops.embedding import embedding
+from fastbert.ops.first_attention import first_attention
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
 from fastbert.ops.linear_cross_entropy import linear_cross_entropy
@@ -709,6 +710,19 @@ PUBLIC = {
             "ln_bias")}}, [
         ({name: ints(0, 1, bad, 0)}, name) for name in ("input_ids", "position_ids", "token_type_ids")
         for bad in (7, -1, 2**62)]),
+    "first_attention": Public(first_attention, lambda: {
+        "x": floats(TOTAL, 5), "q": floats(BATCH, HEADS, DIM), "key_weight": floats(HEADS * DIM, 5),
+        "value_weight": floats(HEADS * DIM, 5), "value_bias": floats(HEADS * DIM),
+        "cu_seqlens": ints(*ENDS, dtype=INT32), "softmax_scale": 0.5, "bias": floats(*CELLS),
+        "gate": floats(HEADS)}, [
+        *(({"cu_seqlens": ints(*ends, dtype=INT32)}, words.replace("max_seqlen", "bias"))
+          for ends, words in WRONG_ENDS), *WORDED_BIASES,
+        ({"q": floats(BATCH + 1, HEADS, DIM)}, "cu_seqlens"), ({"q": floats(BATCH, HEADS * DIM)}, "q"),
+        ({"q": floats(BATCH, HEADS, DIM + 1)}, "key_weight"), ({"x": floats(TOTAL, 4)}, "key_weight"),
+        ({"x": floats(1, 5)}, "cu_seqlens"), ({"value_weight": floats(HEADS * DIM, 4)}, "value_weight"),
+        ({"value_bias": floats(HEADS)}, "value_bias"), ({"gate": floats(HEADS + 1)}, "gate"),
+        ({"gate": None, "softmax_scale": None}, "softmax_scale"),
+        ({"bias": floats(1, 1, 1, 2)}, "bias")], False),
     "layer_norm": Public(layer_norm, lambda: {"x": floats(4, 5), "weight": floats(5)}, [
         ({"weight": floats(4)}, "weight"), ({"residual": floats(3, 5)}, "residual")]),
     "linear": Public(linear, lambda: {"x": floats(40, 5), "weight": floats(3, 5), "bias": floats(3)}, [
@@ -837,7 +851,11 @@ def test_the_negative_bit_changes_nothing(name, make):
     if name == "linear_int8":
         base["weight"], lazy["weight"] = base["weight"].to(torch.int8), negated(base["weight"].to(torch.int8))
     assert any(isinstance(t, torch.Tensor) and t.is_neg() for t in lazy.values())
-    backends = {"encoder_layer": [None], "pooling": ["aten", "reference"]}
+    backends = {
+        "encoder_layer": [None],
+        "pooling": ["aten", "reference"],
+        "first_attention": ["aten", "reference"],
+    }
     for backend in backends.get(name, ["cpu", "aten", "reference"]):
         with dispatch.use_backend(backend) if backend else contextlib.nullcontext():
             results = []
@@ -848,7 +866,7 @@ def test_the_negative_bit_changes_nothing(name, make):
                     else t
                     for n, t in operands.items()
                 }
-                if name in ("encoder_layer", "linear_int8"):
+                if name in ("encoder_layer", "first_attention", "linear_int8"):
                     leaves = operands
                 y = PUBLIC[name].function(**leaves)
                 grads = []
@@ -861,7 +879,9 @@ def test_the_negative_bit_changes_nothing(name, make):
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", [name for name in LAZY if name not in ("encoder_layer", "linear_int8")])
+@pytest.mark.parametrize(
+    "name", [name for name in LAZY if name not in ("encoder_layer", "first_attention", "linear_int8")]
+)
 def test_a_gradient_of_zero_without_memory(name):
     for backend in ["aten", "reference"] if name == "pooling" else ["cpu", "aten", "reference"]:
         with dispatch.use_backend(backend):

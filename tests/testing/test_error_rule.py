@@ -107,7 +107,17 @@ def test_rounding_step_is_the_spacing_of_the_dtype(dtype):
 
 
 @pytest.mark.parametrize(
-    "op", ["layer_norm", "linear", "linear_int8", "embedding", "cross_entropy", "packing", "pooling"]
+    "op",
+    [
+        "layer_norm",
+        "linear",
+        "linear_int8",
+        "embedding",
+        "first_attention",
+        "cross_entropy",
+        "packing",
+        "pooling",
+    ],
 )
 def test_a_broken_backend_fails_its_cases(op, monkeypatch):
     """One percent off in the forward must show in every op's smallest cases."""

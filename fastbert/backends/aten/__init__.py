@@ -6,6 +6,7 @@ from fastbert.backends.aten import (
     attention,
     cross_entropy,
     embedding,
+    first_attention,
     layer_norm,
     linear,
     linear_cross_entropy,
@@ -16,6 +17,7 @@ from fastbert.backends.aten import (
 from fastbert.backends.aten.attention import attention_bwd, attention_fwd
 from fastbert.backends.aten.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from fastbert.backends.aten.embedding import embedding_bwd, embedding_fwd
+from fastbert.backends.aten.first_attention import first_attention_fwd
 from fastbert.backends.aten.layer_norm import layer_norm_bwd, layer_norm_fwd
 from fastbert.backends.aten.linear import linear_bwd, linear_fwd
 from fastbert.backends.aten.linear_cross_entropy import (
@@ -30,6 +32,7 @@ DTYPES = {
     "attention": attention.DTYPES,
     "cross_entropy": cross_entropy.DTYPES,
     "embedding": embedding.DTYPES,
+    "first_attention": first_attention.DTYPES,
     "layer_norm": layer_norm.DTYPES,
     "linear": linear.DTYPES,
     "linear_cross_entropy": linear_cross_entropy.DTYPES,
@@ -47,6 +50,7 @@ __all__ = [
     "cross_entropy_fwd",
     "embedding_bwd",
     "embedding_fwd",
+    "first_attention_fwd",
     "layer_norm_bwd",
     "layer_norm_fwd",
     "linear_bwd",

@@ -9,6 +9,7 @@ from fastbert.backends.reference import (
     attention,
     cross_entropy,
     embedding,
+    first_attention,
     layer_norm,
     linear,
     linear_cross_entropy,
@@ -19,6 +20,7 @@ from fastbert.backends.reference import (
 from fastbert.backends.reference.attention import attention_bwd, attention_fwd
 from fastbert.backends.reference.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from fastbert.backends.reference.embedding import embedding_bwd, embedding_fwd
+from fastbert.backends.reference.first_attention import first_attention_fwd
 from fastbert.backends.reference.layer_norm import layer_norm_bwd, layer_norm_fwd
 from fastbert.backends.reference.linear import linear_bwd, linear_fwd
 from fastbert.backends.reference.linear_cross_entropy import (
@@ -33,6 +35,7 @@ DTYPES = {
     "attention": attention.DTYPES,
     "cross_entropy": cross_entropy.DTYPES,
     "embedding": embedding.DTYPES,
+    "first_attention": first_attention.DTYPES,
     "layer_norm": layer_norm.DTYPES,
     "linear": linear.DTYPES,
     "linear_cross_entropy": linear_cross_entropy.DTYPES,
@@ -50,6 +53,7 @@ __all__ = [
     "cross_entropy_fwd",
     "embedding_bwd",
     "embedding_fwd",
+    "first_attention_fwd",
     "layer_norm_bwd",
     "layer_norm_fwd",
     "linear_bwd",

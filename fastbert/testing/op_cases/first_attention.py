@@ -1,0 +1,134 @@
+"""Cases of `first_attention`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch.nn import functional as F
+
+from fastbert.ops.first_attention import first_attention, first_attention_ref
+from fastbert.testing.error_rule import Case
+
+
+@dataclass(frozen=True, repr=False)
+class FirstAttentionCase(Case):
+    """Packed sequences of `lengths` tokens, and `tail` rows of NaN behind them.
+
+    `bias` is "" (none), "shared", "sequence" (one per sequence) or "full" (and per head).
+    """
+
+    lengths: tuple[int, ...]
+    nheads: int = 3
+    head_dim: int = 16
+    bias: str = ""
+    gate: bool = False
+    value_bias: bool = True
+    tail: int = 0
+
+    op = "first_attention"
+
+    @property
+    def id(self) -> str:
+        options = [f"bias_{self.bias}"] if self.bias else []
+        options += ["gate"] if self.gate else []
+        options += [] if self.value_bias else ["no_value_bias"]
+        options += [f"tail{self.tail}"] if self.tail else []
+        shape = f"{len(self.lengths)}x{max(self.lengths)}x{self.nheads}x{self.head_dim}"
+        return "-".join([shape, f"total{sum(self.lengths)}", *options])
+
+    @property
+    def scale(self) -> float:
+        """Of the scores."""
+        return self.head_dim**-0.5
+
+    def inputs(self, dtype, device, seed=0):
+        g = torch.Generator().manual_seed(seed)
+        width, batch, longest = self.nheads * self.head_dim, len(self.lengths), max(self.lengths)
+
+        def randn(*shape, scale=1.0):
+            return (scale * torch.randn(*shape, generator=g)).to(dtype).to(device)
+
+        x = randn(sum(self.lengths) + self.tail, width)
+        x[sum(self.lengths) :] = torch.nan
+        bias = None
+        if self.bias:
+            rows = {"shared": (1, self.nheads), "sequence": (batch, 1), "full": (batch, self.nheads)}
+            bias = randn(*rows[self.bias], 1, longest)
+            hidden = torch.rand(bias.shape, generator=g) < 0.3
+            hidden[-1, 0] = True  # a query that sees nothing
+            bias = bias.masked_fill(hidden.to(device), float("-inf"))
+        return {
+            "x": x,
+            "q": randn(batch, self.nheads, self.head_dim),
+            "key_weight": randn(width, width, scale=width**-0.5),
+            "value_weight": randn(width, width, scale=width**-0.5),
+            "value_bias": randn(width) if self.value_bias else None,
+            "cu_seqlens": torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device),
+            "bias": bias,
+            "gate": 1 + randn(self.nheads) if self.gate else None,
+        }
+
+    def call(self, **inputs):
+        return first_attention(**inputs, softmax_scale=self.scale)
+
+    def eager(self, x, q, key_weight, value_weight, value_bias, cu_seqlens, bias, gate):
+        """Keys and values of all tokens, softmax, product."""
+        shape = (-1, self.nheads, self.head_dim)
+        keys = F.linear(x, key_weight).reshape(shape)
+        values = F.linear(x, value_weight, value_bias).reshape(shape)
+        rows = []
+        for i, (start, end) in enumerate(pairwise(accumulate(self.lengths, initial=0))):
+            scores = torch.einsum("hd,thd->ht", q[i], keys[start:end]) * self.scale
+            if bias is not None:
+                scores = scores + bias[i if bias.shape[0] > 1 else 0, :, 0, : end - start]
+            probs = torch.softmax(scores, -1).masked_fill(scores.isneginf().all(-1, keepdim=True), 0)
+            out = torch.einsum("ht,thd->hd", probs, values[start:end])
+            rows.append((out if gate is None else out * gate[:, None]).flatten())
+        return torch.stack(rows)
+
+    def oracle(self, **inputs):
+        return first_attention_ref(**inputs, softmax_scale=self.scale)
+
+    def floor(self, inputs, name):
+        """4 eps (1 + max‖q‖ ‖k‖ scale) max‖v‖, as of `attention`."""
+        x = inputs["x"][: sum(self.lengths)].double()
+        if not len(x):
+            return 0.0
+        keys = F.linear(x, inputs["key_weight"].double()).norm(dim=-1).max().item()
+        bias = None if inputs["value_bias"] is None else inputs["value_bias"].double()
+        values = F.linear(x, inputs["value_weight"].double(), bias).norm(dim=-1).max().item()
+        q = inputs["q"].double().norm(dim=-1).max().item()
+        return 4 * torch.finfo(inputs["x"].dtype).eps * (1 + q * keys * self.scale) * values
+
+    def flops(self):
+        """By the definition, with a key and a value of every token."""
+        width = self.nheads * self.head_dim
+        return 4 * sum(self.lengths) * width * (width + 1)
+
+    def bytes(self, dtype):
+        width, batch = self.nheads * self.head_dim, len(self.lengths)
+        elements = width * (sum(self.lengths) + 2 * batch + 2 * width + self.value_bias)
+        return elements * dtype.itemsize + 4 * (batch + 1)
+
+
+SMALL = [
+    FirstAttentionCase((9, 0, 5)),
+    FirstAttentionCase((7, 7, 2), bias="full", gate=True),
+]
+CASES = [
+    *SMALL,
+    FirstAttentionCase((40, 3, 0, 17, 17, 1, 128, 0)),
+    FirstAttentionCase((33, 33, 33, 5), value_bias=False, tail=3),
+    FirstAttentionCase((9, 64, 64, 0, 2), bias="shared"),
+    FirstAttentionCase((9, 64, 64, 0, 2), bias="sequence", gate=True),
+    FirstAttentionCase((1,), gate=True),
+    FirstAttentionCase((0, 0)),
+    FirstAttentionCase((130, 64, 1), nheads=12, head_dim=64),  # BERT-base's heads
+]
+
+
+def bench(lengths: tuple[int, ...]) -> list[Case]:
+    """What BERT-base asks of this op for a batch of sequences of these lengths, in tokens."""
+    return [FirstAttentionCase(lengths, nheads=12, head_dim=64)]
