@@ -1,4 +1,4 @@
-"""What stands before the layers: the embeddings, and MPNet's relative attention bias."""
+"""What runs before the layers: the embeddings, and MPNet's relative attention bias."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 
 def _untrained_row(module: nn.Embedding) -> Tensor:
-    """The table, no gradient reaching its padding row: as nn.Embedding, for tables whose op knows no
-    padding.
+    """The table, without a gradient for its padding row.
+
+    What nn.Embedding does, for tables whose padding row the op does not know.
     """
     weight, row = module.weight, module.padding_idx
     if row is None or not (torch.is_grad_enabled() and weight.requires_grad):
@@ -28,9 +29,7 @@ def _untrained_row(module: nn.Embedding) -> Tensor:
 
 
 def table(rows: int, width: int, padding_idx: int | None = None) -> nn.Embedding:
-    """An embedding table, not initialised: PyTorch's own initialisation loads half a second of modules on
-    meta.
-    """
+    """An uninitialised embedding table: on meta, PyTorch's initialisation imports modules for 0.5 s."""
     return nn.Embedding(rows, width, padding_idx, _weight=torch.empty(rows, width))
 
 
@@ -114,9 +113,14 @@ class Embeddings(nn.Module):
     ) -> Tensor:
         """Packed ids (total,) or inputs_embeds (total, width) -> (total, width)."""
         return embed(
-            self, input_ids, position_ids, token_type_ids, inputs_embeds, seed,
+            self,
+            input_ids,
+            position_ids,
+            token_type_ids,
+            inputs_embeds,
+            seed,
             self.dropout_p if self.training else 0.0,
-        )  # fmt: skip
+        )
 
 
 def relative_bias(

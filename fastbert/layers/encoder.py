@@ -86,9 +86,8 @@ class LayerMath(FusedLayer):
     Source: Vaswani et al. 2017, sec. 3.1-3.3; Devlin et al. 2018.
     """
 
-    SITES = (
-        3  # dropout call sites of one layer: attention probabilities, attention output, feed-forward output
-    )
+    # Dropout call sites of one layer: attention probabilities, attention output, feed-forward output.
+    SITES = 3
     fuses_norm = True
 
     def linear_at(self, path: str) -> nn.Module:
@@ -107,7 +106,8 @@ class LayerMath(FusedLayer):
         """The layer on packed tokens; see `EncoderLayer.forward`."""
         found = None if first_only else self._fused(hidden, sequences)
         if found is None:
-            close_team()  # PyTorch's own ops want threads too
+            # PyTorch's own ops need the threads too.
+            close_team()
         if first_only:
             return self._forward(hidden, sequences, gate, site, first_only)
 
@@ -219,8 +219,9 @@ class LayerMath(FusedLayer):
         return context.index_select(0, starts).flatten(1)
 
     def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value, each (total, nheads, head_dim); one product with [Wq; Wk; Wv] where that is
-        cheaper.
+        """Query, key and value, each (total, nheads, head_dim).
+
+        One product with [Wq; Wk; Wv] where that is cheaper than three.
         """
         names = self.form.names
         modules = [self.linear_at(path) for path in (names.query, names.key, names.value)]
@@ -247,8 +248,9 @@ class LayerMath(FusedLayer):
 
 
 def together(layers: list[nn.Module], hidden: Tensor) -> contextlib.AbstractContextManager:
-    """While it stands, threads stand by for the layers: see `ops.encoder_layer.open_team`. Not where a hook
-    watches them, whose ops would find no threads.
+    """A context in which threads wait for the layers' ops: see `ops.encoder_layer.open_team`.
+
+    None wait where a hook watches the layers: PyTorch's ops inside the hook would find no threads.
     """
     if torch.compiler.is_compiling() or _has_any_global_hook() or any(map(is_hooked, layers)):
         return contextlib.nullcontext()

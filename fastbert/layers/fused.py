@@ -69,9 +69,10 @@ class FusedLayer:
         )
 
     def _fused(self, x: Tensor, sequences: Sequences) -> tuple[Callable, object] | None:
-        """(the serving backend's function for a whole layer, the layer's weights as it takes them), or None.
+        """(the serving backend's function for a whole layer, the layer's weights as that function takes
+        them); None where the layer has to run op by op.
 
-        For inference on a CPU, in a layer whose parts are all plain and hold parameters of `x`'s dtype.
+        Only for inference on a CPU, in a layer whose parts are all plain and hold parameters of `x`'s dtype.
         """
         if (
             self.training
@@ -86,8 +87,13 @@ class FusedLayer:
             return None
         names = self.form.names
         paths = (
-            names.query, names.key, names.value, names.attention_output, names.intermediate, names.output
-        )  # fmt: skip
+            names.query,
+            names.key,
+            names.value,
+            names.attention_output,
+            names.intermediate,
+            names.output,
+        )
         dense = [part(self, path) for path in paths]
         norms = [part(self, path) for path in (names.attention_norm, names.output_norm)]
         kind = type(dense[0])
@@ -128,8 +134,8 @@ class FusedLayer:
         x: Tensor,
         scratch: list[Tensor] | None = None,
     ) -> object | None:
-        """What `make` makes of the layer's weights; None where a parameter has not the dtype or device that
-        the fused layer takes: the single ops then say what is wrong, or cast.
+        """The layer's weights as `make` prepares them; None where a parameter has another dtype or device
+        than `x`: the single ops then cast, or name what is wrong.
         """
         for module in (*dense, *norms):
             for name, t in module._parameters.items():
@@ -147,18 +153,19 @@ class FusedLayer:
             if len({m.bias is None for m in qkv}) > 1:
                 return None
             linears = []
-            whose = qkv[0] if self.int8 else self  # copies for the moment keep nothing
+            # The owner keeps what is derived. Copies that are dropped must not make the layer keep it.
+            whose = qkv[0] if self.int8 else self
             for owner, modules in ((whose, qkv), *((m, [m]) for m in dense[3:])):
                 weight, scale, bias, panels = int8_operands(x.device, x.dtype, owner, modules)
                 linears.append((weight, panels, scale, bias))
         return make(linears, [(m.weight, m.bias) for m in norms], scratch)
 
     def _blocks(self, x: Tensor, sequences: Sequences, least: int) -> list[tuple[int, int]]:
-        """Ranges of sequences, of `least` rows or more, to compute one after the other, so that a large
-        batch's q, k, v and feed-forward, most of its memory, never exist as a whole; empty where all go at
-        once.
+        """(first, last) sequence of each block of at least `least` rows; empty where all rows go at once.
 
-        Inference on a CPU only: a GPU wants all rows together. A hook would see one call a block.
+        The blocks run one after the other, so that q, k, v and the feed-forward rows of a large batch, which
+        are most of its memory, never exist as a whole. Only for inference on a CPU: a GPU is faster on all
+        rows together. Not where a hook watches: it would see one call per block.
         """
         if (
             x.shape[0] < 2 * least
@@ -177,7 +184,8 @@ class FusedLayer:
             return []
         blocks, first = [], 0
         size = -(-ends[-1] // (ends[-1] // least))
-        for last in range(1, len(ends)):  # the last block takes what would be too few rows for one more
+        # The last block takes what would be too few rows for a block of their own.
+        for last in range(1, len(ends)):
             if ends[last] - ends[first] >= size and ends[-1] - ends[last] >= min(
                 least, linear_layers.MANY_ROWS
             ):

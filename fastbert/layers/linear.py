@@ -32,7 +32,8 @@ def weight_panels(module: nn.Linear, x: Tensor) -> Tensor | None:
     if module.training or torch.compiler.is_compiling() or x.shape[:-1].numel() >= MANY_ROWS:
         return None
     dtype = module.weight.dtype
-    if dtype != torch.float64:  # which autocast leaves alone
+    # Autocast leaves float64 alone.
+    if dtype != torch.float64:
         dtype = checks.autocast_dtype(x) or dtype
     make_panels = linear_panel_maker(x.device, dtype)
     if make_panels is None:
@@ -71,8 +72,10 @@ def dense_norm(
     offset: int,
     fuse: bool = True,
 ) -> Tensor:
-    """norm(residual + dropout(dense(x))): the linear layer's bias, dropout and the sum go into the norm's
-    pass, unless the norm is not the plain one or not to `fuse`.
+    """norm(residual + dropout(dense(x))).
+
+    The linear layer's bias, the dropout and the sum are computed in the norm's pass where the norm is the
+    plain nn.LayerNorm and `fuse` is set.
     """
     x_bias = None
     if is_plain(dense, nn.Linear):
@@ -83,9 +86,16 @@ def dense_norm(
         x = dense(x)
     if fuse and is_plain(norm, nn.LayerNorm):
         return layer_norm(
-            x, norm.weight, norm.bias,
-            residual=residual, x_bias=x_bias, eps=norm.eps, dropout_p=dropout_p, seed=seed, offset=offset,
-        )  # fmt: skip
+            x,
+            norm.weight,
+            norm.bias,
+            residual=residual,
+            x_bias=x_bias,
+            eps=norm.eps,
+            dropout_p=dropout_p,
+            seed=seed,
+            offset=offset,
+        )
     if x_bias is not None:
         x = x + x_bias
     if dropout_p > 0:

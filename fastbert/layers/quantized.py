@@ -319,8 +319,13 @@ def _replace(model: nn.Module) -> None:
     for layer in {id(layer): layer for layer in model.base_model.layers()}.values():  # shared ones once
         paths = layer.form.names
         for path in (
-            paths.query, paths.key, paths.value, paths.attention_output, paths.intermediate, paths.output,
-        ):  # fmt: skip
+            paths.query,
+            paths.key,
+            paths.value,
+            paths.attention_output,
+            paths.intermediate,
+            paths.output,
+        ):
             module, name = part(layer, path), f"{names[id(layer)]}.{path}"
             if isinstance(module, QuantizedLinear):
                 continue

@@ -130,6 +130,16 @@ def encoder_layer(
     bias, gate = (None if t is None else dispatch.plain(t) for t in (bias, gate))
     x, cu_seqlens = dispatch.plain(x), dispatch.plain(cu_seqlens)
     return launch(
-        checks.rows(x), weights, cu_seqlens, max_seqlen, nheads, inner, softmax_scale, bias, gate, activation,
-        (checks.eps(eps[0]), checks.eps(eps[1])), out,
-    )  # fmt: skip
+        checks.rows(x),
+        weights,
+        cu_seqlens,
+        max_seqlen,
+        nheads,
+        inner,
+        softmax_scale,
+        bias,
+        gate,
+        activation,
+        (checks.eps(eps[0]), checks.eps(eps[1])),
+        out,
+    )

@@ -63,7 +63,7 @@ FAULTS = (
     _fault("gate as it comes", "gate = gate.float().contiguous()", "gate = gate", _PYTHON),
     _fault("weights of another instruction set", "if isa != _C.cpu_isa():", "if False:", _PYTHON),
     _fault("places of key and value not skipped", "if scale is not None and len(numbers) == 4:", "if False:", _PYTHON),
-    _fault("rows of x side by side, in Python", "x.data_ptr(), x.stride(0), *eps", "x.data_ptr(), x.shape[1], *eps", _PYTHON),
+    _fault("rows of x side by side, in Python", "x.stride(0),\n        *eps", "x.shape[1],\n        *eps", _PYTHON),
     _fault("fused under autocast", "            or checks.autocast_dtype(x) is not None\n        ):\n            return None\n        names", "        ):\n            return None\n        names", _LAYERS),
     _fault("hooked norms are fused over", "            or not all(is_plain(m, nn.LayerNorm) for m in norms)\n", "", _LAYERS),
     _fault("hooked layers are fused over", "            or not all(is_plain(m, kind) for m in dense)\n", "", _LAYERS),

@@ -14,9 +14,10 @@ from fastbert.runtime.dispatch import plain
 from fastbert.runtime.native import address
 from fastbert.runtime.native import extension as _C
 
-# Bytes from which glibc gives a block back to the system when it is freed, and keeps no hole in its heap.
+# Bytes from which glibc returns a freed block to the system instead of leaving a hole in its heap.
 _RETURNED = 33 << 20
-_NOTHING = (0, 0, 0, 0)  # in place of the key's and the value's layer, where one product makes all three
+# In place of the key's and of the value's linear layer, where one product makes all three.
+_NOTHING = (0, 0, 0, 0)
 
 
 def open_team():
@@ -89,15 +90,25 @@ def encoder_layer_fwd(
     y = x.new_empty(total, hidden) if out is None else out
     sizes = (batch, nheads, hidden // nheads, total, max_seqlen, inner)
     threads, work, room = torch.get_num_threads(), None, 0
-    if (
-        scratch
-    ):  # a large batch: the memory stays until its last layer has run, and leaves no holes in the heap
+    # A large batch: the memory stays until its last layer has run, and leaves no holes in the heap.
+    if scratch:
         room = _C.cpu_encoder_layer_work(DTYPE_CODES[x.dtype], sizes, threads)
         work = _memory(scratch, 1, -(-room // x.element_size()), x)
     _C.cpu_encoder_layer_fwd(
-        DTYPE_CODES[x.dtype], sizes, numbers,
-        cu_seqlens.data_ptr(), x.data_ptr(), x.stride(0), *eps, CODES[activation], softmax_scale,
-        bias_numbers, 0 if gate is None else gate.data_ptr(), y.data_ptr(), threads,
-        0 if work is None else work.data_ptr(), room,
-    )  # fmt: skip
+        DTYPE_CODES[x.dtype],
+        sizes,
+        numbers,
+        cu_seqlens.data_ptr(),
+        x.data_ptr(),
+        x.stride(0),
+        *eps,
+        CODES[activation],
+        softmax_scale,
+        bias_numbers,
+        0 if gate is None else gate.data_ptr(),
+        y.data_ptr(),
+        threads,
+        0 if work is None else work.data_ptr(),
+        room,
+    )
     return y
