@@ -629,6 +629,14 @@ def test_another_activation():
     assert not any(name[:2] == ("layer", "linear_int8") for name in prepared.remembered(fast))
 
 
+def test_the_end_of_int8_frees_its_weights():
+    fast = fastbert.accelerate(stock("bert"), dtype="int8")
+    last(fast)
+    assert any(name[:2] == ("layer", "linear_int8") for name in prepared.remembered(fast))
+    fastbert.accelerate(fast)
+    assert prepared.remembered(fast) == []
+
+
 def test_other_architectures_stay_in_floating_point():
     config = transformers.ModernBertConfig(
         vocab_size=120, hidden_size=48, num_hidden_layers=1, num_attention_heads=3, intermediate_size=80,

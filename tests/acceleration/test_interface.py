@@ -734,3 +734,9 @@ def test_accelerate_applies_explains_and_takes_it_back():
         assert torch.equal(model(ids, attention_mask=mask)[0], expected)
         fastbert.restore(fastbert.accelerate(model))
         assert model.config._attn_implementation == "sdpa"
+
+
+def test_of_models_inside_each_other_the_outermost_is_named():
+    """ModernBertForMaskedLM holds a ModernBertModel; both are PreTrainedModels."""
+    model = stock("modernbert", transformers.AutoModelForMaskedLM)
+    assert [m.name for m in fastbert.explain(torch.nn.Sequential(model)).models] == ["0"]
