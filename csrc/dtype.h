@@ -5,7 +5,8 @@
 
 namespace fastbert {
 
-enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };  // the codes of fastbert/runtime/native.py
+// The codes of fastbert/backends/extension.py
+enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 struct bf16 {
     std::uint16_t bits;

@@ -28,7 +28,7 @@ Gather gather(Address x, std::int64_t stride, std::int64_t width, Address indice
 }
 
 void packing_fwd(Address x, std::int64_t stride, std::int64_t width, Address indices, std::int64_t total,
-          std::int64_t rows, Address out, int threads) {
+                 std::int64_t rows, Address out, int threads) {
     const Gather args = gather(x, stride, width, indices, total, rows);
     check_threads(threads);
     check_strides("x", {{rows, stride}, {width, 1}});
@@ -37,7 +37,7 @@ void packing_fwd(Address x, std::int64_t stride, std::int64_t width, Address ind
 }
 
 void packing_bwd(Address x, std::int64_t stride, std::int64_t width, Address indices, std::int64_t total,
-            std::int64_t rows, Address out, int threads) {
+                 std::int64_t rows, Address out, int threads) {
     const Gather args = gather(x, stride, width, indices, total, rows);
     check_threads(threads);
     check_given("out", pointer(out), rows * width);

@@ -1,6 +1,6 @@
 // A whole encoder layer for inference on the CPU: the kernels of attention, linear (or linear_int8) and
-// layer_norm in the order of fastbert/layers/encoder.py, with one workspace, so that a layer costs one call from
-// Python and its intermediate results stay in memory that is mapped already.
+// layer_norm in the order of fastbert/layers/encoder.py, with one workspace, so that a layer costs one call
+// from Python and its intermediate results stay in memory that is mapped already.
 #pragma once
 
 #include <cstdint>
