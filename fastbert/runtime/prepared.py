@@ -24,7 +24,10 @@ call `clear(module)` (`model.train()` and `model.eval()` do).
 Cost, medians on two cores: a forward of 16 tokens through MiniLM (3.1 to 3.4 ms) takes 14 to 16 us more than
 with the key alone, from a mapped file 21. One of 128 tokens through BERT-base (84 ms) takes nothing more that
 could be measured, from a mapped file at most 0.7 ms. To read an element of every row at every call instead
-takes one core 138 us and 2 ms: each is a cache miss, which prefetching does not hide.
+takes one core 138 us and 2 ms: each is a cache miss, which prefetching does not hide. To ask the kernel which
+pages of a mapped file this process has written (the ioctl PAGEMAP_SCAN, Linux 6.7) takes 0.29 ms and 2.4 ms,
+28 ns per page. To copy mapped weights would cost their memory in every process, and lose a write through an
+alias that was taken before.
 
 The cache refers to modules weakly and lives outside them: an entry is freed with its module, and never
 copied, pickled or saved.
