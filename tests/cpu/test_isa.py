@@ -121,12 +121,12 @@ def reports():
     code = (
         "import importlib, json, os\n"
         "from fastbert.backends import cpu\n"
-        "from fastbert.cli import main as cli\n"
+        "from fastbert.cli import env\n"
         "from fastbert.runtime import native as _native\n"
         f"for value in {('', *VALUES)!r}:\n"
         "    os.environ['FASTBERT_ISA'] = value\n"
         "    importlib.reload(_native)\n"  # reads it
-        "    print(json.dumps([value, cpu.available('cpu'), cli.environment()]))\n"
+        "    print(json.dumps([value, cpu.available('cpu'), env.environment()]))\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "FASTBERT_ISA"}
     run = subprocess.run(
