@@ -4,7 +4,7 @@ Math       gelu       z Φ(z) = max(z, 0) - u Q(u), with u = |z| and Q(u) = 0.5 
            gelu_tanh  0.5 z (1 + tanh(v)) = z / (1 + exp(-2v)), v = √(2/π) (z + 0.044715 z³)
            relu       max(z, 0)
            silu       z / (1 + exp(-z))
-           Derivatives as fastbert/ops/linear.py has them. With e = exp(-2|v|), or exp(-|z|) for silu, and
+           Derivatives as fastbert/ops/activation.py has them. With e = exp(-2|v|), or exp(-|z|) for silu, and
            s = 1 / (1 + e) or e / (1 + e): s for the logistic function and e / (1 + e)² for s (1 - s). For
            gelu, d = u φ(u) - Q(u): 1 + d where z > 0, else -d.
 Precision  Q(u) = t P(t) exp(-u²/2) with t = (1 + a u + b u²)^(-1/2). a, b and P minimise the largest relative

@@ -1,7 +1,7 @@
 // Small parts that every kernel uses: conversions, 16-byte accesses, sums over threads, dropout bits,
 // launching.
 //
-// The kernels also compile as plain C++: then `cuda_on_host.h` (tests/native) stands in for the CUDA runtime
+// The kernels also compile as plain C++: then `cuda_on_host.h` (tests/cpu/cpp) stands in for the CUDA runtime
 // and runs the threads of a block one by one, so that their indices, tails and sums are tested without a GPU.
 #pragma once
 

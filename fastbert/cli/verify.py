@@ -13,12 +13,16 @@ import torch
 from fastbert import testing
 from fastbert.cli.usage import DTYPES, UsageError, device_of
 from fastbert.runtime import dispatch
+from fastbert.testing import triton_interpreter
 
 _log = logging.getLogger("fastbert")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; returns 0 if all checks passed, else 1."""
+    if triton_interpreter.interpreting():
+        # Before a kernel is imported: Triton's interpreter computes bfloat16 wrong.
+        triton_interpreter.choose()
     device = device_of(args.device)
     ops, backends = args.op or list(dispatch.OPS), args.backend or list(dispatch.BACKENDS)
     rows: list[testing.Row] = []

@@ -15,11 +15,13 @@ To add an activation:
 
 1. an entry in `ACTIVATIONS` below, with the spellings of configs and of transformers' modules;
 2. its code in the enum of csrc/cpu/linear.h and in the lists of kinds in csrc/cpu/linear_simd.cpp and
-   csrc/cpu/linear_int8_simd.cpp, and a branch each in `activate` and `activate_bwd` of csrc/cpu/activation.h;
+   csrc/cpu/linear_int8_simd.cpp, a branch each in `activate` and `activate_bwd` of csrc/cpu/activation.h, and
+   the largest code in `activation_of` of csrc/bindings/bindings.h;
 3. a branch each in `activate` and `slope` of kernels/activation.py.
 
-The `reference` and `aten` backends, the checks, the configs, the Cases and `accelerate` need no edit.
-tests/ops/test_activation.py fails where the table and one of its readers differ.
+The `reference` and `aten` backends, the checks, the configs and `accelerate` read the table.
+tests/ops/test_activation.py fails where one of the lists above differs from it, or a Case is missing;
+docs/add-an-activation.md has the rest.
 
 Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units"; Ramachandran et al. 2017, "Searching for
 Activation Functions" (silu).

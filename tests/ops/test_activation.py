@@ -86,6 +86,12 @@ def test_the_cpu_kernels_have_every_activation_in_order(file):
         assert all(found == names for found in lists)
 
 
+def test_the_binding_takes_every_code_and_no_other():
+    text = (ROOT / "csrc" / "bindings" / "bindings.h").read_text()
+    refusal = re.search(r"code < 0 \|\| code > (\d+)\)\s+throw .*expected code 0 … (\d+), got", text)
+    assert refusal.groups() == (str(max(CODES.values())),) * 2
+
+
 @pytest.mark.parametrize("function", ("activate", "slope"))
 def test_the_triton_kernels_have_a_branch_for_every_activation(function):
     text = (ROOT / "kernels" / "activation.py").read_text()
