@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fastbert.layers import fused, packing
+from fastbert.layers import packing
 from fastbert.layers.fused import FusedLayer
 from fastbert.layers.linear import apply_joined, apply_linear, dense_norm
 from fastbert.layers.modules import attach, is_hooked, is_plain, part
@@ -41,6 +41,7 @@ class Sequences:
         bias: additive attention bias, (batch or 1, nheads or 1, S or 1, S), or None.
         seed: int64 tensor of one element from which all dropout of the call is drawn, None in eval.
         return_probs: layers return their attention probabilities too.
+        blocks: what `ops.encoder_layer.sequence_blocks` says of this batch, by `fused`; asked once per call.
         scratch: memory in which a backend packs the weights of one layer after the other, and works.
     """
 
@@ -50,6 +51,7 @@ class Sequences:
     seed: Tensor | None = None
     return_probs: bool = False
     scratch: list[Tensor] = field(default_factory=list)
+    blocks: dict[bool, list[tuple[int, int]]] = field(default_factory=dict, init=False)
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class LayerMath(FusedLayer):
         if first_only:
             return self._forward(hidden, sequences, gate, site, first_only)
 
-        blocks = self._blocks(hidden, sequences, fused.BLOCK_ROWS if found is None else fused.FUSED_ROWS)
+        blocks = self._blocks(hidden, sequences, found is not None)
         if not blocks and found is None:
             return self._forward(hidden, sequences, gate, site)
         if not blocks:

@@ -11,21 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fastbert.layers import linear as linear_layers
 from fastbert.layers.linear import INT8, LINEAR_KINDS, LinearKind
 from fastbert.layers.modules import is_hooked, is_plain, part
 from fastbert.layers.quantized import QuantizedLinear
 from fastbert.ops import checks
-from fastbert.ops.encoder_layer import encoder_layer, launchers
+from fastbert.ops.encoder_layer import encoder_layer, launchers, sequence_blocks
 from fastbert.runtime import prepared
 
 if TYPE_CHECKING:
     from fastbert.layers.encoder import LayerForm, Sequences
-
-# Rows per block of a large batch, where each block makes its panels: see FusedLayer._blocks.
-BLOCK_ROWS = 2048
-# The same where the layer is fused, and its panels are made once for all blocks.
-FUSED_ROWS = 1024
 
 
 class FusedLayer:
@@ -108,8 +102,8 @@ class FusedLayer:
         found = launchers(x.device, x.dtype, kind.op)
         if found is None:
             return None
-        make, launch = found
-        if kind.op == "linear" and x.shape[0] >= linear_layers.MANY_ROWS:
+        make, launch, keeps_panels = found
+        if not keeps_panels(kind.op, x.shape[0]):
             weights = self._layer_weights(kind, make, dense, norms, x, sequences.scratch)
         else:
             tables = [d for m in (*dense, *norms) for d in (m._parameters, m._buffers) if d]
@@ -149,38 +143,30 @@ class FusedLayer:
         linears = kind.layer_operands(x, dense[0] if self.int8 else self, dense)
         return None if linears is None else make(linears, [(m.weight, m.bias) for m in norms], scratch)
 
-    def _blocks(self, x: Tensor, sequences: Sequences, least: int) -> list[tuple[int, int]]:
-        """(first, last) sequence of each block of at least `least` rows; empty where all rows go at once.
+    def _blocks(self, x: Tensor, sequences: Sequences, fused: bool) -> list[tuple[int, int]]:
+        """(first, last) sequence of each block of a large batch; empty where all rows go at once.
 
         The blocks run one after the other, so that q, k, v and the feed-forward rows of a large batch, which
-        are most of its memory, never exist as a whole. Only for inference on a CPU: a GPU is faster on all
-        rows together. Not where a hook watches: it would see one call per block.
+        are most of its memory, never exist as a whole. Only in inference, and not where a hook watches: it
+        would see one call per block.
+
+        Args:
+            fused: whether `_fused` has found a function for the layer, which it does in inference only.
         """
-        if (
-            x.shape[0] < 2 * least
-            or x.device.type != "cpu"
-            or sequences.bias is not None
+        known = sequences.blocks
+        if sequences.bias is not None or (fused in known and not known[fused]):
+            return []
+        if not fused and (
+            self.training
             or sequences.return_probs
-            or torch.compiler.is_compiling()
-            or self.training
-            or any(self.dropout_rates())
             or torch.is_grad_enabled()
-            or not self.may_skip_rows()
+            or torch.compiler.is_compiling()
+            or any(self.dropout_rates())
         ):
             return []
-        ends = sequences.cu_seqlens.tolist()
-        if ends[-1] != x.shape[0]:
-            return []
-        blocks, first = [], 0
-        size = -(-ends[-1] // (ends[-1] // least))
-        # The last block takes what would be too few rows for a block of their own.
-        for last in range(1, len(ends)):
-            if ends[last] - ends[first] >= size and ends[-1] - ends[last] >= min(
-                least, linear_layers.MANY_ROWS
-            ):
-                blocks.append((first, last))
-                first = last
-        return [*blocks, (first, len(ends) - 1)]
+        if fused not in known:
+            known[fused] = sequence_blocks(sequences.cu_seqlens, x, fused)
+        return known[fused] if known[fused] and self.may_skip_rows() else []
 
     def may_skip_rows(self) -> bool:
         """Whether `forward` may leave out rows that nobody asked for.

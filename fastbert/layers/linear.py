@@ -23,23 +23,19 @@ from fastbert.ops.linear import linear
 from fastbert.ops.linear import panel_maker as linear_panel_maker
 from fastbert.runtime import prepared
 
-# From so many rows on, panels of a weight are made for the call and not kept.
-MANY_ROWS = 1536
-
 
 def weight_panels(module: nn.Linear, x: Tensor) -> Tensor | None:
     """Panels of the module's weight for the serving backend, made at the first call and kept for inference.
 
-    None in training, under torch.compile, where the backend makes no panels, and for so many rows that making
-    them for the one call costs next to nothing.
+    None in training, under torch.compile, and where the backend keeps no panels for so many rows.
     """
-    if module.training or torch.compiler.is_compiling() or x.shape[:-1].numel() >= MANY_ROWS:
+    if module.training or torch.compiler.is_compiling():
         return None
     dtype = module.weight.dtype
     # Autocast leaves float64 alone.
     if dtype != torch.float64:
         dtype = checks.autocast_dtype(x) or dtype
-    make_panels = linear_panel_maker(x.device, dtype)
+    make_panels = linear_panel_maker(x.device, dtype, x.shape[:-1].numel())
     if make_panels is None:
         return None
 

@@ -70,7 +70,7 @@ FAULTS = (
     _fault("hooked layers are fused over", "            or not all(is_plain(m, own) for m in dense)\n", "", _LAYERS),
     _fault("norms' weights may change", "for m in (*dense, *norms) for d in", "for m in dense for d in", _LAYERS),
     _fault("fused where probabilities are asked for", "            or sequences.return_probs\n            or torch.compiler.is_compiling()\n            or checks", "            or torch.compiler.is_compiling()\n            or checks", _LAYERS),
-    _fault("kept although the rows are many", 'if kind.op == "linear" and x.shape[0] >= linear_layers.MANY_ROWS:', "if False:", _LAYERS),
+    _fault("kept although the rows are many", 'if not keeps_panels(kind.op, x.shape[0]):', "if False:", _LAYERS),
     _fault("all weights packed to one place", ".split(sizes))", ".split(sizes))\n        memory = iter([scratch[0][:n] for n in sizes])", _PYTHON),
     _fault("scratch too small", "scratch[place].numel() < size", "False", _PYTHON),
     _fault("scratch of another dtype", "scratch[place].dtype != like.dtype or ", "", _PYTHON),

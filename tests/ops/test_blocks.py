@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fastbert import BertModel, EncoderConfig, MPNetModel
+from fastbert.backends.cpu import sizes
 from fastbert.layers import fused
 from fastbert.layers import linear as linear_layers
 from fastbert.ops.dropout import keep_mask_2d
@@ -17,8 +18,8 @@ SMALL = dict(
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(fused, "BLOCK_ROWS", 40)
-    monkeypatch.setattr(linear_layers, "MANY_ROWS", 30)
+    monkeypatch.setattr(sizes, "BLOCK_ROWS", 40)
+    monkeypatch.setattr(sizes, "MANY_ROWS", 30)
     monkeypatch.setattr(
         fused, "launchers", lambda *_: None
     )  # fused layers: tests/layers/test_encoder_layer.py
@@ -92,12 +93,44 @@ def test_blocks_give_what_the_whole_gives(monkeypatch, rows, lengths):
     assert sum(blocks) == sum(lengths)
     assert min(blocks) >= 30
     rows.clear()
-    monkeypatch.setattr(fused, "BLOCK_ROWS", 10**9)
+    monkeypatch.setattr(sizes, "BLOCK_ROWS", 10**9)
     whole = net(ids, mask, output_hidden_states=True)
     assert rows == [sum(lengths)] * 2
     for a, b in zip(out.hidden_states, whole.hidden_states, strict=True):
         torch.testing.assert_close(a, b, atol=2e-6, rtol=0)
     torch.testing.assert_close(out.pooler_output, whole.pooler_output, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [(("aten",), {}), (("reference",), {}), ((), {"attention": "reference"}), ((), {"linear": "aten"})],
+    ids=str,
+)
+@torch.no_grad()
+def test_the_same_blocks_whichever_backend_serves(rows, pins):
+    """The device decides on blocks, so that no backend needs more memory than another on one CPU."""
+    ids, mask = batch([10] * 11)
+    net = model()
+    expected = net(ids, mask).last_hidden_state
+    assert rows == [60, 50] * 2
+    rows.clear()
+    names, per_op = pins
+    with dispatch.use_backend(*names, **per_op):
+        out = net(ids, mask).last_hidden_state
+    assert rows == [60, 50] * 2
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=0)
+
+
+@torch.no_grad()
+def test_blocks_are_found_once_per_call(monkeypatch, rows):
+    ids, mask = batch([10] * 11)
+    net, found = model(), []
+    find = fused.sequence_blocks
+    monkeypatch.setattr(fused, "sequence_blocks", lambda *args: found.append(args[2]) or find(*args))
+    for _ in range(2):
+        net(ids, mask)
+    assert found == [False] * 2
+    assert rows == [60, 50] * 4
 
 
 def test_a_gate_reaches_every_block(rows):
