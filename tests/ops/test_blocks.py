@@ -7,6 +7,7 @@ from fastbert import BertModel, EncoderConfig, MPNetModel
 from fastbert.backends.cpu import sizes
 from fastbert.layers import fused
 from fastbert.layers import linear as linear_layers
+from fastbert.layers.encoder import Sequences
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.runtime import dispatch, prepared
 
@@ -131,6 +132,30 @@ def test_blocks_are_found_once_per_call(monkeypatch, rows):
         net(ids, mask)
     assert found == [False] * 2
     assert rows == [60, 50] * 4
+
+
+@torch.no_grad()
+def test_layers_that_run_whole_and_op_by_op_have_blocks_of_their_own(monkeypatch):
+    monkeypatch.setattr(sizes, "FUSED_ROWS", 20)
+    layer = model().layers()[0]
+    x, ends = torch.randn(80, 32), torch.arange(0, 81, 10, dtype=torch.int32)
+    sequences = Sequences(ends, 10)
+    for fused_layer, expected in (
+        (True, [(0, 2), (2, 4), (4, 6), (6, 8)]),
+        (False, [(0, 4), (4, 8)]),
+        (True, [(0, 2), (2, 4), (4, 6), (6, 8)]),
+    ):
+        assert layer._blocks(x, sequences, fused_layer) == expected
+
+
+def test_sizes_of_a_cpu():
+    ends = torch.arange(0, 81, 10, dtype=torch.int32)
+    assert sizes.sequence_blocks(ends, 80, False) == [(0, 4), (4, 8)]
+    assert sizes.sequence_blocks(ends[:-1], 79, False) == [], "below two blocks"
+    assert sizes.sequence_blocks(ends, 90, False) == [], "rows behind the last sequence"
+    assert [sizes.keeps_panels("linear", rows) for rows in (0, 29, 30, 31)] == [True, True, False, False]
+    # 8-bit panels are kept for any number of rows
+    assert sizes.keeps_panels("linear_int8", 10**9)
 
 
 def test_a_gate_reaches_every_block(rows):
