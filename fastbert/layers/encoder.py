@@ -17,17 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fastbert.layers import fused, packing
+from fastbert.layers import packing
 from fastbert.layers.fused import FusedLayer
-from fastbert.layers.linear import apply_linear, dense_norm
+from fastbert.layers.linear import apply_joined, apply_linear, dense_norm
 from fastbert.layers.modules import attach, is_hooked, is_plain, part
-from fastbert.layers.quantized import QuantizedLinear, copy_of, int8_product
+from fastbert.layers.quantized import copy_of
 from fastbert.ops import checks
 from fastbert.ops.attention import attention
 from fastbert.ops.encoder_layer import close_team, open_team
 from fastbert.ops.first_attention import first_attention, pays
-from fastbert.ops.linear import linear
-from fastbert.runtime import prepared
 
 if TYPE_CHECKING:
     from fastbert.models.config import EncoderConfig
@@ -43,6 +41,7 @@ class Sequences:
         bias: additive attention bias, (batch or 1, nheads or 1, S or 1, S), or None.
         seed: int64 tensor of one element from which all dropout of the call is drawn, None in eval.
         return_probs: layers return their attention probabilities too.
+        blocks: what `ops.encoder_layer.sequence_blocks` says of this batch, by `fused`; asked once per call.
         scratch: memory in which a backend packs the weights of one layer after the other, and works.
     """
 
@@ -52,6 +51,7 @@ class Sequences:
     seed: Tensor | None = None
     return_probs: bool = False
     scratch: list[Tensor] = field(default_factory=list)
+    blocks: dict[bool, list[tuple[int, int]]] = field(default_factory=dict, init=False)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class LayerMath(FusedLayer):
         if first_only:
             return self._forward(hidden, sequences, gate, site, first_only)
 
-        blocks = self._blocks(hidden, sequences, fused.BLOCK_ROWS if found is None else fused.FUSED_ROWS)
+        blocks = self._blocks(hidden, sequences, found is not None)
         if not blocks and found is None:
             return self._forward(hidden, sequences, gate, site)
         if not blocks:
@@ -226,25 +226,10 @@ class LayerMath(FusedLayer):
         names = self.form.names
         modules = [self.linear_at(path) for path in (names.query, names.key, names.value)]
         shape = (x.shape[0], self.form.nheads, self.form.head_dim)
-        if all(is_plain(m, QuantizedLinear) for m in modules) and len({m.bias is None for m in modules}) == 1:
-            return int8_product(x, self, modules).reshape(x.shape[0], 3, *shape[1:]).unbind(1)
-        weights = [m.weight for m in modules] if all(is_plain(m, nn.Linear) for m in modules) else []
-        biases = [m.bias for m in modules] if weights else []
-        grad = torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights))
-        # On a CPU the three products run as fast apart, and need no copy of the three weights.
-        if not weights or any(b is None for b in biases) or not x.is_cuda:
+        joined = apply_joined(self, modules, x)
+        if joined is None:
             return tuple(apply_linear(m, x).reshape(shape) for m in modules)
-        if grad or torch.compiler.is_compiling():
-            weight, bias = torch.cat(weights), torch.cat(biases)
-        else:
-            dtype = checks.autocast_dtype(x) or weights[0].dtype
-            weight, bias = prepared.derived(
-                self,
-                ("qkv", dtype),
-                (*weights, *biases),
-                lambda: (torch.cat(weights).to(dtype), torch.cat(biases).to(dtype)),
-            )
-        return linear(x, weight, bias).reshape(x.shape[0], 3, *shape[1:]).unbind(1)
+        return joined.reshape(x.shape[0], 3, *shape[1:]).unbind(1)
 
 
 def together(layers: list[nn.Module], hidden: Tensor) -> contextlib.AbstractContextManager:

@@ -11,20 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fastbert.layers import linear as linear_layers
+from fastbert.layers.linear import INT8, LINEAR_KINDS, LinearKind
 from fastbert.layers.modules import is_hooked, is_plain, part
-from fastbert.layers.quantized import QuantizedLinear, int8_operands
+from fastbert.layers.quantized import QuantizedLinear
 from fastbert.ops import checks
-from fastbert.ops.encoder_layer import encoder_layer, launchers
+from fastbert.ops.encoder_layer import encoder_layer, launchers, sequence_blocks
 from fastbert.runtime import prepared
 
 if TYPE_CHECKING:
     from fastbert.layers.encoder import LayerForm, Sequences
-
-# Rows per block of a large batch, where each block makes its panels: see FusedLayer._blocks.
-BLOCK_ROWS = 2048
-# The same where the layer is fused, and its panels are made once for all blocks.
-FUSED_ROWS = 1024
 
 
 class FusedLayer:
@@ -96,38 +91,38 @@ class FusedLayer:
         )
         dense = [part(self, path) for path in paths]
         norms = [part(self, path) for path in (names.attention_norm, names.output_norm)]
-        kind = type(dense[0])
-        int8 = self.int8
-        op = "linear_int8" if int8 else {nn.Linear: "linear", QuantizedLinear: "linear_int8"}.get(kind)
+        own, int8 = type(dense[0]), self.int8
+        kind = INT8 if int8 else LINEAR_KINDS.get(own)
         if (
-            op is None
-            or not all(is_plain(m, kind) for m in dense)
+            kind is None
+            or not all(is_plain(m, own) for m in dense)
             or not all(is_plain(m, nn.LayerNorm) for m in norms)
         ):
             return None
-        found = launchers(x.device, x.dtype, op)
+        found = launchers(x.device, x.dtype, kind.op)
         if found is None:
             return None
-        make, launch = found
-        if op == "linear" and x.shape[0] >= linear_layers.MANY_ROWS:
-            weights = self._layer_weights(make, dense, norms, x, sequences.scratch)
+        make, launch, keeps_panels = found
+        if not keeps_panels(kind.op, x.shape[0]):
+            weights = self._layer_weights(kind, make, dense, norms, x, sequences.scratch)
         else:
             tables = [d for m in (*dense, *norms) for d in (m._parameters, m._buffers) if d]
             sources = tuple([t for d in tables for t in d.values() if t is not None])
 
             def build() -> object | None:
                 if not int8:
-                    return self._layer_weights(make, dense, norms, x)
+                    return self._layer_weights(kind, make, dense, norms, x)
                 # Temporary copies: only their panels are kept
                 named = zip(dense, paths, strict=True)
                 copies = [QuantizedLinear.from_linear(m, f"{self.label}.{path}") for m, path in named]
-                return self._layer_weights(make, copies, norms, x)
+                return self._layer_weights(kind, make, copies, norms, x)
 
-            weights = prepared.derived(self, ("layer", op, x.dtype, launch), sources, build)
+            weights = prepared.derived(self, ("layer", kind.op, x.dtype, launch), sources, build)
         return None if weights is None else (launch, weights)
 
     def _layer_weights(
         self,
+        kind: LinearKind,
         make: Callable,
         dense: list[nn.Module],
         norms: list[nn.Module],
@@ -144,54 +139,34 @@ class FusedLayer:
         vectors = [m.bias for m in dense] + [t for m in norms for t in (m.weight, m.bias)]
         if any(t is not None and (t.dtype != x.dtype or t.device != x.device) for t in vectors):
             return None
-        if type(dense[0]) is nn.Linear:
-            if any(m.weight.dtype != x.dtype or m.weight.device != x.device for m in dense):
-                return None
-            linears = [(m.weight, linear_layers.weight_panels(m, x), None, m.bias) for m in dense]
-        else:
-            qkv = dense[:3]
-            if len({m.bias is None for m in qkv}) > 1:
-                return None
-            linears = []
-            # The owner keeps what is derived. Copies that are dropped must not make the layer keep it.
-            whose = qkv[0] if self.int8 else self
-            for owner, modules in ((whose, qkv), *((m, [m]) for m in dense[3:])):
-                weight, scale, bias, panels = int8_operands(x.device, x.dtype, owner, modules)
-                linears.append((weight, panels, scale, bias))
-        return make(linears, [(m.weight, m.bias) for m in norms], scratch)
+        # The owner keeps what is derived. Copies that are dropped must not make the layer keep it.
+        linears = kind.layer_operands(x, dense[0] if self.int8 else self, dense)
+        return None if linears is None else make(linears, [(m.weight, m.bias) for m in norms], scratch)
 
-    def _blocks(self, x: Tensor, sequences: Sequences, least: int) -> list[tuple[int, int]]:
-        """(first, last) sequence of each block of at least `least` rows; empty where all rows go at once.
+    def _blocks(self, x: Tensor, sequences: Sequences, fused: bool) -> list[tuple[int, int]]:
+        """(first, last) sequence of each block of a large batch; empty where all rows go at once.
 
         The blocks run one after the other, so that q, k, v and the feed-forward rows of a large batch, which
-        are most of its memory, never exist as a whole. Only for inference on a CPU: a GPU is faster on all
-        rows together. Not where a hook watches: it would see one call per block.
+        are most of its memory, never exist as a whole. Only in inference, and not where a hook watches: it
+        would see one call per block.
+
+        Args:
+            fused: whether `_fused` has found a function for the layer, which it does in inference only.
         """
-        if (
-            x.shape[0] < 2 * least
-            or x.device.type != "cpu"
-            or sequences.bias is not None
+        known = sequences.blocks
+        if sequences.bias is not None or (fused in known and not known[fused]):
+            return []
+        if not fused and (
+            self.training
             or sequences.return_probs
-            or torch.compiler.is_compiling()
-            or self.training
-            or any(self.dropout_rates())
             or torch.is_grad_enabled()
-            or not self.may_skip_rows()
+            or torch.compiler.is_compiling()
+            or any(self.dropout_rates())
         ):
             return []
-        ends = sequences.cu_seqlens.tolist()
-        if ends[-1] != x.shape[0]:
-            return []
-        blocks, first = [], 0
-        size = -(-ends[-1] // (ends[-1] // least))
-        # The last block takes what would be too few rows for a block of their own.
-        for last in range(1, len(ends)):
-            if ends[last] - ends[first] >= size and ends[-1] - ends[last] >= min(
-                least, linear_layers.MANY_ROWS
-            ):
-                blocks.append((first, last))
-                first = last
-        return [*blocks, (first, len(ends) - 1)]
+        if fused not in known:
+            known[fused] = sequence_blocks(sequences.cu_seqlens, x, fused)
+        return known[fused] if known[fused] and self.may_skip_rows() else []
 
     def may_skip_rows(self) -> bool:
         """Whether `forward` may leave out rows that nobody asked for.

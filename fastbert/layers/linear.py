@@ -1,16 +1,20 @@
 """Linear layers and norms of modules, on our ops where the module is the plain one.
 
 A linear layer or norm that is no longer plain (LoRA, parametrized, hooked) is called instead, and the rest
-stays fused. A linear layer that `quantize` replaced counts as plain.
+stays fused. LINEAR_KINDS lists the plain linear layers: nn.Linear, and the 8-bit one that `quantize` puts in
+its place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
-from fastbert.layers.modules import is_plain
-from fastbert.layers.quantized import QuantizedLinear, int8_product
+from fastbert.layers.modules import is_hooked, is_plain
+from fastbert.layers.quantized import QuantizedLinear, int8_joins, int8_layer_operands, int8_product
 from fastbert.ops import checks
 from fastbert.ops.activation import activate_eager
 from fastbert.ops.dropout import keep_mask_2d
@@ -19,23 +23,19 @@ from fastbert.ops.linear import linear
 from fastbert.ops.linear import panel_maker as linear_panel_maker
 from fastbert.runtime import prepared
 
-# From so many rows on, panels of a weight are made for the call and not kept.
-MANY_ROWS = 1536
-
 
 def weight_panels(module: nn.Linear, x: Tensor) -> Tensor | None:
     """Panels of the module's weight for the serving backend, made at the first call and kept for inference.
 
-    None in training, under torch.compile, where the backend makes no panels, and for so many rows that making
-    them for the one call costs next to nothing.
+    None in training, under torch.compile, and where the backend keeps no panels for so many rows.
     """
-    if module.training or torch.compiler.is_compiling() or x.shape[:-1].numel() >= MANY_ROWS:
+    if module.training or torch.compiler.is_compiling():
         return None
     dtype = module.weight.dtype
     # Autocast leaves float64 alone.
     if dtype != torch.float64:
         dtype = checks.autocast_dtype(x) or dtype
-    make_panels = linear_panel_maker(x.device, dtype)
+    make_panels = linear_panel_maker(x.device, dtype, x.shape[:-1].numel())
     if make_panels is None:
         return None
 
@@ -46,13 +46,93 @@ def weight_panels(module: nn.Linear, x: Tensor) -> Tensor | None:
     return prepared.derived(module, ("panels", dtype), (module.weight,), build)
 
 
+def float_product(
+    x: Tensor,
+    owner: nn.Module,
+    modules: list[nn.Linear],
+    activation: str | None = None,
+    with_bias: bool = True,
+) -> Tensor:
+    """act(x @ [W1; W2; …].T + [b1; b2; …]) of nn.Linear layers, as one product; see `LinearKind`."""
+    if len(modules) == 1:
+        module = modules[0]
+        bias = module.bias if with_bias else None
+        return linear(x, module.weight, bias, activation, panels=weight_panels(module, x))
+    weights, biases = [m.weight for m in modules], [m.bias for m in modules]
+    grad = torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights))
+    if grad or torch.compiler.is_compiling():
+        weight, bias = torch.cat(weights), torch.cat(biases)
+    else:
+        dtype = checks.autocast_dtype(x) or weights[0].dtype
+        weight, bias = prepared.derived(
+            owner,
+            ("joined", dtype),
+            (*weights, *biases),
+            lambda: (torch.cat(weights).to(dtype), torch.cat(biases).to(dtype)),
+        )
+    return linear(x, weight, bias if with_bias else None, activation)
+
+
+def float_joins(x: Tensor, modules: list[nn.Linear]) -> bool:
+    """Whether one product of all the modules is faster than one each.
+
+    On a CPU it is not, and it would need a copy of the weights.
+    """
+    return x.is_cuda and all(m.bias is not None for m in modules)
+
+
+def float_layer_operands(x: Tensor, owner: nn.Module, modules: list[nn.Linear]) -> list[tuple] | None:
+    """See `LinearKind`. Each module owns its panels."""
+    if any(m.weight.dtype != x.dtype or m.weight.device != x.device for m in modules):
+        return None
+    return [(m.weight, weight_panels(m, x), None, m.bias) for m in modules]
+
+
+class LinearKind(NamedTuple):
+    """How the plain linear layers of one class are multiplied.
+
+    Attributes:
+        op: the op that multiplies them.
+        product: (x, owner, modules, activation, with_bias) -> act(x @ [W1; W2; …].T + [b1; b2; …]), of one
+            module or of several as one product. What is derived from several belongs to `owner`.
+        joins: (x, modules) -> whether `product` takes these several modules, and is faster than one by one.
+        layer_operands: (x, owner, modules) -> (weight, panels, scale, bias) for each product of an encoder
+            layer, as `ops.encoder_layer` describes them; the modules are query, key, value, attention output,
+            intermediate and output. None where they have no whole layer of `x`'s dtype.
+    """
+
+    op: str
+    product: Callable[..., Tensor]
+    joins: Callable[[Tensor, list], bool]
+    layer_operands: Callable[[Tensor, nn.Module, list], list[tuple] | None]
+
+
+FLOAT = LinearKind("linear", float_product, float_joins, float_layer_operands)
+INT8 = LinearKind("linear_int8", int8_product, int8_joins, int8_layer_operands)
+LINEAR_KINDS: dict[type, LinearKind] = {nn.Linear: FLOAT, QuantizedLinear: INT8}
+
+
+def kind_of(module: nn.Module) -> LinearKind | None:
+    """How a plain linear layer is multiplied; None where the module itself has to be called."""
+    return None if is_hooked(module) else LINEAR_KINDS.get(type(module))
+
+
 def apply_linear(module: nn.Module, x: Tensor, activation: str | None = None) -> Tensor:
-    """act(module(x)), fused where the module is a plain nn.Linear."""
-    if is_plain(module, nn.Linear):
-        return linear(x, module.weight, module.bias, activation, panels=weight_panels(module, x))
-    if is_plain(module, QuantizedLinear):
-        return int8_product(x, module, [module], activation)
-    return activate_eager(module(x), activation)
+    """act(module(x)), fused where the module is a plain linear layer."""
+    kind = kind_of(module)
+    if kind is None:
+        return activate_eager(module(x), activation)
+    return kind.product(x, module, [module], activation)
+
+
+def apply_joined(owner: nn.Module, modules: list[nn.Module], x: Tensor) -> Tensor | None:
+    """[m(x) for all modules] side by side, (rows, columns of all), as one product that `owner` keeps weights
+    for; None where the modules are better applied one by one.
+    """
+    kind, own = kind_of(modules[0]), type(modules[0])
+    if kind is None or not all(is_plain(m, own) for m in modules) or not kind.joins(x, modules):
+        return None
+    return kind.product(x, owner, modules)
 
 
 def apply_norm(module: nn.Module, x: Tensor) -> Tensor:
@@ -77,13 +157,11 @@ def dense_norm(
     The linear layer's bias, the dropout and the sum are computed in the norm's pass where the norm is the
     plain nn.LayerNorm and `fuse` is set.
     """
-    x_bias = None
-    if is_plain(dense, nn.Linear):
-        x, x_bias = linear(x, dense.weight, panels=weight_panels(dense, x)), dense.bias
-    elif is_plain(dense, QuantizedLinear):
-        x, x_bias = int8_product(x, dense, [dense], with_bias=False), dense.bias
+    kind = kind_of(dense)
+    if kind is None:
+        x, x_bias = dense(x), None
     else:
-        x = dense(x)
+        x, x_bias = kind.product(x, dense, [dense], with_bias=False), dense.bias
     if fuse and is_plain(norm, nn.LayerNorm):
         return layer_norm(
             x,

@@ -244,6 +244,34 @@ def int8_operands(
     return weight, scale, bias, panels
 
 
+def int8_joins(x: Tensor, modules: list[QuantizedLinear]) -> bool:
+    """Whether one product of all the modules is possible: then it is faster, as `x` is quantised once."""
+    return len({m.bias is None for m in modules}) == 1
+
+
+def int8_layer_operands(
+    x: Tensor, owner: nn.Module, modules: list[QuantizedLinear]
+) -> list[tuple[Tensor, Tensor | None, Tensor, Tensor | None]] | None:
+    """(weight, panels, scale, bias) of query, key and value as one product, and of the three that follow.
+
+    Args:
+        x: rows of the dtype and on the device that the layer runs in.
+        owner: the module that what is derived from query, key and value belongs to.
+        modules: query, key, value, attention output, intermediate, output.
+
+    Returns:
+        As above; None where query, key and value cannot be joined.
+    """
+    qkv, after = modules[:3], modules[3:]
+    if not int8_joins(x, qkv):
+        return None
+    operands = []
+    for whose, together in ((owner, qkv), *((m, [m]) for m in after)):
+        weight, scale, bias, panels = int8_operands(x.device, x.dtype, whose, together)
+        operands.append((weight, panels, scale, bias))
+    return operands
+
+
 def _joined(modules: list[QuantizedLinear], biased: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     if len(modules) == 1:
         return modules[0].weight, modules[0].scale, modules[0].bias if biased else None

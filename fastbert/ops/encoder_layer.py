@@ -8,7 +8,7 @@ table, but attention, linear (or linear_int8) and layer_norm fused.
 A fused layer gives bit for bit what those ops give one after another on the same backend. What it saves is
 the fixed cost of nine calls and the memory of their results, which counts where tokens are few.
 
-Backend functions, found by `launchers`:
+Backend functions, found by `launchers`, `open_team` and `sequence_blocks`:
 
     encoder_layer_weights(linears, norms, scratch) -> weights
         linears: (weight, panels, scale, bias) of query, key, value, attention output, intermediate and
@@ -19,6 +19,8 @@ Backend functions, found by `launchers`:
         next call with that list overwrites it. With scratch None the weights own the memory.
     open_team(), close_team(): the threads of the calling thread's ops stand by from the one to the other, so
         that each op between them starts and ends without calling them up.
+    keeps_panels(linear, rows): see `ops.linear`.
+    sequence_blocks(cu_seqlens, rows, fused) -> [(first, last sequence), …]: see `sequence_blocks` below.
     encoder_layer_fwd(x, weights, cu_seqlens, max_seqlen, nheads, inner, softmax_scale, bias, gate,
         activation, eps, out) -> y
         x, y: (total, hidden), last dimension contiguous; out: the memory for y, or None;
@@ -40,15 +42,32 @@ from fastbert.ops.activation import ACTIVATIONS
 from fastbert.ops.attention import check_bias, check_lengths
 from fastbert.runtime import dispatch
 
+_LAUNCHERS = ("encoder_layer_weights", "encoder_layer_fwd", "keeps_panels")
 
-def launchers(device: torch.device, dtype: torch.dtype, linear: str) -> tuple[Callable, Callable] | None:
-    """(encoder_layer_weights, encoder_layer_fwd) of the backend that serves attention, layer_norm and
-    `linear` ("linear" or "linear_int8"); None where several do, or the one has no fused layer.
+
+def launchers(
+    device: torch.device, dtype: torch.dtype, linear: str
+) -> tuple[Callable, Callable, Callable] | None:
+    """(encoder_layer_weights, encoder_layer_fwd, keeps_panels) of the backend that serves attention,
+    layer_norm and `linear` ("linear" or "linear_int8"); None where several do, or the one has no fused layer.
     """
-    ops = ("attention", "layer_norm", linear)
-    weights = dispatch.serving_function("encoder_layer_weights", ops, device, dtype)
-    forward = dispatch.serving_function("encoder_layer_fwd", ops, device, dtype)
-    return None if weights is None or forward is None else (weights, forward)
+    return dispatch.serving_functions(_LAUNCHERS, ("attention", "layer_norm", linear), device, dtype)
+
+
+def sequence_blocks(cu_seqlens: Tensor, x: Tensor, fused: bool) -> list[tuple[int, int]]:
+    """(first, last) sequence of each block in which a large batch should go through a layer in inference, one
+    block after the other; empty where all rows should go at once.
+
+    The device decides, whichever backend serves on it: a CPU needs less memory for blocks, a GPU is faster on
+    all rows together.
+
+    Args:
+        cu_seqlens: (batch + 1,) of the packed rows.
+        x: (total, hidden), the rows.
+        fused: whether each block runs as one `encoder_layer`, or op by op.
+    """
+    find = dispatch.device_function("sequence_blocks", "attention", x.device, x.dtype)
+    return [] if find is None else find(cu_seqlens, x.shape[0], fused)
 
 
 _close: Callable[[], None] | None = None  # of the backend whose `open_team` was called
@@ -65,10 +84,11 @@ def open_team(x: Tensor) -> None:
     global _close
     if x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return
-    ops = ("attention", "layer_norm")
-    launch = dispatch.serving_function("open_team", ops, x.device, x.dtype)
-    if launch is not None:
-        _close = dispatch.serving_function("close_team", ops, x.device, x.dtype)
+    team = dispatch.serving_functions(
+        ("open_team", "close_team"), ("attention", "layer_norm"), x.device, x.dtype
+    )
+    if team is not None:
+        launch, _close = team
         launch()
 
 

@@ -16,7 +16,12 @@ once; given `pre`, at least 99.9% of GELU's half-precision outputs are correctly
 backward, in the storage dtype, only where there is an activation.
 
 `panels` are a copy of the weight in the order in which the serving backend reads it. The weight's owner makes
-them with `panel_maker` and keeps them (runtime/prepared.py); other backends work from `weight`.
+them with `panel_maker` and keeps them (runtime/prepared.py); other backends work from `weight`. A backend
+with panels has two more functions:
+
+    linear_panels(weight) -> panels
+    keeps_panels(linear, rows) -> whether products of so many rows should read panels that were kept, and not
+        make panels of their own; linear: "linear" or "linear_int8"
 
 Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units"; Vaswani et al. 2017, sec. 3.3.
 """
@@ -187,9 +192,15 @@ linear_fwd.register_autograd(lambda ctx, dy, _: _backward(linear_bwd, ctx, dy), 
 # --- public functions ---------------------------------------------------------------------------------------
 
 
-def panel_maker(device: torch.device, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-    """The function that makes panels of a weight for the backend that serves such `x`, or None."""
-    return dispatch.serving_function("linear_panels", ("linear",), device, dtype)
+def panel_maker(device: torch.device, dtype: torch.dtype, rows: int = 0) -> Callable[[Tensor], Tensor] | None:
+    """The function that makes panels of a weight for the backend that serves such `x`; None where it has no
+    panels, or keeps none for so many rows.
+    """
+    found = dispatch.serving_functions(("linear_panels", "keeps_panels"), ("linear",), device, dtype)
+    if found is None:
+        return None
+    make_panels, keeps_panels = found
+    return make_panels if keeps_panels("linear", rows) else None
 
 
 def linear(

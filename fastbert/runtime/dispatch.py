@@ -95,8 +95,8 @@ class BackendError(RuntimeError):
 
 # Op -> pinned backend, "*" for all ops. Process-wide, because autograd runs backward in threads of its own.
 _pins: dict[str, str] = {}
-# What was chosen for a call, by `call` and by `serving_function`.
-_resolved: dict[tuple, Callable | None] = {}
+# What was chosen: by `call`, `serving_function`, `serving_functions` and `device_function`.
+_resolved: dict[tuple, Callable | tuple[Callable, ...] | None] = {}
 _UNKNOWN = object()
 # The base class of torch.Tensor: torch.Tensor's own isinstance takes ten times as long.
 _TensorBase = torch._C.TensorBase
@@ -225,10 +225,54 @@ def serving_function(
     found = _resolved.get(key, _UNKNOWN)
     if found is _UNKNOWN:
         changes = _changes
-        chosen = [_serving(f"{op}_fwd", device, dtype) for op in ops]
-        names = {name for name, _ in chosen}
-        found = getattr(backend_module(names.pop()), function, None) if len(names) == 1 else None
-        _keep(key, found, changes, all(lasting for _, lasting in chosen))
+        backend, lasting = _one_serving(ops, device, dtype)
+        found = getattr(backend, function, None)
+        _keep(key, found, changes, lasting)
+    return found
+
+
+def serving_functions(
+    functions: tuple[str, ...], ops: tuple[str, ...], device: torch.device, dtype: torch.dtype
+) -> tuple[Callable, ...] | None:
+    """Several functions of the one backend that now serves the forward of all `ops`, found by one look-up.
+
+    Args:
+        functions: names in the backend's namespace.
+        ops, device, dtype: as in `serving_function`.
+
+    Returns:
+        The functions; None where several backends serve the ops, or the one backend lacks a function.
+    """
+    key = (functions, ops, device, dtype)
+    found = _resolved.get(key, _UNKNOWN)
+    if found is _UNKNOWN:
+        changes = _changes
+        backend, lasting = _one_serving(ops, device, dtype)
+        both = tuple(getattr(backend, function, None) for function in functions)
+        found = None if None in both else both
+        _keep(key, found, changes, lasting)
+    return found
+
+
+def device_function(function: str, op: str, device: torch.device, dtype: torch.dtype) -> Callable | None:
+    """`function` of the first backend ranked for `op` that has it, whichever backend is pinned or serves.
+
+    For what belongs to the device, such as how many rows it takes best at a time.
+
+    Args:
+        function: name in the backend's namespace, such as "sequence_blocks".
+        op, device, dtype: of the ranking.
+
+    Returns:
+        The function; None where no backend of the ranking has it.
+    """
+    key = (function, op, device.type, dtype)
+    found = _resolved.get(key, _UNKNOWN)
+    if found is _UNKNOWN:
+        changes = _changes
+        backends = map(backend_module, ranking(f"{op}_fwd", device.type, dtype))
+        found = next((getattr(b, function) for b in backends if hasattr(b, function)), None)
+        _keep(key, found, changes, True)
     return found
 
 
@@ -266,7 +310,17 @@ def _serving(function: str, device: torch.device, dtype: torch.dtype) -> tuple[s
     return pinned, True
 
 
-def _keep(key: tuple, found: Callable | None, changes: int, lasting: bool) -> None:
+def _one_serving(
+    ops: tuple[str, ...], device: torch.device, dtype: torch.dtype
+) -> tuple[ModuleType | None, bool]:
+    """(the one backend that serves the forward of all `ops` or None, whether that choice will last)."""
+    chosen = [_serving(f"{op}_fwd", device, dtype) for op in ops]
+    names = {name for name, _ in chosen}
+    backend = backend_module(names.pop()) if len(names) == 1 else None
+    return backend, all(lasting for _, lasting in chosen)
+
+
+def _keep(key: tuple, found: Callable | tuple[Callable, ...] | None, changes: int, lasting: bool) -> None:
     """Keep a choice that will last, unless the pins have changed since `changes` or a self-check runs."""
     with _lock:
         if lasting and _trials == 0 and changes == _changes:

@@ -18,7 +18,7 @@ from torch import nn
 import fastbert
 from fastbert.acceleration import layer as accelerated
 from fastbert.backends import cpu
-from fastbert.layers import linear as linear_layers
+from fastbert.backends.cpu import sizes
 from fastbert.layers.modules import part
 from fastbert.layers.quantized import copy_of
 from fastbert.models.config import EncoderConfig
@@ -107,7 +107,7 @@ def test_large_batches(sequences):
     slow = stock("bert")
     inputs = first_kept("bert", batch_size=sequences)
     inputs["attention_mask"][:] = 1
-    assert sequences * 40 >= linear_layers.MANY_ROWS
+    assert sequences * 40 >= sizes.MANY_ROWS
     fast = fastbert.accelerate(copy.deepcopy(slow), dtype="int8")
     assert torch.equal(last(fast, inputs), last(native(slow), inputs))
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fastbert.backends.cpu import linear as launcher
+from fastbert.backends.cpu import sizes
 from fastbert.layers import linear as layers
 from fastbert.models.auto import AutoModel
 from fastbert.models.config import EncoderConfig
@@ -39,8 +40,8 @@ def made(monkeypatch):
     """(shape, dtype) of every weight that is packed to be kept, in order."""
     seen, real = [], layers.linear_panel_maker
 
-    def panel_maker(device, dtype):
-        pack = real(device, dtype)
+    def panel_maker(*key):
+        pack = real(*key)
         if pack is None:
             return None
         return lambda weight: seen.append((tuple(weight.shape), weight.dtype)) or pack(weight)
@@ -166,7 +167,7 @@ def test_not_under_torch_compile(module, made):
 
 
 def test_not_for_many_rows(module, made):
-    many = layers.MANY_ROWS
+    many = sizes.MANY_ROWS
     with torch.no_grad():
         for shape in ((many, 24), (2, many // 2, 24), (many + 1, 24), (1, many, 24)):
             layers.apply_linear(module, randn(*shape))

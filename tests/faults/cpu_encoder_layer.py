@@ -10,6 +10,7 @@ _CPP = "csrc/cpu/encoder_layer.cpp"
 _BINDING = "csrc/bindings/encoder_layer.cpp"
 _PYTHON = "fastbert/backends/cpu/encoder_layer.py"
 _LAYERS = "fastbert/layers/fused.py"
+_QUANTIZED = "fastbert/layers/quantized.py"
 
 
 def _fault(name: str, old: str, new: str, file: str = _CPP) -> Fault:
@@ -66,14 +67,14 @@ FAULTS = (
     _fault("rows of x side by side, in Python", "x.stride(0),\n        *eps", "x.shape[1],\n        *eps", _PYTHON),
     _fault("fused under autocast", "            or checks.autocast_dtype(x) is not None\n        ):\n            return None\n        names", "        ):\n            return None\n        names", _LAYERS),
     _fault("hooked norms are fused over", "            or not all(is_plain(m, nn.LayerNorm) for m in norms)\n", "", _LAYERS),
-    _fault("hooked layers are fused over", "            or not all(is_plain(m, kind) for m in dense)\n", "", _LAYERS),
+    _fault("hooked layers are fused over", "            or not all(is_plain(m, own) for m in dense)\n", "", _LAYERS),
     _fault("norms' weights may change", "for m in (*dense, *norms) for d in", "for m in dense for d in", _LAYERS),
     _fault("fused where probabilities are asked for", "            or sequences.return_probs\n            or torch.compiler.is_compiling()\n            or checks", "            or torch.compiler.is_compiling()\n            or checks", _LAYERS),
-    _fault("kept although the rows are many", 'if op == "linear" and x.shape[0] >= linear_layers.MANY_ROWS:', "if False:", _LAYERS),
+    _fault("kept although the rows are many", 'if not keeps_panels(kind.op, x.shape[0]):', "if False:", _LAYERS),
     _fault("all weights packed to one place", ".split(sizes))", ".split(sizes))\n        memory = iter([scratch[0][:n] for n in sizes])", _PYTHON),
     _fault("scratch too small", "scratch[place].numel() < size", "False", _PYTHON),
     _fault("scratch of another dtype", "scratch[place].dtype != like.dtype or ", "", _PYTHON),
-    _fault("joined although one bias is missing", "if len({m.bias is None for m in qkv}) > 1:", "if False:", _LAYERS),
+    _fault("joined although one bias is missing", "if not int8_joins(x, qkv):", "if False:", _QUANTIZED),
     _fault("parameters of other dtypes", "t.dtype != x.dtype or t.device", "t.device", _LAYERS),
 )  # fmt: skip
 

@@ -10,6 +10,7 @@ from tests.support.mutation import Fault, Suite
 _PYTHON = "fastbert/backends/cpu/linear.py"
 _INT8 = "fastbert/backends/cpu/linear_int8.py"
 _LAYERS = "fastbert/layers/linear.py"
+_SIZES = "fastbert/backends/cpu/sizes.py"
 
 
 def _fault(name: str, old: str, new: str, file: str) -> Fault:
@@ -30,9 +31,9 @@ FAULTS = (
     _fault("panels not used", "    if panels is None:\n        if x.shape[0]", "    if True:\n        if x.shape[0]", _PYTHON),
     _fault("one tensor for both empty gradients", "        dy.new_empty(0) if dx is None else dx,\n        dy.new_empty(0) if dweight is None else dweight,", "        *((lambda e: (e if dx is None else dx, e if dweight is None else dweight))(dy.new_empty(0))),", _PYTHON),
     _fault("panels in training", "if module.training or torch.compiler", "if torch.compiler", _LAYERS),
-    _fault("panels under torch.compile", "torch.compiler.is_compiling() or x.shape[:-1]", "x.shape[:-1]", _LAYERS),
-    _fault("panels for one row more", "x.shape[:-1].numel() >= MANY_ROWS:", "x.shape[:-1].numel() > MANY_ROWS:", _LAYERS),
-    _fault("rows of one sequence counted", "x.shape[:-1].numel() >= MANY_ROWS:", "x.shape[-2] >= MANY_ROWS:", _LAYERS),
+    _fault("panels under torch.compile", "if module.training or torch.compiler.is_compiling():", "if module.training:", _LAYERS),
+    _fault("panels for one row more", "rows < MANY_ROWS", "rows <= MANY_ROWS", _SIZES),
+    _fault("rows of one sequence counted", "dtype, x.shape[:-1].numel())", "dtype, x.shape[-2])", _LAYERS),
     _fault("the same panels for every dtype", '("panels", dtype), (module.weight,)', '"panels", (module.weight,)', _LAYERS),
     _fault("changes of the weight not seen", '("panels", dtype), (module.weight,)', '("panels", dtype), ()', _LAYERS),
     _fault("panels in half for float64 under autocast", "if dtype != torch.float64:", "if True:", _LAYERS),

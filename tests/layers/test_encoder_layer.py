@@ -12,9 +12,9 @@ from torch import nn
 
 from fastbert.backends import cpu
 from fastbert.backends.cpu import encoder_layer as cpu_encoder_layer
+from fastbert.backends.cpu import sizes as cpu_sizes
 from fastbert.layers import encoder as layers
 from fastbert.layers import fused
-from fastbert.layers import linear as linear_layers
 from fastbert.models.auto import AutoModel
 from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
@@ -43,15 +43,15 @@ def fused_calls():
     seen, found = [], fused.launchers
 
     def watched(*key):
-        if (both := found(*key)) is None:
+        if (all_of_them := found(*key)) is None:
             return None
-        make, launch = both
+        make, launch, keeps_panels = all_of_them
 
         def call(x, *args):
             seen.append(x.shape[0])
             return launch(x, *args)
 
-        return make, call
+        return make, call, keeps_panels
 
     fused.launchers = watched
     try:
@@ -232,7 +232,7 @@ def test_freed_with_the_model():
 
 
 def test_one_scratch_serves_layers_of_any_size_and_dtype(monkeypatch):
-    monkeypatch.setattr(linear_layers, "MANY_ROWS", 1)
+    monkeypatch.setattr(cpu_sizes, "MANY_ROWS", 1)
     monkeypatch.setattr(cpu_encoder_layer, "_RETURNED", 0)  # no memory to spare
     ends, scratch, sizes = torch.tensor([0, 40], dtype=torch.int32), [], []
     with torch.no_grad():
@@ -251,7 +251,7 @@ def test_one_scratch_serves_layers_of_any_size_and_dtype(monkeypatch):
 
 
 def test_too_little_memory_to_work_in_is_refused(monkeypatch):
-    monkeypatch.setattr(linear_layers, "MANY_ROWS", 1)
+    monkeypatch.setattr(cpu_sizes, "MANY_ROWS", 1)
     monkeypatch.setattr(cpu_encoder_layer, "_RETURNED", 0)
     ends = torch.tensor([0, 40], dtype=torch.int32)
     x, layer = torch.randn(40, 48), of("bert").layers()[0]
@@ -347,7 +347,7 @@ def test_for_many_rows_nothing_is_kept_and_blocks_share_what_is_packed(monkeypat
     layer, made = model.layers()[0], []
     make = cpu.encoder_layer_weights
     monkeypatch.setattr(cpu, "encoder_layer_weights", lambda *args: made.append(1) or make(*args))
-    monkeypatch.setattr(fused, "FUSED_ROWS", 700)
+    monkeypatch.setattr(cpu_sizes, "FUSED_ROWS", 700)
     dispatch._resolved.clear()
     for rows, calls in (
         (0, []),
@@ -365,7 +365,7 @@ def test_for_many_rows_nothing_is_kept_and_blocks_share_what_is_packed(monkeypat
             with fused_calls() as seen:
                 out = layer(x, sequences)[0]
             if rows and not int8:
-                assert bool(prepared.remembered(layer)) == (rows < linear_layers.MANY_ROWS)
+                assert bool(prepared.remembered(layer)) == (rows < cpu_sizes.MANY_ROWS)
             with op_by_op():
                 assert torch.equal(layer(x, sequences)[0], out)
         assert seen == calls
@@ -387,7 +387,7 @@ def test_eager_autocast_and_compiled_agree():
 
 def test_bad_input_is_named():
     layer = of("bert").layers()[0]
-    _make, launch = launchers(torch.device("cpu"), FLOAT, "linear")
+    _make, launch, _keeps = launchers(torch.device("cpu"), FLOAT, "linear")
     with torch.no_grad():
         x, ends = torch.randn(6, 48), torch.tensor([0, 2, 6], dtype=torch.int32)
         _, weights = layer._fused(x, layers.Sequences(ends, 4))

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from fastbert import BertModel, EncoderConfig, MPNetModel
+from fastbert.backends.cpu import sizes
 from fastbert.layers import fused
 from fastbert.layers import linear as linear_layers
+from fastbert.layers.encoder import Sequences
 from fastbert.ops.dropout import keep_mask_2d
 from fastbert.runtime import dispatch, prepared
 
@@ -17,8 +19,8 @@ SMALL = dict(
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(fused, "BLOCK_ROWS", 40)
-    monkeypatch.setattr(linear_layers, "MANY_ROWS", 30)
+    monkeypatch.setattr(sizes, "BLOCK_ROWS", 40)
+    monkeypatch.setattr(sizes, "MANY_ROWS", 30)
     monkeypatch.setattr(
         fused, "launchers", lambda *_: None
     )  # fused layers: tests/layers/test_encoder_layer.py
@@ -92,12 +94,68 @@ def test_blocks_give_what_the_whole_gives(monkeypatch, rows, lengths):
     assert sum(blocks) == sum(lengths)
     assert min(blocks) >= 30
     rows.clear()
-    monkeypatch.setattr(fused, "BLOCK_ROWS", 10**9)
+    monkeypatch.setattr(sizes, "BLOCK_ROWS", 10**9)
     whole = net(ids, mask, output_hidden_states=True)
     assert rows == [sum(lengths)] * 2
     for a, b in zip(out.hidden_states, whole.hidden_states, strict=True):
         torch.testing.assert_close(a, b, atol=2e-6, rtol=0)
     torch.testing.assert_close(out.pooler_output, whole.pooler_output, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [(("aten",), {}), (("reference",), {}), ((), {"attention": "reference"}), ((), {"linear": "aten"})],
+    ids=str,
+)
+@torch.no_grad()
+def test_the_same_blocks_whichever_backend_serves(rows, pins):
+    """The device decides on blocks, so that no backend needs more memory than another on one CPU."""
+    ids, mask = batch([10] * 11)
+    net = model()
+    expected = net(ids, mask).last_hidden_state
+    assert rows == [60, 50] * 2
+    rows.clear()
+    names, per_op = pins
+    with dispatch.use_backend(*names, **per_op):
+        out = net(ids, mask).last_hidden_state
+    assert rows == [60, 50] * 2
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=0)
+
+
+@torch.no_grad()
+def test_blocks_are_found_once_per_call(monkeypatch, rows):
+    ids, mask = batch([10] * 11)
+    net, found = model(), []
+    find = fused.sequence_blocks
+    monkeypatch.setattr(fused, "sequence_blocks", lambda *args: found.append(args[2]) or find(*args))
+    for _ in range(2):
+        net(ids, mask)
+    assert found == [False] * 2
+    assert rows == [60, 50] * 4
+
+
+@torch.no_grad()
+def test_layers_that_run_whole_and_op_by_op_have_blocks_of_their_own(monkeypatch):
+    monkeypatch.setattr(sizes, "FUSED_ROWS", 20)
+    layer = model().layers()[0]
+    x, ends = torch.randn(80, 32), torch.arange(0, 81, 10, dtype=torch.int32)
+    sequences = Sequences(ends, 10)
+    for fused_layer, expected in (
+        (True, [(0, 2), (2, 4), (4, 6), (6, 8)]),
+        (False, [(0, 4), (4, 8)]),
+        (True, [(0, 2), (2, 4), (4, 6), (6, 8)]),
+    ):
+        assert layer._blocks(x, sequences, fused_layer) == expected
+
+
+def test_sizes_of_a_cpu():
+    ends = torch.arange(0, 81, 10, dtype=torch.int32)
+    assert sizes.sequence_blocks(ends, 80, False) == [(0, 4), (4, 8)]
+    assert sizes.sequence_blocks(ends[:-1], 79, False) == [], "below two blocks"
+    assert sizes.sequence_blocks(ends, 90, False) == [], "rows behind the last sequence"
+    assert [sizes.keeps_panels("linear", rows) for rows in (0, 29, 30, 31)] == [True, True, False, False]
+    # 8-bit panels are kept for any number of rows
+    assert sizes.keeps_panels("linear_int8", 10**9)
 
 
 def test_a_gate_reaches_every_block(rows):

@@ -667,7 +667,7 @@ def layer_call(**kwargs):
 
 
 def layer_operands():
-    make, launch = encoder_layer_op.launchers(torch.device("cpu"), torch.float32, "linear")
+    make, launch, _keeps = encoder_layer_op.launchers(torch.device("cpu"), torch.float32, "linear")
     hidden, inner = HEADS * DIM, 7
     shapes = [(hidden, hidden)] * 4 + [(inner, hidden), (hidden, inner)]
     linears = [(w := floats(*s), None, None, floats(s[0])) for s in shapes]
@@ -912,7 +912,7 @@ def test_packed_weights_and_layers_of_negative_views(int8):
     weight = torch.randint(-9, 9, (3, 40)).to(torch.int8) if int8 else torch.randn(3, 40)
     pack = (linear_int8_op if int8 else linear_op).panel_maker(torch.device("cpu"), torch.float32)
     assert torch.equal(pack(negated(weight)), pack(weight))
-    make, _ = encoder_layer_op.launchers(torch.device("cpu"), torch.float32, "linear")
+    make, _, _ = encoder_layer_op.launchers(torch.device("cpu"), torch.float32, "linear")
     operands = layer_operands()
     hidden, inner = HEADS * DIM, 7
     shapes = [(hidden, hidden)] * 4 + [(inner, hidden), (hidden, inner)]

@@ -622,6 +622,38 @@ def test_what_was_chosen_before_a_pin_is_not_kept_after_it(monkeypatch):
     assert dispatch._resolved == {}
 
 
+def test_several_functions_are_those_of_the_one_backend_that_serves():
+    key = (torch.device("cpu"), torch.float32)
+    names, ops = ("layer_norm_fwd", "linear_fwd"), ("layer_norm", "linear")
+    with dispatch.use_backend("aten"):
+        assert dispatch.serving_functions(names, ops, *key) == (aten.layer_norm_fwd, aten.linear_fwd)
+        assert dispatch.serving_functions(("linear_fwd", "no_such"), ops, *key) is None
+    with dispatch.use_backend("aten", linear="reference"):
+        assert dispatch.serving_functions(names, ops, *key) is None
+        assert dispatch.serving_functions(names, ops[:1], *key) == (aten.layer_norm_fwd, aten.linear_fwd)
+    with dispatch.use_backend("reference"):
+        assert dispatch.serving_functions(names, ops, *key) == (
+            reference.layer_norm_fwd,
+            reference.linear_fwd,
+        )
+
+
+def test_a_devices_function_is_the_first_ranked_backends_whoever_serves(monkeypatch):
+    def of(function, device="cpu"):
+        return dispatch.device_function(function, "attention", torch.device(device), torch.float32)
+
+    assert of("sequence_blocks") is cpu.sequence_blocks
+    with dispatch.use_backend("aten"):
+        assert of("sequence_blocks") is cpu.sequence_blocks
+    assert of("no_such") is None
+    assert of("sequence_blocks", "cuda") is None
+    monkeypatch.setattr(reference, "own", len, raising=False)
+    assert of("own") is len
+    dispatch._resolved.clear()
+    monkeypatch.setattr(aten, "own", max, raising=False)
+    assert of("own") is max
+
+
 def test_in_a_graph_capture_only_verdicts_that_are_known_count(monkeypatch):
     served = []
     fake_backend(monkeypatch, layer_norm_fwd=lambda *args: served.append(1) or aten.layer_norm_fwd(*args))

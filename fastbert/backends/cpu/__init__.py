@@ -33,6 +33,7 @@ from fastbert.backends.cpu.linear_cross_entropy import (
 )
 from fastbert.backends.cpu.linear_int8 import linear_int8_fwd, linear_int8_panels
 from fastbert.backends.cpu.packing import packing_bwd, packing_fwd
+from fastbert.backends.cpu.sizes import keeps_panels, sequence_blocks
 from fastbert.runtime import native as _native
 
 DTYPES = {
@@ -58,6 +59,7 @@ __all__ = [
     "embedding_fwd",
     "encoder_layer_fwd",
     "encoder_layer_weights",
+    "keeps_panels",
     "layer_norm_bwd",
     "layer_norm_fwd",
     "linear_bwd",
@@ -70,6 +72,7 @@ __all__ = [
     "open_team",
     "packing_bwd",
     "packing_fwd",
+    "sequence_blocks",
 ]
 
 

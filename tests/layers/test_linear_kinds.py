@@ -1,0 +1,85 @@
+"""nn.Linear and the 8-bit linear layer answer the same calls: fastbert/layers/linear.py, LINEAR_KINDS."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fastbert.layers import linear as layers
+from fastbert.layers.quantized import QuantizedLinear
+from fastbert.runtime import prepared
+
+KINDS = {"float": layers.FLOAT, "int8": layers.INT8}
+
+
+def three(kind: str, bias: bool = True) -> list[nn.Module]:
+    torch.manual_seed(0)
+    modules = [nn.Linear(24, 16, bias).eval().requires_grad_(False) for _ in range(3)]
+    return modules if kind == "float" else [QuantizedLinear.from_linear(m) for m in modules]
+
+
+def rows(count: int = 7) -> torch.Tensor:
+    return torch.randn(count, 24, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plain_layer_has_the_kind_of_its_class_and_others_have_none(kind):
+    module = three(kind)[0]
+    assert layers.kind_of(module) is KINDS[kind]
+    handle = module.register_forward_hook(lambda *_: None)
+    assert layers.kind_of(module) is None
+    handle.remove()
+    assert layers.kind_of(module) is KINDS[kind]
+
+    class Own(type(module)):
+        pass
+
+    module.__class__ = Own
+    assert layers.kind_of(module) is None
+    assert layers.kind_of(nn.Identity()) is None
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_several_as_one_product_give_what_each_gives(kind, with_bias, activation):
+    modules, x, owner = three(kind), rows(), nn.Identity()
+    bare = copy.deepcopy(modules)
+    if not with_bias:
+        for module in bare:
+            module.bias = None
+    y = KINDS[kind].product(x, owner, modules, activation, with_bias)
+    expected = [layers.apply_linear(m, x, activation) for m in bare]
+    torch.testing.assert_close(y, torch.cat(expected, 1), atol=1e-6, rtol=1e-6)
+    assert prepared.remembered(owner), "joined weights are kept for the next call"
+
+
+def test_the_joined_weights_of_floating_point_layers_get_their_gradients():
+    modules, x, owner = three("float"), rows(), nn.Identity()
+    for module in modules:
+        module.requires_grad_(True)
+    layers.FLOAT.product(x, owner, modules).square().sum().backward()
+    for module in modules:
+        weight, bias = module.weight.detach().requires_grad_(), module.bias.detach().requires_grad_()
+        nn.functional.linear(x, weight, bias).square().sum().backward()
+        torch.testing.assert_close(module.weight.grad, weight.grad)
+        torch.testing.assert_close(module.bias.grad, bias.grad)
+    assert not prepared.remembered(owner)
+
+
+@torch.no_grad()
+def test_joined_only_where_that_is_possible_and_pays():
+    x, owner = rows(), nn.Identity()
+    for kind, pays in (("float", False), ("int8", True)):
+        modules = three(kind)
+        assert (layers.apply_joined(owner, modules, x) is not None) == pays, "on a CPU"
+        modules[1].bias = None
+        assert layers.apply_joined(owner, modules, x) is None, "one without a bias"
+    modules = three("int8")
+    assert layers.apply_joined(owner, [*modules[:2], three("float")[2]], x) is None, "of two kinds"
+    modules[2].register_forward_hook(lambda *_: None)
+    assert layers.apply_joined(owner, modules, x) is None, "one is hooked"
