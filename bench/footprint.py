@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from bench import training, workloads  # noqa: E402
 from bench.probe_steps import reason_of  # noqa: E402
-from fastbert.models.heads import masked_lm  # noqa: E402
+from fastbert.models.heads import masked_lm, pretraining  # noqa: E402
 from fastbert.ops.linear_cross_entropy import CHUNK_BYTES  # noqa: E402
 
 CANDIDATES = ("fastbert", "transformers")
@@ -138,12 +138,13 @@ def _as_on_a_gpu(labelled: int) -> Iterator[None]:
     """
     is_compiling, check_classes = torch.compiler.is_compiling, masked_lm.check_classes
     torch.compiler.is_compiling = lambda: True
-    masked_lm.check_classes = lambda *_: labelled
+    masked_lm.check_classes = pretraining.check_classes = lambda *_: labelled
     FakeTensor.is_cuda = True
     try:
         yield
     finally:
-        torch.compiler.is_compiling, masked_lm.check_classes = is_compiling, check_classes
+        torch.compiler.is_compiling = is_compiling
+        masked_lm.check_classes = pretraining.check_classes = check_classes
         del FakeTensor.is_cuda
 
 

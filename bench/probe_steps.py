@@ -171,9 +171,11 @@ def step_matrix(bench: Bench) -> None:
             "torch-fp32": floats(torch.float32),
             "onednn_packed-fp32": packed(torch.float32),
             "torch-bf16": floats(torch.bfloat16),
-            "onednn_packed-bf16": packed(torch.bfloat16),
             "int_mm-int8": int8,
         }
+        # oneDNN has bf16 products where the processor has AVX-512.
+        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            makers["onednn_packed-bf16"] = packed(torch.bfloat16)
     with torch.inference_mode():
         try:
             for name, make in makers.items():  # one after the other: they share the power limit

@@ -213,7 +213,9 @@ def test_bias_that_leaves_one_key_picks_its_value(backend, dtype):
         dq, dk, dv = grads_of(out, (q, k, v))
     assert torch.equal(out, v[picked])
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(out.dtype)
-    assert torch.equal(dv[picked], dout)
+    # Triton's backward computes the scores anew, in other tiles: float32 sums may come out otherwise.
+    near = 1e-6 if (backend, dtype) == ("triton", "fp32") else 0.0
+    torch.testing.assert_close(dv[picked], dout, rtol=near, atol=0.0)
     assert max(dq.abs().max(), dk.abs().max()) <= 64 * torch.finfo(q.dtype).eps  # dP - delta cancels
 
 

@@ -94,7 +94,7 @@ def test_cases_by_pointers(case, monkeypatch):
 @pytest.mark.parametrize(("in_features", "out_features"), [(8, 64), (64, 72), (65, 40), (40, 31), (33, 129)])
 def test_edges_of_tiles(rows, in_features, out_features):
     dtype = DTYPES[(rows + in_features) % 3]
-    check(LinearCase(rows, in_features, out_features, ACTIVATIONS[rows % 4], residual=True), dtype)
+    check(LinearCase(rows, in_features, out_features, list(ACTIVATIONS)[rows % 4], residual=True), dtype)
 
 
 # More row tiles than a group is high, and not a multiple of it; more tiles than programs.
