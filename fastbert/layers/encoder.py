@@ -51,7 +51,7 @@ class Sequences:
     seed: Tensor | None = None
     return_probs: bool = False
     scratch: list[Tensor] = field(default_factory=list)
-    blocks: dict[bool, list[tuple[int, int]]] = field(default_factory=dict, init=False)
+    blocks: dict[bool, list[tuple[int, int]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class LayerMath(FusedLayer):
         for first, last in blocks:
             ends = sequences.cu_seqlens[first : last + 1]
             rows = slice(int(ends[0]), int(ends[-1]))
-            some = replace(sequences, cu_seqlens=ends - ends[0])
+            some = replace(sequences, cu_seqlens=ends - ends[0], blocks={})
             if found is None:
                 out[rows] = self._forward(hidden[rows], some, gate, site)[0]
             else:
