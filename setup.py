@@ -31,9 +31,16 @@ ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 
 CXX_FLAGS = [
-    "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden",
-    "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra",
-]  # fmt: skip
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fvisibility-inlines-hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-Wall",
+    "-Wextra",
+]
 # GCC 12 finds its own AVX-512 header uninitialised (its bug 105593), hence the last flag.
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
@@ -41,20 +48,21 @@ ISAS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]
 CUDA_ARCHS = ["80", "90a", "100a", "120"]
 PTX_ARCH = "80"  # the oldest: every later device can compile it
 NVCC_FLAGS = [
-    "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall", "-Xptxas", "--warn-on-spills",
-    "--threads", "4",
-]  # fmt: skip
+    *("-std=c++17", "-O3", "--threads", "4"),
+    *("-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall"),
+    *("-Xptxas", "--warn-on-spills"),
+]
 
 
 def isas_of(source: Path) -> list[str]:
-    """The instruction sets for which a source under csrc/cpu is compiled; none where baseline flags do."""
+    """The instruction sets for which a source under csrc/cpu is compiled; none if it has baseline flags."""
     if source.stem.endswith("_bf16_simd"):
         return ["avx512_bf16"]
     return ["avx2", "avx512"] if source.stem.endswith("_simd") else []
 
 
 def find_nvcc() -> str | None:
-    """Path of nvcc, or None where CUDA is not to be built. Raises where FASTBERT_CUDA=1 and there is none."""
+    """Path of nvcc, or None if CUDA is not to be built. Raises if FASTBERT_CUDA=1 and there is none."""
     wanted = os.environ.get("FASTBERT_CUDA", "")
     if wanted not in ("", "0", "1"):
         raise SetupError(f"FASTBERT_CUDA: expected 0, 1 or nothing, got {wanted!r}")
@@ -86,15 +94,14 @@ def find_ninja() -> str:
 
 
 def cuda_archs(nvcc: str) -> list[str]:
-    """The architectures to build for: those asked for, or of ours those that this nvcc knows."""
+    """The architectures to build for: those asked for, or those of CUDA_ARCHS that this nvcc knows."""
     listing = subprocess.run(
         [nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True
     ).stdout.split()
     known = [code.removeprefix("sm_") for code in listing]
     asked = os.environ.get("FASTBERT_CUDA_ARCHS", "").replace(",", " ").replace(";", " ").split()
-    unknown = [
-        arch for arch in asked or CUDA_ARCHS if arch.rstrip("af") not in known
-    ]  # nvcc lists 90, not 90a
+    # nvcc lists 90, not 90a
+    unknown = [arch for arch in asked or CUDA_ARCHS if arch.rstrip("af") not in known]
     if asked and unknown:
         raise SetupError(
             f"FASTBERT_CUDA_ARCHS: {nvcc} knows {', '.join(known)}, and not {', '.join(unknown)}"
@@ -105,7 +112,7 @@ def cuda_archs(nvcc: str) -> list[str]:
 
 
 class Ninja:
-    """A build.ninja being written: one rule per kind of object, dependencies read back from the compiler."""
+    """Writes and runs a build.ninja: one rule per kind of object; the compiler reports the dependencies."""
 
     def __init__(self, folder: Path):
         self.folder, self.lines, self.objects = folder, ["ninja_required_version = 1.5"], []
@@ -123,7 +130,7 @@ class Ninja:
         self.rule(name, command, "-MD -MF $out.d -c $in -o $out", True)
 
     def compile(self, rule: str, source: Path, suffix: str = "") -> None:
-        # The suffix of the source stays in the object's name: cpu/x.cpp and cuda/x.cu never meet.
+        # The suffix of the source stays in the object's name: x.cpp and x.cu have different objects.
         out = self.folder / "obj" / source.relative_to(CSRC).parent / f"{source.name}{suffix}.o"
         self.objects.append(out)
         self.lines.append(f"build {self.path(out)}: {rule} {self.path(source)}")
@@ -188,7 +195,7 @@ class BuildExtension(build_ext):
 
         out = Path(self.get_ext_fullpath(ext.name)).resolve()
         out.parent.mkdir(parents=True, exist_ok=True)
-        # cudart, linked in, is not exported: another copy in the process must not meet ours.
+        # cudart is linked in and not exported, so that another copy in the process does not use ours.
         libraries = ["-Wl,--exclude-libs,ALL", *link_extra]
         if nvcc:
             command = [nvcc, "-shared", "-cudart", "static", "--no-device-link", *host]
@@ -200,10 +207,10 @@ class BuildExtension(build_ext):
 
 
 class Editable(editable_wheel):
-    """Puts `.editable` on the path, a folder that holds nothing but a link to fastbert/.
+    """Puts `.editable` on the path, a folder with nothing but a link to fastbert/.
 
-    Type checkers read path files, but not the finder that setuptools installs otherwise. The root itself must
-    not be on the path: `import kernels`, `bench` and `tests` would find its folders.
+    Type checkers read path files, but not the finder that setuptools would install. The root itself must not
+    be on the path: `import kernels`, `bench` and `tests` would find its folders.
     """
 
     def finalize_options(self) -> None:

@@ -1,8 +1,8 @@
 """Attention alone, as a training step asks for it: forward and backward with dropout 0.1 over one batch.
 
-Ours as it serves, ours with the other answer to whether forward saves dropout's bits for backward
-(`fastbert.ops.dropout.SAVED_ON`, which this decides), and PyTorch's scaled_dot_product_attention on the
-padded batch with its mask.
+Three candidates: ours as it serves; ours with the other choice of whether forward saves dropout's bits for
+backward (this benchmark decides `fastbert.ops.dropout.SAVED_ON`); PyTorch's scaled_dot_product_attention on
+the padded batch with its mask.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from fastbert.ops import attention as op
 DROPOUT = 0.1
 CANDIDATES = ("fastbert", "fastbert_other_bits", "torch_sdpa")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SECONDS = 1.5  # of measuring each candidate: they are close
-GOAL_TFLOPS = 250.0  # of base on `full` in bf16, on an H200
+# of measuring each candidate; so long, because the candidates are close
+SECONDS = 1.5
+# goal for base on `full` in bf16, on an H200
+GOAL_TFLOPS = 250.0
 
 
 def flops(lengths: tuple[int, ...], size: Model) -> float:
@@ -34,7 +36,7 @@ def flops(lengths: tuple[int, ...], size: Model) -> float:
 
 
 def saved_by_default(device: torch.device, dtype: torch.dtype) -> bool:
-    """What `fastbert.ops.dropout` says."""
+    """Whether forward saves the bits here by default, by `fastbert.ops.dropout`."""
     return dtype in op.SAVED_ON.get(device.type, ())
 
 
@@ -94,12 +96,18 @@ def rows(
     for name, timing in timed.items():
         seconds = timing.median_ms * 1e-3
         row = {
-            "step": "attention", "name": f"attention-{name}-{tag}-{size.name}-{workload}", "status": "ok",
-            "model": size.name, "workload": workload, "head": "dropout", "candidate": f"{name}-{tag}",
+            "step": "attention",
+            "name": f"attention-{name}-{tag}-{size.name}-{workload}",
+            "status": "ok",
+            "model": size.name,
+            "workload": workload,
+            "head": "dropout",
+            "candidate": f"{name}-{tag}",
             "saves_bits": name != "torch_sdpa" and by_default == (name == "fastbert"),
-            "tflops": work / seconds * 1e-12, "of_floor": roofs.seconds(work, 0.0, tag) / seconds,
+            "tflops": work / seconds * 1e-12,
+            "of_floor": roofs.seconds(work, 0.0, tag) / seconds,
             **{key: value for key, value in asdict(timing).items() if value is not None},
-        }  # fmt: skip
+        }
         if (size.name, workload, tag, place.type) == ("base", "full", "bf16", "cuda"):
             row["goal_tflops"] = GOAL_TFLOPS
         yield row

@@ -9,9 +9,9 @@
 All candidates of a step have the same weights, inputs and number of threads and are timed turn by turn. Rows
 go to bench/results/<machine>/bench_accelerate.json as they are measured, the ratios at the end.
 
-The sentences are those of examples/sentences.txt, then sentences from the docstrings of Python's own library;
-the paragraphs are those of the docstrings. Of mixed length, and the same ones under the same version of
-Python (rows say which by their SHA-256).
+The sentences are those of examples/sentences.txt, then sentences from the docstrings of Python's own
+library; the paragraphs are those of the docstrings. Their lengths are mixed. Under one version of Python
+they are always the same texts, and each row has their SHA-256.
 """
 
 from __future__ import annotations
@@ -45,8 +45,14 @@ from bench.probe_steps import reason_of  # noqa: E402
 from bench.timing import interleave  # noqa: E402
 
 STEPS = ("encoder", "encode", "guard")
-CANDIDATES = ("transformers-fp32", "accelerated-fp32", "fastbert-fp32",
-              "transformers-bf16", "accelerated-bf16", "fastbert-bf16")  # fmt: skip
+CANDIDATES = (
+    "transformers-fp32",
+    "accelerated-fp32",
+    "fastbert-fp32",
+    "transformers-bf16",
+    "accelerated-bf16",
+    "fastbert-bf16",
+)
 ENCODERS = ("sentence_transformers-fp32", "accelerated-fp32", "fastbert-fp32")
 PACKAGES = ("transformers", "sentence-transformers")
 PAIRS = (
@@ -72,7 +78,7 @@ def line(row: dict) -> str:
 
 
 def ratios(rows: Iterable[dict]) -> list[dict]:
-    """How many times the speed of another candidate the accelerated model has, from rows of one run."""
+    """The accelerated model's speed over that of other candidates, from rows of one run."""
     ok = {(r["step"], r.get("workload"), r.get("candidate")): r for r in rows if r["status"] == "ok"}
     found = []
     for step, workload in dict.fromkeys(key[:2] for key in ok if key[0] in ("encoder", "encode")):
@@ -89,7 +95,7 @@ def sentences(wanted: int) -> list[str]:
     """`wanted` real sentences of mixed length: examples/sentences.txt, then Python's docstrings.
 
     Raises:
-        ValueError: there are not so many.
+        ValueError: there are fewer.
     """
     texts = (ROOT / "examples" / "sentences.txt").read_text().splitlines()
     own = list(dict.fromkeys(text.strip() for text in texts if text.strip()))[:wanted]
@@ -100,14 +106,15 @@ def sentences(wanted: int) -> list[str]:
     others = [s for s in found if s not in set(own)]
     if missing > len(others):
         raise ValueError(f"sentences: expected at most {len(own) + len(others)}, got {wanted}")
-    return own + [others[i * len(others) // missing] for i in range(missing)]  # from all of the library
+    # evenly from all of the library
+    return own + [others[i * len(others) // missing] for i in range(missing)]
 
 
 def paragraphs(wanted: int) -> list[str]:
     """`wanted` paragraphs of prose from Python's docstrings, evenly from all of the library.
 
     Raises:
-        ValueError: there are not so many.
+        ValueError: there are fewer.
     """
     cut = (" ".join(part.split()) for text in docstrings() for part in re.split(r"\n\s*\n", text))
     found = list(dict.fromkeys(p for p in cut if ">>>" not in p and len(p.split()) >= 4 and p[-1:] in ".!?"))
@@ -132,7 +139,7 @@ def docstrings() -> Iterator[str]:
 
 
 def split(text: str) -> list[str]:
-    """The sentences in a docstring's paragraphs: a capital, some words, a full stop; no code."""
+    """The sentences in a docstring's paragraphs: a capital letter, some words, a full stop; no code."""
     found = []
     for paragraph in re.split(r"\n\s*\n", text):
         if ">>>" in paragraph:
@@ -146,7 +153,7 @@ def split(text: str) -> list[str]:
 
 
 def accelerated(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a transformers model, every part of it accelerated or an error."""
+    """An accelerated copy of a transformers model. Raises where a part of it cannot run fused."""
     return fastbert.accelerate(copy.deepcopy(module), strict=True)
 
 
@@ -171,7 +178,7 @@ class Benchmark:
         self.args, self.report = args, report
 
     def run(self) -> None:
-        """All steps asked for; one that fails costs the others nothing."""
+        """Run all steps asked for. If one fails, the others still run."""
         for step in self.args.steps:
             print(f"# {step}", flush=True)
             start, status, reason = time.monotonic(), "ok", None
@@ -242,9 +249,14 @@ class Benchmark:
         }
         vectors = {name: torch.as_tensor(call()) for name, call in calls.items()}  # also warms up
         timed = interleave(
-            calls, "cpu", seconds=0.0, samples=(args.samples, args.samples), warmup=0, inner=1,
+            calls,
+            "cpu",
+            seconds=0.0,
+            samples=(args.samples, args.samples),
+            warmup=0,
+            inner=1,
             pause=encoder.PAUSE_SECONDS,
-        )  # fmt: skip
+        )
         tokens = sum(min(len(ids), stock.max_seq_length) for ids in stock.tokenizer(texts)["input_ids"])
         digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
         for name, timing in timed.items():
@@ -267,7 +279,7 @@ class Benchmark:
             }
 
     def guard(self) -> Iterator[dict]:
-        """The checks before a call, in microseconds a layer: `layer` is what a layer asks in the padded
+        """The checks before a call, in microseconds per layer: `layer` is what a layer checks in the padded
         layout, `model` what the model asks before it takes out padding, of all its layers together.
         """
         from fastbert.acceleration import layer as layers
@@ -325,7 +337,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure what the arguments name; every row is printed and recorded at once. 1 where one is an error."""
+    """Measure what the arguments name; print and record each row at once. Returns 1 if a row is an error."""
     args = parse(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(args.threads)

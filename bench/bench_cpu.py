@@ -13,8 +13,8 @@ Ours and every peer that is installed (`pip install .[bench]`): transformers (sd
 Runtime, OpenVINO. All have the same weights, inputs and number of threads and are timed turn by turn: medians
 of real tokens per second, padding does not count. A peer that is missing or fails is a row with the reason.
 
-The whole takes more than an hour on two cores. First the run says how long it will take; `--budget` (20
-minutes if not given, 0: no end) leaves out what interests least, and says what. Rows go to
+A whole run takes more than an hour on two cores. It first says how long it will take. `--budget` (20 minutes
+by default, 0: no limit) leaves out the least important units, and the run names them. Rows go to
 bench/results/<machine>/bench_cpu.json as they are measured; at the end a chart per model is drawn beside it.
 """
 
@@ -46,7 +46,8 @@ STEPS = ("encoder", "training", "training_memory", "memory", "kernels")
 WORKLOADS = ("1x128", "1x512", "8x128", "ragged16", "ragged64")
 TRAINED, TRAINED_MEMORY = ("8x128", "ragged16"), ("8x128",)
 MEMORY = ("memory", "training_memory")
-KERNELS = ("8x128", "ragged16", "1x512", "1x128")  # the first ones matter most
+# the most important workloads come first
+KERNELS = ("8x128", "ragged16", "1x512", "1x128")
 BUDGET_SECONDS = 1200.0
 COLUMNS = ("workload", "candidate", "ms", "tokens/s", "gflops", "of floor", "cosine", "spread", "n")
 LINE = "{:9} {:19} {:>10} {:>9} {:>7} {:>9} {:>8} {:>7} {:>3}"
@@ -73,10 +74,16 @@ def line(row: dict) -> str:
         return row_line(row)
     cosine = row.get("cosine", row.get("grad_cosine"))
     columns = [
-        row["workload"], row["candidate"], f"{row['median_ms']:,.1f}", f"{row['tokens_per_s']:,.0f}",
-        f"{row['gflops']:,.0f}", f"{row['of_floor']:.0%}" if "of_floor" in row else "",
-        "" if cosine is None else f"{cosine:.5f}", f"{row['spread']:.1%}", row["n"],
-    ]  # fmt: skip
+        row["workload"],
+        row["candidate"],
+        f"{row['median_ms']:,.1f}",
+        f"{row['tokens_per_s']:,.0f}",
+        f"{row['gflops']:,.0f}",
+        f"{row['of_floor']:.0%}" if "of_floor" in row else "",
+        "" if cosine is None else f"{cosine:.5f}",
+        f"{row['spread']:.1%}",
+        row["n"],
+    ]
     text = LINE.format(*columns)
     if row["step"] == "training":
         text += " forward {:,.0f} backward {:,.0f} step {:,.0f} ms".format(*(row[p] for p in training.PARTS))
@@ -84,7 +91,7 @@ def line(row: dict) -> str:
 
 
 def ratios(rows: Iterable[dict]) -> list[dict]:
-    """How many times a peer's speed ours has, and our share of transformers' memory, from rows of one run."""
+    """Our speed over each peer's, and our share of transformers' memory, from rows of one run."""
     ok = {
         (r["step"], r.get("model"), r.get("workload"), r.get("head"), r.get("candidate")): r
         for r in rows
@@ -172,7 +179,7 @@ class Benchmark:
         self.report.row({**row, "status": "skipped", "error": reason, **facts})
 
     def run(self) -> None:
-        """All chosen units, step by step; a step that fails costs the others nothing."""
+        """Run all chosen units, step by step. If a step fails, the others still run."""
         groups: dict[tuple[str, str, str, str], list[plan.Unit]] = {}
         for unit in self.units:
             if unit.chosen:  # the forward of a model is one group: its engines are built once
@@ -214,7 +221,7 @@ class Benchmark:
                 torch._dynamo.reset()  # every shape is compiled for itself, and kept until here
 
     def training(self, units: list[plan.Unit]) -> Iterator[dict]:
-        """The training step on one workload, a dtype after the other."""
+        """The training step on one workload, one dtype after the other."""
         model = MODELS[units[0].model]
         for tag in ("fp32", "bf16"):
             chosen = [unit for unit in units if unit.who.endswith(tag)]

@@ -5,8 +5,8 @@
 `full` (32 x 512), `squad` (96 SQuAD lengths), `latency` (one sequence of 128, one of 384 tokens) for
 BERT-base and -large in bf16. Engines: ours, ours by CUDA graphs, and transformers' model after
 `fastbert.accelerate`; transformers eager, sdpa, sdpa by cuDNN and flash-attention 2; torch's
-nn.TransformerEncoder (its fused inference path); transformers under torch.compile(mode="max-autotune"). One
-that is not installed or fails is a row with the reason.
+nn.TransformerEncoder (its fused inference path); transformers under torch.compile(mode="max-autotune"). An
+engine that is not installed or fails is a row with the reason.
 
 All have the same weights and inputs. Before anything is timed their vectors are compared (`cosine`). A sample
 is one call, the device idle at both ends: what a caller waits. Samples go turn by turn through several
@@ -42,7 +42,7 @@ from bench.probe_steps import reason_of  # noqa: E402
 WORKLOADS = ("full", "squad", "latency")
 COMPILED = "torch_compile-bf16"
 BESIDE_COMPILED = ("fastbert-bf16", "fastbert_graphs-bf16", "transformers_sdpa-bf16", COMPILED)
-# seconds that a group of engines needs on one batch; without them it is left out
+# seconds that a group of engines needs on one batch; with less of the budget left, the group is left out
 PLAIN_SECONDS, COMPILE_SECONDS = {"base": 6.0, "large": 12.0}, {"base": 60.0, "large": 100.0}
 COLUMNS = ("model", "workload", "candidate", "ms", "tokens/s", "tflops", "of floor", "cosine", "spread", "n")
 LINE = "{:5} {:11} {:27} {:>9} {:>11} {:>7} {:>8} {:>8} {:>7} {:>3}"
@@ -55,10 +55,17 @@ def line(row: dict) -> str:
     if row["status"] != "ok" or row["step"] != "encoder":
         return row_line(row)
     return LINE.format(
-        row["model"], row["workload"], row["candidate"], f"{row['median_ms']:,.3f}",
-        f"{row['tokens_per_s']:,.0f}", f"{row['gflops'] / 1e3:,.1f}", f"{row['of_floor']:.0%}",
-        f"{row['cosine']:.5f}", f"{row['spread']:.1%}", row["n"],
-    )  # fmt: skip
+        row["model"],
+        row["workload"],
+        row["candidate"],
+        f"{row['median_ms']:,.3f}",
+        f"{row['tokens_per_s']:,.0f}",
+        f"{row['gflops'] / 1e3:,.1f}",
+        f"{row['of_floor']:.0%}",
+        f"{row['cosine']:.5f}",
+        f"{row['spread']:.1%}",
+        row["n"],
+    )
 
 
 def ratios(rows: Iterable[dict]) -> list[dict]:
@@ -95,7 +102,7 @@ class Group:
 
 
 def groups(models: Iterable[str], names: Iterable[str], engines: tuple[str, ...]) -> list[Group]:
-    """What is timed together, what matters most first: everything but torch.compile, then torch.compile."""
+    """What is timed together, the most important first: everything but torch.compile, then torch.compile."""
     batches = [batch for name in names for batch in workloads.expand(name)]
     plain = tuple(name for name in engines if name != COMPILED)
     found = [
@@ -134,7 +141,8 @@ class Benchmark:
                 continue
             try:
                 yield from self.group(group)
-            except Exception as error:  # the batch itself does not fit, say
+            # for example, the batch itself does not fit
+            except Exception as error:
                 yield from self.failed(group, "error", reason_of(error))
             torch._dynamo.reset()
             gc.collect()

@@ -1,5 +1,4 @@
-"""One line per op, case, pass, dtype and backend: µs, GFLOP/s or GB/s, share of this machine's roof, and how
-many times the speed of the plain PyTorch call.
+"""One line per op, case, pass, dtype and backend: µs, GFLOP/s, GB/s, share of the roof, × PyTorch's speed.
 
     python bench/bench_kernels.py [--op OP] [--workload 8x128] [--device cuda] [--pass backward] [--json FILE]
 
@@ -8,9 +7,10 @@ The shapes are BERT-base's for a workload of bench/workloads.py (`8x128` on a CP
 call: F.linear and F.gelu, F.layer_norm, SDPA on the padded batch with its mask, …; for `linear_int8` the same
 F.linear on the weights in floating point. Medians.
 
-`of_roof` is the time the machine's roofs allow (`roofs.py`: arithmetic peak of the dtype, memory bandwidth;
-whichever is longer) over the time taken; tensors that stay in a cache can pass 1. `*` marks the backend that
-serves by default. Backward is the backward alone, the gradients of every input.
+`of_roof` is the least time that the machine's roofs allow (`roofs.py`: arithmetic peak of the dtype, or
+memory bandwidth, whichever takes longer) over the time taken; with tensors that stay in a cache it can
+exceed 1. `*` marks the backend that serves by default. Backward is the backward alone, the gradients of
+every input.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def line(row: dict) -> str:
 
 
 def torch_inputs(case: testing.Case, inputs: dict) -> dict:
-    """Inputs of the plain PyTorch call: the case's own, but attention's padded, int8's in floating point."""
+    """Inputs of the plain PyTorch call: the case's own; for attention padded, for int8 in floating point."""
     if case.op == "linear_int8":
         x, weight, scale = inputs["x"], inputs["weight"], inputs["scale"]
         return {"x": x, "weight": (weight * scale[:, None]).to(x.dtype), "bias": inputs["bias"]}
@@ -71,12 +71,9 @@ def torch_inputs(case: testing.Case, inputs: dict) -> dict:
     sequences = inputs["qkv"].split(list(case.lengths))
     lengths = torch.tensor(case.lengths, device=inputs["qkv"].device)
     mask = torch.arange(max(case.lengths), device=lengths.device) < lengths[:, None]
-    return {
-        "qkv": torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True),
-        "mask": None
-        if mask.all()
-        else mask[:, None, None, :],  # (batch, 1, 1, seqlen), as transformers gives it
-    }
+    qkv = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    # (batch, 1, 1, seqlen), as transformers gives it
+    return {"qkv": qkv, "mask": None if mask.all() else mask[:, None, None, :]}
 
 
 def torch_call(case: testing.Case) -> Callable:
@@ -146,11 +143,12 @@ def work(case: testing.Case, dtype: torch.dtype, inputs: dict, backward: bool) -
         return flops, 2 * case.rows * case.classes * element
     if case.op == "linear_cross_entropy":  # x, weight; dx, dweight
         return flops, 2 * (case.rows + case.classes) * case.in_features * element
-    return flops, case.bytes(dtype)  # padding: the other way round
+    # packing and pooling move in backward what they moved in forward, the other way
+    return flops, case.bytes(dtype)
 
 
 def timed_backends(op: str, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Backends worth timing: not the reference, which is there to be right, nor Triton's interpreter."""
+    """Backends whose speed matters: not the reference, and not Triton's interpreter."""
     left_out = {"reference", "triton"} if device.type == "cpu" else {"reference"}
     return [
         name
@@ -187,7 +185,7 @@ def bench_case(
             "serves": served_by == name,
         }
         try:
-            # a pin is process-wide: one backend a run, beside PyTorch
+            # a pin holds for the whole process, so each run has one backend, beside PyTorch
             with dispatch.use_backend(**{case.op: name}):
                 calls = [case.call if backward else our_call(case, inputs) for inputs in sets]
                 ours = [one_call(c, case, inputs, backward) for c, inputs in zip(calls, sets, strict=True)]
@@ -218,8 +216,10 @@ def bench_workload(
     passes: tuple[str, ...] = PASSES,
     left: Callable[[], float] = lambda: math.inf,
 ) -> Iterator[dict]:
-    """Rows of every op, case, dtype and pass that BERT-base asks for on one workload; `left`: seconds of the
-    budget, without which the rest is a row each that says so.
+    """Rows of every op, case, dtype and pass that BERT-base uses on one workload.
+
+    `left` returns the seconds that are left of the budget. Once it is spent, each further case is a row that
+    says so.
     """
     for op in ops:
         for dtype in dtypes:
@@ -236,12 +236,12 @@ def bench_workload(
 
 
 def seconds_left(begin: float, budget: float) -> float:
-    """Of a budget that began at `begin` on time.monotonic()."""
+    """Seconds left of a budget that began at `begin` on time.monotonic()."""
     return budget - (time.monotonic() - begin)
 
 
 def main() -> int:
-    """Time what the arguments name; print and record a row at a time."""
+    """Time what the arguments name; print and record each row at once."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,8 +1,8 @@
 """What one busy neighbour costs each engine on a CPU: `python bench/bench_load.py`.
 
-Every engine lives in a process of its own and is called turn by turn, first with the machine quiet, then with
-one process beside it that never rests. `loss` is the time with the neighbour over the time without. The
-neighbour is stopped, not ended, while the machine is to be quiet; whoever is not called sleeps.
+Every engine has its own process. The engines are called turn by turn, first on the quiet machine, then
+beside one process that never rests. `loss` is the time with the neighbour over the time without. While the
+machine is to be quiet, the neighbour is stopped, not ended; engines that are not called sleep.
 
 `--other DIR` also measures another checkout of this project, built in place, as `other-…`: before and after
 a change in one run. Rows go to bench/results/<machine>/bench_load.json.
@@ -87,7 +87,8 @@ def serve(candidate: str, model_name: str, onnx: str, threads: int) -> None:
             start = time.perf_counter()
             forward(given)
             times.append((time.perf_counter() - start) * 1e3)
-        # the first call brings weights back into the caches that the others have used meanwhile
+        # the first call loads the weights into the caches again, which the other engines have used in the
+        # meantime
         print(json.dumps({"ms": statistics.fmean(times[1:])}), file=answers, flush=True)
 
 
@@ -107,8 +108,12 @@ class Engine:
         command += [str(onnx), "--threads", str(threads), "--root", str(root)]
         self.name = name
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-        )  # fmt: skip
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
         self._answer()
 
     def _answer(self) -> dict:
@@ -118,7 +123,7 @@ class Engine:
         return json.loads(text)
 
     def sample(self, workload: str, calls: int) -> float:
-        """Mean milliseconds of a call, over so many."""
+        """Mean milliseconds of a call, over `calls` calls."""
         self.process.stdin.write(json.dumps({"workload": workload, "calls": calls}) + "\n")
         return self._answer()["ms"]
 
@@ -162,7 +167,7 @@ def line(row: dict) -> str:
 
 
 def verdicts(rows: Iterable[dict]) -> list[dict]:
-    """Ours beside the best peer of the same precision: whose loss is smaller, whose busy time."""
+    """Ours beside the best peer of the same precision: the losses, and the ratio of the busy times."""
     ok = {(r["model"], r["workload"], r["candidate"]): r for r in rows if r["status"] == "ok"}
     found = []
     for (model, workload, name), row in ok.items():
@@ -192,7 +197,7 @@ def verdicts(rows: Iterable[dict]) -> list[dict]:
 
 
 def measure(model: str, args: argparse.Namespace, report: Report, neighbour: Neighbour, folder: Path) -> None:
-    """All candidates on all cases of one model; rows as they come."""
+    """Measure all candidates on all cases of one model, and record each row at once."""
     onnx = folder / model / "model.onnx"
     onnx.parent.mkdir()
     names = list(args.candidates)
@@ -286,7 +291,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure what the arguments name; every row is printed and recorded at once. 1 where one is an error."""
+    """Measure what the arguments name; print and record each row at once. Returns 1 if a row is an error."""
     args = parse(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if args.serve:

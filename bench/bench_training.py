@@ -16,9 +16,9 @@ a CPU base on `8x128` and `ragged16`, large on `8x128`.
 All candidates of a group have the same weights, batch and optimizer and are timed turn by turn, each sample
 one step, the device idle at both ends; medians. `grad_cosine` compares gradients before anything counts.
 `of_floor` is the time that the real tokens' operations, forward and backward, take at this machine's measured
-rate for the dtype, over the time of the step. One that is missing or fails is a row with the reason.
+rate for the dtype, over the time of the step. A candidate that is missing or fails is a row with the reason.
 
-What matters most comes first; `--budget` leaves out the rest and says so. torch.compile comes last.
+The most important groups come first; `--budget` leaves out the rest and says so. torch.compile comes last.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ BATCHES = {
 DTYPES = {"cuda": ("bf16",), "cpu": ("bf16", "fp32")}
 COMPILED = "torch_compile"
 PLAIN = tuple(name for name in training.CANDIDATES if name != COMPILED)
-# on an H200, in bf16, a step of pretraining; a ratio to transformers, where its name is there
+# goals on an H200 for a step of pretraining in bf16: milliseconds, and ratios to the peer that is named
 GOAL_MS = {("base", "full"): 22.0, ("large", "train"): 110.0}
 GOALS = {(COMPILED, "median_ms"): 1.5, ("transformers", "peak_mib"): footprint.GOAL}
-# seconds that a candidate takes on a GPU, where kernels compile and processes start; a CPU's are planned
+# seconds that a candidate takes on a GPU, where kernels compile and processes start; for a CPU see plan.py
 GPU_SECONDS = {"training": 7.0, "training_memory": 20.0, "attention": 3.0, "footprint": 5.0, COMPILED: 90.0}
 FOOTPRINT = {"base": "full", "large": "train", "tiny": "1x128"}
 COLUMNS = ("model", "workload", "head", "candidate", "ms", "forward", "backward", "step")
@@ -78,16 +78,23 @@ def line(row: dict) -> str:
         return row_line(row)
     cosine = row["grad_cosine"]
     text = LINE.format(
-        row["model"], row["workload"], row["head"], row["candidate"], f"{row['median_ms']:,.2f}",
-        *(f"{row[part]:,.2f}" for part in training.PARTS), f"{row['gflops'] / 1e3:,.2f}",
-        f"{row['of_floor']:.0%}", "" if cosine is None else f"{cosine:.5f}", f"{row['spread']:.1%}",
-    )  # fmt: skip
+        row["model"],
+        row["workload"],
+        row["head"],
+        row["candidate"],
+        f"{row['median_ms']:,.2f}",
+        *(f"{row[part]:,.2f}" for part in training.PARTS),
+        f"{row['gflops'] / 1e3:,.2f}",
+        f"{row['of_floor']:.0%}",
+        "" if cosine is None else f"{cosine:.5f}",
+        f"{row['spread']:.1%}",
+    )
     goal = row.get("goal_ms")
     return text if goal is None else f"{text}   goal: {goal:g} ms"
 
 
 def ratios(rows: Iterable[dict]) -> list[dict]:
-    """Ours beside each peer: how many times its speed, which share of its memory; with the goal, if any."""
+    """Our speed over each peer's, or our share of its memory; with the goal, if there is one."""
     keys = {"training": ("median_ms",), "training_memory": ("peak_mib", "above_mib")}
     keys |= {"footprint": ("peak_mib", "saved_mib"), "attention": ("median_ms",)}
     groups: dict[tuple, dict[str, dict]] = {}
@@ -147,7 +154,7 @@ class Group:
 
 
 def groups(args: argparse.Namespace, roof: roofs.Roofs) -> list[Group]:
-    """What is measured together, what matters most first."""
+    """What is measured together, the most important first."""
     found: list[tuple[int, Group]] = []
     plain = tuple(name for name in args.candidates if name in PLAIN)
     for model in args.models:
@@ -171,7 +178,8 @@ def groups(args: argparse.Namespace, roof: roofs.Roofs) -> list[Group]:
             seconds = GPU_SECONDS["footprint"] * len(plain)
             where = FOOTPRINT.get(model, footprint.WORKLOAD)
             found.append((3 * i + 2, Group("footprint", model, where, head, "bf16", plain, seconds)))
-    return [group for _, group in sorted(found, key=lambda item: item[0])]  # of one priority: as made
+    # groups of one priority keep their order
+    return [group for _, group in sorted(found, key=lambda item: item[0])]
 
 
 def estimate(
@@ -220,7 +228,8 @@ class Benchmark:
                 continue
             try:
                 yield from self.group(group)
-            except Exception as error:  # the batch itself does not fit, say
+            # for example, the batch itself does not fit
+            except Exception as error:
                 yield from self.failed(group, "error", reason_of(error))
             torch._dynamo.reset()
             gc.collect()
@@ -261,9 +270,16 @@ class Benchmark:
             return
         compiled = COMPILED in group.candidates
         for row in training.bench_training(
-            model, group.workload, group.tag, wanted=group.candidates, head=group.head,
-            samples=args.samples, lengths=lengths, device=args.device, roofs=self.roofs,
-        ):  # fmt: skip
+            model,
+            group.workload,
+            group.tag,
+            wanted=group.candidates,
+            head=group.head,
+            samples=args.samples,
+            lengths=lengths,
+            device=args.device,
+            roofs=self.roofs,
+        ):
             goal = GOAL_MS.get((group.model, group.workload)) if args.device == "cuda" else None
             if (
                 goal is not None

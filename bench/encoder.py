@@ -30,15 +30,15 @@ def build(bank: Bank, wanted: tuple[str, ...]) -> dict[str, Forward | str]:
 
 
 def kept(hidden: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """(real tokens, hidden) in float64: what padded positions hold is nobody's business."""
+    """The vectors of the real tokens, (tokens, hidden) in float64; padded positions are left out."""
     mask = inputs.get("attention_mask")
     hidden = hidden if mask is None else hidden[mask.bool()]
     return hidden.reshape(-1, hidden.shape[-1]).double()
 
 
 def least_bytes(model: workloads.Model, tokens: int, itemsize: int) -> int:
-    """What one forward moves at the very least: the layers' matrices and each token's three embeddings, read;
-    the last hidden state, written.
+    """The fewest bytes that one forward moves: it reads the layers' matrices and three embeddings per token,
+    and writes the last hidden state.
     """
     matrices = model.layers * sum(n * k for n, k in model.gemms().values())
     return (matrices + 4 * tokens * model.hidden) * itemsize
@@ -65,9 +65,9 @@ def bench_encoder(
 ) -> Iterator[dict]:
     """A row for each engine; one that fails or is missing is a row with the reason.
 
-    A sample is one call, from the caller's side: the device is idle at both ends. The first call warms up, on
-    a GPU each batch twice more; the first one's output is what the engines are compared by, before anything
-    is timed.
+    A sample is one call as the caller sees it: the device is idle before and after. The first call warms
+    up; on a GPU each batch is called twice more. The outputs of the first calls are compared before
+    anything is timed.
 
     Args:
         model: the encoder's sizes.
@@ -76,12 +76,12 @@ def bench_encoder(
         roofs: of this machine, for the floor.
         device: where the inputs lie.
         samples: calls of each engine that count.
-        sets: how many batches of the same lengths and other tokens the samples go through.
+        sets: how many batches, of the same lengths with other tokens, the samples rotate through.
         lengths: the batch, if not `workload`'s own.
 
     Yields:
         Rows as bench/results/README.md says. `cosine` is the mean over the real tokens of the cosine between
-        the engine's vector and that of `cosine_to`: nobody is fast by being wrong.
+        the engine's vector and that of `cosine_to`, so that an engine that is fast but wrong shows.
     """
     device = torch.device(device)
     lengths = lengths or workloads.lengths(workload)
@@ -113,7 +113,8 @@ def bench_encoder(
     options = {"seconds": 0.0, "samples": (samples, samples), "warmup": 0, "inner": 1, "clock": "wall"}
     try:
         timed = interleave(calls, device, pause=0.0 if device.type == "cuda" else PAUSE_SECONDS, **options)
-    except Exception as error:  # whose, is not known
+    # it is not known which engine raised it
+    except Exception as error:
         failed |= dict.fromkeys(calls, f"one of {', '.join(calls)}: {reason_of(error)}")
     truths = ("transformers-fp32", "transformers_eager-bf16", "fastbert-fp32", *vectors)
     against = next((name for name in truths if name in vectors and name not in failed), None)

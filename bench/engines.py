@@ -25,7 +25,7 @@ from bench import workloads
 
 MINILM = workloads.Model("minilm", 384, 6, 12, 1536)
 MODELS = {**workloads.MODELS, "minilm": MINILM}
-# in order of interest: what a short budget leaves out comes last
+# the most important first: a short budget leaves out the last ones
 ENGINES = (
     "fastbert-fp32",
     "fastbert-bf16",
@@ -77,7 +77,7 @@ def ours(model: workloads.Model) -> tuple[fastbert.AutoModel, str]:
 
 
 def theirs(config: fastbert.EncoderConfig, attention: str = "sdpa") -> torch.nn.Module:
-    """transformers' encoder of the same configuration, in eval mode, its weights to be loaded.
+    """transformers' encoder of the same configuration, in eval mode; the caller loads the weights.
 
     `attention` is what transformers calls attn_implementation: "sdpa", "eager", "flash_attention_2".
     """
@@ -138,7 +138,7 @@ def compiled_forward(module: torch.nn.Module) -> Forward:
     compiled = torch.compile(module, dynamic=False, fullgraph=True, options={"freezing": True})
 
     def forward(inputs):
-        with torch.no_grad():  # freezing asks for it; inference mode would not do
+        with torch.no_grad():  # freezing needs no_grad; inference mode is not enough
             return compiled(**inputs).last_hidden_state
 
     return forward
@@ -158,9 +158,16 @@ def export(module: torch.nn.Module, folder: Path) -> Path:
     axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("seqlen")}
     with quiet(), torch.no_grad():
         torch.onnx.export(
-            module, (), str(path), kwargs=example, input_names=list(NAMES), verbose=False, dynamo=True,
-            output_names=["last_hidden_state"], dynamic_shapes=dict.fromkeys(NAMES, axes),
-        )  # fmt: skip
+            module,
+            (),
+            str(path),
+            kwargs=example,
+            input_names=list(NAMES),
+            verbose=False,
+            dynamo=True,
+            output_names=["last_hidden_state"],
+            dynamic_shapes=dict.fromkeys(NAMES, axes),
+        )
     return path
 
 
@@ -191,7 +198,8 @@ def openvino_forward(path: Path, threads: int, precision: str) -> Forward:
             "INFERENCE_PRECISION_HINT": precision,
             "INFERENCE_NUM_THREADS": threads,
             "PERFORMANCE_HINT": "LATENCY",
-            "ENABLE_CPU_PINNING": False,  # nobody's threads are bound to a core
+            # no engine's threads are bound to a core
+            "ENABLE_CPU_PINNING": False,
         },
     )
     chosen = compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
@@ -242,7 +250,8 @@ class Bank:
         if engine == "torch_compile":
             return compiled_forward(self.peer if tag == "fp32" else self.half_peer)
         needed(engine)
-        if "export" in self._failed:  # the other engines that need it have met the same
+        # another engine that needs the export has failed with it
+        if "export" in self._failed:
             raise RuntimeError(self._failed["export"])
         try:
             path = self.exported

@@ -8,11 +8,11 @@ and no memory. What is counted:
 - `peak_mib`: the most that lives at one time in a step: parameters, both moments of AdamW, gradients, what is
   saved, and everything that forward and backward make on the way. Not the scratch inside a kernel.
 
-As on a GPU: dropout keeps one byte an element (PyTorch's) or nothing (ours), attention its output and the
-logarithm of its sums, ours a bit for each probability besides; ours multiplies query, key and value as one
-product. Ours takes the path of `torch.compile`, where no value of a tensor is looked at, but for the number
-of labelled tokens, which is known; the logits of its vocabulary, inside an op there, are added as
-`ops/linear_cross_entropy.py` states them. Batches without padding only.
+As on a GPU, PyTorch's dropout keeps one byte per element and ours nothing; attention keeps its output and
+the logarithm of its sums, and ours also one bit per probability; ours computes query, key and value as one
+product. Ours takes the path of `torch.compile`, which reads no value of a tensor; only the number of
+labelled tokens is given to it. There the logits of its vocabulary are inside an op: they are added as
+`ops/linear_cross_entropy.py` states them. Batches have no padding.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from fastbert.ops.linear_cross_entropy import CHUNK_BYTES  # noqa: E402
 CANDIDATES = ("fastbert", "transformers")
 WORKLOAD = "full"
 GOAL = 0.6  # of transformers' peak
-MOMENTS = 2  # of AdamW: as many bytes again as the parameters, each
+# AdamW's moments; each has as many bytes as the parameters
+MOMENTS = 2
 MIB = 2.0**20
 
 
@@ -92,7 +93,7 @@ class Saved:
         self.found: dict[int, tuple[str, tuple[int, ...], int]] = {}
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Called with each tensor that is saved; saves that."""
+        """Called with each tensor that is saved; returns it to be saved."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self.old and key not in self.found:
@@ -105,7 +106,7 @@ class Saved:
         return sum(size for _, _, size in self.found.values())
 
     def largest(self, kinds: int) -> list[dict]:
-        """The kinds of tensors (dtype and shape) that take most, the largest first: how many, and MiB."""
+        """The kinds of tensors (dtype and shape) that take the most memory, in order: how many, and MiB."""
         rows = [
             {"what": f"{dtype} {'x'.join(map(str, shape))}", "tensors": n, "mib": n * size / MIB}
             for (dtype, shape, size), n in Counter(self.found.values()).items()
@@ -119,7 +120,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class FusedDropout(TorchFunctionMode):
-    """F.dropout as a GPU does it, keeping a mask of one byte an element; a CPU's keeps one of `x`'s dtype."""
+    """F.dropout as on a GPU: its mask has one byte per element; on a CPU the mask has `x`'s dtype."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.nn.functional.dropout:
@@ -133,8 +134,8 @@ class FusedDropout(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _as_on_a_gpu(labelled: int) -> Iterator[None]:
-    """Fake tensors call themselves CUDA's, and our code believes that it is being compiled, and that so many
-    tokens have been found to have a label.
+    """Fake tensors say that they are CUDA's, and our code sees that it is being compiled, with `labelled`
+    tokens that have a label.
     """
     is_compiling, check_classes = torch.compiler.is_compiling, masked_lm.check_classes
     torch.compiler.is_compiling = lambda: True
@@ -202,9 +203,8 @@ def count(
             total, largest = saved.total(), saved.largest(8)
             loss.backward()
     kept, most = head_bytes(model, labelled, 2 if tag == "bf16" else 4) if ours else (0, 0)
-    peak = max(
-        live.peak + most + (1 + MOMENTS) * weights, (2 + MOMENTS) * weights
-    )  # the latter: AdamW's own step
+    # the latter is AdamW's own step
+    peak = max(live.peak + most + (1 + MOMENTS) * weights, (2 + MOMENTS) * weights)
     return {
         "saved_mib": (total + kept) / MIB,
         "peak_mib": peak / MIB,

@@ -5,15 +5,15 @@
     python bench/gpu.py merge DIR                    DIR into bench/results, kernels/tuned and docs/numbers.md
     python bench/gpu.py readme [--check]             tables of docs/numbers.md from bench/results
 
-Each step is a process of its own with an end to its time. What it measures is appended to `DIR/*.jsonl`, line
-by line and to the disk at once, and what it prints to `DIR/log.txt`: a kill loses nothing. A step that fails,
-crashes or hangs is recorded in `DIR/steps.jsonl` with the end of its output, and the next one goes on.
+Each step is its own process with a time limit. What it measures is appended to `DIR/*.jsonl`, line by line
+and written to the disk at once, and what it prints to `DIR/log.txt`: a kill loses nothing. A step that
+fails, crashes or hangs is recorded in `DIR/steps.jsonl` with the end of its output, and the next step runs.
 
-`--budget` is seconds in all. A step gets at most its own share of it and never what the steps after it need
-at least; one for which too little is left is recorded as skipped. The exit status is 1 where a step went
-wrong.
+`--budget` is seconds for all steps. A step gets at most its own share, and never the time that later steps
+need at least; a step for which too little is left is recorded as skipped. The exit status is 1 if a step
+failed.
 
-Only Python's standard library is needed to run this file: that torch does not import is a result too.
+This file needs only Python's standard library: if torch cannot be imported, that is recorded too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Run:
 
     @property
     def tiny(self) -> bool:
-        """Whether this only tries the code."""
+        """Whether the run is a dry run with tiny shapes."""
         return self.device == "cpu"
 
     def file(self, name: str) -> Path:
@@ -80,14 +80,14 @@ class Step:
 
 
 def build(run: Run, seconds: float) -> list[str]:
-    """Compile the extension in place; on a CPU what is built is taken as it is."""
+    """Compile the extension in place; on a CPU the extension that is there is used."""
     if run.tiny:
-        return [run.python, "-c", "from fastbert.runtime import native; print(native.extension)"]
+        return [run.python, "-c", "from fastbert.runtime import loader; print(loader.extension)"]
     return [run.python, str(ROOT / "setup.py"), "build_ext", "--inplace"]
 
 
 def probe(run: Run, seconds: float) -> list[str]:
-    """The machine's roofs, cuBLAS at our shapes, clusters; in the dry run what all steps after it need."""
+    """The machine's roofs, cuBLAS at our shapes, clusters; in the dry run only what later steps need."""
     names = (
         ("bandwidth", "matrix") if run.tiny else ("matrix", "bandwidth", "launch", "cluster", "gemm", "sdpa")
     )
@@ -108,7 +108,7 @@ def check(name: str) -> Callable[[Run, float], list[str]]:
 
 
 def tuning(run: Run, seconds: float) -> list[str]:
-    """The kernels' configs; what it finds serves the steps after it."""
+    """The kernels' configs; later steps use what it finds."""
     options = ["--device", run.device, "--json", run.file("tuning.jsonl"), "--budget", f"{seconds:.0f}"]
     options += ["--dtype", "bfloat16", *(["--out", run.file("tuned.json")] if run.tiny else [])]
     return run.script("tune.py", *options)
@@ -207,7 +207,7 @@ def choose(only: str | None) -> list[Step]:
 
 
 def share(step: Step, later: list[Step], left: float, scale: float) -> float:
-    """Seconds for `step`: its most, less where the steps after it need the rest; 0: too few are left."""
+    """Seconds for `step`: its most, or less if later steps need the rest; 0 if too few are left."""
     if left < step.least:
         return 0.0
     return max(step.least, min(step.most * scale, left - sum(other.least for other in later)))
@@ -222,7 +222,7 @@ def environment(run: Run) -> dict[str, str]:
 
 
 class Log:
-    """Everything that is printed, in one file; what a step prints is shown as it comes."""
+    """Everything that is printed, in one file; what a step prints is shown at once."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -231,18 +231,18 @@ class Log:
         self.start = self.reading.tell()
 
     def say(self, text: str) -> None:
-        """A line of our own."""
+        """Print and record a line of this command."""
         with open(self.path, "a") as file:
             file.write(text + "\n")
         self.show()
 
     def show(self) -> None:
-        """Print what has come since."""
+        """Print what was written since the last call."""
         sys.stdout.write(self.reading.read().decode(errors="replace"))
         sys.stdout.flush()
 
     def mark(self) -> None:
-        """A step begins."""
+        """Remember where the output of a step begins."""
         self.show()
         self.start = self.reading.tell()
 
@@ -254,7 +254,7 @@ class Log:
 
 
 def end(process: subprocess.Popen) -> bool:
-    """End a process and all it started; whether it is gone."""
+    """End a process and all that it started; returns whether it is gone."""
     for which, seconds in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 10.0)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, which)
@@ -274,9 +274,14 @@ def run_step(step: Step, run: Run, seconds: float, log: Log) -> dict:
     try:
         with open(log.path, "ab") as output:
             process = subprocess.Popen(
-                step.command(run, soft), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                cwd=ROOT, env=environment(run), start_new_session=True,
-            )  # fmt: skip
+                step.command(run, soft),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=ROOT,
+                env=environment(run),
+                start_new_session=True,
+            )
     except OSError as error:
         return record | {"status": "failed", "seconds": 0.0, "reason": f"not begun: {error}"}
     try:
@@ -305,7 +310,7 @@ def proceed(run: Run, steps: list[Step], budget: float) -> int:
     begin = time.monotonic()
     run.out.mkdir(parents=True, exist_ok=True)
     log, file = Log(run.file("log.txt")), run.file("steps.jsonl")
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     head = {"schema": 1, "date": now, "finished": False, "budget_s": budget, "device_type": run.device}
     head |= {"python": platform.python_version(), "platform": platform.platform()}
     lines.append(file, "head", head | {"planned": [step.name for step in steps]})

@@ -1,4 +1,4 @@
-"""The checks of `make gpu`, one a call: `python bench/gpu_checks.py correctness --json FILE`.
+"""The checks of `make gpu`, one per call: `python bench/gpu_checks.py correctness --json FILE`.
 
 | check | what must hold |
 |---|---|
@@ -9,9 +9,9 @@
 | `memory` | 300 batches of other lengths leave memory where it was |
 | `sanitizer` | compute-sanitizer's memcheck and racecheck find nothing in the tiny cases |
 
-Each op is a process of its own with an end to its time: a kernel that hangs or takes the device's context
-down is a row, and the others go on. Rows are appended to FILE at once. The exit status is 1 where something
-failed. With `--device cpu` the Triton kernels run in its interpreter, on tiny cases.
+Each op is checked in its own process with a time limit: a kernel that hangs or destroys the device's
+context is a row, and the other ops are still checked. Rows are appended to FILE at once. The exit status is
+1 if a check failed. With `--device cpu` the Triton kernels run in its interpreter, on tiny cases.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ RSS_BYTES = 96 << 20  # host memory; compiled kernels lie there
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """What one process checks; `backend` None: the whole encoder."""
+    """What one process checks; with `backend` None, the whole encoder."""
 
     op: str
     backend: str | None
@@ -73,8 +73,8 @@ class Unit:
 
 
 def op_units(dtypes: tuple[torch.dtype, ...]) -> list[Unit]:
-    """Every op of every GPU backend. Which of them run here only the unit's own process asks: CUDA must not
-    be woken in the one that forks them.
+    """Every op of every GPU backend. Only a unit's own process asks whether it can run here: CUDA must not be
+    initialised in the process that forks them.
     """
     units = [
         Unit(op, backend, dtype)
@@ -97,7 +97,7 @@ class Check:
 
     @property
     def tiny(self) -> bool:
-        """Whether this only tries the code."""
+        """Whether the run is a dry run with tiny shapes."""
         return self.device.type == "cpu"
 
     def left(self) -> float:
@@ -110,7 +110,7 @@ class Check:
         self.emit(row | ({"error": error[:2000]} if error else {}) | facts)
 
     def verdict(self, name: str, problem: str | None, **facts) -> None:
-        """A row that is `ok` without a problem and `failed` with one."""
+        """Hand over a row: `ok`, or `failed` with the problem."""
         self.row(name, "failed" if problem else "ok", problem, **facts)
 
 
@@ -139,7 +139,7 @@ def replayed_case(check: Check, unit: Unit) -> testing.Case:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Memory comes as NaN, so that what a kernel does not write shows.
+    """New memory is filled with NaN, so that what a kernel does not write shows.
 
     With torch's deterministic mode, which is what fills `torch.empty`.
     """
@@ -177,7 +177,7 @@ def correctness(check: Check, unit: Unit) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded(check: Check, name: str) -> Iterator[None]:
-    """An exception of the body is a failed row."""
+    """Turn an exception of the body into a failed row."""
     try:
         yield
     except Exception as error:
@@ -191,7 +191,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def equal_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Whether all are bit-equal, on the device: nothing waits."""
+    """Whether all are bit-equal, as a tensor on the device: the host does not wait."""
     same = [(bits(actual[name]) == bits(value)).all() for name, value in expected.items()]
     return torch.stack(same).all()
 
@@ -226,8 +226,8 @@ def determinism(check: Check, unit: Unit) -> Iterator[None]:
 
 
 def swapped(case: testing.Case, check: Check, unit: Unit, static: dict, seed: int) -> dict:
-    """Copy the floating-point inputs of another seed, and its dropout, into `static`; what the op gives for
-    them, eagerly.
+    """Copy the floating-point inputs of another seed, and its dropout, into `static`; returns the op's eager
+    results for them.
     """
     fresh = case.inputs(unit.dtype, check.device, seed)
     for name, value in fresh.items():
@@ -269,9 +269,7 @@ def graphs(check: Check, unit: Unit) -> Iterator[None]:
 
 
 def encoder_graphs(check: Check, unit: Unit) -> Iterator[None]:
-    """The whole encoder by fastbert.graphs: as by itself, the same bits each time, with the weights as they
-    are by then.
-    """
+    """The whole encoder by fastbert.graphs: as without graphs, bit-equal each time, current weights."""
     from fastbert.graphs import recorder as recorders
     from fastbert.graphs.model import graph
 
@@ -366,7 +364,7 @@ def host_bytes() -> int:
 
 
 def memory(check: Check, unit: Unit) -> Iterator[None]:
-    """Memory after many batches of other lengths is what it was."""
+    """After many batches of other lengths, memory is as large as before."""
     count, settled = (6, 2) if check.tiny else (LENGTHS, LENGTHS // 3)
     with recorded(check, unit.name), dispatch.use_backend(**pins(check, unit.dtype)), torch.no_grad():
         module, model = encoder(check, unit.dtype)
@@ -449,7 +447,7 @@ CHECKS: dict[str, tuple[Callable[[Check, Unit], Iterator[None]], Callable[[bool]
 
 
 def run_unit(check: Check, unit: Unit) -> None:
-    """Check one unit; what stands in the way is a row. Ends the process, by `FAILED` where a row is bad."""
+    """Check one unit; an exception becomes a row. Ends the process, with status `FAILED` if a row is bad."""
     bad = []
     emit = check.emit
 
@@ -471,10 +469,10 @@ def run_unit(check: Check, unit: Unit) -> None:
 
 
 def in_processes(check: Check, units: list[Unit], at_once: int, run=run_unit) -> int:
-    """Each unit in a forked process of its own, some side by side; an end by force and a crash are rows.
+    """Check each unit in its own forked process, some side by side; a timeout or a crash is a row.
 
     Returns:
-        How many units went wrong.
+        How many units failed.
     """
     context = multiprocessing.get_context("fork")
     waiting, running, wrong = list(units), {}, 0

@@ -1,7 +1,7 @@
 """Every way to run the encoder's forward on a GPU that the benchmark compares: ours and the peers.
 
 One `Bank` per model holds the weights, drawn on the device and the same for everybody. `Bank.forward(name)`
-builds an engine or raises with the reason.
+builds an engine, or raises with the reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bench import workloads
 from bench.engines import DTYPES, Forward, config_of, theirs, torch_forward
 from bench.peers import StandInEncoder, forward_call
 
-# torch_compile comes last: it takes a minute or more for every shape
+# torch_compile comes last: it takes a minute or more per shape
 ENGINES = (
     "fastbert-bf16",
     "fastbert_graphs-bf16",

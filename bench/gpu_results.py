@@ -1,4 +1,4 @@
-"""What `make gpu` left in a folder, kept: bench/results, kernels/tuned and the tables of docs/numbers.md."""
+"""Keeps a run of `make gpu`: in bench/results, kernels/tuned and the tables of docs/numbers.md."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ GPU_NAMES = {
 
 
 def latest(rows: Iterable[dict]) -> list[dict]:
-    """Of rows measured twice, as by two runs into one folder, the later one."""
+    """The later of rows that were measured twice, for example by two runs into one folder."""
     found: dict[tuple, dict] = {}
     for row in rows:
         key = row.get("step"), row.get("name"), row.get("group")
@@ -61,7 +61,7 @@ def latest(rows: Iterable[dict]) -> list[dict]:
 
 
 def merge(folder: Path, results: Path = RESULTS, tuned: Path | None = None) -> list[Path]:
-    """Write one JSON file per file of the run, and what it tuned; returns their paths.
+    """Write one JSON file per file of the run, and the configs that it tuned; returns their paths.
 
     A run on a machine without git gets the commit of this checkout, and `commit_of` says so.
 
@@ -81,7 +81,7 @@ def merge(folder: Path, results: Path = RESULTS, tuned: Path | None = None) -> l
         raise ValueError(f"{folder}: nothing there says on which device it ran")
     if environment["device_type"] != "cuda":
         raise ValueError(f"{folder}: ran on {environment['device']}: a dry run on a CPU is no result")
-    here, now = commit_here(), datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    here, now = commit_here(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     target = results / environment["slug"]
     written = []
     for name, run in runs.items():
@@ -187,7 +187,7 @@ def training_table(data: dict) -> list[str]:
 
 
 def checks_line(data: dict) -> str:
-    """How many checks of each kind held."""
+    """How many checks of each kind passed."""
     parts = []
     for step in dict.fromkeys(row["step"] for row in data["rows"]):
         statuses = [row["status"] for row in data["rows"] if row["step"] == step]

@@ -1,4 +1,4 @@
-"""A file of JSON lines that grows while a run goes on: every record is on the disk before the next is made.
+"""A file of JSON lines that grows during a run: each record is on the disk before the next one is made.
 
 A line is one of {"head": {…}} (facts of the run; later ones are merged over earlier ones), {"row": {…}} and
 {"step": {…}}. Several processes may append to one file. Only Python's standard library is needed.
@@ -41,7 +41,7 @@ def append(path: Path, kind: str, value: dict) -> None:
 
 
 def read(path: Path) -> dict:
-    """The run that the lines tell: the merged head, and `rows` and `steps` in order.
+    """The run that the lines describe: the merged head, and `rows` and `steps` in order.
 
     `torn` counts lines that a killed writer left unfinished; they are left out.
     """

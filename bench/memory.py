@@ -3,12 +3,12 @@
     python bench/memory.py [--model base] [--workload ragged64] [--engine fastbert-fp32] [--threads 2]
                            [--train pretraining] [--device cuda]
 
-`peak_mib` is the most that was resident while the forward ran, everything included: Python, torch, weights.
-`above_mib` is what of it came on top of the loaded model: activations, packed copies of weights, scratch;
-in training gradients and AdamW's moments too. The forward is the process' first: what a library keeps from
-its first call counts. Of training two steps are run: the first one makes the moments.
+`peak_mib` is the largest resident memory of the process during the forward: Python, torch and weights
+included. `above_mib` is the part above the loaded model: activations, weights laid out as panels, working
+memory; in training also gradients and AdamW's moments. The forward is the first of the process, so what a
+library keeps from its first call counts. Training runs two steps: the first one makes the moments.
 
-On a GPU it is what torch's allocator had given out at most, and `peak_mib` begins with the weights.
+On a GPU both are what torch's allocator had given out at most, and `peak_mib` includes the weights.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def status_mib(key: str) -> float:
 
 
 def forget_peak() -> bool:
-    """Let VmHWM begin anew from what is resident now; False where the kernel does not permit it."""
+    """Reset VmHWM to what is resident now; returns False if the kernel does not permit it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -103,7 +103,8 @@ def measure(
         call = training_call(engine, model, lengths, head, device)
     gc.collect()
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)  # what loading has freed must not serve the forward unseen
+        # or the forward would take memory that loading has freed, and that would not be counted
+        libc.malloc_trim(0)
     if device == "cuda":
         return _on_a_gpu(call)
     fresh = forget_peak()
@@ -152,7 +153,7 @@ def bench_memory(
 ) -> Iterator[dict]:
     """A row for each engine; one that fails, is killed or is missing is a row with the reason.
 
-    With a `head` of training.HEADS, of training it; without, of a forward.
+    With a `head` of training.HEADS it is the peak of training it, without one of a forward.
     """
     lengths = lengths or workloads.lengths(workload)
     step = "memory" if head is None else "training_memory"

@@ -98,7 +98,7 @@ def training_inputs(lengths: tuple[int, ...], vocab: int, device: torch.device) 
     ids = inputs["input_ids"]
     real = inputs.get("attention_mask", torch.ones_like(ids)).bool()
     chosen = (torch.rand(ids.shape, generator=generator) < 0.15) & real
-    chosen[0, 0] = True  # never an empty loss
+    chosen[0, 0] = True  # at least one label, so that the loss is not empty
     inputs["labels"] = torch.where(chosen, ids, -100)
     inputs["next_sentence_label"] = torch.randint(0, 2, ids.shape[:1], generator=generator)
     return {key: value.to(device) for key, value in inputs.items()}, int(chosen.sum())

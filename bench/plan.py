@@ -1,8 +1,8 @@
-"""What bench_cpu.py is going to do, how long that takes, and what a budget leaves out.
+"""What bench_cpu.py will do, how long that takes, and what a budget leaves out.
 
 A `Unit` is one engine on one workload in one step. Its time is estimated from the machine's roofs, before
-anything is built. A budget takes groups of units, which are to be compared, by priority, the cheap ones
-first; one that no longer fits is left out whole.
+anything is built. Units that are compared with each other are a group. A budget takes groups by priority, the
+cheaper ones first; a group that does not fit is left out as a whole.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from bench.roofs import Roofs
 from fastbert import testing
 from fastbert.runtime import dispatch
 
-# for estimates only: shares of the roof that encoders were seen to reach, seconds of compiling and starting
+# for estimates only: the share of the roof that encoders reach; seconds for compiling and for starting
 SHARE = {"fp32": 0.7, "bf16": 0.5, "int8": 0.25}
 COMPILE_SECONDS = {"encoder": 15.0, "training": 60.0}
-START_SECONDS = 7.0  # of a process
-STEP_BYTES = 28  # that AdamW and the gradients move for each parameter
-BUILD_SECONDS = 3.0  # of an engine or a training candidate
+# per process
+START_SECONDS = 7.0
+# that AdamW and the gradients move per parameter
+STEP_BYTES = 28
+# per engine or training candidate
+BUILD_SECONDS = 3.0
 
 
 @dataclass
@@ -50,7 +53,7 @@ class Unit:
 
 
 def work(lengths: tuple[int, ...], model: workloads.Model, who: str) -> int:
-    """Operations of one forward as `who` does it: all but ours compute the padding."""
+    """Operations of one forward by `who`: all engines but ours compute the padding."""
     padded = (max(lengths),) * len(lengths)
     return workloads.encoder_flops(lengths if who.startswith("fastbert") else padded, model)
 
@@ -64,7 +67,7 @@ def parameters(model: workloads.Model) -> int:
 def encoder_units(
     model: str, first: bool, names: Iterable[str], engines: Iterable[str], calls: int, roofs: Roofs
 ) -> list[Unit]:
-    """Units of the encoder's forward; `first`: the model the figures are about."""
+    """Units of the encoder's forward; `first`: the most important model."""
     units, size = [], MODELS[model]
     for i, name in enumerate(names):
         for who in engines:
@@ -82,7 +85,7 @@ def encoder_units(
 
 
 def training_seconds(model: str, workload: str, who: str, roofs: Roofs, head: str) -> float:
-    """Of one training step by `who`, such as fastbert-bf16. Ours computes logits of labelled tokens only."""
+    """Seconds of one training step by `who` (fastbert-bf16). Ours computes logits of labelled tokens only."""
     size, tag, lengths = MODELS[model], who.split("-")[1], workloads.lengths(workload)
     operations = 3 * work(lengths, size, who)
     if head == "pretraining":
@@ -120,7 +123,7 @@ def training_memory_units(
     roofs: Roofs,
     heads: Iterable[str] = ("classification",),
 ) -> list[Unit]:
-    """Units of the peak memory of two training steps; a process each."""
+    """Units of the peak memory of two training steps; each is a process."""
     units = []
     for name, head, who in itertools.product(names, heads, engines):
         seconds = START_SECONDS + BUILD_SECONDS + 2 * training_seconds(model, name, who, roofs, head)
@@ -129,7 +132,7 @@ def training_memory_units(
 
 
 def memory_units(model: str, engines: Iterable[str], roofs: Roofs) -> list[Unit]:
-    """Units of the peak memory; a process each."""
+    """Units of the peak memory; each is a process."""
     units, lengths = [], workloads.lengths(memory.WORKLOAD)
     for who in engines:
         tag = who.split("-")[1]
@@ -148,7 +151,7 @@ def kernels_units(names: Iterable[str], ops: Iterable[str], roofs: Roofs) -> lis
                 least = roofs.seconds(case.flops(), case.bytes(torch.float32), "fp32")
                 passes = (
                     1 if op in getattr(dispatch, "INFERENCE_ONLY", ()) else 3
-                )  # a backward is two forwards
+                )  # a backward takes about two forwards
                 seconds += 2 * 4 * passes * max(0.1, 9 * least / 0.4)
             units.append(Unit("kernels", "base", name, op, seconds, 2 if i == 0 else 3))
     return units
@@ -175,6 +178,6 @@ def cost(units: Iterable[Unit]) -> float:
 
 
 def training_candidates(wanted: Iterable[str]) -> tuple[str, ...]:
-    """Of training.CANDIDATES, those whose engine is wanted in the forward too."""
+    """Those of training.CANDIDATES whose engine is wanted in the forward too."""
     names = tuple(wanted)
     return tuple(c for c in training.CANDIDATES if any(name.startswith(c) for name in names))

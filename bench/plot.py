@@ -1,7 +1,7 @@
 """One bar chart per model from a file of bench_cpu.py: `python bench/plot.py FILE.json`.
 
-A group of bars for each workload, a bar for each engine: real tokens per second. Across each group the
-physical floor of each dtype: the tokens per second at which the matrix products of the real tokens alone
+One group of bars per workload, one bar per engine: real tokens per second. A line across each group shows the
+floor of each dtype: the tokens per second at which the matrix products of the real tokens alone
 would keep the processor at its measured peak. Needs matplotlib.
 """
 
@@ -34,7 +34,7 @@ TITLES = {"base": "BERT-base", "large": "BERT-large", "minilm": "MiniLM-L6", "ti
 
 
 def charts(data: dict, folder: Path, stem: str = "bench_cpu") -> list[Path]:
-    """Draw a PNG for each model that has rows; the files written.
+    """Draw a PNG for each model that has rows; returns the files.
 
     Args:
         data: what bench_cpu.py wrote.
@@ -77,11 +77,18 @@ def chart(data: dict, model: str, rows: list[dict]) -> matplotlib.figure.Figure:
         for place, height in zip(places, heights, strict=True):
             if height:
                 axes.text(
-                    place, height, f" {height:,.0f}", rotation=90, ha="center", va="bottom", fontsize=7.5,
-                    bbox={"facecolor": "white", "alpha": 0.7, "pad": 0.5, "edgecolor": "none"}, zorder=3,
-                )  # fmt: skip
+                    place,
+                    height,
+                    f" {height:,.0f}",
+                    rotation=90,
+                    ha="center",
+                    va="bottom",
+                    fontsize=7.5,
+                    bbox={"facecolor": "white", "alpha": 0.7, "pad": 0.5, "edgecolor": "none"},
+                    zorder=3,
+                )
     floors = {row["workload"]: row["floor_tokens_per_s"] for row in rows}
-    # a floor far above the bars would press them to the ground: an arrow says where it is
+    # a floor far above the bars would make them too short to read: an arrow names it instead
     top = 1.22 * max(*speed.values(), *(floor[tag] for floor in floors.values() for tag in ("fp32", "bf16")))
     for x, name in enumerate(names):
         beyond = []

@@ -3,13 +3,13 @@
 Steps, in order of priority (a short `--budget` drops the last ones, and says so):
 matrix, bandwidth, launch, cluster, gemm, sdpa, forward, train, compile-*.
 
-A line is printed, and the JSON file replaced atomically, as soon as a row is measured: a kill loses nothing.
-The steps run in a worker process. A row that fails is recorded with its error; a step that hangs or takes the
-process down is recorded too, and the next step gets a fresh worker.
+As soon as a row is measured, a line is printed and the JSON file is replaced atomically: a kill loses
+nothing. The steps run in a worker process. A row that fails is recorded with its error; a step that hangs
+or crashes the process is recorded too, and the next step gets a fresh worker.
 
 Needs only torch. With transformers installed the peers are its BertModel (sdpa) with random weights, eager
-and under torch.compile(mode="max-autotune"); without it torch's own nn.TransformerEncoder stands in, by that
-name.
+and under torch.compile(mode="max-autotune"); without it the peer is torch's own nn.TransformerEncoder, under
+that name.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LEAST_SECONDS = 5.0  # a step is not begun with less than this left of the budge
 
 
 def read_clocks(device: torch.device) -> dict[str, str] | None:
-    """Clocks, power, temperature (a CPU: clocks, load) as found; never set. None where nothing tells."""
+    """Clocks, power, temperature (a CPU: clocks, load) as found; never set. None: cannot be read."""
     if device.type != "cuda":
         with contextlib.suppress(OSError):
             found = re.findall(r"^cpu MHz\s*:\s*([\d.]+)", Path("/proc/cpuinfo").read_text(), re.M)
@@ -201,7 +201,7 @@ def work(channel: int, device_name: str | None, threads: int | None, smoke: bool
 
 
 class Worker:
-    """The worker as the parent sees it."""
+    """The worker process, seen from the parent."""
 
     def __init__(self, device: str | None, threads: int | None, smoke: bool):
         reading, writing = os.pipe()
@@ -243,7 +243,7 @@ class Worker:
         return json.loads(line)
 
     def stop(self) -> int:
-        """End the worker and whatever it started; its exit status."""
+        """End the worker and all that it started; returns its exit status."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.wait()
@@ -299,7 +299,7 @@ class Report:
         self, path: Path | None, settings: dict, note: str | None, line: Callable[[dict], str] = row_line
     ):
         self.path, self.line = path, line
-        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.data = {
             "schema": SCHEMA,
             "date": now,
@@ -353,7 +353,7 @@ def choose_steps(only: list[str] | None, device_type: str) -> list[Step]:
 
 
 def run_step(worker: Worker, step: Step, seconds: float, report: Report) -> bool:
-    """Run one step in the worker and record how it went; False when the worker is gone."""
+    """Run one step in the worker and record how it ended; returns False if the worker is gone."""
     start = time.monotonic()
     worker.send(step.name)
     try:
@@ -375,7 +375,7 @@ def run_step(worker: Worker, step: Step, seconds: float, report: Report) -> bool
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan the steps and run them; the exit status of the command."""
+    """Plan the steps and run them; returns the exit status of the command."""
     begin = time.monotonic()
     unknown = set(args.only or ()) - {step.name for step in (*STEPS, *PLANTED)}
     if unknown:  # known at once; whether a step exists on this device only the worker can tell

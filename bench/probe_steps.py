@@ -24,13 +24,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def reason_of(error: Exception) -> str:
-    """What a row says of an exception."""
+    """An exception as the text of a row."""
     return f"{type(error).__name__}: {str(error).strip()}"[:2000]
 
 
 @dataclasses.dataclass
 class Candidate:
-    """One row to be: `make` builds the call (or several over different buffers) and may raise."""
+    """A row to measure: `make` builds the call (or several over different buffers) and may raise."""
 
     make: Callable[[], object]
     flops: float = 0.0
@@ -39,7 +39,7 @@ class Candidate:
 
 
 class Bench:
-    """What a step is given: the device, the scale, and where its rows go."""
+    """What a step gets: the device, the scale, and where its rows go."""
 
     def __init__(self, device: torch.device, smoke: bool, emit: Callable[[dict], None]):
         self.device, self.smoke, self.emit, self.step = device, smoke, emit, ""
@@ -178,7 +178,7 @@ def step_matrix(bench: Bench) -> None:
             makers["onednn_packed-bf16"] = packed(torch.bfloat16)
     with torch.inference_mode():
         try:
-            for name, make in makers.items():  # one after the other: they share the power limit
+            for name, make in makers.items():  # one after the other, because they share the power limit
                 bench.measure({f"matmul-{name}-{n}x{n}x{n}": Candidate(make, flops=2.0 * n**3)}, **options)
                 bench.free()
         finally:
@@ -229,7 +229,7 @@ def _activations(bench: Bench) -> None:
 
 
 class _CloneFunction(torch.autograd.Function):
-    """The least an autograd function can do: its cost is the overhead."""
+    """An autograd function that does nothing: its cost is the overhead."""
 
     @staticmethod
     def forward(ctx, x):
@@ -578,7 +578,7 @@ def step_forward(bench: Bench) -> None:
 
 def step_train(bench: Bench) -> None:
     """The eager peer's training step: MLM on 15% of the tokens and NSP, dropout 0.1, AdamW."""
-    if not bench.cuda:  # without ragged16: half a minute a step on two cores
+    if not bench.cuda:  # without ragged16, whose step takes half a minute on two cores
         for workload in ("1x128", "8x128"):
             for dtype in ("fp32", "bf16"):
                 run_peer(bench, workload, workloads.BASE, dtype, train=True)
@@ -607,7 +607,7 @@ def step_planted_failure(bench: Bench) -> None:
 
 
 def step_planted_crash(bench: Bench) -> None:
-    """Takes the worker down without a word."""
+    """Ends the worker without a message."""
     bench.row("planted-before-crash")
     os._exit(41)
 

@@ -1,9 +1,9 @@
-"""The roofs that the benchmarks compare with: arithmetic peak of each dtype, memory bandwidth; measured here.
+"""The roofs that the benchmarks compare with: arithmetic peak per dtype and memory bandwidth, as measured.
 
-The arithmetic roof of a dtype is the best that this machine showed for it: torch's square matrix product
+The arithmetic roof of a dtype is the highest rate measured on this machine: torch's square matrix product
 (`probe_steps.step_matrix`) or, on a CPU with a C++ compiler, multiply-adds on registers (`peak.cpp`).
-A number of a narrow dtype may be computed with in a wider one, so no roof is below a wider dtype's: on a
-processor that multiplies bf16 slower than fp32, bf16's roof is fp32's.
+Numbers of a narrow dtype may be computed in a wider one, so no roof is below that of a wider dtype: on a
+processor that multiplies bf16 slower than fp32, bf16 has the roof of fp32.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Roofs:
 
 
 def from_rows(rows: Iterable[dict]) -> Roofs:
-    """The roofs that measured rows show; a wider dtype's peak counts for the narrower ones.
+    """The roofs from measured rows; the peak of a wider dtype counts for the narrower ones.
 
     Raises:
         RuntimeError: where no row shows an fp32 peak or a bandwidth.
@@ -100,7 +100,7 @@ def measure(
 def known_or_measured(
     file: Path | None, device: torch.device | str, smoke: bool, emit: Callable[[dict], None]
 ) -> Roofs:
-    """The roofs of the probe's file, or, where there is none or it tells none, measured now."""
+    """The roofs of the probe's file; measured now if there is no file or it has none."""
     if file is not None:
         try:
             return of_file(file)
@@ -143,12 +143,12 @@ def register_peaks(bench: Bench, library: ctypes.CDLL, threads: int) -> None:
 
 
 def _together(library: ctypes.CDLL, kind: int, rounds: int, threads: int) -> float:
-    """Seconds until `threads` threads have each done `rounds` rounds, all begun at once."""
+    """Seconds until `threads` threads, started together, have each done `rounds` rounds."""
     barrier = threading.Barrier(threads + 1)
 
     def one() -> None:
         barrier.wait()
-        library.peak_run(kind, rounds)  # ctypes lets go of the interpreter's lock
+        library.peak_run(kind, rounds)  # ctypes releases the interpreter's lock
 
     workers = [threading.Thread(target=one) for _ in range(threads)]
     for worker in workers:

@@ -2,7 +2,7 @@
 
 Three clocks:
 
-- `wall`: host time with the device idle at both ends. What a caller waits. The only clock on a CPU.
+- `wall`: host time with the device idle before and after: how long a caller waits. The only clock on a CPU.
 - `event`: device time between two CUDA events, behind a short spin so that the queue is full when the first
   event fires. What the device needs when launches are hidden.
 - `graph`: the calls captured into one CUDA graph and replayed between two events. What small kernels need
@@ -62,7 +62,7 @@ def summarise(
 
 
 class _Sampler:
-    """One candidate on one clock. Several calls are rotated through: no one buffer stays in the cache."""
+    """One candidate on one clock. It rotates through several calls, so that no buffer stays in the cache."""
 
     def __init__(
         self, calls: Call | Sequence[Call], device: torch.device, clock: str, warmup: int, inner: int | None
@@ -142,7 +142,7 @@ def interleave(
     pause: float = 0.0,
     inner: int | None = None,
 ) -> dict[str, Timing]:
-    """Time several candidates turn by turn, so that drift of the machine meets all of them alike.
+    """Time several candidates turn by turn, so that a drift of the machine affects all of them alike.
 
     Args:
         candidates: name -> callable, or several callables over different buffers to rotate through.
@@ -186,7 +186,7 @@ def interleave(
 
 
 def measure(calls: Call | Sequence[Call], device: torch.device | str, **options) -> Timing:
-    """Time one candidate; options as `interleave`'s."""
+    """Time one candidate; the options are those of `interleave`."""
     return interleave({"": calls}, device, **options)[""]
 
 
@@ -197,7 +197,7 @@ def synchronize(device: torch.device | str) -> None:
 
 
 def mark(device: torch.device | str) -> float | torch.cuda.Event:
-    """This moment in the device's work; on a GPU it is not waited for."""
+    """A mark in the device's work; on a GPU the host does not wait for it."""
     if torch.device(device).type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -232,12 +232,12 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def rotations(bytes_per_set: int, device: torch.device | str, limit: int = 16) -> int:
-    """How many sets of buffers exceed the last-level cache twice (at most `limit`)."""
+    """How many sets of buffers are twice as large as the last-level cache (at most `limit`)."""
     return max(1, min(limit, math.ceil(2 * cache_bytes(device) / max(1, bytes_per_set))))
 
 
 def flush_cache(device: torch.device | str) -> None:
-    """Push other data through the last-level cache: a buffer of twice its size (at most 1 GiB)."""
+    """Overwrite the last-level cache with a buffer of twice its size (at most 1 GiB)."""
     buffer = torch.empty(min(1 << 30, 2 * cache_bytes(device)), dtype=torch.uint8, device=device)
     buffer.fill_(1)
     buffer.sum(dtype=torch.int64)

@@ -3,8 +3,8 @@
 300 steps of masked language modelling by a small BERT on real text, with dropout 0.1: the licence of Python,
 its language reference (pydoc's topics) and the docstrings of its library, in the word pieces of
 all-MiniLM-L6-v2. A seed decides everything: the weights, the batches, which tokens are masked, and dropout,
-whose bits are the same on every backend. So one seed's curves on two backends differ by rounding alone, and
-how far the reference's own seeds lie apart is the yardstick:
+whose bits are the same on every backend. So the curves of one seed on two backends differ by rounding only.
+The yardstick is how far the seeds of the reference are from each other:
 
 | candidate | arithmetic |
 |---|---|
@@ -80,7 +80,7 @@ class Plan:
 
 
 def texts() -> list[str]:
-    """Real text that every Python brings, in a fixed order: licence, language reference, docstrings."""
+    """Real text that comes with every Python, in a fixed order: licence, language reference, docstrings."""
     from pydoc_data.topics import topics
 
     licence = Path(sysconfig.get_paths()["stdlib"]) / "LICENSE.txt"
@@ -91,10 +91,10 @@ def texts() -> list[str]:
 
 
 def tokens(pieces: list[str]) -> tuple[Tensor, int]:
-    """(the texts' word pieces, one text after the other, without marks; how large the vocabulary is).
+    """(the word pieces of the texts, one text after the other, without marks; the size of the vocabulary).
 
-    Of the tokenizer's 30,522 pieces only those that occur are numbered, behind the four marks: the others
-    would be most of the model.
+    Only those of the tokenizer's 30,522 pieces that occur get a number, after the four marks: the
+    embeddings of the others would be most of the model.
 
     Raises:
         FileNotFoundError: saying how to install the tokenizer.
@@ -151,14 +151,14 @@ def batches(plan: Plan, pieces: list[Tensor], seed: int) -> Iterator[dict[str, T
 
 
 def rate(step: int, steps: int) -> float:
-    """The learning rate's factor: a linear rise, then a linear fall to a tenth."""
+    """The factor of the learning rate: it rises linearly, then falls linearly to a tenth."""
     rise = max(1, round(WARM_UP * steps))
     return (step + 1) / rise if step < rise else 1.0 - 0.9 * (step - rise) / (steps - rise)
 
 
 @torch.no_grad()
 def held_out_loss(model: torch.nn.Module, held_out: list[dict[str, Tensor]], autocast: bool) -> float:
-    """The mean loss per labelled token, without dropout; the model is left in training."""
+    """The mean loss per labelled token, without dropout; afterwards the model is in training mode."""
     model.eval()
     total, labelled = 0.0, 0
     for inputs in held_out:
@@ -171,7 +171,7 @@ def held_out_loss(model: torch.nn.Module, held_out: list[dict[str, Tensor]], aut
 
 
 def train(plan: Plan, candidate: str, seed: int, stream: Tensor) -> dict:
-    """One run: the losses of its steps, and of the held-out text before and after."""
+    """Run one training: the losses of its steps, and of the held-out text before and after."""
     backend, tag = candidate.split("-")
     autocast = tag == "bf16"
     pieces, rest = split(stream, plan.longest)
@@ -217,7 +217,7 @@ def falls(losses: list[float], held_out: list[float]) -> bool:
 
 
 def worst(distances: Iterable[float]) -> float:
-    """The largest; NaN where one is, which no comparison lets pass."""
+    """The largest value; NaN if one is NaN, so that every comparison fails."""
     found = list(distances)
     return math.nan if any(math.isnan(x) for x in found) else max(found)
 
@@ -226,7 +226,8 @@ def verdict(candidate: str, runs: dict[str, list[dict]]) -> dict:
     """The candidate's curves beside the truth's, window by window.
 
     Args:
-        runs: candidate -> what `train` gave for each seed, in the same order; the truth needs two or more.
+        runs: candidate -> what `train` returned for each seed, in the same order; the truth needs two or
+        more.
 
     Returns:
         `spread` and `distance`: per window, the largest less the least of the truth's seeds, and how far the
@@ -293,7 +294,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train every candidate with every seed, one seed after the other; 1 where a candidate does not pass."""
+    """Train every candidate with every seed, one after the other. Returns 1 if a candidate does not pass."""
     args = parse(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(args.threads)

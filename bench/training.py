@@ -1,9 +1,8 @@
 """One training step, ours and transformers': forward, backward and a fused AdamW step, dropout 0.1.
 
-The heads: `classification` of sequences, so that the encoder is what is compared, and `pretraining`, which
-is BERT's own, masked tokens and next sentence. Of the latter ours computes only the labelled rows. Parameters
-are fp32; bf16 is autocast, as everybody trains. All candidates begin with the same weights and get the same
-batch and optimizer.
+The heads: `classification` of sequences, which compares the encoders, and `pretraining`, which is BERT's
+own: masked tokens and next sentence. For the latter ours computes only the labelled rows. Parameters are
+fp32; bf16 means autocast. All candidates begin with the same weights and get the same batch and optimizer.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def modules(
 
 
 def loss_of(module: torch.nn.Module, inputs: dict, autocast: bool) -> torch.Tensor:
-    """The forward, down to the loss."""
+    """The loss of one forward."""
     with torch.autocast(inputs["input_ids"].device.type, torch.bfloat16, enabled=autocast):
         return module(**inputs).loss
 
@@ -85,7 +84,7 @@ def optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 class Step:
-    """A training step to call again and again; it keeps the times of each call's three parts."""
+    """A training step that can be called repeatedly; it keeps the times of the three parts of each call."""
 
     def __init__(
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: dict, autocast: bool
@@ -124,9 +123,9 @@ def gradients(module: torch.nn.Module, inputs: dict, autocast: bool) -> dict[str
 
 
 def cosine(ours: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
-    """The lowest cosine between the gradients of a weight matrix; 0 where one of the two lacks a parameter's.
+    """The lowest cosine between two gradients of a weight matrix; 0 if one of the two has no such gradient.
 
-    Vectors do not count: the gradient of a key's bias is 0 but for rounding.
+    Vectors are left out: the gradient of a key's bias is 0 except for rounding.
     """
     if ours.keys() != truth.keys():
         return 0.0
@@ -136,7 +135,7 @@ def cosine(ours: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> flo
 
 @dataclass
 class Trial:
-    """One candidate: its warm step, or why there is none."""
+    """One candidate: its step, warmed up, or the reason why there is none."""
 
     step: Step | None = None
     error: str = ""
@@ -147,8 +146,7 @@ class Trial:
 def trials(
     model: workloads.Model, inputs: dict, few: dict, tag: str, wanted: tuple[str, ...], head: str
 ) -> dict[str, Trial]:
-    """candidate -> its trial, each step run once, on a GPU three times; a candidate that fails costs nobody
-    else anything.
+    """candidate -> its trial, each step run once, on a GPU three times. If one fails, the others still run.
 
     Gradients are compared on the batch `few`.
     """
@@ -212,7 +210,7 @@ def bench_training(
     Yields:
         Rows as bench/results/README.md says. `grad_cosine` is the lowest of any weight matrix: its gradient
         for two sequences without dropout against transformers' in fp32 (ours, where it is missing or not
-        wanted). The compiled module is not asked: it would compile anew.
+        wanted). The compiled module is not compared: it would compile again.
     """
     lengths = lengths or workloads.lengths(workload)
     inputs, labelled = batch(lengths, model.vocab, head, device)

@@ -1,18 +1,18 @@
 """Time the configs of the Triton kernels on this GPU, and write the fastest to kernels/tuned/<gpu>.json.
 
     python bench/tune.py [--op OP] [--dtype bfloat16] [--model base] [--budget 240] [--json FILE]
-    python bench/tune.py --merge FILE                  take over what --json FILE recorded, elsewhere too
+    python bench/tune.py --merge FILE                  add what --json FILE recorded, here or elsewhere
     python bench/tune.py --device cpu --out FILE       tries the code, tiny, in Triton's interpreter
 
 One entry for each op, shape of BERT-base and -large, dtype and bucket of rows (`linear`) or of the longest
-sequence (`attention`). What dispatch.py gives to Triton comes first, in the first dtype. The candidates are
-those of the kernel's own module, which tests/support/triton_compile.py compiles for other GPUs: without
-spills, within shared memory. One that still does not compile, or breaks the error rule at the very shape that
-is timed, is recorded and passed over. The rest are timed turn by turn. The config that the module's
-heuristic takes stays unless another is 1% faster.
+sequence (`attention`). The ops that dispatch.py gives to Triton come first, in the first dtype. The
+candidates are those of the kernel's own module, which tests/support/triton_compile.py compiles for other
+GPUs: without spills, within shared memory. A candidate that still does not compile, or breaks the error
+rule at the shape that is timed, is recorded and left out. The others are timed turn by turn. The config
+that the module's heuristic chooses stays unless another is 1% faster.
 
-The table is written after every entry, merged into what the file held. A budget that is spent leaves the
-other entries as they were. At run time nothing is timed: kernels/tuning.py looks up.
+The table is written after every entry, merged into what the file held. When the budget is spent, the other
+entries stay as they were. At run time nothing is timed: kernels/tuning.py reads the table.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def module_of(op: str) -> ModuleType:
 
 
 def linear_task(case: LinearCase, dtype: torch.dtype) -> Task:
-    """The entry that `case` meets."""
+    """The entry that `case` uses."""
     shape = case.in_features, case.out_features, case.activation, case.residual
     return Task(
         "linear", module_of("linear").tuning_key(*shape, dtype), tuning.bucket(case.rows), case, dtype
@@ -87,7 +87,7 @@ def linear_task(case: LinearCase, dtype: torch.dtype) -> Task:
 
 
 def attention_task(case: AttentionCase, dtype: torch.dtype) -> Task:
-    """The entry that `case` meets."""
+    """The entry that `case` uses."""
     extras = bool(case.bias or case.dropout_p or case.probs)
     key = module_of("attention").tuning_key(case.headdim, dtype, extras)
     return Task("attention", key, tuning.bucket(case.max_seqlen), case, dtype)
@@ -142,7 +142,7 @@ def tasks(ops: list[str], models: list[str], dtypes: list[torch.dtype], tiny: bo
 
 
 def is_later(case: testing.Case) -> bool:
-    """Whether the case may wait: another backend serves it, or it is of training only."""
+    """Whether the case can come later: another backend serves it, or only training uses it."""
     return case.activation is None if case.op == "linear" else case.dropout_p > 0
 
 
@@ -156,7 +156,7 @@ def candidates(task: Task, device: tuning.Device) -> list[Any]:
 
 
 def heuristic(task: Task, device: tuning.Device) -> Any:
-    """What the module takes without a table."""
+    """The config that the module chooses without a table."""
     unknown = device._replace(name="no such device")
     module, case = module_of(task.op), task.case
     if task.op == "linear":
@@ -198,7 +198,7 @@ def first(output: Any) -> torch.Tensor:
 
 
 def expected(task: Task, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """(plain PyTorch in the dtype, the truth): the truth in float32, which is exact beside half precision."""
+    """(plain PyTorch in the dtype, the truth in float32, which is exact compared with half precision)."""
     wide = torch.float32 if task.dtype in testing.HALF else torch.float64
     exact = {
         name: value.to(wide) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -254,7 +254,7 @@ def tune(task: Task, device: torch.device, tiny: bool, left: Callable[[], float]
 
 
 def tuned(task: Task, device: torch.device, tiny: bool, left: Callable[[], float]) -> Iterator[dict]:
-    """`tune`, with an entry that cannot even be prepared, for want of memory say, as a row."""
+    """`tune`; an entry that cannot be prepared, for example for lack of memory, is a row."""
     try:
         yield from tune(task, device, tiny, left)
     except Exception as error:
@@ -272,7 +272,7 @@ def label(config: Any) -> str:
 
 
 def read_table(path: Path, name: str) -> dict:
-    """What the file holds; of another device it is not touched."""
+    """What the file holds. Raises if it belongs to another device."""
     if not path.exists():
         return {"device": name}
     try:
@@ -334,9 +334,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--op", choices=tuple(OPS), action="append", help="only this op (may be repeated)")
     parser.add_argument("--model", choices=("base", "large"), action="append", help="may be repeated; both")
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), action="append",
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        action="append",
         help="may be repeated; default: bfloat16, then float16",
-    )  # fmt: skip
+    )
     parser.add_argument("--budget", type=float, default=BUDGET_SECONDS, help="seconds in all (240)")
     parser.add_argument("--out", type=Path, help="the table; default: kernels/tuned/<gpu>.json")
     parser.add_argument("--json", type=Path, help="record every candidate here too, *.json or *.jsonl")
@@ -364,7 +366,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """What `main` does, once the arguments are read."""
+    """What `main` does after the arguments are read."""
     if args.merge is not None:
         path, count = merge(args.merge, args.out)
         print(f"# {count} entries of {args.merge} are in {path}")

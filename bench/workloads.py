@@ -88,7 +88,7 @@ def names() -> tuple[str, ...]:
 
 
 def expand(name: str) -> tuple[str, ...]:
-    """The batches a name stands for: `latency` is two, any other is itself."""
+    """The batches that a name means: two for `latency`, itself for any other."""
     if name not in FIXED and name not in DRAWN and name not in GROUPS:
         raise ValueError(f"name: got {name!r}, expected one of {', '.join((*names(), *GROUPS))}")
     return GROUPS.get(name, (name,))
@@ -107,7 +107,7 @@ def padded_inputs(
 ) -> dict[str, torch.Tensor]:
     """Random right-padded model inputs: input_ids, attention_mask, token_type_ids, int64 (batch, longest).
 
-    A batch without padding has no attention_mask, as a careful caller would leave it out.
+    A batch without padding has no attention_mask: it is not needed there.
     """
     generator = torch.Generator().manual_seed(seed)
     shape = (len(lengths), max(lengths))

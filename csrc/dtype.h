@@ -1,4 +1,4 @@
-// Storage types. Arithmetic is always in float; these only say how a tensor lies in memory.
+// Storage types. Arithmetic is always in float; these only say how a tensor is stored.
 #pragma once
 
 #include <cstdint>

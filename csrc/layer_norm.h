@@ -1,5 +1,5 @@
-// LayerNorm: what Python hands over, the same on the CPU and on a GPU. Contract: fastbert/ops/layer_norm.py.
-// Tensors of `dtype` are 2-D [rows, hidden], their last dimension contiguous; strides are in elements.
+// LayerNorm: the arguments, which are the same on the CPU and on a GPU. Contract: fastbert/ops/layer_norm.py.
+// Tensors of `dtype` are [rows, hidden] with a contiguous last dimension; strides are in elements.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct Param {
 
 // Bits: fastbert/ops/dropout.py.
 struct DropoutArgs {
-    const std::uint64_t* seed;  // where the tensors are; null: no dropout
+    const std::uint64_t* seed;  // on the tensors' device; null: no dropout
     std::uint32_t offset, threshold;
     float scale;  // 1 / (1 - p)
 };

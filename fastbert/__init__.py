@@ -35,7 +35,7 @@ _PLACES = {
     "BertConfig": "models.config:EncoderConfig",
     "CheckpointError": "checkpoint.files",
     "EncoderConfig": "models.config",
-    "EncodingError": "sentences.encoder",
+    "EncodingError": "sentences.tokenizer",
     "SentenceEncoder": "sentences.encoder",
     "accelerate": "acceleration",
     "clear": "runtime.prepared",
@@ -239,7 +239,8 @@ if TYPE_CHECKING:  # what is below under its own name is public by `__all__`
     )
     from fastbert.runtime.dispatch import use_backend
     from fastbert.runtime.prepared import clear
-    from fastbert.sentences.encoder import EncodingError, SentenceEncoder, encode
+    from fastbert.sentences.encoder import SentenceEncoder, encode
+    from fastbert.sentences.tokenizer import EncodingError
 else:  # unseen by type checkers, which would take any name for a public one
 
     def __getattr__(name: str) -> Any:

@@ -4,16 +4,16 @@ Math       gelu       z Φ(z) = max(z, 0) - u Q(u), with u = |z| and Q(u) = 0.5 
            gelu_tanh  0.5 z (1 + tanh(v)) = z / (1 + exp(-2v)), v = √(2/π) (z + 0.044715 z³)
            relu       max(z, 0)
            silu       z / (1 + exp(-z))
-           Derivatives as fastbert/ops/activation.py has them. With e = exp(-2|v|), or exp(-|z|) for silu, and
-           s = 1 / (1 + e) or e / (1 + e): s for the logistic function and e / (1 + e)² for s (1 - s). For
-           gelu, d = u φ(u) - Q(u): 1 + d where z > 0, else -d.
+           Derivatives as in fastbert/ops/activation.py. The logistic function s and s (1 - s) are made from
+           e = exp(-2|v|) (silu: exp(-|z|)): s = 1 / (1 + e) or e / (1 + e), and s (1 - s) = e / (1 + e)².
+           The slope of gelu is 1 + d where z > 0, else -d, with d = u φ(u) - Q(u).
 Precision  Q(u) = t P(t) exp(-u²/2) with t = (1 + a u + b u²)^(-1/2). a, b and P minimise the largest relative
-           error over [0, 14]: degree 7 is off by 6e-9, less than float32's own rounding. Degree 4 is off by
+           error over [0, 14]. Degree 7 is off by 6e-9, less than float32's own rounding. Degree 4 is off by
            2e-6, a two-thousandth of bfloat16's step: enough to round 99.9% of the results correctly in
-           bfloat16. Nothing is subtracted from 1, so that the negative tail keeps its digits, which forms
-           with a tanh or with 1 + erf lose. NaN stays NaN. gelu at -∞ is 0, its limit; derivatives at ±∞ are
-           their limits.
-Speed      The root is one instruction, a division seven; between two tiles of a product every one counts.
+           bfloat16. Nothing is subtracted from 1, so the negative tail keeps its digits, which forms with a
+           tanh or with 1 + erf lose. NaN stays NaN. gelu at -∞ is 0, its limit; derivatives at ±∞ are their
+           limits.
+Speed      The root is one instruction, a division seven. Between two tiles of a product each one counts.
 """
 
 import triton
@@ -38,7 +38,7 @@ def _divided(x, by, FEW_DIGITS: tl.constexpr):
 
 @triton.jit
 def _gelu_tail(u, FEW_DIGITS: tl.constexpr):
-    """(t, P(t)), whose product is Q(u) / exp(-u²/2)."""
+    """(t, P(t)); their product is Q(u) / exp(-u²/2)."""
     square = u * u
     if FEW_DIGITS:
         t = tl.rsqrt(0.09301 * square + (0.5698 * u + 1.0))
@@ -60,7 +60,7 @@ def _gelu_tail(u, FEW_DIGITS: tl.constexpr):
 
 @triton.jit
 def _magnitude(z):
-    """|z|, at most 20: beyond, exp(-u²/2) and what it multiplies are 0 in float32."""
+    """|z|, at most 20: beyond it exp(-u²/2) and its multiples are 0 in float32."""
     return tl.minimum(tl.abs(z), 20.0, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -74,7 +74,7 @@ def gelu(z, FEW_DIGITS: tl.constexpr):
 
 @triton.jit
 def activate(z, ACTIVATION: tl.constexpr, FEW_DIGITS: tl.constexpr):
-    """The activation of `z` in float32; `ACTIVATION` is a name of fastbert.ops.linear or None."""
+    """The activation of `z` in float32; `ACTIVATION` is a name of fastbert.ops.activation, or None."""
     if ACTIVATION == "gelu":
         z = gelu(z, FEW_DIGITS)
     elif ACTIVATION == "gelu_tanh":
@@ -89,7 +89,7 @@ def activate(z, ACTIVATION: tl.constexpr, FEW_DIGITS: tl.constexpr):
 
 @triton.jit
 def _logistic(z, e, FEW_DIGITS: tl.constexpr):
-    """(s, s (1 - s)) of the logistic function s at a number with the sign of z, of which e = exp(-|.|)."""
+    """(s, s (1 - s)) of the logistic function s at a number x with the sign of z and e = exp(-|x|)."""
     part = _divided(tl.where(z > 0, 1.0, e), 1.0 + e, FEW_DIGITS)
     return part, _divided(_divided(e, 1.0 + e, FEW_DIGITS), 1.0 + e, FEW_DIGITS)
 
@@ -106,10 +106,12 @@ def slope(z, ACTIVATION: tl.constexpr, FEW_DIGITS: tl.constexpr):
         u = _magnitude(z)
         e = _exp(-1.5957691216057308 * (u + 0.044715 * u * u * u))
         s, product = _logistic(z, e, FEW_DIGITS)
-        rise = 1.5957691216057308 * (u + 0.134145 * u * u * u) * product  # u v' s (1 - s), times 2
+        # 2 u v' s (1 - s)
+        rise = 1.5957691216057308 * (u + 0.134145 * u * u * u) * product
         z = s + tl.where(z > 0, rise, -rise)
     elif ACTIVATION == "relu":
-        z = tl.where(z > 0, 1.0, 0.0)
+        # 1 for NaN, as in PyTorch.
+        z = tl.where(z <= 0, 0.0, 1.0)
     else:
         tl.static_assert(ACTIVATION == "silu")
         u = tl.minimum(tl.abs(z), 120.0, propagate_nan=tl.PropagateNan.ALL)

@@ -3,16 +3,17 @@
 Math       m = max_k x_k, l = log Σ_k exp(x_k - m);
            loss_i = l - (1 - s) (x_t - m) - s / K Σ_k (x_k - m);  loss = Σ loss_i / labelled rows
            dx_k = dloss / labelled rows * (exp((x_k - m) - l) - (1 - s) [k = t] - s / K)
-Tiling     Forward: a program owns one row and walks over its classes in blocks: the row is read once, the sum
-           rescaled where a block has a larger maximum. One program then adds the rows' losses in a fixed
-           order. Backward: a program owns one block of one row; each element is read once and written once.
-           No atomics: repeats are bit-equal. Offsets of rows are 64-bit.
-Ignored    Their logits are not read; 0 is written for them. A label that is no class, which nobody checks on
-           a GPU, reads nothing either and makes the loss NaN.
+Tiling     Forward: a program owns one row and walks over its classes in blocks. The row is read once; the
+           sum is rescaled where a block has a larger maximum. One program then adds the rows' losses in a
+           fixed order. Backward: a program owns one block of one row; each element is read once and written
+           once. No atomics: repeats are bit-equal. Offsets of rows are 64-bit.
+Ignored    The logits of ignored rows are not read; 0 is written for them. A label that is no class is not
+           checked on a GPU: nothing is read for it either, and the loss is NaN.
 Precision  Loads in storage dtype, then float32, one rounding at the store.
-Saved      m and l apart: m + l has lost the digits of l where logits are large.
-ALIGN      Widths and strides come in units of so many elements, which tells the compiler how wide loads and
-           stores may be: 2 elements for 30,522 classes. The number of classes itself compiles nothing anew.
+Saved      m and l separately: m + l has lost the digits of l where logits are large.
+ALIGN      Widths and strides are passed in units of ALIGN elements. That tells the compiler how wide loads
+           and stores may be: 2 elements for 30,522 classes. The number of classes itself compiles nothing
+           anew.
 Source     Szegedy et al. 2015, Rethinking the Inception Architecture, sec. 7; Milakov and Gimelshein 2018,
            Online normalizer calculation for softmax, alg. 3.
 """
@@ -26,22 +27,35 @@ from torch import Tensor
 
 from fastbert.kernels.launch import MOST_REGISTERS, launch
 
+# Arguments for which 1 and multiples of 16 compile nothing anew.
 _FIXED_TYPES = ("stride_units", "n_rows", "class_units", "ignore_index")
-SUM_BLOCK = 1024  # rows whose losses are added at a time
+# Rows whose losses are added at a time.
+SUM_BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=_FIXED_TYPES)
 def _cross_entropy_fwd_kernel(
-    x_ptr, labels_ptr, losses_ptr, lse_ptr, stride_units, n_rows, class_units, ignore_index, smoothing,
-    SMOOTH: tl.constexpr, ALIGN: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    labels_ptr,
+    losses_ptr,
+    lse_ptr,
+    stride_units,
+    n_rows,
+    class_units,
+    ignore_index,
+    smoothing,
+    SMOOTH: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """`x` = [n_rows, classes], `losses` = [n_rows], `lse` = [2, n_rows]."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row)
     if label != ignore_index:
         x_ptr += row * stride_units * ALIGN
         classes = class_units * ALIGN
-        base = tl.load(x_ptr).to(tl.float32)  # what Σ (x - m) is counted from while m is not known
+        # While m is not known, Σ (x - m) is summed as Σ (x - base).
+        base = tl.load(x_ptr).to(tl.float32)
         base = tl.where(base == float("-inf"), 0.0, base)
         top = tl.full((), float("-inf"), tl.float32)
         sums = tl.zeros((BLOCK_N,), tl.float32)
@@ -73,7 +87,7 @@ def _cross_entropy_fwd_kernel(
 @triton.jit(do_not_specialize=("n_rows", "ignore_index"))
 def _mean_loss_kernel(
     losses_ptr, labels_ptr, loss_ptr, count_ptr, n_rows, ignore_index, BLOCK_M: tl.constexpr
-):  # fmt: skip
+):
     """The mean of the labelled rows' losses, and their number."""
     total = tl.zeros((BLOCK_M,), tl.float32)
     counts = tl.zeros((BLOCK_M,), tl.int32)
@@ -90,9 +104,20 @@ def _mean_loss_kernel(
 
 @triton.jit(do_not_specialize=_FIXED_TYPES)
 def _cross_entropy_bwd_kernel(
-    dloss_ptr, x_ptr, labels_ptr, lse_ptr, count_ptr, dx_ptr, stride_units, n_rows, class_units,
-    ignore_index, smoothing, ALIGN: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    dloss_ptr,
+    x_ptr,
+    labels_ptr,
+    lse_ptr,
+    count_ptr,
+    dx_ptr,
+    stride_units,
+    n_rows,
+    class_units,
+    ignore_index,
+    smoothing,
+    ALIGN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """`dx` = [n_rows, classes], contiguous; `lse` = [2, n_rows]."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -104,7 +129,8 @@ def _cross_entropy_bwd_kernel(
         x_at = x_ptr + row * stride_units * ALIGN + cols
         x = tl.load(x_at, mask=inside, other=float("-inf")).to(tl.float32)
         p = tl.exp((x - tl.load(lse_ptr + row)) - tl.load(lse_ptr + n_rows + row))
-        count = tl.load(count_ptr).to(tl.float32)  # at least 1: this row
+        # At least 1: this row.
+        count = tl.load(count_ptr).to(tl.float32)
         target = tl.where(cols == label, 1.0 - smoothing, 0.0) + smoothing / classes
         dx = (p - target) * tl.div_rn(tl.load(dloss_ptr), count)
         tl.store(dx_at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
@@ -116,7 +142,7 @@ def _cross_entropy_bwd_kernel(
 
 
 def config(classes: int) -> tuple[int, int]:
-    """(BLOCK_N, num_warps): 16 elements a thread, for rows of up to 128 fewer."""
+    """(BLOCK_N, num_warps): 16 elements per thread, fewer for rows of up to 128 classes."""
     block_n = max(128, min(4096, triton.next_power_of_2(classes)))
     return block_n, max(1, block_n // 512)
 
@@ -124,7 +150,7 @@ def config(classes: int) -> tuple[int, int]:
 def cross_entropy_fwd(
     logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, lse, count); the contract of `fastbert.ops.cross_entropy.cross_entropy_fwd`."""
+    """(loss, lse, count): the contract of `fastbert.ops.cross_entropy.cross_entropy_fwd`."""
     rows, classes = logits.shape
     loss = torch.empty((), dtype=torch.float32, device=logits.device)
     lse = torch.empty((2, rows), dtype=torch.float32, device=logits.device)
@@ -134,15 +160,37 @@ def cross_entropy_fwd(
         block_n, num_warps = config(classes)
         align = math.gcd(16, classes, logits.stride(0))
         launch(
-            _cross_entropy_fwd_kernel, (rows,), logits.device, logits, labels, losses, lse,
-            logits.stride(0) // align, rows, classes // align, ignore_index, label_smoothing,
-            SMOOTH=label_smoothing > 0, ALIGN=align, BLOCK_N=block_n, num_warps=num_warps,
+            _cross_entropy_fwd_kernel,
+            (rows,),
+            logits.device,
+            logits,
+            labels,
+            losses,
+            lse,
+            logits.stride(0) // align,
+            rows,
+            classes // align,
+            ignore_index,
+            label_smoothing,
+            SMOOTH=label_smoothing > 0,
+            ALIGN=align,
+            BLOCK_N=block_n,
+            num_warps=num_warps,
             maxnreg=MOST_REGISTERS,
-        )  # fmt: skip
+        )
     launch(
-        _mean_loss_kernel, (1,), logits.device, losses, labels, loss, count, rows, ignore_index,
-        BLOCK_M=SUM_BLOCK, num_warps=4,
-    )  # fmt: skip
+        _mean_loss_kernel,
+        (1,),
+        logits.device,
+        losses,
+        labels,
+        loss,
+        count,
+        rows,
+        ignore_index,
+        BLOCK_M=SUM_BLOCK,
+        num_warps=4,
+    )
     return loss, lse, count
 
 
@@ -155,16 +203,30 @@ def cross_entropy_bwd(
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
-    """dlogits, contiguous; the contract of `fastbert.ops.cross_entropy.cross_entropy_bwd`."""
+    """dlogits, contiguous: the contract of `fastbert.ops.cross_entropy.cross_entropy_bwd`."""
     rows, classes = logits.shape
     dlogits = torch.empty((rows, classes), dtype=logits.dtype, device=logits.device)
     if rows > 0:
         block_n, num_warps = config(classes)
         align = math.gcd(16, classes, logits.stride(0))
         launch(
-            _cross_entropy_bwd_kernel, (rows, triton.cdiv(classes, block_n)), logits.device,
-            dloss, logits, labels, lse, count, dlogits, logits.stride(0) // align, rows, classes // align,
-            ignore_index, label_smoothing, ALIGN=align, BLOCK_N=block_n, num_warps=num_warps,
+            _cross_entropy_bwd_kernel,
+            (rows, triton.cdiv(classes, block_n)),
+            logits.device,
+            dloss,
+            logits,
+            labels,
+            lse,
+            count,
+            dlogits,
+            logits.stride(0) // align,
+            rows,
+            classes // align,
+            ignore_index,
+            label_smoothing,
+            ALIGN=align,
+            BLOCK_N=block_n,
+            num_warps=num_warps,
             maxnreg=MOST_REGISTERS,
-        )  # fmt: skip
+        )
     return dlogits

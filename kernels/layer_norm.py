@@ -4,36 +4,61 @@ Math       z = residual + dropout(x + x_bias);  y = (z - mean) * rstd * weight +
            dz = rstd * (g - mean(g) - x_hat * mean(g * x_hat)), g = dy * weight;  dx = dropout'(dz)
            dweight = Σ_rows dy * x_hat, dbias = Σ_rows dy, dx_bias = Σ_rows dx
 Tiling     A program owns BLOCK_M whole rows, so that a row is read once. Rows wider than *_ONE_BLOCK are cut
-           into blocks of columns, and a kernel before it finds each row's two means. In backward a program
+           into blocks of columns, and an earlier kernel finds each row's two means. In backward a program
            walks over every num_programs-th row tile with its column sums in registers; a second kernel adds
            those partial sums in a fixed order. No atomics, no locks: repeats are bit-equal.
 Precision  Loads in storage dtype, then float32, one rounding at the store. The variance is that of centred
            values (wide rows: merged block by block, Chan et al. 1979), never E[z²] - E[z]². The divisions and
-           roots for mean and rstd are correctly rounded; they come once a row.
+           roots for mean and rstd are correctly rounded; there is one of each per row.
 Saved      z in storage dtype (only where it differs from x), mean, rstd. Dropout bits are drawn again in
            backward: ten Philox rounds serve four elements and cost no memory.
+Files      layer_norm_backward.py: the kernels of backward. Here: those of forward, and the launches.
 Source     Ba, Kiros, Hinton 2016, Layer Normalization, eq. 4.
 """
+
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastbert.kernels.column_sums import _sum_partials_kernel
 from fastbert.kernels.launch import launch, resident_programs
+from fastbert.kernels.layer_norm_backward import _layer_norm_bwd_kernel, _wide_bwd_means_kernel
 from fastbert.kernels.philox import as_int32_bits, philox_keep, threshold_bits
 
-FWD_ONE_BLOCK = 8192  # widest row that one program holds
-BWD_ONE_BLOCK = 4096  # at 8192 the three column sums would spill
-WIDE_BLOCK = 4096  # columns of one program in wider rows
-_FIXED_TYPES = ("n_rows", "offset", "threshold")  # 1 and multiples of 16 compile nothing anew
+if TYPE_CHECKING:
+    from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
+
+# The widest row that one program holds in forward.
+FWD_ONE_BLOCK = 8192
+# The widest in backward: at 8192 the three column sums would spill.
+BWD_ONE_BLOCK = 4096
+# The columns of one program in wider rows.
+WIDE_BLOCK = 4096
+# Arguments for which 1 and multiples of 16 compile nothing anew.
+_FIXED_TYPES = ("n_rows", "offset", "threshold")
 
 
 @triton.jit
 def _z_tile(
-    x_ptr, residual_ptr, x_bias_ptr, seed_ptr, x_stride, residual_stride, rows, col_start, n_rows,
-    offset, threshold, keep_scale, HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    x_bias_ptr,
+    seed_ptr,
+    x_stride,
+    residual_stride,
+    rows,
+    col_start,
+    n_rows,
+    offset,
+    threshold,
+    keep_scale,
+    HIDDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """`z` = [BLOCK_M, BLOCK_N] in float32, 0 outside the matrix."""
     cols = col_start + tl.arange(0, BLOCK_N)
     mask = (rows < n_rows)[:, None] & (cols < HIDDEN)[None, :]
@@ -51,11 +76,31 @@ def _z_tile(
 
 @triton.jit(do_not_specialize=_FIXED_TYPES)
 def _layer_norm_fwd_kernel(
-    x_ptr, residual_ptr, x_bias_ptr, weight_ptr, bias_ptr, seed_ptr, y_ptr, z_ptr, mean_ptr, rstd_ptr,
-    x_stride, residual_stride, y_stride, z_stride, n_rows, eps, offset, threshold, keep_scale,
-    HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SAVE_STATS: tl.constexpr,
-):  # fmt: skip
-    """Rows of one tile; a column block of them where HIDDEN > BLOCK_N, and then mean and rstd are given."""
+    x_ptr,
+    residual_ptr,
+    x_bias_ptr,
+    weight_ptr,
+    bias_ptr,
+    seed_ptr,
+    y_ptr,
+    z_ptr,
+    mean_ptr,
+    rstd_ptr,
+    x_stride,
+    residual_stride,
+    y_stride,
+    z_stride,
+    n_rows,
+    eps,
+    offset,
+    threshold,
+    keep_scale,
+    HIDDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SAVE_STATS: tl.constexpr,
+):
+    """The rows of one tile. Where HIDDEN > BLOCK_N: one column block of them, with given mean and rstd."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     col_start = tl.program_id(1) * BLOCK_N
     cols = col_start + tl.arange(0, BLOCK_N)
@@ -63,9 +108,22 @@ def _layer_norm_fwd_kernel(
     col_mask = cols < HIDDEN
     mask = row_mask[:, None] & col_mask[None, :]
     z = _z_tile(
-        x_ptr, residual_ptr, x_bias_ptr, seed_ptr, x_stride, residual_stride, rows, col_start, n_rows,
-        offset, threshold, keep_scale, HIDDEN, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
+        x_ptr,
+        residual_ptr,
+        x_bias_ptr,
+        seed_ptr,
+        x_stride,
+        residual_stride,
+        rows,
+        col_start,
+        n_rows,
+        offset,
+        threshold,
+        keep_scale,
+        HIDDEN,
+        BLOCK_M,
+        BLOCK_N,
+    )
     if z_ptr is not None:
         tl.store(z_ptr + rows[:, None] * z_stride + cols[None, :], z.to(z_ptr.dtype.element_ty), mask=mask)
     if HIDDEN <= BLOCK_N:
@@ -88,18 +146,44 @@ def _layer_norm_fwd_kernel(
 
 @triton.jit(do_not_specialize=_FIXED_TYPES)
 def _wide_fwd_stats_kernel(
-    x_ptr, residual_ptr, x_bias_ptr, seed_ptr, mean_ptr, rstd_ptr, x_stride, residual_stride,
-    n_rows, eps, offset, threshold, keep_scale, HIDDEN: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """mean and rstd of one row: mean and Σ(z - mean)² of its blocks, merged one by one by Chan's rule."""
+    x_ptr,
+    residual_ptr,
+    x_bias_ptr,
+    seed_ptr,
+    mean_ptr,
+    rstd_ptr,
+    x_stride,
+    residual_stride,
+    n_rows,
+    eps,
+    offset,
+    threshold,
+    keep_scale,
+    HIDDEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """mean and rstd of one row: the mean and Σ(z - mean)² of its blocks, merged by Chan's rule."""
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     mean = tl.zeros((1,), tl.float32)
     squares = tl.zeros((1,), tl.float32)
     for col_start in range(0, HIDDEN, BLOCK_N):
         z = _z_tile(
-            x_ptr, residual_ptr, x_bias_ptr, seed_ptr, x_stride, residual_stride, rows, col_start, n_rows,
-            offset, threshold, keep_scale, HIDDEN, 1, BLOCK_N,
-        )  # fmt: skip
+            x_ptr,
+            residual_ptr,
+            x_bias_ptr,
+            seed_ptr,
+            x_stride,
+            residual_stride,
+            rows,
+            col_start,
+            n_rows,
+            offset,
+            threshold,
+            keep_scale,
+            HIDDEN,
+            1,
+            BLOCK_N,
+        )
         inside = (col_start + tl.arange(0, BLOCK_N) < HIDDEN)[None, :]
         count = tl.minimum(HIDDEN - col_start, BLOCK_N).to(tl.float32)
         share = count / (col_start + count)
@@ -113,127 +197,17 @@ def _wide_fwd_stats_kernel(
     tl.store(rstd_ptr + rows, rstd)
 
 
-@triton.jit
-def _bwd_tile(dy_ptr, z_ptr, dy_stride, z_stride, rows, cols, mask, mean, rstd):
-    """`dy`, `x_hat` = [BLOCK_M, BLOCK_N] in float32; dy is 0 outside the matrix."""
-    dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    z = tl.load(z_ptr + rows[:, None] * z_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    return dy, (z - mean[:, None]) * rstd[:, None]
-
-
-@triton.jit(do_not_specialize=_FIXED_TYPES)
-def _layer_norm_bwd_kernel(
-    dy_ptr, z_ptr, weight_ptr, mean_ptr, rstd_ptr, means_ptr, seed_ptr, dx_ptr, dresidual_ptr,
-    dweight_ptr, dbias_ptr, dx_bias_ptr, dy_stride, z_stride, dx_stride,
-    n_rows, offset, threshold, keep_scale,
-    HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Every num_programs-th row tile; this program's column sums go to its row of the partial sums.
-
-    Of wide rows it takes one column block; `means_ptr` then gives each row's mean(g) and mean(g * x_hat).
-    """
-    program = tl.program_id(0)
-    col_start = tl.program_id(1) * BLOCK_N
-    cols = col_start + tl.arange(0, BLOCK_N)
-    col_mask = cols < HIDDEN
-    weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-    dweight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    dx_bias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for tile in range(program, tl.cdiv(n_rows, BLOCK_M), tl.num_programs(0)):
-        rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-        row_mask = rows < n_rows
-        mask = row_mask[:, None] & col_mask[None, :]
-        mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)
-        rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
-        dy, x_hat = _bwd_tile(dy_ptr, z_ptr, dy_stride, z_stride, rows, cols, mask, mean, rstd)
-        g = dy * weight
-        if HIDDEN <= BLOCK_N:
-            g_mean = tl.sum(g, 1) / HIDDEN  # [BLOCK_M]
-            gx_mean = tl.sum(g * x_hat, 1) / HIDDEN
-        else:
-            g_mean = tl.load(means_ptr + rows, mask=row_mask, other=0.0)
-            gx_mean = tl.load(means_ptr + n_rows + rows, mask=row_mask, other=0.0)
-        dz = rstd[:, None] * (g - g_mean[:, None] - x_hat * gx_mean[:, None])
-        dx_at = rows[:, None] * dx_stride + cols[None, :]
-        if dresidual_ptr is not None:
-            tl.store(dresidual_ptr + dx_at, dz.to(dresidual_ptr.dtype.element_ty), mask=mask)
-        if seed_ptr is not None:
-            keep = philox_keep(seed_ptr, offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N)
-            dz = tl.where(keep, dz * keep_scale, 0.0)
-        if dx_ptr is not None:
-            tl.store(dx_ptr + dx_at, dz.to(dx_ptr.dtype.element_ty), mask=mask)
-        if dweight_ptr is not None:
-            dweight += dy * x_hat
-            dbias += dy
-        if dx_bias_ptr is not None:
-            dx_bias += dz  # rows beyond the matrix have rstd 0, so dz 0
-    partial_at = program.to(tl.int64) * HIDDEN + cols
-    if dweight_ptr is not None:
-        tl.store(dweight_ptr + partial_at, tl.sum(dweight, 0), mask=col_mask)
-        tl.store(dbias_ptr + partial_at, tl.sum(dbias, 0), mask=col_mask)
-    if dx_bias_ptr is not None:
-        tl.store(dx_bias_ptr + partial_at, tl.sum(dx_bias, 0), mask=col_mask)
-
-
-@triton.jit(do_not_specialize=_FIXED_TYPES)
-def _wide_bwd_means_kernel(
-    dy_ptr, z_ptr, weight_ptr, mean_ptr, rstd_ptr, means_ptr, dy_stride, z_stride, n_rows,
-    HIDDEN: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """mean(g) and mean(g * x_hat) of one row, summed block by block."""
-    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    mean = tl.load(mean_ptr + rows)
-    rstd = tl.load(rstd_ptr + rows)
-    g_sum = tl.zeros((1,), tl.float32)
-    gx_sum = tl.zeros((1,), tl.float32)
-    for col_start in range(0, HIDDEN, BLOCK_N):
-        cols = col_start + tl.arange(0, BLOCK_N)
-        mask = cols < HIDDEN
-        dy, x_hat = _bwd_tile(dy_ptr, z_ptr, dy_stride, z_stride, rows, cols, mask[None, :], mean, rstd)
-        g = dy * tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)[None, :]
-        g_sum += tl.sum(g, 1)
-        gx_sum += tl.sum(g * x_hat, 1)
-    tl.store(means_ptr + rows, g_sum / HIDDEN)
-    tl.store(means_ptr + n_rows + rows, gx_sum / HIDDEN)
-
-
-@triton.jit(do_not_specialize=("n_partials",))
-def _sum_partials_kernel(
-    partials_ptr, out0_ptr, out1_ptr, out2_ptr, n_partials,
-    HIDDEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """out_i = Σ_p partials[i, p]; `partials` = [outputs, n_partials, HIDDEN], i is the second grid index."""
-    which = tl.program_id(1)
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    col_mask = cols < HIDDEN
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(0, n_partials, BLOCK_M):
-        p = start + tl.arange(0, BLOCK_M)
-        at = (which.to(tl.int64) * n_partials + p)[:, None] * HIDDEN + cols[None, :]
-        total += tl.load(partials_ptr + at, mask=(p < n_partials)[:, None] & col_mask[None, :], other=0.0)
-    column_sums = tl.sum(total, 0)
-    if which == 0:
-        tl.store(out0_ptr + cols, column_sums, mask=col_mask)
-    if out1_ptr is not None:  # noqa: SIM102 (one condition is of compile time, the other of run time)
-        if which == 1:
-            tl.store(out1_ptr + cols, column_sums, mask=col_mask)
-    if out2_ptr is not None:  # noqa: SIM102
-        if which == 2:
-            tl.store(out2_ptr + cols, column_sums, mask=col_mask)
-
-
 # --- launchers ----------------------------------------------------------------------------------------------
 
 
 def fwd_config(hidden: int) -> tuple[int, int, int]:
-    """(BLOCK_M, BLOCK_N, num_warps): 32 elements a thread, and up to 1024 columns no sum leaves its warp."""
+    """(BLOCK_M, BLOCK_N, num_warps): 32 elements per thread. Up to 1024 columns no sum leaves its warp."""
     block_n = WIDE_BLOCK if hidden > FWD_ONE_BLOCK else max(16, triton.next_power_of_2(hidden))
     return max(1, 1024 // block_n), block_n, max(1, block_n // 1024)
 
 
 def bwd_config(hidden: int) -> tuple[int, int, int]:
-    """(BLOCK_M, BLOCK_N, num_warps): 16 elements a thread, because three column sums stay in registers."""
+    """(BLOCK_M, BLOCK_N, num_warps): 16 elements per thread, because three column sums stay in registers."""
     block_n = WIDE_BLOCK if hidden > BWD_ONE_BLOCK else max(16, triton.next_power_of_2(hidden))
     block_m = max(1, min(16, 2048 // block_n))
     return block_m, block_n, max(1, block_m * block_n // 512)
@@ -247,19 +221,9 @@ def _stride(t: Tensor | None) -> int:
     return 0 if t is None else t.stride(0)
 
 
-def layer_norm_fwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    x_bias: Tensor | None,
-    eps: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    offset: int,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, z, mean, rstd); the contract of `fastbert.ops.layer_norm.layer_norm_fwd`."""
+def layer_norm_fwd(inputs: "LayerNormInputs", save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(y, z, mean, rstd): the contract of `fastbert.ops.layer_norm.layer_norm_fwd`."""
+    x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset = inputs
     rows, hidden = x.shape
     seed = seed if dropout_p > 0 else None
     save_z = save and (residual is not None or x_bias is not None or seed is not None)
@@ -270,40 +234,57 @@ def layer_norm_fwd(
     rstd = torch.empty_like(mean)
     if rows > 0:
         block_m, block_n, num_warps = fwd_config(hidden)
-        inputs = (x, residual, x_bias)
+        sources = (x, residual, x_bias)
         strides = (x.stride(0), _stride(residual))
         scalars = (rows, eps, *_dropout_args(dropout_p, offset))
         if wide:
             launch(
-                _wide_fwd_stats_kernel, (rows,), x.device, *inputs, seed, mean, rstd, *strides, *scalars,
-                HIDDEN=hidden, BLOCK_N=block_n, num_warps=num_warps,
-            )  # fmt: skip
+                _wide_fwd_stats_kernel,
+                (rows,),
+                x.device,
+                *sources,
+                seed,
+                mean,
+                rstd,
+                *strides,
+                *scalars,
+                HIDDEN=hidden,
+                BLOCK_N=block_n,
+                num_warps=num_warps,
+            )
         launch(
-            _layer_norm_fwd_kernel, (triton.cdiv(rows, block_m), triton.cdiv(hidden, block_n)), x.device,
-            *inputs, weight, bias, seed, y, z if save_z else None, mean, rstd,
-            *strides, y.stride(0), z.stride(0), *scalars,
-            HIDDEN=hidden, BLOCK_M=block_m, BLOCK_N=block_n, SAVE_STATS=save, num_warps=num_warps,
-        )  # fmt: skip
+            _layer_norm_fwd_kernel,
+            (triton.cdiv(rows, block_m), triton.cdiv(hidden, block_n)),
+            x.device,
+            *sources,
+            weight,
+            bias,
+            seed,
+            y,
+            z if save_z else None,
+            mean,
+            rstd,
+            *strides,
+            y.stride(0),
+            z.stride(0),
+            *scalars,
+            HIDDEN=hidden,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            SAVE_STATS=save,
+            num_warps=num_warps,
+        )
     if not save:
         mean, rstd = x.new_empty((0,), dtype=torch.float32), x.new_empty((0,), dtype=torch.float32)
     return y, z, mean, rstd
 
 
 def layer_norm_bwd(
-    dy: Tensor,
-    z: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    dropout_p: float,
-    seed: Tensor | None,
-    offset: int,
-    need_dx: bool,
-    need_dweight: bool,
-    need_dxbias: bool,
-    need_dresidual: bool,
+    dy: Tensor, saved: "LayerNormSaved", need: "LayerNormNeeds"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dx, dresidual, dweight, dbias, dx_bias); the contract of `fastbert.ops.layer_norm.layer_norm_bwd`."""
+    z, weight, mean, rstd, dropout_p, seed, offset = saved
+    need_dx, need_dweight, need_dxbias, need_dresidual = need
     rows, hidden = dy.shape
     seed = seed if dropout_p > 0 else None
     own_dresidual = need_dresidual and (seed is not None or not need_dx)
@@ -328,20 +309,60 @@ def layer_norm_bwd(
     if hidden > BWD_ONE_BLOCK:
         means = dy.new_empty((2, rows), dtype=torch.float32)
         launch(
-            _wide_bwd_means_kernel, (rows,), dy.device, dy, z, weight, mean, rstd, means,
-            dy.stride(0), z.stride(0), rows, HIDDEN=hidden, BLOCK_N=block_n, num_warps=num_warps,
-        )  # fmt: skip
+            _wide_bwd_means_kernel,
+            (rows,),
+            dy.device,
+            dy,
+            z,
+            weight,
+            mean,
+            rstd,
+            means,
+            dy.stride(0),
+            z.stride(0),
+            rows,
+            HIDDEN=hidden,
+            BLOCK_N=block_n,
+            num_warps=num_warps,
+        )
     launch(
-        _layer_norm_bwd_kernel, (programs, column_blocks), dy.device,
-        dy, z, weight, mean, rstd, means, seed, dx if need_dx else None, dresidual if own_dresidual else None,
-        dweight, dbias, dx_bias, dy.stride(0), z.stride(0), (dx if need_dx else dresidual).stride(0),
-        rows, *_dropout_args(dropout_p, offset),
-        HIDDEN=hidden, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=num_warps,
-    )  # fmt: skip
+        _layer_norm_bwd_kernel,
+        (programs, column_blocks),
+        dy.device,
+        dy,
+        z,
+        weight,
+        mean,
+        rstd,
+        means,
+        seed,
+        dx if need_dx else None,
+        dresidual if own_dresidual else None,
+        dweight,
+        dbias,
+        dx_bias,
+        dy.stride(0),
+        z.stride(0),
+        (dx if need_dx else dresidual).stride(0),
+        rows,
+        *_dropout_args(dropout_p, offset),
+        HIDDEN=hidden,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=num_warps,
+    )
     if needed:
         outs = (*needed, None, None)[:3]
         launch(
-            _sum_partials_kernel, (triton.cdiv(hidden, 32), len(needed)), dy.device,
-            partials, *outs, programs, HIDDEN=hidden, BLOCK_M=64, BLOCK_N=32, num_warps=4,
-        )  # fmt: skip
+            _sum_partials_kernel,
+            (triton.cdiv(hidden, 32), len(needed)),
+            dy.device,
+            partials,
+            *outs,
+            programs,
+            HIDDEN=hidden,
+            BLOCK_M=64,
+            BLOCK_N=32,
+            num_warps=4,
+        )
     return dx, dresidual, *sums

@@ -1,20 +1,20 @@
 """A product with bias, activation and residual in its epilogue.
 
 Math       pre = x @ weight.T + bias;  y = act(pre) + residual
-Tiling     A program walks over output tiles of [BLOCK_M, BLOCK_N], every num_programs-th of them. The order
-           goes down GROUP_M row tiles before it takes the next column tile, so that what is read stays in the
-           L2 cache. Edges: rows beyond the last read the last row again and are not stored; columns beyond IN
-           are 0. The accumulator is cut into SPLIT parts before the epilogue: in one piece it spills.
+Tiling     A program walks over every num_programs-th output tile of [BLOCK_M, BLOCK_N]. It goes down GROUP_M
+           row tiles before it takes the next column tile, so that its inputs stay in the L2 cache. Rows after
+           the last one read the last row again and are not stored; columns after IN are 0. The accumulator is
+           cut into SPLIT parts before the epilogue: in one piece it spills.
 Precision  float32 accumulators ("ieee": float32 inputs are not cut to TF32); bias, activation and residual in
            float32; one rounding at each store.
 Saved      pre in storage dtype, where backward will ask for it.
-Backward   g = dy * act'(pre) in a pass of its own, with dbias = Σ_rows g in the same pass: partial sums in
-           registers, added in a fixed order. In the loads of the two products it would move more: a tile of g
-           is loaded OUT x IN / BLOCK times over, then as two matrices and not one, and its derivative is
-           computed as often. The products themselves, dx = g @ weight and dweight = g.T @ x, are PyTorch's
-           matrix products: no fusion is left that would save a byte.
-Transport  With compute capability 9.x, 10.x and 12.x tiles move by TMA, through tensor descriptors made on
+Backward   One pass computes g = dy * act'(pre) and dbias = Σ_rows g: partial sums in registers, added in a
+           fixed order. Computed in the loads of the two products, g would cost more: a tile of g is loaded
+           OUT x IN / BLOCK times, each time as two matrices, and its slope is computed as often. dx =
+           g @ weight and dweight = g.T @ x are PyTorch's products: no fusion is left that would save a byte.
+Transport  With compute capability 9.x, 10.x and 12.x, tiles move by TMA, through tensor descriptors made on
            the host. Other GPUs, and matrices that TMA cannot describe (16-byte alignment), use pointers.
+Files      linear_forward.py: the kernel of the product. Here: backward's kernel, the configs, the launches.
 Source     Hendrycks and Gimpel 2016, Gaussian Error Linear Units; Tillet, Kung, Cox 2019, Triton, for the
            grouped order.
 """
@@ -31,114 +31,27 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastbert.kernels import tuning
-from fastbert.kernels.activation import activate, slope
+from fastbert.kernels.activation import slope
+from fastbert.kernels.column_sums import _sum_partials_kernel
 from fastbert.kernels.launch import MOST_REGISTERS, launch, resident_programs
-from fastbert.kernels.layer_norm import _sum_partials_kernel
-
-
-@triton.jit
-def _tile_at(index, row_tiles, COL_TILES: tl.constexpr, GROUP_M: tl.constexpr):
-    """(row tile, column tile) of the index-th tile in grouped order."""
-    first_row = index // (GROUP_M * COL_TILES) * GROUP_M
-    height = tl.minimum(row_tiles - first_row, GROUP_M)
-    within = index % (GROUP_M * COL_TILES)
-    return first_row + within % height, within // height
-
-
-@triton.jit
-def _halves(tile):
-    """The left and the right half of the columns of a tile."""
-    cut = tl.reshape(tile, (tile.shape[0], 2, tile.shape[1] // 2))
-    return tl.split(tl.permute(cut, (0, 2, 1)))
-
-
-@triton.jit
-def _epilogue(
-    acc, bias_ptr, residual_ptr, y, pre, y_stride, residual_stride, row_start, col_start, n_rows,
-    OUT: tl.constexpr, ACTIVATION: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Finish and store `acc` = [BLOCK_M, SPLIT * part], part by part."""
-    if SPLIT > 1:
-        left, right = _halves(acc)
-        HALF: tl.constexpr = acc.shape[1] // 2
-        _epilogue(
-            left, bias_ptr, residual_ptr, y, pre, y_stride, residual_stride, row_start, col_start, n_rows,
-            OUT, ACTIVATION, SPLIT // 2, TMA, DTYPE,
-        )  # fmt: skip
-        _epilogue(
-            right, bias_ptr, residual_ptr, y, pre, y_stride, residual_stride, row_start, col_start + HALF,
-            n_rows, OUT, ACTIVATION, SPLIT // 2, TMA, DTYPE,
-        )  # fmt: skip
-    else:
-        rows = row_start + tl.arange(0, acc.shape[0])
-        cols = col_start + tl.arange(0, acc.shape[1])
-        mask = (rows < n_rows)[:, None] & (cols < OUT)[None, :]
-        at = rows.to(tl.int64)[:, None] * y_stride + cols[None, :]
-        if bias_ptr is not None:
-            acc += tl.load(bias_ptr + cols, mask=cols < OUT, other=0.0).to(tl.float32)[None, :]
-        if pre is not None:
-            if TMA:
-                pre.store([row_start, col_start], acc.to(DTYPE))
-            else:
-                tl.store(pre + at, acc.to(DTYPE), mask=mask)
-        acc = activate(acc, ACTIVATION, FEW_DIGITS=DTYPE == tl.bfloat16)  # noqa: SIM300
-        if residual_ptr is not None:
-            residual_at = residual_ptr + rows.to(tl.int64)[:, None] * residual_stride + cols[None, :]
-            acc += tl.load(residual_at, mask=mask, other=0.0).to(tl.float32)
-        if TMA:
-            y.store([row_start, col_start], acc.to(DTYPE))
-        else:
-            tl.store(y + at, acc.to(DTYPE), mask=mask)
-
-
-@triton.jit(do_not_specialize=("n_rows",))
-def _linear_fwd_kernel(
-    x, weight, bias_ptr, residual_ptr, y, pre, x_stride, weight_stride, y_stride, residual_stride, n_rows,
-    IN: tl.constexpr, OUT: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SPLIT: tl.constexpr,
-    TMA: tl.constexpr,
-):  # fmt: skip
-    """With TMA `x`, `weight`, `y` and `pre` are tensor descriptors, else pointers."""
-    DTYPE: tl.constexpr = x.dtype if TMA else x.dtype.element_ty
-    COL_TILES: tl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
-    row_tiles = tl.cdiv(n_rows, BLOCK_M)
-    for tile in tl.range(tl.program_id(0), row_tiles * COL_TILES, tl.num_programs(0), flatten=TMA):
-        row_tile, col_tile = _tile_at(tile, row_tiles, COL_TILES, GROUP_M)
-        row_start, col_start = row_tile * BLOCK_M, col_tile * BLOCK_N
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        if TMA:
-            for k in range(0, IN, BLOCK_K):
-                x_tile = x.load([row_start, k])  # [BLOCK_M, BLOCK_K]
-                weight_tile = weight.load([col_start, k])  # [BLOCK_N, BLOCK_K]
-                acc = tl.dot(x_tile, weight_tile.T, acc, input_precision="ieee")
-        else:
-            rows = tl.minimum(row_start + tl.arange(0, BLOCK_M), n_rows - 1).to(tl.int64)
-            outs = tl.minimum(col_start + tl.arange(0, BLOCK_N), OUT - 1).to(tl.int64)
-            ks = tl.arange(0, BLOCK_K)
-            x_at = x + rows[:, None] * x_stride + ks[None, :]
-            weight_at = weight + outs[None, :] * weight_stride + ks[:, None]
-            for k in range(0, IN, BLOCK_K):
-                if IN % BLOCK_K == 0:
-                    x_tile = tl.load(x_at + k)  # [BLOCK_M, BLOCK_K]
-                    weight_tile = tl.load(weight_at + k)  # [BLOCK_K, BLOCK_N]
-                else:
-                    inside = ks < IN - k
-                    x_tile = tl.load(x_at + k, mask=inside[None, :], other=0.0)
-                    weight_tile = tl.load(weight_at + k, mask=inside[:, None], other=0.0)
-                acc = tl.dot(x_tile, weight_tile, acc, input_precision="ieee")
-        _epilogue(
-            acc, bias_ptr, residual_ptr, y, pre, y_stride, residual_stride, row_start, col_start, n_rows,
-            OUT, ACTIVATION, SPLIT, TMA, DTYPE,
-        )  # fmt: skip
+from fastbert.kernels.linear_forward import _linear_fwd_kernel
 
 
 @triton.jit(do_not_specialize=("n_rows",))
 def _linear_bwd_kernel(
-    dy_ptr, pre_ptr, g_ptr, dbias_ptr, dy_stride, pre_stride, n_rows,
-    OUT: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """g in storage dtype, of every num_programs-th row tile; its column sums go to this program's row."""
+    dy_ptr,
+    pre_ptr,
+    g_ptr,
+    dbias_ptr,
+    dy_stride,
+    pre_stride,
+    n_rows,
+    OUT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """g in storage dtype for every num_programs-th row tile; its column sums go to this program's row."""
     program = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     col_mask = cols < OUT
@@ -162,17 +75,26 @@ def _linear_bwd_kernel(
 
 
 class Config(NamedTuple):
-    """How the kernel runs; a line of kernels/tuned/<gpu>.json."""
+    """How the kernel runs; a line of kernels/tuned/<gpu>.json.
+
+    Attributes:
+        block_m, block_n, block_k: rows, columns and depth of a tile.
+        num_warps, num_stages: Triton's.
+        split: parts of the accumulator in the epilogue.
+        tma: whether tiles move by TMA; only for aligned matrices.
+        group_m: row tiles taken before the next column tile.
+        per_multiprocessor: programs per multiprocessor.
+    """
 
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
-    split: int  # parts of the accumulator in the epilogue
-    tma: bool  # where the matrices allow it
+    split: int
+    tma: bool
     group_m: int = 8
-    per_multiprocessor: int = 1  # programs
+    per_multiprocessor: int = 1
 
 
 def heuristic(
@@ -189,10 +111,12 @@ def heuristic(
 
 def ladder(dtype: torch.dtype, aligned: bool, capability: tuple[int, int]) -> tuple[Config, ...]:
     """Configs from large tiles to small ones; all of them fit the GPU's shared memory and do not spill."""
-    if capability == (0, 0):  # small, so that small tests have several tiles
+    if capability == (0, 0):
+        # Small, so that small tests have several tiles.
         sizes = ((32, 64, 64), (16, 32, 32))
         return tuple(Config(*size, 4, 2, 2, tma=aligned, group_m=2) for size in sizes)
-    if dtype == torch.float32 or not aligned:  # no tensor cores; or elements that come one by one
+    if dtype == torch.float32 or not aligned:
+        # No tensor cores, or elements that are loaded one by one.
         sizes = ((64, 64, 32), (32, 32, 32))
         return tuple(Config(*size, 4, 2, 1, tma=False, per_multiprocessor=2) for size in sizes)
     if capability[0] in (9, 10):
@@ -201,13 +125,15 @@ def ladder(dtype: torch.dtype, aligned: bool, capability: tuple[int, int]) -> tu
             Config(128, 128, 64, 8, 4, 2, tma=True),
             Config(64, 64, 64, 4, 5, 1, tma=True, per_multiprocessor=2),
         )
-    if capability[0] == 12:  # 99 KB of shared memory, and two programs of the small tiles in 100
+    if capability[0] == 12:
+        # 99 KB of shared memory; two programs of the small tiles fit into 100.
         return (
             Config(128, 128, 64, 8, 3, 2, tma=True),
             Config(64, 64, 64, 4, 3, 1, tma=True, per_multiprocessor=2),
             Config(32, 64, 64, 4, 4, 1, tma=True, per_multiprocessor=2),
         )
-    return (  # the smallest of these GPUs have 99 KB, too
+    # The smallest of these GPUs have 99 KB too.
+    return (
         Config(128, 128, 32, 8, 4, 4, tma=False),
         Config(64, 64, 64, 4, 4, 1, tma=False, per_multiprocessor=2),
         Config(32, 64, 64, 4, 4, 1, tma=False, per_multiprocessor=2),
@@ -215,19 +141,23 @@ def ladder(dtype: torch.dtype, aligned: bool, capability: tuple[int, int]) -> tu
 
 
 def shared_memory(config: Config, dtype: torch.dtype, capability: tuple[int, int]) -> int:
-    """Bytes that a program of `config` takes at most, whatever its epilogue does."""
+    """An upper bound of the bytes that a program of `config` takes, whatever its epilogue does."""
     stages = config.num_stages
-    if dtype == torch.float32 or capability[0] not in (9, 10):  # the tile in use lies in registers
+    if dtype == torch.float32 or capability[0] not in (9, 10):
+        # The tile in use lies in registers.
         stages = max(1, stages - 1)
     elements = stages * (config.block_m + config.block_n) * config.block_k
-    if config.tma:  # a part on its way out, and the residual on its way to the layout of the product
+    if config.tma:
+        # A part on its way out, and the residual on its way to the layout of the product.
         elements += 2 * config.block_m * config.block_n // config.split
-    return elements * dtype.itemsize + 1024  # barriers
+    # 1024: barriers.
+    return elements * dtype.itemsize + 1024
 
 
 def candidates(dtype: torch.dtype, capability: tuple[int, int]) -> tuple[Config, ...]:
-    """What a tuner may choose from for aligned matrices: the ladder, and what only a measurement can rank, as
-    far as shared memory holds it.
+    """What a tuner may choose from for aligned matrices.
+
+    The ladder, then configs that only a measurement can rank, as far as they fit into shared memory.
     """
     found = ladder(dtype, True, capability)
     if capability == (0, 0):
@@ -249,7 +179,7 @@ def _room(capability: tuple[int, int]) -> int:
 def tuning_key(
     in_features: int, out_features: int, activation: str | None, residual: bool, dtype: torch.dtype
 ) -> str:
-    """What is computed, as kernels/tuned names it: "bfloat16 768x3072 gelu"."""
+    """The key of this computation in kernels/tuned: "bfloat16 768x3072 gelu"."""
     words = [str(dtype).removeprefix("torch."), f"{in_features}x{out_features}"]
     return " ".join(words + ([activation] if activation else []) + (["residual"] if residual else []))
 
@@ -265,7 +195,7 @@ def config_for(
     aligned: bool,
     device: tuning.Device,
 ) -> Config:
-    """From the GPU's table, which is for aligned matrices; else from the heuristic."""
+    """The config of the GPU's table, which is for aligned matrices; else the heuristic's."""
     key = tuning_key(in_features, out_features, activation, residual, dtype)
     found = tuning.tuned(device, "linear", key, rows_bucket) if aligned else None
     if found is not None:
@@ -279,7 +209,8 @@ def _aligned(*matrices: Tensor) -> bool:
         t.data_ptr() % 16 == 0
         and t.stride(0) * t.element_size() % 16 == 0
         and t.stride(0) >= t.shape[1]
-        and t.stride(1) == 1  # of a single column it may be anything
+        # The stride of a single column may be anything.
+        and t.stride(1) == 1
         for t in matrices
     )
 
@@ -291,15 +222,21 @@ def linear_fwd(
     activation: str | None,
     residual: Tensor | None,
     save: bool,
-    packed: None = None,
+    panels: None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(y, pre); the contract of `fastbert.ops.linear.linear_fwd`. This backend packs no weights."""
+    """(y, pre): the contract of `fastbert.ops.linear.linear_fwd`. This backend has no panels."""
     out_features = weight.shape[0]
     aligned = _aligned(x, weight) and out_features * x.element_size() % 16 == 0
     config = config_for(
-        tuning.bucket(x.shape[0]), x.shape[1], out_features, activation, residual is not None, x.dtype,
-        aligned, tuning.device_of(x.device),
-    )  # fmt: skip
+        tuning.bucket(x.shape[0]),
+        x.shape[1],
+        out_features,
+        activation,
+        residual is not None,
+        x.dtype,
+        aligned,
+        tuning.device_of(x.device),
+    )
     return linear_fwd_with(config, x, weight, bias, activation, residual, save)
 
 
@@ -312,7 +249,7 @@ def linear_fwd_with(
     residual: Tensor | None,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`linear_fwd` by a given config, for the tuner and the tests; one with TMA needs aligned matrices."""
+    """`linear_fwd` with a given config, for the tuner and the tests; TMA needs aligned matrices."""
     rows, out_features = x.shape[0], weight.shape[0]
     y = torch.empty((rows, out_features), dtype=x.dtype, device=x.device)
     pre = torch.empty_like(y) if save and activation is not None else x.new_empty((0,))
@@ -329,17 +266,38 @@ def linear_fwd_with(
     tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(out_features, config.block_n)
     programs = min(tiles, tuning.device_of(x.device).multiprocessors * config.per_multiprocessor)
     launch(
-        _linear_fwd_kernel, (programs,), x.device, x_arg, weight_arg, bias, residual, y_arg, pre_arg,
-        x.stride(0), weight.stride(0), y.stride(0), 0 if residual is None else residual.stride(0), rows,
-        IN=x.shape[1], OUT=out_features, ACTIVATION=activation, BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m, SPLIT=config.split,
-        TMA=config.tma, num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=MOST_REGISTERS,
-    )  # fmt: skip
+        _linear_fwd_kernel,
+        (programs,),
+        x.device,
+        x_arg,
+        weight_arg,
+        bias,
+        residual,
+        y_arg,
+        pre_arg,
+        x.stride(0),
+        weight.stride(0),
+        y.stride(0),
+        0 if residual is None else residual.stride(0),
+        rows,
+        IN=x.shape[1],
+        OUT=out_features,
+        ACTIVATION=activation,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP_M=config.group_m,
+        SPLIT=config.split,
+        TMA=config.tma,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        maxnreg=MOST_REGISTERS,
+    )
     return y, pre
 
 
 def bwd_config(out_features: int) -> tuple[int, int]:
-    """(BLOCK_M, BLOCK_N): 2048 elements a tile, which is 16 for each of 128 threads."""
+    """(BLOCK_M, BLOCK_N): 2048 elements per tile, which is 16 for each of 128 threads."""
     block_n = max(16, min(256, triton.next_power_of_2(out_features)))
     return 2048 // block_n, block_n
 
@@ -354,7 +312,7 @@ def linear_bwd(
     need_dweight: bool,
     need_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias); the contract of `fastbert.ops.linear.linear_bwd`."""
+    """(dx, dweight, dbias): the contract of `fastbert.ops.linear.linear_bwd`."""
     need_g = need_dx or need_dweight
     g, dbias = _activation_bwd(dy, pre, activation, need_g, need_dbias)
     return (
@@ -367,11 +325,12 @@ def linear_bwd(
 def _activation_bwd(
     dy: Tensor, pre: Tensor | None, activation: str | None, need_g: bool, need_dbias: bool
 ) -> tuple[Tensor, Tensor]:
-    """(g = dy * act'(pre), Σ_rows g); g is dy itself without an activation, dbias empty where not needed."""
+    """(g = dy * act'(pre), Σ_rows g). Without an activation g is dy itself; dbias is empty if not needed."""
     rows, out_features = dy.shape
     new_g = need_g and activation is not None
     g = dy.new_empty((rows, out_features)) if new_g else dy
-    dbias = dy.new_zeros((out_features if need_dbias else 0,))  # zeros: the sum over no rows
+    # Zeros: the sum over no rows.
+    dbias = dy.new_zeros((out_features if need_dbias else 0,))
     if rows == 0 or not (new_g or need_dbias):
         return g, dbias
     block_m, block_n = bwd_config(out_features)
@@ -381,14 +340,36 @@ def _activation_bwd(
         programs = min(programs, max(1, resident_programs(dy.device) // column_blocks))
         partials = dy.new_empty((programs, out_features), dtype=torch.float32)
     launch(
-        _linear_bwd_kernel, (programs, column_blocks), dy.device,
-        dy, pre, g if new_g else None, partials, dy.stride(0), 0 if pre is None else pre.stride(0), rows,
-        OUT=out_features, ACTIVATION=activation, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
+        _linear_bwd_kernel,
+        (programs, column_blocks),
+        dy.device,
+        dy,
+        pre,
+        g if new_g else None,
+        partials,
+        dy.stride(0),
+        0 if pre is None else pre.stride(0),
+        rows,
+        OUT=out_features,
+        ACTIVATION=activation,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=4,
         maxnreg=MOST_REGISTERS,
-    )  # fmt: skip
+    )
     if need_dbias:
         launch(
-            _sum_partials_kernel, (triton.cdiv(out_features, 32), 1), dy.device,
-            partials, dbias, None, None, programs, HIDDEN=out_features, BLOCK_M=64, BLOCK_N=32, num_warps=4,
-        )  # fmt: skip
+            _sum_partials_kernel,
+            (triton.cdiv(out_features, 32), 1),
+            dy.device,
+            partials,
+            dbias,
+            None,
+            None,
+            programs,
+            HIDDEN=out_features,
+            BLOCK_M=64,
+            BLOCK_N=32,
+            num_warps=4,
+        )
     return g, dbias

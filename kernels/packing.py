@@ -1,10 +1,10 @@
-"""Packed rows gathered from a padded batch, and put back among zeros.
+"""Packed rows gathered from a padded batch, and scattered back among zeros.
 
 Math       Forward: y[t] = x[indices[t]].  Backward: y[indices[t]] = x[t], 0 in every other row.
 Tiling     A program owns BLOCK_M rows of the output and BLOCK_N of its columns. Backward writes each row
            once: indices rise strictly, so a binary search finds the packed row of a padded row, or that there
            is none. Writing zeros first and the kept rows over them would write those rows twice.
-Precision  None: elements move as integers of their size, so every bit arrives, those of NaN included.
+Precision  Nothing is rounded: elements move as integers of their size, so every bit arrives, also in NaN.
 Source     Zhai et al. 2023, ByteTransformer, sec. III-B (the padding-free layout).
 """
 
@@ -33,13 +33,22 @@ def _packing_fwd_kernel(
 
 @triton.jit(do_not_specialize=("total", "rows", "steps"))
 def _packing_bwd_kernel(
-    x_ptr, indices_ptr, y_ptr, x_stride, y_stride, inner, total, rows, steps,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    indices_ptr,
+    y_ptr,
+    x_stride,
+    y_stride,
+    inner,
+    total,
+    rows,
+    steps,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """`x` = [total, inner], `y` = [rows, inner]; 2**steps > total."""
     padded = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # the first t with indices[t] >= row lies in [low, high]
+    # The first t with indices[t] >= row lies in [low, high].
     low = tl.zeros((BLOCK_M,), tl.int64)
     high = low + total
     for _ in range(steps):
@@ -68,28 +77,52 @@ def _integers(t: Tensor) -> Tensor:
 
 
 def packing_fwd(x: Tensor, indices: Tensor) -> Tensor:
-    """Packed (total, inner) from padded (rows, inner); contract in fastbert/ops/packing.py."""
+    """Packed (total, inner) from padded (rows, inner): the contract of `fastbert.ops.packing.packing_fwd`."""
     total, inner = indices.shape[0], x.shape[1]
     y = torch.empty((total, inner), dtype=x.dtype, device=x.device)
     if y.numel() > 0:
         block_m, block_n = config_for(inner)
         launch(
-            _packing_fwd_kernel, (triton.cdiv(total, block_m), triton.cdiv(inner, block_n)), x.device,
-            _integers(x), indices, _integers(y), x.stride(0), y.stride(0), inner, total,
-            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, maxnreg=MOST_REGISTERS,
-        )  # fmt: skip
+            _packing_fwd_kernel,
+            (triton.cdiv(total, block_m), triton.cdiv(inner, block_n)),
+            x.device,
+            _integers(x),
+            indices,
+            _integers(y),
+            x.stride(0),
+            y.stride(0),
+            inner,
+            total,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            num_warps=4,
+            maxnreg=MOST_REGISTERS,
+        )
     return y
 
 
 def packing_bwd(x: Tensor, indices: Tensor, rows: int) -> Tensor:
-    """Padded (rows, inner) from packed (total, inner); contract in fastbert/ops/packing.py."""
+    """Padded (rows, inner) from packed (total, inner): the contract of `fastbert.ops.packing.packing_bwd`."""
     total, inner = x.shape
     y = torch.empty((rows, inner), dtype=x.dtype, device=x.device)
     if y.numel() > 0:
         block_m, block_n = config_for(inner)
         launch(
-            _packing_bwd_kernel, (triton.cdiv(rows, block_m), triton.cdiv(inner, block_n)), x.device,
-            _integers(x), indices, _integers(y), x.stride(0), y.stride(0), inner, total, rows,
-            total.bit_length(), BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, maxnreg=MOST_REGISTERS,
-        )  # fmt: skip
+            _packing_bwd_kernel,
+            (triton.cdiv(rows, block_m), triton.cdiv(inner, block_n)),
+            x.device,
+            _integers(x),
+            indices,
+            _integers(y),
+            x.stride(0),
+            y.stride(0),
+            inner,
+            total,
+            rows,
+            total.bit_length(),
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            num_warps=4,
+            maxnreg=MOST_REGISTERS,
+        )
     return y

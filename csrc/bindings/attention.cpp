@@ -6,7 +6,7 @@
 namespace fastbert {
 namespace {
 
-// What forward and backward share, in the order in which fastbert/backends/cpu/attention.py hands it over.
+// The arguments of both forward and backward, in the order of fastbert/backends/cpu/attention.py.
 void fill(Attention& out, const py::tuple& common) {
     if (common.size() != 27) throw py::value_error("attention: expected 27 common arguments");
     std::size_t next = 0;
@@ -53,7 +53,7 @@ void fill(Attention& out, const py::tuple& common) {
     check_bias(out.bias, out.batch, out.nheads, out.max_seqlen);
 }
 
-// Tensors of a matrix for each sequence and head.
+// Tensors with one matrix per sequence and head.
 void check_matrices(const char* name, const Attention& args, const void* data) {
     if (data != nullptr) elements_of(name, {args.batch, args.nheads, args.max_seqlen, args.max_seqlen});
 }

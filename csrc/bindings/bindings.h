@@ -1,9 +1,9 @@
-// What the files of this folder share: pointers as integers, checks, and running without the GIL.
+// Shared by the files of this folder: pointers as integers, checks, and running without the GIL.
 //
-// fastbert._C takes raw pointers, sizes, strides and dtype codes as integers. It knows no torch. Tensors are
-// checked by the ops and laid out by fastbert/backends. How much memory lies behind a pointer, nobody can
-// check here. What can be, is: the values of lengths and ids, which the ops cannot see under torch.compile,
-// missing pointers, sizes and strides below zero, products that overflow, codes, and numbers of threads.
+// fastbert._C takes raw pointers, sizes, strides and dtype codes as integers. It knows no torch. The ops
+// check tensors; fastbert/backends lays them out. The size of the memory at a pointer cannot be checked here.
+// These are checked: the values of lengths and ids, which the ops cannot see under torch.compile, missing
+// pointers, sizes and strides below zero, products that overflow, codes, and numbers of threads.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -42,7 +42,7 @@ inline Activation activation_of(int code) {
 
 inline Param param(Address address, int code) { return {pointer(address), dtype_of(code)}; }
 
-// A number of a tuple that Python hands over.
+// A number in a tuple from Python.
 template <class T>
 T number(const py::handle& from) {
     try {
@@ -53,7 +53,7 @@ T number(const py::handle& from) {
     }
 }
 
-// More elements than any machine holds. Below it, sums and products of a few sizes fit in 64 bits.
+// More elements than any machine can hold. Below this, sums and products of a few sizes fit in 64 bits.
 inline constexpr std::int64_t kMostElements = std::int64_t{1} << 48;
 inline constexpr int kMostThreads = 4096;
 
@@ -83,13 +83,13 @@ inline void check_shape(std::int64_t rows, std::int64_t hidden) {
     elements_of("rows * hidden", {rows, hidden});
 }
 
-// A tensor that is needed where it has elements.
+// A tensor that must have an address if it has elements.
 inline void check_given(const char* name, const void* data, std::int64_t elements) {
     if (data == nullptr && elements > 0)
         throw py::value_error(std::string(name) + ": expected an address, got none");
 }
 
-// The elements from the first to the last one of a strided tensor that has some.
+// The number of elements from the first to the last one of a strided, non-empty tensor.
 struct Dim {
     std::int64_t size, stride;
 };
@@ -105,7 +105,7 @@ inline void check_strides(const char* name, std::initializer_list<Dim> dims) {
     }
 }
 
-// A tensor of rows side by side in memory, `stride` apart.
+// A tensor of contiguous rows, `stride` elements apart.
 inline void check_rows(const char* name, const void* data, std::int64_t rows, std::int64_t width,
                        std::int64_t stride) {
     check_given(name, data, rows * width);
@@ -117,8 +117,8 @@ inline void check_threads(int threads) {
         refuse("threads", "1 to " + std::to_string(kMostThreads), threads);
 }
 
-// Of packed sequences: the lengths must stay within the rows, and none may exceed max_seqlen. Returns the end
-// of the last one.
+// Checks packed sequences: the lengths must stay within the rows, and none may exceed max_seqlen. Returns the
+// end of the last sequence.
 inline std::int64_t check_lengths(const std::int32_t* cu_seqlens, std::int64_t batch, std::int64_t total,
                                   std::int64_t max_seqlen) {
     check_size("batch", batch);
@@ -151,7 +151,7 @@ inline void check_bias(const Bias& bias, std::int64_t batch, std::int64_t nheads
                            {max_seqlen, 1}});
 }
 
-// Runs without the GIL; a reason that comes back is raised.
+// Runs without the GIL; raises the reason that is returned, if any.
 template <class F>
 void run(F&& f) {
     const char* reason;

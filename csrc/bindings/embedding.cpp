@@ -6,7 +6,7 @@
 namespace fastbert {
 namespace {
 
-// Under torch.compile the op cannot look at ids: those of a call are looked at here, before memory is.
+// Under torch.compile the op cannot read the ids, so they are checked here, before anything is written.
 void check_ids(const char* name, const std::int64_t* ids, std::int64_t tokens, std::int64_t rows) {
     for (std::int64_t t = 0; t < tokens; ++t)
         if (ids[t] < 0 || ids[t] >= rows)
@@ -18,7 +18,7 @@ void check_four(const char* name, const py::tuple& from) {
     if (from.size() != 4) refuse(name, "a tuple of 4 numbers", static_cast<std::int64_t>(from.size()));
 }
 
-// (address, stride, rows, address of the ids), as fastbert/backends/cpu/embedding.py hands it over.
+// (address, stride, rows, address of the ids), as in fastbert/backends/cpu/embedding.py.
 Lookup lookup(const char* name, const py::tuple& from, std::int64_t tokens, std::int64_t hidden) {
     check_four(name, from);
     const Lookup out{pointer(number<Address>(from[0])), number<std::int64_t>(from[1]),

@@ -6,13 +6,14 @@
 namespace fastbert {
 namespace {
 
-// Reads a tuple of numbers in the order in which fastbert/backends/cpu/encoder_layer.py wrote it.
+// Reads a tuple of numbers in the order of fastbert/backends/cpu/encoder_layer.py.
 class Reader {
   public:
     explicit Reader(const py::tuple& from) : from_(from) {}
     template <class T>
     T next() {
-        return number<T>(from_[at_++]);  // raises IndexError behind the end
+        // Raises IndexError after the end.
+        return number<T>(from_[at_++]);
     }
     template <class T>
     T* address() {
@@ -101,7 +102,7 @@ void encoder_layer_fwd(int dtype, const py::tuple& sizes, const py::tuple& weigh
     check_rows("x", args.x, args.total, args.nheads * args.headdim, x_stride);
     check_given("y", args.y, args.total);
     check_bias(args.bias, args.batch, args.nheads, args.max_seqlen);
-    // with 8 bits, query is all three
+    // With 8 bits, query holds all three.
     const bool joined = args.query.scale != nullptr;
     for (const LayerLinear* linear :
          {&args.query, &args.key, &args.value, &args.attention_output, &args.intermediate, &args.output}) {

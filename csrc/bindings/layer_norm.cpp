@@ -10,10 +10,11 @@ namespace fastbert {
 namespace {
 
 void check_tail(int threads) { check_threads(threads); }
-template <class... Tail>  // a GPU's: nothing of it addresses memory of the host
+// A GPU's tail: none of it addresses memory of the host.
+template <class... Tail>
 void check_tail(Tail...) {}
 
-// Defines <name>(tensors …, tail …) for `launch(args, tail …)`; the tail is `threads`, or a device and its
+// Defines <name>(tensors …, tail …) for `launch(args, tail …)`. The tail is `threads`, or a device and its
 // stream.
 template <class... Tail>
 void def_layer_norm_fwd(py::module_& m, const char* name,

@@ -65,7 +65,7 @@ void activation_bwd(int dtype, std::int64_t rows, std::int64_t columns, Address 
     run([&] { return cpu_linear_activation_bwd(args, threads); });
 }
 
-// More of its products of bytes may not fit in 32 bits: MOST_INPUTS of fastbert/ops/linear_int8.py.
+// The sum of more products of bytes may overflow 32 bits: MOST_INPUTS of fastbert/ops/linear_int8.py.
 void check_depth(std::int64_t depth) {
     if (depth > 65536) refuse("depth", "at most 65536 with 8 bits", depth);
 }

@@ -1,4 +1,4 @@
-// Samples of tensors that tell whether their memory was written.
+// Samples of tensors, to detect that their memory was written.
 #include "../cpu/samples.h"
 
 #include "bindings.h"
@@ -8,7 +8,7 @@ namespace {
 
 constexpr std::int64_t kMost = std::int64_t{1} << 40;  // bytes to keep
 
-// Tuples (address, stride, count, bytes, window) as fastbert/runtime/prepared.py makes them.
+// Tuples (address, stride, count, bytes, window), as in fastbert/runtime/prepared.py.
 std::vector<Pieces> pieces_of(const py::iterable& tuples) {
     std::vector<Pieces> pieces;
     for (const py::handle each : tuples) {

@@ -1,9 +1,9 @@
-// Activations of a vector and their derivatives. Included after nothing: brings exp.h.
+// Activations of a vector and their derivatives. Needs no include before it: includes exp.h.
 //
-// Φ, the normal distribution, for x = |z|: Φ(-x) = exp(-x² / 2) H(x), where H falls slowly; H is fitted as
+// The normal distribution Φ for x = |z|: Φ(-x) = exp(-x² / 2) H(x), where H falls slowly. H is fitted as
 // t Q(t - 3/4) with t = 1 / (1 + 0.4 x), to 4e-8 of its value for every x. So the negative tail keeps its
-// relative accuracy, which 1 + erf loses. Below 1.25, where one subtracts from another half, float takes
-// Φ(z) = 1/2 + z P(z²), to 3e-10.
+// relative accuracy, which 1 + erf loses. Below x = 1.25, where Φ is near 1/2, results in float use
+// Φ(z) = 1/2 + z P(z²) instead, to 3e-10.
 #pragma once
 
 #include "exp.h"
@@ -16,10 +16,12 @@ namespace {
 
 #ifdef __AVX512F__
 FASTBERT_INLINE Vec magnitude(Vec v) { return _mm512_abs_ps(v); }
-FASTBERT_INLINE Vec where_negative(Vec v, Vec a, Vec b) {  // a where v's sign bit is set, else b
+// a where v's sign bit is set, else b.
+FASTBERT_INLINE Vec where_negative(Vec v, Vec a, Vec b) {
     return _mm512_mask_blend_ps(_mm512_movepi32_mask(_mm512_castps_si512(v)), b, a);
 }
-FASTBERT_INLINE Vec where_less(Vec x, Vec y, Vec a, Vec b) {  // a where x < y, else (and for NaN) b
+// a where x < y, else (and for NaN) b.
+FASTBERT_INLINE Vec where_less(Vec x, Vec y, Vec a, Vec b) {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_LT_OQ), b, a);
 }
 #else
@@ -34,7 +36,7 @@ struct Normal {
     Vec distribution, exponential;  // Φ(z), exp(-z² / 2)
 };
 
-// `fine`: to float's own accuracy around 0, which no 16-bit result shows.
+// `fine`: with float's own accuracy around 0, which is invisible in a 16-bit result.
 FASTBERT_INLINE Normal normal(Vec z, bool fine) {
     const Vec square = mul(z, z), x = magnitude(z);
     const Vec e = exponential(mul(square, broadcast(-0.5f)));
@@ -65,8 +67,8 @@ FASTBERT_INLINE Normal normal(Vec z, bool fine) {
     return {distribution, e};
 }
 
-// Φ(z) alone, for GELU forward: by a table where one instruction looks up 16 of its numbers, in half the
-// time.
+// Φ(z) alone, for GELU forward. AVX-512 looks up 16 numbers of a table in one instruction, which takes half
+// the time.
 #ifdef __AVX512F__
 __attribute__((noinline)) Vec far_distribution(Vec z) { return normal(z, true).distribution; }
 
@@ -76,14 +78,15 @@ FASTBERT_INLINE Vec of_interval(const float* table, __m512i interval) {
 
 FASTBERT_INLINE Vec distribution(Vec z, bool) {
     const Vec x = magnitude(z);
-    if (__builtin_expect(_mm512_cmp_ps_mask(x, broadcast(5.98f), _CMP_NLT_UQ) != 0, 0))  // or NaN
+    // Also for NaN.
+    if (__builtin_expect(_mm512_cmp_ps_mask(x, broadcast(5.98f), _CMP_NLT_UQ) != 0, 0))
         return far_distribution(z);
     const __m512i interval = _mm512_cvttps_epi32(mul(x, broadcast(32.0f / 6.0f)));
     const Vec t = sub(x, of_interval(kPoint, interval));
     Vec slope = of_interval(kTail[6], interval);
 #pragma GCC unroll 8
     for (int i = 5; i >= 1; --i) slope = fma(slope, t, of_interval(kTail[i], interval));
-    // 1 - Φ(-x) for positive z: exact at the point where it counts, so that one rounding is left
+    // 1 - Φ(-x) for positive z. It is exact at the interval's point, so that only one rounding is left.
     const Vec at_point = of_interval(kTail[0], interval);
     const __mmask16 positive = _knot_mask16(_mm512_movepi32_mask(_mm512_castps_si512(z)));
     return fma(_mm512_mask_sub_ps(t, positive, zero(), t), slope,
@@ -138,7 +141,7 @@ FASTBERT_INLINE Vec activate_bwd(Vec g, Vec z, bool fine) {
             const Logistic l = tanh_logistic(z);
             const Vec slope =
                 fma(mul(z, z), broadcast(0.134145f * 1.5957691216057308f), broadcast(1.5957691216057308f));
-            // far out z slope overflows, and σ (1 - σ) is 0
+            // Far out, z slope overflows and σ (1 - σ) is 0.
             const Vec both = mul(l.value, l.complement);
             return mul(g, where_less(zero(), both, fma(mul(z, slope), both, l.value), l.value));
         }

@@ -1,6 +1,6 @@
 // Attention on the CPU: cuts the batch into tasks. A task of forward is a run of queries of one sequence and
-// head, a task of backward one sequence and head as a whole, which sums dk and dv alone: results do not
-// depend on the number of threads.
+// head. A task of backward is one whole sequence and head, so it sums dk and dv alone. Results therefore do
+// not depend on the number of threads.
 #include "attention.h"
 
 #include <algorithm>
@@ -27,7 +27,7 @@ extern const AttentionKernels attention_kernels;  // of bf16 alone
 
 namespace {
 
-// Queries of a task where there are few sequences and heads: packing the keys again costs each task little.
+// Queries per task if there are few sequences and heads: packing the keys again costs each task little.
 constexpr std::int64_t kSplit = 5 * kQueryBlock;
 
 const AttentionKernels* kernels(DType dtype) {
@@ -40,14 +40,14 @@ const AttentionKernels* kernels(DType dtype) {
 #endif
 }
 
-// Products of one call below which waking a thread does not pay.
+// With fewer products per call, waking a thread does not pay.
 constexpr std::int64_t kGrain = 1 << 20;
 
 struct Task {
     std::int32_t sequence, head, begin, end;
 };
 
-// All tasks, those of the longest sequences first, so that no thread begins a long one last.
+// All tasks, the longest sequences first, so that no thread starts a long one last.
 std::vector<Task> cut(const Attention& args, std::int64_t split) {
     std::vector<std::int32_t> order(static_cast<std::size_t>(args.batch));
     std::iota(order.begin(), order.end(), 0);

@@ -1,17 +1,17 @@
 // Attention of one sequence and head in bf16, by AVX-512-BF16's product of pairs. Contract:
 // fastbert/ops/attention.py; math: attention_simd.cpp.
 //
-// Tiling     as in attention_simd.cpp, where an element of a sum is now a pair of bf16: q kᵀ and dout vᵀ sum
-//            over pairs of columns ([headdim / 2][64 keys] panels), P v and dS k over pairs of keys ([keys /
-//            2] [headdim]), dSᵀ q and Pᵀ dout over pairs of queries ([12][headdim]). K and V take half the
-//            memory. What a tile reads behind the queries or keys may be anything: it enters only sums that
-//            nobody reads. The partner of the last of an odd number weighs 0.
-// Precision  sums, softmax, lse, probs, delta, the bias' and the gate's gradient in float, as there. Rounded
-//            to bf16 before their product, once: exp(S - max) in forward, P and P ∘ (dP - delta) in backward.
-//            Eager PyTorch in bf16 rounds the same, and S and dP besides. What is constant for a row or a
-//            head (1 / sum, gate, 1 / (1 - p), scale) multiplies the float sum. Subnormal elements count as 0
-//            (vec_avx512_bf16.h). Sequences of fewer than 16 tokens go through the kernels for AVX-512, which
-//            round neither P nor dS: over so few roundings an error below eager's would be luck.
+// Tiling     As in attention_simd.cpp, but an element of a sum is a pair of bf16: q kᵀ and dout vᵀ sum over
+//            pairs of columns (panels [headdim / 2][64 keys]), P v and dS k over pairs of keys ([keys / 2]
+//            [headdim]), dSᵀ q and Pᵀ dout over pairs of queries ([12][headdim]). K and V take half the
+//            memory. A tile may read anything after the last query or key: it enters only sums that are not
+//            used. With an odd number, the partner of the last element weighs 0.
+// Precision  Sums, softmax, lse, probs, delta and the gradients of bias and gate in float, as there. Rounded
+//            to bf16 once, before their product: exp(S - max) in forward, P and P ∘ (dP - delta) in backward.
+//            Eager PyTorch in bf16 rounds these too, and also S and dP. Constants of a row or a head (1 /
+//            sum, gate, 1 / (1 - p), scale) multiply the float sum. Subnormal elements count as 0
+//            (vec_avx512_bf16.h). Sequences of fewer than 16 tokens use the kernels for AVX-512, which round
+//            neither P nor dS: with so few roundings an error below eager's would be luck.
 // Source     Intel, "Intel Architecture Instruction Set Extensions Programming Reference", VDPBF16PS.
 #include "attention_simd.h"
 
@@ -22,7 +22,8 @@ extern const AttentionKernels attention_kernels;
 namespace FASTBERT_ISA {
 namespace {
 
-constexpr std::int64_t kFew = 16;  // tokens, from which on products of bf16 serve
+// Shorter sequences use the kernels for AVX-512.
+constexpr std::int64_t kFew = 16;
 
 FASTBERT_INLINE std::int64_t more(std::int64_t a, std::int64_t b) { return a < b ? b : a; }
 constexpr std::int64_t half(std::int64_t n) { return (n + 1) / 2; }
@@ -33,7 +34,7 @@ FASTBERT_INLINE Words words_of(const bf16* row, std::int64_t c, std::int64_t hea
     return n > 0 ? load_words(row + c, static_cast<int>(n)) : _mm256_setzero_si256();
 }
 
-// Rows [first, first + count) as they are, in pairs of columns, `width` columns a row.
+// Rows [first, first + count) unchanged, in pairs of columns, `width` columns per row.
 void copy_rows(const Heads& t, std::int64_t first, std::int64_t head, std::int64_t count,
                std::int64_t headdim, std::int64_t width, Pair* out) {
     for (std::int64_t i = 0; i < count; ++i)
@@ -77,7 +78,7 @@ void transpose_rows(const Heads& t, std::int64_t first, std::int64_t head, std::
     }
 }
 
-// out = dropout(p) rounded, without the factor 1 / (1 - p); zeros up to the next multiple of kLanes.
+// out = dropout(p), rounded, without the factor 1 / (1 - p); zeros up to the next multiple of kLanes.
 FASTBERT_INLINE void narrow_row(const float* p, std::int64_t keys, const std::uint64_t* bits, Pair* out) {
     for_kept(keys, bits, [&](std::int64_t j, int n, std::uint64_t word) __attribute__((always_inline)) {
         store_words(out + j / 2, narrow(kept(load(p + j, n), word)), kLanes);

@@ -5,12 +5,12 @@
 //            dP = dropout'(dout vᵀ);  delta = rowsum(P ∘ dP);  dS = gate P ∘ (dP - delta)
 //            dq = scale dS k;  dk = scale dSᵀ q;  dv = gate dropout(P)ᵀ dout;  dgate = Σ delta
 // Tiling     K (and V for backward) is packed transposed into panels of 64 keys, V (and K) as float rows: at
-//            512 tokens and 64 columns each is 128 KiB and stays in L2. 24 queries go through all keys
-//            together, so that a panel comes from L2 once for them. A register tile is 6 rows by 4 vectors
-//            (AVX-512) or by 2 (AVX2).
-// Precision  widened to float on load, rounded once on store; P is never rounded. The maximum of a row is
-//            subtracted before exp; backward computes the softmax again instead of exp(S - lse), which would
-//            carry the rounding of a large lse into every P.
+//            512 tokens and 64 columns each takes 128 KiB and stays in L2. 24 queries go through all keys
+//            together, so that a panel is loaded from L2 once for all of them. A register tile is 6 rows by 4
+//            vectors (AVX-512) or by 2 (AVX2).
+// Precision  Widened to float on load, rounded once on store; P is never rounded. The maximum of a row is
+//            subtracted before exp. Backward computes the softmax again: exp(S - lse) would carry the
+//            rounding of a large lse into every P.
 // Source     Vaswani et al. 2017, eq. 1; blocking as in Goto, van de Geijn 2008, "Anatomy of High-Performance
 //            Matrix Multiplication".
 #include "attention_simd.h"
@@ -23,7 +23,7 @@ namespace fastbert {
 namespace FASTBERT_ISA {
 namespace {
 
-// Rows [first, first + count) as floats, `width` a row, zeros behind `headdim`; then zero rows up to
+// Rows [first, first + count) as floats, `width` per row, with zeros after `headdim`; then zero rows up to
 // `padded`.
 template <class T>
 void copy_rows(const Heads& t, std::int64_t first, std::int64_t head, std::int64_t count, std::int64_t padded,
@@ -59,8 +59,8 @@ void transpose_rows(const Heads& t, std::int64_t first, std::int64_t head, std::
     }
 }
 
-// Where rows [first, first + count) lie as floats in whole vectors, and how far apart: in place if they are
-// so, else copied to `out`.
+// The address and the stride of rows [first, first + count) as floats in whole vectors: in place if they are
+// stored so, else copied to `out`.
 template <class T>
 FASTBERT_INLINE const float* float_rows(const Heads& t, std::int64_t first, std::int64_t head,
                                         std::int64_t count, std::int64_t headdim, std::int64_t width,
@@ -76,8 +76,8 @@ FASTBERT_INLINE const float* float_rows(const Heads& t, std::int64_t first, std:
     return out;
 }
 
-// Tokens of a sequence up to which a vector holds one key's scores with many queries, not one query's with
-// many keys: a row of few keys would spend its time on the sum and the maximum over a vector's lanes.
+// Up to this many tokens a vector holds the scores of one key and many queries, else of one query and many
+// keys: a row of few keys would spend its time on the sum and the maximum over a vector's lanes.
 constexpr std::int64_t kFewKeys = kKeyPanel;
 constexpr std::int64_t kFewRows = kFewKeys + kRows, kFewStride = kFewKeys + kLanes;
 
@@ -89,8 +89,8 @@ std::int64_t forward_scratch(std::int64_t seqlen, std::int64_t headdim) {
     return round_up(many > few ? many : few, 16);
 }
 
-// A sequence of at most kFewKeys tokens without bias, dropout and order. False, and nothing is done, where a
-// query has no score above -inf.
+// A sequence of at most kFewKeys tokens without bias, dropout and causal mask. Returns false, and does
+// nothing, if a query has no score above -inf.
 template <class T>
 bool forward_few(const AttentionFwd& args, std::int64_t sequence, std::int64_t head, float* scratch) {
     const Span tokens = span_of(args, sequence);

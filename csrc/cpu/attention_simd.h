@@ -1,6 +1,6 @@
 // What the attention kernels of all instruction sets share: products by register tiles, softmax of a row,
 // dropout. Included by attention_simd.cpp, which computes in float, and by attention_bf16_simd.cpp, which
-// multiplies bf16 two by two. An element E of a sum is therefore a float or a Pair of bf16.
+// multiplies pairs of bf16. An element E of a sum is therefore a float or a Pair of bf16.
 #pragma once
 
 #include <cmath>
@@ -15,8 +15,8 @@ namespace FASTBERT_ISA {
 namespace {
 
 constexpr int kRows = 6;                           // rows of a register tile
-constexpr int kMaxVectors = kLanes == 16 ? 4 : 2;  // its vectors
-constexpr std::int64_t kDepth = 64;  // elements a block of P v goes through before it changes rows
+constexpr int kMaxVectors = kLanes == 16 ? 4 : 2;  // vectors of a row of that tile
+constexpr std::int64_t kDepth = 64;                // elements of a sum of P v per visit of a row
 
 FASTBERT_INLINE std::int64_t round_up(std::int64_t n, std::int64_t to) { return (n + to - 1) / to * to; }
 FASTBERT_INLINE std::int64_t less(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
@@ -119,7 +119,8 @@ FASTBERT_INLINE Row softmax_row(float* s, std::int64_t allowed, std::int64_t key
         most[k] = maximum(most[k], n == kLanes ? x : first_or(x, n, -INFINITY));
     });
     const float top = largest(maximum(maximum(most[0], most[1]), maximum(most[2], most[3])));
-    if (top == -INFINITY) {  // no allowed key, or NaNs, which a maximum may lose: the row is then NaN
+    // No key is allowed, or there are NaNs, which a maximum may lose: the row is then NaN.
+    if (top == -INFINITY) {
         float sum = 0.0f;
         for (std::int64_t j = 0; j < allowed; ++j)
             if (s[j] != s[j]) sum = s[j];
@@ -137,7 +138,8 @@ FASTBERT_INLINE Row softmax_row(float* s, std::int64_t allowed, std::int64_t key
     return {top, sum4(total)};
 }
 
-struct Span {  // the tokens of one sequence
+// The tokens of one sequence.
+struct Span {
     std::int64_t start, length;
 };
 
@@ -161,7 +163,7 @@ FASTBERT_INLINE const float* bias_row(const Bias& bias, std::int64_t sequence, s
 // Floats of scratch that hold the bits of one row of up to `keys` keys.
 FASTBERT_INLINE std::int64_t bits_room(std::int64_t keys) { return round_up(keys / 32, 16); }
 
-// Where `keep_bits` has those of one row, and how many bytes they are.
+// The place of one row's bits in `keep_bits`, and their size in bytes.
 template <class Word>
 FASTBERT_INLINE Word* saved_bits(Word* keep_bits, const Attention& args, std::int64_t head,
                                  std::int64_t row) {
@@ -171,7 +173,7 @@ FASTBERT_INLINE std::size_t saved_size(std::int64_t keys) {
     return static_cast<std::size_t>((keys + 31) / 32 * 4);
 }
 
-// The bits that dropout draws for one row, 64 keys a word, at `bits`; null without dropout.
+// Draws the dropout bits of one row into `bits`, 64 keys per word; null without dropout.
 FASTBERT_INLINE const std::uint64_t* drawn_bits(const DropoutArgs& args, std::int64_t head, std::int64_t row,
                                                 std::int64_t keys, std::uint64_t* bits) {
     if (args.seed == nullptr) return nullptr;
@@ -182,7 +184,7 @@ FASTBERT_INLINE const std::uint64_t* drawn_bits(const DropoutArgs& args, std::in
     return bits;
 }
 
-// The same, left at `keep_bits` for backward if it is not null.
+// The same; also saves them in `keep_bits`, if it is not null, for backward.
 FASTBERT_INLINE const std::uint64_t* kept_in_forward(const AttentionFwd& args, std::int64_t head,
                                                      std::int64_t row, std::int64_t keys,
                                                      std::uint64_t* bits) {
@@ -201,8 +203,8 @@ FASTBERT_INLINE const std::uint64_t* kept_in_backward(const AttentionBwd& args, 
     return bits;
 }
 
-// f(j, n, bits) for every vector of a row's keys: bit i says whether dropout keeps key j + i; all ones where
-// `kept` is null.
+// f(j, n, bits) for every vector of a row's keys. Bit i says whether dropout keeps key j + i; without `kept`
+// all are kept.
 template <class F>
 FASTBERT_INLINE void for_kept(std::int64_t keys, const std::uint64_t* kept, const F& f) {
     for (std::int64_t block = 0; block < keys; block += 64) {

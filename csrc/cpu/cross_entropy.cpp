@@ -1,5 +1,5 @@
-// Cross-entropy on the CPU: cuts the rows into tasks, and adds up their losses in order, in double: bit-equal
-// for any number of threads.
+// Cross-entropy on the CPU: cuts the rows into tasks and adds up their losses in order, in double. Results
+// are bit-equal for any number of threads.
 #include "cross_entropy.h"
 
 #include <algorithm>
@@ -22,7 +22,7 @@ extern const CrossEntropyKernels cross_entropy_kernels;
 
 namespace {
 
-// Elements of a task. Rows without a label cost nothing, so tasks are small: they even out.
+// Elements per task. Rows without a label cost nothing, so tasks are small, to balance the threads.
 constexpr std::int64_t kGrain = 32768;
 
 const CrossEntropyKernels* kernels() {

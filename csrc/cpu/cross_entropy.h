@@ -30,7 +30,7 @@ struct CrossEntropyBwd : CrossEntropy {
     void* dlogits;  // contiguous
 };
 
-// Both return nullptr, or the reason why nothing was done.
+// Both return nullptr, or the reason why they did nothing.
 const char* cpu_cross_entropy_fwd(const CrossEntropyFwd& args, int threads);
 const char* cpu_cross_entropy_bwd(const CrossEntropyBwd& args, int threads);
 

@@ -3,12 +3,12 @@
 //
 // Math       m = max_k x_k, l = log sum_k exp(x_k - m);  loss = l - (1 - s) (x_t - m) - s / K sum_k (x_k - m)
 //            dx_k = f (exp(x_k - m) exp(-l) - (1 - s) [k = t] - s / K),  f = dloss / count
-// Tiling     a row at a time: once through memory for m, once through the cache for the sum; backward is one
-//            pass, which puts the label's own element right afterwards.
-// Precision  widened to float on load, rounded once on store. exp in float; its sum is folded into double
+// Tiling     One row at a time: once through memory for m, once through the cache for the sum. Backward is
+//            one pass, which then corrects the label's own element.
+// Precision  Widened to float on load, rounded once on store. exp in float; its sum is added to a double
 //            every kBlock columns; the rest of a row's loss and the label's gradient are computed in double.
 // Saved      m and l, both float. exp(x - m) exp(-l) is closer than exp(x - m - l), which rounds x - m - l.
-// NaN        the maximum passes over NaN, the sum does not: loss and gradient of such a row are NaN.
+// NaN        The maximum ignores NaN, the sum does not: the loss and the gradient of such a row are NaN.
 #include "cross_entropy.h"
 #include "exp.h"
 

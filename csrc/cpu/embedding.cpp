@@ -1,8 +1,8 @@
 // Embedding + LayerNorm + dropout on the CPU: cuts the tokens into tasks, and the tables into owners.
 //
-// Backward writes dz of every token once, in float. Then the tokens are put in the order of their ids (a
-// counting sort, stable), and each row of a table belongs to one task, which adds up the row's tokens in
-// their order: no atomics, and bit-equal for any number of threads.
+// Backward writes dz of every token once, in float. Then a stable counting sort puts the tokens in the order
+// of their ids. Each row of a table belongs to one task, which adds up the row's tokens in their order: no
+// atomics, and bit-equal for any number of threads.
 #include "embedding.h"
 
 #include <algorithm>
@@ -27,7 +27,7 @@ extern const EmbeddingKernels embedding_kernels;
 
 namespace {
 
-// Columns of a task where a table has too few rows to share out.
+// Columns per task if a table has too few rows to share out.
 constexpr std::int64_t kColumns = 64;
 
 const EmbeddingKernels* kernels() {
@@ -40,7 +40,7 @@ const EmbeddingKernels* kernels() {
 
 std::int64_t item_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-// order[starts[v] … starts[v + 1]) become the tokens of row v, in their order.
+// Makes order[starts[v] … starts[v + 1]) the tokens of row v, in their order.
 void sort_by_id(const TableGrad& table, std::int64_t tokens, std::int64_t* starts, std::int64_t* order) {
     std::fill(starts, starts + table.rows + 1, 0);
     for (std::int64_t t = 0; t < tokens; ++t) ++starts[table.ids[t]];

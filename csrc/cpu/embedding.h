@@ -6,7 +6,7 @@
 
 namespace fastbert {
 
-// One of the tables whose rows are summed: token t takes row ids[t], or row t where `ids` is null.
+// A table whose rows are added: token t takes row ids[t], or row t if `ids` is null.
 struct Lookup {
     const void* table;  // [rows, hidden], the last dimension contiguous; null: not added
     std::int64_t stride, rows;
@@ -43,7 +43,7 @@ struct EmbeddingBwd {
     float *dweight, *dbias;  // both or neither null
 };
 
-// Both return nullptr, or the reason why nothing was done.
+// Both return nullptr, or the reason why they did nothing.
 const char* cpu_embedding_fwd(const EmbeddingFwd& args, int threads);
 const char* cpu_embedding_bwd(const EmbeddingBwd& args, int threads);
 
@@ -53,7 +53,7 @@ struct EmbeddingKernels {
     // Tokens [begin, end). weight and bias are widened; scratch holds 2 * padded(hidden) floats.
     void (*forward)(const EmbeddingFwd& args, const float* weight, const float* bias, std::int64_t begin,
                     std::int64_t end, float* scratch);
-    // dz of tokens [begin, end), in float (dz null: not wanted) and rounded into dinputs_embeds; the sums for
+    // Tokens [begin, end): dz in float (null: not wanted), dz rounded into dinputs_embeds, and the sums for
     // dweight and dbias into partial[2][padded(hidden)]. scratch holds padded(hidden) floats.
     void (*backward)(const EmbeddingBwd& args, const float* weight, std::int64_t begin, std::int64_t end,
                      float* dz, float* partial, float* scratch);

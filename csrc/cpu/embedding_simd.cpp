@@ -5,11 +5,12 @@
 //            y = dropout(x_hat weight + bias)
 //            dn = dropout'(dy), g = dn weight:  dz = rstd (g - mean(g) - x_hat mean(g x_hat))
 //            dtable[v] = sum of dz over the tokens with id v
-// Tiling     forward: a token at a time, z kept in a float row in L1. Backward: four tokens at a time.
-//            A table's gradient: four vectors of columns of one row at a time, kept in registers.
-// Precision  widened to float on load, rounded once on store; statistics as norm_rows.h says. dz stays in
-//            float. 32 tokens of a row are summed in float, their sums in double: a row that thousands of
-//            tokens name is as exact as one that few do.
+// Tiling     Forward: one token at a time, with z in a float row in L1. Backward: four tokens at a time.
+//            A table's gradient: four vectors of columns of one row at a time, in registers.
+// Precision  Widened to float on load, rounded once on store; statistics as in norm_rows.h. dz stays in
+// float.
+//            32 tokens of a row are summed in float, these sums in double: a row that thousands of tokens
+//            name is as exact as one that few name.
 // Saved      z rounded to T, mean and rstd; the dropout bits are drawn again.
 #include "embedding.h"
 #include "norm_rows.h"
@@ -111,7 +112,7 @@ void backward_tokens(const EmbeddingBwd& args, const float* weight, std::int64_t
 constexpr int kWide = 4;             // vectors of columns that go through the tokens together
 constexpr std::int64_t kGroup = 32;  // tokens summed in float
 
-// kVectors vectors of columns from dz on, the last with `last` lanes, summed over up to kGroup tokens.
+// kVectors vectors of columns from dz on, the last one with `last` lanes, summed over up to kGroup tokens.
 template <int kVectors>
 FASTBERT_INLINE void sum_group(const float* dz, std::int64_t hidden, const std::int64_t* tokens,
                                std::int64_t count, int last, Vec (&sums)[kVectors]) {

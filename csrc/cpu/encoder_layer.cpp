@@ -14,18 +14,18 @@ namespace fastbert {
 
 namespace {
 
-// Rows that pay for a thread of their own: it goes through their products and norms alone, so that what it
-// wrote lies in its own cache, and nobody waits. With fewer the threads share every product instead, because
-// each of them would have to read all weights; the more threads do so, the more rows it takes (two were
-// measured: they gain from 24 rows each on).
-constexpr std::int64_t kOwnRows = 12;  // times the number of threads
-constexpr std::int64_t kTile = 6;      // rows of a register tile: a part is a whole number of them
+// The rows, per thread and times the number of threads, from which on a thread takes its own rows through all
+// products and norms: its results stay in its own cache, and no thread waits. With fewer rows the threads
+// share every product, because otherwise each of them would have to read all weights (NOTES.md).
+constexpr std::int64_t kOwnRows = 12;
+// Rows of a register tile: a part is a whole number of tiles.
+constexpr std::int64_t kTile = 6;
 
 struct Rows {
     std::int64_t begin, count;
 };
 
-// c = act(a w + bias) for some rows; `with_bias` false leaves the bias to the norm that follows.
+// c = act(a w + bias) for some rows; without `with_bias` the following norm adds the bias.
 const char* multiply(const EncoderLayer& layer, Rows rows, const LayerLinear& w, const void* a,
                      std::int64_t a_stride, std::int64_t columns, std::int64_t depth, bool with_bias,
                      Activation activation, void* c, int threads) {
@@ -62,7 +62,7 @@ const char* multiply(const EncoderLayer& layer, Rows rows, const LayerLinear& w,
     return cpu_linear_product(args, threads);
 }
 
-// y = norm(residual + x + bias) for some rows
+// y = norm(residual + x + bias) for some rows.
 const char* add_norm(const EncoderLayer& layer, Rows rows, const LayerNormParams& norm, std::int64_t hidden,
                      const void* x, Param bias, const void* residual, std::int64_t residual_stride, void* y,
                      int threads) {
@@ -87,7 +87,7 @@ bool have_own_rows(std::int64_t total, int threads) {
     return threads > 1 && total >= threads * threads * kOwnRows;
 }
 
-// f(part) for as many parts as there are threads. Returns what one of them returned, if not null.
+// f(part) for as many parts as there are threads. Returns the reason of one of them, or nullptr.
 template <class F>
 const char* by_parts(int threads, const F& f) {
     std::atomic<const char*> failed{nullptr};
@@ -97,7 +97,7 @@ const char* by_parts(int threads, const F& f) {
     return failed.load(std::memory_order_relaxed);
 }
 
-// f(rows, threads) for all rows: in as many parts as there are threads, or at once by all of them.
+// f(rows, threads) for all rows: in one part per thread, or in one part by all threads.
 template <class F>
 const char* by_rows(std::int64_t total, int threads, const F& f) {
     if (!have_own_rows(total, threads)) return f(Rows{0, total}, threads);
@@ -109,8 +109,8 @@ const char* by_rows(std::int64_t total, int threads, const F& f) {
     });
 }
 
-// Runs of whole sequences, one a thread, of about as many rows each, by the numbers of their first ones and
-// the batch at the end; empty where the longest run would keep the others waiting.
+// Runs of whole sequences with about as many rows each, one per thread: the first sequence of each run, then
+// the batch size. Empty if the other threads would wait for the longest run.
 std::vector<std::int64_t> runs_of_sequences(const EncoderLayer& layer, int threads) {
     if (!have_own_rows(layer.total, threads) || layer.cu_seqlens[layer.batch] != layer.total) return {};
     std::vector<std::int64_t> firsts{0};
@@ -129,9 +129,9 @@ std::vector<std::int64_t> runs_of_sequences(const EncoderLayer& layer, int threa
     return firsts;
 }
 
-// Memory that a layer of so many rows works in: q, k, v, context. After attention q's place serves the two
-// sums that go into a norm, k's the first norm's result; once nobody reads the context any more, there is
-// room for the feed-forward's inner rows from v's place on.
+// The working memory of a layer of this many rows: q, k, v, context. After attention, q's place holds the
+// inputs of both norms, and k's place the first norm's result. Once the context has been read, the inner rows
+// of the feed-forward start at v's place.
 struct Places {
     std::int64_t plane, wide;
     Places(const EncoderLayer& layer, std::int64_t rows) {
@@ -206,14 +206,14 @@ const char* run(const EncoderLayer& layer, int threads, char* memory) {
     });
 }
 
-// The whole layer, in as many runs as there are threads or in one
+// The whole layer, in one run per thread or in one run.
 const char* run_all(const EncoderLayer& layer, int threads) {
     const std::vector<std::int64_t> firsts = runs_of_sequences(layer, threads);
     const Workspace own_work(layer.work != nullptr ? 0 : cpu_encoder_layer_work(layer, threads) / 4);
     char* const work = static_cast<char*>(layer.work != nullptr ? layer.work : own_work.data());
     if (work == nullptr) return kOutOfMemory;
     if (firsts.empty()) return run(layer, threads, work);
-    // each thread goes through the whole layer with its own sequences, and waits for nobody
+    // Each thread takes its own sequences through the whole layer, without waiting.
     const std::int64_t hidden = layer.nheads * layer.headdim, size = layer.dtype == DType::kFloat32 ? 4 : 2;
     std::vector<std::int64_t> memory{0};
     std::vector<std::int32_t> ends;
@@ -247,7 +247,7 @@ const char* cpu_encoder_layer_fwd(const EncoderLayer& layer, int threads) {
     if (threads < 1) return "threads: expected >= 1";
     const bool held = has_open_team();
     if (!held) open_team(threads);
-    // alone, all rows at once read the weights once
+    // Working alone, all rows at once read the weights once.
     const char* const failed = run_all(layer, is_alone() ? 1 : threads);
     if (!held) close_team();
     return failed;

@@ -1,6 +1,6 @@
 // A whole encoder layer for inference on the CPU: the kernels of attention, linear (or linear_int8) and
-// layer_norm in the order of fastbert/layers/encoder.py, with one workspace, so that a layer costs one call
-// from Python and its intermediate results stay in memory that is mapped already.
+// layer_norm in the order of fastbert/layers/encoder.py. A layer costs one call from Python, and its
+// intermediate results stay in one workspace, which is mapped already.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 namespace fastbert {
 
 struct LayerLinear {
-    const void* panels;  // as linear or linear_int8 reads them
-    const float* scale;  // of linear_int8; null: linear
+    const void* panels;  // in the layout of linear or linear_int8
+    const float* scale;  // of linear_int8; null: the layer is a `linear`
     Param bias;          // data may be null
 };
 
@@ -27,7 +27,7 @@ struct EncoderLayer {
     const std::int32_t* cu_seqlens;  // batch + 1
     const void* x;                   // (total, nheads * headdim)
     std::int64_t x_stride;
-    LayerLinear query, key, value;  // with 8 bits, query is all three: one product of 3 * hidden columns
+    LayerLinear query, key, value;  // with 8 bits, query holds all three: one product of 3 * hidden columns
     LayerLinear attention_output, intermediate, output;
     LayerNormParams attention_norm, output_norm;
     Activation activation;
@@ -38,10 +38,10 @@ struct EncoderLayer {
     void* work;         // cpu_encoder_layer_work() bytes, 64-byte aligned; null: allocated for the call
 };
 
-// Bytes that a layer works in, at most.
+// An upper bound of the bytes that a layer works in.
 std::int64_t cpu_encoder_layer_work(const EncoderLayer& args, int threads);
 
-// nullptr, or the reason why y is not what it should be.
+// nullptr, or the reason why y is not the result.
 const char* cpu_encoder_layer_fwd(const EncoderLayer& args, int threads);
 
 }  // namespace fastbert

@@ -1,4 +1,4 @@
-// exp of a vector, and what softmax needs besides. Included after nothing: brings vec.h.
+// exp of a vector, and what else softmax needs. Needs no include before it: includes vec.h.
 #pragma once
 
 #include "vec.h"
@@ -32,7 +32,7 @@ FASTBERT_INLINE Vec first_or(Vec v, int n, float other) {
 FASTBERT_INLINE Vec nearest(Vec v) {
     return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
-// In two halves: the power goes down to -150, below what one exponent field holds.
+// In two halves: the power goes down to -150, which one exponent field cannot hold.
 FASTBERT_INLINE Vec times_power_of_2(Vec v, Vec power) {
     const __m256i e = _mm256_cvtps_epi32(power), low = _mm256_srai_epi32(e, 1),
                   high = _mm256_sub_epi32(e, low);
@@ -43,8 +43,8 @@ FASTBERT_INLINE Vec times_power_of_2(Vec v, Vec power) {
 }
 #endif
 
-// exp(x) for x <= 0, within one unit in the last place; -inf and what underflows give 0, NaN gives NaN.
-// x = m ln 2 + r with |r| <= ln(2) / 2; exp(r) by its series to r^7, whose rest is below 6e-9.
+// exp(x) for x <= 0, within one unit in the last place. -inf and underflows give 0, NaN gives NaN.
+// x = m ln 2 + r with |r| <= ln(2) / 2; exp(r) by its series up to r^7, whose remainder is below 6e-9.
 FASTBERT_INLINE Vec exponential(Vec x) {
     x = maximum(broadcast(-104.0f), x);  // exp(-104) rounds to 0; the second operand is returned for NaN
     const Vec m = nearest(mul(x, broadcast(1.44269504088896341f)));

@@ -1,9 +1,9 @@
-// Which instruction set the CPU kernels use. Chosen once from what the processor has; tests may set it.
+// The instruction set of the CPU kernels. The processor decides it once; tests may set it.
 //
 // Each `<op>_simd.cpp` is compiled for AVX2 and for AVX-512, each time with that set's flags and in a
 // namespace of its name (fastbert::avx2, fastbert::avx512); each `<op>_bf16_simd.cpp` for AVX-512-BF16 alone
-// (fastbert::avx512_bf16). Those units share no function of external linkage, not even an inline one from the
-// standard library: the linker keeps one copy of such a function, and it may be the one with AVX-512 in it.
+// (fastbert::avx512_bf16). These units share no function with external linkage, not even an inline function
+// of the standard library: the linker keeps one copy of such a function, perhaps the one with AVX-512 in it.
 #pragma once
 
 namespace fastbert {
@@ -12,15 +12,15 @@ enum class Isa : int { kNone = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };  //
 
 Isa best_isa();  // the highest that this processor (and this build) can run
 
-// What serves unless set_isa asks for another: the best, but AVX-512-BF16 only on AMD's processors. They
-// multiply pairs of bf16 at twice the rate of floats; Intel's, measured, at half of it.
+// The set that serves unless set_isa asks for another: the best, but AVX-512-BF16 only on AMD's processors.
+// They multiply pairs of bf16 faster than floats, Intel's more slowly (NOTES.md).
 Isa preferred_isa();
 
 Isa current_isa();               // the one in use
 bool set_isa(const char* name);  // a name, or "best", the preferred one; false if unknown or above best_isa()
 const char* isa_name(Isa isa);   // "none", "avx2", "avx512", "avx512_bf16"
 
-// What an op says where there are no kernels.
+// The reason that an op returns where there are no kernels.
 inline constexpr const char* kNoIsa =
     "no SIMD kernels: FASTBERT_ISA=none, or the processor lacks AVX2, FMA, F16C";
 

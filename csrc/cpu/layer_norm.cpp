@@ -1,8 +1,8 @@
 // LayerNorm on the CPU: cuts the rows into tasks, and adds up the column sums of backward.
 //
 // Backward cuts the rows into chunks that depend on the shape alone, never on the number of threads. Each
-// chunk sums its own rows, and the chunks are then added in order, in double: bit-equal for any number of
-// threads.
+// chunk sums its own rows. Then the chunks are added in order, in double. Results are bit-equal for any
+// number of threads.
 #include "layer_norm.h"
 
 #include <algorithm>
@@ -80,7 +80,7 @@ const char* cpu_layer_norm_bwd(const LayerNormBwd& args, int threads) {
         simd->backward(args, weight, chunk * step, std::min(args.rows, (chunk + 1) * step),
                        partial + chunk * 3 * width, scratch + worker * width);
     });
-    // A second parallel region costs more than adding up a megabyte or two.
+    // A second parallel region costs more than adding up one or two megabytes.
     float* const sums[3] = {args.dweight, args.dbias, args.dx_bias};
     const std::int64_t tile = 256, tiles = (hidden + tile - 1) / tile;
     parallel_for(3 * tiles, 3 * chunks * width < 16 * kNormGrain ? 1 : team, [&](std::int64_t task, int) {

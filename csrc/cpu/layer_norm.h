@@ -7,13 +7,13 @@
 
 namespace fastbert {
 
-// Both return nullptr, or the reason why nothing was done.
+// Both return nullptr, or the reason why they did nothing.
 const char* cpu_layer_norm_fwd(const LayerNormFwd& args, int threads);
 const char* cpu_layer_norm_bwd(const LayerNormBwd& args, int threads);
 
 // --- per instruction set ---
 
-// One worker's share of a row in float, rounded up to whole cache lines.
+// The floats of a row of one worker, rounded up to whole cache lines.
 static inline constexpr std::int64_t padded(std::int64_t hidden) { return (hidden + 63) / 64 * 64; }
 
 struct LayerNormKernels {
@@ -34,7 +34,7 @@ struct LayerNormKernels {
 
 const LayerNormKernels* layer_norm_kernels();  // null: no instruction set to run on
 
-// Elements a task should have: fewer do not pay for waking a thread.
+// The elements per task: fewer do not pay for waking a thread.
 inline constexpr std::int64_t kNormGrain = 32768;
 // Rows of a task of forward, and of a chunk of backward, which depends on the shape alone.
 std::int64_t norm_rows_per_task(std::int64_t rows, std::int64_t hidden, int threads);

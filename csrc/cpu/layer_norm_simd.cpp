@@ -2,10 +2,9 @@
 //
 // Math       z = residual + dropout(x + x_bias);  x_hat = (z - mean) rstd;  y = x_hat weight + bias
 //            dz = rstd (g - mean(g) - x_hat mean(g x_hat)), g = dy weight
-// Tiling     forward: a row at a time, z kept in a float row in L1. Backward: four rows at a time, so that a
-// column
-//            sum is loaded and stored once for four rows.
-// Precision  widened to float on load, rounded once on store; statistics as norm_rows.h says.
+// Tiling     Forward: one row at a time, with z in a float row in L1. Backward: four rows at a time, so that
+//            a column sum is loaded and stored once for four rows.
+// Precision  Widened to float on load, rounded once on store; statistics as in norm_rows.h.
 // Saved      z rounded to T, mean and rstd; the dropout bits are drawn again.
 #include "norm_rows.h"
 

@@ -1,8 +1,8 @@
 // Linear layers on the CPU: cuts a product into tasks, and adds up the bias gradient.
 //
-// An element of the product is one sum over the depth whatever the tasks, so results are bit-equal for any
-// number of threads. The bias gradient is summed in chunks that depend on the shape alone, and the chunks are
-// added in order, in double.
+// However the tasks are cut, an element of the product is one sum over the depth, so results are bit-equal
+// for any number of threads. The bias gradient is summed in chunks that depend on the shape alone; the chunks
+// are added in order, in double.
 #include "linear.h"
 
 #include <algorithm>
@@ -28,8 +28,10 @@ namespace {
 
 constexpr const char* kNoKernels =
     "no SIMD kernels: FASTBERT_ISA=none, or the processor lacks AVX2, FMA, F16C";
-constexpr std::int64_t kBlockRows = 160;  // of one task: with 768 deep floats it fills a quarter of a 2 MB L2
-constexpr std::int64_t kGrain = 1 << 17;  // multiply-adds that pay for waking a thread
+// Rows per task: with a depth of 768 floats they fill a quarter of a 2 MB L2 cache.
+constexpr std::int64_t kBlockRows = 160;
+// Multiply-adds that pay for waking a thread.
+constexpr std::int64_t kGrain = 1 << 17;
 
 const LinearKernels* kernels() {
 #if FASTBERT_X86
@@ -39,7 +41,8 @@ const LinearKernels* kernels() {
 #endif
 }
 
-// Many lines at a time: what the processor does by itself is a few, and stops at the end of a page.
+// Prefetches many lines at a time: the processor itself prefetches only a few, and stops at the end of a
+// page.
 void fetch(const char* from, std::int64_t bytes) {
     for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
@@ -64,8 +67,9 @@ const char* cpu_linear_product(const Product& args, int threads) {
     if (args.rows == 0) return nullptr;
     const std::int64_t panels = ceil_div(args.columns, kPanel);
     const int team = args.rows * args.columns * args.depth < kGrain ? 1 : threads;
-    // A few tasks per thread even out what the others' work on a core costs; a task has two panels at least.
-    // A transposed a is gathered by every task that has its rows: these get all columns.
+    // A few tasks per thread balance the threads, even where other work shares a core. A task has at least
+    // two panels. A transposed a is gathered by every task that has its rows, so these tasks take all
+    // columns.
     const std::int64_t fewest =
         args.depth_stride == 1 ? 1 : std::min<std::int64_t>(4 * team, ceil_div(args.rows, 48));
     const std::int64_t row_blocks = std::max(fewest, ceil_div(args.rows, kBlockRows));
@@ -84,10 +88,11 @@ const char* cpu_linear_product(const Product& args, int threads) {
     }
     const std::int64_t tasks = row_blocks * ceil_div(padded, columns);
     parallel_for(tasks, team, [&](std::int64_t task, int worker) {
-        // neighbours in time share their columns: the weights stay in the cache they all see
+        // Consecutive tasks share their columns: the weights stay in the cache that all threads share.
         const std::int64_t row = task % row_blocks * rows, column = task / row_blocks * columns;
         if (row >= args.rows) return;
-        if (task < team && args.panels != nullptr) {  // nobody has asked for the first panels
+        if (task < team && args.panels != nullptr) {
+            // The first panels have not been prefetched.
             const std::int64_t size = args.dtype == DType::kFloat32 ? 4 : 2;
             fetch(static_cast<const char*>(args.panels) + column * args.depth * size,
                   depth_of_pass(args.depth) * kPanel * size);

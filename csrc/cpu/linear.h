@@ -1,9 +1,9 @@
 // Linear layers on the CPU: the entry points, and the kernels that each instruction set provides.
 //
 // One product serves forward and backward: c = act(a b + bias) + residual, with b in panels of kPanel
-// columns. Panels make every step of the inner loop read one run of memory; making them costs one pass over
-// b, and is done once per weight where the caller keeps them. Where b already lies row by row, as in
-// backward, each task copies the panel that it is at.
+// columns. With panels every step of the inner loop reads one run of memory. Making them costs one pass over
+// b, done once per weight where the caller keeps them. Where b is stored row by row, as in backward, each
+// task copies the panel that it works on.
 #pragma once
 
 #include <cstdint>
@@ -35,14 +35,14 @@ struct Product {
     std::int64_t rows, columns, depth;
     const void* a;
     std::int64_t row_stride, depth_stride;  // of a; one of them is 1
-    const void* panels;                     // b in panels, or null:
-    const void* b;                          // then b (depth x columns), row by row
-    std::int64_t b_stride;                  // between its rows
+    const void* panels;                     // b in panels; null: read b itself
+    const void* b;                          // (depth x columns), row by row
+    std::int64_t b_stride;                  // between the rows of b
     Param bias;                             // data may be null
     Activation activation;
     const void* residual;  // may be null
     std::int64_t residual_stride;
-    void *c, *pre;  // contiguous; pre (what the activation is taken of) may be null
+    void *c, *pre;  // contiguous; pre (the activation's argument) may be null
 };
 
 struct ActivationBwd {
@@ -54,24 +54,24 @@ struct ActivationBwd {
     float* dbias;  // sum of g's rows, before rounding; may be null
 };
 
-// All return nullptr, or the reason why nothing was done.
+// All return nullptr, or the reason why they did nothing.
 const char* cpu_linear_panels(const ToPanels& args, int threads);
 const char* cpu_linear_product(const Product& args, int threads);
 const char* cpu_linear_activation_bwd(const ActivationBwd& args, int threads);
 
 // --- per instruction set ---
 
-constexpr std::int64_t kMaxDepth = 1024;    // of one pass over a panel: in float it stays in the L2 cache
-constexpr std::int64_t kMaxColumns = 1024;  // for which partial sums are kept over several passes
+constexpr std::int64_t kMaxDepth = 1024;  // depth of one pass over a panel: in float it stays in the L2 cache
+constexpr std::int64_t kMaxColumns = 1024;  // columns whose partial sums are kept over several passes
 
 struct LinearKernels {
     void (*make_panel)(const ToPanels& args, std::int64_t panel);
     // Rows [row, row_end) of columns [column, column_end), column a multiple of kPanel. bias (or null) is
-    // widened and padded; scratch holds product_scratch() floats. next_column is where this thread will
-    // probably go on: it asks for that panel's memory.
+    // widened and padded; scratch holds product_scratch() floats. next_column is this thread's probable next
+    // column: the kernel prefetches its panel.
     void (*product)(const Product& args, const float* bias, std::int64_t row, std::int64_t row_end,
                     std::int64_t column, std::int64_t column_end, std::int64_t next_column, float* scratch);
-    // Rows [begin, end), their column sums into partial (or null).
+    // Rows [begin, end); their column sums go to partial (or null).
     void (*activation_bwd)(const ActivationBwd& args, std::int64_t begin, std::int64_t end, float* partial);
 };
 

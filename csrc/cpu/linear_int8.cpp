@@ -1,5 +1,5 @@
-// 8-bit linear layers on the CPU: cuts the rows, then the product, into tasks. Sums are integers, so results
-// are bit-equal for any number of threads.
+// 8-bit linear layers on the CPU: cuts first the rows, then the product into tasks. Sums are integers, so
+// results are bit-equal for any number of threads.
 #include "linear_int8.h"
 
 #include <algorithm>
@@ -45,7 +45,7 @@ std::int64_t padded_to_panels(std::int64_t columns) { return ceil_div(columns, k
 std::int64_t int8_panels_size(std::int64_t depth, std::int64_t columns) {
     const LinearInt8Kernels* simd = kernels();
     if (simd == nullptr) return 0;
-    // `group` more: so two layouts always differ in size, which is how the launcher tells them apart
+    // `group` bytes more: two layouts then always differ in size, by which the launcher tells them apart.
     return padded_to_panels(columns) * 4 * (groups_of(depth, simd->group) + 1) + simd->group;
 }
 

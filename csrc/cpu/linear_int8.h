@@ -1,9 +1,9 @@
 // 8-bit linear layers on the CPU: the entry points, and the kernels that each instruction set provides.
 // Contract: fastbert/ops/linear_int8.py.
 //
-// A group is what one lane multiplies and adds in one instruction: four bytes with VNNI, else two 16-bit
-// integers (the byte instruction before VNNI saturates). Rows of x and panels of the weight lie in groups of
-// four bytes either way.
+// A group is the input of one lane of a multiply-add instruction: four bytes with VNNI, else two 16-bit
+// integers (the byte instruction before VNNI saturates). In both cases rows of x and panels of the weight are
+// stored in groups of four bytes.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace fastbert {
 struct ToPanelsInt8 {
     std::int64_t depth, columns;
     const std::int8_t* weight;  // (columns, depth), contiguous
-    std::uint8_t* panels;       // int8_panels_size() bytes, 64-byte aligned or not
+    std::uint8_t* panels;       // int8_panels_size() bytes, of any alignment
 };
 
 struct ProductInt8 {
@@ -30,10 +30,10 @@ struct ProductInt8 {
     void* y;  // contiguous
 };
 
-// Bytes of the panels and of the weight's column sums behind them, for the instruction set in use.
+// Bytes of the panels and of the weight's column sums after them, for the instruction set in use.
 std::int64_t int8_panels_size(std::int64_t depth, std::int64_t columns);
 
-// Both return nullptr, or the reason why nothing was done.
+// Both return nullptr, or the reason why they did nothing.
 const char* cpu_linear_int8_panels(const ToPanelsInt8& args, int threads);
 const char* cpu_linear_int8(const ProductInt8& args, int threads);
 
@@ -47,7 +47,7 @@ struct QuantizedRow {
 struct LinearInt8Kernels {
     int group;  // elements in four bytes
     void (*make_panel)(const ToPanelsInt8& args, std::int64_t panel, std::int32_t* sums);
-    // Row of x into ceil(depth / group) groups, zeros behind the last element.
+    // A row of x into ceil(depth / group) groups, with zeros after the last element.
     QuantizedRow (*quantize)(const ProductInt8& args, std::int64_t row, std::uint32_t* groups);
     // Rows [row, row_end) of columns [column, column_end), column a multiple of kPanel. scale and bias (or
     // null) are padded to whole panels. next_column: as in LinearKernels.

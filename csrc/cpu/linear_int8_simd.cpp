@@ -1,4 +1,4 @@
-// 8-bit linear layers: panels, rows to integers, the product of a block. Compiled once per instruction set.
+// 8-bit linear layers: panels, quantised rows, the product of a block. Compiled once per instruction set.
 #include <type_traits>
 
 #include "activation.h"
@@ -170,7 +170,8 @@ QuantizedRow quantize_of(const ProductInt8& args, std::int64_t row, std::uint32_
     Vec low[4], high[4], nothing[4];
     for (int k = 0; k < 4; ++k) low[k] = high[k] = nothing[k] = zero();
     for_vectors(args.depth, [&](std::int64_t i, int k, int n) __attribute__((always_inline)) {
-        const Vec v = load(x + i, n);  // lanes behind the end are 0, which is within the range anyway
+        // Lanes after the end are 0, which is always within the range.
+        const Vec v = load(x + i, n);
         low[k] = minimum(low[k], v);
         high[k] = maximum(high[k], v);
         nothing[k] = fma(v, zero(), nothing[k]);  // NaN once there is NaN or infinity

@@ -12,7 +12,8 @@ namespace {
 constexpr int kTileRows = 6;
 constexpr int kTileVectors = kLanes == 16 ? 4 : 2;
 constexpr int kTileColumns = kTileVectors * kLanes;
-constexpr std::int64_t kSumDepth = 256;  // of one sum in float; longer ones are added up from these
+// The depth of one float sum; longer sums are added up from these.
+constexpr std::int64_t kSumDepth = 256;
 static_assert(kPanel % kTileColumns == 0, "a panel is a whole number of tiles wide");
 
 FASTBERT_INLINE std::int64_t less(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
@@ -21,8 +22,8 @@ template <class T>
 constexpr bool kIsFloat = sizeof(T) == 4;
 
 // c (kRows x kTileColumns) = or += a times `depth` rows of a panel. The new sum starts from zero: float loses
-// less in many short sums than in a long one. On the way it asks for memory from `ahead` on, `ahead_step`
-// bytes per row: the next panel, which would otherwise be waited for.
+// less in many short sums than in a long one. Meanwhile it prefetches the next panel from `ahead` on,
+// `ahead_step` bytes per row.
 template <int kRows>
 __attribute__((noinline)) void tile(const float* a, std::int64_t row_stride, std::int64_t depth_stride,
                                     const float* b, std::int64_t depth, float* c, std::int64_t c_stride,
@@ -93,7 +94,7 @@ FASTBERT_INLINE void widen(const T* from, std::int64_t count, float* to) {
     if (i < count) store(to + i, load(from + i, static_cast<int>(count - i)), static_cast<int>(count - i));
 }
 
-// Rows of b as a panel, zeros behind its last column.
+// Rows of b as a panel, with zeros after its last column.
 template <class T>
 void copy_panel(const T* b, std::int64_t stride, std::int64_t depth, std::int64_t columns, float* out) {
     for (std::int64_t k = 0; k < depth; ++k, b += stride, out += kPanel)
@@ -103,13 +104,13 @@ void copy_panel(const T* b, std::int64_t stride, std::int64_t depth, std::int64_
         }
 }
 
-// Rows in tiles of as even a height as can be: a tile of one row waits for its own sums.
+// Tiles of nearly equal height: a tile of one row would wait for its own sums.
 FASTBERT_INLINE std::int64_t tile_height(std::int64_t rows, std::int64_t tiles) {
     return (rows + tiles - 1) / tiles;
 }
 
-// A transposed a, tile after tile: each [depth][height of the tile], one run of memory. Whole vectors are
-// read where `readable` elements of a line allow, and stored where what they overwrite is still to come.
+// A transposed a, tile after tile: each is [depth][height of the tile], one run of memory. Whole vectors are
+// read where `readable` elements of a line allow it. They may overwrite only places that are written later.
 template <class T>
 void gather_columns(const T* a, std::int64_t depth_stride, std::int64_t rows, std::int64_t readable,
                     std::int64_t depth, float* out) {

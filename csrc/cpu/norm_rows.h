@@ -1,8 +1,8 @@
-// Rows of a LayerNorm, for one instruction set: what layer_norm_simd.cpp and embedding_simd.cpp share.
+// Rows of a LayerNorm, for one instruction set; shared by layer_norm_simd.cpp and embedding_simd.cpp.
 //
-// A row of z lies in float, in L1. Precision: variance in two passes about the mean m of the first; the
-// second pass also sums z - m, whose mean d corrects m (Chan, Golub, LeVeque 1983): the rounding of the first
-// sum does not reach the result, nor does a mean far from 0.
+// A row of z is stored in float, in L1. Precision: the variance takes two passes. The first computes the mean
+// m; the second also sums z - m, whose mean d corrects m (Chan, Golub, LeVeque 1983). So neither the rounding
+// of the first sum nor a mean far from 0 reaches the result.
 #pragma once
 
 #include "layer_norm.h"
@@ -12,7 +12,7 @@ namespace fastbert {
 namespace FASTBERT_ISA {
 namespace {
 
-// The dropout bits of one row, 64 columns a word.
+// Draws the dropout bits of one row, 64 columns per word.
 FASTBERT_INLINE void draw_bits(const DropoutArgs& args, std::int64_t row, std::int64_t hidden,
                                std::uint64_t* bits) {
     const Dropout dropout{*args.seed, args.offset, 0, args.threshold};
@@ -53,7 +53,7 @@ FASTBERT_INLINE Moments moments_of(const float* z, std::int64_t hidden, float to
     return {mean, static_cast<float>(correction), static_cast<float>(rstd)};
 }
 
-// each(column, n, y) for every vector of y = x_hat weight + bias.
+// Calls each(column, n, y) for every vector of y = x_hat weight + bias.
 template <class Each>
 FASTBERT_INLINE void normalise(const float* z, const Moments& moments, const float* weight, const float* bias,
                                std::int64_t hidden, const Each& each) {
@@ -65,7 +65,7 @@ FASTBERT_INLINE void normalise(const float* z, const Moments& moments, const flo
     });
 }
 
-// What backward knows of kRows rows: z rounded to T, the statistics, and the widened weight.
+// The inputs of backward for kRows rows: z rounded to T, the statistics, and the widened weight.
 template <class T>
 struct NormRows {
     std::int64_t hidden, z_stride;
@@ -73,7 +73,7 @@ struct NormRows {
     const float *mean, *rstd, *weight;
 };
 
-// A row's means of g = dy weight and of g x_hat, where upstream(r, column, n) is dy of row r.
+// A row's means of g = dy weight and of g x_hat; upstream(r, column, n) is dy of row r.
 template <class T, class Upstream>
 FASTBERT_INLINE void row_means(const NormRows<T>& rows, int r, const Upstream& upstream, float& mean_g,
                                float& mean_gx) {
@@ -92,8 +92,8 @@ FASTBERT_INLINE void row_means(const NormRows<T>& rows, int r, const Upstream& u
     mean_gx = static_cast<float>(sum4(gx_sum) * inverse);
 }
 
-// Backward of kRows rows: each(column, n, dz), dz a vector for each row, if dz is needed, and the sums of
-// dy x_hat and dy over the rows added to dweight and dbias (both null: not wanted).
+// Backward of kRows rows. Calls each(column, n, dz), with one vector of dz per row, if dz is needed. Adds the
+// sums of dy x_hat and of dy over the rows to dweight and dbias (both null: not wanted).
 template <int kRows, class T, class Upstream, class Each>
 FASTBERT_INLINE void norm_backward(const NormRows<T>& rows, const Upstream& upstream, float* dweight,
                                    float* dbias, bool need_dz, const Each& each) {

@@ -1,6 +1,6 @@
-// Rows of a batch are copied in runs: the kept tokens of a sequence mostly lie side by side, and one memcpy
-// moves them all. Rows of one element (ids, labels) are moved element by element instead, because a call per
-// run would cost more.
+// Rows of a batch are copied in runs: the kept tokens of a sequence are mostly neighbours, and one memcpy
+// moves them all. Rows of one element (ids, labels) are moved element by element, because a call per run
+// would cost more.
 #include "packing.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ constexpr std::int64_t kGrain = 1 << 17;  // bytes of a task
 
 std::int64_t rows_per_task(std::int64_t width) { return std::max<std::int64_t>(1, kGrain / width); }
 
-// How many of indices[t … end) from t on follow each other without a gap.
+// The number of elements of indices[t … end), from t on, that follow each other without a gap.
 std::int64_t run_of(const std::int64_t* indices, std::int64_t t, std::int64_t end) {
     std::int64_t run = 1;
     while (t + run < end && indices[t + run] == indices[t] + run) ++run;

@@ -1,5 +1,5 @@
-// Padded rows to packed rows and back, on the CPU. Contract: fastbert/ops/packing.py. Rows are bytes: any
-// element type, and no instruction set of its own, because memcpy has the best one.
+// Padded rows to packed rows and back, on the CPU. Contract: fastbert/ops/packing.py. Rows are bytes, of any
+// element type. There is no code per instruction set: memcpy uses the best one.
 #pragma once
 
 #include <cstdint>

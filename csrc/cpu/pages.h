@@ -1,8 +1,8 @@
-// Fresh memory in large pieces: the pages of an output are asked for in batches.
+// Fresh memory in large pieces: the pages of an output are requested in batches.
 //
-// malloc takes a large output from the system anew at every call, and the first write to each of its pages is
-// a fault that costs several times the write. Asked for in batches they cost about half of that (Linux 5.14
-// and up; elsewhere nothing happens).
+// At every call malloc takes a large output from the system again, and the first write to each of its pages
+// is a fault that costs several times the write. Requested in batches they cost about half of that
+// (Linux 5.14 and later; elsewhere nothing happens).
 #pragma once
 
 #include <sys/mman.h>
@@ -16,8 +16,8 @@ namespace fastbert {
 // From this size on glibc never keeps a freed piece.
 inline constexpr std::int64_t kFreshBytes = 32 << 20;
 
-// Smaller ones it keeps up to the size of the largest that was ever freed, and twice that at the top of its
-// heap. A piece of nearly kFreshBytes, freed unused, takes a process there at once: for training, where every
+// glibc keeps smaller pieces up to the size of the largest one ever freed, and twice that at the top of its
+// heap. Freeing one unused piece of nearly kFreshBytes reaches that state at once. Training wants it: every
 // step takes and frees the same pieces.
 inline void keep_freed_pieces() {
     static const bool once = [] {
@@ -28,8 +28,8 @@ inline void keep_freed_pieces() {
     (void)once;
 }
 
-// To be called before an output of `total` bytes is written: it may lie in huge pages. One such fault costs
-// a fifth of what those of its small pages do.
+// Call this before writing an output of `total` bytes: it may then be in huge pages. The fault of a huge page
+// costs a fifth of the faults of its small pages.
 inline void expect_writes(void* begin, std::int64_t total) {
 #ifdef MADV_HUGEPAGE
     if (total < kFreshBytes) return;
@@ -42,7 +42,7 @@ inline void expect_writes(void* begin, std::int64_t total) {
 #endif
 }
 
-// To be called right before all of [begin, begin + bytes), a part of an output of `total` bytes, is written.
+// Call this right before writing all of [begin, begin + bytes), a part of an output of `total` bytes.
 inline void populate(void* begin, std::int64_t bytes, std::int64_t total) {
 #ifdef MADV_POPULATE_WRITE
     if (total < kFreshBytes || bytes == 0) return;

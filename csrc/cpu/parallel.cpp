@@ -19,8 +19,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// What a wait may cost before it becomes a sleep. Longer than the Python between two layers takes, because
-// to wake a sleeping thread costs 50 us on a virtual machine; short beside a time slice of the scheduler.
+// How long a thread spins before it sleeps. Longer than the Python between two layers, because waking a
+// sleeping thread costs 50 us on a virtual machine; short beside a time slice of the scheduler.
 constexpr auto kSpin = std::chrono::microseconds(1000);
 constexpr int kTracked = 64;  // threads whose core is known
 
@@ -44,10 +44,10 @@ void pause_core() {
 #endif
 }
 
-// Lets threads wait for something that others change; who has changed it calls `wake`.
+// Lets threads wait for a change by other threads; the thread that has made the change calls `wake`.
 class Bell {
   public:
-    // Spins while `worth` and not too long, then sleeps; `asleep` is called before that.
+    // Spins while `worth`, but not too long, then sleeps; `asleep` is called before the sleep.
     template <class Ready, class Asleep>
     void wait(const Ready& ready, bool worth, const Asleep& asleep) {
         if (ready()) return;
@@ -61,8 +61,8 @@ class Bell {
             } while (Clock::now() < end);
         }
         asleep();
-        // Whoever changes something after `ready` was asked either sees a sleeper, or has rung before `rung`
-        // was read, and then `ready` sees the change.
+        // A thread that changes something after the call of `ready` either sees a sleeper, or has rung before
+        // `rung` was read, and then `ready` sees the change.
         sleepers_.fetch_add(1);
         for (;;) {
             const std::uint32_t rung = rung_.load();
@@ -85,8 +85,8 @@ class Bell {
 class Team;
 thread_local bool t_in_task = false;
 
-// Whether a core of the machine has nothing to do, by the fourth number of /proc/loadavg: the threads that
-// run or want to, this one among them. Costs 15 us.
+// Whether a core of the machine is idle, by the fourth number of /proc/loadavg: the running and runnable
+// threads, including this one. Costs 15 us.
 bool has_idle_core() {
     char text[128];
     const int file = open("/proc/loadavg", O_RDONLY | O_CLOEXEC);
@@ -98,9 +98,9 @@ bool has_idle_core() {
     return std::sscanf(text, "%*s %*s %*s %ld", &running) == 1 && running < sysconf(_SC_NPROCESSORS_ONLN);
 }
 
-// Beside a busy neighbour the scheduler may put all threads of a process on one core. They only take turns
-// there, and whoever has the tasks does them sooner alone. After a while it tries the others again, later
-// each time that they turn out to be on its core still, and sooner when a core is idle.
+// Beside a busy neighbour the scheduler may put all threads of a process on one core. There they only take
+// turns, and the thread that has the tasks finishes sooner alone. After a while it tries the others again:
+// later each time it still finds them on its core, sooner if a core is idle.
 class Crowd {
   public:
     bool is_known() {
@@ -133,7 +133,7 @@ class Crowd {
 };
 thread_local Crowd t_crowd;
 
-// The threads of one parallel region: the one that opened it, worker 0, gives out jobs of tasks.
+// The threads of one parallel region: the thread that opened it, worker 0, hands out jobs of tasks.
 class Team {
   public:
     Team() : owner_(pthread_self()) {
@@ -142,7 +142,7 @@ class Team {
 
     bool is_mine() const { return pthread_equal(pthread_self(), owner_) != 0; }
 
-    // What each thread of the region does; `owner_` has other things to do.
+    // The loop of each thread of the region except `owner_`.
     static void stand_by(void* argument) {
         Team& team = *static_cast<Team*>(argument);
         if (!team.is_mine()) team.serve(team.entered_.fetch_add(1, std::memory_order_relaxed) + 1);
@@ -199,9 +199,9 @@ class Team {
         end_.wake();
     }
 
-    // Takes tasks until none is left, and says how many. A job's description changes only when all its tasks
-    // are done: whoever takes one while the ticket is still the one that he read has read the description
-    // that belongs to it.
+    // Takes tasks until none is left; returns their number. A job's description changes only when all its
+    // tasks are done: a thread that takes a task while the ticket is still the one it read has therefore read
+    // the description of that task's job.
     std::uint32_t take(int worker) {
         std::uint32_t mine = 0, tasks = 0;
         std::uint64_t ticket = ticket_.load(std::memory_order_acquire);
@@ -231,14 +231,14 @@ class Team {
             cores_[worker].store(core, std::memory_order_relaxed);
     }
 
-    // Whether a worker was last seen on the core of worker 0, where only one of them can run.
+    // Whether a worker was last seen on the core of worker 0, where only one of the two can run.
     bool shares_core(int worker) {
         if (worker >= kTracked) return false;
         note_core(worker);
         return cores_[worker].load(std::memory_order_relaxed) == cores_[0].load(std::memory_order_relaxed);
     }
 
-    // Whether worker 0 has met others on its core, and none that is awake is on another one.
+    // Whether worker 0 has met others on its core, and no waking worker is on another core.
     bool is_crowded() {
         note_core(0);
         const int core = cores_[0].load(std::memory_order_relaxed);
@@ -263,15 +263,15 @@ class Team {
     std::atomic<int> entered_{0}, left_{0};
     std::atomic<bool> met_{false};                  // a worker woke up on the core of worker 0
     std::array<std::atomic<int>, kTracked> cores_;  // -1: asleep, or not yet here
-    // what the others look at while they wait is alone in its cache line
-    alignas(64) std::atomic<std::uint64_t> ticket_{0};  // number of the job, tasks that nobody has taken yet
+    // The number that waiting threads read has its own cache line.
+    alignas(64) std::atomic<std::uint64_t> ticket_{0};  // the job's number and the tasks not yet taken
     alignas(64) Job job_;
     alignas(64) std::atomic<std::int64_t> done_{0};
     alignas(64) Bell begin_;
     alignas(64) Bell end_;
 };
 
-// A region for one job
+// A region for one job.
 struct Once {
     Team team;
     std::int64_t tasks;
@@ -288,7 +288,7 @@ struct Once {
 };
 
 thread_local Team* t_open = nullptr;  // between open_team and close_team
-thread_local bool t_alone = false;    // likewise, where the team would only be in its own way
+thread_local bool t_alone = false;    // likewise, if the team would slow the thread down
 
 void run_alone(std::int64_t tasks, Body body, void* context) {
     for (std::int64_t task = 0; task < tasks; ++task) body(context, task, 0);

@@ -19,7 +19,7 @@ Samples::Samples(std::vector<Pieces> pieces) : pieces_(std::move(pieces)) {
 bool Samples::differ() {
     const std::int64_t turn = turn_.fetch_add(1, std::memory_order_relaxed);
     const char* kept = kept_.data();
-    // All is looked at, whatever is found: the loads of different tensors overlap.
+    // All pieces are compared, even after a difference: the loads of different tensors overlap.
     int differences = 0;
     for (const Pieces& p : pieces_) {
         const std::int64_t turns = (p.count + p.window - 1) / p.window;

@@ -1,4 +1,4 @@
-// Elements of tensors, compared with what they were: whether memory was written that nobody watches.
+// Samples of tensors' elements, compared with earlier ones: whether memory was written unnoticed.
 #pragma once
 
 #include <atomic>
@@ -15,10 +15,10 @@ struct Pieces {
 
 class Samples {
   public:
-    // Copies the pieces, whose memory must be there at every call of differ().
+    // Copies the pieces. Their memory must exist at every call of differ().
     explicit Samples(std::vector<Pieces> pieces);
 
-    // Whether a piece that this call looks at is another one than it was.
+    // Whether one of the pieces that this call compares has changed.
     bool differ();
 
   private:

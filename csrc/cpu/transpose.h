@@ -1,4 +1,4 @@
-// Transposes kLanes x kLanes floats in registers. Included after nothing: brings vec.h.
+// Transposes kLanes x kLanes floats in registers. Needs no include before it: includes vec.h.
 #pragma once
 
 #include "vec.h"

@@ -7,7 +7,7 @@
 //   kept(v, bits)  lanes whose bit is 0 set to 0
 //   sum(v)         of all lanes, in a fixed order
 //   philox_keep    dropout bits of 64 columns
-// n is 1 … kLanes; where it is the constant kLanes, the plain load or store remains.
+// n is 1 … kLanes. If n is the constant kLanes, the compiler leaves a plain load or store.
 #pragma once
 
 #if !FASTBERT_X86 && !defined(__AVX2__)
@@ -73,8 +73,8 @@ FASTBERT_INLINE std::uint64_t philox_keep(const Dropout& dropout, std::uint32_t 
     return bits;
 }
 
-// f(column, k, n) for every vector of a row: n lanes from `column` on. Four in a row differ in k = 0 … 3, so
-// that a sum can be kept in four accumulators.
+// f(column, k, n) for every vector of a row: n lanes from `column` on. k cycles through 0 … 3, so that a sum
+// can have four accumulators.
 template <class F>
 FASTBERT_INLINE void for_vectors(std::int64_t columns, const F& f) {
     std::int64_t column = 0;

@@ -1,12 +1,12 @@
-// AVX-512-BF16, besides what vec_avx512.h has: sums of products of bf16, two by two. See vec.h.
+// AVX-512-BF16, in addition to vec_avx512.h: sums of products of pairs of bf16. See vec.h.
 //
-//   Pair               two bf16 that follow each other in a sum
+//   Pair               two consecutive bf16 of a sum
 //   Pairs              kLanes of them
-//   fma(a, b, c)       in every lane c + a.second * b.second + a.first * b.first, by vdpbf16ps: products are
+//   fma(a, b, c)       per lane c + a.second * b.second + a.first * b.first, by vdpbf16ps: products are
 //                      exact, each sum is rounded to float (nearest even), whatever MXCSR says. A subnormal
 //                      operand counts as 0, a subnormal result becomes 0.
-//   narrow(v)          rounded to bf16 (nearest even), by vcvtneps2bf16: subnormals become 0, which fma would
-//                      take them for anyway; a NaN stays one
+//   narrow(v)          rounded to bf16 (nearest even), by vcvtneps2bf16: subnormals become 0, as fma reads
+//                      them; NaN stays NaN
 //   interleave(a, b)   lane i is {a[i], b[i]}
 //   transpose(block)   of 16 x 16 pairs
 #pragma once
@@ -38,7 +38,8 @@ FASTBERT_INLINE __m512i interleave(Words first, Words second) {
 FASTBERT_INLINE void transpose(__m512i (&block)[16]) {
     __m512i half[16];
 #pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {  // within each 128 bits: 4 x 4
+    // First 4 x 4 within each 128 bits.
+    for (int i = 0; i < 16; i += 4) {
         const __m512i low0 = _mm512_unpacklo_epi32(block[i], block[i + 1]);
         const __m512i high0 = _mm512_unpackhi_epi32(block[i], block[i + 1]);
         const __m512i low1 = _mm512_unpacklo_epi32(block[i + 2], block[i + 3]);
@@ -49,7 +50,8 @@ FASTBERT_INLINE void transpose(__m512i (&block)[16]) {
         half[i + 3] = _mm512_unpackhi_epi64(high0, high1);
     }
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {  // the 128 bits among each other: 4 x 4 again
+    // Then 4 x 4 blocks of 128 bits.
+    for (int i = 0; i < 4; ++i) {
         const __m512i even0 = _mm512_shuffle_i32x4(half[i], half[i + 4], 0x88);
         const __m512i odd0 = _mm512_shuffle_i32x4(half[i], half[i + 4], 0xdd);
         const __m512i even1 = _mm512_shuffle_i32x4(half[i + 8], half[i + 12], 0x88);

@@ -1,5 +1,4 @@
-// Scratch memory of one call: 64-byte aligned floats, freed on return; data() is null where there is not
-// enough.
+// Scratch memory of one call: 64-byte aligned floats, freed on return. data() is null if memory is short.
 #pragma once
 
 #include <cstdint>

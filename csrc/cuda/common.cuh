@@ -1,8 +1,8 @@
 // Small parts that every kernel uses: conversions, 16-byte accesses, sums over threads, dropout bits,
 // launching.
 //
-// The kernels also compile as plain C++: then `cuda_on_host.h` (tests/cpu/cpp) stands in for the CUDA runtime
-// and runs the threads of a block one by one, so that their indices, tails and sums are tested without a GPU.
+// The kernels also compile as plain C++. `cuda_on_host.h` (tests/cpu/cpp) then replaces the CUDA runtime and
+// runs the threads of a block one by one, so that indices, tails and sums are tested without a GPU.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +40,7 @@ __device__ __forceinline__ void narrow(float x, fp16& out) {
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ void narrow(float x, float& out) { out = x; }
 
-// --- packs: as many elements as fit 16 bytes ---
+// --- packs: as many elements as fit into 16 bytes ---
 
 template <class T>
 constexpr int kPack = 16 / static_cast<int>(sizeof(T));

@@ -1,4 +1,4 @@
-"""The models people already have, on our kernels: `fastbert.accelerate(model)`.
+"""Models of transformers and sentence-transformers on our kernels: `fastbert.accelerate(model)`.
 
     model = AutoModelForSequenceClassification.from_pretrained(path)  # transformers
     fastbert.accelerate(model)
@@ -11,10 +11,13 @@ report.py     `explain`
 parts.py      finds encoders and layers in a model
 model.py      the encoder: removes padding once per call if all layers are fused and nobody looks inside
 layer.py      a layer: fused if all its parts are unchanged, else as transformers runs it
-interface.py  our attention alone, through transformers' attention interface, for architectures of no family
+watching.py   who else looks at a module: hooks, other forwards, FSDP, tracers
+interface.py  our attention alone, for architectures of no family: the models
+attention.py  the same: the two functions that transformers' attention interface asks for
 sentences.py  `SentenceTransformer.encode` with batches measured in tokens
 
-Nothing here imports transformers: whoever has a model of transformers has imported it.
+Imports from `models`, `sentences` and below. Nothing here imports transformers, except `attention.register`
+for a model that transformers made: whoever has such a model has imported it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `fastbert.accelerate`; `int8` is dtype="int8"."""
+    """The arguments of `fastbert.accelerate`; `int8` means dtype="int8"."""
 
     strict: bool = False
     attention: bool = True
@@ -50,7 +50,8 @@ class Accelerated:
         """The stock module's text, and how it runs."""
         try:
             how = self.fastbert_how()
-        except (AttributeError, KeyError):  # a part is missing; printing the model must still work
+        # A part is missing; printing the model must still work
+        except (AttributeError, KeyError):
             how = "it has other parts than the stock model"
         return ", ".join(filter(None, (super().extra_repr(), how and f"fastbert: {how}")))
 

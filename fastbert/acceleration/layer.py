@@ -1,9 +1,9 @@
 """One transformers encoder layer on our kernels, and when it must run as stock.
 
-The layer keeps its parameters in its own sub-modules; `LayerMath` (layers.py) reads them at every call. So
-before every call each of them is looked at: `gap` says why a layer cannot be fused now. The layer is called
-in one of two ways: by `run_encoder` with packed tokens and `Sequences`, or by anyone else with a padded
-batch and a mask, as the stock layer.
+The layer keeps its parameters in its own sub-modules, and `LayerMath` (layers/encoder.py) reads them at every
+call. So each of them is checked before every call: `gap` says why a layer cannot be fused now. `run_encoder`
+calls the layer with packed tokens and `Sequences`; everyone else calls it like the stock layer, with a padded
+batch and a mask.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ from fastbert.layers.modules import is_hooked
 from fastbert.layers.modules import part as part_of
 from fastbert.layers.quantized import check_finite
 from fastbert.models.families import FAMILIES
+from fastbert.models.paths import StockLayer
 from fastbert.ops.activation import MODULES
 from fastbert.runtime import prepared
 
 
 @dataclass
 class LayerState:
-    """What `accelerate` leaves in a layer.
+    """What `accelerate` stores in a layer.
 
     Attributes:
         model_type: the family.
         name: of the layer in the model that was accelerated.
-        form: see `LayerMath`; its activation None where it is none of ours.
-        act: the type of the activation that `form.activation` names.
+        form: see `LayerMath`; its activation is None if fastbert does not have it.
+        act: the type of the activation module, or the function; `form.activation` is its name.
         options: see `Options`.
-        fused_calls, stock_calls: calls that ran fused, and as stock (not counted under torch.compile).
+        fused_calls, stock_calls: calls that ran fused, and as stock. Not counted under torch.compile.
+        paths: of containers, linear layers, norms, dropouts and the activation, split at the dots.
     """
 
     model_type: str
@@ -57,23 +59,19 @@ class LayerState:
     paths: tuple = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        names, stock = self.form.names, FAMILIES[self.model_type].stock_layer
-        linears = (
-            names.query,
-            names.key,
-            names.value,
-            names.attention_output,
-            names.intermediate,
-            names.output,
-        )
-        split = [path.split(".") for path in linears]
+        names, stock = self.form.names, self.stock
         self.paths = (
             tuple(path.split(".") for path in stock.containers),
-            tuple(zip(split, linears, strict=True)),
-            tuple((path.split("."), path) for path in (names.attention_norm, names.output_norm)),
+            tuple((path.split("."), path) for path in names.linears),
+            tuple((path.split("."), path) for path in names.norms),
             tuple(None if path is None else path.split(".") for path in stock.dropouts),
             stock.activation.split("."),
         )
+
+    @property
+    def stock(self) -> StockLayer:
+        """What the family's layer in transformers has beside ours."""
+        return FAMILIES[self.model_type].stock_layer
 
     @classmethod
     def of(cls, layer: nn.Module, model_type: str, config: Any, name: str, options: Options) -> LayerState:
@@ -88,11 +86,11 @@ class LayerState:
 
 
 def gap(layer: nn.Module, at_model: bool = False, state: LayerState | None = None) -> str | None:
-    """Why the stock layer must run, None where the fused one can.
+    """Why the stock layer must run; None if the fused one can.
 
     Args:
-        at_model: asked before the whole model runs, when FSDP has not gathered the parameters yet.
-        state: of the layer, where it is not accelerated yet.
+        at_model: the question comes before the whole model runs, when FSDP has not gathered parameters yet.
+        state: of a layer that is not accelerated yet.
     """
     state = layer.fastbert_state if state is None else state
     if state is None:
@@ -154,10 +152,10 @@ def gap(layer: nn.Module, at_model: bool = False, state: LayerState | None = Non
 
 
 def int8_gap(layer: nn.Module, state: LayerState | None = None) -> str | None:
-    """Why a fused layer runs in floating point where 8 bits are asked for, None where it runs on 8 bits.
+    """Why a fused layer that should run on 8 bits runs in floating point; None if it runs on 8 bits.
 
     Args:
-        state: of the layer, where it is not accelerated yet.
+        state: of a layer that is not accelerated yet.
     """
     state = layer.fastbert_state if state is None else state
     if not _knows_activation(layer, state):
@@ -177,8 +175,11 @@ def int8_gap(layer: nn.Module, state: LayerState | None = None) -> str | None:
 
 
 def check_int8(layer: nn.Module, state: LayerState) -> None:
-    """Raise ValueError where a layer's linear layers are elsewhere than on a CPU or not finite; `state` is
-    the layer's, in a model that need not be accelerated yet.
+    """Raise ValueError if a linear layer is not on a CPU or not finite.
+
+    Args:
+        layer: an encoder layer, accelerated or not.
+        state: its state.
     """
     for _, dotted in state.paths[1]:
         module = part_of(layer, dotted)
@@ -208,7 +209,7 @@ def _readable(weight: Tensor | None, at_model: bool) -> bool:
 
 
 def _unknown_linear(module: nn.Module) -> str | None:
-    """Why a module in the place of a linear layer cannot be called on packed tokens, None where it can."""
+    """Why a module that replaces a linear layer cannot be called on packed tokens; None if it can."""
     if not type(module).__module__.startswith("peft.tuners.lora"):
         return f"is a {type(module).__name__}"
     if any(watched(child) for child in module.modules()):
@@ -229,7 +230,7 @@ def _name_of(act: Any) -> str:
 
 
 def _knows_activation(layer: nn.Module, state: LayerState) -> bool:
-    """Whether the feed-forward block's activation is still the one that `state` knows, and one of ours."""
+    """Whether fastbert has the feed-forward block's activation, and `state` still knows it."""
     return state.form.activation is not None and _identity(_attribute(layer, state.paths[4])) is state.act
 
 
@@ -266,32 +267,28 @@ class AcceleratedLayer(LayerMath, Accelerated):
         return self.fastbert_state.name
 
     def dropout_rates(self) -> tuple[float, float, float]:
-        """Of the layer's dropout modules, each by its own mode: one in training mode in an eval model drops
-        (Gal and Ghahramani 2016), as in the stock layer.
+        """The probabilities of the layer's dropout modules, each by its own mode.
+
+        As in the stock layer, one in training mode drops in an eval model too (Gal and Ghahramani 2016).
         """
-        rates = []
+        rates, by_itself = [], self.fastbert_state.stock.attention_drops_by_itself
         for path in self.fastbert_state.paths[3]:
             rate = 0.0
             if path is not None:
                 above, module = None, self
                 for name in path:
                     above, module = module, module._modules[name]
-                # transformers asks the attention module's mode, not its dropout's
-                mode = (
-                    above.training
-                    if not rates and self.fastbert_state.model_type != "mpnet"
-                    else module.training
-                )
-                rate = module.p if mode else 0.0
+                asked = above if by_itself and not rates else module
+                rate = module.p if asked.training else 0.0
             rates.append(rate)
         return tuple(rates)
 
     def may_skip_rows(self) -> bool:
-        """See `LayerMath`: `gap` has looked for hooks."""
+        """See `LayerMath`. `gap` has looked for hooks."""
         return True
 
     def fuses_ffn(self) -> bool:
-        """Whether the feed-forward block is ours; else its stock modules run, on whatever rows there are."""
+        """Whether our ops compute the feed-forward block. Else its stock modules do, on packed rows too."""
         state = self.fastbert_state
         return state.options.ffn and _knows_activation(self, state)
 
@@ -302,8 +299,9 @@ class AcceleratedLayer(LayerMath, Accelerated):
         return super().run(hidden, *args, **kwargs)
 
     def _check_int8(self, hidden: Tensor) -> None:
-        """Raise where 8-bit weights cannot serve the call: with `strict` if floating-point ones would, and
-        where a gradient is wanted.
+        """Raise RuntimeError if 8-bit weights cannot serve the call.
+
+        With `strict` that is if floating-point ones would serve it, and always if a gradient is wanted.
         """
         state, gradients = self.fastbert_state, torch.is_grad_enabled()
         reason = int8_gap(self) if state.options.strict or gradients else None
@@ -328,22 +326,20 @@ class AcceleratedLayer(LayerMath, Accelerated):
         return super()._feed(hidden, seed, site) if self.fuses_ffn() else self._stock_feed(hidden)
 
     def _stock_feed(self, hidden: Tensor) -> Tensor:
-        match self.fastbert_state.model_type:
-            case "distilbert":
-                return self.output_layer_norm(self.ffn(hidden) + hidden)
-            case "albert":
-                return self.full_layer_layer_norm(self.ff_chunk(hidden) + hidden)
-            case _:
-                return self.output(self.intermediate(hidden), hidden)
+        block = self.fastbert_state.stock.feed_forward
+        if block is None:
+            return self.output(self.intermediate(hidden), hidden)
+        return part_of(self, self.form.names.output_norm)(getattr(self, block)(hidden) + hidden)
 
     def _stock_attend(self, hidden: Tensor, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         attended = self.attention(hidden, *args, **kwargs)[0]
-        if self.fastbert_state.model_type == "distilbert":
-            attended = self.sa_layer_norm(attended + hidden)
+        if self.fastbert_state.stock.norms_attention:
+            attended = part_of(self, self.form.names.attention_norm)(attended + hidden)
         return attended
 
     def _count(self, fused: bool) -> None:
-        if not torch.compiler.is_compiling():  # a counter would be a constant of the compiled code
+        # A counter would be a constant of the compiled code
+        if not torch.compiler.is_compiling():
             state = self.fastbert_state
             if fused:
                 state.fused_calls += 1
@@ -351,8 +347,10 @@ class AcceleratedLayer(LayerMath, Accelerated):
                 state.stock_calls += 1
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The stock layer's call, or that of `run_encoder`: packed tokens (rows, hidden), `Sequences`, gate
-        and dropout site -> ((rows, hidden), None).
+        """The stock layer's call, or that of `run_encoder`.
+
+        The latter takes packed tokens (rows, hidden), `Sequences`, gate and dropout site, and returns
+        ((rows, hidden), None).
         """
         if args and type(args[0]) is Sequences:
             # FSDP gathers the parameters only now
@@ -368,7 +366,7 @@ class AcceleratedLayer(LayerMath, Accelerated):
         state = self.fastbert_state
         if state.options.int8 and torch.compiler.is_compiling():
             return uncompiled(self, hidden_states, *args, **kwargs)
-        stock = FAMILIES[state.model_type].stock_layer
+        stock = state.stock
         given = dict(zip(stock.positional, args, strict=False)) | kwargs
         reason = gap(self)
         if reason is None:
@@ -425,6 +423,7 @@ class AcceleratedLayer(LayerMath, Accelerated):
                 return None, "the attention mask is of a kind that only the stock layer knows"
             mask = mask.expand(-1, -1, seqlen, -1)
         if relative is not None:
-            relative = relative[:1]  # the encoder repeats it for each sequence
+            # The encoder repeats it for each sequence
+            relative = relative[:1]
             mask = relative if mask is None else mask + relative
         return mask, None

@@ -1,11 +1,11 @@
-"""A transformers encoder with its padding taken out once per call, and when the padded layout must stay.
+"""A transformers encoder that removes padding once per call, and when it must keep the padded layout.
 
-In the padded layout the stock model's code runs, with accelerated layers in it (layer.py). `gap` and `unfit`
-say why a model, or a call, stays there.
+In the padded layout the stock model's code runs, with accelerated layers in it (layer.py). `gap` says why a
+model keeps that layout, and `unfit` why a call does.
 
-A question-answering head takes a softmax over all tokens of a row, so it reads masked ones too. Without them
-its answer is the better one. But a model must learn to score padding low, or it is of no use to anyone who
-runs it as stock. So in training mode the encoder stays padded; else padding gets no probability.
+A question-answering head takes a softmax over all tokens of a row, masked ones included. Its answer is better
+without them. But a model that never learns to score padding low is useless as a stock model. So the encoder
+keeps the padding in training mode; in eval mode masked tokens get no probability.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fastbert.acceleration.watching import (
 from fastbert.layers.embeddings import embed
 from fastbert.layers.modules import is_hooked, part
 from fastbert.models.config import EncoderConfig
-from fastbert.models.encoder import dropout_seed, layers_of, run_encoder
+from fastbert.models.encoder import layers_of, run_encoder
 from fastbert.models.families import FAMILIES, Family
 from fastbert.models.heads.task_model import without_masked
 from fastbert.models.inputs import Inputs, check_inputs
@@ -50,17 +50,18 @@ OTHER_SPANS = "a question-answering head with a forward of its own reads the out
 
 @dataclass
 class ModelState:
-    """What `accelerate` leaves in an encoder.
+    """What `accelerate` stores in an encoder.
 
     Attributes:
         model_type: the family.
         name: of the encoder in the model that was accelerated.
-        config: how its inputs are read, None where only its layers can be accelerated: `reason` says why.
+        config: for checking its inputs; None if only its layers can be accelerated.
+        reason: why there is no config, or None.
         options: see `Options`.
-        packed_calls, padded_calls: calls in the one layout and in the other (not counted under
-            torch.compile).
-        reads_masked: why whoever calls the encoder reads its outputs at masked tokens too, or None.
-        spans: the encoder is in a question-answering head, see `AcceleratedSpans`.
+        packed_calls, padded_calls: calls in either layout. Not counted under torch.compile.
+        reads_masked: why the encoder's caller also reads outputs of masked tokens, or None.
+        spans: whether the encoder is in a question-answering head; see `AcceleratedSpans`.
+        sizes: of the embedding tables that `config` is up to date with.
     """
 
     model_type: str
@@ -79,7 +80,8 @@ class ModelState:
         """The state of a stock encoder."""
         values = model.config.to_dict()
         spelt = {ours: theirs for theirs, ours in FAMILIES[model_type].aliases.items()}
-        values[spelt.get("hidden_act", "hidden_act")] = "gelu"  # of the layers' concern only
+        # Only the layers care about it
+        values[spelt.get("hidden_act", "hidden_act")] = "gelu"
         try:
             return cls(model_type, name, EncoderConfig.from_dict(values), None, options)
         except (TypeError, ValueError) as error:
@@ -93,7 +95,7 @@ def _positional(base: type) -> tuple[str, ...]:
 
 
 def gap(model: nn.Module) -> str | None:
-    """Why the model cannot run on packed tokens now, whatever the call."""
+    """Why the model cannot run on packed tokens now, whatever its arguments; None if it can."""
     state = model.fastbert_state
     if state is None:
         return "it was made after the model was accelerated"
@@ -130,7 +132,8 @@ def gap(model: nn.Module) -> str | None:
             if watched(child):
                 return f"{name} has hooks or another forward"
     if family.shared_layers:
-        between = (above, *above, *(group.albert_layers for group in above), part(model, family.projection))
+        lists = (group._modules[family.group_layers] for group in above)
+        between = (above, *above, *lists, part(model, family.projection))
         if any(is_hooked(m) or has_other_forward(m) for m in between) or any(
             type(group).forward.__module__ != family.stock_module for group in above
         ):
@@ -141,7 +144,7 @@ def gap(model: nn.Module) -> str | None:
         if not isinstance(layer, AcceleratedLayer) or layer.fastbert_state is None:
             return "a layer is not accelerated"
         if layer.__dict__.get("_compiled_call_impl") is not None:
-            # packed tokens come with numbers of the layer's own: it would be compiled again for each layer
+            # Its arguments on packed tokens differ from layer to layer: each would be compiled again
             return f"{layer.fastbert_state.name} is compiled by itself"
         if watched(layer):
             return f"{layer.fastbert_state.name} has hooks or another forward"
@@ -152,7 +155,7 @@ def gap(model: nn.Module) -> str | None:
 
 
 def unfit(model: nn.Module, given: dict[str, Any]) -> str | None:
-    """Why a call with these arguments cannot run on packed tokens."""
+    """Why a call with these arguments cannot run on packed tokens; None if it can."""
     config = model.config
     for name in ("output_attentions", "output_hidden_states"):
         value = given.get(name)
@@ -214,7 +217,7 @@ class AcceleratedModel(Accelerated):
         head = _head.get()
         if reason is None and len(args) <= len(names) and not (head is not None and head.reads_masked):
             inputs = check_inputs(self._input_config(), _device(self), *(given.get(n) for n in _INPUTS))
-            # Heads read position 0, for which the stock model computes something even where it is masked
+            # Heads read position 0, for which the stock model computes something even if it is masked
             if inputs.first_masked is None and inputs.position_ids.shape[0] > 0:
                 state.packed_calls += 1
                 if head is not None:
@@ -232,7 +235,7 @@ class AcceleratedModel(Accelerated):
         return f"{fused} of {len(stack)} layers run fused, {padding}"
 
     def _input_config(self) -> EncoderConfig:
-        """How inputs are read, by the tables as they are now (`resize_token_embeddings`)."""
+        """The config for checking inputs, with the tables' present sizes (`resize_token_embeddings`)."""
         state = self.fastbert_state
         tables = [getattr(self.embeddings, name, None) for name in _TABLES]
         sizes = tuple(getattr(table, "num_embeddings", None) for table in tables)
@@ -245,19 +248,18 @@ class AcceleratedModel(Accelerated):
         return state.config
 
     def _run_packed(self, inputs: Inputs, given: dict[str, Any]) -> Any:
-        state, family = self.fastbert_state, FAMILIES[self.fastbert_state.model_type]
-        device = inputs.position_ids.device if inputs.inputs_embeds is None else inputs.inputs_embeds.device
+        family = FAMILIES[self.fastbert_state.model_type]
         stack = layers_of(self, self.config, family)
         dropout = self.embeddings.dropout
         dropout_p = dropout.p if dropout.training else 0.0
-        seed = None
-        if dropout_p or any(any(layer.dropout_rates()) for layer in stack):
-            seed = dropout_seed(device)
-        hidden = self._embed(inputs, seed, dropout_p)
+        drops = dropout_p > 0 or any(any(layer.dropout_rates()) for layer in stack)
+        embed_rows = functools.partial(self._embed, inputs, dropout_p=dropout_p)
         wants_states = given.get("output_hidden_states")
         if wants_states is None:
             wants_states = getattr(self.config, "output_hidden_states", False)
-        hidden, states, _ = run_encoder(self, family, stack, hidden, inputs, seed, want_states=wants_states)
+        hidden, states, _ = run_encoder(
+            self, family, stack, embed_rows, inputs, drops, want_states=wants_states
+        )
         packing = inputs.packing
         last = packing.unpack(hidden)
         fields = {"last_hidden_state": last}
@@ -265,16 +267,17 @@ class AcceleratedModel(Accelerated):
             fields["pooler_output"] = self._pool(last)
         if wants_states:
             fields["hidden_states"] = (*(packing.unpack(s) for s in states[:-1]), last)
-        output = getattr(sys.modules["transformers.modeling_outputs"], family.stock_output)(**fields)
+        stock = family.stock_model
+        output = getattr(sys.modules["transformers.modeling_outputs"], stock.output)(**fields)
         wants_dict = given.get("return_dict")
         if wants_dict is None:
             wants_dict = getattr(self.config, "return_dict", True)
-        if not wants_dict and state.model_type == "mpnet":
-            return tuple(fields.values())  # a missing pooler's None too: heads count on its place
+        if not wants_dict and stock.tuple_keeps_none:
+            return tuple(fields.values())
         return output if wants_dict else output.to_tuple()
 
     def _embed(self, inputs: Inputs, seed: Tensor | None, dropout_p: float) -> Tensor:
-        """(rows, width). A module that FSDP has wrapped must be called, or its parameters are not there."""
+        """The embedding output (rows, width). A module under FSDP must be called to have its parameters."""
         root = self.embeddings
         ids = (inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds)
         if not any(is_hooked(child) for child in root.modules()):
@@ -284,21 +287,26 @@ class AcceleratedModel(Accelerated):
         return root(**{"input_ids": None, **rows})[0]
 
     def _pool(self, hidden: Tensor) -> Tensor | None:
-        """The pooler's output of (batch, seqlen, hidden)."""
+        """The pooler's output of (batch, seqlen, hidden).
+
+        It is called as a module, not read like `models.encoder.pool`: FSDP gathers the parameters in its
+        hooks, and a pooler that was replaced keeps its own code.
+        """
         if self.pooler is None:
             return None
-        if self.fastbert_state.model_type == "albert":
-            return self.pooler_activation(self.pooler(hidden[:, 0]))
-        return self.pooler(hidden)
+        activation = FAMILIES[self.fastbert_state.model_type].stock_model.pooler_activation
+        if activation is None:
+            return self.pooler(hidden)
+        return self._modules[activation](self.pooler(hidden[:, 0]))
 
 
 @dataclass
 class _Head:
-    """What a question-answering head and its encoder tell each other during a call.
+    """What a question-answering head and its encoder exchange during a call.
 
     Attributes:
-        reads_masked: the encoder must not take padding out.
-        kept: (batch, seqlen) bool, from an encoder that has taken padding out; None where there was none.
+        reads_masked: set by the head: the encoder must keep the padding.
+        kept: set by an encoder that has removed padding: (batch, seqlen) bool, True = kept; else None.
     """
 
     reads_masked: bool
@@ -311,9 +319,9 @@ _head: ContextVar[_Head | None] = ContextVar("_head", default=None)
 class AcceleratedSpans(Accelerated):
     """Mixin of a question-answering head (BertForQuestionAnswering, …).
 
-    Where its encoder took padding out, masked tokens get no probability: a loss, or a probability of a kept
-    token, is the stock model's or better. All else is as in the stock model: in training mode, where a label
-    is on a masked token, and where the encoder ran padded.
+    If its encoder has removed padding, masked tokens get no probability. The loss is then at most the stock
+    model's, and the probability of a kept token at least. In training mode, if a label is on a masked token,
+    or if the encoder ran padded, the output is the stock model's.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -332,7 +340,7 @@ class AcceleratedSpans(Accelerated):
 
 
 def _on_masked(positions: list[Tensor | None], mask: Any) -> bool:
-    """Whether a label is on a masked token. What is no label, the stock model refuses."""
+    """Whether a label is on a masked token. The stock model refuses anything that is no label."""
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return False
     batch, seqlen = mask.shape
@@ -346,7 +354,7 @@ def _on_masked(positions: list[Tensor | None], mask: Any) -> bool:
 
 
 def _over_kept(output: Any, kept: Tensor, positions: list[Tensor | None]) -> Any:
-    """A head's output, a tuple or not, with its scores and their loss over kept tokens alone."""
+    """A head's output (a tuple or not) with its scores and their loss over kept tokens only."""
     loss = all(p is not None for p in positions)
     at = slice(int(loss), int(loss) + 2)
     values = list(output[at])
@@ -371,9 +379,10 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def family_of(module: nn.Module) -> tuple[str, str] | None:
-    """(model_type, "model", "layer" or "spans") of a module that is one of a family's classes of
-    transformers, or of a class made from one whose `forward` it keeps; None for any other. (transformers
-    wraps the `forward` of every class that is made from a layer's, also by FSDP.)
+    """(model_type, "model", "layer" or "spans") of a module of a family's transformers class.
+
+    So it is for a subclass that keeps that `forward`. (transformers wraps the `forward` of every subclass of
+    a layer, also of those that FSDP makes.) None for any other module.
     """
     for cls in type(module).__mro__:
         found = _CLASSES.get((cls.__module__, cls.__name__))
@@ -384,7 +393,7 @@ def family_of(module: nn.Module) -> tuple[str, str] | None:
 
 
 def is_other_spans(module: nn.Module) -> bool:
-    """Whether a module's class is made from a question-answering head, under a forward of its own."""
+    """Whether a module's class is a subclass of a question-answering head with a forward of its own."""
     kinds = (_CLASSES.get((cls.__module__, cls.__name__), ("", "")) for cls in type(module).__mro__)
     return family_of(module) is None and any(kind == "spans" for _, kind in kinds)
 

@@ -50,7 +50,7 @@ class ModelReport:
         reason: why it does not; None if it does. For "other", why it is not accelerated, or how often its
             attention modules ran fused and as stock, with the reasons.
         packed_calls, padded_calls: how often it ran either way; counted for "family" only.
-        kind: "family" for an encoder whose layers `accelerate` can fuse, "native" for fastbert's own models,
+        kind: "family" for an encoder whose layers `accelerate` can fuse, "own" for fastbert's own models,
             "other" for all others.
     """
 
@@ -84,7 +84,7 @@ class Explanation:
         shown = [m for m in self.models if m.kind != "other"]
         if shown:
             said.append(_fused(self.fused_layers, self.total_layers, [m.unpads for m in shown]))
-        if any(m.kind == "native" for m in shown):
+        if any(m.kind == "own" for m in shown):
             said.append(OWN)
         said += [m.reason.partition(" (calls")[0] for m in self.models if m.kind == "other"]
         return "; ".join(said) or "nothing to accelerate"
@@ -92,7 +92,7 @@ class Explanation:
     def __str__(self) -> str:
         lines = [self.summary]
         for m in self.models:
-            if m.kind == "native":
+            if m.kind == "own":
                 lines.append(f"{m.name or 'model'}  {OWN}")
                 continue
             how = "unpads" if m.unpads else f"padded: {m.reason}"
@@ -167,7 +167,7 @@ def _explain_model(model: Any) -> Explanation:
         reports.append(ModelReport(name, False, f"{type(module).__name__}: {reason}", 0, 0, "other"))
     fused, total = sum(row.fused for row in rows), len(rows)
     for name, module in own_models(root):
-        reports.append(ModelReport(name, True, None, 0, 0, "native"))
+        reports.append(ModelReport(name, True, None, 0, 0, "own"))
         own = sum(isinstance(child, EncoderLayer) for child in module.modules())
         fused, total = fused + own, total + own
     return Explanation(reports, rows, fused, total)

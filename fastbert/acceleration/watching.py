@@ -1,4 +1,4 @@
-"""Who else looks at a module or at its operations: hooks, other forwards, FSDP, tracers, torch.export."""
+"""Who else looks at a module or its operations: hooks, other forwards, FSDP, tracers, torch.export."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from fastbert.acceleration.classes import has_other_forward
 HARMLESS = frozenset(("position_ids", "use_cache", "return_dict", "num_items_in_batch"))
 _TRACERS = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 _FSDP = "torch.distributed.fsdp"
-# Its hooks do nothing until outputs are collected.
+# Its hooks do nothing until outputs are collected
 _CAPTURE = "transformers.utils.output_capturing"
 _WANTS_GRADIENTS = "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads"
 
 
 def exporting() -> bool:
-    """Whether the model is being exported, or its operations are otherwise to be seen one by one (fake
-    tensors, make_fx, torch.func, forward-mode derivatives): it is then what it was without us.
+    """Whether the model must run as stock, because its single operations are observed.
+
+    That is so in exports, and under fake tensors, make_fx, torch.func and forward-mode derivatives.
     """
     if torch.jit.is_tracing() or torch.compiler.is_exporting():
         return True
@@ -37,17 +38,21 @@ def exporting() -> bool:
 
 @torch._disable_dynamo
 def uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A call that torch.compile leaves as it is. 8-bit weights are derived outside the graph: within, they
-    would be rounded anew at every call.
+    """A call that torch.compile does not compile.
+
+    8-bit weights are derived outside the graph. Inside, they would be rounded again at every call.
     """
     return module.forward(*args, **kwargs)
 
 
 def watched(module: nn.Module) -> bool:
-    """Whether someone other than FSDP and transformers (to capture outputs, or to train adapters with
-    checkpoints) hooks this module, or its forward was replaced.
+    """Whether the module's forward was replaced, or somebody hooks it.
+
+    Hooks of FSDP do not count, nor those of transformers that capture outputs or train adapters with
+    checkpoints.
     """
-    own = module.__dict__  # looked up there, an attribute costs half
+    # Attributes are found faster there
+    own = module.__dict__
     if (
         own["_forward_hooks"]
         or own["_forward_pre_hooks"]
@@ -82,5 +87,5 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def plain_dropout(module: nn.Module) -> bool:
-    """Whether our dropout computes the same. p = 1 is left to PyTorch."""
+    """Whether our dropout computes the same as the module. p = 1 is left to PyTorch."""
     return type(module) is nn.Dropout and module.p < 1.0 and not watched(module)

@@ -1,1 +1,4 @@
-"""Backends: namespaces of `<op>_fwd` and `<op>_bwd` with the contracts' signatures; chosen by `dispatch`."""
+"""The implementations of the ops, one namespace per backend: `<op>_fwd` and `<op>_bwd` of each op it has.
+
+May import `ops`, `runtime` and the Triton kernels of `kernels/`. `runtime.dispatch` chooses among them.
+"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fastbert.ops.dropout import threshold
-from fastbert.runtime.native import address
+from fastbert.runtime.loader import address
 
 # The codes of csrc/dtype.h.
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

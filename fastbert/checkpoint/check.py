@@ -1,6 +1,6 @@
-"""What stored weights must be: all keys there and none unknown, right shapes and dtypes, finite values.
+"""Checks of stored weights: all keys are there and none is unknown, right shapes and dtypes, finite values.
 
-Whatever is refused is named by file, key and likely cause.
+Errors name the file, the key and the likely cause.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def check_keys(
     names: Names, config: Any, files: list[Path], found: dict[str, Stored]
 ) -> tuple[list[str], list[str]]:
-    """(missing keys of heads that may be fresh, left-over keys as stored); other differences are refused."""
+    """(missing keys of heads, which may be fresh; keys as stored that the model lacks).
+
+    Raises:
+        CheckpointError: any other difference.
+    """
     expected = [key for key in names.state if key not in names.tied]
     missing = [key for key in expected if key not in found]
     extra = [key for key in found if key not in names.state]
     unexpected = [key for key in extra if not names.may_be_left_over(key)]
     where = files[0] if len(files) == 1 else files[0].parent
 
-    # a head or a pooler may be absent as a whole
+    # A head or a pooler may be missing as a whole
     fresh = []
     for part in ("head", "sentence-pair head", "pooler"):
         keys = [key for key in expected if names.part(key) == part]
@@ -49,7 +53,7 @@ def check_keys(
 
 
 def _why(names: Names, config: Any, found: dict[str, Stored]) -> str:
-    """The likely cause of missing or unexpected keys, "" where none is plain."""
+    """The likely cause of missing or unexpected keys; "" if there is none."""
     scales = any(key.endswith(".scale") and _is_int8(found.get(key[:-5] + "weight")) for key in found)
     if scales and not names.int8:
         return "; the file holds 8-bit weights, but the config has no quantization_config of this package"
@@ -60,7 +64,7 @@ def _why(names: Names, config: Any, found: dict[str, Stored]) -> str:
     if holds and says != holds:
         return f"; config {spelt(names.family, count_key)} says {says}, the file has {holds}"
     if names.family.shared_layers:
-        inner = numbered("albert_layers", found)
+        inner = numbered(names.family.group_layers, found)
         if inner and inner != config.inner_group_num:
             return f"; config inner_group_num says {config.inner_group_num}, the file has {inner}"
     first = {item.key.split(".")[0] for item in found.values()}
@@ -80,10 +84,10 @@ def _is_int8(item: Stored | None) -> bool:
 
 
 def check_mathematics(config: Any, files: list[Path]) -> None:
-    """Refuse a config.json of another save than the weights, where they say with which one they were saved.
+    """Refuse a config.json of another save than the weights, if they say with which one they were saved.
 
-    A config that agrees with the weights is right whatever config.json says. So is one that differs from a
-    config.json that agrees: the caller has overridden it.
+    A config that agrees with the weights is right, whatever config.json says. If config.json agrees with the
+    weights, any config is right: the caller has overridden keys.
     """
     for file in files:
         stamp = read_stamp(file) if file.suffix == ".safetensors" else None
@@ -91,7 +95,8 @@ def check_mathematics(config: Any, files: list[Path]) -> None:
             continue
         try:
             stated = type(config).from_dict({"model_type": config.model_type, **read_config(file.parent)})
-        except (CheckpointError, TypeError, ValueError):  # none there, or another architecture's
+        # There is none, or it is of another architecture
+        except (CheckpointError, TypeError, ValueError):
             stated = config
         if differing := _differing(stated, stamp.mathematics):
             says = "; ".join(
@@ -105,7 +110,7 @@ def check_mathematics(config: Any, files: list[Path]) -> None:
 
 
 def _differing(config: Any, stored: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Key -> (the config's value, the stored one) where the two differ."""
+    """Key -> (the config's value, the stored one) of the values that differ."""
     ours = config.mathematics()
     return {k: (ours[k], stored[k]) for k in ours if k in stored and ours[k] != stored[k]}
 
@@ -113,7 +118,7 @@ def _differing(config: Any, stored: dict[str, Any]) -> dict[str, tuple[Any, Any]
 def check_shapes(
     names: Names, config: Any, found: dict[str, Stored], ignore_mismatched: bool
 ) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Refuse tensors of another shape; or take them out of `found` and return them, as `LoadReport` does."""
+    """Refuse tensors of another shape; or remove them from `found` and return them, as in `LoadReport`."""
     wrong, left_out = [], []
     for key, param in names.state.items():
         item = found.get(key)
@@ -145,19 +150,21 @@ def _size_key(names: Names, key: str, axis: int) -> str | None:
     hidden = "embedding_size" if family.projection and ".embeddings." in "." + key else "hidden_size"
     lm = family.lm_head
     decoders = () if lm is None else (lm.decoder + ".weight", lm.decoder + ".bias", lm.bias)
+    inner = tuple(f".{layer.intermediate}.{leaf}" for leaf in ("weight", "scale", "bias"))
+    labels = ("classifier", "classifier.out_proj", "qa_outputs")
+    labelled = tuple(f"{module}.{leaf}" for module in labels for leaf in ("weight", "bias"))
+    projection = (f"{family.projection}.weight",) if family.projection else ()
     for suffixes, sizes in (
-        (("word_embeddings.weight",), ("vocab_size", hidden)),
-        (("position_embeddings.weight",), ("max_position_embeddings", hidden)),
-        (("token_type_embeddings.weight",), ("type_vocab_size", hidden)),
-        (("relative_attention_bias.weight",), ("relative_attention_num_buckets", "num_attention_heads")),
+        ("word_embeddings.weight", ("vocab_size", hidden)),
+        ("position_embeddings.weight", ("max_position_embeddings", hidden)),
+        ("token_type_embeddings.weight", ("type_vocab_size", hidden)),
+        ("relative_attention_bias.weight", ("relative_attention_num_buckets", "num_attention_heads")),
         (tuple(d for d in decoders if d), ("vocab_size", hidden)),
-        (tuple(f".{layer.intermediate}.{leaf}" for leaf in ("weight", "scale", "bias")),
-         ("intermediate_size", hidden)),
-        ((f".{layer.output}.weight",), (hidden, "intermediate_size")),
-        (("classifier.weight", "classifier.bias", "classifier.out_proj.weight", "classifier.out_proj.bias",
-          "qa_outputs.weight", "qa_outputs.bias"), ("num_labels", hidden)),
-        (("embeddings_project.weight", "hidden_mapping_in.weight"), ("hidden_size", "embedding_size")),
-    ):  # fmt: skip
+        (inner, ("intermediate_size", hidden)),
+        (f".{layer.output}.weight", (hidden, "intermediate_size")),
+        (labelled, ("num_labels", hidden)),
+        (projection, ("hidden_size", "embedding_size")),
+    ):
         if key.endswith(suffixes) and not key.endswith("pre_classifier.weight"):
             return sizes[axis]
     return hidden
@@ -178,7 +185,8 @@ def check_value(names: Names, key: str, item: Stored) -> None:
         )
     if tensor.numel() == 0:
         return
-    low, high = (float(v) for v in torch.aminmax(tensor))  # NaN where there is one; one pass, no copy
+    # In one pass and without a copy; both are NaN if an element is
+    low, high = (float(v) for v in torch.aminmax(tensor))
     if not (abs(low) < float("inf") and abs(high) < float("inf")):
         raise CheckpointError(f"{item}: holds {'NaN' if low != low else 'infinity'}; expected finite weights")
     if max(-low, high) > torch.finfo(dtype).max:

@@ -41,7 +41,7 @@ class CheckpointError(ValueError):
 
 
 class Stamp(NamedTuple):
-    """What weights say about the config that they were saved with.
+    """What a file of weights says about the config that they were saved with.
 
     Attributes:
         config: SHA-256 of config.json, hexadecimal.
@@ -74,16 +74,16 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-# --- whose a temporary file is ------------------------------------------------------------------------------
+# --- the owners of temporary files --------------------------------------------------------------------------
 
 
 def own_tag() -> str:
-    """What tells temporary files and folders of this process from others: "token.host.pid"."""
+    """The mark of temporary files and folders of this process: "token.host.pid"."""
     return f"{secrets.token_hex(4)}.{socket.gethostname()}.{os.getpid()}"
 
 
 def is_dead(tag: str) -> bool:
-    """Whether an `own_tag` is of a process of this machine that has gone."""
+    """Whether an `own_tag` is of a process of this machine that has ended."""
     host, _, pid = tag.partition(".")[2].rpartition(".")
     if host != socket.gethostname():
         return False
@@ -91,7 +91,8 @@ def is_dead(tag: str) -> bool:
         os.kill(int(pid), 0)
     except (ProcessLookupError, OverflowError):
         return True
-    except (OSError, ValueError):  # alive and another user's, or not one of ours
+    # Alive and another user's, or not one of ours
+    except (OSError, ValueError):
         return False
     return False
 
@@ -182,10 +183,10 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def read_stamp(file: Path) -> Stamp | None:
-    """What a safetensors file says about the config of its weights; None where others wrote the file.
+    """What a safetensors file says about the config of its weights; None if other software wrote the file.
 
     Raises:
-        CheckpointError: it cannot be read, or says something else than this package writes.
+        CheckpointError: the file cannot be read, or its entry is not one that this package writes.
     """
     from safetensors import safe_open
 
@@ -205,14 +206,14 @@ def read_stamp(file: Path) -> Stamp | None:
 
 
 def config_of_weights(directory: Path, saves: Iterable[Path] | None = None) -> bytes | None:
-    """The content of the config.json that belongs to the weights in a directory; None where there is none.
+    """The content of the config.json that belongs to the weights in a directory; None if there is none.
 
-    That is the file itself, unless a save was killed after it had renamed its config and before it had
-    renamed its weights. Then it is the old one, from that save's folder.
+    It is the file itself, unless a save was killed after it had renamed its config and before it renamed its
+    weights. Then it is the old config, from that save's folder.
 
     Args:
         directory: may hold no checkpoint yet.
-        saves: folders of saves to look at; all in the directory by default.
+        saves: the folders of saves to look at; default: all in the directory.
 
     Raises:
         CheckpointError: config.json cannot be read.
@@ -220,7 +221,8 @@ def config_of_weights(directory: Path, saves: Iterable[Path] | None = None) -> b
     path = directory / CONFIG
     there = read(path) if path.is_file() else None
     for folder in sorted(directory.glob(f"{SAVING}*")) if saves is None else saves:
-        old = _content(folder / OLD_CONFIG)  # first: a save that comes to its end removes the folder
+        # Read first, because a save removes its folder when it ends
+        old = _content(folder / OLD_CONFIG)
         if there is None or _content(folder / NEW_CONFIG) != there:
             continue
         if _config_digest(directory) != digest(there):
@@ -231,18 +233,20 @@ def config_of_weights(directory: Path, saves: Iterable[Path] | None = None) -> b
 def _content(path: Path) -> bytes | None:
     try:
         return path.read_bytes()
-    except OSError:  # not there, or removed in the meantime by the save that has come to its end
+    # Not there, or removed in the meantime by the save, which has ended
+    except OSError:
         return None
 
 
 def _config_digest(directory: Path) -> str | None:
-    """Digest of the config with which the weights of a directory were saved, None where nothing says it."""
+    """Digest of the config with which a directory's weights were saved; None if they do not say."""
     file = directory / SAFETENSORS
     try:
         if not os.path.lexists(file):
             shards = read_json(directory / SAFETENSORS_INDEX).get("weight_map") or {}
             file = directory / Path(min(shards.values())).name
         stamp = read_stamp(file)
-    except (CheckpointError, AttributeError, TypeError, ValueError):  # whoever loads it says what is wrong
+    # Loading it says what is wrong
+    except (CheckpointError, AttributeError, TypeError, ValueError):
         return None
     return None if stamp is None else stamp.config

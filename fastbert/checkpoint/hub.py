@@ -19,7 +19,7 @@ from fastbert.checkpoint.files import (
     read_json,
 )
 
-# What a hub download brings: first without .bin, which is fetched only where there are no safetensors.
+# The files of a hub download. Those in .bin are fetched afterwards, if there are no safetensors.
 _HUB_FILES = ["*.json", "vocab.txt", "merges.txt", "*.model", SAFETENSORS, "model-*.safetensors"]
 _HUB_BIN_FILES = [BIN, "pytorch_model-*.bin"]
 
@@ -43,7 +43,7 @@ def resolve(
         subfolder: the folder in it that holds the checkpoint.
 
     Raises:
-        CheckpointError: it is neither, or the hub cannot be reached.
+        CheckpointError: there is no such directory, and the hub does not have it or cannot be reached.
     """
     path = _local(name_or_path)
     if path.is_dir():
@@ -80,8 +80,8 @@ def _inside(directory: Path, subfolder: str) -> Path:
 def read_config(name_or_path: str | os.PathLike, subfolder: str = "", **options: Any) -> dict[str, Any]:
     """The content of a checkpoint's config.json.
 
-    In a directory where a save was killed between its two renames, that of the config that belongs to the
-    weights (`files.config_of_weights`).
+    If a save was killed between its two renames, it is the config that belongs to the weights
+    (`files.config_of_weights`).
 
     Args:
         name_or_path: a directory, a JSON file, or a hub name.
@@ -110,7 +110,8 @@ def _read_own_config(directory: Path) -> dict[str, Any]:
             f"{path}: is of a save that was killed before its weights were in place, and there was no "
             "config.json before that save; save again"
         )
-    return read_json(path)  # which says what is wrong
+    # Says what is wrong
+    return read_json(path)
 
 
 def _local(name_or_path: str | os.PathLike) -> Path:

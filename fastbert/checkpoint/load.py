@@ -1,12 +1,12 @@
 """Weights of files -> a module.
 
-Loading goes through four steps, and the module is touched only by the last:
+Loading has four steps, and only the last one changes the module:
     read    model.safetensors, pytorch_model.bin or shards of either -> {key as stored: tensor}, memory-mapped
     names   old and foreign spellings -> the module's own key
     check   missing, unexpected, shape, dtype, finite: refused with file, key and cause
     load    values are copied into the parameters, cast to their dtype
 
-Where a checkpoint is, `hub.py` says; saving is in `save.py`.
+`hub.py` finds a checkpoint, and `save.py` writes one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from fastbert.layers import quantized as quantization
 
 logger = logging.getLogger(__name__)
 
-_FEW_LAYERS = 100  # are made on the meta device in no time
+# So many layers take no time on the meta device
+_FEW_LAYERS = 100
 
 
 @dataclass
@@ -38,10 +39,10 @@ class LoadReport:
 
     Attributes:
         files: the files read.
-        missing: the module's keys that no file held (a fresh head); empty for a complete checkpoint.
+        missing: the module's keys that no file holds (a fresh head); empty for a complete checkpoint.
         unused: keys, as stored, of heads that the module does not have.
-        mismatched: (key, shape in the file, shape in the module) of the weights that were left out because
-            their shapes differ; those of the module are fresh.
+        mismatched: (key, shape in the file, shape in the module) of the weights that were not loaded because
+            their shapes differ; the module's are fresh.
     """
 
     files: list[Path]
@@ -65,15 +66,15 @@ def load_weights(
     is changed if anything is refused.
 
     Args:
-        model: a model of this package (of it are used: `config`, `base_model_prefix`, `is_base_model`,
-            `tied_weights()`).
+        model: a model of this package. Used are its `config`, `base_model_prefix`, `is_base_model` and
+            `tied_weights()`.
         directory: holds model.safetensors, pytorch_model.bin or shards of either with their index.
-        allow_missing_head: a head (or the pooler under one) of which the files hold no key keeps its fresh
-            values, with one warning; False refuses that too.
-        ignore_mismatched_sizes: a weight of another shape than the model's is left out and the model's one
-            initialised, with one warning that names it; False refuses it.
-        use_safetensors: True reads safetensors only, False .bin only, None whichever is there.
-        state_dict: tensors to load instead of those of the files, of which none is read.
+        allow_missing_head: True gives a head (or its pooler) without any key in the files fresh values, with
+            one warning; False refuses it.
+        ignore_mismatched_sizes: True initialises a weight whose shape differs from the file's, with one
+            warning that names it; False refuses it.
+        use_safetensors: True reads only safetensors, False only .bin, None whichever is there.
+        state_dict: tensors to load; no file is read then.
 
     Returns:
         LoadReport: files read, fresh keys, keys of other heads left over.
@@ -128,12 +129,12 @@ def check_depth(
     use_safetensors: bool | None = None,
     state_dict: dict[str, Tensor] | None = None,
 ) -> None:
-    """Refuse a config of far more layers than the weights have, before anything is built for them.
+    """Refuse a config with far more layers than the weights have, before anything is built for them.
 
     Args:
         config: the EncoderConfig.
-        directory, use_safetensors, state_dict: where the weights are, as in `load_weights`; `directory` may
-            be None where `state_dict` is given.
+        directory, use_safetensors, state_dict: as in `load_weights`; `directory` may be None if `state_dict`
+            is given.
 
     Raises:
         CheckpointError: naming the config key, or what is wrong with the files.
@@ -150,7 +151,7 @@ def check_depth(
     files, stored = weights_of(directory, use_safetensors, state_dict)
     holds = numbered(family.layers, stored)
     if family.shared_layers:
-        holds *= numbered("albert_layers", stored)
+        holds *= numbered(family.group_layers, stored)
     if layers > holds:
         says = " * ".join(spelt(family, key) for key in keys)
         raise CheckpointError(f"{files[0]}: config {says} says {layers}, the file has {holds}")
@@ -171,7 +172,8 @@ def stored_dtype(directory: str | os.PathLike, use_safetensors: bool | None = No
 
 @torch.no_grad()
 def _assign(model: nn.Module, names: Names, found: dict[str, Stored], fresh: set[str]) -> None:
-    made: dict[int, Tensor] = {}  # id of the parameter on meta -> the one that takes its place
+    # id of the parameter on meta -> the one that replaces it
+    made: dict[int, Tensor] = {}
     for key, param in names.state.items():
         if not param.is_meta or id(param) in made or key in names.tied:
             continue
@@ -194,7 +196,7 @@ def _assign(model: nn.Module, names: Names, found: dict[str, Stored], fresh: set
 
 
 def _initialise(key: str, value: Tensor, std: float) -> None:
-    """What every family does to a new head: normal weights, zero biases, LayerNorm at identity."""
+    """Initialise a fresh weight as all families do: normal weights, zero biases, LayerNorm at identity."""
     if key.endswith("bias"):
         value.zero_()
     elif value.dim() == 1:

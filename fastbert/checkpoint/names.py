@@ -1,4 +1,4 @@
-"""The keys of a module, and how files spell them: the only place that knows old and foreign spellings."""
+"""The keys of a module, and how files spell them. Only this file knows old and foreign spellings."""
 
 from __future__ import annotations
 
@@ -16,28 +16,34 @@ from fastbert.layers import quantized as quantization
 if TYPE_CHECKING:
     from fastbert.models.families import Family
 
-# Wrappers that put their own name before every key: DataParallel, torch.compile.
+# Wrappers that put their name before every key: DataParallel, torch.compile
 _WRAPPERS = ("module.", "_orig_mod.")
-# Buffers that old versions stored and that hold no weights.
+# Buffers that old versions stored and that hold no weights
 _OLD_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
 _OLD_SUFFIXES = {".gamma": ".weight", ".beta": ".bias"}
 
 
 class Names:
-    """The keys of one module, and how a file may spell them."""
+    """The keys of one module, and how a file may spell them.
+
+    Attributes:
+        state: key -> parameter or buffer.
+        tied: tied key -> the key of the parameter that it shares.
+        roots: first parts of the encoder's own keys: "embeddings", "encoder", ….
+        int8: key -> the module whose 8-bit weight or scales it is.
+    """
 
     def __init__(self, model: nn.Module):
         self.family = model.config.family
-        self.state = model.state_dict(keep_vars=True)  # key -> parameter or buffer
-        self.tied = {k: v for k, v in model.tied_weights().items() if k in self.state}  # target -> source
+        self.state = model.state_dict(keep_vars=True)
+        self.tied = {k: v for k, v in model.tied_weights().items() if k in self.state}
         self.is_base = model.is_base_model
         self.prefix = "" if self.is_base else model.base_model_prefix + "."
         self.stored_prefix = model.base_model_prefix + "."
         self.encoder = [key for key in self.state if key.startswith(self.prefix)]
-        # first parts of the encoder's own keys: "embeddings", "encoder", …
         self.roots = {key[len(self.prefix) :].split(".")[0] for key in self.encoder}
         self.pooler = (self.family.pooler or "pooler") + "."
-        self.int8 = {  # key -> the module whose 8-bit weight or scales it is
+        self.int8 = {
             f"{name}.{leaf}": module
             for name, module in model.named_modules()
             if isinstance(module, quantization.QuantizedLinear)
@@ -67,7 +73,7 @@ class Names:
         return key.split(".")[0] in self.family.known_head_roots or self.is_pooler(key)
 
     def part(self, key: str) -> str | None:
-        """The part of the module that may be absent as a whole and to which the key belongs, or None."""
+        """The part that may be missing as a whole to which the key belongs; None if it belongs to none."""
         if self.is_base:
             return None
         if key.startswith(self.prefix):
@@ -90,7 +96,7 @@ def rename(names: Names, stored: dict[str, Stored]) -> dict[str, Stored]:
 
 
 def resolve_ties(names: Names, found: dict[str, Stored]) -> None:
-    """Drop stored copies of tied weights; use a copy where the original is absent."""
+    """Drop stored copies of tied weights; a copy replaces an original that is missing."""
     for target, source in names.tied.items():
         copy = found.pop(target, None)
         if copy is None:
@@ -101,7 +107,7 @@ def resolve_ties(names: Names, found: dict[str, Stored]) -> None:
                 f"{copy}: differs from {original.key}, to which config tie_word_embeddings = true ties it; "
                 f"if the file is right, set tie_word_embeddings to false in config.json"
             )
-    # Untied decoders once had their bias tied all the same: one of the two names was stored.
+    # Old versions tied the bias of an untied decoder too, and stored one of its two names
     lm_head = names.family.lm_head
     if lm_head is not None and lm_head.bias is not None:
         pair = lm_head.bias, lm_head.decoder + ".bias"

@@ -1,6 +1,6 @@
 """The weights of a checkpoint's files: {key as stored: tensor}, memory-mapped.
 
-model.safetensors, pytorch_model.bin or shards of either. Nothing is unpickled except by
+The files are model.safetensors, pytorch_model.bin or shards of either. Pickles are read only by
 `torch.load(weights_only=True)`.
 """
 
@@ -30,7 +30,8 @@ class Stored(NamedTuple):
     """One tensor of a file."""
 
     file: Path
-    key: str  # as the file spells it
+    # As the file spells it
+    key: str
     tensor: Tensor
 
     def __str__(self) -> str:
@@ -40,7 +41,7 @@ class Stored(NamedTuple):
 def weights_of(
     directory: str | os.PathLike | None, use_safetensors: bool | None, state_dict: dict[str, Tensor] | None
 ) -> tuple[list[Path], dict[str, Stored]]:
-    """What `read_weights` returns, or the like of it for tensors that the caller has."""
+    """What `read_weights` returns; or the same for the caller's tensors, with "state_dict" as the file."""
     if state_dict is None:
         return read_weights(Path(directory), use_safetensors)
     where = Path("state_dict")
@@ -62,8 +63,10 @@ def _given(where: Path, state_dict: dict[str, Tensor]) -> dict[str, Stored]:
 def read_weights(
     directory: Path, use_safetensors: bool | None = None
 ) -> tuple[list[Path], dict[str, Stored]]:
-    """(files read, key as stored -> tensor) of the first of the four layouts that is there; of the first two
-    or the last two where `use_safetensors` says so.
+    """(files read, key as stored -> tensor).
+
+    The first that is there is read: model.safetensors, its shards, pytorch_model.bin, its shards.
+    `use_safetensors` True means only the first two, False only the last two.
     """
     layouts = [(SAFETENSORS, SAFETENSORS_INDEX), (BIN, BIN_INDEX)]
     if use_safetensors is not None:

@@ -1,13 +1,14 @@
-"""A module -> a HuggingFace directory, so that a kill at any moment leaves the old checkpoint or the new one.
+"""A module -> a HuggingFace directory. A kill at any moment leaves either the old checkpoint or the new one.
 
-Order of a save that changes the config:
-    1. weights, both configs (old and new, as notes) and the new config go into a hidden folder, flushed
-    2. shards, if any, are renamed under names that nothing points to
+A save that changes the config has five steps:
+    1. the weights, the new config, and notes of the old and the new config are written to a hidden folder
+       and flushed
+    2. shards, if any, are renamed to names that nothing points to
     3. config.json is renamed into place
-    4. the weights (or the index of the shards) are renamed into place: from here on it is the new checkpoint
-    5. the folder and what is no longer read are removed
-A reader between 3 and 4, and after a kill there, takes the old config from the notes (`files.py`). The next
-save puts it back before it begins.
+    4. the weights (or the index of the shards) are renamed into place: now it is the new checkpoint
+    5. the folder and the files that nobody reads any more are removed
+Between 3 and 4, or after a kill there, a reader takes the old config from the notes (`files.py`). The next
+save puts it back before it starts.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ def save(
 ) -> list[Path]:
     """Write config.json and model.safetensors (or shards and their index) as HuggingFace does.
 
-    Everything is first written beside the old files and flushed to the disk, then renamed: a save that fails
-    or is killed leaves the old checkpoint whole, and the next save removes what is left of it.
+    All files are first written beside the old ones and flushed to the disk, then renamed. So a save that
+    fails or is killed leaves the old checkpoint whole, and the next save removes what it left behind.
 
     Args:
         model: a model of this package.
-        directory: made if absent.
+        directory: created if it is missing.
         max_shard_size: bytes, or text such as "500MB" or "5GB"; larger checkpoints are split.
         state_dict: values to save instead of the model's own, under the keys of its `state_dict()`; tied
             copies may be left out.
@@ -101,7 +102,7 @@ def _whole(directory: Path, needed: set, known: Iterable[str], given: dict[str, 
 
 @contextlib.contextmanager
 def _told(file: Path) -> Iterator[None]:
-    """Name the file in what is raised."""
+    """Turn any error into a CheckpointError that names the file."""
     try:
         yield
     except CheckpointError:
@@ -135,7 +136,7 @@ def _config_text(model: nn.Module, state: dict[str, Tensor]) -> str:
 
 
 def _split(state: dict[str, Tensor], limit: int) -> list[list[str]]:
-    """Keys of each shard, in order; a tensor over the limit has a shard of its own."""
+    """The keys of each shard, in order; a tensor over the limit has a shard of its own."""
     shards: list[list[str]] = [[]]
     room = limit
     for key, value in state.items():
@@ -202,7 +203,7 @@ def _write(
 
 
 def _written(directory: Path, workplace: Path, name: str, content: bytes) -> Path:
-    """A file in the workplace, flushed; an error names it as it will be called in the directory."""
+    """Write and flush a file in the workplace; an error names its later place in the directory."""
     with _told(directory / name), open(workplace / name, "wb") as handle:
         handle.write(content)
         handle.flush()
@@ -211,7 +212,7 @@ def _written(directory: Path, workplace: Path, name: str, content: bytes) -> Pat
 
 
 def _shard_names(directory: Path, count: int) -> list[str]:
-    """HuggingFace's names, with a tag where one of them is taken, so that the old checkpoint stays whole."""
+    """HuggingFace's names of shards; with a tag if one is taken, so that the old checkpoint stays whole."""
     names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     if any((directory / name).exists() for name in names):
         tag = secrets.token_hex(4)
@@ -220,7 +221,7 @@ def _shard_names(directory: Path, count: int) -> list[str]:
 
 
 def _remove_unless_listed(shard: Path) -> None:
-    """Remove a shard that no index came to name, because the save failed before."""
+    """Remove a shard that no index names, because the save failed."""
     index = shard.parent / SAFETENSORS_INDEX
     with contextlib.suppress(OSError):
         if not index.exists() or shard.name not in index.read_text(encoding="utf-8", errors="replace"):
@@ -233,7 +234,7 @@ def _write_safetensors(file: Path, tensors: dict[str, Tensor], stamp: Stamp) -> 
     whole = {}
     for key, value in tensors.items():
         value = value.cpu().contiguous()
-        # the format wants each tensor in a storage of its own
+        # In this format each tensor has a storage of its own
         whole[key] = value.clone() if value.untyped_storage().nbytes() != value.nbytes else value
     seen: set[int] = set()
     for key, value in whole.items():
@@ -241,13 +242,14 @@ def _write_safetensors(file: Path, tensors: dict[str, Tensor], stamp: Stamp) -> 
             whole[key] = value.clone()
         seen.add(value.data_ptr())
     save_file(whole, file, metadata={"format": "pt", **stamp.metadata()})
-    file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors leaves it to the owner alone
+    # safetensors lets only the owner read it
+    file.chmod(file.parent.stat().st_mode & 0o666)
     with open(file, "rb") as handle:
         os.fsync(handle.fileno())
 
 
 def _flush_directory(directory: Path) -> None:
-    """Make the renames last through a power cut, where the system lets a directory be flushed."""
+    """Make renames survive a power cut, if the system can flush a directory."""
     with contextlib.suppress(OSError):
         handle = os.open(directory, os.O_RDONLY)
         try:
@@ -258,7 +260,7 @@ def _flush_directory(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _workplace(directory: Path) -> Iterator[Path]:
-    """A hidden folder beside the files, from which they are renamed into place; its name says whose it is."""
+    """A hidden folder beside the files, from which they are renamed into place; its name has `own_tag`."""
     folder = directory / f"{SAVING}{own_tag()}"
     folder.mkdir()
     try:
@@ -269,13 +271,13 @@ def _workplace(directory: Path) -> Iterator[Path]:
 
 
 def _is_needed(directory: Path, folder: Path) -> bool:
-    """Whether config.json is not that of the weights, and the folder has the one that is."""
+    """Whether config.json does not belong to the weights, and the folder holds the one that does."""
     config = directory / CONFIG
     return config.is_file() and config_of_weights(directory, [folder]) != config.read_bytes()
 
 
 def _settle(directory: Path) -> None:
-    """Put back the config that a killed save has replaced too early, and remove the folders of dead saves."""
+    """Put back a config that a killed save has replaced, and remove the folders of killed saves."""
     dead = [
         folder for folder in sorted(directory.glob(f"{SAVING}*")) if is_dead(folder.name.removeprefix(SAVING))
     ]

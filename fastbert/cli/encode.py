@@ -16,7 +16,8 @@ import torch
 
 from fastbert.cli.output import WRITERS, named_errors, replacing
 from fastbert.cli.usage import DTYPES, INT8, UsageError, device_of, say
-from fastbert.sentences.encoder import EncodingError, SentenceEncoder
+from fastbert.sentences.encoder import SentenceEncoder
+from fastbert.sentences.tokenizer import EncodingError
 
 _CHUNK_BYTES = 16 << 20  # text held in memory at a time, beside --chunk-lines
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fastbert.cli.bench import FOLDER
-from fastbert.runtime import native
+from fastbert.runtime import loader
 from fastbert.runtime.version import VERSION
 from fastbert.testing import serving, verdicts
 
@@ -56,9 +56,9 @@ def environment() -> dict[str, Any]:
 
 
 def _extension() -> dict[str, Any]:
-    extension = native.extension
+    extension = loader.extension
     if extension is None:
-        return {"built": False, "reason": native.missing}
+        return {"built": False, "reason": loader.missing}
     return {
         "built": True,
         "compiler": getattr(extension, "compiler", None),

@@ -1,1 +1,4 @@
-"""Recorded CUDA graphs of a model's forward."""
+"""CUDA graphs: a model's forward, recorded once and replayed. Start with `model.py`.
+
+Imports from `models` and below.
+"""

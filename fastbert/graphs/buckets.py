@@ -1,12 +1,26 @@
-"""The sizes of recorded graphs: how many tokens and sequences each has room for."""
+"""The sizes of recorded graphs: how many tokens and sequences each has room for.
+
+There are four buckets per doubling of the tokens: from 32 tokens on, at most a fifth of the rows is padding.
+Two sizes follow from a bucket's tokens:
+    sequences  one per 8 tokens, at least 8, at most `max_batch` (`sequence_rooms`). A batch of more, shorter
+               sequences uses the next bucket that holds them. An absent sequence costs the attention one
+               program per head, which returns at once. With room for more than 64 sequences, tiles start in
+               the batch's order instead of the longest first; a `max_batch` of 64 avoids that. The pooler
+               has one row per sequence, and with `first_token_only` so has most of the last layer.
+    longest    as many tokens as the bucket or the model's positions allow. The attention kernel's grid is
+               over tokens and sequences, but its tiles are chosen for this length: higher than short
+               sequences need. MPNet's bias has longest² elements per head and is made once per replay.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_SMALLEST = 32  # smallest default bucket
-_ROOM = 8  # fewest sequences that a bucket holds; also tokens per sequence
+# The smallest default bucket
+_SMALLEST = 32
+# The fewest sequences that a bucket holds; also tokens per sequence
+_ROOM = 8
 
 
 @dataclass(frozen=True)

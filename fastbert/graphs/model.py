@@ -9,18 +9,9 @@ batch whose number of tokens fits its `Bucket`, whatever the lengths. Rows after
 Absent sequences are empty: their entries of `cu_seqlens` repeat the number of tokens. By the contracts of
 ops/packing.py and ops/attention.py nothing reads those rows, and they change no result.
 
-There are four buckets per doubling of the tokens: from 32 tokens on, at most a fifth of the rows is padding.
-Two sizes follow from a bucket's tokens:
-    sequences  one per 8 tokens, at least 8, at most `max_batch` (`sequence_rooms`). A batch of more, shorter
-               sequences uses the next bucket that holds them. An absent sequence costs the attention one
-               program per head, which returns at once. With room for more than 64 sequences, tiles start in
-               the batch's order instead of the longest first; a `max_batch` of 64 avoids that. The pooler
-               has one row per sequence, and with `first_token_only` so has most of the last layer.
-    longest    as many tokens as the bucket or the model's positions allow. The attention kernel's grid is
-               over tokens and sequences, but its tiles are chosen for this length: higher than short
-               sequences need. MPNet's bias has longest² elements per head and is made once per replay.
-On a GPU, every backend of attention but the Triton kernel has a dense grid, and would compute sequences x
-longest² scores. Where one of those serves, nothing is recorded.
+`buckets.py` has the sizes of the buckets, and what an absent sequence costs. On a GPU, every backend of
+attention but the Triton kernel has a dense grid, and would compute sequences x longest² scores. If one of
+those serves, nothing is recorded.
 
 At most `max_graphs` are kept; a new one replaces the least recently used.
 
@@ -48,7 +39,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, starmap
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -57,11 +48,10 @@ from fastbert.graphs.buckets import Bucket, sequence_rooms, token_buckets
 from fastbert.graphs.calls import by_grid, unfit, unfit_arguments
 from fastbert.graphs.recorder import Recorder, Recording, recorder_for
 from fastbert.graphs.weights import Weights
-from fastbert.layers.linear import pool_first
-from fastbert.layers.modules import part
 from fastbert.layers.packing import Packing, send
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.bert import BertModel
+from fastbert.models.encoder import pool
 from fastbert.models.inputs import Inputs, check_inputs
 from fastbert.models.outputs import BaseModelOutputWithPooling
 from fastbert.runtime import dispatch, prepared
@@ -215,6 +205,12 @@ class GraphedModel:
             return model.forward_packed(*given, first_token_only=first_token_only)
         inputs = Inputs.from_packed(model.config, model.device, *given)
         return self._encode(inputs, first_token_only, False)[0]
+
+    def __reduce_ex__(self, protocol: int) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__}: its graphs are of this process and cannot be copied or pickled; copy or "
+            "pickle the model and call fastbert.graph again"
+        )
 
     @property
     def config(self):
@@ -430,7 +426,7 @@ class GraphedModel:
                 if not bucket.pooled:
                     return hidden, None
                 first = hidden if bucket.first_token_only else packed.first_rows(hidden)
-                return hidden, pool_first(part(model, model.family.pooler), first)
+                return hidden, pool(model, model.family, first)
 
         return function
 

@@ -7,7 +7,7 @@ from operator import attrgetter, is_
 from torch import Tensor, nn
 
 from fastbert.runtime import prepared
-from fastbert.runtime.native import storage_address
+from fastbert.runtime.loader import storage_address
 
 HOOKED = "a hook watches the model"
 

@@ -1,4 +1,4 @@
-"""The math of the paper, as calls to ops."""
+"""The mathematics of the papers, as modules that call ops. Imports from `ops` and `runtime` only."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def _untrained_row(module: nn.Embedding) -> Tensor:
-    """The table, without a gradient for its padding row.
+    """The table, without a gradient for its padding row, as nn.Embedding has it.
 
-    What nn.Embedding does, for tables whose padding row the op does not know.
+    For tables whose padding row the op does not know.
     """
     weight, row = module.weight, module.padding_idx
     if row is None or not (torch.is_grad_enabled() and weight.requires_grad):
@@ -29,7 +29,10 @@ def _untrained_row(module: nn.Embedding) -> Tensor:
 
 
 def table(rows: int, width: int, padding_idx: int | None = None) -> nn.Embedding:
-    """An uninitialised embedding table: on meta, PyTorch's initialisation imports modules for 0.5 s."""
+    """An uninitialised embedding table.
+
+    On the meta device PyTorch's own initialisation would import slow modules (docs/notes/torch.md).
+    """
     return nn.Embedding(rows, width, padding_idx, _weight=torch.empty(rows, width))
 
 
@@ -54,7 +57,7 @@ def embed(
 
     Args:
         root: the module that holds the tables and the norm under HuggingFace's names.
-        seed, dropout_p: of the dropout, which is call site 0.
+        seed, dropout_p: of the dropout; its call site is 0.
     """
     word, position = root.word_embeddings, root.position_embeddings
     segment = root._modules.get("token_type_embeddings")
@@ -131,7 +134,7 @@ def relative_bias(
     Args:
         table: embedding of 32 buckets x nheads.
         seqlen: S.
-        positions: (batch, S) positions of the packed tokens where they are not consecutive, else None.
+        positions: (batch, S) positions of the packed tokens if they are not consecutive, else None.
 
     Returns:
         (1 or batch, nheads, S, S).

@@ -1,9 +1,9 @@
-"""The math of the paper, as calls to ops: self-attention and feed-forward.
+"""One encoder layer, as calls to ops: self-attention and feed-forward.
 
-Modules hold parameters under HuggingFace's names (families.py) and see packed tokens `[total, hidden]` only.
-A layer reads its linear layers' and norms' weights and calls our ops, unless one of those sub-modules is no
-longer the plain one (LoRA, parametrized, hooked): then that sub-module itself is called, and the rest stays
-fused. A linear layer that `quantize` replaced counts as plain.
+Modules hold parameters under HuggingFace's names (models/paths.py) and see only packed tokens
+`[total, hidden]`. A layer reads the weights of its linear layers and norms and passes them to our ops. A
+sub-module that is no longer plain (LoRA, parametrized, hooked) is called itself, and the rest stays fused. A
+linear layer that `quantize` has replaced counts as plain.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert.layers import packing
 from fastbert.layers.fused import FusedLayer
-from fastbert.layers.linear import apply_joined, apply_linear, dense_norm
-from fastbert.layers.modules import attach, is_hooked, is_plain, part
+from fastbert.layers.linear import apply_joined, apply_linear, dense_norm, has_float_weight
+from fastbert.layers.modules import attach, is_hooked, part
 from fastbert.layers.quantized import copy_of
 from fastbert.ops import checks
 from fastbert.ops.attention import attention
@@ -39,10 +39,11 @@ class Sequences:
     Attributes:
         cu_seqlens, max_seqlen: see `fastbert.layers.packing.Packing`.
         bias: additive attention bias, (batch or 1, nheads or 1, S or 1, S), or None.
-        seed: int64 tensor of one element from which all dropout of the call is drawn, None in eval.
-        return_probs: layers return their attention probabilities too.
-        blocks: what `ops.encoder_layer.sequence_blocks` says of this batch, by `fused`; asked once per call.
-        scratch: memory in which a backend packs the weights of one layer after the other, and works.
+        seed: int64 tensor with one element, for all dropout of the call; None if nothing is dropped.
+        return_probs: whether layers return their attention probabilities too.
+        blocks: `fused` -> the result of `ops.encoder_layer.sequence_blocks` for this batch; asked once per
+            call.
+        scratch: memory that a backend uses for one layer after the other, for panels and results.
     """
 
     cu_seqlens: Tensor
@@ -56,12 +57,12 @@ class Sequences:
 
 @dataclass(frozen=True)
 class LayerForm:
-    """What one encoder layer computes, beside its parameters.
+    """What one encoder layer computes, apart from its parameters.
 
     Attributes:
-        names: where its parts are.
-        nheads, head_dim: heads, and the size of one.
-        activation: of the feed-forward block, as `fastbert.ops.linear` spells it; None where only the
+        names: the paths of its parts.
+        nheads, head_dim: the number of heads and the size of each.
+        activation: of the feed-forward block, by its name in `fastbert.ops.activation`; None if only the
             module's own code knows it.
     """
 
@@ -72,26 +73,26 @@ class LayerForm:
 
 
 class LayerMath(FusedLayer):
-    """What an encoder layer computes, for a module that has a `form` and parts under the form's names.
+    """The forward of an encoder layer, for a module with a `form` and with parts under the form's names.
 
-    Self-attention and feed-forward, each followed by dropout, residual sum and LayerNorm.
+    It is self-attention and feed-forward, each followed by dropout, residual sum and LayerNorm.
 
     Attributes:
-        form: what the layer computes.
-        fuses_norm: whether LayerNorm is ours, with the residual sum before it.
-        int8: whether 8-bit copies of the linear layers run, which stay floating-point ones themselves. Only
-            where all six are plain.
+        form: see `LayerForm`.
+        fuses_norm: whether our op computes LayerNorm, with the residual sum before it.
+        int8: whether 8-bit copies of the linear layers run. The layers stay floating-point ones; all six must
+            be plain.
         label: the layer's name in errors.
 
     Source: Vaswani et al. 2017, sec. 3.1-3.3; Devlin et al. 2018.
     """
 
-    # Dropout call sites of one layer: attention probabilities, attention output, feed-forward output.
+    # Dropout call sites of one layer: attention probabilities, attention output, feed-forward output
     SITES = 3
     fuses_norm = True
 
     def linear_at(self, path: str) -> nn.Module:
-        """The linear layer under a dotted path, or its 8-bit copy."""
+        """The linear layer at a dotted path, or its 8-bit copy."""
         module = part(self, path)
         return copy_of(module, f"{self.label}.{path}") if self.int8 else module
 
@@ -106,7 +107,7 @@ class LayerMath(FusedLayer):
         """The layer on packed tokens; see `EncoderLayer.forward`."""
         found = None if first_only else self._fused(hidden, sequences)
         if found is None:
-            # PyTorch's own ops need the threads too.
+            # PyTorch's own ops need the threads too
             close_team()
         if first_only:
             return self._forward(hidden, sequences, gate, site, first_only)
@@ -183,8 +184,8 @@ class LayerMath(FusedLayer):
             pays(x)
             and not torch.is_grad_enabled()
             and dropout_p == 0.0
-            and is_plain(key, nn.Linear)
-            and is_plain(value, nn.Linear)
+            and has_float_weight(key)
+            and has_float_weight(value)
             and checks.autocast_dtype(x) is None
             and not torch.compiler.is_compiling()
         ):
@@ -200,8 +201,8 @@ class LayerMath(FusedLayer):
                 gate=gate,
             )
         k, v = (apply_linear(module, x).reshape(shape) for module in (key, value))
-        # What the other rows ask for is thrown away. An empty sequence has the start of the next one, whose
-        # query it must neither change nor, in backward, see.
+        # The other rows get a query of zeros, and their results are dropped. `starts` has the row of the next
+        # sequence for an empty one, which must neither change that query nor get its gradient.
         filled = sequences.cu_seqlens.diff().gt(0)[:, None, None]
         context = attention(
             torch.zeros_like(k).index_add(0, starts, torch.where(filled, q, 0)),
@@ -221,7 +222,7 @@ class LayerMath(FusedLayer):
     def _qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value, each (total, nheads, head_dim).
 
-        One product with [Wq; Wk; Wv] where that is cheaper than three.
+        One product with [Wq; Wk; Wv] if that is cheaper than three.
         """
         names = self.form.names
         modules = [self.linear_at(path) for path in (names.query, names.key, names.value)]
@@ -233,9 +234,9 @@ class LayerMath(FusedLayer):
 
 
 def together(layers: list[nn.Module], hidden: Tensor) -> contextlib.AbstractContextManager:
-    """A context in which threads wait for the layers' ops: see `ops.encoder_layer.open_team`.
+    """A context in which threads wait for the layers' ops; see `ops.encoder_layer.open_team`.
 
-    None wait where a hook watches the layers: PyTorch's ops inside the hook would find no threads.
+    No thread waits if a hook watches the layers: PyTorch's ops inside the hook would find no threads.
     """
     if torch.compiler.is_compiling() or _has_any_global_hook() or any(map(is_hooked, layers)):
         return contextlib.nullcontext()
@@ -290,9 +291,9 @@ class EncoderLayer(LayerMath, nn.Module):
             hidden: packed tokens.
             sequences: the batch.
             gate: (nheads,) factor of each head's output, or None.
-            site: first of the layer's `SITES` dropout call sites.
-            first_only: compute only the rows of `packing.starts`, the first token of each sequence:
-                ((batch, hidden), None). Only where `may_skip_rows` says so, with total >= 1 and without
-                probabilities; the row of an empty sequence has no meaning.
+            site: the first of the layer's `SITES` dropout call sites.
+            first_only: compute only the rows of `packing.starts`, the first token of each sequence, and
+                return ((batch, hidden), None). Allowed if `may_skip_rows` is true, total >= 1 and no
+                probabilities are asked for. The row of an empty sequence has no meaning.
         """
         return self.run(hidden, sequences, gate, site, first_only)

@@ -1,6 +1,6 @@
-"""A whole layer in one call of the backend, and a large batch in blocks of sequences.
+"""A whole layer in one call of the backend, for inference on a CPU (fastbert/ops/encoder_layer.py).
 
-For inference on a CPU; see fastbert/ops/encoder_layer.py.
+Also here: large batches in blocks of sequences.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FusedLayer:
     label = "layer"
 
     def dropout_rates(self) -> tuple[float, float, float]:
-        """Of attention probabilities, attention output and feed-forward output, as they are now."""
+        """Current dropout probability of attention probabilities, attention output, feed-forward output."""
         raise NotImplementedError
 
     def _forward_fused(
@@ -64,10 +64,10 @@ class FusedLayer:
         )
 
     def _fused(self, x: Tensor, sequences: Sequences) -> tuple[Callable, object] | None:
-        """(the serving backend's function for a whole layer, the layer's weights as that function takes
-        them); None where the layer has to run op by op.
+        """The serving backend's function for a whole layer, and the layer's weights as it takes them.
 
-        Only for inference on a CPU, in a layer whose parts are all plain and hold parameters of `x`'s dtype.
+        None if the layer must run op by op. It need not in inference on a CPU, if all its parts are plain and
+        have parameters of `x`'s dtype.
         """
         if (
             self.training
@@ -81,16 +81,8 @@ class FusedLayer:
         ):
             return None
         names = self.form.names
-        paths = (
-            names.query,
-            names.key,
-            names.value,
-            names.attention_output,
-            names.intermediate,
-            names.output,
-        )
-        dense = [part(self, path) for path in paths]
-        norms = [part(self, path) for path in (names.attention_norm, names.output_norm)]
+        dense = [part(self, path) for path in names.linears]
+        norms = [part(self, path) for path in names.norms]
         own, int8 = type(dense[0]), self.int8
         kind = INT8 if int8 else LINEAR_KINDS.get(own)
         if (
@@ -113,7 +105,7 @@ class FusedLayer:
                 if not int8:
                     return self._layer_weights(kind, make, dense, norms, x)
                 # Temporary copies: only their panels are kept
-                named = zip(dense, paths, strict=True)
+                named = zip(dense, names.linears, strict=True)
                 copies = [QuantizedLinear.from_linear(m, f"{self.label}.{path}") for m, path in named]
                 return self._layer_weights(kind, make, copies, norms, x)
 
@@ -129,8 +121,10 @@ class FusedLayer:
         x: Tensor,
         scratch: list[Tensor] | None = None,
     ) -> object | None:
-        """The layer's weights as `make` prepares them; None where a parameter has another dtype or device
-        than `x`: the single ops then cast, or name what is wrong.
+        """The layer's weights as `make` prepares them.
+
+        None if a parameter has another dtype or device than `x`: the single ops then cast it, or say what is
+        wrong.
         """
         for module in (*dense, *norms):
             for name, t in module._parameters.items():
@@ -139,19 +133,19 @@ class FusedLayer:
         vectors = [m.bias for m in dense] + [t for m in norms for t in (m.weight, m.bias)]
         if any(t is not None and (t.dtype != x.dtype or t.device != x.device) for t in vectors):
             return None
-        # The owner keeps what is derived. Copies that are dropped must not make the layer keep it.
+        # The first argument after `x` keeps what is derived. For temporary copies that must not be the layer.
         linears = kind.layer_operands(x, dense[0] if self.int8 else self, dense)
         return None if linears is None else make(linears, [(m.weight, m.bias) for m in norms], scratch)
 
     def _blocks(self, x: Tensor, sequences: Sequences, fused: bool) -> list[tuple[int, int]]:
-        """(first, last) sequence of each block of a large batch; empty where all rows go at once.
+        """(first, last) sequence of each block of a large batch; empty if all rows run at once.
 
-        The blocks run one after the other, so that q, k, v and the feed-forward rows of a large batch, which
-        are most of its memory, never exist as a whole. Only in inference, and not where a hook watches: it
+        The blocks run one after the other. So q, k, v and the feed-forward rows of a large batch, which take
+        most of its memory, never exist as a whole. There are no blocks in training, nor under a hook, which
         would see one call per block.
 
         Args:
-            fused: whether `_fused` has found a function for the layer, which it does in inference only.
+            fused: whether `_fused` has found a function for the layer. It does in inference only.
         """
         known = sequences.blocks
         if sequences.bias is not None or (fused in known and not known[fused]):
@@ -169,10 +163,9 @@ class FusedLayer:
         return known[fused] if known[fused] and self.may_skip_rows() else []
 
     def may_skip_rows(self) -> bool:
-        """Whether `forward` may leave out rows that nobody asked for.
+        """Whether `forward` may skip rows that nobody asked for.
 
-        Not where a hook watches the layer or a part of it: it would miss tokens. A replaced part (LoRA,
-        quantised) is called on fewer rows; it has no way to mix rows, which belong to different sequences
-        anyway.
+        Not if a hook watches the layer or a part of it, because it would miss tokens. A replaced part (LoRA,
+        quantised) is called on fewer rows. It cannot mix rows, which belong to different sequences anyway.
         """
         return not any(is_hooked(module) for module in self.modules())

@@ -1,8 +1,8 @@
-"""Linear layers and norms of modules, on our ops where the module is the plain one.
+"""Linear layers and norms of modules, on our ops if the module is plain.
 
-A linear layer or norm that is no longer plain (LoRA, parametrized, hooked) is called instead, and the rest
-stays fused. LINEAR_KINDS lists the plain linear layers: nn.Linear, and the 8-bit one that `quantize` puts in
-its place.
+A linear layer or norm that is no longer plain (LoRA, parametrized, hooked) is called itself, and the rest
+stays fused. LINEAR_KINDS lists the plain linear layers: nn.Linear, and the 8-bit one by which `quantize`
+replaces it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fastbert.runtime import prepared
 def weight_panels(module: nn.Linear, x: Tensor) -> Tensor | None:
     """Panels of the module's weight for the serving backend, made at the first call and kept for inference.
 
-    None in training, under torch.compile, and where the backend keeps no panels for so many rows.
+    None in training, under torch.compile, and if the backend keeps no panels for this many rows.
     """
     if module.training or torch.compiler.is_compiling():
         return None
     dtype = module.weight.dtype
-    # Autocast leaves float64 alone.
+    # Autocast does not cast float64
     if dtype != torch.float64:
         dtype = checks.autocast_dtype(x) or dtype
     make_panels = linear_panel_maker(x.device, dtype, x.shape[:-1].numel())
@@ -74,7 +74,7 @@ def float_product(
 
 
 def float_joins(x: Tensor, modules: list[nn.Linear]) -> bool:
-    """Whether one product of all the modules is faster than one each.
+    """Whether one product of all the modules is faster than one product each.
 
     On a CPU it is not, and it would need a copy of the weights.
     """
@@ -82,7 +82,7 @@ def float_joins(x: Tensor, modules: list[nn.Linear]) -> bool:
 
 
 def float_layer_operands(x: Tensor, owner: nn.Module, modules: list[nn.Linear]) -> list[tuple] | None:
-    """See `LinearKind`. Each module owns its panels."""
+    """See `LinearKind`. Each module keeps its own panels."""
     if any(m.weight.dtype != x.dtype or m.weight.device != x.device for m in modules):
         return None
     return [(m.weight, weight_panels(m, x), None, m.bias) for m in modules]
@@ -94,31 +94,40 @@ class LinearKind(NamedTuple):
     Attributes:
         op: the op that multiplies them.
         product: (x, owner, modules, activation, with_bias) -> act(x @ [W1; W2; …].T + [b1; b2; …]), of one
-            module or of several as one product. What is derived from several belongs to `owner`.
-        joins: (x, modules) -> whether `product` takes these several modules, and is faster than one by one.
+            module or of several as one product. `owner` keeps what is derived from several.
+        joins: (x, modules) -> whether `product` takes several modules at once, and is faster so.
         layer_operands: (x, owner, modules) -> (weight, panels, scale, bias) for each product of an encoder
-            layer, as `ops.encoder_layer` describes them; the modules are query, key, value, attention output,
-            intermediate and output. None where they have no whole layer of `x`'s dtype.
+            layer, as `ops.encoder_layer` describes them. The modules are query, key, value, attention output,
+            intermediate and output. None if they cannot run as a whole layer in `x`'s dtype.
+        float_weight: whether `weight` is floating-point, so that another op may read it (`first_attention`,
+            `linear_cross_entropy`).
     """
 
     op: str
     product: Callable[..., Tensor]
     joins: Callable[[Tensor, list], bool]
     layer_operands: Callable[[Tensor, nn.Module, list], list[tuple] | None]
+    float_weight: bool
 
 
-FLOAT = LinearKind("linear", float_product, float_joins, float_layer_operands)
-INT8 = LinearKind("linear_int8", int8_product, int8_joins, int8_layer_operands)
+FLOAT = LinearKind("linear", float_product, float_joins, float_layer_operands, float_weight=True)
+INT8 = LinearKind("linear_int8", int8_product, int8_joins, int8_layer_operands, float_weight=False)
 LINEAR_KINDS: dict[type, LinearKind] = {nn.Linear: FLOAT, QuantizedLinear: INT8}
 
 
 def kind_of(module: nn.Module) -> LinearKind | None:
-    """How a plain linear layer is multiplied; None where the module itself has to be called."""
+    """How a plain linear layer is multiplied; None if the module itself must be called."""
     return None if is_hooked(module) else LINEAR_KINDS.get(type(module))
 
 
+def has_float_weight(module: nn.Module) -> bool:
+    """Whether an op may read the module's `weight` and `bias` instead of calling it; see `LinearKind`."""
+    kind = kind_of(module)
+    return kind is not None and kind.float_weight
+
+
 def apply_linear(module: nn.Module, x: Tensor, activation: str | None = None) -> Tensor:
-    """act(module(x)), fused where the module is a plain linear layer."""
+    """act(module(x)), fused if the module is a plain linear layer."""
     kind = kind_of(module)
     if kind is None:
         return activate_eager(module(x), activation)
@@ -126,8 +135,9 @@ def apply_linear(module: nn.Module, x: Tensor, activation: str | None = None) ->
 
 
 def apply_joined(owner: nn.Module, modules: list[nn.Module], x: Tensor) -> Tensor | None:
-    """[m(x) for all modules] side by side, (rows, columns of all), as one product that `owner` keeps weights
-    for; None where the modules are better applied one by one.
+    """The outputs of all modules side by side, (rows, columns of all), as one product.
+
+    `owner` keeps the joined weights. None if the modules are better applied one by one.
     """
     kind, own = kind_of(modules[0]), type(modules[0])
     if kind is None or not all(is_plain(m, own) for m in modules) or not kind.joins(x, modules):
@@ -136,7 +146,7 @@ def apply_joined(owner: nn.Module, modules: list[nn.Module], x: Tensor) -> Tenso
 
 
 def apply_norm(module: nn.Module, x: Tensor) -> Tensor:
-    """module(x), on our op where the module is a plain nn.LayerNorm."""
+    """module(x), by our op if the module is a plain nn.LayerNorm."""
     if is_plain(module, nn.LayerNorm):
         return layer_norm(x, module.weight, module.bias, eps=module.eps)
     return module(x)
@@ -154,8 +164,8 @@ def dense_norm(
 ) -> Tensor:
     """norm(residual + dropout(dense(x))).
 
-    The linear layer's bias, the dropout and the sum are computed in the norm's pass where the norm is the
-    plain nn.LayerNorm and `fuse` is set.
+    If the norm is a plain nn.LayerNorm and `fuse` is set, its pass also adds the linear layer's bias, drops,
+    and adds the residual.
     """
     kind = kind_of(dense)
     if kind is None:
@@ -182,7 +192,8 @@ def dense_norm(
 
 
 def pool_first(dense: nn.Module, first: Tensor) -> Tensor:
-    """BERT's pooler: tanh(dense(first token)), (batch, hidden) -> (batch, hidden) (Devlin et al. 2018,
-    "C").
+    """BERT's pooler, tanh(dense(first token)): (batch, hidden) -> (batch, hidden).
+
+    Source: Devlin et al. 2018, sec. 3 ("C").
     """
     return torch.tanh(apply_linear(dense, first))

@@ -1,4 +1,4 @@
-"""Sub-modules under dotted paths, and whether one is still the plain module that a fused op may read."""
+"""Sub-modules by their dotted paths, and whether a fused op may read one instead of calling it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def attach(root: nn.Module, path: str, module: nn.Module) -> None:
-    """Register `module` under a dotted path, making plain containers on the way."""
+    """Register `module` at a dotted path; containers that are missing are created."""
     *parents, name = path.split(".")
     for parent in parents:
         if parent not in root._modules:
@@ -16,7 +16,7 @@ def attach(root: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def part(root: nn.Module, path: str) -> nn.Module:
-    """The sub-module under a dotted path; looked up at every call, so that a replaced one is found."""
+    """The sub-module at a dotted path; looked up at every call, so that a replaced one is found."""
     for name in path.split("."):
         root = root._modules[name]
     return root

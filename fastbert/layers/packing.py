@@ -1,12 +1,12 @@
 """Padded batch <-> packed tokens.
 
-A batch (batch, seqlen) with a mask is packed once per model call: the kept tokens of all sequences lie one
-after another in `[total, …]`, sequence b at rows `cu_seqlens[b]` to `cu_seqlens[b + 1]`. Any 2-D mask is
-legal, holes and left padding included: the kept tokens are gathered in order.
+A batch (batch, seqlen) with a mask is packed once per model call. The kept tokens of all sequences follow
+one another in `[total, …]`; sequence b has rows `cu_seqlens[b]` to `cu_seqlens[b + 1]`. Any 2-D mask is
+legal, also with holes or left padding: the kept tokens are gathered in order.
 
-Under `torch.compile` the number of kept tokens is not known without a host synchronisation. There the packed
-layout has room for all batch x seqlen tokens: kept ones first, the rest behind `cu_seqlens[-1]`, where
-attention neither reads nor writes and from where nothing returns to the padded output.
+Under `torch.compile` the host does not know how many tokens are kept unless it waits for the device. So there
+the packed layout has room for all batch x seqlen tokens: the kept ones come first, the others after
+`cu_seqlens[-1]`. Attention neither reads nor writes those rows, and unpacking drops them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from fastbert.ops.packing import pack, unpack
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the tokens of a padded batch lie in the packed layout.
+    """Which row of the packed layout each token of a padded batch has.
 
     Attributes:
         batch, seqlen: shape of the padded batch.
-        cu_seqlens: (batch + 1,) int32, start of each sequence in the packed layout.
-        max_seqlen: an upper bound of the sequence lengths (the longest, where it is known on the host).
-        indices: (rows,) int64, flat position in the padded batch of each packed row; None where all tokens
+        cu_seqlens: (batch + 1,) int32, the first row of each sequence, and the number of kept tokens.
+        max_seqlen: an upper bound of the sequence lengths; the longest length if the host knows it.
+        indices: (rows,) int64, the flat position in the padded batch of each packed row; None if all tokens
             are kept.
-        mask: (batch, seqlen) bool, None where all tokens are kept.
-        capacity: the layout has a row for every padded position (see the module).
+        mask: (batch, seqlen) bool, True = keep; None if all tokens are kept.
+        capacity: the layout has a row for every padded position; see the module.
     """
 
     batch: int
@@ -50,7 +50,7 @@ class Packing:
         return pack(x, self.indices)
 
     def unpack(self, x: Tensor) -> Tensor:
-        """(rows, …) -> (batch, seqlen, …), zeros where no token is kept."""
+        """(rows, …) -> (batch, seqlen, …), zeros at masked tokens."""
         if self.indices is None:
             return x.reshape(self.batch, self.seqlen, *x.shape[1:])
         if self.capacity:
@@ -62,22 +62,19 @@ class Packing:
         return unpack(x, self.indices, self.batch, self.seqlen)
 
     def first_rows(self, x: Tensor) -> Tensor:
-        """(rows, hidden) -> (batch, hidden): the token at padded position 0 of each sequence, zeros if
-        masked.
-        """
+        """(rows, hidden) -> (batch, hidden): the token at position 0 of each sequence, zeros if masked."""
         if x.shape[0] == 0:
-            return x.new_zeros(self.batch, x.shape[1]) + x.sum(0)  # the sum: to stay part of the graph
+            # The sum keeps `x` in autograd's graph
+            return x.new_zeros(self.batch, x.shape[1]) + x.sum(0)
         return self.keep_first(x.index_select(0, starts(self.cu_seqlens, x.shape[0])))
 
     def keep_first(self, rows: Tensor) -> Tensor:
-        """The rows (batch, hidden) of `starts`, zeros where padded position 0 is masked (and where a packed
-        sequence is empty).
-        """
+        """The rows (batch, hidden) of `starts`, zeros where position 0 is masked or the sequence is empty."""
         kept = self.cu_seqlens.diff() > 0 if self.mask is None else self.mask[:, 0]
         return torch.where(kept.unsqueeze(1), rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
 
     def to(self, device: torch.device) -> Packing:
-        """The same with its tensors on `device`; no waiting (see `send`)."""
+        """The same with its tensors on `device`. The host does not wait (see `send`)."""
         if self.cu_seqlens.device == device:
             return self
         moved = {name: getattr(self, name) for name in ("cu_seqlens", "indices", "mask")}
@@ -85,12 +82,13 @@ class Packing:
 
     @property
     def ranks(self) -> Tensor:
-        """(batch, seqlen) int64: how many kept tokens of its sequence stand before each padded position."""
+        """(batch, seqlen) int64: how many kept tokens of the sequence come before each padded position."""
         return self.mask.long().cumsum(1) - self.mask.long()
 
     def unpack_scores(self, scores: Tensor) -> Tensor:
-        """(batch, nheads, max_seqlen, max_seqlen) over packed positions -> (batch, nheads, seqlen, seqlen)
-        over padded.
+        """Scores between packed positions -> scores between padded ones, zeros at masked tokens.
+
+        (batch, nheads, max_seqlen, max_seqlen) -> (batch, nheads, seqlen, seqlen).
         """
         if self.indices is None:
             return scores
@@ -114,8 +112,8 @@ def from_mask(mask: Tensor, lengths: list[int] | None = None) -> Packing:
 
     Args:
         mask: (batch, seqlen) bool, True = keep.
-        lengths: kept tokens of each sequence, when the host knows them already; read back (one
-            synchronisation on a GPU) otherwise. Not needed and not used under `torch.compile`.
+        lengths: the kept tokens of each sequence, if the host knows them. Otherwise they are read back, for
+            which a GPU is waited for once. Not used under `torch.compile`.
     """
     batch, seqlen = mask.shape
     counts = mask.sum(1, dtype=torch.int32)
@@ -133,8 +131,9 @@ def from_mask(mask: Tensor, lengths: list[int] | None = None) -> Packing:
 
 
 def starts(cu_seqlens: Tensor, rows: int) -> Tensor:
-    """(batch,) int64: the packed row of each sequence's first token, of `rows` >= 1; some other sequence's
-    row where a sequence is empty.
+    """The packed row of each sequence's first token, of `rows` >= 1 rows: (batch,) int64.
+
+    An empty sequence has the row of another one.
     """
     return cu_seqlens[:-1].long().clamp_max(rows - 1)
 
@@ -149,16 +148,15 @@ def positions_of(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 
 def runs(mask: Tensor) -> Tensor:
-    """(batch,) int64: into how many runs of neighbours a sequence's kept tokens fall; more than 1: it has
-    holes.
-    """
+    """The number of runs of adjacent kept tokens per sequence, (batch,) int64; more than 1 means holes."""
     return (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
 
 
 def send(t: Tensor, device: torch.device) -> Tensor:
-    """`t`, of the host or of `device`, on `device`; the host does not wait for it."""
+    """A tensor of the host or of `device`, on `device`. The host does not wait for the copy."""
     if t.device == device:
         return t
-    if device.type == "cuda":  # from pageable memory the driver may wait
+    # From pageable memory the driver may wait
+    if device.type == "cuda":
         t = t.pin_memory()
     return t.to(device, non_blocking=True)

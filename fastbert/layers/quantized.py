@@ -1,15 +1,15 @@
 """8-bit linear layers for inference on a CPU: `model.quantize("int8")`, `accelerate(model, dtype="int8")`.
 
-Per output channel the weight is rounded to integers from -127 to 127 under a float32 scale, once. The rows it
-is multiplied with are rounded to 8 bits as they come, each by its own range (fastbert/ops/linear_int8.py).
+A weight is rounded once, to integers from -127 to 127, with one float32 scale per output channel. The input
+is rounded in each call, every row to 8 bits by the row's own range (fastbert/ops/linear_int8.py).
 
-What is quantised: the six linear layers of every encoder layer, nearly all of a model's arithmetic. Not the
-embeddings, which are looked up and multiply nothing, nor the pooler, ELECTRA's and ALBERT's projection and
-the heads, which cost little and whose rounding nothing after them averages out. LayerNorm, softmax and the
-residual sums stay in the model's dtype.
+Quantised are the six linear layers of every encoder layer, which do nearly all of a model's arithmetic. The
+embeddings are not, because they multiply nothing. Neither are the pooler, the projection of ELECTRA and
+ALBERT and the heads: they cost little, and no later layer averages their rounding out. LayerNorm, softmax and
+the residual sums stay in the model's dtype.
 
-`quantize` puts `QuantizedLinear` in the place of a model's own linear layers. In an accelerated model of
-transformers they stay, and their quantised copies (`copy_of`) are derived weights (prepared.py).
+`quantize` replaces a model's own linear layers by `QuantizedLinear`. An accelerated model of transformers
+keeps them, and their quantised copies (`copy_of`) are derived weights (runtime/prepared.py).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from fastbert.ops.linear_int8 import linear_int8, panel_maker
 from fastbert.runtime import prepared
 
 MODES = ("int8",)
-# What config.json says of a quantised checkpoint. It has no `quant_method` on purpose: a method it does not
-# know transformers skips with a warning, and takes the integers for weights; without one it raises.
+# What config.json says of a quantised checkpoint. It has no `quant_method` on purpose: without one
+# transformers raises, while it skips an unknown method with a warning and loads the integers as weights.
 CONFIG = {
     "format": "fastbert-int8",
-    "weights": "int8, symmetric, one float32 scale an output channel",
-    "activations": "8 bits, asymmetric, one range a token, dynamic",
+    "weights": "int8, symmetric, one float32 scale per output channel",
+    "activations": "8 bits, asymmetric, one range per token, dynamic",
 }
 _NO_TRAINING = (
     "is quantised to 8 bits, which have no gradient: it cannot be trained. Load the floating-point "
@@ -39,19 +39,19 @@ _NO_TRAINING = (
 
 
 class QuantizedLinear(nn.Module):
-    """nn.Linear with an 8-bit weight, for inference. Buffers, no parameters.
+    """nn.Linear with an 8-bit weight, for inference. It has buffers and no parameters.
 
-    Whatever dtype the module is moved to, `weight` stays int8 and `scale` float32; `bias` follows.
+    `weight` stays int8 and `scale` float32, whatever dtype the module is moved to; `bias` takes that dtype.
 
     Args:
         in_features, out_features: as nn.Linear.
-        bias: whether there is one.
+        bias: whether the layer has one.
         dtype: of the bias.
-        device: where to make the buffers.
+        device: of the buffers.
 
     Attributes:
         weight: (out, in) int8, from -127 to 127.
-        scale: (out,) float32, > 0; weight * scale is what was rounded.
+        scale: (out,) float32, > 0; weight * scale is the floating-point weight, rounded.
         bias: (out,) or None.
     """
 
@@ -76,21 +76,21 @@ class QuantizedLinear(nn.Module):
     @classmethod
     @torch.no_grad()
     def from_linear(cls, linear: nn.Linear, name: str = "linear") -> QuantizedLinear:
-        """The quantised copy of an nn.Linear: symmetric, scale = max |weight| / 127 of each output channel.
+        """The quantised copy of an nn.Linear: symmetric, with scale = max |weight| / 127 per output channel.
 
-        A channel of zeros has scale 1. On the meta device the shapes alone are made.
+        A channel of zeros has scale 1. A copy of a layer on the meta device has the shapes and no values.
 
         Args:
-            linear: stays as it is.
-            name: what errors call it.
+            linear: is not changed.
+            name: of the layer, in errors.
 
         Raises:
-            TypeError: `linear` is no nn.Linear of floating-point weights.
+            TypeError: `linear` is no nn.Linear with floating-point weights.
             ValueError: a weight or bias is NaN or infinite in float32.
         """
         if not isinstance(linear, nn.Linear) or linear.weight.dtype not in checks.FLOATS:
             kind = linear.weight.dtype if isinstance(linear, nn.Linear) else type(linear).__name__
-            raise TypeError(f"{name}: expected an nn.Linear of floating-point weights, got {kind}")
+            raise TypeError(f"{name}: expected an nn.Linear with floating-point weights, got {kind}")
         weight, bias = linear.weight, linear.bias
         out, width = weight.shape
         made = cls(width, out, bias is not None, dtype=weight.dtype, device=weight.device)
@@ -98,8 +98,10 @@ class QuantizedLinear(nn.Module):
             return made
         wide = weight.float()
         scale = wide.abs().amax(1) / wide.new_tensor(127.0)
-        check_finite(scale, bias, name)  # one weight that is not finite makes its channel's scale the same
-        scale.masked_fill_(scale < torch.finfo(torch.float32).tiny, 1.0)  # too small to divide by: zeros
+        # One weight that is not finite makes its channel's scale so
+        check_finite(scale, bias, name)
+        # Weights too small to divide by become zeros
+        scale.masked_fill_(scale < torch.finfo(torch.float32).tiny, 1.0)
         made.scale.copy_(scale)
         made.weight.copy_((wide / scale[:, None]).round_().clamp_(-127, 127))
         if bias is not None:
@@ -107,18 +109,18 @@ class QuantizedLinear(nn.Module):
         return made
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out) of `x`'s dtype; see `fastbert.ops.linear_int8`."""
+        """(..., in) -> (..., out) in `x`'s dtype; see `fastbert.ops.linear_int8`."""
         return int8_product(x, self, [self])
 
     def dequantized(self) -> Tensor:
-        """(out, in) float32: the weight that the integers stand for."""
+        """The weight in floating point: (out, in) float32."""
         return self.weight.float() * self.scale[:, None]
 
     def train(self, mode: bool = True) -> QuantizedLinear:
-        """Only `train(False)`, which changes nothing.
+        """Accept `train(False)`, which changes nothing.
 
         Raises:
-            RuntimeError: for `train()`.
+            RuntimeError: for training mode.
         """
         if mode:
             raise RuntimeError(f"{type(self).__name__} {_NO_TRAINING}")
@@ -154,7 +156,8 @@ class QuantizedLinear(nn.Module):
             if isinstance(tensor := state_dict.get(prefix + name), Tensor)
             and (problem := self.problem(name, tensor))
         ]
-        if problems:  # copying would round floating-point weights to integers
+        # Copying would round floating-point weights to integers
+        if problems:
             error_msgs += problems
             return
         super()._load_from_state_dict(
@@ -165,16 +168,15 @@ class QuantizedLinear(nn.Module):
         before = {name: self._buffers[name] for name in ("weight", "scale")}
         super()._apply(fn, recurse)
         for name, buffer in before.items():
-            if self._buffers[name].dtype != buffer.dtype:  # .half() and the like: move, keep the numbers
+            # `.half()` and its kin move these buffers and keep their dtype
+            if self._buffers[name].dtype != buffer.dtype:
                 self._buffers[name] = buffer.to(self._buffers[name].device)
         return self
 
 
 @torch.no_grad()
 def check_finite(weight: Tensor, bias: Tensor | None, name: str) -> None:
-    """Raise ValueError where a linear layer's weight or bias is NaN or infinite in float32; `name` is the
-    layer's.
-    """
+    """Raise ValueError if the weight or bias of the linear layer `name` is NaN or infinite in float32."""
     for what, tensor in (("weight", weight.float()), ("bias", bias)):
         if tensor is not None and not torch.isfinite(tensor).all():
             raise ValueError(f"{name}.{what}: holds NaN or infinity; expected finite weights")
@@ -197,8 +199,8 @@ def int8_product(
 
     Args:
         x: (..., in).
-        owner: the module that what is derived from the weights belongs to.
-        modules: all of them with a bias, or none.
+        owner: the module that keeps what is derived from the weights.
+        modules: all with a bias, or all without one.
         activation: as in `linear_int8`.
         with_bias: False leaves the biases out.
 
@@ -207,8 +209,8 @@ def int8_product(
     """
     if x.device.type != "cpu":
         raise RuntimeError(
-            f"int8 layers are for inference on a CPU, and their input is on {x.device}: move the model back "
-            "by model.cpu(), or use a bfloat16 or float16 model there"
+            f"int8 layers are for inference on a CPU, and their input is on {x.device}: call model.cpu(), or "
+            "use a bfloat16 or float16 model there"
         )
     if torch.compiler.is_compiling():
         biased = with_bias and modules[0].bias is not None
@@ -225,9 +227,9 @@ def int8_operands(
     modules: list[QuantizedLinear],
     with_bias: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(weight, scale, bias, panels) of quantised layers as one, for `linear_int8` on rows of that dtype.
+    """(weight, scale, bias, panels) of several quantised layers as one, for `linear_int8` on rows of `dtype`.
 
-    Arguments as in `int8_product`; kept for `owner`. panels is None where the serving backend makes none.
+    Arguments as in `int8_product`. `panels` is None if the serving backend makes none.
     """
     biased = with_bias and modules[0].bias is not None
     if len(modules) == 1:
@@ -239,28 +241,28 @@ def int8_operands(
         )
     panels, make_panels = None, panel_maker(device, dtype)
     if make_panels is not None:
-        # kept for this backend alone: another one could not read them
+        # Kept for this backend alone, because another one could not read them
         panels = prepared.derived(owner, ("int8 panels", make_panels), (weight,), lambda: make_panels(weight))
     return weight, scale, bias, panels
 
 
 def int8_joins(x: Tensor, modules: list[QuantizedLinear]) -> bool:
-    """Whether one product of all the modules is possible: then it is faster, as `x` is quantised once."""
+    """Whether the modules can be one product. It is faster then, because `x` is quantised once."""
     return len({m.bias is None for m in modules}) == 1
 
 
 def int8_layer_operands(
     x: Tensor, owner: nn.Module, modules: list[QuantizedLinear]
 ) -> list[tuple[Tensor, Tensor | None, Tensor, Tensor | None]] | None:
-    """(weight, panels, scale, bias) of query, key and value as one product, and of the three that follow.
+    """(weight, panels, scale, bias) of query, key and value as one product, and of the other three layers.
 
     Args:
-        x: rows of the dtype and on the device that the layer runs in.
-        owner: the module that what is derived from query, key and value belongs to.
+        x: rows with the dtype and device that the layer runs in.
+        owner: the module that keeps what is derived from query, key and value.
         modules: query, key, value, attention output, intermediate, output.
 
     Returns:
-        As above; None where query, key and value cannot be joined.
+        Four tuples as above; None if query, key and value cannot be one product.
     """
     qkv, after = modules[:3], modules[3:]
     if not int8_joins(x, qkv):
@@ -283,13 +285,13 @@ def _joined(modules: list[QuantizedLinear], biased: bool) -> tuple[Tensor, Tenso
 
 
 def in_config(config: Any) -> bool:
-    """Whether a config says that its checkpoint holds weights quantised here."""
+    """Whether a config says that its checkpoint holds weights quantised by this package."""
     entry = config.get("quantization_config")
     return isinstance(entry, dict) and entry.get("format") == CONFIG["format"]
 
 
 def num_weights(model: nn.Module) -> int:
-    """How many weights and biases `model`'s 8-bit layers hold; its parameters do not count them."""
+    """How many weights and biases the 8-bit layers of `model` hold. They are buffers, not parameters."""
     quantized = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
     return sum(t.numel() for m in quantized for t in (m.weight, m.bias) if t is not None)
 
@@ -300,7 +302,7 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def check_trainable(model: nn.Module, what: str) -> None:
-    """Raise RuntimeError if the model is quantised; `what` is the call that would train it."""
+    """Raise RuntimeError if the model is quantised. `what` names the call that would train it."""
     if is_quantized(model):
         raise RuntimeError(f"{what}: {type(model).__name__} {_NO_TRAINING}")
 
@@ -308,20 +310,21 @@ def check_trainable(model: nn.Module, what: str) -> None:
 def quantize(model: nn.Module, dtype: str = "int8") -> nn.Module:
     """Quantise the encoder layers' linear layers in place, for inference on a CPU.
 
-    Puts the model in eval mode and freezes what is left of its parameters: gradients of parts of a model
-    would look like those of the whole. A model that is quantised already stays as it is.
+    The model is put in eval mode, and the parameters that it keeps are frozen: the gradients of a part of the
+    model would look like those of the whole. A model that is quantised already is not changed.
 
     Args:
-        model: a model of this package, on the CPU, its linear layers plain ones.
+        model: a model of this package on the CPU, with plain linear layers.
         dtype: "int8".
 
     Returns:
         `model`.
 
     Raises:
-        ValueError: an unknown dtype, a model elsewhere than on the CPU, or a weight that is not finite.
-        TypeError: a linear layer is not the plain nn.Linear (LoRA, parametrized, hooked), by name. Nothing is
-            changed then either.
+        ValueError: an unknown dtype, a model that is not on the CPU, or a weight that is not finite.
+        TypeError: a linear layer is no plain nn.Linear (LoRA, parametrized, hooked). Names the layer.
+
+    A model that is refused is not changed.
     """
     _check_mode(dtype)
     if model.device.type != "cpu":
@@ -332,7 +335,7 @@ def quantize(model: nn.Module, dtype: str = "int8") -> nn.Module:
 
 
 def prepare(model: nn.Module) -> None:
-    """Put empty quantised layers into a model on the meta device, to load a quantised checkpoint into."""
+    """Put empty quantised layers into a model on the meta device, which then loads a quantised checkpoint."""
     _replace(model)
 
 
@@ -344,16 +347,9 @@ def _check_mode(dtype: Any) -> None:
 def _replace(model: nn.Module) -> None:
     names = {id(module): name for name, module in model.named_modules()}
     made: list[tuple[nn.Module, str, QuantizedLinear]] = []
-    for layer in {id(layer): layer for layer in model.base_model.layers()}.values():  # shared ones once
-        paths = layer.form.names
-        for path in (
-            paths.query,
-            paths.key,
-            paths.value,
-            paths.attention_output,
-            paths.intermediate,
-            paths.output,
-        ):
+    # A shared layer once
+    for layer in {id(layer): layer for layer in model.base_model.layers()}.values():
+        for path in layer.form.names.linears:
             module, name = part(layer, path), f"{names[id(layer)]}.{path}"
             if isinstance(module, QuantizedLinear):
                 continue

@@ -64,7 +64,7 @@ class AlbertForPreTraining(BertForPreTraining):
 
     Labels: `labels` as in BertForMaskedLM, `sentence_order_label` (batch,): 0 in order, 1 swapped; there is a
     loss, the sum of both, only where both are given. prediction_logits: (batch, seqlen, vocab_size), zeros at
-    masked tokens, in training with both labels computed when they are touched (`output_logits`); sop_logits:
+    masked tokens, in training with both labels computed when they are read (`output_logits`); sop_logits:
     (batch, 2).
 
     Source: Lan et al. 2019, "ALBERT", sec. 3.1.

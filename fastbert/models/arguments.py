@@ -1,7 +1,7 @@
-"""Arguments of transformers' `from_pretrained` and `save_pretrained` whose one meaning here is fixed.
+"""Arguments of transformers' `from_pretrained` and `save_pretrained` that have a single legal value here.
 
-A script passes many of them out of habit. A value that asks for what happens anyway is taken; any other is
-refused by name, with the reason.
+Scripts pass many of them out of habit. A value that asks for what happens anyway is accepted. Any other is
+refused, and the error names the argument and the reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _ONE_DEVICE = "the whole model is on one device, without offloading"
 _INT8 = "load the floating-point checkpoint and call quantize()"
 _WEIGHTS = "weights are read from safetensors and .bin files"
 
-# argument -> (values that are taken, why no other is)
+# Argument -> (accepted values, why no other)
 LOADING: dict[str, tuple[tuple, str]] = {
     "attn_implementation": (
         (None, "eager", "sdpa"),
@@ -63,7 +63,7 @@ SAVING: dict[str, tuple[tuple, str]] = {
 
 
 def check_loading(given: dict[str, Any]) -> None:
-    """Refuse a value of `from_pretrained`'s arguments that asks for something else than what happens.
+    """Refuse a value of `from_pretrained`'s arguments that asks for anything but what happens.
 
     Raises:
         ValueError: naming the argument, what came, what was expected and the reason.
@@ -89,12 +89,12 @@ def _check(table: dict[str, tuple[tuple, str]], given: dict[str, Any]) -> None:
 
 
 def single_device(device: torch.device | str | int | None, device_map: Any) -> torch.device:
-    """The device that `device` or transformers' `device_map` names; CPU where neither is given.
+    """The device that `device` or transformers' `device_map` names; the CPU if neither is given.
 
     Args:
-        device: where the whole model goes.
+        device: of the whole model.
         device_map: a device, a mapping of parts to one device, or "auto" ("balanced", "balanced_low_0",
-            "sequential"): the GPU where there is one, the CPU where there is none.
+            "sequential"): the GPU if there is one, else the CPU.
 
     Raises:
         ValueError: both are given, or `device_map` asks for several devices.

@@ -1,4 +1,4 @@
-"""What every model shares beside its mathematics: construction, initialisation, ties and the small accessors.
+"""What all models share apart from their mathematics: construction, initialisation, ties, small accessors.
 
 Reading and writing files is in `loading.py`.
 """
@@ -22,9 +22,10 @@ from fastbert.models.lookalike import Lookalike
 from fastbert.runtime import prepared
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
     from fastbert.models.bert import BertModel
+    from fastbert.models.outputs import ModelOutput
 
 
 class PreTrainedModel(Loadable, Lookalike, nn.Module):
@@ -32,9 +33,9 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
 
     Attributes:
         config: the EncoderConfig.
-        model_type: the family that the class is for, None for any.
+        model_type: the family that the class is for; None means any.
         base_model_prefix: name of the encoder inside a model with a head ("bert").
-        is_base_model: the model is the encoder itself, its keys carry no prefix.
+        is_base_model: whether the model is the encoder itself, so that its keys have no prefix.
         accepts_loss_kwargs, main_input_name, input_modalities, supports_gradient_checkpointing, model_tags:
             what transformers' Trainer and pipelines ask a model for.
     """
@@ -96,9 +97,17 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         """dtype of the parameters."""
         return next(self.parameters()).dtype
 
+    def as_output(self, output: ModelOutput, return_dict: bool | None) -> Any:
+        """`output`, or its tuple where `return_dict`, or else the config, says False."""
+        wanted = self.config.return_dict if return_dict is None else return_dict
+        return output if wanted else output.to_tuple()
+
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """How many numbers the parameters hold, tied ones once, and 8-bit weights, which are buffers; without
-        those of nn.Embedding where they are to be excluded.
+        """How many numbers the parameters and 8-bit weights (which are buffers) hold; tied ones count once.
+
+        Args:
+            only_trainable: count only parameters that require a gradient.
+            exclude_embeddings: do not count those of nn.Embedding.
         """
         tables = (m.weight for m in self.modules() if isinstance(m, nn.Embedding))
         left_out = {id(table) for table in tables} if exclude_embeddings else ()
@@ -126,8 +135,8 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
 
     @torch.no_grad()
     def init_weights(self, module: nn.Module | None = None) -> None:
-        """BERT's initialisation of `module` (default: all): normal(0, initializer_range), zero biases, unit
-        norms.
+        """Initialise `module` (default: the model) like BERT: normal(0, initializer_range), zero biases,
+        unit norms.
         """
         quantization.check_trainable(self if module is None else module, "init_weights")
         for child in (self if module is None else module).modules():
@@ -151,9 +160,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         return {}
 
     def tie_weights(self) -> None:
-        """Make the tied parameters one object again (after loading, `to_empty`, or replacing an
-        embedding).
-        """
+        """Make tied parameters one object again, after loading, `to_empty` or a replaced embedding."""
         for target, source in self.tied_weights().items():
             (*target_path, target_name), (*source_path, source_name) = target.split("."), source.split(".")
             parameter = getattr(self.get_submodule(".".join(source_path)), source_name)
@@ -171,7 +178,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         self.tie_weights()
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The layer that computes one logit per token of the vocabulary; None where there is none."""
+        """The layer that computes one logit per token of the vocabulary; None if there is none."""
         return None
 
     def vocabulary_parameters(self) -> list[str]:
@@ -183,11 +190,10 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None
     ) -> nn.Embedding:
-        """Change the size of the vocabulary: of the word embeddings, and of the decoder and its bias where
-        there is one.
+        """Change the size of the vocabulary: of the word embeddings, the decoder and its bias.
 
-        New rows are drawn from normal(0, initializer_range), new biases are 0; the old ones stay. The
-        parameters are new objects: make an optimizer afterwards.
+        New rows are drawn from normal(0, initializer_range), new biases are 0, and the old values are kept.
+        The parameters are new objects, so create the optimizer afterwards.
 
         Args:
             new_num_tokens: the new size; None keeps it.
@@ -232,7 +238,7 @@ class PreTrainedModel(Loadable, Lookalike, nn.Module):
         Args:
             activation_checkpointing_kwargs: `use_reentrant`, which must be False, and `preserve_rng_state`,
                 which must be True.
-            every_n_layers: recompute each n-th layer, beginning with the first; the others keep theirs.
+            every_n_layers: recompute every n-th layer, starting with the first, and no other.
             offload: must be False; activations stay on the model's device.
 
         Raises:
@@ -353,9 +359,7 @@ def _resized(old: nn.Parameter, rows: int, std: float) -> nn.Parameter:
 
 
 def _by_name_after(forward: Callable, count: int, name: str) -> Callable:
-    """`forward` taking no more than `count` positional arguments: transformers has the others in another
-    order.
-    """
+    """`forward` with at most `count` positional arguments: transformers orders the others differently."""
     signature = inspect.signature(forward)
     own, *parameters = signature.parameters.values()
     shown = [p.replace(kind=p.KEYWORD_ONLY) if i >= count else p for i, p in enumerate(parameters)]
@@ -364,7 +368,7 @@ def _by_name_after(forward: Callable, count: int, name: str) -> Callable:
     def limited(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         if len(args) > count:
             raise TypeError(
-                f"{name}.forward: expected at most {count} positional arguments, got {len(args)}; give "
+                f"{name}.forward: expected at most {count} positional arguments, got {len(args)}; pass "
                 f"{', '.join(p.name for p in shown[count : len(args)])} by name"
             )
         return forward(self, *args, **kwargs)
@@ -374,10 +378,10 @@ def _by_name_after(forward: Callable, count: int, name: str) -> Callable:
 
 
 def class_of(family: Family, task: str) -> type[PreTrainedModel] | None:
-    """A family's class for a task, None where the family has none.
+    """A family's class for a task; None if the family has none.
 
-    It is looked up by its name in the family's module, or in `heads/`, where BERT's own heads are. The module
-    is imported then: it needs the heads, which need this function.
+    It is looked up by name in the family's module, and in `heads/`, which has BERT's own heads. The module is
+    imported only here, because it needs the heads, which need this function.
 
     Args:
         task: the last part of HuggingFace's class names ("Model", "ForMaskedLM").

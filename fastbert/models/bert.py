@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from fastbert.layers.embeddings import Embeddings, table
 from fastbert.layers.encoder import EncoderLayer
-from fastbert.layers.linear import pool_first
-from fastbert.layers.modules import attach, part
+from fastbert.layers.modules import attach
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.config import EncoderConfig
-from fastbert.models.encoder import dropout_seed, layers_of, run_encoder
+from fastbert.models.encoder import layers_of, pool, run_encoder
 from fastbert.models.inputs import Inputs, check_inputs, head_gates
 from fastbert.models.outputs import BaseModelOutputWithPooling
 
@@ -29,12 +28,12 @@ class BertModel(PreTrainedModel):
 
     Args:
         config: an EncoderConfig, or a transformers config object.
-        add_pooling_layer: make the pooler; families without one have none either way.
+        add_pooling_layer: whether to create the pooler, if the family has one.
 
     Attributes:
-        embeddings_class: made from the config; called with (input_ids, position_ids, token_type_ids,
-            inputs_embeds, seed), all packed.
-        layer_class: made from the config; called as `run_encoder` says.
+        embeddings_class: constructed from the config, and called with (input_ids, position_ids,
+            token_type_ids, inputs_embeds, seed), all packed.
+        layer_class: constructed from the config, and called as `run_encoder` says.
 
     A model with other mathematics subclasses this one in its own file, with its own layer and embeddings.
 
@@ -97,22 +96,22 @@ class BertModel(PreTrainedModel):
         """Encode a padded batch; the padding itself is never computed.
 
         Args:
-            input_ids: (batch, seqlen) int64 or int32; or give `inputs_embeds` (batch, seqlen, embedding
+            input_ids: (batch, seqlen) int64 or int32; or pass `inputs_embeds`, (batch, seqlen, embedding
                 size).
             attention_mask: (batch, seqlen) bool, int or float, non-zero = keep, holes legal; or 4-D
                 (batch or 1, nheads or 1, seqlen or 1, seqlen), bool (True = attend) or additive, used as it
                 is: it hides keys, and all tokens are computed.
             token_type_ids, position_ids: (batch, seqlen); position_ids may be (1, seqlen).
-            encoder_hidden_states, encoder_attention_mask, past_key_values, use_cache: refused if given; this
-                is no decoder.
+            encoder_hidden_states, encoder_attention_mask, past_key_values, use_cache: must be None; this is
+                no decoder.
             head_mask: (nheads,) or (layers, nheads): each head's output is multiplied by its entry.
             output_attentions: return the probabilities of every layer, (batch, nheads, seqlen, seqlen).
             output_hidden_states: return the embedding output and every layer's output.
             return_dict: False returns a tuple.
             first_token_only: only position 0 of each sequence is wanted (CLS pooling, pooler_output):
-                last_hidden_state is (batch, 1, hidden). The last layer is then computed for those rows
-                alone, in training too, unless hidden states or attentions are asked for, or a hook watches
-                that layer or a part of it.
+                last_hidden_state is (batch, 1, hidden). The last layer then computes only those rows, also in
+                training, unless hidden states or attentions are asked for, or a hook watches that layer or a
+                part of it.
             packed: for the task heads: return (hidden, hidden states, probabilities, Inputs), all of them
                 packed, the second and third None if not asked for. hidden is (rows, hidden), with
                 `first_token_only` (batch, hidden); the hidden states are (rows, hidden) either way.
@@ -123,10 +122,10 @@ class BertModel(PreTrainedModel):
             The pooler reads position 0; a batch of no sequences gives empty tensors.
 
         A call on a GPU waits for it once: for the smallest and largest ids, which are checked, and for the
-        number of kept tokens. It does not wait where that number is given on the host:
-            - all inputs are CPU tensors: checked and packed there, then sent to the GPU;
-            - input_ids on the GPU and a 2-D attention_mask that is a CPU tensor: the ids are not looked at,
-              and one out of range is the caller's own fault, as in `torch.nn.functional.embedding`.
+        number of kept tokens. It does not wait if the host knows that number:
+            - All inputs are CPU tensors. They are checked and packed there, then sent to the GPU.
+            - input_ids are on the GPU and a 2-D attention_mask is a CPU tensor. The ids are not checked: an
+              id out of range is the caller's fault, as in `torch.nn.functional.embedding`.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
@@ -168,8 +167,9 @@ class BertModel(PreTrainedModel):
         return_dict: bool | None,
         pooled: Tensor | None = None,
     ) -> BaseModelOutputWithPooling | tuple:
-        """What `forward` returns, from packed tokens; `states` and `attentions` None where not asked for,
-        `pooled` the pooler's output where it has run already.
+        """What `forward` returns, from packed tokens.
+
+        `states` and `attentions` are None if not asked for; `pooled` is the pooler's output if it has run.
         """
         packing = inputs.packing
         last = hidden.unsqueeze(1) if first_token_only else packing.unpack(hidden)
@@ -177,15 +177,14 @@ class BertModel(PreTrainedModel):
             whole = packing.unpack(states[-1]) if first_token_only else last
             states = (*(packing.unpack(s) for s in states[:-1]), whole)
         if self.has_pooler and pooled is None:
-            pooled = pool_first(part(self, self.family.pooler), last[:, 0])
+            pooled = pool(self, self.family, last[:, 0])
         output = BaseModelOutputWithPooling(
             last_hidden_state=last,
             pooler_output=pooled,
             hidden_states=states,
             attentions=None if attentions is None else tuple(packing.unpack_scores(p) for p in attentions),
         )
-        wanted = self.config.return_dict if return_dict is None else return_dict
-        return output if wanted else output.to_tuple()
+        return self.as_output(output, return_dict)
 
     def forward_packed(
         self,
@@ -206,12 +205,12 @@ class BertModel(PreTrainedModel):
             token_type_ids, position_ids: (total,); by default 0, and counted from each sequence's start.
             first_token_only: only the first token of each sequence is wanted; see `forward`.
 
-        All of them on the model's device, which a GPU is waited for once to check; or all of them CPU
-        tensors; or `cu_seqlens` alone a CPU tensor. Then there is no waiting; see `forward`.
+        The tensors are on the model's device, and a GPU is waited for once to check them. There is no wait if
+        all of them, or `cu_seqlens` alone, are CPU tensors; see `forward`.
 
         Returns:
-            (total, hidden) on the model's device; with `first_token_only` (batch, hidden), zeros where a
-            sequence is empty.
+            (total, hidden) on the model's device; with `first_token_only` (batch, hidden), zeros for an empty
+            sequence.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
@@ -238,19 +237,20 @@ class BertModel(PreTrainedModel):
             want_attentions, want_states: fill the lists that are returned.
             first_only: only the first token of each sequence is wanted.
         """
-        config, seed = self.config, None
-        if self.training and (config.hidden_dropout_prob or config.attention_probs_dropout_prob):
-            seed = dropout_seed(inputs.position_ids.device)
-        hidden = self.embeddings(
-            inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds, seed
-        )
+        config = self.config
+
+        def embed(seed: Tensor | None) -> Tensor:
+            return self.embeddings(
+                inputs.input_ids, inputs.position_ids, inputs.token_type_ids, inputs.inputs_embeds, seed
+            )
+
         return run_encoder(
             self,
             self.family,
             self.layers(),
-            hidden,
+            embed,
             inputs,
-            seed,
+            self.training and bool(config.hidden_dropout_prob or config.attention_probs_dropout_prob),
             gates=gates,
             want_attentions=want_attentions,
             want_states=want_states,
@@ -260,11 +260,12 @@ class BertModel(PreTrainedModel):
 
 
 def _layer_list(config: EncoderConfig, layer_class: type[nn.Module]) -> nn.ModuleList:
-    if not config.family.shared_layers:
+    inside = config.family.group_layers
+    if inside is None:
         return nn.ModuleList(layer_class(config) for _ in range(config.num_hidden_layers))
     groups = []
     for _ in range(config.num_hidden_groups):
         group = nn.Module()
-        group.albert_layers = nn.ModuleList(layer_class(config) for _ in range(config.inner_group_num))
+        attach(group, inside, nn.ModuleList(layer_class(config) for _ in range(config.inner_group_num)))
         groups.append(group)
     return nn.ModuleList(groups)

@@ -29,13 +29,13 @@ _ABSENT: dict[str, Any] = {
 
 
 class EncoderConfig:
-    """Configuration of one encoder: attributes named as HuggingFace's config.json keys.
+    """Configuration of one encoder. Its attributes have the names of HuggingFace's config.json keys.
 
     Args:
         model_type: the family ("bert", "roberta", "distilbert", …); see `fastbert.models.families`.
         num_labels: number of classes of a task head; kept in `id2label` / `label2id` as HuggingFace does.
         id2label, label2id: names of the classes.
-        kwargs: any further key; families' own spellings (DistilBERT's `dim`, `n_layers`, …) are understood.
+        kwargs: any further key, also in a family's own spelling (DistilBERT's `dim`, `n_layers`, …).
 
     Raises:
         TypeError, ValueError: naming the key, what came and what was expected.
@@ -135,9 +135,7 @@ class EncoderConfig:
 
     @property
     def embedding_width(self) -> int:
-        """Size of the embedding tables' rows: `embedding_size` where the family has one, else
-        `hidden_size`.
-        """
+        """Size of the embedding tables' rows: `embedding_size` if the family has one, else `hidden_size`."""
         return getattr(self, "embedding_size", None) or self.hidden_size
 
     @property
@@ -147,22 +145,21 @@ class EncoderConfig:
 
     @property
     def max_tokens(self) -> int:
-        """Longest sequence, in tokens: the position table less the rows that RoBERTa's counting leaves
-        unused.
-        """
+        """Longest sequence in tokens: the rows of the position table, less those that RoBERTa never uses."""
         reserved = self.pad_token_id + 1 if self.family.pad_positions else 0
         return self.max_position_embeddings - reserved
 
     def mathematics(self) -> dict[str, Any]:
-        """The values that change the result of a forward in eval mode and that no weight's shape tells.
+        """The values that change the result of a forward in eval mode and that no weight's shape shows.
 
-        A save writes them beside the weights, and loading compares them with config.json. Sizes are not
-        among them, because the weights' shapes are checked against them. Nor are dropout, labels, the problem
-        type, the dtype and what says how outputs are wrapped: those may be edited by hand.
+        A save writes them beside the weights, and loading compares them with config.json. Sizes are left out,
+        because the weights' shapes are checked against them. Dropout, labels, the problem type, the dtype and
+        the form of outputs are left out too: those may be edited by hand.
         """
         values = {
             "model_type": self.model_type,
-            "num_hidden_layers": self.num_hidden_layers,  # of shared layers no file holds the number
+            # Of shared layers no file holds the number
+            "num_hidden_layers": self.num_hidden_layers,
             "num_attention_heads": self.num_attention_heads,
             "hidden_act": self.activation_name,
             "layer_norm_eps": self.norm_eps,
@@ -285,7 +282,7 @@ class EncoderConfig:
 
     @property
     def name_or_path(self) -> str:
-        """What the config was loaded from, "" where it was not; never saved."""
+        """What the config was loaded from, "" if it was not loaded; never saved."""
         return self.__dict__.get("_name_or_path", "")
 
     @name_or_path.setter
@@ -298,11 +295,11 @@ class EncoderConfig:
         return self.return_dict
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> EncoderConfig:
-        """The config of the text model: this one, whichever part is asked for."""
+        """The config of the text model, which is this one."""
         return self
 
     def update(self, config_dict: dict[str, Any]) -> None:
-        """Set several keys and check them together; nothing is changed where one is refused.
+        """Set several keys and check them together. If one is refused, nothing is changed.
 
         Raises:
             TypeError, ValueError: naming the key, what came and what was expected.
@@ -323,7 +320,7 @@ class EncoderConfig:
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of `key`, or `default` where the config has none."""
+        """The value of `key`, or `default` if the config has none."""
         return getattr(self, key, default)
 
     def __eq__(self, other: object) -> bool:

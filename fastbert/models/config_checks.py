@@ -59,8 +59,10 @@ _PROBABILITIES = (
     "summary_last_dropout",
 )
 _MAY_BE_ZERO = ("num_hidden_layers", "type_vocab_size")
-MAX_SIZE = 2**24  # of any one size; products of two fit 64 bits with room for the bytes of an element
-MAX_LABELS = 2**20  # each has a name
+# Of any one size; products of two fit 64 bits with room for the bytes of an element
+MAX_SIZE = 2**24
+# Each has a name
+MAX_LABELS = 2**20
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
 

@@ -1,12 +1,12 @@
-"""A tensor that is computed when somebody needs its elements: the logits of a vocabulary head in training.
+"""A tensor that is computed when its elements are first read: the logits of a vocabulary head in training.
 
-The loss needs the labelled tokens only, so the logits of all tokens are not computed unless they are touched.
-Until then a `DeferredTensor` knows its shape, dtype and device, which cost nothing to ask for; the first
-function that reads elements computes them, once. They are what the forward would have returned: computed with
-its grad mode and its autocast, so they have a gradient where it had one.
+The loss needs only the labelled tokens, so the logits of all tokens are not computed until somebody reads
+them. A `DeferredTensor` has shape, dtype and device from the start; the first function that reads elements
+computes them, once. The result is what the forward would have returned: it is computed with the forward's
+grad mode and autocast, and has a gradient if the forward's would.
 
-Two things make that wrong, and then touching it is a RuntimeError: weights of the head that have changed
-since (an optimizer's step), and weights that FSDP gathers for the forward alone.
+Reading it raises RuntimeError in two cases in which the result would be wrong: the weights of the head have
+changed since the forward (an optimizer's step), or FSDP gathers them for the forward alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fastbert.runtime import prepared
 
 
 class DeferredTensor(Tensor):
-    """See the module. Every function of torch that reads its elements is given the computed tensor."""
+    """See the module. Every function of torch that reads its elements gets the computed tensor."""
 
     _name: str
     _compute: Callable[[], Tensor] | None
@@ -44,18 +44,18 @@ class DeferredTensor(Tensor):
         )
         self._name, self._compute, self._value = name, compute, None
         if requires_grad:
-            # only an autograd.Function that was handed the deferred tensor itself leads a gradient here
+            # A gradient arrives here only if an autograd.Function took the deferred tensor itself
             with torch._C.DisableTorchFunctionSubclass():
                 self.register_hook(_refuse_gradient(name))
         return self
 
     @property
     def is_computed(self) -> bool:
-        """Whether the elements are there."""
+        """Whether the elements have been computed."""
         return self._value is not None
 
     def computed(self) -> Tensor:
-        """The tensor itself, an ordinary one; the same at every call.
+        """The computed tensor, an ordinary one; the same at every call.
 
         Raises:
             RuntimeError: it cannot be computed any more.
@@ -72,11 +72,11 @@ class DeferredTensor(Tensor):
         return self._value
 
     def float(self) -> Tensor:
-        """In float32; as deferred as before (accelerate asks every half-precision output for it)."""
+        """In float32, still deferred: accelerate calls this on every half-precision output."""
         return self if self.dtype == torch.float32 else self._then(Tensor.float, torch.float32)
 
     def clone(self) -> Tensor:
-        """A copy, as deferred as before (DDP copies every output)."""
+        """A copy, still deferred: DDP copies every output."""
         return self._then(Tensor.clone, self.dtype)
 
     def _then(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
@@ -93,8 +93,9 @@ class DeferredTensor(Tensor):
         if func in _ASKS_NO_ELEMENT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        # DDP asks, and must not compute it
         if func == _GRAD_FN and not args[0].is_computed:
-            return None  # DDP asks, and must not compute it
+            return None
         args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.computed, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -107,25 +108,24 @@ class DeferredTensor(Tensor):
 
 
 _GRAD_FN = Tensor.grad_fn.__get__
+_PROPERTIES = "shape dtype device ndim layout requires_grad itemsize nbytes"
+_KINDS = "is_cpu is_cuda is_meta is_sparse is_quantized"
+_METHODS = "size dim ndimension numel nelement __len__ element_size is_floating_point is_complex get_device"
+_FUNCTIONS = "numel is_floating_point is_complex"
+# What reads no element
 _ASKS_NO_ELEMENT = frozenset(
-    {
-        *(
-            getattr(Tensor, name).__get__
-            for name in (
-                "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cpu", "is_cuda", "is_meta",
-                "is_sparse", "is_quantized", "itemsize", "nbytes",
-            )
-        ),
-        Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.__len__,
-        Tensor.element_size, Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device,
-        torch.numel, torch.is_floating_point, torch.is_complex,
-    }
-)  # fmt: skip
+    (
+        *(getattr(Tensor, name).__get__ for name in (*_PROPERTIES.split(), *_KINDS.split())),
+        *(getattr(Tensor, name) for name in _METHODS.split()),
+        *(getattr(torch, name) for name in _FUNCTIONS.split()),
+    )
+)
 
 
 def _refuse_gradient(name: str) -> Callable[[Tensor | None], None]:
     def refuse(gradient: Tensor | None) -> None:
-        if gradient is None:  # DDP's function passes every output on, used or not
+        # DDP's function passes every output on, used or not
+        if gradient is None:
             return
         raise RuntimeError(
             f"{name}: an autograd.Function took the deferred tensor, past which no gradient goes; pass "
@@ -136,7 +136,7 @@ def _refuse_gradient(name: str) -> Callable[[Tensor | None], None]:
 
 
 class NotComputed:
-    """What a compiled training forward returns for logits: any use is an error that says so."""
+    """What a compiled training forward returns as logits: any use raises an error that says why."""
 
     def __init__(self, name: str):
         self._name = name
@@ -173,17 +173,17 @@ def defer(
     reads: Tensor,
     modules: list[nn.Module],
 ) -> DeferredTensor | NotComputed:
-    """What `compute` would return now, computed when it is touched.
+    """What `compute` would return now, computed when its elements are first read.
 
     Args:
-        name: what errors call it.
-        compute: reads `reads` and the parameters of `modules`, nothing that changes.
+        name: of the tensor, in errors.
+        compute: reads `reads` and the parameters of `modules`, and nothing that changes.
         shape, dtype: of the result.
-        reads: the activations it starts from.
-        modules: those it runs.
+        reads: the activations that `compute` reads.
+        modules: those that `compute` runs.
 
     Returns:
-        The deferred tensor; under `torch.compile` a stand-in that names the remedy when it is used.
+        The deferred tensor; under `torch.compile` a `NotComputed`.
     """
     if torch.compiler.is_compiling():
         return NotComputed(name)
@@ -201,7 +201,7 @@ def defer(
                 f"{name}: their weights are gathered by FSDP for the forward alone; pass output_logits=True "
                 "to compute them there"
             )
-        # functional_call puts others in their place for the forward alone
+        # functional_call replaces them for the forward alone
         now = _weights(modules)
         if list(map(id, now)) != list(map(id, weights)) or [_state(p) for p in now] != before:
             raise RuntimeError(

@@ -91,7 +91,7 @@ class ElectraForPreTraining(TaskModel):
         return logits, encoded.unpack(logits)
 
     def loss(self, logits: Tensor, labels: Tensor, encoded: Encoded) -> Tensor:
-        """Binary cross-entropy of the kept tokens; 0 where there are none."""
+        """Binary cross-entropy of the kept tokens; 0 if there are none."""
         checks.same_device("labels", labels, logits)
         checks.shape("labels", labels, encoded.shape)
         compute = checks.compute_dtype(logits)

@@ -1,12 +1,16 @@
-"""The one encoder loop: dropout's seed, projection, attention bias, layers, hidden states.
+"""The one encoder loop: dropout's seed, embeddings, projection, attention bias, layers, hidden states.
 
-`BertModel` and the accelerated models of transformers run it on packed tokens. They differ in how they embed,
-and in the module that they pool by.
+`BertModel` and the accelerated models of transformers run it on packed tokens, each with its own embeddings.
+Pooling is not in it, for three reasons. Task heads and recorded graphs take the packed tokens and pool them
+later, after a check of their own or in other memory, so the loop would pool what nobody reads. The pooler's
+input is a row of the padded output, which the loop does not make. And an accelerated model calls its pooler
+as a module, because FSDP gathers the parameters in that module's hooks. So `pool` is beside the loop, for
+every model of this package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +19,16 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from fastbert.layers.embeddings import relative_bias
 from fastbert.layers.encoder import EncoderLayer, LayerMath, Sequences, together
-from fastbert.layers.linear import apply_linear
+from fastbert.layers.linear import apply_linear, pool_first
 from fastbert.layers.modules import part
 from fastbert.models.families import Family
 from fastbert.models.inputs import Inputs
 
 
 def dropout_seed(device: torch.device) -> Tensor:
-    """One seed per call, from which every dropout site draws by its own offset.
+    """A new seed, one per call; every dropout site draws from it with an offset of its own.
 
-    It is a tensor on the device, so that a replayed graph draws anew.
+    It is a tensor on the device, so that a replayed graph draws a new one.
     """
     return torch.randint(2**62, (1,), dtype=torch.int64, device=device)
 
@@ -33,9 +37,9 @@ def run_encoder(
     root: nn.Module,
     family: Family,
     layers: Sequence[nn.Module],
-    hidden: Tensor,
+    embed: Callable[[Tensor | None], Tensor],
     inputs: Inputs,
-    seed: Tensor | None,
+    drops: bool,
     *,
     gates: Tensor | None = None,
     want_attentions: bool = False,
@@ -43,24 +47,27 @@ def run_encoder(
     first_only: bool = False,
     recompute_every: int = 0,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Embedded tokens through the projection, where there is one, and all layers.
+    """Packed tokens through the embeddings, the projection (if the encoder has one) and all layers.
 
     Args:
-        root: the encoder, its parts under the family's names.
-        layers: in execution order (`layers_of`); each is called with (hidden, Sequences, gate, first dropout
+        root: the encoder, with its parts under the family's names.
+        layers: in execution order (`layers_of`). Each is called with (hidden, Sequences, gate, first dropout
             site) and returns (hidden, attention probabilities or None).
-        hidden: (rows, embedding size), the embedding output.
-        inputs: the batch that `hidden` comes from, on the same device.
-        seed: of the call's dropout (`dropout_seed`), None where nothing is dropped.
+        embed: makes the embedding output (rows, embedding size) of `inputs`, with the seed of its dropout.
+        inputs: the batch, on the model's device.
+        drops: whether some dropout site of the call drops. Only then is a seed drawn.
         gates: (layers, nheads) factors of the heads' outputs, or None.
-        first_only: only the first token of each sequence is wanted. The last layer then computes no other
-            row where it may, unless states or attentions are asked for.
-        recompute_every: in training, recompute each n-th layer in backward; 0 recomputes none.
+        want_attentions, want_states: fill the lists that are returned.
+        first_only: only the first token of each sequence is wanted. The last layer then skips the other rows
+            if it may, unless states or attentions are asked for.
+        recompute_every: in training, recompute every n-th layer in backward; 0 recomputes none.
 
     Returns:
-        (last hidden, hidden states, probabilities): the last hidden is (rows, hidden), with `first_only`
-        (batch, hidden); the lists are empty where they are not asked for.
+        (last hidden, hidden states, probabilities). The last hidden is (rows, hidden), with `first_only`
+        (batch, hidden). A list that was not asked for is empty.
     """
+    seed = dropout_seed(inputs.device) if drops else None
+    hidden = embed(seed)
     projection = projection_of(root, family)
     if projection is not None:
         hidden = apply_linear(projection, hidden)
@@ -96,23 +103,28 @@ def run_encoder(
     return hidden, states, attentions
 
 
+def pool(root: nn.Module, family: Family, first: Tensor) -> Tensor:
+    """The output of an encoder's pooler for first tokens: (batch, hidden) -> (batch, hidden)."""
+    return pool_first(part(root, family.pooler), first)
+
+
 def layers_of(root: nn.Module, config: Any, family: Family) -> list[nn.Module]:
     """The layers of an encoder in execution order; a shared layer appears once per use.
 
     Args:
-        root: the encoder, its parts under the family's names.
+        root: the encoder, with its parts under the family's names.
         config: its EncoderConfig or transformers config.
     """
     stack = part(root, family.layers)
-    if not family.shared_layers:
+    if family.group_layers is None:
         return list(stack)
     depth, groups = config.num_hidden_layers, config.num_hidden_groups
     chosen = [stack[int(i / (depth / groups))] for i in range(depth)]
-    return [layer for group in chosen for layer in group.albert_layers]
+    return [layer for group in chosen for layer in group._modules[family.group_layers]]
 
 
 def projection_of(root: nn.Module, family: Family) -> nn.Module | None:
-    """The linear layer from the embedding to the hidden size, None where the encoder has none."""
+    """The linear layer from the embedding to the hidden size; None if the encoder has none."""
     if family.projection is None:
         return None
     above, _, name = family.projection.rpartition(".")
@@ -120,9 +132,9 @@ def projection_of(root: nn.Module, family: Family) -> nn.Module | None:
 
 
 def attention_bias(root: nn.Module, family: Family, inputs: Inputs, device: torch.device) -> Tensor | None:
-    """The additive attention bias of a call, None where there is none.
+    """The additive attention bias of a call: the caller's 4-D mask, MPNet's relative bias, or their sum.
 
-    It is the caller's 4-D mask, MPNet's relative bias, or their sum.
+    None if there is neither.
     """
     bias, packed = inputs.bias, inputs.packing
     if family.relative_bias is None or packed.max_seqlen == 0:

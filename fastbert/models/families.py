@@ -1,8 +1,8 @@
 """What each model family changes against BERT, as data.
 
-A family says how its checkpoint names the parts of one encoder, which config keys it spells differently, how
-it counts positions and which heads it has. The modules of `layers/`, `bert.py` and `heads/` are built from
-this table, so that every parameter has exactly HuggingFace's name and shape, whatever the family.
+A family says how its checkpoints name the parts of an encoder, which config keys it spells differently, how
+it counts positions and which heads it has. `layers/`, `bert.py`, `heads/` and `acceleration/` read this
+table. So every parameter has HuggingFace's name and shape, whatever the family.
 
 To add a family with BERT's mathematics, add an entry here and its classes in a file named after its
 model_type (copy `roberta.py`), and list them in `fastbert/__init__.py`.
@@ -15,86 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastbert.models.paths import ClassifierHead, LayerNames, LMHead, StockLayer, StockModel
 
-@dataclass(frozen=True)
-class LayerNames:
-    """Dotted paths of the parts of one encoder layer, relative to the layer."""
-
-    query: str = "attention.self.query"
-    key: str = "attention.self.key"
-    value: str = "attention.self.value"
-    attention_output: str = "attention.output.dense"
-    attention_norm: str = "attention.output.LayerNorm"
-    intermediate: str = "intermediate.dense"
-    output: str = "output.dense"
-    output_norm: str = "output.LayerNorm"
-
-
-@dataclass(frozen=True)
-class LMHead:
-    """Paths of a masked-LM head: act(dense(x)) -> norm -> decoder, the decoder tied to the word embeddings.
-
-    `bias` is the path of the stand-alone bias to which the decoder's bias is tied, or None.
-    `activation` None means the config's own.
-    """
-
-    dense: str
-    norm: str
-    decoder: str
-    bias: str | None
-    activation: str | None = None
-
-
-@dataclass(frozen=True)
-class ClassifierHead:
-    """Paths of a sequence-classification head: [pooled or first token] -> (dense -> activation) -> out.
-
-    `dense` None means that the model's own pooler comes first. `dropout_first` says whether there is dropout
-    before the dense layer too. `dropout_key` is the config key of the dropout where `classifier_dropout`
-    does not apply.
-    """
-
-    dense: str | None
-    activation: str | None
-    out: str
-    dropout_first: bool = False
-    dropout_key: str = "classifier_dropout"
-
-
-@dataclass(frozen=True)
-class StockLayer:
-    """What a family's layer in transformers has beside the parts that `LayerNames` names. Dotted paths.
-
-    Attributes:
-        name: the class; None for the family's class_prefix and "Layer".
-        containers: the modules in between, whose code the fused layer does instead.
-        dropouts: of attention probabilities, attention output and feed-forward output; None: there is none.
-        activation: of the feed-forward block.
-        positional: names of the positional arguments of `forward` after the hidden states.
-        returns_tuple: the stock layer's output is (hidden,).
-    """
-
-    name: str | None = None
-    containers: tuple[str, ...] = (
-        "attention",
-        "attention.self",
-        "attention.output",
-        "intermediate",
-        "output",
-    )
-    dropouts: tuple[str, str | None, str | None] = (
-        "attention.self.dropout",
-        "attention.output.dropout",
-        "output.dropout",
-    )
-    activation: str = "intermediate.intermediate_act_fn"
-    positional: tuple[str, ...] = (
-        "attention_mask",
-        "encoder_hidden_states",
-        "encoder_attention_mask",
-        "past_key_values",
-    )
-    returns_tuple: bool = False
+_AFTER_POOLER = ClassifierHead(None, None, "classifier")
 
 
 @dataclass(frozen=True)
@@ -105,23 +28,24 @@ class Family:
         prefix: name of the encoder inside a model with a head ("bert" in `bert.encoder…`).
         class_prefix: first part of HuggingFace's class names ("Bert" in `BertModel`).
         aliases: config key as this family spells it -> EncoderConfig's key.
-        defaults: config defaults where they differ from BERT's.
+        defaults: the config defaults that differ from BERT's.
         pad_positions: positions start at pad_token_id + 1 and skip padding (RoBERTa) instead of counting
             from 0.
         segments: has token-type embeddings.
-        pooler: path of the pooler's linear layer, None if the family has none.
-        projection: path of the linear layer from the embedding to the hidden size, None if there is none;
-            `projection_always` says whether it is there even where the two sizes are equal.
+        pooler: path of the pooler's linear layer; None if the family has none.
+        projection: path of the linear layer from the embedding to the hidden size; None if there is none.
+        projection_always: whether it is there even if the two sizes are equal.
         layers: path of the list of layers.
         relative_bias: path of the bucketed relative attention bias shared by all layers, or None.
-        shared_layers: layers come in groups of shared weights (ALBERT).
-        norm_eps: the fixed eps of every LayerNorm, None for the config's `layer_norm_eps`.
-        attention_output_dropout, ffn_dropout: dropout after the attention's output layer, and after the
-            feed-forward block.
-        stock_layer, stock_output: the layer in transformers, and the class that the encoder there returns.
-        own_heads: first parts of the keys of heads that this family alone has.
+        group_layers: where layers come in groups of shared weights (ALBERT), the name of a group's list of
+            layers; else None.
+        norm_eps: the fixed eps of every LayerNorm; None means the config's `layer_norm_eps`.
+        attention_output_dropout, ffn_dropout: whether there is dropout after the attention's output layer,
+            and after the feed-forward block.
+        stock_layer, stock_model: what the layer and the encoder in transformers have beside ours.
+        own_heads: first parts of the keys of heads that only this family has.
         positional: name of a class's task ("" for all) -> how many leading arguments of forward are in
-            BERT's order in transformers; the others must be given by name.
+            BERT's order in transformers; the others must be passed by name.
     """
 
     model_type: str
@@ -137,22 +61,27 @@ class Family:
     projection: str | None = None
     projection_always: bool = False
     relative_bias: str | None = None
-    shared_layers: bool = False
+    group_layers: str | None = None
     norm_eps: float | None = None
     attention_output_dropout: bool = True
     ffn_dropout: bool = True
     position_padding_idx: bool = False
     lm_head: LMHead | None = None
-    classifier: ClassifierHead = ClassifierHead(None, None, "classifier")
-    choice: ClassifierHead = ClassifierHead(None, None, "classifier")
+    classifier: ClassifierHead = _AFTER_POOLER
+    choice: ClassifierHead = _AFTER_POOLER
     next_sentence: str | None = None  # path of the sentence-pair classifier
     next_sentence_dropout_key: str | None = None
     token_dropout_key: str = "classifier_dropout"
     qa_dropout_key: str | None = None
     own_heads: tuple[str, ...] = ()
-    stock_layer: StockLayer = StockLayer()
-    stock_output: str = "BaseModelOutputWithPoolingAndCrossAttentions"
+    stock_layer: StockLayer = field(default_factory=StockLayer)
+    stock_model: StockModel = field(default_factory=StockModel)
     positional: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def shared_layers(self) -> bool:
+        """Whether layers come in groups of shared weights."""
+        return self.group_layers is not None
 
     @property
     def stock_module(self) -> str:
@@ -176,12 +105,12 @@ class Family:
 
     @property
     def known_head_roots(self) -> set[str]:
-        """First parts of the keys of every family's heads; a file may hold heads that its model lacks."""
+        """First parts of the keys of all families' heads; a file may hold heads that its model lacks."""
         return set().union(*(family.head_roots for family in FAMILIES.values()))
 
     @property
     def foreign_prefixes(self) -> set[str]:
-        """First parts of the keys of other architectures, by which a file of one of them is told."""
+        """First parts of the keys of other architectures, which tell that a file is of one of them."""
         known = {family.prefix for family in FAMILIES.values()}
         return known.union(name.replace("-", "_") for name in REFUSED) - {self.prefix}
 
@@ -263,13 +192,15 @@ FAMILIES: dict[str, Family] = {
             qa_dropout_key="qa_dropout",
             positional={"": 2},
             stock_layer=StockLayer(
-                "TransformerBlock",
-                ("attention", "ffn"),
-                ("attention.dropout", None, "ffn.dropout"),
-                "ffn.activation",
-                ("attention_mask",),
+                name="TransformerBlock",
+                containers=("attention", "ffn"),
+                dropouts=("attention.dropout", None, "ffn.dropout"),
+                activation="ffn.activation",
+                positional=("attention_mask",),
+                feed_forward="ffn",
+                norms_attention=True,
             ),
-            stock_output="BaseModelOutput",
+            stock_model=StockModel("BaseModelOutput"),
         ),
         Family(
             "electra",
@@ -293,10 +224,20 @@ FAMILIES: dict[str, Family] = {
             ),
             classifier=ClassifierHead("classifier.dense", "gelu", "classifier.out_proj", dropout_first=True),
             choice=ClassifierHead(
-                "sequence_summary.summary", "gelu", "classifier", dropout_key="summary_last_dropout"
+                "sequence_summary.summary",
+                "gelu",
+                "classifier",
+                dropout_key="summary_last_dropout",
+                fixed=dict(
+                    summary_type="first",
+                    summary_use_proj=True,
+                    summary_activation="gelu",
+                    summary_first_dropout=0.0,
+                    summary_proj_to_labels=False,
+                ),
             ),
             own_heads=("discriminator_predictions",),
-            stock_output="BaseModelOutputWithPastAndCrossAttentions",
+            stock_model=StockModel("BaseModelOutputWithPastAndCrossAttentions"),
         ),
         Family(
             "albert",
@@ -313,7 +254,7 @@ FAMILIES: dict[str, Family] = {
                 "full_layer_layer_norm",
             ),
             layers="encoder.albert_layer_groups",
-            shared_layers=True,
+            group_layers="albert_layers",
             pooler="pooler",
             projection="encoder.embedding_hidden_mapping_in",
             projection_always=True,
@@ -346,8 +287,9 @@ FAMILIES: dict[str, Family] = {
                 dropouts=("attention.attention_dropout", "attention.output_dropout", None),
                 activation="activation",
                 positional=("attention_mask",),
+                feed_forward="ff_chunk",
             ),
-            stock_output="BaseModelOutputWithPooling",
+            stock_model=StockModel("BaseModelOutputWithPooling", pooler_activation="pooler_activation"),
         ),
         Family(
             "ernie",
@@ -396,8 +338,9 @@ FAMILIES: dict[str, Family] = {
                 dropouts=("attention.attn.dropout", "attention.dropout", "output.dropout"),
                 positional=("attention_mask", "position_bias", "output_attentions"),
                 returns_tuple=True,
+                attention_drops_by_itself=False,
             ),
-            stock_output="BaseModelOutputWithPooling",
+            stock_model=StockModel("BaseModelOutputWithPooling", tuple_keeps_none=True),
         ),
     )
 }
@@ -432,7 +375,7 @@ def family_of(model_type: object) -> Family:
     """The family of a `model_type`.
 
     Raises:
-        TypeError, ValueError: for anything else, naming the reason where it is known.
+        TypeError, ValueError: for anything else; the error has the reason if it is known.
     """
     if not isinstance(model_type, str):
         raise TypeError(f"model_type: expected a text, got {model_type!r}")

@@ -1,9 +1,9 @@
 """What callers give a model: checks, defaults, and the packed form.
 
 All checks of values (ids in range, kept tokens per sequence) share one read-back, so that a forward on a GPU
-waits for it once. It does not wait where the lengths are on the host, as a mask or cu_seqlens in CPU memory:
-- all other inputs are on the host too: they are checked and packed there, then sent to the GPU;
-- the ids are on the GPU: they are not checked, and the caller answers for their range, as in the ops.
+waits for it once. It does not wait if the host has the lengths, as a mask or cu_seqlens in CPU memory:
+- All other inputs are on the host too. They are checked and packed there, then sent to the GPU.
+- The ids are on the GPU. They are not checked, and the caller must keep them in range, as in the ops.
 
 Under `torch.compile` values are not checked, and everything must be on the model's device.
 """
@@ -27,15 +27,15 @@ class Inputs:
     """Packed inputs of one call.
 
     Attributes:
-        input_ids, position_ids, token_type_ids: (rows,) int64; token_type_ids None where the family has no
+        input_ids, position_ids, token_type_ids: (rows,) int64; token_type_ids is None if the family has no
             segments.
         inputs_embeds: (rows, embedding size) instead of input_ids, or None.
         bias: additive attention bias (batch or 1, nheads or 1, S or 1, S) from a 4-D mask, or None.
         packing: where the rows come from.
-        first_masked: the first sequence of which tokens are kept but not the one at position 0, None if there
-            is none (not looked for under `torch.compile`).
-        holes: some sequence's kept tokens are not neighbours (under `torch.compile`: there is a mask); looked
-            for only where the family's attention bias depends on it.
+        first_masked: the first sequence that has kept tokens, but not at position 0; None if there is none.
+            Not looked for under `torch.compile`.
+        holes: whether the kept tokens of a sequence are not adjacent; under `torch.compile`, whether there is
+            a mask. Looked for only if the family's attention bias depends on it.
     """
 
     input_ids: Tensor | None
@@ -47,9 +47,14 @@ class Inputs:
     first_masked: int | None = None
     holes: bool = False
 
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self.position_ids.device
+
     def to(self, device: torch.device) -> Inputs:
         """The same with its tensors on `device`; the host does not wait for them."""
-        if self.position_ids.device == device:
+        if self.device == device:
             return self
         names = ("input_ids", "position_ids", "token_type_ids", "inputs_embeds", "bias")
         given = {name: getattr(self, name) for name in names}
@@ -67,7 +72,7 @@ class Inputs:
         token_type_ids: Tensor | None,
         position_ids: Tensor | None,
     ) -> Inputs:
-        """The inputs of `forward_packed`, checked, where `input_ids` is."""
+        """The checked inputs of `forward_packed`, on the device of `input_ids`."""
         home = _home("input_ids", checks.int_tensor, input_ids, device)
         if input_ids.dim() != 1:
             raise ValueError(f"input_ids: expected shape (total,), got {tuple(input_ids.shape)}")
@@ -132,7 +137,7 @@ def check_inputs(
     position_ids: Tensor | None,
     inputs_embeds: Tensor | None,
 ) -> Inputs:
-    """Check a padded batch, fill in the defaults and pack it, where `input_ids` or `inputs_embeds` is.
+    """Check a padded batch, fill in the defaults and pack it, on the device of its tokens.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
@@ -175,7 +180,8 @@ def check_inputs(
     holes = mask is not None and torch.compiler.is_compiling()
     if not torch.compiler.is_compiling() and batch:
         ids = {"input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids}
-        if mask is not None and mask.device != home:  # the host has the lengths: do not wait for the rest
+        # The host has the lengths: do not wait for the rest
+        if mask is not None and mask.device != home:
             ids = {}
         asked = []
         if mask is not None:
@@ -210,7 +216,7 @@ def check_inputs(
 
 
 def head_gates(config: EncoderConfig, head_mask: Tensor | None, device: torch.device) -> Tensor | None:
-    """(runs of layers, nheads) factors from a head mask of shape (nheads,) or (layers, nheads).
+    """Factors (layers, nheads) from a head mask of shape (nheads,) or (layers, nheads).
 
     Raises:
         TypeError, ValueError: for another dtype or shape.
@@ -247,12 +253,12 @@ def _on(name: str, t: Tensor, device: torch.device) -> None:
 
 
 def _may_be_on_host(device: torch.device) -> bool:
-    """Whether a caller of a model on `device` may give CPU tensors too."""
+    """Whether a caller of a model on `device` may also pass CPU tensors."""
     return device.type not in ("cpu", "meta") and not torch.compiler.is_compiling()
 
 
 def _home(name: str, check: Callable[[str, object], None], t: Tensor, device: torch.device) -> torch.device:
-    """Where a call's inputs are: on the model's device, or on the host."""
+    """The device of a call's inputs: the model's, or the host."""
     check(name, t)
     if t.device.type == "cpu" and _may_be_on_host(device):
         return t.device
@@ -295,9 +301,7 @@ def _masks(
 def _default_positions(
     config: EncoderConfig, input_ids: Tensor | None, batch: int, seqlen: int, device: torch.device
 ) -> Tensor:
-    """Positions (batch, seqlen): counted from 0, or RoBERTa's: from pad + 1, over the ids that are not
-    padding.
-    """
+    """Positions (batch, seqlen), counted from 0; or RoBERTa's, from pad + 1 over ids that are not padding."""
     pad = config.pad_token_id
     if config.family.pad_positions and input_ids is not None:
         real = input_ids.ne(pad).long()

@@ -1,7 +1,7 @@
-"""What callers give a head as labels: checks, and the loss of one label per sequence.
+"""The labels that callers pass to a head: checks, and the loss of one label per sequence.
 
-Values are looked at before the encoder is launched, by one transfer to the host: there a GPU is idle anyway.
-Under `torch.compile` they are not looked at.
+Values are checked before the encoder is launched, with one transfer to the host: a GPU is idle then anyway.
+Under `torch.compile` they are not checked.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from torch import Tensor
 from fastbert.ops import checks
 from fastbert.ops.cross_entropy import cross_entropy
 
-IGNORED = -100  # the label that does not count
+# The label that does not count
+IGNORED = -100
 
 
 def check_tensor(name: str, t: object) -> None:
-    """Refuse what is no tensor."""
+    """Raise TypeError for anything but a tensor."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
 
 
 def check_classes(name: str, labels: Tensor, classes: int, mask: Tensor | None = None) -> int | None:
-    """Labels must be integers in [0, classes) or `IGNORED`; `IGNORED` where a 2-D `mask` (if any) is 0.
+    """Labels must be integers in [0, classes) or `IGNORED`, and `IGNORED` where a 2-D `mask` (if any) is 0.
 
     Returns:
-        How many of them are not `IGNORED`; None under `torch.compile`, where nobody looks.
+        How many of them are not `IGNORED`; None under `torch.compile`, where values are not checked.
     """
     checks.int_tensor(name, labels)
     if torch.compiler.is_compiling():
@@ -66,7 +67,7 @@ def check_probabilities(name: str, labels: Tensor, mask: Tensor | None) -> None:
 
 
 def _is_mask_of(mask: object, labels: Tensor) -> bool:
-    # what is no mask of this shape is refused by the encoder or by the shape check after it
+    # The encoder, or the shape check after it, refuses any other mask
     return isinstance(mask, Tensor) and mask.shape == labels.shape and mask.device == labels.device
 
 
@@ -75,7 +76,7 @@ def _where(wrong: Tensor) -> tuple[int, ...]:
 
 
 def check_one_per_sequence(name: str, labels: Tensor, batch: int, logits: Tensor) -> None:
-    """Refuse what is not one label per sequence: (batch,) or (batch, 1)."""
+    """Raise ValueError unless there is one label per sequence: (batch,) or (batch, 1)."""
     checks.same_device(name, labels, logits)
     if tuple(labels.shape) not in ((batch,), (batch, 1)):
         raise ValueError(f"{name}: expected shape ({batch},), got {tuple(labels.shape)}")
@@ -88,13 +89,14 @@ def sequence_loss(name: str, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def check_positions(name: str, positions: Tensor, mask: object) -> None:
-    """Integers; after clamping, none may be the position of a masked token."""
+    """Positions must be integers and, after clamping, not those of masked tokens."""
     checks.int_tensor(name, positions)
     if torch.compiler.is_compiling() or not isinstance(mask, Tensor) or mask.dim() != 2:
         return
     flat = positions.reshape(-1)
+    # Refused later, for its shape or device
     if mask.shape[0] != flat.shape[0] or mask.device != flat.device or mask.numel() == 0:
-        return  # refused later, for its shape or device
+        return
     at = flat.long().clamp(0, mask.shape[1])
     wrong = (at < mask.shape[1]) & (mask.gather(1, at.clamp_max(mask.shape[1] - 1)[:, None])[:, 0] == 0)
     if wrong.any():

@@ -1,7 +1,7 @@
 """`from_pretrained` and `save_pretrained`: a model <-> a HuggingFace directory.
 
-How files are read and written is in `fastbert.checkpoint`; which arguments of transformers are taken, in
-`arguments.py`.
+`fastbert.checkpoint` reads and writes the files; `arguments.py` lists the arguments of transformers that are
+accepted.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from fastbert.models.config_checks import DEFAULTS
 from fastbert.models.families import FAMILIES, family_of
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
     from fastbert.models.base import PreTrainedModel
 
 
 class Loadable:
-    """The part of `PreTrainedModel` that makes a model from a config or files, and writes it to files."""
+    """The part of `PreTrainedModel` that creates a model from a config or files, and writes it to files."""
 
     @classmethod
     def from_config(cls, config: EncoderConfig, **kwargs: Any) -> Self:
@@ -94,23 +94,24 @@ class Loadable:
         token: str | bool | None = None,
         **overrides: Any,
     ) -> Self | tuple[Self, dict[str, Any]]:
-        """Load a HuggingFace directory, or a hub name where huggingface_hub and a network are there; in eval
-        mode.
+        """Load a HuggingFace directory, or a hub name if huggingface_hub and a network are there.
+
+        The model is in eval mode.
 
         Args:
             name_or_path: directory with config.json and weights (safetensors or .bin, sharded or not), or a
-                hub name; None where both `config` and `state_dict` are given.
-            config: used instead of the directory's config.json; a path or a hub name is read.
-            dtype: parameters' dtype; "auto" takes the one config.json or the file states, None is float32.
-                Weights that were saved as 8-bit integers stay so.
+                hub name; None if both `config` and `state_dict` are given.
+            config: replaces the directory's config.json; an EncoderConfig, or a path or hub name to read.
+            dtype: of the parameters; "auto" means that of config.json or of the file, None float32. Weights
+                that were saved as 8-bit integers stay so.
             torch_dtype: `dtype` under its older name.
-            device: where to put the model; CPU by default.
-            device_map: `device` under transformers' name, or a mapping to one device. "auto" is the GPU
-                where there is one and the CPU where there is none.
-            state_dict: weights to load instead of the files'.
-            ignore_mismatched_sizes: leave out weights whose shape differs from the model's (a head with
-                another number of labels). The model's are initialised, and a warning names them.
-            use_safetensors: True reads safetensors only, False .bin only, None whichever is there.
+            device: where to put the model; the CPU by default.
+            device_map: `device` under transformers' name, or a mapping to one device. "auto" is the GPU if
+                there is one, else the CPU.
+            state_dict: weights to load; the files' are not read.
+            ignore_mismatched_sizes: initialise weights whose shape differs from the file's (a head with
+                another number of labels); a warning names them.
+            use_safetensors: True reads only safetensors, False only .bin, None whichever is there.
             output_loading_info: return (model, info) as transformers does: info has missing_keys,
                 unexpected_keys, mismatched_keys and error_msgs.
             subfolder: the folder in `name_or_path` that holds config.json and the weights.
@@ -118,7 +119,7 @@ class Loadable:
             overrides: config keys that override the file's (num_labels, hidden_dropout_prob, …), and the
                 constructor's own (add_pooling_layer).
 
-        Further arguments of transformers are taken where they ask for what happens anyway:
+        Further arguments of transformers are accepted if they ask for what happens anyway:
 
             =====================  ===========  ============================================================
             argument               taken        otherwise
@@ -209,8 +210,9 @@ class Loadable:
 
     @classmethod
     def _read_config(cls, place: str | Path, overrides: dict[str, Any], **hub_options: Any) -> EncoderConfig:
-        """The config of a directory, a file or a hub name; the class supplies a model_type that is missing,
-        as it is in files of 2018.
+        """The config of a directory, a file or a hub name.
+
+        The class supplies a missing model_type: files of 2018 have none.
         """
         content = hub.read_config(place, **hub_options)
         if "model_type" not in {**content, **overrides}:
@@ -229,7 +231,8 @@ class Loadable:
             return cls.model_type or "bert"
         names = []
         for model_type in FAMILIES:
-            with contextlib.suppress(ValueError):  # the family has no such head
+            # The family may have no such head
+            with contextlib.suppress(ValueError):
                 names.append(cls.class_for(EncoderConfig(model_type)).__name__)
         where = Path(place) / CONFIG if Path(place).is_dir() else place
         raise ValueError(
@@ -251,12 +254,12 @@ class Loadable:
         files.
 
         Args:
-            save_directory: made if absent.
-            is_main_process: False writes nothing: another process does.
+            save_directory: created if it is missing.
+            is_main_process: False writes nothing, because another process does.
             state_dict: values to save instead of the model's own, such as those that accelerate has gathered.
             max_shard_size: bytes, or text such as "500MB" or "5GB"; larger checkpoints are split.
-            save_function: only pickles ever went through it; none are written.
-            options: further arguments of transformers, taken where they ask for what happens anyway:
+            save_function: not called. transformers uses it for pickles, which are not written here.
+            options: further arguments of transformers, accepted if they ask for what happens anyway:
                 safe_serialization=True, push_to_hub=False, variant=None (`fastbert.models.arguments`).
 
         Raises:

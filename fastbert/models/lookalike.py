@@ -1,10 +1,10 @@
-"""Instances that pass for a class of transformers, which is never imported here.
+"""Instances that pass `isinstance` for a class of transformers, which is never imported here.
 
 transformers' Trainer and pipelines ask `isinstance(model, PreTrainedModel)` and `isinstance(outputs,
-ModelOutput)` and treat anything else as a stranger: the Trainer then saves no config.json, a pipeline turns
-the outputs into a plain dict. `isinstance` also asks an object for its `__class__`. Once transformers is
-loaded, ours answers with a subclass of both its type and the class of transformers. `type(x)` stays what it
-was; the class that answers has no instances and no subclasses.
+ModelOutput)`. If the answer is no, the Trainer saves no config.json, and a pipeline turns the outputs into a
+plain dict. `isinstance` also asks an object for its `__class__`. Once transformers is loaded, our objects
+return a facade there: a subclass of both their own class and that of transformers. `type(x)` does not change,
+and a facade has neither instances nor subclasses.
 """
 
 from __future__ import annotations
@@ -24,31 +24,29 @@ class Lookalike:
 
     @property
     def __class__(self) -> type:
-        """The own class, or one below it and the class of transformers."""
+        """The object's own class, or its facade."""
         return _facade(type(self))
 
     @__class__.setter
     def __class__(self, cls: type) -> None:
-        object.__dict__["__class__"].__set__(self, _native(cls))
+        object.__dict__["__class__"].__set__(self, _own(cls))
 
     def __reduce_ex__(self, protocol: int) -> Any:
-        # pickle wants `__class__` to be the type where an object is made by copyreg's own function
+        # pickle wants `__class__` to be the type if copyreg's own function creates the object
         made = super().__reduce_ex__(max(int(protocol), 2))
         return (_blank, made[1][:1], *made[2:])
 
 
 class _Facade(type):
-    """The type of the classes that answer `isinstance`. Making an instance or a subclass of one makes that of
-    the native class.
-    """
+    """The type of facades. An instance or a subclass of a facade is made of our own class instead."""
 
     def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> type:
         if any(isinstance(base, _Facade) for base in bases):
-            return type(name, tuple(_native(base) for base in bases), body)
+            return type(name, tuple(_own(base) for base in bases), body)
         return super().__new__(cls, name, bases, body)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return cls.__native__(*args, **kwargs)
+        return cls.__own__(*args, **kwargs)
 
 
 class _Quiet:
@@ -61,25 +59,27 @@ class _Quiet:
 _facades: dict[tuple[type, type], type] = {}
 
 
-def _facade(native: type) -> type:
-    module, name = native.looks_like
+def _facade(own: type) -> type:
+    """The facade of one of our classes; the class itself while transformers is not loaded."""
+    module, name = own.looks_like
     foreign = getattr(sys.modules.get(module), name, None)
     if foreign is None:
-        return native
-    found = _facades.get((native, foreign))
+        return own
+    found = _facades.get((own, foreign))
     if found is None:
         body = {
-            "__native__": native,
-            "__module__": native.__module__,
-            "__qualname__": native.__qualname__,
-            "__doc__": native.__doc__,
+            "__own__": own,
+            "__module__": own.__module__,
+            "__qualname__": own.__qualname__,
+            "__doc__": own.__doc__,
         }
-        found = _facades[native, foreign] = _Facade(native.__name__, (_Quiet, native, foreign), body)
+        found = _facades[own, foreign] = _Facade(own.__name__, (_Quiet, own, foreign), body)
     return found
 
 
-def _native(cls: type) -> type:
-    return cls.__native__ if isinstance(cls, _Facade) else cls
+def _own(cls: type) -> type:
+    """The class that a facade belongs to; any other class itself."""
+    return cls.__own__ if isinstance(cls, _Facade) else cls
 
 
 def _blank(cls: type) -> Any:

@@ -18,16 +18,16 @@ from fastbert.models.lookalike import Lookalike
 
 
 class ModelOutput(Lookalike, OrderedDict[Any, Any]):
-    """Base of all outputs. Fields that are None are left out of the keys and of `to_tuple()`.
+    """Base of all outputs. Keys and `to_tuple()` leave out fields that are None.
 
-    Made by field, or from a mapping of fields alone (`type(output)({"loss": …})`), as accelerate does.
+    It is constructed from fields, or like accelerate does from one mapping, `type(output)({"loss": …})`.
     """
 
     looks_like = ("transformers.utils.generic", "ModelOutput")
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        # DDP, FSDP and torch.compile look through registered nodes
+        # DDP, FSDP and torch.compile look into registered nodes
         _pytree.register_pytree_node(
             cls,
             lambda out: (list(out.values()), list(out.keys())),
@@ -62,7 +62,8 @@ class ModelOutput(Lookalike, OrderedDict[Any, Any]):
 
     def _set(self, name: str, value: Any, is_item: bool = False) -> None:
         """Set a field both as attribute and as item, in the order of the fields; None removes the item.
-        Another name is an attribute, and an item where it is said to be one.
+
+        Any other name becomes an attribute, and with `is_item` also an item.
         """
         super().__setattr__(name, value)
         names = list(type(self).__dataclass_fields__)

@@ -6,10 +6,10 @@ With Φ and φ the normal distribution and density, and σ the logistic function
     "gelu"       z Φ(z) = 0.5 z erfc(-z / √2)    Φ(z) + z φ(z)
     "gelu_tanh"  0.5 z (1 + t)                   0.5 (1 + t) + 0.5 z (1 - t²) √(2/π) (1 + 0.134145 z²)
                  with t = tanh(√(2/π) (z + 0.044715 z³))
-    "relu"       max(z, 0)                       1 where z > 0, else 0
+    "relu"       max(z, 0)                       0 where z <= 0, else 1
     "silu"       z σ(z)                          σ(z) (1 + z (1 - σ(z)))
 
-`None` stands for no activation wherever a name is expected.
+`None` means no activation wherever a name is expected.
 
 To add an activation:
 

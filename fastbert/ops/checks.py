@@ -58,7 +58,7 @@ def operand(
     strided: bool = False,
     needed: bool = False,
 ) -> None:
-    """Check a tensor that a custom op passes to kernels as it lies in memory: `torch.ops` takes any.
+    """Check a tensor that a custom op passes on to kernels unchanged: `torch.ops` takes any tensor.
 
     Args:
         expected: the shape.
@@ -81,7 +81,7 @@ def operand(
 
 
 def matrix(name: str, t: torch.Tensor) -> tuple[int, int]:
-    """The shape of the 2-D `t` that a custom op takes: rows whose elements lie side by side, at least one."""
+    """The shape of the 2-D `t` that a custom op takes, having checked it; rows are contiguous."""
     if t.dim() != 2 or t.shape[1] == 0:
         raise ValueError(f"{name}: expected shape (rows, columns), columns >= 1, got {tuple(t.shape)}")
     operand(name, t, t.shape, FLOATS, t, strided=True)
@@ -194,7 +194,7 @@ def lengths(cu_seqlens: torch.Tensor, rows: int, of: str) -> int | None:
 
 
 class _Twice(torch.autograd.Function):
-    """Gradients as they are, which say in backward that they have none of their own."""
+    """Passes gradients through unchanged; its backward raises, because they have no gradient themselves."""
 
     @staticmethod
     def forward(ctx, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -210,8 +210,9 @@ class _Twice(torch.autograd.Function):
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """A `backward` of an autograd.Function whose gradients have no derivative: asking for it raises
-    RuntimeError, and says what to do. (torch's decorator of this name says no more than that.)
+    """Decorate the `backward` of an autograd.Function whose gradients cannot be differentiated again.
+
+    Differentiating them raises RuntimeError with advice; torch's decorator of this name gives none.
     """
 
     @functools.wraps(backward)

@@ -10,10 +10,10 @@ Backward:
 
     dx_k = dloss / count * (softmax(x)_k - (1 - s) [k = t] - s / K),  0 in rows without a label
 
-`lse` is saved in its two parts (m, l), because x - (m + l) has lost its digits where logits reach 1e4. Rows
-whose label is `ignore_index` are not computed, and whatever stands in them reaches neither the loss nor a
-gradient. A logit of -inf is a class that is ruled out: legal unless it is the label, or with label smoothing
-(the loss is then infinite, as the formula says).
+`lse` is saved in its two parts (m, l), because x - (m + l) loses its digits where logits reach 1e4. Rows
+whose label is `ignore_index` are not computed: no value in them reaches the loss or a gradient. A logit of
+-inf rules a class out. That is legal, but if the class is the label, or with label smoothing, the loss is
+infinite by the formula.
 
 Source: Szegedy et al. 2015, "Rethinking the Inception Architecture", sec. 7 (label smoothing).
 """

@@ -4,7 +4,7 @@
 counter = (col >> 2, row, plane, offset), the element is kept iff word `col & 3` of philox4x32_10(counter,
 key), read as unsigned, is at least `threshold(p)`. The bits depend on nothing else: not on the device, the
 backend, the tile shape or the address of the seed. So forward, backward and recomputation agree without
-storing a mask; where storing one is faster all the same, `SAVED_ON` says so.
+storing a mask. `SAVED_ON` lists where storing one is faster all the same.
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Philox4x32-10).
 """
@@ -18,9 +18,9 @@ _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
 
-# Device type -> dtypes in which attention's forward saves its bits, one for each probability, for backward:
-# the one place where this is chosen. CPU: measured. GPU: counted in instructions; those of float32's products
-# are so many that drawing the bits again hardly counts (kernels/NOTES.md).
+# Device type -> dtypes in which attention's forward saves its bits for backward, one per probability. It is
+# chosen only here: measured on a CPU, counted in instructions on a GPU. There float32's products have so many
+# instructions that drawing the bits again hardly counts (kernels/NOTES.md).
 SAVED_ON = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16, torch.float64),
     "cuda": (torch.bfloat16, torch.float16),

@@ -9,7 +9,7 @@ Forward, per token, in float32 (float64 for float64 tables):
 Backward, with dn = dropout'(dy), x_hat = (z - mean) * rstd and g = dn * ln_weight:
 
     dz = rstd * (g - mean(g) - x_hat * mean(g * x_hat))
-    dword[v] = Σ dz over the tokens with id v (0 in row padding_idx),  dposition, dsegment likewise
+    dword[v] = Σ dz over the tokens with id v (0 in row padding_idx),  dposition, dsegment the same way
     dinputs_embeds = dz,  dln_weight = Σ_tokens dn * x_hat,  dln_bias = Σ_tokens dn
 
 Dropout comes after the norm. Its bits: `fastbert.ops.dropout`, plane 0, row = index of the token, col =
@@ -21,12 +21,62 @@ Source: Devlin et al. 2018, "BERT", fig. 2.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from fastbert.ops import checks
 from fastbert.ops.layer_norm import layer_norm_ref, widened
 from fastbert.runtime import dispatch
+
+
+class EmbeddingInputs(NamedTuple):
+    """What forward computes from: flat ids, tables and options; only backward reads `padding_idx`."""
+
+    input_ids: Tensor | None
+    inputs_embeds: Tensor | None
+    word: Tensor | None
+    position_ids: Tensor | None
+    position: Tensor | None
+    token_type_ids: Tensor | None
+    segment: Tensor | None
+    ln_weight: Tensor
+    ln_bias: Tensor
+    padding_idx: int
+    eps: float
+    dropout_p: float
+    seed: Tensor | None
+    offset: int
+
+    @property
+    def source(self) -> Tensor:
+        """The tensor that has the dtype, the device and the width: `word` or `inputs_embeds`."""
+        return self.word if self.inputs_embeds is None else self.inputs_embeds
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens."""
+        return (self.input_ids if self.inputs_embeds is None else self.inputs_embeds).shape[0]
+
+
+class EmbeddingSaved(NamedTuple):
+    """What backward computes from, besides dy; `<table>_rows` is 0 if the table needs no gradient."""
+
+    z: Tensor
+    ln_weight: Tensor
+    mean: Tensor
+    rstd: Tensor
+    input_ids: Tensor | None
+    position_ids: Tensor | None
+    token_type_ids: Tensor | None
+    word_rows: int
+    position_rows: int
+    segment_rows: int
+    padding_idx: int
+    dropout_p: float
+    seed: Tensor | None
+    offset: int
 
 
 def embedding_ref(
@@ -85,7 +135,7 @@ def embedding_fwd(
     offset: int,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, z, mean, rstd) for flat ids; z, mean, rstd are empty where not saved. `padding_idx` < 0 is none."""
+    """(y, z, mean, rstd) for flat ids; z, mean, rstd are empty where not saved. `padding_idx` < 0: none."""
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("input_ids, inputs_embeds: expected exactly one of the two")
     name, source = ("word", word) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
@@ -108,25 +158,15 @@ def embedding_fwd(
     for name, vector in (("ln_weight", ln_weight), ("ln_bias", ln_bias)):
         checks.operand(name, vector, (hidden,), (source.dtype, torch.float32), source)
     checks.dropout(dropout_p, seed, offset, source)
-    return _launch_fwd(
-        input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment, ln_weight, ln_bias,
-        padding_idx, eps, dropout_p, seed, offset, save,
-    )  # fmt: skip
-
-
-def _launch_fwd(input_ids, inputs_embeds, word, *args):
-    """The backend's forward; it does not see `padding_idx`, which matters to backward alone."""
-    key = word if inputs_embeds is None else inputs_embeds
-    return dispatch.call("embedding_fwd", key, input_ids, inputs_embeds, word, *args[:6], *args[7:])
+    tokens = input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment
+    inputs = EmbeddingInputs(*tokens, ln_weight, ln_bias, padding_idx, eps, dropout_p, seed, offset)
+    return dispatch.call("embedding_fwd", source, inputs, save)
 
 
 @embedding_fwd.register_fake
-def _(
-    input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment, ln_weight, ln_bias,
-    padding_idx, eps, dropout_p, seed, offset, save,
-):  # fmt: skip
-    source = word if inputs_embeds is None else inputs_embeds
-    rows = input_ids.shape[0] if inputs_embeds is None else inputs_embeds.shape[0]
+def _(*args):
+    inputs, save = EmbeddingInputs(*args[:-1]), args[-1]
+    source, rows = inputs.source, inputs.tokens
     stats = checks.compute_dtype(source)
     return (
         source.new_empty((rows, source.shape[1])),
@@ -158,9 +198,9 @@ def embedding_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dword, dposition, dsegment, dinputs_embeds, dln_weight, dln_bias).
 
-    `word_rows`, `position_rows` and `segment_rows` are the tables' sizes, and 0 where the gradient is not
-    needed. What is not needed is empty, of shape (0,). dln_weight and dln_bias are float32 (float64), the
-    others have dy's dtype.
+    `word_rows`, `position_rows` and `segment_rows` are the tables' sizes, or 0 where the gradient is not
+    needed. A gradient that is not needed has shape (0,). dln_weight and dln_bias are float32 (float64 for
+    float64); the others have dy's dtype.
     """
     tokens, hidden = checks.matrix("dy", dy)
     checks.operand("z", z, dy.shape, (dy.dtype,), dy)
@@ -178,58 +218,52 @@ def embedding_bwd(
         if rows > 0:
             checks.ids_in_range(name, "id", ids, rows, f"{size_name}")
     checks.dropout(dropout_p, seed, offset, dy)
-    return dispatch.call(
-        "embedding_bwd",
-        dy,
-        dy, z, ln_weight, mean, rstd, input_ids, position_ids, token_type_ids, word_rows, position_rows,
-        segment_rows, padding_idx, dropout_p, seed, offset, need_dinputs_embeds, need_dln,
-    )  # fmt: skip
+    ids = input_ids, position_ids, token_type_ids
+    sizes = word_rows, position_rows, segment_rows, padding_idx
+    saved = EmbeddingSaved(z, ln_weight, mean, rstd, *ids, *sizes, dropout_p, seed, offset)
+    return dispatch.call("embedding_bwd", dy, dy, saved, need_dinputs_embeds, need_dln)
 
 
 @embedding_bwd.register_fake
-def _(
-    dy, z, ln_weight, mean, rstd, input_ids, position_ids, token_type_ids, word_rows, position_rows,
-    segment_rows, padding_idx, dropout_p, seed, offset, need_dinputs_embeds, need_dln,
-):  # fmt: skip
+def _(dy, *args):
+    saved, (need_dinputs_embeds, need_dln) = EmbeddingSaved(*args[:-2]), args[-2:]
+    word_rows, position_rows, segment_rows = saved.word_rows, saved.position_rows, saved.segment_rows
     rows, hidden = dy.shape
     sizes = (word_rows, position_rows, segment_rows, rows if need_dinputs_embeds else 0)
     wanted = (word_rows > 0, position_rows > 0, segment_rows > 0, need_dinputs_embeds)
     tables = (dy.new_empty((n, hidden) if want else (0,)) for n, want in zip(sizes, wanted, strict=True))
-    return *tables, *(mean.new_empty((hidden if need_dln else 0,)) for _ in range(2))
+    return *tables, *(saved.mean.new_empty((hidden if need_dln else 0,)) for _ in range(2))
 
 
 # --- autograd: one setup and one backward for eager and for the compiled op ---------------------------------
 
 
-def _setup_context(ctx, inputs, output):
-    input_ids, _, word, position_ids, position, token_type_ids, segment, ln_weight, ln_bias = inputs[:9]
-    padding_idx, _eps, dropout_p, seed, offset, _save = inputs[9:]
+def _setup_context(ctx, inputs: EmbeddingInputs, output):
     _y, z, mean, rstd = output
     need = ctx.needs_input_grad
-    ctx.save_for_backward(
-        z, ln_weight, mean, rstd, seed,
-        input_ids if need[2] else None,
-        position_ids if need[4] else None,
-        token_type_ids if need[6] else None,
-    )  # fmt: skip
+    # word, position, segment: a table without a gradient needs neither its ids nor its rows
+    ids = inputs.input_ids, inputs.position_ids, inputs.token_type_ids
+    tables = inputs.word, inputs.position, inputs.segment
+    trained = need[2], need[4], need[6]
+    ids = (t if needed else None for t, needed in zip(ids, trained, strict=True))
+    ctx.save_for_backward(z, inputs.ln_weight, mean, rstd, inputs.seed, *ids)
     ctx.set_materialize_grads(False)
-    ctx.table_rows = [
-        table.shape[0] if n else 0 for table, n in ((word, need[2]), (position, need[4]), (segment, need[6]))
-    ]
-    ctx.padding_idx, ctx.dropout_p, ctx.offset = padding_idx, dropout_p, offset
-    ctx.ln_bias_dtype = ln_bias.dtype
+    ctx.table_rows = [t.shape[0] if needed else 0 for t, needed in zip(tables, trained, strict=True)]
+    ctx.padding_idx, ctx.dropout_p, ctx.offset = inputs.padding_idx, inputs.dropout_p, inputs.offset
+    ctx.ln_bias_dtype = inputs.ln_bias.dtype
 
 
 def _backward(launch, ctx, dy):
     if dy is None:
         return (None,) * 15
     z, ln_weight, mean, rstd, seed, *ids = ctx.saved_tensors
+    dropout = ctx.dropout_p, seed, ctx.offset
+    saved = EmbeddingSaved(z, ln_weight, mean, rstd, *ids, *ctx.table_rows, ctx.padding_idx, *dropout)
     need = ctx.needs_input_grad
     dword, dposition, dsegment, dinputs_embeds, dln_weight, dln_bias = launch(
-        dy.contiguous(), z, ln_weight, mean, rstd, *ids, *ctx.table_rows,
-        ctx.padding_idx, ctx.dropout_p, seed, ctx.offset, need[1], need[7] or need[8],
-    )  # fmt: skip
-    return (
+        dy.contiguous(), saved, need[1], need[7] or need[8]
+    )
+    grads = (
         None,
         dinputs_embeds if need[1] else None,
         dword if need[2] else None,
@@ -239,17 +273,18 @@ def _backward(launch, ctx, dy):
         dsegment if need[6] else None,
         dln_weight.to(ln_weight.dtype) if need[7] else None,
         dln_bias.to(ctx.ln_bias_dtype) if need[8] else None,
-        None, None, None, None, None, None,
-    )  # fmt: skip
+    )
+    return *grads, *(None,) * 6
 
 
 class EmbeddingFunction(torch.autograd.Function):
     """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
 
     @staticmethod
-    def forward(ctx, *inputs):
+    def forward(ctx, *args):
         # a separate setup_context would cost an inspect.signature at every call
-        output = _launch_fwd(*inputs)
+        inputs = EmbeddingInputs(*args[:-1])
+        output = dispatch.call("embedding_fwd", inputs.source, inputs, args[-1])
         _setup_context(ctx, inputs, output)
         return output[0]
 
@@ -259,8 +294,14 @@ class EmbeddingFunction(torch.autograd.Function):
         return _backward(lambda *args: dispatch.call("embedding_bwd", args[0], *args), ctx, dy)
 
 
+def _compiled_bwd(dy, saved, need_dinputs_embeds, need_dln):
+    """The custom op, called as a backend's `embedding_bwd` is."""
+    return embedding_bwd(dy, *saved, need_dinputs_embeds, need_dln)
+
+
 embedding_fwd.register_autograd(
-    lambda ctx, dy, *_: _backward(embedding_bwd, ctx, dy), setup_context=_setup_context
+    lambda ctx, dy, *_: _backward(_compiled_bwd, ctx, dy),
+    setup_context=lambda ctx, inputs, output: _setup_context(ctx, EmbeddingInputs(*inputs[:-1]), output),
 )
 
 
@@ -315,9 +356,8 @@ def embedding(
     Source: Devlin et al. 2018, "BERT", fig. 2.
     """
     if (input_ids is None) == (inputs_embeds is None):
-        raise ValueError("input_ids, inputs_embeds: expected exactly one of the two, got " + (
-            "neither" if input_ids is None else "both"
-        ))  # fmt: skip
+        given = "neither" if input_ids is None else "both"
+        raise ValueError(f"input_ids, inputs_embeds: expected exactly one of the two, got {given}")
     if inputs_embeds is None:
         source, shape, padding_idx = _check_words(input_ids, word, padding_idx)
         input_ids, word = _flat_ids(input_ids, shape), checks.rows(word)
@@ -346,16 +386,15 @@ def embedding(
     trainable = widened(source, inputs_embeds, word, position, segment, ln_weight, ln_bias)
     inputs_embeds, word, position, segment, ln_weight, ln_bias = trainable
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trainable)
-    args = (
-        input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment, ln_weight, ln_bias,
-        padding_idx, eps, float(dropout_p), seed, offset, save,
-    )  # fmt: skip
+    tokens = input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment
+    options = padding_idx, eps, float(dropout_p), seed, offset
+    inputs = EmbeddingInputs(*tokens, ln_weight, ln_bias, *options)
     if torch.compiler.is_compiling():
-        y = embedding_fwd(*args)[0]
+        y = embedding_fwd(*inputs, save)[0]
     elif save:
-        y = EmbeddingFunction.apply(*args)
+        y = EmbeddingFunction.apply(*inputs, save)
     else:
-        y = _launch_fwd(*args)[0]
+        y = dispatch.call("embedding_fwd", inputs.source, inputs, save)[0]
     return y.view(*shape, hidden).to(promoted)
 
 

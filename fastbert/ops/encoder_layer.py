@@ -1,12 +1,13 @@
-"""A whole encoder layer for inference, in one call of a backend that can: no op of its own in the dispatch
-table, but attention, linear (or linear_int8) and layer_norm fused.
+"""A whole encoder layer for inference in one call of a backend.
+
+It is no op of the dispatch table, but attention, linear (or linear_int8) and layer_norm fused.
 
     q, k, v = x Wqᵀ + bq, x Wkᵀ + bk, x Wvᵀ + bv
     a = LayerNorm(x + attention(q, k, v) Woᵀ + bo)
     y = LayerNorm(a + act(a Wiᵀ + bi) Wfᵀ + bf)
 
-A fused layer gives bit for bit what those ops give one after another on the same backend. What it saves is
-the fixed cost of nine calls and the memory of their results, which counts where tokens are few.
+A fused layer returns bit for bit what those ops return one after another on the same backend. It saves the
+fixed cost of nine calls and the memory of their results, which counts where tokens are few.
 
 Backend functions, found by `launchers`, `open_team` and `sequence_blocks`:
 
@@ -17,8 +18,8 @@ Backend functions, found by `launchers`, `open_team` and `sequence_blocks`:
         bias may be None. norms: (weight, bias or None) of both norms. panels may be None: then they are made
         for the call, in the memory that the list `scratch` holds or gets, and the layer works there too. The
         next call with that list overwrites it. With scratch None the weights own the memory.
-    open_team(), close_team(): the threads of the calling thread's ops stand by from the one to the other, so
-        that each op between them starts and ends without calling them up.
+    open_team(), close_team(): between the two, the threads of the calling thread's ops stay awake, so that
+        each op starts and ends without waking them.
     keeps_panels(linear, rows): see `ops.linear`.
     sequence_blocks(cu_seqlens, rows, fused) -> [(first, last sequence), …]: see `sequence_blocks` below.
     encoder_layer_fwd(x, weights, cu_seqlens, max_seqlen, nheads, inner, softmax_scale, bias, gate,
@@ -39,7 +40,7 @@ from torch import Tensor
 
 from fastbert.ops import checks
 from fastbert.ops.activation import ACTIVATIONS
-from fastbert.ops.attention import check_bias, check_lengths
+from fastbert.ops.attention_checks import check_bias, check_lengths
 from fastbert.runtime import dispatch
 
 _LAUNCHERS = ("encoder_layer_weights", "encoder_layer_fwd", "keeps_panels")
@@ -48,18 +49,19 @@ _LAUNCHERS = ("encoder_layer_weights", "encoder_layer_fwd", "keeps_panels")
 def launchers(
     device: torch.device, dtype: torch.dtype, linear: str
 ) -> tuple[Callable, Callable, Callable] | None:
-    """(encoder_layer_weights, encoder_layer_fwd, keeps_panels) of the backend that serves attention,
-    layer_norm and `linear` ("linear" or "linear_int8"); None where several do, or the one has no fused layer.
+    """(encoder_layer_weights, encoder_layer_fwd, keeps_panels) of the serving backend.
+
+    It serves attention, layer_norm and `linear` ("linear" or "linear_int8"). None where several backends
+    serve these, or the one that does has no fused layer.
     """
     return dispatch.serving_functions(_LAUNCHERS, ("attention", "layer_norm", linear), device, dtype)
 
 
 def sequence_blocks(cu_seqlens: Tensor, x: Tensor, fused: bool) -> list[tuple[int, int]]:
-    """(first, last) sequence of each block in which a large batch should go through a layer in inference, one
-    block after the other; empty where all rows should go at once.
+    """(first, last) sequence of each block of a large batch that should run through a layer in inference.
 
-    The device decides, whichever backend serves on it: a CPU needs less memory for blocks, a GPU is faster on
-    all rows together.
+    The blocks run one after the other. Empty where all rows should run at once. The device decides, whichever
+    backend serves on it: a CPU needs less memory for blocks, a GPU is faster on all rows together.
 
     Args:
         cu_seqlens: (batch + 1,) of the packed rows.
@@ -74,9 +76,10 @@ _close: Callable[[], None] | None = None  # of the backend whose `open_team` was
 
 
 def open_team(x: Tensor) -> None:
-    """Have the serving backend's threads stand by for the layers that follow: for inference on a CPU, else it
-    does nothing. `close_team` has to follow in any case. Only our ops should run in between: PyTorch's own
-    get no threads meanwhile.
+    """Keep the serving backend's threads awake for the layers that follow, in inference on a CPU.
+
+    Otherwise it does nothing. `close_team` has to follow in any case. Until then only our ops should run:
+    PyTorch's own get no threads.
 
     Args:
         x: (total, hidden), what the first layer gets.
@@ -93,7 +96,7 @@ def open_team(x: Tensor) -> None:
 
 
 def close_team() -> None:
-    """Let the threads go that `open_team` had stand by, if it did."""
+    """Release the threads that `open_team` keeps awake, if it did."""
     if _close is not None and not torch.compiler.is_compiling():
         _close()
 
@@ -122,7 +125,7 @@ def encoder_layer(
         cu_seqlens, max_seqlen, softmax_scale, bias, gate: as `ops.attention.attention`, packed layout.
         nheads, inner, activation: heads, columns and activation of the intermediate layer.
         eps: of the norm after attention, and of the one after the feed-forward.
-        out: where the result goes, contiguous and apart from `x`; None: new memory.
+        out: memory for the result, contiguous, not overlapping `x`; None: new memory.
 
     Returns:
         (total, hidden).

@@ -6,12 +6,12 @@ For each sequence with the tokens t, whose rows x_t make the keys and values, an
     p = softmax(s)                            0 where every s_t is -inf
     y = (Σ_t p_t (Wv x_t + bv)) gate
 
-A key bias is missing on purpose: it adds the same number to every s_t, which softmax does not see. A backend
-need not make keys and values: with (Wkᵀ q) · x_t for the first line and Wv (Σ_t p_t x_t) + bv for the last,
+There is no key bias: it adds the same number to every s_t, which does not change softmax. A backend need not
+make keys and values: with (Wkᵀ q) · x_t for the first line and Wv (Σ_t p_t x_t) + bv for the last,
 both products with a weight run over sequences instead of tokens.
 
-Computed in float32 (float64 for float64) and rounded once. A sequence of length zero gives zeros, and so does
-a query that may see no key. Rows at and past cu_seqlens[-1] are not read.
+Computed in float32 (float64 for float64) and rounded once. A sequence of length zero has zeros, and so has a
+query without an allowed key. Rows at and past cu_seqlens[-1] are not read.
 
 There is no custom op and no autograd here: training and torch.compile make keys and values and call
 `attention`, whose first rows have the same values. The backends read `cu_seqlens` on the host.
@@ -22,17 +22,32 @@ Source: Vaswani et al. 2017, sec. 3.2; the products by associativity.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastbert.ops import checks
-from fastbert.ops.attention import check_bias
+from fastbert.ops.attention_checks import check_bias
 from fastbert.runtime import dispatch
 
 # Tokens from which two half-precision weights are worth casting to float32: with fewer, `attention` over keys
 # and values of all tokens is faster.
 CAST_FROM = 64
+
+
+class FirstAttentionInputs(NamedTuple):
+    """The arguments of `first_attention` as a backend takes them: checked, `bias` in four dimensions."""
+
+    x: Tensor
+    q: Tensor
+    key_weight: Tensor
+    value_weight: Tensor
+    value_bias: Tensor | None
+    cu_seqlens: Tensor
+    softmax_scale: float
+    bias: Tensor | None
+    gate: Tensor | None
 
 
 def first_attention_ref(
@@ -146,13 +161,14 @@ def first_attention(
         checks.shape("gate", gate, (nheads,))
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
         raise TypeError(f"softmax_scale: expected a number, got {softmax_scale!r}")
-    operands = (x, q, key_weight, value_weight, value_bias, cu_seqlens, softmax_scale, bias, gate)
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in operands):
+    weights = key_weight, value_weight, value_bias
+    inputs = FirstAttentionInputs(x, q, *weights, cu_seqlens, softmax_scale, bias, gate)
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
         raise RuntimeError(
             "first_attention: gradients are enabled and an argument requires one, but it is for inference: "
             "call it under torch.no_grad(), or use `attention`"
         )
-    return dispatch.call("first_attention_fwd", x, *operands)
+    return dispatch.call("first_attention_fwd", x, inputs)
 
 
 def _longest(cu_seqlens: Tensor, batch: int, x: Tensor) -> int:

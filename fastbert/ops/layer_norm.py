@@ -13,8 +13,8 @@ Backward, with x_hat = (z - mean) * rstd and g = dy * weight:
     dweight = Σ_rows dy * x_hat,  dbias = Σ_rows dy
 
 `z` is rounded to the storage dtype only to be saved for backward; the statistics come from the unrounded sum.
-In narrow rows that rounding is not small beside the deviation. So half-precision rows of at most `NARROW`
-columns are computed and saved in float32.
+In narrow rows that rounding is not small compared with the deviation. So half-precision rows of at most
+`NARROW` columns are computed and saved in float32.
 `residual`, `x_bias` and `bias` are optional. Dropout bits: `fastbert.ops.dropout`, plane 0, row and column.
 
 Source: Ba, Kiros, Hinton 2016, "Layer Normalization", eq. 4; residual of Vaswani et al. 2017, sec. 3.1.
@@ -22,13 +22,51 @@ Source: Ba, Kiros, Hinton 2016, "Layer Normalization", eq. 4; residual of Vaswan
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from fastbert.ops import checks
 from fastbert.runtime import dispatch
 
-NARROW = 8  # columns
+# Columns up to which a row of half precision is computed and saved in float32.
+NARROW = 8
+
+
+class LayerNormInputs(NamedTuple):
+    """What forward computes from; `x` is (rows, hidden)."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    x_bias: Tensor | None = None
+    eps: float = 1e-12
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
+    offset: int = 0
+
+
+class LayerNormSaved(NamedTuple):
+    """What backward computes from, besides dy."""
+
+    z: Tensor
+    weight: Tensor
+    mean: Tensor
+    rstd: Tensor
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
+    offset: int = 0
+
+
+class LayerNormNeeds(NamedTuple):
+    """Which gradients backward computes; `dweight` asks for dbias too."""
+
+    dx: bool
+    dweight: bool
+    dx_bias: bool
+    dresidual: bool
 
 
 def widened(x: Tensor, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -90,9 +128,8 @@ def layer_norm_fwd(
         checks.operand(name, vector, (hidden,), (x.dtype, torch.float32), x)
     checks.operand("residual", residual, x.shape, (x.dtype,), x, strided=True)
     checks.dropout(dropout_p, seed, offset, x)
-    return dispatch.call(
-        "layer_norm_fwd", x, x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, save
-    )
+    inputs = LayerNormInputs(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset)
+    return dispatch.call("layer_norm_fwd", x, inputs, save)
 
 
 @layer_norm_fwd.register_fake
@@ -134,12 +171,9 @@ def layer_norm_bwd(
     for name, statistic in (("mean", mean), ("rstd", rstd)):
         checks.operand(name, statistic, (rows,), (checks.compute_dtype(z),), z)
     checks.dropout(dropout_p, seed, offset, z)
-    return dispatch.call(
-        "layer_norm_bwd",
-        dy,
-        dy, z, weight, mean, rstd, dropout_p, seed, offset,
-        need_dx, need_dweight, need_dxbias, need_dresidual,
-    )  # fmt: skip
+    saved = LayerNormSaved(z, weight, mean, rstd, dropout_p, seed, offset)
+    need = LayerNormNeeds(need_dx, need_dweight, need_dxbias, need_dresidual)
+    return dispatch.call("layer_norm_bwd", dy, dy, saved, need)
 
 
 @layer_norm_bwd.register_fake
@@ -157,55 +191,44 @@ def _(dy, z, weight, mean, rstd, dropout_p, seed, offset, need_dx, need_dweight,
 # --- autograd: one setup and one backward for eager and for the compiled op ---------------------------------
 
 
-def _setup_context(ctx, inputs, output):
-    x, weight, bias, residual, x_bias, _eps, dropout_p, seed, offset, _save = inputs
+def _setup_context(ctx, inputs: LayerNormInputs, output):
     _y, z, mean, rstd = output
-    summed = residual is not None or x_bias is not None or dropout_p > 0
-    ctx.save_for_backward(z if summed else x, weight, mean, rstd, seed)
+    summed = inputs.residual is not None or inputs.x_bias is not None or inputs.dropout_p > 0
+    ctx.save_for_backward(z if summed else inputs.x, inputs.weight, mean, rstd, inputs.seed)
     ctx.set_materialize_grads(False)
-    ctx.dropout_p, ctx.offset = dropout_p, offset
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.x_bias_dtype = None if x_bias is None else x_bias.dtype
+    ctx.dropout_p, ctx.offset = inputs.dropout_p, inputs.offset
+    ctx.bias_dtype = None if inputs.bias is None else inputs.bias.dtype
+    ctx.x_bias_dtype = None if inputs.x_bias is None else inputs.x_bias.dtype
 
 
 def _backward(launch, ctx, dy):
-    z, weight, mean, rstd, seed = ctx.saved_tensors
     if dy is None:
         return (None,) * 10
-    need = ctx.needs_input_grad
-    dx, dresidual, dweight, dbias, dx_bias = launch(
-        dy.contiguous(),
-        z,
-        weight,
-        mean,
-        rstd,
-        ctx.dropout_p,
-        seed,
-        ctx.offset,
-        need[0],
-        need[1] or need[2],
-        need[4],
-        need[3],
-    )
-    if need[0] and ctx.dropout_p == 0:
+    z, weight, mean, rstd, seed = ctx.saved_tensors
+    saved = LayerNormSaved(z, weight, mean, rstd, ctx.dropout_p, seed, ctx.offset)
+    x, weight_wanted, bias, residual, x_bias = ctx.needs_input_grad[:5]
+    need = LayerNormNeeds(dx=x, dweight=weight_wanted or bias, dx_bias=x_bias, dresidual=residual)
+    dx, dresidual, dweight, dbias, dx_bias = launch(dy.contiguous(), saved, need)
+    if need.dx and ctx.dropout_p == 0:
         dresidual = dx
-    return (
-        dx if need[0] else None,
-        dweight.to(weight.dtype) if need[1] else None,
-        dbias.to(ctx.bias_dtype) if need[2] else None,
-        dresidual if need[3] else None,
-        dx_bias.to(ctx.x_bias_dtype) if need[4] else None,
-        None, None, None, None, None,
-    )  # fmt: skip
+    grads = (
+        dx if x else None,
+        dweight.to(weight.dtype) if weight_wanted else None,
+        dbias.to(ctx.bias_dtype) if bias else None,
+        dresidual if residual else None,
+        dx_bias.to(ctx.x_bias_dtype) if x_bias else None,
+    )
+    return *grads, *(None,) * 5
 
 
 class LayerNormFunction(torch.autograd.Function):
     """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
 
     @staticmethod
-    def forward(ctx, *inputs):
+    def forward(ctx, *args):
         # a separate setup_context would cost an inspect.signature at every call
-        output = dispatch.call("layer_norm_fwd", inputs[0], *inputs)
+        inputs = LayerNormInputs(*args[:-1])
+        output = dispatch.call("layer_norm_fwd", inputs.x, inputs, args[-1])
         _setup_context(ctx, inputs, output)
         return output[0]
 
@@ -215,8 +238,14 @@ class LayerNormFunction(torch.autograd.Function):
         return _backward(lambda *args: dispatch.call("layer_norm_bwd", args[0], *args), ctx, dy)
 
 
+def _compiled_bwd(dy, saved, need):
+    """The custom op, called as a backend's `layer_norm_bwd` is."""
+    return layer_norm_bwd(dy, *saved, *need)
+
+
 layer_norm_fwd.register_autograd(
-    lambda ctx, dy, *_: _backward(layer_norm_bwd, ctx, dy), setup_context=_setup_context
+    lambda ctx, dy, *_: _backward(_compiled_bwd, ctx, dy),
+    setup_context=lambda ctx, inputs, output: _setup_context(ctx, LayerNormInputs(*inputs[:-1]), output),
 )
 
 
@@ -283,13 +312,12 @@ def layer_norm(
     x, weight, bias, residual, x_bias = widened(x, x, weight, bias, residual, x_bias)
     x = checks.rows(x)
     residual = None if residual is None else checks.rows(residual)
-    tensors = (x, weight, bias, residual, x_bias)
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    args = (*tensors, eps, float(dropout_p), seed, offset, save)
+    inputs = LayerNormInputs(x, weight, bias, residual, x_bias, eps, float(dropout_p), seed, offset)
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs[:5])
     if torch.compiler.is_compiling():
-        y = layer_norm_fwd(*args)[0]
+        y = layer_norm_fwd(*inputs, save)[0]
     elif save:
-        y = LayerNormFunction.apply(*args)
+        y = LayerNormFunction.apply(*inputs, save)
     else:
-        y = dispatch.call("layer_norm_fwd", x, *args)[0]
+        y = dispatch.call("layer_norm_fwd", x, inputs, save)[0]
     return (y if len(shape) == 2 else y.view(shape)).to(dtype)

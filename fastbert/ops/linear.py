@@ -16,12 +16,12 @@ once; given `pre`, at least 99.9% of GELU's half-precision outputs are correctly
 backward, in the storage dtype, only where there is an activation.
 
 `panels` are a copy of the weight in the order in which the serving backend reads it. The weight's owner makes
-them with `panel_maker` and keeps them (runtime/prepared.py); other backends work from `weight`. A backend
-with panels has two more functions:
+them with `panel_maker` and keeps them (runtime/prepared.py); other backends read `weight`. A backend with
+panels has two more functions:
 
     linear_panels(weight) -> panels
-    keeps_panels(linear, rows) -> whether products of so many rows should read panels that were kept, and not
-        make panels of their own; linear: "linear" or "linear_int8"
+    keeps_panels(linear, rows) -> whether a product of that many rows should read kept panels, instead of
+        making its own; linear: "linear" or "linear_int8"
 
 Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units"; Vaswani et al. 2017, sec. 3.3.
 """
@@ -193,8 +193,9 @@ linear_fwd.register_autograd(lambda ctx, dy, _: _backward(linear_bwd, ctx, dy), 
 
 
 def panel_maker(device: torch.device, dtype: torch.dtype, rows: int = 0) -> Callable[[Tensor], Tensor] | None:
-    """The function that makes panels of a weight for the backend that serves such `x`; None where it has no
-    panels, or keeps none for so many rows.
+    """The function that makes panels of a weight for the backend that serves such `x`.
+
+    None where that backend has no panels, or keeps none for that many rows.
     """
     found = dispatch.serving_functions(("linear_panels", "keeps_panels"), ("linear",), device, dtype)
     if found is None:

@@ -25,6 +25,8 @@ logits; Szegedy et al. 2015, "Rethinking the Inception Architecture", sec. 7 (la
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -32,10 +34,31 @@ from fastbert.ops import checks
 from fastbert.ops.cross_entropy import check_statistics, checked_labels, cross_entropy_ref
 from fastbert.runtime import dispatch
 
-# Bytes of logits and their gradient at a time, where the caller does not say. On a GPU what 15% of 32 x 512
-# tokens need in bfloat16, so that nothing is computed twice; on a CPU those of 24 x 128 in float32.
+# `chunk_bytes` by default: enough that in usual batches, 15% labelled, nothing is computed twice.
+# That is 32 x 512 tokens in bfloat16 on a GPU, and 24 x 128 in float32 on a CPU.
 CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**29}
 UNKNOWN = -1  # the number of labelled rows, where the host has not seen it
+
+
+class LossInputs(NamedTuple):
+    """The arguments of forward that backward needs too."""
+
+    x: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    labels: Tensor
+    labelled: int
+    ignore_index: int
+    label_smoothing: float
+    chunk_rows: int
+
+
+class LossNeeds(NamedTuple):
+    """Which gradients backward computes."""
+
+    dx: bool
+    dweight: bool
+    dbias: bool
 
 
 def linear_cross_entropy_ref(
@@ -61,8 +84,9 @@ def linear_cross_entropy_ref(
 _WAITING = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
 
 
-def _check_operands(x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows):
-    """What `torch.ops` takes from anybody; the labels as the backends take them."""
+def _checked(inputs: LossInputs) -> LossInputs:
+    """Check what any caller may pass to `torch.ops`; the labels as the backends take them."""
+    x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows = inputs
     rows, depth = checks.matrix("x", x)
     classes = 0 if weight is None or weight.dim() == 0 else weight.shape[0]
     checks.operand("weight", weight, (classes, depth), (x.dtype,), x, strided=True, needed=True)
@@ -73,7 +97,7 @@ def _check_operands(x, weight, bias, labels, labelled, ignore_index, label_smoot
         raise ValueError(f"chunk_rows: expected an integer >= 1, got {chunk_rows}")
     labels = checked_labels(labels, rows, classes, x, ignore_index, label_smoothing)
     _checked_number(None if labelled == UNKNOWN else labelled, labels, ignore_index)
-    return labels
+    return inputs._replace(labels=labels)
 
 
 @torch.library.custom_op("fastbert::linear_cross_entropy_fwd", mutates_args=(), **_WAITING)
@@ -92,9 +116,8 @@ def linear_cross_entropy_fwd(
     lse as in `cross_entropy_fwd`. The logits are (labelled rows, classes) where they are kept for backward,
     of shape (0,) otherwise: always under torch.compile, which could not know their shape.
     """
-    labels = _check_operands(x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows)
-    args = (x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows)
-    return dispatch.call("linear_cross_entropy_fwd", x, *args, False)
+    inputs = LossInputs(x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows)
+    return dispatch.call("linear_cross_entropy_fwd", x, _checked(inputs), False)
 
 
 @linear_cross_entropy_fwd.register_fake
@@ -132,21 +155,19 @@ def linear_cross_entropy_bwd(
     the custom op's forward keeps none.
     """
     checks.operand("x", x, () if x is None else x.shape, checks.FLOATS, logits, strided=True, needed=True)
-    labels = _check_operands(x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows)
+    inputs = LossInputs(x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows)
+    inputs = _checked(inputs)
     check_statistics(dloss, lse, count, x.shape[0], x)
     checks.operand("logits", logits, (0,), (x.dtype,), x)
     if need_dbias and bias is None:
         raise ValueError("bias: expected a torch.Tensor, whose gradient is asked for, got None")
-    args = (dloss, x, weight, bias, labels, lse, count, logits, labelled, ignore_index, label_smoothing)
-    needs = chunk_rows, need_dx, need_dweight, need_dbias
-    return dispatch.call("linear_cross_entropy_bwd", logits, *args, *needs)
+    need = LossNeeds(need_dx, need_dweight, need_dbias)
+    return dispatch.call("linear_cross_entropy_bwd", logits, dloss, inputs, lse, count, logits, need)
 
 
 @linear_cross_entropy_bwd.register_fake
-def _(
-    dloss, x, weight, bias, labels, lse, count, logits, labelled, ignore_index, label_smoothing, chunk_rows,
-    need_dx, need_dweight, need_dbias,
-):  # fmt: skip
+def _(dloss, x, weight, bias, labels, lse, count, logits, *options):
+    need_dx, need_dweight, need_dbias = options[-3:]
     return (
         logits.new_empty((labels.shape[0], weight.shape[1]) if need_dx else (0,)),
         logits.new_empty((weight.shape[0], x.shape[1]) if need_dweight else (0,)),
@@ -157,38 +178,34 @@ def _(
 # --- autograd: one setup and one backward for eager and for the compiled op ---------------------------------
 
 
-def _setup_context(ctx, inputs, output):
-    x, weight, bias, labels, *ctx.options = inputs
+def _setup_context(ctx, inputs: LossInputs, output):
     _loss, lse, count, logits = output
     need_dx, need_dweight = ctx.needs_input_grad[:2]
     again = logits.dim() == 1  # they were not kept
-    ctx.save_for_backward(
-        x if again or need_dweight else None,
-        weight if again or need_dx else None,
-        bias,
-        labels,
-        lse,
-        count,
-        logits,
-    )
+    x = inputs.x if again or need_dweight else None
+    weight = inputs.weight if again or need_dx else None
+    ctx.save_for_backward(x, weight, inputs.bias, inputs.labels, lse, count, logits)
     ctx.set_materialize_grads(False)
+    ctx.options = inputs[4:]
 
 
 def _backward(launch, ctx, dloss):
     if dloss is None:
         return (None,) * 8
-    needs = ctx.needs_input_grad[:3]
-    grads = launch(dloss, *ctx.saved_tensors, *ctx.options, *needs)
-    return *(g if needed else None for g, needed in zip(grads, needs, strict=True)), *(None,) * 5
+    *tensors, lse, count, logits = ctx.saved_tensors
+    need = LossNeeds(*ctx.needs_input_grad[:3])
+    grads = launch(dloss, LossInputs(*tensors, *ctx.options), lse, count, logits, need)
+    return *(g if needed else None for g, needed in zip(grads, need, strict=True)), *(None,) * 5
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
     """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
 
     @staticmethod
-    def forward(ctx, *inputs):
+    def forward(ctx, *args):
         # a separate setup_context would cost an inspect.signature at every call
-        output = dispatch.call("linear_cross_entropy_fwd", inputs[0], *inputs, True)
+        inputs = LossInputs(*args)
+        output = dispatch.call("linear_cross_entropy_fwd", inputs.x, inputs, True)
         _setup_context(ctx, inputs, output)
         return output[0]
 
@@ -196,11 +213,17 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     @checks.once_differentiable
     def backward(ctx, dloss):
         function = "linear_cross_entropy_bwd"
-        return _backward(lambda *args: dispatch.call(function, args[7], *args), ctx, dloss)
+        return _backward(lambda *args: dispatch.call(function, args[4], *args), ctx, dloss)
+
+
+def _compiled_bwd(dloss, inputs, lse, count, logits, need):
+    """The custom op, called as a backend's `linear_cross_entropy_bwd` is."""
+    return linear_cross_entropy_bwd(dloss, *inputs[:4], lse, count, logits, *inputs[4:], *need)
 
 
 linear_cross_entropy_fwd.register_autograd(
-    lambda ctx, dloss, *_: _backward(linear_cross_entropy_bwd, ctx, dloss), setup_context=_setup_context
+    lambda ctx, dloss, *_: _backward(_compiled_bwd, ctx, dloss),
+    setup_context=lambda ctx, inputs, output: _setup_context(ctx, LossInputs(*inputs), output),
 )
 
 
@@ -231,7 +254,7 @@ def linear_cross_entropy(
         ignore_index: label of the rows that do not count.
         label_smoothing: share of the target spread evenly over all classes, in [0, 1].
         labelled: number of rows whose label is not `ignore_index`, if the host knows it; otherwise the host
-            waits for the GPU. Checked on the CPU only: elsewhere a wrong number gives a wrong loss.
+            waits for the GPU. Checked on the CPU only: on a GPU a wrong number makes a wrong loss.
         chunk_bytes: limit for the bytes of logits and their gradient at a time; one row is always computed.
             None means `CHUNK_BYTES` of the device. It changes nothing but how sums are rounded.
 
@@ -266,19 +289,17 @@ def linear_cross_entropy(
         checks.same_dtype("bias", bias, "x", x)
         bias = bias.contiguous()
     chunk_rows = max(1, chunk_bytes // (2 * classes * x.element_size()))
-    args = (
-        checks.rows(x), checks.rows(weight), bias, labels, labelled, ignore_index, float(label_smoothing),
-        chunk_rows,
-    )  # fmt: skip
+    x, weight, smoothing = checks.rows(x), checks.rows(weight), float(label_smoothing)
+    inputs = LossInputs(x, weight, bias, labels, labelled, ignore_index, smoothing, chunk_rows)
     if torch.compiler.is_compiling():
-        return linear_cross_entropy_fwd(*args)[0]
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in args[:3]):
-        return LinearCrossEntropyFunction.apply(*args)
-    return dispatch.call("linear_cross_entropy_fwd", args[0], *args, False)[0]
+        return linear_cross_entropy_fwd(*inputs)[0]
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs[:3]):
+        return LinearCrossEntropyFunction.apply(*inputs)
+    return dispatch.call("linear_cross_entropy_fwd", x, inputs, False)[0]
 
 
 def _checked_number(labelled: int | None, labels: Tensor, ignore_index: int) -> int:
-    """How many rows are labelled; UNKNOWN under torch.compile where the caller does not say."""
+    """The number of labelled rows; UNKNOWN under torch.compile if the caller does not pass it."""
     if labelled is not None and (
         not isinstance(labelled, int) or isinstance(labelled, bool) or not 0 <= labelled <= labels.shape[0]
     ):

@@ -1,9 +1,9 @@
-r"""Linear layer on 8-bit integers: rows of x quantised as they come, weights beforehand. Inference only.
+r"""Linear layer on 8-bit integers: x is quantised in the call, the weight beforehand. Inference only.
 
 Per row of x, in float32 whatever x's dtype (float64 is rounded first), each operation rounded once:
 
     lo = min(0, min_i x_i),  hi = max(0, max_i x_i)
-    step = (hi - lo) / 255,  or 1 where that is below 2**-126 (nothing but zeros, or as good as)
+    step = (hi - lo) / 255,  or 1 where that is below 2**-126 (a row of zeros, or nearly)
     inv = 1 / step
     zero = round(-lo inv)                             0 … 255
     u_i = clamp(round(x_i inv) + zero, 0, 255)
@@ -14,12 +14,12 @@ from -127 to 127 and scale (out,):
     acc_c = Σ_i (u_i - zero) weight_ci                exact integers, so equal bit for bit in every backend
     y_c = act(float(acc_c) (step scale_c) + bias_c)   in float32 (float64 for float64 x), rounded once
 
-One step more or less in `inv` moves some u by one: that is why the arithmetic up to `acc` is fixed here to
-the bit. A row with NaN or infinity in it, or whose hi - lo overflows float32, gives a row of NaN. The
-integers fit in 32 bits up to in = 65,536; more is refused.
+The last bit of `inv` can change some u by one, so the arithmetic up to `acc` is specified here to the bit. A
+row of x with NaN or infinity in it, or whose hi - lo overflows float32, makes a row of NaN. The integers fit
+in 32 bits up to in = 65,536; a larger `in` raises.
 
-A backend may read the weight in an order of its own: `linear_int8_panels(weight)` of its namespace makes such
-a copy, which `panels=` passes to the op. There is no backward: integers have no gradient.
+A backend may read the weight in its own order: `linear_int8_panels(weight)` in its namespace makes such a
+copy, which the op gets as `panels`. There is no backward: integers have no gradient.
 
 Source: Jacob et al. 2017, "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
 Inference", sec. 2; per token and per channel: Dettmers et al. 2022, "LLM.int8()", sec. 2.
@@ -122,15 +122,15 @@ def linear_int8(
         x: (..., in), float32, bfloat16, float16 or float64, in <= 65,536; cast under autocast as `F.linear`
             does.
         weight: (out, in) int8, from -127 to 127.
-        scale: (out,) float32: what one step of each row of `weight` is worth.
+        scale: (out,) float32: the value of one integer step in each row of `weight`.
         bias: (out,) of `x`'s dtype or float32, or None.
         activation: "gelu" (erf), "gelu_tanh", "relu", "silu" or None.
         panels: made of `weight` by `panel_maker(…)` for the backend that serves this call; or None. Other
             backends work from `weight`.
 
     Returns:
-        y (..., out) of `x`'s dtype. An input of no rows gives an output of no rows; a row with NaN or
-        infinity gives a row of NaN.
+        y (..., out) of `x`'s dtype. An input without rows has an output without rows; a row with NaN or
+        infinity has an output of NaN.
 
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
@@ -178,7 +178,7 @@ def linear_int8(
 
 def _check_depth(depth: int) -> None:
     if depth > MOST_INPUTS:
-        raise ValueError(f"x: expected at most {MOST_INPUTS} elements a row, got {depth}")
+        raise ValueError(f"x: expected at most {MOST_INPUTS} elements per row, got {depth}")
 
 
 def _typed(name: str, t: object, dtype: torch.dtype, x: Tensor) -> None:

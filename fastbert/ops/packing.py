@@ -6,8 +6,8 @@ Forward, which the public `pack` calls, and backward, which the public `unpack` 
     packing_bwd    y.reshape(batch * seqlen, ...)[indices[t]] = x[t],  0 everywhere else
 
 Each is the other's derivative: dx of `pack` is `unpack(dy)`, and dx of `unpack` is `pack(dy)`. Nothing is
-computed, so every element is exact. A slot that is not kept reaches neither the output nor a gradient,
-whatever it holds.
+computed, so every element is exact. The value of a slot that is not kept reaches neither the output nor a
+gradient.
 
 Source: Zhai et al. 2023, "ByteTransformer", sec. III-B (the padding-free layout).
 """

@@ -10,7 +10,7 @@ float64):
 Backward: cls, dh of the first token = dy_i; mean, dh_t = dy_i / length; max, dh_t = dy_i / ties where
 h_t = y_i, for as many tokens as share the maximum, else 0.
 
-y is float32 (float64 for float64), because it is normalised or compared next. A sequence of length zero gives
+y is float32 (float64 for float64), because it is normalised or compared next. A sequence of length zero has
 zeros. Rows at and past cu_seqlens[-1] are not read; their gradient is 0. A row of y depends on nothing else
 in the batch, and repeats are bit-equal.
 
@@ -55,7 +55,7 @@ def pooling_fwd(hidden: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
 
 
 def _check(hidden, cu_seqlens, mode):
-    """All that can be checked without a look at the values."""
+    """Check all but the values."""
     if mode not in MODES:
         raise ValueError(f"mode: {mode!r}; expected one of {', '.join(MODES)}")
     if hidden.dim() != 2:
@@ -71,7 +71,7 @@ def _check(hidden, cu_seqlens, mode):
 
 
 def _launch_fwd(hidden, cu_seqlens, mode):
-    """The backend's forward. Every way to it leads through here: eager, compiled and `torch.ops`."""
+    """The backend's forward, after the checks; eager, compiled and `torch.ops` all call it here."""
     _check(hidden, cu_seqlens, mode)
     checks.lengths(cu_seqlens, hidden.shape[0], "hidden")
     return dispatch.call("pooling_fwd", hidden, hidden, cu_seqlens, mode)
@@ -89,7 +89,7 @@ def pooling_bwd(dy: Tensor, hidden: Tensor, y: Tensor, cu_seqlens: Tensor, mode:
 
 
 def _launch_bwd(dy, hidden, y, cu_seqlens, mode):
-    """The backend's backward, likewise."""
+    """The backend's backward, after the checks."""
     _check(hidden, cu_seqlens, mode)
     checks.lengths(cu_seqlens, hidden.shape[0], "hidden")
     result = (cu_seqlens.shape[0] - 1, hidden.shape[1])

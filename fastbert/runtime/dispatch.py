@@ -71,7 +71,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         # cuBLAS moves not one byte more.
         "linear": ("aten", "reference"),
         # The activation moves once, not three times; backward reads its gradient once less, for the bias. In
-        # float32 that is little beside the products themselves.
+        # float32 that is little compared with the products themselves.
         "linear activation half": ("triton", "aten", "reference"),
         # cuBLAS's products with cross_entropy's kernels.
         "linear_cross_entropy": ("triton", "aten", "reference"),
@@ -170,11 +170,11 @@ def call(function: str, key: torch.Tensor, *args):
         function: the launcher's name, such as "layer_norm_fwd"; a kind of call that the table knows follows
             behind a space, as in "linear_fwd activation".
         key: the tensor whose device and dtype choose the backend.
-        args: the contract's arguments, passed on as they are.
+        args: the contract's arguments, passed on as they are; some ops pass several as one NamedTuple.
     """
-    tensors = [a for a in args if isinstance(a, _TensorBase)]
+    tensors = _tensors_of(args)
     if any(map(_TensorBase.is_neg, tensors)) or any(map(_TensorBase._is_zerotensor, tensors)):
-        args = [plain(a) if isinstance(a, torch.Tensor) else a for a in args]
+        args = [_plain_argument(a) for a in args]
     device = key.device
     launch = _resolved.get((function, device, key.dtype))
     if launch is None:
@@ -184,6 +184,24 @@ def call(function: str, key: torch.Tensor, *args):
         with torch.autocast(device.type, enabled=False):
             return launch(*args)
     return launch(*args)
+
+
+def _tensors_of(args: tuple) -> list[torch.Tensor]:
+    """The tensors among `args`, and those in their NamedTuples."""
+    found = []
+    for a in args:
+        if isinstance(a, _TensorBase):
+            found.append(a)
+        elif isinstance(a, tuple):
+            found += _tensors_of(a)
+    return found
+
+
+def _plain_argument(a):
+    """`plain` of a tensor, and of the tensors of a NamedTuple."""
+    if isinstance(a, torch.Tensor):
+        return plain(a)
+    return type(a)(*map(_plain_argument, a)) if isinstance(a, tuple) else a
 
 
 def _op_of(function: str) -> str:
@@ -286,7 +304,7 @@ def serving_backend(function: str, device: torch.device, dtype: torch.dtype) -> 
 
 
 def pins() -> tuple[tuple[str, str], ...]:
-    """(op, backend) pairs that `use_backend` pins now, sorted; "*" stands for all ops."""
+    """(op, backend) pairs that `use_backend` pins now, sorted; "*" means all ops."""
     return tuple(sorted(dict(_pins).items()))
 
 
@@ -365,7 +383,7 @@ def in_trial() -> bool:
 def trial(**per_op: str) -> Iterator[None]:
     """Pin backends in this thread alone, for a self-check; other threads use the table as before.
 
-    Backward runs in this thread too. No other kernel is checked meanwhile.
+    Backward runs in this thread too. No other kernel is checked until the block ends.
     """
     global _trials
     with _lock:

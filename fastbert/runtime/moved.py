@@ -24,7 +24,10 @@ PLACES: dict[str, dict[str, str]] = {
         "Proof": "testing.serving",
     },
     "encoding": {"SentenceSettings": "sentences.settings", "TokenBatch": "sentences.tokenizer"},
-    "families": dict.fromkeys(("LayerNames", "LMHead", "ClassifierHead", "Family"), "models.families"),
+    "families": {
+        **dict.fromkeys(("LayerNames", "LMHead", "ClassifierHead"), "models.paths"),
+        "Family": "models.families",
+    },
     "files": {"Stamp": "checkpoint.files"},
     "heads": {},
     "layers": {

@@ -11,7 +11,7 @@ Mark: a write through `parameter.data` bypasses the version counter, but not the
 can be copy-on-write. An unshared storage loses that state, without a copy, as soon as PyTorch hands out its
 memory for writing: to an in-place op on any alias, even of one element, to `.numpy()`, to DLPack. So the
 state is a mark that means "not written since"; it is set before a value is built. `data_ptr()` and pickling
-remove the mark too, which costs one needless build. Our launchers call `native.address` instead.
+remove the mark too, which costs one needless build. Our launchers call `loader.address` instead.
 
 Samples, on a CPU: memory may also be written without PyTorch, by a NumPy array that was taken before the mark
 was set. So one cache line of each matrix is compared at each call. And some storages cannot have a mark:
@@ -21,13 +21,7 @@ else of one row in 64, in turn. So the next call notices a write over a whole te
 a write over a row of a large matrix, and perhaps no call a write over single elements. After such a write
 call `clear(module)` (`model.train()` and `model.eval()` do).
 
-Cost, medians on two cores: a forward of 16 tokens through MiniLM (3.1 to 3.4 ms) takes 14 to 16 us more than
-with the key alone, from a mapped file 21. One of 128 tokens through BERT-base (84 ms) takes nothing more that
-could be measured, from a mapped file at most 0.7 ms. To read an element of every row at every call instead
-takes one core 138 us and 2 ms: each is a cache miss, which prefetching does not hide. To ask the kernel which
-pages of a mapped file this process has written (the ioctl PAGEMAP_SCAN, Linux 6.7) takes 0.29 ms and 2.4 ms,
-28 ns per page. To copy mapped weights would cost their memory in every process, and lose a write through an
-alias that was taken before.
+What the three checks cost, and what other checks would cost: docs/notes/torch.md.
 
 The cache refers to modules weakly and lives outside them: an entry is freed with its module, and never
 copied, pickled or saved.
@@ -51,10 +45,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastbert.runtime.native import address, extension, storage_address
+from fastbert.runtime.loader import address, extension, storage_address
 
 _LINE = 64  # bytes of a cache line
-# A matrix without a mark: up to so many rows are all compared at every call, of more rows 1 / _TURNS
+# Rows of a matrix without a mark, up to which all are compared at every call; of more rows, 1 / _TURNS.
 _WHOLE = 256
 _TURNS = 64
 _version = attrgetter("_version")

@@ -1,1 +1,4 @@
-"""Sentences to vectors: settings of a model folder, tokenizer, encoder."""
+"""Sentences to vectors: a model folder's settings, its tokenizer, and the encoder. Start with `encoder.py`.
+
+Imports from `models`, `checkpoint` and below.
+"""

@@ -8,7 +8,6 @@ obeyed. What is not implemented (a Dense module, some pooling modes) is refused 
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,34 +27,23 @@ from fastbert.ops.pooling import pooling as pool
 from fastbert.sentences.progress import bar
 from fastbert.sentences.settings import SentenceSettings, save_settings, sentence_settings
 from fastbert.sentences.similarity import SIMILARITIES, matrix
-from fastbert.sentences.tokenizer import TokenBatch, load_tokenizer, pack_batches
+from fastbert.sentences.tokenizer import (
+    EncodingError,
+    TokenBatch,
+    load_tokenizer,
+    pack_batches,
+    tokenize,
+)
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
     from fastbert.sentences.similarity import Vectors
 
 _log = logging.getLogger("fastbert")
 
-_SLICE = 32_768  # sentences tokenised at a time: bounds the memory of the token ids
-
-
-class EncodingError(ValueError):
-    """A sentence that cannot be encoded.
-
-    Attributes:
-        index: of the sentence, from 0.
-        problem: what is wrong with it.
-    """
-
-    def __init__(self, index: int, problem: str) -> None:
-        super().__init__(f"sentences[{index}]: {problem}")
-        self.index = index
-        self.problem = problem
-
-    def __reduce__(self) -> tuple[type, tuple[int, str]]:
-        # an exception is else made again from its message alone, which fails in the parent of a worker
-        return type(self), (self.index, self.problem)
+# Sentences tokenised at a time: bounds the memory of the token ids
+_SLICE = 32_768
 
 
 class SentenceEncoder:
@@ -248,28 +236,7 @@ class SentenceEncoder:
         texts = [(self.prompt + text).strip() for text in sentences]
         if self.lower_case:
             texts = [text.lower() for text in texts]
-        try:
-            encoded = self._tokenizer.encode_batch_fast(texts)
-        except Exception as error:
-            for index, text in enumerate(texts):
-                if re.search("[\ud800-\udfff]", text):
-                    raise EncodingError(index, "half of a surrogate pair is no valid Unicode") from None
-            raise ValueError(f"the tokenizer failed: {error}") from error
-        lengths = np.fromiter((len(e) for e in encoded), np.int64, len(encoded))
-        full_lengths = lengths.copy()
-        for index, one in enumerate(encoded):
-            for rest in one.overflowing:  # repeats the special tokens
-                full_lengths[index] += len(rest) - sum(rest.special_tokens_mask)
-        starts = np.concatenate([[0], np.cumsum(lengths)])
-        ids = np.fromiter((i for e in encoded for i in e.ids), np.int64, int(starts[-1]))
-        vocab_size = self.model.config.vocab_size
-        if ids.size and ids.max() >= vocab_size:
-            place = int(np.argmax(ids >= vocab_size))
-            index = int(np.searchsorted(starts, place, side="right")) - 1
-            token = self._tokenizer.id_to_token(int(ids[place]))
-            problem = f"token {token!r} has id {ids[place]}, but the model knows {vocab_size} tokens"
-            raise EncodingError(index, problem)
-        return TokenBatch(ids, starts, full_lengths)
+        return tokenize(self._tokenizer, texts, self.model.config.vocab_size)
 
     def encode_tokens(
         self,
@@ -379,7 +346,8 @@ class SentenceEncoder:
 
     def check_batch_tokens(self, batch_tokens: int) -> None:
         """Raise ValueError if `encode` would refuse `batch_tokens` or the model's mode."""
-        if self.model.training:  # switching it here would race with other threads
+        # Switching the mode here would race with other threads
+        if self.model.training:
             raise ValueError("model: in training mode, where dropout acts; call model.eval() first")
         if type(batch_tokens) is not int or batch_tokens < self.max_length:
             raise ValueError(
@@ -389,7 +357,8 @@ class SentenceEncoder:
     # no_grad, not inference_mode: what the model caches in this call stays usable under autograd
     @torch.no_grad()
     def _forward(self, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        if ids.size == 0:  # the tokenizer has no special tokens, and all sentences are empty
+        # The tokenizer has no special tokens, and all sentences are empty
+        if ids.size == 0:
             return np.zeros((len(lengths), self.width), self.dtype)
         cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
         # both on the host: nothing waits for a GPU before its result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,24 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 from fastbert.checkpoint.files import read_json
 from fastbert.models.config_checks import MAX_SIZE
+
+
+class EncodingError(ValueError):
+    """A sentence that cannot be encoded.
+
+    Attributes:
+        index: of the sentence, from 0.
+        problem: what is wrong with it.
+    """
+
+    def __init__(self, index: int, problem: str) -> None:
+        super().__init__(f"sentences[{index}]: {problem}")
+        self.index = index
+        self.problem = problem
+
+    def __reduce__(self) -> tuple[type, tuple[int, str]]:
+        # an exception is else made again from its message alone, which fails in the parent of a worker
+        return type(self), (self.index, self.problem)
 
 
 @dataclass(frozen=True)
@@ -114,6 +133,36 @@ def _wordpiece(directory: Path) -> Tokenizer:
         [AddedToken(t, normalized=False, special=True) for t in special.values() if t in vocab]
     )
     return tokenizer
+
+
+def tokenize(tokenizer: Tokenizer, texts: list[str], vocab_size: int) -> TokenBatch:
+    """The token ids of texts, truncated as the tokenizer says.
+
+    Raises:
+        EncodingError: text that is not valid Unicode, or a token with an id of `vocab_size` or more.
+    """
+    try:
+        encoded = tokenizer.encode_batch_fast(texts)
+    except Exception as error:
+        for index, text in enumerate(texts):
+            if re.search("[\ud800-\udfff]", text):
+                raise EncodingError(index, "half of a surrogate pair is no valid Unicode") from None
+        raise ValueError(f"the tokenizer failed: {error}") from error
+    lengths = np.fromiter((len(e) for e in encoded), np.int64, len(encoded))
+    full_lengths = lengths.copy()
+    for index, one in enumerate(encoded):
+        # Each overflow repeats the special tokens
+        for rest in one.overflowing:
+            full_lengths[index] += len(rest) - sum(rest.special_tokens_mask)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    ids = np.fromiter((i for e in encoded for i in e.ids), np.int64, int(starts[-1]))
+    if ids.size and ids.max() >= vocab_size:
+        place = int(np.argmax(ids >= vocab_size))
+        index = int(np.searchsorted(starts, place, side="right")) - 1
+        token = tokenizer.id_to_token(int(ids[place]))
+        problem = f"token {token!r} has id {ids[place]}, but the model knows {vocab_size} tokens"
+        raise EncodingError(index, problem)
+    return TokenBatch(ids, starts, full_lengths)
 
 
 def pack_batches(

@@ -1,4 +1,7 @@
-"""Cases and the error rule, shared by tests, benchmarks, `fastbert verify` and self-checks."""
+"""Cases and the error rule, shared by tests, benchmarks, `fastbert verify` and self-checks.
+
+May import `backends`, `ops`, `runtime` and `kernels`.
+"""
 
 from fastbert.testing.error_rule import (
     HALF,

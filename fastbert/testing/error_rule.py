@@ -85,7 +85,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """Error of one quantity (an output or a gradient) beside eager PyTorch's own."""
+    """Error of one quantity (an output or a gradient), and eager PyTorch's error of the same."""
 
     op: str
     case: str
@@ -277,8 +277,8 @@ def verify(
 def self_check(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Run the op's tiny cases on one backend and device, with their backward if there is one.
 
-    On a GPU `gpu_cases` run as well. Other threads that call the op meanwhile do not get the backend on
-    trial.
+    On a GPU `gpu_cases` run as well. Other threads that call the op during the check do not get the backend
+    on trial.
 
     Returns:
         None if every result keeps the error rule, else which result broke it and how.

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from fastbert.runtime import dispatch
-from fastbert.testing import error_rule, verdicts
+from fastbert.testing import error_rule, verdict_keys, verdicts
 from fastbert.testing.verdicts import Verdict
 
 _verdicts: dict[tuple[str, str, str, int | None, torch.dtype], Verdict] = {}
@@ -54,7 +54,7 @@ def is_ranked(name: str, op: str, device_type: str, dtype: torch.dtype) -> bool:
 def known_verdict(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Verdict | None:
     """What is known of a kernel, from this process or from disk; None where it has not been checked."""
     found = _verdicts.get((name, op, device.type, device.index, dtype))
-    return found or verdicts.load(verdicts.key_of(op, name, device, dtype))
+    return found or verdicts.load(verdict_keys.key_of(op, name, device, dtype))
 
 
 def _verdict(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Verdict | None:
@@ -102,7 +102,7 @@ def check(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Verdi
     Raises:
         BackendError: the kernel broke the CUDA context; nothing more runs on the GPU in this process.
     """
-    key = verdicts.key_of(op, name, device, dtype)
+    key = verdict_keys.key_of(op, name, device, dtype)
     found: list[tuple[Verdict, bool]] = []
 
     def run() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from fastbert.runtime import dispatch
-from fastbert.testing import verdicts
+from fastbert.testing import verdict_keys, verdicts
 from fastbert.testing.proving import is_ranked, known_verdict
 
 
@@ -122,7 +122,7 @@ def _proof(
     verdict = known_verdict(name, op, device, dtype)
     if verdict is not None:
         return ("proven here", verdict.date) if verdict.passed else ("failed here", verdict.reason or "")
-    capability = verdicts.key_of(op, name, device, dtype)["capability"]
+    capability = verdict_keys.key_of(op, name, device, dtype)["capability"]
     file = None if results is None else verdicts.proven_elsewhere(results, op, name, dtype, capability)
     if file is not None:
         return "proven elsewhere", file

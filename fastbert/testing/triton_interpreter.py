@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from fastbert.testing import interpreter_types
+
 
 def choose() -> bool:
     """Interpret if there is no CUDA device, unless TRITON_INTERPRET says otherwise. Returns whether."""
@@ -37,6 +39,7 @@ def choose() -> bool:
     if interpreting():
         patch_bfloat16()
         patch_language_once()
+        interpreter_types.patch_once()
     return interpreting()
 
 
@@ -149,7 +152,7 @@ def patch_bfloat16() -> None:
 
 
 def patch_language_once() -> None:
-    """Redirect `triton.language` once a launch, not at every device function: a quarter of the time.
+    """Redirect `triton.language` once per launch, not at every device function: a quarter of the time.
 
     And let a loop bound be an array of one element, which NumPy 2.4 refuses to Triton 3.6.
     """

@@ -1,30 +1,26 @@
 """Verdicts of self-checks, kept on disk: which GPU kernels are proven on this machine, and which failed.
 
 One small JSON file per verdict, in `$FASTBERT_CACHE/self_checks` (by default `~/.cache/fastbert/self_checks`;
-with FASTBERT_CACHE set to an empty text, none is kept). The file's name has a hash of all that the verdict
-depends on: op, backend, dtype; the device's name, compute capability and driver; the versions of torch,
-Triton and fastbert; the source of the kernel, of what it imports and of its check. If any of these changes,
-there is no verdict.
+if FASTBERT_CACHE is empty, none is kept). The file's name contains a hash of the verdict's key: all that the
+verdict depends on (`fastbert.testing.verdict_keys`). If anything in the key changes, there is no verdict.
 
-A kernel may crash the process, or hang until somebody kills it. So a marker file lies beside the verdict
-while a check runs. A marker whose process has gone counts as a failed verdict: the kernel is not tried again.
-Several processes may check the same kernel at once. Each has a marker of its own, and a failure overrides a
+A kernel may crash the process, or hang until somebody kills it. So a marker file is kept next to the verdict
+while a check runs. A marker whose process has ended counts as a failed verdict: the kernel is not tried
+again. Several processes may check the same kernel at once. Each has its own marker, and a failure overrides a
 success.
 
-Whoever can write these files could make a wrong kernel pass for proven. So a file is believed only if it is a
-plain file, no link, that belongs to this user and that nobody else may write. The same holds for the folder,
-which is made with mode 0700. Anything else is ignored, with one warning.
+Anyone who can write these files could make a wrong kernel count as proven. So a file is believed only if it
+is a plain file, no link, that belongs to this user and that nobody else may write. The same holds for the
+folder, which is made with mode 0700. Anything else is ignored, with one warning.
 
-Nothing here raises because of the disk: a file that cannot be read is no verdict; one that cannot be written
+Nothing here raises because of the disk. A file that cannot be read is no verdict. One that cannot be written
 causes one warning, and the check runs again in the next process.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import os
 import secrets
@@ -41,14 +37,11 @@ from typing import Any
 
 import torch
 
-from fastbert.runtime.version import VERSION
+from fastbert.testing.verdict_keys import Key
 
-PACKAGE = Path(__file__).resolve().parents[1]
 # After so long the process behind a marker of another machine or container counts as gone.
 FOREIGN_SECONDS = 900.0
 DIED = "a process ended while the kernel was being checked: it crashed, or it hung and was killed"
-
-Key = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -76,101 +69,6 @@ class Verdict:
 def now() -> str:
     """The date and time, UTC, to the second."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-
-# --- what a verdict depends on ------------------------------------------------------------------------------
-
-
-def key_of(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> Key:
-    """All that a verdict depends on."""
-    name, capability, driver = _device_facts(device)
-    return {
-        "op": op,
-        "backend": backend,
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": name,
-        "capability": capability,
-        "driver": driver,
-        "torch": str(torch.__version__),
-        "triton": _triton_version(),
-        "fastbert": VERSION,
-        "source": source_hash(op, backend, name),
-    }
-
-
-@cache
-def _device_facts(device: torch.device) -> tuple[str, str, str]:
-    if device.type != "cuda":
-        return device.type, "", ""
-    facts = torch.cuda.get_device_properties(device)
-    driver = [str(getattr(torch._C, "_cuda_getDriverVersion", lambda: "")())]
-    # the driver's release, such as 580.65.06; only Linux has this file
-    with contextlib.suppress(OSError):
-        driver.append(Path("/sys/module/nvidia/version").read_text().strip())
-    return facts.name, f"{facts.major}.{facts.minor}", " ".join(driver)
-
-
-@cache
-def _triton_version() -> str:
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-@cache
-def source_hash(op: str, backend: str, device_name: str, package: Path = PACKAGE) -> str:
-    """Hash of the kernel's files, of those they import, of its tuned configs and of what checks it."""
-    digest = hashlib.sha256()
-    for path in _sources(op, backend, device_name, package):
-        with contextlib.suppress(OSError):
-            digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()
-
-
-# Kernels whose file is not named after the op; launchers import them only at the first launch.
-_KERNELS = {"linear_cross_entropy": ("cross_entropy",)}
-
-
-def _sources(op: str, backend: str, device_name: str, package: Path) -> list[Path]:
-    backends = package / "backends"
-    checks = package / "testing"
-    files = [checks / "error_rule.py", checks / "op_cases" / f"{op}.py", package / "ops" / f"{op}.py"]
-    if backend == "triton":
-        starts = [backends / "triton" / f"{name}.py" for name in ("forwarders", op)]
-        starts += [package / "kernels" / f"{name}.py" for name in _KERNELS.get(op, (op,))]
-        files += sorted(_with_imports(starts, package))
-        from fastbert.kernels import tuning
-
-        files.append(tuning.file_of(device_name))
-    else:
-        from fastbert.runtime import native as _native
-
-        files += [backends / backend / f"{name}.py" for name in ("__init__", "device", op)]
-        if _native.extension is not None:
-            files.append(Path(_native.extension.__file__))
-    return files
-
-
-def _with_imports(starts: list[Path], package: Path) -> set[Path]:
-    """The files and all that they import, directly or not, of the kernels and of the triton backend."""
-    found: set[Path] = set()
-    left = list(starts)
-    while left:
-        path = left.pop()
-        if path in found or not path.is_file():
-            continue
-        found.add(path)
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            names = []
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-            elif isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            for name in names:
-                if name.startswith(("fastbert.kernels.", "fastbert.backends.triton.")):
-                    left.append(package.joinpath(*name.split(".")[1:]).with_suffix(".py"))
-    return found
 
 
 # --- where they are -----------------------------------------------------------------------------------------
@@ -342,7 +240,7 @@ def _verdict_in(path: Path, key: Key) -> Verdict | None:
 
 
 def store(key: Key, verdict: Verdict) -> None:
-    """Keep a verdict. A success does not replace a failure that another process has found meanwhile."""
+    """Keep a verdict. A success does not replace a failure that another process found in the meantime."""
     where = _trusted_folder()
     if where is None:
         return
@@ -465,7 +363,7 @@ def _abandoned(path: Path) -> bool:
 
 @contextlib.contextmanager
 def running(key: Key) -> Iterator[None]:
-    """Keep a marker beside the verdict while the block runs; without a folder to write to, keep none."""
+    """Keep a marker next to the verdict while the block runs, if there is a folder to write to."""
     where, pid = _trusted_folder(), os.getpid()
     path = None
     if where is not None:

@@ -22,7 +22,7 @@ from typing import IO
 import torch
 
 from fastbert.runtime import dispatch
-from fastbert.testing import proving, verdicts
+from fastbert.testing import proving, verdict_keys, verdicts
 from fastbert.testing.verdicts import Verdict
 
 COMMAND = [sys.executable, "-m", "fastbert.testing.warmup"]
@@ -83,7 +83,7 @@ def run(
         seconds: limit for one check.
     """
     for op, backend, each in wanted(device, ops, dtypes):
-        keys = {dtype: verdicts.key_of(op, backend, device, dtype) for dtype in each}
+        keys = {dtype: verdict_keys.key_of(op, backend, device, dtype) for dtype in each}
         left = []
         for dtype, key in keys.items():
             if again:
@@ -126,7 +126,7 @@ class _Child:
             os.close(writing)
         self.pending = b""
         # the kernel that is being checked
-        self.begun: verdicts.Key | None = None
+        self.begun: verdict_keys.Key | None = None
 
     def __enter__(self) -> _Child:
         return self
@@ -146,7 +146,7 @@ class _Child:
         return self.process.wait()
 
     def results(
-        self, keys: dict[torch.dtype, verdicts.Key], left: list[torch.dtype], seconds: float
+        self, keys: dict[torch.dtype, verdict_keys.Key], left: list[torch.dtype], seconds: float
     ) -> Iterator[Result]:
         """Results as they come, removed from `left`, until the process ends."""
         checked = 0

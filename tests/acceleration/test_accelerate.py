@@ -1,5 +1,6 @@
-"""What `fastbert.accelerate` promises: options, `restore`, `explain`, copies, files, and whatever people do
-around a model. What accelerated models compute is in test_accelerate_model.py, _layer.py and _training.py.
+"""What `fastbert.accelerate` promises: options, `restore`, `explain`, copies, files.
+
+What accelerated models compute is in test_model.py, test_layer.py and test_training.py.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def test_restore_gives_the_stock_model_back(name):
         actual = fast(**inputs, output_hidden_states=True)
     assert torch.equal(actual.logits, expected.logits)
     assert all(map(torch.equal, actual.hidden_states, expected.hidden_states))
-    assert fastbert.restore(fast) is fast  # again, and of a model that never was accelerated
+    assert fastbert.restore(fast) is fast  # twice, and for a model that was never accelerated
     assert not any(layer.fused for layer in fastbert.explain(fast).layers)
     fastbert.accelerate(fast)
     with torch.no_grad(), calls(fast, packed=1, fused=layer_calls(name)):
@@ -315,7 +316,7 @@ def test_fastberts_own_models_need_no_accelerate(kind):
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert (set(vars(model)), repr(model)) == (keys, shown)
     report = fastbert.explain(model)
-    assert [(m.kind, m.unpads) for m in report.models] == [("native", True)]
+    assert [(m.kind, m.unpads) for m in report.models] == [("own", True)]
     assert (report.fused_layers, report.total_layers) == (LAYERS, LAYERS)
     first, second = str(report).splitlines()
     assert first.startswith(
@@ -323,7 +324,7 @@ def test_fastberts_own_models_need_no_accelerate(kind):
     )
     assert "calls" not in second
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a stock model beside it is accelerated without a word
+        warnings.simplefilter("error")  # a stock model beside it is accelerated without a warning
         beside = nn.ModuleList([model, stock("bert")])
         assert fastbert.explain(fastbert.accelerate(beside)).fused_layers == 2 * LAYERS
 
@@ -388,7 +389,7 @@ def test_versions_in_range_are_accelerated_without_a_word(version, monkeypatch):
 
 
 def test_import_asks_for_no_transformers(tmp_path):
-    """And a pickled model is read by a process that never imported fastbert itself."""
+    """A process that does not import fastbert itself reads a pickled model."""
     slow, fast = build("bert", HEAD)
     inputs = first_kept("bert")
     saved = {
@@ -473,7 +474,7 @@ def test_pickle(name):
     fastbert.accelerate(fast, unpad=False)
     inputs = first_kept(name)
     loaded = pickle.loads(pickle.dumps(fast))
-    # the options came along
+    # the options were copied
     with torch.no_grad(), calls(loaded, packed=0, padded=1, fused=layer_calls(name), stock=0):
         close(loaded(**inputs).logits, slow(**inputs).logits)
     for a, b in zip(loaded.modules(), slow.modules(), strict=True):
@@ -534,11 +535,11 @@ def test_resized_token_embeddings(name):
             fast.get_input_embeddings().weight.shape[1],
         )
         fast.zero_grad()
-        del actual  # its graph remembers the size
+        del actual  # its autograd graph knows the size
 
 
 def test_weights_may_change_at_any_time():
-    """Whatever was derived from the weights before does not serve after."""
+    """What was derived from the weights before is not used after."""
     slow, fast = build("bert", HEAD)
     inputs = first_kept("bert")
     other = stock("bert", HEAD, seed=9).state_dict()
@@ -598,7 +599,7 @@ def test_functional_call_runs_the_weights_that_it_is_given():
 
 
 class _Pair(nn.Module):
-    """Two encoders and what they share, as retrieval models have it."""
+    """Two encoders with shared parts, as in retrieval models."""
 
     def __init__(self):
         super().__init__()
@@ -680,7 +681,7 @@ def test_modes_of_autograd(mode):
             same_outputs(actual, expected, kept)
         assert actual[0].requires_grad == expected[0].requires_grad
         assert actual[0].is_inference() == expected[0].is_inference()
-    fast(**inputs)[0].sum().backward()  # and what was derived there does not stand in the way here
+    fast(**inputs)[0].sum().backward()  # and what was derived there does not hinder this call
     assert all(p.grad is not None for k, p in fast.named_parameters() if "pooler" not in k)
 
 
@@ -766,7 +767,7 @@ def test_flops_are_counted_as_in_the_stock_model():
 
 @pytest.mark.parametrize("what", ["grad", "vmap", "jvp", "forward-mode"])
 def test_transforms_of_functions_see_the_stock_model(what):
-    """Per-sample gradients, directional derivatives: our operations have no rules for them."""
+    """Our operations have no rules for per-sample gradients and directional derivatives."""
     slow, fast = (m.double() for m in build("bert", attention="eager"))
     embeds = torch.randn(3, 7, 48, dtype=torch.float64)
     results = []

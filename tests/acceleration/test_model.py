@@ -1,6 +1,4 @@
-"""What a call of an accelerated model gives (acceleration/model.py): every family, head, argument and mask,
-each against the untouched model.
-"""
+"""Results of an accelerated model for every family, head, argument and mask, against the untouched model."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from tests.support.accelerated_models import (
 from tests.support.hf_models import FAMILY_NAMES, batch
 from tests.support.model_pairs import CASES, labels_for
 
-UNSUPPORTED = "tanh"  # an activation that no op of ours knows
+UNSUPPORTED = "tanh"  # an activation that our ops lack
 MASKS = ("right", "holes", "left", "ones", "none", "empty-row")
 
 # -- every family, every head --------------------------------------------------------------------------------
@@ -58,7 +56,7 @@ def test_families_give_the_stock_outputs(name, mask):
         actual = fast(**inputs)
     with torch.no_grad():
         expected = slow(**inputs)
-    if mask == "empty-row":  # nobody says what a sequence of no tokens is; it is finite
+    if mask == "empty-row":  # the result for a sequence without tokens is undefined, but finite
         assert all(value.isfinite().all() for value in actual.values())
         kept, actual, expected = kept[:3], _rows(actual, 3), _rows(expected, 3)
     same_outputs(actual, expected, kept)
@@ -84,7 +82,7 @@ def test_hidden_states_of_families(name):
     for hidden in actual.hidden_states:
         assert hidden.shape == (4, 40, 48)
         assert hidden[~kept].eq(0).all()
-    # nothing that the call left behind sends the next one another way
+    # the next call takes the same path
     with torch.no_grad(), calls(fast, packed=1, fused=layer_calls(name), stock=0):
         close(fast(**inputs).last_hidden_state[kept], expected.last_hidden_state[kept])
 
@@ -97,7 +95,7 @@ def test_heads_give_the_stock_outputs_and_loss(name, task):
         inputs = {k: v.reshape(2, 2, -1) for k, v in inputs.items()}
     kept = inputs["attention_mask"].bool()
     labels = labels_for(slow, inputs, seed=1)
-    if task == "ForQuestionAnswering":  # its softmax runs over padding too: the loss has a test of its own
+    if task == "ForQuestionAnswering":  # its softmax includes padding: the loss has its own test
         labels = {}
     with torch.no_grad():
         expected = slow(**inputs, **labels, output_hidden_states=True)
@@ -320,7 +318,7 @@ def test_attention_probabilities_come_from_the_stock_layers(name):
         same_outputs(actual, expected, kept)
         assert len(actual.attentions) == layer_calls(name)
         assert actual.attentions[0].shape == (4, 3, 40, 40)
-        # the stock model leaves its hooks on the layers for good: they stop nothing
+        # the stock model never removes its hooks from the layers; they must not matter
         with calls(fast, packed=1, fused=layer_calls(name), stock=0):
             close(fast(**inputs)[0][kept], expected[0][kept])
 
@@ -407,7 +405,8 @@ def test_masks_of_other_shapes_do_what_they_do_in_the_stock_model(shape, padding
                 outputs.append(model(ids, mask).last_hidden_state)
         except (ValueError, RuntimeError, IndexError) as error:
             outputs.append(type(error))
-    assert isinstance(outputs[0], torch.Tensor) or padding  # without any, transformers drops the mask unseen
+    # without any, transformers silently drops the mask
+    assert isinstance(outputs[0], torch.Tensor) or padding
     if isinstance(outputs[0], torch.Tensor):
         close(outputs[1], outputs[0])
     else:
@@ -496,7 +495,7 @@ def test_errors_of_the_caller_stay_errors():
         for model in (slow, fast):
             with pytest.raises((ValueError, IndexError, RuntimeError)), torch.no_grad():
                 model(**arguments)
-    with torch.no_grad(), calls(fast, packed=1, fused=LAYERS):  # and none of it left anything behind
+    with torch.no_grad(), calls(fast, packed=1, fused=LAYERS):  # and later calls are not affected
         close(fast(ids)[0], slow(ids)[0])
 
 

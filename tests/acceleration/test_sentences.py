@@ -1,5 +1,6 @@
-"""`SentenceTransformer.encode` of an accelerated model: batches by tokens, each against stock `encode`,
-and when stock's own loop runs.
+"""`SentenceTransformer.encode` of an accelerated model, against stock `encode`.
+
+Which batches it makes by tokens, and when stock's own loop runs.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A tiny encoder with a tokenizer of words."""
+    """A tiny encoder with a word-level tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import AutoModel, PreTrainedTokenizerFast
 
@@ -46,9 +47,14 @@ def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("words")
     hf_model("bert", AutoModel, num_hidden_layers=1).save_pretrained(path)
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
-        sep_token="[SEP]", mask_token="[MASK]", model_max_length=16,
-    ).save_pretrained(path)  # fmt: skip
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        model_max_length=16,
+    ).save_pretrained(path)
     return path
 
 
@@ -69,7 +75,7 @@ def pair(folder):
 
 @pytest.fixture
 def batches(monkeypatch) -> list[tuple[int, int]]:
-    """(texts, tokens) of every batch that was taken by tokens; empty where stock's loop ran."""
+    """(texts, tokens) of every batch that our loop ran; empty if stock's loop ran."""
     seen, cut = [], sentences.Texts.features
 
     def features(self, batch, device):
@@ -86,7 +92,7 @@ def assert_same(model, stock, texts=TEXTS, **settings) -> None:
     assert got.dtype == want.dtype
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
     if want.dim() == 2:
-        assert (want[0] - want[3]).abs().max() > 1e-3  # so that an order would be seen
+        assert (want[0] - want[3]).abs().max() > 1e-3  # so that a wrong order is noticed
 
 
 @pytest.mark.parametrize("batch_size", (1, 2, 32))

@@ -1,4 +1,4 @@
-"""Question answering by accelerated models: its softmax runs over padding, which their encoders take out."""
+"""Question answering by accelerated models: its softmax includes padding, which their encoders remove."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_padding_gets_no_probability(name):
         assert (p[kept] >= theirs.softmax(-1)[kept] - 1e-6).all()
         losses.append(F.cross_entropy(theirs.masked_fill(~kept, -torch.inf), label))
     close(actual.loss, (losses[0] + losses[1]) / 2)
-    assert actual.loss < expected.loss - 0.1  # or there was nothing to see
+    assert actual.loss < expected.loss - 0.1  # else the test would show nothing
     assert actual.to_tuple()[0] is actual.loss is actual["loss"]
 
 
@@ -109,7 +109,7 @@ def test_tuples_and_labels_in_every_form(name):
         assert torch.equal(
             fast(**inputs, start_positions=start[:, None], end_positions=end[:, None]).loss, whole.loss
         )
-        # beyond the row: not counted. Before it: its first token.
+        # a position beyond the row is not counted; one before it means its first token
         moved = {"start_positions": start.clone(), "end_positions": end.clone()}
         moved["start_positions"][:2] = torch.tensor([18, 500])
         moved["end_positions"][3] = -7
@@ -182,7 +182,7 @@ def test_what_is_not_packed_is_scored_as_in_the_stock_model(change, options, giv
 @pytest.mark.parametrize("key", ["start_positions", "end_positions"])
 @pytest.mark.parametrize("kind", [torch.long, torch.bool, torch.float32])
 def test_label_on_a_masked_token(key, kind):
-    """Of no use to anyone, but no reason for a loss of 1e38."""
+    """A useless label, but no reason for a loss of 1e38."""
     slow, fast = pair("bert", SPANS)
     inputs, labels = asked()
     inputs["attention_mask"] = inputs["attention_mask"].to(kind)
@@ -250,7 +250,7 @@ def test_checkpointed_encoder_recomputes_what_it_did():
 
 
 class Reads(transformers.BertForQuestionAnswering):
-    """A head of somebody's own."""
+    """A head that a user wrote."""
 
     def forward(self, input_ids, attention_mask):
         return self.qa_outputs(self.bert(input_ids, attention_mask=attention_mask)[0])
@@ -309,7 +309,7 @@ def test_restore_copies_and_pickles():
 def test_errors_of_the_stock_model_come_through():
     slow, fast = pair("bert", SPANS)
     inputs, labels = asked()
-    labels["start_positions"][0] = 17  # a masked token, which leaves padding in
+    labels["start_positions"][0] = 17  # a masked token, so that padding stays
     for wrong in (
         {**labels, "end_positions": torch.zeros(3, dtype=torch.long)},
         {**labels, "end_positions": 3},
@@ -328,7 +328,7 @@ def test_mapped_and_compiled_heads_are_the_stock_models(how):
     given = inputs | labels
     with torch.no_grad():
         expected = slow(**given)
-        if how == "vmap":  # over labels: values may not be looked at
+        if how == "vmap":  # over labels: their values must not be read
             pairs = torch.stack([*labels.values()]), torch.stack([*labels.values()]).flip(0)
             losses = [
                 torch.func.vmap(lambda a, b, m=m: m(**inputs, start_positions=a, end_positions=b).loss)(
@@ -398,7 +398,7 @@ def test_trained_model_answers_as_well_as_stock(accelerated):
         expected = slow(**data)
         with calls(fast, packed=1, padded=0):
             actual = fast(**data)
-    assert expected.loss < 0.05  # so a model trained through accelerate serves as stock, too
+    assert expected.loss < 0.05  # so a model that was trained while accelerated works as stock too
     assert actual.loss <= 1.0001 * expected.loss
     for key, labels in (("start_logits", data["start_positions"]), ("end_logits", data["end_positions"])):
         mine, theirs = actual[key].softmax(-1), expected[key].softmax(-1)

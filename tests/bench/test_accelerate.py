@@ -1,4 +1,4 @@
-"""The benchmark of `fastbert.accelerate` runs and says what it measured; how fast is not asked here."""
+"""The benchmark of `fastbert.accelerate` runs and says what it measured; speeds are not checked here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def known_roofs(monkeypatch):
 
 
 def run(folder: Path, *options: str) -> tuple[int, dict]:
-    """(the exit status, what it wrote) of a run with the tiny settings."""
+    """(exit status, written report) of a run with the tiny settings."""
     threads = str(torch.get_num_threads())
     status = bench_accelerate.main(
         ["--smoke", "--samples", "2", "--threads", threads, "--out", str(folder), *options]

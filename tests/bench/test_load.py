@@ -1,4 +1,4 @@
-"""The benchmark beside a busy neighbour runs and says what it measured; how fast is not asked here."""
+"""The benchmark beside a busy neighbour runs and says what it measured; speeds are not checked here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The probe tries its code on tiny shapes here; no test looks at a time."""
+"""The probe runs its code on tiny shapes here; no test checks a time."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ class RecordedBench(probe_steps.Bench):
 
 @pytest.fixture
 def untimed(monkeypatch):
-    """Every call runs once and costs a millisecond; nothing asks a GPU anything."""
+    """Every call runs once and takes a millisecond; no GPU is used."""
 
     def once(candidates, device, *, clock=None, **options):
         for calls in candidates.values():
@@ -304,7 +304,7 @@ def test_gpu_gemm_step_covers_every_shape(untimed):
 
 
 def gpu_plan_on_cpu(run) -> list[dict]:
-    """Run what a step would do on a GPU, tiny and on the CPU: autograd has no fake CUDA tensors."""
+    """Run the GPU plan of a step with tiny shapes on the CPU: autograd has no fake CUDA tensors."""
     bench = RecordedBench("cpu", smoke=True)
     bench.step, bench.cuda = "planned", True
     run(bench)
@@ -329,7 +329,7 @@ def test_gpu_sdpa_step_covers_every_backend(untimed):
         for backend in ("flash", "efficient", "cudnn", "math")
         for dropout in ("", "-dropout0.1")
     }
-    # a CPU has no more than flash (without dropout) and math
+    # a CPU has only flash (without dropout) and math
     done = {row["name"] for row in rows if row["status"] == "ok"}
     assert {name for name in done if "math" in name} == {row["name"] for row in rows if "math" in row["name"]}
     assert {f"attention_{way}-sdpa_flash-fp32-1x16x2x16" for way in ("fwd", "bwd")} <= done
@@ -337,7 +337,7 @@ def test_gpu_sdpa_step_covers_every_backend(untimed):
 
 @pytest.fixture
 def fake_cuda(monkeypatch) -> list[str]:
-    """CUDA's streams, events and graphs replaced by a log; every pair of events lies 1 ms apart."""
+    """Replace CUDA's streams, events and graphs by a log; each pair of events is 1 ms apart."""
     log: list[str] = []
 
     class Stream:
@@ -425,7 +425,7 @@ def test_gpu_launch_step(untimed, fake_cuda):
 
 
 class FakeDriver:
-    """Stands for libcuda: checks what it is given, and says that 132 SMs hold one block each."""
+    """A stand-in for libcuda: checks its arguments, and says that 132 SMs hold one block each."""
 
     def __init__(self, fail: str = ""):
         self.fail, self.attributes, self.asked = fail, {}, []

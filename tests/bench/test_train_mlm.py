@@ -1,5 +1,6 @@
-"""The benchmark that trains on real text runs, and its verdict tells a curve that differs from one that does
-not; whether ours do is not asked here.
+"""The benchmark that trains on real text runs, and its verdict finds a curve that differs.
+
+Whether ours differs is not checked here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def words(count: int = 3000) -> torch.Tensor:
 
 
 def runs(*curves: list[float], held_out: float = 4.0) -> list[dict]:
-    """What `train` would give for each seed."""
+    """What `train` would return for each seed."""
     return [{"curve": c, "losses": c, "held_out": [10.0, held_out + i]} for i, c in enumerate(curves)]
 
 
@@ -137,7 +138,7 @@ def test_what_is_held_out_is_not_trained_on():
     [
         (runs(FALLING, OTHER), True),
         (runs([x + 0.04 for x in FALLING], [x - 0.04 for x in OTHER]), True),
-        (runs(OTHER, FALLING), True),  # as far as the seeds are apart, and no further
+        (runs(OTHER, FALLING), True),  # as far apart as the seeds, and no further
         (runs([x + 0.06 for x in FALLING], OTHER), False),  # in the last window the seeds are 0.05 apart
         (runs(FALLING, [*OTHER[:2], 7.6, *OTHER[3:]]), False),
         (runs(FALLING, [*OTHER[:4], math.nan]), False),

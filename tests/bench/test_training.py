@@ -1,4 +1,4 @@
-"""A training step is measured and its memory counted as it is; how fast it is, is not asked here."""
+"""The measured training step is the real one, and so is its memory; speeds are not checked here."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from bench import (
 )
 from fastbert.models.heads import masked_lm
 from fastbert.runtime import dispatch
+from tests.support import launchers
 
 TINY = workloads.TINY
 LENGTHS = (9, 2, 14)
@@ -199,7 +200,7 @@ def test_what_autograd_saves_is_counted_once_and_while_it_lives():
     saved = footprint.Saved([weight])
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
         y = x @ weight.T  # x; the weight is known
-        z = (y + 1).sin()  # the sum, which nobody else holds
+        z = (y + 1).sin()  # the sum, of which there is no other reference
         z2 = y * y  # y, twice
         assert saved.total() == 128 * 3
         kinds = [(row["what"], row["tensors"]) for row in saved.largest(5)]
@@ -247,7 +248,7 @@ def test_nothing_stays_patched_and_nothing_is_computed():
         raise RuntimeError("planted")
     assert (torch.compiler.is_compiling, masked_lm.check_classes) == before
     assert ("is_cuda" in vars(FakeTensor)) == own
-    huge = workloads.Model("huge", 8192, 2, 64, 32768)  # 6 GiB of weights, were there any
+    huge = workloads.Model("huge", 8192, 2, 64, 32768)  # would be 6 GiB of weights
     assert footprint.count("fastbert", huge, (512,) * 64)["peak_mib"] > 4 * 6000
 
 
@@ -287,7 +288,7 @@ def test_attention_alone_does_a_steps_work(monkeypatch, tag, lengths):
     seen, call = [], dispatch.call
 
     def spy(function, key, *args):
-        seen.append((function, args))
+        seen.append((function, launchers.flat(args)))
         return call(function, key, *args)
 
     monkeypatch.setattr(dispatch, "call", spy)
@@ -325,7 +326,7 @@ def test_attentions_goal_stands_beside_base_on_a_gpu(monkeypatch):
 
 
 def arguments(monkeypatch, *options: str):
-    """Parsed as on a machine with a GPU."""
+    """Parse arguments as on a machine with a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return bench_training.parse([*options])
 
@@ -379,8 +380,10 @@ def test_a_small_budget_leaves_rows_that_say_so(monkeypatch):
         "torch_compile-bf16"
     ]
     assert [row["candidate"] for row in rows if row["step"] == "training"] == [
-        "fastbert-bf16", "transformers-bf16", "torch_compile-bf16",
-    ]  # fmt: skip
+        "fastbert-bf16",
+        "transformers-bf16",
+        "torch_compile-bf16",
+    ]
     assert re.match(r"[01] s left of --budget 0, about 14 s needed", rows[0]["error"])
     assert "skipped: " in bench_training.line(rows[0])
     assert rows[0]["name"] == "training-fastbert-bf16-base-full-pretraining"
@@ -443,10 +446,18 @@ def test_memory_is_measured_where_the_step_runs(monkeypatch):
 @pytest.mark.parametrize(("device", "goal"), [("cuda", 22.0), ("cpu", None)])
 def test_the_goal_is_printed_beside_ours_on_a_gpu(monkeypatch, device, goal):
     row = {
-        "step": "training", "status": "ok", "model": "base", "workload": "full", "median_ms": 21.0,
-        "grad_cosine": None, "gflops": 1e5, "of_floor": 0.5, "spread": 0.01, "head": "pretraining",
+        "step": "training",
+        "status": "ok",
+        "model": "base",
+        "workload": "full",
+        "median_ms": 21.0,
+        "grad_cosine": None,
+        "gflops": 1e5,
+        "of_floor": 0.5,
+        "spread": 0.01,
+        "head": "pretraining",
         **dict.fromkeys(training.PARTS, 7.0),
-    }  # fmt: skip
+    }
     names = ("fastbert", "transformers")
     both = [row | {"name": f"training-{n}-bf16-base-full", "candidate": f"{n}-bf16"} for n in names]
     asked: list[dict] = []
@@ -535,18 +546,24 @@ def test_make_gpu_trains(monkeypatch, tmp_path):
 def test_a_gpu_run_is_kept_and_told(tmp_path):
     folder, results = tmp_path / "out", tmp_path / "results"
     environment = {
-        "device": "NVIDIA H999", "slug": "nvidia-h999", "device_type": "cuda", "torch": "2.11.0",
-        "triton": "3.6.0", "driver": "580.1",
-    }  # fmt: skip
+        "device": "NVIDIA H999",
+        "slug": "nvidia-h999",
+        "device_type": "cuda",
+        "torch": "2.11.0",
+        "triton": "3.6.0",
+        "driver": "580.1",
+    }
     head = {"schema": 1, "date": "2026-11-30T10:00:00+00:00", "commit": "a" * 40, "changed": False}
     row = {"status": "ok", "model": "base", "workload": "full", "head": "pretraining"}
     timed = row | {"step": "training", "of_floor": 0.5}
     for name in ("encoder", "training"):
         lines.append(folder / f"{name}.jsonl", "head", head | {"environment": environment})
     for name, ms, group in (
-        ("fastbert", 20.0, "plain"), ("transformers", 50.0, "plain"), ("fastbert", 21.0, "compile"),
+        ("fastbert", 20.0, "plain"),
+        ("transformers", 50.0, "plain"),
+        ("fastbert", 21.0, "compile"),
         ("torch_compile", 31.5, "compile"),
-    ):  # fmt: skip
+    ):
         values = {"candidate": f"{name}-bf16", "name": f"training-{name}", "median_ms": ms, "group": group}
         lines.append(folder / "training.jsonl", "row", timed | values)
     values = {"step": "training_memory", "candidate": "fastbert-bf16", "name": "m", "peak_mib": 6144.0}

@@ -25,8 +25,7 @@ from fastbert.cli import bench, encode
 from fastbert.cli import main as cli
 from fastbert.cli import output as output_file
 from fastbert.ops.pooling import MODES as POOLINGS
-from fastbert.runtime import dispatch
-from fastbert.runtime import native as _native
+from fastbert.runtime import dispatch, loader
 from fastbert.sentences.encoder import SentenceEncoder
 from fastbert.testing import serving
 
@@ -90,7 +89,7 @@ def encode_args(model, source, target, *more):
 
 
 def left(folder):
-    """Names in a folder, hidden ones too."""
+    """The names in a folder, including hidden ones."""
     return sorted(os.listdir(folder))
 
 
@@ -288,7 +287,7 @@ def test_a_dangling_link_is_not_written_through_unasked(run, model, text, tmp_pa
 
 
 def test_leftovers_of_killed_runs_are_removed(run, model, text, tmp_path):
-    """Real ones: a run that was killed, and one that is still at it."""
+    """A run that was killed, and one that still runs."""
     output = tmp_path / "o.npy"
     arguments = [sys.executable, "-m", "fastbert", *map(str, encode_args(model, "-", output, "--overwrite"))]
     environment = {
@@ -320,7 +319,7 @@ def test_leftovers_of_killed_runs_are_removed(run, model, text, tmp_path):
         assert left(tmp_path) == sorted([*others, "in.txt", "o.npy", living.name])
         _, err = runs[1].communicate(b"a\n", timeout=240)
         assert runs[1].returncode == 0, err
-        assert np.load(output).shape == (1, 32)  # the living one was left alone
+        assert np.load(output).shape == (1, 32)  # the run that still runs was not disturbed
     finally:
         for process in runs:
             process.kill()
@@ -365,7 +364,7 @@ def test_a_disk_that_fails_at_the_end_names_the_output(run, model, text, tmp_pat
 
 @pytest.mark.skipif(os.name != "posix", reason="elsewhere a folder cannot be opened")
 def test_the_folder_is_synced_after_the_rename(run, model, text, tmp_path, monkeypatch):
-    """Else a crash of the machine could lose the name of a file whose content is on disk."""
+    """Otherwise a crash of the machine could lose the name of a file whose content is on disk."""
     output, synced, fsync = tmp_path / "o.npy", [], os.fsync
 
     def record(descriptor):
@@ -413,7 +412,7 @@ def test_an_error_midway_leaves_the_old_file(model, text, tmp_path, monkeypatch,
     if isinstance(error, OSError):
         assert cli.main(arguments) == 2
         assert "fastbert: error: [Errno 28] No space left on device" in capsys.readouterr().err
-    else:  # not the user's mistake: the traceback is wanted
+    else:  # not the user's mistake: show the traceback
         with pytest.raises(RuntimeError, match="a bug"):
             cli.main(arguments)
     assert output.read_bytes() == b"precious"
@@ -466,7 +465,7 @@ def test_stopped_by_a_signal_midway(model, tmp_path, name, kind):
 @pytest.mark.parametrize("start", ["module", "script"])
 @pytest.mark.parametrize("swallow", [False, True])
 def test_interrupted_while_it_imports(tmp_path, start, swallow):
-    """Quietly, also where what is imported takes the exception of Ctrl-C for its own."""
+    """It stops quietly, even if an imported module catches the exception of Ctrl-C."""
     interrupt = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(5)"
     if swallow:
         interrupt = f"try:\n    {interrupt}\nexcept BaseException as error:\n    raise ImportError from error"
@@ -486,7 +485,7 @@ def test_interrupted_while_it_imports(tmp_path, start, swallow):
 
 @pytest.mark.skipif(os.name != "posix", reason="signals as POSIX knows them")
 def test_interrupted_while_a_command_is_imported(tmp_path):
-    """Quietly, though what the command imports takes any exception for its own."""
+    """It stops quietly, even if a module that the command imports catches all exceptions."""
     interrupt = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(5)"
     swallow = f"try:\n    {interrupt}\nexcept BaseException as error:\n    raise ImportError from error\n"
     (tmp_path / "tokenizers.py").write_text(swallow)
@@ -701,8 +700,8 @@ def test_env_asks_for_the_results_of_the_checkout(run, monkeypatch):
 
 
 def test_env_without_the_extension(run, monkeypatch):
-    monkeypatch.setattr(_native, "extension", None)
-    monkeypatch.setattr(_native, "missing", "is not built")
+    monkeypatch.setattr(loader, "extension", None)
+    monkeypatch.setattr(loader, "missing", "is not built")
     extension = json.loads(run("env", "--json")[0])["extension"]
     assert extension == {"built": False, "reason": "is not built"}
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from fastbert import testing
 from fastbert.backends import cpu, reference
 from fastbert.ops.cross_entropy import cross_entropy_ref
-from fastbert.runtime import native as _native
+from fastbert.runtime import loader
 from fastbert.testing import serving
 from fastbert.testing.op_cases.cross_entropy import CASES
 from tests.support import cpu_build
@@ -20,10 +20,10 @@ from tests.support.cpu_truth import HALF, assert_rounds_to, assert_same_bits, ra
 DTYPES = (torch.float32, *HALF)
 IGNORE = -100
 INF, NAN = float("inf"), float("nan")
-_C = _native.extension
+_C = loader.extension
 
 pytest_plugins = ("tests.support.cpu_fixtures",)
-pytestmark = pytest.mark.skipif(_C is None, reason=str(_native.missing))
+pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 
 
 def labels_of(rows, classes, labelled=1.0, ignore_index=IGNORE, seed=0):
@@ -34,14 +34,14 @@ def labels_of(rows, classes, labelled=1.0, ignore_index=IGNORE, seed=0):
 
 
 def everything(logits, labels, smoothing=0.0, dloss=1.0, ignore_index=IGNORE):
-    """The backend itself: loss, lse, count, dlogits."""
+    """Call the backend itself: loss, lse, count, dlogits."""
     loss, lse, count = cpu.cross_entropy_fwd(logits, labels, ignore_index, smoothing)
     dloss = torch.tensor(dloss)
     return loss, lse, count, cpu.cross_entropy_bwd(dloss, logits, labels, lse, count, ignore_index, smoothing)
 
 
 def both_ways(rows, classes, dtype, smoothing=0.0, labelled=1.0, gap=3, ignore_index=IGNORE):
-    """Forward and backward, each output against float64. What is not labelled is NaN, and so are the gaps."""
+    """Forward and backward, each output against float64. Unlabelled rows and gaps are NaN."""
     logits, memory = strided_rows(rows, classes, dtype, gap, seed=classes)
     logits.mul_(2)
     labels = labels_of(rows, classes, labelled, ignore_index)
@@ -50,8 +50,11 @@ def both_ways(rows, classes, dtype, smoothing=0.0, labelled=1.0, gap=3, ignore_i
     before = memory.clone()
     loss, lse, count, dlogits = everything(logits, labels, smoothing, 1.5, ignore_index)
     assert (loss.dtype, lse.dtype, count.dtype, dlogits.dtype) == (
-        torch.float32, torch.float32, torch.int64, dtype,
-    )  # fmt: skip
+        torch.float32,
+        torch.float32,
+        torch.int64,
+        dtype,
+    )
     assert (loss.shape, count.shape) == ((), ())
     assert count == keep.sum()
     wide = logits.double().requires_grad_()
@@ -161,7 +164,7 @@ def test_equal_logits_are_exact(isa, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dlogits_of_more_than_32_mib(isa, dtype, guarded):
-    """Its memory is asked for in batches."""
+    """Memory of that size is requested in batches."""
     rows = 2**25 // 30522 // dtype.itemsize + 40
     both_ways(rows, 30522, dtype, labelled=0.02, gap=0)
 
@@ -173,7 +176,7 @@ def test_dlogits_of_more_than_32_mib(isa, dtype, guarded):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("classes", (5, 40, 5000))
 def test_bad_rows_are_as_the_reference_has_them(isa, dtype, smoothing, classes):
-    """NaN, infinities, -inf everywhere, at the label or elsewhere: the same rows are NaN, inf or finite."""
+    """NaN, infinities and rows of -inf: the same rows are NaN, infinite or finite."""
     for bad in (NAN, INF, -INF):
         for columns in ([1], [classes - 1], [0, 1], range(classes)):
             for label in (0, 1, classes - 1):
@@ -220,7 +223,7 @@ def test_row_strides(isa, stride):
 
 @pytest.mark.parametrize("bad", (-1, 9, 2**40))
 def test_labels_out_of_range_are_refused_before_memory_is_read(bad):
-    """The op looks at them as well, but not under torch.compile."""
+    """The op checks them as well, but not under torch.compile."""
     logits, labels = randn(6, 9), labels_of(6, 9)
     _, lse, count, _ = everything(logits, labels)
     labels[5] = bad

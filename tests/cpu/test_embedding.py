@@ -11,21 +11,22 @@ import torch
 from fastbert import testing
 from fastbert.backends import aten, cpu
 from fastbert.ops.dropout import keep_mask_2d
-from fastbert.runtime import native as _native
+from fastbert.runtime import loader
 from fastbert.testing import serving
 from fastbert.testing.op_cases.embedding import CASES
 from tests.support import cpu_build
 from tests.support.cpu_truth import HALF, assert_rounds_to, assert_same_bits, randn, strided_rows
+from tests.support.launchers import embedding_bwd, embedding_fwd
 
 DTYPES = (torch.float32, *HALF)
 SEED = torch.tensor([-0x123456789ABCDEF])
 OFFSET = 2**32 - 7
 WORDS, POSITIONS, TYPES, PAD = 23, 9, 3, 4
 NAMES = ("dword", "dposition", "dsegment", "dinputs_embeds", "dln_weight", "dln_bias")
-_C = _native.extension
+_C = loader.extension
 
 pytest_plugins = ("tests.support.cpu_fixtures",)
-pytestmark = pytest.mark.skipif(_C is None, reason=str(_native.missing))
+pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 
 
 def randint(high, count, seed=0):
@@ -33,7 +34,7 @@ def randint(high, count, seed=0):
 
 
 class Batch:
-    """Inputs of one call: tables and embeddings are rows among NaNs, and so are rows that no id names."""
+    """Inputs of one call. Tables and embeddings have NaNs around their rows, and in rows that no id names."""
 
     def __init__(
         self, tokens, hidden, dtype, embeds=False, position=True, segment=True, p=0.0, param_dtype=None
@@ -66,14 +67,18 @@ class Batch:
     def args(self):
         embeds = self.embeds is not None
         return (
-            None if embeds else self.ids, self.embeds, None if embeds else self.word,
-            None if self.position is None else self.position_ids, self.position,
-            None if self.segment is None else self.types, self.segment,
-        )  # fmt: skip
+            None if embeds else self.ids,
+            self.embeds,
+            None if embeds else self.word,
+            None if self.position is None else self.position_ids,
+            self.position,
+            None if self.segment is None else self.types,
+            self.segment,
+        )
 
     def forward(self, save=True, backend=cpu):
-        return backend.embedding_fwd(
-            *self.args(), self.weight, self.bias, 1e-5, self.p, self.seed, OFFSET, save
+        return embedding_fwd(
+            backend, *self.args(), self.weight, self.bias, 1e-5, self.p, self.seed, OFFSET, save
         )
 
     def backward(self, z, mean, rstd, padding_idx=PAD, backend=cpu, dy=None, sizes=None, need_dln=True):
@@ -89,13 +94,25 @@ class Batch:
         return dict(
             zip(
                 NAMES,
-                backend.embedding_bwd(
-                    self.dy if dy is None else dy, z, self.weight, mean, rstd, *ids, *sizes, padding_idx,
-                    self.p, self.seed, OFFSET, embeds, need_dln,
+                embedding_bwd(
+                    backend,
+                    self.dy if dy is None else dy,
+                    z,
+                    self.weight,
+                    mean,
+                    rstd,
+                    *ids,
+                    *sizes,
+                    padding_idx,
+                    self.p,
+                    self.seed,
+                    OFFSET,
+                    embeds,
+                    need_dln,
                 ),
                 strict=True,
             )
-        )  # fmt: skip
+        )
 
     def keep(self):
         if not self.p:
@@ -142,7 +159,7 @@ def both_ways(tokens, hidden, dtype, options):
     y, z, mean, rstd = batch.forward()
     truth = batch.forward64()
     assert (y.dtype, z.dtype, mean.dtype, rstd.dtype) == (dtype, dtype, torch.float32, torch.float32)
-    # where a row is nearly constant (two elements, say), rstd magnifies the rounding of z
+    # if a row is nearly constant (such as two elements), rstd magnifies the rounding of z
     scale = truth[3].max().item() ** 2 * truth[1].abs().max().item() + 1 if tokens else 1.0
     assert_rounds_to(y, truth[0], 2 * scale, "y")
     assert_rounds_to(z, truth[1], 1.0, "z")
@@ -222,8 +239,8 @@ def test_small_integers_are_exact(isa, dtype):
     weight, bias = torch.arange(hidden) % 9 - 4, torch.arange(hidden) % 4
     tables = [t.to(dtype) for t in (embeds, position, segment, weight, bias)]
     embeds, position, segment, weight, bias = tables
-    y, z, mean, rstd = cpu.embedding_fwd(
-        None, embeds, None, position_ids, position, types, segment, weight, bias, 0.0, 0.0, None, 0, True
+    y, z, mean, rstd = embedding_fwd(
+        cpu, None, embeds, None, position_ids, position, types, segment, weight, bias, 0.0, 0.0, None, 0, True
     )
     assert torch.equal(y, (signs * weight + bias).expand(tokens, hidden).to(dtype))
     assert torch.equal(z, (2 * signs).expand(tokens, hidden).to(dtype))
@@ -232,10 +249,26 @@ def test_small_integers_are_exact(isa, dtype):
     # dy = 2 in pairs of columns (+1, -1): no mean and no x_hat component, so dz = rstd dy = ±1
     dy = (2 * (1 - 2 * (torch.arange(hidden) % 2))).expand(tokens, hidden).to(dtype)
     ids = torch.arange(tokens) % 2
-    dword, dposition, dsegment, dembeds, _, dbias = cpu.embedding_bwd(
-        dy, z, torch.ones(hidden, dtype=dtype), mean, rstd, ids, position_ids, types, 3, 3, 2, 1,
-        0.0, None, 0, True, True,
-    )  # fmt: skip
+    dword, dposition, dsegment, dembeds, _, dbias = embedding_bwd(
+        cpu,
+        dy,
+        z,
+        torch.ones(hidden, dtype=dtype),
+        mean,
+        rstd,
+        ids,
+        position_ids,
+        types,
+        3,
+        3,
+        2,
+        1,
+        0.0,
+        None,
+        0,
+        True,
+        True,
+    )
     assert torch.equal(dembeds, dy / 2)
     assert torch.equal(dbias, dy.float().sum(0))
     assert torch.equal(dword, torch.stack([75 * dy[0], 0 * dy[0], 0 * dy[0]]))
@@ -246,14 +279,14 @@ def test_small_integers_are_exact(isa, dtype):
 @pytest.mark.parametrize("count", (1, 2, 31, 32, 33, 63, 64, 65, 4000))
 @pytest.mark.parametrize("hidden", (5, 31, 64, 100))
 def test_sums_of_any_number_of_tokens(isa, count, hidden):
-    """dz itself is asked for as well, so that its sums can be checked without its own rounding."""
+    """dz is an output too, so that its sums can be checked without its rounding."""
     batch = Batch(count, hidden, torch.float32, embeds=True)
     batch.types = torch.zeros(count, dtype=torch.int64)
     z, (mean, rstd) = randn(count, hidden), randn(2, count, seed=1).abs() + 0.5
     grads = batch.backward(z, mean, rstd, sizes=(0, 0, 2))
     dz = grads["dinputs_embeds"].double()
     truth = dz.sum(0)
-    # 32 terms in float are off by 31 roundings at most; their sums, in double, by none that counts
+    # float sums of 32 terms are off by 31 roundings at most; the double sums of those are exact enough
     assert ((grads["dsegment"][0] - truth).abs() <= 32 * 2**-24 * dz.abs().sum(0)).all()
     assert not grads["dsegment"][1].any()
 
@@ -273,13 +306,13 @@ def test_sums_of_many_tokens_are_closer_than_torchs(isa):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_a_table_of_more_than_32_mib(isa, dtype, guarded):
-    """Its memory is asked for in batches; every row is written, most with zeros."""
+    """Memory of that size is requested in batches; every row is written, most of them with zeros."""
     rows, hidden, tokens = 2**25 // 768 // dtype.itemsize + 1000, 768, 40
     ids = torch.cat([randint(rows, tokens - 2), torch.tensor([0, rows - 1])])
     z, dy = randn(tokens, hidden, dtype=dtype), randn(tokens, hidden, dtype=dtype, seed=1)
     stats = torch.zeros(tokens), torch.ones(tokens)
     args = dy, z, torch.ones(hidden), *stats, ids, None, None, rows, 0, 0, -1, 0.0, None, 0, True, False
-    dword, _, _, dz, *_ = cpu.embedding_bwd(*args)
+    dword, _, _, dz, *_ = embedding_bwd(cpu, *args)
     assert ids.unique().numel() == tokens
     assert_same_bits(dword[ids], dz)
     dword[ids] = 0
@@ -290,7 +323,7 @@ def test_a_table_of_more_than_32_mib(isa, dtype, guarded):
 
 
 def test_ids_that_do_not_lie_side_by_side(isa):
-    """The op hands over broadcast ids as they are: all of them one element."""
+    """The op passes broadcast ids on as they are: all share one element."""
     batch = Batch(12, 40, torch.float32)
     expanded = torch.tensor([2]).expand(12)
     gaps = torch.stack([batch.ids, batch.ids + 1], 1)[:, 0]
@@ -311,7 +344,7 @@ def test_expanded_and_overlapping_tables(isa):
     y = batch.forward()[0]
     batch.word, batch.position = batch.word.clone(), batch.position.clone()
     assert_same_bits(y, batch.forward()[0])
-    dy = randn(1, 10, seed=2).expand(12, 10)  # rows that are all one
+    dy = randn(1, 10, seed=2).expand(12, 10)  # all rows share one memory
     saved = batch.forward()[1:]
     strided, plain = (batch.backward(*saved, dy=t) for t in (dy, dy.clone()))
     for name, grad in strided.items():
@@ -321,7 +354,7 @@ def test_expanded_and_overlapping_tables(isa):
 @pytest.mark.parametrize("bad", (-1, 2**40, None))
 @pytest.mark.parametrize("which", ("input_ids", "position_ids", "token_type_ids"))
 def test_ids_out_of_range_are_refused_before_memory_is_read(which, bad):
-    """The op looks at them as well, but not under torch.compile."""
+    """The op checks them as well, but not under torch.compile."""
     batch = Batch(7, 8, torch.float32)
     saved = batch.forward()[1:]
     ids = {"input_ids": batch.ids, "position_ids": batch.position_ids, "token_type_ids": batch.types}[which]
@@ -406,13 +439,13 @@ def test_dropout_bits(isa, hidden):
         keep = keep_mask_2d(seed, offset, tokens, hidden, p)
         scale = torch.tensor(1 / (1 - p))
         embeds = one.expand(tokens, hidden)
-        y = cpu.embedding_fwd(
-            None, embeds, None, *(None,) * 4, one[0], one[0] * 1.5, 1e-5, p, seed, offset, False
+        y = embedding_fwd(
+            cpu, None, embeds, None, *(None,) * 4, one[0], one[0] * 1.5, 1e-5, p, seed, offset, False
         )[0]
         assert torch.equal(y, keep * (1.5 * scale))
         dy, stats = torch.full((tokens, hidden), 0.75), (torch.zeros(tokens), torch.ones(tokens))
-        dbias = cpu.embedding_bwd(
-            dy, dy, one[0], *stats, None, None, None, 0, 0, 0, -1, p, seed, offset, False, True
+        dbias = embedding_bwd(
+            cpu, dy, dy, one[0], *stats, None, None, None, 0, 0, 0, -1, p, seed, offset, False, True
         )[5]
         assert_rounds_to(dbias, (keep * 0.75 * scale).double().sum(0), 16.0, "dln_bias")
 
@@ -421,7 +454,7 @@ def test_dropped_elements_are_zero_whatever_they_were(isa):
     embeds, weight = torch.full((16, 64), float("nan")), torch.ones(64)
     keep = keep_mask_2d(SEED, 1, 16, 64, 0.5)
     args = None, embeds, None, *(None,) * 4, weight, weight, 1e-5, 0.5, SEED, 1, False
-    y = cpu.embedding_fwd(*args)[0]
+    y = embedding_fwd(cpu, *args)[0]
     assert (y[~keep] == 0).all()
     assert y[keep].isnan().all()
 
@@ -445,14 +478,14 @@ def test_any_number_of_threads_gives_the_same_bits(isa, dtype, threads):
 
 @pytest.mark.parametrize("count", (1, 2, 3))
 def test_tables_of_many_rows_are_shared_out(isa, count, threads):
-    """Blocks of whole rows where there are enough, columns where there are not: the same sums."""
+    """Threads share whole rows if there are enough, else columns: the same sums."""
     torch.set_num_threads(count)
     tokens, hidden = 900, 260
     z, dy = randn(tokens, hidden), randn(tokens, hidden, seed=1)
     stats = torch.zeros(tokens), torch.ones(tokens)
     wide, narrow = randint(5000, tokens, 2), randint(3, tokens, 3)
     args = dy, z, torch.ones(hidden), *stats, wide, None, narrow, 5000, 0, 3, -1, 0.0, None, 0, True, False
-    dword, _, dsegment, dz, *_ = cpu.embedding_bwd(*args)
+    dword, _, dsegment, dz, *_ = embedding_bwd(cpu, *args)
     for grad, ids in ((dword, wide), (dsegment, narrow)):
         truth = dz.new_zeros(grad.shape, dtype=torch.float64).index_add_(0, ids, dz.double())
         assert_rounds_to(grad, truth, 16.0)

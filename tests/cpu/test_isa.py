@@ -13,14 +13,15 @@ import pytest
 import torch
 
 from fastbert.backends import cpu
-from fastbert.runtime import native as _native
+from fastbert.runtime import loader
 from tests.support import cpu_build
+from tests.support.launchers import layer_norm_bwd, layer_norm_fwd
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("none", "avx2", "avx512", "avx512_bf16")
-_C = _native.extension
+_C = loader.extension
 
-pytestmark = pytest.mark.skipif(_C is None, reason=str(_native.missing))
+pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 
 AVX2 = "avx2 fma f16c bmi bmi2"
 AVX512 = f"{AVX2} avx512f avx512bw avx512vl avx512dq"
@@ -40,7 +41,7 @@ def library():
 
 @pytest.fixture
 def processor(library):
-    """A function that makes csrc/cpu/isa.cpp see a processor, and the library to ask."""
+    """(a function that makes csrc/cpu/isa.cpp see a processor, the library to ask)."""
 
     def fake(features: str, vendor: str = "intel"):
         library.fake_processor(f" {features} ".encode(), vendor.encode())
@@ -117,15 +118,15 @@ VALUES = (*NAMES, "best", "sse9", "AVX2")
 
 @pytest.fixture(scope="module")
 def reports():
-    """What `fastbert env --json` says with FASTBERT_ISA unset ("") and with each of VALUES."""
+    """The output of `fastbert env --json` with FASTBERT_ISA unset ("") and with each of VALUES."""
     code = (
         "import importlib, json, os\n"
         "from fastbert.backends import cpu\n"
         "from fastbert.cli import env\n"
-        "from fastbert.runtime import native as _native\n"
+        "from fastbert.runtime import loader\n"
         f"for value in {('', *VALUES)!r}:\n"
         "    os.environ['FASTBERT_ISA'] = value\n"
-        "    importlib.reload(_native)\n"  # reads it
+        "    importlib.reload(loader)\n"  # reads it
         "    print(json.dumps([value, cpu.available('cpu'), env.environment()]))\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "FASTBERT_ISA"}
@@ -146,14 +147,15 @@ def test_without_a_wish_the_preferred_one_serves(reports):
 
 @pytest.mark.parametrize("value", VALUES)
 def test_isa_from_the_environment(reports, value):
-    """A name that cannot be served switches the kernels off, and the report says why."""
+    """An unknown or missing instruction set switches the kernels off, and the report says why."""
     gap, report = reports[value]
     extension, best = report["extension"], _C.best_cpu_isa()
     assert (extension["best_cpu_isa"], extension["preferred_cpu_isa"]) == (best, _C.preferred_cpu_isa())
     served = next(
-        row for row in report["backends"]
+        row
+        for row in report["backends"]
         if (row["op"], row["device"], row["dtype"]) == ("attention", "cpu", "bfloat16")
-    )  # fmt: skip
+    )
     if value == "best":
         assert extension["cpu_isa"] == _C.preferred_cpu_isa()
     elif value in NAMES and NAMES.index(value) <= NAMES.index(best):
@@ -186,8 +188,8 @@ def test_an_op_without_kernels_for_bf16_pairs_runs_those_for_avx512():
     x, weight = torch.randn(37, 100).bfloat16(), torch.randn(100)
     for name in ("avx512", "avx512_bf16"):
         _C.set_cpu_isa(name)
-        y, _, mean, rstd = cpu.layer_norm_fwd(x, weight, None, None, None, 1e-5, 0.0, None, 0, True)
-        grads = cpu.layer_norm_bwd(y, x, weight, mean, rstd, 0.0, None, 0, True, True, False, False)
+        y, _, mean, rstd = layer_norm_fwd(cpu, x, weight, None, None, None, 1e-5, 0.0, None, 0, True)
+        grads = layer_norm_bwd(cpu, y, x, weight, mean, rstd, 0.0, None, 0, True, True, False, False)
         results.append((y, mean, rstd, *grads[:1], *grads[2:4]))
     _C.set_cpu_isa(before)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

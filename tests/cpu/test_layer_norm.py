@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import os
 import re
 import shutil
 import subprocess
@@ -18,36 +17,26 @@ import torch.nn.functional as F
 from fastbert import testing
 from fastbert.backends import cpu
 from fastbert.ops.dropout import keep_mask_2d
-from fastbert.ops.layer_norm import layer_norm_ref
-from fastbert.runtime import dispatch
-from fastbert.runtime import native as _native
+from fastbert.ops.layer_norm import LayerNormInputs, layer_norm_ref
+from fastbert.runtime import dispatch, loader
 from fastbert.testing.op_cases.layer_norm import CASES
 from tests.support import cpu_build
+from tests.support.cpu_truth import randn, strided_rows
+from tests.support.launchers import layer_norm_bwd, layer_norm_fwd
+from tests.support.processes import python
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HALF = (torch.bfloat16, torch.float16)
 HIDDEN = (1, 2, 7, 8, 15, 16, 17, 31, 64, 96, 384, 768, 1000, 1024, 4096)
 SEED = torch.tensor([-0x123456789ABCDEF])
-_C = _native.extension
+_C = loader.extension
 
 pytest_plugins = ("tests.support.cpu_fixtures",)
-pytestmark = pytest.mark.skipif(_C is None, reason=str(_native.missing))
+pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 needs_cuda_part = pytest.mark.skipif(
     not getattr(_C, "cuda_archs", ""), reason="fastbert._C is built without CUDA"
 )
-
-
-def randn(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def strided_rows(rows, hidden, dtype, gap, seed):
-    """(rows, hidden) with `gap` NaNs behind each row, as a view, and the memory it lies in."""
-    memory = torch.full((rows * (hidden + gap) + 64,), float("nan"), dtype=dtype)
-    view = memory[32 : 32 + rows * (hidden + gap)].view(rows, hidden + gap)[:, :hidden]
-    view.copy_(randn(rows, hidden, seed=seed))
-    return view, memory
 
 
 def forward64(x, weight, bias, residual, x_bias, eps, p, seed, offset):
@@ -104,11 +93,11 @@ def both_ways(rows, hidden, dtype, options):
     x_bias = randn(hidden, dtype=param_dtype, seed=6) if has_x_bias else None
     seed = SEED if p else None
 
-    y, z, mean, rstd = cpu.layer_norm_fwd(x, weight, bias, residual, x_bias, 1e-5, p, seed, 9, True)
+    y, z, mean, rstd = layer_norm_fwd(cpu, x, weight, bias, residual, x_bias, 1e-5, p, seed, 9, True)
     truth = forward64(x, weight, bias, residual, x_bias, 1e-5, p, seed, 9)
     assert y.dtype == dtype
     assert mean.dtype == rstd.dtype == torch.float32
-    # where a row is nearly constant (two elements, say), rstd magnifies the rounding of z
+    # if a row is nearly constant (such as two elements), rstd magnifies the rounding of z
     scale = truth[3].max().item() ** 2 * truth[1].abs().max().item() + 1 if rows else 1.0
     assert_rounds_to(y, truth[0], scale, "y")
     if has_residual or has_x_bias or p:
@@ -117,13 +106,13 @@ def both_ways(rows, hidden, dtype, options):
         assert z.shape == (0,)
     assert_rounds_to(mean, truth[2], 1.0, "mean")
     assert_rounds_to(rstd, truth[3], scale, "rstd")
-    unsaved = cpu.layer_norm_fwd(x, weight, bias, residual, x_bias, 1e-5, p, seed, 9, False)
+    unsaved = layer_norm_fwd(cpu, x, weight, bias, residual, x_bias, 1e-5, p, seed, 9, False)
     assert torch.equal(unsaved[0], y)
     assert [t.shape for t in unsaved[1:]] == [(0,)] * 3
 
     z = z if z.numel() or not rows else x
     z = z.reshape(rows, hidden)
-    grads = cpu.layer_norm_bwd(dy, z, weight, mean, rstd, p, seed, 9, True, True, has_x_bias, has_residual)
+    grads = layer_norm_bwd(cpu, dy, z, weight, mean, rstd, p, seed, 9, True, True, has_x_bias, has_residual)
     dx, dz, dweight, dbias, dx_bias = backward64(dy, z, weight, mean, rstd, p, seed, 9)
     scale = rstd.max().item() ** 2 * (1 + z.double().abs().max().item()) * 4 if rows else 1.0
     sums = 4 * scale * max(rows, 1) ** 0.5
@@ -161,14 +150,14 @@ def test_every_row_count(isa, dtype, rows, guarded):
 
 
 def every_need(backend, hidden, dtype, p):
-    """Each gradient is the same whatever else is wanted, and empty where it is not wanted."""
+    """Each gradient is the same whatever else is wanted; an unwanted one is empty."""
     dy, z, weight = (randn(6, hidden, dtype=dtype, seed=s) for s in (1, 2, 3))
     args = (dy, z, weight[0], randn(6), randn(6, seed=1).abs(), p, SEED if p else None, 9)
-    dx, dresidual, *sums = backend.layer_norm_bwd(*args, True, True, True, True)
+    dx, dresidual, *sums = layer_norm_bwd(backend, *args, True, True, True, True)
     for needs in itertools.product((True, False), repeat=4):
         need_dx, need_dweight, need_dxbias, need_dresidual = needs
         wanted = (need_dx, need_dresidual and (p > 0 or not need_dx), need_dweight, need_dweight, need_dxbias)
-        grads = backend.layer_norm_bwd(*args, *needs)
+        grads = layer_norm_bwd(backend, *args, *needs)
         for grad, truth, want in zip(grads, (dx, dresidual if p else dx, *sums), wanted, strict=True):
             assert grad.dtype == truth.dtype
             assert torch.equal(grad, truth if want else torch.empty(0, dtype=truth.dtype)), needs
@@ -197,7 +186,7 @@ def test_error_rule(isa, case, dtype):
 def test_nearly_all_outputs_are_correctly_rounded(isa, dtype):
     args = [randn(256, 768, dtype=dtype), 1 + 0.1 * randn(768, dtype=dtype), randn(768, dtype=dtype)]
     args += [randn(256, 768, dtype=dtype, seed=1), randn(768, dtype=dtype)]
-    y = cpu.layer_norm_fwd(*args, 1e-12, 0.0, None, 0, False)[0]
+    y = layer_norm_fwd(cpu, *args, 1e-12, 0.0, None, 0, False)[0]
     truth = layer_norm_ref(*[a.double() for a in args]).to(dtype)
     assert (y == truth).double().mean() >= 0.999
 
@@ -207,7 +196,7 @@ def test_nearly_all_outputs_are_correctly_rounded(isa, dtype):
 def test_float32_error_is_no_larger_than_torchs(isa, hidden, shift):
     x, weight, bias = randn(64, hidden) + shift, 1 + 0.1 * randn(hidden, seed=1), randn(hidden, seed=2)
     truth = F.layer_norm(x.double(), (hidden,), weight.double(), bias.double(), 1e-12)
-    ours = (cpu.layer_norm_fwd(x, weight, bias, None, None, 1e-12, 0.0, None, 0, False)[0] - truth).abs()
+    ours = (layer_norm_fwd(cpu, x, weight, bias, None, None, 1e-12, 0.0, None, 0, False)[0] - truth).abs()
     theirs = (F.layer_norm(x, (hidden,), weight, bias, 1e-12) - truth).abs()
     assert ours.mean() <= theirs.mean()
     assert ours.max() <= theirs.max() + 2**-22
@@ -215,7 +204,7 @@ def test_float32_error_is_no_larger_than_torchs(isa, hidden, shift):
 
 def test_a_mean_far_from_zero_costs_nothing(isa):
     x = randn(64, 768) + 1e6  # the mean in float32 is off by up to 0.03 standard deviations, and is corrected
-    y = cpu.layer_norm_fwd(x, torch.ones(768), None, None, None, 1e-12, 0.0, None, 0, False)[0]
+    y = layer_norm_fwd(cpu, x, torch.ones(768), None, None, None, 1e-12, 0.0, None, 0, False)[0]
     assert (y - F.layer_norm(x.double(), (768,), eps=1e-12)).abs().max() < 2e-6
 
 
@@ -227,9 +216,9 @@ def test_float32_column_sums_are_no_worse_than_torchs(isa, rows):
     theirs = torch.ops.aten.native_layer_norm_backward(dy, x, (96,), mean, rstd, weight, weight, [True] * 3)[
         2
     ]
-    ours = cpu.layer_norm_bwd(dy, x, weight, mean[:, 0], rstd[:, 0], 0.0, None, 0, False, True, False, False)[
-        3
-    ]
+    ours = layer_norm_bwd(
+        cpu, dy, x, weight, mean[:, 0], rstd[:, 0], 0.0, None, 0, False, True, False, False
+    )[3]
     assert (ours - truth).abs().mean() <= (theirs - truth).abs().mean()
 
 
@@ -243,15 +232,15 @@ def test_small_integers_are_exact(isa, dtype):
     x = 2 * signs - x_bias - residual
     weight, bias = torch.arange(hidden) % 9 - 4, torch.arange(hidden) % 4
     args = [t.to(dtype) for t in (x, weight, bias, residual, x_bias)]
-    y, z, mean, rstd = cpu.layer_norm_fwd(*args, 0.0, 0.0, None, 0, True)
+    y, z, mean, rstd = layer_norm_fwd(cpu, *args, 0.0, 0.0, None, 0, True)
     assert torch.equal(y, (signs * weight + bias).to(dtype))
     assert torch.equal(z, (2 * signs).to(dtype))
     assert torch.equal(mean, torch.zeros(rows))
     assert torch.equal(rstd, torch.full((rows,), 0.5))
     # dy = 3 in pairs of columns (+1, -1): no mean and no x_hat component, so dz = rstd dy
     dy = (3 * (1 - 2 * (torch.arange(hidden) // 2 % 2))).expand(rows, hidden).to(dtype)
-    dx, _, dweight, dbias, dx_bias = cpu.layer_norm_bwd(
-        dy, z, torch.ones(hidden, dtype=dtype), mean, rstd, 0.0, None, 0, True, True, True, True
+    dx, _, dweight, dbias, dx_bias = layer_norm_bwd(
+        cpu, dy, z, torch.ones(hidden, dtype=dtype), mean, rstd, 0.0, None, 0, True, True, True, True
     )
     assert torch.equal(dx, dy / 2)
     assert torch.equal(dweight, (dy.float() * signs).sum(0))
@@ -262,8 +251,8 @@ def test_small_integers_are_exact(isa, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_constant_rows_give_the_bias(isa, dtype):
     x, bias = torch.full((3, 100), 2.5, dtype=dtype), randn(100, dtype=dtype)
-    y, _, mean, rstd = cpu.layer_norm_fwd(
-        x, randn(100, dtype=dtype), bias, None, None, 1e-12, 0.0, None, 0, True
+    y, _, mean, rstd = layer_norm_fwd(
+        cpu, x, randn(100, dtype=dtype), bias, None, None, 1e-12, 0.0, None, 0, True
     )
     assert torch.equal(y, bias.expand(3, 100))
     assert torch.equal(mean, torch.full((3,), 2.5))
@@ -272,7 +261,7 @@ def test_constant_rows_give_the_bias(isa, dtype):
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_every_rounding(isa, dtype):
-    """Saved z of x + x_bias shows the conversion from float32: ties, subnormals, overflow, infinity, NaN."""
+    """The saved z = x + x_bias shows the conversion from float32: ties, subnormals, overflow, inf, NaN."""
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     x = halves.view(64, 1024)
     full_nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(
@@ -280,7 +269,7 @@ def test_every_rounding(isa, dtype):
     )  # rounding up carries into the sign
     for add in (0.0, 2**-9, 3 * 2**-12, 1.0, 2**-140, 1e5, full_nan):
         x_bias = torch.zeros(1024) + add if add is not full_nan else full_nan.expand(1024).contiguous()
-        z = cpu.layer_norm_fwd(x, x_bias, None, None, x_bias, 1e-5, 0.0, None, 0, True)[1]
+        z = layer_norm_fwd(cpu, x, x_bias, None, None, x_bias, 1e-5, 0.0, None, 0, True)[1]
         expected = (x.float() + add).to(dtype)
         nan = expected.isnan()
         assert torch.equal(z.isnan(), nan)
@@ -290,16 +279,16 @@ def test_every_rounding(isa, dtype):
 @pytest.mark.parametrize("bad", (float("nan"), float("inf")))
 def test_a_bad_row_stays_alone(isa, bad):
     x, weight = randn(9, 100), randn(100)
-    clean = cpu.layer_norm_fwd(x, weight, None, None, None, 1e-5, 0.0, None, 0, True)
+    clean = layer_norm_fwd(cpu, x, weight, None, None, None, 1e-5, 0.0, None, 0, True)
     x[4, 37] = bad
-    dirty = cpu.layer_norm_fwd(x, weight, None, None, None, 1e-5, 0.0, None, 0, True)
+    dirty = layer_norm_fwd(cpu, x, weight, None, None, None, 1e-5, 0.0, None, 0, True)
     others = [r for r in range(9) if r != 4]
     assert dirty[0][4].isnan().all()
     for a, b in ((clean[0], dirty[0]), (clean[2], dirty[2]), (clean[3], dirty[3])):
         assert torch.equal(a[others], b[others])
     dy = randn(9, 100, seed=1)
     grads = [
-        cpu.layer_norm_bwd(dy, z, weight, m, r, 0.0, None, 0, True, False, False, False)[0]
+        layer_norm_bwd(cpu, dy, z, weight, m, r, 0.0, None, 0, True, False, False, False)[0]
         for z, (_, _, m, r) in ((randn(9, 100), clean), (x, dirty))
     ]
     assert torch.equal(grads[0][others], grads[1][others])
@@ -312,13 +301,13 @@ def test_row_strides(isa, stride):
     memory = randn(100)
     x = memory.as_strided((4, 10), (stride, 1))
     weight = randn(10, seed=1)
-    y = cpu.layer_norm_fwd(x, weight, None, x, None, 1e-5, 0.0, None, 0, False)[0]
+    y = layer_norm_fwd(cpu, x, weight, None, x, None, 1e-5, 0.0, None, 0, False)[0]
     assert torch.equal(
-        y, cpu.layer_norm_fwd(x.clone(), weight, None, x.clone(), None, 1e-5, 0.0, None, 0, False)[0]
+        y, layer_norm_fwd(cpu, x.clone(), weight, None, x.clone(), None, 1e-5, 0.0, None, 0, False)[0]
     )
     stats = torch.zeros(4), torch.ones(4)
-    strided = cpu.layer_norm_bwd(x, x, weight, *stats, 0.0, None, 0, True, True, True, True)
-    plain = cpu.layer_norm_bwd(x.clone(), x.clone(), weight, *stats, 0.0, None, 0, True, True, True, True)
+    strided = layer_norm_bwd(cpu, x, x, weight, *stats, 0.0, None, 0, True, True, True, True)
+    plain = layer_norm_bwd(cpu, x.clone(), x.clone(), weight, *stats, 0.0, None, 0, True, True, True, True)
     assert all(torch.equal(a, b) for a, b in zip(strided, plain, strict=True))
 
 
@@ -333,26 +322,26 @@ def test_dropout_bits(isa, hidden):
     ):
         seed = torch.tensor([seed])
         keep = keep_mask_2d(seed, offset, 37, hidden, p)
-        z = cpu.layer_norm_fwd(x, x[0], None, None, None, 1e-5, p, seed, offset, True)[1]
+        z = layer_norm_fwd(cpu, x, x[0], None, None, None, 1e-5, p, seed, offset, True)[1]
         assert torch.equal(z, keep * (torch.tensor(1.5) * torch.tensor(1 / (1 - p))))
         stats = torch.zeros(37), torch.ones(37)
-        dx, dz, *_ = cpu.layer_norm_bwd(x, x, x[0], *stats, p, seed, offset, True, False, False, True)
+        dx, dz, *_ = layer_norm_bwd(cpu, x, x, x[0], *stats, p, seed, offset, True, False, False, True)
         assert torch.equal(dx, torch.where(keep, dz * torch.tensor(1 / (1 - p)), 0.0))
 
 
 def test_dropped_elements_are_zero_whatever_they_were(isa):
     x = torch.full((16, 64), float("nan"))
     keep = keep_mask_2d(SEED, 1, 16, 64, 0.5)
-    z = cpu.layer_norm_fwd(x, x[0], None, None, None, 1e-5, 0.5, SEED, 1, True)[1]
+    z = layer_norm_fwd(cpu, x, x[0], None, None, None, 1e-5, 0.5, SEED, 1, True)[1]
     assert (z[~keep] == 0).all()
     assert z[keep].isnan().all()
 
 
 def test_a_vanishing_dropout_p_is_no_dropout(isa):
     x, weight = randn(4, 20), randn(20)
-    y, z, *_ = cpu.layer_norm_fwd(x, weight, None, None, None, 1e-5, 1e-60, SEED, 0, True)
+    y, z, *_ = layer_norm_fwd(cpu, x, weight, None, None, None, 1e-5, 1e-60, SEED, 0, True)
     assert torch.equal(z, x)
-    assert torch.equal(y, cpu.layer_norm_fwd(x, weight, None, None, None, 1e-5, 0.0, None, 0, False)[0])
+    assert torch.equal(y, layer_norm_fwd(cpu, x, weight, None, None, None, 1e-5, 0.0, None, 0, False)[0])
 
 
 # --- determinism, threads, processes --------------------------------------------------------------
@@ -367,14 +356,14 @@ def test_any_number_of_threads_gives_the_same_bits(isa, dtype, threads):
     results = []
     for count in (1, 2, 3, 8):
         torch.set_num_threads(count)
-        y, z, mean, rstd = cpu.layer_norm_fwd(x, weight, x_bias, residual, x_bias, 1e-5, 0.1, SEED, 2, True)
+        y, z, mean, rstd = layer_norm_fwd(cpu, x, weight, x_bias, residual, x_bias, 1e-5, 0.1, SEED, 2, True)
         results.append(
             (
                 y,
                 z,
                 mean,
                 rstd,
-                *cpu.layer_norm_bwd(dy, z, weight, mean, rstd, 0.1, SEED, 2, True, True, True, True),
+                *layer_norm_bwd(cpu, dy, z, weight, mean, rstd, 0.1, SEED, 2, True, True, True, True),
             )
         )
     for other in results[1:]:
@@ -387,39 +376,29 @@ def test_250_repeats_give_the_same_bits(isa, threads):
     x, dy, weight = randn(rows, hidden), randn(rows, hidden, seed=1), randn(hidden)
     first = None
     for _ in range(250):
-        y, _, mean, rstd = cpu.layer_norm_fwd(x, weight, None, None, None, 1e-5, 0.0, None, 0, True)
-        result = (y, *cpu.layer_norm_bwd(dy, x, weight, mean, rstd, 0.1, SEED, 0, True, True, True, True))
+        y, _, mean, rstd = layer_norm_fwd(cpu, x, weight, None, None, None, 1e-5, 0.0, None, 0, True)
+        result = (y, *layer_norm_bwd(cpu, dy, x, weight, mean, rstd, 0.1, SEED, 0, True, True, True, True))
         first = first or result
         assert all(torch.equal(a, b) for a, b in zip(first, result, strict=True))
-
-
-def python(code: str, **env: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=os.environ | env,
-        text=True,
-        capture_output=True,
-        timeout=120,
-    )
 
 
 def test_a_forked_child_does_not_hang():
     run = python(
         "import os, torch, signal\n"
         "from fastbert.backends import cpu\n"
-        "from fastbert.runtime import native as _native\n"
+        "from fastbert.ops.layer_norm import LayerNormInputs\n"
+        "from fastbert.runtime import loader\n"
         "torch.set_num_threads(2)\n"
         "x, w = torch.randn(4096, 64), torch.ones(64)\n"
-        "call = lambda: cpu.layer_norm_fwd(x, w, None, None, None, 1e-5, 0.0, None, 0, False)[0]\n"
+        "call = lambda: cpu.layer_norm_fwd(LayerNormInputs(x, w, eps=1e-5), False)[0]\n"
         "y = call()\n"
         "pid = os.fork()\n"
         "if pid == 0:\n"
         "    signal.alarm(30)\n"
         "    same = (call().numpy() == y.numpy()).all()  # by NumPy: PyTorch's own threads hang here\n"
-        "    os._exit(0 if same and not _native.extension.has_team() else 1)\n"
+        "    os._exit(0 if same and not loader.extension.has_team() else 1)\n"
         "assert os.waitpid(pid, 0)[1] == 0, 'the child hung or differs'\n"
-        "assert _native.extension.has_team()\n"
+        "assert loader.extension.has_team()\n"
     )
     assert run.returncode == 0, run.stderr
 
@@ -433,7 +412,7 @@ def test_isa_none_switches_the_backend_off():
     try:
         assert cpu.available("cpu") == "switched off by FASTBERT_ISA=none"
         with pytest.raises(RuntimeError, match="no SIMD kernels"):
-            cpu.layer_norm_fwd(randn(2, 3), randn(3), None, None, None, 1e-5, 0.0, None, 0, False)
+            layer_norm_fwd(cpu, randn(2, 3), randn(3), None, None, None, 1e-5, 0.0, None, 0, False)
     finally:
         _C.set_cpu_isa(before)
     assert cpu.available("cpu") is None
@@ -452,16 +431,14 @@ def test_cuda_refuses_politely_without_a_device():
         dispatch.use_backend(layer_norm="cuda"),
         pytest.raises(dispatch.BackendError, match="runs on cuda, not on cpu"),
     ):
-        dispatch.call(
-            "layer_norm_fwd", randn(2, 3), randn(2, 3), randn(3), None, None, None, 0.1, 0.0, None, 0, False
-        )
+        dispatch.call("layer_norm_fwd", randn(2, 3), LayerNormInputs(randn(2, 3), randn(3), eps=0.1), False)
 
 
 @needs_cuda_part
 def test_cuda_launch_without_a_device_raises_its_error():
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
-    memory = torch.zeros(8)  # never read: there is nobody to read it
+    memory = torch.zeros(8)  # never read
     row = (memory.data_ptr(), 8)
     vectors = (memory.data_ptr(), 0) * 2 + (0, 0)
     with pytest.raises(RuntimeError, match=r"(?i)cuda|driver|device"):
@@ -498,7 +475,7 @@ def test_extension_needs_no_symbol_of_torch():
 
 
 def test_instruction_set_units_share_no_function(tmp_path):
-    """A weak symbol in an AVX-512 unit could be the copy that the linker keeps for everyone."""
+    """The linker could keep the copy of a weak symbol in an AVX-512 unit for all units."""
     if shutil.which("nm") is None:
         pytest.skip("needs nm (binutils)")
     cxx = cpu_build.compiler()
@@ -604,14 +581,14 @@ def gap_free(backend, hidden, dtype, options):
     weight, bias, x_bias = (1 + 0.5 * randn(hidden, dtype=param_dtype or dtype, seed=s) for s in (4, 5, 6))
     bias, x_bias = bias if has_bias else None, x_bias if has_x_bias else None
     seed = SEED if p else None
-    y, z, mean, rstd = backend.layer_norm_fwd(x, weight, bias, residual, x_bias, 1e-5, p, seed, 9, True)
+    y, z, mean, rstd = layer_norm_fwd(backend, x, weight, bias, residual, x_bias, 1e-5, p, seed, 9, True)
     truth = forward64(x, weight, bias, residual, x_bias, 1e-5, p, seed, 9)
     for name, a, b in zip(("y", "z", "mean", "rstd"), (y, z, mean, rstd), truth, strict=True):
         if name != "z" or a.numel():
             assert_rounds_to(a, b, 4.0 + b.abs().max().item(), name)
     z = z if z.numel() else x
-    grads = backend.layer_norm_bwd(
-        dy, z, weight, mean, rstd, p, seed, 9, True, True, has_x_bias, has_residual
+    grads = layer_norm_bwd(
+        backend, dy, z, weight, mean, rstd, p, seed, 9, True, True, has_x_bias, has_residual
     )
     truth = backward64(dy, z, weight, mean, rstd, p, seed, 9)
     scale = 16 * rstd.max().item() ** 2 * (1 + z.double().abs().max().item())
@@ -626,9 +603,9 @@ def gap_free(backend, hidden, dtype, options):
 def test_cuda_rows_on_the_host(cuda_on_host, guarded, rows):
     both_ways(rows, 33, torch.bfloat16, OPTIONS[3])
     x, dy, weight = randn(rows, 96), randn(rows, 96, seed=1), randn(96, seed=2)
-    _, _, mean, rstd = cuda_on_host.layer_norm_fwd(x, weight, None, None, None, 1e-5, 0.0, None, 0, True)
+    _, _, mean, rstd = layer_norm_fwd(cuda_on_host, x, weight, None, None, None, 1e-5, 0.0, None, 0, True)
     first, second = (
-        cuda_on_host.layer_norm_bwd(dy, x, weight, mean, rstd, 0.25, SEED, 0, True, True, True, True)
+        layer_norm_bwd(cuda_on_host, dy, x, weight, mean, rstd, 0.25, SEED, 0, True, True, True, True)
         for _ in range(2)
     )
     for name, a, b, c in zip(

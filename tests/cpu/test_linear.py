@@ -18,7 +18,7 @@ from fastbert.backends.cpu import linear as launcher
 from fastbert.backends.extension import DTYPE_CODES
 from fastbert.ops.activation import ACTIVATIONS, CODES, activate_ref
 from fastbert.ops.linear import linear, panel_maker
-from fastbert.runtime import native as _native
+from fastbert.runtime import loader
 from fastbert.testing import serving
 from fastbert.testing.op_cases.linear import CASES, LinearCase
 from tests.support import cpu_build
@@ -26,15 +26,15 @@ from tests.support.cpu_truth import HALF, assert_same_bits, randn, strided_rows
 
 DTYPES = (torch.float32, *HALF)
 ALL = (None, *ACTIVATIONS)
-_C = _native.extension
+_C = loader.extension
 
 pytest_plugins = ("tests.support.cpu_fixtures",)
-pytestmark = pytest.mark.skipif(_C is None, reason=str(_native.missing))
+pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 
 
 @pytest.fixture(autouse=True)
 def every_product_on_our_kernels(request, monkeypatch):
-    """Products of few rows are left to `aten` where the weight is not packed: not here."""
+    """Compute products of few rows here too, which are otherwise left to `aten` without panels."""
     if "few_rows" not in request.node.name:
         monkeypatch.setattr(launcher, "_PANEL_ROWS", 0)
 
@@ -48,9 +48,16 @@ def gradient(dy, pre, activation, with_dbias=True):
     (rows, columns), g = dy.shape, torch.full_like(dy, float("nan"))
     dbias = torch.full((columns,), float("nan")) if with_dbias else None
     _C.cpu_linear_activation_bwd(
-        DTYPE_CODES[dy.dtype], rows, columns, dy.data_ptr(), address(pre), CODES[activation],
-        g.data_ptr(), address(dbias), torch.get_num_threads(),
-    )  # fmt: skip
+        DTYPE_CODES[dy.dtype],
+        rows,
+        columns,
+        dy.data_ptr(),
+        address(pre),
+        CODES[activation],
+        g.data_ptr(),
+        address(dbias),
+        torch.get_num_threads(),
+    )
     return g, dbias
 
 
@@ -70,7 +77,7 @@ def slope64(pre, activation):
 def assert_sums_to(actual, truth, magnitude, name):
     """`actual` is `truth` within a rounding step of its dtype and some roundings of float32.
 
-    `magnitude`: the sum of the absolute values of all that was added up.
+    `magnitude`: the sum of the absolute values of all terms.
     """
     assert actual.shape == truth.shape, f"{name}: shape {tuple(actual.shape)}, not {tuple(truth.shape)}"
     assert torch.isfinite(actual).all(), f"{name}: not finite"
@@ -137,7 +144,7 @@ def both_ways(rows, depth, columns, dtype, options, backward=True):
             assert_sums_to(grads[1], wide_g.T @ wide_x, wide_g.abs().T @ wide_x.abs(), "dweight")
             assert_same_bits(grads[2], dbias.to(dtype), "dbias rounded")
         assert_sums_to(dbias, g64.sum(0), 2 * dy.double().abs().sum(0), "dbias")
-        # the other ways to lay out a product, for the same sums
+        # other layouts of the same product
         dx, by_panels = (launcher._product(g, b, depth) for b in (weight, launcher._panels(weight)))
         assert_same_bits(by_panels, dx, "dx")
         among_nan = strided_rows(rows, columns, dtype, 7, seed=6)[0].copy_(g)
@@ -153,7 +160,7 @@ def both_ways(rows, depth, columns, dtype, options, backward=True):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", (range(1, 15), (31, 32, 33, 65), (159, 160, 161, 319, 320, 321)), ids=str)
 def test_every_row_count(isa, dtype, rows, guarded):
-    """Tiles of every height, blocks of 160 rows and their edges."""
+    """Tiles of every height; blocks of 160 rows and their edges."""
     for count in rows:
         for options in (OPTIONS[count % 6], OPTIONS[(count + 3) % 6]):
             both_ways(count, 37, 70, dtype, options)
@@ -196,7 +203,7 @@ def test_every_depth_of_the_gradients(isa, dtype, size, guarded):
     "shape", ((9, 1030, 1030), (13, 1600, 1025), (7, 1025, 2100), (170, 1030, 1090)), ids=str
 )
 def test_more_columns_than_partial_sums_are_kept_for(isa, dtype, shape, guarded, threads):
-    torch.set_num_threads(1)  # so that one task has them all
+    torch.set_num_threads(1)  # so that one task has all rows
     for options in OPTIONS[:2]:
         both_ways(*shape, dtype, options)
 
@@ -211,7 +218,7 @@ def test_every_option(isa, dtype, activation, guarded):
 
 @dataclass(frozen=True, repr=False)
 class PackedCase(LinearCase):
-    """The weight packed beforehand, as in inference; where a gradient is wanted too."""
+    """The weight is given as panels, as in inference, also where a gradient is wanted."""
 
     def call(self, x, weight, bias, residual):
         packed = panel_maker(x.device, x.dtype)(weight.detach())
@@ -269,7 +276,7 @@ def test_small_integers_are_exact(isa, dtype, shape):
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_results_are_rounded_once(isa, dtype):
-    """The activation sees the sum, not `pre` rounded; the residual is added before the rounding."""
+    """The activation is taken of the sum, not of the rounded `pre`; the residual is added before rounding."""
     x, w, b, r = (
         randn(*s, dtype=dtype, seed=i) for i, s in enumerate(((64, 96), (300, 96), (300,), (64, 300)))
     )
@@ -284,7 +291,7 @@ def test_results_are_rounded_once(isa, dtype):
     assert (dbias == (dy.double() * slope64(pre, "gelu")).sum(0).to(dtype)).double().mean() >= 0.99
 
 
-# MKL's kernels for AMD's processors sum in shorter runs: ours have up to 1.16 of their mean error there.
+# On AMD's processors MKL sums in shorter runs: our mean error is up to 1.16 times MKL's there.
 TORCHS_SUMS = 1.25 if "AuthenticAMD" in Path("/proc/cpuinfo").read_text() else 1.02
 
 
@@ -313,7 +320,7 @@ def test_float32_bias_gradients_are_no_worse_than_torchs(isa, rows):
 
 
 def activated(z, activation):
-    """The kernels' activation of a vector: a product with 1."""
+    """The kernels' activation of a vector, by a product with 1."""
     y = cpu.linear_fwd(z[:, None], torch.ones(1, 1, dtype=z.dtype), None, activation, None, False)[0]
     return y[:, 0]
 
@@ -353,7 +360,7 @@ def test_the_truth_is_what_the_op_defines(activation):
 
 @pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "silu"))
 def test_float32_activations_keep_their_relative_accuracy(isa, activation):
-    """In the negative tail too, as far as the rounding of exp's argument allows."""
+    """Also in the negative tail, as far as the rounding of exp's argument allows."""
     z = torch.linspace(-13, 13, 2_000_001)
     truth, slope = activation64(z, activation)
     argument = {
@@ -388,7 +395,7 @@ def test_half_precision_activations_are_correctly_rounded(isa, dtype, activation
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_of_special_values(isa, dtype, activation):
-    """0, the largest numbers, infinity and NaN: as the float64 reference has them."""
+    """0, the largest numbers, infinity and NaN as in the float64 reference."""
     largest, tiny = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
     z = torch.tensor(
         [0.0, tiny, -tiny, 100.0, -100.0, 1e4, -1e4, largest, -largest, math.inf, -math.inf, math.nan]
@@ -420,7 +427,7 @@ def test_far_out_slopes_do_not_overflow(isa):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_bias_is_widened_exactly(isa, dtype):
-    """All 65,536 values of the 16-bit types, subnormals and infinities with them."""
+    """All 65,536 values of each 16-bit dtype, including subnormals and infinities."""
     bits = torch.arange(-(2**15), 2**15)
     bias = bits.to(torch.int16).view(dtype) if dtype in HALF else (bits * 0x8001).to(torch.int32).view(dtype)
     x, weight = torch.zeros(1, 1, dtype=dtype), torch.zeros(2**16, 1, dtype=dtype)
@@ -439,7 +446,7 @@ def panels(b):
 
 
 def random_bits(rows, columns, dtype, gap, seed):
-    """Any value but NaN, infinities and subnormals included, with `gap` elements behind each row."""
+    """Any bit pattern except NaN, with `gap` elements behind each row."""
     wide = torch.int16 if dtype in HALF else torch.int32
     info = torch.iinfo(wide)
     g = torch.Generator().manual_seed(seed)
@@ -527,12 +534,13 @@ def test_row_strides(isa, stride):
 
 @pytest.mark.parametrize("strides", ((35, 5), (1, 40), (7, 1), (0, 3), (3, 0)), ids=str)
 def test_matrices_of_one_column(isa, strides):
-    """The op leaves the stride of a dimension of one element as it is: it may be anything."""
+    """The op passes on the stride of a dimension of one element, which may be anything."""
     memory = randn(2000)
     x = memory.as_strided((40, 1), strides)
     weight, residual = memory[100:].as_strided((9, 1), strides), memory[50:].as_strided((40, 1), strides)
     dy = randn(40, 9, seed=1)
-    assert_same_bits(cpu.linear_fwd(x, weight, None, None, None, False)[0], x @ weight.T + 0.0)
+    for one in (x, memory.as_strided((40, 1), (35, 5))):  # the second has no stride of 1 in any tier
+        assert_same_bits(cpu.linear_fwd(one, weight, None, None, None, False)[0], one @ weight.T + 0.0)
     for dx, dweight, _ in (
         gradients(dy, x, weight, None, None),
         cpu.linear_bwd(dy, x, weight, None, None, True, True, False),
@@ -552,7 +560,7 @@ def test_matrices_of_one_column(isa, strides):
 def test_a_bad_element_stays_in_its_row_and_column(isa, dtype, bad, activation):
     def run(x, weight, dy):
         y, pre = cpu.linear_fwd(x, weight, None, activation, None, True)
-        # the gradients of a fixed `pre`: what is bad in x and weight must not come by that way
+        # gradients of a fixed `pre`, so that bad values in x and weight do not enter through it
         given = None if activation is None else randn(13, 70, dtype=dtype, seed=3).abs() + 0.5
         return y, pre, *gradients(dy, x, weight, given, activation)
 
@@ -612,7 +620,8 @@ def test_no_rows(isa, dtype, guarded):
     assert dweight.shape == (0,)
 
 
-@pytest.mark.parametrize("default", (torch.bfloat16, torch.float64), ids=str)
+# float64 first: memory of that dtype holds all that is written to it, so a wrong dtype fails without a crash
+@pytest.mark.parametrize("default", (torch.float64, torch.bfloat16), ids=str)
 def test_pytorchs_default_dtype_changes_nothing(default):
     x, weight, dy = randn(40, 30), randn(20, 30, seed=1), randn(40, 20, seed=2)
     calls = (

@@ -14,7 +14,7 @@ from fastbert.backends import cpu
 from fastbert.backends.cpu import linear_int8 as launcher
 from fastbert.ops.activation import ACTIVATIONS, activate_ref
 from fastbert.ops.linear_int8 import quantize_rows
-from fastbert.runtime import native as _native
+from fastbert.runtime import loader
 from fastbert.testing import serving
 from fastbert.testing.op_cases.linear_int8 import CASES, LinearInt8Case
 from tests.support import cpu_build
@@ -22,15 +22,15 @@ from tests.support.cpu_truth import HALF, assert_same_bits, randn, strided_rows
 
 DTYPES = (torch.float32, *HALF)
 ALL = (None, *ACTIVATIONS)
-_C = _native.extension
+_C = loader.extension
 
 pytest_plugins = ("tests.support.cpu_fixtures",)
-pytestmark = pytest.mark.skipif(_C is None, reason=str(_native.missing))
+pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 
 
 @pytest.fixture(scope="module")
 def without_vnni():
-    """What the launcher asks of the extension, from one that takes this processor for one without VNNI."""
+    """The extension's functions that the launcher calls, built for a processor without VNNI."""
     if _C.best_cpu_isa() not in ("avx512", "avx512_bf16"):
         pytest.skip("this processor has no avx512")
     library, i64, pointer = ctypes.CDLL(str(cpu_build.int8_pairs())), ctypes.c_int64, ctypes.c_void_p
@@ -39,10 +39,20 @@ def without_vnni():
     library.pairs_panels.argtypes = (i64, i64, pointer, pointer, ctypes.c_int)
     integers, code = (i64,) * 3, ctypes.c_int
     library.pairs_product.argtypes = (
-        code, *integers, pointer, i64, pointer, pointer, pointer, code, code, pointer, code,
-    )  # fmt: skip
+        code,
+        *integers,
+        pointer,
+        i64,
+        pointer,
+        pointer,
+        pointer,
+        code,
+        code,
+        pointer,
+        code,
+    )
     library.pairs_start.argtypes = (ctypes.c_size_t,)
-    assert library.pairs_start(_native._runtime()["gomp_parallel"])
+    assert library.pairs_start(loader._runtime()["gomp_parallel"])
 
     def run(function):
         function.restype = ctypes.c_char_p
@@ -62,7 +72,7 @@ def without_vnni():
 
 @pytest.fixture(params=("avx2", "avx512", "avx512_without_vnni"))
 def isa(request, monkeypatch):
-    """Every set of kernels: the third is what AVX-512 runs on the processors before VNNI."""
+    """Every set of kernels; the third is AVX-512's for processors without VNNI."""
     if request.param == "avx512_without_vnni":
         monkeypatch.setattr(launcher, "_C", request.getfixturevalue("without_vnni"))
         yield request.param
@@ -83,7 +93,7 @@ def scales(out, seed=0):
 
 
 def exact(x, weight, scale, bias=None):
-    """What the activation is taken of, in float32: exact sums, then the contract's three roundings."""
+    """The argument of the activation in float32: exact sums, then the contract's three roundings."""
     centred, _, step = quantize_rows(x)
     acc = centred.long() @ weight.long().T
     assert acc.abs().max() < 2**31 if acc.numel() else True
@@ -92,7 +102,7 @@ def exact(x, weight, scale, bias=None):
 
 
 def assert_exact(x, weight, scale, bias=None, activation=None, packed=None):
-    """Equal bit for bit where no activation rounds in its own way; else as close as float32 gets."""
+    """Bit-equal without an activation that rounds; else as close as float32 allows."""
     y = cpu.linear_int8_fwd(x, weight, scale, bias, activation, packed)
     assert y.dtype == x.dtype
     pre = exact(x, weight, scale, bias)
@@ -118,7 +128,7 @@ OPTIONS = (  # activation; the bias: none, of x's dtype, or float32
 
 
 def check(rows, depth, columns, dtype, options):
-    """x in rows among NaNs, the weight packed for the call and beforehand."""
+    """x has NaNs around its rows; the weight is packed in the call and before it."""
     activation, kind = options
     x, memory = strided_rows(rows, depth, dtype, 5, seed=1)
     x += 0.5 * randn(rows, 1, dtype=dtype, seed=2)
@@ -195,7 +205,7 @@ def test_extremes_neither_saturate_nor_overflow(isa, depth, sign):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_each_input_meets_its_own_weight(isa, dtype):
-    """Rows with one element each, and a weight of which no two elements of a row are equal."""
+    """Each row of x has one non-zero element; no two elements in a row of the weight are equal."""
     depth = 127
     weight = torch.stack([torch.arange(-63, 64).roll(7 * i) for i in range(66)]).to(torch.int8)
     for value in (1.0, -3.0):
@@ -206,7 +216,7 @@ def test_each_input_meets_its_own_weight(isa, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ties_and_clamping(isa, dtype):
-    """Halves go to the even integer before the zero point is added; what falls outside 0 … 255 is cut."""
+    """Halves are rounded to even before the zero point is added; values outside 0 … 255 are clamped."""
     halves = torch.arange(-101, 154).double() + 0.5
     x = torch.stack([halves, halves]).repeat(3, 2)
     ends = torch.tensor(
@@ -237,7 +247,7 @@ def test_ranges_from_the_smallest_to_the_largest(isa, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_epilogue_rounds_as_the_contract_says(isa, dtype):
-    """float(acc) * (step * scale) + bias, each rounded once: scales and biases of every size."""
+    """float(acc) * (step * scale) + bias, one rounding each, for scales and biases of every size."""
     x, weight = randn(30, 50, dtype=dtype), integers(200, 50)
     scale = torch.logspace(-12, 1, 200)
     bias = randn(200, seed=4) * torch.logspace(-6, 2, 200)
@@ -253,7 +263,7 @@ def test_the_epilogue_rounds_as_the_contract_says(isa, dtype):
 
 @pytest.mark.parametrize("depth", (1, 2, 3, 4, 5, 6, 7, 8, 40))
 def test_packed_for_another_instruction_set(depth):
-    """The layouts differ. What was packed for one is packed anew where another is in use."""
+    """The layouts differ: panels for one are packed again if another is in use."""
     if _C.best_cpu_isa() not in ("avx512", "avx512_bf16"):
         pytest.skip("needs two instruction sets")
     x, weight, scale = randn(6, depth), integers(70, depth), scales(70)
@@ -271,7 +281,7 @@ def test_packed_for_another_instruction_set(depth):
 
 
 def test_layouts_differ_in_size_or_not_at_all(without_vnni):
-    """By its size the launcher knows for whom a weight was packed."""
+    """The launcher knows from the size for which instruction set a weight was packed."""
     weights = [integers(out, depth) for depth in range(1, 20) for out in (1, 64, 130)]
     before = _C.cpu_isa()
     for weight in weights:

@@ -1,4 +1,4 @@
-"""Weights packed for inference: when they are made, when they are dropped, and that they change no result."""
+"""Weights packed for inference: when they are made and dropped, and that they change no result."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ from fastbert.backends.cpu import sizes
 from fastbert.layers import linear as layers
 from fastbert.models.auto import AutoModel
 from fastbert.models.config import EncoderConfig
-from fastbert.runtime import dispatch, prepared
-from fastbert.runtime import native as _native
+from fastbert.runtime import dispatch, loader, prepared
 from tests.support.cpu_truth import assert_same_bits, randn
 from tests.support.hf_models import batch, hf_config
 
 FLOAT, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 pytestmark = [
-    pytest.mark.skipif(_native.extension is None, reason=str(_native.missing)),
-    pytest.mark.skipif(_native.cpu_gap() is not None, reason=f"needs the cpu backend: {_native.cpu_gap()}"),
+    pytest.mark.skipif(loader.extension is None, reason=str(loader.missing)),
+    pytest.mark.skipif(loader.cpu_gap() is not None, reason=f"needs the cpu backend: {loader.cpu_gap()}"),
 ]
 
 
 @pytest.fixture(autouse=True)
 def all_on_our_kernels(monkeypatch):
-    """Without packed weights products of few rows are left to `aten`, whose bits may be others."""
+    """Compute all products by our kernels; `aten`, which gets those of few rows, may give other bits."""
     monkeypatch.setattr(launcher, "_PANEL_ROWS", 0)
 
 
 @pytest.fixture
 def made(monkeypatch):
-    """(shape, dtype) of every weight that is packed to be kept, in order."""
+    """(shape, dtype) of every weight that is packed and kept, in order."""
     seen, real = [], layers.linear_panel_maker
 
     def panel_maker(*key):
@@ -108,7 +107,8 @@ def test_a_model_gives_the_same_bits_with_and_without(monkeypatch, autocast):
         prepared.clear(model)
         monkeypatch.setattr(layers, "weight_panels", lambda *_, **__: None)
         assert_same_bits(hidden(model), packed)
-    assert {name[0] for name in prepared.remembered(model)} <= {"layer"}  # which says that it cannot be fused
+    # which records that the layer cannot be fused
+    assert {name[0] for name in prepared.remembered(model)} <= {"layer"}
 
 
 def test_one_per_dtype_under_autocast(module, made):
@@ -140,7 +140,7 @@ def test_not_for_another_backend(module, made):
         assert made == []
         layers.apply_linear(module, randn(40, 24))
         assert made
-        with dispatch.use_backend("aten"):  # what is held is not handed to it
+        with dispatch.use_backend("aten"):  # the kept panels are not passed to it
             assert layers.weight_panels(module, randn(40, 24)) is None
 
 
@@ -297,7 +297,7 @@ def test_never_copied_pickled_or_saved(module):
 
 
 def test_inference_mode(module, made):
-    """What is made in inference mode serves outside it; weights made in it are packed at every call."""
+    """Panels made in inference mode serve outside it. Weights made in it are packed at every call."""
     x = randn(40, 24)
     with torch.inference_mode():
         inside = layers.apply_linear(module, x)

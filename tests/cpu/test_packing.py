@@ -10,20 +10,20 @@ import torch
 from fastbert import testing
 from fastbert.backends import cpu
 from fastbert.ops.packing import DTYPES
-from fastbert.runtime import native as _native
+from fastbert.runtime import loader
 from fastbert.testing import serving
 from fastbert.testing.op_cases.packing import CASES
 from tests.support import cpu_build
 from tests.support.cpu_truth import assert_same_bits
 
-_C = _native.extension
+_C = loader.extension
 
 pytest_plugins = ("tests.support.cpu_fixtures",)
-pytestmark = pytest.mark.skipif(_C is None, reason=str(_native.missing))
+pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 
 
 def bits(rows, inner, dtype, gap=0, seed=0):
-    """(rows, inner) of random bytes, NaNs of every kind among them, `gap` elements from row to row."""
+    """(rows, inner) of random bytes, all kinds of NaN included, with `gap` elements between rows."""
     g = torch.Generator().manual_seed(seed)
     size = rows * (inner + gap) * dtype.itemsize
     raw = torch.randint(2 if dtype == torch.bool else 256, (size,), generator=g, dtype=torch.uint8)
@@ -31,7 +31,7 @@ def bits(rows, inner, dtype, gap=0, seed=0):
 
 
 def some(rows, share, seed=0):
-    """Strictly increasing indices: about this share of `rows`."""
+    """Strictly increasing indices of about this share of `rows`."""
     return (torch.rand(rows, generator=torch.Generator().manual_seed(seed)) < share).nonzero().flatten()
 
 
@@ -57,7 +57,7 @@ def test_every_width_of_every_type(dtype, guarded):
     ("rows", "inner"), ((1, 768), (2, 1), (85, 768), (86, 768), (1000, 768), (70001, 1), (70001, 3))
 )
 def test_masks_of_every_density(rows, share, inner, guarded):
-    """Runs that begin, end and break at every place of a task, and tasks that no index falls in."""
+    """Runs begin, end and break at every place of a task; some tasks have no index."""
     there_and_back(bits(rows, inner, torch.bfloat16), some(rows, share))
 
 
@@ -125,7 +125,7 @@ def test_strides(inner):
     ),
 )
 def test_bad_indices_are_refused_before_memory_is_read(indices, found):
-    """The op looks at them as well, but not under torch.compile."""
+    """The op checks them as well, but not under torch.compile."""
     indices = torch.tensor(indices)
     message = rf"indices: expected strictly increasing positions in \[0, 10\), got {found}"
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Threads on a CPU: csrc/cpu/parallel under sanitizers, and when a model holds a team of them."""
+"""Threads on a CPU: csrc/cpu/parallel under sanitizers, and when a model keeps a team of threads."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 import fastbert
 from fastbert.layers import encoder as layers
 from fastbert.layers import fused
-from fastbert.runtime import native as _native
+from fastbert.runtime import loader
 from tests.support import cpu_build
 
-pytestmark = pytest.mark.skipif(_native.extension is None, reason="the extension is not built")
+pytestmark = pytest.mark.skipif(loader.extension is None, reason="the extension is not built")
 
 
 @pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])
@@ -36,7 +36,7 @@ def runtime():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The names of the calls that open and close teams, as they come."""
+    """The names of the calls that open and close teams, in order."""
     seen = []
     for name in ("open_team", "close_team"):
         original = getattr(layers, name)
@@ -70,7 +70,7 @@ def test_threads_stand_by_for_the_layers_and_leave_after_them(calls, runtime, mo
     with torch.no_grad():
         model(IDS)
     assert calls == ["open_team", "close_team"]
-    # beside a busy neighbour none may be opened
+    # no team may be opened while another runs
     assert len(inside) == 2
     assert inside[0] == inside[1]
     assert not in_parallel(runtime)
@@ -137,8 +137,8 @@ def test_a_child_forked_with_an_open_team_works_alone():
     code = (
         "import os, torch, fastbert\n"
         "from fastbert.ops.linear import linear\n"
-        "from fastbert.runtime import native as _native\n"
-        "C = _native.extension\n"
+        "from fastbert.runtime import loader\n"
+        "C = loader.extension\n"
         "x, w = torch.randn(256, 256), torch.randn(256, 256)\n"
         "wanted = linear(x, w)\n"
         "C.open_team(2)\n"

@@ -103,8 +103,8 @@ FAULTS = (
     _fault("dv alone not normalised", "store(pr + j, mul(load(pr + j, c), normal), c);\n                });", "store(pr + j, load(pr + j, c), c);\n                });"),
     _fault("no dS for dk alone", "return args.dq != nullptr || args.dk != nullptr || args.ds", "return args.dq != nullptr || args.ds", _SHARED),
     _fault("no dS for dgate alone", "|| args.ds != nullptr || args.dgate != nullptr;", "|| args.ds != nullptr;", _SHARED),
-    _fault("unwanted gradients made", "g.data_ptr() if need else 0 for g, need", "g.data_ptr() for g, need", _PYTHON),
-    _fault("bits not handed to backward", "args, 0 if keep_bits is None else keep_bits.data_ptr(), dout", "args, 0, dout", _PYTHON),
+    _fault("unwanted gradients made", "grad.data_ptr() if needed else 0 for grad, needed", "grad.data_ptr() for grad, needed", _PYTHON),
+    _fault("bits not handed to backward", "0 if keep_bits is None else keep_bits.data_ptr(),", "0,", _PYTHON),
     # gate and gradients
     _fault("gate forgotten in forward", "factor[r] = inverse * common;", "factor[r] = inverse;"),
     _fault("gate forgotten in dv", "if (args.dv != nullptr) weigh(pr, wr, n, gate * scale,", "if (args.dv != nullptr) weigh(pr, wr, n, scale,"),
@@ -138,6 +138,8 @@ FAULTS = (
 SUITE = Suite(
     faults=FAULTS,
     tests=(
+        "tests/cpu/test_attention_scores.py",
+        "tests/cpu/test_attention_dropout.py",
         "tests/cpu/test_attention.py",
         "-k",
         "not error_rule and not repeats and not many and not windows and not isa_none",  # the sanitizers come last

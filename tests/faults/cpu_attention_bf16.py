@@ -113,6 +113,8 @@ FAULTS = (
 SUITE = Suite(
     faults=FAULTS,
     tests=(
+        "tests/cpu/test_attention_scores.py",
+        "tests/cpu/test_attention_dropout.py",
         "tests/cpu/test_attention.py",
         "tests/cpu/test_isa.py",
         "-k",

@@ -303,9 +303,8 @@ FAULTS = (
 SUITE = Suite(
     FAULTS,
     tests=(
-        "tests/graphs/test_graphs.py", "-x", "-q", "-k",
+        "tests/graphs", "-x", "-q", "-k",
         "not compile and not long_sequences and not test_bad and not sentence_encoder",
     ),
-    preload=("torch", "pytest", "hypothesis", "transformers"),
     timeout_s=600.0,
 )  # fmt: skip

@@ -4,19 +4,12 @@ A suite is a module of this folder with `SUITE`. `make test` plants one fault of
 build, `make sweep` one of each other suite and larger samples, `make exhaustive` every fault of every suite.
 """
 
-import importlib
-import pathlib
-
 import pytest
 
-from fastbert.runtime import native as _native
+from fastbert.runtime import loader
 from tests.support import cpu_build, mutation
 
-SUITES = {
-    path.stem: importlib.import_module(f"tests.faults.{path.stem}").SUITE
-    for path in sorted(pathlib.Path(__file__).parent.glob("*.py"))
-    if not path.stem.startswith(("test_", "__"))
-}
+SUITES = mutation.suites()
 SAMPLES = {
     "cpu_linear_python": 5,
     "graphs": 4,
@@ -31,14 +24,21 @@ def needs(name: str) -> None:
     """Skip the test where this machine cannot build or run what the suite plants its faults in."""
     if SUITES[name].build:
         cpu_build.compiler()
-    if name == "cpu_attention_bf16" and getattr(_native.extension, "best_cpu_isa", str)() != "avx512_bf16":
+    if name == "cpu_attention_bf16" and getattr(loader.extension, "best_cpu_isa", str)() != "avx512_bf16":
         pytest.skip("needs the extension and a processor with AVX-512-BF16")
-    if name.startswith("cpu_") and _native.cpu_gap() is not None:
-        pytest.skip(_native.cpu_gap())
+    if name.startswith("cpu_") and loader.cpu_gap() is not None:
+        pytest.skip(loader.cpu_gap())
 
 
 def built_ones_in_the_sweep(name: str):
     return pytest.param(name, marks=pytest.mark.sweep) if SUITES[name].build else name
+
+
+@pytest.fixture(scope="module")
+def servers():
+    running = mutation.Servers()
+    yield running
+    running.close()
 
 
 @pytest.mark.parametrize("suite", SUITES)
@@ -52,10 +52,10 @@ def test_every_fault_can_be_planted(suite):
 
 
 @pytest.mark.parametrize("suite", [built_ones_in_the_sweep(name) for name in SUITES])
-def test_one_fault_is_caught(suite):
+def test_one_fault_is_caught(suite, servers):
     """By a test that passes without the fault, and that `make test` runs."""
     needs(suite)
-    (row,) = mutation.run_in_process(suite, one=True)
+    row = mutation.run_in_process(suite, one=True)[0] if SUITES[suite].build else servers.one(suite)
     assert row["verdict"] == "failed", row["log"]
     assert row["unchanged"] == "passed", row["log"]
 

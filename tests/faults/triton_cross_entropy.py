@@ -96,5 +96,4 @@ SUITE = Suite(
     tests=tuple(f"tests/triton/test_cross_entropy.py::test_{name}" for name in _TESTS),
     timeout_s=600.0,
     environment={"TRITON_INTERPRET": "1"},
-    preload=("torch", "torch._inductor.config", "pytest", "hypothesis", "triton"),
 )

@@ -5,6 +5,8 @@
 from tests.support.mutation import Fault, Suite
 
 _KERNEL = "kernels/layer_norm.py"
+_BACKWARD = "kernels/layer_norm_backward.py"
+_SUMS = "kernels/column_sums.py"
 _PHILOX = "kernels/philox.py"
 
 
@@ -19,13 +21,13 @@ FAULTS = (
     _fault("row mask dropped from the store of y", "y.to(y_ptr.dtype.element_ty), mask=mask)",
            "y.to(y_ptr.dtype.element_ty), mask=col_mask[None, :])"),
     _fault("row mask dropped in backward", "mask = row_mask[:, None] & col_mask[None, :]\n        mean",
-           "mask = (rows >= 0)[:, None] & col_mask[None, :]\n        mean"),
+           "mask = (rows >= 0)[:, None] & col_mask[None, :]\n        mean", _BACKWARD),
     _fault("mask off by one column", "col_mask = cols < HIDDEN\n    mask", "col_mask = cols < HIDDEN - 1\n    mask"),
     _fault("int32 rows in forward", "tl.program_id(0).to(tl.int64) * BLOCK_M", "tl.program_id(0) * BLOCK_M"),
-    _fault("int32 rows in backward", "tl.cast(tile, tl.int64) * BLOCK_M", "tile * BLOCK_M"),
+    _fault("int32 rows in backward", "tl.cast(tile, tl.int64) * BLOCK_M", "tile * BLOCK_M", _BACKWARD),
     _fault("stride of the residual forgotten", "rows[:, None] * residual_stride", "rows[:, None] * x_stride"),
     _fault("stride of z swapped for dy's", "z_ptr + rows[:, None] * z_stride + cols[None, :], mask=mask, other",
-           "z_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other"),
+           "z_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other", _BACKWARD),
     _fault("second column block reads the first", "col_start = tl.program_id(1) * BLOCK_N\n    cols = col_start + tl.arange(0, BLOCK_N)\n    row_mask",
            "col_start = tl.program_id(1) * 0\n    cols = col_start + tl.arange(0, BLOCK_N)\n    row_mask"),
     # forward arithmetic
@@ -57,11 +59,11 @@ FAULTS = (
     _fault("last block counted as a full one", "tl.minimum(HIDDEN - col_start, BLOCK_N)", "tl.minimum(HIDDEN, BLOCK_N)"),
     # dropout
     _fault("scale of the kept forgotten", "z = tl.where(keep, z * keep_scale, 0.0)", "z = tl.where(keep, z, 0.0)"),
-    _fault("scale forgotten in backward", "dz = tl.where(keep, dz * keep_scale, 0.0)", "dz = tl.where(keep, dz, 0.0)"),
+    _fault("scale forgotten in backward", "dz = tl.where(keep, dz * keep_scale, 0.0)", "dz = tl.where(keep, dz, 0.0)", _BACKWARD),
     _fault("other bits in backward", "keep = philox_keep(seed_ptr, offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N)\n            dz",
-           "keep = philox_keep(seed_ptr, offset, 1, rows, col_start, threshold, BLOCK_M, BLOCK_N)\n            dz"),
+           "keep = philox_keep(seed_ptr, offset, 1, rows, col_start, threshold, BLOCK_M, BLOCK_N)\n            dz", _BACKWARD),
     _fault("residual gradient after dropout", "dresidual_ptr + dx_at, dz.to(",
-           "dresidual_ptr + dx_at, tl.where(philox_keep(seed_ptr, offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N), dz, 0.0).to("),
+           "dresidual_ptr + dx_at, tl.where(philox_keep(seed_ptr, offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N), dz, 0.0).to(", _BACKWARD),
     _fault("wrong lane order", "tl.join(tl.join(r0, r2), tl.join(r1, r3))", "tl.join(tl.join(r0, r1), tl.join(r2, r3))", _PHILOX),
     _fault("signed comparison", "tl.reshape(lanes, (BLOCK_M, BLOCK_N)) >= threshold.to(tl.uint32, bitcast=True)",
            "tl.reshape(lanes, (BLOCK_M, BLOCK_N)).to(tl.int32, bitcast=True) >= threshold", _PHILOX),
@@ -72,25 +74,25 @@ FAULTS = (
     _fault("high half of the seed forgotten", "tl.load(seed_ptr), groups", "tl.load(seed_ptr) & 0xFFFFFFFF, groups", _PHILOX),
     _fault("threshold rounded down", "min(round(dropout_p * 2**32), 2**32 - 1)", "min(int(dropout_p * 2**31) * 2, 2**32 - 1)", _PHILOX),
     # backward arithmetic
-    _fault("mean of g not subtracted", "(g - g_mean[:, None] - x_hat", "(g - x_hat"),
-    _fault("projection on x_hat not subtracted", "g_mean[:, None] - x_hat * gx_mean[:, None])", "g_mean[:, None])"),
-    _fault("weight forgotten", "        g = dy * weight\n", "        g = dy\n"),
-    _fault("rstd forgotten", "dz = rstd[:, None] * (g", "dz = 1.0 * (g"),
-    _fault("x_hat without rstd", "return dy, (z - mean[:, None]) * rstd[:, None]", "return dy, z - mean[:, None]"),
-    _fault("dweight without x_hat", "dweight += dy * x_hat", "dweight += dy"),
-    _fault("dbias from g", "            dbias += dy\n", "            dbias += g\n"),
-    _fault("dx_bias only of the last tile", "dx_bias += dz  #", "dx_bias = dz  #"),
-    _fault("dx_bias only beside dx", "if dx_bias_ptr is not None:\n            dx_bias +=", "if dx_bias_ptr is not None and dx_ptr is not None:\n            dx_bias +="),
-    _fault("bits drawn only where dx is stored", "        if seed_ptr is not None:\n            keep", "        if seed_ptr is not None and dx_ptr is not None:\n            keep"),
-    _fault("dweight only of the last tile", "dweight += dy * x_hat", "dweight = dy * x_hat"),
-    _fault("every program takes every tile", "tl.cdiv(n_rows, BLOCK_M), tl.num_programs(0))", "tl.cdiv(n_rows, BLOCK_M), 1)"),
-    _fault("wide means of the wrong half", "tl.load(means_ptr + n_rows + rows", "tl.load(means_ptr + rows"),
-    _fault("last partial sum lost", "mask=(p < n_partials)[:, None]", "mask=(p < n_partials - 1)[:, None]"),
-    _fault("partial sums of another quantity", "(which.to(tl.int64) * n_partials + p)", "p"),
-    _fault("partial sums share a row", "partial_at = program.to(tl.int64) * HIDDEN + cols", "partial_at = cols"),
+    _fault("mean of g not subtracted", "(g - g_mean[:, None] - x_hat", "(g - x_hat", _BACKWARD),
+    _fault("projection on x_hat not subtracted", "g_mean[:, None] - x_hat * gx_mean[:, None])", "g_mean[:, None])", _BACKWARD),
+    _fault("weight forgotten", "        g = dy * weight\n", "        g = dy\n", _BACKWARD),
+    _fault("rstd forgotten", "dz = rstd[:, None] * (g", "dz = 1.0 * (g", _BACKWARD),
+    _fault("x_hat without rstd", "return dy, (z - mean[:, None]) * rstd[:, None]", "return dy, z - mean[:, None]", _BACKWARD),
+    _fault("dweight without x_hat", "dweight += dy * x_hat", "dweight += dy", _BACKWARD),
+    _fault("dbias from g", "            dbias += dy\n", "            dbias += g\n", _BACKWARD),
+    _fault("dx_bias only of the last tile", "dx_bias += dz\n", "dx_bias = dz\n", _BACKWARD),
+    _fault("dx_bias only beside dx", "        if dx_bias_ptr is not None:\n", "        if dx_bias_ptr is not None and dx_ptr is not None:\n", _BACKWARD),
+    _fault("bits drawn only where dx is stored", "        if seed_ptr is not None:\n            keep", "        if seed_ptr is not None and dx_ptr is not None:\n            keep", _BACKWARD),
+    _fault("dweight only of the last tile", "dweight += dy * x_hat", "dweight = dy * x_hat", _BACKWARD),
+    _fault("every program takes every tile", "tl.cdiv(n_rows, BLOCK_M), tl.num_programs(0))", "tl.cdiv(n_rows, BLOCK_M), 1)", _BACKWARD),
+    _fault("wide means of the wrong half", "tl.load(means_ptr + n_rows + rows", "tl.load(means_ptr + rows", _BACKWARD),
+    _fault("last partial sum lost", "mask=(p < n_partials)[:, None]", "mask=(p < n_partials - 1)[:, None]", _SUMS),
+    _fault("partial sums of another quantity", "(which.to(tl.int64) * n_partials + p)", "p", _SUMS),
+    _fault("partial sums share a row", "partial_at = program.to(tl.int64) * HIDDEN + cols", "partial_at = cols", _BACKWARD),
     # launcher
-    _fault("a tile too few", "(triton.cdiv(rows, block_m), triton.cdiv(hidden, block_n)), x.device",
-           "(max(1, rows // block_m), triton.cdiv(hidden, block_n)), x.device"),
+    _fault("a tile too few", "(triton.cdiv(rows, block_m), triton.cdiv(hidden, block_n)),\n            x.device",
+           "(max(1, rows // block_m), triton.cdiv(hidden, block_n)),\n            x.device"),
     _fault("z not saved for x_bias alone", "(residual is not None or x_bias is not None or seed is not None)", "(residual is not None or seed is not None)"),
     _fault("statistics returned though not saved", "    if not save:\n        mean, rstd =", "    if False:\n        mean, rstd ="),
     _fault("dx made though not wanted", "(rows, hidden) if need_dx else (0,)", "(rows, hidden)"),
@@ -107,5 +109,4 @@ SUITE = Suite(
         " or strided or 2_to_31 or rounded or random123) and not 64x768",
     ),
     environment={"TRITON_INTERPRET": "1"},
-    preload=("torch", "pytest", "hypothesis", "triton"),
 )

@@ -32,9 +32,9 @@ FAULTS = (
     _fault("no rows: dbias unset", "dbias = dy.new_zeros((out_features if need_dbias", "dbias = dy.new_empty((out_features if need_dbias"),
     _fault("g made where it is not needed", "new_g = need_g and activation is not None", "new_g = activation is not None"),
     _fault("dy overwritten by g", "g = dy.new_empty((rows, out_features)) if new_g else dy", "g = dy"),
-    _fault("one column block of g", "_linear_bwd_kernel, (programs, column_blocks)", "_linear_bwd_kernel, (programs, 1)"),
-    _fault("one column block of dbias", "(triton.cdiv(out_features, 32), 1), dy.device", "(1, 1), dy.device"),
-    _fault("a partial sum too few", "None, None, programs, HIDDEN=out_features", "None, None, max(1, programs - 1), HIDDEN=out_features"),
+    _fault("one column block of g", "_linear_bwd_kernel,\n        (programs, column_blocks)", "_linear_bwd_kernel,\n        (programs, 1)"),
+    _fault("one column block of dbias", "(triton.cdiv(out_features, 32), 1),\n            dy.device", "(1, 1),\n            dy.device"),
+    _fault("a partial sum too few", "None,\n            programs,\n            HIDDEN=out_features", "None,\n            max(1, programs - 1),\n            HIDDEN=out_features"),
     _fault("dx from dy", "g @ weight if need_dx", "dy @ weight if need_dx"),
     _fault("dweight from dy", "g.t() @ x if need_dweight", "dy.t() @ x if need_dweight"),
     _fault("dweight needs dx", "need_g = need_dx or need_dweight", "need_g = need_dx"),
@@ -56,7 +56,8 @@ FAULTS = (
     _fault("silu cut off at 20", "tl.minimum(tl.abs(z), 120.0", "tl.minimum(tl.abs(z), 6.0", _ACTIVATION),
     _fault("logistic of the magnitude", "tl.where(z > 0, 1.0, e), 1.0 + e", "1.0, 1.0 + e", _ACTIVATION),
     _fault("s for s (1 - s)", "_divided(_divided(e, 1.0 + e, FEW_DIGITS), 1.0 + e, FEW_DIGITS)", "_divided(e, 1.0 + e, FEW_DIGITS)", _ACTIVATION),
-    _fault("relu's derivative at 0", "z = tl.where(z > 0, 1.0, 0.0)", "z = tl.where(z >= 0, 1.0, 0.0)", _ACTIVATION),
+    _fault("relu's derivative at 0", "z = tl.where(z <= 0, 0.0, 1.0)", "z = tl.where(z < 0, 0.0, 1.0)", _ACTIVATION),
+    _fault("relu's derivative at NaN", "z = tl.where(z <= 0, 0.0, 1.0)", "z = tl.where(z > 0, 1.0, 0.0)", _ACTIVATION),
 )  # fmt: skip
 
 # what catches most comes first
@@ -82,5 +83,4 @@ SUITE = Suite(
     tests=tuple(f"tests/triton/test_linear_backward.py::test_{name}" for name in _TESTS),
     timeout_s=600.0,
     environment={"TRITON_INTERPRET": "1"},
-    preload=("torch", "torch._inductor.config", "pytest", "hypothesis", "triton"),
 )

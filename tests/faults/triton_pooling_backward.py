@@ -60,5 +60,4 @@ SUITE = Suite(
     tests=tuple(f"tests/triton/test_pooling_backward.py::test_{name}" for name in _TESTS),
     timeout_s=600.0,
     environment={"TRITON_INTERPRET": "1"},
-    preload=("torch", "torch._inductor.config", "pytest", "hypothesis", "triton"),
 )

@@ -1,10 +1,10 @@
-"""Says which tests of an earlier list are gone, by name; the three tiers together are all there are.
+"""Lists the tests of an earlier collection that are gone, by name; every test is in one of the three tiers.
 
     in a worktree of the commit before:    python -m pytest --collect-only -q -m "" > before.txt
     here:                                  python tests/house/count_tests.py before.txt
 
-A test's name is its id without the file's path, since tests move between files. RENAMED holds the names that
-changed on purpose.
+A test's name is its id without the path of the file, because tests move between files. RENAMED holds the
+names that changed on purpose.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TIERS = {"test": "not slow and not sweep", "sweep": "sweep and not slow", "exhaustive": "slow"}
-# What a name of before, if no test has it now, is called now; in order, each for all its occurrences.
+# (old, new): if no test has an earlier name now, these replacements are made in it, in this order.
 RENAMED = (
     # source files in ids
     (r"depends_on\[cases/", "depends_on[testing/op_cases/"),
@@ -26,8 +26,9 @@ RENAMED = (
     (r"\[models\.py-False\]", "[models/bert.py-False]"),
     (r"triton/layer_norm\.py-True", "triton/forwarders.py-True"),
     (r"triton/linear\.py-False", "triton/attention.py-False"),
-    # weights laid out for a kernel, in an error's text
+    # errors' texts: weights laid out for a kernel, plain English
     (r"\[packed: expected", "[panels: expected"),
+    (r"65536 elements a row\]", "65536 elements per r]"),
     # the op and its launchers
     (r"\[pack_fwd-", "[packing_fwd-"),
     (r"\[unpack_fwd-", "[packing_bwd-"),
@@ -61,7 +62,7 @@ SAMPLED = ("graphs", "triton_attention", "triton_pooling_backward")
 
 
 def names(listing: str) -> collections.Counter[str]:
-    """Names of the ids in what `pytest --collect-only -q` prints, each with how often it occurs."""
+    """Names of the ids that `pytest --collect-only -q` prints, each with the number of times it occurs."""
     ids = [line for line in listing.splitlines() if re.match(r"\S+\.py::", line)]
     return collections.Counter(line.partition("::")[2] for line in ids)
 
@@ -86,7 +87,7 @@ def collected(markers: str) -> collections.Counter[str]:
 
 
 def main() -> None:
-    """Print the counts; the exit status is 1 where a name is gone."""
+    """Print the counts; the exit status is 1 if a name is gone."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("before", type=pathlib.Path, help="what pytest printed in the tree of before")
     before = names(parser.parse_args().before.read_text())

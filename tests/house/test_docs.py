@@ -1,14 +1,16 @@
 """README and docs: every code block runs, every command and path exists, generated parts are current.
 
-A python block runs after the blocks above it on its page, in a folder with small models at `path/to/…`. One
-that cannot run everywhere has `<!-- not run: needs a GPU -->` above it and is compiled. A shell block is
-parsed, and each command in it is looked up: make targets, options of `fastbert`, scripts and their options.
+A python block runs after the blocks above it on its page, in a folder with small models at `path/to/…`. A
+block that cannot run everywhere has `<!-- not run: needs a GPU -->` above it and is only compiled. A shell
+block is parsed, and each command in it is checked: make targets, options of `fastbert`, scripts and their
+options.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import io
 import re
@@ -20,6 +22,7 @@ import pytest
 import torch
 
 import fastbert
+from fastbert.runtime import dispatch
 
 ROOT = Path(__file__).resolve().parents[2]
 if not (ROOT / "docs").is_dir():
@@ -28,6 +31,12 @@ if not (ROOT / "docs").is_dir():
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOTES = [ROOT / "csrc/cpu/NOTES.md", ROOT / "kernels/NOTES.md", *sorted((ROOT / "docs/notes").glob("*.md"))]
 PAGES = [*GUIDES, *NOTES, ROOT / "CONTRIBUTING.md"]
+THIS = Path(__file__).name
+# names from other projects, and made-up ones
+FOREIGN = """
+    MaskedLM MultipleChoice NextSentencePrediction PreTraining QuestionAnswering TokenClassification
+    XyzForMaskedLM XyzModel cross_encoder editable_mode multiple_of sched_autogroup_enabled tensor_mask
+"""
 REASONS = ("needs a GPU", "needs the network", "takes minutes", "is a part of a file")
 LANGUAGES = ("python", "sh", "text")
 BLOCK = re.compile(
@@ -116,6 +125,18 @@ def test_each_fact_names_the_code_that_obeys_it(page):
         assert fact.count("*Obeyed by* ") == 1, fact.splitlines()[0]
 
 
+def test_the_api_page_has_every_public_name():
+    """Of model classes BERT's and AutoModel, which show what all others share."""
+    shown = re.findall(r"^::: fastbert\.(.+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
+    others = re.compile("(?!Bert)[A-Z].*(Model|For.*)|AutoModelFor.*|BertConfig|__version__")
+    missing = {name for name in fastbert.__all__ if not others.fullmatch(name)} - {*shown}
+    assert missing == set()
+    assert "AutoModel" in shown
+    functions = {"packing": ("pack", "unpack")}
+    ops = {f"ops.{op}.{function}" for op in dispatch.OPS for function in functions.get(op, (op,))}
+    assert ops - {*shown} == set()
+
+
 # ---- names on a page ----
 
 
@@ -150,6 +171,42 @@ def test_dotted_names_exist(page):
                     importlib.import_module(f"{found.__name__}.{part}")
             assert hasattr(found, part), dotted
             found = getattr(found, part)
+
+
+FOLDERS = ("fastbert", "kernels", "csrc", "bench", "tests")
+SOURCES = (".py", ".cpp", ".h", ".cu", ".cuh", ".toml")
+
+
+@functools.cache
+def words_of_the_sources() -> set[str]:
+    """Every word in our sources and in the names of their files, except in this file."""
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in SOURCES]
+    files += [ROOT / file for file in ("Makefile", "setup.py", "pyproject.toml", "docs/make.py")]
+    text = [path.read_text() for path in files if path.name != THIS]
+    return {word for part in text for word in re.findall(r"\w+", part)} | {path.stem for path in files}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_names_of_the_sources_exist(page):
+    """Words in back quotes that only a program can contain: with an underscore or a capital inside."""
+    for quoted in re.findall(r"`([^`\n]+)`", page.read_text()):
+        for word in re.findall(r"\b\w+\b", quoted):
+            if re.search(r"[a-z0-9]_[a-z0-9]|[A-Z]_[A-Z]|[a-z][A-Z]", word) and word not in FOREIGN.split():
+                assert word in words_of_the_sources(), f"`{quoted}`"
+
+
+def test_the_changelog_says_where_modules_are_now():
+    """A new place is `room.module`, other modules of that room after it, and perhaps words."""
+    rows = re.findall(r"^  \| (.+?) \| (.+?) \|$", (ROOT / "CHANGELOG.md").read_text(), re.M)[2:]
+    assert len(rows) > 15
+    for old, new in rows:
+        room: tuple[str, ...] = ()
+        for place in re.split(", |; ", new):
+            if re.fullmatch(r"[\w.]+", place):
+                parts = tuple(place.split("."))
+                room = parts[:-1] if "." in place else room
+                path = ROOT.joinpath("fastbert", *room, parts[-1])
+                assert path.with_suffix(".py").is_file() or path.is_dir(), (old, place)
 
 
 # ---- python blocks ----
@@ -192,7 +249,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def names_of_a_page() -> dict[str, Any]:
-    """What a page may use without making it: a batch of three sequences."""
+    """What a page may use without defining it: a batch of three sequences."""
     mask = torch.tensor([[1] * 9, [1] * 4 + [0] * 5, [1] * 6 + [0] * 3])
     ids = torch.randint(5, 30, mask.shape).masked_fill(mask == 0, 0)
     return {"__name__": "page", "input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 2, 1])}
@@ -249,7 +306,7 @@ def targets() -> set[str]:
 
 
 def check_command(words: list[str], folder: Path) -> None:
-    """Fail with the reason where the command cannot be what this checkout has."""
+    """Fail with the reason if this checkout has no such command or option."""
     while "=" in words[0]:  # variables before the command
         words = words[1:]
     program, rest = words[0].removeprefix(".venv/bin/"), words[1:]
@@ -315,7 +372,7 @@ def fastbert_error() -> type[Exception]:
 
 
 def test_the_encode_commands_of_the_pages_run(folder, monkeypatch):
-    """Those of embed-text.md, quantise.md and threads.md, in a folder that has the model and the texts."""
+    """Those of embed-text.md, quantise.md and threads.md, in a folder with the model and the texts."""
     from fastbert.cli.main import main
 
     monkeypatch.chdir(folder)

@@ -1,6 +1,7 @@
 """An import goes to the same room or to a floor below, never up; no modules import each other in a circle.
 
-A room is a folder or a file of `fastbert/`. FLOORS is the plan of the house, the lowest floor first.
+A room is a folder or a file of `fastbert/`. FLOORS lists the rooms, the lowest floor first; docs/floors.md
+shows them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOORS = (
     ("runtime", "kernels"),
     ("ops",),
-    ("backends",),  # above the ops, whose contracts they implement
+    # above the ops, whose contracts they implement
+    ("backends",),
     ("testing",),
     ("layers",),
     ("checkpoint",),
@@ -31,17 +33,19 @@ FLOORS = (
 # Rooms that may import less than what is below them.
 ONLY = {"layers": ("runtime", "ops", "layers")}
 
-# Arrows up that are wanted, because the module is loaded by its name when it is first needed: (file, module).
+# Arrows up that are allowed, because the module is loaded by name when it is first needed: (file, module).
+# They lead to the backends of the table, to the classes that older pickles name, and to what proves a kernel
+# on the user's device.
 BY_NAME = {
-    ("fastbert/runtime/dispatch.py", "fastbert.backends"),  # the table's backends
-    ("fastbert/runtime/moved.py", "fastbert"),  # where classes are that older pickles name
-    ("fastbert/runtime/dispatch.py", "fastbert.testing.proving"),  # what proves a kernel on the user's device
+    ("fastbert/runtime/dispatch.py", "fastbert.backends"),
+    ("fastbert/runtime/moved.py", "fastbert"),
+    ("fastbert/runtime/dispatch.py", "fastbert.testing.proving"),
 }
 
-# Names of modules that no reader of the source knows: (file, the argument of import_module).
+# Imports whose module cannot be read from the source: (file, the argument of import_module).
 COMPUTED: set[tuple[str, str]] = set()
 
-# What is still wrong: (file, module) of arrows and the modules of circles. Only ever shrinks.
+# Known faults: (file, module) of arrows, and the modules of circles. These only ever shrink.
 KNOWN_ARROWS: set[tuple[str, str]] = set()
 KNOWN_CIRCLES: set[tuple[str, ...]] = set()
 
@@ -102,7 +106,7 @@ def test_no_import_goes_up():
     new = [text for arrow, text in wrong.items() if arrow not in KNOWN_ARROWS]
     assert not new, "\n".join(["imports that no floor allows:", *new])
     gone = KNOWN_ARROWS - set(wrong)
-    assert not gone, f"no longer there, take them out of KNOWN_ARROWS: {gone}"
+    assert not gone, f"no longer there, remove them from KNOWN_ARROWS: {gone}"
 
 
 def test_no_modules_import_each_other_in_a_circle():
@@ -110,11 +114,11 @@ def test_no_modules_import_each_other_in_a_circle():
     new = [" ".join(group) for group in groups if group not in KNOWN_CIRCLES]
     assert not new, "\n".join(["modules that reach each other:", *new])
     gone = KNOWN_CIRCLES - set(groups)
-    assert not gone, f"no longer there, take them out of KNOWN_CIRCLES: {gone}"
+    assert not gone, f"no longer there, remove them from KNOWN_CIRCLES: {gone}"
 
 
 def test_wanted_arrows_are_there():
-    """An exception that nothing needs is taken out."""
+    """An exception that no import needs must be removed."""
     found = {(a.file, a.target) for a in arrows(ROOT, "fastbert") if a.by_name}
     assert set(BY_NAME) <= found
     assert {(file, f"<{argument}>") for file, argument in COMPUTED} <= found

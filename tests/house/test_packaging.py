@@ -8,17 +8,14 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
-from fastbert.runtime import native as _native
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    tomllib = pytest.importorskip("tomli")
+from fastbert.runtime import loader
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -42,7 +39,7 @@ def python(code, cwd, **env) -> subprocess.CompletedProcess:
 
 
 def stub(folder: Path) -> str:
-    """A folder with a package `kernels`, standing for HuggingFace's."""
+    """A folder with a package `kernels` in the place of HuggingFace's."""
     package = folder / "stub" / "kernels"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("owner = 'huggingface'\n")
@@ -62,7 +59,7 @@ def test_kernels_is_a_symlink_without_init():
 
 
 def test_import_kernels_finds_huggingfaces(huggingface):
-    """From the repository's root, which stands first on the path, and after our own kernels were imported."""
+    """From the repository's root, which is first on the path, and after our own kernels were imported."""
     python(
         "import sys, fastbert, fastbert.kernels.layer_norm\n"
         "assert 'kernels' not in sys.modules, 'fastbert imports the top-level name'\n"
@@ -81,10 +78,8 @@ def test_import_kernels_under_pytest(huggingface, tmp_path, command):
     if not command and not script.exists():
         pytest.skip("no pytest script beside this Python")
     start = [sys.executable, *command] if command else [script]
-    done = run(
-        *start, "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "-c", ROOT / "pyproject.toml", test,
-        cwd=ROOT, PYTHONPATH=huggingface,
-    )  # fmt: skip
+    options = ["-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "-c", ROOT / "pyproject.toml"]
+    done = run(*start, *options, test, cwd=ROOT, PYTHONPATH=huggingface)
     assert "1 passed" in done.stdout
 
 
@@ -141,10 +136,28 @@ def test_declarations():
     least, bound = re.fullmatch(r"torch>=2\.(\d+),<2\.(\d+)", torch).groups()
     tested = re.search(r"^TORCH +\?= torch==2\.(\d+)\.", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
     assert int(least) <= int(tested) == int(bound) - 1
+    # the README and the classifiers name the Python of the lower bound, and the torch
+    python = project["requires-python"].removeprefix(">=")
+    assert f"Programming Language :: Python :: {python}" in project["classifiers"]
+    assert f"Python {python} and torch 2.{least}" in (ROOT / "README.md").read_text()
     assert project["scripts"] == {"fastbert": "fastbert.__main__:main"}
 
 
 # --- builds ---------------------------------------------------------------------------------------
+
+
+FILES = (
+    "setup.py",
+    "pyproject.toml",
+    "MANIFEST.in",
+    "Makefile",
+    "mkdocs.yml",
+    "LICENSE",
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+)
+FOLDERS = (".ci", "csrc", "kernels", "fastbert", "tests", "bench", "docs", "examples")
 
 
 @pytest.fixture(scope="module")
@@ -154,11 +167,11 @@ def checkout(tmp_path_factory):
         pytest.skip("needs a C++ compiler")
     pytest.importorskip("pybind11")
     copy = tmp_path_factory.mktemp("checkout")
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "CHANGELOG.md"):
+    for name in FILES:
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, copy / name)
     ignore = shutil.ignore_patterns("*.so", "__pycache__")
-    for name in ("csrc", "kernels", "fastbert", "tests"):
+    for name in FOLDERS:
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
     return copy
 
@@ -197,37 +210,52 @@ def check_wheel(wheel: Path, tmp_path: Path) -> None:
     for line in (
         "Name: fastbert-kernels",
         "Version: 0.1.0",
-        "Requires-Python: >=3.10",
+        "Requires-Python: >=3.11",
         "License-Expression: Apache-2.0",
     ):
         assert line in metadata
     check_install(tmp_path / "installed", tmp_path)
 
 
-def check_install(site: Path, tmp_path: Path, executable: str = sys.executable) -> None:
+# What every kind of install must do: {site} is where fastbert has to come from.
+SMOKE = """
+import torch, fastbert, fastbert._C, fastbert.kernels.layer_norm
+from fastbert.backends import cpu
+from fastbert.ops.layer_norm import LayerNormInputs
+
+assert fastbert.__file__.startswith({site!r}), fastbert.__file__
+assert fastbert._C.__file__.startswith({site!r}), fastbert._C.__file__
+assert fastbert._C.cuda_archs == "", "built with FASTBERT_CUDA=0"
+if cpu.available("cpu") is None:
+    x = torch.tensor([[1.0, -1.0]])
+    y = cpu.layer_norm_fwd(LayerNormInputs(x, torch.ones(2), eps=0.0), False)[0]
+    assert torch.equal(x, y), y
+
+sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=100)
+model = fastbert.BertModel(fastbert.BertConfig(**sizes)).eval()
+hidden = model(torch.arange(8).reshape(2, 4)).last_hidden_state
+assert hidden.shape == (2, 4, 32) and hidden.isfinite().all()
+
+import kernels
+assert kernels.__file__ is not None and "layer_norm" not in dir(kernels), kernels
+"""
+
+
+def check_install(site: Path, tmp_path: Path, executable: Path | None = None) -> None:
+    """fastbert from `site` works: installed in `executable`, or else in this Python by its path."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
-    run(
-        executable,
-        "-c",
-        "import sys, torch, fastbert, fastbert._C, fastbert.kernels.layer_norm\n"
-        "from fastbert.backends import cpu\n"
-        f"assert fastbert.__file__.startswith({str(site)!r}), fastbert.__file__\n"
-        f"assert fastbert._C.__file__.startswith({str(site)!r}), fastbert._C.__file__\n"
-        "assert fastbert._C.cuda_archs == '', 'built with FASTBERT_CUDA=0'\n"
-        "if cpu.available('cpu') is None:\n"
-        "    x = torch.tensor([[1.0, -1.0]])\n"
-        "    y = cpu.layer_norm_fwd(x, torch.ones(2), None, None, None, 0.0, 0.0, None, 0, False)[0]\n"
-        "    assert torch.equal(x, y), y\n"
-        "import kernels\n"
-        "assert kernels.__file__ is not None and 'layer_norm' not in dir(kernels), kernels\n",
-        cwd=elsewhere,
-        PYTHONPATH=os.pathsep.join(map(str, (site, SITE_PACKAGES, stub(tmp_path)))),
-    )
+    paths = [] if executable else [str(site), SITE_PACKAGES]
+    executable = executable or Path(sys.executable)
+    path = os.pathsep.join((*paths, stub(tmp_path)))
+    run(executable, "-c", SMOKE.format(site=str(site)), cwd=elsewhere, PYTHONPATH=path)
+    shown = run(executable, "-m", "fastbert", "env", cwd=elsewhere, PYTHONPATH=path).stdout
+    assert PROJECT["project"]["version"] in shown
+    assert torch.__version__ in shown
 
 
 def test_wheel(checkout, tmp_path):
-    # -O0 stands behind the build's own flags: this test asks what is in the wheel
+    # -O0 comes after the build's own flags and overrides them: this test asks what is in the wheel
     check_wheel(build("wheel", checkout, tmp_path / "dist", CXXFLAGS="-O0"), tmp_path)
 
 
@@ -238,6 +266,10 @@ def test_sdist_has_the_sources(checkout, tmp_path):
     assert sources <= names
     assert modules_of_the_tree() <= names
     assert {"setup.py", "pyproject.toml", "LICENSE", "fastbert/py.typed"} <= names
+    # the tests read the rest: papers, benchmarks and results. The link fastbert/kernels becomes a folder
+    shipped = {p.relative_to(checkout).as_posix() for p in checkout.rglob("*") if p.is_file()}
+    shipped = {name for name in shipped if not name.startswith(("build/", "fastbert_kernels.egg-info/"))}
+    assert shipped - names == set()
     assert [n for n in names if n.endswith((".so", ".o", ".pyc"))] == []
 
 
@@ -269,15 +301,8 @@ def test_sdist_to_wheel(checkout, tmp_path):
 
 @pytest.mark.slow
 def test_a_second_build_compiles_nothing(checkout, tmp_path):
-    command = [
-        sys.executable,
-        "setup.py",
-        "build_ext",
-        "--build-temp",
-        tmp_path / "t",
-        "--build-lib",
-        tmp_path / "l",
-    ]
+    folders = ["--build-temp", tmp_path / "t", "--build-lib", tmp_path / "l"]
+    command = [sys.executable, "setup.py", "build_ext", *folders]
     first = run(*command, cwd=checkout, FASTBERT_CUDA="0")
     assert "link" in first.stdout
     assert "no work to do" in run(*command, cwd=checkout, FASTBERT_CUDA="0").stdout
@@ -303,57 +328,36 @@ def test_editable_install(checkout, tmp_path, isolated):
     shutil.copytree(checkout, copy, symlinks=True)
     run(sys.executable, "-m", "venv", venv, cwd=tmp_path)
     executable = venv / "bin" / "python"
-    site = Path(
-        run(
-            executable, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
-        ).stdout.strip()
-    )
-    if not isolated:  # setuptools, pybind11, ninja: before the venv's own
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(run(executable, "-c", code, cwd=tmp_path).stdout.strip())
+    if not isolated:
+        # setuptools, pybind11 and ninja of here come before the venv's own
         (site / "outer.pth").write_text(f"import sys; sys.path.insert(0, {SITE_PACKAGES!r})\n")
     flags = [] if isolated else ["--no-build-isolation"]
-    done = run(
-        executable,
-        "-m",
-        "pip",
-        "install",
-        "--no-deps",
-        *flags,
-        "-e",
-        copy,
-        cwd=tmp_path,
-        check=False,
-        FASTBERT_CUDA="0",
-    )
+    install = ["-m", "pip", "install", "--no-deps", *flags, "-e", copy]
+    done = run(executable, *install, cwd=tmp_path, check=False, FASTBERT_CUDA="0")
     if isolated and done.returncode and "Could not find a version that satisfies" in done.stderr:
         pytest.skip("no package index to fetch the build's requirements from")
     assert done.returncode == 0, done.stdout + done.stderr
     (site / "outer.pth").write_text(SITE_PACKAGES + "\n")
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    code = (
-        "import fastbert, fastbert._C, fastbert.kernels.layer_norm\n"
-        f"assert fastbert.__file__.startswith({str(copy)!r}), fastbert.__file__\n"
-        "import kernels\n"
-        "assert kernels.__file__ is not None and 'layer_norm' not in dir(kernels), kernels\n"
-    )
-    run(executable, "-c", code, cwd=elsewhere, PYTHONPATH=stub(tmp_path))
+    check_install(copy, tmp_path, executable)
 
 
 def test_extension_of_this_tree_is_built():
     """Every other native test is skipped without it: say so here instead of passing silently."""
-    assert _native.extension is not None, _native.missing
+    assert loader.extension is not None, loader.missing
 
 
 # --- CUDA -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(
-    not getattr(_native.extension, "cuda_archs", ""), reason="fastbert._C is built without CUDA"
+    not getattr(loader.extension, "cuda_archs", ""), reason="fastbert._C is built without CUDA"
 )
 def test_every_architecture_is_built_and_ptx_is_there_for_those_to_come():
     triton = pytest.importorskip("triton")
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    listed = run(cuobjdump, "--list-elf", "--list-ptx", _native.extension.__file__, cwd=ROOT).stdout
-    for arch in _native.extension.cuda_archs.split(";"):
+    listed = run(cuobjdump, "--list-elf", "--list-ptx", loader.extension.__file__, cwd=ROOT).stdout
+    for arch in loader.extension.cuda_archs.split(";"):
         assert f"sm_{arch}.cubin" in listed
     assert "sm_80.ptx" in listed

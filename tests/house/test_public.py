@@ -1,4 +1,4 @@
-"""What `import fastbert` gives, and what it costs."""
+"""What `import fastbert` provides, and what it loads."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_unrelated_project_of_this_name_is_named_once(tmp_path):
 
 
 def test_help_is_short_and_loads_nothing():
-    """Also after the classes were used, whose every method it would print."""
+    """Also after classes were used; pydoc would print all their methods."""
     code = "import fastbert, pydoc, sys\n{}text = pydoc.render_doc(fastbert)\n"
     code += "print('torch' in sys.modules, text)"
     loaded, text = run(code.format("")).stdout.split(" ", 1)

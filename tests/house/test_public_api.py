@@ -1,7 +1,7 @@
-"""Public names, signatures and options of the command line are those of before the modules moved into rooms.
+"""Public names, signatures and command-line options are the same as before the modules moved into rooms.
 
-public_api.json is the table of `tests.support.public_api` at commit 5d50b9a; classes with equal members stand
-together. GONE, NEW and CHANGED say what is different by intention, with the reason.
+public_api.json is the table of `tests.support.public_api` at commit 5d50b9a; classes with equal members are
+one group there. GONE, NEW and CHANGED list the intended differences, with the reason.
 """
 
 from __future__ import annotations
@@ -17,11 +17,21 @@ BEFORE = json.loads((Path(__file__).parent / "public_api.json").read_text())
 
 PACKING = "the op that removes and restores padding has one name in every room"
 ACTIVATIONS = "one table of activations in ops/activation.py"
+ATTENTION = "a helper of ops/attention.py, now in ops/attention_grid.py or ops/attention_checks.py"
 PANELS = "weights laid out for a kernel are panels; packed says tokens without padding"
 OPS = (None, sorted([*dispatch.OPS]), None)
 
 # What is gone: name -> reason.
 GONE = {
+    "ops.attention.bits_shape": ATTENTION,
+    "ops.attention.check_bias": ATTENTION,
+    "ops.attention.check_lengths": ATTENTION,
+    "ops.attention.from_grid": ATTENTION,
+    "ops.attention.grid_mask": ATTENTION,
+    "ops.attention.keep_mask": ATTENTION,
+    "ops.attention.pack_bits": ATTENTION,
+    "ops.attention.to_grid": ATTENTION,
+    "ops.attention.unpack_bits": ATTENTION,
     "ops.checks.plain": "it is dispatch's, which uses it",
     "ops.linear.activate_ref": ACTIVATIONS,
     "ops.linear.check_activation": ACTIVATIONS,
@@ -34,16 +44,18 @@ GONE = {
     "testing.luck": "renamed chance_allowance, which tells",
 }
 # Members of classes that are renamed or new, whichever class has them.
-GONE_MEMBERS = {"answer", "words"}  # names that did not tell
+# answer and words did not say what they do.
+GONE_MEMBERS = {"answer", "words"}
+# A family with other mathematics names its own layer_class and embeddings_class.
 NEW_MEMBERS = {
     "as_output",
-    "embeddings_class",  # a family with other mathematics names its own
+    "embeddings_class",
     "encode_inputs",
     "layer_class",
     "logits_and_loss",
     "padded_output",
 }
-# What is new outside the ops, whose new functions break nobody: name -> reason.
+# What is new outside the ops (a new function of an op breaks no caller): name -> reason.
 NEW = {"testing.chance_allowance": "was luck"}
 # Name -> (what it is now, reason).
 CHANGED = {
@@ -65,7 +77,7 @@ CHANGED = {
 
 
 def flat(table: dict) -> dict[str, str]:
-    """Public name -> what it is, with the members of every class under their own names."""
+    """Public name -> its description; each member of a class has its own entry."""
     found = dict(table["names"])
     for group in table["classes"]:
         for owner in group["owners"]:
@@ -74,7 +86,7 @@ def flat(table: dict) -> dict[str, str]:
 
 
 def split(names: set[str]) -> tuple[set[str], set[str]]:
-    """(names that are not of a model, members of models without their classes)."""
+    """(names that do not belong to a model, members of models without the names of their classes)."""
     members = {name for name in names if name.split(".")[0] in fastbert.__all__ and "." in name}
     return names - members, {name.split(".", 1)[1] for name in members}
 

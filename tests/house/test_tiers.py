@@ -19,7 +19,15 @@ def test_every_name_of_the_table_is_a_test():
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.FunctionDef)
         }
-        assert set(names.split()) - there == set(), folder
+        assert {name.partition("[")[0] for name in names.split()} - there == set(), folder
+
+
+def test_a_bracket_names_the_beginning_of_an_id(monkeypatch):
+    monkeypatch.setattr(tiers, "WHOLE", {"ops": "test_a test_b[triton"})
+    ids = ("test_a", "test_a[1]", "test_ab", "test_b", "test_b[triton-1]", "test_b[cpu-1]")
+    whole = [name for name in ids if tiers.is_whole(f"tests/ops/test_x.py::{name}")]
+    assert whole == ["test_a", "test_a[1]", "test_b[triton-1]"]
+    assert not tiers.is_whole("tests/cpu/test_x.py::test_a")
 
 
 def test_keys_are_combined_and_values_covered():
@@ -40,6 +48,15 @@ def test_of_many_numbers_the_ends_and_two_between_are_kept(values):
     kept = tiers.cover([str(i) for i in range(130)], sets)
     assert {"0", "129"} < kept
     assert len(kept) == tiers.SOME
+
+
+def test_of_many_cases_of_a_sampled_parameter_four_are_kept():
+    sets = [{"case": f"case {i}", "dtype": dtype} for i in range(20) for dtype in ("fp32", "bf16")]
+    ids = [str(i) for i in range(40)]
+    kept = [sets[int(i)] for i in tiers.cover(ids, sets, frozenset({"case"}))]
+    assert len({s["case"] for s in kept}) == len(kept) == tiers.SOME
+    assert {s["dtype"] for s in kept} == {"fp32", "bf16"}
+    assert len(tiers.cover(ids, sets)) == 20
 
 
 def test_no_value_that_is_not_a_number_is_left_out():

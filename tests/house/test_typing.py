@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "tests" / "typing"
 SITE_PACKAGES = Path(pytest.__file__).resolve().parents[1]
 
-# Writes an empty file wherever a compiler or linker would write one.
+# A compiler and linker that write empty files.
 COMPILER = """#!/bin/sh
 case "$*" in *-dumpmachine*) echo x86_64-linux-gnu; exit;; esac
 while [ $# -gt 0 ]; do case "$1" in -o|-MF) : > "$2";; esac; shift; done
@@ -34,7 +34,7 @@ while [ $# -gt 0 ]; do case "$1" in -o|-MF) : > "$2";; esac; shift; done
 
 @pytest.fixture(scope="module")
 def editable(tmp_path_factory):
-    """A Python that has a copy of this tree as `pip install -e` installs it, and the copy."""
+    """(a Python with a copy of this tree, installed as `pip install -e` does it; the copy)."""
     folder = tmp_path_factory.mktemp("editable")
     copy, wheels, environment = folder / "copy", folder / "wheels", folder / "venv"
     copy.mkdir(), wheels.mkdir()
@@ -82,7 +82,7 @@ def marked(script: Path) -> set[tuple[str, int]]:
 
 
 def pyright(python: Path, folder: Path) -> dict[tuple[str, int], str]:
-    """basedpyright, which is pyright with all it needs in the wheel, by pyright's own strict rules."""
+    """basedpyright by pyright's own strict rules; it is pyright with all that it needs in the wheel."""
     (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
     command = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", python, "-p", folder]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
@@ -93,7 +93,7 @@ def pyright(python: Path, folder: Path) -> dict[tuple[str, int], str]:
     }
 
 
-# Parts of torch that nothing here mentions: without them mypy takes 6 seconds instead of 13.
+# Parts of torch that the scripts do not use: without them mypy takes 6 seconds instead of 13.
 UNREAD = """
     _decomp _dynamo _export _functorch _higher_order_ops _inductor _prims _prims_common _refs _subclasses ao
     distributed export func fx onnx profiler sparse testing
@@ -127,7 +127,7 @@ def test_type_checkers_pass_what_is_right_and_flag_what_is_wrong(checker, editab
 
 
 def test_type_checkers_see_the_names_there_are():
-    """The imports that only they read are `__all__`, from where `__getattr__` takes it."""
+    """The imports for type checkers are those of `__all__`, from the modules that `__getattr__` takes."""
     tree = ast.parse(Path(fastbert.__file__).read_text())
     (block,) = [
         node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"

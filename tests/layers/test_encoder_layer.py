@@ -1,4 +1,4 @@
-"""A whole layer in one call: the same bits as its ops one after another, and only where it may."""
+"""A whole layer in one call: the same bits as its ops one by one, and only where that is allowed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from fastbert.models.auto import AutoModel
 from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
 from fastbert.ops.encoder_layer import encoder_layer, launchers
-from fastbert.runtime import dispatch, prepared
-from fastbert.runtime import native as _native
+from fastbert.runtime import dispatch, loader, prepared
 from tests.support import cpu_build
 from tests.support.cpu_fixtures import every_isa, threads  # noqa: F401
 from tests.support.hf_models import FAMILY_NAMES, batch, hf_config
@@ -39,7 +38,7 @@ def of(name: str, **overrides) -> BertModel:
 
 @contextlib.contextmanager
 def fused_calls():
-    """A list that fills with the number of rows of every fused layer."""
+    """A list to which every fused layer appends its number of rows."""
     seen, found = [], fused.launchers
 
     def watched(*key):
@@ -62,7 +61,7 @@ def fused_calls():
 
 @contextlib.contextmanager
 def op_by_op():
-    """No layer is fused."""
+    """Run without fused layers."""
     found, fused.launchers = fused.launchers, lambda *_: None
     try:
         yield
@@ -99,7 +98,7 @@ def test_eight_bits(name, dtype, every_isa):  # noqa: F811
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("int8", [False, True])
-# threads share rows; or each has sequences of its own: of two threads, of three, with empty ones
+# threads share rows, or each has its own sequences: for two threads, for three, with empty sequences
 @pytest.mark.parametrize("lengths", [[60, 1, 140, 154], [60, 0, 59, 0, 61, 58, 0], [40, 20, 60, 61]], ids=str)
 @pytest.mark.parametrize("capacity", [0, 2])
 def test_any_number_of_threads(count, int8, lengths, capacity, threads):  # noqa: F811
@@ -156,7 +155,7 @@ def test_missing_biases(missing, int8):
                 part.bias = None
     if int8:
         model.quantize("int8")
-    joined = int8 and missing == "query"  # no one product where one of three has no bias
+    joined = int8 and missing == "query"  # three products if one of the three has no bias
     assert_same_as_op_by_op(lambda: model(**inputs)[0], 0 if joined else len(model.layers()))
 
 
@@ -233,7 +232,7 @@ def test_freed_with_the_model():
 
 def test_one_scratch_serves_layers_of_any_size_and_dtype(monkeypatch):
     monkeypatch.setattr(cpu_sizes, "MANY_ROWS", 1)
-    monkeypatch.setattr(cpu_encoder_layer, "_RETURNED", 0)  # no memory to spare
+    monkeypatch.setattr(cpu_encoder_layer, "_RETURNED", 0)  # as if no memory were left
     ends, scratch, sizes = torch.tensor([0, 40], dtype=torch.int32), [], []
     with torch.no_grad():
         for inner, dtype in ((40, BF16), (40, FLOAT), (90, FLOAT), (40, FLOAT), (90, FP16), (300, FP16)):
@@ -243,7 +242,7 @@ def test_one_scratch_serves_layers_of_any_size_and_dtype(monkeypatch):
                 out = layer(x, sequences)[0]
             assert seen == [40]
             assert not prepared.remembered(layer)
-            assert len(scratch) == 2  # packed weights, and where the layer works
+            assert len(scratch) == 2  # the packed weights, and the workspace of the layer
             sizes.append(scratch[0].data_ptr())
             with op_by_op():
                 assert torch.equal(layer(x, sequences)[0], out)
@@ -258,10 +257,10 @@ def test_too_little_memory_to_work_in_is_refused(monkeypatch):
 
     class Native:
         def __getattr__(self, name):
-            return getattr(_native.extension, name)
+            return getattr(loader.extension, name)
 
         def cpu_encoder_layer_work(self, *args):
-            return _native.extension.cpu_encoder_layer_work(*args) - 4
+            return loader.extension.cpu_encoder_layer_work(*args) - 4
 
     monkeypatch.setattr(cpu_encoder_layer, "_C", Native())
     with torch.no_grad(), pytest.raises(ValueError, match="work: too few bytes"):
@@ -423,7 +422,7 @@ def test_bad_input_is_named():
 
 
 def test_weights_for_another_instruction_set_are_refused():
-    module = _native.extension
+    module = loader.extension
     layer, before = of("bert").layers()[0], module.cpu_isa()
     other = "avx2" if before != "avx2" else "none"
     x, sequences = torch.randn(6, 48), layers.Sequences(torch.tensor([0, 6], dtype=torch.int32), 6)

@@ -1,4 +1,4 @@
-"""nn.Linear and the 8-bit linear layer answer the same calls: fastbert/layers/linear.py, LINEAR_KINDS."""
+"""nn.Linear and the 8-bit linear layer take the same calls: LINEAR_KINDS of fastbert/layers/linear.py."""
 
 from __future__ import annotations
 

@@ -85,14 +85,25 @@ def test_loading_info_names_fresh_and_left_over_keys(folder):
 @pytest.mark.parametrize(
     "given",
     [
-        {"trust_remote_code": False}, {"attn_implementation": "sdpa"}, {"attn_implementation": "eager"},
-        {"low_cpu_mem_usage": True}, {"low_cpu_mem_usage": False}, {"weights_only": True},
-        {"use_safetensors": True}, {"device_map": None}, {"device_map": "cpu"}, {"device_map": {"": "cpu"}},
-        {"device_map": {"bert": "cpu", "classifier": torch.device("cpu")}}, {"variant": None},
-        {"force_download": False}, {"quantization_config": None}, {"max_memory": None}, {"tp_plan": None},
+        {"trust_remote_code": False},
+        {"attn_implementation": "sdpa"},
+        {"attn_implementation": "eager"},
+        {"low_cpu_mem_usage": True},
+        {"low_cpu_mem_usage": False},
+        {"weights_only": True},
+        {"use_safetensors": True},
+        {"device_map": None},
+        {"device_map": "cpu"},
+        {"device_map": {"": "cpu"}},
+        {"device_map": {"bert": "cpu", "classifier": torch.device("cpu")}},
+        {"variant": None},
+        {"force_download": False},
+        {"quantization_config": None},
+        {"max_memory": None},
+        {"tp_plan": None},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_arguments_that_ask_for_what_happens_anyway(folder, given):
     model = load(folder, **given)
     same(model, load(folder))
@@ -130,7 +141,7 @@ def test_arguments_that_are_refused_by_name(folder, given, message):
 
 
 def test_every_argument_of_transformers_is_known_or_refused(folder):
-    """None is swallowed: what is in no table is no argument."""
+    """No argument is silently ignored: one that is in no table does not exist."""
     with pytest.raises(TypeError, match=r"unexpected arguments \['use_flash'\]"):
         load(folder, use_flash=True)
     for name, (taken, reason) in arguments.LOADING.items():
@@ -197,9 +208,7 @@ def test_subfolder_of_a_hub_name(folder, monkeypatch, tmp_path):
 def test_a_config_of_a_hub_name(folder, monkeypatch):
     import huggingface_hub
 
-    hub = {
-        "revision": "v1", "cache_dir": "c", "force_download": True, "local_files_only": True, "token": "t"
-    }  # fmt: skip
+    hub = {"revision": "v1", "cache_dir": "c", "force_download": True, "local_files_only": True, "token": "t"}
     asked = []
 
     def hf_hub_download(name, *, filename, subfolder, **options):
@@ -267,9 +276,14 @@ def test_a_state_dict_instead_of_the_files(folder):
 def test_save_takes_what_scripts_pass(folder, tmp_path):
     model = load(folder)
     model.save_pretrained(
-        tmp_path / "a", safe_serialization=True, push_to_hub=False, save_function=torch.save, variant=None,
-        max_shard_size="1GB", save_peft_format=True,
-    )  # fmt: skip
+        tmp_path / "a",
+        safe_serialization=True,
+        push_to_hub=False,
+        save_function=torch.save,
+        variant=None,
+        max_shard_size="1GB",
+        save_peft_format=True,
+    )
     same(load(tmp_path / "a"), model)
     model.save_pretrained(save_directory=tmp_path / "b", is_main_process=False)
     assert not (tmp_path / "b").exists()
@@ -293,9 +307,21 @@ def test_save_takes_what_scripts_pass(folder, tmp_path):
 def test_the_table_of_the_docstring_is_the_one_that_is_checked():
     text = fastbert.BertModel.from_pretrained.__doc__
     assert "fastbert.models.arguments" in text
-    for name in ("attn_implementation", "low_cpu_mem_usage", "trust_remote_code", "weights_only", "tp_plan",
-                 "from_tf", "from_flax", "gguf_file", "variant", "quantization_config", "load_in_8bit",
-                 "max_memory", "device_mesh"):  # fmt: skip
+    for name in (
+        "attn_implementation",
+        "low_cpu_mem_usage",
+        "trust_remote_code",
+        "weights_only",
+        "tp_plan",
+        "from_tf",
+        "from_flax",
+        "gguf_file",
+        "variant",
+        "quantization_config",
+        "load_in_8bit",
+        "max_memory",
+        "device_mesh",
+    ):
         assert name in text
         assert name in arguments.LOADING
     assert "ignore_mismatched_sizes" in checkpoint.load_weights.__doc__

@@ -90,7 +90,7 @@ CONFIG = [
 
 @functools.cache
 def model(name="BertForMaskedLM", **values):
-    """A small model, made once: the tests only read it."""
+    """A small model, made once, that tests only read."""
     prefix = re.split(r"Model|For", name)[0]
     model_type = {"Bert": "bert", "Roberta": "roberta", "DistilBert": "distilbert", "MPNet": "mpnet"}[prefix]
     torch.manual_seed(0)
@@ -101,7 +101,7 @@ def model(name="BertForMaskedLM", **values):
 def directory(
     tmp_path, saved="BertForMaskedLM", config=None, state=None, drop=(), stored="model.safetensors"
 ):
-    """A checkpoint of `model(saved)` with config keys changed, tensors added or replaced, keys left out."""
+    """A checkpoint of `model(saved)` with changed config keys, other tensors, and missing keys."""
     values = {**model(saved).config.to_dict(), **(config or {})}
     (tmp_path / "config.json").write_text(json.dumps(values))
     tied = model(saved).tied_weights()
@@ -119,7 +119,7 @@ def load(path, name="BertForMaskedLM", **options):
 
 
 def file(name, match, load_as="BertForMaskedLM", error=CheckpointError, options=None, **changes):
-    """A row: a directory with `changes`, loaded."""
+    """A row: load a directory with `changes`."""
     return Bad(
         f"file-{name}",
         lambda path: load(directory(path, **changes), load_as, **(options or {})),
@@ -129,7 +129,7 @@ def file(name, match, load_as="BertForMaskedLM", error=CheckpointError, options=
 
 
 def damaged(name, match, damage, stored="model.safetensors"):
-    """A row: a good directory on which `damage(path)` is done, loaded."""
+    """A row: load a good directory after `damage(path)`."""
 
     def call(path):
         directory(path, stored=stored)
@@ -161,7 +161,7 @@ def index(content, shards=None):
 
 
 class Code:
-    """Pickles to a call of `function`."""
+    """Its pickle calls `function`."""
 
     def __init__(self, function, *arguments):
         self.call = function, arguments
@@ -362,7 +362,7 @@ def packed(name, error, match, cu_seqlens, max_seqlen=12, ids=None):
     )
 
 
-FIRST_ONLY = torch.tensor([[1] * 6, [1, 0, 0, 0, 0, 0]])  # of the second sequence only one token is kept
+FIRST_ONLY = torch.tensor([[1] * 6, [1, 0, 0, 0, 0, 0]])  # the second sequence keeps one token
 FORWARD = [
     forward("id-negative", ValueError, r"input_ids: token id -1 is outside \[0, 61\).*vocab_size",
         ids=ids_with(-1)),
@@ -498,7 +498,7 @@ FORWARD = [
 
 
 def int8(change=None, name="BertModel"):
-    """A copy of `model(name)`, on which `change` is done, quantised."""
+    """Quantise a copy of `model(name)` after `change`."""
     twin = copy.deepcopy(model(name))
     if change is not None:
         change(twin)
@@ -506,7 +506,7 @@ def int8(change=None, name="BertModel"):
 
 
 def reload(tmp_path, damage, **options):
-    """A quantised checkpoint, on whose state and config `damage` is done, loaded."""
+    """Load a quantised checkpoint after `damage` of its state and config."""
     int8().save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     values = json.loads((tmp_path / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""The last layer computed for the first tokens alone: the same rows, and no more of them than asked for."""
+"""The last layer computed only for first tokens: the same rows, and no others."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ def bert() -> BertModel:
 
 @contextlib.contextmanager
 def products():
-    """A list that fills with (rows, outputs) of every product with a weight that a backend is asked for,
-    op by op.
-    """
+    """A list of (rows, outputs) of every product with a weight, in the order of the calls of a backend."""
     seen, launch, found = [], dispatch.call, fused.launchers
 
     def call(function, key, *args):
@@ -58,7 +56,7 @@ def products():
 
 
 def inner_rows(seen: list[tuple[int, int]]) -> list[int]:
-    """How many rows the feed-forward of each layer saw."""
+    """The number of rows in the feed-forward of each layer."""
     return [rows for rows, out in seen if out == INNER]
 
 
@@ -76,7 +74,7 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 5e-6) -> None:
 
 
 def operands(lengths, dtype, bias="", gate=False, value_bias=True, nheads=3, head_dim=16, seed=0):
-    """Keyword arguments of `first_attention`, and the key's bias, of which it knows nothing."""
+    """(keyword arguments of `first_attention`, the bias of the keys, which it does not need)."""
     g = torch.Generator().manual_seed(seed)
     hidden, size, total = nheads * head_dim, max(lengths), sum(lengths)
 
@@ -101,7 +99,7 @@ def operands(lengths, dtype, bias="", gate=False, value_bias=True, nheads=3, hea
 
 
 def attend(x, q, key_weight, value_weight, value_bias, bias, gate, key_bias, lengths, scale):
-    """The same as users write it: keys and values of all tokens, softmax, product; in the inputs' dtype."""
+    """The same in plain PyTorch and the inputs' dtype: keys and values of all tokens, softmax, product."""
     nheads, head_dim = q.shape[1:]
     shape = (-1, nheads, head_dim)
     keys = F.linear(x, key_weight, key_bias).reshape(shape)
@@ -111,7 +109,7 @@ def attend(x, q, key_weight, value_weight, value_bias, bias, gate, key_bias, len
         scores = torch.einsum("hd,thd->ht", q[i], keys[start:end]) * scale
         if bias is not None:
             scores = scores + bias[i if bias.shape[0] > 1 else 0, :, 0, : end - start]
-        # a query that sees nothing gives zeros
+        # a query that sees nothing returns zeros
         probs = torch.softmax(scores, -1).masked_fill(scores.isneginf().all(-1, keepdim=True), 0)
         out = torch.einsum("ht,thd->hd", probs, values[start:end])
         rows.append((out if gate is None else out * gate[:, None]).flatten())
@@ -204,7 +202,7 @@ def test_half_precision_error_is_no_larger_than_transformers_own(name, dtype):
     mine, theirs = torch.cat(mine), torch.cat(theirs)
     assert mine.mean() <= theirs.mean()
     assert mine.square().mean() <= theirs.square().mean()
-    assert mine.max() <= 2 * theirs.max()  # one worst element of 4,500 is a draw
+    assert mine.max() <= 2 * theirs.max()  # the worst of 4,500 elements is a matter of chance
 
 
 @pytest.mark.parametrize(
@@ -338,10 +336,10 @@ def assert_gradients(actual, expected, tolerance) -> None:
     largest = max(b.abs().max() for b in expected.values() if b is not None)
     for name, b in expected.items():
         a = actual[name]
-        if b is not None and b.any():  # that of a key's bias is rounding and nothing else
+        if b is not None and b.any():  # the gradient of a key's bias is only rounding
             scale = largest if name.endswith(("key.bias", "k.bias", "k_lin.bias")) else b.abs().max()
             assert (a - b).abs().max() <= tolerance * scale, name
-        else:  # what only the left-out rows reached
+        else:  # weights that only the omitted rows use
             assert a is None or a.eq(0).all(), name
 
 
@@ -514,7 +512,7 @@ def test_a_replaced_last_layer_is_called_as_it_is(bert):
 
 
 class Halves(nn.Module):
-    """In place of an nn.Linear, as an adapter is: two of them, summed."""
+    """Two linear layers, summed, in the place of one, as in an adapter."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -636,7 +634,7 @@ def test_eight_bit_layers(bert):
         with products() as seen:
             first = model(**inputs, first_token_only=True)
     assert inner_rows(seen)[-1] == 4
-    # each row is rounded to 8 bits by itself: the same numbers but for the attention's order of heads
+    # each row is rounded to 8 bits by itself: only the order of sums in attention differs
     close(first.last_hidden_state[:, 0], whole.last_hidden_state[:, 0], 1e-5)
 
 

@@ -18,6 +18,7 @@ from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
 from fastbert.runtime import dispatch, prepared
 from tests.support.hf_models import FAMILY_NAMES, batch, hf_config, hf_model
+from tests.support.model_pairs import close
 
 
 def ours(hf: torch.nn.Module, **kwargs) -> BertModel:
@@ -31,12 +32,6 @@ def ours(hf: torch.nn.Module, **kwargs) -> BertModel:
 def bert() -> tuple[torch.nn.Module, BertModel]:
     hf = hf_model("bert")
     return hf, ours(hf)
-
-
-def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 2e-5) -> None:
-    assert a.shape == b.shape
-    error = (a - b).abs().max().item() if a.numel() else 0.0
-    assert error <= tolerance, f"max error {error:.3g}"
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
@@ -99,7 +94,7 @@ def test_half_precision_error_is_no_larger_than_transformers_own(name, dtype):
     mine, theirs = torch.cat(mine), torch.cat(theirs)
     assert mine.mean() <= theirs.mean()
     assert mine.square().mean() <= theirs.square().mean()
-    # one worst element of 75,000 is a draw; a wrong kernel is off by far more than twice
+    # the worst of 75,000 elements is a matter of chance; a wrong kernel is off by far more
     assert mine.max() <= 2 * theirs.max()
 
 
@@ -129,7 +124,7 @@ def test_gradients_equal_transformers(name):
 def test_position_row_of_the_pad_id_is_not_trained(name):
     hf = hf_model(name)
     model = ours(hf)
-    ids = batch(name)["input_ids"]  # pads among them, and no mask
+    ids = batch(name)["input_ids"]  # with pads, and without a mask
     for m in (hf, model):
         m(ids).last_hidden_state.square().sum().backward()
     gradient = model.embeddings.position_embeddings.weight.grad
@@ -329,7 +324,7 @@ def test_head_mask_silences_and_scales_heads(bert):
     inputs = batch("bert")
     kept = inputs["attention_mask"].bool()
     gates = torch.tensor([[1.0, 0.0, 1.0], [0.5, 1.0, 1.0], [1.0, 1.0, 0.0]])
-    # a silenced head is one whose columns of the output projection are zero
+    # switching a head off equals zero columns in the output projection
     cut = copy.deepcopy(model)
     with torch.no_grad():
         for layer, gate in zip(cut.layers(), gates, strict=True):
@@ -593,14 +588,19 @@ def test_every_backend_gives_the_same_model(bert, backend):
 )
 def test_random_configs_equal_transformers(name, heads, head_dim, layers, act, seed):
     hf = hf_model(
-        name, seed=seed, hidden_size=heads * head_dim, num_attention_heads=heads, num_hidden_layers=layers,
-        intermediate_size=3 * head_dim + seed % 7 + 1, hidden_act=act,
-    )  # fmt: skip
+        name,
+        seed=seed,
+        hidden_size=heads * head_dim,
+        num_attention_heads=heads,
+        num_hidden_layers=layers,
+        intermediate_size=3 * head_dim + seed % 7 + 1,
+        hidden_act=act,
+    )
     model = ours(hf)
     inputs = batch(name, seed=seed)
     kept = inputs["attention_mask"].bool()
     with torch.no_grad():
-        # four layers of norms over 8 columns multiply rounding
+        # four layers of norms over 8 columns magnify rounding
         close(model(**inputs).last_hidden_state[kept], hf(**inputs).last_hidden_state[kept], 1e-4)
 
 

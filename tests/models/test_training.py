@@ -1,4 +1,4 @@
-"""Training: what people do around a step, against transformers, against eager, or against the step itself."""
+"""Training: every way to run a step, against transformers, against eager, or against the plain step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fastbert.layers.encoder import EncoderLayer, Sequences
 from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
 from fastbert.runtime import dispatch
-from tests.models.test_heads import CASES, build, inputs_for, labels_for
-from tests.support import processes
+from tests.support import launchers, processes
 from tests.support.accelerate_workers import worst_gradient
 from tests.support.hf_models import batch, hf_model
+from tests.support.model_pairs import CASES, build, inputs_for, labels_for
 
 NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 DROPOUT = dict(hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
@@ -26,7 +26,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def trained(task: str, name: str = "bert", **config) -> torch.nn.Module:
-    """Our model in training, the same weights at every call."""
+    """Our model in training mode, with the same weights at every call."""
     return build(name, task, **{"num_hidden_layers": 2, **DROPOUT, **config})[1].train()
 
 
@@ -37,7 +37,7 @@ def example(model: torch.nn.Module, task: str, seed: int = 0, **sizes) -> dict[s
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of every gradient there is, by name; they are cleared."""
+    """Copy all gradients by name, and clear them."""
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return found
@@ -57,7 +57,7 @@ def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 
 def error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The error of all gradients as one vector, beside its length."""
+    """The relative error of all gradients as one vector."""
     assert actual.keys() == expected.keys()
     wrong = torch.stack([(actual[name].double() - g.double()).norm() for name, g in expected.items()])
     return (wrong.norm() / torch.stack([g.double().norm() for g in expected.values()]).norm()).item()
@@ -105,7 +105,7 @@ def test_autocast_gradients_are_no_worse_than_transformers_own(task, dtype):
 
 
 def scaled_steps(model: torch.nn.Module, scaler: torch.amp.GradScaler, steps: int, half: bool) -> list[float]:
-    """The losses of some AdamW steps with clipping, in float16 autocast or without."""
+    """The losses of some AdamW steps with clipping, with and without float16 autocast."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     losses = []
     for seed in range(steps):
@@ -157,7 +157,7 @@ def test_a_compiled_layer_trains_with_the_masks_of_eager():
     hidden, sequences = some_tokens()
     hidden.requires_grad_()
     outputs = []
-    for seed in (5, 6, -(2**40)):  # a tensor's content: what is recorded once draws another mask
+    for seed in (5, 6, -(2**40)):  # the content of a tensor: a recorded step then draws another mask
         sequences.seed.fill_(seed)
         found = []
         for module in (compiled, layer):
@@ -198,9 +198,13 @@ def test_a_compiled_model_draws_a_new_mask_at_every_call():
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 def test_gradcheck_of_a_layer(dropout):
     layer = a_layer(
-        torch.float64, hidden_size=4, num_attention_heads=2, intermediate_size=5,
-        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-    )  # fmt: skip
+        torch.float64,
+        hidden_size=4,
+        num_attention_heads=2,
+        intermediate_size=5,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
     names, parameters = zip(*layer.named_parameters(), strict=True)
     g = torch.Generator().manual_seed(2)
     hidden = torch.randn(5, 4, dtype=torch.float64, generator=g).requires_grad_()
@@ -228,7 +232,7 @@ def test_a_layer_used_twice_in_one_graph():
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_model_called_twice_in_one_graph(checkpointing):
-    """As sentence pairs are trained: two calls, two masks, one backward."""
+    """As in training on sentence pairs: two calls, two masks, one backward."""
     model = trained("ForSequenceClassification")
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -319,7 +323,7 @@ def test_checkpointing_changes_no_bit(task, dtype):
         torch.manual_seed(8)
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
             loss = model(**inputs).loss
-        torch.rand(3)  # what draws between forward and backward must not change the masks
+        torch.rand(3)  # random numbers drawn between forward and backward must not change the masks
         loss.backward()
         found.append(gradients(model))
     same(*found)
@@ -335,7 +339,7 @@ def launches(monkeypatch):
     seen, original = [], dispatch.call
 
     def call(function, key, *args):
-        seen.append((function.split()[0], args))
+        seen.append((function.split()[0], launchers.flat(args)))
         return original(function, key, *args)
 
     monkeypatch.setattr(dispatch, "call", call)
@@ -344,11 +348,11 @@ def launches(monkeypatch):
 
 @pytest.mark.parametrize("name", ["bert", "albert"])
 def test_every_dropout_of_a_step_has_a_call_site_of_its_own(launches, name):
-    """In a layer that is shared, too; and backward asks for the bits that forward took."""
+    """Also in a shared layer. Backward uses the bits of forward."""
     model = trained("ForTokenClassification", name, classifier_dropout_prob=0.0)
     model(**example(model, "ForTokenClassification")).loss.backward()
-    forward = {"embedding_fwd": 12, "attention_fwd": 11, "layer_norm_fwd": 8}  # where an op has its offset
-    backward = {"embedding_bwd": 14, "attention_bwd": 14, "layer_norm_bwd": 7}
+    forward = {"embedding_fwd": 13, "attention_fwd": 11, "layer_norm_fwd": 8}  # where an op has its offset
+    backward = {"embedding_bwd": 14, "attention_bwd": 12, "layer_norm_bwd": 7}
     taken, asked = (
         [(op[:-4], args[where[op]]) for op, args in launches if op in where] for where in (forward, backward)
     )
@@ -388,8 +392,9 @@ def test_a_frozen_encoder_saves_nothing_and_has_no_backward(launches):
     assert (name, last) == ("cross_entropy_bwd", "linear_bwd")
     assert needs[-3:] == (False, True, True)
     assert {n for n, p in model.named_parameters() if p.grad is not None} == {
-        "classifier.weight", "classifier.bias",
-    }  # fmt: skip
+        "classifier.weight",
+        "classifier.bias",
+    }
 
 
 def test_nothing_needless_below_the_lowest_trained_layer(launches):
@@ -399,16 +404,20 @@ def test_nothing_needless_below_the_lowest_trained_layer(launches):
     del launches[:]
     loss.backward()
     assert Counter(name for name, _ in launches) == {
-        "cross_entropy_bwd": 1, "linear_bwd": 6 + 2, "layer_norm_bwd": 2, "attention_bwd": 1,
-    }  # fmt: skip
+        "cross_entropy_bwd": 1,
+        "linear_bwd": 6 + 2,
+        "layer_norm_bwd": 2,
+        "attention_bwd": 1,
+    }
     needs = [args[-3:] for name, args in launches if name == "linear_bwd"]
     assert Counter(need_dx for need_dx, _, _ in needs) == {True: 5, False: 3}  # query, key and value
     assert all(need_dweight for _, need_dweight, _ in needs)
     assert [args[-5:] for name, args in launches if name == "attention_bwd"] == [(True,) * 3 + (False,) * 2]
-    # (need_dx, need_dweight, need_dxbias, need_dresidual): below the attention's norm none of the last
+    # (need_dx, need_dweight, need_dxbias, need_dresidual): below attention's norm no residual's
     assert [args[-4:] for name, args in launches if name == "layer_norm_bwd"] == [
-        (True, True, True, True), (True, True, True, False),
-    ]  # fmt: skip
+        (True, True, True, True),
+        (True, True, True, False),
+    ]
 
 
 @pytest.mark.parametrize("trained_name", ["query", "key", "value"])
@@ -470,7 +479,7 @@ def test_freezing_changes_no_bit_of_the_other_gradients(task, what, checkpointin
 # -- labels --------------------------------------------------------------------------------------------------
 
 
-# every kept token counts to ELECTRA's discriminator
+# ELECTRA's discriminator counts every kept token
 IGNORING = [c for c in CASES if c[1] != "ForPreTraining" or not c[0].startswith("electra")]
 
 
@@ -513,7 +522,7 @@ def test_a_hundred_steps_repeated_are_bit_equal():
 
 
 def pins(backend: str) -> dict[str, str]:
-    """The ops that the backend runs and differentiates here."""
+    """The ops for which the backend has forward and backward here."""
     return {
         op: backend
         for op in dispatch.OPS
@@ -524,7 +533,7 @@ def pins(backend: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("backend", ["aten", "cpu", "triton"])
 def test_every_backend_trains_with_the_masks_of_the_reference(backend):
-    """The bits of dropout are one definition's, so a whole step with dropout can be compared."""
+    """All backends draw the same dropout bits, so a whole step with dropout can be compared."""
     chosen = pins(backend)
     if not chosen:
         pytest.skip(f"{backend} does not run here")
@@ -540,8 +549,8 @@ def test_every_backend_trains_with_the_masks_of_the_reference(backend):
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
-    """What two processes found that trained a native model together: by rank, by wrapper."""
-    return processes.two("training_workers.py", tmp_path_factory.mktemp("training"))
+    """Results of two processes that train a native model together: by rank, by wrapper."""
+    return processes.ranks("training_workers.py", tmp_path_factory.mktemp("training"))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A large batch on a CPU goes through a layer in blocks of sequences: same result, less memory."""
+"""On a CPU a layer runs a large batch in blocks of sequences: same result, less memory."""
 
 import pytest
 import torch
@@ -12,9 +12,13 @@ from fastbert.ops.dropout import keep_mask_2d
 from fastbert.runtime import dispatch, prepared
 
 SMALL = dict(
-    hidden_size=32, num_attention_heads=2, intermediate_size=64, num_hidden_layers=2, vocab_size=100,
+    hidden_size=32,
+    num_attention_heads=2,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    vocab_size=100,
     max_position_embeddings=64,
-)  # fmt: skip
+)
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +38,8 @@ def rows(monkeypatch):
 
     def spy(function, key, *args):
         if function == "attention_fwd":
-            assert args[3][0] == 0
-            assert args[3][-1] == key.shape[0]
+            assert args[0].cu_seqlens[0] == 0
+            assert args[0].cu_seqlens[-1] == key.shape[0]
             seen.append(key.shape[0])
         return call(function, key, *args)
 
@@ -56,7 +60,7 @@ def batch(lengths, seed=0):
 
 @pytest.mark.parametrize("norm", ["another", "not_fused", "fused"])
 def test_dense_norm_drops_and_scales_alike_on_every_path(norm):
-    """What dropout keeps is scaled by 1 / (1 - p), whether or not the norm's pass does it."""
+    """Kept elements are scaled by 1 / (1 - p), whether or not the norm's pass does it."""
     torch.manual_seed(0)
     dense, own = torch.nn.Linear(16, 24), torch.nn.LayerNorm(24)
     x, residual, seed = torch.randn(9, 16), torch.randn(9, 24), torch.tensor([5])
@@ -75,7 +79,7 @@ def test_dense_norm_drops_and_scales_alike_on_every_path(norm):
 LENGTHS = [
     [10] * 8,  # two blocks of 40
     [10] * 11,  # 60 and 50
-    [20] * 4 + [11],  # 60, and the 31 left are just enough
+    [20] * 4 + [11],  # 60, and the remaining 31 are just enough
     [1, 50, 3, 20, 20, 7, 33, 50],
     [60] + [1] * 39,
     [1] * 81,
@@ -109,7 +113,7 @@ def test_blocks_give_what_the_whole_gives(monkeypatch, rows, lengths):
 )
 @torch.no_grad()
 def test_the_same_blocks_whichever_backend_serves(rows, pins):
-    """The device decides on blocks, so that no backend needs more memory than another on one CPU."""
+    """Blocks depend on the device alone, so that all backends need the same memory on a CPU."""
     ids, mask = batch([10] * 11)
     net = model()
     expected = net(ids, mask).last_hidden_state
@@ -165,13 +169,14 @@ def test_a_gate_reaches_every_block(rows):
     with torch.no_grad():
         out = net(ids, mask, head_mask=gate).last_hidden_state
     assert len(rows) > 2
-    expected = net(ids, mask, head_mask=gate).last_hidden_state.detach()  # gradients enabled: no blocks
+    # with gradients enabled there are no blocks
+    expected = net(ids, mask, head_mask=gate).last_hidden_state.detach()
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("why", ["gradients", "training", "hook", "probabilities", "bias", "few", "rest"])
 def test_everything_at_once_where_blocks_would_show(rows, why):
-    # "rest": after a block of 60 only 21 would be left
+    # "rest": after a block of 60 only 21 would remain
     ids, mask = batch({"few": [10] * 7, "rest": [20] * 4 + [1]}.get(why, [10] * 12))
     net = model(MPNetModel, model_type="mpnet") if why == "bias" else model()
     options = {"output_attentions": True} if why == "probabilities" else {}

@@ -16,19 +16,33 @@ HIDDEN, INNER, VOCAB = 16, 32, 29
 def parameters():
     g = torch.Generator().manual_seed(0)
     shapes = {
-        "word": (VOCAB, HIDDEN), "position": (40, HIDDEN), "w": (HIDDEN,), "b": (HIDDEN,),
-        "up": (INNER, HIDDEN), "up_bias": (INNER,), "down": (HIDDEN, INNER), "down_bias": (HIDDEN,),
-    }  # fmt: skip
+        "word": (VOCAB, HIDDEN),
+        "position": (40, HIDDEN),
+        "w": (HIDDEN,),
+        "b": (HIDDEN,),
+        "up": (INNER, HIDDEN),
+        "up_bias": (INNER,),
+        "down": (HIDDEN, INNER),
+        "down_bias": (HIDDEN,),
+    }
     return {k: (0.5 * torch.randn(*s, generator=g)).requires_grad_() for k, s in shapes.items()}
 
 
 def model(p, ids, indices, labels, seed):
-    """A masked language model without attention: every op of this package but one."""
+    """A masked language model without attention: all ops of this package except one."""
     positions = torch.arange(ids.shape[1]).unsqueeze(0)
     x = embedding(
-        ids, p["word"], p["w"], p["b"], position=p["position"], position_ids=positions, padding_idx=0,
-        eps=1e-5, dropout_p=0.1, seed=seed,
-    )  # fmt: skip
+        ids,
+        p["word"],
+        p["w"],
+        p["b"],
+        position=p["position"],
+        position_ids=positions,
+        padding_idx=0,
+        eps=1e-5,
+        dropout_p=0.1,
+        seed=seed,
+    )
     x = pack(x, indices)
     h = linear(linear(x, p["up"], p["up_bias"], "gelu"), p["down"])
     x = layer_norm(

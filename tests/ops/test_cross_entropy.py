@@ -12,6 +12,7 @@ from fastbert.ops import cross_entropy as op
 from fastbert.ops.cross_entropy import cross_entropy, cross_entropy_ref
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.cross_entropy import CASES
+from tests.support.inputs import name, randn
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 HALF = [torch.bfloat16, torch.float16]
@@ -21,10 +22,6 @@ BACKENDS = [
     if dispatch.unsupported_reason(b, "cross_entropy", "cpu", None) is None
 ]
 INF = float("inf")
-
-
-def name(value):
-    return str(value).removeprefix("torch.")
 
 
 def serves(backend, dtype):
@@ -42,7 +39,7 @@ def backend(request):
 
 @pytest.fixture(params=SERVED, ids=lambda served: f"{served[0]}-{name(served[1])}")
 def dtype(request):
-    """A dtype, with each backend that stores it pinned in turn."""
+    """A dtype; each backend that serves it is pinned in turn."""
     with dispatch.use_backend(cross_entropy=request.param[0]):
         yield request.param[1]
 
@@ -51,11 +48,6 @@ def dtype(request):
 def double_backend(request):
     with dispatch.use_backend(cross_entropy=request.param):
         yield request.param
-
-
-def randn(*shape, dtype=torch.float32, grad=False):
-    g = torch.Generator().manual_seed(sum(shape) + len(shape))
-    return torch.randn(*shape, generator=g).to(dtype).requires_grad_(grad)
 
 
 LABELS = torch.tensor([1, -100, 0, 5, -100])
@@ -137,7 +129,7 @@ def test_ignored_rows_reach_neither_loss_nor_gradient(backend, poison, smoothing
 
 
 def test_only_labelled_rows_are_computed(backend, monkeypatch):
-    """The widest float32 copy a backend makes on the CPU has the labelled rows, not all of them."""
+    """On the CPU no float32 copy of a backend has more rows than are labelled."""
     logits, labels = randn(4000, 50, dtype=torch.bfloat16), torch.full((4000,), -100)
     labels[::1000] = 1
     sizes = []
@@ -165,7 +157,7 @@ def test_ignore_index(backend, ignore_index):
 
 
 def test_large_logits_keep_their_digits(backend):
-    """At 1e4 a float32 has steps of 1e-3: `x - lse` from one saved number would be off by that much."""
+    """At 1e4 a float32 step is 1e-3: `x - lse` from one saved number would be off by that much."""
     small = randn(3, 6)
     logits = (small + 1e4).requires_grad_()
     exact = (logits.detach().double() - 1e4).requires_grad_()  # the same softmax

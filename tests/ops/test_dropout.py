@@ -1,11 +1,14 @@
-"""The dropout bits are Philox4x32-10's, and depend on nothing but their coordinates."""
+"""The dropout bits are Philox4x32-10's and depend on their coordinates alone."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from fastbert.ops.attention import AttentionInputs, AttentionNeeds
 from fastbert.ops.dropout import keep_mask_2d, philox_keep, philox_words, threshold
+from fastbert.ops.embedding import EmbeddingInputs, EmbeddingSaved
+from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
 from fastbert.runtime import dispatch
 
 # Known answers of the algorithm's authors (Random123, kat_vectors, philox4x32 10): counter, key, words.
@@ -110,7 +113,7 @@ def golden(seed: int, offset: int, rows, cols: int, p: float, plane: int = 0) ->
 def test_the_definition_gives_the_authors_answers(counter, key, words):
     group, row, plane, offset = counter
     seed = key[0] | key[1] << 32
-    for i, word in enumerate(words):  # kept at a probability of word / 2**32, no longer at the next one
+    for i, word in enumerate(words):  # kept at a probability of word / 2**32, and not at the next one
         place = (offset, plane, row, 4 * group + i)
         assert golden_keep(seed, *place, word / 2**32)
         assert not golden_keep(seed, *place, (word + 1) / 2**32)
@@ -120,7 +123,7 @@ SEEDS = [(0, 0), (1234, 7), (-5, 2**32 - 1), (2**62 + 17, 2**31)]
 
 
 def kernels(op: str, function: str):
-    """(backend, its `function`) of every backend that has it here."""
+    """(backend, its `function`) for every backend that has the function here."""
     for name in dispatch.BACKENDS:
         if dispatch.unsupported_reason(name, op, "cpu", torch.float32, function) is None:
             yield name, getattr(dispatch.backend_module(name), function)
@@ -132,11 +135,13 @@ def test_every_layer_norm_draws_the_golden_bits(seed, offset, p):
     keep = golden(seed, offset, range(7), 18, p)
     where, weight, seen = torch.tensor([seed]), torch.ones(18), []
     for name, forward in kernels("layer_norm", "layer_norm_fwd"):
-        _, z, mean, rstd = forward(torch.ones(7, 18), weight, None, None, None, 1e-5, p, where, offset, True)
+        dropped = {"dropout_p": p, "seed": where, "offset": offset}
+        _, z, mean, rstd = forward(LayerNormInputs(torch.ones(7, 18), weight, eps=1e-5, **dropped), True)
         torch.testing.assert_close(z, keep / (1 - p), rtol=1e-6, atol=0, msg=name)
         dy = torch.randn(7, 18)
         backward = dispatch.backend_module(name).layer_norm_bwd
-        dx, dz, *_ = backward(dy, z, weight, mean, rstd, p, where, offset, True, False, False, True)
+        needs = LayerNormNeeds(True, False, False, True)
+        dx, dz, *_ = backward(dy, LayerNormSaved(z, weight, mean, rstd, **dropped), needs)
         assert dz.ne(0).all(), name
         torch.testing.assert_close(dx, dz * keep / (1 - p), rtol=1e-6, atol=0, msg=name)
         seen.append(name)
@@ -151,13 +156,13 @@ def test_every_embedding_draws_the_golden_bits(seed, offset):
     places = (2.0 ** torch.arange(9)).unsqueeze(1).expand(9, 12).contiguous()  # a column's sum tells its bits
     seen = []
     for name, forward in kernels("embedding", "embedding_fwd"):
-        tables = (None, None, None, None)
-        y, z, mean, rstd = forward(ids, None, word, *tables, weight, shift, 1e-5, 0.5, where, offset, True)
+        dropped = 0.5, where, offset
+        inputs = EmbeddingInputs(ids, None, word, *(None,) * 4, weight, shift, -1, 1e-5, *dropped)
+        y, z, mean, rstd = forward(inputs, True)
         assert torch.equal(y != 0, keep), name
         backward = dispatch.backend_module(name).embedding_bwd
-        sums = backward(
-            places, z, weight, mean, rstd, ids, None, None, 5, 0, 0, -1, 0.5, where, offset, False, True
-        )[-1]
+        saved = EmbeddingSaved(z, weight, mean, rstd, ids, None, None, 5, 0, 0, -1, *dropped)
+        sums = backward(places, saved, False, True)[-1]
         assert torch.equal(sums, 2 * (keep * places).sum(0)), name
         seen.append(name)
     assert {"reference", "aten"} <= set(seen)
@@ -167,19 +172,19 @@ def test_every_embedding_draws_the_golden_bits(seed, offset):
 @pytest.mark.parametrize(("seed", "offset"), SEEDS)
 def test_every_attention_draws_the_golden_bits(seed, offset, p):
     where, ends, n = torch.tensor([seed]), torch.tensor([0, 5, 21], dtype=torch.int32), 16
-    q = torch.zeros(21, 2, n)  # equal scores: what a row of `out` holds beside 0 is what is kept
+    q = torch.zeros(21, 2, n)  # equal scores: the non-zero elements of a row of `out` are the kept ones
     unit = torch.cat([torch.eye(n)[:5], torch.eye(n)]).unsqueeze(1).repeat(1, 2, 1)
     seen = []
     for name, forward in kernels("attention", "attention_fwd"):
-        args = (ends, n, 1.0, False, None, None, p, where, offset)
-        out, lse, _, bits = forward(q, q, unit, *args, False, True)
+        inputs = AttentionInputs(q, q, unit, ends, n, 1.0, False, None, None, p, where, offset)
+        out, lse, _, bits = forward(inputs, False, True)
         assert bits.shape == (2, 21, 1), name
         dv = None
         if dispatch.has_backward(name, "attention"):
             backward = dispatch.backend_module(name).attention_bwd
-            needs = True, True, True, False, False
-            dv = backward(unit, q, q, unit, out, lse, *args, bits, *needs)[2]
-            assert torch.equal(dv, backward(unit, q, q, unit, out, lse, *args, None, *needs)[2]), name
+            needs = AttentionNeeds(True, True, True, False, False)
+            dv = backward(unit, inputs, out, lse, bits, needs)[2]
+            assert torch.equal(dv, backward(unit, inputs, out, lse, None, needs)[2]), name
         for head in range(2):
             for first, last in ((0, 5), (5, 21)):
                 size = last - first

@@ -13,6 +13,7 @@ from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.embedding import embedding, embedding_ref
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.embedding import CASES, EmbeddingCase
+from tests.support.inputs import name, randn
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 HALF = [torch.bfloat16, torch.float16]
@@ -21,10 +22,6 @@ BACKENDS = [
     for b in dispatch.TABLE["cpu"]["embedding"]
     if dispatch.unsupported_reason(b, "embedding", "cpu", None) is None
 ]
-
-
-def name(value):
-    return str(value).removeprefix("torch.")
 
 
 def serves(backend, dtype):
@@ -46,11 +43,6 @@ def double_backend(request):
         yield request.param
 
 
-def randn(*shape, dtype=torch.float32, grad=False):
-    g = torch.Generator().manual_seed(sum(shape) + len(shape))
-    return torch.randn(*shape, generator=g).to(dtype).requires_grad_(grad)
-
-
 def tables(hidden=12, dtype=torch.float32, grad=False):
     """word (11), position (7), segment (2), ln_weight, ln_bias."""
     shapes = (11, hidden), (7, hidden), (2, hidden), (hidden,), (hidden,)
@@ -64,9 +56,16 @@ TYPES = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])
 
 def run(word, position, segment, ln_weight, ln_bias, ids=IDS, positions=POSITIONS, types=TYPES, **options):
     return embedding(
-        ids, word, ln_weight, ln_bias,
-        position_ids=positions, position=position, token_type_ids=types, segment=segment, **options,
-    )  # fmt: skip
+        ids,
+        word,
+        ln_weight,
+        ln_bias,
+        position_ids=positions,
+        position=position,
+        token_type_ids=types,
+        segment=segment,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
@@ -77,8 +76,9 @@ def test_error_rule(which, dtype, case):
 
 
 def check_few_tokens(which, dtype, tokens, device="cpu", draws=24):
-    """The error rule for the norm's gradients over many draws: in one, chance has its share in sums of so
-    few terms.
+    """The error rule for the norm's gradients over many draws.
+
+    In one draw, sums of so few terms depend on chance.
     """
     case, rows = EmbeddingCase(tokens, 50, 96), {"dln_weight": [], "dln_bias": []}
     for seed in range(draws):
@@ -193,7 +193,7 @@ def test_strides_and_integer_types_change_nothing(backend):
     embeds = F.embedding(IDS, word)
     moved = embeds.transpose(0, 1).contiguous().transpose(0, 1)
     assert torch.equal(run(None, position, segment, w, b, None, inputs_embeds=moved), expected)
-    # `word` beside inputs_embeds is not read
+    # with inputs_embeds, `word` is not read
     assert torch.equal(run(word, position, segment, w, b, None, inputs_embeds=embeds), expected)
 
 
@@ -202,11 +202,11 @@ def test_backends_get_flat_int64_ids_and_tables_without_gaps(monkeypatch):
 
     seen = []
     launch = aten.embedding_fwd
-    monkeypatch.setattr(aten, "embedding_fwd", lambda *args: seen.extend(args[:9]) or launch(*args))
+    monkeypatch.setattr(aten, "embedding_fwd", lambda *args: seen.append(args[0]) or launch(*args))
     gaps = [t.repeat_interleave(2, -1)[..., ::2] for t in tables()]
     with dispatch.use_backend(embedding="aten"):
         run(*gaps, *(t.int() for t in (IDS, POSITIONS, TYPES)))
-    input_ids, _, word, position_ids, position, token_type_ids, segment, *_ = seen
+    input_ids, _, word, position_ids, position, token_type_ids, segment, *_ = seen[0]
     for ids in (input_ids, position_ids, token_type_ids):
         assert (ids.dtype, ids.shape) == (torch.int64, (8,))
     for table in (word, position, segment):
@@ -258,14 +258,19 @@ def test_repeats_are_bit_equal(backend):
 
 
 def test_half_precision_tables_are_summed_in_float32(backend):
-    """4,096 tokens on one row: a sum held in bfloat16 would stop growing at 256."""
+    """4,096 tokens share one row: a sum in bfloat16 would stop growing at 256."""
     word, w, b = torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(4), torch.zeros(4)
     embeds = torch.tensor([[1.0, -1.0, 1.0, -1.0]]).repeat(4096, 1)
     position = torch.zeros(1, 4, dtype=torch.bfloat16, requires_grad=True)
     y = embedding(
-        None, word, w, b, inputs_embeds=embeds.bfloat16(), position=position,
+        None,
+        word,
+        w,
+        b,
+        inputs_embeds=embeds.bfloat16(),
+        position=position,
         position_ids=torch.zeros(4096, dtype=torch.int64),
-    )  # fmt: skip
+    )
     dy = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.bfloat16).expand(4096, 4)
     (dposition,) = torch.autograd.grad(y, position, dy)
     assert torch.equal(dposition, torch.tensor([[4096.0, 4096.0, -4096.0, -4096.0]]).bfloat16())
@@ -342,7 +347,7 @@ def test_nothing_needless_is_computed_for_frozen_tables(monkeypatch, trainable, 
     seen = []
     launch = aten.embedding_bwd
     monkeypatch.setattr(
-        aten, "embedding_bwd", lambda *args: seen.append((args[8:11], args[-2:])) or launch(*args)
+        aten, "embedding_bwd", lambda *args: seen.append((args[1][7:10], args[-2:])) or launch(*args)
     )
     leaves = tables()
     leaves[trainable].requires_grad_()

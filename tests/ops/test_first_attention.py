@@ -37,9 +37,15 @@ def test_is_the_first_row_of_attention(backend):
     starts = made["cu_seqlens"][:-1].long()
     q = torch.zeros_like(k).index_copy(0, starts, made["q"])
     whole = attention(
-        q, k, v, made["cu_seqlens"], 9,
-        softmax_scale=made["softmax_scale"], bias=made["bias"].expand(-1, -1, 9, -1), gate=made["gate"],
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        made["cu_seqlens"],
+        9,
+        softmax_scale=made["softmax_scale"],
+        bias=made["bias"].expand(-1, -1, 9, -1),
+        gate=made["gate"],
+    )
     with dispatch.use_backend(first_attention=backend):
         torch.testing.assert_close(first_attention(**made), whole[starts].flatten(1))
 

@@ -19,6 +19,7 @@ from fastbert.ops.dropout import keep_mask_2d
 from fastbert.ops.layer_norm import layer_norm, layer_norm_ref
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.layer_norm import CASES
+from tests.support.inputs import name, randn
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 HALF = [torch.bfloat16, torch.float16]
@@ -29,10 +30,6 @@ BACKENDS = [
 ]
 
 
-def name(value):
-    return str(value).removeprefix("torch.")
-
-
 def serves(backend, dtype):
     return dispatch.unsupported_reason(backend, "layer_norm", "cpu", dtype) is None
 
@@ -41,11 +38,6 @@ def serves(backend, dtype):
 def backend(request):
     with dispatch.use_backend(layer_norm=request.param):
         yield request.param
-
-
-def randn(*shape, dtype=torch.float32, grad=False):
-    g = torch.Generator().manual_seed(sum(shape) + len(shape))
-    return torch.randn(*shape, generator=g).to(dtype).requires_grad_(grad)
 
 
 SERVED = [(b, d) for b in BACKENDS for d in DTYPES if serves(b, d)]
@@ -80,10 +72,11 @@ def test_variance_survives_a_large_mean(backend):
     )
 
 
-@pytest.mark.parametrize("hidden", [8, 70, 128, 256])  # PyTorch says NaN or infinity, as it cuts the row
+# PyTorch returns NaN or infinity, depending on how it splits the row
+@pytest.mark.parametrize("hidden", [8, 70, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name)
 def test_a_variance_that_overflows_is_infinite(backend, dtype, hidden):
-    """So the row is its bias. The rows beside it, and what they add to the gradients, are as without it."""
+    """The row is then its bias. Other rows, and their part of the gradients, are as without it."""
     x, dy = randn(4, hidden).to(dtype), randn(4, hidden).neg().to(dtype)
     w, b = 1 + 0.1 * randn(hidden).to(dtype), randn(hidden).to(dtype)
 
@@ -106,7 +99,7 @@ def test_a_variance_that_overflows_is_infinite(backend, dtype, hidden):
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=name)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
 def test_a_row_of_one_column_is_its_bias(backend, dropout_p, dtype):
-    """So it has no deviation, and no gradient but that of bias."""
+    """It has no deviation, and only bias has a gradient."""
     leaves = [randn(*s, dtype=dtype, grad=True) for s in ((70, 1), (1,), (1,), (70, 1), (1,))]
     x, w, b, r, xb = leaves
     seed = torch.tensor([3]) if dropout_p else None
@@ -143,7 +136,7 @@ def test_opcheck(backend, dropout_p, summed):
     torch.library.opcheck(op.layer_norm_fwd, (x, w, b, *extra, 1e-5, dropout_p, seed, 2, True))
     with torch.no_grad():
         mean, rstd = randn(4), randn(4).abs()
-        for need in (True, False):  # where nothing is needed, the empty results must not be one tensor
+        for need in (True, False):  # if nothing is needed, the empty results must still be distinct tensors
             needs = (need, need, need, summed)
             args = (randn(4, 8), x.detach(), w.detach(), mean, rstd, dropout_p, seed, 2, *needs)
             torch.library.opcheck(op.layer_norm_bwd, args)
@@ -177,7 +170,7 @@ SHAPES = ((3, 8), (8,), (8,), (3, 8), (8,))
 
 
 def gradients(run, trained, dropout_p):
-    """Of `trained`, by their names, through `run`, which is `layer_norm`."""
+    """Gradients of `trained` by name, through `run`, which is `layer_norm`."""
     inputs = {n: randn(*s, grad=n in trained) for n, s in zip(NAMES, SHAPES, strict=True)}
     y = run(**inputs, dropout_p=dropout_p, seed=torch.tensor([5]) if dropout_p else None)
     grads = torch.autograd.grad(y, [inputs[n] for n in trained], torch.arange(24.0).view(3, 8))
@@ -186,7 +179,7 @@ def gradients(run, trained, dropout_p):
 
 @pytest.fixture
 def made(monkeypatch, request):
-    """The shapes that `layer_norm_bwd` returned, call by call."""
+    """The shapes that `layer_norm_bwd` returned, one entry per call."""
     which = request.getfixturevalue("backend") if "backend" in request.fixturenames else "aten"
     module, shapes = dispatch.backend_module(which), []
     launch = module.layer_norm_bwd

@@ -17,6 +17,7 @@ from fastbert.ops.activation import ACTIVATIONS, activate_eager, activate_ref
 from fastbert.ops.linear import linear, linear_ref, panel_maker
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.linear import CASES, LinearCase
+from tests.support.inputs import name, randn
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 HALF = [torch.bfloat16, torch.float16]
@@ -28,10 +29,6 @@ BACKENDS = [
 ALL = [None, *ACTIVATIONS]
 
 
-def name(value):
-    return str(value).removeprefix("torch.")
-
-
 def serves(backend, dtype):
     return dispatch.unsupported_reason(backend, "linear", "cpu", dtype) is None
 
@@ -41,7 +38,7 @@ SERVED = [(b, d) for b in BACKENDS for d in DTYPES if serves(b, d)]
 
 @pytest.fixture(autouse=True)
 def no_backend_hands_over(monkeypatch):
-    """`cpu` leaves products of few rows to `aten`: not here, where its own are to be seen."""
+    """Make `cpu` compute products of few rows itself, which it otherwise leaves to `aten`."""
     monkeypatch.setattr(cpu_linear, "_PANEL_ROWS", 1)
 
 
@@ -55,11 +52,6 @@ def backend(request):
 def double_backend(request):
     with dispatch.use_backend(linear=request.param):
         yield request.param
-
-
-def randn(*shape, dtype=torch.float32, grad=False):
-    g = torch.Generator().manual_seed(sum(shape) + len(shape))
-    return torch.randn(*shape, generator=g).to(dtype).requires_grad_(grad)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
@@ -80,7 +72,7 @@ def test_small_integers_are_exact(backend):
 
 @pytest.mark.parametrize("dtype", HALF, ids=name)
 def test_gelu_is_correctly_rounded(backend, dtype):
-    """Given the pre-activation, at least 99.9% of the outputs: at unit scale and over the whole range."""
+    """At least 99.9% of the outputs for a given pre-activation, at unit scale and over the whole range."""
     eye = torch.ones(1, 1, dtype=dtype)
     for z in (
         torch.randn(100_000, generator=torch.Generator().manual_seed(0)),
@@ -98,7 +90,7 @@ def test_gelu_is_correctly_rounded(backend, dtype):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 def test_activations_at_their_ends(backend, dtype, activation):
-    """Huge numbers have the values of float64; infinities have those of the definition; NaN stays NaN."""
+    """Huge numbers as in float64, infinities as defined; NaN stays NaN."""
     if not serves(backend, dtype):
         pytest.skip("another backend's dtype")
     far = [torch.finfo(dtype).max, 0.3 * torch.finfo(dtype).max, 1e4, 300.0, 40.0, 14.0, 0.0, math.inf]
@@ -120,7 +112,7 @@ def test_activations_at_their_ends(backend, dtype, activation):
 
 @pytest.mark.parametrize("rows", [2032, 2033, 2048, 2049, 4100])
 def test_every_row_of_many_reaches_the_gradients(backend, rows):
-    """The C++ backward cuts rows into at most 128 chunks, of which 2,048 rows fill the last."""
+    """The C++ backward cuts rows into at most 128 chunks; 2,048 rows fill all of them."""
     dy = torch.arange(1.0, rows + 1).sub(rows // 2).unsqueeze(1).repeat(1, 3)
     pre = torch.full((rows, 3), 30.0)  # where GELU's slope is 1
     dx, _, dbias = op.linear_bwd(dy, None, torch.eye(3), pre, "gelu", True, False, True)
@@ -238,7 +230,7 @@ def test_autocast_casts_as_pytorch_does(backend, autocast, x_dtype, w_dtype):
         randn(4, dtype=w_dtype),
     )
     with torch.autocast("cpu", autocast):
-        if x_dtype == torch.float64:  # autocast leaves float64 alone, and float64 x half is refused
+        if x_dtype == torch.float64:  # autocast does not change float64, and float64 x half is refused
             with pytest.raises(TypeError, match="weight: expected x's dtype"):
                 linear(x, w, b)
             return
@@ -296,7 +288,7 @@ def test_nothing_needless_is_computed_for_frozen_inputs(monkeypatch, trainable, 
         assert (tensor.grad is not None) == (key in trainable)
     if expected is None:
         assert seen == []
-    else:  # x is kept for dweight alone, the weight for dx alone
+    else:  # x is kept only for dweight, the weight only for dx
         assert seen == [(expected, expected[1], expected[0])]
 
 
@@ -312,7 +304,7 @@ def test_pre_is_saved_only_for_an_activation_and_a_gradient(backend):
 
 
 def test_packed_changes_nothing(backend):
-    """With or without gradients, a bias, a residual that promotes; a backend without an order ignores it."""
+    """With and without gradients, bias and a residual that promotes. Panels of other backends are ignored."""
     for dtype in (torch.float32, torch.bfloat16):
         x, w, b = (randn(*s, dtype=dtype, grad=True) for s in ((2, 20, 24), (70, 24), (70,)))
         pack = panel_maker(x.device, dtype)
@@ -412,7 +404,7 @@ def test_bad_inputs(call, error, message):
 @pytest.mark.parametrize("slow", [True, False])
 @pytest.mark.parametrize("rows", [63, 64, 130])
 def test_bfloat16_through_float32_where_that_is_faster(monkeypatch, slow, rows):
-    """The processor decides which way is taken; both must be right, and the wide one is rounded once."""
+    """The processor decides which path runs. Both must be right; the float32 path rounds once."""
     monkeypatch.setattr(aten_linear, "_bf16_is_slow", lambda: slow)
     for activation in (None, "gelu"):
         for row in testing.run_case(LinearCase(rows, 96, 72, activation), "aten", torch.bfloat16):

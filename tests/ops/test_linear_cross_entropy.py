@@ -17,6 +17,7 @@ from fastbert.ops import linear_cross_entropy as op
 from fastbert.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.linear_cross_entropy import CASES
+from tests.support.inputs import name
 
 NAME = "linear_cross_entropy"
 HALF = [torch.bfloat16, torch.float16]
@@ -27,10 +28,6 @@ BACKENDS = [
 SERVED = [(b, d) for b in BACKENDS for d in DTYPES if dispatch.unsupported_reason(b, NAME, "cpu", d) is None]
 IGNORE = -100
 LABELS = torch.tensor([1, IGNORE, 0, 5, IGNORE, 5, 2])
-
-
-def name(value):
-    return str(value).removeprefix("torch.")
 
 
 @pytest.fixture(params=BACKENDS)
@@ -46,7 +43,7 @@ def inputs(rows=7, width=4, classes=6, dtype=torch.float32, grad=True, seed=0):
 
 
 def chunk(rows, classes=6, dtype=torch.float32):
-    """`chunk_bytes` for so many rows."""
+    """`chunk_bytes` for this many rows."""
     return 2 * rows * classes * dtype.itemsize
 
 
@@ -94,7 +91,8 @@ def test_opcheck(backend, labelled):
     x, weight, bias = inputs(grad=False)
     options = (labelled, IGNORE, 0.1, 3)
     loss, *saved = op.linear_cross_entropy_fwd(x, weight, bias, LABELS, *options)
-    assert op.linear_cross_entropy_fwd(*given, 100)[3].shape == (0,)  # as its fake says, chunk or no chunk
+    # as its fake says, with and without chunks
+    assert op.linear_cross_entropy_fwd(*given, 100)[3].shape == (0,)
     for needs in ((True, True, True), (False, True, False), (True, False, False)):
         torch.library.opcheck(
             op.linear_cross_entropy_bwd, (loss, x, weight, bias, LABELS, *saved, *options, *needs)
@@ -125,7 +123,7 @@ def test_compiled_is_eager(chunk_rows):
 @pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="a later PyTorch's tag")
 @pytest.mark.parametrize("function", ["fwd", "bwd"])
 def test_inductor_captures_no_waiting(function):
-    """mode="reduce-overhead" records CUDA graphs, within which nobody may ask how many labels there are."""
+    """mode="reduce-overhead" records CUDA graphs, in which the host must not ask for the number of labels."""
     compiled = getattr(torch.ops.fastbert, f"linear_cross_entropy_{function}").default
     assert torch.Tag.cudagraph_unsafe in compiled.tags
 
@@ -134,7 +132,7 @@ def test_inductor_captures_no_waiting(function):
 
 
 class Largest(TorchDispatchMode):
-    """The shape of the largest tensor that any operation gives."""
+    """The shape of the largest tensor that any operation returns."""
 
     def __init__(self):
         super().__init__()
@@ -185,7 +183,7 @@ def test_of_a_chunk_there_are_only_logits_and_gradient():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_bytes_that_a_chunk_takes_by_default(device):
-    """A step of BERT-base computes no logits twice: 24 x 128 on a CPU, 32 x 512 in bfloat16 on a GPU."""
+    """A step of BERT-base computes logits once: 24 x 128 on a CPU, 32 x 512 in bfloat16 on a GPU."""
     tokens, itemsize = {"cpu": (24 * 128, 4), "cuda": (32 * 512, 2)}[device]
     assert 2 * (tokens * 15 // 100) * 30522 * itemsize <= op.CHUNK_BYTES[device]
 
@@ -199,12 +197,15 @@ def saved_shapes(loss_of):
 
 def test_what_is_kept_for_backward(backend):
     x, weight, bias = inputs(7, 4, 6)
-    kept = lambda **options: saved_shapes(lambda: linear_cross_entropy(x, weight, bias, LABELS, **options))[1]  # noqa: E731
+
+    def kept(**options):
+        return saved_shapes(lambda: linear_cross_entropy(x, weight, bias, LABELS, **options))[1]
+
     assert (5, 6) in kept()  # logits of the labelled rows
     assert (5, 6) not in kept(chunk_bytes=chunk(4))
     weight.requires_grad_(False)
     assert (7, 4) not in kept()  # x is not asked for
-    assert (7, 4) in kept(chunk_bytes=chunk(4))  # but where logits are made again
+    assert (7, 4) in kept(chunk_bytes=chunk(4))  # except where logits are recomputed
     with torch.no_grad():
         assert kept() == []
 
@@ -220,7 +221,7 @@ def test_parts_cover_the_rows_once(total, chunk_rows):
     assert len(parts) == -(-total // chunk_rows)
     sizes = [p.stop - p.start for p in parts]
     assert max(sizes, default=0) <= chunk_rows
-    assert set(sizes[:-1]) <= {-(-total // max(1, len(parts)))}  # not a large one and a small rest
+    assert set(sizes[:-1]) <= {-(-total // max(1, len(parts)))}  # all chunks have about the same size
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
@@ -243,7 +244,7 @@ def test_chunks_change_only_how_sums_are_rounded(dtype):
 
 @pytest.mark.parametrize("dtype", HALF, ids=name)
 def test_sums_over_chunks_are_rounded_once(dtype):
-    """Of 512 equal contributions of 1 + 1/256 to one row of dweight: in storage dtype the sum would stall."""
+    """512 contributions of 1 + 1/256 to one row of dweight: in the storage dtype the sum would stall."""
     x = torch.full((512, 1), 1 + 2.0**-7, dtype=dtype)
     weight = torch.zeros(2, 1, dtype=dtype, requires_grad=True)
     bias = torch.zeros(2, dtype=dtype, requires_grad=True)
@@ -330,7 +331,7 @@ def test_the_number_of_labels_may_be_given(backend):
     every = torch.arange(7) % 6
     expected = gradients(linear_cross_entropy(*given, every), given)
     assert_equal(gradients(linear_cross_entropy(*given, every, labelled=7), given), expected)
-    assert composed._labelled_rows(every, 7, IGNORE) is None  # nothing to look for, nothing to copy
+    assert composed._labelled_rows(every, 7, IGNORE) is None  # every row is labelled: no search and no copy
 
 
 # --- what is asked for --------------------------------------------------------------------------------------
@@ -400,7 +401,7 @@ def test_autocast_casts_as_pytorch_does(autocast, chunk_rows):
 
 
 def test_small_probabilities_survive_under_a_loss_scale(backend):
-    """float16: 1 / 3000 / 256 rows is nothing; times 2**16 it is a number, as GradScaler means it to be."""
+    """In float16, 1 / 3000 / 256 rounds to 0; times GradScaler's 2**16 it does not."""
     given = inputs(256, 16, 3000, torch.float16)
     given[1].data.mul_(0.1)
     labels = torch.arange(256)

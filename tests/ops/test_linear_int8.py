@@ -16,6 +16,7 @@ from fastbert.ops.activation import ACTIVATIONS, activate_eager
 from fastbert.ops.linear_int8 import linear_int8, linear_int8_ref, panel_maker, quantize_rows
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.linear_int8 import CASES, LinearInt8Case
+from tests.support.inputs import name
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 ALL = [None, *ACTIVATIONS]
@@ -24,14 +25,10 @@ BACKENDS = [
     for b in dispatch.TABLE["cpu"]["linear_int8"]
     if dispatch.unsupported_reason(b, "linear_int8", "cpu", None) is None
 ]
-# each backend as it comes, and once more with the weight in its own order where it has one
+# each backend as it is, and with panels where it has them
 WAYS = [(b, False) for b in BACKENDS] + [
     (b, True) for b in BACKENDS if hasattr(dispatch.backend_module(b), "linear_int8_panels")
 ]
-
-
-def name(value):
-    return str(value).removeprefix("torch.")
 
 
 def serves(which, dtype):
@@ -90,7 +87,7 @@ def test_an_integer_off_by_one_is_outside_the_rule(monkeypatch):
 
 
 def by_numpy(x, weight, scale):
-    """The contract in NumPy's float32, one rounding an operation, sums in int64: (y float32, u, zero)."""
+    """The contract in NumPy's float32, one rounding per operation, sums in int64: (y float32, u, zero)."""
     x = x.float().numpy()
     lo = np.minimum(np.float32(0), x.min(1, keepdims=True))
     hi = np.maximum(np.float32(0), x.max(1, keepdims=True))
@@ -113,7 +110,7 @@ def random_weight(out, width, seed=0):
 
 
 def rows(kind, dtype, width=96, count=24):
-    """Rows where one rounding more or less shows."""
+    """Rows in which one rounding more or less changes the result."""
     g = torch.Generator().manual_seed(len(kind))
     x = torch.randn(count, width, generator=g)
     if kind == "ties":  # halves under a step of exactly 1: zero odd, zero even
@@ -153,7 +150,7 @@ KINDS = ["plain", "ties", "near ties", "all positive", "all negative", "sizes", 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=name)
 def test_integers_are_equal_to_the_bit(run, dtype, kind):
-    """Without a bias the epilogue is two float32 products: so the result shows the integers, to the bit."""
+    """Without a bias the epilogue is two float32 products, so the result shows the integers exactly."""
     x = rows(kind, dtype)
     weight, scale = random_weight(40, x.shape[1])
     expected, u, _zero = by_numpy(x, weight, scale)
@@ -182,7 +179,7 @@ def test_the_reference_quantises_by_the_contract(kind):
     "width", [1, 2, 3, 15, 16, 17, 31, 33, 63, 64, 65, 100, 127, 129, 255, 257, 513, 1000]
 )
 def test_every_width(run, width):
-    """No product of a tail is lost or counted twice, whatever the vectors and blocks are."""
+    """No product of a tail is lost or counted twice, for any vector and block size."""
     g = torch.Generator().manual_seed(width)
     for count, out in ((1, 1), (3, 7), (5, 16), (2, 33), (17, 65), (64, 8)):
         x = torch.randn(count, width, generator=g)
@@ -223,7 +220,7 @@ def test_the_reference_is_the_quantised_product_as_pytorch_spells_it(activation)
     product = (centred.double() * step.double()) @ (weight.double() * scale.double()[:, None]).T
     expected = activate_eager(product + bias, activation)
     torch.testing.assert_close(linear_int8_ref(x, weight, scale, bias, activation), expected)
-    # and that is the product of the unrounded row, to half a step of each element
+    # which is the product of the unrounded row, within half a step per element
     exact = x @ (weight.double() * scale.double()[:, None]).T
     most = (0.51 * step.double()) * (weight.double() * scale.double()[:, None]).abs().sum(1)
     assert ((product - exact).abs() <= most).all()
@@ -233,7 +230,7 @@ def test_the_reference_is_the_quantised_product_as_pytorch_spells_it(activation)
 def test_a_float32_bias_is_not_rounded(run, dtype):
     x = torch.tensor([[1.0, 2.0]], dtype=dtype)
     weight = torch.tensor([[0, 0], [0, 127]], dtype=torch.int8)
-    bias = torch.tensor([1 + 2**-12, -2.0 + 2**-9])  # the second all but cancels the product
+    bias = torch.tensor([1 + 2**-12, -2.0 + 2**-9])  # the second nearly cancels the product
     y = run(x, weight, torch.tensor([1.0, 1 / 127]), bias)
     product = by_numpy(x, weight, torch.tensor([1.0, 1 / 127]))[0]
     assert torch.equal(y, (product + bias).to(dtype))
@@ -316,7 +313,7 @@ def test_strides_change_nothing(run, layout):
 
 
 def test_meaningless_strides_of_single_rows(run):
-    """A dimension of size 1 may have any stride, and is contiguous all the same."""
+    """A dimension of size 1 is contiguous whatever its stride is."""
     x = torch.randn(3, 24, generator=torch.Generator().manual_seed(0))
     weight, scale = random_weight(3, 24)
     expected = run(x[:1], weight[:1], scale[:1])
@@ -391,7 +388,7 @@ def test_a_backend_without_an_order_of_its_own_works_from_the_weight(which):
     x = torch.randn(3, 24)
     with dispatch.use_backend(linear_int8=which):
         assert panel_maker(x.device, x.dtype) is None
-        packed = torch.zeros(7, dtype=torch.uint8)  # of another backend: not looked at
+        packed = torch.zeros(7, dtype=torch.uint8)  # of another backend: ignored
         assert torch.equal(linear_int8(x, weight, scale, panels=packed), linear_int8(x, weight, scale))
 
 
@@ -428,10 +425,10 @@ def test_the_packer_is_that_of_the_serving_backend(monkeypatch):
 
 @pytest.mark.parametrize("width", [1, 24, 512, 513, 1030, 65_536])
 def test_aten_without_an_integer_product(monkeypatch, width):
-    """Float32 sums short enough to be exact: the same bits."""
+    """Float32 sums that are short enough to be exact: the same bits."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(5, width, generator=g)
-    x[0] = 1 - 0.03 * torch.rand(width, generator=g)  # all but the largest sums, and no round numbers
+    x[0] = 1 - 0.03 * torch.rand(width, generator=g)  # nearly the largest sums, and no round numbers
     weight, scale = random_weight(9, width)
     weight[0] = torch.randint(120, 128, (width,), generator=g)
     with dispatch.use_backend(linear_int8="aten"):
@@ -466,7 +463,7 @@ def test_aten_asks_once_whether_the_integer_product_is_exact(monkeypatch):
     ("rows_", "width", "out"), [(1, 24, 40), (30, 64, 8), (0, 8, 8), (5, 20, 40), (5, 24, 9)]
 )
 def test_aten_keeps_to_what_a_gpu_multiplies(monkeypatch, rows_, width, out):
-    """More than 16 rows, and multiples of 8: what is too small gets more rows, the rest goes another way."""
+    """More than 16 rows, and multiples of 8: too few rows are padded, other sizes take another path."""
     x = torch.randn(rows_, width, generator=torch.Generator().manual_seed(0))
     weight, scale = random_weight(out, width)
     cuda, given, seen = torch.device("cuda"), aten_int8._rows_given, []
@@ -503,7 +500,7 @@ BAD = [
     (
         lambda: linear_int8(torch.ones(1, 65_537), torch.ones(1, 65_537, dtype=torch.int8), S[:1]),
         ValueError,
-        "x: expected at most 65536 elements a row, got 65537",
+        "x: expected at most 65536 elements per row, got 65537",
     ),
     (lambda: linear_int8(X, None, S), TypeError, "weight: expected a torch.Tensor, got NoneType"),
     (lambda: linear_int8(X, W.float(), S), TypeError, "weight: expected int8, got torch.float32"),

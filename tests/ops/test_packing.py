@@ -1,4 +1,4 @@
-"""`pack` and `unpack`: exact round trips, poison in what is not kept, gradients, compilation, bad inputs."""
+"""`pack` and `unpack`: exact round trips, NaN in dropped rows, gradients, compilation, bad inputs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fastbert.ops import packing as op
 from fastbert.ops.packing import pack, pack_ref, unpack, unpack_ref
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.packing import CASES
+from tests.support.inputs import name
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 BACKENDS = [
@@ -20,10 +21,6 @@ BACKENDS = [
     for b in dispatch.TABLE["cpu"]["packing"]
     if dispatch.unsupported_reason(b, "packing", "cpu", None) is None
 ]
-
-
-def name(value):
-    return str(value).removeprefix("torch.")
 
 
 @pytest.fixture(params=BACKENDS)

@@ -38,7 +38,7 @@ def test_equals_a_loop(lengths, mode, dtype):
     out = pool(hidden, cu_seqlens, mode)
     assert out.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     truth = expected(hidden, lengths, mode)
-    # float32 sums of halves: the error is float32's, not the storage dtype's
+    # half precision is summed in float32: the error is that of float32
     torch.testing.assert_close(out.double(), truth, rtol=1e-5, atol=1e-6 if dtype != torch.float64 else 1e-14)
 
 
@@ -125,7 +125,7 @@ HOSTILE = {
 
 
 def every_way(compiled, cu_seqlens, mode):
-    """Calls that reach the backend with these lengths, and four rows."""
+    """Every kind of call that reaches the backend with these lengths and four rows."""
     hidden, dy = torch.randn(4, 3), torch.zeros(cu_seqlens.shape[0] - 1, 3)
     return (
         lambda: pool(hidden, cu_seqlens, mode),

@@ -1,10 +1,8 @@
-"""Choosing backends: the table, pins, gaps, self-checks, `explain`."""
+"""Choosing backends: the table, pins, gaps, `explain`."""
 
 from __future__ import annotations
 
 import threading
-import time
-import types
 import warnings
 
 import pytest
@@ -15,27 +13,16 @@ from fastbert.backends import aten, cpu, reference
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
 from fastbert.runtime import dispatch
-from fastbert.testing import error_rule, proving, serving, verdicts
+from fastbert.testing import serving
+from tests.support.fake_backends import FLOATS, fake_backend, run
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+pytestmark = pytest.mark.usefixtures("clean_tables")
+
 FIRST = next(
     b
     for b in dispatch.TABLE["cpu"]["linear"]
     if dispatch.unsupported_reason(b, "linear", "cpu", torch.float32) is None
 )
-
-
-@pytest.fixture(autouse=True)
-def clean_tables(tmp_path, monkeypatch):
-    """Verdicts and resolved launchers of these tests must not outlive them."""
-    monkeypatch.setenv("FASTBERT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(verdicts, "_warned", False)
-    known = dict(proving._verdicts)
-    dispatch._resolved.clear()
-    yield
-    proving._verdicts.clear()
-    proving._verdicts.update(known)
-    dispatch._resolved.clear()
 
 
 @pytest.fixture
@@ -55,25 +42,6 @@ def calls(monkeypatch):
             monkeypatch.setattr(backend, function, spy)
     dispatch._resolved.clear()
     return seen
-
-
-def fake_backend(monkeypatch, name="triton", **functions):
-    """A module that stands for GPU backend `name`, first in the CPU's table for layer_norm."""
-    module = types.ModuleType(f"fastbert.backends.{name}")
-    module.DTYPES = {"layer_norm": FLOATS}
-    module.available = lambda device_type: None
-    module.layer_norm_fwd, module.layer_norm_bwd = aten.layer_norm_fwd, aten.layer_norm_bwd
-    for key, value in functions.items():
-        setattr(module, key, value)
-    real = dispatch.backend_module
-    monkeypatch.setattr(dispatch, "backend_module", lambda n: module if n == name else real(n))
-    monkeypatch.setitem(dispatch.TABLE["cpu"], "layer_norm", (name, "aten", "reference"))
-    dispatch._resolved.clear()
-    return module
-
-
-def run(dtype=torch.float32):
-    return layer_norm(torch.ones(2, 16, dtype=dtype), torch.ones(16, dtype=dtype))
 
 
 # --- the table ----------------------------------------------------------------------------------------------
@@ -130,9 +98,14 @@ def test_the_narrowest_line_counts(monkeypatch, calls):
     z.sum().backward()
     first = "cpu" if FIRST == "cpu" else "aten"
     assert calls == [
-        "aten.linear_fwd", "reference.linear_fwd", "reference.linear_fwd", "reference.linear_fwd",
-        f"{first}.linear_fwd", "reference.linear_bwd", f"{first}.linear_bwd",
-    ]  # fmt: skip
+        "aten.linear_fwd",
+        "reference.linear_fwd",
+        "reference.linear_fwd",
+        "reference.linear_fwd",
+        f"{first}.linear_fwd",
+        "reference.linear_bwd",
+        f"{first}.linear_bwd",
+    ]
     rows = {(c.op, c.dtype): c.backend for c in serving.choices("cpu")}
     assert rows["linear", "bfloat16"] == "aten"
     assert rows["linear activation", "bfloat16"] == "reference"
@@ -183,7 +156,7 @@ def test_every_op_has_cases_and_small_cases():
 
 
 def test_the_table_of_gpus_trains_a_model(monkeypatch):
-    """In Triton's interpreter: its kernels where the table has them, backward by aten where there is none."""
+    """In Triton's interpreter: its kernels where the table has them, else aten's backward."""
     from fastbert import BertModel, EncoderConfig
     from fastbert.backends import triton
 
@@ -214,7 +187,7 @@ def test_the_table_of_gpus_trains_a_model(monkeypatch):
         theirs = gradients()
     assert ours.keys() == theirs.keys()
     for name, grad in theirs.items():
-        # the key's bias has no gradient but for rounding
+        # the gradient of the key's bias is only rounding
         torch.testing.assert_close(
             ours[name], grad, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
         )
@@ -241,16 +214,20 @@ def test_pins_nest_and_an_op_stands_before_all(calls):
         with dispatch.use_backend(linear="reference"):
             linear(x, w)
             layer_norm(x, torch.ones(2))
-            with dispatch.use_backend("aten"):  # the pin of one op still stands before
+            with dispatch.use_backend("aten"):  # the pin of one op still wins
                 linear(x, w)
             with dispatch.use_backend("reference", linear="aten"):
                 linear(x, w)
                 layer_norm(x, torch.ones(2))
         linear(x, w)
     assert calls == [
-        "reference.linear_fwd", "aten.layer_norm_fwd", "reference.linear_fwd", "aten.linear_fwd",
-        "reference.layer_norm_fwd", "aten.linear_fwd",
-    ]  # fmt: skip
+        "reference.linear_fwd",
+        "aten.layer_norm_fwd",
+        "reference.linear_fwd",
+        "aten.linear_fwd",
+        "reference.layer_norm_fwd",
+        "aten.linear_fwd",
+    ]
 
 
 def test_pins_are_undone_by_an_exception():
@@ -322,407 +299,6 @@ def test_a_pinned_backend_without_the_op_or_the_function(monkeypatch):
         y = layer_norm(x, torch.ones(4)).sum()
         with pytest.raises(dispatch.BackendError, match="has no layer_norm_bwd"):
             y.backward()
-
-
-# --- what a self-check runs ---------------------------------------------------------------------------------
-
-
-def test_a_gpus_check_has_cases_of_its_own(monkeypatch):
-    seen = []
-    monkeypatch.setattr(error_rule, "run_case", lambda case, *args, **options: seen.append(case) or [])
-    for op in dispatch.OPS:
-        seen.clear()
-        assert testing.self_check(op, "aten", torch.device("cpu"), torch.float32) is None
-        assert seen == testing.small_cases(op)
-        seen.clear()
-        testing.self_check(op, "aten", torch.device("cuda", 0), torch.float32)
-        assert seen == testing.small_cases(op) + testing.gpu_cases(op)
-
-
-@pytest.mark.parametrize("op", [op for op in dispatch.OPS if testing.gpu_cases(op)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_a_gpu_is_checked_with_is_fair(op, dtype):
-    for case in testing.gpu_cases(op):
-        for row in testing.run_case(case, "reference", dtype, backward=op in ("layer_norm", "embedding")):
-            assert row.passed, (row.case, row.quantity, row.reason)
-
-
-@pytest.mark.parametrize(
-    ("capability", "multiprocessors", "of_linear"),
-    [
-        ((9, 0), 132, 3),
-        ((9, 0), 78, 2),
-        ((10, 0), 148, 3),
-        ((8, 0), 108, 2),
-        ((8, 6), 28, 2),
-        ((12, 0), 170, 2),
-    ],
-)
-def test_a_gpus_check_meets_the_configs_of_real_work(capability, multiprocessors, of_linear):
-    pytest.importorskip("triton")
-    from fastbert.kernels import attention, linear, tuning
-
-    device = tuning.Device("a GPU without a table", capability, multiprocessors)
-    dtype = torch.bfloat16
-    cases = testing.small_cases("linear") + testing.gpu_cases("linear")
-    met = {linear.heuristic(2 ** tuning.bucket(c.rows), c.out_features, dtype, True, device) for c in cases}
-    ladder = linear.ladder(dtype, True, capability)
-    assert ladder[0] in met
-    assert len(met & set(ladder)) >= of_linear
-    cases = testing.small_cases("attention") + testing.gpu_cases("attention")
-    met = set()
-    for c in cases:
-        buckets = tuning.bucket(c.max_seqlen), tuning.bucket(c.total * c.nheads)
-        met.add(attention.config_for(c.headdim, dtype, bool(c.bias or c.dropout_p), *buckets, device))
-    assert set(attention.ladder(64, dtype, False, capability)) <= met
-
-
-# --- self-check ---------------------------------------------------------------------------------------------
-
-
-def counted(monkeypatch):
-    """(op, backend) of every self-check that runs."""
-    checked, check = [], testing.self_check
-    monkeypatch.setattr(error_rule, "self_check", lambda *args: checked.append(args[:2]) or check(*args))
-    return checked
-
-
-def next_process():
-    """What a new process knows: nothing but what is on disk."""
-    proving._verdicts.clear()
-    dispatch._resolved.clear()
-
-
-def test_a_good_backend_serves_after_its_check_and_is_checked_once(monkeypatch):
-    served = []
-
-    def good(*args):
-        served.append(1)
-        return aten.layer_norm_fwd(*args)
-
-    fake_backend(monkeypatch, layer_norm_fwd=good)
-    checked = counted(monkeypatch)
-    run()
-    assert served, "the backend was not used"
-    before = len(served)
-    dispatch._resolved.clear()
-    run()
-    assert len(served) == before + 1
-    assert checked == [("layer_norm", "triton")]
-    next_process()
-    run()
-    assert len(served) == before + 2
-    assert len(checked) == 1  # the verdict is on disk
-
-
-def test_without_a_disk_every_process_checks(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("FASTBERT_CACHE", str(tmp_path / "file"))
-    fake_backend(monkeypatch)
-    checked = counted(monkeypatch)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run()
-        run(torch.bfloat16)
-        next_process()
-        run()
-    (one,) = caught
-    assert "GPU kernels are checked again in every process" in str(one.message)
-    assert len(checked) == 3
-
-
-@pytest.mark.parametrize(
-    ("fault", "text"),
-    [
-        (
-            lambda *args: (aten.layer_norm_fwd(*args)[0] + 0.1, *aten.layer_norm_fwd(*args)[1:]),
-            "y: max error",
-        ),
-        (
-            lambda *args: (aten.layer_norm_fwd(*args)[0] * float("nan"), *aten.layer_norm_fwd(*args)[1:]),
-            "NaN",
-        ),
-        (lambda *args: 1 / 0, "ZeroDivisionError: division by zero"),
-    ],
-    ids=["wrong", "nan", "crash"],
-)
-def test_a_bad_backend_is_dropped_with_one_warning(monkeypatch, fault, text):
-    fake_backend(monkeypatch, layer_norm_fwd=fault)
-    with pytest.warns(
-        RuntimeWarning, match="triton kernel of 'layer_norm' failed its self-check on cpu in float32"
-    ) as caught:
-        y = run()
-    assert len(caught) == 1
-    assert text in str(caught[0].message)
-    assert torch.equal(
-        y, aten.layer_norm_fwd(torch.ones(2, 16), torch.ones(16), *(None,) * 3, 1e-12, 0.0, None, 0, False)[0]
-    )
-    dispatch._resolved.clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run()  # the verdict is remembered: no second check, no second warning
-    line = next(c for c in serving.choices("cpu") if c.op == "layer_norm" and c.dtype == "float32")
-    assert line.backend == "aten"
-    assert text in line.why
-    checked = counted(monkeypatch)
-    next_process()
-    with pytest.warns(RuntimeWarning, match="failed its self-check on cpu in float32") as caught:
-        run()
-    assert len(caught) == 1
-    assert text in str(caught[0].message)
-    if text.startswith("Zero"):  # an error may be the machine's: the next process tries again
-        assert len(checked) == 1
-    else:
-        assert checked == []
-        assert "`fastbert warmup --again` checks anew" in str(caught[0].message)
-
-
-def test_a_bad_backward_drops_the_backend_too(monkeypatch):
-    fake_backend(monkeypatch, layer_norm_bwd=lambda *args: tuple(t * 1.1 for t in aten.layer_norm_bwd(*args)))
-    with pytest.warns(RuntimeWarning, match="dx: max error"):
-        run()
-
-
-def test_a_failure_in_one_dtype_leaves_the_others(monkeypatch):
-    def fault(x, *args):
-        if x.dtype == torch.bfloat16:
-            raise RuntimeError("no bfloat16 here")
-        return aten.layer_norm_fwd(x, *args)
-
-    fake_backend(monkeypatch, layer_norm_fwd=fault)
-    with pytest.warns(RuntimeWarning, match="no bfloat16 here"):
-        run(torch.bfloat16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run(torch.float32)
-    lines = {c.dtype: c.backend for c in serving.choices("cpu") if c.op == "layer_norm"}
-    assert lines["bfloat16"] == "aten"
-    assert lines["float32"] == "triton"
-
-
-class TritonError(Exception):
-    """By its name the base class of what Triton's compiler raises."""
-
-
-def test_code_that_does_not_compile_is_not_compiled_again(monkeypatch):
-    class OutOfResources(TritonError):
-        pass
-
-    def fault(*args):
-        raise OutOfResources("shared memory, Required: 300000")
-
-    fake_backend(monkeypatch, layer_norm_fwd=fault)
-    checked = counted(monkeypatch)
-    for _ in range(2):
-        with pytest.warns(RuntimeWarning, match="OutOfResources: shared memory"):
-            run()
-        next_process()
-    assert len(checked) == 1
-
-
-def test_a_broken_context_is_said_and_kept(monkeypatch):
-    def fault(*args):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    fake_backend(monkeypatch, layer_norm_fwd=fault)
-    monkeypatch.setattr(proving, "_context_lost", lambda device: True)
-    with pytest.raises(dispatch.BackendError, match=r"broke the CUDA context.*illegal memory access.*anew"):
-        run()
-    monkeypatch.setattr(proving, "_context_lost", lambda device: False)
-    next_process()
-    checked = counted(monkeypatch)
-    with pytest.warns(RuntimeWarning, match="illegal memory access"):
-        run()
-    assert checked == []
-
-
-def test_a_context_is_lost_where_waiting_for_the_device_fails(monkeypatch):
-    def fail(device):
-        raise RuntimeError("CUDA error")
-
-    monkeypatch.setattr(torch.cuda, "synchronize", fail)
-    assert proving._context_lost(torch.device("cuda"))
-    assert not proving._context_lost(torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    assert not proving._context_lost(torch.device("cuda"))
-
-
-def test_a_check_runs_whatever_state_the_caller_is_in(monkeypatch):
-    states = []
-
-    def backward(*args):
-        states.append((
-            torch.is_inference_mode_enabled(),
-            torch.is_autocast_enabled("cpu"),
-            torch._C._is_multithreading_enabled(),  # else a GPU's backward runs in a thread without the trial
-        ))  # fmt: skip
-        return aten.layer_norm_bwd(*args)
-
-    fake_backend(monkeypatch, layer_norm_bwd=backward)
-    saved = []
-    x, w = torch.ones(2, 4), torch.ones(4)
-    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        layer_norm(x, w)
-    assert states
-    assert set(states) == {(False, False, False)}
-    next_process()
-    verdicts.forget(verdicts.key_of("layer_norm", "triton", torch.device("cpu"), torch.float32))
-    states.clear()
-    w.requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
-        layer_norm(x, w)
-    assert states
-    assert set(saved) <= {(2, 4), (4,), (2,)}  # the op's own, none of the check's
-    assert torch._C._is_multithreading_enabled()
-
-
-def test_other_threads_never_meet_the_backend_on_trial(monkeypatch):
-    inside, go_on, served = threading.Event(), threading.Event(), []
-
-    def slow(*args):
-        served.append(threading.current_thread().name)
-        inside.set()
-        assert go_on.wait(20)
-        return aten.layer_norm_fwd(*args)
-
-    fake_backend(monkeypatch, layer_norm_fwd=slow)
-    done = []
-    first = threading.Thread(target=lambda: done.append(run()))
-    first.start()
-    assert inside.wait(20)
-    linear(torch.ones(1, 2), torch.ones(3, 2))  # another op does not wait
-    assert not dispatch._resolved  # and nothing is kept that could hide the trial
-    with dispatch.use_backend(layer_norm="aten"):
-        run()  # a pin does not wait either
-        assert set(served) == {"fastbert-check-layer_norm"}
-    second = threading.Thread(target=lambda: done.append(run()), name="second")
-    second.start()
-    second.join(0.2)
-    assert second.is_alive()  # waits for the verdict
-    assert "second" not in served
-    go_on.set()
-    for thread in (first, second):
-        thread.join(20)
-    assert len(done) == 2
-    assert "second" in served
-
-
-def test_what_was_chosen_before_a_pin_is_not_kept_after_it(monkeypatch):
-    real = dispatch._first_proven
-
-    def pinned_meanwhile(*args):
-        found = real(*args)
-        with dispatch.use_backend("reference"):
-            pass
-        return found
-
-    monkeypatch.setattr(dispatch, "_first_proven", pinned_meanwhile)
-    run()
-    assert dispatch._resolved == {}
-
-
-def test_several_functions_are_those_of_the_one_backend_that_serves():
-    key = (torch.device("cpu"), torch.float32)
-    names, ops = ("layer_norm_fwd", "linear_fwd"), ("layer_norm", "linear")
-    with dispatch.use_backend("aten"):
-        assert dispatch.serving_functions(names, ops, *key) == (aten.layer_norm_fwd, aten.linear_fwd)
-        assert dispatch.serving_functions(("linear_fwd", "no_such"), ops, *key) is None
-    with dispatch.use_backend("aten", linear="reference"):
-        assert dispatch.serving_functions(names, ops, *key) is None
-        assert dispatch.serving_functions(names, ops[:1], *key) == (aten.layer_norm_fwd, aten.linear_fwd)
-    with dispatch.use_backend("reference"):
-        assert dispatch.serving_functions(names, ops, *key) == (
-            reference.layer_norm_fwd,
-            reference.linear_fwd,
-        )
-
-
-def test_a_devices_function_is_the_first_ranked_backends_whoever_serves(monkeypatch):
-    def of(function, device="cpu"):
-        return dispatch.device_function(function, "attention", torch.device(device), torch.float32)
-
-    assert of("sequence_blocks") is cpu.sequence_blocks
-    with dispatch.use_backend("aten"):
-        assert of("sequence_blocks") is cpu.sequence_blocks
-    assert of("no_such") is None
-    assert of("sequence_blocks", "cuda") is None
-    monkeypatch.setattr(reference, "own", len, raising=False)
-    assert of("own") is len
-    dispatch._resolved.clear()
-    monkeypatch.setattr(aten, "own", max, raising=False)
-    assert of("own") is max
-
-
-def test_in_a_graph_capture_only_verdicts_that_are_known_count(monkeypatch):
-    served = []
-    fake_backend(monkeypatch, layer_norm_fwd=lambda *args: served.append(1) or aten.layer_norm_fwd(*args))
-    checked = counted(monkeypatch)
-    monkeypatch.setattr(proving, "_capturing", lambda device: True)
-    run()
-    assert (checked, served, dispatch._resolved) == ([], [], {})  # another backend served, for this once
-    monkeypatch.setattr(proving, "_capturing", lambda device: False)
-    run()
-    assert checked
-    assert served
-    next_process()
-    served.clear()
-    monkeypatch.setattr(proving, "_capturing", lambda device: True)
-    run()  # the verdict on disk counts
-    assert len(checked) == 1
-    assert served == [1]
-
-
-def test_what_a_capture_is(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert proving._capturing(torch.device("cuda", 0))
-    assert not proving._capturing(torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert not proving._capturing(torch.device("cuda", 0))
-
-
-def test_a_check_that_takes_long_is_told_of(monkeypatch):
-    def slow(*args):
-        time.sleep(0.05)
-        return aten.layer_norm_fwd(*args)
-
-    fake_backend(monkeypatch, layer_norm_fwd=slow)
-    monkeypatch.setattr(proving, "_SLOW_SECONDS", 0.01)
-    with pytest.warns(RuntimeWarning, match="layer_norm.* has run for 0 s. If it hangs, end the process"):
-        run()
-
-
-def test_a_stopped_wait_leaves_the_marker_of_a_hanging_kernel(monkeypatch, tmp_path):
-    go_on = threading.Event()
-    fake_backend(monkeypatch, layer_norm_fwd=lambda *args: go_on.wait(20) and 1 / 0)
-    join, waits = threading.Thread.join, []
-
-    def interrupted(thread, timeout=None):
-        if thread.name == "fastbert-check-layer_norm" and not waits:
-            waits.append(timeout)
-            raise KeyboardInterrupt
-        join(thread, 0.01)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "join", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run()
-    assert len(list(tmp_path.glob("cache/self_checks/*.running"))) == 1
-    run()  # by another backend, without a second check that would hang too
-    line = next(c for c in serving.choices("cpu") if c.op == "layer_norm" and c.dtype == "float32")
-    assert (line.backend, line.why) == ("aten", "triton: its self-check was stopped before it ended")
-    go_on.set()
-    for thread in threading.enumerate():
-        if thread.name == "fastbert-check-layer_norm":
-            join(thread, 20)
-    assert not list(tmp_path.glob("cache/self_checks/*.running"))
-
-
-def test_a_pin_skips_the_check(monkeypatch):
-    fake_backend(monkeypatch)
-    monkeypatch.setattr(error_rule, "self_check", lambda *args: pytest.fail("checked"))
-    with dispatch.use_backend("triton"):
-        run()
 
 
 # --- explain ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Weights that are written in place, in eval, past PyTorch's version counter: the next output has them."""
+"""Weights that are written in place in eval, without PyTorch's version counter: the next output uses them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from fastbert.layers.encoder import LayerMath
 from fastbert.layers.modules import part
 from fastbert.models.auto import AutoModel
 from fastbert.models.config import EncoderConfig
-from fastbert.runtime import native as _native
-from fastbert.runtime import prepared
+from fastbert.runtime import loader, prepared
 from tests.support.hf_models import batch, hf_config, hf_model
 
 FLOAT, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -46,12 +45,12 @@ def run(model):
 
 
 def fresh(model):
-    """What the model should give: a copy derives its own weights."""
+    """The expected output, by a copy, which derives its own weights."""
     return run(copy.deepcopy(model))
 
 
 def check_next(model, change, tensor, name=""):
-    """`change(tensor)` changes the next output, and to what it should be."""
+    """After `change(tensor)` the next output differs and is right."""
     before = run(model)
     assert torch.equal(run(model), before), name
     change(tensor)
@@ -70,7 +69,7 @@ def dense(model, name="intermediate"):
 
 
 def sources(model):
-    """All that the encoder layers read: weights, scales, biases."""
+    """All weights, scales and biases that the encoder layers read."""
     return [t for layer in layers_of(model) for t in (*layer.parameters(), *layer.buffers())]
 
 
@@ -140,7 +139,7 @@ def test_every_weight_of_a_layer_counts(make, dtype, layers):
     for tensor in sources(model):
         run(model)
         before = run(model)
-        tensor.data.view(-1)[::2].add_(1)  # not to all, which a norm would take away again
+        tensor.data.view(-1)[::2].add_(1)  # not to all elements, which a norm would cancel
         after = run(model)
         assert torch.equal(after, fresh(model))
         # softmax does not see what is added to all scores of a query
@@ -148,7 +147,7 @@ def test_every_weight_of_a_layer_counts(make, dtype, layers):
 
 
 def test_weights_of_layers_that_share_them():
-    """ALBERT's layers are one; another model's are this one's; a view of the storage is written."""
+    """ALBERT's layers are one layer, two models share layers, and a view of the storage is written."""
     albert = native(name="albert")
     check_next(albert, IDIOMS["row"], dense(albert).weight)
     first, second = native(), native()
@@ -166,7 +165,7 @@ def test_weights_of_layers_that_share_them():
 
 
 def test_one_way_through_a_layer_finds_what_another_must_know(monkeypatch):
-    """The fused layer and the single ops have the same packed weights."""
+    """The fused layer and the single ops use the same packed weights."""
     model = native()
     run(model)
     dense(model).weight.data[3].neg_()  # not among the samples
@@ -199,7 +198,7 @@ def shared_between_processes(weight):
 
 
 def unmarked(dtype, home, rows=96):
-    """A model, and one of its weights, whose memory cannot have a mark."""
+    """(a model, one of its weights, whose memory cannot have a mark)."""
     model = native(dtype)
     inner = dense(model, "intermediate" if rows == 96 else "output")
     inner.weight.data = home(inner.weight.data.clone())
@@ -209,7 +208,7 @@ def unmarked(dtype, home, rows=96):
 
 @pytest.mark.parametrize("home", (in_numpy, shared_between_processes))
 def test_a_weight_whose_memory_has_no_mark(home, layers):
-    """Whole tensors and, in matrices that are not large, rows."""
+    """Writes to whole tensors are noticed, and to rows of matrices that are not large."""
     model, weight = unmarked(FLOAT, home)
     for name in ("mul_", "copy_", "teacher", "detached", "out", "row", "row set", "numpy", "dlpack"):
         check_next(model, IDIOMS[name], weight, name)
@@ -257,7 +256,7 @@ def test_the_last_row_has_its_turn_whatever_their_number(rows):
 
 
 def test_without_marks_a_whole_tensor_is_noticed(monkeypatch):
-    """Another version of PyTorch may not have them."""
+    """Another version of PyTorch may have no marks."""
     monkeypatch.setattr(prepared, "_is_marked", prepared._never_marked)
     model = native()
     for name in ("mul_", "row", "numpy"):
@@ -265,7 +264,7 @@ def test_without_marks_a_whole_tensor_is_noticed(monkeypatch):
 
 
 def test_an_array_that_was_taken_before():
-    """PyTorch does not see what is written through it; a whole tensor is noticed all the same."""
+    """PyTorch does not see writes through it, but a write of the whole tensor is noticed."""
     for dtype in (FLOAT, BF16, torch.int8):
         model = native(dtype)
         for name in ("intermediate", "output", "query"):
@@ -275,7 +274,7 @@ def test_an_array_that_was_taken_before():
 
 
 def test_nothing_moves():
-    """Aliases and arrays that the user has stay what they are."""
+    """The user's aliases and arrays stay valid."""
     model = native()
     weight = dense(model).weight
     place, alias, memory = weight.data_ptr(), weight.data, array(weight)
@@ -290,7 +289,7 @@ def test_nothing_moves():
 
 
 def test_written_while_it_is_built():
-    """What was read before the write does not stay."""
+    """Values that were read before the write are not kept."""
     owner, other = nn.Module(), nn.Module()
     weight = nn.Parameter(torch.ones(3), requires_grad=False)
 
@@ -367,7 +366,7 @@ def test_other_memory_is_noticed(change):
     ("make", "dtype"), [(native, FLOAT), (native, torch.int8), (accelerated, FLOAT), (accelerated, BF16)]
 )
 def test_what_only_reads_costs_no_build(make, dtype, layers, monkeypatch):
-    """A mark that a reader took away would have everything packed anew at each call."""
+    """If a reader removed the mark, everything would be packed again at each call."""
     model = make(dtype)
     head = fastbert.AutoModelForMaskedLM.from_config(EncoderConfig.from_hf(hf_config("bert"))).eval()
     long = {"input_ids": torch.ones(70, 30, dtype=torch.long)}  # beyond what is packed once for all calls
@@ -403,7 +402,7 @@ def test_clear_takes_what_accelerate_takes():
 
 
 def test_clear_makes_single_elements_count():
-    """What is said of it: written through an array that was taken before, no check sees them."""
+    """As documented: no check sees single elements written through an array that was taken before."""
     model = native()
     memory = array(dense(model).weight)
     run(model)
@@ -421,7 +420,7 @@ def test_training_has_plain_storages():
 
 
 def test_threads_that_call_while_one_writes():
-    """Each output is one of the model as it was at some moment; the last one is right."""
+    """Each output belongs to the weights of some moment; the last one is right."""
     model = native()
     weight = dense(model).weight
     stop, failures = threading.Event(), []
@@ -449,7 +448,7 @@ def test_threads_that_call_while_one_writes():
 def test_samples_compare_what_they_are_told_to():
     memory = torch.arange(100, dtype=torch.uint8)
     where = memory.data_ptr()
-    samples = _native.extension.Samples([(where, 10, 5, 3, 5), (where + 60, 4, 10, 1, 3)])
+    samples = loader.extension.Samples([(where, 10, 5, 3, 5), (where + 60, 4, 10, 1, 3)])
     assert not samples.differ()
     for place in (0, 2, 12, 40, 42):
         memory[place] += 1
@@ -470,11 +469,11 @@ def test_samples_compare_what_they_are_told_to():
 )
 def test_samples_refuse_what_makes_no_sense(piece):
     with pytest.raises(ValueError, match="pieces: expected"):
-        _native.extension.Samples([piece])
+        loader.extension.Samples([piece])
 
 
 def test_a_version_that_is_counted_by_hand():
-    """Whoever writes behind PyTorch's back may say so."""
+    """Code that writes without PyTorch's knowledge can announce it."""
     owner, weight = nn.Module(), torch.zeros(50, 40)
     memory = array(weight)
 
@@ -489,7 +488,7 @@ def test_a_version_that_is_counted_by_hand():
 
 
 def test_a_write_that_another_finds_meanwhile(monkeypatch):
-    """Between looking up what is remembered and looking at the marks, which are set again by then."""
+    """A write between the look-up and the check of the marks, which are set again by then."""
     owner, other = nn.Module(), nn.Module()
     weight = nn.Parameter(torch.ones(3), requires_grad=False)
     for module in (owner, other):

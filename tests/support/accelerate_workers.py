@@ -1,16 +1,14 @@
-"""One of two processes that train an accelerated model together: `accelerate_workers.py RANK FOLDER`.
+"""One of two processes that train an accelerated model together: `accelerate_workers.py RANK FOLDER 2`.
 
-They meet through a file in FOLDER, and each leaves FOLDER/RANK.json: what it found for each wrapper.
+They meet through a file in FOLDER. Each writes what it found for each wrapper to FOLDER/RANK.json.
 """
 
 from __future__ import annotations
 
-import json
 import pathlib
 import sys
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,6 +19,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import fastbert
 from tests.support.hf_models import batch, hf_model
+from tests.support.processes import as_rank
 
 WORLD = 2
 STEPS = 3
@@ -28,15 +27,19 @@ STEPS = 3
 
 def tiny() -> torch.nn.Module:
     model = hf_model(
-        "bert", transformers.AutoModelForSequenceClassification, num_labels=3, num_hidden_layers=2,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        "bert",
+        transformers.AutoModelForSequenceClassification,
+        num_labels=3,
+        num_hidden_layers=2,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     model.set_attn_implementation("sdpa")
     return model.train()
 
 
 def part(rank: int, step: int) -> dict[str, torch.Tensor]:
-    """The batch of a rank: other lengths, other words and another number of tokens on each."""
+    """The batch of a rank. Lengths, words and the number of tokens differ between ranks."""
     inputs = batch("bert", 3 + rank, 18 + 5 * rank, seed=10 * step + rank)
     inputs["attention_mask"][:, 0] = 1  # a sequence without its first token is not packed
     return inputs | {"labels": torch.arange(3 + rank) % 3}
@@ -45,8 +48,8 @@ def part(rank: int, step: int) -> dict[str, torch.Tensor]:
 def worst_gradient(actual: dict, expected: dict) -> tuple[float, str]:
     """The largest relative error of a gradient, and its name. All must have one, or none.
 
-    The bias of the keys shifts all scores of a query alike, so its gradient is nothing but rounding: it is
-    held to the size of the largest.
+    The bias of the keys shifts all scores of a query alike, so its gradient is only rounding: it is compared
+    with the size of the largest gradient.
     """
     assert actual.keys() == expected.keys()
     largest = max(g.norm().item() for g in expected.values() if g is not None)
@@ -105,7 +108,7 @@ def expected(ranks: list[int]) -> tuple[list[list[float]], list[dict[str, torch.
 
 
 def found(rank: int, model: torch.nn.Module, ranks: list[int]) -> dict:
-    """How far a wrapped model's losses and gradients are from the untouched one's, and how it got them."""
+    """Distances of a wrapped model's losses and gradients from the untouched one's, and which paths ran."""
     losses, gradients = expected(ranks)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     loss_error, gradient_error, compared = 0.0, (0.0, ""), 0
@@ -133,16 +136,14 @@ def found(rank: int, model: torch.nn.Module, ranks: list[int]) -> dict:
     }
 
 
-def main(rank: int, folder: pathlib.Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
+def results(rank: int) -> dict:
+    """What `found` found, by wrapper."""
     result = {}
     for name, wrap in WRAPPERS.items():
         ranks = [0] if name == "tensor parallel" else [0, 1]  # whose batches are read
         result[name] = found(rank, wrap(), ranks)
-    (folder / f"{rank}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    return result
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), pathlib.Path(sys.argv[2]))
+    as_rank(results)

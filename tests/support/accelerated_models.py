@@ -1,4 +1,4 @@
-"""Stock models of transformers, the same accelerated, and what the two must have in common."""
+"""Stock models of transformers, the same models accelerated, and checks that both compute the same."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def counts(model: nn.Module) -> dict[str, int]:
 
 @contextlib.contextmanager
 def calls(model: nn.Module, **expected: int):
-    """Checks which way the calls inside went: models packed or padded, layers fused or stock."""
+    """Check which path the calls inside took: models packed or padded, layers fused or stock."""
     before = counts(model)
     yield
     after = counts(model)
@@ -64,7 +64,7 @@ def layer_calls(name: str) -> int:
 
 
 def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-5) -> None:
-    """Equal up to `tolerance` of the largest element, at least of 1."""
+    """Equal up to `tolerance` times the largest element, or times 1 where all are smaller."""
     assert a.shape == b.shape
     assert a.dtype == b.dtype
     error = (a - b).abs().max().item() if a.numel() else 0.0
@@ -72,7 +72,7 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-5) -> None:
 
 
 def same_outputs(actual, expected, kept: torch.Tensor, tolerance: float = 1e-5) -> None:
-    """Two outputs of a model are of one class, with the same keys, and equal at the tokens of `kept`."""
+    """Two outputs of a model have the same class and keys, and are equal at the tokens of `kept`."""
     assert type(actual) is type(expected)
     assert list(actual.keys()) == list(expected.keys())
     flat = kept.reshape(-1, kept.shape[-1])
@@ -93,8 +93,9 @@ def same_outputs(actual, expected, kept: torch.Tensor, tolerance: float = 1e-5) 
 
 
 def same_gradients(fast: nn.Module, slow: nn.Module, tolerance: float) -> None:
-    """Every parameter has the gradient of its twin, up to `tolerance` of its largest element; a key's bias
-    has none but the rounding of terms as large as the others'.
+    """Every parameter has the gradient of its twin, up to `tolerance` of the gradient's largest element.
+
+    The gradient of a key's bias is only the rounding of terms as large as the others'.
     """
     reference = {k: p.grad for k, p in slow.named_parameters()}
     largest = max(g.abs().max().item() for g in reference.values() if g is not None)

@@ -1,6 +1,6 @@
 """Builds of the C++ sources for tests: under sanitizers, and with the CUDA kernels compiled for the host.
 
-They land in build/tests, so that a second run compiles only what changed.
+Results are kept in build/tests, so that a second run compiles only what changed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def isas_of(source: Path) -> list[str]:
 
 
 def compiler() -> str:
-    """The C++ compiler; the test is skipped where there is none."""
+    """The C++ compiler; skips the test where there is none."""
     found = shutil.which("c++")
     if found is None:
         pytest.skip("needs a C++ compiler")
@@ -47,8 +47,10 @@ def ninja_build(name: str, objects: dict[str, tuple[Path, list[str]]], output: s
     cxx = compiler()
     probe = subprocess.run(
         [cxx, "-x", "c++", "-", "-o", "/dev/null", *[f for f in link if f.startswith("-fsanitize")]],
-        input="int main() { return 0; }", text=True, capture_output=True,
-    )  # fmt: skip
+        input="int main() { return 0; }",
+        text=True,
+        capture_output=True,
+    )
     if probe.returncode:
         pytest.skip(f"{cxx} cannot link {' '.join(link)}: {probe.stderr.strip()[-200:]}")
     ninja = pytest.importorskip("ninja")
@@ -137,6 +139,7 @@ def int8_pairs() -> Path:
     objects["linear_int8_pairs"] = (CPP / "linear_int8_pairs.cpp", flags)
     for isa in isas_of(csrc / "linear_int8_simd.cpp"):
         objects[f"linear_int8_simd.{isa}"] = (
-            csrc / "linear_int8_simd.cpp", [*flags, *ISA_FLAGS[isa], f"-DFASTBERT_ISA={isa}"]
-        )  # fmt: skip
+            csrc / "linear_int8_simd.cpp",
+            [*flags, *ISA_FLAGS[isa], f"-DFASTBERT_ISA={isa}"],
+        )
     return ninja_build("int8_pairs", objects, "libint8_pairs.so", ["-shared"])

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from fastbert.runtime import native as _native
+from fastbert.runtime import loader
 
 ISAS = ("avx2", "avx512", "avx512_bf16")
 
 
 def _using(name):
     """Body of a fixture: this instruction set in use; skips where the processor lacks it."""
-    module = _native.extension
+    module = loader.extension
     if ISAS.index(name) > ("none", *ISAS).index(module.best_cpu_isa()) - 1:
         pytest.skip(f"this processor has no {name}")
     before = module.cpu_isa()
@@ -21,7 +21,7 @@ def _using(name):
 
 @pytest.fixture(params=ISAS[:2])
 def isa(request):
-    """AVX2 and AVX-512 in turn: all an op without kernels for AVX-512-BF16 has (cpu/test_isa.py)."""
+    """AVX2 and AVX-512 in turn, for ops without kernels for AVX-512-BF16 (cpu/test_isa.py)."""
     yield from _using(request.param)
 
 
@@ -33,7 +33,7 @@ def every_isa(request):
 
 @pytest.fixture
 def threads():
-    """Gives torch its number of threads back."""
+    """Restore torch's number of threads after the test."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -41,9 +41,9 @@ def threads():
 
 @pytest.fixture
 def guarded(monkeypatch):
-    """Every tensor the backend allocates lies between two guards; what it does not want zeroed is all NaN.
+    """Put guards around every tensor that the backend allocates, and NaN into those it does not want zeroed.
 
-    A guard that changed fails at the end of the test; an element that was not written stays NaN.
+    The test fails at its end if a guard has changed. An element that was not written stays NaN.
     """
     guards = []
 

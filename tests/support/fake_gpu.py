@@ -1,8 +1,8 @@
-"""A device that is no CPU, for tests without one: tensors that say `fakegpu:0` and compute on the CPU.
+"""A device that is not the CPU, for tests without a GPU: tensors on `fakegpu:0`, which compute on the CPU.
 
-Everything of fastbert that asks "is this a CPU tensor?" goes the way it goes on a GPU (by the `aten`
-backend), and `waits` sees each operation for which the host of a real GPU would have to wait. A process that
-has imported this is no longer good for much else: PyTorch takes the device for its accelerator.
+Code of fastbert that asks "is this a CPU tensor?" takes the path of a GPU (the `aten` backend). `waits` sees
+each operation for which the host of a real GPU would have to wait. Import this in a process of its own:
+PyTorch takes the device for its accelerator from then on.
 """
 
 from __future__ import annotations
@@ -19,11 +19,22 @@ NAME = "fakegpu"
 _setup_privateuseone_for_python_backend(NAME)
 DEVICE = torch.device(NAME, 0)
 
-# Operations that give the host a value or a size of the device's, by name
+# names of operations that return a value or a size from the device to the host
 _WAITING = {
-    "_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "unique", "_unique",
-    "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount",
-}  # fmt: skip
+    "_local_scalar_dense",
+    "item",
+    "equal",
+    "is_nonzero",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "_unique",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "unique_dim_consecutive",
+    "bincount",
+}
 _seen: list[str] = []
 
 
@@ -33,9 +44,13 @@ class FakeTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, raw: torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(
-            cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype,
+            cls,
+            raw.size(),
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
             device=DEVICE,
-        )  # fmt: skip
+        )
 
     def __init__(self, raw: torch.Tensor):
         self.raw = raw
@@ -50,7 +65,7 @@ class FakeTensor(torch.Tensor):
 
 
 class _Factories(TorchDispatchMode):
-    """`torch.zeros(…, device=DEVICE)` and what else gets no FakeTensor but must make one."""
+    """`torch.zeros(…, device=DEVICE)` and other functions that get no FakeTensor but must return one."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return _run(func, args, kwargs or {})
@@ -102,13 +117,13 @@ def fake(t: torch.Tensor) -> FakeTensor:
 
 
 def real(t: torch.Tensor) -> torch.Tensor:
-    """What the device's tensor holds; not counted as waiting."""
+    """The values of a tensor on the device; does not count as waiting."""
     assert type(t) is FakeTensor, f"expected a tensor on {DEVICE}, got one on {t.device}"
     return t.raw
 
 
 def move(model: torch.nn.Module) -> torch.nn.Module:
-    """The model's parameters and buffers, in place, on the device; frozen."""
+    """Move the model's parameters and buffers to the device in place, and freeze them."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

@@ -8,9 +8,18 @@ import torch
 import transformers
 
 FAMILY_NAMES = (
-    "bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "electra-unprojected", "albert",
-    "albert-groups", "ernie", "mpnet",
-)  # fmt: skip
+    "bert",
+    "roberta",
+    "xlm-roberta",
+    "camembert",
+    "distilbert",
+    "electra",
+    "electra-unprojected",
+    "albert",
+    "albert-groups",
+    "ernie",
+    "mpnet",
+)
 PAD_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
 
 _SIZES = dict(
@@ -60,9 +69,7 @@ def hf_config(name: str, **overrides) -> transformers.PretrainedConfig:
 
 @torch.no_grad()
 def hf_model(name: str, auto: type = transformers.AutoModel, seed: int = 0, **overrides) -> torch.nn.Module:
-    """A model of the family by transformers, in eval, with weights at unit scale: every part matters to the
-    output.
-    """
+    """A transformers model of the family, in eval. Weights are at unit scale, so that every part matters."""
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -78,9 +85,7 @@ def hf_model(name: str, auto: type = transformers.AutoModel, seed: int = 0, **ov
 
 
 def batch(name: str, batch_size: int = 4, seqlen: int = 40, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Token ids with right padding, left padding, holes and a full row; token types where the family has
-    them.
-    """
+    """Token ids with right and left padding, holes and a full row; token types if the family has them."""
     g = torch.Generator().manual_seed(seed)
     mask = torch.ones(batch_size, seqlen, dtype=torch.long)
     mask[0, seqlen // 2 :] = 0

@@ -1,7 +1,7 @@
-"""How often a call on a GPU waits for it: once, and never where the lengths are given on the host.
+"""How often the host waits for the GPU in one call: once, and never if the lengths are given on the host.
 
-On a device that is none (tests/support/fake_gpu.py): the host's code goes the way it goes on a GPU. Run by
-tests/triton/test_host_waits.py, in a process of its own.
+The device is tests/support/fake_gpu.py: the host's code takes the path of a GPU.
+tests/triton/test_host_waits.py runs this in a process of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.fake_gpu import fake, real, waits
 from tests.support.hf_models import batch
 from tests.support.model_pairs import model_of
 
-# What differs between families on the host: positions, segments, projection, shared layers, relative bias
+# families that differ on the host: positions, segments, projection, shared layers, relative bias
 FAMILIES = ("bert", "roberta", "distilbert", "electra", "albert-groups", "mpnet")
 
 
@@ -49,7 +49,7 @@ def packed_batch(name: str):
 
 
 def test_the_device_counts_what_would_wait():
-    """Each of these is caught; what does not wait is not."""
+    """Each operation that waits is counted, and no other."""
     with waits() as seen:
         x = torch.arange(6, device=fake_gpu.DEVICE)
         y = (x + 1).reshape(2, 3).sum(0)[:2].clone()
@@ -59,12 +59,21 @@ def test_the_device_counts_what_would_wait():
         torch.nonzero_static(x > 2, size=3)
         assert seen == []
         for wait in (
-            lambda: x.sum().item(), lambda: int(x[0]), lambda: bool((x > 3).any()), lambda: x.tolist(),
-            lambda: x.cpu(), lambda: x.to("cpu", non_blocking=True), lambda: (x > 2).nonzero(),
-            lambda: x[x > 2], lambda: x.masked_select(x > 2), lambda: torch.ones(3).to(fake_gpu.DEVICE),
-            lambda: x.copy_(torch.ones(6)), lambda: torch.unique(x), lambda: torch.equal(x, x),
+            lambda: x.sum().item(),
+            lambda: int(x[0]),
+            lambda: bool((x > 3).any()),
+            lambda: x.tolist(),
+            lambda: x.cpu(),
+            lambda: x.to("cpu", non_blocking=True),
+            lambda: (x > 2).nonzero(),
+            lambda: x[x > 2],
+            lambda: x.masked_select(x > 2),
+            lambda: torch.ones(3).to(fake_gpu.DEVICE),
+            lambda: x.copy_(torch.ones(6)),
+            lambda: torch.unique(x),
+            lambda: torch.equal(x, x),
             lambda: torch.repeat_interleave(x[:2], x[1:3]),
-        ):  # fmt: skip
+        ):
             del seen[:]
             wait()
             assert len(seen) >= 1
@@ -120,8 +129,9 @@ def test_states_attentions_and_embeddings_wait_no_more():
             with waits() as seen:
                 out = device(**form, **on_device)
                 assert len(seen) == count
-            for mine, theirs in zip(out.attentions + out.hidden_states,
-                                    expected.attentions + expected.hidden_states, strict=True):  # fmt: skip
+            for mine, theirs in zip(
+                out.attentions + out.hidden_states, expected.attentions + expected.hidden_states, strict=True
+            ):
                 close(mine, theirs)
 
 
@@ -234,11 +244,15 @@ def test_other_mixtures_of_devices_are_refused():
 
 @pytest.mark.parametrize("name", ["bert", "mpnet"])
 def test_the_facts_are_the_same_wherever_the_mask_is(name):
-    """Lengths, the first sequence whose first token is masked, holes, and where the kept tokens lie."""
+    """Lengths, the first sequence whose first token is masked, holes, and positions of the kept tokens."""
     config = model_of(name).config
     mask = torch.ones(4, 9, dtype=torch.long)
-    for change in (lambda: None, lambda: mask[1].fill_(0), lambda: mask[2, 0].fill_(0),
-                   lambda: mask[3, 4].fill_(0)):  # fmt: skip
+    for change in (
+        lambda: None,
+        lambda: mask[1].fill_(0),
+        lambda: mask[2, 0].fill_(0),
+        lambda: mask[3, 4].fill_(0),
+    ):
         change()
         given = {"token_type_ids": None, "position_ids": None, "inputs_embeds": None}
         ids = torch.arange(36).reshape(4, 9)

@@ -36,7 +36,7 @@ def modules(root: Path, folder: str) -> dict[str, Path]:
 
 
 def arrows(root: Path, folder: str) -> list[Arrow]:
-    """All imports by the modules under `root/folder`, in functions too. `if TYPE_CHECKING:` is left out.
+    """All imports by the modules under `root/folder`, in functions too, but not below `if TYPE_CHECKING:`.
 
     `from package import name` counts as an import of `package.name` where there is a module of that name, and
     of the package otherwise. `import_module(f"package.{x}")` counts as an import of the package.
@@ -108,7 +108,7 @@ def _targets(node: ast.AST, package: str, known: dict[str, Path], constants: dic
             argument = ast.Constant(constants[argument.id])
         if isinstance(argument, ast.JoinedStr) and isinstance(argument.values[0], ast.Constant):
             argument = ast.Constant(argument.values[0].value.rstrip("."))
-        # what cannot be read is named by its source, in angle brackets
+        # an argument that is no literal is named by its source, in angle brackets
         readable = isinstance(argument, ast.Constant) and isinstance(argument.value, str)
         yield argument.value if readable else f"<{ast.unparse(argument)}>"
 

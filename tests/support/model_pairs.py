@@ -1,4 +1,4 @@
-"""Models of transformers and ours with their weights; inputs and labels that both take."""
+"""Models of transformers, ours with the same weights, and inputs and labels for both."""
 
 from __future__ import annotations
 
@@ -33,6 +33,15 @@ NEXT_SENTENCE = ("bert", "ernie")
 CASES = [
     (n, t) for t in TASKS for n in FAMILY_NAMES if t != "ForNextSentencePrediction" or n in NEXT_SENTENCE
 ]
+# the keys of every family
+NO_DROPOUT = {
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "classifier_dropout_prob": 0.0,
+    "classifier_dropout": 0.0,
+}
 NUM_LABELS = {"ForSequenceClassification": 5, "ForTokenClassification": 5}
 
 
@@ -57,12 +66,12 @@ pair = functools.lru_cache(maxsize=None)(build)  # shared between tests that cha
 
 
 def real_task(model: torch.nn.Module) -> str:
-    """The task that a model's class is for; AutoModelForPreTraining may choose another."""
+    """The task of the model's class, which AutoModelForPreTraining may choose differently."""
     return "For" + type(model).__name__.split("For")[1]
 
 
 def inputs_for(name: str, task: str, seed: int = 0, **kwargs) -> dict[str, torch.Tensor]:
-    """A padded batch that the head accepts: classifiers read position 0, so there no left padding."""
+    """A padded batch that the head accepts. Classifiers read position 0 and get no left padding."""
     inputs = batch(name, seed=seed, **{"batch_size": 4, "seqlen": 18, **kwargs})
     if task in SEQUENCE_TASKS:
         inputs["attention_mask"][:, 0] = 1
@@ -100,3 +109,9 @@ def labels_for(
 def token_level(t: torch.Tensor, kept: torch.Tensor) -> bool:
     """Whether `t` has a value, or a vector, for every token of the mask `kept`."""
     return t.shape[: kept.dim()] == kept.shape
+
+
+def close(a: torch.Tensor, b: torch.Tensor, tolerance: float = 2e-5) -> None:
+    assert a.shape == b.shape
+    error = (a - b).abs().max().item() if a.numel() else 0.0
+    assert error <= tolerance, f"max error {error:.3g}"

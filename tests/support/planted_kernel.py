@@ -1,4 +1,4 @@
-"""A process with a planted GPU kernel: `triton`'s layer_norm, first in the CPU's table, good or bad.
+"""A process with a planted kernel, good or bad: `triton`'s layer_norm, first in the CPU's table.
 
 python -m tests.support.planted_kernel BEHAVIOUR first-use   call the op once; print who served and warned
 python -m tests.support.planted_kernel BEHAVIOUR check …       be the process that `fastbert warmup` starts
@@ -45,13 +45,14 @@ def behave(behaviour: str, args: tuple) -> tuple:
 
 
 def plant(behaviours: str) -> list[str]:
-    """Plant the kernel; the list returned fills with "triton" at each of its calls."""
+    """Plant the kernel; each call of it appends "triton" to the returned list."""
     by_dtype = dict(part.split("=") for part in behaviours.split(",")) if "=" in behaviours else {}
     served: list[str] = []
 
-    def layer_norm_fwd(x, *args):
+    def layer_norm_fwd(inputs, save):
         served.append("triton")
-        return behave(by_dtype.get(str(x.dtype).removeprefix("torch."), behaviours), (x, *args))
+        dtype = str(inputs.x.dtype).removeprefix("torch.")
+        return behave(by_dtype.get(dtype, behaviours), (inputs, save))
 
     module = types.ModuleType("fastbert.backends.triton")
     module.DTYPES = {"layer_norm": FLOATS}

@@ -1,7 +1,7 @@
 """The public names of fastbert and their signatures, as one flat table.
 
-`python -m tests.support.public_api` prints it as JSON. tests/house/public_api.json is what it printed for the
-package before its modules moved into rooms; a file copied elsewhere prints that of the fastbert on the path.
+`python -m tests.support.public_api` prints it as JSON. tests/house/public_api.json is the table of the
+package before its modules moved into rooms. A copy of this file prints the table of the fastbert on the path.
 """
 
 from __future__ import annotations

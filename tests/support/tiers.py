@@ -5,7 +5,7 @@ needs a list of its own. The chosen sets cover
 
 - each combination of backend, instruction set, op, pass, dtype and family that the test's parameters have,
 - each value of every other parameter (each case, each bad input, each option),
-- and of a long list of numbers, such as all lengths from 1 to 130, its ends and two numbers between.
+- of a long list of numbers, such as all lengths from 1 to 130, its ends and two numbers between.
 
 All others get the marker `sweep`, and so do the tests of WHOLE, which are exhaustive or costly as a whole.
 `slow` marks what takes hours. A parameter set that is named by its full id runs without `-m`.
@@ -27,24 +27,42 @@ MANY, SOME = 6, 4
 
 # folder of tests/ -> tests that leave all their parameter sets to `make sweep`, because they take seconds:
 # fuzzing, sanitizers and compilers, wheels, Inductor, two processes, whole runs of a benchmark, every length.
+# `test_a[triton` leaves the sets whose id begins with `triton`.
 WHOLE = {
     "acceleration": """
-        test_accelerated_after_it_was_compiled test_compiled_by_inductor test_compiled_shapes_are_dynamic
-        test_compiled_without_a_graph_break test_data_parallel_training test_layers_compiled_one_by_one
-        test_trained_model_answers_as_well_as_stock test_trainer_follows_the_stock_loss_curve
+        test_accelerated_after_it_was_compiled test_compile_leaves_the_encoder_as_it_is
+        test_compiled_by_inductor test_compiled_in_one_graph test_compiled_shapes_are_dynamic
+        test_compiled_without_a_graph_break test_data_parallel_training test_everything_else_that_encode_gives
+        test_import_asks_for_no_transformers test_layers_compiled_one_by_one
+        test_mapped_and_compiled_heads_are_the_stock_models test_onnx_export_takes_the_stock_path
+        test_torch_export_takes_the_stock_path test_trained_model_answers_as_well_as_stock
+        test_trainer_follows_the_stock_loss_curve
+        test_weights_that_only_their_own_module_may_read_keep_the_layer_stock
     """,
     "bench": """
-        test_a_dry_run_passes_every_step test_a_process_needs_what_its_step_saves test_a_whole_run
-        test_all_steps test_bench_cpu_encoder test_gpu_gemm_step_covers_every_shape
+        test_a_dry_run_checks_every_triton_kernel test_a_dry_run_is_no_result test_a_dry_run_passes_every_step
+        test_a_dry_run_times_every_engine test_a_dry_run_trains test_a_dry_run_tunes
+        test_a_group_that_fails_costs_the_next_nothing test_a_hang_a_crash_and_an_ending_process_are_rows
+        test_a_kill_loses_nothing_and_leaves_no_worker test_a_peak_is_forgotten
+        test_a_process_needs_what_its_step_saves test_a_process_that_fails_or_hangs_is_a_row
+        test_a_replay_must_draw_the_mask_of_the_seed_it_finds
+        test_a_step_of_bert_base_needs_at_most_the_goal_of_transformers_memory test_a_whole_run test_all_steps
+        test_an_encoder_budget_leaves_out_torch_compile_first test_an_engine_that_fails_is_an_error_row
+        test_bench_cpu_encoder test_bench_cpu_training test_bench_kernels test_every_row_has_its_figures
+        test_gpu_bandwidth_step test_gpu_gemm_step_covers_every_shape
         test_gpu_matrix_step_covers_every_dtype_at_full_size test_gpu_peer_steps
-        test_gpu_sdpa_step_covers_every_backend
-        test_graphs_see_stale_weights_and_calls_that_are_not_replayed test_json_says_what_was_measured_where
-        test_memory_grows_with_the_batch test_memory_sees_growth
-        test_paragraphs_are_prose_distinct_and_the_same_again test_the_command_records_what_it_prints
-        test_the_exported_peers_compute_the_same test_without_a_compiler_the_roofs_are_torchs
+        test_gpu_sdpa_step_covers_every_backend test_graphs_see_stale_weights_and_calls_that_are_not_replayed
+        test_json_says_what_was_measured_where test_memory_grows_with_the_batch test_memory_sees_growth
+        test_paragraphs_are_prose_distinct_and_the_same_again test_smoke
+        test_the_command_records_what_it_prints test_the_exported_peers_compute_the_same
+        test_the_goal_is_printed_beside_ours_on_a_gpu test_what_a_hanging_step_has_started_ends_with_it
+        test_what_does_not_run_is_a_row_with_the_reason test_without_a_compiler_the_roofs_are_torchs
     """,
     "checkpoint": """
-        test_every_state_that_a_kill_leaves_is_old_or_new
+        test_a_deep_model_still_loads test_every_state_that_a_kill_leaves_is_old_or_new test_killed_saves
+    """,
+    "cli": """
+        test_leftovers_of_killed_runs_are_removed
     """,
     "cpu": """
         test_cuda_kernels_on_the_host test_cuda_makes_only_what_is_wanted
@@ -61,18 +79,28 @@ WHOLE = {
         test_kernels_under_the_thread_sanitizer
     """,
     "models": """
-        test_a_compiled_layer_trains_with_the_masks_of_eager test_a_hundred_steps_repeated_are_bit_equal
+        test_a_compiled_layer_trains_with_the_masks_of_eager
+        test_a_compiled_model_draws_a_new_mask_at_every_call test_a_hundred_steps_repeated_are_bit_equal
         test_classification_follows_the_stock_loss_curve test_compile_full_graph_dynamic
-        test_compile_with_inductor test_compiled_in_training
+        test_compile_with_attentions_and_a_mask test_compile_with_inductor test_compiled_in_training
         test_data_parallel_training_equals_transformers_in_one_process
+        test_fsdp2_in_bfloat16_is_no_worse_than_transformers_own
         test_half_precision_error_is_no_larger_than_transformers_own test_many_lengths_leave_nothing_behind
     """,
     "ops": """
         test_any_lengths_and_masks test_compiled_probs_and_padded_layout test_every_length
-        test_every_length_alone_is_as_in_a_batch test_hostile_numbers_reach_nothing
-        test_inductor_equals_eager test_inductor_gives_the_eager_loss_and_gradients
-        test_only_the_gradients_that_are_wanted test_poison_outside_the_sequences_changes_nothing
-        test_the_fence_is_one
+        test_every_length_alone_is_as_in_a_batch test_float32_is_no_worse_than_eager_in_the_median[triton
+        test_hostile_numbers_reach_nothing test_inductor_equals_eager
+        test_inductor_gives_the_eager_loss_and_gradients test_only_the_gradients_that_are_wanted
+        test_opcheck[triton test_poison_outside_the_sequences_changes_nothing
+        test_strides_are_respected[triton test_the_fence_is_one
+    """,
+    "runtime": """
+        test_the_table_of_gpus_trains_a_model
+    """,
+    "testing": """
+        test_a_hang_is_ended_and_kept_and_again_checks_anew test_processes_that_check_at_once
+        test_whatever_one_kernel_does_the_others_are_checked
     """,
     "triton": """
         test_a_sharp_softmax test_a_spill_is_seen test_a_stack_is_a_spill_but_for_one test_attention
@@ -88,8 +116,11 @@ WHOLE = {
     """,
 }
 
-# fixtures that compile for a minute
-BUILDS = {"emulated_extension"}
+# folder of tests/ -> parameters of which a few values are enough in `make test`
+SAMPLED = {"triton": frozenset({"case"})}
+
+# fixtures that compile, run a whole benchmark or train in two processes: their tests are left to `make sweep`
+BUILDS = {"dry", "emulated_extension", "smoke", "two_processes", "whole"}
 
 Need = tuple[Hashable, ...]
 
@@ -97,7 +128,8 @@ Need = tuple[Hashable, ...]
 def is_whole(nodeid: str) -> bool:
     """Whether a test, such as "tests/ops/test_linear.py::test_cases[gelu]", is one of WHOLE."""
     path, _, name = nodeid.partition("::")
-    return name.partition("[")[0] in WHOLE.get(pathlib.PurePath(path).parent.name, "").split()
+    whole = WHOLE.get(pathlib.PurePath(path).parent.name, "").split()
+    return any(name.startswith(f"{w}[") or name == w or ("[" in w and name.startswith(w)) for w in whole)
 
 
 def identity(value: object) -> Hashable:
@@ -112,31 +144,37 @@ def is_numeric(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def left_out(sets: Sequence[dict[str, object]]) -> dict[str, set[Hashable]]:
-    """By parameter: the numbers of a sweep that need no covering."""
+def left_out(
+    sets: Sequence[dict[str, object]], sampled: frozenset[str] = frozenset()
+) -> dict[str, set[Hashable]]:
+    """By parameter: the values that need no covering, of a long list of numbers or of one of `sampled`."""
     values: dict[str, dict[Hashable, object]] = defaultdict(dict)
     for parameters in sets:
         for name, value in parameters.items():
             values[name].setdefault(identity(value), value)
     found = {}
     for name, named in values.items():
-        if len(named) > MANY and name not in COMBINED and all(map(is_numeric, named.values())):
+        long = len(named) > MANY and name not in COMBINED
+        if long and (name in sampled or all(map(is_numeric, named.values()))):
             kept = {round(i * (len(named) - 1) / (SOME - 1)) for i in range(SOME)}
             found[name] = {key for i, key in enumerate(named) if i not in kept}
     return found
 
 
-def cover(ids: Sequence[str], sets: Sequence[dict[str, object]]) -> set[str]:
+def cover(
+    ids: Sequence[str], sets: Sequence[dict[str, object]], sampled: frozenset[str] = frozenset()
+) -> set[str]:
     """The ids of the parameter sets that `make test` runs; at least one.
 
     Args:
         ids: one id per parameter set.
         sets: name -> value of the parameters.
+        sampled: parameters of which a few values are enough.
 
     Greedy: the set that covers the most comes first. A checksum of the id decides between equals, so that the
     cases spread over backends and dtypes, in the same way on every machine.
     """
-    skipped = left_out(sets)
+    skipped = left_out(sets, sampled)
     needs: dict[str, set[Need]] = {}
     for name, parameters in zip(ids, sets, strict=True):
         keys = {key: identity(value) for key, value in parameters.items()}
@@ -161,8 +199,9 @@ def mark(items: Iterable[pytest.Item]) -> None:
             item.add_marker(pytest.mark.sweep)
         elif hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
             groups[item.nodeid.partition("[")[0]].append(item)
-    for group in groups.values():
-        kept = cover([item.nodeid for item in group], [item.callspec.params for item in group])
+    for path, group in groups.items():
+        sampled = SAMPLED.get(pathlib.PurePath(path.partition("::")[0]).parent.name, frozenset())
+        kept = cover([item.nodeid for item in group], [item.callspec.params for item in group], sampled)
         for item in group:
             if item.nodeid not in kept:
                 item.add_marker(pytest.mark.sweep)

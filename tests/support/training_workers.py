@@ -1,17 +1,15 @@
-"""One of two processes that train a native model together: `training_workers.py RANK FOLDER`.
+"""One of two processes that train a native model together: `training_workers.py RANK FOLDER 2`.
 
-They meet through a file in FOLDER, and each leaves FOLDER/RANK.json: what it found for each wrapper.
+They meet through a file in FOLDER. Each writes what it found for each wrapper to FOLDER/RANK.json.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import pathlib
 import sys
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import fastbert
 from tests.support.accelerate_workers import STEPS, WORLD, full, part, tiny, worst_gradient
+from tests.support.processes import as_rank
 
 
 def native(checkpointing: bool = False) -> fastbert.BertForSequenceClassification:
@@ -58,7 +57,7 @@ WRAPPERS = {
 
 
 def backward(model: torch.nn.Module, inputs: dict[str, torch.Tensor], cuts: int) -> float:
-    """The loss of a batch, and its gradients, in so many micro-batches; only the last one is reduced."""
+    """The loss of a batch and its gradients, in `micro` micro-batches; only the last one is reduced."""
     count, total = len(inputs["labels"]), 0.0
     rows = torch.arange(count).tensor_split(cuts)
     for i, some in enumerate(rows):
@@ -71,8 +70,10 @@ def backward(model: torch.nn.Module, inputs: dict[str, torch.Tensor], cuts: int)
 
 
 def expected() -> tuple[list[list[float]], list[dict[str, torch.Tensor]], list[torch.Tensor]]:
-    """By an untouched transformers model in one process: the losses of both ranks' batches at each step, the
-    mean gradients, and the logits in eval after the last step and after one more of the optimizer.
+    """The truth, by an untouched transformers model in one process.
+
+    The losses of both ranks' batches at each step, the mean gradients, and the logits in eval after the last
+    step and after one more of the optimizer.
     """
     model, losses, gradients, logits = tiny(), [], [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -121,7 +122,7 @@ def found(rank: int, model: torch.nn.Module, cuts: int, truth: tuple) -> dict:
 
 
 def refusals() -> list[str]:
-    """What a native model says, in training and in eval, where FSDP2 wraps a container that nobody calls."""
+    """The errors of a native model, in training and in eval, if FSDP2 wraps a container that nobody calls."""
     model, said = native(), []
     for layer in model.bert.encoder.layer:
         fully_shard(layer.attention, mesh=init_device_mesh("cpu", (WORLD,)))
@@ -135,17 +136,14 @@ def refusals() -> list[str]:
     return said
 
 
-def main(rank: int, folder: pathlib.Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
+def results(rank: int) -> dict:
+    """What `found` found, by wrapper, and what was refused."""
     truth = expected()
     result = {}
     for name, wrap in WRAPPERS.items():
         result[name] = found(rank, wrap(), 3 if "micro" in name else 1, truth)
-    result["inside the layers"] = refusals()
-    (folder / f"{rank}.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    return result | {"inside the layers": refusals()}
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), pathlib.Path(sys.argv[2]))
+    as_rank(results)

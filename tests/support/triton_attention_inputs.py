@@ -47,7 +47,7 @@ def randn(*shape, dtype=torch.float32, seed=3):
 
 
 def strided(t: torch.Tensor, fill: float = float("nan")) -> torch.Tensor:
-    """The same values, other elements of value `fill` between its rows, heads and dimensions."""
+    """The same values, with elements of value `fill` between rows, heads and dimensions."""
     total, nheads, headdim = t.shape
     wide = torch.full((nheads, total, 3, headdim + 5), fill, dtype=t.dtype, device=t.device)
     view = wide[:, :, 1, :headdim].transpose(0, 1)
@@ -55,7 +55,7 @@ def strided(t: torch.Tensor, fill: float = float("nan")) -> torch.Tensor:
 
 
 def lazy(shape, strides, dtype) -> torch.Tensor:
-    """Memory of these strides, mapped where it is touched; see `needs_lazy_memory`."""
+    """A tensor of these strides, whose memory is mapped where it is touched; see `needs_lazy_memory`."""
     extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     return triton_interpreter.lazy_rows(1, extent, extent, dtype).reshape(-1).as_strided(shape, strides)
 

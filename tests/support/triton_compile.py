@@ -1,11 +1,10 @@
-"""Offline compile gate for Triton kernels: what the launchers launch, compiled for GPUs that are not here.
+"""Compile Triton kernels for GPUs that are not here, and read what the machine code needs.
 
 The launchers of `kernels/<op>.py` run on meta tensors with a recorder in the place of `launch`. Each recorded
-launch is compiled, and Triton's own `cuobjdump` reads registers, stack (spills), shared
-memory and moves of tiles from the cubin. Triton compiles only with its interpreter off, so tests run this as
-a process:
+launch is compiled. Triton's own `cuobjdump` reads registers, stack (spills), shared memory and moves of tiles
+from the cubin. Triton compiles only with its interpreter off, so tests run this as a process:
 
-    python tests/support/triton_compile.py layer_norm [--full]      one JSON object a line
+    python tests/support/triton_compile.py layer_norm [--full]      one JSON object per line
     python tests/support/triton_compile.py linear --tuning [--full] what bench/tune.py may time
 """
 
@@ -23,7 +22,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}  # bytes a block may use
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}  # bytes that a block may use
 
 
 def layer_norm_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
@@ -36,6 +35,7 @@ def layer_norm_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]
     import triton
 
     from fastbert.kernels import layer_norm as kernels
+    from tests.support.launchers import layer_norm_bwd, layer_norm_fwd
 
     widths = {}
     for hidden in (16, 32, 64, 128, 256, 512, 768, 1024, 2048, 4096, 8192, 12000):
@@ -52,12 +52,12 @@ def layer_norm_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]
         x, weight = empty(16384, hidden), empty(hidden, dtype=torch.float32)
         rstd, seed = empty(16384, dtype=torch.float32), empty(1, dtype=torch.int64)
         if everything:
-            kernels.layer_norm_fwd(x, weight, weight, x, weight, 1e-12, 0.1, seed, 3, True)
-            kernels.layer_norm_bwd(x, x, weight, rstd, rstd, 0.1, seed, 3, True, True, True, True)
+            layer_norm_fwd(kernels, x, weight, weight, x, weight, 1e-12, 0.1, seed, 3, True)
+            layer_norm_bwd(kernels, x, x, weight, rstd, rstd, 0.1, seed, 3, True, True, True, True)
         else:
-            kernels.layer_norm_fwd(x, weight, weight, None, None, 1e-12, 0.0, None, 0, False)
-            kernels.layer_norm_bwd(x, x, weight, rstd, rstd, 0.0, None, 0, True, False, False, False)
-            kernels.layer_norm_bwd(x, x, weight, rstd, rstd, 0.0, None, 0, False, True, True, True)
+            layer_norm_fwd(kernels, x, weight, weight, None, None, 1e-12, 0.0, None, 0, False)
+            layer_norm_bwd(kernels, x, x, weight, rstd, rstd, 0.0, None, 0, True, False, False, False)
+            layer_norm_bwd(kernels, x, x, weight, rstd, rstd, 0.0, None, 0, False, True, True, True)
 
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for arch, dtype, hidden, everything in itertools.product(SHARED_LIMIT, dtypes, widths, (True, False)):
@@ -89,7 +89,10 @@ def attention_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
     }
     extras = {
         "sorted-keys": {
-            "batch": kernels.SORTED, "bias": (kernels.SORTED, 1, 1, 512), "dropout_p": 0.1, "save_bits": True,
+            "batch": kernels.SORTED,
+            "bias": (kernels.SORTED, 1, 1, 512),
+            "dropout_p": 0.1,
+            "save_bits": True,
         },
         "keys": {"bias": (32, 1, 1, 512)},
         "bias": {"bias": (1, 12, 512, 512)},
@@ -97,10 +100,14 @@ def attention_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
         "saved": {"dropout_p": 0.1, "save_bits": True},
         "probs": {"probs": True},
         "all": {
-            "bias": (32, 12, 512, 512), "dropout_p": 0.1, "save_bits": True, "probs": True, "causal": True,
+            "bias": (32, 12, 512, 512),
+            "dropout_p": 0.1,
+            "save_bits": True,
+            "probs": True,
+            "causal": True,
             "gate": True,
         },
-    }  # fmt: skip
+    }
 
     float32, bfloat16, float16 = torch.float32, torch.bfloat16, torch.float16
     for arch, dtype, headdim, options in itertools.product(
@@ -123,23 +130,43 @@ def attention_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
 
 
 def call_attention(
-    config, dtype, headdim: int, total: int = 16384, nheads: int = 12, batch: int = 32, max_seqlen: int = 512,
-    scale: float = 0.125, bias: tuple | None = None, dropout_p: float = 0.0, save_bits: bool = False,
-    probs: bool = False, causal: bool = False, gate: bool = False,
-) -> None:  # fmt: skip
+    config,
+    dtype,
+    headdim: int,
+    total: int = 16384,
+    nheads: int = 12,
+    batch: int = 32,
+    max_seqlen: int = 512,
+    scale: float = 0.125,
+    bias: tuple | None = None,
+    dropout_p: float = 0.0,
+    save_bits: bool = False,
+    probs: bool = False,
+    causal: bool = False,
+    gate: bool = False,
+) -> None:
     """Launch attention on meta tensors; `bias`: its shape."""
     import torch
 
     from fastbert.kernels import attention as kernels
+    from fastbert.ops.attention import AttentionInputs
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    kernels.attention_fwd_with(
-        config, *empty(total, 3, nheads, headdim).unbind(1), empty(batch + 1, dtype=torch.int32), max_seqlen,
-        scale, causal, None if bias is None else empty(*bias), empty(nheads) if gate else None,
-        dropout_p, empty(1, dtype=torch.int64) if dropout_p else None, 3, probs, save_bits,
-    )  # fmt: skip
+    inputs = AttentionInputs(
+        *empty(total, 3, nheads, headdim).unbind(1),
+        empty(batch + 1, dtype=torch.int32),
+        max_seqlen,
+        scale,
+        causal,
+        None if bias is None else empty(*bias),
+        empty(nheads) if gate else None,
+        dropout_p,
+        empty(1, dtype=torch.int64) if dropout_p else None,
+        3,
+    )
+    kernels.attention_fwd_with(config, inputs, probs, save_bits)
 
 
 def attention_backward_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
@@ -197,27 +224,46 @@ def attention_backward_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[],
 
 
 def call_attention_bwd(
-    configs, dtype, headdim: int, batch: int, total: int = 16384, nheads: int = 12,
-    max_seqlen: int = 512, scale: float = 0.125, bias: tuple | None = None, dropout_p: float = 0.0,
-    saved: bool = False, causal: bool = False, gate: bool = False,
-) -> None:  # fmt: skip
+    configs,
+    dtype,
+    headdim: int,
+    batch: int,
+    total: int = 16384,
+    nheads: int = 12,
+    max_seqlen: int = 512,
+    scale: float = 0.125,
+    bias: tuple | None = None,
+    dropout_p: float = 0.0,
+    saved: bool = False,
+    causal: bool = False,
+    gate: bool = False,
+) -> None:
     """Launch attention's backward on meta tensors; `bias`: its shape."""
     import torch
 
     from fastbert.kernels import attention_backward as kernels
+    from fastbert.ops.attention import AttentionInputs, AttentionNeeds
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     out = empty(total, nheads, headdim)
-    kernels.attention_bwd_with(
-        configs, out, *empty(total, 3, nheads, headdim).unbind(1), out,
-        empty(nheads, total, dtype=torch.float32), empty(batch + 1, dtype=torch.int32), max_seqlen, scale,
-        causal, None if bias is None else empty(*bias), empty(nheads) if gate else None, dropout_p,
-        empty(1, dtype=torch.int64) if dropout_p else None, 3,
-        empty(nheads, total, max_seqlen // 32, dtype=torch.int32) if saved else None,
-        True, True, True, bias is not None, gate,
-    )  # fmt: skip
+    inputs = AttentionInputs(
+        *empty(total, 3, nheads, headdim).unbind(1),
+        empty(batch + 1, dtype=torch.int32),
+        max_seqlen,
+        scale,
+        causal,
+        None if bias is None else empty(*bias),
+        empty(nheads) if gate else None,
+        dropout_p,
+        empty(1, dtype=torch.int64) if dropout_p else None,
+        3,
+    )
+    lse = empty(nheads, total, dtype=torch.float32)
+    keep_bits = empty(nheads, total, max_seqlen // 32, dtype=torch.int32) if saved else None
+    need = AttentionNeeds(True, True, True, bias is not None, gate)
+    kernels.attention_bwd_with(configs, out, inputs, out, lse, keep_bits, need)
 
 
 def linear_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
@@ -267,9 +313,16 @@ def linear_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
 
 
 def call_linear(
-    config, dtype, rows: int, in_features: int, out_features: int, bias: bool = False,
-    activation: str | None = None, residual: bool = False, save: bool = False,
-) -> None:  # fmt: skip
+    config,
+    dtype,
+    rows: int,
+    in_features: int,
+    out_features: int,
+    bias: bool = False,
+    activation: str | None = None,
+    residual: bool = False,
+    save: bool = False,
+) -> None:
     """Launch a product of meta tensors."""
     import torch
 
@@ -279,18 +332,22 @@ def call_linear(
         return torch.empty(shape, dtype=dtype, device="meta")
 
     kernels.linear_fwd_with(
-        config, empty(rows, in_features), empty(out_features, in_features),
-        empty(out_features) if bias else None, activation,
-        empty(rows, out_features) if residual else None, save,
-    )  # fmt: skip
+        config,
+        empty(rows, in_features),
+        empty(out_features, in_features),
+        empty(out_features) if bias else None,
+        activation,
+        empty(rows, out_features) if residual else None,
+        save,
+    )
 
 
 def tuning_jobs(op: str, full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
     """(name, architecture, call that launches): each candidate of each entry that bench/tune.py may write.
 
-    An entry serves more than what it was timed at: each candidate runs so, and with all that its key covers.
-    By default bfloat16, the first entry, and of its candidates the one of most shared memory (`linear`) or
-    the last (`attention`).
+    An entry serves more than the call that was timed: each candidate runs in that call, and with all options
+    that its key covers. By default bfloat16, the first entry, and of its candidates the one with most shared
+    memory (`linear`) or the last (`attention`).
     """
     import torch
 
@@ -339,6 +396,7 @@ def embedding_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
     import torch
 
     from fastbert.kernels import embedding as kernels
+    from tests.support.launchers import embedding_bwd, embedding_fwd
 
     def call(dtype: torch.dtype, hidden: int, everything: bool) -> None:
         def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -349,13 +407,13 @@ def embedding_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
         saved = empty(16384, hidden), empty(16384, hidden), norm[0], *[empty(16384, dtype=torch.float32)] * 2
         if everything:
             tables = ids, empty(512, hidden), ids, empty(2, hidden)
-            kernels.embedding_fwd(ids, None, empty(30522, hidden), *tables, *norm, 1e-12, 0.1, seed, 3, True)
+            embedding_fwd(kernels, ids, None, empty(30522, hidden), *tables, *norm, 1e-12, 0.1, seed, 3, True)
             rows = ids, ids, ids, 30522, 512, 2, 0
-            kernels.embedding_bwd(*saved, *rows, 0.1, seed, 3, True, True)
+            embedding_bwd(kernels, *saved, *rows, 0.1, seed, 3, True, True)
         else:
             rest = (None,) * 5
-            kernels.embedding_fwd(None, empty(16384, hidden), *rest, *norm, 1e-12, 0.0, None, 0, False)
-            kernels.embedding_bwd(*saved, None, None, None, 0, 0, 0, -1, 0.0, None, 0, True, False)
+            embedding_fwd(kernels, None, empty(16384, hidden), *rest, *norm, 1e-12, 0.0, None, 0, False)
+            embedding_bwd(kernels, *saved, None, None, None, 0, 0, 0, -1, 0.0, None, 0, True, False)
 
     widths = (16, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 12000)
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
@@ -464,9 +522,16 @@ def source(kernel, args: tuple, config: dict, max_registers: int | None = None):
     import triton
 
     pointers = {
-        torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64",
-        torch.int32: "*i32", torch.int16: "*i16", torch.uint8: "*u8", torch.int8: "*i8", torch.bool: "*i1",
-    }  # fmt: skip
+        torch.float32: "*fp32",
+        torch.bfloat16: "*bf16",
+        torch.float16: "*fp16",
+        torch.int64: "*i64",
+        torch.int32: "*i32",
+        torch.int16: "*i16",
+        torch.uint8: "*u8",
+        torch.int8: "*i8",
+        torch.bool: "*i1",
+    }
     signature, constexprs, attrs = {}, {}, {}
     aligned = [["tt.divisibility", 16]]
     for i, param in enumerate(kernel.params):
@@ -494,7 +559,7 @@ def source(kernel, args: tuple, config: dict, max_registers: int | None = None):
 
 
 def resources(cubin: bytes, code: bool = False) -> dict[str, int]:
-    """Registers, stack and local bytes a thread, and static shared memory: from the cubin.
+    """Registers, stack and local bytes per thread, and static shared memory: from the cubin.
 
     Also what its instructions show: `reloads` from local memory, where spilled registers and nothing else of
     ours would lie, and tiles moved by TMA; 0 where there is no stack and `code` is false. `foreign_copies`:
@@ -527,7 +592,7 @@ def results(
 ) -> Iterator[dict]:
     """Compile every launch of the jobs through `module`, equal ones once: a dict of resources for each.
 
-    `code`: look for TMA in the machine code, too, which costs as much time as compiling.
+    `code`: look for TMA in the machine code as well, which takes as long as compiling.
     """
     import triton
     from triton.backends.compiler import GPUTarget

@@ -1,8 +1,4 @@
-"""What the tests of the Triton kernels share: the sanitizer around every test, inputs, comparisons.
-
-A module of tests has `pytest_plugins = ("tests.support.triton_fixtures",)` and, for the sanitizer,
-`pytestmark = pytest.mark.usefixtures("checked_memory")`.
-"""
+"""What the tests of the Triton kernels share: inputs and comparisons. Fixtures are in tests/triton."""
 
 from __future__ import annotations
 
@@ -21,23 +17,17 @@ DEVICE = triton_interpreter.device()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HALF = (torch.bfloat16, torch.float16)
 
+interpreted = pytest.mark.skipif(not triton_interpreter.interpreting(), reason="needs Triton's interpreter")
 needs_lazy_memory = pytest.mark.skipif(
     DEVICE.type != "cpu", reason="needs lazily mapped memory: the interpreter"
 )
 
 
-@pytest.fixture
-def checked_memory():
-    """Every launch under the sanitizer; memory starts as NaN or the largest integer, so that a hole cannot
-    pass as 0.
-    """
-    with triton_interpreter.sanitized() as report:
-        before = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield report
-        finally:
-            torch.use_deterministic_algorithms(before)
+def kernels_of(op: str) -> types.ModuleType:
+    """The module of kernels of an op; skips the tests that ask where Triton is not installed."""
+    return pytest.importorskip(
+        f"fastbert.kernels.{op}", reason="Triton is not installed", exc_type=ImportError
+    )
 
 
 def fuzz(examples: int) -> settings:
@@ -52,14 +42,14 @@ def fuzz(examples: int) -> settings:
 
 
 def set_backends(monkeypatch: pytest.MonkeyPatch, op: str, *backends: str) -> None:
-    """The backends that the table has for `op` on this device, best first; no verdict is known."""
+    """Make these the backends of `op` on this device, best first, and forget all verdicts."""
     monkeypatch.setitem(dispatch.TABLE[DEVICE.type], op, backends)
     monkeypatch.setattr(dispatch, "_resolved", {})
     monkeypatch.setattr(proving, "_verdicts", {})
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, module: types.ModuleType, name: str) -> list[str]:
-    """A list that gets an element at every call of `module.name`."""
+    """A list to which every call of `module.name` appends."""
     calls, original = [], getattr(module, name)
     monkeypatch.setattr(module, name, lambda *args: (calls.append(name), original(*args))[1])
     return calls
@@ -78,7 +68,7 @@ def normal(g: torch.Generator, dtype: torch.dtype) -> Callable[..., torch.Tensor
 
 
 def packed(lengths, width, dtype=torch.float32, tail=0, integer=torch.int32, seed=0):
-    """Hidden states of sequences of these lengths, `tail` rows of NaN behind them, and where each ends."""
+    """(hidden states of sequences of these lengths and `tail` rows of NaN behind them, cu_seqlens)."""
     g = torch.Generator().manual_seed(seed)
     hidden = torch.randn(sum(lengths) + tail, width, generator=g).to(dtype)
     hidden[sum(lengths) :] = torch.nan
@@ -117,13 +107,13 @@ class HugeStrides(types.SimpleNamespace):
 
 
 def in_float64(args: dict[str, object]) -> dict[str, object]:
-    """The arguments, tensors of floating point among them in float64."""
+    """The arguments, with floating-point tensors in float64."""
     floating = {k: v for k, v in args.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
     return args | {k: v.double() for k, v in floating.items()}
 
 
 def assert_bit_equal(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> None:
-    """As many tensors, each of the same dtype, shape and values."""
+    """The same number of tensors, each of the same dtype, shape and values."""
     for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
         assert a.dtype == e.dtype, i
         assert a.shape == e.shape, i

@@ -11,7 +11,7 @@ HALF = [torch.bfloat16, torch.float16]
 
 
 def tensors(dtype, n=4096):
-    """(oracle, eager): float64 values, and a yardstick as good as rounding allows."""
+    """(oracle, eager): float64 values, and the same correctly rounded."""
     oracle = torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return oracle, oracle.to(dtype)
 
@@ -120,7 +120,7 @@ def test_rounding_step_is_the_spacing_of_the_dtype(dtype):
     ],
 )
 def test_a_broken_backend_fails_its_cases(op, monkeypatch):
-    """One percent off in the forward must show in every op's smallest cases."""
+    """The smallest cases of every op catch a forward that is one per cent off."""
     from fastbert.backends import aten
 
     name = f"{op}_fwd"
@@ -152,5 +152,5 @@ def test_a_broken_backward_fails_its_cases(op, monkeypatch):
     for case in testing.small_cases(op):
         rows = testing.run_case(case, "aten", torch.float32)
         failed = {row.quantity for row in rows if not row.passed}
-        exact = {"dresidual"} if op == "linear" else set()  # passed through by the op, not by the backend
+        exact = {"dresidual"} if op == "linear" else set()  # computed by the op, not by the backend
         assert failed == {row.quantity for row in rows if row.quantity.startswith("d")} - exact

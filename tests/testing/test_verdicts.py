@@ -1,4 +1,4 @@
-"""Verdicts on disk: what they depend on, what harm a disk can do, and kernels that take the process down."""
+"""Verdicts on disk: what they depend on, damaged files, and kernels that crash the process."""
 
 from __future__ import annotations
 
@@ -18,19 +18,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastbert.testing import verdicts
+from fastbert.testing import verdict_keys, verdicts
 from fastbert.testing.verdicts import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-KEY = verdicts.key_of("layer_norm", "triton", CPU, torch.float32)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTBERT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(verdicts, "_warned", False)
-    return tmp_path / "cache" / "self_checks"
+KEY = verdict_keys.key_of("layer_norm", "triton", CPU, torch.float32)
 
 
 def files(folder):
@@ -38,11 +31,14 @@ def files(folder):
 
 
 def first_use(behaviour, status=0, wait=True):
-    """A process that meets the planted kernel."""
+    """Run a process that uses the planted kernel."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.planted_kernel", behaviour, "first-use"],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     return finished(process, status) if wait else process
 
 
@@ -53,7 +49,7 @@ def finished(process, status=0):
 
 
 def all_verdicts(cache):
-    """What a process would find for the planted kernel in float32, whose key it has in common with us."""
+    """What a process would find for the planted kernel in float32, under the key of this process."""
     assert all(name.startswith("layer_norm-triton-float32-") for name in files(cache))
     found = verdicts.load(KEY)
     return [] if found is None else [found]
@@ -84,8 +80,17 @@ def test_a_change_of_any_part_of_the_key_is_another_verdict(part):
 
 def test_the_key_names_all_that_a_verdict_depends_on(monkeypatch):
     assert set(KEY) == {
-        "op", "backend", "dtype", "device", "capability", "driver", "torch", "triton", "fastbert", "source",
-    }  # fmt: skip
+        "op",
+        "backend",
+        "dtype",
+        "device",
+        "capability",
+        "driver",
+        "torch",
+        "triton",
+        "fastbert",
+        "source",
+    }
     assert (KEY["op"], KEY["backend"], KEY["dtype"]) == ("layer_norm", "triton", "float32")
     assert KEY["torch"] == torch.__version__
 
@@ -94,11 +99,11 @@ def test_the_key_names_all_that_a_verdict_depends_on(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Facts)
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
-    verdicts._device_facts.cache_clear()
+    verdict_keys._device_facts.cache_clear()
     try:
-        key = verdicts.key_of("layer_norm", "triton", torch.device("cuda", 0), torch.bfloat16)
+        key = verdict_keys.key_of("layer_norm", "triton", torch.device("cuda", 0), torch.bfloat16)
     finally:
-        verdicts._device_facts.cache_clear()
+        verdict_keys._device_facts.cache_clear()
     assert (key["device"], key["capability"]) == ("NVIDIA H200", "9.0")
     assert key["driver"].startswith("13000")
 
@@ -116,12 +121,12 @@ def test_a_failure_stands_before_a_success():
 def copy_of_the_package(tmp_path):
     package = tmp_path / "fastbert"
     for path in [
-        *verdicts.PACKAGE.glob("*.py"),
-        *verdicts.PACKAGE.glob("*/*.py"),
-        *verdicts.PACKAGE.glob("*/triton/*.py"),
-        *verdicts.PACKAGE.glob("*/op_cases/*.py"),
+        *verdict_keys.PACKAGE.glob("*.py"),
+        *verdict_keys.PACKAGE.glob("*/*.py"),
+        *verdict_keys.PACKAGE.glob("*/triton/*.py"),
+        *verdict_keys.PACKAGE.glob("*/op_cases/*.py"),
     ]:
-        target = package / path.relative_to(verdicts.PACKAGE)
+        target = package / path.relative_to(verdict_keys.PACKAGE)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
     return package
@@ -132,6 +137,8 @@ def copy_of_the_package(tmp_path):
     [
         ("kernels/layer_norm.py", True),
         ("kernels/launch.py", True),  # imported
+        ("kernels/layer_norm_backward.py", True),
+        ("kernels/column_sums.py", True),
         ("kernels/philox.py", True),
         ("backends/triton/forwarders.py", True),
         ("backends/triton/device.py", True),
@@ -146,24 +153,40 @@ def copy_of_the_package(tmp_path):
 )
 def test_the_source_that_a_verdict_depends_on(tmp_path, file, matters):
     package = copy_of_the_package(tmp_path)
-    before = verdicts.source_hash("layer_norm", "triton", "cpu", package)
-    verdicts.source_hash.cache_clear()
+    before = verdict_keys.source_hash("layer_norm", "triton", "cpu", package)
+    verdict_keys.source_hash.cache_clear()
     path = package / file
     path.write_text(path.read_text() + "# another line\n")
-    assert (verdicts.source_hash("layer_norm", "triton", "cpu", package) != before) is matters
-    verdicts.source_hash.cache_clear()
+    assert (verdict_keys.source_hash("layer_norm", "triton", "cpu", package) != before) is matters
+    verdict_keys.source_hash.cache_clear()
+
+
+def test_every_file_of_kernels_is_a_source_of_some_op():
+    from fastbert.backends import triton
+
+    sources = [verdict_keys._sources(op, "triton", "gpu", verdict_keys.PACKAGE) for op in triton.DTYPES]
+    found = {path.name for paths in sources for path in paths if path.parent.name == "kernels"}
+    assert {path.name for path in (verdict_keys.PACKAGE / "kernels").glob("*.py")} <= found
+
+
+def test_a_kernel_in_a_file_of_its_own_is_a_source_of_its_op():
+    sources = verdict_keys._sources("attention", "triton", "gpu", verdict_keys.PACKAGE)
+    kernels = {path.name for path in sources if path.parent.name == "kernels"}
+    own = {path.name for path in (verdict_keys.PACKAGE / "kernels").glob("attention*.py")}
+    assert {"attention_forward.py", "attention_dq.py", "attention_dkdv.py", "attention_dbias.py"} <= own
+    assert own <= kernels
 
 
 def test_sources_of_ops_differ_and_the_tuned_configs_count(tmp_path, monkeypatch):
     from fastbert.kernels import tuning
 
-    hashes = {op: verdicts.source_hash(op, "triton", "gpu") for op in ("layer_norm", "linear")}
+    hashes = {op: verdict_keys.source_hash(op, "triton", "gpu") for op in ("layer_norm", "linear")}
     assert hashes["layer_norm"] != hashes["linear"]
     monkeypatch.setattr(tuning, "TUNED", tmp_path)
     (tmp_path / "gpu.json").write_text("{}")
-    verdicts.source_hash.cache_clear()
-    assert verdicts.source_hash("linear", "triton", "gpu") != hashes["linear"]
-    verdicts.source_hash.cache_clear()
+    verdict_keys.source_hash.cache_clear()
+    assert verdict_keys.source_hash("linear", "triton", "gpu") != hashes["linear"]
+    verdict_keys.source_hash.cache_clear()
 
 
 def test_where_verdicts_are_kept(monkeypatch, tmp_path):
@@ -268,7 +291,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(tmp_path, monkeypatch, har
 
 
 def owned_by(uid):
-    """`os.fstat` and `os.lstat` as if that user owned everything: only root may give files away."""
+    """`os.fstat` and `os.lstat` as if that user owned all files, because only root can change owners."""
 
     def told(function):
         def wrapper(*args, **kwargs):
@@ -308,7 +331,7 @@ def make_foreign(path, whose, monkeypatch):
 
 @contextlib.contextmanager
 def told_once(words):
-    """A block that warns once, with these words, and does not hang."""
+    """The block warns once, with these words, and does not hang."""
 
     def late(*_):
         raise AssertionError("hangs")
@@ -405,7 +428,7 @@ def test_a_home_that_nobody_has(monkeypatch):
 
 
 def marker(cache, **changes):
-    """A marker as this process leaves it, but for `changes`."""
+    """A marker as this process leaves it, with `changes`."""
     before = set(cache.glob("*")) if cache.exists() else set()
     with verdicts.running(KEY):
         (path,) = set(cache.glob("*.running")) - before
@@ -454,8 +477,8 @@ def test_a_zombie_has_gone(cache):
     [
         ({}, 0, False),
         ({}, 99, False),  # slow, but alive
-        ({"born": "1"}, 0, True),  # the process id belongs to another process by now
-        ({"boot": "another"}, 0, True),  # the machine went down with it
+        ({"born": "1"}, 0, True),  # the process id belongs to another process now
+        ({"boot": "another"}, 0, True),  # the machine crashed with it
         ({"host": "elsewhere"}, 0, False),
         ({"host": "elsewhere"}, 1, True),
         ({"pids": "pid:[1]"}, 0, False),  # another container

@@ -14,7 +14,7 @@ from fastbert.cli import env as cli_env
 from fastbert.cli import main as cli
 from fastbert.cli import warmup as cli_warmup
 from fastbert.runtime import dispatch
-from fastbert.testing import proving, serving, verdicts, warmup
+from fastbert.testing import proving, serving, verdict_keys, verdicts, warmup
 from fastbert.testing.verdicts import Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,16 +22,9 @@ CPU = torch.device("cpu")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FASTBERT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(verdicts, "_warned", False)
-    return tmp_path / "cache" / "self_checks"
-
-
 @pytest.fixture
 def planted(monkeypatch):
-    """A function that plants a kernel for the processes that check; this one has its line of the table."""
+    """A function that plants a kernel in checking processes; this process has its line of the table."""
     import types
 
     module = types.ModuleType("triton")
@@ -50,7 +43,7 @@ def planted(monkeypatch):
 
 @pytest.fixture
 def run(capsys):
-    """Call the command in this process: its standard output."""
+    """Call the command in this process, and return its standard output."""
 
     def call(*arguments, status=0):
         code = cli.main([str(a) for a in arguments])
@@ -62,7 +55,7 @@ def run(capsys):
 
 
 def key(dtype):
-    return verdicts.key_of("layer_norm", "triton", CPU, dtype)
+    return verdict_keys.key_of("layer_norm", "triton", CPU, dtype)
 
 
 def rows(report):
@@ -157,7 +150,7 @@ def test_whatever_one_kernel_does_the_others_are_checked(planted, run, cache):
     assert "SIGSEGV" in kept["bfloat16"]["reason"]
     assert kept["float16"]["reason"] is None
     assert kept["float16"]["date"]
-    with pytest.warns(RuntimeWarning, match="SIGSEGV"):  # and first use goes by them
+    with pytest.warns(RuntimeWarning, match="SIGSEGV"):  # and first use reads them
         assert not proving._verdict("triton", "layer_norm", CPU, torch.bfloat16).passed
     proving._verdicts.clear()
 
@@ -215,7 +208,7 @@ names = sys.argv[5:]
 
 
 def fake(monkeypatch, code):
-    """A process without kernels that says what `code` says."""
+    """A process without kernels that runs `code`."""
     monkeypatch.setattr(warmup, "COMMAND", [sys.executable, "-c", FAKE + code])
 
 
@@ -286,12 +279,12 @@ def test_cuda_without_an_index_is_the_current_gpu(run, monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU, as far as `proofs` asks for one."""
+    """A fake GPU with everything that `proofs` reads."""
     from fastbert.backends import cuda, triton
 
     monkeypatch.setattr(triton, "available", lambda device_type: None)
     monkeypatch.setattr(cuda, "available", lambda device_type: "was built without CUDA")
-    monkeypatch.setattr(verdicts, "_device_facts", lambda device: ("NVIDIA H200", "9.0", "13000 580.65"))
+    monkeypatch.setattr(verdict_keys, "_device_facts", lambda device: ("NVIDIA H200", "9.0", "13000 580.65"))
     return torch.device("cuda", 0)
 
 
@@ -301,7 +294,7 @@ def proofs(gpu, results=None):
 
 def test_what_is_known_of_each_kernel(gpu, tmp_path):
     def keep(op, dtype, reason):
-        verdicts.store(verdicts.key_of(op, "triton", gpu, dtype), Verdict(reason, date="2026-01-01"))
+        verdicts.store(verdict_keys.key_of(op, "triton", gpu, dtype), Verdict(reason, date="2026-01-01"))
 
     keep("layer_norm", torch.float32, None)
     keep("layer_norm", torch.bfloat16, "y: max error")

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from fastbert import testing
 from fastbert.backends import reference
 from fastbert.backends import triton as backend
-from fastbert.ops.attention import attention, keep_mask
+from fastbert.ops.attention import attention
+from fastbert.ops.attention_grid import keep_mask
 from fastbert.runtime import dispatch
 from fastbert.testing import serving
 from fastbert.testing.op_cases.attention import CASES, SMALL, AttentionCase
+from tests.support import launchers
 from tests.support.triton_attention_inputs import (
     INF,
     LOWEST,
@@ -38,17 +40,16 @@ from tests.support.triton_fixtures import (
     counted,
     fuzz,
     in_float64,
+    kernels_of,
     needs_lazy_memory,
     set_backends,
 )
 
-kernels = pytest.importorskip(
-    "fastbert.kernels.attention", reason="Triton is not installed", exc_type=ImportError
-)
+kernels = kernels_of("attention")
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
+shared = pytest.importorskip("fastbert.kernels.attention_tiles")
 tuning = pytest.importorskip("fastbert.kernels.tuning")
-pytest_plugins = ("tests.support.triton_fixtures",)
 pytestmark = pytest.mark.usefixtures("checked_memory")
 
 
@@ -62,7 +63,7 @@ def cut(block_m: int, block_n: int, split: bool, chunk: int | None = None):
     return config_for
 
 
-# Small tiles, so that short sequences have many: high, wide, equal; the masked blocks apart or not.
+# Small tiles, so that short sequences have many: high, wide, equal; with a loop for masked blocks or without.
 CUTS = {
     "32x16": cut(32, 16, True),
     "16x32": cut(16, 32, True),
@@ -88,7 +89,7 @@ def check(case: AttentionCase, dtype: torch.dtype, seed: int = 0, strict: bool =
 
 
 def lucky_yardstick(row: testing.Row, case: AttentionCase, dtype: torch.dtype) -> bool:
-    """Eager's error over a handful of elements may be small by luck: then allow twice that."""
+    """With few elements eager's error may be small by luck: then allow twice that."""
     elements = sum(case.lengths) * case.nheads * (1 if row.quantity == "lse" else case.headdim)
     if elements >= 2000 or dtype == torch.float32 or not math.isfinite(row.max_error):
         return False
@@ -100,17 +101,17 @@ def lucky_yardstick(row: testing.Row, case: AttentionCase, dtype: torch.dtype) -
 
 def run(args):
     """out, lse and probs."""
-    *outputs, keep_bits = kernels.attention_fwd(*args.values())
+    *outputs, keep_bits = launchers.attention_fwd(kernels, *args.values())
     assert (keep_bits.numel() > 0) == args["save_bits"]
     return tuple(outputs)
 
 
 def truth(args):
-    return reference.attention_fwd(*in_float64(args).values())[:3]
+    return launchers.attention_fwd(reference, *in_float64(args).values())[:3]
 
 
 def assert_close(actual, args, tolerance=2e-6):
-    """All three outputs beside the float64 reference's; infinities in the same places."""
+    """All three outputs are close to the float64 reference's, with infinities in the same places."""
     for a, e in zip(actual, truth(args), strict=True):
         assert a.shape == e.shape
         torch.testing.assert_close(a.double(), e, rtol=tolerance, atol=tolerance)
@@ -120,7 +121,7 @@ def assert_close(actual, args, tolerance=2e-6):
 
 
 def cases_and_dtypes():
-    """All, but those that take seconds in the interpreter: they are slow tests except in bfloat16."""
+    """All; those that take seconds in the interpreter are slow tests, except in bfloat16."""
     for case, dtype in itertools.product(CASES, DTYPES):
         long = sum(case.lengths) * case.nheads > 1000 and dtype != torch.bfloat16
         yield pytest.param(case, dtype, marks=pytest.mark.slow if long else (), id=f"{case.id}-{dtype}")
@@ -131,7 +132,7 @@ def test_cases(case, dtype):
     check(case, dtype)
 
 
-# The last block of keys and the last tile of queries of every size, each sequence beside others.
+# The last block of keys and the last tile of queries have every size; each sequence has others beside it.
 @pytest.mark.parametrize(("dtype", "causal"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
 def test_every_length_of_small_tiles(small_tiles, dtype, causal):
     check(AttentionCase(tuple(range(1, 50)), 1, 16, causal=causal, lse=True), dtype)
@@ -202,7 +203,7 @@ def test_rows_without_an_allowed_key(tiles):
     bias[:, 1, :, :20] = -INF  # whole blocks of keys before the first allowed one
     bias[1, 0, :, 17:] = -INF
     bias[1, 1] = -INF
-    bias[0, 1, :, 20:] -= 300  # exp of them is 0 beside a maximum taken for 0
+    bias[0, 1, :, 20:] -= 300  # exp of them is 0 if the maximum is taken for 0
     args = forward_args((40, 23), bias=bias, return_probs=True)
     out, lse, probs = run(args)
     assert_close((out, lse, probs), args, 1e-4)  # float32 scores of 300
@@ -220,7 +221,7 @@ def test_a_mask_of_the_lowest_number_is_not_minus_infinity(tiles):
     bias[..., 6, :30] = LOWEST
     args = forward_args((40, 33), bias=bias, return_probs=True)
     out, lse, probs = run(args)
-    expected = reference.attention_fwd(*args.values())[:3]
+    expected = launchers.attention_fwd(reference, *args.values())[:3]
     assert_bit_equal(tuple(t.isfinite() for t in (out, lse)), tuple(t.isfinite() for t in expected[:2]))
     torch.testing.assert_close(probs, expected[2], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(out, expected[0], rtol=1e-5, atol=1e-6)
@@ -237,7 +238,7 @@ def test_softmax_scale(tiles, scale, with_bias):
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_large_scores_do_not_overflow(tiles, order):
-    # maxima that grow, or fall, from block to block: exp of an unshifted score would be inf
+    # maxima that grow or fall from block to block: exp of an unshifted score would be inf
     args = forward_args((60,), nheads=1, return_probs=True)
     args["q"] = torch.ones_like(args["q"])
     args["k"] = torch.arange(60.0, device=DEVICE).reshape(60, 1, 1).repeat(1, 1, 16)
@@ -304,7 +305,7 @@ def test_saved_bits_are_the_definitions(monkeypatch, block_n, causal):
     monkeypatch.setattr(kernels, "config_for", cut(16, block_n, block_n > 32))
     lengths = (40, 0, 9, 65)
     args = dropped(lengths, capacity=5, slack=20, causal=causal, offset=2**31 + 5)
-    *outputs, keep_bits = kernels.attention_fwd(*args.values())
+    *outputs, keep_bits = launchers.attention_fwd(kernels, *args.values())
     assert_bit_equal(tuple(outputs), run(args | {"save_bits": False}))
     assert (keep_bits.dtype, tuple(keep_bits.shape)) == (torch.int32, (2, sum(lengths) + 5, 3))
     keep, start = keep_mask(args["seed"], 2**31 + 5, args["cu_seqlens"][:-1], 2, 65, 0.3), 0
@@ -354,7 +355,7 @@ def test_no_rows():
 def test_what_forward_returns(dtype, return_probs):
     args = forward_args((4, 3), dtype=dtype, capacity=2, return_probs=return_probs)
     args["q"] = args["q"].transpose(0, 1).contiguous().transpose(0, 1)
-    for a, e in zip(run(args), reference.attention_fwd(*args.values())[:3], strict=True):
+    for a, e in zip(run(args), launchers.attention_fwd(reference, *args.values())[:3], strict=True):
         assert (a.dtype, a.shape, a.is_contiguous()) == (e.dtype, e.shape, True)
 
 
@@ -414,7 +415,7 @@ def test_a_nan_stays_where_it_belongs(tiles):
 
 
 class FarOutputs(HugeStrides):
-    """`torch` for the launcher, whose outputs get strides beyond int32; `probs`: those of the 4-D one."""
+    """`torch` for the launcher, whose outputs get strides beyond int32; `probs`: those of the 4-D output."""
 
     def empty(self, shape, dtype, device):
         if dtype == torch.int32 and len(shape) == 3:
@@ -432,10 +433,10 @@ class FarOutputs(HugeStrides):
 @needs_lazy_memory
 def test_bits_beyond_2_to_31_words(monkeypatch):
     args = dropped((3, 1, 2), nheads=3)
-    expected = kernels.attention_fwd(*args.values())[-1]
+    expected = launchers.attention_fwd(kernels, *args.values())[-1]
     monkeypatch.setattr(kernels, "torch", FarOutputs(probs=None))
-    torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
-    actual = kernels.attention_fwd(*args.values())[-1]
+    torch.use_deterministic_algorithms(False)  # deterministic mode would fill the lazy pages
+    actual = launchers.attention_fwd(kernels, *args.values())[-1]
     assert actual.stride(0) > 2**31
     assert torch.equal(actual[..., :1] & 7, expected & 7)  # three keys at most
     assert (actual[:, :3, :1] & 7 != 7).any()
@@ -454,7 +455,7 @@ def test_offsets_beyond_2_to_31_elements(monkeypatch, far_heads):
     far_args["bias"] = at_strides(args["bias"], *bias_strides)
     probs_strides = (2**32 + 7, 2**30 + 64, 3, 1) if far_heads else (64, 16, 2**30 + 128, 1)
     monkeypatch.setattr(kernels, "torch", FarOutputs(probs=probs_strides))
-    torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
+    torch.use_deterministic_algorithms(False)  # deterministic mode would fill the lazy pages
     actual = run(far_args)
     assert actual[0].stride(0) > 2**30
     assert_bit_equal(actual[:2], expected[:2])
@@ -475,13 +476,13 @@ def test_more_than_2_to_31_elements_on_the_gpu():
     q = torch.randn(total, nheads, headdim, dtype=torch.bfloat16, device=DEVICE)
     ends = torch.tensor([0, total - 200, total - 70, total], dtype=torch.int32, device=DEVICE)
     lengths = ends.clone()
-    lengths[1] = lengths[0]  # nothing but the two last sequences
+    lengths[1] = lengths[0]  # only the two last sequences
     lengths[1:] -= total - 200
     rest = (0.125, False, None, None, 0.0, None, 0, False, False)
     tail = q[-200:]
-    few = kernels.attention_fwd(tail, tail, tail, lengths[1:].contiguous(), 130, *rest)
+    few = launchers.attention_fwd(kernels, tail, tail, tail, lengths[1:].contiguous(), 130, *rest)
     ends[0] = ends[1]
-    many = kernels.attention_fwd(q, q, q, ends[1:].contiguous(), 130, *rest)
+    many = launchers.attention_fwd(kernels, q, q, q, ends[1:].contiguous(), 130, *rest)
     assert_bit_equal((many[0][-200:], many[1][:, -200:]), few[:2])
 
 
@@ -506,25 +507,30 @@ def test_the_grid_is_known_without_the_lengths(monkeypatch):
         q = torch.empty(total, 12, 64, device="meta", dtype=torch.bfloat16)
         ends = torch.empty(batch + 1, device="meta", dtype=torch.int32)  # meta: reading a value would raise
         rest = (0.125, False, None, None, 0.0, None, 0, probs, False)
-        kernels.attention_fwd(q, q, q, ends, max_seqlen, *rest)
+        launchers.attention_fwd(kernels, q, q, q, ends, max_seqlen, *rest)
         return grids.pop()
 
-    assert grid(16384, 32, 512) == ((128 + 1) * 12,)  # full: no program too many but the tail's
+    assert grid(16384, 32, 512) == ((128 + 1) * 12,)  # full: no superfluous program except the tail's
     assert grid(5700, 32, 384) == (((5700 + 32 * 127) // 128 + 1) * 12,)
     assert grid(4096, 1, 4096) == ((32 + 1) * 12,)
     assert grid(4096, 64, 512) == (((4096 + 64 * 127) // 128 + 1) * 12,)  # not 64 x 4 tiles
     assert grid(4096, 1000, 512) == ((32 + 1000 + 1) * 12,)
-    assert grid(2**22, 2**17, 512) == ((2**15 + 2**17 + 1) * 12,)  # more than the 65,535 of other axes
+    assert grid(2**22, 2**17, 512) == ((2**15 + 2**17 + 1) * 12,)  # more than the 65,535 that other axes hold
     assert grid(600, 4, 512, probs=True) == (4 * 5 * 12,)
 
 
 @triton.jit
 def _places_kernel(
-    places_ptr, cu_seqlens_ptr, n_sequences, n_tiles,
-    BLOCK_M: tl.constexpr, WHOLE: tl.constexpr, SEQUENCES: tl.constexpr,
-):  # fmt: skip
+    places_ptr,
+    cu_seqlens_ptr,
+    n_sequences,
+    n_tiles,
+    BLOCK_M: tl.constexpr,
+    WHOLE: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+):
     slot = tl.program_id(0)
-    sequence, tile, tail_slots = kernels._place(
+    sequence, tile, tail_slots = shared._place(
         cu_seqlens_ptr, slot, tl.num_programs(0), n_sequences, n_tiles, BLOCK_M, WHOLE, SEQUENCES
     )
     tl.store(places_ptr + 3 * slot, sequence)
@@ -537,7 +543,7 @@ def places(lengths, capacity, sequences, whole=False, block_m=16):
     ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
     n_tiles = max(1, math.ceil(max(lengths) / block_m))
     total = sum(lengths) + capacity
-    n_slots = kernels.slots(block_m, total, len(lengths), n_tiles, sequences > 0, whole)
+    n_slots = shared.slots(block_m, total, len(lengths), n_tiles, sequences > 0, whole)
     found = torch.full((n_slots, 3), -1, dtype=torch.int32, device=DEVICE)
     _places_kernel[(n_slots,)](found, ends, len(lengths), n_tiles, block_m, whole, sequences)
     return [tuple(place) for place in found.tolist()]
@@ -546,8 +552,13 @@ def places(lengths, capacity, sequences, whole=False, block_m=16):
 LENGTHS = st.lists(st.integers(0, 70), min_size=1, max_size=16)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None,
-          suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(LENGTHS, st.sampled_from([0, 1, 15, 16, 17, 200]), st.sampled_from(["ranked", "searched", "whole"]))
 def test_every_tile_has_one_slot(lengths, capacity, order):
     found = places(lengths, capacity, 16 if order == "ranked" else 0, order == "whole")
@@ -558,7 +569,7 @@ def test_every_tile_has_one_slot(lengths, capacity, order):
     assert sorted(real) == tiles
     tail = [place for place in found if place[0] == batch]
     assert len(tail) > 0 or capacity == 0
-    # the tail's slots begin where the sequences end and step over one another
+    # the tail's slots begin where the sequences end, and alternate
     assert sorted(place[1] for place in tail) == list(range(len(tail)))
     assert {place[2] for place in tail} == {len(tail)}
     if order == "ranked":
@@ -600,7 +611,7 @@ def test_configs_fit_the_work():
         return kernels.config_for(headdim, dtype, extras, *buckets, device).block_m
 
     assert high(64, 512, 16384) == 128
-    assert high(64, 64, 16384) == 64  # a sequence would leave the other half of 128 empty
+    assert high(64, 64, 16384) == 64  # a sequence would leave half of 128 rows empty
     assert high(64, 20, 16384) == 32
     assert high(64, 512, 512) == 64  # one sequence: more, lower tiles
     assert high(64, 128, 128) == 32
@@ -660,7 +671,7 @@ def test_fuzz_long(drawn):
 def test_heads_wider_than_the_kernel_serves_go_to_aten(monkeypatch):
     args = forward_args((9, 4), headdim=kernels.MAX_HEADDIM + 8, return_probs=True)
     monkeypatch.setattr(kernels, "launch", None)
-    assert_close(backend.attention_fwd(*args.values())[:3], args)
+    assert_close(launchers.attention_fwd(backend, *args.values())[:3], args)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -676,7 +687,7 @@ def test_it_serves_after_its_check(monkeypatch, dtype):
         inputs[name].requires_grad_()
     out = case.call(**inputs)
     checks = len(calls)
-    assert checks > len(SMALL) - 1  # the self-check, then the call itself
+    assert checks > len(SMALL) - 1  # the self-check and the call itself
     dout = randn(*out.shape, dtype=dtype)
     grads = torch.autograd.grad(out, [inputs[name] for name in names], dout)
     assert len(calls) == checks

@@ -1,6 +1,4 @@
-"""The Triton attention's backward: on the GPU where there is one, else in the interpreter under the
-sanitizer.
-"""
+"""The Triton attention's backward: on the GPU where there is one, else in the interpreter, sanitized."""
 
 from __future__ import annotations
 
@@ -16,9 +14,11 @@ from hypothesis import strategies as st
 from fastbert import testing
 from fastbert.backends import reference
 from fastbert.backends import triton as backend
-from fastbert.ops.attention import attention, keep_mask
+from fastbert.ops.attention import attention
+from fastbert.ops.attention_grid import keep_mask
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.attention import CASES, SMALL, AttentionCase
+from tests.support import launchers
 from tests.support.triton_attention_inputs import (
     INF,
     LOWEST,
@@ -39,15 +39,13 @@ from tests.support.triton_fixtures import (
     counted,
     fuzz,
     in_float64,
+    kernels_of,
     needs_lazy_memory,
     set_backends,
 )
 
-kernels = pytest.importorskip(
-    "fastbert.kernels.attention_backward", reason="Triton is not installed", exc_type=ImportError
-)
+kernels = kernels_of("attention_backward")
 tuning = pytest.importorskip("fastbert.kernels.tuning")
-pytest_plugins = ("tests.support.triton_fixtures",)
 pytestmark = pytest.mark.usefixtures("checked_memory")
 NAMES = ("dq", "dk", "dv", "dbias", "dgate")
 WANTED = tuple(f"need_{name}" for name in NAMES)
@@ -100,7 +98,7 @@ def check(case: AttentionCase, dtype: torch.dtype, seed: int = 0, strict: bool =
 
 
 def lucky_yardstick(row: testing.Row, case: AttentionCase, dtype: torch.dtype) -> bool:
-    """Eager's error over a handful of elements may be small by luck: then allow twice that."""
+    """With few elements eager's error may be small by luck: then allow twice that."""
     elements = case.nheads if row.quantity == "dgate" else sum(case.lengths) * case.nheads * case.headdim
     if elements >= 4000 or dtype == torch.float32 or not math.isfinite(row.max_error):
         return False
@@ -111,9 +109,7 @@ def lucky_yardstick(row: testing.Row, case: AttentionCase, dtype: torch.dtype) -
 
 
 def backward_args(lengths, need_dbias=None, need_dgate=None, **options):
-    """Arguments of `attention_bwd`, in its order, from those of `forward_args`; out and lse are the
-    reference's.
-    """
+    """Arguments of `attention_bwd` in its order, from `forward_args`; out and lse are the reference's."""
     args = forward_args(lengths, **options)
     return with_outputs({"dout": randn(*args["q"].shape, dtype=args["q"].dtype, seed=9), **args})
 
@@ -123,7 +119,7 @@ def with_outputs(args):
     made = ("dout", "out", "lse", "keep_bits", *WANTED)
     inputs = {k: v for k, v in args.items() if k not in made}
     inputs |= {"return_probs": False, "save_bits": inputs["dropout_p"] > 0}
-    out, lse, _, keep_bits = reference.attention_fwd(*inputs.values())
+    out, lse, _, keep_bits = launchers.attention_fwd(reference, *inputs.values())
     saved = inputs.pop("save_bits")
     del inputs["return_probs"]
     qkv = {name: inputs.pop(name) for name in "qkv"}
@@ -134,15 +130,15 @@ def with_outputs(args):
 
 
 def run(args):
-    return kernels.attention_bwd(*args.values())
+    return launchers.attention_bwd(kernels, *args.values())
 
 
 def truth(args):
-    return reference.attention_bwd(*in_float64(args).values())
+    return launchers.attention_bwd(reference, *in_float64(args).values())
 
 
 def assert_close(actual, args, tolerance=2e-5):
-    """All gradients beside the float64 reference's."""
+    """All gradients are close to the float64 reference's."""
     for name, a, e in zip(NAMES, actual, truth(args), strict=True):
         assert a.shape == e.shape, name
         scale = max(1.0, e.abs().max().item()) if e.numel() else 1.0
@@ -155,7 +151,7 @@ def assert_close(actual, args, tolerance=2e-5):
 
 
 def cases_and_dtypes():
-    """All; those that take long in the interpreter, and all but one dtype of each, are slow tests."""
+    """All. Those that take long in the interpreter, and all but one dtype of each, are slow tests."""
     for i, case in enumerate(c for c in CASES if not c.probs):
         work = sum(n * n for n in case.lengths) * case.nheads
         for j, dtype in enumerate(DTYPES):
@@ -168,7 +164,7 @@ def test_cases(case, dtype):
     check(case, dtype)
 
 
-# The last block of keys and the last tile of queries of every size, each sequence beside others.
+# The last block of keys and the last tile of queries have every size; each sequence has others beside it.
 @pytest.mark.parametrize(
     ("first", "dtype", "causal"), [(1, torch.float32, False), (18, HALF[0], True)], ids=str
 )
@@ -233,7 +229,7 @@ def test_a_bias_that_leaves_one_key_has_no_gradient_but_dv(small_tiles):
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("saved", [False, True])
 def test_a_query_that_sees_one_key_has_no_gradient(tiles, dtype, saved):
-    """Sequences of one token and first rows of a causal mask: delta of the rounded out is off."""
+    """Sequences of one token and first rows of a causal mask: delta from the rounded `out` is inexact."""
     options = {"dropout_p": 0.5, "seed": torch.tensor([7], device=DEVICE), "gate": randn(2)}
     args = backward_args((1, 40, 1, 1), causal=True, dtype=dtype, **options)
     if not saved:
@@ -249,7 +245,7 @@ def test_a_query_that_sees_one_key_has_no_gradient(tiles, dtype, saved):
     "options", [{"dropout_p": 0.5}, {"bias": "sequence"}, {"gate": True, "causal": True}]
 )
 def test_a_sharp_softmax(small_tiles, dtype, options):
-    """dS is far smaller than what it is the difference of: its error is that of delta."""
+    """dS is a small difference of large numbers: its error is that of delta."""
     for sharpness in (4.0, 32.0):
         check(AttentionCase((33, 20), 2, 32, sharpness=sharpness, **options), dtype)
 
@@ -277,7 +273,10 @@ def test_a_mask_of_the_lowest_number_is_not_minus_infinity(small_tiles):
     bias[..., 5, 1:] = LOWEST  # one key
     bias[..., 6, :30] = LOWEST
     args = backward_args((40, 17), bias=bias)
-    grads, expected = run(args), reference.attention_bwd(*args.values())  # in float64 none of them is lost
+    grads, expected = (
+        run(args),
+        launchers.attention_bwd(reference, *args.values()),
+    )  # float64 loses none of them
     for name, a, e in zip(NAMES, grads, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
     assert grads[0][4].abs().max() > 0.01
@@ -292,7 +291,7 @@ def test_softmax_scale(small_tiles, scale, with_bias):
 
 
 def test_an_lse_that_is_slightly_wrong_cancels(small_tiles):
-    """As after another rounding of large scores: P is divided by its own sum."""
+    """As if large scores had been rounded differently: P is divided by its own sum."""
     for options in ({}, {"bias": randn(2, 2, 33, 33)}):
         args = backward_args((33, 2), gate=randn(2), **options)
         moved = args | {"lse": args["lse"] + 0.25 * randn(*args["lse"].shape)}
@@ -301,7 +300,7 @@ def test_an_lse_that_is_slightly_wrong_cancels(small_tiles):
 
 @pytest.mark.parametrize("scale", [1.0, -1.0])  # folded into exp2's factor, and not
 def test_large_scores_do_not_overflow(small_tiles, scale):
-    """lse near 900: an exponential from anywhere else would be infinite or 0."""
+    """lse is near 900: exp without it would be infinite or 0."""
     args = backward_args((33,), nheads=1, softmax_scale=scale)
     args["q"] = torch.ones_like(args["q"])
     args["k"] = scale * (56 + 0.1 * args["k"])
@@ -313,10 +312,10 @@ def test_large_scores_do_not_overflow(small_tiles, scale):
 SHAPES = itertools.product([1, 3], [1, 2], [1, 33], [1, 33])
 
 
-# half of the shapes: those in which any three sizes occur in every combination
+# half of the shapes: any three sizes occur in every combination
 @pytest.mark.parametrize("shape", [s for s in SHAPES if sum(n > 1 for n in s) % 2], ids=str)
 def test_bias_broadcasts(small_tiles, monkeypatch, shape):
-    """dbias in one part, and in as many as there are sequences and heads that share it."""
+    """dbias in one part, and in one part per sequence and head that share it."""
     for multiprocessors in (0, 100) if shape == (1, 1, 1, 33) else (100,):
         device = tuning.Device("cpu", (0, 0), multiprocessors)
         monkeypatch.setattr(kernels.tuning, "device_of", lambda _, device=device: device)
@@ -375,7 +374,7 @@ def test_dropout_bits_are_the_definitions(small_tiles, seed, offset, p, saved):
 @pytest.mark.parametrize("tiles_", CUTS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_saved_bits_and_drawn_ones_are_one(monkeypatch, tiles_, causal):
-    """Whatever stands where no bit is defined: past a sequence, and where causal attention sees nothing."""
+    """Bits past a sequence, and those of keys that a causal mask hides, may have any value."""
     monkeypatch.setattr(kernels, "configs_for", CUTS[tiles_])
     lengths = (40, 0, 9, 65)
     options = {"dropout_p": 0.3, "seed": torch.tensor([5], device=DEVICE), "offset": 2**31 + 5}
@@ -445,7 +444,7 @@ def test_no_rows():
     assert all((gradient == 0).all() for gradient in grads)
 
 
-# Every pair of gradients, both, one, and neither.
+# For every pair of gradients: both, one, and neither.
 NEEDS = [(1, 1, 1, 1, 1), (1, 0, 0, 0, 1), (0, 1, 0, 1, 0), (0, 0, 1, 0, 1), (0, 0, 0, 1, 1), (1, 1, 0, 0, 0)]
 NEEDS += [(0, 1, 1, 0, 0), (1, 0, 1, 1, 0), (0, 0, 1, 0, 0), (0, 0, 0, 0, 1)]
 
@@ -462,15 +461,18 @@ def test_what_backward_returns(small_tiles, monkeypatch, needs):
     monkeypatch.setattr(kernels, "launch", lambda *a, **k: (launched.append(a[0]), original(*a, **k)))
     args |= dict(zip(WANTED, map(bool, needs), strict=True))
     grads = run(args)
-    for need, a, every_a, e in zip(needs, grads, every, reference.attention_bwd(*args.values()), strict=True):
+    expected = launchers.attention_bwd(reference, *args.values())
+    for need, a, every_a, e in zip(needs, grads, every, expected, strict=True):
         assert (a.dtype, a.shape, a.is_contiguous()) == (e.dtype, e.shape, True)
         assert torch.equal(a, every_a) if need else a.shape == (0,)
     assert len({t.untyped_storage().data_ptr() for t in grads if t.numel()}) == sum(needs)
     keys, bias = int(needs[1] or needs[2]), needs[3]
     queries = 2 if needs[0] and dtype in HALF else 1
     assert [kernel.fn.__name__[15:] for kernel in launched] == [
-        *["dq_kernel"] * queries, *["dkdv_kernel"] * keys, *["dbias_kernel"] * bias,
-    ]  # fmt: skip
+        *["dq_kernel"] * queries,
+        *["dkdv_kernel"] * keys,
+        *["dbias_kernel"] * bias,
+    ]
 
 
 def test_strided_inputs_with_poisoned_gaps(tiles):
@@ -580,7 +582,7 @@ def test_the_grid_is_known_without_the_lengths(monkeypatch):
         lse = torch.empty(12, total, device="meta")
         rest = (0.125, False, bias, None, 0.0, None, 0, None, *[True] * 3, bias is not None, False)
         grids.clear()
-        parts = kernels.attention_bwd(q, q, q, q, q, lse, ends, max_seqlen, *rest)
+        parts = launchers.attention_bwd(kernels, q, q, q, q, q, lse, ends, max_seqlen, *rest)
         assert bias is None or parts[3].shape == bias.shape
         return [grids.get(f"_attention_bwd_{name}_kernel") for name in ("dq", "dkdv", "dbias")]
 
@@ -591,7 +593,7 @@ def test_the_grid_is_known_without_the_lengths(monkeypatch):
     assert launched(16384, 32, 512, (1, 12, 512, 512))[2] == 12 * 8 * 8
     assert launched(16384, 32, 512, (32, 1, 1, 512))[2] == 32 * 8
     assert launched(16384, 32, 512, (1, 1, 1, 512))[2] == 8 * 33  # in 33 parts
-    assert launched(300, 2, 200, (1, 12, 1, 1))[2] == 12 * 2  # no more than there are sequences
+    assert launched(300, 2, 200, (1, 12, 1, 1))[2] == 12 * 2  # at most one per sequence
 
 
 def test_more_sequences_than_are_ranked(small_tiles, monkeypatch):
@@ -660,7 +662,7 @@ def test_heads_wider_than_the_kernel_serves_go_to_aten(monkeypatch):
 
     args = backward_args((9, 4), headdim=forward_kernels.MAX_HEADDIM + 8, gate=randn(2))
     monkeypatch.setattr(kernels, "launch", None)
-    assert_close(backend.attention_bwd(*args.values()), args)
+    assert_close(launchers.attention_bwd(backend, *args.values()), args)
 
 
 @pytest.mark.parametrize(

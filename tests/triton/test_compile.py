@@ -1,4 +1,4 @@
-"""What the launchers launch compiles for every GPU generation without spilling, within its shared memory."""
+"""All launches compile for every GPU generation, without spills and within its shared memory."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def assert_fit(rows: list[dict], kernels: set[str]) -> None:
 
 
 def spills(row: dict) -> bool:
-    """Spilled registers live on the stack, and are read back from there.
+    """Whether spilled registers are read back from the stack.
 
     The TMA of Triton 3.6 has a stack on sm_120 that nothing is read from: the argument of a call for memory
     of another block, which is never made.
@@ -65,7 +65,7 @@ def test_layer_norm_in_every_config():
 
 
 def assert_linear(rows: list[dict]) -> None:
-    """It fits; half precision runs on each generation's tensor cores, moved by TMA where there is one."""
+    """The kernel fits. Half precision uses each generation's tensor cores, and TMA where there is one."""
     assert_fit(rows, {"_linear_fwd_kernel", "_linear_bwd_kernel", "_sum_partials_kernel"})
     for row in rows:
         if row["kernel"] != "_linear_fwd_kernel":
@@ -100,7 +100,7 @@ def test_linear_that_may_be_tuned(full):
         *fields, tma, group_m, per_multiprocessor = map(int, row["job"].split("/")[1].split("_"))
         config = linear.Config(*fields, bool(tma), group_m, per_multiprocessor)
         assert (row["tma"] > 0) == config.tma == (row["arch"] != 80 and dtype != "float32"), row
-        # what `candidates` reckons with
+        # the limit that `candidates` assumes
         most = linear.shared_memory(config, getattr(torch, dtype), divmod(row["arch"], 10))
         assert row["dynamic_shared"] <= most <= row["shared_limit"], row
 
@@ -113,7 +113,7 @@ def test_attention_that_may_be_tuned(full):
 
 
 def assert_all_entries(rows: list[dict], op: str, full: bool) -> None:
-    """Every candidate of every entry that the tuner may write, as it is timed and with all that it serves."""
+    """Every candidate of every entry of the tuner compiles, as it is timed and with all options it serves."""
     from bench import tune
 
     assert {row["job"].split("/")[2] for row in rows} == {"timed", "most"}
@@ -161,7 +161,7 @@ def test_attention_in_every_config():
 
 
 def assert_warp_group_products(rows: list[dict]) -> None:
-    """Each generation's own matrix product serves half precision, but for tiles under its 64 rows."""
+    """Half precision uses each generation's own matrix product, except in tiles of less than its 64 rows."""
     for r in rows:
         dtype, _, tiles = r["job"].split("-")[:3]
         half, high = dtype != "float32", int(tiles.split("x")[0]) >= 64
@@ -192,8 +192,10 @@ def test_attention_backward(full):
         configs = ladder[0 if rung == "high" else -1]
         which = r["kernel"].split("_")[3]
         rows_of_product = {  # those of the left operand
-            "dq": configs.dq.block_m, "dkdv": configs.dkdv.block_n, "dbias": configs.dbias.block_m
-        }[which]  # fmt: skip
+            "dq": configs.dq.block_m,
+            "dkdv": configs.dkdv.block_n,
+            "dbias": configs.dbias.block_m,
+        }[which]
         high = dtype != "float32" and rows_of_product >= 64
         assert (r["wgmma"] > 0) == (r["arch"] == 90 and high), r
         assert (r["tcgen05"] > 0) == (r["arch"] == 100 and high), r

@@ -13,19 +13,24 @@ from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.testing import proving, triton_interpreter
 from fastbert.testing.op_cases.cross_entropy import CASES
 from fastbert.testing.op_cases.linear_cross_entropy import LinearCrossEntropyCase
-from tests.support.triton_fixtures import DEVICE, DTYPES, far, fuzz, needs_lazy_memory, set_backends
-
-kernels = pytest.importorskip(
-    "fastbert.kernels.cross_entropy", reason="Triton is not installed", exc_type=ImportError
+from tests.support.triton_fixtures import (
+    DEVICE,
+    DTYPES,
+    far,
+    fuzz,
+    kernels_of,
+    needs_lazy_memory,
+    set_backends,
 )
-pytest_plugins = ("tests.support.triton_fixtures",)
+
+kernels = kernels_of("cross_entropy")
 pytestmark = pytest.mark.usefixtures("checked_memory")
 IGNORE = -100
 INF = float("inf")
 
 
 def batch(rows, classes, dtype=torch.float32, every=3, scale=2.0, seed=0):
-    """Logits and labels; of every `every` rows one is ignored, its logits NaN."""
+    """Logits and labels. One in `every` rows is ignored and has logits of NaN."""
     g = torch.Generator().manual_seed(seed)
     logits = (scale * torch.randn(rows, classes, generator=g)).to(dtype)
     labels = torch.randint(classes, (rows,), generator=g)
@@ -104,7 +109,7 @@ def test_ignore_index(ignore_index):
 
 
 def test_ignored_rows_are_not_read():
-    """They have one element in memory: the sanitizer reports whoever reads the others."""
+    """Only one of their elements is in memory: the sanitizer reports reads of the others."""
     labels = torch.full((5,), IGNORE, device=DEVICE)
     nothing = torch.full((5, 1), torch.nan, device=DEVICE).as_strided((5, 40), (1, 0))
     loss, lse, count, dlogits = run(kernels, nothing, labels)
@@ -119,7 +124,7 @@ def test_no_rows():
 
 
 def test_large_logits_keep_their_digits():
-    """m + l in one number would be off by 1e-3 at 1e4."""
+    """At 1e4, m + l in one number would be off by 1e-3."""
     logits, labels = batch(4, 300)
     shifted = (logits + 8192).sub(8192)
     for a, b in zip(run(kernels, shifted, labels), run(kernels, shifted + 8192, labels), strict=True):
@@ -152,7 +157,7 @@ def test_a_spoiled_logit_shows_in_the_loss(poison):
 
 @pytest.mark.parametrize("label", [-1, 40, 2**40])
 def test_a_label_that_is_no_class_makes_the_loss_nan(label):
-    """Nobody looks at labels on a GPU; nothing outside the logits is read."""
+    """On a GPU labels are not checked; nothing outside the logits is read."""
     logits, labels = batch(3, 40)
     labels[1] = label
     assert run(kernels, logits, labels)[0].isnan()
@@ -183,8 +188,8 @@ def test_small_integers_are_exact():
 
 @needs_lazy_memory
 def test_offsets_beyond_2_to_31_elements(monkeypatch):
-    """Rows that begin where 32 bits cannot say: of the logits, and of their gradient."""
-    torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
+    """Rows of the logits and of their gradient begin beyond 32-bit offsets."""
+    torch.use_deterministic_algorithms(False)  # deterministic mode would fill the lazy pages
     few, labels = batch(5, 20, torch.float16)
     logits = far(few)
     for a, b in zip(run(kernels, logits, labels), run(kernels, few, labels), strict=True):
@@ -219,7 +224,7 @@ def test_rows_are_on_the_grid_axis_that_has_no_limit(monkeypatch):
 
 
 def test_the_number_of_classes_compiles_nothing_anew(monkeypatch):
-    """Answer spans have as many classes as a batch has tokens: of 500 widths few are told apart."""
+    """Answer spans have as many classes as a batch has tokens. 500 widths compile only a few kernels."""
     seen = set()
 
     def spy(kernel, grid, device, *args, **config):
@@ -241,7 +246,7 @@ def test_the_number_of_classes_compiles_nothing_anew(monkeypatch):
     [(30522, 30522, 2), (32768, 32768, 16), (32, 40, 8), (7, 16, 1), (8, 12, 4)],
 )
 def test_alignments_are_what_the_sizes_have(monkeypatch, classes, stride, align):
-    """The compiler makes loads as wide as it is told; the interpreter would not notice a lie."""
+    """The compiler makes loads as wide as the alignment says; the interpreter would miss a wrong one."""
     given = []
     monkeypatch.setattr(
         kernels, "launch", lambda kernel, grid, device, *args, **config: given.append(config.get("ALIGN"))
@@ -295,8 +300,13 @@ def test_these_kernels_serve_a_linear_layers_loss(monkeypatch):
 
 @fuzz(60)
 @given(
-    st.integers(0, 20), st.one_of(st.integers(1, 40), st.integers(1, 700)), st.sampled_from(DTYPES),
-    st.integers(1, 5), st.sampled_from([0.0, 0.1]), st.sampled_from([0.01, 2.0, 100.0]), st.integers(0, 99),
-)  # fmt: skip
+    st.integers(0, 20),
+    st.one_of(st.integers(1, 40), st.integers(1, 700)),
+    st.sampled_from(DTYPES),
+    st.integers(1, 5),
+    st.sampled_from([0.0, 0.1]),
+    st.sampled_from([0.01, 2.0, 100.0]),
+    st.integers(0, 99),
+)
 def test_fuzz(rows, classes, dtype, every, smoothing, scale, seed):
     assert_right(*batch(rows, classes, dtype, every, scale, seed), smoothing)

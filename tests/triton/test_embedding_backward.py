@@ -15,38 +15,29 @@ from fastbert.runtime import dispatch
 from fastbert.testing import proving, triton_interpreter
 from fastbert.testing.op_cases.embedding import CASES, EmbeddingCase
 from tests.ops.test_embedding import check_few_tokens
+from tests.support.launchers import embedding_bwd
 from tests.support.triton_fixtures import (
     DEVICE,
     DTYPES,
     assert_bit_equal,
     far,
     fuzz,
+    kernels_of,
     needs_lazy_memory,
     normal,
     padded,
     set_backends,
 )
 
-kernels = pytest.importorskip(
-    "fastbert.kernels.embedding", reason="Triton is not installed", exc_type=ImportError
-)
-pytest_plugins = ("tests.support.triton_fixtures",)
+kernels = kernels_of("embedding")
 pytestmark = pytest.mark.usefixtures("checked_memory")
+ONE_BLOCK = ("BWD_ONE_BLOCK",)
 WORDS, POSITIONS, SEGMENTS = 13, 7, 3  # heights of the tables, so that none can be swapped unseen
-
-
-@pytest.fixture(params=["one_block", "column_blocks"])
-def hidden(request, monkeypatch):
-    """A width that one program holds, and one that it does not because blocks are made narrow."""
-    if request.param == "column_blocks":
-        monkeypatch.setattr(kernels, "BWD_ONE_BLOCK", 64)
-        monkeypatch.setattr(kernels, "WIDE_BLOCK", 32)
-    return 70
 
 
 @pytest.fixture
 def short_chunks(monkeypatch):
-    """Chunks so short that small tables have runs with chunks in them, and beside them."""
+    """Make chunks so short that small tables have runs with whole chunks and with parts of chunks."""
     monkeypatch.setattr(kernels, "CHUNK", 4)
 
 
@@ -83,12 +74,12 @@ def arguments(tokens, hidden, dtype=torch.float32, *, p=0.25, seed=7):
 
 
 def run(args):
-    return kernels.embedding_bwd(*args.values())
+    return embedding_bwd(kernels, *args.values())
 
 
 def assert_right(args):
-    """Shapes and types are the reference's, and so are the values but for rounding in float32."""
-    actual, expected = run(args), reference.embedding_bwd(*args.values())
+    """Shapes, dtypes and values are the reference's, except for rounding in float32."""
+    actual, expected = run(args), embedding_bwd(reference, *args.values())
     coarse = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[args["dy"].dtype]
     for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
         assert (a.dtype, a.shape) == (e.dtype, e.shape), i
@@ -113,7 +104,7 @@ def test_cases(case, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 def test_runs_of_many_chunks_by_the_error_rule(dtype):
-    """600 tokens of two ids, 300 a position: chunks of the length that serves."""
+    """600 tokens with two ids, 300 per position, in chunks of the normal length."""
     assert kernels.CHUNK == 128
     assert failures(EmbeddingCase(600, 2, 20), dtype) == []
 
@@ -137,7 +128,7 @@ def test_a_token_wider_than_one_block():
 
 
 def sums_by_id(ids, rows, chunk, monkeypatch):
-    """The gradient of a table for the rows `dz` = [1, 2, 3, ...] x [1, -2]; and what it must be, exactly."""
+    """(the gradient of a table for the rows `dz` = [1, 2, 3, ...] x [1, -2], its exact value)."""
     monkeypatch.setattr(kernels, "CHUNK", chunk)
     ids = torch.tensor(ids, device=DEVICE)
     numbers = torch.arange(1.0, len(ids) + 1, device=DEVICE)
@@ -148,11 +139,11 @@ def sums_by_id(ids, rows, chunk, monkeypatch):
 
 @pytest.mark.parametrize("chunk", [1, 4, 5])
 def test_runs_at_every_place_of_a_chunk(chunk, monkeypatch):
-    """Runs of every length up to two chunks and one token more, from every place in a chunk, in one table."""
+    """Runs of all lengths up to two chunks and one token, from every place in a chunk, in one table."""
     lengths = []
     for place in range(chunk):
         for length in range(2 * chunk + 2):
-            lengths += [(place - sum(lengths)) % chunk, length]  # the first brings it to its place
+            lengths += [(place - sum(lengths)) % chunk, length]  # the first run moves the second to its place
     ids = [row for row, length in enumerate(lengths) for _ in range(length)]
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0)).tolist()
     actual, expected = sums_by_id([ids[i] for i in order], len(lengths), chunk, monkeypatch)
@@ -167,7 +158,7 @@ def test_a_run_that_is_everything(rows, row, tokens, monkeypatch):
 
 @pytest.mark.parametrize("chunk", [4, 12])
 def test_more_than_a_tile_holds(chunk, monkeypatch):
-    """More chunks in a run, more tokens in a chunk and beside it, than a tile has rows; and more columns."""
+    """More chunks per run, tokens per chunk, tokens beside chunks, and columns than a tile holds."""
     monkeypatch.setattr(kernels, "CHUNK", chunk)
     args = arguments(150, 300, p=0.0)
     args["input_ids"][:115] = 12
@@ -201,7 +192,7 @@ def test_tokens_in_any_order_of_ids_and_nan_in_its_rows(short_chunks):
 
 
 def test_sums_in_float32(short_chunks):
-    """2,000 gradients of one token: a sum in bfloat16 would stop growing at 256 of them."""
+    """2,000 gradients of one token: a sum in bfloat16 would stop growing at 256."""
     dz = torch.full((2000, 16), 1.0, device=DEVICE)
     table = kernels._table_bwd(dz, torch.ones(2000, dtype=torch.int64, device=DEVICE), 2, -1, torch.bfloat16)
     assert torch.equal(table, torch.tensor([[0.0], [2000.0]], device=DEVICE).bfloat16().expand(2, 16))
@@ -211,7 +202,7 @@ def test_dz_is_not_rounded_before_it_is_summed():
     args = arguments(900, 16, torch.bfloat16, p=0.0) | {"padding_idx": -1}
     args["input_ids"][:] = 4
     wide = args | {name: args[name].double() for name in ("dy", "z", "ln_weight", "mean", "rstd")}
-    truth = reference.embedding_bwd(*wide.values())
+    truth = embedding_bwd(reference, *wide.values())
     for actual, expected in zip(run(args)[:3], truth[:3], strict=True):
         assert torch.equal(actual, expected.to(torch.bfloat16))
 
@@ -221,7 +212,7 @@ def test_dz_is_not_rounded_before_it_is_summed():
 
 @pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 95, 97, 130])
 def test_token_counts(tokens):
-    """Around the tile's height, 16, and around six of them: six programs there."""
+    """Around the tile's height of 16, and around six tiles, for which there are six programs."""
     assert_right(arguments(tokens, 16, DTYPES[tokens % 3]))
 
 
@@ -239,9 +230,7 @@ def test_dropout_bits_are_the_definitions(seed, offset, p, hidden):
     seed = torch.tensor([seed], device=DEVICE)
     scale = torch.tensor(1 / (1 - p), device=DEVICE)
     dn = torch.where(keep_mask_2d(seed, offset, 19, hidden, p), args["dy"] * scale, 0.0)
-    assert_bit_equal(
-        run(args | {"dropout_p": p, "seed": seed, "offset": offset}), run(args | {"dy": dn})
-    )  # fmt: skip
+    assert_bit_equal(run(args | {"dropout_p": p, "seed": seed, "offset": offset}), run(args | {"dy": dn}))
 
 
 def test_a_seed_is_not_read_without_dropout(monkeypatch, hidden):
@@ -265,7 +254,7 @@ def test_strided_rows_with_poisoned_padding(hidden):
 def test_offsets_beyond_2_to_31_elements(hidden):
     args = arguments(3, hidden)
     expected = run(args)
-    torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
+    torch.use_deterministic_algorithms(False)  # deterministic mode would fill the lazy pages
     assert_bit_equal(run(args | {"dy": far(args["dy"]), "z": far(args["z"], 24)}), expected)
 
 
@@ -303,7 +292,7 @@ def test_what_may_be_many_is_on_the_grid_axis_that_has_no_limit(monkeypatch):
 
 
 def wanted(word=True, position=True, segment=True, embeds=True, dln=True):
-    """The part of the arguments that says what is needed; ids are None where they are not."""
+    """The arguments for these needs; ids are None where their table's gradient is not needed."""
     heights = (("word", word, WORDS), ("position", position, POSITIONS), ("segment", segment, SEGMENTS))
     ids = {"word": "input_ids", "position": "position_ids", "segment": "token_type_ids"}
     needs = {f"{name}_rows": rows if want else 0 for name, want, rows in heights}
@@ -327,7 +316,7 @@ def test_nothing_is_needed(monkeypatch):
 
 def test_no_tokens(hidden):
     args = arguments(0, hidden)
-    assert_bit_equal(run(args), reference.embedding_bwd(*args.values()))
+    assert_bit_equal(run(args), embedding_bwd(reference, *args.values()))
 
 
 def test_outputs_do_not_share_memory(hidden):
@@ -362,10 +351,19 @@ def test_training_is_served_by_the_table(monkeypatch):
 
     def grads():
         y = embedding(
-            args["input_ids"], leaves[0], vector, vector * 0.5, position_ids=args["position_ids"],
-            position=leaves[1], token_type_ids=args["token_type_ids"], segment=leaves[2], dropout_p=0.1,
-            seed=args["seed"], offset=4, padding_idx=3,
-        )  # fmt: skip
+            args["input_ids"],
+            leaves[0],
+            vector,
+            vector * 0.5,
+            position_ids=args["position_ids"],
+            position=leaves[1],
+            token_type_ids=args["token_type_ids"],
+            segment=leaves[2],
+            dropout_p=0.1,
+            seed=args["seed"],
+            offset=4,
+            padding_idx=3,
+        )
         return torch.autograd.grad(y.square().sum(), [*leaves, vector])
 
     actual = grads()
@@ -388,9 +386,14 @@ def test_self_check_passes_in_every_dtype():
 
 @fuzz(20)
 @given(
-    st.integers(1, 90), st.integers(8, 90), st.sampled_from(DTYPES), st.sampled_from([0.0, 0.1, 0.5]),
-    st.lists(st.booleans(), min_size=5, max_size=5), st.sampled_from([1, 3, 8, 128]), st.integers(0, 2**20),
-)  # fmt: skip
+    st.integers(1, 90),
+    st.integers(8, 90),
+    st.sampled_from(DTYPES),
+    st.sampled_from([0.0, 0.1, 0.5]),
+    st.lists(st.booleans(), min_size=5, max_size=5),
+    st.sampled_from([1, 3, 8, 128]),
+    st.integers(0, 2**20),
+)
 def test_fuzz(tokens, width, dtype, p, needs, chunk, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "CHUNK", chunk)

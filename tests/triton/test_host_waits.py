@@ -1,4 +1,4 @@
-"""Runs tests/support/host_waits.py: how often a call waits for its GPU, counted on a device that is none."""
+"""Run tests/support/host_waits.py: how often a call waits for its GPU, counted on a fake device."""
 
 from __future__ import annotations
 

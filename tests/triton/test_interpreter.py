@@ -1,4 +1,4 @@
-"""The harness itself: every fault it is there for is planted once and must be reported."""
+"""The harness itself: each kind of fault that it detects is planted once and must be reported."""
 
 import numpy as np
 import pytest

@@ -24,15 +24,13 @@ from tests.support.triton_fixtures import (
     assert_bit_equal,
     far,
     fuzz,
+    kernels_of,
     needs_lazy_memory,
     normal,
     padded,
 )
 
-kernels = pytest.importorskip(
-    "fastbert.kernels.linear", reason="Triton is not installed", exc_type=ImportError
-)
-pytest_plugins = ("tests.support.triton_fixtures",)
+kernels = kernels_of("linear")
 pytestmark = pytest.mark.usefixtures("checked_memory")
 tuning = kernels.tuning
 
@@ -88,8 +86,8 @@ def test_cases_by_pointers(case, monkeypatch):
         check(case, dtype)
 
 
-# Edges of the tiles in every dimension: 16 and 32 rows, 32 and 64 columns, 32 and 64 deep; in one rank of the
-# ladder and in the other, aligned (multiples of 8) and not.
+# Edges of the tiles in every dimension: 16 and 32 rows, 32 and 64 columns, depth 32 and 64; in both ranks of
+# the ladder, aligned (multiples of 8) and not.
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 31, 32, 33, 65])
 @pytest.mark.parametrize(("in_features", "out_features"), [(8, 64), (64, 72), (65, 40), (40, 31), (33, 129)])
 def test_edges_of_tiles(rows, in_features, out_features):
@@ -97,7 +95,7 @@ def test_edges_of_tiles(rows, in_features, out_features):
     check(LinearCase(rows, in_features, out_features, list(ACTIVATIONS)[rows % 4], residual=True), dtype)
 
 
-# More row tiles than a group is high, and not a multiple of it; more tiles than programs.
+# More row tiles than a group has, and not a multiple of it; more tiles than programs.
 @pytest.mark.parametrize("rows", [129, 160, 200])
 def test_tile_order(rows, transport):
     check(LinearCase(rows, 16, 200), torch.float16)
@@ -115,7 +113,7 @@ def test_parts_of_the_accumulator(split, tma):
         torch.testing.assert_close(a, e)
 
 
-@pytest.mark.parametrize("depth", [48, 128])  # blocks of 64, the last one cut; and whole blocks
+@pytest.mark.parametrize("depth", [48, 128])  # blocks of 64, the last one partial or whole
 def test_exact_on_small_integers(depth, transport):
     g = torch.Generator().manual_seed(3)
 
@@ -147,7 +145,7 @@ def activated(z: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def truth(z: torch.Tensor, activation: str) -> torch.Tensor:
-    """In float64, which 1 + tanh would lose in the negative tail."""
+    """The activation in float64, without the cancellation of 1 + tanh in the negative tail."""
     z = z.double()
     if activation == "gelu_tanh":
         return z * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3))
@@ -227,7 +225,7 @@ def test_single_columns_whose_stride_says_nothing():
 def test_one_row_expanded_to_many():
     args = forward_args(1, 40, 72)
     many = args | {"x": args["x"].expand(33, 40), "residual": args["residual"].expand(33, 72)}
-    assert not kernels._aligned(many["x"])  # the interpreter would take them, a tensor map does not
+    assert not kernels._aligned(many["x"])  # the interpreter accepts them, a tensor map does not
     y, one = kernels.linear_fwd(*many.values())[0], kernels.linear_fwd(*args.values())[0]
     torch.testing.assert_close(y, one.expand(33, 72), rtol=0, atol=1e-6)  # tiles may differ
 
@@ -238,7 +236,7 @@ def test_offsets_beyond_2_to_31_elements(monkeypatch, transport):
     expected = kernels.linear_fwd(*args.values())
     far_args = args | {name: far(args[name]) for name in ("x", "weight", "residual")}
     monkeypatch.setattr(kernels, "torch", HugeStrides())
-    torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
+    torch.use_deterministic_algorithms(False)  # deterministic mode would fill the lazy pages
     actual = kernels.linear_fwd(*far_args.values())
     assert actual[0].stride(0) > 2**30
     assert_bit_equal(actual, expected)
@@ -364,7 +362,7 @@ def test_shared_memory_counts_stages_and_parts():
     plain = big._replace(tma=False)
     assert kernels.shared_memory(plain, torch.bfloat16, (8, 0)) == 2 * stage + 1024
     assert kernels.shared_memory(plain, torch.float32, (9, 0)) == 2 * 2 * stage + 1024
-    # what these rules are for: one stage more is too much on one GPU and not on another
+    # the reason for these rules: one stage more is too much on one GPU but not on another
     assert big._replace(num_stages=4) in kernels.candidates(torch.bfloat16, (9, 0))
     first = kernels.ladder(torch.bfloat16, True, (12, 0))[0]
     assert first._replace(num_stages=4) not in kernels.candidates(torch.bfloat16, (12, 0))
@@ -386,9 +384,12 @@ def test_the_table_of_a_gpu_stands_before_the_heuristic(tmp_path, monkeypatch):
 
     assert [found(b) for b in (0, 5, 8, 9, 12, 20)] == [few, few, few, many, many, many]
     for other in (
-        found(5, dtype=torch.float16), found(5, aligned=False), found(5, name="NVIDIA Other"),
-        found(5, activation=None), found(5, out=3080),
-    ):  # fmt: skip
+        found(5, dtype=torch.float16),
+        found(5, aligned=False),
+        found(5, name="NVIDIA Other"),
+        found(5, activation=None),
+        found(5, out=3080),
+    ):
         assert other not in (few, many)
 
 

@@ -22,15 +22,13 @@ from tests.support.triton_fixtures import (
     far,
     fuzz,
     in_float64,
+    kernels_of,
     needs_lazy_memory,
     normal,
     padded,
 )
 
-kernels = pytest.importorskip(
-    "fastbert.kernels.linear", reason="Triton is not installed", exc_type=ImportError
-)
-pytest_plugins = ("tests.support.triton_fixtures",)
+kernels = kernels_of("linear")
 pytestmark = pytest.mark.usefixtures("checked_memory")
 
 
@@ -108,7 +106,7 @@ def test_g_is_correctly_rounded(dtype, activation):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_slopes_everywhere(activation, dtype):
-    """Over all that float16 holds, zeros of the derivative and far tails included."""
+    """Over all of float16's range, including zeros of the derivative and far tails."""
     z = torch.cat([torch.linspace(-14, 14, 4001), torch.logspace(-6, 4.8, 301)]).to(dtype)
     z = torch.cat([z, -z, torch.zeros(1, dtype=dtype)])
     z = torch.cat([z, z.new_zeros(-len(z) % 16)]).reshape(-1, 16).to(DEVICE)
@@ -118,11 +116,11 @@ def test_slopes_everywhere(activation, dtype):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_limits_and_nan(activation, dtype):
-    """Derivatives at ±∞ are 1 and 0; at 0 a half, relu's 0; NaN stays NaN but for relu: it is not > 0."""
+    """Derivatives at ±∞ are 1 and 0; at 0 a half, relu's 0; at NaN they are NaN, relu's 1 as in PyTorch."""
     pre = torch.tensor([[float("inf"), -float("inf"), 0.0, float("nan")]], dtype=dtype, device=DEVICE)
     g = passed(torch.ones_like(pre), pre, activation)[0][0]
     assert g[:3].tolist() == [1.0, 0.0, 0.0 if activation == "relu" else 0.5]
-    assert g[3].isnan() if activation != "relu" else g[3] == 0
+    assert g[3].isnan() if activation != "relu" else g[3] == 1
 
 
 def test_exact_on_small_integers():
@@ -139,7 +137,7 @@ def test_exact_on_small_integers():
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 47, 48, 49, 65])
 @pytest.mark.parametrize("out_features", [1, 15, 17, 256, 257])
 def test_edges_of_tiles(rows, out_features):
-    """Around the tiles' edges, 256 columns of 8 rows or 16 of 128; above six tiles programs take turns."""
+    """Around the edges of tiles (8 x 256 or 128 x 16); more than six tiles share six programs."""
     which = (rows + out_features) % 5
     activation = (None, *ACTIVATIONS)[which]
     assert_pass_right(arguments(rows, 3, out_features, DTYPES[rows % 3], activation))
@@ -153,7 +151,7 @@ def test_rows_of_many_tiles():
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_sums_in_float32(dtype):
-    """3,000 ones; and what is lost where g is rounded before it is summed."""
+    """Sums of 3,000 ones, and of numbers that are lost if g is rounded before it is summed."""
     dy = torch.ones(3000, 2, dtype=dtype, device=DEVICE)
     assert torch.equal(passed(dy, None, None)[1], torch.full((2,), 3000.0, device=DEVICE).to(dtype))
     dy, pre = dy[:1500], torch.full((1500, 2), 0.3, dtype=dtype, device=DEVICE)
@@ -190,7 +188,7 @@ def test_strided_rows_with_poisoned_padding():
 def test_offsets_beyond_2_to_31_elements():
     args = arguments(3, 4, 40)
     expected = passed(args["dy"], args["pre"], "gelu")
-    torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
+    torch.use_deterministic_algorithms(False)  # deterministic mode would fill the lazy pages
     assert_bit_equal(passed(far(args["dy"]), far(args["pre"], 24), "gelu"), expected)
 
 
@@ -208,7 +206,7 @@ def test_row_tiles_are_on_the_grid_axis_that_has_no_limit(monkeypatch):
 @pytest.mark.parametrize("activation", [None, "gelu", "silu"])
 @pytest.mark.parametrize("needs", [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)], ids=str)
 def test_only_what_is_needed(needs, activation):
-    """Of the shapes and values of the reference; what is not needed is not given either."""
+    """Shapes and values are the reference's; inputs of unneeded gradients are None."""
     args = arguments(21, 12, 33, activation=activation)
     args |= dict(zip(("need_dx", "need_dweight", "need_dbias"), map(bool, needs), strict=True))
     args |= {"weight": args["weight"] if needs[0] else None, "x": args["x"] if needs[1] else None}
@@ -272,7 +270,7 @@ def test_repeats_are_bit_equal_without_atomics(checked_memory):
 
 
 def test_training_is_served_by_the_table(monkeypatch):
-    """Products with an activation in half precision; those without one stay aten's."""
+    """Half-precision products with an activation are served here; those without one by aten."""
     monkeypatch.setitem(dispatch.TABLE, DEVICE.type, dispatch.TABLE["cuda"])
     monkeypatch.setattr(dispatch, "_resolved", {})
     monkeypatch.setattr(proving, "_verdicts", {})
@@ -304,8 +302,11 @@ def test_self_check_passes_in_every_dtype():
 
 @fuzz(30)
 @given(
-    st.integers(1, 80), st.integers(1, 300), st.sampled_from(DTYPES),
-    st.sampled_from([None, *ACTIVATIONS]), st.integers(0, 2**20),
-)  # fmt: skip
+    st.integers(1, 80),
+    st.integers(1, 300),
+    st.sampled_from(DTYPES),
+    st.sampled_from([None, *ACTIVATIONS]),
+    st.integers(0, 2**20),
+)
 def test_fuzz(rows, out_features, dtype, activation, seed):
     assert_pass_right(arguments(rows, 2, out_features, dtype, activation, seed))

@@ -12,17 +12,21 @@ from fastbert.backends import reference
 from fastbert.ops.packing import DTYPES
 from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.packing import CASES
-from tests.support.triton_fixtures import DEVICE, HugeStrides, far, fuzz, needs_lazy_memory
-
-kernels = pytest.importorskip(
-    "fastbert.kernels.packing", reason="Triton is not installed", exc_type=ImportError
+from tests.support.triton_fixtures import (
+    DEVICE,
+    HugeStrides,
+    far,
+    fuzz,
+    kernels_of,
+    needs_lazy_memory,
 )
-pytest_plugins = ("tests.support.triton_fixtures",)
+
+kernels = kernels_of("packing")
 pytestmark = pytest.mark.usefixtures("checked_memory")
 
 
 def random_bits(rows: int, inner: int, dtype: torch.dtype) -> torch.Tensor:
-    """Every bit pattern may come, NaNs among them; bool alone is 0 or 1."""
+    """Any bit pattern, NaNs included; bool is 0 or 1."""
     g = torch.Generator().manual_seed(rows + inner)
     if dtype == torch.bool:
         return torch.randint(2, (rows, inner), generator=g).bool().to(DEVICE)
@@ -35,7 +39,7 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 
 
 def chosen(rows: int, total: int, seed: int = 0) -> torch.Tensor:
-    """`total` of `rows` positions, rising strictly."""
+    """`total` of `rows` positions, strictly increasing."""
     g = torch.Generator().manual_seed(seed)
     return torch.randperm(rows, generator=g)[:total].sort().values.to(DEVICE)
 
@@ -73,7 +77,7 @@ def test_edges_of_tiles(rows, inner):
         assert_right(random_bits(rows, inner, torch.int16), random_bits(total, inner, torch.int16), indices)
 
 
-# Every number of steps of the search, and each end of the range: first, last and none of the rows kept
+# Every number of steps of the search; the first row, the last, or none is kept
 @pytest.mark.parametrize("total", [0, 1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 33])
 def test_search(total):
     for indices in (
@@ -101,7 +105,7 @@ def test_strided_rows_with_poisoned_padding():
 
 
 def test_one_column_of_a_matrix():
-    wide = random_bits(60, 40, torch.int16)  # its stride within a row is not 1, and does not matter
+    wide = random_bits(60, 40, torch.int16)  # its stride within a row is not 1, which is allowed
     assert_right(wide.t()[:1].t()[:, :1], wide[:20, 5:6], chosen(60, 20))
 
 
@@ -110,7 +114,7 @@ def test_offsets_beyond_2_to_31_elements(monkeypatch):
     x, packed = random_bits(5, 20, torch.int16), random_bits(3, 20, torch.int16)
     indices = torch.tensor([0, 3, 4])
     monkeypatch.setattr(kernels, "torch", HugeStrides())
-    torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
+    torch.use_deterministic_algorithms(False)  # deterministic mode would fill the lazy pages
     assert_right(far(x), far(packed), indices)
     assert kernels.packing_fwd(x, indices).stride(0) > 2**30
 

@@ -11,12 +11,17 @@ from fastbert import testing
 from fastbert.backends import reference
 from fastbert.ops.pooling import MODES
 from fastbert.testing.op_cases.pooling import CASES
-from tests.support.triton_fixtures import DEVICE, DTYPES, far, fuzz, needs_lazy_memory, packed
-
-kernels = pytest.importorskip(
-    "fastbert.kernels.pooling", reason="Triton is not installed", exc_type=ImportError
+from tests.support.triton_fixtures import (
+    DEVICE,
+    DTYPES,
+    far,
+    fuzz,
+    kernels_of,
+    needs_lazy_memory,
+    packed,
 )
-pytest_plugins = ("tests.support.triton_fixtures",)
+
+kernels = kernels_of("pooling")
 pytestmark = pytest.mark.usefixtures("checked_memory")
 
 
@@ -40,7 +45,7 @@ def test_cases(case, dtype):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("integer", [torch.int32, torch.int64])
 def test_edges_of_tiles(mode, integer):
-    """Lengths and widths around a tile, sequences without tokens among them."""
+    """Lengths and widths around a tile, and sequences without tokens."""
     for width in (1, 15, 16, 17, 128, 129, 300):
         block_m, _ = kernels.config(width)
         lengths = [0, 1, block_m - 1, block_m, block_m + 1, 0, 2 * block_m + 3, 0]
@@ -59,7 +64,7 @@ def test_strided_rows_with_poisoned_padding(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_sequence_is_alone(mode):
-    """NaN in one changes no other; the largest keeps it, as the mean does."""
+    """NaN in one sequence changes no other. Its maximum is NaN, as is its mean."""
     hidden, ends = packed([30, 70, 5], 20)
     alone = kernels.pooling_fwd(hidden[30:100], ends[1:3] - 30, mode)
     hidden[[0, 1, 33, 104]] = hidden[[0, 1, 33, 104]].index_fill(
@@ -94,8 +99,8 @@ def test_nothing_to_pool():
 
 @needs_lazy_memory
 def test_offsets_beyond_2_to_31_elements():
-    """Rows of which the last begin where 32 bits cannot say, in one sequence and in two."""
-    torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
+    """The last rows begin beyond 32-bit offsets, in one sequence and in two."""
+    torch.use_deterministic_algorithms(False)  # deterministic mode would fill the lazy pages
     hidden = far(torch.arange(100).reshape(5, 20).half())
     for ends in ([0, 5], [0, 1, 4, 5]):
         assert_right(hidden, torch.tensor(ends, dtype=torch.int32), "max")
@@ -120,8 +125,11 @@ def test_self_check_passes_in_every_dtype():
 
 @fuzz(100)
 @given(
-    st.lists(st.integers(0, 70), min_size=1, max_size=8), st.integers(1, 150), st.sampled_from(MODES),
-    st.sampled_from(DTYPES), st.integers(0, 3),
-)  # fmt: skip
+    st.lists(st.integers(0, 70), min_size=1, max_size=8),
+    st.integers(1, 150),
+    st.sampled_from(MODES),
+    st.sampled_from(DTYPES),
+    st.integers(0, 3),
+)
 def test_fuzz(lengths, width, mode, dtype, tail):
     assert_right(*packed(lengths, width, dtype, tail), mode)

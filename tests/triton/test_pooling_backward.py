@@ -11,12 +11,18 @@ from fastbert import testing
 from fastbert.ops.pooling import MODES, pooling, pooling_ref
 from fastbert.testing import proving, triton_interpreter
 from fastbert.testing.op_cases.pooling import CASES
-from tests.support.triton_fixtures import DEVICE, DTYPES, far, fuzz, needs_lazy_memory, packed, set_backends
-
-kernels = pytest.importorskip(
-    "fastbert.kernels.pooling", reason="Triton is not installed", exc_type=ImportError
+from tests.support.triton_fixtures import (
+    DEVICE,
+    DTYPES,
+    far,
+    fuzz,
+    kernels_of,
+    needs_lazy_memory,
+    packed,
+    set_backends,
 )
-pytest_plugins = ("tests.support.triton_fixtures",)
+
+kernels = kernels_of("pooling")
 pytestmark = pytest.mark.usefixtures("checked_memory")
 
 
@@ -53,7 +59,7 @@ def test_cases(case, dtype):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("integer", [torch.int32, torch.int64])
 def test_edges_of_tiles(mode, integer):
-    """Lengths and widths around a tile, sequences without tokens among them, a tail of several tiles."""
+    """Lengths and widths around a tile, sequences without tokens, and a tail of several tiles."""
     for width in (1, 15, 16, 17, 128, 129, 300):
         block_m, _ = kernels.config(width)
         lengths = [0, 1, block_m - 1, block_m, block_m + 1, 0, 2 * block_m + 3, 0]
@@ -63,7 +69,7 @@ def test_edges_of_tiles(mode, integer):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ties_share_the_gradient(dtype):
     hidden, ends = packed([70, 1, 33, 0, 2], 20, dtype)
-    hidden = hidden.sign()  # of ±1 about half are the largest
+    hidden = hidden.sign()  # of the numbers ±1 about half are the largest
     assert_right(hidden, ends, "max")
     assert_right(torch.zeros_like(hidden), ends, "max")
     assert_right(torch.full_like(hidden, -torch.inf), ends, "max")
@@ -78,7 +84,7 @@ def test_ties_are_exact():
 
 
 def test_a_nan_is_no_largest():
-    """Where y is NaN no element equals it: the gradient there is 0, as the contract says, and not NaN."""
+    """No element equals a y of NaN: its gradient is 0, as the contract says, not NaN."""
     hidden, ends = packed([30, 70, 5], 20)
     clean = run(upstream(ends, 20), hidden, ends, "max")
     hidden[[33, 104], 3] = torch.nan
@@ -90,7 +96,7 @@ def test_a_nan_is_no_largest():
 
 @pytest.mark.parametrize("mode", ["mean", "cls"])
 def test_only_max_reads_the_hidden_states(mode):
-    """The others get tensors that the sanitizer lets nobody read: without elements in memory."""
+    """The other modes get tensors without elements in memory, so that the sanitizer reports any read."""
     hidden, ends = packed([4, 0, 20], 24)
     dy = upstream(ends, 24)
     expected = run(dy, hidden, ends, mode)
@@ -126,10 +132,11 @@ def test_nothing_to_pool():
 @needs_lazy_memory
 @pytest.mark.parametrize("mode", MODES)
 def test_offsets_beyond_2_to_31_elements(mode, monkeypatch):
-    """Rows of which the last begin where 32 bits cannot say: of the input; and of the result, with one column
-    block computed.
+    """The last rows begin beyond 32-bit offsets: of the input, and of the result.
+
+    For the result one column block is computed.
     """
-    torch.use_deterministic_algorithms(False)  # it would fill the lazy pages
+    torch.use_deterministic_algorithms(False)  # deterministic mode would fill the lazy pages
     hidden = far(torch.arange(100).reshape(5, 20).half())
     for ends in ([0, 5], [0, 1, 4, 5]):
         assert_right(hidden, torch.tensor(ends, dtype=torch.int32), mode)
@@ -193,9 +200,13 @@ def test_self_check_passes_in_every_dtype():
 
 @fuzz(30)
 @given(
-    st.lists(st.integers(0, 70), min_size=1, max_size=8), st.integers(1, 150), st.sampled_from(MODES),
-    st.sampled_from(DTYPES), st.integers(0, 30), st.booleans(),
-)  # fmt: skip
+    st.lists(st.integers(0, 70), min_size=1, max_size=8),
+    st.integers(1, 150),
+    st.sampled_from(MODES),
+    st.sampled_from(DTYPES),
+    st.integers(0, 30),
+    st.booleans(),
+)
 def test_fuzz(lengths, width, mode, dtype, tail, ties):
     hidden, ends = packed(lengths, width, dtype, tail)
     assert_right(hidden.round() if ties else hidden, ends, mode)

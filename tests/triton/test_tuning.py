@@ -1,4 +1,4 @@
-"""The tables of tuned configs, their look-up, and `bench/tune.py`, which makes them."""
+"""The tables of tuned configs, their look-up, and `bench/tune.py`, which writes them."""
 
 from __future__ import annotations
 
@@ -117,9 +117,14 @@ def test_entries_come_once_and_what_triton_serves_first():
     keys = list(dict.fromkeys(task.key for task in half))
     assert keys[:3] == ["bfloat16 768x3072 gelu", "bfloat16 1024x4096 gelu", "bfloat16 64"]
     assert set(keys[3:]) == {
-        "bfloat16 768x2304", "bfloat16 768x768", "bfloat16 3072x768", "bfloat16 1024x3072",
-        "bfloat16 1024x1024", "bfloat16 4096x1024", "bfloat16 64 extras",
-    }  # fmt: skip
+        "bfloat16 768x2304",
+        "bfloat16 768x768",
+        "bfloat16 3072x768",
+        "bfloat16 1024x3072",
+        "bfloat16 1024x1024",
+        "bfloat16 4096x1024",
+        "bfloat16 64 extras",
+    }
     for task in tasks:
         rows = task.case.rows if task.op == "linear" else task.case.max_seqlen
         assert tuning.bucket(rows) == task.bucket
@@ -128,7 +133,7 @@ def test_entries_come_once_and_what_triton_serves_first():
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_an_entry_is_what_run_time_looks_up(monkeypatch, tmp_path, capability, dtype):
-    """A config written for a task is found by the kernel's own `config_for`, at the shapes of that task."""
+    """`config_for` of the kernel finds a config that was written for a task, at the shapes of that task."""
     monkeypatch.setattr(tuning, "TUNED", tmp_path)
     device = tuning.Device("GPU", capability, 100)
     for task in tune.tasks(["linear", "attention"], ["base"], [dtype], False):
@@ -172,7 +177,7 @@ def test_attention_candidates_fit_a_threads_registers(major, most):
         assert max(floats) <= most
         rows = [c.block_m / c.num_warps for c in configs[len(ladder) :]]
         assert max(rows) == (32 if major == 9 else 16)
-    assert max(floats) == most  # nor is the rule tighter than it says
+    assert max(floats) == most  # the rule is not tighter than it says either
     assert len(set(configs)) == len(configs)
 
 
@@ -190,7 +195,7 @@ def task():
 
 @pytest.fixture
 def few(monkeypatch):
-    """Four candidates; the heuristic's is the first. A function sets their times, in order."""
+    """Four candidates, the heuristic's first; and a function that sets their times, in order."""
     base = linear.ladder(FP32, True, (0, 0))[-1]
     configs = [base._replace(group_m=group) for group in (1, 2, 3, 4)]
     monkeypatch.setattr(tune, "candidates", lambda task, device: configs)
@@ -207,7 +212,7 @@ def few(monkeypatch):
 
 
 def plant(monkeypatch, config, fault):
-    """One config's kernel goes wrong."""
+    """Make the kernel of one config wrong."""
     real = linear.linear_fwd_with
 
     def planted(which, *args):

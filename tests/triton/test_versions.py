@@ -15,7 +15,7 @@ from tests.triton import test_compile as gates
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 OLDEST = ".".join(map(str, OLDEST_TRITON)) + ".0"
-# every suite that interprets kernels; `test_triton_linear` is tests/triton/test_linear.py
+# every suite that interprets kernels; the id test_triton_linear is tests/triton/test_linear.py
 FOLDER = pathlib.Path(__file__).parent
 NOT_INTERPRETED = {"test_compile", "test_versions", "test_tuning", "test_host_waits"}
 SUITES = sorted(path.stem for path in FOLDER.glob("test_*.py") if path.stem not in NOT_INTERPRETED)
@@ -36,18 +36,21 @@ def oldest(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture
 def environment(oldest, monkeypatch) -> dict[str, str]:
-    """Variables under which Python imports that Triton; proved by an import."""
+    """Variables under which Python imports that Triton, as an import proves."""
     monkeypatch.setenv("PYTHONPATH", f"{oldest}{os.pathsep}{ROOT}")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(oldest / "cache"))
     found = subprocess.run(
         [sys.executable, "-c", "import triton; print(triton.__version__, triton.__file__)"],
-        capture_output=True, text=True, check=True, timeout=300,
-    ).stdout  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    ).stdout
     assert found.split() == [OLDEST, str(oldest / "triton/__init__.py")]
     return dict(os.environ)
 
 
-# the gates are those of this environment; their processes inherit the path
+# the gates of this environment; their processes inherit the path
 @pytest.mark.parametrize("gate", [name for name in vars(gates) if name.startswith("test_")])
 def test_compiles(gate, environment):
     function = getattr(gates, gate)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, assert_type
 
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import assert_type
 
 import fastbert
 from fastbert.acceleration import Explanation

@@ -18,7 +18,8 @@ import math
 
 import torch
 
-from fastbert.ops.attention import (
+from fastbert.ops.attention import AttentionInputs, AttentionNeeds
+from fastbert.ops.attention_grid import (
     bits_shape,
     from_grid,
     grid_mask,
@@ -43,15 +44,10 @@ _MAX_SCORES = 1 << 20
 _MAX_GRID_SCORES = 1 << 26
 
 
-def attention_fwd(
-    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
-    return_probs, save_bits,
-):  # fmt: skip
-    if q.device.type != "cpu":
-        return _grid_fwd(
-            q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
-            return_probs, save_bits,
-        )  # fmt: skip
+def attention_fwd(inputs: AttentionInputs, return_probs, save_bits):
+    if inputs.q.device.type != "cpu":
+        return _grid_fwd(inputs, return_probs, save_bits)
+    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
     total, nheads, _ = q.shape
     compute = compute_dtype(q)
     out = q.new_empty(q.shape)
@@ -66,7 +62,7 @@ def attention_fwd(
         mask = _mask(bias, sequences, length, heads, causal, qs, fused)
         if fused:
             o, run_lse = _flash(qs, ks, vs, 0.0, causal and bias is None, attn_mask=mask, scale=softmax_scale)
-            if bias is not None:  # the kernel says 0 where a row is wholly masked
+            if bias is not None:  # the kernel returns 0 for a wholly masked row
                 run_lse = run_lse.masked_fill(mask.isneginf().all(-1), -math.inf)
         else:
             keep = _keep(cu_seqlens[sequences], length, heads, dropout_p, seed, offset)
@@ -88,20 +84,14 @@ def attention_fwd(
     return out, lse, probs, keep_bits
 
 
-def attention_bwd(
-    dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed,
-    offset, keep_bits, need_dq, need_dk, need_dv, need_dbias, need_dgate,
-):  # fmt: skip
-    if q.device.type != "cpu":
-        return _grid_bwd(
-            dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p,
-            seed, offset, keep_bits, need_dq, need_dk, need_dv, need_dbias, need_dgate,
-        )  # fmt: skip
+def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: AttentionNeeds):
+    if inputs.q.device.type != "cpu":
+        return _grid_bwd(dout, inputs, out, lse, keep_bits, need)
+    q, k, v, cu_seqlens, _, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
     (total, nheads, _), compute = q.shape, lse.dtype
-    needed = need_dq, need_dk, need_dv
-    grads = dq, dk, dv = [q.new_empty(q.shape if need else (0,)) for need in needed]
-    dbias = lse.new_zeros(bias.shape if need_dbias else (0,))
-    dgate = lse.new_zeros(gate.shape if need_dgate else (0,))
+    grads = dq, dk, dv = [q.new_empty(q.shape if needed else (0,)) for needed in need[:3]]
+    dbias = lse.new_zeros(bias.shape if need.dbias else (0,))
+    dgate = lse.new_zeros(gate.shape if need.dgate else (0,))
     ends = cu_seqlens.tolist()
     for sequences, rows, length, heads in _runs(ends, nheads, q.dtype, False):
         do, qs, ks, vs = (_run(t, rows, length, heads).to(compute) for t in (dout, q, k, v))
@@ -112,13 +102,14 @@ def attention_bwd(
         else:
             keep = unpack_bits(_bits_of(keep_bits, rows, length, heads), length)
         empty = _run(lse.t(), rows, length, heads).isneginf()
+        empty = empty if empty.any() else None
+        factor = None if gate is None else gate[heads]
         *parts, ds, head = _explicit_bwd(
-            do, qs, ks, vs, empty if empty.any() else None, mask, blocked, softmax_scale,
-            None if gate is None else gate[heads], keep, dropout_p, needed, need_dgate,
-        )  # fmt: skip
-        if need_dgate:
+            do, qs, ks, vs, empty, mask, blocked, softmax_scale, factor, keep, dropout_p, need
+        )
+        if need.dgate:
             dgate[heads] += head
-        if need_dbias:
+        if need.dbias:
             part = _cut(dbias, sequences, length, heads)
             part += ds.sum_to_size(part.shape)
         for grad, part in zip(grads, parts, strict=True):
@@ -131,7 +122,7 @@ def attention_bwd(
 
 
 def _finite_scores(q, k, bias, softmax_scale, compute):
-    """Whether no score can be NaN or infinite, except where bias masks it. False proves nothing."""
+    """Whether no score can be NaN or infinite, except where bias masks it; False proves nothing."""
     if q.numel() == 0:
         return True
     most = torch.linalg.vector_norm(q, math.inf, dtype=compute) * abs(softmax_scale)
@@ -218,7 +209,7 @@ def _mask(bias, sequences, length, heads, causal, like, fused):
 
 
 def _future(length, like):
-    """The scores that a causal mask hides, (length, length). They are overwritten: a sum would keep a NaN."""
+    """The scores that a causal mask hides, (length, length); to overwrite, since adding -inf keeps a NaN."""
     return torch.ones((length, length), dtype=torch.bool, device=like.device).triu(1)
 
 
@@ -242,7 +233,7 @@ def _scores(q, k, mask, blocked, softmax_scale):
 
 
 def _explicit_fwd(q, k, v, mask, blocked, softmax_scale, keep, dropout_p):
-    """(out, lse, probs), (batch, nheads, S, …) in the compute dtype; a wholly masked row gives 0, -inf, 0."""
+    """(out, lse, probs), (batch, nheads, S, …) in the compute dtype; a wholly masked row has 0, -inf, 0."""
     scores = _scores(q, k, mask, blocked, softmax_scale)
     top = scores.amax(-1, keepdim=True)
     top.masked_fill_(top.isneginf(), 0.0)
@@ -254,39 +245,34 @@ def _explicit_fwd(q, k, v, mask, blocked, softmax_scale, keep, dropout_p):
     return torch.matmul(dropped, v), lse, probs
 
 
-def _explicit_bwd(
-    dout, q, k, v, empty, mask, blocked, softmax_scale, gate, keep, dropout_p, needed, need_dgate
-):
+def _explicit_bwd(dout, q, k, v, empty, mask, blocked, softmax_scale, gate, keep, dropout_p, need):
     """(dq, dk, dv, dS, dgate), None where not needed.
 
     `empty` says which rows are wholly masked; None: no row is.
     """
-    need_dq, need_dk, need_dv = needed
     scores = _scores(q, k, mask, blocked, softmax_scale)
     probs = torch.softmax(scores, -1)
     if empty is not None:
         probs.masked_fill_(empty.unsqueeze(-1), 0.0)
     dropped = probs if keep is None else probs * keep * (1.0 / (1.0 - dropout_p))
-    dgate = (dout * torch.matmul(dropped, v)).sum((0, 2, 3)) if need_dgate else None
+    dgate = (dout * torch.matmul(dropped, v)).sum((0, 2, 3)) if need.dgate else None
     if gate is not None:
         dout = dout * gate.to(dout.dtype).reshape(-1, 1, 1)
-    dv = torch.matmul(dropped.transpose(-1, -2), dout) if need_dv else None
+    dv = torch.matmul(dropped.transpose(-1, -2), dout) if need.dv else None
     dprobs = torch.matmul(dout, v.transpose(-1, -2))
     if keep is not None:
         dprobs.mul_(keep).mul_(1.0 / (1.0 - dropout_p))
     ds = torch.ops.aten._softmax_backward_data(dprobs, probs, -1, probs.dtype)  # probs * (dprobs - delta)
-    dq = torch.matmul(ds, k).mul_(softmax_scale) if need_dq else None
-    dk = torch.matmul(ds.transpose(-1, -2), q).mul_(softmax_scale) if need_dk else None
+    dq = torch.matmul(ds, k).mul_(softmax_scale) if need.dq else None
+    dk = torch.matmul(ds.transpose(-1, -2), q).mul_(softmax_scale) if need.dk else None
     return dq, dk, dv, ds, dgate
 
 
 # --- the dense grid: devices where reading cu_seqlens on the host would synchronise -------------------------
 
 
-def _grid_fwd(
-    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
-    return_probs, save_bits,
-):  # fmt: skip
+def _grid_fwd(inputs: AttentionInputs, return_probs, save_bits):
+    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
     total, nheads, headdim = q.shape
     compute = compute_dtype(q)
     batch = cu_seqlens.shape[0] - 1
@@ -318,19 +304,15 @@ def _grid_fwd(
     return from_grid(out, cu_seqlens, total).to(q.dtype), lse, probs, keep_bits
 
 
-def _grid_bwd(
-    dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed,
-    offset, keep_bits, need_dq, need_dk, need_dv, need_dbias, need_dgate,
-):  # fmt: skip
+def _grid_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: AttentionNeeds):
+    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
     total, nheads, headdim = q.shape
     compute = lse.dtype
     batch = cu_seqlens.shape[0] - 1
-    needed = need_dq, need_dk, need_dv
-    grads = [
-        [q.new_zeros((0, max_seqlen, nheads, headdim), dtype=compute)] if need else [] for need in needed
-    ]
-    dbias = lse.new_zeros(bias.shape if need_dbias else (0,))
-    dgate = lse.new_zeros(gate.shape if need_dgate else (0,))
+    none = q.new_zeros((0, max_seqlen, nheads, headdim), dtype=compute)
+    grads = [[none] if needed else [] for needed in need[:3]]
+    dbias = lse.new_zeros(bias.shape if need.dbias else (0,))
+    dgate = lse.new_zeros(gate.shape if need.dgate else (0,))
     for chunk in _chunks(batch, nheads, max_seqlen):
         ends = cu_seqlens[chunk.start : chunk.stop + 1]
         do, qs, ks, vs = (to_grid(t, ends, max_seqlen).to(compute).transpose(1, 2) for t in (dout, q, k, v))
@@ -342,12 +324,11 @@ def _grid_bwd(
             keep = unpack_bits(words, max_seqlen)
         empty = to_grid(lse.t(), ends, max_seqlen).transpose(1, 2).isneginf() | blocked.all(-1)
         *parts, ds, head = _explicit_bwd(
-            do, qs, ks, vs, empty, mask, blocked, softmax_scale, gate, keep, dropout_p, needed,
-            need_dgate,
-        )  # fmt: skip
-        if need_dgate:
+            do, qs, ks, vs, empty, mask, blocked, softmax_scale, gate, keep, dropout_p, need
+        )
+        if need.dgate:
             dgate += head
-        if need_dbias:
+        if need.dbias:
             part = dbias[chunk] if dbias.shape[0] > 1 else dbias
             part += ds.sum_to_size(part.shape)
         for grad, part in zip(grads, parts, strict=True):

@@ -8,15 +8,16 @@ from torch.nn import functional as F
 from fastbert.backends.aten.layer_norm import layer_norm_bwd, layer_norm_fwd
 from fastbert.ops.checks import FLOATS, compute_dtype
 from fastbert.ops.dropout import keep_mask_2d
+from fastbert.ops.embedding import EmbeddingInputs, EmbeddingSaved
+from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
 
 DTYPES = FLOATS
 
 
-def embedding_fwd(
-    input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment, ln_weight, ln_bias,
-    eps, dropout_p, seed, offset, save,
-):  # fmt: skip
-    dtype = (word if inputs_embeds is None else inputs_embeds).dtype
+def embedding_fwd(inputs: EmbeddingInputs, save):
+    input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment, *rest = inputs
+    ln_weight, ln_bias, _padding_idx, eps, dropout_p, seed, offset = rest
+    dtype = inputs.source.dtype
     stats = torch.float64 if dtype == torch.float64 else torch.float32
     if inputs_embeds is None:
         z = F.embedding(input_ids, word).to(stats)
@@ -26,22 +27,23 @@ def embedding_fwd(
         z.add_(F.embedding(position_ids, position))
     if segment is not None:
         z.add_(F.embedding(token_type_ids, segment))
-    y, _, mean, rstd = layer_norm_fwd(z, ln_weight, ln_bias, None, None, eps, 0.0, None, 0, save)
+    y, _, mean, rstd = layer_norm_fwd(LayerNormInputs(z, ln_weight, ln_bias, eps=eps), save)
     if dropout_p > 0:
         y.mul_(keep_mask_2d(seed, offset, *y.shape, dropout_p).to(stats) * (1.0 / (1.0 - dropout_p)))
     return y.to(dtype), z.to(dtype) if save else z.new_empty(0, dtype=dtype), mean, rstd
 
 
-def embedding_bwd(
-    dy, z, ln_weight, mean, rstd, input_ids, position_ids, token_type_ids, word_rows, position_rows,
-    segment_rows, padding_idx, dropout_p, seed, offset, need_dinputs_embeds, need_dln,
-):  # fmt: skip
+def embedding_bwd(dy, saved: EmbeddingSaved, need_dinputs_embeds, need_dln):
+    z, ln_weight, mean, rstd, input_ids, position_ids, token_type_ids, *rest = saved
+    word_rows, position_rows, segment_rows, padding_idx, dropout_p, seed, offset = rest
     dtype, stats = dy.dtype, compute_dtype(dy)
     if dropout_p > 0:
         dy = dy * (keep_mask_2d(seed, offset, *dy.shape, dropout_p).to(stats) * (1.0 / (1.0 - dropout_p)))
     need_dz = need_dinputs_embeds or word_rows + position_rows + segment_rows > 0
     dz, _, dln_weight, dln_bias, _ = layer_norm_bwd(
-        dy.to(stats), z.to(stats), ln_weight, mean, rstd, 0.0, None, 0, need_dz, need_dln, False, False
+        dy.to(stats),
+        LayerNormSaved(z.to(stats), ln_weight, mean, rstd),
+        LayerNormNeeds(dx=need_dz, dweight=need_dln, dx_bias=False, dresidual=False),
     )
 
     def scatter(ids, rows, skip):

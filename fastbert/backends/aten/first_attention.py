@@ -13,11 +13,13 @@ from itertools import groupby, pairwise
 import torch
 
 from fastbert.ops.checks import FLOATS, compute_dtype
+from fastbert.ops.first_attention import FirstAttentionInputs
 
 DTYPES = FLOATS
 
 
-def first_attention_fwd(x, q, key_weight, value_weight, value_bias, cu_seqlens, softmax_scale, bias, gate):
+def first_attention_fwd(inputs: FirstAttentionInputs):
+    x, q, key_weight, value_weight, value_bias, cu_seqlens, softmax_scale, bias, gate = inputs
     compute = compute_dtype(x)
     batch, nheads, head_dim = q.shape
     wk, wv = (w.to(compute).reshape(nheads, head_dim, -1) for w in (key_weight, value_weight))

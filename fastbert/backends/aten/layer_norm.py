@@ -7,12 +7,13 @@ import torch
 from fastbert.backends.reference import layer_norm as reference
 from fastbert.ops.checks import FLOATS, compute_dtype
 from fastbert.ops.dropout import keep_mask_2d
-from fastbert.ops.layer_norm import NARROW
+from fastbert.ops.layer_norm import NARROW, LayerNormInputs, LayerNormNeeds, LayerNormSaved
 
 DTYPES = FLOATS
 
 
-def layer_norm_fwd(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, save):
+def layer_norm_fwd(inputs: LayerNormInputs, save):
+    x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset = inputs
     # The sum is taken in float32 and normalised unrounded; native_layer_norm then needs no second cast.
     stats = compute_dtype(x)
     summed = residual is not None or x_bias is not None or dropout_p > 0
@@ -29,7 +30,7 @@ def layer_norm_fwd(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offs
     scale, shift = weight.to(stats), None if bias is None else bias.to(stats)
     y, mean, rstd = torch.native_layer_norm(wide, wide.shape[1:], scale, shift, eps)
     if x.device.type == "cpu" and not torch.isfinite(mean + rstd).all():
-        # Where squares overflow, PyTorch's merging of partial variances says NaN. The variance is infinite.
+        # Where squares overflow, PyTorch's merging of partial variances returns NaN instead of infinity.
         wrong = ~torch.isfinite(mean + rstd).squeeze(1)
         rows = wide[wrong]
         row_mean = rows.mean(1, keepdim=True)
@@ -43,15 +44,11 @@ def layer_norm_fwd(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offs
     return y, z.to(x.dtype) if summed else x.new_empty(0), mean.reshape(-1), rstd.reshape(-1)
 
 
-def layer_norm_bwd(
-    dy, z, weight, mean, rstd, dropout_p, seed, offset, need_dx, need_dweight, need_dxbias, need_dresidual
-):
+def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds):
+    z, weight, mean, rstd, dropout_p, seed, offset = saved
     if z.shape[1] <= NARROW:
         # PyTorch's z * rstd - mean * rstd cancels where a narrow row makes rstd large.
-        return reference.layer_norm_bwd(
-            dy, z, weight, mean, rstd, dropout_p, seed, offset,
-            need_dx, need_dweight, need_dxbias, need_dresidual,
-        )  # fmt: skip
+        return reference.layer_norm_bwd(dy, saved, need)
     stats = compute_dtype(z)
     dz, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
         dy.to(stats),
@@ -61,16 +58,16 @@ def layer_norm_bwd(
         rstd.unsqueeze(1),
         weight.to(stats),
         weight.new_zeros(weight.shape, dtype=stats),
-        [need_dx or need_dxbias or need_dresidual, need_dweight, need_dweight],
+        [need.dx or need.dx_bias or need.dresidual, need.dweight, need.dweight],
     )
     dx = dz
-    if dropout_p > 0 and (need_dx or need_dxbias):
+    if dropout_p > 0 and (need.dx or need.dx_bias):
         keep = keep_mask_2d(seed, offset, *z.shape, dropout_p).to(stats)
         dx = dz * (keep * (1.0 / (1.0 - dropout_p)))
     return (
-        dx.to(z.dtype) if need_dx else z.new_empty(0),
-        dz.to(z.dtype) if need_dresidual and (dropout_p > 0 or not need_dx) else z.new_empty(0),
-        dweight if need_dweight else mean.new_empty(0),
-        dbias if need_dweight else mean.new_empty(0),
-        dx.sum(0) if need_dxbias else mean.new_empty(0),
+        dx.to(z.dtype) if need.dx else z.new_empty(0),
+        dz.to(z.dtype) if need.dresidual and (dropout_p > 0 or not need.dx) else z.new_empty(0),
+        dweight if need.dweight else mean.new_empty(0),
+        dbias if need.dweight else mean.new_empty(0),
+        dx.sum(0) if need.dx_bias else mean.new_empty(0),
     )

@@ -19,15 +19,15 @@ from fastbert.ops.checks import FLOATS, compute_dtype
 
 DTYPES = FLOATS
 
-# From so many rows on, casting the weight pays: 0.9 x at 32 rows, 1.35 x at 128, 1.75 x at 1024.
+# The fewest rows for which casting the weight pays (csrc/cpu/NOTES.md).
 _WIDE_ROWS = 64
 
 
 @lru_cache(maxsize=1)
 def _bf16_is_slow() -> bool:
-    """Whether this CPU multiplies bfloat16 slower than float32: x86 without AMX, but for AMD's AVX512-BF16.
+    """Whether this CPU multiplies bfloat16 slower than float32: x86 without AMX, except AMD's AVX512-BF16.
 
-    Intel's vdpbf16ps has half the issue rate of its float32 multiply-add, so the two are even at best.
+    Intel's vdpbf16ps has half the issue rate of its float32 multiply-add, so the two are equal at best.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return False
@@ -91,8 +91,9 @@ def _activate(pre, y, activation):
 
 
 def _is_far(pre):
-    """Whether PyTorch's float32 GELU on the CPU may be wrong: from half of the greatest number on it returns
-    inf, for inf NaN.
+    """Whether PyTorch's float32 GELU on the CPU may be wrong.
+
+    It returns inf from half of the greatest number on, and NaN for inf.
     """
     return pre.numel() > 0 and not pre.amax() < 0.25 * torch.finfo(pre.dtype).max
 

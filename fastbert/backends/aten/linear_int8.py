@@ -27,7 +27,7 @@ _GPU_ROWS = 24
 _GPU_STEP = 8
 
 
-def linear_int8_fwd(x, weight, scale, bias, activation, panels):
+def linear_int8_fwd(x, weight, scale, bias, activation, panels=None):
     compute = compute_dtype(x)
     wide = x.float()
     lo, hi = torch.aminmax(wide, dim=1, keepdim=True)
@@ -37,7 +37,7 @@ def linear_int8_fwd(x, weight, scale, bias, activation, panels):
     step.masked_fill_(step < SMALLEST_STEP, 1.0)
     inv = 1.0 / step
     zero = (lo * inv).neg_().round_()
-    # Rows with NaN or infinity: whatever integers they become, step * NaN makes the row NaN.
+    # Rows with NaN or infinity: step * NaN makes the row NaN, whichever integers it has.
     step = step + (width - width)
     v = (wide * inv).round_().add_(zero).clamp_(0, 255).sub_(128).nan_to_num_(0)
     zero.nan_to_num_(0)
@@ -80,7 +80,7 @@ def _rows_given(rows, k, out, device):
 
 @lru_cache(maxsize=16)
 def _int_mm_is_exact(device: torch.device) -> bool:
-    """Whether torch._int_mm (a private name) is there, takes this device and gives exact sums on it.
+    """Whether torch._int_mm (a private name) exists, runs on this device and returns exact sums there.
 
     Byte products on x86 without VNNI may saturate in 16 bits; an old GPU has none.
     """

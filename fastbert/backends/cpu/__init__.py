@@ -34,7 +34,7 @@ from fastbert.backends.cpu.linear_cross_entropy import (
 from fastbert.backends.cpu.linear_int8 import linear_int8_fwd, linear_int8_panels
 from fastbert.backends.cpu.packing import packing_bwd, packing_fwd
 from fastbert.backends.cpu.sizes import keeps_panels, sequence_blocks
-from fastbert.runtime import native as _native
+from fastbert.runtime import loader
 
 DTYPES = {
     "attention": attention.DTYPES,
@@ -80,4 +80,4 @@ def available(device_type: str) -> str | None:
     """None where the kernels run on this device type, else why not."""
     if device_type != "cpu":
         return f"runs on cpu, not on {device_type}"
-    return _native.cpu_gap()
+    return loader.cpu_gap()

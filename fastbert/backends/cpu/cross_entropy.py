@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fastbert.backends.extension import DTYPE_CODES, STORED
-from fastbert.runtime.native import extension as _C
+from fastbert.runtime.loader import extension as _C
 
 DTYPES = STORED
 
@@ -16,10 +16,12 @@ def cross_entropy_fwd(logits, labels, ignore_index, label_smoothing):
     lse = logits.new_empty((2, rows), dtype=torch.float32)
     count = labels.new_empty(())
     _C.cpu_cross_entropy_fwd(
-        DTYPE_CODES[logits.dtype], rows, classes, logits.data_ptr(), logits.stride(0), labels.data_ptr(),
-        ignore_index, label_smoothing,
-        loss.data_ptr(), lse.data_ptr(), count.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        *(DTYPE_CODES[logits.dtype], rows, classes),
+        *(logits.data_ptr(), logits.stride(0), labels.data_ptr()),
+        *(ignore_index, label_smoothing),
+        *(loss.data_ptr(), lse.data_ptr(), count.data_ptr()),
+        torch.get_num_threads(),
+    )
     return loss, lse, count
 
 
@@ -27,8 +29,10 @@ def cross_entropy_bwd(dloss, logits, labels, lse, count, ignore_index, label_smo
     rows, classes = logits.shape
     dlogits = logits.new_empty(rows, classes)
     _C.cpu_cross_entropy_bwd(
-        DTYPE_CODES[logits.dtype], rows, classes, logits.data_ptr(), logits.stride(0), labels.data_ptr(),
-        ignore_index, label_smoothing,
-        dloss.data_ptr(), lse.data_ptr(), count.data_ptr(), dlogits.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        *(DTYPE_CODES[logits.dtype], rows, classes),
+        *(logits.data_ptr(), logits.stride(0), labels.data_ptr()),
+        *(ignore_index, label_smoothing),
+        *(dloss.data_ptr(), lse.data_ptr(), count.data_ptr(), dlogits.data_ptr()),
+        torch.get_num_threads(),
+    )
     return dlogits

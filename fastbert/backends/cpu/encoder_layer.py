@@ -11,8 +11,8 @@ from fastbert.backends.cpu.linear import linear_panels
 from fastbert.backends.extension import DTYPE_CODES, vector
 from fastbert.ops.activation import CODES
 from fastbert.runtime.dispatch import plain
-from fastbert.runtime.native import address
-from fastbert.runtime.native import extension as _C
+from fastbert.runtime.loader import address
+from fastbert.runtime.loader import extension as _C
 
 # Bytes from which glibc returns a freed block to the system instead of leaving a hole in its heap.
 _RETURNED = 33 << 20

@@ -1,7 +1,7 @@
 """`linear` by the `cpu` backend: csrc/cpu/linear; contract in fastbert/ops/linear.py.
 
 A weight is multiplied from panels of 64 columns (csrc/cpu/linear.h). Inference keeps them (`linear_panels`).
-Elsewhere they are made for the call, which pays from `_PANEL_ROWS` rows on; `aten` multiplies fewer rows.
+Otherwise they are made for the call, which pays from `_PANEL_ROWS` rows on; `aten` multiplies fewer rows.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from fastbert.backends.aten import linear as aten
 from fastbert.backends.extension import DTYPE_CODES, STORED, vector
 from fastbert.ops.activation import CODES
 from fastbert.runtime.dispatch import plain
-from fastbert.runtime.native import address
-from fastbert.runtime.native import extension as _C
+from fastbert.runtime.loader import address
+from fastbert.runtime.loader import extension as _C
 
 DTYPES = STORED
 
-# From so many rows on, making panels for one product costs less than it gains.
+# The fewest rows for which making panels for one product costs less than it gains.
 _PANEL_ROWS = 32
 
 
@@ -30,10 +30,9 @@ def _panels(b: torch.Tensor, panels: torch.Tensor | None = None) -> torch.Tensor
     """The (depth, columns) matrix `b`, one of its strides 1, in panels: a vector of the same dtype."""
     depth, columns = b.shape
     panels = b.new_empty(_C.cpu_linear_panels_size(depth, columns)) if panels is None else panels
-    _C.cpu_linear_panels(
-        DTYPE_CODES[b.dtype], depth, columns, address(b), *_strides(b), panels.data_ptr(),
-        torch.get_num_threads(),
-    )  # fmt: skip
+    matrix = address(b), *_strides(b)
+    threads = torch.get_num_threads()
+    _C.cpu_linear_panels(DTYPE_CODES[b.dtype], depth, columns, *matrix, panels.data_ptr(), threads)
     return panels
 
 
@@ -45,12 +44,15 @@ def _product(a, b, columns, bias=None, activation=None, residual=None, pre=None)
     rows, depth = a.shape
     right = (address(b), 0, 0) if b.dim() == 1 else (0, address(b), b.stride(0))
     c = a.new_empty(rows, columns)
+    added = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
     _C.cpu_linear_product(
-        DTYPE_CODES[a.dtype], rows, columns, depth, a.data_ptr(), *_strides(a), *right,
-        *vector(bias), CODES[activation],
-        *((0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))),
-        c.data_ptr(), 0 if pre is None else pre.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        *(DTYPE_CODES[a.dtype], rows, columns, depth),
+        *(a.data_ptr(), *_strides(a), *right),
+        *(*vector(bias), CODES[activation], *added),
+        c.data_ptr(),
+        0 if pre is None else pre.data_ptr(),
+        torch.get_num_threads(),
+    )
     return c
 
 
@@ -81,11 +83,15 @@ def linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias
     dbias = dy.new_empty(out if need_dbias else 0, dtype=torch.float32)
     if need_dbias or activation is not None:
         _C.cpu_linear_activation_bwd(
-            DTYPE_CODES[dy.dtype], rows, out, dy.data_ptr(), 0 if activation is None else pre.data_ptr(),
-            CODES[activation], 0 if activation is None else g.data_ptr(),
-            dbias.data_ptr() if need_dbias else 0, torch.get_num_threads(),
-        )  # fmt: skip
-    if dy.dtype == torch.float32:  # where nothing is to be widened, copying for one product does not pay
+            *(DTYPE_CODES[dy.dtype], rows, out, dy.data_ptr()),
+            0 if activation is None else pre.data_ptr(),
+            CODES[activation],
+            0 if activation is None else g.data_ptr(),
+            dbias.data_ptr() if need_dbias else 0,
+            torch.get_num_threads(),
+        )
+    # float32 needs no widening, and then copying for one product does not pay
+    if dy.dtype == torch.float32:
         dx, dweight = g @ weight if need_dx else None, g.t() @ x if need_dweight else None
     else:
         dx = _product(g, weight, weight.shape[1]) if need_dx else None

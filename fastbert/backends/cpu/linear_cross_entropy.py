@@ -1,8 +1,8 @@
-"""`linear_cross_entropy` by the `cpu` backend's `linear` and `cross_entropy`, but for float32's logits.
+"""`linear_cross_entropy` by the `cpu` backend's `linear` and `cross_entropy`; float32 logits by `aten`.
 
-A chunk has few rows and a vocabulary many columns. There, making panels of a float32 weight for one product
-takes half as long as the product, and MKL needs none. A half-precision weight must be widened in any case,
-which making panels does.
+A chunk has few rows, a vocabulary many columns. Making panels of a float32 weight for one such product takes
+long compared with the product, and MKL needs none (csrc/cpu/NOTES.md). A half-precision weight must be
+widened in any case, which making panels does.
 """
 
 from __future__ import annotations

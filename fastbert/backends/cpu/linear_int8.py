@@ -1,7 +1,7 @@
 """`linear_int8` by the `cpu` backend: csrc/cpu/linear_int8; contract in fastbert/ops/linear_int8.py.
 
-`panels` are laid out for the instruction set that was in use when they were made. Where that has changed, as
-only tests do, their size no longer fits, and panels are made for the call.
+`panels` are laid out for the instruction set that was in use when they were made. Only tests change it. Then
+the size of old panels no longer fits, and new ones are made for the call.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 from fastbert.backends.extension import DTYPE_CODES, STORED, vector
 from fastbert.ops.activation import CODES
 from fastbert.runtime.dispatch import plain
-from fastbert.runtime.native import address
-from fastbert.runtime.native import extension as _C
+from fastbert.runtime.loader import address
+from fastbert.runtime.loader import extension as _C
 
 DTYPES = STORED
 
@@ -30,7 +30,16 @@ def linear_int8_fwd(x, weight, scale, bias, activation, panels=None):
         panels = linear_int8_panels(weight)
     y = x.new_empty(rows, out)
     _C.cpu_linear_int8(
-        DTYPE_CODES[x.dtype], rows, out, depth, x.data_ptr(), x.stride(0), panels.data_ptr(),
-        address(scale), *vector(bias), CODES[activation], y.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+        DTYPE_CODES[x.dtype],
+        rows,
+        out,
+        depth,
+        *(x.data_ptr(), x.stride(0)),
+        panels.data_ptr(),
+        address(scale),
+        *vector(bias),
+        CODES[activation],
+        y.data_ptr(),
+        torch.get_num_threads(),
+    )
     return y

@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 
 from fastbert.ops import packing
-from fastbert.runtime.native import extension as _C
+from fastbert.runtime.loader import extension as _C
 
 DTYPES = packing.DTYPES
 
 
 def _copy(launch, x, indices, rows, out):
     indices, item = indices.contiguous(), x.element_size()
-    launch(
-        x.data_ptr(), x.stride(0) * item, x.shape[1] * item, indices.data_ptr(), indices.shape[0], rows,
-        out.data_ptr(), torch.get_num_threads(),
-    )  # fmt: skip
+    source = x.data_ptr(), x.stride(0) * item, x.shape[1] * item
+    kept = indices.data_ptr(), indices.shape[0]
+    launch(*source, *kept, rows, out.data_ptr(), torch.get_num_threads())
     return out
 
 

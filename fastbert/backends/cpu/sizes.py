@@ -5,8 +5,8 @@ The numbers are measured (csrc/cpu/NOTES.md).
 
 from __future__ import annotations
 
-# From so many rows on, panels of a floating-point weight are made for the call and not kept: beside the
-# product, making them costs next to nothing.
+# The fewest rows for which panels of a floating-point weight are made for the call and not kept: making them
+# costs next to nothing compared with the product.
 MANY_ROWS = 1536
 # Rows per block of a large batch, where each block makes its panels.
 BLOCK_ROWS = 2048

@@ -6,16 +6,16 @@ import functools
 
 import torch
 
-from fastbert.runtime import native as _native
+from fastbert.runtime import loader
 
-extension = _native.extension
+extension = loader.extension
 
 
 def available(device_type: str) -> str | None:
     """None where the kernels run on this device type, else why not."""
     if device_type != "cuda":
         return f"runs on cuda, not on {device_type}"
-    return _native.cuda_gap()
+    return loader.cuda_gap()
 
 
 def place(device: torch.device) -> tuple[int, int]:

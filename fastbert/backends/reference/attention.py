@@ -11,16 +11,15 @@ from itertools import pairwise
 
 import torch
 
-from fastbert.ops.attention import attention_ref, bits_shape, keep_mask, pack_bits
+from fastbert.ops.attention import AttentionInputs, AttentionNeeds, attention_ref
+from fastbert.ops.attention_grid import bits_shape, keep_mask, pack_bits
 from fastbert.ops.checks import FLOATS, compute_dtype
 
 DTYPES = FLOATS
 
 
-def attention_fwd(
-    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset,
-    return_probs, save_bits,
-):  # fmt: skip
+def attention_fwd(inputs: AttentionInputs, return_probs, save_bits):
+    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
     total, nheads, _ = q.shape
     compute = compute_dtype(q)
     out = q.new_zeros(q.shape)
@@ -49,18 +48,15 @@ def attention_fwd(
     return out, lse, probs, keep_bits
 
 
-def attention_bwd(
-    dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed,
-    offset, keep_bits, need_dq, need_dk, need_dv, need_dbias, need_dgate,
-):  # fmt: skip
+def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: AttentionNeeds):
+    q, k, v, cu_seqlens, _, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
     compute, nheads = lse.dtype, q.shape[1]
-    dq, dk, dv = (q.new_zeros(q.shape if needed else (0,)) for needed in (need_dq, need_dk, need_dv))
-    dbias = lse.new_zeros(bias.shape if need_dbias else (0,))
-    dgate = lse.new_zeros(gate.shape if need_dgate else (0,))
+    dq, dk, dv = (q.new_zeros(q.shape if needed else (0,)) for needed in need[:3])
+    dbias = lse.new_zeros(bias.shape if need.dbias else (0,))
+    dgate = lse.new_zeros(gate.shape if need.dgate else (0,))
     for b, (rows, length) in _sequences(cu_seqlens):
-        qs, ks, vs, do = (
-            t[rows].to(compute).transpose(0, 1) for t in (q, k, v, dout)
-        )  # (nheads, length, headdim)
+        # (nheads, length, headdim)
+        qs, ks, vs, do = (t[rows].to(compute).transpose(0, 1) for t in (q, k, v, dout))
         keep = _keep(cu_seqlens, b, length, nheads, dropout_p, seed, offset)
         p = attention_ref(
             *(t.transpose(0, 1).unsqueeze(0) for t in (qs, ks, vs)),
@@ -69,7 +65,7 @@ def attention_bwd(
             bias=None if bias is None else _cut(bias, b, length),
         )[2][0]  # (nheads, length, length)
         dropped = p if keep is None else p * keep[0] / (1.0 - dropout_p)
-        if need_dgate:
+        if need.dgate:
             dgate += (do * (dropped @ vs)).sum((1, 2))
         if gate is not None:
             do = do * gate.to(compute).reshape(-1, 1, 1)
@@ -77,13 +73,13 @@ def attention_bwd(
         if keep is not None:
             dp = dp * keep[0] / (1.0 - dropout_p)
         ds = p * (dp - (p * dp).sum(-1, keepdim=True))
-        if need_dq:
+        if need.dq:
             dq[rows] = (softmax_scale * (ds @ ks)).transpose(0, 1).to(q.dtype)
-        if need_dk:
+        if need.dk:
             dk[rows] = (softmax_scale * (ds.transpose(1, 2) @ qs)).transpose(0, 1).to(q.dtype)
-        if need_dv:
+        if need.dv:
             dv[rows] = (dropped.transpose(1, 2) @ do).transpose(0, 1).to(q.dtype)
-        if need_dbias:
+        if need.dbias:
             part = _cut(dbias, b, length)  # a view
             part += ds.unsqueeze(0).sum_to_size(part.shape)
     return dq, dk, dv, dbias, dgate

@@ -7,38 +7,40 @@ import torch
 from fastbert.backends.reference.layer_norm import layer_norm_bwd, layer_norm_fwd
 from fastbert.ops.checks import FLOATS, compute_dtype
 from fastbert.ops.dropout import keep_mask_2d
+from fastbert.ops.embedding import EmbeddingInputs, EmbeddingSaved
+from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
 
 DTYPES = FLOATS
 
 
-def embedding_fwd(
-    input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment, ln_weight, ln_bias,
-    eps, dropout_p, seed, offset, save,
-):  # fmt: skip
-    source = word if inputs_embeds is None else inputs_embeds
+def embedding_fwd(inputs: EmbeddingInputs, save):
+    input_ids, inputs_embeds, word, position_ids, position, token_type_ids, segment, *rest = inputs
+    ln_weight, ln_bias, _padding_idx, eps, dropout_p, seed, offset = rest
+    source = inputs.source
     compute = compute_dtype(source)
     z = (word[input_ids] if inputs_embeds is None else inputs_embeds.clone()).to(compute)
     if position is not None:
         z = z + position[position_ids].to(compute)
     if segment is not None:
         z = z + segment[token_type_ids].to(compute)
-    y, _, mean, rstd = layer_norm_fwd(z, ln_weight, ln_bias, None, None, eps, 0.0, None, 0, save)
+    y, _, mean, rstd = layer_norm_fwd(LayerNormInputs(z, ln_weight, ln_bias, eps=eps), save)
     if dropout_p > 0:
         y = y * keep_mask_2d(seed, offset, *y.shape, dropout_p) / (1.0 - dropout_p)
     return y.to(source.dtype), z.to(source.dtype) if save else source.new_empty(0), mean, rstd
 
 
-def embedding_bwd(
-    dy, z, ln_weight, mean, rstd, input_ids, position_ids, token_type_ids, word_rows, position_rows,
-    segment_rows, padding_idx, dropout_p, seed, offset, need_dinputs_embeds, need_dln,
-):  # fmt: skip
+def embedding_bwd(dy, saved: EmbeddingSaved, need_dinputs_embeds, need_dln):
+    z, ln_weight, mean, rstd, input_ids, position_ids, token_type_ids, *rest = saved
+    word_rows, position_rows, segment_rows, padding_idx, dropout_p, seed, offset = rest
     dtype, compute = dy.dtype, compute_dtype(dy)
     dn = dy.to(compute)
     if dropout_p > 0:
         dn = dn * keep_mask_2d(seed, offset, *dy.shape, dropout_p) / (1.0 - dropout_p)
     need_dz = need_dinputs_embeds or word_rows + position_rows + segment_rows > 0
     dz, _, dln_weight, dln_bias, _ = layer_norm_bwd(
-        dn, z.to(compute), ln_weight, mean, rstd, 0.0, None, 0, need_dz, need_dln, False, False
+        dn,
+        LayerNormSaved(z.to(compute), ln_weight, mean, rstd),
+        LayerNormNeeds(dx=need_dz, dweight=need_dln, dx_bias=False, dresidual=False),
     )
     empty = dy.new_empty
     dword = _sum_by_id(dz, input_ids, word_rows).to(dtype) if word_rows else empty(0)

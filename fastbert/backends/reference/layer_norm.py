@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from fastbert.ops.checks import FLOATS, compute_dtype
 from fastbert.ops.dropout import keep_mask_2d
+from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
 
 DTYPES = FLOATS
 
 
-def layer_norm_fwd(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset, save):
+def layer_norm_fwd(inputs: LayerNormInputs, save):
+    x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset = inputs
     compute = compute_dtype(x)
     z = x.to(compute)
     if x_bias is not None:
@@ -31,9 +33,8 @@ def layer_norm_fwd(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offs
     return y, z.to(x.dtype) if summed else empty, mean, rstd
 
 
-def layer_norm_bwd(
-    dy, z, weight, mean, rstd, dropout_p, seed, offset, need_dx, need_dweight, need_dxbias, need_dresidual
-):
+def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds):
+    z, weight, mean, rstd, dropout_p, seed, offset = saved
     compute = compute_dtype(z)
     dy, rstd = dy.to(compute), rstd.unsqueeze(1)
     x_hat = (z.to(compute) - mean.unsqueeze(1)) * rstd
@@ -43,9 +44,9 @@ def layer_norm_bwd(
     if dropout_p > 0:
         dx = dz * keep_mask_2d(seed, offset, *z.shape, dropout_p) / (1.0 - dropout_p)
     return (
-        dx.to(z.dtype) if need_dx else z.new_empty(0),
-        dz.to(z.dtype) if need_dresidual and (dropout_p > 0 or not need_dx) else z.new_empty(0),
-        (dy * x_hat).sum(0) if need_dweight else mean.new_empty(0),
-        dy.sum(0) if need_dweight else mean.new_empty(0),
-        dx.sum(0) if need_dxbias else mean.new_empty(0),
+        dx.to(z.dtype) if need.dx else z.new_empty(0),
+        dz.to(z.dtype) if need.dresidual and (dropout_p > 0 or not need.dx) else z.new_empty(0),
+        (dy * x_hat).sum(0) if need.dweight else mean.new_empty(0),
+        dy.sum(0) if need.dweight else mean.new_empty(0),
+        dx.sum(0) if need.dx_bias else mean.new_empty(0),
     )

@@ -1,6 +1,6 @@
 """`linear_cross_entropy`: a backend's product and its loss, chunk by chunk; contract in fastbert/ops.
 
-Every backend's two functions are made here, of its `linear` and its `cross_entropy`.
+`chunked` makes the two functions of every backend from its `linear` and its `cross_entropy`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastbert.backends.reference import cross_entropy, linear
 from fastbert.ops.checks import FLOATS, compute_dtype
+from fastbert.ops.linear_cross_entropy import LossInputs, LossNeeds
 
 DTYPES = FLOATS
 
@@ -21,12 +22,13 @@ def chunked(linear: ModuleType | SimpleNamespace, cross_entropy: ModuleType) -> 
     """(linear_cross_entropy_fwd, linear_cross_entropy_bwd), by the launchers that two modules hold."""
 
     def logits_of(weight: Tensor, bias: Tensor | None, times: int) -> Callable[[Tensor], Tensor]:
-        """The product with `weight`, for so many calls."""
+        """The function that multiplies by `weight`; it will be called `times` times."""
         make = getattr(linear, "linear_panels", None) if times > 1 else None
         panels = make(weight) if make is not None else None
         return lambda x: linear.linear_fwd(x, weight, bias, None, None, False, panels)[0]
 
-    def forward(x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows, save):
+    def forward(inputs: LossInputs, save: bool):
+        x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows = inputs
         rows, compute = x.shape[0], compute_dtype(x)
         at = _labelled_rows(labels, labelled, ignore_index)
         x, targets = _take(x, at), _take(labels, at)
@@ -48,10 +50,9 @@ def chunked(linear: ModuleType | SimpleNamespace, cross_entropy: ModuleType) -> 
             lse = lse.new_zeros((2, rows)).index_copy_(1, at, lse)
         return loss, lse, torch.full((), total, dtype=torch.int64, device=x.device), kept
 
-    def backward(
-        dloss, x, weight, bias, labels, lse, count, logits, labelled, ignore_index, label_smoothing,
-        chunk_rows, need_dx, need_dweight, need_dbias,
-    ):  # fmt: skip
+    def backward(dloss, inputs: LossInputs, lse, count, logits, need: LossNeeds):
+        x, weight, bias, labels, labelled, ignore_index, label_smoothing, chunk_rows = inputs
+        need_dx, need_dweight, need_dbias = need
         at = _labelled_rows(labels, labelled, ignore_index)
         rows, x, targets = labels.shape[0], _take(x, at), _take(labels, at)
         lse = lse if at is None else lse.index_select(1, at)

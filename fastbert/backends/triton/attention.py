@@ -1,28 +1,25 @@
 """`attention` by the `triton` backend; contract in fastbert/ops/attention.py.
 
-The kernels are in kernels/attention.py and kernels/attention_backward.py.
+kernels/attention.py and kernels/attention_backward.py launch the kernels.
 """
 
 from __future__ import annotations
 
 from fastbert.backends.aten import attention as aten
 from fastbert.backends.triton.device import STORED, kernels
+from fastbert.ops.attention import AttentionInputs, AttentionNeeds
 
 DTYPES = STORED
 
 
-def attention_fwd(q, *args):
+def attention_fwd(inputs: AttentionInputs, return_probs, save_bits):
     module = kernels("attention")
-    if q.shape[-1] > module.MAX_HEADDIM:
-        # no BERT has such heads; the kernel would spill
-        return aten.attention_fwd(q, *args)
-    return module.attention_fwd(q, *args)
+    # No BERT has wider heads; the kernel would spill.
+    backend = aten if inputs.q.shape[-1] > module.MAX_HEADDIM else module
+    return backend.attention_fwd(inputs, return_probs, save_bits)
 
 
-def attention_bwd(dout, q, *args):
-    # with these comes Triton
-    from fastbert.kernels import attention, attention_backward
-
-    if q.shape[-1] > attention.MAX_HEADDIM:
-        return aten.attention_bwd(dout, q, *args)
-    return attention_backward.attention_bwd(dout, q, *args)
+def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: AttentionNeeds):
+    wide = inputs.q.shape[-1] > kernels("attention").MAX_HEADDIM
+    backend = aten if wide else kernels("attention_backward")
+    return backend.attention_bwd(dout, inputs, out, lse, keep_bits, need)

@@ -1,4 +1,4 @@
-"""The launchers of the `triton` backend that only forward to kernels/<op>.py; contracts in fastbert/ops."""
+"""The `triton` launchers that only call their namesake in kernels/<op>.py; contracts in fastbert/ops."""
 
 from __future__ import annotations
 
@@ -16,49 +16,51 @@ DTYPES = {
 }
 
 
-def cross_entropy_fwd(*args):
-    return kernels("cross_entropy").cross_entropy_fwd(*args)
+def cross_entropy_fwd(logits, labels, ignore_index, label_smoothing):
+    return kernels("cross_entropy").cross_entropy_fwd(logits, labels, ignore_index, label_smoothing)
 
 
-def cross_entropy_bwd(*args):
-    return kernels("cross_entropy").cross_entropy_bwd(*args)
+def cross_entropy_bwd(dloss, logits, labels, lse, count, ignore_index, label_smoothing):
+    backward = kernels("cross_entropy").cross_entropy_bwd
+    return backward(dloss, logits, labels, lse, count, ignore_index, label_smoothing)
 
 
-def embedding_fwd(*args):
-    return kernels("embedding").embedding_fwd(*args)
+def embedding_fwd(inputs, save):
+    return kernels("embedding").embedding_fwd(inputs, save)
 
 
-def embedding_bwd(*args):
-    return kernels("embedding").embedding_bwd(*args)
+def embedding_bwd(dy, saved, need_dinputs_embeds, need_dln):
+    return kernels("embedding").embedding_bwd(dy, saved, need_dinputs_embeds, need_dln)
 
 
-def layer_norm_fwd(*args):
-    return kernels("layer_norm").layer_norm_fwd(*args)
+def layer_norm_fwd(inputs, save):
+    return kernels("layer_norm").layer_norm_fwd(inputs, save)
 
 
-def layer_norm_bwd(*args):
-    return kernels("layer_norm").layer_norm_bwd(*args)
+def layer_norm_bwd(dy, saved, need):
+    return kernels("layer_norm").layer_norm_bwd(dy, saved, need)
 
 
-def linear_fwd(*args):
-    return kernels("linear").linear_fwd(*args)
+def linear_fwd(x, weight, bias, activation, residual, save, panels=None):
+    return kernels("linear").linear_fwd(x, weight, bias, activation, residual, save, panels)
 
 
-def linear_bwd(*args):
-    return kernels("linear").linear_bwd(*args)
+def linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias):
+    backward = kernels("linear").linear_bwd
+    return backward(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias)
 
 
-def packing_fwd(*args):
-    return kernels("packing").packing_fwd(*args)
+def packing_fwd(x, indices):
+    return kernels("packing").packing_fwd(x, indices)
 
 
-def packing_bwd(*args):
-    return kernels("packing").packing_bwd(*args)
+def packing_bwd(x, indices, rows):
+    return kernels("packing").packing_bwd(x, indices, rows)
 
 
-def pooling_fwd(*args):
-    return kernels("pooling").pooling_fwd(*args)
+def pooling_fwd(hidden, cu_seqlens, mode):
+    return kernels("pooling").pooling_fwd(hidden, cu_seqlens, mode)
 
 
-def pooling_bwd(*args):
-    return kernels("pooling").pooling_bwd(*args)
+def pooling_bwd(dy, hidden, y, cu_seqlens, mode):
+    return kernels("pooling").pooling_bwd(dy, hidden, y, cu_seqlens, mode)

@@ -5,12 +5,12 @@ holds the code, and `RobertaForMaskedLM`, `DistilBertForMaskedLM`, … are subcl
 in the family's file (`models/roberta.py`, …). What differs between families (names, dropouts, activations,
 whether a head reads the pooler) is data in `models/families.py`.
 
-Heads work on packed tokens: the logits of masked tokens are never computed. Where transformers returns
-numbers for them, these heads return zeros (question answering: the lowest finite number, so that no softmax
-or argmax picks them). Therefore a label on a masked token is an error, and so is a batch whose position 0,
-which a classifier reads, is masked out (left padding). Labels of -100 do not count; where none counts the
-loss is 0, with zero gradients. A head that reads position 0 alone has the last layer computed for that token
-only, in training too (`BertModel.forward`, first_token_only).
+Heads work on packed tokens: the logits of masked tokens are never computed. For masked tokens transformers
+returns numbers without a meaning, and these heads return zeros (question answering: half the lowest finite
+number, so that no softmax or argmax picks them). So a label on a masked token is an error, and so is a
+classifier's batch in which position 0 of a sequence is masked (left padding). Labels of -100 do not count; if
+none counts, the loss is 0, with zero gradients. For a head that reads only position 0, the last layer
+computes only that token, also in training (`BertModel.forward`, first_token_only).
 """
 
 from fastbert.models.heads.masked_lm import BertForMaskedLM

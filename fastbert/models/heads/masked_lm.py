@@ -1,8 +1,8 @@
 """The head over the vocabulary: masked words.
 
-In training it computes only what the loss asks for: the labelled tokens, chunk by chunk
-(`ops/linear_cross_entropy.py`). The logits of all tokens are then deferred: computed when somebody touches
-them (`deferred.py`), or in forward where `output_logits=True` asks for them.
+In training it computes only what the loss needs: the labelled tokens, chunk by chunk
+(`ops/linear_cross_entropy.py`). The logits of all tokens are then deferred (`deferred.py`): they are computed
+when somebody reads them, or in forward if `output_logits=True`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fastbert.layers.linear import apply_linear, apply_norm
-from fastbert.layers.modules import attach, is_plain, part
+from fastbert.layers.linear import apply_linear, apply_norm, has_float_weight
+from fastbert.layers.modules import attach, part
 from fastbert.models.config import EncoderConfig
 from fastbert.models.deferred import DeferredTensor, NotComputed, defer
 from fastbert.models.heads.task_model import Encoded, TaskModel
@@ -42,9 +42,7 @@ class MaskedLMModel(TaskModel):
             self.get_submodule(owner).register_parameter(name, nn.Parameter(torch.zeros(config.vocab_size)))
 
     def tied_weights(self) -> dict[str, str]:
-        """The decoder's weight is the word embeddings', its bias the head's own, unless the config unties
-        them.
-        """
+        """The decoder has the word embeddings' weight and the head's bias, unless the config unties them."""
         head = self.family.lm_head
         if not self.config.tie_word_embeddings:
             return {}
@@ -91,10 +89,10 @@ class MaskedLMModel(TaskModel):
         return apply_linear(part(self, self.family.lm_head.decoder), self.transform(hidden))
 
     def lm_loss(self, encoded: Encoded, labels: Tensor, count: int | None) -> Tensor:
-        """Mean cross-entropy of the labelled tokens, of which there are `count` if that is known."""
+        """Mean cross-entropy of the labelled tokens. `count` is their number, or None if it is not known."""
         hidden, labels = encoded.labelled(labels, count)
         x, decoder = self.transform(hidden), part(self, self.family.lm_head.decoder)
-        if is_plain(decoder, nn.Linear):
+        if has_float_weight(decoder):
             return linear_cross_entropy(
                 x, decoder.weight, decoder.bias, labels, ignore_index=IGNORED, labelled=count
             )
@@ -108,11 +106,11 @@ class MaskedLMModel(TaskModel):
         output_logits: bool | None,
         name: str,
     ) -> tuple[Tensor | NotComputed | None, Tensor | None]:
-        """(padded logits, loss), each None where not asked for.
+        """(padded logits, loss), each None if not asked for.
 
         Args:
-            count: how many labels there are, None where it is not known.
-            name: of the logits in the output, for the error of deferred ones.
+            count: the number of labels; None if it is not known.
+            name: of the logits in the output, for the errors of deferred ones.
         """
         if output_logits is False:
             return None, self.lm_loss(encoded, labels, count)
@@ -138,7 +136,7 @@ class MaskedLMModel(TaskModel):
         )
 
     def check_output_logits(self, output_logits: bool | None, has_loss: bool) -> None:
-        """Refuse an `output_logits` that is no boolean, or that leaves nothing to return."""
+        """Raise for an `output_logits` that is no boolean, or that leaves nothing to return."""
         if output_logits is None:
             return
         if not isinstance(output_logits, bool):
@@ -152,7 +150,7 @@ class BertForMaskedLM(MaskedLMModel):
 
     Labels: (batch, seqlen), token ids, -100 where nothing is to be predicted; loss: mean cross-entropy of the
     labelled tokens. Logits: (batch, seqlen, vocab_size), zeros at masked tokens; in training with labels
-    they are computed when they are touched (`output_logits`).
+    they are computed when they are read (`output_logits`).
 
     Source: Devlin et al. 2018, "BERT", sec. 3.1, task 1.
     """
@@ -183,9 +181,9 @@ class BertForMaskedLM(MaskedLMModel):
         rest.
 
         Args:
-            output_logits: True computes the logits, False gives only the loss. None computes them, but in
-                training with labels defers them: they are computed if somebody touches them, before the
-                next step of the optimizer; under `torch.compile` touching them is an error.
+            output_logits: True computes the logits, False returns only the loss. None computes them, but in
+                training with labels it defers them: they are computed if somebody reads them before the
+                next step of the optimizer. Under `torch.compile` reading deferred logits is an error.
 
         Returns:
             loss (if labels are given), logits, hidden_states, attentions.
@@ -208,5 +206,4 @@ class BertForMaskedLM(MaskedLMModel):
             output_hidden_states,
         )
         logits, loss = self.logits_and_loss(encoded, labels, count, output_logits, "logits")
-        output = LogitsOutput(loss, logits, encoded.hidden_states, encoded.attentions)
-        return self.as_output(output, return_dict)
+        return self._output(LogitsOutput, (loss, logits), encoded, return_dict)

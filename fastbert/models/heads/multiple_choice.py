@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from fastbert.models.config import EncoderConfig
@@ -26,8 +28,7 @@ class BertForMultipleChoice(TaskModel):
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)
-        if self.config.model_type == "electra":
-            _check_summary(self.config)
+        _check_fixed(self.config, self.family.choice.fixed)
         self.attach_classifier(self.family.choice, 1)
         self.post_init()
 
@@ -82,21 +83,12 @@ class BertForMultipleChoice(TaskModel):
         )
         logits = self.classify(self.family.choice, encoded).reshape(-1, choices)
         loss = None if labels is None else sequence_loss("labels", logits, labels)
-        output = LogitsOutput(loss, logits, encoded.hidden_states, encoded.attentions)
-        return self.as_output(output, return_dict)
+        return self._output(LogitsOutput, (loss, logits), encoded, return_dict)
 
 
-def _check_summary(config: EncoderConfig) -> None:
-    """Refuse what ELECTRA's published checkpoints do not use of its options for one vector per sequence."""
-    for key, expected in (
-        ("summary_type", "first"),
-        ("summary_use_proj", True),
-        ("summary_activation", "gelu"),
-    ):
-        if config.get(key, expected) != expected:
-            raise ValueError(
-                f"config {key}: only {expected!r} is supported in this head, got {config.get(key)!r}"
-            )
-    for key in ("summary_first_dropout", "summary_proj_to_labels"):
-        if config.get(key):
-            raise ValueError(f"config {key}: not supported in this head, got {config.get(key)!r}")
+def _check_fixed(config: EncoderConfig, fixed: dict[str, Any]) -> None:
+    """Refuse a value that no published checkpoint has and that this head does not implement."""
+    for key, expected in fixed.items():
+        value = config.get(key, expected)
+        if value != expected and (value is not None or expected):
+            raise ValueError(f"config {key}: only {expected!r} is supported in this head, got {value!r}")

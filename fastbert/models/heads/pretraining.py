@@ -23,7 +23,7 @@ class BertForPreTraining(MaskedLMModel):
 
     Labels: `labels` as in BertForMaskedLM, `next_sentence_label` as in BertForNextSentencePrediction; there
     is a loss, the sum of both, only where both are given. prediction_logits: (batch, seqlen, vocab_size),
-    zeros at masked tokens, in training with both labels computed when they are touched (`output_logits`);
+    zeros at masked tokens, in training with both labels computed when they are read (`output_logits`);
     seq_relationship_logits: (batch, 2).
 
     Source: Devlin et al. 2018, "BERT", sec. 3.1.
@@ -91,10 +91,8 @@ class BertForPreTraining(MaskedLMModel):
         )
         pooled = self.dropout(self.pooled(encoded), self.family.next_sentence_dropout_key)
         pair = apply_linear(part(self, self.family.next_sentence), pooled)
-        loss = (
-            None if next_sentence_label is None else sequence_loss(self.pair_label, pair, next_sentence_label)
-        )
-        output = self.output_class(
-            words_loss + loss if both else None, words, pair, encoded.hidden_states, encoded.attentions
-        )
-        return self.as_output(output, return_dict)
+        loss = None
+        if next_sentence_label is not None:
+            pair_loss = sequence_loss(self.pair_label, pair, next_sentence_label)
+            loss = words_loss + pair_loss if both else None
+        return self._output(self.output_class, (loss, words, pair), encoded, return_dict)

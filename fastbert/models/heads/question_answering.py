@@ -83,6 +83,4 @@ class BertForQuestionAnswering(TaskModel):
                 check_one_per_sequence(name, p, batch, s)
                 losses.append(cross_entropy(s, p.reshape(-1).clamp(0, seqlen), ignore_index=seqlen))
         loss = (losses[0] + losses[1]) / 2 if len(losses) == 2 else None
-        return self.as_output(
-            QuestionAnsweringOutput(loss, *scores, encoded.hidden_states, encoded.attentions), return_dict
-        )
+        return self._output(QuestionAnsweringOutput, (loss, *scores), encoded, return_dict)

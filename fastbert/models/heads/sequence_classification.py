@@ -16,7 +16,7 @@ from fastbert.ops import checks
 class BertForSequenceClassification(TaskModel):
     """Classifies a sequence, or predicts numbers for it.
 
-    The loss goes by config `problem_type`; where that is None, by `num_labels` and the labels' dtype at each
+    The loss goes by config `problem_type`; if that is None, by `num_labels` and the labels' dtype at each
     call:
 
     - regression (one label): mean squared error; labels (batch,), or (batch, num_labels).

@@ -1,4 +1,4 @@
-"""What all task heads share: what the encoder hands to a head, and the model around both."""
+"""What all task heads share: what the encoder passes to a head, and the model around both."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastbert.layers.linear import apply_linear, pool_first
+from fastbert.layers.linear import apply_linear
 from fastbert.layers.modules import attach, part
 from fastbert.models.base import PreTrainedModel, class_of
 from fastbert.models.config import EncoderConfig
+from fastbert.models.encoder import pool
 from fastbert.models.families import FAMILIES, ClassifierHead, Family
 from fastbert.models.inputs import Inputs
 from fastbert.models.labels import IGNORED
@@ -28,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Encoded:
-    """What the encoder hands to a head.
+    """What the encoder passes to a head.
 
     Attributes:
         hidden: (rows, hidden), the kept tokens of all sequences; with `first_only` (batch, hidden), the
-            token at position 0 of each, zeros where it is masked.
-        inputs: the batch they come from.
+            token at position 0 of each, zeros if it is masked.
+        inputs: the batch.
         states, probs: all hidden states and attention probabilities, packed; None if not asked for.
         first_only: see `hidden`.
     """
@@ -51,18 +52,19 @@ class Encoded:
 
     @property
     def mask(self) -> Tensor | None:
-        """(batch, seqlen) bool, None where all tokens are kept."""
+        """(batch, seqlen) bool; None if all tokens are kept."""
         return self.inputs.packing.mask
 
     def unpack(self, x: Tensor) -> Tensor:
-        """(rows, …) -> (batch, seqlen, …), zeros where no token is kept."""
+        """(rows, …) -> (batch, seqlen, …), zeros at masked tokens."""
         return self.inputs.packing.unpack(x)
 
     def packed_labels(self, labels: Tensor) -> Tensor:
         """(batch, seqlen) -> (rows,), checked for shape and device."""
         checks.same_device("labels", labels, self.hidden)
         checks.shape("labels", labels, self.shape)
-        if self.inputs.packing.capacity:  # rows behind the kept ones
+        # There are rows after the kept ones
+        if self.inputs.packing.capacity:
             labels = labels.masked_fill(self.mask.logical_not(), IGNORED)
         return self.inputs.packing.pack(labels)
 
@@ -71,7 +73,7 @@ class Encoded:
         return cross_entropy(logits, self.packed_labels(labels), ignore_index=IGNORED)
 
     def labelled(self, labels: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
-        """Hidden states and labels of the `count` tokens that have one; of all rows where it is not known."""
+        """Hidden states and labels of the `count` labelled tokens; of all rows if `count` is None."""
         labels = self.packed_labels(labels)
         if count is None or count == labels.shape[0]:
             return self.hidden, labels
@@ -79,9 +81,7 @@ class Encoded:
         return pack(self.hidden.unsqueeze(0), at), pack(labels.unsqueeze(0), at)
 
     def first(self) -> Tensor:
-        """(batch, hidden): the token at position 0 of each sequence; zeros where the whole sequence is
-        masked.
-        """
+        """The token at position 0 of each sequence, (batch, hidden); zeros if all of it is masked."""
         if self.inputs.first_masked is not None:
             raise ValueError(
                 f"attention_mask: position 0 of sequence {self.inputs.first_masked}, which this head reads, "
@@ -101,25 +101,28 @@ class Encoded:
 
 
 def without_masked(scores: Tensor, kept: Tensor) -> Tensor:
-    """Scores (batch, seqlen) of which a softmax over tokens gives masked ones no probability.
+    """Scores (batch, seqlen) with half the lowest finite number at masked tokens.
 
-    It is replaced by half the lowest finite number, so that a start's and an end's can be added.
+    So a softmax over tokens gives them no probability, and a start's and an end's score can be added.
     """
     return scores.masked_fill(kept.logical_not(), torch.finfo(scores.dtype).min / 2)
 
 
 class TaskModel(PreTrainedModel):
-    """An encoder with a head. Heads with one `labels` argument define `logits` and `loss`; `forward` is this
-    one.
+    """An encoder with a head. A head with one `labels` argument defines `logits` and `loss`.
+
+    Attributes:
+        model_types: the families that a head's own class accepts; a family's subclass accepts its family.
+        reads_first_only: whether the head reads the token at position 0 and no other.
     """
 
-    model_types: ClassVar[Sequence[str]] = tuple(FAMILIES)  # the families that have this head
-    reads_first_only: ClassVar[bool] = False  # the head reads the token at position 0 and no other
+    model_types: ClassVar[Sequence[str]] = tuple(FAMILIES)
+    reads_first_only: ClassVar[bool] = False
     __call__: LabelsCall
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)
-        if self.config.model_type not in self.model_types:
+        if self.model_type is None and self.config.model_type not in self.model_types:
             raise ValueError(
                 f"config model_type: {self.config.model_type!r} has no head {self.task!r}; "
                 f"expected one of {', '.join(self.model_types)}"
@@ -184,8 +187,7 @@ class TaskModel(PreTrainedModel):
         )
         logits, padded = self.logits(encoded)
         loss = None if labels is None else self.loss(logits, labels, encoded)
-        output = LogitsOutput(loss, padded, encoded.hidden_states, encoded.attentions)
-        return self.as_output(output, return_dict)
+        return self._output(LogitsOutput, (loss, padded), encoded, return_dict)
 
     def logits(self, encoded: Encoded) -> tuple[Tensor, Tensor]:
         """(what `loss` reads, what is returned)."""
@@ -196,7 +198,7 @@ class TaskModel(PreTrainedModel):
         raise NotImplementedError
 
     def check_labels(self, labels: Tensor, attention_mask: Tensor | None) -> None:
-        """Look at the labels' values, before the encoder is launched."""
+        """Check the labels' values before the encoder is launched."""
         raise NotImplementedError
 
     # -- parts that heads share ------------------------------------------------------------------------------
@@ -227,14 +229,18 @@ class TaskModel(PreTrainedModel):
         )
         return Encoded(hidden, inputs, states, probs, self.reads_first_only)
 
-    def as_output(self, output: ModelOutput, return_dict: bool | None) -> Any:
-        """`output`, or its tuple where `return_dict`, or else the config, says so."""
-        return (
-            output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
-        )
+    def _output(
+        self,
+        output_class: type[ModelOutput],
+        values: tuple[Any, ...],
+        encoded: Encoded,
+        return_dict: bool | None,
+    ) -> Any:
+        """An output of loss and logits (`values`) and what the encoder was asked for; see `as_output`."""
+        return self.as_output(output_class(*values, encoded.hidden_states, encoded.attentions), return_dict)
 
     def dropout(self, x: Tensor, key: str | None) -> Tensor:
-        """Dropout with the probability of the config's `key`, or `hidden_dropout_prob` where that is None."""
+        """Dropout with the probability at the config's `key`, or `hidden_dropout_prob` if that is None."""
         if key is None or not self.training:
             return x
         p = self.config.get(key)
@@ -242,10 +248,10 @@ class TaskModel(PreTrainedModel):
 
     def pooled(self, encoded: Encoded) -> Tensor:
         """(batch, hidden): the pooler's output."""
-        return pool_first(part(self.base_model, self.family.pooler), encoded.first())
+        return pool(self.base_model, self.family, encoded.first())
 
     def attach_classifier(self, head: ClassifierHead, classes: int) -> None:
-        """Make the layers of a head that reads one vector per sequence."""
+        """Create the layers of a head that reads one vector per sequence."""
         hidden = self.config.hidden_size
         if head.dense is not None:
             attach(self, head.dense, nn.Linear(hidden, hidden))

@@ -1,1 +1,1 @@
-"""`testing.Case`s, one file per op: what tests, `fastbert verify`, self-checks and benchmarks run."""
+"""The Cases of each op, one file per op: what tests, `fastbert verify`, self-checks and benchmarks run."""

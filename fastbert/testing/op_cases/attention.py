@@ -8,7 +8,8 @@ from itertools import accumulate
 
 import torch
 
-from fastbert.ops.attention import attention, attention_ref, keep_mask
+from fastbert.ops.attention import attention, attention_ref
+from fastbert.ops.attention_grid import keep_mask
 from fastbert.testing.error_rule import Case
 
 
@@ -190,12 +191,17 @@ class AttentionCase(Case):
         return out, lse, probs
 
     def oracle(self, cu_seqlens, bias, gate, seed, **qkv):
-        return self._pick(
-            *attention_ref(
-                *self._split(qkv), cu_seqlens, None if self.padded else self.max_seqlen, None, self.causal,
-                bias, gate, self.dropout_p, self._keep(seed),
-            )
-        )  # fmt: skip
+        outputs = attention_ref(
+            *self._split(qkv),
+            cu_seqlens,
+            None if self.padded else self.max_seqlen,
+            causal=self.causal,
+            bias=bias,
+            gate=gate,
+            dropout_p=self.dropout_p,
+            keep_mask=self._keep(seed),
+        )
+        return self._pick(*outputs)
 
     def floor(self, inputs, name):
         # A score of size s carries s roundings into exp; dS then multiplies by ‖dout‖‖v‖ and by ‖q‖ or ‖k‖.
@@ -265,5 +271,5 @@ CASES = [
 
 
 def bench(lengths: tuple[int, ...]) -> list[Case]:
-    """What BERT-base asks of this op for a batch of sequences of these lengths, in tokens."""
+    """BERT-base's calls of this op for a batch of sequences of these lengths, in tokens."""
     return [AttentionCase(lengths, 12, 64, packed_qkv=True)]

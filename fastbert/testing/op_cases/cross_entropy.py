@@ -68,7 +68,7 @@ SMALL = [
     CrossEntropyCase(5, 40, labelled=0.6),
     CrossEntropyCase(3, 17, label_smoothing=0.1),
 ]
-ON_GPU = [CrossEntropyCase(6, 30522, labelled=0.5, label_smoothing=0.1)]  # several blocks a row
+ON_GPU = [CrossEntropyCase(6, 30522, labelled=0.5, label_smoothing=0.1)]  # several blocks per row
 CASES = [
     *SMALL,
     CrossEntropyCase(1, 1),
@@ -82,5 +82,5 @@ CASES = [
 
 
 def bench(lengths: tuple[int, ...]) -> list[Case]:
-    """What BERT-base asks of this op for a batch of sequences of these lengths, in tokens."""
+    """BERT-base's calls of this op for a batch of sequences of these lengths, in tokens."""
     return [CrossEntropyCase(max(1, sum(lengths) * 15 // 100), 30522)]

@@ -64,19 +64,15 @@ class EmbeddingCase(Case):
         }
 
     def call(self, input_ids, word, ln_weight, ln_bias, seed, **options):
-        return embedding(
-            input_ids, word, ln_weight, ln_bias, **options,
-            padding_idx=self.padding_idx, eps=1e-12, dropout_p=self.dropout_p, seed=seed, offset=OFFSET,
-        )  # fmt: skip
+        options |= {"padding_idx": self.padding_idx, "eps": 1e-12, "dropout_p": self.dropout_p}
+        return embedding(input_ids, word, ln_weight, ln_bias, **options, seed=seed, offset=OFFSET)
 
     def _keep(self, seed):
         return (
             keep_mask_2d(seed, OFFSET, self.tokens, self.hidden, self.dropout_p) if self.dropout_p else None
         )
 
-    def _sum(
-        self, input_ids, word, position_ids, position, token_type_ids, segment, inputs_embeds, **_
-    ):  # fmt: skip
+    def _sum(self, input_ids, word, position_ids, position, token_type_ids, segment, inputs_embeds, **_):
         z = inputs_embeds if word is None else F.embedding(input_ids, word, self.padding_idx)
         if segment is not None:
             z = z + F.embedding(token_type_ids, segment)
@@ -90,10 +86,8 @@ class EmbeddingCase(Case):
         return y * self._keep(seed) / (1 - self.dropout_p) if self.dropout_p else y
 
     def oracle(self, input_ids, word, ln_weight, ln_bias, seed, **options):
-        return embedding_ref(
-            input_ids, word, ln_weight, ln_bias, **options,
-            padding_idx=self.padding_idx, eps=1e-12, dropout_p=self.dropout_p, keep_mask=self._keep(seed),
-        )  # fmt: skip
+        options |= {"padding_idx": self.padding_idx, "eps": 1e-12, "dropout_p": self.dropout_p}
+        return embedding_ref(input_ids, word, ln_weight, ln_bias, **options, keep_mask=self._keep(seed))
 
     def floor(self, inputs, name):
         eps = torch.finfo(inputs["ln_weight"].dtype).eps
@@ -140,5 +134,5 @@ CASES = [
 
 
 def bench(lengths: tuple[int, ...]) -> list[Case]:
-    """What BERT-base asks of this op for a batch of sequences of these lengths, in tokens."""
+    """BERT-base's calls of this op for a batch of sequences of these lengths, in tokens."""
     return [EmbeddingCase(sum(lengths), 30522, 768, padding_idx=0)]

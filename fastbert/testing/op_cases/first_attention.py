@@ -40,7 +40,7 @@ class FirstAttentionCase(Case):
 
     @property
     def scale(self) -> float:
-        """Of the scores."""
+        """The factor of the scores."""
         return self.head_dim**-0.5
 
     def inputs(self, dtype, device, seed=0):
@@ -103,7 +103,7 @@ class FirstAttentionCase(Case):
         return 4 * torch.finfo(inputs["x"].dtype).eps * (1 + q * keys * self.scale) * values
 
     def flops(self):
-        """By the definition, with a key and a value of every token."""
+        """By the definition, with a key and a value per token."""
         width = self.nheads * self.head_dim
         return 4 * sum(self.lengths) * width * (width + 1)
 
@@ -130,5 +130,5 @@ CASES = [
 
 
 def bench(lengths: tuple[int, ...]) -> list[Case]:
-    """What BERT-base asks of this op for a batch of sequences of these lengths, in tokens."""
+    """BERT-base's calls of this op for a batch of sequences of these lengths, in tokens."""
     return [FirstAttentionCase(lengths, nheads=12, head_dim=64)]

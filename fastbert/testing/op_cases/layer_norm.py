@@ -98,11 +98,8 @@ class LayerNormCase(Case):
             eps *= steep**2  # rstd * x_hat
         elif name in ("y", "dweight"):
             eps *= steep
-        if name in (
-            "dweight",
-            "dbias",
-            "dx_bias",
-        ):  # sums over rows: a few roundings of their largest partial sum
+        if name in ("dweight", "dbias", "dx_bias"):
+            # sums over rows: a few roundings of their largest partial sum
             return 4 * eps * max(1.0, self.rows**0.5)
         return 4 * eps / (1 - self.dropout_p)
 
@@ -137,6 +134,6 @@ CASES = [
 
 
 def bench(lengths: tuple[int, ...]) -> list[Case]:
-    """What BERT-base asks of this op for a batch of sequences of these lengths, in tokens."""
+    """BERT-base's calls of this op for a batch of sequences of these lengths, in tokens."""
     tokens = sum(lengths)
     return [LayerNormCase(tokens, 768), LayerNormCase(tokens, 768, residual=True, x_bias=True)]

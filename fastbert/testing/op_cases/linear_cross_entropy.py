@@ -58,10 +58,8 @@ class LinearCrossEntropyCase(Case):
 
     def call(self, x, weight, bias, labels):
         chunk_bytes = self.chunk_rows and 2 * self.chunk_rows * self.classes * x.element_size()
-        return linear_cross_entropy(
-            x, weight, bias, labels, ignore_index=IGNORE, label_smoothing=self.label_smoothing,
-            labelled=self.count, chunk_bytes=chunk_bytes,
-        )  # fmt: skip
+        options = {"ignore_index": IGNORE, "label_smoothing": self.label_smoothing, "labelled": self.count}
+        return linear_cross_entropy(x, weight, bias, labels, **options, chunk_bytes=chunk_bytes)
 
     def eager(self, x, weight, bias, labels):
         logits = F.linear(x, weight, bias)
@@ -107,5 +105,5 @@ CASES = [
 
 
 def bench(lengths: tuple[int, ...]) -> list[Case]:
-    """What BERT-base asks of this op for a batch of sequences of these lengths, in tokens."""
+    """BERT-base's calls of this op for a batch of sequences of these lengths, in tokens."""
     return [LinearCrossEntropyCase(max(1, sum(lengths) * 15 // 100), 768, 30522)]

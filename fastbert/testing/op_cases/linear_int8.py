@@ -92,7 +92,7 @@ CASES = [
 
 
 def bench(lengths: tuple[int, ...]) -> list[Case]:
-    """What a quantised BERT-base asks of this op for a batch of sequences of these lengths, in tokens."""
+    """The calls of this op of a quantised BERT-base for a batch of sequences of these lengths, in tokens."""
     tokens = sum(lengths)
     return [
         LinearInt8Case(tokens, 768, 2304),

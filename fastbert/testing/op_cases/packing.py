@@ -79,5 +79,5 @@ CASES = [
 
 
 def bench(lengths: tuple[int, ...]) -> list[Case]:
-    """What BERT-base asks of this op for a batch of sequences of these lengths, in tokens."""
+    """BERT-base's calls of this op for a batch of sequences of these lengths, in tokens."""
     return [PackingCase(lengths, (768,))]

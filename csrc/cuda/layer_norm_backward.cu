@@ -1,0 +1,290 @@
+// LayerNorm's backward on a GPU. Contract: fastbert/ops/layer_norm.py.
+//
+// Math       dz = rstd (g - mean(g) - x_hat mean(g x_hat)), g = dy weight, x_hat = (z - mean) rstd
+//            dx = dropout'(dz), dresidual = dz;  dweight = Σ dy x_hat, dbias = Σ dy, dx_bias = Σ dx over rows
+// Tiling     Eight columns per thread, as many threads as the row needs (hidden <= 4096). A block walks over
+//            rows in a grid-stride loop, with the next row's loads in flight and its column sums in
+//            registers. A looped kernel takes all other rows.
+// Precision  float.
+// Saved      nothing; the dropout bits are drawn again.
+// Sums       Each block writes its column sums; a second kernel adds them in a fixed order: no atomics,
+//            repeats are bit-equal.
+#include "layer_norm_rows.cuh"
+
+namespace fastbert {
+namespace cuda {
+namespace {
+
+// The columns of one thread.
+constexpr int kColumns = 8;
+// Wider rows take the looped kernel.
+constexpr std::int64_t kBackwardHidden = 4096;
+
+// Sums of a and b over the threads of one row (threadIdx.x; threadIdx.y counts the rows of the block).
+// `slots` must not be those of the previous call: a warp may still read them.
+__device__ __forceinline__ void pair_sum(float& a, float& b, float (*slots)[2]) {
+    a = warp_sum(a);
+    b = warp_sum(b);
+    const int warps = static_cast<int>(blockDim.x) / kWarp, thread = static_cast<int>(threadIdx.x);
+    if (warps == 1) return;
+    slots += threadIdx.y * warps;
+    if (thread % kWarp == 0) {
+        slots[thread / kWarp][0] = a;
+        slots[thread / kWarp][1] = b;
+    }
+    __syncthreads();
+    a = b = 0.0f;
+    for (int warp = 0; warp < warps; ++warp) {
+        a += slots[warp][0];
+        b += slots[warp][1];
+    }
+}
+
+// Threads per multiprocessor that the registers allow: 80 per thread, 104 where the loads in flight are
+// floats.
+template <int kItemSize>
+constexpr int kResident = kItemSize == 4 ? 600 : 800;
+
+// kMaxThreads: 256 for hidden <= 2048, where a block may hold several rows; 512 up to 4096, one row.
+template <class T, int kMaxThreads>
+__global__ void __launch_bounds__(kMaxThreads, kMaxThreads == 256 ? kResident<sizeof(T)> / 256 : 1)
+    backward_kernel(LayerNormBwd args, float* partial) {
+    constexpr int N = kPack<T>, kPacks = kColumns / N;
+    constexpr bool kManyRows = kMaxThreads == 256;
+    __shared__ float slots[2][kMaxThreads / kWarp][2];
+    __shared__ float others[kManyRows ? 3 * kColumns * kMaxThreads : 1];
+    const std::int64_t column = static_cast<std::int64_t>(threadIdx.x) * kColumns;
+    const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * blockDim.y;
+    const bool active = column < args.hidden;
+    const std::uint64_t seed = args.dropout.seed != nullptr ? *args.dropout.seed : 0;
+    const float inverse = 1.0f / static_cast<float>(args.hidden);
+    float weight[kColumns] = {}, sums[3][kColumns] = {};
+    if (active) {
+#pragma unroll
+        for (int p = 0; p < kPacks; ++p) load_params<T>(args.weight, column + p * N, weight + p * N);
+    }
+
+    Pack<T> next_dy[kPacks] = {}, next_z[kPacks] = {};
+    const auto fetch = [&](std::int64_t row) {
+        if (!active || row >= args.rows) return;
+        const T* dy = static_cast<const T*>(args.dy) + row * args.dy_stride + column;
+        const T* z = static_cast<const T*>(args.z) + row * args.z_stride + column;
+#pragma unroll
+        for (int p = 0; p < kPacks; ++p) {
+            next_dy[p] = load_pack(dy + p * N);
+            next_z[p] = load_pack(z + p * N);
+        }
+    };
+    const std::int64_t start = static_cast<std::int64_t>(blockIdx.x) * blockDim.y;
+    fetch(start + threadIdx.y);
+    int turn = 0;
+    // The loop runs equally often in all threads of a block.
+    for (std::int64_t base = start; base < args.rows; base += step, turn ^= 1) {
+        const std::int64_t row = base + threadIdx.y;
+        const bool inside = active && row < args.rows;
+        float dy[kColumns], x_hat[kColumns];
+        const float mean = row < args.rows ? args.mean[row] : 0.0f,
+                    rstd = row < args.rows ? args.rstd[row] : 0.0f;
+        float mean_g = 0.0f, mean_gx = 0.0f;
+#pragma unroll
+        for (int p = 0; p < kPacks; ++p) {
+            widen_pack(next_dy[p], dy + p * N);
+            widen_pack(next_z[p], x_hat + p * N);
+        }
+        fetch(row + step);
+        if (inside) {
+#pragma unroll
+            for (int i = 0; i < kColumns; ++i) {
+                x_hat[i] = (x_hat[i] - mean) * rstd;
+                mean_g += dy[i] * weight[i];
+                mean_gx += dy[i] * weight[i] * x_hat[i];
+            }
+        }
+        pair_sum(mean_g, mean_gx, slots[turn]);
+        mean_g *= inverse;
+        mean_gx *= inverse;
+        if (!inside) continue;
+        float dz[kColumns];
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            dz[i] = (dy[i] * weight[i] - mean_g - x_hat[i] * mean_gx) * rstd;
+            sums[0][i] += dy[i] * x_hat[i];
+            sums[1][i] += dy[i];
+        }
+        const std::int64_t at = row * args.hidden + column;
+        if (args.dresidual != nullptr) {
+#pragma unroll
+            for (int p = 0; p < kPacks; ++p)
+                store_pack(static_cast<T*>(args.dresidual) + at + p * N, dz + p * N);
+        }
+        if (args.dropout.seed != nullptr) drop<kColumns>(args.dropout, seed, row, column, dz);
+        if (args.dx != nullptr) {
+#pragma unroll
+            for (int p = 0; p < kPacks; ++p) store_pack(static_cast<T*>(args.dx) + at + p * N, dz + p * N);
+        }
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) sums[2][i] += dz[i];
+    }
+    if (partial == nullptr) return;
+
+    if (kManyRows && blockDim.y > 1) {
+        // The rows of the block are added in order.
+        const int own = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x);
+        const int threads = static_cast<int>(blockDim.x * blockDim.y);
+#pragma unroll
+        for (int k = 0; k < 3; ++k)
+#pragma unroll
+            for (int i = 0; i < kColumns; ++i) others[(k * kColumns + i) * threads + own] = sums[k][i];
+        __syncthreads();
+        if (threadIdx.y > 0) return;
+        for (int y = 1; y < static_cast<int>(blockDim.y); ++y) {
+            const int other = y * static_cast<int>(blockDim.x) + own;
+#pragma unroll
+            for (int k = 0; k < 3; ++k)
+#pragma unroll
+                for (int i = 0; i < kColumns; ++i) sums[k][i] += others[(k * kColumns + i) * threads + other];
+        }
+    }
+    if (!active) return;
+    float* out = partial + static_cast<std::int64_t>(blockIdx.x) * 3 * args.hidden + column;
+#pragma unroll
+    for (int k = 0; k < 3; ++k)
+#pragma unroll
+        for (int i = 0; i < kColumns; i += 4) store_pack(out + k * args.hidden + i, &sums[k][i]);
+}
+
+// Any hidden size, any alignment. A thread owns its columns of the block's partial sums, which are in memory.
+template <class T>
+__global__ void __launch_bounds__(kRowThreads) backward_looped_kernel(LayerNormBwd args, float* partial) {
+    __shared__ float slots[2][kRowThreads / kWarp][2];
+    const float inverse = 1.0f / static_cast<float>(args.hidden);
+    float* sums =
+        partial == nullptr ? nullptr : partial + static_cast<std::int64_t>(blockIdx.x) * 3 * args.hidden;
+    if (sums != nullptr)
+        for (std::int64_t j = threadIdx.x; j < args.hidden; j += kRowThreads)
+            for (int k = 0; k < 3; ++k) sums[k * args.hidden + j] = 0.0f;
+    int turn = 0;
+    for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x, turn ^= 1) {
+        const T* dy = static_cast<const T*>(args.dy) + row * args.dy_stride;
+        const T* z = static_cast<const T*>(args.z) + row * args.z_stride;
+        const float mean = args.mean[row], rstd = args.rstd[row];
+        float mean_g = 0.0f, mean_gx = 0.0f;
+        for (std::int64_t j = threadIdx.x; j < args.hidden; j += kRowThreads) {
+            const float g = widen(dy[j]) * load_param(args.weight, j);
+            mean_g += g;
+            mean_gx += g * ((widen(z[j]) - mean) * rstd);
+        }
+        pair_sum(mean_g, mean_gx, slots[turn]);
+        mean_g *= inverse;
+        mean_gx *= inverse;
+        for (std::int64_t j = threadIdx.x; j < args.hidden; j += kRowThreads) {
+            const float grad = widen(dy[j]), x_hat = (widen(z[j]) - mean) * rstd;
+            const float dz = (grad * load_param(args.weight, j) - mean_g - x_hat * mean_gx) * rstd;
+            const float dx = args.dropout.seed != nullptr ? drop_one(args.dropout, row, j, dz) : dz;
+            if (args.dresidual != nullptr) narrow(dz, static_cast<T*>(args.dresidual)[row * args.hidden + j]);
+            if (args.dx != nullptr) narrow(dx, static_cast<T*>(args.dx)[row * args.hidden + j]);
+            if (sums != nullptr) {
+                sums[j] += grad * x_hat;
+                sums[args.hidden + j] += grad;
+                sums[2 * args.hidden + j] += dx;
+            }
+        }
+    }
+}
+
+// dweight, dbias, dx_bias; null where not wanted.
+struct Sums {
+    float* out[3];
+};
+
+// blockIdx.y is the index of the sum. A block adds 32 columns: thread row y adds the parts y, y + 32, …; then
+// the 32 totals are added in pairs.
+__global__ void __launch_bounds__(1024)
+    sum_parts_kernel(const float* partial, std::int64_t parts, std::int64_t hidden, Sums sums) {
+    __shared__ float totals[32][33];
+    const int x = static_cast<int>(threadIdx.x), y = static_cast<int>(threadIdx.y);
+    float* out = blockIdx.y == 0 ? sums.out[0] : blockIdx.y == 1 ? sums.out[1] : sums.out[2];
+    if (out == nullptr) return;
+    const std::int64_t column = static_cast<std::int64_t>(blockIdx.x) * 32 + x;
+    float total = 0.0f;
+    if (column < hidden)
+        for (std::int64_t part = y; part < parts; part += 32)
+            total += partial[(part * 3 + blockIdx.y) * hidden + column];
+    totals[y][x] = total;
+    __syncthreads();
+    // Transposed: a warp holds the 32 totals of column y.
+    total = warp_sum(totals[x][y]);
+    const std::int64_t own = static_cast<std::int64_t>(blockIdx.x) * 32 + y;
+    if (x == 0 && own < hidden) out[own] = total;
+}
+
+// --- host ---
+
+// Threads per row and rows per block of backward_kernel.
+struct Block {
+    unsigned threads, rows;
+};
+
+Block backward_block(std::int64_t hidden) {
+    const unsigned threads =
+        static_cast<unsigned>((hidden + kColumns * kWarp - 1) / (kColumns * kWarp) * kWarp);
+    return {threads, threads <= 256 ? 256 / threads : 1};
+}
+
+template <class T>
+const char* backward(const LayerNormBwd& args, float* partial, std::int64_t parts, std::uintptr_t stream) {
+    const std::int64_t hidden = args.hidden;
+    const bool vectors = hidden <= kBackwardHidden && hidden % kColumns == 0 &&
+                         rows_aligned<T>(args.dy, args.dy_stride) && rows_aligned<T>(args.z, args.z_stride) &&
+                         aligned(args.weight) && cuda::aligned(args.dx) && cuda::aligned(args.dresidual) &&
+                         cuda::aligned(partial);
+    const dim3 grid(static_cast<unsigned>(parts));
+    if (!vectors) return launch(backward_looped_kernel<T>, grid, dim3(kRowThreads), stream, args, partial);
+    const Block block = backward_block(hidden);
+    const dim3 threads(block.threads, block.rows);
+    if (block.threads <= 256) return launch(backward_kernel<T, 256>, grid, threads, stream, args, partial);
+    return launch(backward_kernel<T, 512>, grid, threads, stream, args, partial);
+}
+
+}  // namespace
+}  // namespace cuda
+
+std::int64_t cuda_layer_norm_bwd_parts(int dtype, std::int64_t rows, std::int64_t hidden,
+                                       int multiprocessors) {
+    // Enough blocks to fill the device once, and no more than there are rows.
+    const cuda::Block block =
+        hidden <= cuda::kBackwardHidden ? cuda::backward_block(hidden) : cuda::Block{256, 1};
+    const unsigned resident = dtype == 0 || block.threads > 256 ? cuda::kResident<4> : cuda::kResident<2>;
+    const unsigned per_multiprocessor = resident / (block.threads * block.rows);
+    const std::int64_t fill =
+        static_cast<std::int64_t>(multiprocessors) * (per_multiprocessor > 0 ? per_multiprocessor : 1);
+    const std::int64_t most = (rows + block.rows - 1) / block.rows;
+    return most < fill ? most : fill;
+}
+
+const char* cuda_layer_norm_bwd(const LayerNormBwd& args, std::uintptr_t partial_address, std::int64_t parts,
+                                int device, std::uintptr_t stream) {
+    if (const cudaError_t error = cudaSetDevice(device)) return cudaGetErrorString(error);
+    float* partial = reinterpret_cast<float*>(partial_address);
+    if (args.rows > 0) {
+        const char* reason = nullptr;
+        switch (args.dtype) {
+            case DType::kFloat32:
+                reason = cuda::backward<float>(args, partial, parts, stream);
+                break;
+            case DType::kBFloat16:
+                reason = cuda::backward<bf16>(args, partial, parts, stream);
+                break;
+            default:
+                reason = cuda::backward<fp16>(args, partial, parts, stream);
+        }
+        if (reason != nullptr) return reason;
+    }
+    if (args.dweight == nullptr && args.dx_bias == nullptr) return nullptr;
+    const cuda::Sums sums{{args.dweight, args.dbias, args.dx_bias}};
+    const dim3 grid(static_cast<unsigned>((args.hidden + 31) / 32), 3);
+    return cuda::launch(cuda::sum_parts_kernel, grid, dim3(32, 32), stream,
+                        static_cast<const float*>(partial), parts, args.hidden, sums);
+}
+
+}  // namespace fastbert

@@ -1,0 +1,72 @@
+// What LayerNorm's forward and backward on a GPU share: parameters, dropout of a row, alignment.
+#pragma once
+
+#include "common.cuh"
+#include "layer_norm.h"
+
+namespace fastbert {
+namespace cuda {
+
+// The threads of a block that owns one row.
+constexpr int kRowThreads = 256;
+
+__device__ __forceinline__ float load_param(const Param& param, std::int64_t column) {
+    switch (param.dtype) {
+        case DType::kFloat32:
+            return static_cast<const float*>(param.data)[column];
+        case DType::kBFloat16:
+            return widen(static_cast<const bf16*>(param.data)[column]);
+        default:
+            return widen(static_cast<const fp16*>(param.data)[column]);
+    }
+}
+
+// Loads kPack<T> parameters, stored as T or as float.
+template <class T>
+__device__ __forceinline__ void load_params(const Param& param, std::int64_t column, float* out) {
+    if (param.dtype == DType::kFloat32) {
+#pragma unroll
+        for (int i = 0; i < kPack<T>; i += 4)
+            widen_pack(load_pack(static_cast<const float*>(param.data) + column + i), out + i);
+    } else {
+        widen_pack(load_pack(static_cast<const T*>(param.data) + column), out);
+    }
+}
+
+// Multiplies kCount values, from `column` (a multiple of 4) on, by 1 / (1 - p) or by 0.
+template <int kCount>
+__device__ __forceinline__ void drop(const DropoutArgs& dropout, std::uint64_t seed, std::int64_t row,
+                                     std::int64_t column, float* values) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+        const Philox bits = philox(seed, static_cast<std::uint32_t>((column + i) >> 2),
+                                   static_cast<std::uint32_t>(row), 0, dropout.offset);
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            values[i + k] = bits.word[k] >= dropout.threshold ? values[i + k] * dropout.scale : 0.0f;
+    }
+}
+
+__device__ __forceinline__ float drop_one(const DropoutArgs& dropout, std::int64_t row, std::int64_t column,
+                                          float value) {
+    const Philox bits = philox(*dropout.seed, static_cast<std::uint32_t>(column >> 2),
+                               static_cast<std::uint32_t>(row), 0, dropout.offset);
+    const int lane = static_cast<int>(column & 3);
+    // No indexing: it would go through memory.
+    const std::uint32_t low = lane == 0 ? bits.word[0] : bits.word[1];
+    const std::uint32_t high = lane == 2 ? bits.word[2] : bits.word[3];
+    const std::uint32_t word = lane < 2 ? low : high;
+    return word >= dropout.threshold ? value * dropout.scale : 0.0f;
+}
+
+// --- host ---
+
+inline bool aligned(const Param& param) { return cuda::aligned(param.data); }
+
+template <class T>
+bool rows_aligned(const void* p, std::int64_t stride) {
+    return cuda::aligned(p) && (p == nullptr || stride % kPack<T> == 0);
+}
+
+}  // namespace cuda
+}  // namespace fastbert

@@ -1,0 +1,206 @@
+"""dk and dv of attention, one tile of keys per program.
+
+The mathematics, the tiling and the launch are in kernels/attention_backward.py.
+"""
+
+import triton
+import triton.language as tl
+
+from fastbert.kernels.attention_backward_tiles import FIXED_TYPES, _exponentials, _product, _store_tile
+from fastbert.kernels.attention_tiles import _finite, _load_rows, _place
+from fastbert.kernels.philox import philox_keep, saved_keep
+
+
+@triton.jit(do_not_specialize=FIXED_TYPES)
+def _attention_bwd_dkdv_kernel(
+    dout_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    lse_ptr,
+    cu_seqlens_ptr,
+    bias_ptr,
+    gate_ptr,
+    seed_ptr,
+    bits_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    dout_stride,
+    dout_head_stride,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    bias_batch_stride,
+    bias_head_stride,
+    bias_row_stride,
+    bias_key_stride,
+    grad_stride,
+    grad_head_stride,
+    lse_head_stride,
+    bits_stride,
+    nheads,
+    total,
+    n_sequences,
+    scale,
+    unit,
+    offset,
+    threshold,
+    keep_scale,
+    HEAD_DIM: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    FOLDED: tl.constexpr,
+    BIAS_HAS_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """dk and dv of one tile of keys, or of rows after the last sequence. No `dk_ptr`: no dk; dv likewise."""
+    head = tl.program_id(0) % nheads
+    sequence, tile, tail_slots = _place(
+        cu_seqlens_ptr,
+        tl.program_id(0) // nheads,
+        tl.num_programs(0) // nheads,
+        n_sequences,
+        0,
+        BLOCK_N,
+        False,
+        SEQUENCES,
+    )
+    wide_head = head.to(tl.int64)
+    start = tl.load(cu_seqlens_ptr + sequence)
+    first_key = tile * BLOCK_N
+    if dk_ptr is not None:
+        dk_ptr += wide_head * grad_head_stride
+    if dv_ptr is not None:
+        dv_ptr += wide_head * grad_head_stride
+    if sequence == n_sequences:
+        zeros = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+        for first in range(start + first_key, total, tail_slots * BLOCK_N):
+            wide_first = tl.cast(first, tl.int64)
+            if dk_ptr is not None:
+                _store_tile(dk_ptr, grad_stride, zeros, wide_first, total, HEAD_DIM, BLOCK_N, BLOCK_D)
+            if dv_ptr is not None:
+                _store_tile(dv_ptr, grad_stride, zeros, wide_first, total, HEAD_DIM, BLOCK_N, BLOCK_D)
+    else:
+        length = tl.load(cu_seqlens_ptr + sequence + 1) - start
+        if first_key < length:
+            wide_start = start.to(tl.int64)
+            dout_ptr += wide_start * dout_stride + wide_head * dout_head_stride
+            q_ptr += wide_start * q_stride + wide_head * q_head_stride
+            k_ptr += wide_start * k_stride + wide_head * k_head_stride
+            v_ptr += wide_start * v_stride + wide_head * v_head_stride
+            if bias_ptr is not None:
+                bias_ptr += tl.cast(sequence, tl.int64) * bias_batch_stride + wide_head * bias_head_stride
+            delta_ptr += wide_head * total + wide_start
+            # The distance from delta to the normaliser.
+            plane = tl.cast(total, tl.int64) * nheads
+            lse_ptr += wide_head * lse_head_stride + wide_start
+            if bits_ptr is not None:
+                bits_ptr += wide_head * total * bits_stride
+            keys = first_key + tl.arange(0, BLOCK_N)
+            if CHUNK == BLOCK_D:
+                k = _load_rows(k_ptr, k_stride, first_key, length, HEAD_DIM, True, BLOCK_N, BLOCK_D)
+                v = _load_rows(v_ptr, v_stride, first_key, length, HEAD_DIM, True, BLOCK_N, BLOCK_D)
+            else:
+                k = None
+                v = None
+            factor = keep_scale
+            if gate_ptr is not None:
+                factor *= tl.load(gate_ptr + head).to(tl.float32)
+            dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+            dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+            begin = 0
+            if CAUSAL:
+                begin = first_key // BLOCK_M * BLOCK_M
+            for first_row in tl.range(begin, length, BLOCK_M, num_stages=NUM_STAGES):
+                rows = first_row + tl.arange(0, BLOCK_M)
+                q = _load_rows(q_ptr, q_stride, first_row, length, HEAD_DIM, True, BLOCK_M, BLOCK_D)
+                do = _load_rows(dout_ptr, dout_stride, first_row, length, HEAD_DIM, True, BLOCK_M, BLOCK_D)
+                # Rows after the sequence have dout 0 and delta 0: they add nothing, whatever their P is.
+                # One load fetches both: a small load is made whole by every thread.
+                both = delta_ptr + (rows.to(tl.int64)[:, None] + plane * tl.arange(0, 2)[None, :])
+                delta, shift = tl.split(tl.load(both, mask=(rows < length)[:, None], other=0.0))
+                inverse = shift
+                if not FOLDED:
+                    shift = _finite(tl.load(lse_ptr + rows, mask=rows < length, other=0.0))
+                scores = _product(  # [BLOCK_N, BLOCK_M]
+                    k,
+                    k_ptr,
+                    k_stride,
+                    first_key,
+                    q,
+                    q_ptr,
+                    q_stride,
+                    first_row,
+                    length,
+                    HEAD_DIM,
+                    BLOCK_N,
+                    BLOCK_M,
+                    BLOCK_D,
+                    CHUNK,
+                )
+                probs = _exponentials(
+                    scores,
+                    rows[None, :],
+                    keys[:, None],
+                    shift[None, :],
+                    bias_ptr,
+                    bias_row_stride,
+                    bias_key_stride,
+                    length,
+                    scale,
+                    unit,
+                    CAUSAL,
+                    FOLDED,
+                    BIAS_HAS_ROWS,
+                )
+                if not FOLDED:
+                    probs *= inverse[None, :]
+                if dk_ptr is not None:
+                    dprobs = _product(
+                        v,
+                        v_ptr,
+                        v_stride,
+                        first_key,
+                        do,
+                        dout_ptr,
+                        dout_stride,
+                        first_row,
+                        length,
+                        HEAD_DIM,
+                        BLOCK_N,
+                        BLOCK_M,
+                        BLOCK_D,
+                        CHUNK,
+                    )
+                dropped = probs
+                if seed_ptr is not None:
+                    if bits_ptr is not None:
+                        keep = saved_keep(
+                            bits_ptr, bits_stride, start + rows, rows < length, first_key, BLOCK_N, True
+                        )
+                    else:
+                        keep = philox_keep(
+                            seed_ptr, offset, head, start + rows, first_key, threshold, BLOCK_M, BLOCK_N
+                        )
+                        keep = tl.trans(keep)
+                    dropped = tl.where(keep, probs, 0.0)
+                    if dk_ptr is not None:
+                        dprobs = tl.where(keep, dprobs, 0.0)
+                if dv_ptr is not None:
+                    dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision="ieee")
+                if dk_ptr is not None:
+                    dscores = probs * (dprobs * factor - delta[None, :])
+                    dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
+            first, end = wide_start + first_key, wide_start + length
+            if dk_ptr is not None:
+                _store_tile(dk_ptr, grad_stride, dk * scale, first, end, HEAD_DIM, BLOCK_N, BLOCK_D)
+            if dv_ptr is not None:
+                _store_tile(dv_ptr, grad_stride, dv * factor, first, end, HEAD_DIM, BLOCK_N, BLOCK_D)

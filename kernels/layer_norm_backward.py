@@ -1,0 +1,123 @@
+"""The kernels of LayerNorm's backward; their mathematics, tiling and launch are in kernels/layer_norm.py."""
+
+import triton
+import triton.language as tl
+
+from fastbert.kernels.philox import philox_keep
+
+# Arguments for which 1 and multiples of 16 compile nothing anew.
+_FIXED_TYPES = ("n_rows", "offset", "threshold")
+
+
+@triton.jit
+def _bwd_tile(dy_ptr, z_ptr, dy_stride, z_stride, rows, cols, mask, mean, rstd):
+    """`dy`, `x_hat` = [BLOCK_M, BLOCK_N] in float32; dy is 0 outside the matrix."""
+    dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + rows[:, None] * z_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    return dy, (z - mean[:, None]) * rstd[:, None]
+
+
+@triton.jit(do_not_specialize=_FIXED_TYPES)
+def _layer_norm_bwd_kernel(
+    dy_ptr,
+    z_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    means_ptr,
+    seed_ptr,
+    dx_ptr,
+    dresidual_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    dx_bias_ptr,
+    dy_stride,
+    z_stride,
+    dx_stride,
+    n_rows,
+    offset,
+    threshold,
+    keep_scale,
+    HIDDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Every num_programs-th row tile; this program's column sums go to its row of the partial sums.
+
+    Of wide rows a program takes one column block; `means_ptr` then holds each row's mean(g) and
+    mean(g * x_hat).
+    """
+    program = tl.program_id(0)
+    col_start = tl.program_id(1) * BLOCK_N
+    cols = col_start + tl.arange(0, BLOCK_N)
+    col_mask = cols < HIDDEN
+    weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+    dweight = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    dx_bias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for tile in range(program, tl.cdiv(n_rows, BLOCK_M), tl.num_programs(0)):
+        rows = tl.cast(tile, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        row_mask = rows < n_rows
+        mask = row_mask[:, None] & col_mask[None, :]
+        mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)
+        rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
+        dy, x_hat = _bwd_tile(dy_ptr, z_ptr, dy_stride, z_stride, rows, cols, mask, mean, rstd)
+        g = dy * weight
+        if HIDDEN <= BLOCK_N:
+            g_mean = tl.sum(g, 1) / HIDDEN  # [BLOCK_M]
+            gx_mean = tl.sum(g * x_hat, 1) / HIDDEN
+        else:
+            g_mean = tl.load(means_ptr + rows, mask=row_mask, other=0.0)
+            gx_mean = tl.load(means_ptr + n_rows + rows, mask=row_mask, other=0.0)
+        dz = rstd[:, None] * (g - g_mean[:, None] - x_hat * gx_mean[:, None])
+        dx_at = rows[:, None] * dx_stride + cols[None, :]
+        if dresidual_ptr is not None:
+            tl.store(dresidual_ptr + dx_at, dz.to(dresidual_ptr.dtype.element_ty), mask=mask)
+        if seed_ptr is not None:
+            keep = philox_keep(seed_ptr, offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N)
+            dz = tl.where(keep, dz * keep_scale, 0.0)
+        if dx_ptr is not None:
+            tl.store(dx_ptr + dx_at, dz.to(dx_ptr.dtype.element_ty), mask=mask)
+        if dweight_ptr is not None:
+            dweight += dy * x_hat
+            dbias += dy
+        if dx_bias_ptr is not None:
+            # Rows after the last have rstd 0, so dz 0.
+            dx_bias += dz
+    partial_at = program.to(tl.int64) * HIDDEN + cols
+    if dweight_ptr is not None:
+        tl.store(dweight_ptr + partial_at, tl.sum(dweight, 0), mask=col_mask)
+        tl.store(dbias_ptr + partial_at, tl.sum(dbias, 0), mask=col_mask)
+    if dx_bias_ptr is not None:
+        tl.store(dx_bias_ptr + partial_at, tl.sum(dx_bias, 0), mask=col_mask)
+
+
+@triton.jit(do_not_specialize=_FIXED_TYPES)
+def _wide_bwd_means_kernel(
+    dy_ptr,
+    z_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    means_ptr,
+    dy_stride,
+    z_stride,
+    n_rows,
+    HIDDEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """mean(g) and mean(g * x_hat) of one row, summed block by block."""
+    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    mean = tl.load(mean_ptr + rows)
+    rstd = tl.load(rstd_ptr + rows)
+    g_sum = tl.zeros((1,), tl.float32)
+    gx_sum = tl.zeros((1,), tl.float32)
+    for col_start in range(0, HIDDEN, BLOCK_N):
+        cols = col_start + tl.arange(0, BLOCK_N)
+        mask = cols < HIDDEN
+        dy, x_hat = _bwd_tile(dy_ptr, z_ptr, dy_stride, z_stride, rows, cols, mask[None, :], mean, rstd)
+        g = dy * tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)[None, :]
+        g_sum += tl.sum(g, 1)
+        gx_sum += tl.sum(g * x_hat, 1)
+    tl.store(means_ptr + rows, g_sum / HIDDEN)
+    tl.store(means_ptr + n_rows + rows, gx_sum / HIDDEN)

@@ -1,0 +1,230 @@
+"""`fastbert.accelerate` with PEFT's adapters, parametrized weights and quantised linears."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import fastbert
+from tests.support.stock_models import (
+    CLASSIFIER,
+    assert_close,
+    assert_fused,
+    assert_same_training,
+    assert_stock,
+    ragged,
+    relative,
+    tiny,
+)
+
+# --- PEFT ---------------------------------------------------------------------------------------------------
+
+
+TARGETS = {
+    "query-value": ["query", "value"],
+    "feed-forward": ["intermediate.dense", "output.dense"],
+    "all-linear": "all-linear",
+    "embeddings-too": ["word_embeddings", "key"],
+}
+
+
+def with_lora(model, targets: str = "query-value", **settings):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=2,
+        lora_dropout=settings.pop("lora_dropout", 0.0),
+        target_modules=TARGETS[targets],
+        init_lora_weights=False,
+        modules_to_save=["classifier"],
+        **settings,
+    )
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("order", ("lora-first", "accelerate-first"))
+def test_lora_trains_as_on_the_stock_model(order, targets):
+    stock = with_lora(tiny(), targets)
+    if order == "lora-first":
+        model = fastbert.accelerate(with_lora(tiny(), targets))
+    else:
+        model = with_lora(fastbert.accelerate(tiny()), targets)
+    inputs = ragged("bert")
+    with torch.no_grad():
+        assert relative(stock(**inputs).logits, tiny()(**inputs).logits) > 1e-2  # the adapter has an effect
+    assert_same_training(model, stock, inputs)
+    assert_fused(model)
+
+
+@pytest.mark.parametrize("name", ("roberta", "distilbert", "electra", "albert", "mpnet"))
+def test_lora_in_other_families(name):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        models.append(peft.get_peft_model(tiny(name=name), copy.deepcopy(config)))
+    model, stock = fastbert.accelerate(models[0]), models[1]
+    assert_same_training(model, stock, ragged(name))
+    assert_fused(model)
+
+
+@pytest.mark.parametrize("order", ("lora-first", "accelerate-first"))
+def test_merged_adapters_leave_a_fused_model_and_save_a_vanilla_one(order, tmp_path):
+    merged_stock = with_lora(tiny(), "all-linear").merge_and_unload()
+    if order == "lora-first":
+        model = fastbert.accelerate(with_lora(tiny(), "all-linear"))
+    else:
+        model = with_lora(fastbert.accelerate(tiny()), "all-linear")
+    inputs = ragged("bert")
+    with torch.no_grad():
+        before = model(**inputs).logits
+        merged = model.merge_and_unload()
+        after = merged(**inputs).logits
+        assert_close(after, before)
+        assert_close(after, merged_stock(**inputs).logits)
+    assert_fused(merged)
+    assert type(merged).__name__ == "BertForSequenceClassification"
+    merged.save_pretrained(tmp_path)
+    vanilla = CLASSIFIER.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(fastbert.restore(merged)(**inputs).logits, vanilla(**inputs).logits)
+
+
+def test_adapters_merged_in_place_switched_and_left_out():
+    peft = pytest.importorskip("peft")
+    models = []
+    for make in (tiny, lambda: fastbert.accelerate(tiny())):
+        model = with_lora(make())
+        torch.manual_seed(2)
+        model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["key"], init_lora_weights=False))
+        models.append(model)
+    stock, model = models
+    inputs = ragged("bert")
+    seen = []
+    for change in (
+        lambda m: m.set_adapter("second"),
+        lambda m: m.set_adapter("default"),
+        lambda m: m.merge_adapter(),
+        lambda m: m.unmerge_adapter(),
+    ):
+        change(stock)
+        change(model)
+        with torch.no_grad():
+            seen.append(stock(**inputs).logits)
+            assert_close(model(**inputs).logits, seen[-1])
+            with stock.disable_adapter(), model.disable_adapter():
+                assert_close(model(**inputs).logits, stock(**inputs).logits)
+    assert relative(seen[0], seen[1]) > 1e-2
+    assert_fused(model)
+
+
+def test_dropout_inside_lora_is_honoured():
+    model = fastbert.accelerate(with_lora(tiny(), lora_dropout=0.5)).eval()
+    stock = with_lora(tiny(), lora_dropout=0.5).eval()
+    inputs = ragged("bert")
+    with torch.no_grad():
+        assert_close(model(**inputs).logits, stock(**inputs).logits)
+        model.train()  # the model's own dropout is 0
+        draws = torch.stack([model(**inputs).logits for _ in range(64)])
+        exact = model.eval()(**inputs).logits
+        stock.train()
+        stock_draws = torch.stack([stock(**inputs).logits for _ in range(64)])
+    assert_fused(model)
+    spread, stock_spread = draws.std(0).mean(), stock_draws.std(0).mean()
+    assert 0.7 < spread / stock_spread < 1.4
+    assert (draws - exact).abs().max() > 1e-3
+
+
+def test_an_adapter_on_a_stock_model_loads_what_an_accelerated_one_saved(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = with_lora(fastbert.accelerate(tiny()))
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(tiny(), tmp_path)
+    inputs = ragged("bert")
+    with torch.no_grad():
+        assert_close(model(**inputs).logits, loaded(**inputs).logits)
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_other_adapters_take_the_stock_layer():
+    peft = pytest.importorskip("peft")
+    config = peft.IA3Config(
+        target_modules=["layer.1.attention.self.key", "layer.1.output.dense"],
+        feedforward_modules=["layer.1.output.dense"],
+        init_ia3_weights=False,
+    )
+    models = []
+    for model in (tiny(), fastbert.accelerate(tiny())):
+        torch.manual_seed(1)
+        models.append(peft.get_peft_model(model, copy.deepcopy(config)))
+    stock, model = models
+    assert_same_training(model, stock, ragged("bert"))
+    assert_stock(model, lambda name: "layer.1" in name)
+    fused = [layer for layer in fastbert.explain(model).layers if "layer.0" in layer.name]
+    assert [(layer.fused_calls, layer.stock_calls) for layer in fused] == [(1, 0)]
+
+
+def test_prompt_tuning():
+    peft = pytest.importorskip("peft")
+    models = []
+    for model in (tiny(), fastbert.accelerate(tiny())):
+        torch.manual_seed(1)
+        config = peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=5)
+        models.append(peft.get_peft_model(model, config))
+    stock, model = models
+    assert_same_training(
+        model, stock, ragged("bert")
+    )  # soft words before the text need inputs_embeds and a longer mask
+    assert_fused(model)
+
+
+# --- sub-modules that are no longer the stock ones ----------------------------------------------------------
+
+
+def test_a_parametrized_weight_takes_the_stock_layer():
+    models = []
+    for model in (tiny(), fastbert.accelerate(tiny())):
+        torch.nn.utils.parametrizations.weight_norm(model.bert.encoder.layer[0].intermediate.dense)
+        models.append(model)
+    stock, model = models
+    assert_same_training(model, stock, ragged("bert"))
+    assert_stock(model, lambda name: "layer.0" in name)
+
+
+class Int8Linear(torch.nn.Module):
+    """A linear layer as weight-only quantisers make it: an int8 weight with one scale per row."""
+
+    def __init__(self, linear: torch.nn.Linear):
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("weight", (linear.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", linear.bias.detach().clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight * self.scale, self.bias)
+
+
+def quantized(model):
+    for layer in model.bert.encoder.layer:
+        layer.output.dense = Int8Linear(layer.output.dense)
+    return model
+
+
+@pytest.mark.parametrize("order", ("accelerate-first", "quantise-first"))
+def test_quantised_linears_take_the_stock_layer(order):
+    stock = quantized(tiny())
+    if order == "accelerate-first":
+        model = quantized(fastbert.accelerate(tiny()))
+    else:
+        model = fastbert.accelerate(quantized(tiny()))
+    inputs = ragged("bert")
+    with torch.no_grad():
+        assert_close(model(**inputs).logits, stock(**inputs).logits)
+    assert_stock(model)

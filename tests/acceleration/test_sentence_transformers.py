@@ -1,0 +1,197 @@
+"""sentence-transformers' models, accelerated."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import fastbert
+from tests.support.accelerate_workers import worst_gradient
+from tests.support.stock_models import CLASSIFIER, TEXTS, assert_close, assert_fused, tiny
+
+SENTENCES = [
+    "A man is playing the guitar on stage.",
+    "",
+    "Shares fell sharply after the company warned that its profits for the year would be lower than it had "
+    "expected in spring, when a mild winter and cheap gas had helped it to the best quarter of its history.",
+    "It rains.",
+    "You must file your income tax by the thirty-first of July!",
+    " ".join(["A long passage that goes on and on, well over what the model reads at once."] * 30),
+    "Ein Satz auf Deutsch, 中文, and emoji 🎉.",
+]
+
+
+def sentence_model(folder: Path):
+    st = pytest.importorskip("sentence_transformers")
+    return st.SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+
+
+@pytest.fixture(scope="module")
+def encoded(minilm) -> torch.Tensor:
+    """The embeddings by the untouched model."""
+    return sentence_model(minilm).encode(SENTENCES, batch_size=4, convert_to_tensor=True)
+
+
+@pytest.mark.parametrize("batch_size", (1, 4, 32))
+def test_sentence_embeddings_of_minilm(minilm, encoded, batch_size):
+    model = sentence_model(minilm)
+    assert fastbert.accelerate(model) is model
+    vectors = model.encode(SENTENCES, batch_size=batch_size, convert_to_tensor=True)
+    assert vectors.shape == (7, 384)
+    assert (vectors - encoded).abs().max() <= 1e-5
+    assert_fused(model)
+
+
+def test_everything_else_that_encode_gives(minilm):
+    model, stock = fastbert.accelerate(sentence_model(minilm)), sentence_model(minilm)
+    one, stock_one = (m.encode(SENTENCES[0]) for m in (model, stock))
+    assert one.shape == stock_one.shape == (384,)
+    assert_close(torch.from_numpy(one), torch.from_numpy(stock_one))
+    tokens = model.encode(SENTENCES, output_value="token_embeddings")
+    for a, b in zip(tokens, stock.encode(SENTENCES, output_value="token_embeddings"), strict=True):
+        assert_close(a, b)
+    for a, b in zip(
+        model.encode(SENTENCES, output_value=None), stock.encode(SENTENCES, output_value=None), strict=True
+    ):
+        assert a.keys() == b.keys()
+        assert_close(a["sentence_embedding"], b["sentence_embedding"])
+    for settings in (
+        {"truncate_dim": 64, "normalize_embeddings": True},
+        {"prompt": "query: "},
+        {"precision": "uint8"},
+    ):
+        a, b = (torch.from_numpy(m.encode(SENTENCES, **settings)) for m in (model, stock))
+        if "precision" in settings:
+            assert (a.int() - b.int()).abs().max() <= 1
+        else:
+            assert_close(a, b)
+    assert_close(model.similarity(one, one), stock.similarity(stock_one, stock_one))
+    assert_fused(model)
+
+
+def test_a_sentence_model_is_restored_copied_pickled_and_saved(minilm, encoded, tmp_path):
+    model = fastbert.accelerate(sentence_model(minilm))
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        vectors = copied.encode(SENTENCES, batch_size=4, convert_to_tensor=True)
+        assert (vectors - encoded).abs().max() <= 1e-5
+        assert_fused(copied)
+    model.save(str(tmp_path))
+    for vanilla in (sentence_model(tmp_path), fastbert.restore(model)):
+        again = vanilla.encode(SENTENCES, batch_size=4, convert_to_tensor=True)
+        assert torch.equal(again, encoded)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, tokenizer):
+    """Folders of tiny models with their tokenizer, by class."""
+
+    def save(auto: type, **overrides) -> Path:
+        folder = tmp_path_factory.mktemp("saved")
+        tiny(auto, **overrides).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
+
+    return save
+
+
+@pytest.mark.parametrize("pooling", ("cls", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"))
+def test_every_pooling_sees_the_tokens_of_each_sentence(saved, pooling):
+    st = pytest.importorskip("sentence_transformers")
+    from sentence_transformers import models
+
+    folder = saved(transformers.AutoModel)
+
+    def make():
+        words = models.Transformer(str(folder))
+        return st.SentenceTransformer(
+            modules=[words, models.Pooling(words.get_embedding_dimension(), pooling_mode=pooling)],
+            device="cpu",
+        )
+
+    model, stock = fastbert.accelerate(make()), make()
+    vectors = model.encode(TEXTS, batch_size=4, convert_to_tensor=True)
+    assert_close(vectors, stock.encode(TEXTS, batch_size=4, convert_to_tensor=True))
+    assert_fused(model)
+
+
+def test_a_sentence_model_trains(saved):
+    st = pytest.importorskip("sentence_transformers")
+    folder = saved(transformers.AutoModel)
+    gradients = []
+    for change in (lambda m: m, fastbert.accelerate):
+        model = change(st.SentenceTransformer(str(folder), device="cpu")).train()
+        words = getattr(model, "preprocess", model.tokenize)(TEXTS)
+        vectors = torch.nn.functional.normalize(model(words)["sentence_embedding"], dim=-1)
+        loss = ((vectors @ vectors.T - torch.eye(4)) ** 2).sum()
+        loss.backward()
+        named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        gradients.append(named | {"loss": loss.detach()})
+    assert_fused(model)
+    assert len(gradients[0]) > 30
+    error, name = worst_gradient(gradients[1], gradients[0])
+    assert error <= 1e-5, name
+
+
+@pytest.mark.parametrize("expansion", (None, True, False), ids=("none", "attended", "not-attended"))
+def test_late_interaction_reads_what_it_expands_queries_by(saved, expansion):
+    st = pytest.importorskip("sentence_transformers", minversion="6")
+    folder = saved(transformers.AutoModel)
+
+    def make():
+        torch.manual_seed(0)  # of the projection
+        model = st.MultiVectorEncoder(str(folder), device="cpu")
+        if expansion is not None:
+            model[0].query_expansion = {"strategy": "fixed", "attend": expansion, "length": 16}
+        return model
+
+    model, stock = fastbert.accelerate(make()), make()
+    for encode in ("encode_query", "encode_document"):
+        got, want = (getattr(m, encode)(TEXTS[1:3]) for m in (model, stock))
+        for a, b in zip(got, want, strict=True):
+            assert_close(torch.as_tensor(a), torch.as_tensor(b))
+    how = fastbert.explain(model)
+    if expansion is False:  # the masked words of a query are scored: they may not be zeros
+        assert [part.packed_calls for part in how.models] == [0], str(how)
+        with pytest.raises(ValueError, match="query_expansion"):
+            fastbert.accelerate(make(), strict=True)
+        model[0].query_expansion = None
+        model.encode_query(TEXTS[1:3])
+        fastbert.accelerate(model).encode_query(TEXTS[1:3])
+        how = fastbert.explain(model)
+    assert [part.packed_calls > 0 for part in how.models] == [True], str(how)
+
+
+def test_sparse_encoder(saved):
+    st = pytest.importorskip("sentence_transformers")
+    folder = saved(transformers.AutoModelForMaskedLM)
+    model, stock = (st.SparseEncoder(str(folder), device="cpu") for _ in range(2))
+    fastbert.accelerate(model)
+    got, want = (m.encode(TEXTS, convert_to_sparse_tensor=False) for m in (model, stock))
+    assert want.std() > 0.05
+    assert_close(got, want)
+    assert_fused(model)
+
+
+@pytest.mark.parametrize("batch_size", (1, 32))
+def test_cross_encoder(saved, batch_size):
+    st = pytest.importorskip("sentence_transformers")
+    folder = saved(CLASSIFIER, num_labels=1)
+    pairs = [(TEXTS[0], TEXTS[1]), (TEXTS[1], TEXTS[2]), (TEXTS[2], TEXTS[0]), (TEXTS[3], TEXTS[3])]
+    stock = st.CrossEncoder(str(folder), device="cpu")
+    model = st.CrossEncoder(str(folder), device="cpu")
+    assert fastbert.accelerate(model) is model
+    scores, stock_scores = (
+        torch.from_numpy(m.predict(pairs, batch_size=batch_size, activation_fn=torch.nn.Identity()))
+        for m in (model, stock)
+    )
+    assert scores.shape == (4,)
+    assert scores.std() > 0.05  # the pairs matter
+    assert_close(scores, stock_scores)
+    ranked, stock_ranked = (m.rank(TEXTS[1], TEXTS) for m in (model, stock))
+    assert [x["corpus_id"] for x in ranked] == [x["corpus_id"] for x in stock_ranked]
+    assert_fused(model)

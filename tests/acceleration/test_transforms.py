@@ -1,0 +1,256 @@
+"""`fastbert.accelerate` under torch.compile, export, tracing and function transforms."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import transformers
+
+import fastbert
+from tests.support.stock_models import (
+    assert_close,
+    assert_fused,
+    assert_same_training,
+    ragged,
+    relative,
+    tiny,
+)
+
+# --- torch.compile ------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """A backend of torch.compile that runs graphs by AOT autograd and records their operations."""
+
+    def __init__(self):
+        self.graphs = 0
+        self.ops: set[str] = set()
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+        self.ops |= {str(node.target) for node in graph.graph.nodes if node.op == "call_function"}
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+
+def assert_accelerated_graph(recorder: Recorder) -> None:
+    for op in ("attention_fwd", "linear_fwd", "layer_norm_fwd"):
+        assert any(f"fastbert.{op}" in name for name in recorder.ops), (op, sorted(recorder.ops))
+    assert not any("scaled_dot_product" in name for name in recorder.ops), sorted(recorder.ops)
+
+
+@pytest.mark.parametrize("name", ("bert", "albert", "mpnet"))
+def test_compiled_in_one_graph(fresh_dynamo, name):
+    recorder = Recorder()
+    model, stock = (tiny(name=name, num_hidden_layers=1) for _ in range(2))
+    fastbert.accelerate(model)
+    inputs = ragged(name, 4, 24)
+    assert_same_training(torch.compile(model, fullgraph=True, backend=recorder), stock, inputs)
+    assert recorder.graphs == 1
+    assert_accelerated_graph(recorder)
+    with torch.no_grad():  # and outside the compiled graph it packs as before
+        assert_close(model(**inputs).logits, stock(**inputs).logits)
+
+
+def test_compiled_shapes_are_dynamic(fresh_dynamo):
+    recorder, stock = Recorder(), tiny(num_hidden_layers=1)
+    model = fastbert.accelerate(tiny(num_hidden_layers=1))
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=recorder)
+    graphs = []
+    for batch_size, seqlen in ((3, 9), (4, 24), (7, 12)):
+        inputs = ragged("bert", batch_size, seqlen)
+        with torch.no_grad():
+            assert_close(compiled(**inputs).logits, stock(**inputs).logits)
+        graphs.append(recorder.graphs)
+    assert graphs[-1] == graphs[1] <= 2  # the stock model, too, may be compiled again after its first call
+    assert_accelerated_graph(recorder)
+
+
+def test_compiled_by_inductor(fresh_dynamo):
+    model = fastbert.accelerate(tiny(transformers.AutoModel, num_hidden_layers=1))
+    compiled, inputs = torch.compile(model, fullgraph=True), ragged("bert", 4, 16)
+    kept = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        actual = compiled(**inputs)
+        expected = tiny(transformers.AutoModel, num_hidden_layers=1)(**inputs)
+    assert_close(actual.last_hidden_state[kept], expected.last_hidden_state[kept])
+    first = kept[:, 0]
+    assert_close(actual.pooler_output[first], expected.pooler_output[first])
+
+
+def test_layers_compiled_one_by_one(fresh_dynamo):
+    recorder, stock = Recorder(), tiny(num_hidden_layers=4)
+    model = fastbert.accelerate(tiny(num_hidden_layers=4))
+    for layer in model.bert.encoder.layer:
+        layer.compile(fullgraph=True, dynamic=True, backend=recorder)
+    for batch_size, seqlen in ((3, 9), (4, 24)):
+        inputs = ragged("bert", batch_size, seqlen)
+        with torch.no_grad():
+            assert_close(model(**inputs).logits, stock(**inputs).logits)
+    assert recorder.graphs <= 2  # not one per layer
+    assert_accelerated_graph(recorder)
+    assert "compiled by itself" in fastbert.explain(model).models[0].reason
+
+
+def test_accelerated_after_it_was_compiled(fresh_dynamo):
+    recorder, model, inputs = Recorder(), tiny(num_hidden_layers=1), ragged("bert")
+    compiled = torch.compile(model, fullgraph=True, backend=recorder)
+    with torch.no_grad():
+        expected = compiled(**inputs).logits
+        recorder.ops.clear()
+        assert fastbert.accelerate(compiled) is compiled
+        assert_close(compiled(**inputs).logits, expected)
+    assert_accelerated_graph(recorder)
+
+
+# --- export and tracing -------------------------------------------------------------------------------------
+
+
+def assert_runs_packed(model, inputs) -> None:
+    """The model is still accelerated after an export."""
+    with torch.no_grad():
+        assert_close(model(**inputs).logits, tiny()(**inputs).logits)
+    how = fastbert.explain(model)
+    assert all(layer.fused_calls > 0 for layer in how.layers), str(how)
+    assert all(part.packed_calls > 0 for part in how.models), str(how)
+
+
+def test_torch_export_takes_the_stock_path():
+    model, inputs = fastbert.accelerate(tiny()), ragged("bert", 4, 24)
+    dynamic = {0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("seqlen", max=72)}
+    shapes = dict.fromkeys(inputs, dynamic)
+    program = torch.export.export(model, (), inputs, dynamic_shapes=shapes)
+    ops = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert any("scaled_dot_product_attention" in op for op in ops)
+    assert not any("fastbert" in op for op in ops), ops
+    stock = torch.export.export(tiny(), (), inputs, dynamic_shapes=shapes)
+    assert [n.target for n in program.graph.nodes] == [n.target for n in stock.graph.nodes]
+    other = ragged("bert", 5, 31, seed=2)
+    with torch.no_grad():
+        assert_close(program.module()(**other).logits, tiny()(**other).logits)
+    assert_runs_packed(model, inputs)
+
+
+def test_onnx_export_takes_the_stock_path():
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnx")
+    model, inputs = fastbert.accelerate(tiny(num_hidden_layers=1)), ragged("bert", 4, 24)
+    program = torch.onnx.export(model, (), kwargs=inputs, dynamo=True, optimize=False, verbose=False)
+    nodes = list(program.model.graph)
+    assert any(node.op_type == "MatMul" for node in nodes)
+    assert not any("fastbert" in node.domain or "fastbert" in node.op_type for node in nodes)
+    with torch.no_grad():
+        expected = tiny(num_hidden_layers=1)(**inputs).logits
+    runtime = pytest.importorskip("onnxruntime")
+    session = runtime.InferenceSession(
+        program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    (logits,) = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
+    assert_close(torch.from_numpy(logits), expected, 1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_jit_trace_takes_the_stock_path():
+    model, inputs = fastbert.accelerate(tiny()), ragged("bert", 4, 24)
+    model.config.return_dict = False
+    with torch.no_grad():
+        traced = torch.jit.trace(model, example_kwarg_inputs=dict(inputs))
+        assert "fastbert" not in str(traced.inlined_graph)
+        other = ragged("bert", 4, 24, seed=2)
+        assert_close(traced(**other)[0], tiny()(**other).logits)
+    model.config.return_dict = True
+    assert_runs_packed(model, inputs)
+
+
+# --- transforms of the whole model --------------------------------------------------------------------------
+
+
+def derivative(model, inputs):
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    name = "bert.encoder.layer.0.output.dense.weight"
+    return torch.func.grad(
+        lambda w: torch.func.functional_call(model, weights | {name: w}, (), inputs).logits.square().sum()
+    )(weights[name])
+
+
+def directional(model, inputs):
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    along = {name: torch.ones_like(p) for name, p in weights.items()}
+    return torch.func.jvp(
+        lambda w: torch.func.functional_call(model, w, (), inputs).logits, (weights,), (along,)
+    )[1]
+
+
+def tangent(model, inputs):
+    words = model.bert.embeddings.word_embeddings(inputs["input_ids"]).detach()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(words, words.square())
+        logits = model(inputs_embeds=dual, attention_mask=inputs["attention_mask"]).logits
+        return torch.autograd.forward_ad.unpack_dual(logits).tangent
+
+
+@pytest.mark.parametrize("transform", (derivative, directional, tangent))
+def test_function_transforms_take_the_stock_path(transform):
+    model, stock, inputs = fastbert.accelerate(tiny()), tiny(), ragged("bert")
+    for one in (model, stock):
+        one.set_attn_implementation("eager")  # SDPA has no forward-mode derivative
+    expected = transform(stock, inputs)
+    assert expected.abs().max() > 1e-3
+    assert_close(transform(model, inputs), expected)
+    assert_runs_packed(model, inputs)
+
+
+def test_other_weights_for_one_call():
+    model, stock, inputs = fastbert.accelerate(tiny()), tiny(), ragged("bert")
+    weights = {name: 1.1 * p for name, p in stock.named_parameters()}
+    with torch.no_grad():
+        model(**inputs)  # what is derived from its own weights is not used for others
+        expected = torch.func.functional_call(stock, weights, (), inputs).logits
+        assert relative(expected, stock(**inputs).logits) > 1e-2
+        assert_close(torch.func.functional_call(model, weights, (), inputs).logits, expected)
+    assert_runs_packed(model, inputs)
+
+
+def test_fake_tensors_and_make_fx_take_the_stock_path():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model, inputs = fastbert.accelerate(tiny()), ragged("bert")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        logits = model(**{name: mode.from_tensor(tensor) for name, tensor in inputs.items()}).logits
+    assert logits.shape == (4, 2)
+    for tracing_mode in ("real", "fake"):
+        graph = make_fx(
+            lambda ids: model(ids).logits, tracing_mode=tracing_mode, _allow_non_fake_inputs=True
+        )(inputs["input_ids"])
+        with torch.no_grad():
+            assert_close(graph(inputs["input_ids"]), tiny()(inputs["input_ids"]).logits)
+    assert_runs_packed(model, inputs)
+
+
+def test_second_derivatives_raise():
+    model, inputs = fastbert.accelerate(tiny()), ragged("bert")
+    words = model.bert.embeddings.word_embeddings(inputs["input_ids"]).detach().requires_grad_()
+    logits = model(inputs_embeds=words, attention_mask=inputs["attention_mask"]).logits
+    (gradient,) = torch.autograd.grad(logits.square().sum(), words, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"call fastbert\.restore on an accelerated model"):
+        gradient.square().sum().backward()
+
+
+def test_threads_share_a_model():
+    model = fastbert.accelerate(tiny())
+    batches = [ragged("bert", 4, 20 + i) for i in range(4)]
+    stock = tiny()
+    with torch.no_grad():
+        expected = [stock(**inputs).logits for inputs in batches]
+
+    @torch.no_grad()
+    def serve(inputs):
+        return [model(**inputs).logits for _ in range(10)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for answers, want in zip(pool.map(serve, batches), expected, strict=True):
+            for answer in answers:
+                assert_close(answer, want)
+    assert_fused(model)

@@ -1,0 +1,373 @@
+"""The checks of `make gpu`, in the interpreter: each one fails on the fault that it is for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+
+from bench import gpu_checks, lines
+from fastbert import testing
+from fastbert.backends import triton as backend
+from fastbert.graphs import model as graphs
+from fastbert.graphs import recorder as recorders
+from fastbert.runtime import dispatch
+from tests.support.triton_fixtures import interpreted
+
+
+@pytest.fixture
+def check(request):
+    """A check in the interpreter, and its rows."""
+    rows: list[dict] = []
+    found = gpu_checks.Check("correctness", torch.device("cpu"), rows.append)
+    found.rows = rows
+    return found
+
+
+def named(check, name: str):
+    check.name = name
+    return check
+
+
+LINEAR = gpu_checks.Unit("linear", "triton", torch.bfloat16)
+ENCODER = gpu_checks.Unit("encoder", None, torch.bfloat16)
+
+
+def run(function, check, unit=LINEAR) -> list[dict]:
+    for _ in function(check, unit):
+        pass
+    return check.rows
+
+
+def spoiled(monkeypatch, change) -> None:
+    """Plant a fault behind the Triton linear."""
+    right = backend.linear_fwd
+
+    def linear_fwd(*args):
+        y, pre = right(*args)
+        return change(y), pre
+
+    monkeypatch.setattr(backend, "linear_fwd", linear_fwd)
+
+
+def unwritten(y):
+    out = torch.empty_like(y)
+    out[1:] = y[1:]
+    return out
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "change", [unwritten, lambda y: y * 1.02, lambda y: y[:-1]], ids=["hole", "wrong", "shape"]
+)
+def test_correctness_sees_a_hole_a_wrong_result_and_a_wrong_shape(check, monkeypatch, change):
+    spoiled(monkeypatch, change)
+    (row,) = run(gpu_checks.correctness, check)
+    assert row["status"] == "failed"
+    assert row["name"].startswith("linear-triton-bf16-")
+    assert row["error"]
+
+
+@interpreted
+def test_correctness_of_the_kernel_itself(check):
+    (row,) = run(gpu_checks.correctness, check)
+    # the output, and the gradients of x, weight and bias
+    assert (row["status"], row["step"], row["quantities"]) == ("ok", "correctness", 4)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_poisoned_memory_is_nan_and_only_within():
+    with gpu_checks.poisoned():
+        assert all(torch.empty(64, dtype=dtype).isnan().all() for dtype in gpu_checks.DTYPES)
+    assert not torch.are_deterministic_algorithms_enabled()
+    with pytest.raises(KeyError), gpu_checks.poisoned():
+        raise KeyError
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_unwritten_rows_show_even_where_memory_held_the_right_values(check, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        testing, "run_case", lambda *args: seen.append(torch.are_deterministic_algorithms_enabled()) or []
+    )
+    run(gpu_checks.correctness, check)
+    assert seen == [True]
+
+
+@interpreted
+def test_an_exception_is_a_row(check, monkeypatch):
+    monkeypatch.setattr(backend, "linear_fwd", lambda *args: 1 / 0)
+    (row,) = run(gpu_checks.correctness, check)
+    assert (row["status"], row["error"]) == ("failed", "ZeroDivisionError: division by zero")
+
+
+@interpreted
+def test_determinism_sees_one_bit(check, monkeypatch):
+    calls = []
+
+    def last_bit(y):
+        calls.append(1)
+        if len(calls) == 3:
+            y.view(torch.int16)[0, 0] ^= 1
+        return y
+
+    spoiled(monkeypatch, last_bit)
+    (row,) = run(gpu_checks.determinism, named(check, "determinism"))
+    assert (row["status"], row["error"]) == ("failed", "1 of 3 repeats differ from the first run")
+    monkeypatch.undo()
+    check.rows.clear()
+    assert run(gpu_checks.determinism, check)[0]["status"] == "ok"
+
+
+def test_bits_tell_zeros_apart_and_know_a_nan():
+    zero, nan = torch.tensor([0.0]), torch.tensor([float("nan")])
+    assert bool(gpu_checks.equal_bits({"y": nan}, {"y": nan.clone()}))
+    assert not bool(gpu_checks.equal_bits({"y": zero}, {"y": -zero}))
+    assert not bool(gpu_checks.equal_bits({"y": zero, "z": zero}, {"y": zero, "z": nan}))
+
+
+@interpreted
+def test_a_hang_a_crash_and_an_ending_process_are_rows(check, monkeypatch):
+    units = [gpu_checks.Unit(name, "triton", torch.float32) for name in ("hang", "crash", "silent", "fine")]
+
+    def run_unit(check, unit):
+        if unit.op == "hang":
+            time.sleep(600)
+        if unit.op == "crash":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if unit.op == "silent":
+            sys.exit(3)
+
+    monkeypatch.setattr(gpu_checks, "UNIT_SECONDS", 2.0)
+    assert gpu_checks.in_processes(check, units, 4, run_unit) == 3
+    found = {row["name"]: (row["status"], row["error"]) for row in check.rows}
+    assert found == {
+        "hang-triton-fp32": ("timeout", "its process did not end in its time"),
+        "crash-triton-fp32": ("crashed", f"its process ended with {-int(signal.SIGKILL)}"),
+        "silent-triton-fp32": ("crashed", "its process ended with 3"),
+    }
+
+
+def test_units_without_time_are_skipped(check):
+    check.end = time.monotonic()
+    assert gpu_checks.in_processes(check, [LINEAR], 1) == 0
+    assert [(row["status"], row["error"]) for row in check.rows] == [("skipped", "the budget is spent")]
+
+
+@interpreted
+def test_a_failed_row_makes_the_exit_status(tmp_path, monkeypatch):
+    monkeypatch.setitem(gpu_checks.CHECKS, "stream", (gpu_checks.correctness, lambda tiny: [LINEAR]))
+    options = ["stream", "--device", "cpu", "--json", str(tmp_path / "checks.jsonl")]
+    before = torch.get_num_threads()
+    try:
+        assert gpu_checks.main(options) == 0
+        spoiled(monkeypatch, lambda y: y + 1)
+        assert gpu_checks.main(options) == 1
+    finally:
+        torch.set_num_threads(before)
+    data = lines.read(tmp_path / "checks.jsonl")
+    assert [row["status"] for row in data["rows"]] == ["ok", "failed"]
+    assert data["environment"]["device_type"] == "cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_without_a_gpu_a_check_fails_and_says_why(tmp_path):
+    file = tmp_path / "checks.jsonl"
+    assert gpu_checks.main(["determinism", "--json", str(file)]) == 1
+    rows = {row["name"]: (row["status"], row["error"]) for row in lines.read(file)["rows"]}
+    assert rows.pop("environment-fp32")[0] == "failed"
+    assert {status for status, _ in rows.values()} == {"skipped"}
+    assert rows["linear-triton-bf16"][1] == "no CUDA device"
+
+
+def test_every_kernel_of_every_gpu_backend_is_a_unit():
+    units = gpu_checks.op_units((torch.bfloat16, torch.float32))
+    ops = {unit.op for unit in units if unit.backend == "triton"}
+    assert ops == set(backend.DTYPES)
+    assert len(units) == len(set(units))
+    assert {"attention", "linear"} >= {unit.op for unit in units[:4]}  # the longest begin first
+
+
+@interpreted
+def test_memory_sees_growth(check, monkeypatch):
+    assert run(gpu_checks.memory, named(check, "memory"), ENCODER)[0]["status"] == "ok"
+    check.rows.clear()
+    sizes = iter(range(0, 1 << 40, 1 << 30))
+    monkeypatch.setattr(gpu_checks, "host_bytes", lambda: next(sizes))
+    (row,) = run(gpu_checks.memory, check, ENCODER)
+    assert row["status"] == "failed"
+    assert row["error"] == "grew by 3072 MiB on the host"
+
+
+@interpreted
+def test_graphs_see_stale_weights_and_calls_that_are_not_replayed(check, monkeypatch):
+    assert run(gpu_checks.graphs, named(check, "graphs"), ENCODER)[0]["status"] == "ok"
+    check.rows.clear()
+    monkeypatch.setattr(graphs.GraphedModel, "_settle", lambda self: True)
+    original = recorders.EagerRecorder.record
+
+    def record(self, function):
+        recording = original(self, function)
+        return recorders.Recording(recording.outputs, lambda: None)  # its first outputs
+
+    monkeypatch.setattr(recorders.EagerRecorder, "record", record)
+    (row,) = run(gpu_checks.graphs, check, ENCODER)
+    assert row["status"] == "failed"
+    assert "away from the model itself" in row["error"]
+    monkeypatch.undo()
+    check.rows.clear()
+    monkeypatch.setattr(recorders, "EagerRecorder", lambda device: None)
+    (row,) = run(gpu_checks.graphs, check, ENCODER)
+    assert row["status"] == "failed"
+    assert "was not replayed: the model is on cpu" in row["error"]
+
+
+class OnGpu(gpu_checks.Check):
+    """A check that takes the path of a GPU."""
+
+    tiny = False
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Such a check in the interpreter: streams do nothing, and a replay calls the captured function again."""
+    captured: dict = {}
+    original = gpu_checks.evaluator
+
+    def evaluator(*args):
+        call = original(*args)
+
+        def noting():
+            outputs = call()
+            if captured.get("open"):
+                captured.update(call=call, static=outputs)
+            return outputs
+
+        return noting
+
+    class Stream:
+        def wait_stream(self, other):
+            pass
+
+    class Graph:
+        def replay(self):
+            for name, value in captured["call"]().items():
+                captured["static"][name].copy_(value)
+
+    @contextlib.contextmanager
+    def capture(graph, stream):
+        captured["open"] = True
+        yield
+        captured["open"] = False
+
+    monkeypatch.setattr(gpu_checks, "evaluator", evaluator)
+    monkeypatch.setattr(gpu_checks, "one_case", lambda check, unit: testing.small_cases(unit.op)[0])
+    monkeypatch.setattr(gpu_checks, "REPLAYS", 3)
+    for name, fake in {
+        "Stream": Stream,
+        "CUDAGraph": Graph,
+        "graph": capture,
+        "current_stream": Stream,
+        "stream": contextlib.nullcontext,
+        "synchronize": lambda: None,
+        "_sleep": lambda cycles: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    rows: list[dict] = []
+    check = OnGpu("graphs", torch.device("cpu"), rows.append)
+    check.rows, check.graph = rows, Graph
+    return check
+
+
+@interpreted
+@pytest.mark.parametrize("op", ["linear", "packing"])
+def test_a_replay_must_follow_its_inputs(on_gpu, monkeypatch, op):
+    unit = gpu_checks.Unit(op, "triton", torch.bfloat16)
+    (row,) = run(gpu_checks.graphs, on_gpu, unit)
+    assert (row["status"], row.get("error"), row["replays"]) == ("ok", None, 3)
+    monkeypatch.setattr(on_gpu.graph, "replay", lambda self: None)
+    on_gpu.rows.clear()
+    (row,) = run(gpu_checks.graphs, on_gpu, unit)
+    assert row["error"] == "3 of 3 replays differ from an eager call"
+
+
+@interpreted
+@pytest.mark.parametrize("op", ["attention", "embedding", "layer_norm"])
+def test_a_replay_must_draw_the_mask_of_the_seed_it_finds(on_gpu, monkeypatch, op):
+    unit = gpu_checks.Unit(op, "triton", torch.float32)
+    assert "dropout" in gpu_checks.replayed_case(on_gpu, unit).id
+    monkeypatch.setattr(gpu_checks, "cases", lambda check, unit: testing.small_cases(unit.op))
+    (row,) = run(gpu_checks.graphs, on_gpu, unit)
+    assert (row["status"], row.get("error"), row["replays"]) == ("ok", None, 3)
+    assert "dropout" in row["case"]
+    on_gpu.rows.clear()
+    replay, launch, captured = on_gpu.graph.replay, getattr(backend, f"{op}_fwd"), torch.tensor([5])
+
+    def baked(*args):  # the seed of the capture
+        return launch(*map(as_captured, args))
+
+    def as_captured(a):
+        if isinstance(a, tuple):  # a launcher's NamedTuple
+            return type(a)(*map(as_captured, a))
+        is_seed = isinstance(a, torch.Tensor) and a.dtype == torch.int64 and a.numel() == 1
+        return captured if is_seed else a
+
+    def stale(graph):
+        with monkeypatch.context() as patch, dispatch.use_backend(**{op: "triton"}):
+            patch.setattr(backend, f"{op}_fwd", baked)
+            replay(graph)
+
+    monkeypatch.setattr(on_gpu.graph, "replay", stale)
+    (row,) = run(gpu_checks.graphs, on_gpu, unit)
+    assert row["error"] == "3 of 3 replays differ from an eager call"
+
+
+@interpreted
+def test_a_side_stream_must_give_the_same_bits(on_gpu, monkeypatch):
+    (row,) = run(gpu_checks.stream, named(on_gpu, "stream"))
+    assert (row["status"], row.get("error")) == ("ok", None)
+    on_gpu.rows.clear()
+    late = []
+
+    def early(x):  # reads before earlier work is done, when there is only NaN
+        late.append(1)
+        return torch.full_like(x, torch.nan) if len(late) > 3 else x
+
+    spoiled(monkeypatch, early)
+    (row,) = run(gpu_checks.stream, on_gpu)
+    assert row["error"] == "3 of 5 runs on a side stream differ"
+
+
+SANITIZERS = {
+    "ok": ("echo 'tiny cases: done'", "ok", None),
+    "silent": ("true", "skipped", "the tool does not work here (exit status 0)"),
+    "found": ("echo '========= ERROR SUMMARY: 2 errors'; exit 99", "failed", "ERROR SUMMARY: 2 errors"),
+    "refused": (
+        "echo 'Device not supported'; exit 99",
+        "skipped",
+        "the tool does not work here (exit status 99)",
+    ),
+    "slow": ("sleep 600", "skipped", "did not end within 1 s"),
+}
+
+
+@pytest.mark.parametrize("name", SANITIZERS)
+def test_the_sanitizer_says_what_it_found_or_why_it_could_not(name, tmp_path):
+    text, status, reason = SANITIZERS[name]
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(f"#!/bin/sh\n{text.replace('sleep', 'exec sleep')}\n")
+    program.chmod(0o755)
+    found = gpu_checks.sanitized(str(program), "memcheck", 1.0 if name == "slow" else 30.0)
+    assert found[0] == status
+    assert (found[1] is None) if reason is None else (reason in found[1])
+
+
+def test_the_checks_file_is_one_that_many_may_append_to(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        gpu_checks.main(["stream", "--device", "cpu", "--json", str(tmp_path / "checks.json")])
+    assert "expected a name ending in .jsonl" in capsys.readouterr().err

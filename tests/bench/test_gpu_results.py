@@ -1,0 +1,170 @@
+"""What `make gpu` writes of a run: merged files, charts and README rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import gpu, gpu_results, lines
+
+ENVIRONMENT = {
+    "device_type": "cuda",
+    "device": "NVIDIA H999",
+    "slug": "nvidia-h999",
+    "torch": "2.11.0+cu130",
+    "triton": "3.6.0",
+    "driver": "580.1",
+}
+
+
+def encoder_row(candidate: str, workload: str, ms: float, group: str = "plain", **facts) -> dict:
+    row = {"step": "encoder", "name": f"encoder-{candidate}-base-{workload}", "status": "ok", "model": "base"}
+    row |= {"candidate": candidate, "workload": workload, "median_ms": ms, "of_floor": 0.5, "group": group}
+    return row | facts
+
+
+@pytest.fixture
+def finished(tmp_path) -> Path:
+    """The made-up files of a run on a GPU."""
+    folder = tmp_path / "out"
+    head = {"schema": 1, "date": "2026-11-30T10:00:00+00:00", "commit": None, "changed": None}
+    for name in ("checks", "encoder"):
+        lines.append(folder / f"{name}.jsonl", "head", head | {"environment": ENVIRONMENT})
+    lines.append(folder / "steps.jsonl", "head", head | {"finished": True})
+    lines.append(folder / "steps.jsonl", "step", {"step": "build", "status": "ok"})
+    for case, status in enumerate(("ok", "failed", "skipped", "ok")):
+        row = {"step": "correctness", "name": f"linear-{case}", "status": status}
+        lines.append(folder / "checks.jsonl", "row", row)
+    lines.append(
+        folder / "encoder.jsonl", "head", {"roofs": {"gflops": {"bf16": 788_000.0}, "gbytes": 4300.0}}
+    )
+    for row in (
+        encoder_row("fastbert-bf16", "full", 99.0),  # measured again below
+        encoder_row("fastbert-bf16", "full", 6.0),
+        encoder_row("fastbert_graphs-bf16", "full", 5.5),
+        encoder_row("transformers_sdpa-bf16", "full", 11.0),
+        encoder_row("transformers_eager-bf16", "full", 22.0, "plain"),
+        encoder_row("transformers_flash2-bf16", "full", 0.0) | {"status": "error", "error": "not installed"},
+        encoder_row("fastbert-bf16", "full", 6.2, "compile"),
+        encoder_row("torch_compile-bf16", "full", 9.3, "compile"),
+    ):
+        lines.append(folder / "encoder.jsonl", "row", row)
+    lines.append(folder / "tuning.jsonl", "head", head | {"environment": ENVIRONMENT})
+    row = {"step": "tuning", "name": "linear k 7", "status": "ok", "entry": ["linear", "k", 7]}
+    lines.append(folder / "tuning.jsonl", "row", row | {"config": {"block_m": 64}})
+    return folder
+
+
+def test_merge_keeps_a_run_with_commit_date_and_versions(finished, tmp_path):
+    results, tuned = tmp_path / "results", tmp_path / "tuned.json"
+    *paths, last = gpu_results.merge(finished, results, tuned)
+    assert last == tuned
+    entries = {"device": "NVIDIA H999", "linear": {"k": {"7": {"block_m": 64}}}}
+    assert json.loads(tuned.read_text()) == entries
+    assert [path.name for path in paths] == ["steps.json", "checks.json", "encoder.json", "tuning.json"]
+    assert {path.parent for path in paths} == {results / "nvidia-h999"}
+    for path in paths:
+        data = json.loads(path.read_text())
+        assert data["environment"] == ENVIRONMENT  # steps.jsonl itself does not know it
+        assert data["commit"] == gpu_results.commit_here()["commit"]
+        assert "no git" in data["commit_of"]
+        assert data["date"] == "2026-11-30T10:00:00+00:00"
+        assert data["merged"] >= data["date"][:4]
+    data = json.loads((results / "nvidia-h999" / "encoder.json").read_text())
+    assert [row["median_ms"] for row in data["rows"] if row["candidate"] == "fastbert-bf16"] == [6.0, 6.2]
+    ratios = {(r["ours"], r["theirs"]): round(r["ratio"], 3) for r in data["ratios"]}
+    assert ratios == {
+        ("fastbert_graphs-bf16", "transformers_sdpa-bf16"): 2.0,
+        ("fastbert_graphs-bf16", "transformers_eager-bf16"): 4.0,
+        ("fastbert-bf16", "torch_compile-bf16"): 1.5,
+    }
+
+
+def test_a_commit_of_the_run_itself_stays(finished, tmp_path):
+    lines.append(finished / "checks.jsonl", "head", {"commit": "a" * 40, "changed": False})
+    gpu_results.merge(finished, tmp_path / "results", tmp_path / "tuned.json")
+    data = json.loads((tmp_path / "results" / "nvidia-h999" / "checks.json").read_text())
+    assert (data["commit"], data["changed"], "commit_of" in data) == ("a" * 40, False, False)
+
+
+def test_merge_refuses_what_is_no_result(finished, tmp_path, capsys):
+    results, readme = tmp_path / "results", tmp_path / "README.md"
+    options = ["--results", str(results), "--readme", str(readme)]
+    assert gpu.main(["merge", str(tmp_path / "nothing"), *options]) == 2
+    assert "nothing: no steps.jsonl, probe.jsonl" in capsys.readouterr().err
+    (finished / "checks.jsonl").unlink()
+    (finished / "encoder.jsonl").unlink()
+    (finished / "tuning.jsonl").unlink()
+    assert gpu.main(["merge", str(finished), *options]) == 2
+    assert "nothing there says on which device it ran" in capsys.readouterr().err
+    on_cpu = {"environment": {"device_type": "cpu", "device": "a CPU", "slug": "cpu"}}
+    lines.append(finished / "checks.jsonl", "head", on_cpu)
+    assert gpu.main(["merge", str(finished), *options]) == 2
+    assert "ran on a CPU: a dry run on a CPU is no result" in capsys.readouterr().err
+    assert not results.exists()
+
+
+MARKED = """# Title
+<!-- cpu numbers: made by `python bench/gpu.py readme` -->
+old
+<!-- end of cpu numbers -->
+between
+<!-- gpu numbers: made by `python bench/gpu.py readme` -->
+<!-- end of gpu numbers -->
+end
+"""
+
+
+def test_merge_puts_the_numbers_into_the_readme(finished, tmp_path):
+    results, readme = tmp_path / "results", tmp_path / "README.md"
+    readme.write_text(MARKED)
+    options = ["--results", str(results), "--readme", str(readme)]
+    assert gpu.main(["merge", str(finished), *options, "--tuned", str(tmp_path / "tuned.json")]) == 0
+    text = readme.read_text()
+    assert "old" not in text
+    assert text.startswith("# Title\n<!-- cpu numbers")
+    assert text.endswith("<!-- end of gpu numbers -->\nend\n")
+    assert "NVIDIA H999, bf16" in text
+    assert "788 TFLOP/s and 4.3 TB/s" in text
+    assert "Triton 3.6.0, driver 580.1" in text
+    assert "bench/results/nvidia-h999/encoder.json" in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert rows == [
+        "| | base 32x512 |",
+        "|---|---|",
+        "| **fastbert** | 6.00 (50%) |",
+        "| **fastbert, CUDA graphs** | 5.50 (50%) |",
+        "| transformers eager | 22.00 (50%) |",
+        "| transformers sdpa | 11.00 (50%) |",
+        "| transformers, torch.compile max-autotune | 9.30 (50%) |",
+        "| ours over the best peer | 1.50 × |",
+    ]
+    assert "Checks there: correctness 1 failed, 2 ok, 1 skipped." in text.replace("\n", " ")
+    assert gpu.main(["readme", "--check", *options]) == 0
+    readme.write_text(text.replace("6.00", "5.00"))
+    assert gpu.main(["readme", "--check", *options]) == 1
+    assert "5.00" in readme.read_text()  # a check writes nothing
+
+
+def test_no_gpu_run_claims_no_gpu_speed(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(MARKED)
+    (tmp_path / "results").mkdir()
+    assert gpu.main(["readme", "--results", str(tmp_path / "results"), "--readme", str(readme)]) == 0
+    assert "No speed on a GPU is claimed" in readme.read_text()
+
+
+@pytest.mark.parametrize("text", ["", MARKED + MARKED, MARKED.replace("<!-- end of gpu numbers -->\n", "")])
+def test_a_readme_without_its_markers_is_an_error(text, tmp_path, capsys):
+    readme = tmp_path / "README.md"
+    readme.write_text(text)
+    assert gpu.main(["readme", "--readme", str(readme)]) == 2
+    assert "expected <!-- " in capsys.readouterr().err
+    assert readme.read_text() == text
+
+
+def test_the_committed_readme_is_what_bench_results_say():
+    text = gpu_results.PAGE.read_text()
+    assert gpu_results.filled(text, gpu_results.sections()) == text, "run `python bench/gpu.py readme`"

@@ -1,0 +1,189 @@
+"""Memory, roofs and timing: what is measured, and the chart of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from bench import bench_cpu, memory, plot, roofs, timing
+from bench.probe_steps import Bench
+from tests.support.benches import ROOT
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def test_memory_grows_with_the_batch():
+    small, large = (
+        next(memory.bench_memory("tiny", "a", ("fastbert-fp32",), lengths=lengths))
+        for lengths in ((8,), (512,) * 64)
+    )
+    for row in (small, large):
+        assert row["status"] == "ok", row
+        assert row["peak_mib"] == pytest.approx(row["loaded_mib"] + row["above_mib"])
+    # a layer's input and output: 64 x 512 tokens x 2 x 64 floats are 16 MiB; less what the small one kept
+    assert large["above_mib"] - small["above_mib"] > 10
+    assert large["above_mib"] < 500
+
+
+def test_a_peak_is_forgotten():
+    code = (
+        "from bench import memory\n"
+        "block = bytearray(200 << 20)\n"
+        "held = memory.status_mib('VmHWM')\n"
+        "del block\n"
+        "assert held > 200\n"
+        "print(memory.forget_peak(), memory.status_mib('VmHWM') < held - 150)\n"
+        "open('/proc/self/clear_refs', 'w').write('5')\n"  # by hand: an OSError where forbidden
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    if "Error" in done.stderr and "clear_refs" in done.stderr.splitlines()[-1]:
+        assert done.stdout.split() == ["False", "False"]
+        pytest.skip("this kernel does not let a process reset its VmHWM")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "True"]
+
+
+def test_a_process_that_fails_or_hangs_is_a_row():
+    [row] = memory.bench_memory("tiny", "a", ("fastbert-fp8",), lengths=(4,))
+    assert row["status"] == "error"
+    assert "the process ended with status 1: KeyError: 'fp8'" in row["error"]
+    [row] = memory.bench_memory("tiny", "a", ("fastbert-fp32",), lengths=(4,), timeout=0.01)
+    assert row["status"] == "error"
+    assert "timed out" in row["error"]
+
+
+# --- the chart ----------------------------------------------------------------------------------------------
+
+
+def chart_data(**first: object) -> dict:
+    floors = {"fp32": 100.0, "bf16": 150.0, "fp16": 100.0, "int8": 900.0}
+    rows = [
+        {
+            "step": "encoder",
+            "status": "ok",
+            "model": model,
+            "workload": workload,
+            "candidate": candidate,
+            "tokens_per_s": speed,
+            "n": 7,
+            "floor_tokens_per_s": floors,
+        }
+        for model in ("base", "minilm")
+        for workload in ("1x128", "ragged16")
+        for candidate, speed in (("openvino-bf16", 40.0), ("fastbert-bf16", 80.0))
+    ]
+    rows[0] |= first
+    return {
+        "rows": [{"step": "matrix", "status": "ok"}, *rows],
+        "roofs": {"gflops": {"fp32": 1.0, "bf16": 1.5, "int8": 9.0}},
+        "environment": {"threads": 2, "device": "a processor"},
+        "date": "2026-01-02T03:04:05",
+    }
+
+
+def test_a_chart_for_each_model(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install .[bench]")
+    data = chart_data(status="error", error="no")
+    del data["rows"][1]["tokens_per_s"]
+    paths = plot.charts(data, tmp_path / "new", "x")
+    assert [path.name for path in paths] == ["x-base.png", "x-minilm.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+def test_a_chart_shows_bars_floors_and_units():
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install .[bench]")
+    data = chart_data(status="error")
+    rows = [r for r in data["rows"] if r["status"] == "ok" and r.get("model") == "base"]
+    [axes] = plot.chart(data, "base", rows).axes
+    heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
+    assert heights == {"fastbert bf16": [80.0, 80.0], "openvino bf16": [0.0, 40.0]}
+    lines = [tuple(c.get_segments()[0][0]) for c in axes.collections]
+    assert sorted(y for _, y in lines) == [100.0, 100.0, 150.0, 150.0, 900.0, 900.0]
+    assert sum("floor int8 900 ↑" in t.get_text() for t in axes.texts) == 2  # it lies above the picture
+    assert axes.get_ylim()[1] < 300
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert "floor fp32: 1 GFLOP/s" in labels[0]
+    assert "tokens per second" in axes.get_ylabel()
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["1x128", "ragged16"]
+    assert "BERT-base forward on 2 threads of a processor" in axes.get_title()
+
+
+def test_without_matplotlib_there_is_a_message(monkeypatch, tmp_path, capsys):
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(RuntimeError, match=r"no chart: matplotlib is not installed: pip install \.\[bench\]"):
+        plot.charts(chart_data(), tmp_path)
+    report = type("Report", (), {"data": chart_data()})()
+    for row in report.data["rows"]:
+        row["median_ms"] = 1.0
+    bench_cpu.finish(report, tmp_path)
+    assert "no chart: matplotlib is not installed" in capsys.readouterr().out
+
+
+# --- the roofs ----------------------------------------------------------------------------------------------
+
+
+def test_no_roof_is_below_a_wider_dtypes():
+    row = {"status": "ok"}
+    rows = [
+        {**row, "name": "matmul-torch-fp32-8x8x8", "gflops": 300.0},
+        {**row, "name": "matmul-torch-tf32-8x8x8", "gflops": 9000.0},
+        {**row, "name": "peak-registers-fp32-avx2", "gflops": 350.0},
+        {**row, "name": "matmul-torch-bf16-8x8x8", "gflops": 200.0},
+        {**row, "name": "matmul-int_mm-int8-8x8x8", "status": "error"},
+        {**row, "name": "copy-torch-fp32-1MiB", "gbs": 20.0},
+        {**row, "name": "write-torch-fp32-1MiB", "gbs": 10.0},
+    ]
+    found = roofs.from_rows(rows)
+    assert found.gflops == {"fp32": 350.0, "fp16": 350.0, "bf16": 350.0, "int8": 350.0}
+    assert found.gbytes == 20.0
+    assert found.seconds(700e9, 1e9, "fp32") == pytest.approx(2.0)
+    assert found.seconds(7e9, 1e9, "fp32") == pytest.approx(0.05)
+    for missing in (rows[3:], rows[:5]):
+        with pytest.raises(RuntimeError, match="no roof"):
+            roofs.from_rows(missing)
+
+
+def test_register_loops_do_the_work_they_count(tmp_path):
+    try:
+        library = roofs.build(tmp_path)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    assert library.peak_operations(17) == 0
+    library.peak_run(17, 10)  # nothing, and no harm
+    rows: list[dict] = []
+    bench = Bench(torch.device("cpu"), True, rows.append)
+    bench.step = "registers"
+    roofs.register_peaks(bench, library, 2)
+    supported = [n for i, n in enumerate(roofs.REGISTER_LOOPS) if library.peak_operations(i)]
+    assert [row["name"] for row in rows] == [f"peak-registers-{name}" for name in supported]
+    for row in rows:
+        kind = roofs.REGISTER_LOOPS.index(row["name"].removeprefix("peak-registers-"))
+        counted = 2 * library.peak_operations(kind) * row["inner"] / row["median_ms"] / 1e6
+        assert row["gflops"] == pytest.approx(counted)
+
+
+def test_without_a_compiler_the_roofs_are_torchs(monkeypatch):
+    monkeypatch.setenv("CXX", str(ROOT / "no" / "such" / "compiler"))
+    rows: list[dict] = []
+    found = roofs.measure("cpu", True, rows.append)
+    [failed] = [row for row in rows if row["status"] == "error"]
+    assert failed["name"] == "peak-registers"
+    assert found.gflops["fp32"] > 0
+    assert found.gflops["fp32"] == max(r["gflops"] for r in rows if "fp32" in r["name"] and "gflops" in r)
+
+
+# --- timing -------------------------------------------------------------------------------------------------
+
+
+def test_without_warm_up_a_sample_is_a_call(monkeypatch):
+    log: list[str] = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: log.append(f"pause {seconds}"))
+    calls = {name: lambda name=name: log.append(name) for name in "ab"}
+    found = timing.interleave(calls, "cpu", seconds=0.0, samples=(2, 2), warmup=0, pause=0.5)
+    assert log == ["pause 0.5", "a", "pause 0.5", "b"] * 2
+    assert all((t.n, t.inner) == (2, 1) for t in found.values())

@@ -1,0 +1,193 @@
+"""A replay returns what the model returns; which memory it reads and keeps."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+
+from fastbert.sentences.encoder import SentenceEncoder
+from fastbert.sentences.tokenizer import load_tokenizer
+from tests.support.graphed_models import Graphed, fresh, lengths_batch, same, shared
+from tests.support.hf_models import FAMILY_NAMES, batch
+
+# --- the same results ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_equals_the_model(name):
+    """Right and left padding, holes, a full row; every kind of arguments and of results."""
+    g = Graphed(shared(name))
+    inputs = batch(name)  # with holes, on which MPNet's bias depends
+    reason = "the mask has holes, which this family's attention bias depends on" if name == "mpnet" else None
+    for extra in ({}, {"first_token_only": True}, {"return_dict": False}):
+        g.check(**inputs, **extra, reason=reason)
+    del inputs["attention_mask"]
+    for extra in ({}, {"first_token_only": True}, {"return_dict": False}):
+        g.check(**inputs, **extra)
+    g.check(**lengths_batch([7, 1, 40, 0, 23]))
+    g.check(**lengths_batch([7, 1, 40, 0, 23]), position_ids=torch.arange(40).flip(0)[None] + 2)
+    assert g.graphed.replays == (5 if name == "mpnet" else 8)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_many_mixes_of_lengths(seed):
+    """One graphed model for all: buckets are shared, and hold data of earlier calls."""
+    random = torch.Generator().manual_seed(seed)
+    count = int(torch.randint(1, 30, (), generator=random))
+    lengths = torch.randint(0, 65, (count,), generator=random).tolist()
+    if sum(lengths) > 512 or sum(lengths) == 0:
+        lengths = [64] * 8  # the bucket filled to its last row
+    mixes().check(**lengths_batch(lengths, 64, seed), first_token_only=seed % 3 == 0)
+
+
+@functools.cache
+def mixes() -> Graphed:
+    return Graphed(shared())
+
+
+def test_long_sequences_in_float32():
+    """MiniLM's shapes: 384 wide, 12 heads, 512 tokens."""
+    model = shared(
+        "bert",
+        torch.float32,
+        hidden_size=384,
+        num_attention_heads=12,
+        intermediate_size=1536,
+        num_hidden_layers=2,
+        max_position_embeddings=512,
+    )
+    g = Graphed(model, max_tokens=2048)
+    for lengths in ([512], [512, 511, 1], [128] * 3, [300, 7, 7, 7, 120], [512, 512, 512, 500]):
+        g.check(**lengths_batch(lengths))
+        g.check(**lengths_batch(lengths), first_token_only=True)
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "albert", "mpnet"])
+@pytest.mark.parametrize("first_only", [False, True])
+@torch.no_grad()
+def test_packed_sequences(name, first_only):
+    g = Graphed(shared(name))
+    ids = torch.arange(60) % 100 + 5
+    for ends, longest in (([0, 60], 60), ([0, 20, 20, 60], 40), ([0, 1, 2, 60, 60], 300)):
+        cu_seqlens = torch.tensor(ends, dtype=torch.int32)
+        for extra in ({}, {"position_ids": torch.arange(60).flip(0)}):
+            given = (ids, cu_seqlens, longest)
+            actual = g.graphed.forward_packed(*given, **extra, first_token_only=first_only)
+            assert g.graphed.last_fallback is None
+            same(actual, g.model.forward_packed(*given, **extra, first_token_only=first_only))
+    types = torch.arange(60) % 2
+    if name == "bert":
+        same(
+            g.graphed.forward_packed(ids, cu_seqlens, 60, types),
+            g.model.forward_packed(ids, cu_seqlens, 60, types),
+        )
+
+
+@torch.no_grad()
+def test_for_the_heads():
+    """`packed=True` returns the rows and the Inputs."""
+    g = Graphed(shared())
+    for extra in ({}, {"first_token_only": True}):
+        hidden, states, probs, inputs = g.graphed(**batch("bert"), packed=True, **extra)
+        expected, *_, wanted = g.model(**batch("bert"), packed=True, **extra)
+        assert states is probs is None
+        assert g.graphed.last_fallback is None
+        same(hidden, expected)
+        assert torch.equal(inputs.packing.cu_seqlens, wanted.packing.cu_seqlens)
+
+
+def test_a_masked_first_token():
+    """The pooler then reads zeros, as the model's does."""
+    g = Graphed(shared())
+    inputs = lengths_batch([5, 9, 3])
+    inputs["attention_mask"][1, 0] = 0
+    g.check(**inputs)
+    g.check(**inputs, first_token_only=True)
+
+
+def test_int32_ids():
+    g = Graphed(shared())
+    g.check(batch("bert")["input_ids"].int(), token_type_ids=batch("bert")["token_type_ids"].int())
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
+def test_in_a_sentence_encoder(pooling, tmp_path):
+    g = Graphed(shared("bert", torch.float32))
+    sentences = ["w7 w8 w9", "w20", " ".join(f"w{i}" for i in range(10, 30)), ""]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(5, 120))]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    tokenizer = load_tokenizer(tmp_path)
+    with_graphs, without = (SentenceEncoder(m, tokenizer, pooling=pooling) for m in (g.graphed, g.model))
+    assert abs(with_graphs.encode(sentences) - without.encode(sentences)).max() < 1e-5
+    assert g.graphed.replays == 1
+    assert not g.graphed.fallbacks
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_result_is_the_callers_own():
+    """The next replay does not change it, and the caller may write into it."""
+    g = Graphed(shared())
+    inputs = [lengths_batch([30, 10], seed=seed) for seed in range(3)]
+    dense = [{"input_ids": i["input_ids"]} for i in inputs]
+    for given in (inputs, dense):
+        expected = [copy.deepcopy(g.model(**i)) for i in given]
+        first = g.graphed(**given[0])
+        second = g.graphed(**given[1])
+        same(first, expected[0])
+        second.last_hidden_state.fill_(7)
+        second.pooler_output.fill_(7)
+        same(g.graphed(**given[1]), expected[1])
+        same(g.graphed(**given[2]), expected[2])
+        same(first, expected[0])
+
+
+@torch.no_grad()
+def test_what_a_graph_reads():
+    """Ids behind the tokens are 0, and ends behind the sequences are the number of tokens."""
+    g = Graphed(shared())
+    g.graphed(torch.full((2, 60), 77), token_type_ids=torch.ones(2, 60, dtype=torch.long))
+    g.graphed(**lengths_batch([50, 20, 31]))
+    [_, bucket] = g.graphed.graphs
+    assert bucket.tokens == 112
+    rows, ends = g.graphed._views(bucket)
+    assert rows.shape == (3, 112)
+    assert ends.shape == (15,)
+    assert rows[:, 101:].eq(0).all()
+    assert rows[0, :101].ge(5).all()
+    assert rows[1, :101].tolist() == [*range(50), *range(20), *range(31)]
+    assert ends.tolist() == [0, 50, 70, *[101] * 12]
+
+
+@torch.no_grad()
+def test_bytes_held():
+    g = Graphed(shared(), max_graphs=4, max_tokens=4096)
+    assert g.graphed.bytes_held == 0
+    held = set()
+    for tokens in range(1, 200, 7):
+        g.graphed(torch.full((1, min(tokens, 64)), 9).expand(-(-tokens // 64), -1))
+        held.add(g.graphed.bytes_held)
+        assert len(g.graphed.graphs) <= 4
+    inputs = 3 * 4096 * 8 + 65 * 4
+    assert inputs < min(held)
+    assert max(held) <= inputs + 4 * (256 + 64) * 48 * 8
+    g.graphed.clear()
+    assert g.graphed.bytes_held == 0
+    assert g.graphed.graphs == []
+    g.check(**batch("bert"))
+
+
+def test_nothing_keeps_a_dropped_model():
+    g = Graphed(fresh())
+    g.check(**batch("bert"))
+    gone = weakref.ref(g.model), weakref.ref(next(g.model.parameters()))
+    del g
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]

@@ -1,0 +1,172 @@
+"""Every figure on a page is that of a committed row of bench/results."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MACHINE = ROOT / "bench" / "results" / "cpu-intel-xeon-processor-family-6-model-207-2c"
+PAGES = ["README.md", "CHANGELOG.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+if not MACHINE.is_dir():
+    pytest.skip("no results here", allow_module_level=True)
+
+BASE = dict(step="encoder", model="base")
+# the steps whose rows are medians of samples
+TIMED = ("encoder", "training", "encode")
+STEP = dict(step="training", model="base", workload="8x128", head="classification")
+OTHER_BITS = dict(step="attention", theirs="fastbert_other_bits")
+
+
+@functools.cache
+def result(file: str) -> dict:
+    """A file of the machine's results."""
+    return json.loads((MACHINE / f"{file}.json").read_text())
+
+
+def ratios(file: str, **wanted: object) -> list[float]:
+    """The ratios of a file in bench/results whose keys are as wanted, from the smallest."""
+    rows = result(file)["ratios"]
+    return sorted(row["ratio"] for row in rows if all(row.get(k) == v for k, v in wanted.items()))
+
+
+def ours_over(peer: str, dtype: str, workload: str, file: str = "bench_cpu", ours: str = "fastbert") -> float:
+    """BERT-base's forward: our speed over a peer's."""
+    (ratio,) = ratios(file, **BASE, workload=workload, ours=f"{ours}-{dtype}", theirs=f"{peer}-{dtype}")
+    return ratio
+
+
+def range_over(peer: str, dtype: str) -> tuple[float, float]:
+    """The smallest and largest of our speeds over a peer's on dense input."""
+    found = [ours_over(peer, dtype, workload) for workload in ("1x128", "1x512", "8x128")]
+    return min(found), max(found)
+
+
+def of_a_step(dtype: str) -> float:
+    """A training step: our speed over transformers'."""
+    (ratio,) = ratios("bench_cpu", **STEP, ours=f"fastbert-{dtype}", theirs=f"transformers-{dtype}")
+    return ratio
+
+
+def of_memory(dtype: str) -> float:
+    """A forward of 64 ragged sequences: our share of transformers' peak."""
+    (ratio,) = ratios("bench_cpu", step="memory", of="peak_mib", ours=f"fastbert-{dtype}")
+    return ratio
+
+
+def of_encode(texts: str) -> float:
+    """`SentenceTransformer.encode` by MiniLM: accelerated over stock."""
+    peers = dict(ours="accelerated-fp32", theirs="sentence_transformers-fp32")
+    (ratio,) = ratios("bench_accelerate", workload=texts, **peers)
+    return ratio
+
+
+def losses(candidate: str) -> list[float]:
+    """BERT-base's times beside a busy neighbour over its quiet times: `fastbert`, or `other` = before."""
+    found = [json.loads(path.read_text()) for path in (ROOT / "bench" / "results").glob("*/bench_load.json")]
+    (whole,) = (data for data in found if data["finished"])
+    return [r["loss"] for r in whole["rows"] if r["model"] == "base" and r["candidate"].startswith(candidate)]
+
+
+def spreads(file: str) -> list[float]:
+    """The spreads of the rows that have one, from the smallest."""
+    rows = [r for r in result(file)["rows"] if r["status"] == "ok" and r["step"] in TIMED]
+    return sorted(row["spread"] for row in rows)
+
+
+@functools.cache
+def claims() -> list[tuple[str, str, tuple[float, ...]]]:
+    """(page, what it says, the figures in it) for every figure that no script writes."""
+    bits = ratios("bench_training_attention", **OTHER_BITS)
+    middles = [s[len(s) // 2] for s in map(spreads, ("bench_cpu", "bench_training", "bench_accelerate"))]
+    largest = max(spreads("bench_cpu") + spreads("bench_training") + spreads("bench_accelerate"))
+    before = (max(losses("other")),)
+    neighbour = "Beside one busy neighbour BERT-base takes about twice its quiet time (`bench_load.json`); {}"
+    return [
+        (
+            "CHANGELOG.md",
+            "BERT-base on 16 ragged sequences runs {:.2f} × (fp32) and {:.2f} × (bf16) as fast as stock",
+            tuple(
+                ours_over("transformers", dtype, "ragged16", "bench_accelerate", "accelerated")
+                for dtype in ("fp32", "bf16")
+            ),
+        ),
+        (
+            "CHANGELOG.md",
+            "MiniLM's `SentenceTransformer.encode` {:.2f} × (1,000 sentences, fp32)",
+            (of_encode("sentences1000"),),
+        ),
+        (
+            "CHANGELOG.md",
+            "peaks at {:.2f} × (fp32) and {:.2f} × (bf16) transformers' memory",
+            (of_memory("fp32"), of_memory("bf16")),
+        ),
+        (
+            "CHANGELOG.md",
+            "on a CPU both passes together take {:.2f} to {:.2f} of the time of drawing the bits again",
+            (1 / bits[-1], 1 / bits[0]),
+        ),
+        (
+            "CHANGELOG.md",
+            "BERT-base on 16 ragged sequences at {:.2f} × (fp32) and {:.2f} × (bf16) transformers' speed, "
+            "{:.2f} × and {:.2f} × OpenVINO's",
+            tuple(
+                ours_over(peer, dtype, "ragged16")
+                for peer in ("transformers", "openvino")
+                for dtype in ("fp32", "bf16")
+            ),
+        ),
+        (
+            "CHANGELOG.md",
+            "on dense input at {:.2f} to {:.2f} × (fp32) and {:.2f} to {:.2f} × (bf16) OpenVINO's",
+            (*range_over("openvino", "fp32"), *range_over("openvino", "bf16")),
+        ),
+        (
+            "CHANGELOG.md",
+            "int8 at {:.2f} × ONNX Runtime's (dense {:.2f} to {:.2f} ×)",
+            (ours_over("onnxruntime", "int8", "ragged16"), *range_over("onnxruntime", "int8")),
+        ),
+        (
+            "CHANGELOG.md",
+            "a training step at {:.2f} × (fp32) and {:.2f} × (bf16) transformers' on dense input",
+            (of_a_step("fp32"), of_a_step("bf16")),
+        ),
+        ("CHANGELOG.md", neighbour.format("before, it took up to {:.0f} times"), before),
+        (
+            "docs/threads.md",
+            neighbour.format("with plain OpenMP {:.0f} times at most"),
+            (max(losses("other")),),
+        ),
+        (
+            "README.md",
+            "are {:.0f} or {:.0%} in the middle and {:.0%} at most",
+            (100 * min(middles), max(middles), largest),
+        ),
+    ]
+
+
+def page_text(file: str) -> str:
+    """A page without its generated parts, each run of white space one space."""
+    text = (ROOT / file).read_text()
+    text = re.sub(r"<!-- ([\w ]+): made by .*?<!-- end of \1 -->", "", text, flags=re.DOTALL)
+    return " ".join(text.split())
+
+
+def test_figures_are_those_of_the_results():
+    assert max(abs(loss - 2) for loss in losses("fastbert")) < 0.25, "about twice"
+    for file, text, figures in claims():
+        assert text.format(*figures) in page_text(file), (file, text.format(*figures))
+
+
+@pytest.mark.parametrize("file", PAGES)
+def test_no_other_speed_is_claimed(file):
+    text = page_text(file)
+    for page, claim, figures in claims():
+        if page == file:
+            text = text.replace(claim.format(*figures), "")
+    # the rule itself says "1.0 × (b)'s"
+    assert [figure for figure in re.findall(r"\d+(?:\.\d+)? ×", text) if figure != "1.0 ×"] == []

@@ -1,0 +1,222 @@
+"""`model.quantize("int8")`: what is replaced, and what is refused; no training."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fastbert
+from fastbert.layers.quantized import QuantizedLinear, is_quantized
+from fastbert.models.config import EncoderConfig
+from tests.support.hf_models import FAMILY_NAMES, batch
+from tests.support.quantized_models import FLOATS, alike, hidden, hook, ours
+
+# --- quantize -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_the_layers_are_replaced_and_nothing_else(family):
+    full = ours(family)
+    model = copy.deepcopy(full)
+    linears = {n for n, m in model.named_modules() if type(m) is nn.Linear}
+    in_layers = {n for n in linears if n.startswith(model.family.layers + ".")}
+    assert model.quantize() is model
+    int8 = {n for n, m in model.named_modules() if type(m) is QuantizedLinear}
+    assert int8 == in_layers
+    assert {n for n, m in model.named_modules() if type(m) is nn.Linear} == linears - in_layers
+    shared = model.family.shared_layers
+    groups = 4 if family == "albert-groups" else 1
+    assert len(int8) == 6 * (groups if shared else model.config.num_hidden_layers)
+    for n in int8:  # each from its own original
+        expected = QuantizedLinear.from_linear(full.get_submodule(n))
+        found = model.get_submodule(n)
+        assert all(torch.equal(a, b) for a, b in zip(found.buffers(), expected.buffers(), strict=True))
+    kept = batch(family)["attention_mask"].bool()
+    alike(hidden(model), hidden(full), kept)
+    assert model.num_parameters() == full.num_parameters()
+    assert model.num_parameters(only_trainable=True) == 0
+    assert "QuantizedLinear(in_features=48, out_features=48, bias=True)" in repr(model)
+
+
+def test_half_precision_of_the_rest(bert):
+    full, kept = hidden(bert), batch("bert")["attention_mask"].bool()
+    for dtype in FLOATS[1:]:
+        before, after = copy.deepcopy(bert).to(dtype).quantize(), copy.deepcopy(bert).quantize().to(dtype)
+        for model in (before, after):
+            assert model.dtype == dtype
+            y = hidden(model)
+            assert y.dtype == dtype
+            alike(y, full, kept)
+        scale = after.layers()[0].intermediate.dense.scale
+        assert scale.dtype == torch.float32
+        assert torch.equal(scale, copy.deepcopy(bert).quantize().layers()[0].intermediate.dense.scale)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = hidden(bert.quantize())
+    alike(y, full, kept)
+
+
+def test_double(bert):
+    full = hidden(bert)
+    alike(hidden(bert.double().quantize()), full, batch("bert")["attention_mask"].bool())
+    assert hidden(bert).dtype == torch.float64
+
+
+def test_twice_is_once(bert):
+    bert.quantize("int8")
+    expected = hidden(bert)
+    parts = [m for m in bert.modules() if isinstance(m, QuantizedLinear)]
+    bert.layers()[0].output.dense.register_forward_hook(lambda *a: None)  # hooks are allowed from now on
+    assert bert.quantize("int8") is bert
+    assert [m for m in bert.modules() if isinstance(m, QuantizedLinear)] == parts
+    torch.testing.assert_close(hidden(bert), expected)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "INT8", "", None, 8, torch.int8, ["int8"]], ids=repr)
+def test_unknown_modes(bert, dtype):
+    with pytest.raises(ValueError, match=r"^dtype: expected 'int8', got "):
+        bert.quantize(dtype)
+    assert not is_quantized(bert)
+
+
+def test_models_elsewhere_are_refused():
+    with torch.device("meta"):
+        model = fastbert.AutoModel.from_config(EncoderConfig("bert", hidden_size=24, num_attention_heads=2))
+    with pytest.raises(
+        ValueError, match=r"^model: on meta; int8 is for inference on a CPU: load its weights"
+    ):
+        model.quantize()
+    assert not is_quantized(model)
+
+
+class Adapted(nn.Linear):
+    """A stand-in for LoRA: another class in the place of nn.Linear."""
+
+
+def pre_hook(module):
+    module.register_forward_pre_hook(lambda *a: None)
+
+
+def parametrize(module):
+    nn.utils.parametrize.register_parametrization(module, "weight", nn.Identity())
+
+
+def adapt(module):
+    module.__class__ = Adapted
+
+
+def wrap(module):
+    module.forward = lambda x: nn.functional.linear(x, module.weight, module.bias)
+
+
+def weight_norm(module):
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nn.utils.weight_norm(module)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (hook, "nn.Linear, got Linear with hooks"),
+        (pre_hook, "got Linear with hooks"),
+        (parametrize, "got ParametrizedLinear"),
+        (adapt, "got Adapted"),
+        (wrap, "got Linear with hooks"),
+        (weight_norm, "got Linear with hooks"),
+    ],
+)
+def test_parts_that_are_not_plain_are_refused_by_name(bert, change, words):
+    change(bert.layers()[1].attention.output.dense)
+    before = {n: type(m) for n, m in bert.named_modules()}
+    with pytest.raises(
+        TypeError, match=rf"^encoder\.layer\.1\.attention\.output\.dense: expected a plain.*{words}"
+    ):
+        bert.quantize()
+    assert {n: type(m) for n, m in bert.named_modules()} == before
+    assert all(p.requires_grad for p in bert.parameters())
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(bert):
+    with torch.no_grad():
+        bert.layers()[2].output.dense.weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"^encoder\.layer\.2\.output\.dense\.weight: holds NaN"):
+        bert.quantize()
+    assert not is_quantized(bert)
+    assert all(p.requires_grad for p in bert.parameters())
+    bert.train()
+
+
+def test_no_layers():
+    model = fastbert.BertModel(
+        EncoderConfig("bert", hidden_size=24, num_attention_heads=2, num_hidden_layers=0)
+    )
+    assert model.quantize() is model
+    assert model.quantize()(torch.tensor([[1, 2]])).last_hidden_state.shape == (1, 2, 24)
+
+
+def test_a_fresh_model_is_put_in_eval_mode():
+    model = fastbert.BertModel(
+        EncoderConfig("bert", hidden_size=24, num_attention_heads=2, num_hidden_layers=1)
+    )
+    assert model.training
+    model.quantize()
+    assert not any(m.training for m in model.modules())
+
+
+# --- no training --------------------------------------------------------------------------------------------
+
+
+def test_train_is_refused_and_changes_nothing():
+    model = ours("bert", "AutoModelForSequenceClassification").quantize()
+    for owner in (model, model.base_model):
+        with pytest.raises(
+            RuntimeError, match=r"^train: Bert\w+ is quantised to 8 bits.*cannot be trained.*quantise it"
+        ):
+            owner.train()
+        with pytest.raises(RuntimeError, match="cannot be trained"):
+            owner.train(True)
+    with pytest.raises(RuntimeError, match="cannot be trained"):
+        nn.Sequential(model).train()
+    assert not any(m.training for m in model.modules())
+    assert model.train(False) is model
+    assert model.eval() is model
+
+
+def test_init_weights_is_refused():
+    model = ours("bert", "AutoModelForSequenceClassification").quantize()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match=r"^init_weights: .*quantised"):
+        model.init_weights()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    model.init_weights(model.classifier)  # a part without integers is allowed
+    assert not torch.equal(model.classifier.weight, before["classifier.weight"])
+
+
+def test_no_gradient_for_parts_only():
+    model = ours("bert", "AutoModelForSequenceClassification").quantize()
+    inputs = batch("bert")
+    inputs["attention_mask"][1] = 1
+    assert not any(p.requires_grad for p in model.parameters())
+    output = model(**inputs, labels=torch.tensor([0, 1, 1, 0]))  # gradients are enabled
+    assert not output.loss.requires_grad
+    assert not output.logits.requires_grad
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, output.logits)
+    model.bert.embeddings.word_embeddings.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"^x: requires a gradient.*cannot be trained.*no_grad"):
+        model(**inputs)
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, output.logits)
+    model.requires_grad_(False)
+    model.bert.layers()[1].output.LayerNorm.requires_grad_(True)  # in the middle: layer 2 comes after it
+    with pytest.raises(RuntimeError, match="x: requires a gradient"):
+        model(**inputs)
+    model.requires_grad_(False)
+    embeds = torch.randn(2, 5, 48, requires_grad=True)
+    with pytest.raises(RuntimeError, match="x: requires a gradient"):
+        model(inputs_embeds=embeds)

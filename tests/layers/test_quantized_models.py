@@ -1,0 +1,346 @@
+"""Quantised models: the fused paths, all other inputs and outputs, and how good MiniLM stays."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fastbert.backends import aten
+from fastbert.layers.linear import apply_linear, dense_norm
+from fastbert.layers.modules import part
+from fastbert.layers.quantized import QuantizedLinear, int8_product, is_quantized
+from fastbert.ops.linear_int8 import linear_int8
+from fastbert.runtime import dispatch, prepared
+from fastbert.sentences.encoder import SentenceEncoder
+from tests.support.hf_models import batch
+from tests.support.quantized_models import alike, hidden, hook, ours
+
+ROOT = Path(__file__).resolve().parents[2]
+SENTENCES = (ROOT / "examples" / "sentences.txt").read_text(encoding="utf-8").splitlines()
+
+
+# --- the fused paths ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launches(monkeypatch, fresh_dispatch):
+    """(out, activation, has a bias, packed) of each call of aten's `linear_int8_fwd`."""
+    seen, launch = [], aten.linear_int8_fwd
+
+    def spy(x, weight, scale, bias, activation, packed):
+        seen.append((weight.shape[0], activation, bias is not None, packed))
+        # torch._int_mm counts its operands as written: derived weights would be rebuilt
+        return launch(x, weight.clone(), scale, bias, activation, packed)
+
+    monkeypatch.setitem(dispatch.TABLE["cpu"], "linear_int8", ("aten", "reference"))
+    monkeypatch.setattr(aten, "linear_int8_fwd", spy)
+    return seen
+
+
+def test_four_products_a_layer_with_what_follows_fused(bert, launches):
+    bert.quantize()
+    hidden(bert)
+    layer = [
+        (144, None, True, None),
+        (48, None, False, None),
+        (80, "gelu", True, None),
+        (48, None, False, None),
+    ]
+    assert launches == layer * 3
+    launches.clear()
+    hook(bert.layers()[0].attention.self.key)  # a module with a hook is called
+    hidden(bert)
+    assert launches == [(48, None, True, None)] * 3 + layer[1:] + layer * 2
+
+
+def test_watched_parts_are_called(bert):
+    bert.quantize()
+    expected, seen, layer = hidden(bert), [], bert.layers()[1]
+    names = ["query", "key", "value", "attention_output", "intermediate", "output"]
+    for which in names:
+        dense = part(layer, getattr(layer.form.names, which))
+        dense.register_forward_hook(lambda *a, which=which: seen.append(which))
+    torch.testing.assert_close(hidden(bert), expected, rtol=2e-2, atol=2e-2)
+    assert seen == names
+
+
+def test_fused_and_called_parts_give_the_same(bert):
+    """Bit-equal if the arithmetic is the same; if a bias moves into the norm, up to rounding."""
+    bert.quantize()
+    x = torch.randn(7, 48, generator=torch.Generator().manual_seed(0))
+    residual = torch.randn(7, 48, generator=torch.Generator().manual_seed(1))
+    fused, called = bert.layers()[0], copy.deepcopy(bert.layers()[0])
+    for module in called.modules():
+        if isinstance(module, QuantizedLinear):
+            hook(module)
+    with torch.no_grad():
+        for a, b in zip(fused._qkv(x), called._qkv(x), strict=True):
+            assert a.shape == (7, 3, 16)
+            assert torch.equal(a, b)
+        for activation in (None, "gelu", "gelu_tanh", "relu", "silu"):
+            a, b = (apply_linear(layer.intermediate.dense, x, activation) for layer in (fused, called))
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+        a, b = (
+            dense_norm(
+                part(layer, "attention.output.dense"),
+                layer.attention.output.LayerNorm,
+                x,
+                residual,
+                0.0,
+                None,
+                0,
+            )
+            for layer in (fused, called)
+        )
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    plain = dense_norm(fused.attention.output.dense, nn.Identity(), x, residual, 0.0, None, 0)
+    torch.testing.assert_close(plain, fused.attention.output.dense(x) + residual)
+
+
+@pytest.mark.parametrize("missing", [("query",), ("key", "value"), ("query", "key", "value")], ids=str)
+def test_query_key_and_value_without_a_bias(bert, missing):
+    own = bert.layers()[0].attention.self
+    with torch.no_grad():
+        for path in ("query", "key", "value"):
+            if path in missing:
+                getattr(own, path).bias = None
+    bert.quantize()
+    x = torch.randn(5, 48, generator=torch.Generator().manual_seed(0))
+    parts = [module(x).reshape(5, 3, 16) for module in (own.query, own.key, own.value)]
+    for a, b in zip(bert.layers()[0]._qkv(x), parts, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("change", ["load_state_dict", "copy", "half", "swap"])
+def test_derived_weights_follow_the_integers(bert, change):
+    bert.quantize()
+    hidden(bert)
+    assert ("int8", True) in prepared.remembered(bert)
+    other = ours("bert", hidden_act="gelu")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    other.quantize()
+    query = bert.layers()[0].attention.self.query
+    if change == "load_state_dict":
+        bert.load_state_dict(other.state_dict())
+    elif change == "copy":
+        query.weight.copy_(query.weight.neg())
+    elif change == "half":
+        bert.half()
+    else:
+        bert.layers()[0].attention.self.query = other.layers()[0].attention.self.key
+    after = hidden(bert)
+    prepared.clear(bert)
+    assert torch.equal(hidden(bert), after)
+    if change == "load_state_dict":
+        assert torch.equal(after, hidden(other))
+
+
+def test_packed_weights_are_made_once_and_only_for_the_backend_that_reads_them(bert, launches, monkeypatch):
+    made = []
+
+    def pack(weight):
+        made.append(tuple(weight.shape))
+        return torch.full((3,), len(made), dtype=torch.uint8)
+
+    monkeypatch.setattr(aten, "linear_int8_panels", pack, raising=False)
+    bert.quantize()
+    first = hidden(bert)
+    assert made == [(144, 48), (48, 48), (80, 48), (48, 80)] * 3
+    marks = [packed[0].item() for *_, packed in launches]
+    assert marks == list(range(1, 13))
+    launches.clear()
+    assert torch.equal(hidden(bert), first)
+    assert len(made) == 12, "packed again"
+    assert [packed[0].item() for *_, packed in launches] == marks
+
+    seen, launch = [], dispatch.backend_module("reference").linear_int8_fwd
+    monkeypatch.setattr(
+        dispatch.backend_module("reference"),
+        "linear_int8_fwd",
+        lambda *args: seen.append(args[-1]) or launch(*args),
+    )
+    with dispatch.use_backend(linear_int8="reference"):
+        torch.testing.assert_close(hidden(bert), first, rtol=2e-2, atol=2e-2)
+        assert seen == [None] * 12
+        own = torch.zeros(1, dtype=torch.uint8)
+        monkeypatch.setattr(
+            dispatch.backend_module("reference"), "linear_int8_panels", lambda weight: own, raising=False
+        )
+    with dispatch.use_backend(linear_int8="reference"):
+        hidden(bert)
+    assert all(packed is own for packed in seen[12:]), "packed by another backend"
+    launches.clear()
+    hidden(bert)
+    assert len(made) == 12, "a pin elsewhere threw the packed weights away"
+    assert [packed[0].item() for *_, packed in launches] == marks
+
+    dense = bert.layers()[0].output.dense
+    dense.weight.neg_()
+    hidden(bert)
+    assert made[12:] == [(48, 80)]
+    bert.layers()[1].attention.self.key.weight.neg_()
+    hidden(bert)
+    assert made[13:] == [(144, 48)]
+
+
+@pytest.mark.parametrize("backend", ["aten", "reference"])
+def test_every_backend_gives_the_same_model(bert, backend):
+    bert.quantize()
+    expected = hidden(bert)
+    with dispatch.use_backend(linear_int8=backend):
+        torch.testing.assert_close(hidden(bert), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_inference_mode_and_no_grad_share_the_derived_weights(bert):
+    bert.quantize()
+    with torch.inference_mode():
+        first = bert(**batch("bert")).last_hidden_state
+    assert torch.equal(bert(**batch("bert")).last_hidden_state, first)
+
+
+def test_compile_full_graph(bert):
+    torch._dynamo.reset()
+    bert.quantize()
+    inputs = batch("bert")
+    compiled = torch.compile(bert, fullgraph=True, dynamic=True, backend="aot_eager")
+    for seqlen in (40, 23):
+        cut = {k: v[:, :seqlen].contiguous() for k, v in inputs.items()}
+        with torch.no_grad():
+            torch.testing.assert_close(
+                compiled(**cut).last_hidden_state, bert(**cut).last_hidden_state, rtol=2e-2, atol=2e-2
+            )
+
+
+# --- what else models do ------------------------------------------------------------------------------------
+
+
+def test_outputs_masks_and_packed_input(bert):
+    model, inputs = copy.deepcopy(bert).quantize(), batch("bert")
+    kept = inputs["attention_mask"].bool()
+    gates = torch.tensor([0.0, 1.0, 0.5])
+    with torch.no_grad():
+        asked = {"output_attentions": True, "output_hidden_states": True, "head_mask": gates}
+        full, int8 = bert(**inputs, **asked), model(**inputs, **asked)
+        assert len(int8.attentions) == 3
+        assert len(int8.hidden_states) == 4
+        for a, b in zip(int8.attentions, full.attentions, strict=True):
+            assert (a - b).abs().max() < 0.15
+            assert (a.sum(-1)[kept[:, None].expand(-1, 3, -1)] - 1).abs().max() < 1e-4
+        for a, b in zip(int8.hidden_states[1:], full.hidden_states[1:], strict=True):
+            alike(a, b, kept)
+        assert torch.equal(int8.hidden_states[0], full.hidden_states[0])
+        alike(int8.pooler_output, full.pooler_output, slice(None))
+        assert not torch.equal(model(**inputs).last_hidden_state, int8.last_hidden_state), "the gates act"
+        ones = model(**inputs, head_mask=torch.ones(3)).last_hidden_state
+        torch.testing.assert_close(ones, hidden(model), rtol=1e-4, atol=1e-4)
+
+        first = model(**inputs, first_token_only=True).last_hidden_state
+        torch.testing.assert_close(first[:, 0], hidden(model)[:, 0], rtol=2e-2, atol=2e-2)
+
+        ids, types = inputs["input_ids"][3], inputs["token_type_ids"][3]
+        lengths = torch.tensor([0, 40], dtype=torch.int32)
+        packed = model.forward_packed(ids, lengths, 40, types)
+        alone = model(ids[None], token_type_ids=types[None]).last_hidden_state[0]
+        torch.testing.assert_close(packed, alone)
+
+
+def test_resize_token_embeddings():
+    model = ours("bert", "AutoModelForMaskedLM").quantize()
+    inputs = batch("bert")
+    with torch.no_grad():
+        before = model(**inputs).logits
+        model.resize_token_embeddings(130)
+        after = model(**inputs).logits
+    assert after.shape[-1] == 130
+    assert torch.equal(after[..., :120], before)
+    assert not any(p.requires_grad for p in model.parameters())
+    assert model(inputs["input_ids"] + 9).logits.shape[-1] == 130  # the new rows, with gradients enabled
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        "AutoModelForMaskedLM",
+        "AutoModelForSequenceClassification",
+        "AutoModelForTokenClassification",
+        "AutoModelForQuestionAnswering",
+        "AutoModelForNextSentencePrediction",
+        "AutoModelForPreTraining",
+    ],
+)
+def test_heads_quantise_their_encoder(cls):
+    full = ours("bert", cls)
+    model = copy.deepcopy(full).quantize()
+    assert type(model) is type(full)
+    int8 = {n for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    assert len(int8) == 18
+    assert all(n.startswith("bert.encoder.layer.") for n in int8)
+    inputs = batch("bert")
+    inputs["attention_mask"][1] = 1
+    with torch.no_grad():
+        a, b = model(**inputs, return_dict=False)[0], full(**inputs, return_dict=False)[0]
+    assert a.shape == b.shape
+    scale = b[b.abs() < 1e4].abs().max()
+    assert ((a - b).abs()[b.abs() < 1e4] < 0.2 * scale).all()
+    assert not torch.equal(a, b)
+
+
+def test_quantising_the_encoder_of_a_head():
+    model = ours("bert", "AutoModelForSequenceClassification")
+    assert model.base_model.quantize() is model.base_model
+    with pytest.raises(RuntimeError, match="cannot be trained"):
+        model.train()
+
+
+# --- how good it is -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_embeddings_of_minilm_keep_their_direction(minilm, pooling, capsys):
+    """All 285 real sentences have a cosine of at least 0.995 with float32."""
+    assert len(SENTENCES) >= 100
+    encoder = SentenceEncoder.from_pretrained(minilm, device="cpu", pooling=pooling)
+    full = encoder.encode(SENTENCES)
+    assert encoder.quantize("int8") is encoder
+    assert is_quantized(encoder.model)
+    int8 = encoder.encode(SENTENCES)
+    cosines = (full * int8).sum(1) / np.linalg.norm(full, axis=1) / np.linalg.norm(int8, axis=1)
+    with capsys.disabled():
+        print(f"\nMiniLM int8, {pooling}: cosine min {cosines.min():.4f}, mean {cosines.mean():.5f}")
+    assert cosines.min() >= 0.995
+    assert cosines.mean() >= 0.998
+    assert not np.array_equal(full, int8)
+
+
+def test_sentence_encoder_loads_what_it_saved(minilm, tmp_path):
+    encoder = SentenceEncoder.from_pretrained(minilm, device="cpu").quantize()
+    expected = encoder.encode(SENTENCES[:40])
+    encoder.model.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").symlink_to(minilm / "tokenizer.json")
+    loaded = SentenceEncoder.from_pretrained(
+        tmp_path,
+        device="cpu",
+        pooling=encoder.pooling,
+        normalize=encoder.normalize,
+        max_length=encoder.max_length,
+    )
+    assert np.array_equal(loaded.encode(SENTENCES[:40]), expected)
+
+
+def test_int8_product_takes_one_or_several(bert):
+    """Without biases, and with one module or several."""
+    own = bert.quantize().layers()[0].attention.self
+    x = torch.randn(4, 48, generator=torch.Generator().manual_seed(0))
+    parts = [own.query, own.key]
+    joined = int8_product(x, own, parts, "relu")
+    assert torch.equal(joined, torch.cat([torch.relu(m(x)) for m in parts], 1))
+    bare = int8_product(x, own, parts, with_bias=False)
+    assert torch.equal(bare, torch.cat([linear_int8(x, m.weight, m.scale) for m in parts], 1))
+    assert torch.equal(int8_product(x, own, parts, "relu"), joined), "with and without a bias are kept apart"

@@ -1,0 +1,355 @@
+"""Outputs, losses, gradients and checkpoints of the task heads, against transformers, for every family."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import fastbert
+from fastbert.models.bert import BertModel
+from fastbert.models.config import EncoderConfig
+from tests.support.model_pairs import CASES, TASKS, build, close, inputs_for, labels_for, pair, token_level
+
+# --- against transformers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "task"), CASES)
+def test_names_outputs_and_loss_equal_transformers(name, task):
+    hf, model = pair(name, task)
+    assert type(model).__name__ == type(hf).__name__
+    assert {k: v.shape for k, v in model.state_dict().items()} == {
+        k: v.shape for k, v in hf.state_dict().items()
+    }
+
+    inputs = inputs_for(name, task)
+    if task == "ForQuestionAnswering":  # the loss of a padded batch has its own test
+        del inputs["attention_mask"]
+        inputs["input_ids"].masked_fill_(inputs["input_ids"] == 1, 8)
+    kept = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    labels = labels_for(hf, {**inputs, "attention_mask": kept})
+    with torch.no_grad():
+        expected = hf(**inputs, **labels, output_hidden_states=True, output_attentions=True)
+        actual = model(**inputs, **labels, output_hidden_states=True, output_attentions=True)
+    assert list(actual.keys()) == list(expected.keys())
+    close(actual.loss, expected.loss, 1e-5)
+    for key in actual:
+        if "logits" not in key:
+            continue
+        if token_level(expected[key], kept):
+            close(actual[key][kept], expected[key][kept])
+            assert actual[key][~kept].eq(0).all()
+        else:
+            close(actual[key], expected[key])
+    flat = kept.reshape(-1, kept.shape[-1])
+    assert len(actual.hidden_states) == len(expected.hidden_states)
+    for a, e in zip(actual.hidden_states, expected.hidden_states, strict=True):
+        close(a[flat], e[flat])
+    pairs = (flat[:, None, :, None] & flat[:, None, None, :]).expand(
+        -1, model.config.num_attention_heads, -1, -1
+    )
+    assert len(actual.attentions) == len(expected.attentions)
+    for a, e in zip(actual.attentions, expected.attentions, strict=True):
+        close(a[pairs], e[pairs])
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "dtype", "tolerance"),
+    # deep ALBERT's gradients are so ill-conditioned that transformers' own float32 ones are off by 4e-4
+    [(*case, torch.float64, 1e-9) for case in CASES]
+    + [(*case, torch.float32, 1e-4) for case in CASES if case[0] in ("bert", "distilbert", "mpnet")],
+)
+def test_gradients_equal_transformers(name, task, dtype, tolerance):
+    hf, model = (copy.deepcopy(m).to(dtype) for m in pair(name, task))
+    inputs = inputs_for(name, task, seed=1)
+    if task == "ForQuestionAnswering":
+        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+        inputs["input_ids"].masked_fill_(inputs["input_ids"] == 1, 8)
+    labels = labels_for(hf, inputs, seed=1)
+    for m in (hf, model):
+        m.zero_grad(set_to_none=True)
+        m(**inputs, **labels).loss.backward()
+    reference = {k: p.grad for k, p in hf.named_parameters(remove_duplicate=False)}
+    largest = max(g.abs().max().item() for g in reference.values() if g is not None)
+    for key, parameter in model.named_parameters():
+        expected = reference[key]
+        if expected is None:
+            assert parameter.grad is None, key
+            continue
+        # the true gradient of a key's bias is 0: computed is the rounding of terms as large as the rest
+        close(parameter.grad, expected, tolerance * (expected.abs().max().item() + 1e-2 * largest))
+
+
+@pytest.mark.parametrize(
+    ("name", "task"), [c for c in CASES if c[0] in ("bert", "distilbert", "albert", "electra")]
+)
+def test_saved_by_either_loads_into_the_other(name, task, tmp_path):
+    hf, model = pair(name, task)
+    hf.save_pretrained(tmp_path / "hf")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = getattr(fastbert, "AutoModel" + task).from_pretrained(tmp_path / "hf")
+    assert type(loaded) is type(model)
+    for key, value in hf.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], value), key
+    model.save_pretrained(tmp_path / "ours")
+    back, info = type(hf).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for key, value in back.state_dict().items():
+        assert torch.equal(value, hf.state_dict()[key]), key
+    again = type(model).from_pretrained(tmp_path / "ours")
+    inputs = inputs_for(name, task)
+    with torch.no_grad():
+        assert torch.equal(again(**inputs)[0], model(**inputs)[0])
+
+
+def test_head_over_an_encoders_checkpoint_is_initialised_with_one_warning(tmp_path):
+    encoder = BertModel(EncoderConfig.from_hf(pair("bert", "ForMaskedLM")[0].config))
+    encoder.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"classifier\.weight") as caught:
+        model = fastbert.BertForSequenceClassification.from_pretrained(tmp_path, num_labels=40)
+    assert len(caught) == 1
+    assert model.classifier.weight.shape == (40, 48)
+    assert 0.015 < model.classifier.weight.std() < 0.025
+    assert model.classifier.bias.eq(0).all()
+    assert torch.equal(
+        model.bert.encoder.layer[1].output.dense.weight, encoder.encoder.layer[1].output.dense.weight
+    )
+    with pytest.warns(UserWarning, match="cls.predictions"):
+        lm = fastbert.BertForMaskedLM.from_pretrained(tmp_path)
+    assert lm.cls.predictions.decoder.weight is lm.bert.embeddings.word_embeddings.weight
+    assert lm.cls.predictions.transform.LayerNorm.weight.eq(1).all()
+
+
+# --- arguments and outputs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_tuples(task):
+    hf, model = pair("bert", task)
+    inputs = inputs_for("bert", task)
+    if task == "ForQuestionAnswering":
+        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    with torch.no_grad():
+        for extra in ({}, labels_for(hf, inputs), {"output_hidden_states": True}):
+            expected = hf(**inputs, **extra, return_dict=False)
+            actual = model(**inputs, **extra, return_dict=False)
+            assert isinstance(actual, tuple)
+            assert [type(a) for a in actual] == [type(e) for e in expected]
+            for a, e in zip(actual, expected, strict=True):
+                assert len(a) == len(e) if isinstance(a, tuple) else a.shape == e.shape
+            named = model(**inputs, **extra)
+            assert torch.equal(named[0], actual[0])
+    model.config.return_dict = False
+    try:
+        assert isinstance(model(**inputs), tuple)
+    finally:
+        model.config.return_dict = True
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_positional_arguments_stand_where_transformers_has_them(task):
+    for name in ("bert", "albert"):
+        hf, model = pair(
+            name, "ForMaskedLM" if name == "albert" and task == "ForNextSentencePrediction" else task
+        )
+        decoder_only = ("encoder_hidden_states", "encoder_attention_mask")
+        theirs = [
+            k for k in inspect.signature(type(hf).forward).parameters if k not in (*decoder_only, "kwargs")
+        ]
+        assert list(inspect.signature(type(model).forward).parameters)[: len(theirs)] == theirs
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "count"),
+    [
+        ("distilbert", "ForTokenClassification", 2),
+        ("mpnet", "ForMaskedLM", 2),
+        ("ernie", "ForMaskedLM", 3),
+        ("roberta", "ForMultipleChoice", 1),
+    ],
+)
+def test_arguments_that_stand_elsewhere_in_transformers_must_be_named(name, task, count):
+    hf, model = pair(name, task)
+    theirs, mine = (list(inspect.signature(type(m).forward).parameters)[1:] for m in (hf, model))
+    assert mine[:count] == theirs[:count]
+    assert mine[count] != theirs[count]
+    inputs = inputs_for(name, task)
+    given = [inputs[k] for k in mine[:count]]
+    with torch.no_grad():
+        assert torch.equal(model(*given)[0], model(**dict(zip(mine, given, strict=False)))[0])
+    with pytest.raises(
+        TypeError, match=f"at most {count} positional arguments, got {count + 1}; pass {mine[count]} by"
+    ):
+        model(*given, given[0])
+
+
+def test_head_mask_reaches_the_encoder():
+    _, model = pair("bert", "ForTokenClassification")
+    inputs = inputs_for("bert", "ForTokenClassification")
+    with torch.no_grad():
+        whole = model(**inputs).logits
+        assert torch.equal(model(**inputs, head_mask=torch.ones(3)).logits, whole)
+        gated = model(**inputs, head_mask=torch.tensor([1.0, 0.0, 1.0]))
+        hidden = model.bert(**inputs, head_mask=torch.tensor([1.0, 0.0, 1.0])).last_hidden_state
+    kept = inputs["attention_mask"].bool()
+    assert not torch.allclose(gated.logits, whole)
+    close(gated.logits[kept], (hidden @ model.classifier.weight.T + model.classifier.bias)[kept])
+
+
+@pytest.mark.parametrize(
+    ("name", "task"), [(n, t) for n, t in CASES if n in ("bert", "mpnet") and t != "ForMultipleChoice"]
+)
+def test_masks_of_keys_alone(name, task):
+    hf, model = pair(name, task)
+    inputs = inputs_for(name, task)
+    keys = inputs.pop("attention_mask")[:, None, None, :].bool()
+    additive = torch.zeros(keys.shape).masked_fill(~keys, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        expected = hf(**inputs, attention_mask=additive.expand(-1, -1, keys.shape[-1], -1)).to_tuple()
+        for mask in (keys, additive):
+            for ours, theirs in zip(model(**inputs, attention_mask=mask).to_tuple(), expected, strict=True):
+                torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+
+
+def test_inputs_embeds_and_no_mask():
+    for task in ("ForMaskedLM", "ForMultipleChoice"):
+        hf, model = pair("bert", task)
+        inputs = inputs_for("bert", task)
+        embeds = hf.bert.embeddings.word_embeddings(inputs["input_ids"])
+        with torch.no_grad():
+            close(model(inputs_embeds=embeds).logits, hf(inputs_embeds=embeds).logits)
+
+
+def test_forward_hooks_of_the_encoder_run():
+    _, model = pair("bert", "ForTokenClassification")
+    seen = []
+    handle = model.bert.register_forward_hook(lambda *_: seen.append(1))
+    model(**inputs_for("bert", "ForTokenClassification"))
+    handle.remove()
+    assert seen == [1]
+
+
+# --- losses -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("problem", "num_labels", "labels"),
+    [
+        (None, 1, torch.tensor([0.5, -1.0, 2.0, 0.0])),
+        (None, 1, torch.tensor([[0.5], [-1.0], [2.0], [0.0]])),
+        ("regression", 3, torch.linspace(-1, 1, 12).reshape(4, 3)),
+        (None, 3, torch.tensor([0, 2, 1, 1])),
+        (None, 3, torch.tensor([0, -100, 1, 1])),
+        (None, 3, torch.tensor([[0.0, 1.0, 1.0]] * 4)),
+        ("multi_label_classification", 3, torch.tensor([[0.0, 1.0, 0.3]] * 4)),
+        ("single_label_classification", 3, torch.tensor([0, 2, 1, 1])),
+    ],
+)
+@pytest.mark.parametrize("name", ["bert", "distilbert", "roberta"])
+def test_problem_types(name, problem, num_labels, labels):
+    hf, model = build(name, "ForSequenceClassification", num_labels=num_labels, problem_type=problem)
+    inputs = inputs_for(name, "ForSequenceClassification")
+    with torch.no_grad():
+        expected, actual = hf(**inputs, labels=labels), model(**inputs, labels=labels)
+    close(actual.loss, expected.loss, 1e-5)
+    close(actual.logits, expected.logits)
+    assert model.config.problem_type == problem  # computing a loss does not change the config
+
+
+def test_problem_type_takes_integers_where_it_must():
+    _, model = build("bert", "ForSequenceClassification", num_labels=1)
+    inputs = inputs_for("bert", "ForSequenceClassification")
+    ones = model(**inputs, labels=torch.ones(4, dtype=torch.long))
+    close(ones.loss, model(**inputs, labels=torch.ones(4)).loss)
+    _, model = build(
+        "bert", "ForSequenceClassification", num_labels=3, problem_type="multi_label_classification"
+    )
+    labels = torch.tensor([[0, 1, 1]] * 4)
+    close(model(**inputs, labels=labels).loss, model(**inputs, labels=labels.float()).loss)
+
+
+@pytest.mark.parametrize("task", [t for t in TASKS if t != "ForPreTraining"])
+def test_no_label_counts(task):
+    _, model = pair("bert", task)
+    model.zero_grad()
+    inputs = inputs_for("bert", task)
+    labels = {k: torch.full_like(v, -100) for k, v in labels_for(model, inputs).items()}
+    if task == "ForQuestionAnswering":
+        labels = {k: torch.full_like(v, 18) for k, v in labels.items()}
+    loss = model(**inputs, **labels).loss
+    assert loss.item() == 0.0
+    loss.backward()
+    assert all(p.grad is None or p.grad.eq(0).all() for p in model.parameters())
+
+
+def test_pretraining_has_a_loss_only_with_both_labels():
+    for name in ("bert", "albert"):
+        _, model = pair(name, "ForPreTraining")
+        inputs = inputs_for(name, "ForPreTraining")
+        labels = labels_for(model, inputs)
+        for key, value in labels.items():
+            assert model(**inputs, **{key: value}).loss is None
+        assert model(**inputs, **labels).loss.isfinite()
+
+
+def test_question_answering_loss_of_a_padded_batch_is_over_the_kept_tokens():
+    hf, model = pair("bert", "ForQuestionAnswering")
+    inputs = inputs_for("bert", "ForQuestionAnswering")
+    kept = inputs["attention_mask"].bool()
+    first = kept.long().argmax(1)
+    with torch.no_grad():
+        expected = hf(**inputs)
+        actual = model(**inputs, start_positions=first, end_positions=first)
+    losses = []
+    for key in ("start_logits", "end_logits"):
+        close(actual[key][kept], expected[key][kept])
+        assert actual[key].isfinite().all()
+        assert actual[key].softmax(-1)[~kept].eq(0).all()
+        losses.append(F.cross_entropy(expected[key].masked_fill(~kept, float("-inf")), first))
+    close(actual.loss, (losses[0] + losses[1]) / 2, 1e-5)
+
+
+def test_question_answering_positions_are_clamped():
+    hf, model = pair("distilbert", "ForQuestionAnswering")
+    inputs = inputs_for("distilbert", "ForQuestionAnswering")
+    del inputs["attention_mask"]
+    for shape in ((4,), (4, 1)):
+        start = torch.tensor([-3, 17, 18, 500]).reshape(shape)
+        end = torch.tensor([2, 18, 500, 17]).reshape(shape)
+        with torch.no_grad():
+            close(
+                model(**inputs, start_positions=start, end_positions=end).loss,
+                hf(**inputs, start_positions=start, end_positions=end).loss,
+                1e-5,
+            )
+    assert model(**inputs, start_positions=start).loss is None
+
+
+def test_electra_discriminator_counts_kept_tokens_only():
+    hf, model = pair("electra", "ForPreTraining")
+    inputs = inputs_for("electra", "ForMaskedLM")
+    kept = inputs["attention_mask"].bool()
+    labels = torch.ones(4, 18, dtype=torch.long).where(kept, -100)
+    labels[:, 9] = 0
+    with torch.no_grad():
+        close(model(**inputs, labels=labels).loss, hf(**inputs, labels=labels).loss, 1e-5)
+        assert model(inputs["input_ids"], torch.zeros(4, 18), labels=labels).loss == 0.0
+    with pytest.raises(ValueError, match="labels: expected 0 or 1, got -100"):
+        model(inputs["input_ids"], labels=labels)
+
+
+def test_a_wholly_masked_sequence_is_finite():
+    for name, task in (
+        ("bert", "ForSequenceClassification"),
+        ("roberta", "ForTokenClassification"),
+        ("bert", "ForQuestionAnswering"),
+    ):
+        _, model = pair(name, task)
+        inputs = inputs_for(name, task)
+        inputs["attention_mask"][:] = 0
+        assert all(t.isfinite().all() for t in model(**inputs).values())

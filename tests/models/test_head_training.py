@@ -1,0 +1,226 @@
+"""Task heads in training: the Trainer, dropout, recomputed layers, torch.compile, other dtypes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from fastbert.models.config import EncoderConfig
+from fastbert.models.deferred import DeferredTensor
+from fastbert.models.families import FAMILIES
+from tests.support.model_pairs import CASES, NO_DROPOUT, TASKS, build, close, inputs_for, labels_for, pair
+
+
+@pytest.mark.parametrize("name", ["bert", "mpnet"])
+def test_the_trainer_of_transformers_trains_and_evaluates(name, tmp_path):
+    """The Trainer reads the loss in training and logits in evaluation; label smoothing removes the labels."""
+    hf, model = build(name, "ForMaskedLM")
+    inputs = inputs_for(name, "ForMaskedLM", batch_size=8)
+    inputs |= labels_for(model, inputs)
+    rows = [{k: v[i] for k, v in inputs.items()} for i in range(8)]
+    for options in ({}, {"exclude_embeddings": True}, {"exclude_embeddings": True, "only_trainable": True}):
+        assert model.num_parameters(**options) == hf.num_parameters(**options)
+    before = model.get_input_embeddings().weight.detach().clone()
+    for smoothing in (0.0, 0.1):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path),
+            max_steps=2,
+            per_device_train_batch_size=4,
+            report_to=[],
+            use_cpu=True,
+            label_smoothing_factor=smoothing,
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+        assert trainer.train().training_loss > 0
+        predicted = trainer.predict(rows)
+        assert predicted.predictions.shape == (8, 18, 120)
+        assert predicted.metrics["test_loss"] > 0
+    assert not torch.equal(model.get_input_embeddings().weight, before)
+
+
+@pytest.mark.parametrize(("name", "task"), CASES)
+def test_head_dropout_is_transformers_own(name, task):
+    """Only the head has dropout here. It draws from torch's generator in transformers' order and shapes."""
+    keys = {
+        "albert": ["classifier_dropout_prob"],
+        "albert-groups": ["classifier_dropout_prob"],
+        "distilbert": ["seq_classif_dropout", "qa_dropout"],
+        "electra": ["classifier_dropout", "summary_last_dropout"],
+    }.get(name, ["classifier_dropout"])
+    encoder = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    inputs = inputs_for(name, task)
+    del inputs["attention_mask"]
+    for probabilities in (dict.fromkeys(keys, 0.3), {}):
+        hf, model = (m.train() for m in build(name, task, **encoder, **probabilities))
+        outputs = []
+        for m in (hf, model):
+            torch.manual_seed(11)
+            outputs.append(m(**inputs))
+        for key in outputs[1]:
+            close(outputs[1][key], outputs[0][key])
+
+
+def test_dropout_probability_of_the_head():
+    _, model = build(
+        "bert",
+        "ForTokenClassification",
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        classifier_dropout=0.25,
+    )
+    model.train()
+    torch.manual_seed(0)
+    x = model.dropout(torch.ones(100_000), model.family.token_dropout_key)
+    assert abs((x == 0).float().mean() - 0.25) < 0.01
+    assert x.max() == pytest.approx(1 / 0.75)
+
+
+def test_gradient_checkpointing_changes_no_bit():
+    _, model = build("bert", "ForTokenClassification", hidden_dropout_prob=0.1)
+    inputs = inputs_for("bert", "ForTokenClassification")
+    inputs |= labels_for(model, inputs)
+    model.train()
+    grads = []
+    for every in (0, 1, 2):
+        if every:
+            model.gradient_checkpointing_enable(every_n_layers=every)
+            assert model.is_gradient_checkpointing
+        torch.manual_seed(7)
+        model.zero_grad()
+        model(**inputs).loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*grads, strict=True))
+
+
+def test_which_layers_are_recomputed(monkeypatch):
+    from fastbert.models import encoder
+
+    _, model = build("bert", "ForTokenClassification", num_hidden_layers=5)
+    inputs = inputs_for("bert", "ForTokenClassification")
+    seen = []
+
+    def recompute(layer, *args, use_reentrant, **kwargs):
+        assert use_reentrant is False
+        seen.append(model.bert.layers().index(layer))
+        return layer(*args, **kwargs)
+
+    monkeypatch.setattr(encoder, "recompute", recompute)
+    model.train()
+    for every, expected in ((1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3])):
+        seen.clear()
+        model.activation_checkpointing_enable({"use_reentrant": False}, every)
+        model(**inputs)
+        assert seen == expected
+    model.activation_checkpointing_disable()
+    assert not model.is_activation_checkpointing
+    model(**inputs)
+    assert seen == expected
+    for arguments, error in (
+        (({"use_reentrant": True},), "use_reentrant=True is not supported"),
+        (({"early_stop": False},), "'early_stop' is not supported"),
+        ((None, 0), "every_n_layers: expected an integer >= 1, got 0"),
+        ((None, True), "every_n_layers: expected an integer >= 1, got True"),
+        ((None, 1, True), "offload: True is not supported"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=error):
+            model.activation_checkpointing_enable(*arguments)
+    assert not model.is_gradient_checkpointing
+
+
+def test_training_with_dropout_learns_a_batch():
+    _, model = build("bert", "ForSequenceClassification", num_hidden_layers=1)
+    inputs = inputs_for("bert", "ForSequenceClassification")
+    inputs |= labels_for(model, inputs)
+    before = model(**inputs).loss.item()
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+    torch.manual_seed(0)
+    for _ in range(15):
+        optimizer.zero_grad()
+        model(**inputs).loss.backward()
+        optimizer.step()
+    assert model.eval()(**inputs).loss.item() < 0.3 * before
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "training"),
+    [
+        ("bert", "ForMaskedLM", False),
+        ("bert", "ForPreTraining", True),
+        ("bert", "ForQuestionAnswering", False),
+        ("roberta", "ForMultipleChoice", False),
+        ("electra", "ForPreTraining", False),
+    ],
+)
+def test_compiled_in_one_graph(name, task, training):
+    _, model = build(name, task, num_hidden_layers=1, **(NO_DROPOUT if training else {}))
+    inputs = inputs_for(name, task)
+    labels = labels_for(model, inputs)
+    if task == "ForQuestionAnswering":
+        labels = {k: inputs["attention_mask"].argmax(1) for k in labels}
+    inputs |= labels
+    torch._dynamo.reset()
+    if training:
+        model.train()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)(**inputs)
+    grads = []
+    for output in (compiled, model(**inputs)):
+        model.zero_grad()
+        output.loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for key, value in model(**inputs).items():
+        if isinstance(value, DeferredTensor):
+            for touch in (lambda t: t.argmax(-1), lambda t: torch.argmax(t, -1)):
+                with pytest.raises(
+                    (AttributeError, TypeError), match=f"^{key}: not computed .*output_logits"
+                ):
+                    touch(compiled[key])
+        else:
+            close(compiled[key], value, 1e-6)
+    assert ("prediction_logits" in compiled) == (task == "ForPreTraining" and name == "bert")
+    for a, b in zip(*grads, strict=True):
+        close(a, b, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes(dtype):
+    for task in TASKS:
+        _, model = build("bert", task)
+        model.to(dtype)
+        inputs = inputs_for("bert", task)
+        labels = labels_for(model, inputs)
+        if task == "ForQuestionAnswering":
+            inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+        output = model(**inputs, **labels)
+        assert output[1].dtype == dtype
+        assert output.loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        output.loss.backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def test_autocast():
+    for task in ("ForMaskedLM", "ForSequenceClassification"):
+        _, model = pair("bert", task)
+        inputs = inputs_for("bert", task)
+        inputs |= labels_for(model, inputs)
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            half = model(**inputs)
+        with torch.no_grad():
+            full = model(**inputs)
+        assert half.logits.dtype == torch.bfloat16
+        close(half.loss, full.loss, 0.05 * full.loss.item())
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_config_defaults_are_transformers_own(model_type):
+    theirs, mine = (
+        transformers.AutoConfig.for_model(model_type).to_dict(),
+        EncoderConfig(model_type).to_dict(),
+    )
+    shared = (mine.keys() & theirs.keys()) - {"id2label"}
+    assert {k: mine[k] for k in shared} == {k: theirs[k] for k in shared}
+    dropouts = {k for k in theirs if "dropout" in k}
+    assert dropouts <= mine.keys()

@@ -1,0 +1,128 @@
+"""Tied decoders, resized vocabularies, copies, and initial weights of fresh heads."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import fastbert
+from fastbert.models.auto import AutoModel
+from fastbert.models.config import EncoderConfig
+from tests.support.hf_models import FAMILY_NAMES
+from tests.support.model_pairs import CASES, build, close, inputs_for, pair
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_decoder_is_tied(name):
+    hf, model = pair(name, "ForMaskedLM")
+    assert model.tied_weights() == dict(hf._tied_weights_keys)
+    decoder = model.get_output_embeddings()
+    assert decoder.weight is model.get_input_embeddings().weight
+    for target, source in model.tied_weights().items():
+        assert model.get_parameter(target) is model.get_parameter(source)
+    # the table's gradient is the sum of the looked-up rows' and of the decoder's
+    inputs = inputs_for(name, "ForMaskedLM")
+    labels = torch.full_like(inputs["input_ids"], -100)
+    labels[0, 0] = 100
+    model.zero_grad()
+    model(**inputs, labels=labels).loss.backward()
+    assert decoder.weight.grad.abs().sum(1).gt(0).sum() > inputs["input_ids"].unique().numel()
+
+
+@pytest.mark.parametrize("name", ["bert", "electra", "roberta"])
+def test_untied_decoder(name):
+    hf, model = build(name, "ForMaskedLM", tie_word_embeddings=False)
+    assert model.tied_weights() == {}
+    assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+    inputs = inputs_for(name, "ForMaskedLM")
+    kept = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        close(model(**inputs).logits[kept], hf(**inputs).logits[kept])
+
+
+def test_set_output_embeddings():
+    _, model = build("bert", "ForMaskedLM")
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        model.set_output_embeddings(torch.nn.Linear(48, 120))
+    _, model = build("bert", "ForMaskedLM", tie_word_embeddings=False)
+    decoder = torch.nn.Linear(48, 120)
+    model.set_output_embeddings(decoder)
+    assert model.get_output_embeddings() is decoder
+    assert model.cls.predictions.bias is decoder.bias
+    assert pair("bert", "ForTokenClassification")[1].get_output_embeddings() is None
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["bert", "electra", "albert", "distilbert", "mpnet"])
+def test_resize_token_embeddings(name, tied, tmp_path):
+    _, model = build(name, "ForMaskedLM", tie_word_embeddings=tied)
+    inputs = inputs_for(name, "ForMaskedLM")
+    before = model(**inputs).logits
+    table = model.resize_token_embeddings(130)
+    assert table is model.get_input_embeddings()
+    assert (table.num_embeddings, model.get_output_embeddings().out_features, model.config.vocab_size) == (
+        130,
+    ) * 3
+    assert 0 < table.weight[120:].std() < 0.04
+    after = model(**inputs).logits
+    assert after.shape[-1] == 130
+    close(after[..., :120], before, 1e-6)
+    inputs["input_ids"][3, 3] = 129
+    labels = torch.full_like(inputs["input_ids"], -100)
+    labels[3, 3] = 128
+    model(**inputs, labels=labels).loss.backward()
+    assert table.weight.grad[129].abs().max() > 0
+    model.save_pretrained(tmp_path)
+    again = fastbert.AutoModelForMaskedLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(**inputs).logits, model(**inputs).logits)
+    model.resize_token_embeddings(100, pad_to_multiple_of=64)
+    assert table.num_embeddings == 128
+    model.resize_token_embeddings(100)
+    with pytest.raises(ValueError, match="input_ids: token id"):
+        model(**inputs)
+    for name_, args in (("new_num_tokens", (0,)), ("pad_to_multiple_of", (8, 0)), ("pad_token_id", (1,))):
+        if name_ != "pad_token_id" or model.config.pad_token_id == 1:
+            with pytest.raises(ValueError, match=name_):
+                model.resize_token_embeddings(*args)
+    assert table.num_embeddings == 100
+
+
+def test_resize_of_a_model_without_decoder():
+    config = EncoderConfig.from_hf(pair("bert", "ForMaskedLM")[0].config)
+    for model in (AutoModel.from_config(config), fastbert.BertForTokenClassification(config)):
+        size = config.vocab_size
+        assert model.resize_token_embeddings() is model.get_input_embeddings()
+        assert model.resize_token_embeddings(size + 3).weight.shape == (size + 3, 48)
+        assert model(torch.tensor([[size + 2]]))[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "task"), [c for c in CASES if c[0] in ("bert", "xlm-roberta", "mpnet", "albert")]
+)
+def test_copies(name, task):
+    _, model = pair(name, task)
+    inputs = inputs_for(name, task)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin) is type(model)
+        assert not {id(p) for p in twin.parameters()} & {id(p) for p in model.parameters()}
+        assert len(list(twin.parameters())) == len(list(model.parameters()))  # tied parameters are still one
+        with torch.no_grad():
+            assert torch.equal(twin(**inputs)[0], model(**inputs)[0])
+
+
+def test_fresh_heads_are_initialised():
+    torch.manual_seed(0)
+    config = EncoderConfig.from_hf(pair("albert", "ForPreTraining")[0].config)
+    config.initializer_range = 0.5
+    model = fastbert.AlbertForPreTraining(config)
+    for key, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            assert 0.4 < parameter.std() < 0.6, key
+        else:
+            assert parameter.eq(
+                1.0 if key.endswith("norm.weight") or "LayerNorm.weight" in key else 0.0
+            ).all(), key

@@ -1,0 +1,19 @@
+"""Tables of backends without a past."""
+
+import pytest
+
+from fastbert.runtime import dispatch
+from fastbert.testing import proving, verdicts
+
+
+@pytest.fixture
+def clean_tables(tmp_path, monkeypatch):
+    """Drop verdicts and resolved launchers after each test."""
+    monkeypatch.setenv("FASTBERT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(verdicts, "_warned", False)
+    known = dict(proving._verdicts)
+    dispatch._resolved.clear()
+    yield
+    proving._verdicts.clear()
+    proving._verdicts.update(known)
+    dispatch._resolved.clear()

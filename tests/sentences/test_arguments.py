@@ -1,0 +1,97 @@
+"""Bad arguments of `encode` and of the model's forward are named."""
+
+import numpy as np
+import pytest
+import torch
+
+from fastbert.sentences.encoder import EncodingError, SentenceEncoder, encode
+from fastbert.sentences.tokenizer import load_tokenizer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"sentences": "a lone string"}, TypeError, "sentences: a str; expected a sequence of str"),
+        ({"sentences": ["a", 3]}, TypeError, r"sentences\[1\]: int; expected str"),
+        ({"sentences": ["a", "b", "c\udc80"]}, EncodingError, r"sentences\[2\]: half of a surrogate pair"),
+        ({"sentences": ["a"], "on_long": "cut"}, ValueError, "on_long: 'cut'"),
+        (
+            {"sentences": ["a"], "batch_tokens": 255},
+            ValueError,
+            "batch_tokens: 255; expected an integer >= max_length",
+        ),
+        ({"sentences": [], "batch_tokens": 0}, ValueError, "batch_tokens: 0"),
+        ({"sentences": ["a"], "batch_tokens": 1e4}, ValueError, "batch_tokens: 10000.0"),
+    ],
+)
+def test_encode_refuses(encoder, arguments, error, words):
+    with pytest.raises(error, match=words):
+        encoder.encode(**arguments)
+
+
+@pytest.mark.parametrize("max_length", [0, 2, 513, 12.0, True])
+def test_max_length_out_of_range(encoder, directory, max_length):
+    with pytest.raises(ValueError, match=r"max_length: .* from 3 \(2 special tokens and one more\) to 512"):
+        SentenceEncoder(encoder.model, load_tokenizer(directory), max_length=max_length)
+
+
+def test_function_refuses(encoder, directory):
+    with pytest.raises(ValueError, match="pooling, device: settings of a SentenceEncoder"):
+        encode(encoder, ["a"], pooling="cls", device="cpu")
+    with pytest.raises(TypeError, match="model: BertModel; expected a directory or a SentenceEncoder"):
+        encode(encoder.model, ["a"])
+    with pytest.raises(ValueError, match="pooling: 'sum'; expected one of mean, cls, max"):
+        encode(directory, ["a"], pooling="sum")
+    with pytest.raises(ValueError, match="pooling: 'sum'"):
+        SentenceEncoder(encoder.model, load_tokenizer(directory), pooling="sum")
+    assert encode(encoder, ["a"]).shape == (1, 384)
+
+
+def test_training_mode_is_refused_and_left_alone(encoder):
+    encoder.model.train()
+    try:
+        with pytest.raises(ValueError, match="model: in training mode"):
+            encoder.encode(["a"])
+        assert encoder.model.training
+    finally:
+        encoder.model.eval()
+
+
+def test_a_token_that_the_model_does_not_know(encoder, directory):
+    tokenizer = load_tokenizer(directory)
+    tokenizer.add_tokens(["zorgelflux"])
+    made = SentenceEncoder(encoder.model, tokenizer)
+    with pytest.raises(
+        EncodingError, match=r"sentences\[1\]: token 'zorgelflux' has id 30522, .* knows 30522 tokens"
+    ):
+        made.encode(["fine", "a zorgelflux here", "fine"])
+
+
+def test_an_embedding_that_is_not_finite_is_named(copy):
+    encoder = SentenceEncoder.from_pretrained(copy, device="cpu")
+    token = encoder.tokenize(["volcano"]).ids[1]
+    with torch.no_grad():
+        encoder.model.get_parameter("embeddings.word_embeddings.weight")[token] = float("nan")
+    with pytest.raises(EncodingError, match=r"sentences\[2\]: the embedding is not finite"):
+        encoder.encode(["a cat", "a dog", "a volcano", "a volcano again", "a mouse"])
+    assert np.isfinite(encoder.encode(["a cat", "a dog"])).all()
+
+
+def test_roberta_like_models_lose_positions(tmp_path, directory):
+    import transformers
+
+    from fastbert.models.auto import AutoModel
+
+    transformers.RobertaModel(
+        transformers.RobertaConfig(
+            vocab_size=30522,
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=32,
+            max_position_embeddings=34,
+        )
+    ).save_pretrained(tmp_path)
+    encoder = SentenceEncoder(AutoModel.from_pretrained(tmp_path).eval(), load_tokenizer(directory))
+    assert encoder.max_length == 32  # positions start at pad_token_id + 1 = 2
+    assert np.isfinite(encoder.encode(["word " * 100])).all()

@@ -1,0 +1,185 @@
+"""Keywords, similarities and files as in sentence-transformers."""
+
+import logging
+import pickle
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from fastbert.sentences.encoder import EncodingError, SentenceEncoder, encode
+from fastbert.sentences.settings import sentence_settings
+from fastbert.sentences.tokenizer import pack_batches
+from tests.support.sentence_folders import SENTENCES, rewrite
+
+
+def test_batch_size_limits_the_sentences_of_a_batch_beside_its_tokens(encoder, embeddings):
+    sizes = []
+    rows = encoder.encode(SENTENCES[:50], batch_size=7, progress=lambda n, tokens: sizes.append(n))
+    assert sizes == [7] * 7 + [1]
+    assert np.abs(rows - embeddings[:50]).max() < 1e-6
+    batches = list(pack_batches(np.array([9, 1, 5, 1, 1, 1]), 10, 2))
+    assert [b.tolist() for b in batches] == [[0], [2, 1], [3, 4], [5]]
+    batches = list(pack_batches(np.array([9, 1, 5, 1, 1, 1]), 10, 9))
+    assert [b.tolist() for b in batches] == [[0], [2, 1, 3, 4, 5]]
+    assert len(encode(encoder, SENTENCES[:3], batch_size=1)) == 3
+    for wrong in (0, -1, 2.0, True, "all"):
+        for call in (encoder.encode, lambda s, **k: encoder.encode_tokens(encoder.tokenize(s), **k)):
+            with pytest.raises(ValueError, match=r"batch_size: .* expected an integer >= 1, or None"):
+                call(["a"], batch_size=wrong)
+
+
+@pytest.mark.parametrize(
+    ("asked", "level", "terminal", "shown"),
+    (
+        (True, "WARNING", True, True),
+        (True, "WARNING", False, False),
+        (None, "WARNING", True, False),
+        (None, "INFO", True, True),
+        (None, "DEBUG", False, False),
+        (False, "INFO", True, False),
+    ),
+)
+def test_progress_bar(encoder, monkeypatch, capsys, asked, level, terminal, shown):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    logger = logging.getLogger("fastbert")
+    monkeypatch.setattr(logger, "level", logging.getLevelName(level))
+    logger.manager._clear_cache()
+    told = []
+    encoder.encode(
+        SENTENCES[:40],
+        batch_size=10,
+        show_progress_bar=asked,
+        progress=lambda sentences, tokens: told.append(sentences),
+    )
+    assert told == [10] * 4
+    out, err = capsys.readouterr()
+    assert out == ""
+    if shown:
+        assert err.startswith("\r10 of 40 sentences, ")
+        assert err.count("\n") == 1
+        assert re.search(r"\r40 of 40 sentences, [\d,]+/s, 00:00 left *\n$", err)
+    else:
+        assert err == ""
+
+
+def test_similarity_is_sentence_transformers(encoder):
+    from sentence_transformers.util import SimilarityFunction
+
+    a, b = torch.randn(5, 384), torch.randn(3, 384)
+    assert encoder.similarity_fn_name == "cosine"
+    for name in ("cosine", "dot", "euclidean", "manhattan"):
+        one = SentenceEncoder(encoder.model, encoder._tokenizer, similarity_fn_name=name)
+        theirs = SimilarityFunction.to_similarity_fn(name)(a, b)
+        scores = one.similarity(a.numpy(), b)
+        assert scores.shape == (5, 3)
+        assert torch.allclose(scores, theirs, atol=1e-4)
+        assert torch.equal(one.similarity(a[0], b.numpy()), one.similarity(a[:1], b))
+        assert torch.equal(one.similarity(list(a), b.tolist()), scores)
+        assert torch.equal(one.similarity(a, list(b.numpy())), scores)
+        assert one.similarity(a.bfloat16(), b.double()).dtype == torch.float64
+        assert torch.equal(one.similarity(a.long(), b), one.similarity(a.trunc(), b))
+    same = SentenceEncoder(encoder.model, encoder._tokenizer, similarity_fn_name="euclidean")
+    assert torch.equal(same.similarity(a.repeat(9, 1), a.repeat(9, 1)).diagonal(), torch.zeros(45))
+    with pytest.raises(ValueError, match="similarity_fn_name: 'cos'; expected one of cosine, dot"):
+        SentenceEncoder(encoder.model, encoder._tokenizer, similarity_fn_name="cos")
+    with pytest.raises(ValueError, match="embeddings2: rows of 383 numbers; expected 384"):
+        encoder.similarity(a, b[:, 1:])
+    with pytest.raises(ValueError, match=r"embeddings1: shape \(1, 5, 384\); expected \(rows, width\)"):
+        encoder.similarity(a[None], b)
+
+
+def test_the_directorys_similarity_is_taken(copy):
+    path = copy / "config_sentence_transformers.json"
+    rewrite(path, similarity_fn_name="dot")
+    assert SentenceEncoder.from_pretrained(copy, device="cpu").similarity_fn_name == "dot"
+    rewrite(path, similarity_fn_name="maxsim")
+    with pytest.raises(ValueError, match="similarity_fn_name 'maxsim'; expected one of cosine"):
+        sentence_settings(copy)
+
+
+def test_it_says_what_it_is(encoder, directory):
+    said = (
+        "SentenceEncoder(BertModel, 6 layers, 384 dimensions, pooling mean, normalized, at most 256 tokens, "
+    )
+    assert repr(encoder) == said + "float32 on cpu)"
+    other = SentenceEncoder.from_pretrained(
+        directory, pooling="cls", normalize=False, max_length=9, dtype=torch.bfloat16, device="cpu"
+    )
+    assert "pooling cls, at most 9 tokens, bfloat16 on cpu)" in repr(other)
+    quantized = SentenceEncoder.from_pretrained(directory, device="cpu").quantize()
+    assert repr(quantized) == said + "int8 layers, the rest float32 on cpu)"
+    assert encoder.get_embedding_dimension() == encoder.get_sentence_embedding_dimension() == 384
+
+
+SETTINGS = (
+    {},
+    {"pooling": "cls", "normalize": False, "prompt": "query: ", "lower_case": True, "max_length": 12},
+    {"pooling": "max", "similarity_fn_name": "dot", "max_length": 20},
+)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=("mean", "cls", "max"))
+def test_what_it_saves_sentence_transformers_and_it_load(encoder, tmp_path, settings):
+    from sentence_transformers import SentenceTransformer
+
+    given = {"pooling": "mean", "normalize": True, "max_length": 256, **settings}
+    one = SentenceEncoder(encoder.model, encoder._tokenizer, **given)
+    texts = [*SENTENCES[:20], "", "An UPPER-CASE sentence, " * 9]
+    expected = one.encode(texts)
+    one.save_pretrained(tmp_path / "folder")
+    again = SentenceEncoder.from_pretrained(tmp_path / "folder", device="cpu")
+    assert np.array_equal(again.encode(texts), expected)
+    assert repr(again) == repr(one)
+    for name in ("pooling", "normalize", "max_length", "lower_case", "prompt", "similarity_fn_name"):
+        assert getattr(again, name) == getattr(one, name), name
+    theirs = SentenceTransformer(str(tmp_path / "folder"), device="cpu")
+    assert np.abs(theirs.encode(texts) - expected).max() < 1e-5
+    assert theirs.get_embedding_dimension() == one.get_embedding_dimension()
+    assert theirs.similarity_fn_name == one.similarity_fn_name
+    assert theirs.tokenizer.pad_token == "[PAD]"
+    assert theirs.tokenizer.mask_token == "[MASK]"
+    # the tokenizer by itself does not truncate
+    assert Tokenizer.from_file(str(tmp_path / "folder" / "tokenizer.json")).truncation is None
+    assert [p.name for p in (tmp_path / "folder").rglob("*.tmp")] == []
+
+
+def test_saving_replaces_what_was_there(encoder, tmp_path, monkeypatch):
+    folder = tmp_path / "folder"
+    encoder.save_pretrained(folder)
+    other = SentenceEncoder(encoder.model, encoder._tokenizer, pooling="cls", prompt="p: ", max_length=30)
+    other.save_pretrained(folder)
+    again = SentenceEncoder.from_pretrained(folder, device="cpu")
+    assert (again.pooling, again.normalize, again.prompt, again.max_length) == ("cls", False, "p: ", 30)
+    before = (folder / "tokenizer.json").read_bytes()
+
+    def full(self, *args, **kwargs):
+        self.touch()
+        raise OSError(28, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*tokenizer\.json"):
+        encoder.save_pretrained(folder)
+    assert (folder / "tokenizer.json").read_bytes() == before
+    assert list(folder.rglob("*.tmp")) == []
+    other.model = torch.nn.Linear(1, 1)
+    with pytest.raises(TypeError, match="model: Linear has no save_pretrained"):
+        other.save_pretrained(folder)
+
+
+def test_a_quantised_one_is_saved_as_it_is(directory, tmp_path):
+    one = SentenceEncoder.from_pretrained(directory, device="cpu").quantize()
+    one.save_pretrained(tmp_path)
+    again = SentenceEncoder.from_pretrained(tmp_path, device="cpu")
+    assert np.array_equal(again.encode(SENTENCES[:5]), one.encode(SENTENCES[:5]))
+    assert "int8" in repr(again)
+
+
+def test_an_encoding_error_crosses_processes():
+    error = pickle.loads(pickle.dumps(EncodingError(3, "too long")))
+    assert (type(error), str(error)) == (EncodingError, "sentences[3]: too long")
+    assert (error.index, error.problem) == (3, "too long")

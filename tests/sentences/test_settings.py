@@ -1,0 +1,326 @@
+"""Settings of sentence-transformers are used; folders that cannot be read are refused."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from fastbert.sentences import encoder as encoding
+from fastbert.sentences.encoder import SentenceEncoder, encode
+from fastbert.sentences.settings import sentence_settings
+from tests.support.sentence_folders import SENTENCES, rewrite
+
+
+def test_settings_of_minilm(directory):
+    settings = sentence_settings(directory)
+    assert (settings.pooling, settings.normalize, settings.max_length) == ("mean", True, 256)
+    assert settings.transformer == directory
+    assert not settings.lower_case
+    assert settings.prompt == ""
+
+
+def test_keywords_stand_before_the_files(directory):
+    settings = sentence_settings(directory, pooling="cls", normalize=False, prompt="query: ")
+    assert (settings.pooling, settings.normalize, settings.prompt) == ("cls", False, "query: ")
+
+
+def test_a_plain_directory(copy):
+    (copy / "modules.json").unlink()
+    shutil.rmtree(copy / "1_Pooling")
+    (copy / "sentence_bert_config.json").unlink()
+    settings = sentence_settings(copy)
+    assert (settings.pooling, settings.normalize, settings.max_length) == (
+        "mean",
+        False,
+        512,
+    )  # model_max_length
+    rewrite(copy / "tokenizer_config.json", model_max_length=1e30)
+    assert sentence_settings(copy).max_length is None
+
+
+def test_pooling_folder_without_modules_json(copy):
+    (copy / "modules.json").unlink()
+    rewrite(copy / "1_Pooling" / "config.json", pooling_mode_mean_tokens=False, pooling_mode_cls_token=True)
+    assert sentence_settings(copy).pooling == "cls"
+    assert not sentence_settings(copy).normalize
+
+
+@pytest.mark.parametrize("value", ["max", ["max"]])
+def test_pooling_mode_as_newer_versions_write_it(copy, value):
+    (copy / "1_Pooling" / "config.json").write_text(
+        json.dumps({"embedding_dimension": 384, "pooling_mode": value})
+    )
+    assert sentence_settings(copy).pooling == "max"
+
+
+def test_transformer_in_a_folder_of_its_own(directory, copy):
+    inner = copy / "0_Transformer"
+    inner.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "sentence_bert_config.json"):
+        (copy / name).rename(inner / name)
+    (copy / "model.safetensors").rename(inner / "model.safetensors")
+    modules = json.loads((copy / "modules.json").read_text())
+    modules[0]["path"] = "0_Transformer"
+    (copy / "modules.json").write_text(json.dumps(modules))
+    assert sentence_settings(copy).max_length == 256
+    rows = encode(copy, SENTENCES[:3], device="cpu")
+    assert np.abs(rows - encode(directory, SENTENCES[:3], device="cpu")).max() < 2e-6
+
+
+def test_an_embedding_of_zeros_stays_zero(encoder, monkeypatch):
+    """It is normalised like the others, without a division by 0."""
+    original = encoding.pool
+
+    def first_is_zero(*args):
+        rows = original(*args)
+        rows[0] = 0
+        return rows
+
+    monkeypatch.setattr(encoding, "pool", first_is_zero)
+    rows = encoder.encode(["a cat", "two dogs in a garden"])
+    lengths = np.sort(np.linalg.norm(rows, axis=1))
+    assert encoder.normalize
+    assert lengths[0] == 0
+    assert abs(lengths[1] - 1) < 1e-5
+
+
+def test_pooling_and_normalize_are_obeyed(copy, encoder):
+    rewrite(copy / "1_Pooling" / "config.json", pooling_mode_mean_tokens=False, pooling_mode_cls_token=True)
+    modules = json.loads((copy / "modules.json").read_text())
+    (copy / "modules.json").write_text(json.dumps(modules[:2]))  # no Normalize
+    tokens = encoder.tokenize(["a cat"])
+    cu_seqlens = torch.tensor([0, len(tokens.ids)], dtype=torch.int32)
+    with torch.no_grad():
+        hidden = encoder.model.forward_packed(torch.from_numpy(tokens.ids), cu_seqlens, len(tokens.ids))
+    rows = encode(copy, ["a cat"], device="cpu")
+    assert np.abs(rows[0] - hidden[0].numpy()).max() < 1e-5
+    assert abs(float(np.linalg.norm(rows[0])) - 1) > 0.1
+    rows = encode(copy, ["a cat"], pooling="max", normalize=True, device="cpu")
+    peak = hidden.amax(0)
+    assert np.abs(rows[0] - (peak / peak.norm()).numpy()).max() < 1e-5
+
+
+def test_default_prompt(copy, encoder):
+    rewrite(copy / "config_sentence_transformers.json", prompts={"q": "query: "}, default_prompt_name="q")
+    assert sentence_settings(copy).prompt == "query: "
+    assert sentence_settings(copy, prompt="").prompt == ""
+    made = SentenceEncoder.from_pretrained(copy, device="cpu")
+    assert np.array_equal(made.tokenize(["cats"]).ids, encoder.tokenize(["query: cats"]).ids)
+
+
+def with_modules(*kinds):
+    def change(folder):
+        modules = [
+            {"idx": i, "path": f"{i}_{k}", "type": f"sentence_transformers.models.{k}"}
+            for i, k in enumerate(kinds)
+        ]
+        modules[0]["path"] = ""
+        (folder / "modules.json").write_text(json.dumps(modules))
+
+    return change
+
+
+def with_pooling(**changes):
+    return lambda folder: rewrite(folder / "1_Pooling" / "config.json", **changes)
+
+
+def with_text(name, text):
+    return lambda folder: (folder / name).write_text(text)
+
+
+def only_vocab(text):
+    def change(folder):
+        (folder / "tokenizer.json").unlink()
+        (folder / "vocab.txt").write_bytes(text)
+
+    return change
+
+
+def with_huge_id(kind, huge=10**9):
+    model = {"type": kind, "vocab": {"[UNK]": 0, "a": 1, "b": huge}, "merges": [], "unk_token": "[UNK]"}
+    if kind == "WordPiece":
+        del model["merges"]
+        model |= {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+    return with_text("tokenizer.json", json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+
+
+BAD_DIRECTORIES = {
+    "dense": (
+        with_modules("Transformer", "Pooling", "Dense"),
+        ValueError,
+        "module 'Dense'.*is not implemented",
+    ),
+    "clip": (with_modules("CLIPModel"), ValueError, "module 'CLIPModel'"),
+    "no pooling module": (
+        with_modules("Transformer"),
+        ValueError,
+        "modules Transformer; expected Transformer, Pooling",
+    ),
+    "wrong order": (
+        with_modules("Transformer", "Normalize", "Pooling"),
+        ValueError,
+        "expected Transformer, Pooling",
+    ),
+    "modules not a list": (
+        with_text("modules.json", "{}"),
+        ValueError,
+        r"modules\.json: expected a JSON array, got dict",
+    ),
+    "modules without type": (
+        with_text("modules.json", "[{}]"),
+        ValueError,
+        "modules.json: entry 0 has no type",
+    ),
+    "modules not JSON": (with_text("modules.json", "[{]"), ValueError, r"modules\.json: is not valid JSON"),
+    "pooling file missing": (
+        lambda folder: (folder / "1_Pooling" / "config.json").unlink(),
+        FileNotFoundError,
+        "1_Pooling/config.json: missing",
+    ),
+    "weighted mean": (
+        with_pooling(pooling_mode_mean_tokens=False, pooling_mode_weightedmean_tokens=True),
+        ValueError,
+        "pooling weightedmean is not implemented",
+    ),
+    "two modes": (
+        with_pooling(pooling_mode_cls_token=True),
+        ValueError,
+        r"pooling cls \+ mean is not implemented",
+    ),
+    "no mode": (with_pooling(pooling_mode_mean_tokens=False), ValueError, "pooling none is not implemented"),
+    "a mode to come": (with_pooling(pooling_mode_median=True), ValueError, r"mean \+ pooling_mode_median"),
+    "named mode": (
+        with_pooling(pooling_mode="lasttoken"),
+        ValueError,
+        "pooling lasttoken is not implemented",
+    ),
+    "max_seq_length": (
+        with_text("sentence_bert_config.json", '{"max_seq_length": "long"}'),
+        ValueError,
+        "max_seq_length 'long'; expected a positive integer",
+    ),
+    "prompt unknown": (
+        with_text("config_sentence_transformers.json", '{"prompts": {}, "default_prompt_name": "q"}'),
+        ValueError,
+        "default_prompt_name 'q' is not among the prompts",
+    ),
+    "prompt left out of pooling": (
+        lambda folder: (
+            rewrite(
+                folder / "config_sentence_transformers.json",
+                prompts={"q": "query: "},
+                default_prompt_name="q",
+            ),
+            rewrite(folder / "1_Pooling" / "config.json", include_prompt=False),
+        ),
+        ValueError,
+        "include_prompt false is not implemented",
+    ),
+    "no tokenizer": (
+        lambda folder: [(folder / name).unlink() for name in ("tokenizer.json", "vocab.txt")],
+        FileNotFoundError,
+        "no tokenizer.json and no vocab.txt$",
+    ),
+    "only BPE files": (
+        lambda folder: [
+            (folder / "tokenizer.json").unlink(),
+            (folder / "vocab.txt").rename(folder / "merges.txt"),
+        ],
+        FileNotFoundError,
+        r"no vocab.txt \(merges.txt is there",
+    ),
+    "tokenizer truncated": (
+        with_text("tokenizer.json", '{"version": '),
+        ValueError,
+        "tokenizer.json: not a tokenizer",
+    ),
+    "vocab without [CLS]": (
+        only_vocab(b"[UNK]\n[SEP]\na\n"),
+        ValueError,
+        r"vocab.txt: has no cls_token '\[CLS\]'",
+    ),
+    "modules nested": (
+        with_text("modules.json", "[" * 100_000),
+        ValueError,
+        r"modules\.json: is nested deeper than 100 levels",
+    ),
+    "pooling nested": (
+        with_text("1_Pooling/config.json", '{"x": ' + "[" * 500 + "]" * 500 + "}"),
+        ValueError,
+        r"1_Pooling/config\.json: is nested deeper",
+    ),
+    "lengths nested": (
+        with_text("sentence_bert_config.json", "[" * 100_000),
+        ValueError,
+        r"sentence_bert_config\.json: is nested deeper",
+    ),
+    "prompts nested": (
+        with_text("config_sentence_transformers.json", "[" * 100_000),
+        ValueError,
+        r"config_sentence_transformers\.json: is nested deeper",
+    ),
+    "tokenizer nested": (
+        with_text("tokenizer.json", "[" * 100_000),
+        ValueError,
+        r"tokenizer\.json: not a tokenizer",
+    ),
+    "a special token is a list": (
+        lambda folder: (
+            only_vocab(b"[UNK]\n")(folder),
+            rewrite(folder / "tokenizer_config.json", unk_token=["a"]),
+        ),
+        ValueError,
+        r"tokenizer_config\.json: unk_token: expected a text, got \['a'\]",
+    ),
+    "a huge id": (
+        with_huge_id("WordPiece"),
+        ValueError,
+        r"tokenizer\.json: token 'b' has id 1000000000; expected ids below 16777216",
+    ),
+    "the first id that is too large": (
+        with_huge_id("WordPiece", 2**24),
+        ValueError,
+        r"token 'b' has id 16777216; expected ids below 16777216",
+    ),
+    "a huge id, BPE": (with_huge_id("BPE"), ValueError, r"token 'b' has id 1000000000"),
+    "vocab not UTF-8": (only_vocab(b"\xff\xfe\n"), ValueError, "vocab.txt: not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DIRECTORIES)
+def test_refuses_the_directory(copy, name):
+    change, error, words = BAD_DIRECTORIES[name]
+    change(copy)
+    with pytest.raises(error, match=words):
+        SentenceEncoder.from_pretrained(copy, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "path", ["../x", "..", ".", "/", "a/b", "a/../../x", "/etc", "..\\x", "a\0b", 3, None, ["1_Pooling"]]
+)
+@pytest.mark.parametrize("place", [0, 1])
+def test_modules_lie_beside_the_file_that_names_them(copy, path, place):
+    for folder in (copy.parent / "x", copy / "a" / "b"):  # there, and good
+        folder.mkdir(parents=True)
+        shutil.copy(copy / "1_Pooling" / "config.json", folder)
+    modules = json.loads((copy / "modules.json").read_text())
+    modules[place]["path"] = path
+    (copy / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(
+        ValueError, match=rf"modules\.json: entry {place}: path: expected the name of a folder"
+    ):
+        sentence_settings(copy)
+
+
+def test_a_module_path_may_end_in_a_slash(copy):
+    modules = json.loads((copy / "modules.json").read_text())
+    modules[1]["path"] = "1_Pooling/"
+    (copy / "modules.json").write_text(json.dumps(modules))
+    assert sentence_settings(copy).pooling == "mean"
+
+
+def test_a_given_pooling_passes_a_mode_that_is_not_implemented(copy):
+    with_pooling(pooling_mode_mean_tokens=False, pooling_mode_lasttoken=True)(copy)
+    assert sentence_settings(copy, pooling="mean").pooling == "mean"

@@ -1,0 +1,244 @@
+"""The door of the public functions: what each takes, and the rows that it must refuse."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fastbert.ops import encoder_layer as encoder_layer_op
+from fastbert.ops.attention import attention
+from fastbert.ops.cross_entropy import cross_entropy
+from fastbert.ops.embedding import embedding
+from fastbert.ops.first_attention import first_attention
+from fastbert.ops.layer_norm import layer_norm
+from fastbert.ops.linear import linear
+from fastbert.ops.linear_cross_entropy import linear_cross_entropy
+from fastbert.ops.linear_int8 import linear_int8
+from fastbert.ops.packing import pack, unpack
+from fastbert.ops.pooling import pooling
+from tests.support.hostile.custom_ops import attention_operands, embedding_operands
+from tests.support.hostile.values import (
+    BATCH,
+    BIASES,
+    CELLS,
+    DIM,
+    ENDS,
+    HEADS,
+    INT32,
+    LONGEST,
+    TOTAL,
+    WRONG_ENDS,
+    WRONG_INDICES,
+    WRONG_LABELS,
+    floats,
+    ints,
+    panels_size,
+)
+
+
+class Public(NamedTuple):
+    function: object
+    args: object  # () -> arguments by name
+    rows: list  # (values by name, words of the error)
+    compiled: bool = True
+
+
+def layer_call(**kwargs):
+    launch, weights, kwargs = kwargs.pop("launch"), kwargs.pop("weights"), kwargs
+    return encoder_layer_op.encoder_layer(launch, kwargs.pop("x"), weights, **kwargs)
+
+
+def layer_operands():
+    make, launch, _keeps = encoder_layer_op.launchers(torch.device("cpu"), torch.float32, "linear")
+    hidden, inner = HEADS * DIM, 7
+    shapes = [(hidden, hidden)] * 4 + [(inner, hidden), (hidden, inner)]
+    linears = [(w := floats(*s), None, None, floats(s[0])) for s in shapes]
+    assert w.shape == (hidden, inner)
+    weights = make(linears, [(floats(hidden), floats(hidden))] * 2)
+    return {
+        "launch": launch,
+        "weights": weights,
+        "x": floats(TOTAL, hidden),
+        "cu_seqlens": ints(*ENDS, dtype=INT32),
+        "max_seqlen": LONGEST,
+        "nheads": HEADS,
+        "inner": inner,
+        "softmax_scale": 0.5,
+        "bias": floats(*CELLS),
+        "gate": floats(HEADS),
+        "activation": "gelu",
+        "eps": (1e-5, 1e-5),
+    }
+
+
+def public_attention():
+    operands = attention_operands()
+    for name in ("dropout_p", "seed", "offset"):
+        del operands[name]
+    return operands
+
+
+WORDED_LENGTHS = [
+    *(({"cu_seqlens": ints(*ends, dtype=INT32)}, words) for ends, words in WRONG_ENDS),
+    ({"max_seqlen": 2}, "max_seqlen|bias"),
+    ({"max_seqlen": -1}, "max_seqlen"),
+]
+WORDED_BIASES = [(row, "bias: expected") for row in BIASES]
+PUBLIC = {
+    "attention": Public(attention, public_attention, [*WORDED_LENGTHS, *WORDED_BIASES]),
+    "attention, padded": Public(
+        attention,
+        lambda: {
+            **{name: floats(BATCH, LONGEST, HEADS, DIM) for name in ("q", "k", "v")},
+            "bias": floats(*CELLS),
+        },
+        WORDED_BIASES,
+    ),
+    "encoder_layer": Public(
+        layer_call,
+        layer_operands,
+        [
+            *WORDED_LENGTHS,
+            *WORDED_BIASES,
+            ({"inner": 8}, "weights"),
+            ({"inner": 2**40}, "expected"),
+            ({"nheads": 5}, "bias|gate"),
+            ({"x": floats(TOTAL, 2 * HEADS * DIM)}, "weights"),
+            ({"x": floats(TOTAL, HEADS)}, "weights"),
+            ({"x": floats(7, HEADS * DIM)}, "cu_seqlens"),
+        ],
+        False,
+    ),
+    "cross_entropy": Public(
+        cross_entropy,
+        lambda: {"logits": floats(4, 5), "labels": ints(0, 4, -100, 2)},
+        [(row, "labels") for row in WRONG_LABELS],
+    ),
+    "embedding": Public(
+        embedding,
+        lambda: {
+            **{
+                n: embedding_operands()[n]
+                for n in (
+                    "input_ids",
+                    "word",
+                    "position_ids",
+                    "position",
+                    "token_type_ids",
+                    "segment",
+                    "ln_weight",
+                    "ln_bias",
+                )
+            }
+        },
+        [
+            ({name: ints(0, 1, bad, 0)}, name)
+            for name in ("input_ids", "position_ids", "token_type_ids")
+            for bad in (7, -1, 2**62)
+        ],
+    ),
+    "first_attention": Public(
+        first_attention,
+        lambda: {
+            "x": floats(TOTAL, 5),
+            "q": floats(BATCH, HEADS, DIM),
+            "key_weight": floats(HEADS * DIM, 5),
+            "value_weight": floats(HEADS * DIM, 5),
+            "value_bias": floats(HEADS * DIM),
+            "cu_seqlens": ints(*ENDS, dtype=INT32),
+            "softmax_scale": 0.5,
+            "bias": floats(*CELLS),
+            "gate": floats(HEADS),
+        },
+        [
+            *(
+                ({"cu_seqlens": ints(*ends, dtype=INT32)}, words.replace("max_seqlen", "bias"))
+                for ends, words in WRONG_ENDS
+            ),
+            *WORDED_BIASES,
+            ({"q": floats(BATCH + 1, HEADS, DIM)}, "cu_seqlens"),
+            ({"q": floats(BATCH, HEADS * DIM)}, "q"),
+            ({"q": floats(BATCH, HEADS, DIM + 1)}, "key_weight"),
+            ({"x": floats(TOTAL, 4)}, "key_weight"),
+            ({"x": floats(1, 5)}, "cu_seqlens"),
+            ({"value_weight": floats(HEADS * DIM, 4)}, "value_weight"),
+            ({"value_bias": floats(HEADS)}, "value_bias"),
+            ({"gate": floats(HEADS + 1)}, "gate"),
+            ({"gate": None, "softmax_scale": None}, "softmax_scale"),
+            ({"bias": floats(1, 1, 1, 2)}, "bias"),
+        ],
+        False,
+    ),
+    "layer_norm": Public(
+        layer_norm,
+        lambda: {"x": floats(4, 5), "weight": floats(5)},
+        [({"weight": floats(4)}, "weight"), ({"residual": floats(3, 5)}, "residual")],
+    ),
+    "linear": Public(
+        linear,
+        lambda: {"x": floats(40, 5), "weight": floats(3, 5), "bias": floats(3)},
+        [
+            ({"weight": floats(3, 4)}, "weight"),
+            ({"bias": floats(2)}, "bias"),
+            ({"residual": floats(39, 3)}, "residual"),
+        ],
+    ),
+    "linear, panels": Public(
+        linear,
+        lambda: {"x": floats(40, 5), "weight": floats(3, 5), "panels": torch.zeros(panels_size(5, 3))},
+        [({"panels": floats(5)}, "panels"), ({"panels": floats(64, 5)}, "panels")],
+        False,
+    ),
+    "linear_cross_entropy": Public(
+        linear_cross_entropy,
+        lambda: {"x": floats(4, 5), "weight": floats(5, 5), "bias": None, "labels": ints(0, 4, -100, 2)},
+        [(row, "labels") for row in WRONG_LABELS],
+    ),
+    "linear_int8": Public(
+        linear_int8,
+        lambda: {"x": floats(4, 5), "weight": torch.ones(3, 5, dtype=torch.int8), "scale": torch.ones(3)},
+        [({"scale": floats(2)}, "scale"), ({"weight": torch.ones(3, 4, dtype=torch.int8)}, "weight")],
+    ),
+    "pack": Public(
+        pack,
+        lambda: {"x": floats(2, 3, 5), "indices": ints(1, 2, 5)},
+        [(row, "indices") for row in WRONG_INDICES if "indices" in row],
+    ),
+    "unpack": Public(
+        unpack,
+        lambda: {"x": floats(3, 5), "indices": ints(1, 2, 5), "batch": 2, "seqlen": 3},
+        [
+            *((row, "indices") for row in WRONG_INDICES if "indices" in row),
+            ({"batch": 1}, "indices"),
+            ({"batch": -1}, "batch"),
+            ({"x": floats(4, 5)}, "x: expected"),
+        ],
+    ),
+    "pooling": Public(
+        pooling,
+        lambda: {"hidden": floats(TOTAL, 4), "cu_seqlens": ints(*ENDS), "mode": "max"},
+        [({"cu_seqlens": ints(*ends)}, words) for ends, words in WRONG_ENDS if words == "cu_seqlens"],
+    ),
+}
+
+
+def try_public(tried, compiled=False):
+    for name, public in PUBLIC.items():
+        if compiled and not public.compiled:
+            continue
+        function, base = public.function, public.args()
+        if compiled:
+            torch._dynamo.reset()
+            function = torch.compile(function, backend="aot_eager", dynamic=True)
+
+        def call(change, base=base, function=function):
+            fenced = {
+                n: tried.fence.copy(t) if isinstance(t, torch.Tensor) else t
+                for n, t in {**base, **change}.items()
+            }
+            return function(**fenced)
+
+        tried.one(f"{name}: as it should be", lambda call=call: call({}), refused=False)
+        for change, words in public.rows:
+            tried.one(f"{name}: {change}", lambda change=change, call=call: call(change), words)

@@ -1,0 +1,64 @@
+"""The launchers of a backend, called with the flat arguments that the custom ops take.
+
+A launcher takes the arguments that travel together as one NamedTuple (fastbert/ops). Tests name and change
+them one by one, so they call these functions.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+
+from torch import Tensor
+
+from fastbert.ops.attention import AttentionInputs, AttentionNeeds
+from fastbert.ops.embedding import EmbeddingInputs, EmbeddingSaved
+from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
+
+
+def flat(args: tuple) -> tuple:
+    """`args` of a launcher, with the elements of its NamedTuples in their place."""
+    return tuple(value for arg in args for value in (flat(arg) if isinstance(arg, tuple) else (arg,)))
+
+
+def attention_fwd(backend: ModuleType | SimpleNamespace, *args) -> tuple[Tensor, ...]:
+    """`backend`'s forward of attention by the arguments of `torch.ops.fastbert.attention_fwd`."""
+    return backend.attention_fwd(AttentionInputs(*args[:-2]), *args[-2:])
+
+
+def attention_bwd(
+    backend: ModuleType | SimpleNamespace,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *rest,
+) -> tuple[Tensor, ...]:
+    """`backend`'s backward of attention by the arguments of `torch.ops.fastbert.attention_bwd`."""
+    *options, keep_bits = rest[:-5]
+    need = AttentionNeeds(*rest[-5:])
+    return backend.attention_bwd(dout, AttentionInputs(q, k, v, *options), out, lse, keep_bits, need)
+
+
+def layer_norm_fwd(backend: ModuleType | SimpleNamespace, *args) -> tuple[Tensor, ...]:
+    """`backend`'s forward of layer_norm by the arguments of `torch.ops.fastbert.layer_norm_fwd`."""
+    return backend.layer_norm_fwd(LayerNormInputs(*args[:-1]), args[-1])
+
+
+def layer_norm_bwd(backend: ModuleType | SimpleNamespace, dy: Tensor, *args) -> tuple[Tensor, ...]:
+    """`backend`'s backward of layer_norm by the arguments of `torch.ops.fastbert.layer_norm_bwd`."""
+    return backend.layer_norm_bwd(dy, LayerNormSaved(*args[:-4]), LayerNormNeeds(*args[-4:]))
+
+
+def embedding_fwd(backend: ModuleType | SimpleNamespace, *args) -> tuple[Tensor, ...]:
+    """`backend`'s forward of embedding by the arguments of `torch.ops.fastbert.embedding_fwd`.
+
+    All but `padding_idx`, which no forward reads.
+    """
+    return backend.embedding_fwd(EmbeddingInputs(*args[:9], -1, *args[9:-1]), args[-1])
+
+
+def embedding_bwd(backend: ModuleType | SimpleNamespace, dy: Tensor, *args) -> tuple[Tensor, ...]:
+    """`backend`'s backward of embedding by the arguments of `torch.ops.fastbert.embedding_bwd`."""
+    return backend.embedding_bwd(dy, EmbeddingSaved(*args[:-2]), *args[-2:])

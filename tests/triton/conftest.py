@@ -1,0 +1,35 @@
+"""The sanitizer around a test, and the widths of rows.
+
+A module asks for the sanitizer by `pytestmark = pytest.mark.usefixtures("checked_memory")`.
+"""
+
+import pytest
+import torch
+
+from fastbert.testing import triton_interpreter
+
+
+@pytest.fixture
+def checked_memory():
+    """Run every launch under the sanitizer. Memory starts as NaN or the largest integer: a hole is not 0."""
+    with triton_interpreter.sanitized() as report:
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield report
+        finally:
+            torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(params=["one_block", "column_blocks"])
+def hidden(request, monkeypatch):
+    """A width that one program holds, and one that it does not hold because blocks are made narrow.
+
+    `ONE_BLOCK` of the test module names the limits in its kernels.
+    """
+    if request.param == "column_blocks":
+        kernels = request.module.kernels
+        for limit in request.module.ONE_BLOCK:
+            monkeypatch.setattr(kernels, limit, 64)
+        monkeypatch.setattr(kernels, "WIDE_BLOCK", 32)
+    return 70
