@@ -2,10 +2,11 @@
 
     python tests/support/mutation.py triton_layer_norm [--sample 8]    one JSON object per fault
     python tests/support/mutation.py triton_layer_norm --one           for one fault: who caught it
+    python tests/support/mutation.py --serve                           the same for each suite named on stdin
 
-A suite is a module `tests/faults/<suite>.py` with `SUITE`. It works on a copy of the tree. The tests of each
-fault run in a fork of a process that has imported PyTorch already, so that a fault costs a second or two. A
-fault counts as caught if the tests fail, crash or hang; tests that cannot be collected are an error.
+A suite is a module `tests/faults/<suite>.py` with `SUITE`. Faults are planted in a copy of the tree. The
+tests of each fault run in a fork of a process that has imported PyTorch already, so that a fault costs a
+second or two. A fault is caught if the tests fail, crash or hang. It is an error if they cannot be collected.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import dataclasses
 import fcntl
 import filecmp
 import importlib
+import itertools
 import json
 import os
 import pathlib
@@ -32,27 +34,44 @@ from dataclasses import dataclass, field
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 QUIET = ("-p", "no:cacheprovider", "--no-header")
 COPIED = ("fastbert", "kernels", "csrc", "tests", "pyproject.toml", "setup.py")
+# imported once, before the forks: what tests import, and no fault can change
+PRELOAD = ("torch._inductor.config", "pytest", "hypothesis", "transformers")
+_planted = itertools.count(10)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`old`, which stands once in `file`, becomes `new`."""
+    """Replaces `old`, which occurs once in `file`, by `new`."""
 
     name: str
     file: str
     old: str
     new: str
 
-    def apply(self, tree: pathlib.Path) -> None:
-        """Plant the fault under `tree`; ValueError where `old` does not stand in the file once."""
+    @contextlib.contextmanager
+    def planted(self, tree: pathlib.Path) -> Iterator[None]:
+        """Plant the fault under `tree` for a while; ValueError if `old` does not occur exactly once.
+
+        Python takes its cached bytecode for fresh if size and second are those of the source: each planted
+        .py file gets a second of its own, and its first one back afterwards.
+        """
         path = tree / self.file
-        text = path.read_text()
+        before, second = path.read_bytes(), int(path.stat().st_mtime)
+        text = before.decode()
         times = text.count(self.old)
         if times != 1:
             raise ValueError(
                 f"fault {self.name!r}: {self.old!r} stands {times} times in {self.file}, expected 1"
             )
-        path.write_text(text.replace(self.old, self.new))
+        try:
+            path.write_text(text.replace(self.old, self.new))
+            if path.suffix == ".py":
+                os.utime(path, (second, second + next(_planted)))
+            yield
+        finally:
+            path.write_bytes(before)
+            if path.suffix == ".py":  # a source to be compiled must look new
+                os.utime(path, (second, second))
 
 
 @dataclass(frozen=True)
@@ -63,8 +82,7 @@ class Suite:
         faults: the faults, planted one at a time.
         tests: arguments for pytest; they must pass on the unchanged tree.
         build: command to run in the tree after a change, such as an in-place build of the extension.
-        environment: variables of the test process.
-        preload: modules to import once, before the forks; none that a fault can change.
+        environment: variables of the processes that build and test.
         timeout_s: seconds after which the tests of one fault count as hanging.
     """
 
@@ -72,8 +90,14 @@ class Suite:
     tests: tuple[str, ...]
     build: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
-    preload: tuple[str, ...] = ("torch", "pytest", "hypothesis")
     timeout_s: float = 180.0
+
+
+def suites() -> dict[str, Suite]:
+    """All suites by name: the modules of tests/faults that have one."""
+    names = sorted(path.stem for path in (ROOT / "tests" / "faults").glob("*.py"))
+    names = [name for name in names if not name.startswith(("test_", "__"))]
+    return {name: importlib.import_module(f"tests.faults.{name}").SUITE for name in names}
 
 
 def copy_changed(source: str, target: str) -> None:
@@ -83,7 +107,7 @@ def copy_changed(source: str, target: str) -> None:
 
 
 def copy_tree(to: pathlib.Path) -> None:
-    """What the package and its tests need, without caches."""
+    """Copy what the package and its tests need, without caches."""
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
@@ -112,7 +136,10 @@ def verdict(suite: Suite, tree: pathlib.Path, log: pathlib.Path, markers: str = 
     One of "passed", "failed", "crashed", "hung", "not built" and "error".
     """
     if suite.build:
-        built = subprocess.run(suite.build, cwd=tree, capture_output=True, timeout=suite.timeout_s)
+        environment = os.environ | suite.environment
+        built = subprocess.run(
+            suite.build, cwd=tree, env=environment, capture_output=True, timeout=suite.timeout_s
+        )
         if built.returncode != 0:
             log.write_bytes(built.stdout + built.stderr)
             return "not built"
@@ -141,22 +168,32 @@ def verdict(suite: Suite, tree: pathlib.Path, log: pathlib.Path, markers: str = 
         time.sleep(0.02)
 
 
-def enter(suite: Suite, tree: pathlib.Path) -> None:
-    """Make this process one that imports from `tree`: changes directory, path and environment."""
-    sys.dont_write_bytecode = True  # a stale cache would hide a fault of the same size and second
-    os.environ.update(suite.environment)
-    for module in suite.preload:
+def enter(tree: pathlib.Path, environment: dict[str, str]) -> None:
+    """Copy into `tree`, and make this process import from there: its directory, path and environment.
+
+    RuntimeError if fastbert is imported already: pybind11 3.1 gives a process that imports a second
+    `fastbert._C` the first one again, and no fault would be seen.
+    """
+    if "fastbert" in sys.modules:
+        raise RuntimeError("fastbert was imported before its faults: a module of tests/faults must not do so")
+    copy_tree(tree)
+    os.environ.update(environment)
+    import torch
+
+    if not torch.cuda.is_available():  # as tests/conftest.py decides, before anything imports Triton
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    for module in PRELOAD:
         importlib.import_module(module)
     os.chdir(tree)
     original = (ROOT, ROOT / "tests")
     sys.path[:] = [str(tree), *(p for p in sys.path if pathlib.Path(p).resolve() not in original)]
-    for name in [n for n in sys.modules if n.split(".")[0] in ("tests", "fastbert")]:
+    for name in [n for n in sys.modules if n.split(".")[0] == "tests"]:
         del sys.modules[name]
 
 
 @contextlib.contextmanager
 def shared_tree() -> Iterator[pathlib.Path]:
-    """build/tests/faults, for one process at a time: what is built there is kept for the next."""
+    """The folder build/tests/faults, for one process at a time. Builds are kept for the next."""
     folder = ROOT / "build" / "tests" / "faults"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder.parent / "faults.lock").open("w") as lock:
@@ -173,24 +210,18 @@ def own_tree() -> Iterator[pathlib.Path]:
         yield tree
 
 
-def run_one(suite: Suite) -> dict[str, object]:
+def one_caught(suite: Suite, tree: pathlib.Path) -> dict[str, object]:
     """The first fault that a test catches by failing, and that test's verdict without the fault.
 
     A dict: fault, verdict, the failed test, `unchanged` (its verdict on the unchanged tree), tail of the log.
-    A fault that crashes the tests tells no test's name, and one that only the sweep catches passes here: the
-    next one is tried, five at most. Only tests that `make test` runs take part. Needs a process to itself.
+    Only tests of `make test` run. If a fault crashes them, no test's name is known; if only the sweep catches
+    it, they pass. Then the next fault is tried, five at most. Follows `enter`.
     """
-    with (shared_tree if suite.build else own_tree)() as tree, tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory:
         log = pathlib.Path(directory, "log")
-        copy_tree(tree)
-        enter(suite, tree)
         for fault in suite.faults[:5]:
-            before = (tree / fault.file).read_bytes()
-            fault.apply(tree)
-            try:
+            with fault.planted(tree):
                 result = verdict(suite, tree, log, "not slow and not sweep")
-            finally:
-                (tree / fault.file).write_bytes(before)
             if result == "failed":
                 break
         text = log.read_text(errors="replace")
@@ -208,6 +239,22 @@ def run_one(suite: Suite) -> dict[str, object]:
     }
 
 
+def run_one(suite: Suite) -> dict[str, object]:
+    """`one_caught` in a tree of its own, or in the one whose builds are kept. Needs a process to itself."""
+    with (shared_tree if suite.build else own_tree)() as tree:
+        enter(tree, suite.environment)
+        return one_caught(suite, tree)
+
+
+def serve() -> None:
+    """Answer each suite's name on stdin with its `one_caught` on stdout, all in one tree; none builds."""
+    known = suites()
+    with own_tree() as tree:
+        enter(tree, {})
+        for line in sys.stdin:
+            print(json.dumps(one_caught(known[line.strip()], tree)), flush=True)
+
+
 def run(suite: Suite, sample: int | None = None) -> Iterator[dict[str, object]]:
     """A dict for the unchanged tree and for each fault: name, verdict, caught, seconds, tail of the log.
 
@@ -218,15 +265,11 @@ def run(suite: Suite, sample: int | None = None) -> Iterator[dict[str, object]]:
         faults = tuple(faults[i * len(faults) // sample] for i in range(sample))
     with own_tree() as tree:
         log = tree.with_name("log")
-        copy_tree(tree)
-        enter(suite, tree)
+        enter(tree, suite.environment)
         for fault in (None, *faults):
-            before = None
-            if fault is not None:
-                before = (tree / fault.file).read_bytes()
-                fault.apply(tree)
             start = time.monotonic()
-            result = verdict(suite, tree, log)
+            with contextlib.nullcontext() if fault is None else fault.planted(tree):
+                result = verdict(suite, tree, log)
             yield {
                 "fault": None if fault is None else fault.name,
                 "verdict": result,
@@ -234,8 +277,6 @@ def run(suite: Suite, sample: int | None = None) -> Iterator[dict[str, object]]:
                 "seconds": round(time.monotonic() - start, 2),
                 "log": log.read_text(errors="replace")[-2000:],
             }
-            if before is not None:
-                (tree / fault.file).write_bytes(before)
 
 
 def run_in_process(suite: str, sample: int | None = None, one: bool = False) -> list[dict[str, object]]:
@@ -248,6 +289,37 @@ def run_in_process(suite: str, sample: int | None = None, one: bool = False) -> 
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+class Servers:
+    """Processes that `serve`, kept for one test run: PyTorch is imported once for many suites."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, subprocess.Popen] = {}
+
+    def one(self, name: str) -> dict[str, object]:
+        """`run_one` of a suite that builds nothing."""
+        suite = suites()[name]
+        key = json.dumps(suite.environment, sort_keys=True)
+        if key not in self._running:
+            self._running[key] = subprocess.Popen(
+                [sys.executable, str(ROOT / "tests/support/mutation.py"), "--serve"],
+                env=os.environ | {"OMP_NUM_THREADS": "1"} | suite.environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        server = self._running[key]
+        print(name, file=server.stdin, flush=True)
+        answer = server.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the server of {name} ended with {server.wait()}; its words are on stderr")
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """End the processes."""
+        for server in self._running.values():
+            server.communicate()
 
 
 def assert_caught(rows: list[dict[str, object]], share: float) -> None:
@@ -263,12 +335,18 @@ def assert_caught(rows: list[dict[str, object]], share: float) -> None:
 def main() -> None:
     """Command line of this file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("suite", help="name of a module in tests/faults")
+    parser.add_argument("suite", nargs="?", help="name of a module in tests/faults")
     parser.add_argument("--sample", type=int, help="run only so many of the faults")
     parser.add_argument("--one", action="store_true", help="run the first fault, with what `make test` runs")
+    parser.add_argument("--serve", action="store_true", help="do so for each suite named on stdin")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    suite = importlib.import_module(f"tests.faults.{options.suite}").SUITE
+    if options.serve:
+        serve()
+        return
+    if options.suite is None:
+        parser.error("which suite?")
+    suite = suites()[options.suite]
     for row in [run_one(suite)] if options.one else run(suite, options.sample):
         print(json.dumps(row), flush=True)
 
