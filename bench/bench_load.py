@@ -53,7 +53,17 @@ CANDIDATES = (
 )
 PEERS = {"fp32": ("openvino-fp32", "onnxruntime-fp32"), "int8": ("onnxruntime-int8",)}
 PAUSE_SECONDS = 0.05  # before each sample: idle threads fall asleep, the scheduler sees the neighbour
-NEIGHBOUR = "while True: pass"
+# On Linux it ends with its parent, however that ends, also while stopped: 1 is PR_SET_PDEATHSIG, 9 SIGKILL.
+NEIGHBOUR = """
+import ctypes, os, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)
+parent = os.getppid()
+print(flush=True)
+while os.getppid() == parent:
+    for _ in range(100_000):
+        pass
+"""
 
 
 def lengths_of(workload: str) -> tuple[int, ...]:
@@ -139,7 +149,8 @@ class Neighbour:
     def __init__(self, same_session: bool) -> None:
         # Linux shares processor time between sessions first, then between the threads of each
         command = [sys.executable, "-c", NEIGHBOUR]
-        self.process = subprocess.Popen(command, start_new_session=not same_session)
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=not same_session)
+        self.process.stdout.readline()  # it knows its parent
         self.pause()
 
     def pause(self) -> None:

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
 
+import pytest
 import torch
 
 from bench import bench_load
@@ -67,3 +74,22 @@ def test_verdicts_compare_with_the_best_peer_of_the_precision():
     assert (first["best_peer"], first["best_peer_loss"]) == ("onnxruntime-fp32", 1.1)
     assert (first["busy_ratio_to"], first["busy_ratio"]) == ("onnxruntime-fp32", 22.0 / 18.0)
     assert (second["quiet_ratio"], second["busy_ratio"]) == (1.1, 2.0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a stopped neighbour stays")
+@pytest.mark.parametrize("state", ["pause", "resume"])
+def test_the_neighbour_ends_with_a_benchmark_that_is_killed(state):
+    script = (
+        "import sys, time; from bench import bench_load; n = bench_load.Neighbour(False); time.sleep(0.5); "
+    )
+    script += f"n.{state}(); print(n.process.pid, flush=True); time.sleep(60)"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], cwd=bench_load.ROOT, stdout=subprocess.PIPE, text=True
+    ) as run:
+        neighbour = pathlib.Path("/proc", run.stdout.readline().strip(), "stat")
+        assert neighbour.exists()
+        os.kill(run.pid, signal.SIGKILL)
+    end = time.monotonic() + 20
+    while neighbour.exists() and neighbour.read_text().split(") ")[1][0] != "Z":  # a zombie has ended
+        assert time.monotonic() < end
+        time.sleep(0.02)
