@@ -1,6 +1,7 @@
-// Samples of tensors, to detect that their memory was written.
+// What detects that tensors' memory was written: samples of it, and the pages of mapped files.
 #include "../cpu/samples.h"
 
+#include "../cpu/mapped_pages.h"
 #include "bindings.h"
 
 namespace fastbert {
@@ -28,12 +29,44 @@ std::vector<Pieces> pieces_of(const py::iterable& tuples) {
     return pieces;
 }
 
+// Pairs (address, bytes).
+std::vector<Range> ranges_of(const py::iterable& pairs) {
+    std::vector<Range> ranges;
+    for (const py::handle each : pairs) {
+        const auto fields = py::cast<py::tuple>(each);
+        if (fields.size() != 2) throw py::value_error("ranges: expected pairs of numbers");
+        const auto begin = number<Address>(fields[0]);
+        const auto bytes = number<std::int64_t>(fields[1]);
+        if (begin == 0 || bytes < 1 || bytes > kMost || begin > (Address{1} << 62))
+            throw py::value_error("ranges: expected an address, and 1 to 2^40 bytes");
+        ranges.emplace_back(begin, begin + static_cast<Address>(bytes));
+    }
+    return ranges;
+}
+
+// The ranges as pairs (bytes from the start of ranges[i] to the begin, and to the end); None if not watched.
+py::object written(const MappedPages& pages, std::size_t i) {
+    if (i >= pages.size()) throw py::index_error("range: expected one of " + std::to_string(pages.size()));
+    if (!pages.watched(i)) return py::none();
+    py::list found;
+    for (const auto& [begin, end] : pages.written(i))
+        found.append(py::make_tuple(begin - pages.begin(i), end - pages.begin(i)));
+    return found;
+}
+
 }  // namespace
 
 void bind_samples(py::module_& m) {
     py::class_<Samples>(m, "Samples", py::module_local())
         .def(py::init([](const py::iterable& pieces) { return new Samples(pieces_of(pieces)); }))
         .def("differ", &Samples::differ);
+    py::class_<MappedPages>(m, "MappedPages", py::module_local())
+        .def(py::init([](const py::iterable& ranges, bool ask) {
+                 return new MappedPages(ranges_of(ranges), ask);
+             }),
+             py::arg("ranges"), py::arg("ask") = true)
+        .def("written", &written, py::arg("range"))
+        .def("changed", &MappedPages::changed);
 }
 
 }  // namespace fastbert

@@ -2,7 +2,7 @@
 
 Parameters stay exactly HuggingFace's. What a kernel wants otherwise (Q, K and V concatenated, panels, folded,
 8-bit) is derived here. It is built at its first use where no gradient is needed, and dropped as soon as a
-source changes. The next call notices a change in one of three ways.
+source changes. The next call notices a change in one of four ways.
 
 Key: identity, address and version counter of each source. They change with `load_state_dict`, an optimizer
 step, `.to()`, `copy_` and `parameter.data = other`.
@@ -13,15 +13,19 @@ memory for writing: to an in-place op on any alias, even of one element, to `.nu
 state is a mark that means "not written since"; it is set before a value is built. `data_ptr()` and pickling
 remove the mark too, which costs one needless build. Our launchers call `loader.address` instead.
 
-Samples, on a CPU: memory may also be written without PyTorch, by a NumPy array that was taken before the mark
-was set. So one cache line of each matrix is compared at each call. And some storages cannot have a mark:
-mapped files (transformers leaves checkpoints there that it need not convert), shared memory, NumPy's memory.
-There, one line of each vector is compared too, and one element per row: of all rows in a matrix of up to 256,
-else of one row in 64, in turn. So the next call notices a write over a whole tensor, one of the next 64 calls
-a write over a row of a large matrix, and perhaps no call a write over single elements. After such a write
-call `clear(module)` (`model.train()` and `model.eval()` do).
+Pages, on a CPU: a mapped file (transformers leaves checkpoints there that it need not convert) cannot have a
+mark. But Linux copies a page of it at the first write, and counts a page fault. So the pages are looked at
+when the process had a fault since the last call (csrc/cpu/mapped_pages.h). Any first write to a page is
+noticed, also of one element. Pages that were written before are left to samples.
 
-What the three checks cost, and what other checks would cost: docs/notes/torch.md.
+Samples, on a CPU: memory may also be written without PyTorch, by a NumPy array that was taken before the mark
+was set. So one cache line of each matrix is compared at each call. Where there is neither mark nor page
+(shared memory, NumPy's memory, pages written before), one line of each vector is compared too, and one
+element per row: of all rows if there are few, else of one row in 64, in turn. So the next call notices a
+write over a whole tensor, one of the next 64 calls a write over a row of a large matrix, and perhaps no call
+a write over single elements. After such a write call `clear(module)` (`model.train()` and `model.eval()` do).
+
+What the four checks cost, and what other checks would cost: docs/notes/torch.md.
 
 The cache refers to modules weakly and lives outside them: an entry is freed with its module, and never
 copied, pickled or saved.
@@ -50,6 +54,8 @@ from fastbert.runtime.loader import address, extension, storage_address
 _LINE = 64  # bytes of a cache line
 # Rows of a matrix without a mark, up to which all are compared at every call; of more rows, 1 / _TURNS.
 _WHOLE = 256
+# The same for rows on pages that were written before, of all matrices of one derived value.
+_WHOLE_WRITTEN = 1024
 _TURNS = 64
 _version = attrgetter("_version")
 
@@ -126,25 +132,71 @@ def _storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata if _is_plain(tensor) else id(tensor)
 
 
-def _samples_of(tensor: Tensor, marked: bool) -> list[tuple[int, int, int, int, int]]:
+def _pages_of(tensors: Iterable[Tensor]) -> tuple[Any, dict[int, list[tuple[int, int]]]]:
+    """What watches the pages of tensors in mapped files, and which of these pages were written before.
+
+    Returns:
+        (pages, written): an `extension.MappedPages`, or None if nothing can be watched; by the id of each
+        tensor that it watches, the written parts, as (begin, end) in bytes from the tensor's first element.
+    """
+    candidates = [
+        t for t in tensors if t.device.type == "cpu" and _is_plain(t) and t.numel() and t.is_contiguous()
+    ]
+    if not candidates or extension is None:
+        return None, {}
+    pages = extension.MappedPages([(address(t), t.numel() * t.itemsize) for t in candidates])
+    found = {id(t): pages.written(i) for i, t in enumerate(candidates)}
+    written = {which: parts for which, parts in found.items() if parts is not None}
+    return pages if written else None, written
+
+
+def _all_samples(tensors: tuple[Tensor, ...], marked: tuple[bool, ...], written: dict) -> list[tuple]:
+    """What to compare of all tensors, in the form of `_samples_of`; `written` as from `_pages_of`."""
+    rows = {}
+    for tensor in tensors:
+        row = tensor[:1].numel() * tensor.itemsize if tensor.dim() > 0 else 0
+        parts = written.get(id(tensor), ())
+        rows[id(tensor)] = [(begin // row, -(-end // row)) for begin, end in parts]
+    few = sum(end - first for parts in rows.values() for first, end in parts) <= _WHOLE_WRITTEN
+    found = []
+    for tensor, mark in zip(tensors, marked, strict=True):
+        if id(tensor) in written:
+            found += _samples_of(tensor, mark, rows[id(tensor)], few)
+        else:
+            height = len(tensor) if tensor.dim() > 0 else 0
+            found += _samples_of(tensor, mark, [(0, height)], height <= _WHOLE)
+    return found
+
+
+def _samples_of(
+    tensor: Tensor, marked: bool, rows: list[tuple[int, int]] | None, whole: bool
+) -> list[tuple[int, int, int, int, int]]:
     """What to compare of a tensor: series of pieces of memory.
 
     Each is (address of the first piece, bytes to the next one, pieces, bytes per piece, pieces per call).
+
+    Args:
+        tensor: of any device and shape.
+        marked: whether its storage has a mark.
+        rows: for a matrix without a mark, (first, last + 1) of the rows to compare one element of.
+        whole: whether all these rows are compared at every call.
     """
     if tensor.device.type != "cpu" or not _is_plain(tensor) or tensor.numel() == 0 or tensor.dim() > 2:
         return []
     if marked and tensor.dim() < 2:
         return []
     matrix, item = tensor.detach() if tensor.dim() == 2 else tensor.detach().reshape(1, -1), tensor.itemsize
-    rows, width = matrix.shape
+    height, width = matrix.shape
     down, along = (stride * item for stride in matrix.stride())
     line = _LINE // item if along == item else 1
     column = width // 2 // line * line
     line = min(line, width - column)
     at = address(matrix) + column * along
-    found = [(at + rows // 2 * down, down, 1, line * item, 1)]
-    if not marked and rows > 1:
-        found.append((at, down, rows, item, rows if rows <= _WHOLE else rows // _TURNS + 1))
+    found = [(at + height // 2 * down, down, 1, line * item, 1)]
+    if not marked and height > 1:
+        for first, end in rows:
+            count = end - first
+            found.append((at + first * down, down, count, item, count if whole else count // _TURNS + 1))
     return found
 
 
@@ -156,8 +208,9 @@ class _Seal:
         marked: for each tensor, whether its storage has a mark.
         all_marked: whether all have one.
         marked_storages, storages: ids of the storages with a mark, and of all.
+        pages: tells whether a page of a mapped file was written; None if there are none.
         samples: compares some elements with what they were; None if there are none to compare.
-        written: the samples were found to differ.
+        written: a page was written, or samples were found to differ.
         broken: another thread found one of the storages written while the value was being built.
     """
 
@@ -169,7 +222,9 @@ class _Seal:
         self.versions = list(map(_version, sources))
         storages = list(map(_storage_id, sources))
         self.storages, self.marked_storages = set(storages), set(compress(storages, self.marked))
-        pieces = [p for t, marked in zip(sources, self.marked, strict=True) for p in _samples_of(t, marked)]
+        unmarked = [t for t, marked in zip(sources, self.marked, strict=True) if not marked]
+        self.pages, pages_written = _pages_of(unmarked)
+        pieces = _all_samples(sources, self.marked, pages_written)
         self.samples = extension.Samples(pieces) if pieces and extension is not None else None
         self.written = self.broken = False
 
@@ -187,6 +242,8 @@ class _Seal:
         )
 
     def _differ(self) -> bool:
+        if self.pages is not None and self.pages.changed():
+            self.written = True
         if self.samples is not None and self.samples.differ():
             self.written = True
         return self.written
@@ -294,8 +351,9 @@ def clear(model: Any) -> None:
 
     Call it in eval mode after weights were written in a way that no check sees: single elements, through a
     NumPy array or another library that shares the memory. PyTorch's own writes are noticed without it, also
-    through `parameter.data`. If the weight lies in a mapped file, in shared memory or in NumPy's memory, only
-    writes over a whole tensor are sure to be noticed. `model.train()` and `model.eval()` call `clear`.
+    through `parameter.data`. If the weight lies in shared memory or in NumPy's memory, only writes over a
+    whole tensor are sure to be noticed; in a mapped file the first write to each page is, too (Linux).
+    `model.train()` and `model.eval()` call `clear`.
 
     Args:
         model: a model of this package, or what `fastbert.accelerate` takes: an nn.Module, or an object whose

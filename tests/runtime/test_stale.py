@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import mmap
+import os
+import sys
 import threading
 
 import numpy
@@ -21,6 +24,7 @@ from fastbert.models.config import EncoderConfig
 from fastbert.runtime import loader, prepared
 from tests.support.hf_models import batch, hf_config, hf_model
 
+needs_pages = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which pages were written")
 FLOAT, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 KINDS = {FLOAT: "fp32", BF16: "bf16", FP16: "fp16", torch.int8: "int8"}
 BITS = {1: numpy.int8, 2: numpy.int16, 4: numpy.int32}
@@ -217,8 +221,158 @@ def test_a_weight_whose_memory_has_no_mark(home, layers):
 def test_a_model_of_transformers_as_it_comes_from_a_file(tmp_path, layers):
     hf_model("bert").save_pretrained(tmp_path)
     model = fastbert.accelerate(transformers.AutoModel.from_pretrained(tmp_path).eval()).requires_grad_(False)
-    for name in ("mul_", "row", "teacher", "row set"):
+    for name in ("row", "mul_", "row", "teacher", "row set"):
         check_next(model, IDIOMS[name], dense(model).weight, name)
+
+
+def map_file(folder, tensor, access=mmap.ACCESS_COPY):
+    """The tensor in a mapped file."""
+    path = folder / f"{len(list(folder.iterdir()))}.bin"
+    path.write_bytes(tensor.numpy().tobytes())
+    with path.open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), 0, access=access)
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+
+
+def watched(*tensors, ask=True):
+    return loader.extension.MappedPages([(t.data_ptr(), t.nbytes) for t in tensors], ask)
+
+
+@needs_pages
+def test_any_element_of_a_mapped_weight_counts(tmp_path):
+    owner = nn.Module()
+    weight = map_file(tmp_path, torch.zeros(3000, 40))
+    assert not prepared._mark(weight)
+
+    def ask():
+        return prepared.derived(owner, "twice", (weight,), lambda: weight * 2)
+
+    first = ask()
+    assert ask() is first
+    for row, column in ((0, 0), (70, 39), (1500, 3), (2999, 39)):
+        weight.data[row, column] = row + 1
+        assert torch.equal(ask(), weight * 2), (row, column)
+        for value in (7, 8, 7):  # pages that were written already: a row
+            weight.data[row] = value
+            assert torch.equal(ask(), weight * 2), (row, value)
+    weight.data.mul_(3)  # too many rows for all at every call
+    assert torch.equal(ask(), weight * 2)
+    weight.data[2000] = 5
+    for _ in range(prepared._TURNS):
+        value = ask()
+    assert torch.equal(value, weight * 2)
+
+
+@needs_pages
+def test_weights_share_a_page_of_a_mapped_file(tmp_path):
+    """A write to one may cost the other a build, and is never taken for no write to the other."""
+    both = map_file(tmp_path, torch.zeros(2, 100, 10))
+    owner, halves = nn.Module(), both.unbind(0)
+
+    def ask(i):
+        return prepared.derived(owner, i, (halves[i],), lambda: halves[i] * 2)
+
+    for row in (0, 50, 99):
+        for i in (0, 1):
+            for j in (0, 1):
+                ask(j)
+            halves[i].data[row] += 1
+            assert torch.equal(ask(1 - i), halves[1 - i] * 2)
+            assert torch.equal(ask(i), halves[i] * 2)
+
+
+@needs_pages
+@pytest.mark.parametrize("ask", (True, False))
+def test_pages_that_were_written(tmp_path, ask):
+    page = mmap.PAGESIZE
+    weight = map_file(tmp_path, torch.zeros(40 * page, dtype=torch.uint8))
+    weight[3 * page] = weight[4 * page + 7] = weight[6 * page + 1] = 1
+    inner = weight[page // 2 : 39 * page + page // 2]
+    half = page // 2
+    pages = watched(inner, weight[:page], weight[4 * page : 7 * page], ask=ask)
+    assert pages.written(0) == [(3 * page - half, 5 * page - half), (6 * page - half, 7 * page - half)]
+    assert pages.written(1) == []
+    assert pages.written(2) == [(0, page), (2 * page, 3 * page)]
+    assert not pages.changed()
+    weight[3 * page + 5] = 2  # no first write
+    keep = [torch.zeros(1 << 20) for _ in range(20)]  # page faults that have nothing to do with it
+    assert not pages.changed()
+    assert int(weight[30 * page]) == 0  # a read
+    assert not pages.changed()
+    weight[39 * page + half] = 0  # the same value, outside the range, on its last page
+    assert pages.changed()
+    assert pages.changed()
+    assert watched(inner, ask=ask).written(0)[-1] == (39 * page - half, 39 * page)
+    for place in (page, 5 * page):  # on the first page before the range; between two that were written
+        pages = watched(inner, ask=ask)
+        assert not pages.changed()
+        weight[place] = 1
+        assert pages.changed(), place
+    del keep
+
+
+@needs_pages
+@pytest.mark.parametrize("ask", (True, False))
+def test_many_pages_that_were_written(tmp_path, ask):
+    page = mmap.PAGESIZE
+    weight = map_file(tmp_path, torch.zeros(1200 * page, dtype=torch.uint8))
+    places = [*range(100, 300, 2), 511, 512, 1023, 1024, 1199]
+    for place in places:
+        weight[place * page] = 1
+    parts = watched(weight, ask=ask).written(0)
+    assert [i for begin, end in parts for i in range(begin // page, end // page)] == places
+    assert len(parts) == 103
+
+
+@needs_pages
+def test_columns_of_a_mapped_weight(tmp_path):
+    """Rows apart in memory are not one range: they are looked at in turn."""
+    owner, weight = nn.Module(), map_file(tmp_path, torch.zeros(3000, 40))[:, 10:20]
+
+    def ask():
+        return prepared.derived(owner, "twice", (weight,), lambda: weight * 2)
+
+    for row in (0, 1500, 2999):
+        ask()
+        weight.data[row] += 1
+        for _ in range(prepared._TURNS):
+            value = ask()
+        assert torch.equal(value, weight * 2), row
+
+
+@needs_pages
+def test_only_private_mapped_files_are_watched(tmp_path):
+    page = mmap.PAGESIZE
+    zeros = torch.zeros(8 * page, dtype=torch.uint8)
+    private, shared = map_file(tmp_path, zeros), map_file(tmp_path, zeros, mmap.ACCESS_WRITE)
+    pages = watched(zeros, shared, private)
+    assert [pages.written(i) for i in range(3)] == [None, None, []]
+    past = loader.extension.MappedPages([(private.data_ptr(), 2**40)])
+    assert past.written(0) is None
+    assert not past.changed()
+    with pytest.raises(IndexError, match="range: expected one of 3"):
+        pages.written(3)
+
+
+@needs_pages
+def test_a_fork_watches_its_own_pages(tmp_path):
+    weight = map_file(tmp_path, torch.zeros(8 * mmap.PAGESIZE, dtype=torch.uint8))
+    pages = watched(weight)
+    child = os.fork()
+    if child == 0:
+        before = pages.changed()
+        weight[3 * mmap.PAGESIZE] = 1
+        os._exit(0 if not before and pages.changed() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not pages.changed()
+    weight[5 * mmap.PAGESIZE] = 1
+    assert pages.changed()
+
+
+@pytest.mark.parametrize("pair", [(0, 1), (64, 0), (64, -1), (64, 2**41), (2**63, 1), (64,)])
+def test_pages_refuse_what_makes_no_sense(pair):
+    with pytest.raises(ValueError, match="ranges: expected"):
+        loader.extension.MappedPages([pair])
 
 
 def test_rows_of_a_large_weight_without_a_mark_are_looked_at_in_turn():

@@ -480,6 +480,7 @@ EXPORTS = {
             ]
         ]
     ),
+    "MappedPages": Export(lambda: [[[needed("at", floats(8)), size("bytes", 32)]]]),
     "best_cpu_isa": Export(list),
     "cpu_isa": Export(list),
     "preferred_cpu_isa": Export(list),

@@ -1,0 +1,44 @@
+"""Faults of what watches the pages of mapped files, in C++ and in Python."""
+
+# ruff: noqa: E501 (a table)
+
+import sys
+
+from tests.support.mutation import Fault, Suite
+
+_PAGES = "csrc/cpu/mapped_pages.cpp"
+_PYTHON = "fastbert/runtime/prepared.py"
+
+
+def _fault(name: str, old: str, new: str, file: str = _PAGES) -> Fault:
+    return Fault(name, file, old, new)
+
+
+FAULTS = (
+    _fault("pages never looked at", "if (count == faults_.load(std::memory_order_relaxed)) return false;", "if (count != 0) return false;"),
+    _fault("pages of the file taken for copies", "scan.category_inverted = scan.category_mask = kFile;", "scan.category_mask = 0;"),
+    _fault("pages of the file read as copies", " && (entries[i] & file) == 0)", ")"),
+    _fault("one reading of the page map", "at < pages.second;) {", "at < pages.first + std::size(entries) * size;) {"),
+    _fault("64 runs at most", "scan.start = scan.walk_end) {", "scan.start = pages.second) {"),
+    _fault("shared files watched", "access[3] == 'p'", "true"),
+    _fault("memory without a file watched", " && inode != 0", ""),
+    _fault("memory behind the file watched", "file.first <= begin && end <= file.second", "file.first <= begin && begin < file.second"),
+    _fault("the last page left out", "(end + size - 1) / size * size", "end / size * size"),
+    _fault("the first page left out", "pages_.emplace_back(begin / size * size", "pages_.emplace_back((begin + size - 1) / size * size"),
+    _fault("only more runs are a change", "copies != written_", "copies.size() > written_.size()"),
+    _fault("only pages from the range's first on", "std::max(from, begin)", "from"),
+    _fault("written pages of all ranges", "if (from < end && begin < to) found", "found"),
+    _fault("pages not asked", "if self.pages is not None and self.pages.changed():", "if False:", _PYTHON),
+    _fault("rows on written pages in turn", "<= _WHOLE_WRITTEN", "< 0", _PYTHON),
+    _fault("the last row on a written page left out", "-(-end // row))", "end // row)", _PYTHON),
+    _fault("rows apart watched as one range", " and t.numel() and t.is_contiguous()", " and t.numel()", _PYTHON),
+    _fault("all rows taken for watched", "found += _samples_of(tensor, mark, [(0, height)], height <= _WHOLE)", "found += _samples_of(tensor, mark, [], True)", _PYTHON),
+)  # fmt: skip
+
+SUITE = Suite(
+    faults=FAULTS,
+    tests=("tests/runtime/test_stale.py", "-k", "mapped or pages or page or turn or watched"),
+    build=(sys.executable, "setup.py", "build_ext", "--inplace"),
+    environment={"FASTBERT_CUDA": "0", "CXXFLAGS": "-O1"},
+    timeout_s=300.0,
+)
