@@ -61,10 +61,10 @@ void bind_samples(py::module_& m) {
         .def(py::init([](const py::iterable& pieces) { return new Samples(pieces_of(pieces)); }))
         .def("differ", &Samples::differ);
     py::class_<MappedPages>(m, "MappedPages", py::module_local())
-        .def(py::init([](const py::iterable& ranges, bool ask) {
-                 return new MappedPages(ranges_of(ranges), ask);
+        .def(py::init([](const py::iterable& ranges, bool ask, const MappedPages* within) {
+                 return new MappedPages(ranges_of(ranges), ask, within);
              }),
-             py::arg("ranges"), py::arg("ask") = true)
+             py::arg("ranges"), py::arg("ask") = true, py::arg("within") = nullptr)
         .def("written", &written, py::arg("range"))
         .def("changed", &MappedPages::changed);
 }

@@ -156,18 +156,24 @@ bool system_tells() {
 
 }  // namespace
 
-MappedPages::MappedPages(const std::vector<Range>& ranges, bool ask)
+MappedPages::MappedPages(const std::vector<Range>& ranges, bool ask, const MappedPages* within)
     : ranges_(ranges), ask_(ask), watched_(ranges.size(), false) {
     static const bool tells = system_tells();
     if (!tells) return;
-    const std::vector<Range> files = private_files();
+    std::vector<Range> files;
+    const auto inside = [&files](const Range& range) {
+        return std::any_of(files.begin(), files.end(), [&range](const Range& file) {
+            return file.first <= range.first && range.second <= file.second;
+        });
+    };
+    if (within != nullptr)
+        for (std::size_t i = 0; i < within->size(); ++i)
+            if (within->watched(i)) files.push_back(within->ranges_[i]);
+    if (!std::all_of(ranges.begin(), ranges.end(), inside)) files = private_files();
     const std::uintptr_t size = page_size();
     for (std::size_t i = 0; i < ranges.size(); ++i) {
         const auto [begin, end] = ranges[i];
-        watched_[i] =
-            begin < end && std::any_of(
-                               files.begin(), files.end(),
-                               [&](const Range& file) { return file.first <= begin && end <= file.second; });
+        watched_[i] = begin < end && inside(ranges[i]);
         if (watched_[i]) pages_.emplace_back(begin / size * size, (end + size - 1) / size * size);
     }
     std::sort(pages_.begin(), pages_.end());
@@ -198,7 +204,7 @@ bool MappedPages::changed() {
 
 #else
 
-MappedPages::MappedPages(const std::vector<Range>& ranges, bool ask)
+MappedPages::MappedPages(const std::vector<Range>& ranges, bool ask, const MappedPages*)
     : ranges_(ranges), ask_(ask), watched_(ranges.size(), false) {}
 
 bool MappedPages::changed() { return false; }

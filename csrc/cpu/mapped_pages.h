@@ -24,8 +24,9 @@ using Range = std::pair<std::uintptr_t, std::uintptr_t>;
 class MappedPages {
   public:
     // Watches those ranges that lie wholly in privately mapped files; the ranges must stay mapped.
-    // With `ask` Linux is asked by PAGEMAP_SCAN where it has that.
-    MappedPages(const std::vector<Range>& ranges, bool ask);
+    // With `ask` Linux is asked by PAGEMAP_SCAN where it has that. What `within` watches is known to be
+    // mapped: to read the list of all mappings takes a millisecond.
+    MappedPages(const std::vector<Range>& ranges, bool ask, const MappedPages* within);
 
     std::size_t size() const { return ranges_.size(); }
     std::uintptr_t begin(std::size_t i) const { return ranges_[i].first; }

@@ -25,7 +25,7 @@ element per row: of all rows if there are few, else of one row in 64, in turn. S
 write over a whole tensor, one of the next 64 calls a write over a row of a large matrix, and perhaps no call
 a write over single elements. After such a write call `clear(module)` (`model.train()` and `model.eval()` do).
 
-What the four checks cost, and what other checks would cost: docs/notes/torch.md.
+What the checks cost, and what others would cost: docs/notes/torch.md.
 
 The cache refers to modules weakly and lives outside them: an entry is freed with its module, and never
 copied, pickled or saved.
@@ -85,9 +85,15 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Watch(threading.local):
-    """Where `collect_used` collects what its thread asks for."""
+    """What concerns one thread.
+
+    Attributes:
+        entries: where `collect_used` collects what the thread asks for.
+        pages: of the seal of what the thread is building; None if it builds nothing, or these are None.
+    """
 
     entries: list[tuple[nn.Module, Hashable, object]] | None = None
+    pages: Any = None
 
 
 _watch = _Watch()
@@ -144,7 +150,8 @@ def _pages_of(tensors: Iterable[Tensor]) -> tuple[Any, dict[int, list[tuple[int,
     ]
     if not candidates or extension is None:
         return None, {}
-    pages = extension.MappedPages([(address(t), t.numel() * t.itemsize) for t in candidates])
+    ranges = [(address(t), t.numel() * t.itemsize) for t in candidates]
+    pages = extension.MappedPages(ranges, within=_watch.pages)
     found = {id(t): pages.written(i) for i, t in enumerate(candidates)}
     written = {which: parts for which, parts in found.items() if parts is not None}
     return pages if written else None, written
@@ -302,6 +309,7 @@ def _build(
         _forget(unmarked, written)
         seal = _Seal(sources)
         _building.append(seal)
+    outer, _watch.pages = _watch.pages, seal.pages
     try:
         # a tensor made in inference mode could not be used by a later call outside it
         with torch.inference_mode(False), torch.no_grad():
@@ -310,6 +318,7 @@ def _build(
             if not seal.broken:
                 entries[name] = _Entry(value, seal)
     finally:
+        _watch.pages = outer
         with _lock:
             _building.remove(seal)
     return value

@@ -347,7 +347,18 @@ def test_only_private_mapped_files_are_watched(tmp_path):
     private, shared = map_file(tmp_path, zeros), map_file(tmp_path, zeros, mmap.ACCESS_WRITE)
     pages = watched(zeros, shared, private)
     assert [pages.written(i) for i in range(3)] == [None, None, []]
-    past = loader.extension.MappedPages([(private.data_ptr(), 2**40)])
+    inner = [(tensor.data_ptr() + page, page) for tensor in (private, zeros)]
+    within = loader.extension.MappedPages(inner, within=pages)
+    assert [within.written(i) for i in range(2)] == [[], None]
+    within = loader.extension.MappedPages(inner[:1], within=pages)
+    assert within.written(0) == []
+    private[page] = 1
+    assert within.changed()
+    other = map_file(tmp_path, zeros)
+    assert watched(other).written(0) == []
+    outside = loader.extension.MappedPages([(other.data_ptr(), page)], within=pages)
+    assert outside.written(0) == []
+    past = loader.extension.MappedPages([(private.data_ptr(), 2**33)])
     assert past.written(0) is None
     assert not past.changed()
     with pytest.raises(IndexError, match="range: expected one of 3"):
