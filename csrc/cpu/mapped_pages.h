@@ -1,12 +1,9 @@
-// Pages of privately mapped files: which of them this process has written. Linux only; elsewhere nothing is
-// watched.
+// Pages of privately mapped files: which of them this process has written. Only Linux can watch them.
 //
-// Math      the first write to such a page makes the kernel copy it, and that is a page fault of this
-// process.
-//           So while the count of faults stands still, no page has been written for the first time. After
-//           another fault the kernel is asked which pages are copies (ioctl PAGEMAP_SCAN, else
-//           /proc/self/pagemap).
-// Limits    a page that is a copy already is written without a fault. `written` lists these, for the caller
+// Math      The first write to such a page makes the kernel copy it: a page fault of this process. While the
+//           count of faults stands still, no page has been written for the first time. After a fault the
+//           kernel says which pages are copies (ioctl PAGEMAP_SCAN, else /proc/self/pagemap).
+// Limits    A page that is a copy already is written without a fault. `written` lists these, for the caller
 //           to compare in another way. A page that another process changes in the file is not seen.
 #pragma once
 

@@ -161,9 +161,9 @@ def _all_samples(tensors: tuple[Tensor, ...], marked: tuple[bool, ...], written:
     """What to compare of all tensors, in the form of `_samples_of`; `written` as from `_pages_of`."""
     rows = {}
     for tensor in tensors:
-        row = tensor[:1].numel() * tensor.itemsize if tensor.dim() > 0 else 0
-        parts = written.get(id(tensor), ())
-        rows[id(tensor)] = [(begin // row, -(-end // row)) for begin, end in parts]
+        if id(tensor) in written:  # contiguous, on a CPU, and not empty
+            row = tensor.nbytes // (len(tensor) if tensor.dim() > 0 else 1)
+            rows[id(tensor)] = [(begin // row, -(-end // row)) for begin, end in written[id(tensor)]]
     few = sum(end - first for parts in rows.values() for first, end in parts) <= _WHOLE_WRITTEN
     found = []
     for tensor, mark in zip(tensors, marked, strict=True):
@@ -176,7 +176,7 @@ def _all_samples(tensors: tuple[Tensor, ...], marked: tuple[bool, ...], written:
 
 
 def _samples_of(
-    tensor: Tensor, marked: bool, rows: list[tuple[int, int]] | None, whole: bool
+    tensor: Tensor, marked: bool, rows: list[tuple[int, int]], whole: bool
 ) -> list[tuple[int, int, int, int, int]]:
     """What to compare of a tensor: series of pieces of memory.
 

@@ -325,6 +325,17 @@ def test_many_pages_that_were_written(tmp_path, ask):
 
 
 @needs_pages
+def test_a_mapped_scalar_on_a_page_that_was_written(tmp_path):
+    owner, memory = nn.Module(), map_file(tmp_path, torch.ones(8))
+    memory[0] = 2
+
+    def ask():
+        return prepared.derived(owner, "twice", (memory[3],), lambda: memory[3] * 2)
+
+    assert ask() == 2
+
+
+@needs_pages
 def test_columns_of_a_mapped_weight(tmp_path):
     """Rows apart in memory are not one range: they are looked at in turn."""
     owner, weight = nn.Module(), map_file(tmp_path, torch.zeros(3000, 40))[:, 10:20]
