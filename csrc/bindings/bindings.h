@@ -35,8 +35,8 @@ inline DType dtype_of(int code) {
 }
 
 inline Activation activation_of(int code) {
-    if (code < 0 || code > 4)
-        throw py::value_error("activation: expected code 0 … 4, got " + std::to_string(code));
+    if (code < 0 || code > 5)
+        throw py::value_error("activation: expected code 0 … 5, got " + std::to_string(code));
     return static_cast<Activation>(code);
 }
 

@@ -12,7 +12,7 @@
 
 namespace fastbert {
 
-enum class Activation : int { kNone = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kSilu = 4 };
+enum class Activation : int { kNone = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kSilu = 4, kTanh = 5 };
 
 constexpr std::int64_t kPanel = 64;  // columns
 

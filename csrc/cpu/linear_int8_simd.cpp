@@ -124,9 +124,9 @@ using Finish = void (*)(const ProductInt8&, const QuantizedRow*, const float*, c
                         const std::int32_t*, const std::int32_t*, std::int64_t, std::int64_t, std::int64_t,
                         std::int64_t);
 template <class T>
-constexpr Finish<T> kFinish[] = {finish<T, Activation::kNone>, finish<T, Activation::kGelu>,
+constexpr Finish<T> kFinish[] = {finish<T, Activation::kNone>,     finish<T, Activation::kGelu>,
                                  finish<T, Activation::kGeluTanh>, finish<T, Activation::kRelu>,
-                                 finish<T, Activation::kSilu>};
+                                 finish<T, Activation::kSilu>,     finish<T, Activation::kTanh>};
 
 template <int kGroup, class T>
 void product_of(const ProductInt8& args, const std::uint32_t* groups, const QuantizedRow* quantized,

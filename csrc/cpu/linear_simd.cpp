@@ -83,9 +83,9 @@ template <class T>
 using Finish = void (*)(const Product&, const float*, const float*, std::int64_t, std::int64_t, std::int64_t,
                         std::int64_t, std::int64_t);
 template <class T>
-constexpr Finish<T> kFinish[] = {finish<T, Activation::kNone>, finish<T, Activation::kGelu>,
+constexpr Finish<T> kFinish[] = {finish<T, Activation::kNone>,     finish<T, Activation::kGelu>,
                                  finish<T, Activation::kGeluTanh>, finish<T, Activation::kRelu>,
-                                 finish<T, Activation::kSilu>};
+                                 finish<T, Activation::kSilu>,     finish<T, Activation::kTanh>};
 
 template <class T>
 FASTBERT_INLINE void widen(const T* from, std::int64_t count, float* to) {
@@ -267,9 +267,9 @@ void activation_bwd_of(const ActivationBwd& args, std::int64_t begin, std::int64
 template <class T>
 void activation_bwd_of(const ActivationBwd& args, std::int64_t begin, std::int64_t end, float* partial) {
     constexpr decltype(&activation_bwd_of<T, Activation::kNone>) kKinds[] = {
-        activation_bwd_of<T, Activation::kNone>, activation_bwd_of<T, Activation::kGelu>,
+        activation_bwd_of<T, Activation::kNone>,     activation_bwd_of<T, Activation::kGelu>,
         activation_bwd_of<T, Activation::kGeluTanh>, activation_bwd_of<T, Activation::kRelu>,
-        activation_bwd_of<T, Activation::kSilu>};
+        activation_bwd_of<T, Activation::kSilu>,     activation_bwd_of<T, Activation::kTanh>};
     kKinds[static_cast<int>(args.activation)](args, begin, end, partial);
 }
 

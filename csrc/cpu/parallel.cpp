@@ -99,8 +99,8 @@ bool has_idle_core() {
 }
 
 // Beside a busy neighbour the scheduler may put all threads of a process on one core. There they only take
-// turns, and the thread that has the tasks finishes sooner alone. After a while it tries the others again:
-// later each time it still finds them on its core, sooner if a core is idle.
+// turns, and the thread that has the tasks finishes sooner alone. After a while it tries the others again,
+// for about 15 ms: later each time it still finds them on its core, sooner if a core is idle.
 class Crowd {
   public:
     bool is_known() {
@@ -121,12 +121,12 @@ class Crowd {
         length_ = has_idle_core() ? std::clamp<Clock::duration>(4 * length_, kFirst, kLast) : kLast;
         const auto now = Clock::now();
         until_ = now + length_;
-        next_look_ = now + std::max<Clock::duration>(kLook, length_ / 16);
+        next_look_ = now + std::max<Clock::duration>(kLook, length_ / 64);
     }
 
   private:
     static constexpr Clock::duration kFirst = std::chrono::milliseconds(1),
-                                     kLast = std::chrono::milliseconds(1024),
+                                     kLast = std::chrono::milliseconds(4096),
                                      kLook = std::chrono::milliseconds(8);
     Clock::duration length_{0};  // of the time alone
     Clock::time_point until_{}, next_look_{};

@@ -196,4 +196,4 @@ def pool_first(dense: nn.Module, first: Tensor) -> Tensor:
 
     Source: Devlin et al. 2018, sec. 3 ("C").
     """
-    return torch.tanh(apply_linear(dense, first))
+    return apply_linear(dense, first, "tanh")

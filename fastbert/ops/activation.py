@@ -8,6 +8,7 @@ With Φ and φ the normal distribution and density, and σ the logistic function
                  with t = tanh(√(2/π) (z + 0.044715 z³))
     "relu"       max(z, 0)                       0 where z <= 0, else 1
     "silu"       z σ(z)                          σ(z) (1 + z (1 - σ(z)))
+    "tanh"       tanh(z)                         1 - tanh²(z) = 4 σ(2z) σ(-2z)
 
 `None` means no activation wherever a name is expected.
 
@@ -96,6 +97,10 @@ def _silu_slope(z: Tensor) -> Tensor:
     return s * (1.0 + z * (1.0 - s))
 
 
+def _tanh_slope(z: Tensor) -> Tensor:
+    return 4.0 * torch.sigmoid(2.0 * z) * torch.sigmoid(-2.0 * z)
+
+
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": Activation(
         code=1,
@@ -128,6 +133,14 @@ ACTIVATIONS: dict[str, Activation] = {
         eager=F.silu,
         spellings=("silu", "swish"),
         modules=("SiLUActivation", "SiLU", "silu"),
+    ),
+    "tanh": Activation(
+        code=5,
+        reference=torch.tanh,
+        slope=_tanh_slope,
+        eager=torch.tanh,
+        spellings=("tanh",),
+        modules=("Tanh", "tanh"),
     ),
 }
 

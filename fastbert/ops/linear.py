@@ -218,7 +218,7 @@ def linear(
         x: (..., in), float32, bfloat16, float16 or float64.
         weight: (out, in), of `x`'s dtype outside autocast.
         bias: (out,) of `x`'s dtype outside autocast, or None.
-        activation: "gelu" (erf), "gelu_tanh", "relu", "silu" or None.
+        activation: "gelu" (erf), "gelu_tanh", "relu", "silu", "tanh" or None.
         residual: (..., out), or None. Where its dtype differs from the product's, the sum is promoted, as `+`
             does.
         panels: made of `weight` by `panel_maker(…)`, in the product's dtype, for the backend that serves this

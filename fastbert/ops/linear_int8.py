@@ -124,7 +124,7 @@ def linear_int8(
         weight: (out, in) int8, from -127 to 127.
         scale: (out,) float32: the value of one integer step in each row of `weight`.
         bias: (out,) of `x`'s dtype or float32, or None.
-        activation: "gelu" (erf), "gelu_tanh", "relu", "silu" or None.
+        activation: "gelu" (erf), "gelu_tanh", "relu", "silu", "tanh" or None.
         panels: made of `weight` by `panel_maker(…)` for the backend that serves this call; or None. Other
             backends work from `weight`.
 

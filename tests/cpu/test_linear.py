@@ -92,6 +92,7 @@ OPTIONS = (  # activation, bias, residual
     ("gelu_tanh", False, False),
     ("relu", True, False),
     ("silu", False, True),
+    ("tanh", True, False),
     (None, False, True),
 )
 
@@ -347,6 +348,8 @@ def activation64(z, activation):
         return z * s, s * (1 + z * torch.sigmoid(-z))
     if activation == "relu":
         return z.clamp(min=0), (z > 0).double()
+    if activation == "tanh":
+        return torch.tanh(z), 4 * torch.sigmoid(2 * z) * torch.sigmoid(-2 * z)
     raise ValueError(f"activation: no formula of {activation!r} here")
 
 
@@ -358,7 +361,7 @@ def test_the_truth_is_what_the_op_defines(activation):
     torch.testing.assert_close(slope, slope64(z, activation))
 
 
-@pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "silu"))
+@pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "silu", "tanh"))
 def test_float32_activations_keep_their_relative_accuracy(isa, activation):
     """Also in the negative tail, as far as the rounding of exp's argument allows."""
     z = torch.linspace(-13, 13, 2_000_001)
@@ -367,6 +370,7 @@ def test_float32_activations_keep_their_relative_accuracy(isa, activation):
         "gelu": 0.5 * z.double() ** 2,
         "gelu_tanh": 3 * _TANH * (z.double() + 0.044715 * z.double() ** 3).abs(),
         "silu": 0.0,
+        "tanh": 0.0,
     }[activation]
     allowed = 4e-7 + 2**-24 * argument
     normal = truth.abs() >= 2**-126
@@ -739,8 +743,8 @@ GOOD = (0, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1)
         (3, 0, ValueError, "expected rows >= 0 and hidden >= 1"),
         (6, 2, ValueError, "product: expected one stride of 1"),
         (11, -1, ValueError, "dtype: expected code"),
-        (12, 5, ValueError, "activation: expected code 0 … 4, got 5"),
-        (12, -1, ValueError, "activation: expected code 0 … 4, got -1"),
+        (12, 6, ValueError, "activation: expected code 0 … 5, got 6"),
+        (12, -1, ValueError, "activation: expected code 0 … 5, got -1"),
         (17, 0, ValueError, "threads: expected 1 to 4096, got 0"),
     ),
 )
@@ -760,7 +764,7 @@ def test_the_extension_refuses_what_would_crash_elsewhere():
         _C.cpu_linear_panels(0, 0, 1, 0, 1, 1, 0, 1)
     with pytest.raises(ValueError, match="threads: expected 1 to 4096"):
         _C.cpu_linear_panels(0, 1, 1, 0, 1, 1, 0, 0)
-    with pytest.raises(ValueError, match="activation: expected code 0 … 4, got 9"):
+    with pytest.raises(ValueError, match="activation: expected code 0 … 5, got 9"):
         _C.cpu_linear_activation_bwd(0, 1, 1, 0, 0, 9, 0, 0, 1)
     with pytest.raises(ValueError, match="threads: expected 1 to 4096"):
         _C.cpu_linear_activation_bwd(0, 1, 1, 0, 0, 0, 0, 0, 0)

@@ -123,6 +123,7 @@ OPTIONS = (  # activation; the bias: none, of x's dtype, or float32
     ("gelu", "own"),
     (None, "own"),
     ("silu", None),
+    ("tanh", "own"),
     ("gelu_tanh", "float32"),
 )
 
@@ -436,7 +437,7 @@ def test_the_extension_refuses_what_would_crash():
         (2, 0, ValueError, "expected rows >= 0 and hidden >= 1"),
         (3, 0, ValueError, "expected rows >= 0 and hidden >= 1"),
         (9, 3, ValueError, "dtype: expected code"),
-        (10, 5, ValueError, "activation: expected code 0 … 4, got 5"),
+        (10, 6, ValueError, "activation: expected code 0 … 5, got 6"),
         (12, 0, ValueError, "threads: expected 1 to 4096, got 0"),
     ):
         with pytest.raises(error, match=message):

@@ -54,6 +54,8 @@ FAULTS = (
     _fault("rise of gelu_tanh even", "z = s + tl.where(z > 0, rise, -rise)", "z = s + rise", _ACTIVATION),
     _fault("rise of silu even", "tl.where(z > 0, u, -u) * product", "u * product", _ACTIVATION),
     _fault("silu cut off at 20", "tl.minimum(tl.abs(z), 120.0", "tl.minimum(tl.abs(z), 6.0", _ACTIVATION),
+    _fault("tanh's slope halved", "z = 4.0 * product", "z = 2.0 * product", _ACTIVATION),
+    _fault("tanh's slope at half of z", "_exp(-2.0 * tl.abs(z))", "_exp(-tl.abs(z))", _ACTIVATION),
     _fault("logistic of the magnitude", "tl.where(z > 0, 1.0, e), 1.0 + e", "1.0, 1.0 + e", _ACTIVATION),
     _fault("s for s (1 - s)", "_divided(_divided(e, 1.0 + e, FEW_DIGITS), 1.0 + e, FEW_DIGITS)", "_divided(e, 1.0 + e, FEW_DIGITS)", _ACTIVATION),
     _fault("relu's derivative at 0", "z = tl.where(z <= 0, 0.0, 1.0)", "z = tl.where(z < 0, 0.0, 1.0)", _ACTIVATION),

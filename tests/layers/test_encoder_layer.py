@@ -167,7 +167,7 @@ def test_narrow_and_wide_inner_layers(inner, int8):
     assert_same_as_op_by_op(lambda: model(**inputs)[0], len(model.layers()))
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu", "silu"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu", "silu", "tanh"])
 def test_activations(activation):
     model, inputs = of("bert", hidden_act=activation), batch("bert")
     assert_same_as_op_by_op(lambda: model(**inputs)[0], len(model.layers()))

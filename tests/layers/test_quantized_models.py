@@ -82,7 +82,7 @@ def test_fused_and_called_parts_give_the_same(bert):
         for a, b in zip(fused._qkv(x), called._qkv(x), strict=True):
             assert a.shape == (7, 3, 16)
             assert torch.equal(a, b)
-        for activation in (None, "gelu", "gelu_tanh", "relu", "silu"):
+        for activation in (None, "gelu", "gelu_tanh", "relu", "silu", "tanh"):
             a, b = (apply_linear(layer.intermediate.dense, x, activation) for layer in (fused, called))
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
         a, b = (

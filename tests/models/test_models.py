@@ -16,7 +16,7 @@ import fastbert
 from fastbert.models.auto import AutoModel
 from fastbert.models.bert import BertModel
 from fastbert.models.config import EncoderConfig
-from fastbert.runtime import dispatch, prepared
+from fastbert.runtime import dispatch, loader, prepared
 from tests.support.hf_models import FAMILY_NAMES, batch, hf_config, hf_model
 from tests.support.model_pairs import close
 
@@ -350,6 +350,17 @@ def test_head_mask_has_a_gradient(bert):
     )
 
 
+@pytest.mark.skipif(loader.cpu_gap() is not None, reason=str(loader.cpu_gap()))
+def test_a_forward_calls_no_tanh_of_pytorch(bert):
+    """It wakes all threads for any number of elements; see csrc/cpu/NOTES.md."""
+    _, model = bert
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        model(**batch("bert"))
+    called = {event.name for event in profile.events()}
+    assert "aten::tanh" not in called
+    assert "aten::empty" in called
+
+
 def test_tuple_and_dict_outputs(bert):
     _, model = bert
     inputs = batch("bert")
@@ -583,7 +594,7 @@ def test_every_backend_gives_the_same_model(bert, backend):
     heads=st.integers(1, 4),
     head_dim=st.sampled_from([8, 16, 20, 32]),
     layers=st.integers(2, 4),
-    act=st.sampled_from(["gelu", "gelu_new", "relu", "silu"]),
+    act=st.sampled_from(["gelu", "gelu_new", "relu", "silu", "tanh"]),
     seed=st.integers(0, 1000),
 )
 def test_random_configs_equal_transformers(name, heads, head_dim, layers, act, seed):

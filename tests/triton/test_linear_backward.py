@@ -116,10 +116,11 @@ def test_slopes_everywhere(activation, dtype):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_limits_and_nan(activation, dtype):
-    """Derivatives at ±∞ are 1 and 0; at 0 a half, relu's 0; at NaN they are NaN, relu's 1 as in PyTorch."""
+    """At ±∞ 1 and 0, tanh's 0; at 0 a half, relu's 0, tanh's 1; at NaN NaN, relu's 1 as in PyTorch."""
     pre = torch.tensor([[float("inf"), -float("inf"), 0.0, float("nan")]], dtype=dtype, device=DEVICE)
     g = passed(torch.ones_like(pre), pre, activation)[0][0]
-    assert g[:3].tolist() == [1.0, 0.0, 0.0 if activation == "relu" else 0.5]
+    expected = {"relu": [1.0, 0.0, 0.0], "tanh": [0.0, 0.0, 1.0]}.get(activation, [1.0, 0.0, 0.5])
+    assert g[:3].tolist() == expected
     assert g[3].isnan() if activation != "relu" else g[3] == 1
 
 

@@ -86,6 +86,8 @@ def _activate(pre, y, activation):
         torch.clamp_min(pre, 0, out=y)
     elif activation == "silu":
         torch.ops.aten.silu.out(pre, out=y)
+    elif activation == "tanh":
+        torch.tanh(pre, out=y)
     else:
         y.copy_(activate_eager(pre, activation))
 

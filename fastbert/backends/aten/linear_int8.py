@@ -118,4 +118,6 @@ def _activated(pre, activation, dtype):
         return pre.clamp_(min=0)
     if activation == "silu":
         return torch.nn.functional.silu(pre, inplace=True)
+    if activation == "tanh":
+        return pre.tanh_()
     return activate_eager(pre, activation)

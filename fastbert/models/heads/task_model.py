@@ -267,8 +267,5 @@ class TaskModel(PreTrainedModel):
             x = encoded.first()
             if head.dropout_first:
                 x = self.dropout(x, head.dropout_key)
-            if head.activation == "tanh":
-                x = torch.tanh(apply_linear(part(self, head.dense), x))
-            else:
-                x = apply_linear(part(self, head.dense), x, head.activation)
+            x = apply_linear(part(self, head.dense), x, head.activation)
         return apply_linear(part(self, head.out), self.dropout(x, head.dropout_key))

@@ -91,6 +91,7 @@ CASES = [
     LinearCase(33, 96, 192, "gelu_tanh"),
     LinearCase(33, 96, 192, "relu", bias=False),
     LinearCase(33, 96, 192, "silu", residual=True),
+    LinearCase(33, 96, 192, "tanh"),
     LinearCase(130, 31, 65, bias=False),  # no multiple of a vector or a tile
     LinearCase(48, 768, 768),  # BERT-base's projections
 ]

@@ -85,6 +85,7 @@ CASES = [
     LinearInt8Case(33, 96, 192, "gelu_tanh", offset=-5.0),
     LinearInt8Case(33, 96, 192, "relu", bias=False),
     LinearInt8Case(33, 96, 192, "silu", offset=0.5),
+    LinearInt8Case(33, 96, 192, "tanh"),
     LinearInt8Case(130, 31, 65, bias=False),  # no multiple of a vector or a tile
     LinearInt8Case(7, 1030, 24),  # more than one exact float32 sum
     LinearInt8Case(48, 768, 768),  # BERT-base's projections
