@@ -6,6 +6,7 @@
 // pointers, sizes and strides below zero, products that overflow, codes, and numbers of threads.
 #pragma once
 
+#include <dlfcn.h>
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -41,6 +42,17 @@ inline Activation activation_of(int code) {
 }
 
 inline Param param(Address address, int code) { return {pointer(address), dtype_of(code)}; }
+
+// Addresses that will be called: of functions that libraries export, or 0.
+inline void check_functions(std::initializer_list<Address> addresses) {
+    for (const Address address : addresses) {
+        Dl_info found;
+        void* const function = pointer(address);
+        if (address != 0 && (dladdr(function, &found) == 0 || found.dli_saddr != function))
+            throw py::value_error("expected 0 or the address of a function of a loaded library, got " +
+                                  std::to_string(address));
+    }
+}
 
 // A number in a tuple from Python.
 template <class T>

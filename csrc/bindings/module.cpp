@@ -1,6 +1,4 @@
 // The Python module fastbert._C.
-#include <dlfcn.h>
-
 #include <string>
 
 #include "../cpu/isa.h"
@@ -35,14 +33,7 @@ PYBIND11_MODULE(_C, m) {
     m.def(
         "set_team_start",
         [](std::uintptr_t parallel, std::uintptr_t start, std::uintptr_t end, std::uintptr_t size) {
-            for (const std::uintptr_t address : {parallel, start, end, size}) {
-                Dl_info found;
-                void* const function = reinterpret_cast<void*>(address);
-                if (address != 0 && (dladdr(function, &found) == 0 || found.dli_saddr != function))
-                    throw py::value_error(
-                        "expected 0 or the address of a function of a loaded library, got " +
-                        std::to_string(address));
-            }
+            check_functions({parallel, start, end, size});
             set_team_start(parallel, start, end, size);
         },
         py::arg("gomp_parallel"), py::arg("gomp_parallel_start") = 0, py::arg("gomp_parallel_end") = 0,

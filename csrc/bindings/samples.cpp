@@ -1,7 +1,9 @@
-// What detects that tensors' memory was written: samples of it, and the pages of mapped files.
+// What detects that tensors' memory was written or changed: samples of it, the pages of mapped files, and
+// places.
 #include "../cpu/samples.h"
 
 #include "../cpu/mapped_pages.h"
+#include "../cpu/tensor_places.h"
 #include "bindings.h"
 
 namespace fastbert {
@@ -9,21 +11,19 @@ namespace {
 
 constexpr std::int64_t kMost = std::int64_t{1} << 40;  // bytes to keep
 
-// Tuples (address, stride, count, bytes, window), as in fastbert/runtime/prepared.py.
+// Tuples (address, stride, count, bytes), as in fastbert/runtime/prepared.py.
 std::vector<Pieces> pieces_of(const py::iterable& tuples) {
     std::vector<Pieces> pieces;
     for (const py::handle each : tuples) {
         const auto fields = py::cast<py::tuple>(each);
-        if (fields.size() != 5) throw py::value_error("pieces: expected tuples of five numbers");
+        if (fields.size() != 4) throw py::value_error("pieces: expected tuples of four numbers");
         const Pieces p{pointer<const char>(number<Address>(fields[0])), number<std::int64_t>(fields[1]),
-                       number<std::int64_t>(fields[2]), number<std::int64_t>(fields[3]),
-                       number<std::int64_t>(fields[4])};
-        if (p.at == nullptr || p.count < 1 || p.bytes < 1 || p.window < 1 || p.window > p.count ||
-            p.count > kMost / p.bytes || p.stride < 0 || p.stride > kMost / p.count)
+                       number<std::int64_t>(fields[2]), number<std::int64_t>(fields[3])};
+        if (p.at == nullptr || p.count < 1 || p.bytes < 1 || p.count > kMost / p.bytes || p.stride < 0 ||
+            p.stride > kMost / p.count)
             throw py::value_error(
-                "pieces: expected an address, a stride >= 0, and count, bytes and window >= 1, no window "
-                "over "
-                "the count and no more than 2^40 bytes");
+                "pieces: expected an address, a stride >= 0, count and bytes >= 1, and no more than 2^40 "
+                "bytes");
         pieces.push_back(p);
     }
     return pieces;
@@ -59,7 +59,8 @@ py::object written(const MappedPages& pages, std::size_t i) {
 void bind_samples(py::module_& m) {
     py::class_<Samples>(m, "Samples", py::module_local())
         .def(py::init([](const py::iterable& pieces) { return new Samples(pieces_of(pieces)); }))
-        .def("differ", &Samples::differ);
+        .def("fetch", &Samples::fetch)
+        .def("differ", &Samples::differ, py::arg("threads") = 1);
     py::class_<MappedPages>(m, "MappedPages", py::module_local())
         .def(py::init([](const py::iterable& ranges, bool ask, const MappedPages* within) {
                  return new MappedPages(ranges_of(ranges), ask, within);
@@ -67,6 +68,28 @@ void bind_samples(py::module_& m) {
              py::arg("ranges"), py::arg("ask") = true, py::arg("within") = nullptr)
         .def("written", &written, py::arg("range"))
         .def("changed", &MappedPages::changed);
+    py::class_<TensorPlaces>(m, "TensorPlaces", py::module_local())
+        .def(py::init([](const py::iterable& tensors) {
+            std::vector<void*> impls;
+            for (const py::handle each : tensors) impls.push_back(pointer(number<Address>(each)));
+            return new TensorPlaces(std::move(impls));
+        }))
+        .def("known", &TensorPlaces::known)
+        .def("places",
+             [](const TensorPlaces& self) {
+                 py::list numbers;
+                 for (const std::int64_t n : self.places()) numbers.append(n);
+                 return numbers;
+             })
+        .def("same", &TensorPlaces::same);
+    m.def(
+        "set_tensor_functions",
+        [](Address data, Address dim, Address sizes, Address strides) {
+            check_functions({data, dim, sizes, strides});
+            set_tensor_functions(data, dim, sizes, strides);
+        },
+        py::arg("torch_get_const_data_ptr"), py::arg("aoti_torch_get_dim"), py::arg("aoti_torch_get_sizes"),
+        py::arg("aoti_torch_get_strides"), "Hand over the addresses of PyTorch's C functions");
 }
 
 }  // namespace fastbert

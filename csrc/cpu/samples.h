@@ -1,30 +1,39 @@
 // Samples of tensors' elements, compared with earlier ones: whether memory was written unnoticed.
 #pragma once
 
-#include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
 namespace fastbert {
 
-// `count` pieces of `bytes` each, `stride` bytes apart; `window` of them are compared per call, in turn.
+// `count` pieces of `bytes` each, `stride` bytes apart.
 struct Pieces {
     const char* at;
-    std::int64_t stride, count, bytes, window;
+    std::int64_t stride, count, bytes;
 };
 
 class Samples {
   public:
     // Copies the pieces. Their memory must exist at every call of differ().
-    explicit Samples(std::vector<Pieces> pieces);
+    explicit Samples(const std::vector<Pieces>& pieces);
 
-    // Whether one of the pieces that this call compares has changed.
-    bool differ();
+    // Fetches single pieces into the cache: a caller who has something else to do first need not wait for them.
+    void fetch() const;
+
+    // Whether one of the pieces has changed; compared by several threads if there are many.
+    bool differ(int threads) const;
 
   private:
-    std::vector<Pieces> pieces_;
+    struct Part {
+        Pieces pieces;
+        std::size_t kept;  // where their copy begins
+    };
+    static bool differs(const Part& part, const char* kept);
+
+    std::vector<Part> parts_;  // of a bounded number of pieces each
+    std::int64_t count_ = 0;
     std::vector<char> kept_;
-    std::atomic<std::int64_t> turn_{0};
 };
 
 }  // namespace fastbert

@@ -66,13 +66,11 @@ def accelerate(
 
     Weights may be written in place, in eval mode too, and through `parameter.data`: the next call uses them.
     No cheap check sees a write to single elements or rows that PyTorch does not make, such as through a NumPy
-    array that was taken before. If a weight lies in shared memory or in NumPy's memory, the same holds for
-    PyTorch's own writes: the next call sees a write over a whole tensor, one of the next 64 calls a write
-    over a row, and perhaps no call a write to single elements. If a weight lies in a mapped file
-    (`from_pretrained` leaves there what it need not convert), Linux tells of the first write to each page, of
-    any element. Later writes to a page are seen as in NumPy's memory; those over a row by the next call, if
-    no more than 1,024 rows of the layer lie on such pages. After a write that no call sees call
-    `fastbert.clear(model)`.
+    array that was taken before. If a weight lies in shared memory or in NumPy's memory, the next call sees a
+    write over a whole tensor or row, whoever makes it, and perhaps no call a write to single elements, also
+    if PyTorch makes it. If a weight lies in a mapped file (`from_pretrained` leaves there what it need not
+    convert), Linux tells of the first write to each page, of any element; later writes to a page are seen as
+    in NumPy's memory. After a write that no call sees call `fastbert.clear(model)`.
 
     A second call changes the options. `fastbert.restore` undoes it; `fastbert.explain` says which parts run
     fused, which do not, and why.

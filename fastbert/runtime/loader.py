@@ -24,16 +24,42 @@ def address(t: torch.Tensor) -> int:
     return storage_address(t) + t.storage_offset() * t.itemsize
 
 
+def _functions(*names: str) -> dict[str, int]:
+    """Addresses of functions of libtorch_cpu and of the libraries that it is linked to, up to the first that
+    is missing.
+    """
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    found = dict.fromkeys(names[:1], 0)
+    with contextlib.suppress(OSError, AttributeError):
+        loaded = ctypes.CDLL(str(library))  # torch has loaded it: this returns its handle
+        for name in names:
+            found[name] = ctypes.cast(getattr(loaded, name), ctypes.c_void_p).value or 0
+    return found
+
+
 def _runtime() -> dict[str, int]:
     """Addresses of the functions of PyTorch's OpenMP runtime that csrc/cpu/parallel.h needs."""
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    found = {"gomp_parallel": 0}
-    with contextlib.suppress(OSError, AttributeError):
-        # torch has loaded it: this returns its handle, and finds names in the libraries it is linked to too
-        runtime = ctypes.CDLL(str(library))
-        for name in ("GOMP_parallel", "GOMP_parallel_start", "GOMP_parallel_end", "omp_get_num_threads"):
-            found[name.lower()] = ctypes.cast(getattr(runtime, name), ctypes.c_void_p).value or 0
-    return found
+    found = _functions("GOMP_parallel", "GOMP_parallel_start", "GOMP_parallel_end", "omp_get_num_threads")
+    return {name.lower(): address for name, address in found.items()}
+
+
+_TENSOR_FUNCTIONS = (
+    "torch_get_const_data_ptr",
+    "aoti_torch_get_dim",
+    "aoti_torch_get_sizes",
+    "aoti_torch_get_strides",
+)
+
+
+def _hand_over_tensor_functions(module: ModuleType) -> None:
+    """Give the extension what csrc/cpu/tensor_places.h needs, if this PyTorch has it and it works."""
+    found = _functions(*_TENSOR_FUNCTIONS)
+    none = dict.fromkeys(_TENSOR_FUNCTIONS, 0)
+    module.set_tensor_functions(**(none | found))
+    tensor = torch.empty(20, device="cpu").as_strided((2, 3), (7, 2), 5)
+    places = module.TensorPlaces([tensor._cdata]).places()
+    if places != [address(tensor), 2, 2, 3, 7, 2]:
+        module.set_tensor_functions(**none)
 
 
 def _load() -> tuple[ModuleType | None, str | None]:
@@ -44,6 +70,7 @@ def _load() -> tuple[ModuleType | None, str | None]:
             return None, f"the compiled extension fastbert._C does not load: {error}"
         return None, "the compiled extension fastbert._C is not built (pip install -e . builds it)"
     _C.set_team_start(**_runtime())
+    _hand_over_tensor_functions(_C)
     return _C, None
 
 

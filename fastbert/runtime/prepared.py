@@ -4,8 +4,8 @@ Parameters stay exactly HuggingFace's. What a kernel wants otherwise (Q, K and V
 8-bit) is derived here. It is built at its first use where no gradient is needed, and dropped as soon as a
 source changes. The next call notices a change in one of four ways.
 
-Key: identity, address and version counter of each source. They change with `load_state_dict`, an optimizer
-step, `.to()`, `copy_` and `parameter.data = other`.
+Key: identity, place (address, sizes, strides) and version counter of each source. They change with
+`load_state_dict`, an optimizer step, `.to()`, `copy_` and `parameter.data = other`.
 
 Mark: a write through `parameter.data` bypasses the version counter, but not the memory. PyTorch's storages
 can be copy-on-write. An unshared storage loses that state, without a copy, as soon as PyTorch hands out its
@@ -21,9 +21,8 @@ noticed, also of one element. Pages that were written before are left to samples
 Samples, on a CPU: memory may also be written without PyTorch, by a NumPy array that was taken before the mark
 was set. So one cache line of each matrix is compared at each call. Where there is neither mark nor page
 (shared memory, NumPy's memory, pages written before), one line of each vector is compared too, and one
-element per row: of all rows if there are few, else of one row in 64, in turn. So the next call notices a
-write over a whole tensor, one of the next 64 calls a write over a row of a large matrix, and perhaps no call
-a write over single elements. After such a write call `clear(module)` (`model.train()` and `model.eval()` do).
+element of each row. So the next call notices a write over a whole tensor or row, and perhaps no call a write
+over single elements. After such a write call `clear(module)` (`model.train()` and `model.eval()` do).
 
 What the checks cost, and what others would cost: docs/notes/torch.md.
 
@@ -52,12 +51,8 @@ from torch import Tensor, nn
 from fastbert.runtime.loader import address, extension, storage_address
 
 _LINE = 64  # bytes of a cache line
-# Rows of a matrix without a mark, up to which all are compared at every call; of more rows, 1 / _TURNS.
-_WHOLE = 256
-# The same for rows on pages that were written before, of all matrices of one derived value.
-_WHOLE_WRITTEN = 1024
-_TURNS = 64
 _version = attrgetter("_version")
+_impl = attrgetter("_cdata")
 
 
 class _Entry(NamedTuple):
@@ -128,9 +123,18 @@ def _mark(tensor: Tensor) -> bool:
     return _is_marked(tensor)
 
 
-def _addresses(tensors: Iterable[Tensor]) -> list[int]:
-    """The addresses of the tensors' storages, then the tensors' offsets in them."""
-    return [*map(storage_address, tensors), *map(Tensor.storage_offset, tensors)]
+def _places(tensors: Iterable[Tensor]) -> list:
+    """The addresses of the tensors' storages, then the tensors' offsets in them, then their strides."""
+    offsets, strides = map(Tensor.storage_offset, tensors), map(Tensor.stride, tensors)
+    return [*map(storage_address, tensors), *offsets, *strides]
+
+
+def _watch_places(tensors: tuple[Tensor, ...], impls: list[int]) -> Any:
+    """An `extension.TensorPlaces`, which compares in one call what `_places` reads one by one; or None."""
+    if extension is None or not all(map(_is_plain, tensors)):
+        return None
+    places = extension.TensorPlaces(impls)
+    return places if places.known() else None
 
 
 def _storage_id(tensor: Tensor) -> int:
@@ -159,34 +163,27 @@ def _pages_of(tensors: Iterable[Tensor]) -> tuple[Any, dict[int, list[tuple[int,
 
 def _all_samples(tensors: tuple[Tensor, ...], marked: tuple[bool, ...], written: dict) -> list[tuple]:
     """What to compare of all tensors, in the form of `_samples_of`; `written` as from `_pages_of`."""
-    rows = {}
-    for tensor in tensors:
-        if id(tensor) in written:  # contiguous, on a CPU, and not empty
-            row = tensor.nbytes // (len(tensor) if tensor.dim() > 0 else 1)
-            rows[id(tensor)] = [(begin // row, -(-end // row)) for begin, end in written[id(tensor)]]
-    few = sum(end - first for parts in rows.values() for first, end in parts) <= _WHOLE_WRITTEN
     found = []
     for tensor, mark in zip(tensors, marked, strict=True):
-        if id(tensor) in written:
-            found += _samples_of(tensor, mark, rows[id(tensor)], few)
+        height = len(tensor) if tensor.dim() > 0 else 1
+        if id(tensor) in written:  # contiguous, on a CPU, and not empty
+            row = tensor.nbytes // height
+            rows = [(begin // row, -(-end // row)) for begin, end in written[id(tensor)]]
         else:
-            height = len(tensor) if tensor.dim() > 0 else 0
-            found += _samples_of(tensor, mark, [(0, height)], height <= _WHOLE)
+            rows = [(0, height)]
+        found += _samples_of(tensor, mark, rows)
     return found
 
 
-def _samples_of(
-    tensor: Tensor, marked: bool, rows: list[tuple[int, int]], whole: bool
-) -> list[tuple[int, int, int, int, int]]:
+def _samples_of(tensor: Tensor, marked: bool, rows: list[tuple[int, int]]) -> list[tuple[int, int, int, int]]:
     """What to compare of a tensor: series of pieces of memory.
 
-    Each is (address of the first piece, bytes to the next one, pieces, bytes per piece, pieces per call).
+    Each is (address of the first piece, bytes to the next one, pieces, bytes per piece).
 
     Args:
         tensor: of any device and shape.
         marked: whether its storage has a mark.
         rows: for a matrix without a mark, (first, last + 1) of the rows to compare one element of.
-        whole: whether all these rows are compared at every call.
     """
     if tensor.device.type != "cpu" or not _is_plain(tensor) or tensor.numel() == 0 or tensor.dim() > 2:
         return []
@@ -199,11 +196,9 @@ def _samples_of(
     column = width // 2 // line * line
     line = min(line, width - column)
     at = address(matrix) + column * along
-    found = [(at + height // 2 * down, down, 1, line * item, 1)]
+    found = [(at + height // 2 * down, down, 1, line * item)]
     if not marked and height > 1:
-        for first, end in rows:
-            count = end - first
-            found.append((at + first * down, down, count, item, count if whole else count // _TURNS + 1))
+        found += [(at + first * down, down, end - first, item) for first, end in rows]
     return found
 
 
@@ -211,7 +206,10 @@ class _Seal:
     """What tells whether the tensors that a value was built from have changed.
 
     Attributes:
-        ids, addresses, versions: of the tensors.
+        impls: addresses of the tensors' TensorImpls, which identify them.
+        versions: their version counters.
+        places: tells whether they lie where they did; None if only `_places` can tell.
+        read_places: what `_places` told then, or None.
         marked: for each tensor, whether its storage has a mark.
         all_marked: whether all have one.
         marked_storages, storages: ids of the storages with a mark, and of all.
@@ -225,7 +223,9 @@ class _Seal:
         self.marked = tuple(map(_mark, sources))
         self.all_marked = all(self.marked)
         self.sources = tuple(map(weakref.ref, sources))
-        self.ids, self.addresses = list(map(id, sources)), _addresses(sources)
+        self.impls = list(map(_impl, sources))
+        self.places = _watch_places(sources, self.impls)
+        self.read_places = _places(sources) if self.places is None else None
         self.versions = list(map(_version, sources))
         storages = list(map(_storage_id, sources))
         self.storages, self.marked_storages = set(storages), set(compress(storages, self.marked))
@@ -236,14 +236,16 @@ class _Seal:
         self.written = self.broken = False
 
     def holds(self, sources: Iterable[Tensor]) -> bool:
-        """Whether `sources` are the seal's tensors, at their old addresses, and were not written.
+        """Whether `sources` are the seal's tensors, at their old places, and were not written.
 
-        Asked for each layer of each call: so C code walks lists, and the cheapest comparison is first.
+        Asked for each layer of each call: so C code walks lists, and identity is first.
         """
+        if self.samples is not None:
+            self.samples.fetch()
         return (
-            list(map(id, sources)) == self.ids
+            list(map(_impl, sources)) == self.impls
             and all(map(_is_marked, sources if self.all_marked else compress(sources, self.marked)))
-            and _addresses(sources) == self.addresses
+            and (_places(sources) == self.read_places if self.places is None else self.places.same())
             and list(map(_version, sources)) == self.versions
             and not self._differ()
         )
@@ -251,7 +253,7 @@ class _Seal:
     def _differ(self) -> bool:
         if self.pages is not None and self.pages.changed():
             self.written = True
-        if self.samples is not None and self.samples.differ():
+        if self.samples is not None and self.samples.differ(torch.get_num_threads()):
             self.written = True
         return self.written
 
@@ -361,7 +363,7 @@ def clear(model: Any) -> None:
     Call it in eval mode after weights were written in a way that no check sees: single elements, through a
     NumPy array or another library that shares the memory. PyTorch's own writes are noticed without it, also
     through `parameter.data`. If the weight lies in shared memory or in NumPy's memory, only writes over a
-    whole tensor are sure to be noticed; in a mapped file the first write to each page is, too (Linux).
+    whole tensor or row are sure to be noticed; in a mapped file the first write to each page is, too (Linux).
     `model.train()` and `model.eval()` call `clear`.
 
     Args:

@@ -1,4 +1,4 @@
-"""Faults of what watches the pages of mapped files, in C++ and in Python."""
+"""Faults of what watches the pages of mapped files and compares samples, in C++ and in Python."""
 
 # ruff: noqa: E501 (a table)
 
@@ -7,6 +7,8 @@ import sys
 from tests.support.mutation import Fault, Suite
 
 _PAGES = "csrc/cpu/mapped_pages.cpp"
+_SAMPLES = "csrc/cpu/samples.cpp"
+_PLACES = "csrc/cpu/tensor_places.cpp"
 _PYTHON = "fastbert/runtime/prepared.py"
 
 
@@ -31,14 +33,32 @@ FAULTS = (
     _fault("only pages from the range's first on", "std::max(from, begin)", "from"),
     _fault("written pages of all ranges", "if (from < end && begin < to) found", "found"),
     _fault("pages not asked", "if self.pages is not None and self.pages.changed():", "if False:", _PYTHON),
-    _fault("rows on written pages in turn", "<= _WHOLE_WRITTEN", "< 0", _PYTHON),
+    _fault("rows on written pages not compared", "written[id(tensor)]]\n        else:", "written[id(tensor)]][:0]\n        else:", _PYTHON),
+    _fault("places: address forgotten", "if (!number(static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(address))) || !number(dim))", "if (!number(0) || !number(dim))", _PLACES),
+    _fault("places: sizes forgotten", "std::all_of(sizes, sizes + dim, number) && ", "", _PLACES),
+    _fault("places: strides forgotten", " && std::all_of(strides, strides + dim, number)", "", _PLACES),
+    _fault("places: the last stride forgotten", "std::all_of(strides, strides + dim, number)", "std::all_of(strides, strides + dim - (dim > 0), number)", _PLACES),
+    _fault("places: the first tensor only", "return describe(tensor, [&place](std::int64_t n) { return *place++ == n; });", "return place != places_.begin() || describe(tensor, [&place](std::int64_t n) { return *place++ == n; });", _PLACES),
+    _fault("places not asked", "else self.places.same())", "else True)", _PYTHON),
+    _fault("places one by one: strides forgotten", "*offsets, *strides]", "*offsets]", _PYTHON),
+    _fault("places one by one: offsets forgotten", "*offsets, *strides]", "*strides]", _PYTHON),
+    _fault("places one by one: not asked", "_places(sources) == self.read_places if", "True if", _PYTHON),
+    _fault("identity not asked", "list(map(_impl, sources)) == self.impls\n            and ", "", _PYTHON),
+    _fault("samples: the first part only", "for (std::int64_t i = 0; i < p.count; i += kPart) {", "for (std::int64_t i = 0; i < std::min(p.count, kPart); i += kPart) {", _SAMPLES),
+    _fault("samples: rows of a part skipped", "const Pieces some{p.at + i * p.stride", "const Pieces some{p.at + i", _SAMPLES),
+    _fault("samples: the copy of another part", "kept += part.kept;", "", _SAMPLES),
+    _fault("samples: the last part not compared", "parallel_for(static_cast<std::int64_t>(parts_.size())", "parallel_for(static_cast<std::int64_t>(parts_.size()) - (count_ > kPart)", _SAMPLES),
     _fault("rows apart watched as one range", " and t.numel() and t.is_contiguous()", " and t.numel()", _PYTHON),
-    _fault("all rows taken for watched", "found += _samples_of(tensor, mark, [(0, height)], height <= _WHOLE)", "found += _samples_of(tensor, mark, [], True)", _PYTHON),
+    _fault("all rows taken for watched", "rows = [(0, height)]", "rows = []", _PYTHON),
 )  # fmt: skip
 
 SUITE = Suite(
     faults=FAULTS,
-    tests=("tests/runtime/test_stale.py", "-k", "mapped or pages or page or turn or watched"),
+    tests=(
+        "tests/runtime/test_stale.py",
+        "-k",
+        "mapped or pages or page or row or samples or watched or place or other_memory or element or functions",
+    ),
     build=(sys.executable, "setup.py", "build_ext", "--inplace"),
     environment={"FASTBERT_CUDA": "0", "CXXFLAGS": "-O1"},
     timeout_s=120.0,

@@ -178,7 +178,7 @@ def test_one_way_through_a_layer_finds_what_another_must_know(monkeypatch):
     assert torch.equal(run(model), fresh(model))
 
 
-def test_what_one_turn_of_samples_finds_another_must_know():
+def test_what_the_samples_of_one_find_another_finds():
     first, second = nn.Module(), nn.Module()
     weight = in_numpy(torch.zeros(1000, 40))
 
@@ -188,8 +188,7 @@ def test_what_one_turn_of_samples_finds_another_must_know():
     ask(first)
     ask(second)
     weight.data[700] = 1
-    while not torch.equal(ask(first), weight * 2):
-        pass
+    assert torch.equal(ask(first), weight * 2)
     assert torch.equal(ask(second), weight * 2)
 
 
@@ -255,12 +254,10 @@ def test_any_element_of_a_mapped_weight_counts(tmp_path):
         for value in (7, 8, 7):  # pages that were written already: a row
             weight.data[row] = value
             assert torch.equal(ask(), weight * 2), (row, value)
-    weight.data.mul_(3)  # too many rows for all at every call
+    weight.data.mul_(3)  # all pages
     assert torch.equal(ask(), weight * 2)
     weight.data[2000] = 5
-    for _ in range(prepared._TURNS):
-        value = ask()
-    assert torch.equal(value, weight * 2)
+    assert torch.equal(ask(), weight * 2)
 
 
 @needs_pages
@@ -337,7 +334,7 @@ def test_a_mapped_scalar_on_a_page_that_was_written(tmp_path):
 
 @needs_pages
 def test_columns_of_a_mapped_weight(tmp_path):
-    """Rows apart in memory are not one range: they are looked at in turn."""
+    """Rows apart in memory are not one range: all are compared."""
     owner, weight = nn.Module(), map_file(tmp_path, torch.zeros(3000, 40))[:, 10:20]
 
     def ask():
@@ -346,9 +343,7 @@ def test_columns_of_a_mapped_weight(tmp_path):
     for row in (0, 1500, 2999):
         ask()
         weight.data[row] += 1
-        for _ in range(prepared._TURNS):
-            value = ask()
-        assert torch.equal(value, weight * 2), row
+        assert torch.equal(ask(), weight * 2), row
 
 
 @needs_pages
@@ -397,7 +392,7 @@ def test_pages_refuse_what_makes_no_sense(pair):
         loader.extension.MappedPages([pair])
 
 
-def test_rows_of_a_large_weight_without_a_mark_are_looked_at_in_turn():
+def test_every_row_of_a_large_weight_without_a_mark_counts():
     owner = nn.Module()
     weight = in_numpy(torch.zeros(1000, 40))
     assert not prepared._mark(weight)
@@ -410,14 +405,13 @@ def test_rows_of_a_large_weight_without_a_mark_are_looked_at_in_turn():
         ask()
         count = len(built)
         weight.data[row] = row + 1
-        for _ in range(prepared._TURNS):
-            value = ask()
-        assert torch.equal(value, weight * 2)
+        assert torch.equal(ask(), weight * 2)
         assert len(built) == count + 1
 
 
-@pytest.mark.parametrize("rows", (257, 319, 511, 1023, 1024, 1025))
-def test_the_last_row_has_its_turn_whatever_their_number(rows):
+@pytest.mark.parametrize("rows", (257, 319, 511, 1023, 1024, 1025, 2048, 4095, 4096, 5000))
+def test_every_row_counts_whatever_their_number(rows):
+    """Many rows are compared by several threads, in parts of 1,024."""
     owner = nn.Module()
     weight = in_numpy(torch.zeros(rows, 4))
 
@@ -425,10 +419,9 @@ def test_the_last_row_has_its_turn_whatever_their_number(rows):
         return prepared.derived(owner, "twice", (weight,), lambda: weight * 2)
 
     ask()
-    weight.data[rows - 1] = 1
-    for _ in range(prepared._TURNS):
-        value = ask()
-    assert torch.equal(value, weight * 2)
+    for row in {0, 1, rows // 2, *range(1023, rows, 1024), *range(1024, rows, 1024), rows - 2, rows - 1}:
+        weight.data[row] += 1
+        assert torch.equal(ask(), weight * 2), row
 
 
 def test_without_marks_a_whole_tensor_is_noticed(monkeypatch):
@@ -532,10 +525,83 @@ def shifted(model):
     weight.data = both[1]
 
 
-@pytest.mark.parametrize("change", (swapped, swapped_for_a_marked_one, shifted))
-def test_other_memory_is_noticed(change):
+def transposed(model):
+    """The same elements of one storage."""
+    weight = dense(model, "query").weight
+    weight.data = weight.data.t()
+
+
+def replaced(model):
+    """Another parameter in the same memory."""
+    weight = dense(model).weight
+    dense(model).weight = nn.Parameter(weight.detach().neg_(), requires_grad=False)
+
+
+@pytest.mark.parametrize("one_by_one", (False, True))
+@pytest.mark.parametrize("change", (swapped, swapped_for_a_marked_one, shifted, transposed, replaced))
+def test_other_memory_is_noticed(change, one_by_one, monkeypatch):
+    if one_by_one:  # as for a PyTorch without the C functions
+        monkeypatch.setattr(prepared, "_watch_places", lambda *_: None)
     model = native()
     check_next(model, lambda _: change(model), None)
+
+
+def test_places_are_those_of_the_tensors():
+    tensors = [
+        torch.zeros(4, 6),
+        torch.zeros(3, 4, 5).transpose(0, 2)[1:],
+        torch.zeros(()),
+        torch.zeros(0, 2),
+    ]
+    places = loader.extension.TensorPlaces([t._cdata for t in tensors])
+    assert places.known()
+    expected = [[prepared.address(t), t.dim(), *t.shape, *t.stride()] for t in tensors]
+    assert places.places() == [n for numbers in expected for n in numbers]
+    assert places.same()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.clone(),
+        lambda t: t.t(),
+        lambda t: t[1:],
+        lambda t: t[:3],
+        lambda t: t[:, :2],
+        lambda t: t.view(2, 2, 4),
+        lambda t: t.view(-1)[::2],
+    ],
+)
+@pytest.mark.parametrize("which", (0, 1, 2))
+def test_no_other_place_is_the_same(change, which):
+    tensors = [torch.zeros(4, 4) for _ in range(3)]
+    places = loader.extension.TensorPlaces([t._cdata for t in tensors])
+    first = tensors[which].detach()
+    tensors[which].data = change(tensors[which].data)
+    assert not places.same()
+    tensors[which].data = first
+    assert places.same()
+
+
+@pytest.mark.parametrize("missing", (None, *loader._TENSOR_FUNCTIONS))
+def test_functions_that_answer_wrong_or_are_missing_are_not_used(missing, monkeypatch):
+    found = loader._functions(*loader._TENSOR_FUNCTIONS)
+    if missing is None:
+        found["aoti_torch_get_sizes"] = found["aoti_torch_get_strides"]
+    else:
+        found.pop(missing)
+    tensor = torch.zeros(3)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(loader, "_functions", lambda *_: found)
+            loader._hand_over_tensor_functions(loader.extension)
+        places = loader.extension.TensorPlaces([tensor._cdata])
+        assert not places.known()
+        assert not places.same()
+        assert prepared._watch_places((tensor,), [tensor._cdata]) is None
+    finally:
+        loader._hand_over_tensor_functions(loader.extension)
+    assert loader.extension.TensorPlaces([tensor._cdata]).known()
 
 
 @pytest.mark.parametrize(
@@ -624,24 +690,45 @@ def test_threads_that_call_while_one_writes():
 def test_samples_compare_what_they_are_told_to():
     memory = torch.arange(100, dtype=torch.uint8)
     where = memory.data_ptr()
-    samples = loader.extension.Samples([(where, 10, 5, 3, 5), (where + 60, 4, 10, 1, 3)])
+    samples = loader.extension.Samples([(where, 10, 5, 3), (where + 60, 4, 10, 1)])
     assert not samples.differ()
-    for place in (0, 2, 12, 40, 42):
+    for place in (0, 2, 12, 40, 42, 60, 96):
         memory[place] += 1
         assert samples.differ(), place
         memory[place] -= 1
         assert not samples.differ()
     memory[3] = memory[43] = memory[61] = 0
-    assert not any(samples.differ() for _ in range(8))
-    for place in (60, 96):  # three of ten per call
-        memory[place] += 1
-        assert sum(samples.differ() for _ in range(8)) == 2, place
-        memory[place] -= 1
+    assert not samples.differ()
+
+
+@pytest.mark.parametrize("threads", (1, 2, 3))
+def test_many_samples_are_all_compared(threads):
+    """By several threads, where there are more than 4,096."""
+    memory = torch.zeros(4 * 6000, dtype=torch.uint8)
+    where = memory.data_ptr()
+    samples = loader.extension.Samples(
+        [(where, 4, 3000, 2), (where + 12000, 4, 3000, 3), (where + 3, 1, 1, 1)]
+    )
+    assert not samples.differ(threads)
+    for place in (0, 1, 3, 4096, 4097, 11996, 12002, 4 * 5998 + 2, 4 * 5999 + 2):
+        memory[place] = 1
+        assert samples.differ(threads), place
+        memory[place] = 0
+    memory[11999] = memory[4 * 5999 + 3] = 1
+    assert not samples.differ(threads)
 
 
 @pytest.mark.parametrize(
     "piece",
-    [(0, 1, 1, 1, 1), (64, 1, 0, 1, 1), (64, 1, 1, 0, 1), (64, 1, 1, 1, 0), (64, 1, 2**40, 2, 1), (64, 1)],
+    [
+        (0, 1, 1, 1),
+        (64, 1, 0, 1),
+        (64, 1, 1, 0),
+        (64, -1, 1, 1),
+        (64, 1, 2**40, 2),
+        (64, 1),
+        (64, 1, 1, 1, 1),
+    ],
 )
 def test_samples_refuse_what_makes_no_sense(piece):
     with pytest.raises(ValueError, match="pieces: expected"):

@@ -46,6 +46,7 @@ code, size, stride, needed, optional, number = map(
     arg, ("code", "size", "stride", "needed", "optional", "number")
 )
 THREADS = Arg("threads", "threads", 2)
+KEPT = torch.zeros(8)  # alive as long as its address is used
 HOSTILE = {
     "code": (-1, 99),
     "size": SIZES,
@@ -475,12 +476,16 @@ EXPORTS = {
                     stride("piece stride", 8),
                     size("count", 3),
                     size("bytes", 4),
-                    size("window", 1),
                 ]
             ]
         ]
     ),
     "MappedPages": Export(lambda: [[[needed("at", floats(8)), size("bytes", 32)]]]),
+    "TensorPlaces": Export(lambda: [[Arg("number", "tensor", KEPT._cdata)]]),
+    "set_tensor_functions": Export(
+        lambda: [Arg("number", name, 0) for name in loader._TENSOR_FUNCTIONS],
+        [{name: address} for name in loader._TENSOR_FUNCTIONS for address in (1, 64, 2**47, 2**64 - 1, -1)],
+    ),
     "best_cpu_isa": Export(list),
     "cpu_isa": Export(list),
     "preferred_cpu_isa": Export(list),
@@ -536,3 +541,4 @@ def try_native(tried):
             words = "expected|too few|out of range|incompatible function arguments"
             tried.one(f"{name}: {row}", lambda change=change, call=call: call(change), words)
     _C.set_team_start(**loader._runtime())
+    loader._hand_over_tensor_functions(_C)
