@@ -9,7 +9,7 @@
 namespace fastbert {
 namespace {
 
-constexpr std::int64_t kPart = 512;          // pieces of a part
+constexpr std::int64_t kPart = 512;           // pieces of a part
 constexpr std::int64_t kWorthThreads = 1024;  // pieces; each of another page takes about 20 ns
 
 }  // namespace

@@ -38,7 +38,7 @@ FAULTS = (
     _fault("places: sizes forgotten", "std::all_of(sizes, sizes + dim, number) && ", "", _PLACES),
     _fault("places: strides forgotten", " && std::all_of(strides, strides + dim, number)", "", _PLACES),
     _fault("places: the last stride forgotten", "std::all_of(strides, strides + dim, number)", "std::all_of(strides, strides + dim - (dim > 0), number)", _PLACES),
-    _fault("places: the first tensor only", "return describe(tensor, [&place](std::int64_t n) { return *place++ == n; });", "return place != places_.begin() || describe(tensor, [&place](std::int64_t n) { return *place++ == n; });", _PLACES),
+    _fault("places: the first tensor only", "[&place](void* const& tensor) {\n        return describe(", "[&place, this](void* const& tensor) {\n        return place != places_.begin() || describe(", _PLACES),
     _fault("places not asked", "else self.places.same())", "else True)", _PYTHON),
     _fault("places one by one: strides forgotten", "*offsets, *strides]", "*offsets]", _PYTHON),
     _fault("places one by one: offsets forgotten", "*offsets, *strides]", "*strides]", _PYTHON),

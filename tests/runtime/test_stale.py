@@ -537,8 +537,19 @@ def replaced(model):
     dense(model).weight = nn.Parameter(weight.detach().neg_(), requires_grad=False)
 
 
+def exchanged(model):
+    """A parameter of another model, with a mark of its own, while the first one lives on."""
+    other = native()
+    dense(other).weight.data.neg_()
+    run(other)
+    model.kept = [dense(model).weight]
+    dense(model).weight = dense(other).weight
+
+
 @pytest.mark.parametrize("one_by_one", (False, True))
-@pytest.mark.parametrize("change", (swapped, swapped_for_a_marked_one, shifted, transposed, replaced))
+@pytest.mark.parametrize(
+    "change", (swapped, swapped_for_a_marked_one, shifted, transposed, replaced, exchanged)
+)
 def test_other_memory_is_noticed(change, one_by_one, monkeypatch):
     if one_by_one:  # as for a PyTorch without the C functions
         monkeypatch.setattr(prepared, "_watch_places", lambda *_: None)
