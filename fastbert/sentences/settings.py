@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from fastbert.checkpoint.files import read_json
+from fastbert.checkpoint.files import read_json, replace
 from fastbert.ops.pooling import MODES as POOLINGS
 from fastbert.sentences.similarity import SIMILARITIES
 
@@ -210,7 +209,7 @@ def save_settings(
         pad_token_id: of the model; None if it has none.
 
     Raises:
-        OSError: naming the file that cannot be written.
+        CheckpointError: naming the file that cannot be written.
     """
     tokenizer = Tokenizer.from_str(tokenizer.to_str())
     tokenizer.no_truncation()
@@ -255,14 +254,5 @@ def save_settings(
     for name, content in files.items():
         path = settings.transformer / name
         path.parent.mkdir(exist_ok=True)
-        _replace_text(path, content if isinstance(content, str) else json.dumps(content, indent=2) + "\n")
-
-
-def _replace_text(path: Path, text: str) -> None:
-    """Write a file; a reader finds either the old text or the new one, whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
+        replace(path, text.encode())
