@@ -1,6 +1,7 @@
 """Keywords, similarities and files as in sentence-transformers."""
 
 import logging
+import os
 import pickle
 import re
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+import fastbert
 from fastbert.sentences.encoder import EncodingError, SentenceEncoder, encode
 from fastbert.sentences.settings import sentence_settings
 from fastbert.sentences.tokenizer import pack_batches
@@ -157,12 +159,12 @@ def test_saving_replaces_what_was_there(encoder, tmp_path, monkeypatch):
     assert (again.pooling, again.normalize, again.prompt, again.max_length) == ("cls", False, "p: ", 30)
     before = (folder / "tokenizer.json").read_bytes()
 
-    def full(self, *args, **kwargs):
-        self.touch()
-        raise OSError(28, "No space left on device", str(self))
+    def full(path, content):
+        raise OSError(28, "No space left on device", path)
 
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError, match=r"No space left on device: .*tokenizer\.json"):
+    monkeypatch.setattr(type(encoder.model), "save_pretrained", lambda *_: None)
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(fastbert.CheckpointError, match=r"tokenizer\.json: could not be saved.*No space left"):
         encoder.save_pretrained(folder)
     assert (folder / "tokenizer.json").read_bytes() == before
     assert list(folder.rglob("*.tmp")) == []
