@@ -5,7 +5,6 @@ import os
 import pickle
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
