@@ -7,7 +7,7 @@ from operator import attrgetter, is_
 from torch import Tensor, nn
 
 from fastbert.runtime import prepared
-from fastbert.runtime.loader import storage_address
+from fastbert.runtime.places import Places
 
 HOOKED = "a hook watches the model"
 
@@ -35,7 +35,7 @@ class Weights:
         ]
         # Recordings read this memory, also a recording that is found outdated only afterwards. So keep it.
         self.memory = [t.detach() for t in self.tensors]
-        self.pointers = self.addresses()
+        self.places = Places(self.tensors)
         self.accept()
 
     def accept(self) -> None:
@@ -43,19 +43,13 @@ class Weights:
         self.clears = prepared.clear_count()
         self.versions = [t._version for t in self.tensors]
 
-    def addresses(self) -> list[tuple[int, int]]:
-        """(address of the storage, offset in it) of each tensor."""
-        return list(
-            zip(map(storage_address, self.tensors), map(Tensor.storage_offset, self.tensors), strict=True)
-        )
-
     def replaced(self) -> bool:
-        """Whether a module or tensor was replaced, or has another address."""
+        """Whether a module or tensor was replaced, or has another place in memory."""
         return (
             list(map(type, self.modules)) != self.classes
             or list(map(len, self.tables)) != self.sizes
             or not all(map(is_, map(dict.get, self.homes, self.names), self.values))
-            or self.addresses() != self.pointers
+            or not self.places.same(self.tensors)
         )
 
     def changed(self) -> bool:

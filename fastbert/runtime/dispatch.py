@@ -188,13 +188,12 @@ def call(function: str, key: torch.Tensor, *args):
 
 def _tensors_of(args: tuple) -> list[torch.Tensor]:
     """The tensors among `args`, and those in their NamedTuples."""
-    found = []
-    for a in args:
-        if isinstance(a, _TensorBase):
-            found.append(a)
-        elif isinstance(a, tuple):
-            found += _tensors_of(a)
-    return found
+    flat = list(args)
+    # Without recursion: this runs at every call of an op
+    for a in flat:
+        if isinstance(a, tuple):
+            flat += a
+    return [a for a in flat if isinstance(a, _TensorBase)]
 
 
 def _plain_argument(a):

@@ -40,7 +40,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import compress
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -48,11 +48,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastbert.runtime.loader import address, extension, storage_address
+from fastbert.runtime.loader import address, extension
+from fastbert.runtime.places import Places, is_plain
 
 _LINE = 64  # bytes of a cache line
 _version = attrgetter("_version")
-_impl = attrgetter("_cdata")
 
 
 class _Entry(NamedTuple):
@@ -104,14 +104,9 @@ def _never_marked(tensor: Tensor) -> bool:
 _is_marked = getattr(torch._C, "_is_cow_tensor", _never_marked)
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of its own; DTensors and fake tensors have none."""
-    return type(tensor) in (nn.Parameter, Tensor) and tensor.layout is torch.strided
-
-
 def _mark(tensor: Tensor) -> bool:
     """Set the mark of a tensor's storage; False if it cannot have one."""
-    if not _is_plain(tensor):
+    if not is_plain(tensor):
         return False
     if not _is_marked(tensor):
         try:
@@ -123,23 +118,9 @@ def _mark(tensor: Tensor) -> bool:
     return _is_marked(tensor)
 
 
-def _places(tensors: Iterable[Tensor]) -> list:
-    """The addresses of the tensors' storages, then the tensors' offsets in them, then their strides."""
-    offsets, strides = map(Tensor.storage_offset, tensors), map(Tensor.stride, tensors)
-    return [*map(storage_address, tensors), *offsets, *strides]
-
-
-def _watch_places(tensors: tuple[Tensor, ...], impls: list[int]) -> Any:
-    """An `extension.TensorPlaces`, which compares in one call what `_places` reads one by one; or None."""
-    if extension is None or not all(map(_is_plain, tensors)):
-        return None
-    places = extension.TensorPlaces(impls)
-    return places if places.known() else None
-
-
 def _storage_id(tensor: Tensor) -> int:
     """What identifies the storage of a tensor."""
-    return tensor.untyped_storage()._cdata if _is_plain(tensor) else id(tensor)
+    return tensor.untyped_storage()._cdata if is_plain(tensor) else id(tensor)
 
 
 def _pages_of(tensors: Iterable[Tensor]) -> tuple[Any, dict[int, list[tuple[int, int]]]]:
@@ -150,7 +131,7 @@ def _pages_of(tensors: Iterable[Tensor]) -> tuple[Any, dict[int, list[tuple[int,
         tensor that it watches, the written parts, as (begin, end) in bytes from the tensor's first element.
     """
     candidates = [
-        t for t in tensors if t.device.type == "cpu" and _is_plain(t) and t.numel() and t.is_contiguous()
+        t for t in tensors if t.device.type == "cpu" and is_plain(t) and t.numel() and t.is_contiguous()
     ]
     if not candidates or extension is None:
         return None, {}
@@ -185,7 +166,7 @@ def _samples_of(tensor: Tensor, marked: bool, rows: list[tuple[int, int]]) -> li
         marked: whether its storage has a mark.
         rows: for a matrix without a mark, (first, last + 1) of the rows to compare one element of.
     """
-    if tensor.device.type != "cpu" or not _is_plain(tensor) or tensor.numel() == 0 or tensor.dim() > 2:
+    if tensor.device.type != "cpu" or not is_plain(tensor) or tensor.numel() == 0 or tensor.dim() > 2:
         return []
     if marked and tensor.dim() < 2:
         return []
@@ -206,10 +187,7 @@ class _Seal:
     """What tells whether the tensors that a value was built from have changed.
 
     Attributes:
-        impls: addresses of the tensors' TensorImpls, which identify them.
-        versions: their version counters.
-        places: tells whether they lie where they did; None if only `_places` can tell.
-        read_places: what `_places` told then, or None.
+        places, versions: of the tensors.
         marked: for each tensor, whether its storage has a mark.
         all_marked: whether all have one.
         marked_storages, storages: ids of the storages with a mark, and of all.
@@ -223,9 +201,7 @@ class _Seal:
         self.marked = tuple(map(_mark, sources))
         self.all_marked = all(self.marked)
         self.sources = tuple(map(weakref.ref, sources))
-        self.impls = list(map(_impl, sources))
-        self.places = _watch_places(sources, self.impls)
-        self.read_places = _places(sources) if self.places is None else None
+        self.places = Places(sources)
         self.versions = list(map(_version, sources))
         storages = list(map(_storage_id, sources))
         self.storages, self.marked_storages = set(storages), set(compress(storages, self.marked))
@@ -235,17 +211,16 @@ class _Seal:
         self.samples = extension.Samples(pieces) if pieces and extension is not None else None
         self.written = self.broken = False
 
-    def holds(self, sources: Iterable[Tensor]) -> bool:
-        """Whether `sources` are the seal's tensors, at their old places, and were not written.
+    def holds(self, sources: Sequence[Tensor]) -> bool:
+        """Whether `sources` are the seal's tensors, where they were, and were not written.
 
-        Asked for each layer of each call: so C code walks lists, and identity is first.
+        Asked for each layer of each call: so C code walks lists.
         """
         if self.samples is not None:
             self.samples.fetch()
         return (
-            list(map(_impl, sources)) == self.impls
+            self.places.same(sources)
             and all(map(_is_marked, sources if self.all_marked else compress(sources, self.marked)))
-            and (_places(sources) == self.read_places if self.places is None else self.places.same())
             and list(map(_version, sources)) == self.versions
             and not self._differ()
         )
@@ -380,7 +355,7 @@ def clear(model: Any) -> None:
         for child in children:
             _cache.pop(child, None)
             for tensor in (*child._parameters.values(), *child._buffers.values()):
-                if tensor is not None and _is_plain(tensor) and _is_marked(tensor):
+                if tensor is not None and is_plain(tensor) and _is_marked(tensor):
                     tensor.data_ptr()  # removes the mark: training gets plain storages
 
 

@@ -134,7 +134,7 @@ FAULTS = (
         "False",
         _WEIGHTS,
     ),
-    _fault("addresses not looked at", "self.addresses() != self.pointers", "False", _WEIGHTS),
+    _fault("places not looked at", "not self.places.same(self.tensors)", "False", _WEIGHTS),
     _fault(
         "old memory let go", "self.memory = [t.detach() for t in self.tensors]", "self.memory = []", _WEIGHTS
     ),

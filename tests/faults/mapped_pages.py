@@ -10,6 +10,7 @@ _PAGES = "csrc/cpu/mapped_pages.cpp"
 _SAMPLES = "csrc/cpu/samples.cpp"
 _PLACES = "csrc/cpu/tensor_places.cpp"
 _PYTHON = "fastbert/runtime/prepared.py"
+_PLACES_PYTHON = "fastbert/runtime/places.py"
 
 
 def _fault(name: str, old: str, new: str, file: str = _PAGES) -> Fault:
@@ -39,11 +40,11 @@ FAULTS = (
     _fault("places: strides forgotten", " && std::all_of(strides, strides + dim, number)", "", _PLACES),
     _fault("places: the last stride forgotten", "std::all_of(strides, strides + dim, number)", "std::all_of(strides, strides + dim - (dim > 0), number)", _PLACES),
     _fault("places: the first tensor only", "[&place](void* const& tensor) {\n        return describe(", "[&place, this](void* const& tensor) {\n        return place != places_.begin() || describe(", _PLACES),
-    _fault("places not asked", "else self.places.same())", "else True)", _PYTHON),
-    _fault("places one by one: strides forgotten", "*offsets, *strides]", "*offsets]", _PYTHON),
-    _fault("places one by one: offsets forgotten", "*offsets, *strides]", "*strides]", _PYTHON),
-    _fault("places one by one: not asked", "_places(sources) == self.read_places if", "True if", _PYTHON),
-    _fault("identity not asked", "list(map(_impl, sources)) == self.impls\n            and ", "", _PYTHON),
+    _fault("places not asked", "else self._watched.same()", "else True", _PLACES_PYTHON),
+    _fault("places one by one: strides forgotten", ", *map(Tensor.stride, tensors)]", "]", _PLACES_PYTHON),
+    _fault("places one by one: offsets forgotten", "*offsets, *sizes", "*sizes", _PLACES_PYTHON),
+    _fault("places one by one: not asked", "_read(tensors) == self._places if", "True if", _PLACES_PYTHON),
+    _fault("identity not asked", "if list(map(_impl, tensors)) != self._impls:", "if False:", _PLACES_PYTHON),
     _fault("samples: the first part only", "for (std::int64_t i = 0; i < p.count; i += kPart) {", "for (std::int64_t i = 0; i < std::min(p.count, kPart); i += kPart) {", _SAMPLES),
     _fault("samples: rows of a part skipped", "const Pieces some{p.at + i * p.stride", "const Pieces some{p.at + i", _SAMPLES),
     _fault("samples: the copy of another part", "kept += part.kept;", "", _SAMPLES),

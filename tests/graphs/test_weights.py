@@ -205,6 +205,11 @@ def swap_data(model):
         parameter.data = parameter.data * 1.1
 
 
+def transpose(model):
+    weight = model.encoder.layer[2].attention.output.dense.weight
+    weight.data = weight.data.t()
+
+
 def set_parameter(model):
     model.encoder.layer[2].output.dense.bias = nn.Parameter(torch.ones(48, dtype=model.dtype))
 
@@ -240,6 +245,7 @@ def wrap(model):
         replace_layer,
         assign,
         swap_data,
+        transpose,
         set_parameter,
         drop_bias,
         wrap,

@@ -22,6 +22,7 @@ from fastbert.layers.modules import part
 from fastbert.models.auto import AutoModel
 from fastbert.models.config import EncoderConfig
 from fastbert.runtime import loader, prepared
+from fastbert.runtime import places as places_of_tensors
 from tests.support.hf_models import batch, hf_config, hf_model
 
 needs_pages = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux which pages were written")
@@ -552,7 +553,7 @@ def exchanged(model):
 )
 def test_other_memory_is_noticed(change, one_by_one, monkeypatch):
     if one_by_one:  # as for a PyTorch without the C functions
-        monkeypatch.setattr(prepared, "_watch_places", lambda *_: None)
+        monkeypatch.setattr(places_of_tensors, "_watch", lambda *_: None)
     model = native()
     check_next(model, lambda _: change(model), None)
 
@@ -609,7 +610,7 @@ def test_functions_that_answer_wrong_or_are_missing_are_not_used(missing, monkey
         places = loader.extension.TensorPlaces([tensor._cdata])
         assert not places.known()
         assert not places.same()
-        assert prepared._watch_places((tensor,), [tensor._cdata]) is None
+        assert places_of_tensors._watch((tensor,), [tensor._cdata]) is None
     finally:
         loader._hand_over_tensor_functions(loader.extension)
     assert loader.extension.TensorPlaces([tensor._cdata]).known()

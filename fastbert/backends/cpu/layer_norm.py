@@ -44,7 +44,7 @@ def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds):
         *(*sizes, dy.data_ptr(), dy.stride(0), z.data_ptr(), z.stride(0)),
         *(*vector(weight), mean.data_ptr(), rstd.data_ptr()),
         *dropout(dropout_p, seed, offset),
-        *(t.data_ptr() for t in (dx, dresidual, dweight, dbias, dx_bias)),
+        *map(torch.Tensor.data_ptr, (dx, dresidual, dweight, dbias, dx_bias)),
         torch.get_num_threads(),
     )
     return dx, dresidual, dweight, dbias, dx_bias
