@@ -18,7 +18,8 @@ class Samples {
     // Copies the pieces. Their memory must exist at every call of differ().
     explicit Samples(const std::vector<Pieces>& pieces);
 
-    // Fetches single pieces into the cache: a caller who has something else to do first need not wait for them.
+    // Fetches single pieces into the cache: a caller who has something else to do first need not wait for
+    // them.
     void fetch() const;
 
     // Whether one of the pieces has changed; compared by several threads if there are many.

@@ -186,14 +186,19 @@ def call(function: str, key: torch.Tensor, *args):
     return launch(*args)
 
 
+# What most arguments are that are no tensors: asked first, because `isinstance` of a tensor's class is slow.
+_NUMBERS = frozenset((bool, float, int, str, type(None)))
+
+
 def _tensors_of(args: tuple) -> list[torch.Tensor]:
     """The tensors among `args`, and those in their NamedTuples."""
-    flat = list(args)
-    # Without recursion: this runs at every call of an op
-    for a in flat:
+    found = []
+    for a in args:
         if isinstance(a, tuple):
-            flat += a
-    return [a for a in flat if isinstance(a, _TensorBase)]
+            found += [b for b in a if type(b) not in _NUMBERS and isinstance(b, _TensorBase)]
+        elif type(a) not in _NUMBERS and isinstance(a, _TensorBase):
+            found.append(a)
+    return found
 
 
 def _plain_argument(a):
