@@ -191,7 +191,7 @@ _NUMBERS = frozenset((bool, float, int, str, type(None)))
 
 
 def _tensors_of(args: tuple) -> list[torch.Tensor]:
-    """The tensors among `args`, and those in their NamedTuples."""
+    """The tensors among `args`, and those in their NamedTuples, which hold no tuples."""
     found = []
     for a in args:
         if isinstance(a, tuple):

@@ -56,6 +56,7 @@ FAULTS = (
 SUITE = Suite(
     faults=FAULTS,
     tests=(
+        "tests/runtime/test_places.py",
         "tests/runtime/test_stale.py",
         "-k",
         "mapped or pages or page or row or samples or watched or place or other_memory or element or functions",
