@@ -46,6 +46,13 @@ PYBIND11_MODULE(_C, m) {
         },
         py::arg("threads"), "See csrc/cpu/parallel.h");
     m.def("close_team", &close_team, py::call_guard<py::gil_scoped_release>());
+    m.def(
+        "set_always_alone",
+        [](bool alone, std::int64_t microseconds) {
+            if (microseconds < 0) refuse("microseconds", ">= 0", microseconds);
+            set_always_alone(alone, microseconds);
+        },
+        py::arg("alone").noconvert(), py::arg("microseconds"), "For tests: see csrc/cpu/parallel.h");
     m.def("has_team", &has_team, "Whether work is spread over threads at all");
 
     bind_attention(m);

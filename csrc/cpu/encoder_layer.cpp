@@ -18,6 +18,9 @@ namespace {
 // products and norms: its results stay in its own cache, and no thread waits. With fewer rows the threads
 // share every product, because otherwise each of them would have to read all weights (NOTES.md).
 constexpr std::int64_t kOwnRows = 12;
+// Multiplications in the first product of the feed-forward, from which on a thread that works alone cuts a
+// product into tasks, to lend some (parallel.h). With fewer it reads the weights once.
+constexpr std::int64_t kWorthCutting = std::int64_t{1} << 26;
 // Rows of a register tile: a part is a whole number of tiles.
 constexpr std::int64_t kTile = 6;
 
@@ -97,10 +100,10 @@ const char* by_parts(int threads, const F& f) {
     return failed.load(std::memory_order_relaxed);
 }
 
-// f(rows, threads) for all rows: in one part per thread, or in one part by all threads.
+// f(rows, threads) for all rows: in one part per thread where they have their own rows, or in one part.
 template <class F>
-const char* by_rows(std::int64_t total, int threads, const F& f) {
-    if (!have_own_rows(total, threads)) return f(Rows{0, total}, threads);
+const char* by_rows(std::int64_t total, int threads, bool own_rows, const F& f) {
+    if (!own_rows) return f(Rows{0, total}, threads);
     return by_parts(threads, [&](std::int64_t part) {
         const auto border = [&](std::int64_t i) {
             return i == threads ? total : total * i / threads / kTile * kTile;
@@ -112,7 +115,7 @@ const char* by_rows(std::int64_t total, int threads, const F& f) {
 // Runs of whole sequences with about as many rows each, one per thread: the first sequence of each run, then
 // the batch size. Empty if the other threads would wait for the longest run.
 std::vector<std::int64_t> runs_of_sequences(const EncoderLayer& layer, int threads) {
-    if (!have_own_rows(layer.total, threads) || layer.cu_seqlens[layer.batch] != layer.total) return {};
+    if (layer.cu_seqlens[layer.batch] != layer.total) return {};
     std::vector<std::int64_t> firsts{0};
     for (int i = 1; i < threads; ++i) {
         const std::int64_t wanted = layer.total * i / threads;
@@ -142,7 +145,7 @@ struct Places {
     std::int64_t bytes() const { return 2 * plane + std::max(2 * plane, wide); }
 };
 
-const char* run(const EncoderLayer& layer, int threads, char* memory) {
+const char* run(const EncoderLayer& layer, int threads, bool own_rows, char* memory) {
     const std::int64_t hidden = layer.nheads * layer.headdim, size = layer.dtype == DType::kFloat32 ? 4 : 2;
     const std::int64_t plane = Places(layer, layer.total).plane;
     char* const base = memory;
@@ -169,7 +172,7 @@ const char* run(const EncoderLayer& layer, int threads, char* memory) {
     for (int i = 0; i < 3; ++i)
         *heads[i] = joined ? Heads{base + i * hidden * size, 3 * hidden, layer.headdim}
                            : Heads{base + i * plane, hidden, layer.headdim};
-    const char* failed = by_rows(layer.total, threads, [&](Rows rows, int team) {
+    const char* failed = by_rows(layer.total, threads, own_rows, [&](Rows rows, int team) {
         if (joined)
             return multiply(layer, rows, layer.query, layer.x, layer.x_stride, 3 * hidden, hidden, true,
                             Activation::kNone, base, team);
@@ -184,7 +187,7 @@ const char* run(const EncoderLayer& layer, int threads, char* memory) {
     const std::int64_t end = layer.cu_seqlens[layer.batch];
     std::memset(context + end * hidden * size, 0, (layer.total - end) * hidden * size);
 
-    failed = by_rows(layer.total, threads, [&](Rows rows, int team) {
+    failed = by_rows(layer.total, threads, own_rows, [&](Rows rows, int team) {
         const char* why = multiply(layer, rows, layer.attention_output, context, hidden, hidden, hidden,
                                    false, Activation::kNone, sum, team);
         if (why == nullptr)
@@ -193,7 +196,7 @@ const char* run(const EncoderLayer& layer, int threads, char* memory) {
         return why;
     });
     if (failed != nullptr) return failed;
-    return by_rows(layer.total, threads, [&](Rows rows, int team) {
+    return by_rows(layer.total, threads, own_rows, [&](Rows rows, int team) {
         const char* why = multiply(layer, rows, layer.intermediate, attended, hidden, layer.inner, hidden,
                                    true, layer.activation, inner, team);
         if (why == nullptr)
@@ -207,12 +210,13 @@ const char* run(const EncoderLayer& layer, int threads, char* memory) {
 }
 
 // The whole layer, in one run per thread or in one run.
-const char* run_all(const EncoderLayer& layer, int threads) {
-    const std::vector<std::int64_t> firsts = runs_of_sequences(layer, threads);
+const char* run_all(const EncoderLayer& layer, int threads, bool own_rows) {
+    std::vector<std::int64_t> firsts;
+    if (own_rows) firsts = runs_of_sequences(layer, threads);
     const Workspace own_work(layer.work != nullptr ? 0 : cpu_encoder_layer_work(layer, threads) / 4);
     char* const work = static_cast<char*>(layer.work != nullptr ? layer.work : own_work.data());
     if (work == nullptr) return kOutOfMemory;
-    if (firsts.empty()) return run(layer, threads, work);
+    if (firsts.empty()) return run(layer, threads, own_rows, work);
     // Each thread takes its own sequences through the whole layer, without waiting.
     const std::int64_t hidden = layer.nheads * layer.headdim, size = layer.dtype == DType::kFloat32 ? 4 : 2;
     std::vector<std::int64_t> memory{0};
@@ -232,7 +236,7 @@ const char* run_all(const EncoderLayer& layer, int threads) {
         own.x = static_cast<const char*>(layer.x) + begin * layer.x_stride * size;
         own.y = static_cast<char*>(layer.y) + begin * hidden * size;
         if (own.bias.data != nullptr) own.bias.data += first * own.bias.batch_stride;
-        return run(own, 1, work + memory[part]);
+        return run(own, 1, false, work + memory[part]);
     });
 }
 
@@ -247,8 +251,10 @@ const char* cpu_encoder_layer_fwd(const EncoderLayer& layer, int threads) {
     if (threads < 1) return "threads: expected >= 1";
     const bool held = has_open_team();
     if (!held) open_team(threads);
-    // Working alone, all rows at once read the weights once.
-    const char* const failed = run_all(layer, is_alone() ? 1 : threads);
+    const bool alone = is_alone();
+    const bool one = alone && layer.total * layer.nheads * layer.headdim * layer.inner < kWorthCutting;
+    const char* const failed =
+        run_all(layer, one ? 1 : threads, !alone && have_own_rows(layer.total, threads));
     if (!held) close_team();
     return failed;
 }

@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,6 +14,7 @@
 #include <chrono>
 #include <climits>
 #include <cstdio>
+#include <memory>
 
 namespace fastbert {
 namespace {
@@ -23,6 +25,8 @@ using Clock = std::chrono::steady_clock;
 // sleeping thread costs 50 us on a virtual machine; short beside a time slice of the scheduler.
 constexpr auto kSpin = std::chrono::microseconds(1000);
 constexpr int kTracked = 64;  // threads whose core is known
+// How long the owner of lent tasks waits before it looks whether their workers get on.
+constexpr auto kPatience = std::chrono::microseconds(30);
 
 using Region = void (*)(void (*)(void*), void*, unsigned, unsigned);
 struct Functions {
@@ -35,6 +39,9 @@ struct Functions {
 std::atomic<bool> g_team_used{false};
 std::atomic<bool> g_team_lost{false};
 std::atomic<bool> g_may_be_alone{true};
+std::atomic<bool> g_always_alone{false};
+// The rest of a job, in microseconds, from which on a thread that works alone lends tasks.
+std::atomic<std::int64_t> g_worth_lending{1000};
 
 void pause_core() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -104,6 +111,7 @@ bool has_idle_core() {
 class Crowd {
   public:
     bool is_known() {
+        if (g_always_alone.load(std::memory_order_relaxed)) return true;
         if (length_ == Clock::duration::zero() || !g_may_be_alone.load(std::memory_order_relaxed))
             return false;
         const auto now = Clock::now();
@@ -133,10 +141,56 @@ class Crowd {
 };
 thread_local Crowd t_crowd;
 
+// On which cores a worker may run, and whether it gets on.
+struct Place {
+    std::atomic<pid_t> thread{0};      // 0: the thread cannot be moved
+    clockid_t clock;                   // its processor time
+    cpu_set_t allowed;                 // its cores as it came
+    std::atomic<bool> in_task{false};  // it has a task
+    std::atomic<bool> moved{false};    // it is bound to other cores than `allowed`
+    std::int64_t time = 0;             // of its clock when the owner last looked, in ns
+
+    // Called by the thread itself.
+    void take() {
+        if (sched_getaffinity(0, sizeof allowed, &allowed) != 0 ||
+            pthread_getcpuclockid(pthread_self(), &clock) != 0)
+            return;
+        thread.store(static_cast<pid_t>(syscall(SYS_gettid)), std::memory_order_release);
+    }
+    void leave() {
+        if (moved.load(std::memory_order_relaxed)) sched_setaffinity(0, sizeof allowed, &allowed);
+    }
+
+    // Called by the owner of the team. `keep_off` is false if the thread has no other core.
+    bool keep_off(int core) {
+        if (thread.load(std::memory_order_acquire) == 0) return false;
+        cpu_set_t others = allowed;
+        CPU_CLR(core, &others);
+        return CPU_COUNT(&others) > 0 && bind(others);
+    }
+    bool give(int core) {
+        cpu_set_t one;
+        CPU_ZERO(&one);
+        CPU_SET(core, &one);
+        return bind(one);
+    }
+    bool bind(const cpu_set_t& cores) {
+        moved.store(true, std::memory_order_relaxed);
+        return sched_setaffinity(thread.load(std::memory_order_relaxed), sizeof cores, &cores) == 0;
+    }
+    bool has_run() {
+        timespec now;
+        if (clock_gettime(clock, &now) != 0) return true;
+        const std::int64_t before = time;
+        time = now.tv_sec * 1'000'000'000 + now.tv_nsec;
+        return time != before;
+    }
+};
+
 // The threads of one parallel region: the thread that opened it, worker 0, hands out jobs of tasks.
 class Team {
   public:
-    Team() : owner_(pthread_self()) {
+    explicit Team(bool lends) : owner_(pthread_self()), places_(lends ? new Place[kTracked] : nullptr) {
         for (auto& core : cores_) core.store(-1, std::memory_order_relaxed);
     }
 
@@ -149,23 +203,48 @@ class Team {
     }
 
     void run(std::int64_t tasks, int width, Body body, void* context) {
-        job_.body.store(body, std::memory_order_relaxed);
-        job_.context.store(context, std::memory_order_relaxed);
-        job_.tasks.store(static_cast<std::uint32_t>(tasks), std::memory_order_relaxed);
-        job_.width.store(width, std::memory_order_relaxed);
-        done_.store(0, std::memory_order_relaxed);
+        lent_.store(false, std::memory_order_relaxed);
         note_core(0);
-        ticket_.store(++number_ << 32 | static_cast<std::uint64_t>(tasks));
-        begin_.wake();
-        const std::uint32_t mine = take(0);
+        const std::uint32_t mine = work(tasks, width, body, context);
         const auto ready = [&] { return done_.load(std::memory_order_acquire) == tasks; };
         const bool crowded = is_crowded();
         if (!ready()) end_.wait(ready, !crowded, [] {});
         if (crowded || mine < tasks) t_crowd.note(crowded);  // else the others may only have been late
     }
 
+    // Waits a moment for the workers' first steps, which they may have to do on the owner's core.
+    void admit() {
+        const auto end = Clock::now() + std::chrono::microseconds(500);
+        while (places_[1].thread.load(std::memory_order_relaxed) == 0 && Clock::now() < end) sched_yield();
+    }
+
+    // `run` by the owner and by workers on other cores, where a neighbour lets them run now and then. False,
+    // and nothing done, if no worker can go to other cores.
+    bool lend(std::int64_t tasks, int width, Body body, void* context) {
+        const int core = sched_getcpu();
+        bool any = false;
+        for (int i = 1; i < std::min(width, kTracked); ++i) any = places_[i].keep_off(core) || any;
+        if (!any) return false;
+        lent_.store(true, std::memory_order_relaxed);
+        work(tasks, std::min(width, kTracked), body, context);
+        const auto ready = [&] { return done_.load(std::memory_order_acquire) == tasks; };
+        for (bool stuck = false; !stuck && !ready();) {
+            for (const auto end = Clock::now() + kPatience; Clock::now() < end && !ready();) pause_core();
+            for (int i = 1; i < std::min(width, kTracked) && !ready(); ++i) {
+                Place& place = places_[i];
+                if (place.in_task.load(std::memory_order_relaxed) && !place.has_run())
+                    stuck = place.give(sched_getcpu()) || stuck;
+            }
+        }
+        // a worker that the neighbour holds up goes on here, while the owner sleeps
+        if (!ready()) end_.wait(ready, false, [] {});
+        return true;
+    }
+
     // Sends the workers back to the runtime, `others` of them.
     void close(int others) {
+        for (int i = 1; places_ != nullptr && i < kTracked; ++i)
+            if (places_[i].moved.load(std::memory_order_relaxed)) places_[i].give(sched_getcpu());
         ticket_.store(kClosed);
         begin_.wake();
         const auto ready = [&] { return left_.load(std::memory_order_acquire) >= others; };
@@ -175,11 +254,25 @@ class Team {
   private:
     static constexpr std::uint64_t kClosed = ~std::uint64_t{0};
 
+    // Hands out a job and takes its tasks until none is left; returns how many it took.
+    std::uint32_t work(std::int64_t tasks, int width, Body body, void* context) {
+        job_.body.store(body, std::memory_order_relaxed);
+        job_.context.store(context, std::memory_order_relaxed);
+        job_.tasks.store(static_cast<std::uint32_t>(tasks), std::memory_order_relaxed);
+        job_.width.store(width, std::memory_order_relaxed);
+        done_.store(0, std::memory_order_relaxed);
+        ticket_.store(++number_ << 32 | static_cast<std::uint64_t>(tasks));
+        begin_.wake();
+        return take(0);
+    }
+
     static std::uint32_t untaken(std::uint64_t ticket) {
         return ticket == kClosed ? 0 : static_cast<std::uint32_t>(ticket);
     }
 
     void serve(int worker) {
+        Place* const place = places_ != nullptr && worker < kTracked ? &places_[worker] : nullptr;
+        if (place != nullptr) place->take();
         std::uint64_t ticket = 0;
         const auto ready = [&] {
             ticket = ticket_.load(std::memory_order_acquire);
@@ -187,14 +280,19 @@ class Team {
                    (untaken(ticket) != 0 && worker < job_.width.load(std::memory_order_relaxed));
         };
         for (;;) {
-            begin_.wait(ready, !shares_core(worker), [&] {
+            const bool lent = lent_.load(std::memory_order_relaxed);
+            begin_.wait(ready, !lent && !shares_core(worker), [&] {
                 if (worker < kTracked) cores_[worker].store(-1, std::memory_order_relaxed);
             });
             if (ticket == kClosed) break;
             note_core(worker);
-            if (shares_core(worker)) met_.store(true, std::memory_order_relaxed);
+            if (!lent_.load(std::memory_order_relaxed) && shares_core(worker))
+                met_.store(true, std::memory_order_relaxed);
+            if (place != nullptr) place->in_task.store(true, std::memory_order_relaxed);
             take(worker);
+            if (place != nullptr) place->in_task.store(false, std::memory_order_relaxed);
         }
+        if (place != nullptr) place->leave();
         left_.fetch_add(1);
         end_.wake();
     }
@@ -259,9 +357,11 @@ class Team {
     };
 
     const pthread_t owner_;
-    std::uint64_t number_ = 0;  // of the last job
+    const std::unique_ptr<Place[]> places_;  // by worker; null: `lend` is not called
+    std::uint64_t number_ = 0;               // of the last job
     std::atomic<int> entered_{0}, left_{0};
     std::atomic<bool> met_{false};                  // a worker woke up on the core of worker 0
+    std::atomic<bool> lent_{false};                 // the last job was lent
     std::array<std::atomic<int>, kTracked> cores_;  // -1: asleep, or not yet here
     // The number that waiting threads read has its own cache line.
     alignas(64) std::atomic<std::uint64_t> ticket_{0};  // the job's number and the tasks not yet taken
@@ -290,8 +390,50 @@ struct Once {
 thread_local Team* t_open = nullptr;  // between open_team and close_team
 thread_local bool t_alone = false;    // likewise, if the team would slow the thread down
 
+void open_region(int threads) {
+    g_team_used.store(true, std::memory_order_relaxed);
+    t_open = new Team(true);
+    g_runtime.start(Team::stand_by, t_open, static_cast<unsigned>(threads), 0);
+}
+
 void run_alone(std::int64_t tasks, Body body, void* context) {
     for (std::int64_t task = 0; task < tasks; ++task) body(context, task, 0);
+}
+
+// A job's tasks from `first` on.
+struct Rest {
+    Body body;
+    void* context;
+    std::int64_t first;
+
+    static void run(void* argument, std::int64_t task, int worker) {
+        const Rest& rest = *static_cast<Rest*>(argument);
+        rest.body(rest.context, rest.first + task, worker);
+    }
+};
+
+// Tasks of a thread that works alone inside an open team, while a neighbour has the other cores. What is left
+// of a long job is lent.
+void run_mostly_alone(std::int64_t tasks, int width, Body body, void* context) {
+    const double worth = 1e-6 * static_cast<double>(g_worth_lending.load(std::memory_order_relaxed));
+    const auto begin = Clock::now();
+    const auto seconds_per_task = [&](std::int64_t done) {
+        return std::chrono::duration<double>(Clock::now() - begin).count() / static_cast<double>(done);
+    };
+    for (std::int64_t task = 0; task < tasks; ++task) {
+        const std::int64_t left = tasks - task;
+        if (task > 0 && left > 1 && seconds_per_task(task) * static_cast<double>(left) >= worth) {
+            if (t_open == nullptr) {
+                open_region(width);
+                t_open->admit();
+            }
+            Rest rest{body, context, task};
+            if (t_open->lend(left, width, Rest::run, &rest)) return;
+        }
+        t_in_task = true;
+        body(context, task, 0);
+        t_in_task = false;
+    }
 }
 
 void after_fork_in_child() {
@@ -314,6 +456,11 @@ bool has_team() { return g_runtime.parallel != nullptr && !g_team_lost.load(std:
 
 void set_may_be_alone(bool may) { g_may_be_alone.store(may, std::memory_order_relaxed); }
 
+void set_always_alone(bool alone, std::int64_t microseconds) {
+    g_always_alone.store(alone, std::memory_order_relaxed);
+    g_worth_lending.store(microseconds, std::memory_order_relaxed);
+}
+
 bool has_open_team() { return t_open != nullptr || t_alone; }
 
 bool is_alone() { return t_alone || t_crowd.is_known(); }
@@ -321,10 +468,7 @@ bool is_alone() { return t_alone || t_crowd.is_known(); }
 void open_team(int threads) {
     if (t_open != nullptr || threads <= 1 || !has_team() || !g_runtime.can_hold()) return;
     t_alone = t_crowd.is_known();
-    if (t_alone) return;
-    g_team_used.store(true, std::memory_order_relaxed);
-    t_open = new Team;
-    g_runtime.start(Team::stand_by, t_open, static_cast<unsigned>(threads), 0);
+    if (!t_alone) open_region(threads);
 }
 
 void close_team() {
@@ -340,11 +484,14 @@ void close_team() {
 
 void parallel_for(std::int64_t tasks, int threads, Body body, void* context) {
     const int width = static_cast<int>(std::min<std::int64_t>(threads, tasks));
-    if (width <= 1 || !has_team() || t_in_task || is_alone() || tasks >= UINT32_MAX)
-        return run_alone(tasks, body, context);
+    if (width <= 1 || !has_team() || t_in_task || tasks >= UINT32_MAX) return run_alone(tasks, body, context);
+    if (is_alone()) {
+        if (!has_open_team() || !g_runtime.can_hold()) return run_alone(tasks, body, context);
+        return run_mostly_alone(tasks, width, body, context);
+    }
     if (t_open != nullptr) return t_open->run(tasks, width, body, context);
     g_team_used.store(true, std::memory_order_relaxed);
-    Once once{{}, tasks, width, body, context};
+    Once once{Team(false), tasks, width, body, context};
     g_runtime.parallel(Once::enter, &once, static_cast<unsigned>(width), 0);
 }
 

@@ -12,6 +12,12 @@
 // that has taken none, and a thread that waits longer than a moment sleeps. `open_team` keeps the region open
 // over many calls, because libgomp's own spinning begins as soon as a region ends.
 //
+// Beside a busy neighbour the scheduler puts all threads onto one core: a core for each of the two programs
+// is fair to it. The thread that has the tasks then works alone, and lends tasks of long jobs: the other
+// threads are bound to the other cores, where they run each time that the neighbour's turn is over. A thread
+// whose turn is over while it has the last task gets the owner's core, and the owner sleeps meanwhile. When
+// the region ends, every thread may again run on all the cores that it came with.
+//
 // libgomp's workers do not survive a fork, and a parallel region in the child then hangs. A child forked
 // after this pool was used therefore runs on its calling thread.
 #pragma once
@@ -30,6 +36,9 @@ bool has_team();
 // Whether a thread may work alone for a while if its team would slow it down. True, except in tests of the
 // team.
 void set_may_be_alone(bool may);
+// For tests: whether threads always work alone, and how long the rest of a job must take for a part to be
+// lent.
+void set_always_alone(bool alone, std::int64_t microseconds);
 
 // From here to `close_team` this many threads serve the calling thread's `parallel_for`s, whatever number
 // those ask for. PyTorch's own ops are then inside a parallel region and run on the calling thread alone:

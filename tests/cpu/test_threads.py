@@ -122,6 +122,34 @@ def test_an_error_in_a_layer_lets_the_threads_go(calls, runtime, monkeypatch):
     assert not in_parallel(runtime)
 
 
+@pytest.fixture
+def always_alone():
+    """Sets that threads always work alone, and from how many microseconds on they lend."""
+    yield loader.extension.set_always_alone
+    loader.extension.set_always_alone(False, 1000)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+def test_a_thread_that_works_alone_and_one_that_lends_give_the_same_bits(dtype, always_alone):
+    sizes = dict(vocab_size=50, hidden_size=256, num_attention_heads=4, intermediate_size=1024)
+    torch.manual_seed(0)
+    # 300 rows: enough multiplications that products are cut into tasks
+    ids = torch.randint(0, 50, (3, 100))
+    model = fastbert.BertModel(fastbert.BertConfig(model_type="bert", num_hidden_layers=2, **sizes)).eval()
+    if dtype == "int8":
+        model = model.quantize()
+    cores = os.sched_getaffinity(0)
+    with torch.no_grad():
+        wanted = model(ids).last_hidden_state
+        for microseconds in (10**9, 0):
+            always_alone(True, microseconds)
+            for _ in range(3):
+                assert torch.equal(model(ids).last_hidden_state, wanted)
+    assert os.sched_getaffinity(0) == cores
+    for thread in os.listdir("/proc/self/task"):
+        assert os.sched_getaffinity(int(thread)) == cores
+
+
 def test_another_backend_opens_no_team(runtime, monkeypatch):
     model, inside = tiny(), []
     original = layers.attention

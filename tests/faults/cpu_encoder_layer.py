@@ -37,9 +37,9 @@ FAULTS = (
     _fault("own x side by side", "begin * layer.x_stride * size", "begin * hidden * size"),
     _fault("own y from the first row", "own.y = static_cast<char*>(layer.y) + begin * hidden * size;", ""),
     _fault("bias of the first sequences for all", "own.bias.data += first * own.bias.batch_stride;", ""),
-    _fault("threads in one place", "return run(own, 1, work + memory[part]);", "return run(own, 1, work);"),
+    _fault("threads in one place", "return run(own, 1, false, work + memory[part]);", "return run(own, 1, false, work);"),
     _fault("last sequence in no run", "firsts.push_back(layer.batch);", "firsts.push_back(layer.batch - 1);"),
-    _fault("rows behind the last sequence in no run", " || layer.cu_seqlens[layer.batch] != layer.total", ""),
+    _fault("rows behind the last sequence in no run", "if (layer.cu_seqlens[layer.batch] != layer.total) return {};", ""),
     _fault("last rows in no part", "i == threads ? total : ", ""),
     _fault("half precision takes no less", "? 4 : 2;\n        plane = ", "? 4 : 1;\n        plane = "),
     # attention

@@ -1,5 +1,7 @@
 // parallel_for and open_team under sanitizers: every task once, worker numbers never shared, no one left
 // behind.
+#include <sched.h>
+
 #include <atomic>
 #include <chrono>
 #include <thread>
@@ -16,9 +18,22 @@ namespace {
 thread_local int region_size = 1;
 thread_local std::vector<std::thread> region;
 
+cpu_set_t cores() {
+    cpu_set_t set;
+    require(sched_getaffinity(0, sizeof set, &set) == 0, "the thread's cores are known");
+    return set;
+}
+
 void begin_region(void (*work)(void*), void* argument, unsigned threads, unsigned) {
     region_size = static_cast<int>(threads);
-    for (unsigned i = 1; i < threads; ++i) region.emplace_back(work, argument);
+    for (unsigned i = 1; i < threads; ++i) {
+        region.emplace_back([=] {
+            const cpu_set_t before = cores();
+            work(argument);
+            const cpu_set_t after = cores();
+            require(CPU_EQUAL(&before, &after), "a thread leaves with the cores that it came with");
+        });
+    }
 }
 
 void end_region() {
@@ -40,17 +55,22 @@ std::uintptr_t address(F* f) {
     return reinterpret_cast<std::uintptr_t>(f);
 }
 
+// Whether a worker, not the owner, was seen on a core of its own.
+std::atomic<bool> apart{false};
 // One job of random tasks; how many of them other workers took.
 int job(std::mt19937& random, int threads) {
     const int tasks = 1 + static_cast<int>(random() % 40);
     const bool slow = random() % 4 == 0;
     std::vector<int> runs(tasks, 0), worker_of(tasks, -1);  // plain: two threads on one task are a race
     std::vector<std::atomic<int>> busy(threads);
+    std::atomic<int> core{-1};
     parallel_for(tasks, threads, [&](std::int64_t task, int worker) {
         require(0 <= worker && worker < threads, "a worker's number is below the number of threads");
         require(busy[worker].fetch_add(1) == 0, "no two workers have one number");
         ++runs[task];
         worker_of[task] = worker;
+        if (worker == 0) core = sched_getcpu();
+        if (worker != 0 && core >= 0 && core != sched_getcpu()) apart = true;
         if (slow && worker != 0) std::this_thread::sleep_for(std::chrono::microseconds(300));
         std::atomic<std::int64_t> inner{0};
         parallel_for(3, threads, [&](std::int64_t i, int) { inner += i + 1; });
@@ -66,9 +86,10 @@ int job(std::mt19937& random, int threads) {
 }
 
 // Until other workers have taken tasks in `wanted` jobs, or the time is over.
-int jobs(unsigned seed, int most_threads, int wanted) {
+int jobs(unsigned seed, int most_threads, int wanted,
+         std::chrono::milliseconds time = std::chrono::seconds(20)) {
     std::mt19937 random(seed);
-    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    const auto end = std::chrono::steady_clock::now() + time;
     int shared = 0;
     while (shared < wanted && std::chrono::steady_clock::now() < end) {
         const int threads = 2 + static_cast<int>(random() % (most_threads - 1));
@@ -104,6 +125,14 @@ int main() {
     set_team_start(address(&whole_region), address(&begin_region), address(&end_region),
                    address(&size_of_region));
     jobs(5, 3, 20);
+    // Long jobs of a thread that works alone are lent, and every worker has its own cores again afterwards.
+    set_always_alone(true, 0);
+    const bool several = std::thread::hardware_concurrency() > 1;
+    const int lent = jobs(6, 2, 40) + jobs(7, 4, 40);
+    require(!several || (lent > 0 && apart), "other threads take lent tasks on other cores");
+    set_always_alone(true, 1'000'000'000);
+    require(jobs(8, 3, 1, std::chrono::milliseconds(200)) == 0, "a short job is not lent");
+    set_always_alone(false, 1000);
     set_may_be_alone(false);  // on a busy machine the others would get nothing to do
     shared += jobs(1, 2, 200);
     shared += jobs(2, 5, 200);

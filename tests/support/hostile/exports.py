@@ -500,6 +500,10 @@ EXPORTS = {
     ),
     "open_team": Export(lambda: [THREADS]),
     "close_team": Export(list),
+    "set_always_alone": Export(
+        lambda: [number("alone", False), number("microseconds", 1000)],
+        [{"microseconds": -1}],
+    ),
 }
 
 

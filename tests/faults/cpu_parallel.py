@@ -1,0 +1,51 @@
+"""Faults of the threads: jobs of tasks, teams, working alone and lending tasks."""
+
+# ruff: noqa: E501 (a table)
+
+import sys
+
+from tests.support.mutation import Fault, Suite
+
+_CPP = "csrc/cpu/parallel.cpp"
+_LAYER = "csrc/cpu/encoder_layer.cpp"
+
+
+def _fault(name: str, old: str, new: str, file: str = _CPP) -> Fault:
+    return Fault(name, file, old, new)
+
+
+FAULTS = (
+    # jobs
+    _fault("a task taken twice", "if (!ticket_.compare_exchange_weak(ticket, ticket - 1,", "if (!ticket_.compare_exchange_weak(ticket, ticket - (ticket % 7 != 1),"),
+    _fault("the last task lost", "ticket_.store(++number_ << 32 | static_cast<std::uint64_t>(tasks));", "ticket_.store(++number_ << 32 | static_cast<std::uint64_t>(tasks - 1)); done_.fetch_add(1);"),
+    _fault("tasks counted from behind", "body(context, all - untaken(ticket), worker);", "body(context, all - untaken(ticket) + 1, worker);"),
+    _fault("two workers with one number", "entered_.fetch_add(1, std::memory_order_relaxed) + 1", "entered_.load(std::memory_order_relaxed) + 1"),
+    _fault("nobody waits for the others", "if (!ready()) end_.wait(ready, !crowded, [] {});", "if (!ready() && tasks > 30) end_.wait(ready, !crowded, [] {});"),
+    _fault("tasks of tasks go to the team", "t_in_task = true;\n            body(context, all", "body(context, all"),
+    _fault("nobody but the owner works", "if (!team.is_mine()) team.serve(", "if (false) team.serve("),
+    # lending
+    _fault("cores not given back", "if (moved.load(std::memory_order_relaxed)) sched_setaffinity(0, sizeof allowed, &allowed);", ""),
+    _fault("lent tasks from the first", "rest.body(rest.context, rest.first + task, worker);", "rest.body(rest.context, task, worker);"),
+    _fault("the lent tasks are done again", "if (t_open->lend(left, width, Rest::run, &rest)) return;", "t_open->lend(left, width, Rest::run, &rest);"),
+    _fault("the task that is at hand is skipped", "Rest rest{body, context, task};", "Rest rest{body, context, task + 1};"),
+    _fault("nothing is lent", "return CPU_COUNT(&others) > 0 && bind(others);", "return false;"),
+    _fault("workers stay on the owner's core", "CPU_CLR(core, &others);", "CPU_CLR(core + 4096, &others);"),
+    _fault("short jobs are lent", "* static_cast<double>(left) >= worth)", ">= 0 * worth)"),
+    _fault("nobody waits for lent tasks", "if (!ready()) end_.wait(ready, false, [] {});\n        return true;", "return ready() || true;"),
+    _fault("tasks of a lone thread go to the team", "t_in_task = true;\n        body(context, task, 0);", "body(context, task, 0);"),
+    # teams
+    _fault("an open team is opened again", "if (t_open != nullptr || threads <= 1", "if (threads <= 1"),
+    _fault("a closed team stays", "delete t_open;\n    t_open = nullptr;", ""),
+    _fault("a region that cannot be held is opened", " || !g_runtime.can_hold()) return;", ") return;"),
+    _fault("a forked child calls its parent's threads", "g_team_lost.store(true, std::memory_order_relaxed);", "g_team_lost.store(false, std::memory_order_relaxed);"),
+    # the layer
+    _fault("lent products of own rows", "run_all(layer, one ? 1 : threads, !alone && have_own_rows(layer.total, threads));", "run_all(layer, threads, one);", _LAYER),
+)  # fmt: skip
+
+SUITE = Suite(
+    faults=FAULTS,
+    tests=("tests/cpu/test_threads.py", "-x"),
+    build=(sys.executable, "setup.py", "build_ext", "--inplace"),
+    environment={"FASTBERT_CUDA": "0", "CXXFLAGS": "-O1"},
+    timeout_s=150.0,
+)
