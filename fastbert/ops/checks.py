@@ -154,6 +154,11 @@ def rows(t: torch.Tensor) -> torch.Tensor:
     return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
 
 
+def as_dtype(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`t.to(dtype)`, which takes a microsecond also where there is nothing to do."""
+    return t if t.dtype == dtype else t.to(dtype)
+
+
 def norm_vector(vector: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     """A norm's parameter for the backends: contiguous, in `dtype` or float32 (float64 with float64)."""
     if vector is None:
@@ -217,10 +222,10 @@ def once_differentiable(backward: Callable) -> Callable:
 
     @functools.wraps(backward)
     def checked(ctx: Any, *dout: torch.Tensor | None) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *dout)
         with torch.no_grad():
             grads = backward(ctx, *dout)
-        if not torch.is_grad_enabled():
-            return grads
         grads = grads if isinstance(grads, tuple) else (grads,)
         return _Twice.apply(*(None if g is None else g.detach().requires_grad_() for g in grads))
 

@@ -271,8 +271,8 @@ def _backward(launch, ctx, dy):
         dposition if need[4] else None,
         None,
         dsegment if need[6] else None,
-        dln_weight.to(ln_weight.dtype) if need[7] else None,
-        dln_bias.to(ctx.ln_bias_dtype) if need[8] else None,
+        checks.as_dtype(dln_weight, ln_weight.dtype) if need[7] else None,
+        checks.as_dtype(dln_bias, ctx.ln_bias_dtype) if need[8] else None,
     )
     return *grads, *(None,) * 6
 
@@ -395,7 +395,7 @@ def embedding(
         y = EmbeddingFunction.apply(*inputs, save)
     else:
         y = dispatch.call("embedding_fwd", inputs.source, inputs, save)[0]
-    return y.view(*shape, hidden).to(promoted)
+    return checks.as_dtype(y.view(*shape, hidden), promoted)
 
 
 def _check_words(input_ids: Tensor, word: Tensor | None, padding_idx: int | None):

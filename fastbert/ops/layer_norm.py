@@ -213,10 +213,10 @@ def _backward(launch, ctx, dy):
         dresidual = dx
     grads = (
         dx if x else None,
-        dweight.to(weight.dtype) if weight_wanted else None,
-        dbias.to(ctx.bias_dtype) if bias else None,
+        checks.as_dtype(dweight, weight.dtype) if weight_wanted else None,
+        checks.as_dtype(dbias, ctx.bias_dtype) if bias else None,
         dresidual if residual else None,
-        dx_bias.to(ctx.x_bias_dtype) if x_bias else None,
+        checks.as_dtype(dx_bias, ctx.x_bias_dtype) if x_bias else None,
     )
     return *grads, *(None,) * 5
 
@@ -320,4 +320,4 @@ def layer_norm(
         y = LayerNormFunction.apply(*inputs, save)
     else:
         y = dispatch.call("layer_norm_fwd", x, inputs, save)[0]
-    return (y if len(shape) == 2 else y.view(shape)).to(dtype)
+    return checks.as_dtype(y if len(shape) == 2 else y.view(shape), dtype)
