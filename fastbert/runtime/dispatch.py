@@ -100,6 +100,7 @@ _resolved: dict[tuple, Callable | tuple[Callable, ...] | None] = {}
 _UNKNOWN = object()
 # The base class of torch.Tensor: torch.Tensor's own isinstance takes ten times as long.
 _TensorBase = torch._C.TensorBase
+_is_neg, _is_zero = _TensorBase.is_neg, _TensorBase._is_zerotensor
 # How often the pins have changed. A choice made before a change is not kept after it.
 _changes = 0
 # Self-checks under way. Meanwhile nothing is kept in `_resolved`.
@@ -172,8 +173,7 @@ def call(function: str, key: torch.Tensor, *args):
         key: the tensor whose device and dtype choose the backend.
         args: the contract's arguments, passed on as they are; some ops pass several as one NamedTuple.
     """
-    tensors = _tensors_of(args)
-    if any(map(_TensorBase.is_neg, tensors)) or any(map(_TensorBase._is_zerotensor, tensors)):
+    if _any_not_plain(args):
         args = [_plain_argument(a) for a in args]
     device = key.device
     launch = _resolved.get((function, device, key.dtype))
@@ -190,15 +190,21 @@ def call(function: str, key: torch.Tensor, *args):
 _NUMBERS = frozenset((bool, float, int, str, type(None)))
 
 
-def _tensors_of(args: tuple) -> list[torch.Tensor]:
-    """The tensors among `args`, and those in their NamedTuples, which hold no tuples."""
-    found = []
+def _any_not_plain(args: tuple) -> bool:
+    """Whether `plain` would change one of the tensors among `args`, or in their NamedTuples.
+
+    NamedTuples hold no tuples. Asked at every call: a recursion, or a list of the tensors, takes longer.
+    """
     for a in args:
+        if type(a) in _NUMBERS:
+            continue
         if isinstance(a, tuple):
-            found += [b for b in a if type(b) not in _NUMBERS and isinstance(b, _TensorBase)]
-        elif type(a) not in _NUMBERS and isinstance(a, _TensorBase):
-            found.append(a)
-    return found
+            for b in a:
+                if type(b) not in _NUMBERS and isinstance(b, _TensorBase) and (_is_neg(b) or _is_zero(b)):
+                    return True
+        elif isinstance(a, _TensorBase) and (_is_neg(a) or _is_zero(a)):
+            return True
+    return False
 
 
 def _plain_argument(a):
