@@ -168,11 +168,12 @@ struct Place {
         CPU_CLR(core, &others);
         return CPU_COUNT(&others) > 0 && bind(others);
     }
-    bool give(int core) {
+    void give(int core) {
+        if (!CPU_ISSET(core, &allowed)) return;
         cpu_set_t one;
         CPU_ZERO(&one);
         CPU_SET(core, &one);
-        return bind(one);
+        bind(one);
     }
     bool bind(const cpu_set_t& cores) {
         moved.store(true, std::memory_order_relaxed);
@@ -232,8 +233,9 @@ class Team {
             for (const auto end = Clock::now() + kPatience; Clock::now() < end && !ready();) pause_core();
             for (int i = 1; i < std::min(width, kTracked) && !ready(); ++i) {
                 Place& place = places_[i];
-                if (place.in_task.load(std::memory_order_relaxed) && !place.has_run())
-                    stuck = place.give(sched_getcpu()) || stuck;
+                if (!place.in_task.load(std::memory_order_relaxed) || place.has_run()) continue;
+                place.give(sched_getcpu());
+                stuck = true;
             }
         }
         // a worker that the neighbour holds up goes on here, while the owner sleeps

@@ -16,7 +16,7 @@ def _fault(name: str, old: str, new: str, file: str = _CPP) -> Fault:
 
 FAULTS = (
     # jobs
-    _fault("a task taken twice", "if (!ticket_.compare_exchange_weak(ticket, ticket - 1,", "if (!ticket_.compare_exchange_weak(ticket, ticket - (ticket % 7 != 1),"),
+    _fault("a task run twice", "            body(context, all - untaken(ticket), worker);\n            t_in_task = false;", "            body(context, all - untaken(ticket), worker);\n            if (untaken(ticket) == 7) body(context, all - untaken(ticket), worker);\n            t_in_task = false;"),
     _fault("the last task lost", "ticket_.store(++number_ << 32 | static_cast<std::uint64_t>(tasks));", "ticket_.store(++number_ << 32 | static_cast<std::uint64_t>(tasks - 1)); done_.fetch_add(1);"),
     _fault("tasks counted from behind", "body(context, all - untaken(ticket), worker);", "body(context, all - untaken(ticket) + 1, worker);"),
     _fault("two workers with one number", "entered_.fetch_add(1, std::memory_order_relaxed) + 1", "entered_.load(std::memory_order_relaxed) + 1"),
@@ -30,6 +30,7 @@ FAULTS = (
     _fault("the task that is at hand is skipped", "Rest rest{body, context, task};", "Rest rest{body, context, task + 1};"),
     _fault("nothing is lent", "return CPU_COUNT(&others) > 0 && bind(others);", "return false;"),
     _fault("workers stay on the owner's core", "CPU_CLR(core, &others);", "CPU_CLR(core + 4096, &others);"),
+    _fault("a worker goes where it may not", "if (!CPU_ISSET(core, &allowed)) return;", ""),
     _fault("short jobs are lent", "* static_cast<double>(left) >= worth)", ">= 0 * worth)"),
     _fault("nobody waits for lent tasks", "if (!ready()) end_.wait(ready, false, [] {});\n        return true;", "return ready() || true;"),
     _fault("tasks of a lone thread go to the team", "t_in_task = true;\n        body(context, task, 0);", "body(context, task, 0);"),

@@ -145,6 +145,8 @@ def verdict(suite: Suite, tree: pathlib.Path, log: pathlib.Path, markers: str = 
             return "not built"
     child = os.fork()
     if child == 0:
+        # processes that a test starts must end with it
+        os.setpgid(0, 0)
         with log.open("wb") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
@@ -162,7 +164,7 @@ def verdict(suite: Suite, tree: pathlib.Path, log: pathlib.Path, markers: str = 
             code = os.waitstatus_to_exitcode(status)
             return "crashed" if code < 0 else {0: "passed", 1: "failed"}.get(code, "error")
         if time.monotonic() > end:
-            os.kill(child, signal.SIGKILL)
+            os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
             return "hung"
         time.sleep(0.02)

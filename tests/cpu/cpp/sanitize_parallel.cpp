@@ -18,20 +18,38 @@ namespace {
 thread_local int region_size = 1;
 thread_local std::vector<std::thread> region;
 
+// Cores of the threads of a region; odd ones have one core each if `bound`.
+std::atomic<bool> bound{false};
+thread_local bool in_region = false;
+thread_local cpu_set_t own_cores;
+
 cpu_set_t cores() {
     cpu_set_t set;
     require(sched_getaffinity(0, sizeof set, &set) == 0, "the thread's cores are known");
     return set;
 }
 
+int random_core(const cpu_set_t& set, unsigned seed) {
+    static std::atomic<unsigned> calls{0};
+    for (unsigned core = (seed + calls++) % CPU_SETSIZE;; core = (core + 1) % CPU_SETSIZE)
+        if (CPU_ISSET(core, &set)) return static_cast<int>(core);
+}
+
 void begin_region(void (*work)(void*), void* argument, unsigned threads, unsigned) {
     region_size = static_cast<int>(threads);
     for (unsigned i = 1; i < threads; ++i) {
         region.emplace_back([=] {
-            const cpu_set_t before = cores();
+            in_region = true;
+            own_cores = cores();
+            if (bound && i % 2 == 1) {
+                const int first = random_core(own_cores, i);
+                CPU_ZERO(&own_cores);
+                CPU_SET(first, &own_cores);
+                sched_setaffinity(0, sizeof own_cores, &own_cores);
+            }
             work(argument);
             const cpu_set_t after = cores();
-            require(CPU_EQUAL(&before, &after), "a thread leaves with the cores that it came with");
+            require(CPU_EQUAL(&own_cores, &after), "a thread leaves with the cores that it came with");
         });
     }
 }
@@ -69,6 +87,7 @@ int job(std::mt19937& random, int threads) {
         require(busy[worker].fetch_add(1) == 0, "no two workers have one number");
         ++runs[task];
         worker_of[task] = worker;
+        require(!in_region || CPU_ISSET(sched_getcpu(), &own_cores), "a thread runs on its own cores");
         if (worker == 0) core = sched_getcpu();
         if (worker != 0 && core >= 0 && core != sched_getcpu()) apart = true;
         if (slow && worker != 0) std::this_thread::sleep_for(std::chrono::microseconds(300));
@@ -129,6 +148,9 @@ int main() {
     set_always_alone(true, 0);
     const bool several = std::thread::hardware_concurrency() > 1;
     const int lent = jobs(6, 2, 40) + jobs(7, 4, 40);
+    bound = true;
+    jobs(9, 4, 40, std::chrono::seconds(2));
+    bound = false;
     require(!several || (lent > 0 && apart), "other threads take lent tasks on other cores");
     set_always_alone(true, 1'000'000'000);
     require(jobs(8, 3, 1, std::chrono::milliseconds(200)) == 0, "a short job is not lent");
