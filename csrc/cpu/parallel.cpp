@@ -143,12 +143,13 @@ thread_local Crowd t_crowd;
 
 // On which cores a worker may run, and whether it gets on.
 struct Place {
-    std::atomic<pid_t> thread{0};      // 0: the thread cannot be moved
-    clockid_t clock;                   // its processor time
-    cpu_set_t allowed;                 // its cores as it came
-    std::atomic<bool> in_task{false};  // it has a task
-    std::atomic<bool> moved{false};    // it is bound to other cores than `allowed`
-    std::int64_t time = 0;             // of its clock when the owner last looked, in ns
+    std::atomic<pid_t> thread{0};       // 0: the thread cannot be moved
+    clockid_t clock;                    // its processor time
+    cpu_set_t allowed;                  // its cores as it came
+    std::atomic<bool> in_task{false};   // it has a task
+    std::atomic<bool> may_take{false};  // it is off the owner's core for the lent job
+    std::atomic<bool> moved{false};     // it is bound to other cores than `allowed`
+    std::int64_t time = 0;              // of its clock when the owner last looked, in ns
 
     // Called by the thread itself.
     void take() {
@@ -224,7 +225,11 @@ class Team {
     bool lend(std::int64_t tasks, int width, Body body, void* context) {
         const int core = sched_getcpu();
         bool any = false;
-        for (int i = 1; i < std::min(width, kTracked); ++i) any = places_[i].keep_off(core) || any;
+        for (int i = 1; i < std::min(width, kTracked); ++i) {
+            const bool kept_off = places_[i].keep_off(core);
+            places_[i].may_take.store(kept_off, std::memory_order_relaxed);
+            any = any || kept_off;
+        }
         if (!any) return false;
         lent_.store(true, std::memory_order_relaxed);
         work(tasks, std::min(width, kTracked), body, context);
@@ -279,7 +284,8 @@ class Team {
         const auto ready = [&] {
             ticket = ticket_.load(std::memory_order_acquire);
             return ticket == kClosed ||
-                   (untaken(ticket) != 0 && worker < job_.width.load(std::memory_order_relaxed));
+                   (untaken(ticket) != 0 && worker < job_.width.load(std::memory_order_relaxed) &&
+                    may_take(worker));
         };
         for (;;) {
             const bool lent = lent_.load(std::memory_order_relaxed);
@@ -309,7 +315,7 @@ class Team {
             const Body body = job_.body.load(std::memory_order_relaxed);
             void* const context = job_.context.load(std::memory_order_relaxed);
             const std::uint32_t all = job_.tasks.load(std::memory_order_relaxed);
-            if (worker >= job_.width.load(std::memory_order_relaxed)) break;
+            if (worker >= job_.width.load(std::memory_order_relaxed) || !may_take(worker)) break;
             if (!ticket_.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel,
                                                std::memory_order_acquire))
                 continue;
@@ -322,6 +328,12 @@ class Team {
         }
         if (mine != 0 && done_.fetch_add(mine) + mine == tasks && worker != 0) end_.wake();
         return mine;
+    }
+
+    // Lent tasks are for the owner and for workers on other cores. Asked after the ticket was read.
+    bool may_take(int worker) const {
+        return worker == 0 || !lent_.load(std::memory_order_relaxed) ||
+               (worker < kTracked && places_[worker].may_take.load(std::memory_order_relaxed));
     }
 
     void note_core(int worker) {

@@ -30,10 +30,10 @@ FAULTS = (
     _fault("the task that is at hand is skipped", "Rest rest{body, context, task};", "Rest rest{body, context, task + 1};"),
     _fault("nothing is lent", "return CPU_COUNT(&others) > 0 && bind(others);", "return false;"),
     _fault("workers stay on the owner's core", "CPU_CLR(core, &others);", "CPU_CLR(core + 4096, &others);"),
+    _fault("workers that were not bound take lent tasks", "return worker == 0 || !lent_.load(", "return worker == 0 || true || !lent_.load("),
     _fault("a worker goes where it may not", "if (!CPU_ISSET(core, &allowed)) return;", ""),
     _fault("short jobs are lent", "* static_cast<double>(left) >= worth)", ">= 0 * worth)"),
     _fault("nobody waits for lent tasks", "if (!ready()) end_.wait(ready, false, [] {});\n        return true;", "return ready() || true;"),
-    _fault("tasks of a lone thread go to the team", "t_in_task = true;\n        body(context, task, 0);", "body(context, task, 0);"),
     # teams
     _fault("an open team is opened again", "if (t_open != nullptr || threads <= 1", "if (threads <= 1"),
     _fault("a closed team stays", "delete t_open;\n    t_open = nullptr;", ""),

@@ -21,6 +21,7 @@ thread_local std::vector<std::thread> region;
 // Cores of the threads of a region; odd ones have one core each if `bound`.
 std::atomic<bool> bound{false};
 thread_local bool in_region = false;
+std::atomic<bool> lent{false};  // every task of a worker is a lent one
 thread_local cpu_set_t own_cores;
 
 cpu_set_t cores() {
@@ -47,6 +48,8 @@ void begin_region(void (*work)(void*), void* argument, unsigned threads, unsigne
                 CPU_SET(first, &own_cores);
                 sched_setaffinity(0, sizeof own_cores, &own_cores);
             }
+            // a latecomer meets a job that has begun
+            if (lent && i > 1) std::this_thread::sleep_for(std::chrono::microseconds(300 * i));
             work(argument);
             const cpu_set_t after = cores();
             require(CPU_EQUAL(&own_cores, &after), "a thread leaves with the cores that it came with");
@@ -87,13 +90,17 @@ int job(std::mt19937& random, int threads) {
         require(busy[worker].fetch_add(1) == 0, "no two workers have one number");
         ++runs[task];
         worker_of[task] = worker;
-        require(!in_region || CPU_ISSET(sched_getcpu(), &own_cores), "a thread runs on its own cores");
+        if (in_region && lent && CPU_COUNT(&own_cores) > 1) {
+            const cpu_set_t now = cores();
+            require(!CPU_EQUAL(&now, &own_cores), "a thread with a lent task is not free to join the owner");
+        }
         if (worker == 0) core = sched_getcpu();
         if (worker != 0 && core >= 0 && core != sched_getcpu()) apart = true;
         if (slow && worker != 0) std::this_thread::sleep_for(std::chrono::microseconds(300));
         std::atomic<std::int64_t> inner{0};
         parallel_for(3, threads, [&](std::int64_t i, int) { inner += i + 1; });
         require(inner == 6, "a task's own tasks run once");
+        require(!in_region || CPU_ISSET(sched_getcpu(), &own_cores), "a thread runs on its own cores");
         busy[worker].fetch_sub(1);
     });
     int others = 0;
@@ -147,11 +154,12 @@ int main() {
     // Long jobs of a thread that works alone are lent, and every worker has its own cores again afterwards.
     set_always_alone(true, 0);
     const bool several = std::thread::hardware_concurrency() > 1;
-    const int lent = jobs(6, 2, 40) + jobs(7, 4, 40);
+    lent = true;
+    const int shared_lent = jobs(6, 2, 40) + jobs(7, 4, 400);
     bound = true;
     jobs(9, 4, 40, std::chrono::seconds(2));
-    bound = false;
-    require(!several || (lent > 0 && apart), "other threads take lent tasks on other cores");
+    bound = lent = false;
+    require(!several || (shared_lent > 0 && apart), "other threads take lent tasks on other cores");
     set_always_alone(true, 1'000'000'000);
     require(jobs(8, 3, 1, std::chrono::milliseconds(200)) == 0, "a short job is not lent");
     set_always_alone(false, 1000);
