@@ -125,9 +125,12 @@ def test_an_error_in_a_layer_lets_the_threads_go(calls, runtime, monkeypatch):
 
 @pytest.fixture
 def always_alone():
-    """Sets that threads always work alone, and from how many microseconds on they lend."""
+    """Sets that threads always work alone, and from how many microseconds on they lend; two threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
     yield loader.extension.set_always_alone
     loader.extension.set_always_alone(False, 1000)
+    torch.set_num_threads(threads)
 
 
 def cores_of_threads() -> dict[str, set[int]]:
