@@ -114,14 +114,21 @@ class Crowd {
         if (g_always_alone.load(std::memory_order_relaxed)) return true;
         if (length_ == Clock::duration::zero() || !g_may_be_alone.load(std::memory_order_relaxed))
             return false;
-        const auto now = Clock::now();
-        if (now >= next_look_ && now < until_) {
-            next_look_ = now + kLook;
-            if (has_idle_core()) until_ = now;
-        }
-        return now < until_;
+        if (!lends_) look();
+        return Clock::now() < until_;
     }
+    // Ends the time alone if a core is idle. Called while the team's other threads sleep.
+    void look() {
+        const auto now = Clock::now();
+        if (now < next_look_ || now >= until_) return;
+        next_look_ = now + kLook;
+        if (has_idle_core()) until_ = now;
+    }
+    // From now on the other threads wake up for lent tasks. After their region libgomp lets them spin, and no
+    // core looks idle: only inside the region is it worth a look.
+    void lend() { lends_ = true; }
     void note(bool crowded) {
+        lends_ = false;
         if (!crowded) {
             length_ = Clock::duration::zero();
             return;
@@ -137,12 +144,13 @@ class Crowd {
                                      kLast = std::chrono::milliseconds(4096),
                                      kLook = std::chrono::milliseconds(8);
     Clock::duration length_{0};  // of the time alone
+    bool lends_ = false;
     Clock::time_point until_{}, next_look_{};
 };
 thread_local Crowd t_crowd;
 
-// On which cores a worker may run, and whether it gets on.
-struct Place {
+// A thread of a team that may be bound to cores, and whether it gets on.
+struct Worker {
     std::atomic<pid_t> thread{0};       // 0: the thread cannot be moved
     clockid_t clock;                    // its processor time
     cpu_set_t allowed;                  // its cores as it came
@@ -192,7 +200,7 @@ struct Place {
 // The threads of one parallel region: the thread that opened it, worker 0, hands out jobs of tasks.
 class Team {
   public:
-    explicit Team(bool lends) : owner_(pthread_self()), places_(lends ? new Place[kTracked] : nullptr) {
+    explicit Team(bool lends) : owner_(pthread_self()), workers_(lends ? new Worker[kTracked] : nullptr) {
         for (auto& core : cores_) core.store(-1, std::memory_order_relaxed);
     }
 
@@ -217,8 +225,11 @@ class Team {
     // Waits a moment for the workers' first steps, which they may have to do on the owner's core.
     void admit() {
         const auto end = Clock::now() + std::chrono::microseconds(500);
-        while (places_[1].thread.load(std::memory_order_relaxed) == 0 && Clock::now() < end) sched_yield();
+        while (workers_[1].thread.load(std::memory_order_relaxed) == 0 && Clock::now() < end) sched_yield();
     }
+
+    // Whether the workers sleep as soon as they have no task.
+    bool has_lent() const { return lent_.load(std::memory_order_relaxed); }
 
     // `run` by the owner and by workers on other cores, where a neighbour lets them run now and then. False,
     // and nothing done, if no worker can go to other cores.
@@ -226,8 +237,8 @@ class Team {
         const int core = sched_getcpu();
         bool any = false;
         for (int i = 1; i < std::min(width, kTracked); ++i) {
-            const bool kept_off = places_[i].keep_off(core);
-            places_[i].may_take.store(kept_off, std::memory_order_relaxed);
+            const bool kept_off = workers_[i].keep_off(core);
+            workers_[i].may_take.store(kept_off, std::memory_order_relaxed);
             any = any || kept_off;
         }
         if (!any) return false;
@@ -237,9 +248,9 @@ class Team {
         for (bool stuck = false; !stuck && !ready();) {
             for (const auto end = Clock::now() + kPatience; Clock::now() < end && !ready();) pause_core();
             for (int i = 1; i < std::min(width, kTracked) && !ready(); ++i) {
-                Place& place = places_[i];
-                if (!place.in_task.load(std::memory_order_relaxed) || place.has_run()) continue;
-                place.give(sched_getcpu());
+                Worker& self = workers_[i];
+                if (!self.in_task.load(std::memory_order_relaxed) || self.has_run()) continue;
+                self.give(sched_getcpu());
                 stuck = true;
             }
         }
@@ -250,8 +261,8 @@ class Team {
 
     // Sends the workers back to the runtime, `others` of them.
     void close(int others) {
-        for (int i = 1; places_ != nullptr && i < kTracked; ++i)
-            if (places_[i].moved.load(std::memory_order_relaxed)) places_[i].give(sched_getcpu());
+        for (int i = 1; workers_ != nullptr && i < kTracked; ++i)
+            if (workers_[i].moved.load(std::memory_order_relaxed)) workers_[i].give(sched_getcpu());
         ticket_.store(kClosed);
         begin_.wake();
         const auto ready = [&] { return left_.load(std::memory_order_acquire) >= others; };
@@ -278,8 +289,8 @@ class Team {
     }
 
     void serve(int worker) {
-        Place* const place = places_ != nullptr && worker < kTracked ? &places_[worker] : nullptr;
-        if (place != nullptr) place->take();
+        Worker* const self = workers_ != nullptr && worker < kTracked ? &workers_[worker] : nullptr;
+        if (self != nullptr) self->take();
         std::uint64_t ticket = 0;
         const auto ready = [&] {
             ticket = ticket_.load(std::memory_order_acquire);
@@ -296,11 +307,11 @@ class Team {
             note_core(worker);
             if (!lent_.load(std::memory_order_relaxed) && shares_core(worker))
                 met_.store(true, std::memory_order_relaxed);
-            if (place != nullptr) place->in_task.store(true, std::memory_order_relaxed);
+            if (self != nullptr) self->in_task.store(true, std::memory_order_relaxed);
             take(worker);
-            if (place != nullptr) place->in_task.store(false, std::memory_order_relaxed);
+            if (self != nullptr) self->in_task.store(false, std::memory_order_relaxed);
         }
-        if (place != nullptr) place->leave();
+        if (self != nullptr) self->leave();
         left_.fetch_add(1);
         end_.wake();
     }
@@ -333,7 +344,7 @@ class Team {
     // Lent tasks are for the owner and for workers on other cores. Asked after the ticket was read.
     bool may_take(int worker) const {
         return worker == 0 || !lent_.load(std::memory_order_relaxed) ||
-               (worker < kTracked && places_[worker].may_take.load(std::memory_order_relaxed));
+               (worker < kTracked && workers_[worker].may_take.load(std::memory_order_relaxed));
     }
 
     void note_core(int worker) {
@@ -371,8 +382,8 @@ class Team {
     };
 
     const pthread_t owner_;
-    const std::unique_ptr<Place[]> places_;  // by worker; null: `lend` is not called
-    std::uint64_t number_ = 0;               // of the last job
+    const std::unique_ptr<Worker[]> workers_;  // by worker; null: `lend` is not called
+    std::uint64_t number_ = 0;                 // of the last job
     std::atomic<int> entered_{0}, left_{0};
     std::atomic<bool> met_{false};                  // a worker woke up on the core of worker 0
     std::atomic<bool> lent_{false};                 // the last job was lent
@@ -440,7 +451,10 @@ void run_mostly_alone(std::int64_t tasks, int width, Body body, void* context) {
             if (t_open == nullptr) {
                 open_region(width);
                 t_open->admit();
+            } else if (t_open->has_lent()) {
+                t_crowd.look();
             }
+            t_crowd.lend();
             Rest rest{body, context, task};
             if (t_open->lend(left, width, Rest::run, &rest)) return;
         }
