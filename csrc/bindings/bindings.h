@@ -179,8 +179,10 @@ void bind_attention(py::module_& m);
 void bind_cross_entropy(py::module_& m);
 void bind_embedding(py::module_& m);
 void bind_encoder_layer(py::module_& m);
+void bind_host_batch(py::module_& m);
 void bind_layer_norm(py::module_& m);
 void bind_linear(py::module_& m);
+void bind_model_watch(py::module_& m);
 void bind_packing(py::module_& m);
 void bind_samples(py::module_& m);
 

@@ -59,8 +59,10 @@ PYBIND11_MODULE(_C, m) {
     bind_cross_entropy(m);
     bind_embedding(m);
     bind_encoder_layer(m);
+    bind_host_batch(m);
     bind_layer_norm(m);
     bind_linear(m);
+    bind_model_watch(m);
     bind_packing(m);
     bind_samples(m);
 }

@@ -84,12 +84,42 @@ void bind_samples(py::module_& m) {
         .def("same", &TensorPlaces::same);
     m.def(
         "set_tensor_functions",
-        [](Address data, Address dim, Address sizes, Address strides) {
-            check_functions({data, dim, sizes, strides});
-            set_tensor_functions(data, dim, sizes, strides);
+        [](Address data, Address dim, Address sizes, Address strides, Address dtype, Address device_type) {
+            check_functions({data, dim, sizes, strides, dtype, device_type});
+            set_tensor_functions({data, dim, sizes, strides, dtype, device_type});
         },
         py::arg("torch_get_const_data_ptr"), py::arg("aoti_torch_get_dim"), py::arg("aoti_torch_get_sizes"),
-        py::arg("aoti_torch_get_strides"), "Hand over the addresses of PyTorch's C functions");
+        py::arg("aoti_torch_get_strides"), py::arg("aoti_torch_get_dtype"),
+        py::arg("aoti_torch_get_device_type"), "Hand over the addresses of PyTorch's C functions");
+    m.def(
+        "set_write_functions",
+        [](Address version_counter, Address has_simple_data_ptr) {
+            check_functions({version_counter, has_simple_data_ptr});
+            set_write_functions(version_counter, has_simple_data_ptr);
+        },
+        py::arg("version_counter"), py::arg("has_simple_data_ptr"),
+        "Hand over the addresses of two of PyTorch's C++ functions");
+    m.def(
+        "tensor_codes",
+        [](Address tensor) -> py::object {
+            TensorFacts facts;
+            if (!facts_of(pointer(tensor), &facts)) return py::none();
+            return py::make_tuple(facts.dtype, facts.device_type);
+        },
+        py::arg("tensor"), "PyTorch's codes of a tensor's dtype and device; None if it does not tell");
+    m.def(
+        "tensor_write_state",
+        [](Address tensor, Address storage) -> py::object {
+            if (!has_write_functions()) return py::none();
+            if (tensor == 0 || storage == 0)
+                throw py::value_error("tensor, storage: expected addresses, got 0");
+            const TensorWrites writes({pointer(tensor)}, {pointer(storage)});
+            return py::make_tuple(writes.versions().front(), writes.none());
+        },
+        py::arg("tensor"), py::arg("storage"),
+        "(version, whether the storage is marked) by the addresses of a TensorImpl and a StorageImpl; None "
+        "if "
+        "PyTorch does not tell");
 }
 
 }  // namespace fastbert

@@ -48,18 +48,58 @@ _TENSOR_FUNCTIONS = (
     "aoti_torch_get_dim",
     "aoti_torch_get_sizes",
     "aoti_torch_get_strides",
+    "aoti_torch_get_dtype",
+    "aoti_torch_get_device_type",
 )
+# Argument of `set_write_functions` -> PyTorch's C++ function, as its compiler names it
+_WRITE_FUNCTIONS = {
+    "version_counter": "_ZN5torch8autograd4impl15version_counterERKN2at6TensorE",
+    "has_simple_data_ptr": "_ZN3c104impl3cow19has_simple_data_ptrERKNS_11StorageImplE",
+}
+# c10::ScalarType
+_DTYPE_CODES = {torch.uint8: 0, torch.int32: 3, torch.int64: 4, torch.float32: 6, torch.bool: 11}
+
+
+def _tells_places(module: ModuleType) -> bool:
+    tensor = torch.empty(20, device="cpu").as_strided((2, 3), (7, 2), 5)
+    if module.TensorPlaces([tensor._cdata]).places() != [address(tensor), 2, 2, 3, 7, 2]:
+        return False
+    made = {dtype: torch.empty(1, dtype=dtype, device="cpu") for dtype in _DTYPE_CODES}
+    return all(module.tensor_codes(made[d]._cdata) == (code, 0) for d, code in _DTYPE_CODES.items())
+
+
+def _tells_writes(module: ModuleType) -> bool:
+    tensor = torch.zeros(2, device="cpu")
+    storage = tensor.untyped_storage()._cdata
+
+    def state() -> tuple[int, bool] | None:
+        return module.tensor_write_state(tensor._cdata, storage)
+
+    with torch.inference_mode(False), torch.no_grad():
+        found = [state()]
+        for _ in range(2):
+            tensor.add_(1)
+            torch._lazy_clone(tensor)
+            found.append(state())
+        tensor.data_ptr()
+        found.append(state())
+    return found == [(0, False), (1, True), (2, True), (2, False)]
 
 
 def _hand_over_tensor_functions(module: ModuleType) -> None:
     """Give the extension what csrc/cpu/tensor_places.h needs, if this PyTorch has it and it works."""
-    found = _functions(*_TENSOR_FUNCTIONS)
     none = dict.fromkeys(_TENSOR_FUNCTIONS, 0)
-    module.set_tensor_functions(**(none | found))
-    tensor = torch.empty(20, device="cpu").as_strided((2, 3), (7, 2), 5)
-    places = module.TensorPlaces([tensor._cdata]).places()
-    if places != [address(tensor), 2, 2, 3, 7, 2]:
+    module.set_tensor_functions(**(none | _functions(*_TENSOR_FUNCTIONS)))
+    if not _tells_places(module):
         module.set_tensor_functions(**none)
+    found = _functions(*_WRITE_FUNCTIONS.values())
+    module.set_write_functions(**{name: found.get(symbol, 0) for name, symbol in _WRITE_FUNCTIONS.items()})
+    try:
+        works = _tells_writes(module)
+    except (AttributeError, RuntimeError):  # this PyTorch cannot mark storages
+        works = False
+    if not works:
+        module.set_write_functions(**dict.fromkeys(_WRITE_FUNCTIONS, 0))
 
 
 def _load() -> tuple[ModuleType | None, str | None]:

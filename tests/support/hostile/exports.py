@@ -47,6 +47,21 @@ code, size, stride, needed, optional, number = map(
 )
 THREADS = Arg("threads", "threads", 2)
 KEPT = torch.zeros(8)  # alive as long as its address is used
+
+
+class Owned:
+    """Has the address of a tensor; the fence would copy the tensor itself."""
+
+    _cdata = KEPT._cdata
+
+
+class Stored:
+    """Has the address of the tensor's storage."""
+
+    _cdata = KEPT.untyped_storage()._cdata
+
+
+OWNED, STORED = Owned(), Stored()
 HOSTILE = {
     "code": (-1, 99),
     "size": SIZES,
@@ -482,6 +497,35 @@ EXPORTS = {
     ),
     "MappedPages": Export(lambda: [[[needed("at", floats(8)), size("bytes", 32)]]]),
     "TensorPlaces": Export(lambda: [[Arg("number", "tensor", KEPT._cdata)]]),
+    "ModelWatch": Export(
+        lambda: [
+            [Arg("number", "name", OWNED)],
+            [Arg("number", "table", {})],
+            [Arg("number", "hooks", {})],
+            [Arg("number", "attributes", {"training": False})],
+            [Arg("number", "tensor", OWNED)],
+            [Arg("number", "source", OWNED)],
+            [Arg("number", "storage", STORED)],
+        ],
+    ),
+    "HostBatch": Export(
+        lambda: [
+            size("vocab_size", 5),
+            size("type_vocab_size", 2),
+            number("pad", -1),
+            number("tensor_type", torch.Tensor),
+        ],
+        [{"pad": -2}, {"pad": 2**62}],
+    ),
+    "tensor_codes": Export(lambda: [number("tensor", KEPT._cdata)]),
+    "tensor_write_state": Export(
+        lambda: [number("tensor", KEPT._cdata), number("storage", KEPT.untyped_storage()._cdata)],
+        [{"tensor": 0}, {"storage": 0}],
+    ),
+    "set_write_functions": Export(
+        lambda: [Arg("number", name, 0) for name in loader._WRITE_FUNCTIONS],
+        [{name: address} for name in loader._WRITE_FUNCTIONS for address in (1, 64, 2**47, 2**64 - 1, -1)],
+    ),
     "set_tensor_functions": Export(
         lambda: [Arg("number", name, 0) for name in loader._TENSOR_FUNCTIONS],
         [{name: address} for name in loader._TENSOR_FUNCTIONS for address in (1, 64, 2**47, 2**64 - 1, -1)],
