@@ -15,7 +15,7 @@ Two sizes follow from a bucket's tokens:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 # The smallest default bucket
 _SMALLEST = 32
@@ -23,8 +23,7 @@ _SMALLEST = 32
 _ROOM = 8
 
 
-@dataclass(frozen=True)
-class Bucket:
+class Bucket(NamedTuple):
     """What one graph serves.
 
     Attributes:

@@ -29,17 +29,36 @@ _RECORDED = frozenset(
     )
 )
 
+# Those of a call that needs no more than two calls of the extension (`GraphedModel._quickly`)
+_USUAL = frozenset(("input_ids", "attention_mask", "token_type_ids", "return_dict", "first_token_only"))
 
-def unfit(model: BertModel) -> str | None:
-    """Why no graph can serve now, whatever the arguments; None if one can."""
+
+def is_usual(model: BertModel, device: torch.device, given: dict[str, Any]) -> bool:
+    """Whether nothing but hidden states and the pooler's output is asked for, by the usual arguments.
+
+    And nothing outside the modules is in the way. Hooks and modes of the modules are not looked at.
+    """
+    config = model.config
+    return (
+        given.keys() <= _USUAL
+        and not (config.output_attentions or config.output_hidden_states)
+        and _unfit_around(model, device) is None
+    )
+
+
+def unfit(model: BertModel, device: torch.device) -> str | None:
+    """Why no graph can serve a model on `device` now, whatever the arguments; None if one can."""
     if model.training:
         return "the model is in training mode"
+    return _unfit_around(model, device) or (HOOKED if is_hooked(model) else None)
+
+
+def _unfit_around(model: BertModel, device: torch.device) -> str | None:
     if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
         return "gradients are on: call under torch.inference_mode() or torch.no_grad()"
-    device = model.device
     if torch.is_autocast_enabled(device.type):
         return "autocast is on"
-    if is_hooked(model) or _has_any_global_hook():
+    if _has_any_global_hook():
         return HOOKED
     if "forward" in vars(model):
         return "the model's forward was replaced"

@@ -26,6 +26,9 @@ without waiting for the device. If a parameter or module was replaced (`.to()`,
 while recording are not noticed: attributes of modules such as `eps`, settings of PyTorch. After those, call
 `GraphedModel.clear`.
 
+A usual call whose graph exists takes the host two calls of the extension: one packs the batch, the other,
+while the GPU works, finds that nothing has changed (`GraphedModel._quickly`). All else goes the long way.
+
 What a graph cannot do, the model does itself, with the same result; `GraphedModel.last_fallback` says why.
 """
 
@@ -34,9 +37,9 @@ from __future__ import annotations
 import inspect
 import threading
 import warnings
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise, starmap
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -45,8 +48,10 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.graphs.buckets import Bucket, sequence_rooms, token_buckets
-from fastbert.graphs.calls import by_grid, unfit, unfit_arguments
+from fastbert.graphs.calls import by_grid, is_usual, unfit, unfit_arguments
+from fastbert.graphs.plans import Plan, make_plan
 from fastbert.graphs.recorder import Recorder, Recording, recorder_for
+from fastbert.graphs.staging import Rows, Stage, rows_in, words
 from fastbert.graphs.weights import Weights
 from fastbert.layers.packing import Packing, send
 from fastbert.models.base import PreTrainedModel
@@ -57,6 +62,7 @@ from fastbert.models.outputs import BaseModelOutputWithPooling
 from fastbert.runtime import dispatch, prepared
 
 _TRIES = 3  # replays of one call, while another thread changes the weights
+_PLANS = 1024  # to keep
 
 
 def graph(
@@ -152,21 +158,34 @@ class GraphedModel:
         self._weights: Weights | None = None
         self._derived: dict[tuple, tuple[nn.Module, Hashable, object]] = {}
         self._failed: dict[Bucket, str] = {}
-        self._rows = self._ends = torch.empty(0)
+        self._stage: Stage | None = None
+        self._memory = torch.empty(0)
+        self._inputs: dict[int, Rows] = {}
+        self._plans: dict[tuple, Plan] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPooling | tuple:
         """`BertModel.forward`, by a graph if one can serve."""
         if torch.compiler.is_compiling():
             return self.model(*args, **kwargs)
         given = dict(zip(self._positional, args, strict=False))
-        if len(args) > len(self._positional) or given.keys() & kwargs or not kwargs.keys() <= self._names:
-            return self.model(*args, **kwargs)  # raises the TypeError
-        given |= kwargs
-        reason = unfit(self.model) or unfit_arguments(self.model.config, given)
+        if kwargs:
+            if given.keys() & kwargs or not kwargs.keys() <= self._names:
+                return self.model(*args, **kwargs)  # raises the TypeError
+            given |= kwargs
+        if len(args) > len(self._positional):
+            return self.model(*args, **kwargs)  # likewise
+        model, stage = self.model, self._stage
+        first_only = bool(given.get("first_token_only"))
+        if stage is not None and is_usual(model, stage.device, given):
+            outputs = self._quickly(stage, given, first_only)
+            if outputs is not None:
+                last, pooled = outputs
+                output = BaseModelOutputWithPooling.of(last_hidden_state=last, pooler_output=pooled)
+                return model.as_output(output, given.get("return_dict"))
+        reason = unfit(model, model.device) or unfit_arguments(model.config, given)
         if reason is not None:
             self._note(reason)
-            return self.model(*args, **kwargs)
-        model, first_only = self.model, bool(given.get("first_token_only"))
+            return model(*args, **kwargs)
         inputs = check_inputs(
             model.config,
             model.device,
@@ -199,7 +218,7 @@ class GraphedModel:
         model = self.model
         given = (input_ids, cu_seqlens, max_seqlen, token_type_ids, position_ids)
         compiling = torch.compiler.is_compiling()
-        if compiling or (reason := unfit(model)) is not None:
+        if compiling or (reason := unfit(model, model.device)) is not None:
             if not compiling:
                 self._note(reason)
             return model.forward_packed(*given, first_token_only=first_token_only)
@@ -252,7 +271,7 @@ class GraphedModel:
         """Bytes of the graphs and their inputs now, without the model's weights."""
         with self._lock:
             recorder = self._recorder
-            return self._rows.nbytes + self._ends.nbytes + (0 if recorder is None else recorder.bytes_held())
+            return self._memory.nbytes + (0 if recorder is None else recorder.bytes_held())
 
     def clear(self) -> None:
         """Forget all graphs and free their memory; they are recorded again when needed."""
@@ -289,12 +308,68 @@ class GraphedModel:
             return f"there are more than {self.max_batch} sequences"
         if inputs.holes:
             return "the mask has holes, which this family's attention bias depends on"
-        tokens = next(
-            size
-            for size, room in zip(self.buckets, self.rooms, strict=True)
-            if size >= total and room >= packed.batch
-        )
-        return Bucket(tokens, first_only, pooled, dispatch.pins())
+        return Bucket(self._tokens(total, packed.batch), first_only, pooled, dispatch.pins())
+
+    def _tokens(self, total: int, batch: int) -> int:
+        """The size of the smallest bucket that holds a batch, which must not be too large for all of them."""
+        first = bisect_left(self.buckets, total)
+        while self.rooms[first] < batch:
+            first += 1
+        return self.buckets[first]
+
+    def _quickly(
+        self, stage: Stage, given: dict[str, Any], first_only: bool
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """(last_hidden_state, pooler_output) of a usual call that a recording serves as it is.
+
+        None if it is another call, or if something has changed: `_replay` then does what is needed. What it
+        does in many small steps, the extension here does in two calls, one of them while the GPU works.
+        """
+        ids, types = given.get("input_ids"), given.get("token_type_ids")
+        batch = stage.batch(ids, given.get("attention_mask"), types)
+        if batch is None:
+            return None
+        key = batch.shape, first_only, dispatch.pins()
+        plan = self._plans.get(key) or self._plan(*key)
+        if plan is None:
+            return None
+        packed = torch.empty(plan.words, dtype=torch.int64, pin_memory=plan.pinned)
+        if not stage.pack(batch, plan.bucket.tokens, plan.room, plan.indices is not None, packed):
+            return None
+        with self._lock:
+            # dropped meanwhile; or there is no state to compare with afterwards
+            if self._plans.get(key) is not plan or not self._weights.is_followed():
+                return None
+            self._recordings.move_to_end(plan.bucket)
+            with self._recorder.in_order():
+                plan.inputs.copy_(packed, non_blocking=True)
+                if not batch.with_ids:
+                    plan.ids[0].copy_(ids.reshape(-1))
+                    if types is not None:
+                        plan.ids[2].copy_(types.reshape(-1))
+                plan.replay()
+                outputs = plan.copy_outputs()
+            if not self._weights.untouched():
+                return None
+            self._last.reason = None
+            self.replays += 1
+        return outputs
+
+    def _plan(self, shape: tuple[int, int, int], first_only: bool, pins: tuple) -> Plan | None:
+        """How to serve padded batches of a shape (see `Batch`); None if no recording can."""
+        (size, _, total), model = shape, self.model
+        if not 0 < total <= self.buckets[-1] or size > self.max_batch:
+            return None
+        with self._lock:
+            bucket = Bucket(self._tokens(total, size), first_only, model.has_pooler, pins)
+            if bucket not in self._recordings:
+                return None
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            rows = self._rows(bucket.tokens)
+            plan = make_plan(bucket, self._recordings[bucket][0], rows, shape)
+            self._plans[shape, first_only, pins] = plan
+        return plan
 
     def _replay(
         self, inputs: Inputs, first_only: bool, pooled: bool
@@ -315,11 +390,13 @@ class GraphedModel:
                         return reason, None, None
                 with self._recorder.in_order():
                     outputs = self._run(bucket, inputs)
-                # Checked while the GPU already works: mostly nothing has changed since the recording
+                # Checked while the GPU already works
                 reason = self._weights.watched()
                 if reason is not None:
                     return reason, None, None
+                state = self._weights.candidate(self._derived.values())
                 if self._settle():
+                    self._weights.follow(state)
                     return None, *outputs
         return "the model changed during the call", None, None
 
@@ -331,10 +408,11 @@ class GraphedModel:
             return f"the model is on {device}, where there are no graphs"
         if any(p.is_inference() for p in self.model.parameters()):
             return "the model was made in inference mode: changes of its weights would not be noticed"
-        self._recorder, self._weights = recorder, Weights(self.model)
+        self._weights, self._stage = Weights(self.model), Stage(self.model.config, device)
+        self._recorder = recorder
         with torch.inference_mode(False):  # what is made in that mode cannot be written to outside it
-            self._rows = torch.zeros(3 * self.buckets[-1], dtype=torch.int64, device=device)
-            self._ends = torch.zeros(self.max_batch + 1, dtype=torch.int32, device=device)
+            most = max(starmap(words, zip(self.buckets, self.rooms, strict=True)))
+            self._memory = torch.zeros(most, dtype=torch.int64, device=device)
         return None
 
     def _drop(self) -> None:
@@ -343,9 +421,11 @@ class GraphedModel:
             self._recorder.wait()
         self._recordings.clear()
         self._failed.clear()
-        self._recorder = self._weights = None
+        self._recorder = self._weights = self._stage = None
         self._derived = {}
-        self._rows = self._ends = torch.empty(0)
+        self._memory = torch.empty(0)
+        self._inputs.clear()
+        self._plans.clear()
 
     def _settle(self) -> bool:
         """Whether the recordings are up to date.
@@ -372,7 +452,7 @@ class GraphedModel:
         done = set()
         # the smallest bucket of each kind
         for bucket in sorted(self._recordings, key=attrgetter("tokens")):
-            kind = replace(bucket, tokens=0)
+            kind = bucket._replace(tokens=0)
             if kind not in done:
                 done.add(kind)
                 self._recordings[bucket][1]()
@@ -386,6 +466,7 @@ class GraphedModel:
             return reason
         if len(self._recordings) >= self.max_graphs:
             self._recorder.wait()
+            self._plans.clear()
             while len(self._recordings) >= self.max_graphs:
                 self._recordings.popitem(last=False)
         function = self._function(bucket)
@@ -399,22 +480,28 @@ class GraphedModel:
             warnings.warn(f"fastbert: {bucket} has no graph: {reason}", RuntimeWarning, stacklevel=5)
             return reason
         self._recordings[bucket] = recording, function
+        self._weights.follow(None)  # it does not watch what this recording derives
         self._derived |= {(id(owner), name): (owner, name, value) for owner, name, value in derived}
         return None
 
     def _blank(self) -> None:
         """Clear the inputs' memory, whose values belong to another bucket and make no sense in this one."""
-        self._rows.zero_()
-        self._ends.zero_()
+        self._memory.zero_()
 
-    def _views(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """(ids, positions and types (3, tokens); cu_seqlens (room + 1,)) that the bucket's graph reads."""
-        room = self.rooms[self.buckets.index(bucket.tokens)]
-        return self._rows[: 3 * bucket.tokens].view(3, -1), self._ends[: room + 1]
+    def _room(self, tokens: int) -> int:
+        """How many sequences the bucket of so many tokens holds."""
+        return self.rooms[self.buckets.index(tokens)]
+
+    def _rows(self, tokens: int) -> Rows:
+        """What the graphs of the bucket of so many tokens read. All buckets share the memory."""
+        if tokens not in self._inputs:
+            with torch.inference_mode(False):  # see `_begin`
+                self._inputs[tokens] = rows_in(self._memory, tokens, self._room(tokens))
+        return self._inputs[tokens]
 
     def _function(self, bucket: Bucket) -> Callable[[], tuple[Tensor, Tensor | None]]:
-        """What is recorded: the model's forward on the memory of `_views`."""
-        model, (rows, ends) = self.model, self._views(bucket)
+        """What is recorded: the model's forward on the memory of `_rows`."""
+        model, (_, rows, ends, _) = self.model, self._rows(bucket.tokens)
         longest = min(bucket.tokens, model.config.max_tokens)
         packed = Packing(ends.shape[0] - 1, longest, ends, longest)
         types = rows[2] if model.family.segments else None
@@ -432,7 +519,7 @@ class GraphedModel:
 
     def _run(self, bucket: Bucket, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         """Copy a batch to where the bucket's graph reads it, replay, and copy the result."""
-        rows, ends = self._views(bucket)
+        _, rows, ends, _ = self._rows(bucket.tokens)
         given = [t for t in (inputs.input_ids, inputs.position_ids, inputs.token_type_ids) if t is not None]
         total, batch = given[0].shape[0], inputs.packing.batch
         rows[: len(given), :total] = send(torch.stack(given), rows.device)

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+_NOTHING = contextlib.nullcontext()
 _capturing = threading.Lock()  # PyTorch captures one graph at a time
 
 
@@ -115,10 +116,9 @@ class EagerRecorder:
         self._made.add(recording)
         return recording
 
-    @contextlib.contextmanager
-    def in_order(self) -> Iterator[None]:
+    def in_order(self) -> contextlib.AbstractContextManager:
         """See `Recorder`: a CPU has no streams."""
-        yield
+        return _NOTHING
 
     def wait(self) -> None:
         """See `Recorder`: a CPU has run all work already."""

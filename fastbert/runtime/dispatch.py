@@ -315,7 +315,7 @@ def serving_backend(function: str, device: torch.device, dtype: torch.dtype) -> 
 
 def pins() -> tuple[tuple[str, str], ...]:
     """(op, backend) pairs that `use_backend` pins now, sorted; "*" means all ops."""
-    return tuple(sorted(dict(_pins).items()))
+    return tuple(sorted(dict(_pins).items())) if _pins else ()
 
 
 def _resolve(function: str, device: torch.device, dtype: torch.dtype) -> Callable:

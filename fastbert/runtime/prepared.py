@@ -65,7 +65,8 @@ class _Entry(NamedTuple):
 _cache: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, _Entry]] = weakref.WeakKeyDictionary()
 _building: list[_Seal] = []  # of values that threads are building now
 _clears = 0
-# Guards writes to the three above; never held while something is built
+_changes = 0
+# Guards writes to the four above; never held while something is built
 _lock = threading.RLock()
 
 
@@ -222,10 +223,11 @@ class _Seal:
             self.places.same(sources)
             and all(map(_is_marked, sources if self.all_marked else compress(sources, self.marked)))
             and list(map(_version, sources)) == self.versions
-            and not self._differ()
+            and not self.written_unmarked()
         )
 
-    def _differ(self) -> bool:
+    def written_unmarked(self) -> bool:
+        """Whether pages or samples show that a source was written."""
         if self.pages is not None and self.pages.changed():
             self.written = True
         if self.samples is not None and self.samples.differ(torch.get_num_threads()):
@@ -293,12 +295,19 @@ def _build(
             value = build()
         with _lock:
             if not seal.broken:
+                _changed()
                 entries[name] = _Entry(value, seal)
     finally:
         _watch.pages = outer
         with _lock:
             _building.remove(seal)
     return value
+
+
+def _changed() -> None:
+    """Count a change of the cache; called with the lock."""
+    global _changes
+    _changes += 1
 
 
 def _forget(unmarked: set[int], written: set[int]) -> None:
@@ -312,6 +321,7 @@ def _forget(unmarked: set[int], written: set[int]) -> None:
     for entries in list(_cache.values()):
         for name, entry in list(entries.items()):
             if concerns(entry.seal):
+                _changed()
                 entries.pop(name, None)
 
 
@@ -352,6 +362,7 @@ def clear(model: Any) -> None:
     children = list(module_of(model).modules())
     with _lock:
         _clears += 1
+        _changed()
         for child in children:
             _cache.pop(child, None)
             for tensor in (*child._parameters.values(), *child._buffers.values()):
@@ -370,6 +381,14 @@ def clear_count() -> int:
     While the count is the same, derived weights whose sources have not changed are still remembered.
     """
     return _clears
+
+
+def change_count() -> int:
+    """How often any value was remembered, replaced or forgotten.
+
+    While the count is the same, what was remembered still is; its sources may have changed.
+    """
+    return _changes
 
 
 @contextlib.contextmanager
@@ -396,6 +415,37 @@ def is_current(owner: nn.Module, name: Hashable, value: object) -> bool:
     return found.seal.holds(sources)
 
 
+class Sources(NamedTuple):
+    """What values are derived from, and how to see that it was written.
+
+    Attributes:
+        tensors: the sources.
+        marked: those whose storages have a mark, which the next write removes.
+        written: functions that tell whether sources were written that marks do not show: on a CPU alone.
+    """
+
+    tensors: list[Tensor]
+    marked: list[Tensor]
+    written: list[Callable[[], bool]]
+
+
+def sources_of(values: Iterable[tuple[nn.Module, Hashable, object]]) -> Sources | None:
+    """The sources of (owner, name, value)s that are remembered; None if one is not, or has lost a source."""
+    found = Sources([], [], [])
+    for owner, name, value in values:
+        entry = _cache.get(owner, {}).get(name)
+        if entry is None or entry.value is not value:
+            return None
+        seal, tensors = entry.seal, [source() for source in entry.seal.sources]
+        if any(t is None for t in tensors):
+            return None
+        found.tensors.extend(tensors)
+        found.marked.extend(compress(tensors, seal.marked))
+        if seal.pages is not None or seal.samples is not None:
+            found.written.append(seal.written_unmarked)
+    return found
+
+
 def update_in_place(owner: nn.Module, name: Hashable, value: object) -> bool:
     """Copy what is now remembered under `name` into `value`, and remember `value` in its place.
 
@@ -418,6 +468,7 @@ def update_in_place(owner: nn.Module, name: Hashable, value: object) -> bool:
                 a.copy_(b)
     with _lock:
         if _cache.get(owner, {}).get(name) is found:
+            _changed()
             _cache[owner][name] = found._replace(value=value)
     return True
 

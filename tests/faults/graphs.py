@@ -8,6 +8,9 @@ _CALLS = "fastbert/graphs/calls.py"
 _RECORDER = "fastbert/graphs/recorder.py"
 _WEIGHTS = "fastbert/graphs/weights.py"
 _PREPARED = "fastbert/runtime/prepared.py"
+_STAGING = "fastbert/graphs/staging.py"
+_PLANS = "fastbert/graphs/plans.py"
+_OUTPUTS = "fastbert/models/outputs.py"
 
 
 def _fault(name: str, old: str, new: str, file: str = _GRAPHS) -> Fault:
@@ -41,8 +44,14 @@ FAULTS = (
         "hidden[: batch if bucket.first_token_only else total]",
         "hidden[: batch if bucket.first_token_only else None]",
     ),
-    _fault("next smaller bucket", "if size >= total and room", "if size * 1.25 >= total and room"),
-    _fault("a full bucket passed over", "if size >= total and room", "if size > total and room"),
+    _fault(
+        "next smaller bucket", "bisect_left(self.buckets, total)", "bisect_left(self.buckets, total * 0.8)"
+    ),
+    _fault(
+        "a full bucket passed over",
+        "bisect_left(self.buckets, total)",
+        "bisect_left(self.buckets, total + 1)",
+    ),
     _fault("too many tokens taken", "if total > self.buckets[-1]:", "if total > 2 * self.buckets[-1]:"),
     _fault(
         "too many sequences taken",
@@ -51,9 +60,13 @@ FAULTS = (
     ),
     _fault("no tokens replayed", "        if total == 0:\n", "        if total < 0:\n"),
     _fault("holes replayed", "        if inputs.holes:\n", "        if False:\n"),
-    _fault("sequences not counted", "and room >= packed.batch\n", "\n"),
-    _fault("one sequence too many", "and room >= packed.batch\n", "and room + 1 >= packed.batch\n"),
-    _fault("a full room passed over", "and room >= packed.batch\n", "and room > packed.batch\n"),
+    _fault("sequences not counted", "while self.rooms[first] < batch:", "while False:"),
+    _fault(
+        "one sequence too many", "while self.rooms[first] < batch:", "while self.rooms[first] < batch - 1:"
+    ),
+    _fault(
+        "a full room passed over", "while self.rooms[first] < batch:", "while self.rooms[first] <= batch:"
+    ),
     _fault(
         "the last bucket no wider than its tokens",
         "for size in buckets[:-1]), max_batch)",
@@ -67,7 +80,7 @@ FAULTS = (
         _BUCKETS,
     ),
     _fault("no room at least", "max(_ROOM, size // _ROOM))", "max(1, size // _ROOM))", _BUCKETS),
-    _fault("room of another bucket", "self.rooms[self.buckets.index(bucket.tokens)]", "self.rooms[-1]"),
+    _fault("room of another bucket", "self.rooms[self.buckets.index(tokens)]", "self.rooms[-1]"),
     _fault(
         "longest length not bounded by the tokens",
         "min(bucket.tokens, model.config.max_tokens)",
@@ -107,15 +120,15 @@ FAULTS = (
     _fault("fewer graphs kept than buckets", "    max_graphs: int = 64,\n", "    max_graphs: int = 32,\n"),
     _fault(
         "first rows and all rows in one bucket",
-        "Bucket(tokens, first_only, pooled,",
-        "Bucket(tokens, False, pooled,",
+        "packed.batch), first_only, pooled,",
+        "packed.batch), False, pooled,",
     ),
     _fault(
         "with and without pooler in one bucket",
-        "Bucket(tokens, first_only, pooled,",
-        "Bucket(tokens, first_only, True,",
+        "packed.batch), first_only, pooled,",
+        "packed.batch), first_only, True,",
     ),
-    _fault("pins not in the bucket", "dispatch.pins())", "())"),
+    _fault("pins not in the bucket", "first_only, pooled, dispatch.pins())", "first_only, pooled, ())"),
     _fault("the newest graph gives way", "popitem(last=False)", "popitem(last=True)"),
     _fault("use does not keep a graph", "        self._recordings.move_to_end(bucket)\n", ""),
     _fault(
@@ -145,7 +158,7 @@ FAULTS = (
     _fault("derived weights kept", "        prepared.clear(self.model)\n        weights", "        weights"),
     _fault(
         "one kind of recording alone derives",
-        "kind = replace(bucket, tokens=0)",
+        "kind = bucket._replace(tokens=0)",
         "kind = None",
     ),
     _fault(
@@ -162,7 +175,7 @@ FAULTS = (
     _fault("hooks not looked for", "        if any(self.hooks):\n", "        if False:\n", _WEIGHTS),
     _fault(
         "hooks of the whole model not looked for",
-        "    if is_hooked(model) or _has_any_global_hook():",
+        "    if _has_any_global_hook():",
         "    if False:",
         _CALLS,
     ),
@@ -210,7 +223,7 @@ FAULTS = (
         "dict(zip(self._positional, args, strict=False))",
         "dict(zip(self._positional[:2], args, strict=False))",
     ),
-    _fault("arguments given twice taken", "or given.keys() & kwargs or", "or"),
+    _fault("arguments given twice taken", "if given.keys() & kwargs or not", "if not"),
     _fault(
         "packed asked for, padded given",
         '        if given.get("packed"):\n            return hidden',
@@ -245,7 +258,7 @@ FAULTS = (
         "self._last = threading.local()",
         "self._last = type('Shared', (), {})()",
     ),
-    _fault("the inputs' memory not counted", "return self._rows.nbytes + self._ends.nbytes + (", "return ("),
+    _fault("the inputs' memory not counted", "return self._memory.nbytes + (", "return ("),
     _fault("no wait for the warm-up", "            current.wait_stream(self._stream)\n", "", _RECORDER),
     _fault("no wait before the warm-up", "            self._stream.wait_stream(current)\n", "", _RECORDER),
     _fault(
@@ -298,6 +311,139 @@ FAULTS = (
         _PREPARED,
     ),
     _fault("clearing not counted", "    _clears += 1\n", "", _PREPARED),
+    # the quick calls
+    _fault(
+        "a quick call not watched",
+        "            if not self._weights.untouched():\n",
+        "            if False:\n",
+    ),
+    _fault("quick calls before a state is right", " or not self._weights.is_followed():", ":"),
+    _fault("a plan of a dropped recording", "if self._plans.get(key) is not plan or", "if"),
+    _fault(
+        "pins not in the plan",
+        "key = batch.shape, first_only, dispatch.pins()",
+        "key = batch.shape, first_only, ()",
+    ),
+    _fault(
+        "first tokens by the plan of all",
+        "key = batch.shape, first_only, dispatch.pins()",
+        "key = batch.shape, False, dispatch.pins()",
+    ),
+    _fault("quick use does not keep a graph", "            self._recordings.move_to_end(plan.bucket)\n", ""),
+    _fault("plans without end", "            if len(self._plans) >= _PLANS:\n", "            if False:\n"),
+    _fault(
+        "plans outlive an evicted recording",
+        "            self._plans.clear()\n            while",
+        "            while",
+    ),
+    _fault(
+        "plans outlive all recordings",
+        "        self._inputs.clear()\n        self._plans.clear()\n",
+        "        self._inputs.clear()\n",
+    ),
+    _fault(
+        "memory of before",
+        "        self._inputs.clear()\n        self._plans.clear()\n",
+        "        self._plans.clear()\n",
+    ),
+    _fault(
+        "new derived weights not watched",
+        "        self._weights.follow(None)  # it does not watch what this recording derives\n",
+        "",
+    ),
+    _fault(
+        "the state taken after it was found right",
+        "                if self._settle():\n                    self._weights.follow(state)\n",
+        "                if self._settle():\n"
+        "                    state = self._weights.candidate(self._derived.values())\n"
+        "                    self._weights.follow(state)\n",
+    ),
+    _fault(
+        "ids on a device not copied",
+        "                    plan.ids[0].copy_(ids.reshape(-1))\n",
+        "                    pass\n",
+    ),
+    _fault(
+        "types on a device not copied",
+        "                        plan.ids[2].copy_(types.reshape(-1))\n",
+        "                        pass\n",
+    ),
+    _fault("more tokens than planned for", "if not 0 < total <= self.buckets[-1] or", "if not 0 < total or"),
+    _fault(
+        "more sequences than planned for", "self.buckets[-1] or size > self.max_batch:", "self.buckets[-1]:"
+    ),
+    _fault(
+        "attentions asked of a quick call",
+        "not (config.output_attentions or config.output_hidden_states)",
+        "not config.output_attentions",
+        _CALLS,
+    ),
+    _fault("any argument usual", "        given.keys() <= _USUAL\n", "        True\n", _CALLS),
+    _fault("gradients in a quick call", "        and _unfit_around(model, device) is None\n", "", _CALLS),
+    _fault("derived weights of another state", "prepared.change_count() == self.changes", "True", _WEIGHTS),
+    _fault("modules not compared", "            and self.extension.same()\n", "", _WEIGHTS),
+    _fault(
+        "unmarked memory not compared",
+        "            and not any(written() for written in self.sources.written)\n",
+        "",
+        _WEIGHTS,
+    ),
+    _fault("samples forgotten", "not old.sources.written and ", "", _WEIGHTS),
+    _fault("marks not compared", "marked_storages=storages", "marked_storages=[]", _WEIGHTS),
+    _fault("hooks not compared", "empty=self.hooks", "empty=[]", _WEIGHTS),
+    _fault("modes not compared", "attributes=self.attributes", "attributes=[]", _WEIGHTS),
+    _fault(
+        "long sequences taken", "if shape is None or shape[1] > self._longest:", "if shape is None:", _STAGING
+    ),
+    _fault(
+        "padding beside ids on a device",
+        "if not with_ids and shape[2] < shape[0] * shape[1]:",
+        "if False:",
+        _STAGING,
+    ),
+    _fault(
+        "RoBERTa's ids not looked at", "if not self._by_column or not _are_ids", "if not _are_ids", _STAGING
+    ),
+    _fault("ends where indices are", "ends = memory[3 * tokens :", "ends = memory[4 * tokens :", _STAGING),
+    _fault(
+        "MPNet's holes packed",
+        "extension is not None and family.relative_bias is None and",
+        "extension is not None and",
+        _STAGING,
+    ),
+    _fault(
+        "the mask taken for types",
+        "((ids, types), 1) if mask is None",
+        "((ids, types), 0) if mask is None",
+        _STAGING,
+    ),
+    _fault(
+        "a view of a quick output",
+        "*self.shape) if padded else self.hidden.clone()",
+        "*self.shape) if padded else self.hidden",
+        _PLANS,
+    ),
+    _fault(
+        "a view of a quick pooler output",
+        "None if self.pooled is None else self.pooled.clone()",
+        "self.pooled",
+        _PLANS,
+    ),
+    _fault(
+        "padding not put back", "padded = self.indices is not None and not", "padded = False and not", _PLANS
+    ),
+    _fault(
+        "indices not sent",
+        "words = rows.whole.shape[0] - (rows.indices.shape[0] if dense else 0)",
+        "words = rows.whole.shape[0] - rows.indices.shape[0]",
+        _PLANS,
+    ),
+    _fault(
+        "fields that are None are items",
+        "            if value is not None:\n                attributes[name]",
+        "            if True:\n                attributes[name]",
+        _OUTPUTS,
+    ),
 )
 
 SUITE = Suite(

@@ -157,7 +157,7 @@ def test_what_a_graph_reads():
     g.graphed(**lengths_batch([50, 20, 31]))
     [_, bucket] = g.graphed.graphs
     assert bucket.tokens == 112
-    rows, ends = g.graphed._views(bucket)
+    _, rows, ends, _ = g.graphed._rows(bucket.tokens)
     assert rows.shape == (3, 112)
     assert ends.shape == (15,)
     assert rows[:, 101:].eq(0).all()

@@ -1,0 +1,206 @@
+"""What a call of a graphed model costs the host: `python bench/bench_graphs.py`.
+
+The recorder here replays nothing, so only the host's work is left: checks of the inputs and weights, packing,
+copies of inputs and outputs. It is counted on a CPU, where no GPU is waited for. The model has BERT-base's 12
+layers with all their modules and tensors, but 64 columns, so that copies take next to no time. Its weights
+are derived and watched as on a GPU: query, key and value joined, marks, no samples of the memory.
+
+The lanes:
+- `host`: all inputs are in CPU memory, as the tokens of a tokenizer are.
+- `device`: they count as a GPU's, so the host first copies them to itself. A real copy waits for the GPU.
+
+`--other DIR` also measures another checkout, built in place, by the lane `host`: before and after a change in
+one run. Each checkout has its own processes, in turn. Rows go to bench/results/<machine>/bench_graphs.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent.parent
+_SEPARATE = "--serve" in sys.argv  # in a process of its own: the checkout is named behind it
+ROOT = Path(sys.argv[sys.argv.index("--serve") + 1]) if _SEPARATE else HERE
+if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
+    sys.path[0] = str(ROOT)
+
+import torch  # noqa: E402
+
+LANES = ("host", "device")
+CALLS = 300  # of each case in a round
+WARM_UP = 20
+COLUMNS = 64
+
+
+def cases() -> dict[str, dict]:
+    """Name -> arguments of a call."""
+    generator = torch.Generator().manual_seed(0)
+
+    def batch(lengths: list[int], seqlen: int = 128) -> dict[str, torch.Tensor]:
+        shape = len(lengths), seqlen
+        ids = torch.randint(5, 1000, shape, generator=generator)
+        mask = (torch.arange(seqlen) < torch.tensor(lengths).unsqueeze(1)).long()
+        return {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
+
+    whole = batch([128])
+    return {
+        "ids-1x128": {"input_ids": whole["input_ids"]},
+        "tokenizer-1x128": whole,
+        "first_token-1x128": whole | {"first_token_only": True},
+        "padded-8x128": batch([128, 90, 17, 64, 33, 128, 5, 77]),
+    }
+
+
+def graphed_model() -> Callable:
+    """A graphed encoder whose weights are watched as on a GPU and whose replays do nothing."""
+    import fastbert
+
+    if not Path(fastbert.__file__).is_relative_to(ROOT):
+        raise RuntimeError(f"there is no package fastbert in {ROOT}, and another one was found")
+    from fastbert.graphs.recorder import EagerRecorder, Recording
+    from fastbert.layers import linear
+    from fastbert.layers.encoder import EncoderLayer
+    from fastbert.models.auto import AutoModel
+    from fastbert.models.config import EncoderConfig
+    from fastbert.runtime import prepared
+
+    class NoReplay(EagerRecorder):
+        def record(self, function: Callable) -> Recording:
+            return Recording(function(), lambda: None)
+
+    # what a CPU has instead: layers in one call, panels of weights, samples of memory
+    EncoderLayer._fused = lambda *_: None
+    linear.linear_panel_maker = lambda *_: None
+    prepared._samples_of = lambda *_: []
+    prepared._pages_of = lambda *_: (None, {})
+    kinds = linear.LINEAR_KINDS
+    kinds[torch.nn.Linear] = kinds[torch.nn.Linear]._replace(joins=lambda x, modules: True)
+    config = EncoderConfig(
+        model_type="bert", hidden_size=COLUMNS, num_attention_heads=1, intermediate_size=COLUMNS
+    )
+    torch.manual_seed(0)
+    model = AutoModel.from_config(config).eval()
+    return fastbert.graph(model, max_tokens=2048, max_batch=64, recorder=NoReplay)
+
+
+def microseconds(call: Callable[[], object], calls: int) -> list[float]:
+    """The times of calls, ascending."""
+    for _ in range(WARM_UP):
+        call()
+    times = []
+    for _ in range(calls):
+        begin = time.perf_counter_ns()
+        call()
+        times.append((time.perf_counter_ns() - begin) / 1e3)
+    return sorted(times)
+
+
+def serve(lane: str, calls: int) -> dict[str, dict]:
+    """Measure this process's checkout: case -> least and median microseconds."""
+    torch.set_num_threads(1)
+    graphed, found = graphed_model(), {}
+    if lane == "device":
+        from fastbert.graphs import staging
+
+        staging.is_on_host = lambda t: False
+    with torch.inference_mode():
+        for name, given in cases().items():
+            times = microseconds(lambda given=given: graphed(**given), calls)
+            if graphed.last_fallback is not None:
+                raise RuntimeError(f"{name}: {graphed.last_fallback}")
+            found[name] = {"least_us": times[0], "median_us": statistics.median(times)}
+    return found
+
+
+def ask(root: Path, lane: str, calls: int) -> dict[str, dict]:
+    """`serve` in a process of its own."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--serve", str(root)]
+    command += ["--lane", lane, "--calls", str(calls)]
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{root}, {lane}: {done.stderr.strip()[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def line(row: dict) -> str:
+    """A row for the screen."""
+    return (
+        f"{row['name']:34} least {row['least_us']:7.1f} us  median {row['median_us']:7.1f} us  "
+        f"n={row['rounds']} x {row['calls']}"
+    )
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="bench_graphs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--other", type=Path, help="another checkout of this project, built in place")
+    parser.add_argument("--rounds", type=int, default=5, help="processes of each checkout and lane, in turn")
+    parser.add_argument("--calls", type=int, default=CALLS, help="of each case in a process")
+    parser.add_argument("--out", type=Path, help="folder (default: bench/results/<machine>)")
+    parser.add_argument("--note", help="a remark to keep with the results")
+    parser.add_argument("--serve", metavar="ROOT", help=argparse.SUPPRESS)
+    parser.add_argument("--lane", choices=LANES, default="host", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    for name in ("rounds", "calls"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name}: expected an integer >= 1, got {getattr(args, name)}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure; print and record each row."""
+    args = parse(argv)
+    if args.serve:
+        print(json.dumps(serve(args.lane, args.calls)))
+        return 0
+    from bench.probe import Report, describe
+
+    environment = describe(torch.device("cpu"))
+    folder = args.out or HERE / "bench" / "results" / environment["slug"]
+    settings = {"rounds": args.rounds, "calls": args.calls}
+    report = Report(folder / "bench_graphs.json", settings, args.note, line)
+    report.data |= {"environment": environment, "other": args.other is not None}
+    runs = [("fastbert", HERE, lane) for lane in LANES]
+    if args.other is not None:
+        runs.append(("other", args.other.resolve(), "host"))
+    start = time.monotonic()
+    found: dict[tuple[str, str], list[dict]] = {(who, lane): [] for who, _, lane in runs}
+    for _ in range(args.rounds):
+        for who, root, lane in runs:
+            found[who, lane].append(ask(root, lane, args.calls))
+    for (who, lane), rounds in found.items():
+        for case in cases():
+            times = [measured[case] for measured in rounds]
+            report.row(
+                {
+                    "step": "graphed call",
+                    "status": "ok",
+                    "name": f"{who}-{lane}-{case}",
+                    "candidate": who,
+                    "lane": lane,
+                    "case": case,
+                    "least_us": min(t["least_us"] for t in times),
+                    "median_us": statistics.median(t["median_us"] for t in times),
+                    "rounds": args.rounds,
+                    "calls": args.calls,
+                }
+            )
+    report.data["finished"] = True
+    report.data["seconds"] = round(time.monotonic() - start, 1)
+    report.save()
+    print(f"# done in {report.data['seconds']:.0f} s: {report.path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,312 @@
+"""Usual calls, which the extension checks, packs and watches in two calls (`GraphedModel._quickly`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastbert.graphs import model as graphs
+from fastbert.graphs import staging, weights
+from fastbert.graphs.staging import rows_in, words
+from fastbert.models.inputs import check_inputs
+from fastbert.runtime import dispatch
+from tests.support.graphed_models import Graphed, fresh, lengths_batch, same, shared
+
+CPU = torch.device("cpu")
+PADDED = lengths_batch([5, 9, 3, 1])
+HOLES = {**PADDED, "attention_mask": PADDED["attention_mask"] * (torch.arange(9) % 3 < 2)}
+TYPES = torch.arange(36).view(4, 9) % 2
+
+USUAL = {
+    "ids": {"input_ids": PADDED["input_ids"]},
+    "a mask of ones": {"input_ids": PADDED["input_ids"], "attention_mask": torch.ones(4, 9).long()},
+    "a mask": PADDED,
+    "a mask with holes": HOLES,
+    "types": {**PADDED, "token_type_ids": TYPES},
+    "types without a mask": {"input_ids": PADDED["input_ids"], "token_type_ids": TYPES},
+    "an empty sequence": lengths_batch([5, 0, 3]),
+    "first tokens": {**PADDED, "first_token_only": True},
+    "a tuple": {**PADDED, "return_dict": False},
+    "int32": {k: v.int() for k, v in PADDED.items()},
+    "a mask of booleans": {**PADDED, "attention_mask": PADDED["attention_mask"].bool()},
+    "a mask of bytes": {**PADDED, "attention_mask": PADDED["attention_mask"].byte()},
+    "a mask of floats": {**PADDED, "attention_mask": PADDED["attention_mask"].float() / 2},
+    "strides": {k: v.t().contiguous().t() for k, v in PADDED.items()},
+    "views": {"input_ids": PADDED["input_ids"][1:3, 2:7], "attention_mask": torch.ones(2, 9)[:, ::2]},
+    "one expanded": {"input_ids": PADDED["input_ids"][:1].expand(4, 9)},
+}
+NO_TYPES = [name for name in USUAL if "types" not in name]
+
+
+class Refused(AssertionError):
+    """The call was not a quick one."""
+
+
+def only_quick(monkeypatch):
+    def refuse(*args):
+        raise Refused
+
+    monkeypatch.setattr(graphs, "check_inputs", refuse)
+
+
+def on_a_device(monkeypatch, *on_host):
+    """All tensors but these count as a GPU's."""
+    monkeypatch.setattr(staging, "is_on_host", lambda t: any(t is other for other in on_host))
+
+
+@pytest.mark.parametrize(
+    ("name", "lane"),
+    # integers and floats are not copied from a device together
+    [
+        (name, lane)
+        for name in USUAL
+        for lane in ("host", "device")
+        if (name, lane) != ("a mask of floats", "device")
+    ],
+)
+def test_usual_calls(name, lane, monkeypatch):
+    """The first one records; the second is quick, and its result the model's."""
+    g = Graphed(shared())
+    g.check(**USUAL[name])
+    if lane == "device":
+        on_a_device(monkeypatch)
+    only_quick(monkeypatch)
+    g.check(**USUAL[name])
+    assert g.graphed.replays == 2
+
+
+@pytest.mark.parametrize("family", ["roberta", "distilbert", "albert", "electra"])
+@pytest.mark.parametrize("name", NO_TYPES)
+def test_other_families(family, name, monkeypatch):
+    """RoBERTa counts positions over ids that are not padding; DistilBERT has no types."""
+    g = Graphed(shared(family))
+    given = dict(USUAL[name])
+    given["input_ids"] = given["input_ids"].clone()
+    given["input_ids"][0, 2] = given["input_ids"][-1, 0] = g.model.config.pad_token_id
+    g.check(**given)
+    only_quick(monkeypatch)
+    g.check(**given)
+
+
+@pytest.mark.parametrize("types", [None, TYPES])
+@pytest.mark.parametrize("mask", [None, torch.ones(4, 9).long()])
+def test_ids_on_a_device_and_the_mask_on_the_host(mask, types, monkeypatch):
+    """The ids are not copied to the host."""
+    g = Graphed(shared())
+    given = {"input_ids": PADDED["input_ids"], "attention_mask": torch.ones(4, 9).long()}
+    given["token_type_ids"] = types
+    g.check(**given)
+    only_quick(monkeypatch)
+    on_a_device(monkeypatch, given["attention_mask"])
+    monkeypatch.setattr(staging, "to_host", None)
+    g.check(**given)
+    assert g.graphed.replays == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"token_type_ids": torch.zeros(4, 9)},
+        {"token_type_ids": torch.zeros(4, 8).long()},
+        {"token_type_ids": [0]},
+        {"input_ids": torch.full((4, 9), 5.0)},
+        {"input_ids": torch.full((4, 9), 5)[0]},
+    ],
+)
+def test_bad_ids_on_a_device_and_the_mask_on_the_host(wrong, monkeypatch):
+    g = Graphed(shared())
+    given = {"input_ids": PADDED["input_ids"], "attention_mask": torch.ones(4, 9).long()}
+    g.check(**given)
+    on_a_device(monkeypatch, given["attention_mask"])
+    with pytest.raises((TypeError, ValueError), match=r"token_type_ids|input_ids"), torch.no_grad():
+        g.graphed(**given | wrong)
+
+
+UNUSUAL = {
+    "position_ids": {"position_ids": torch.arange(9).flip(0)[None]},
+    "a masked first token": {"attention_mask": torch.arange(9).expand(4, 9)},
+    "packed": {"packed": True},
+    "float64": {"attention_mask": torch.ones(4, 9).double()},
+    "strange kinds of tensors": {"input_ids": torch.nn.Parameter(PADDED["input_ids"], requires_grad=False)},
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_calls_are_left_to_check_inputs(name, monkeypatch):
+    g = Graphed(shared())
+    g.check(**PADDED)
+    given = {**PADDED, **UNUSUAL[name]}
+    if name == "packed":
+        same(g.graphed(**given)[0], g.model(**given)[0])
+    else:
+        g.check(**given)
+    only_quick(monkeypatch)
+    with pytest.raises(Refused), torch.no_grad():
+        g.graphed(**given)
+
+
+BAD_ROW = torch.full((4, 9), 5)
+BAD = {
+    "a large id": {"input_ids": BAD_ROW + torch.eye(4, 9).long() * 200},
+    "a large id that is masked": {"input_ids": torch.full((4, 9), 5).index_fill(1, torch.tensor([8]), 120)},
+    "an id below zero": {"input_ids": BAD_ROW - torch.eye(4, 9).long() * 6},
+    "a large type": {"token_type_ids": torch.eye(4, 9).long() * 2},
+    "a type below zero": {"token_type_ids": -torch.eye(4, 9).long()},
+    "types of another shape": {"token_type_ids": torch.zeros(4, 8).long()},
+    "a mask of another shape": {"attention_mask": torch.ones(4, 8).long()},
+    "a mask of one sequence": {"attention_mask": torch.ones(9).long()},
+    "a complex mask": {"attention_mask": torch.ones(4, 9, dtype=torch.complex64)},
+    "float ids": {"input_ids": BAD_ROW.float()},
+    "float types": {"token_type_ids": torch.zeros(4, 9)},
+    "ids of one sequence": {"input_ids": BAD_ROW[0]},
+    "a sequence too long": {"input_ids": torch.full((1, 73), 5), "attention_mask": None},
+    "no ids": {"input_ids": None},
+    "a list": {"input_ids": [[5]]},
+}
+
+
+@pytest.mark.parametrize("lane", ["host", "device"])
+@pytest.mark.parametrize("name", BAD)
+def test_bad_inputs_are_told_as_the_model_tells_them(name, lane, monkeypatch):
+    g = Graphed(shared())
+    given = {"input_ids": BAD_ROW, "attention_mask": PADDED["attention_mask"], **BAD[name]}
+    g.check(**PADDED)
+    with torch.no_grad():
+        with pytest.raises((TypeError, ValueError)) as expected:
+            g.model(**given)
+        if lane == "device":
+            on_a_device(monkeypatch)
+        with pytest.raises(type(expected.value)) as raised:
+            g.graphed(**given)
+    assert str(raised.value) == str(expected.value)
+
+
+def test_a_smaller_vocabulary_is_noticed():
+    """The rules of ids are those of the config when recording began."""
+    g = Graphed(fresh())
+    g.check(**PADDED)
+    largest = int(PADDED["input_ids"].max())
+    g.model.resize_token_embeddings(largest)
+    with torch.no_grad(), pytest.raises(ValueError, match=f"token id {largest} is outside"):
+        g.graphed(**PADDED)
+
+
+@pytest.mark.parametrize("missing", ["staging", "weights", "both"])
+def test_without_the_extension(missing, monkeypatch):
+    if missing != "weights":
+        monkeypatch.setattr(staging, "extension", None)
+    if missing != "staging":
+        monkeypatch.setattr(weights, "extension", None)
+    g = Graphed(fresh())
+    for _ in range(3):
+        g.check(**PADDED)
+    with torch.no_grad():
+        g.model.embeddings.LayerNorm.weight.mul_(2)
+        g.model.encoder.layer[0].output.dense.weight.data.mul_(2)
+    g.check(**PADDED)
+    assert g.graphed.replays == 4
+
+
+def test_pins_have_their_own_recording(monkeypatch):
+    g = Graphed(fresh())
+    g.check(**PADDED)
+    with dispatch.use_backend("aten"):
+        g.check(**PADDED)
+    assert g.recorded == 2
+    only_quick(monkeypatch)
+    for backend in ("aten", None, "aten"):
+        if backend is None:
+            g.check(**PADDED)
+        else:
+            with dispatch.use_backend(backend):
+                g.check(**PADDED)
+    assert g.recorded == 2
+
+
+def test_plans_do_not_outlive_their_recordings(monkeypatch):
+    """With room for one graph, each call replaces the other's."""
+    monkeypatch.setattr(graphs, "_PLANS", 2)
+    g = Graphed(shared(), max_graphs=1)
+    for lengths in ([3, 4], [60, 40], [3, 4], [3, 4], [4, 3], [2, 2, 2], [60, 40], [60, 40]):
+        g.check(**lengths_batch(lengths))
+        assert {plan.bucket for plan in g.graphed._plans.values()} <= set(g.graphed.graphs)
+        assert len(g.graphed._plans) <= 2
+    assert g.recorded == 4
+
+
+def test_the_graph_used_last_stays():
+    """A quick call counts as use."""
+    g = Graphed(shared(), max_graphs=2)
+    for lengths in ([3, 4], [60, 40]):
+        g.check(**lengths_batch(lengths))
+    for lengths in ([3, 4], [3, 4], [60, 60, 60]):
+        g.check(**lengths_batch(lengths))
+    assert [b.tokens for b in g.graphed.graphs] == [32, 192]
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
+@pytest.mark.parametrize("seed", range(6))
+def test_packed_rows_are_those_of_check_inputs(family, seed):
+    """All rows of the memory, those behind the tokens and sequences included."""
+    model = shared(family)
+    g = torch.Generator().manual_seed(seed)
+    size, seqlen = (int(torch.randint(1, 9, (), generator=g)) for _ in range(2))
+    ids = torch.randint(0, 120, (size, seqlen), generator=g)
+    mask = torch.randint(0, 4, (size, seqlen), generator=g) > 0
+    mask[:, 0] |= mask.any(1)
+    types = torch.randint(0, 2, (size, seqlen), generator=g) if model.family.segments else None
+    if seed == 0:
+        mask = None
+    stage = staging.Stage(model.config, CPU)
+    made = stage.batch(ids, mask, types)
+    expected = check_inputs(model.config, CPU, ids, mask, types, None, None)
+    total, packing = len(expected.input_ids), expected.packing
+    assert made.shape == (size, seqlen, total)
+    tokens, room = total + seed, size + seed
+    dense = total == size * seqlen
+    memory = torch.full((words(tokens, room),), -7)
+    assert stage.pack(made, tokens, room, not dense, memory)
+    whole, rows, ends, indices = rows_in(memory, tokens, room)
+    assert torch.equal(whole, memory)
+    assert torch.equal(rows[0, :total], expected.input_ids)
+    assert torch.equal(rows[1, :total], expected.position_ids)
+    if types is not None:
+        assert torch.equal(rows[2, :total], expected.token_type_ids)
+    assert not rows[:, total:].any()
+    assert torch.equal(ends[: size + 1], packing.cu_seqlens)
+    assert ends[size:].eq(total).all()
+    assert indices.eq(-7).all() if dense else torch.equal(indices[:total], packing.indices)
+
+
+def test_a_batch_that_has_no_room():
+    stage = staging.Stage(shared().config, CPU)
+    made = stage.batch(PADDED["input_ids"], PADDED["attention_mask"], None)
+    memory = torch.full((words(64, 8),), -7)
+    for tokens, room, indices, words_said in (
+        (17, 8, True, "tokens: expected at least 18"),
+        (64, 3, True, "room: expected at least 4"),
+        (64, 8, False, "with_indices: expected True"),
+    ):
+        with pytest.raises(ValueError, match=words_said):
+            stage.pack(made, tokens, room, indices, memory)
+    assert memory.eq(-7).all()
+
+
+def test_a_change_during_the_replay_is_noticed():
+    """The state that the next call compares with was taken before it was found right."""
+    g = Graphed(fresh())
+    g.check(**PADDED)
+    g.check(**PADDED)
+    replay = g.graphed._recordings[g.graphed.graphs[0]][0].replay
+
+    def write_and_replay():
+        replay()
+        with torch.no_grad():
+            g.model.encoder.layer[1].attention.self.key.weight.mul_(1.01)
+
+    [(key, plan)] = g.graphed._plans.items()
+    g.graphed._plans[key] = plan._replace(replay=write_and_replay)
+    for _ in range(2):
+        with torch.no_grad():
+            actual = g.graphed(**PADDED)
+            same(actual, g.model(**PADDED))
