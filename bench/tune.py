@@ -161,7 +161,7 @@ def heuristic(task: Task, device: tuning.Device) -> Any:
     module, case = module_of(task.op), task.case
     if task.op == "linear":
         shape = case.in_features, case.out_features, case.activation, case.residual
-        return module.config_for(task.bucket, *shape, task.dtype, True, unknown)
+        return module.config_for(2**task.bucket, *shape, task.dtype, True, unknown)
     extras = bool(case.bias or case.dropout_p or case.probs)
     rows = tuning.bucket(case.total * case.nheads)
     return module.config_for(case.headdim, task.dtype, extras, task.bucket, rows, unknown)

@@ -30,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fastbert.kernels import activation as activation_kernels
 from fastbert.kernels import tuning
 from fastbert.kernels.activation import slope
 from fastbert.kernels.column_sums import _sum_partials_kernel
@@ -74,6 +75,13 @@ def _linear_bwd_kernel(
 # --- launchers ----------------------------------------------------------------------------------------------
 
 
+# Work of a tile's row or column, in elements of the tile. An estimate: with it tiles of 128 x 128 and 64 x 64
+# do 0.90 and 0.65 of the work per second of those of 128 x 256.
+OPERAND_WORK = 40
+# Rows are counted in units, so that a run over many lengths asks for few configs
+ROW_UNIT = 64
+
+
 class Config(NamedTuple):
     """How the kernel runs; a line of kernels/tuned/<gpu>.json.
 
@@ -100,13 +108,19 @@ class Config(NamedTuple):
 def heuristic(
     rows: int, out_features: int, dtype: torch.dtype, aligned: bool, device: tuning.Device
 ) -> Config:
-    """The config where no table has one: the largest tiles of which there are enough for the device."""
-    configs = ladder(dtype, aligned, device.capability)
-    for config in configs:
+    """The config where no table has one: of the ladder, the one that is done first.
+
+    Time is counted, not measured: how many tiles the busiest multiprocessor has, times the work per tile.
+    That is its area and, for operands that move through shared memory, `OPERAND_WORK` for each of its rows
+    and columns. Of equally good ones it is the one with the larger tiles.
+    """
+
+    def time(config: Config) -> int:
         tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(out_features, config.block_n)
-        if tiles >= device.multiprocessors:
-            return config
-    return configs[-1]
+        area, edges = config.block_m * config.block_n, config.block_m + config.block_n
+        return triton.cdiv(tiles, device.multiprocessors) * (area + OPERAND_WORK * edges)
+
+    return min(ladder(dtype, aligned, device.capability), key=time)
 
 
 def ladder(dtype: torch.dtype, aligned: bool, capability: tuple[int, int]) -> tuple[Config, ...]:
@@ -184,9 +198,9 @@ def tuning_key(
     return " ".join(words + ([activation] if activation else []) + (["residual"] if residual else []))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=16384)
 def config_for(
-    rows_bucket: int,
+    rows: int,
     in_features: int,
     out_features: int,
     activation: str | None,
@@ -197,10 +211,10 @@ def config_for(
 ) -> Config:
     """The config of the GPU's table, which is for aligned matrices; else the heuristic's."""
     key = tuning_key(in_features, out_features, activation, residual, dtype)
-    found = tuning.tuned(device, "linear", key, rows_bucket) if aligned else None
+    found = tuning.tuned(device, "linear", key, tuning.bucket(rows)) if aligned else None
     if found is not None:
         return Config(**found)
-    return heuristic(2**rows_bucket, out_features, dtype, aligned, device)
+    return heuristic(rows, out_features, dtype, aligned, device)
 
 
 def _aligned(*matrices: Tensor) -> bool:
@@ -228,7 +242,7 @@ def linear_fwd(
     out_features = weight.shape[0]
     aligned = _aligned(x, weight) and out_features * x.element_size() % 16 == 0
     config = config_for(
-        tuning.bucket(x.shape[0]),
+        triton.cdiv(x.shape[0], ROW_UNIT) * ROW_UNIT,
         x.shape[1],
         out_features,
         activation,
@@ -289,11 +303,22 @@ def linear_fwd_with(
         GROUP_M=config.group_m,
         SPLIT=config.split,
         TMA=config.tma,
+        EXACT=activation_kernels.EXACT_GELU,
+        BIAS_FIRST=bias_first(x.dtype, tuning.device_of(x.device).capability),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=MOST_REGISTERS,
     )
     return y, pre
+
+
+def bias_first(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    """Whether the accumulators begin with the bias: they must get some value, so that costs nothing.
+
+    Not in float32, where each step of the product would round a large bias again; nor on capability 10, whose
+    accumulators are not registers: there it spills.
+    """
+    return dtype != torch.float32 and capability[0] != 10
 
 
 def bwd_config(out_features: int) -> tuple[int, int]:

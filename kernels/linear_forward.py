@@ -23,6 +23,12 @@ def _halves(tile):
 
 
 @triton.jit
+def _bias(bias_ptr, cols, OUT: tl.constexpr):
+    """`bias` = [1, columns] in float32."""
+    return tl.load(bias_ptr + cols, mask=cols < OUT, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
 def _epilogue(
     acc,
     bias_ptr,
@@ -39,6 +45,8 @@ def _epilogue(
     SPLIT: tl.constexpr,
     TMA: tl.constexpr,
     DTYPE: tl.constexpr,
+    EXACT: tl.constexpr,
+    BIAS_FIRST: tl.constexpr,
 ):
     """Finish and store `acc` = [BLOCK_M, SPLIT * part], part by part."""
     if SPLIT > 1:
@@ -60,6 +68,8 @@ def _epilogue(
             SPLIT // 2,
             TMA,
             DTYPE,
+            EXACT,
+            BIAS_FIRST,
         )
         _epilogue(
             right,
@@ -77,20 +87,24 @@ def _epilogue(
             SPLIT // 2,
             TMA,
             DTYPE,
+            EXACT,
+            BIAS_FIRST,
         )
     else:
         rows = row_start + tl.arange(0, acc.shape[0])
         cols = col_start + tl.arange(0, acc.shape[1])
         mask = (rows < n_rows)[:, None] & (cols < OUT)[None, :]
         at = rows.to(tl.int64)[:, None] * y_stride + cols[None, :]
-        if bias_ptr is not None:
-            acc += tl.load(bias_ptr + cols, mask=cols < OUT, other=0.0).to(tl.float32)[None, :]
+        if bias_ptr is not None and not BIAS_FIRST:
+            acc += _bias(bias_ptr, cols, OUT)
         if pre is not None:
             if TMA:
                 pre.store([row_start, col_start], acc.to(DTYPE))
             else:
                 tl.store(pre + at, acc.to(DTYPE), mask=mask)
-        acc = activate(acc, ACTIVATION, FEW_DIGITS=DTYPE == tl.bfloat16)  # noqa: SIM300
+        HALF_PRECISION: tl.constexpr = DTYPE != tl.float32  # noqa: SIM300
+        few = DTYPE == tl.bfloat16  # noqa: SIM300
+        acc = activate(acc, ACTIVATION, FEW_DIGITS=few, CHEAP=HALF_PRECISION and not EXACT)
         if residual_ptr is not None:
             residual_at = residual_ptr + rows.to(tl.int64)[:, None] * residual_stride + cols[None, :]
             acc += tl.load(residual_at, mask=mask, other=0.0).to(tl.float32)
@@ -122,6 +136,8 @@ def _linear_fwd_kernel(
     GROUP_M: tl.constexpr,
     SPLIT: tl.constexpr,
     TMA: tl.constexpr,
+    EXACT: tl.constexpr,
+    BIAS_FIRST: tl.constexpr,
 ):
     """With TMA `x`, `weight`, `y` and `pre` are tensor descriptors, else pointers."""
     DTYPE: tl.constexpr = x.dtype if TMA else x.dtype.element_ty
@@ -131,6 +147,8 @@ def _linear_fwd_kernel(
         row_tile, col_tile = _tile_at(tile, row_tiles, COL_TILES, GROUP_M)
         row_start, col_start = row_tile * BLOCK_M, col_tile * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if bias_ptr is not None and BIAS_FIRST:
+            acc += _bias(bias_ptr, col_start + tl.arange(0, BLOCK_N), OUT)
         if TMA:
             for k in range(0, IN, BLOCK_K):
                 x_tile = x.load([row_start, k])  # [BLOCK_M, BLOCK_K]
@@ -167,4 +185,6 @@ def _linear_fwd_kernel(
             SPLIT,
             TMA,
             DTYPE,
+            EXACT,
+            BIAS_FIRST,
         )

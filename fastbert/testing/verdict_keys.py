@@ -1,7 +1,7 @@
 """The key of a self-check's verdict: all that the verdict depends on.
 
 Op, backend and dtype; the device's name, compute capability and driver; the versions of torch, Triton and
-fastbert; the source of the kernel, of what it imports and of its check.
+fastbert; the source of the kernel, of what it imports and of its check; options that change the kernel.
 """
 
 from __future__ import annotations
@@ -36,7 +36,19 @@ def key_of(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> K
         "triton": _triton_version(),
         "fastbert": VERSION,
         "source": source_hash(op, backend, name),
+        "options": _options(op, backend),
     }
+
+
+def _options(op: str, backend: str) -> str:
+    """What the user has asked of the kernel."""
+    if (op, backend) != ("linear", "triton"):
+        return ""
+    try:
+        from fastbert.kernels import activation
+    except ImportError:  # there is no Triton
+        return ""
+    return "exact gelu" if activation.EXACT_GELU else ""
 
 
 @cache

@@ -43,7 +43,7 @@ FAULTS = (
     _fault("types checked as ids", "gather(*types, rules.type_vocab_size", "gather(*types, rules.vocab_size"),
     _fault("other classes of tensors read", "if (reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr())) != tensor_type_.ptr()) return false;", "if (!PyObject_HasAttr(tensor.ptr(), cdata_.ptr())) return false;", _BATCH_DOOR),
     _fault("float ids taken", "&batch.ids) && is_integer(batch.ids) &&", "&batch.ids) &&", _BATCH_DOOR),
-    _fault("float types taken", "                           is_integer(found);", "                           true;", _BATCH_DOOR),
+    _fault("float types taken", "beside(ids, types, batch.ids, &found) && is_integer(found);", "beside(ids, types, batch.ids, &found);", _BATCH_DOOR),
     _fault("other shapes taken", "return found && out->rows == like.rows && out->cols == like.cols;", "return found;", _BATCH_DOOR),
     _fault("types of a family without", "rules_.type_vocab_size > 0 && ", "", _BATCH_DOOR),
     _fault("tokens without room", 'if (total > tokens) refuse("tokens"', 'if (false) refuse("tokens"', _BATCH_DOOR),

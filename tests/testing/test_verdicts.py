@@ -90,6 +90,7 @@ def test_the_key_names_all_that_a_verdict_depends_on(monkeypatch):
         "triton",
         "fastbert",
         "source",
+        "options",
     }
     assert (KEY["op"], KEY["backend"], KEY["dtype"]) == ("layer_norm", "triton", "float32")
     assert KEY["torch"] == torch.__version__
@@ -106,6 +107,17 @@ def test_the_key_names_all_that_a_verdict_depends_on(monkeypatch):
         verdict_keys._device_facts.cache_clear()
     assert (key["device"], key["capability"]) == ("NVIDIA H200", "9.0")
     assert key["driver"].startswith("13000")
+
+
+def test_exact_gelu_has_verdicts_of_its_own(monkeypatch):
+    """It is another kernel."""
+    activation = pytest.importorskip("fastbert.kernels.activation")
+    keys = []
+    for exact in (False, True):
+        monkeypatch.setattr(activation, "EXACT_GELU", exact)
+        keys.append([verdict_keys.key_of(op, "triton", CPU, torch.float32) for op in ("linear", "packing")])
+    assert keys[0][0] != keys[1][0]
+    assert keys[0][1] == keys[1][1]
 
 
 def test_a_failure_stands_before_a_success():

@@ -43,6 +43,12 @@ def transport(request, monkeypatch):
     return request.param
 
 
+@pytest.fixture
+def exact_gelu(monkeypatch):
+    """As with FASTBERT_EXACT_GELU=1."""
+    monkeypatch.setattr(kernels.activation_kernels, "EXACT_GELU", True)
+
+
 def check(case: LinearCase, dtype: torch.dtype, seed: int = 0, strict: bool = False) -> None:
     (row,) = testing.run_case(case, "triton", dtype, DEVICE, backward=False, seed=seed)
     elements = case.rows * case.out_features
@@ -103,7 +109,7 @@ def test_tile_order(rows, transport):
 
 @pytest.mark.parametrize("split", [1, 2, 4])
 @pytest.mark.parametrize("tma", [True, False])
-def test_parts_of_the_accumulator(split, tma):
+def test_parts_of_the_accumulator(split, tma, exact_gelu):
     if tma and DEVICE.type == "cuda" and torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("this GPU has no TMA")
     config = kernels.Config(32, 64, 32, 4, 2, split, tma, group_m=2)
@@ -159,10 +165,76 @@ def samples() -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations_are_correctly_rounded(dtype, activation):
+def test_activations_are_correctly_rounded(dtype, activation, exact_gelu):
     z = samples().to(dtype)
     expected = truth(z, activation).to(dtype)
     assert (activated(z, activation) == expected).double().mean() >= 0.999
+
+
+# The share of correctly rounded results at unit scale, and the largest relative error before they are rounded
+CHEAP = {torch.bfloat16: (0.95, 5.2e-4), torch.float16: (0.92, 1.1e-4)}
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_cheap_gelu(dtype):
+    """Off by little where gelu is not tiny, and nearer to the truth than PyTorch's two ops."""
+    share, most = CHEAP[dtype]
+    g = torch.Generator().manual_seed(11)
+    pre = torch.randn(8192, generator=g).to(DEVICE)
+    z = pre.to(dtype)
+    y, right = activated(z, "gelu"), truth(z, "gelu")
+    assert share <= (y == right.to(dtype)).double().mean() < 0.999  # the exact one has more
+    z = torch.linspace(-4, 8, 20_001, device=DEVICE).to(dtype)
+    y, right = activated(z, "gelu").double(), truth(z, "gelu")
+    step = torch.finfo(dtype).eps * 2.0 ** right.abs().log2().floor()
+    step = step.clamp_min(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
+    assert ((y - right).abs() <= most * (right - z.double().clamp_min(0)).abs() + step * 0.5001).all()
+    # a pre-activation that PyTorch rounds: the kernel does not see its rounding
+    exact = torch.nn.functional.gelu(pre.double())
+    weight = torch.cat([pre.to(dtype).unsqueeze(1), (pre - pre.to(dtype).float()).to(dtype).unsqueeze(1)], 1)
+    ones = torch.ones(1, 2, dtype=dtype, device=DEVICE)
+    ours = kernels.linear_fwd(ones, weight, None, "gelu", None, False)[0][0].double()
+    eager = torch.nn.functional.gelu((ones @ weight.T)[0]).double()
+    for some in (pre < 0, pre > 0):
+        assert (ours - exact)[some].norm() <= (eager - exact)[some].norm()
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_cheap_gelu_at_its_ends(dtype):
+    z = torch.tensor([float("nan"), float("inf"), 0.0, 100.0, 1e4, -1e4, -float("inf")], dtype=dtype)
+    y = activated(z.to(DEVICE), "gelu")
+    assert y[0].isnan()
+    assert y[1:5].tolist() == [float("inf"), 0.0, 100.0, z[4].item()]
+    assert y[5:].abs().max() <= 1e-34
+    z = -torch.rand(4096, generator=torch.Generator().manual_seed(2)) * 16 - 4
+    y = activated(z.to(dtype).to(DEVICE), "gelu").double()
+    assert (y - truth(z.to(dtype).to(DEVICE), "gelu")).abs().max() <= 1e-6
+
+
+def test_exact_gelu_is_asked_for_by_the_environment(monkeypatch):
+    wants = kernels.activation_kernels._wants_exact_gelu
+    for value, wanted in ((None, False), ("", False), ("0", False), ("1", True)):
+        if value is None:
+            monkeypatch.delenv("FASTBERT_EXACT_GELU", raising=False)
+        else:
+            monkeypatch.setenv("FASTBERT_EXACT_GELU", value)
+        assert wants() is wanted
+    monkeypatch.setenv("FASTBERT_EXACT_GELU", "yes")
+    with pytest.raises(ValueError, match="FASTBERT_EXACT_GELU: expected 0, 1 or nothing, got 'yes'"):
+        wants()
+
+
+def test_float32_adds_the_bias_last():
+    """Added first, a large bias would be rounded again at every step of the product."""
+    for capability in ((0, 0), (8, 0), (9, 0), (10, 0), (12, 0)):
+        assert not kernels.bias_first(torch.float32, capability)
+        assert kernels.bias_first(torch.bfloat16, capability) == (capability != (10, 0))
+    args = forward_args(20, 512, 40, activation=None) | {"residual": None}
+    args["bias"] = args["bias"] * 1e4
+    y = kernels.linear_fwd(*args.values())[0].double()
+    exact = args["x"].double() @ args["weight"].double().T + args["bias"].double()
+    step = torch.finfo(torch.float32).eps * 2.0 ** exact.abs().log2().floor()
+    assert ((y - exact).abs() <= 0.52 * step + 4e-6).all()
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -176,7 +248,7 @@ def test_activations_in_float32(activation):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_activations_of_what_is_not_finite(activation, dtype):
+def test_activations_of_what_is_not_finite(activation, dtype, exact_gelu):
     z = torch.tensor([float("nan"), float("inf"), 0.0, 100.0], dtype=dtype, device=DEVICE)
     y = activated(z, activation)
     assert y[0].isnan()
@@ -186,7 +258,7 @@ def test_activations_of_what_is_not_finite(activation, dtype):
         assert activated(z.new_tensor([-float("inf"), -100.0]), activation).tolist() == [0.0, 0.0]
 
 
-def test_the_activation_takes_the_unrounded_product():
+def test_the_activation_takes_the_unrounded_product(exact_gelu):
     args = forward_args(64, 64, 128, torch.bfloat16) | {"residual": None}
     y, pre = kernels.linear_fwd(*args.values())
     exact = args["x"].double() @ args["weight"].double().T + args["bias"].double()
@@ -313,13 +385,17 @@ def test_pinned_forward_serves_and_says_that_it_has_no_backward(monkeypatch):
 H200 = tuning.Device("NVIDIA H200", (9, 0), 132)
 
 
-def test_heuristic_takes_the_largest_tiles_that_fill_the_device():
+def test_the_heuristic_counts_tiles_of_the_busiest_multiprocessor():
     def tile(rows, out_features, device=H200, dtype=torch.bfloat16, aligned=True):
         return kernels.heuristic(rows, out_features, dtype, aligned, device)[:3]
 
     assert tile(16384, 3072) == (128, 256, 64)
     assert tile(128, 768) == (64, 64, 64)
-    assert tile(4096, 768) == (128, 128, 64)  # 96 tiles of 128 x 256, 192 of these
+    assert tile(4096, 768) == (128, 256, 64)  # 96 tiles, one each; of 128 x 128 some had two
+    assert tile(2048, 3072) == (128, 128, 64)  # 384 tiles, three each; 192 of 128 x 256 take the time of 264
+    assert tile(2816, 3072) == (128, 256, 64)  # 264 tiles, two each
+    assert tile(2817, 3072) == (128, 128, 64)  # one row more: 276 of them would take the time of 396
+    assert tile(1024, 768) == (64, 64, 64)
     assert tile(1, 1) == (64, 64, 64)
     assert tile(16384, 3072, tuning.Device("?", (8, 6), 80)) == (128, 128, 32)
     assert tile(16384, 3072, tuning.Device("?", (12, 0), 170)) == (128, 128, 64)
@@ -380,7 +456,7 @@ def test_the_table_of_a_gpu_stands_before_the_heuristic(tmp_path, monkeypatch):
 
     def found(bucket, *, dtype=torch.bfloat16, aligned=True, name=device.name, activation="gelu", out=3072):
         return kernels.config_for(
-            bucket, 768, out, activation, True, dtype, aligned, device._replace(name=name)
+            2**bucket, 768, out, activation, True, dtype, aligned, device._replace(name=name)
         )
 
     assert [found(b) for b in (0, 5, 8, 9, 12, 20)] == [few, few, few, many, many, many]
@@ -408,12 +484,19 @@ def test_the_config_that_is_found_is_launched(monkeypatch):
     assert (config["num_warps"], config["num_stages"]) == (8, 5)
 
 
-def test_many_lengths_meet_few_configs():
-    lengths = range(1, 20000, 100)
-    keys = {tuning.bucket(n) for n in lengths}
-    configs = {kernels.config_for(k, 768, 768, None, False, torch.bfloat16, True, H200) for k in keys}
-    assert len(keys) <= 16
-    assert len(configs) <= 3
+def test_many_lengths_meet_few_configs(monkeypatch):
+    kernels.config_for.cache_clear()
+    asked = []
+    original = kernels.config_for
+    monkeypatch.setattr(kernels, "config_for", lambda rows, *key: asked.append(rows) or original(rows, *key))
+    weight = torch.zeros(8, 8, dtype=torch.bfloat16, device=DEVICE)
+    for rows in (1, 64, 65, 128):
+        kernels.linear_fwd(weight.new_zeros(rows, 8), weight, None, None, None, False)
+    assert asked == [64, 64, 128, 128]
+    asked = {
+        kernels.config_for(n, 768, 768, None, False, torch.bfloat16, True, H200) for n in range(64, 20000, 64)
+    }
+    assert len(asked) <= 3
     assert [tuning.bucket(n) for n in (0, 1, 2, 3, 4, 5, 1024, 1025)] == [0, 0, 1, 2, 2, 3, 10, 11]
 
 

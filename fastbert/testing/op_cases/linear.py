@@ -79,9 +79,13 @@ SMALL = [
     LinearCase(5, 24, 40, "gelu"),
     LinearCase(3, 17, 9, residual=True),
 ]
-ON_GPU = [  # enough tiles of the largest size for every GPU; of the next for those of capability 9 and 10
-    LinearCase(2100, 200, 2560, "gelu"),
-    LinearCase(1000, 200, 2560, "gelu", residual=True),
+# 128 to 32 of the largest tiles: one of these meets them on every GPU of 19 to 204 multiprocessors
+ON_GPU = [
+    LinearCase(2000, 200, 2000, "gelu"),
+    LinearCase(1500, 200, 2000, residual=True),
+    LinearCase(1000, 200, 2000, "gelu", residual=True),
+    LinearCase(700, 200, 2000),
+    LinearCase(1000, 200, 1000, "gelu"),
 ]
 CASES = [
     *SMALL,
