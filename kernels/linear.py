@@ -92,6 +92,9 @@ class Config(NamedTuple):
         tma: whether tiles move by TMA; only for aligned matrices.
         group_m: row tiles taken before the next column tile.
         per_multiprocessor: programs per multiprocessor.
+        bias_first: whether the accumulators begin with the bias: they must get some value, so that costs
+            nothing. Not in float32, where each step of the product would round a large bias again; nor on
+            capability 10, whose accumulators are not registers: there it spills.
     """
 
     block_m: int
@@ -103,6 +106,7 @@ class Config(NamedTuple):
     tma: bool
     group_m: int = 8
     per_multiprocessor: int = 1
+    bias_first: bool = False
 
 
 def heuristic(
@@ -125,6 +129,11 @@ def heuristic(
 
 def ladder(dtype: torch.dtype, aligned: bool, capability: tuple[int, int]) -> tuple[Config, ...]:
     """Configs from large tiles to small ones; all of them fit the GPU's shared memory and do not spill."""
+    bias_first = dtype != torch.float32 and capability[0] != 10
+    return tuple(c._replace(bias_first=bias_first) for c in _tiles(dtype, aligned, capability))
+
+
+def _tiles(dtype: torch.dtype, aligned: bool, capability: tuple[int, int]) -> tuple[Config, ...]:
     if capability == (0, 0):
         # Small, so that small tests have several tiles.
         sizes = ((32, 64, 64), (16, 32, 32))
@@ -304,21 +313,12 @@ def linear_fwd_with(
         SPLIT=config.split,
         TMA=config.tma,
         EXACT=activation_kernels.EXACT_GELU,
-        BIAS_FIRST=bias_first(x.dtype, tuning.device_of(x.device).capability),
+        BIAS_FIRST=config.bias_first,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=MOST_REGISTERS,
     )
     return y, pre
-
-
-def bias_first(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
-    """Whether the accumulators begin with the bias: they must get some value, so that costs nothing.
-
-    Not in float32, where each step of the product would round a large bias again; nor on capability 10, whose
-    accumulators are not registers: there it spills.
-    """
-    return dtype != torch.float32 and capability[0] != 10
 
 
 def bwd_config(out_features: int) -> tuple[int, int]:

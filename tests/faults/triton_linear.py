@@ -49,8 +49,9 @@ FAULTS = (
     # epilogue
     _fault("bias forgotten", "acc += _bias(bias_ptr, col_start", "acc + _bias(bias_ptr, col_start", _FORWARD),
     _fault("bias forgotten in float32", "acc += _bias(bias_ptr, cols, OUT)", "acc + _bias(bias_ptr, cols, OUT)", _FORWARD),
-    _fault("bias before the product in float32", "return dtype != torch.float32 and capability[0] != 10", "return capability[0] != 10"),
-    _fault("bias before the product on capability 10", "return dtype != torch.float32 and capability[0] != 10", "return dtype != torch.float32"),
+    _fault("bias before the product in float32", "bias_first = dtype != torch.float32 and capability[0] != 10", "bias_first = capability[0] != 10"),
+    _fault("bias before the product on capability 10", "bias_first = dtype != torch.float32 and capability[0] != 10", "bias_first = dtype != torch.float32"),
+    _fault("the config's place of the bias ignored", "BIAS_FIRST=config.bias_first", "BIAS_FIRST=False"),
     _fault("bias twice", "if bias_ptr is not None and not BIAS_FIRST:", "if bias_ptr is not None:", _FORWARD),
     _fault("bias of the first columns", "_bias(bias_ptr, col_start + tl.arange(0, BLOCK_N), OUT)", "_bias(bias_ptr, tl.arange(0, BLOCK_N), OUT)", _FORWARD),
     _fault("bias after the activation is saved", "pre.store([row_start, col_start], acc.to(DTYPE))", "pre.store([row_start, col_start], activate(acc, ACTIVATION, False, False).to(DTYPE))", _FORWARD),

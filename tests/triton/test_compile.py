@@ -26,6 +26,7 @@ def assert_fit(rows: list[dict], kernels: set[str]) -> None:
     assert {r["arch"] for r in rows} == {80, 90, 100, 120}
     assert [r for r in rows if spills(r)] == []
     assert [r for r in rows if r["dynamic_shared"] > r["shared_limit"]] == []
+    assert [r for r in rows if r["early"]] == []
 
 
 def spills(row: dict) -> bool:
@@ -97,8 +98,8 @@ def test_linear_that_may_be_tuned(full):
     assert_all_entries(rows, "linear", full)
     for row in rows:
         dtype = row["job"].split()[1]
-        *fields, tma, group_m, per_multiprocessor = map(int, row["job"].split("/")[1].split("_"))
-        config = linear.Config(*fields, bool(tma), group_m, per_multiprocessor)
+        *fields, tma, group_m, programs, first = map(int, row["job"].split("/")[1].split("_"))
+        config = linear.Config(*fields, bool(tma), group_m, programs, bool(first))
         assert (row["tma"] > 0) == config.tma == (row["arch"] != 80 and dtype != "float32"), row
         # the limit that `candidates` assumes
         most = linear.shared_memory(config, getattr(torch, dtype), divmod(row["arch"], 10))

@@ -112,7 +112,7 @@ def test_tile_order(rows, transport):
 def test_parts_of_the_accumulator(split, tma, exact_gelu):
     if tma and DEVICE.type == "cuda" and torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("this GPU has no TMA")
-    config = kernels.Config(32, 64, 32, 4, 2, split, tma, group_m=2)
+    config = kernels.Config(32, 64, 32, 4, 2, split, tma, group_m=2, bias_first=split < 4)
     args = forward_args(37, 40, 136, torch.bfloat16)
     actual = kernels.linear_fwd_with(config, *args.values())
     for a, e in zip(actual, reference.linear_fwd(*args.values()), strict=True):
@@ -227,8 +227,11 @@ def test_exact_gelu_is_asked_for_by_the_environment(monkeypatch):
 def test_float32_adds_the_bias_last():
     """Added first, a large bias would be rounded again at every step of the product."""
     for capability in ((0, 0), (8, 0), (9, 0), (10, 0), (12, 0)):
-        assert not kernels.bias_first(torch.float32, capability)
-        assert kernels.bias_first(torch.bfloat16, capability) == (capability != (10, 0))
+        for dtype in DTYPES:
+            first = {
+                c.bias_first for aligned in (True, False) for c in kernels.ladder(dtype, aligned, capability)
+            }
+            assert first == {dtype != torch.float32 and capability != (10, 0)}
     args = forward_args(20, 512, 40, activation=None) | {"residual": None}
     args["bias"] = args["bias"] * 1e4
     y = kernels.linear_fwd(*args.values())[0].double()
@@ -431,7 +434,7 @@ def test_candidates_are_the_ladder_and_what_fits(capability, dtype):
 
 
 def test_shared_memory_counts_stages_and_parts():
-    big = kernels.Config(128, 256, 64, 8, 3, 4, tma=True)
+    big = kernels.ladder(torch.bfloat16, True, (9, 0))[0]
     stage, part = (128 + 256) * 64 * 2, 128 * 64 * 2
     assert kernels.shared_memory(big, torch.bfloat16, (9, 0)) == 3 * stage + 2 * part + 1024
     assert kernels.shared_memory(big, torch.bfloat16, (10, 0)) == 3 * stage + 2 * part + 1024
@@ -473,14 +476,14 @@ def test_the_table_of_a_gpu_stands_before_the_heuristic(tmp_path, monkeypatch):
 def test_the_config_that_is_found_is_launched(monkeypatch):
     launches = []
     monkeypatch.setattr(kernels, "launch", lambda *args, **config: launches.append((args, config)))
-    wanted = kernels.Config(64, 128, 16, 8, 5, 2, False, group_m=3, per_multiprocessor=2)
+    wanted = kernels.Config(64, 128, 16, 8, 5, 2, False, 3, 2, bias_first=True)
     monkeypatch.setattr(kernels, "config_for", lambda *key: wanted)
     args = forward_args(600, 40, 72, torch.bfloat16)
     kernels.linear_fwd(*args.values())
     ((_, grid, *_), config) = launches[0]
     assert grid == (min(10, 2 * tuning.device_of(DEVICE).multiprocessors),)
-    sizes = {k: config[k] for k in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "SPLIT", "TMA")}
-    assert tuple(sizes.values()) == (64, 128, 16, 3, 2, False)
+    names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "SPLIT", "TMA", "BIAS_FIRST")
+    assert tuple(config[name] for name in names) == (64, 128, 16, 3, 2, False, True)
     assert (config["num_warps"], config["num_stages"]) == (8, 5)
 
 
