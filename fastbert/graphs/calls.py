@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,6 +66,16 @@ def _unfit_around(model: BertModel, device: torch.device) -> str | None:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "the caller is capturing a graph"
     return None
+
+
+def raise_bad_ids(device: torch.device) -> None:
+    """Raise an IndexError if a replay on `device` read an id that a table does not have.
+
+    The kernel that finds one tells the host without being waited for (kernels/embedding.py).
+    """
+    kernels = sys.modules.get("fastbert.kernels.embedding")  # if it was never imported, no kernel has run
+    if kernels is not None:
+        kernels.bad_ids(device).check()
 
 
 def unfit_arguments(config: EncoderConfig, given: dict[str, Any]) -> str | None:

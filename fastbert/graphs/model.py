@@ -48,7 +48,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.graphs.buckets import Bucket, sequence_rooms, token_buckets
-from fastbert.graphs.calls import by_grid, is_usual, unfit, unfit_arguments
+from fastbert.graphs.calls import by_grid, is_usual, raise_bad_ids, unfit, unfit_arguments
 from fastbert.graphs.plans import Plan, make_plan
 from fastbert.graphs.recorder import Recorder, Recording, recorder_for
 from fastbert.graphs.staging import Rows, Stage, rows_in, words
@@ -288,6 +288,7 @@ class GraphedModel:
 
     def _encode(self, inputs: Inputs, first_only: bool, pooled: bool) -> tuple[Tensor, Tensor | None]:
         """(hidden, the pooler's output or None) of packed inputs, on the host or the device."""
+        raise_bad_ids(self.model.device)
         reason, *outputs = self._replay(inputs, first_only, pooled)
         self._note(reason)
         if reason is None:
@@ -325,6 +326,7 @@ class GraphedModel:
         None if it is another call, or if something has changed: `_replay` then does what is needed. What it
         does in many small steps, the extension here does in two calls, one of them while the GPU works.
         """
+        raise_bad_ids(stage.device)
         ids, types = given.get("input_ids"), given.get("token_type_ids")
         batch = stage.batch(ids, given.get("attention_mask"), types)
         if batch is None:

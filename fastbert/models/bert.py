@@ -124,8 +124,9 @@ class BertModel(PreTrainedModel):
         A call on a GPU waits for it once: for the smallest and largest ids, which are checked, and for the
         number of kept tokens. It does not wait if the host knows that number:
             - All inputs are CPU tensors. They are checked and packed there, then sent to the GPU.
-            - input_ids are on the GPU and a 2-D attention_mask is a CPU tensor. The ids are not checked: an
-              id out of range is the caller's fault, as in `torch.nn.functional.embedding`.
+            - input_ids are on the GPU and a 2-D attention_mask is a CPU tensor. The host does not check the
+              ids. Our kernel reads the nearest row for an id out of range, and the next call raises an
+              IndexError that names it; PyTorch's kernel, where it serves, ends in a device assert.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.

@@ -311,6 +311,8 @@ FAULTS = (
         _PREPARED,
     ),
     _fault("clearing not counted", "    _clears += 1\n", "", _PREPARED),
+    _fault("bad ids of replays not told", "        raise_bad_ids(self.model.device)\n", ""),
+    _fault("bad ids of quick replays not told", "        raise_bad_ids(stage.device)\n", ""),
     # the quick calls
     _fault(
         "a quick call not watched",

@@ -11,9 +11,20 @@ def _fault(name: str, old: str, new: str) -> Fault:
 
 FAULTS = (
     # gathers, masks and offsets
-    _fault("ids not read", "picked = tl.load(ids_ptr + rows, mask=row_mask, other=0)", "picked = tl.load(ids_ptr + rows, mask=row_mask, other=0) * 0"),
+    _fault("ids not read", "asked = tl.load(ids_ptr + rows, mask=row_mask, other=0)", "asked = 0 * tl.load(ids_ptr + rows, mask=row_mask, other=0)"),
     _fault("ids read beyond the last", "tl.load(ids_ptr + rows, mask=row_mask, other=0)", "tl.load(ids_ptr + rows)"),
-    _fault("int32 ids", "mask=row_mask, other=0)\n    return", "mask=row_mask, other=0).to(tl.int32)\n    return"),
+    _fault("int32 ids", "    return picked * stride\n", "    return picked.to(tl.int32) * stride.to(tl.int32)\n"),
+    _fault("ids below zero read", "picked = tl.minimum(tl.maximum(asked, 0), table_rows - 1)", "picked = tl.minimum(asked, table_rows - 1)"),
+    _fault("ids beyond the table read", "picked = tl.minimum(tl.maximum(asked, 0), table_rows - 1)", "picked = tl.maximum(asked, 0)"),
+    _fault("the row behind the table read", "tl.maximum(asked, 0), table_rows - 1)", "tl.maximum(asked, 0), table_rows)"),
+    _fault("bad ids not told", "if tl.max(bad.to(tl.int32), 0) > 0:", "if tl.max(bad.to(tl.int32), 0) > 1:"),
+    _fault("all ids told", "bad = asked != picked", "bad = asked == picked"),
+    _fault("bad ids told as the words'", "tl.store(bad_ptr + 2 * TABLE, 1)", "tl.store(bad_ptr, 1)"),
+    _fault("a good id named", "tl.where(bad, asked, -(2**63))", "asked"),
+    _fault("rows of the words for the positions", "row_mask, position_rows, bad_ptr", "row_mask, word_rows, bad_ptr"),
+    _fault("bad ids not looked for", "    bad.check()\n", ""),
+    _fault("bad ids told for ever", "                seen[2 * table] = 0\n", ""),
+    _fault("tables without rows read", "ids.shape[0] > 0 and count == 0:", "ids.shape[0] > 0 and count < 0:"),
     _fault("int32 rows", "tl.program_id(0).to(tl.int64) * BLOCK_M", "tl.program_id(0) * BLOCK_M"),
     _fault("positions by the segments' ids", "_row_starts(position_ids_ptr, position_stride", "_row_starts(segment_ids_ptr, position_stride"),
     _fault("stride of the words for the positions", "position_ids_ptr, position_stride, rows", "position_ids_ptr, word_stride, rows"),
@@ -51,6 +62,9 @@ FAULTS = (
 
 # what catches most comes first; node ids keep their order, a whole file would take its own
 _TESTS = (
+    "an_id_that_its_table_does_not_have",
+    "bad_ids_of_all_tables_and_wide_tokens",
+    "a_table_without_rows",
     "exact_on_small_integers",
     "no_tokens",
     "a_seed_is_not_launched_without_dropout",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -290,6 +293,33 @@ def test_a_batch_that_has_no_room():
         with pytest.raises(ValueError, match=words_said):
             stage.pack(made, tokens, room, indices, memory)
     assert memory.eq(-7).all()
+
+
+def test_what_a_kernel_told_of_ids_is_raised_before_the_next_replay(monkeypatch):
+    """On a GPU a replay may have read an id that its table does not have (kernels/embedding.py)."""
+
+    def check():
+        if told:
+            raise IndexError(told.pop())
+
+    told: list[str] = []
+    asked: list[torch.device] = []
+    kernels = SimpleNamespace(bad_ids=lambda device: asked.append(device) or SimpleNamespace(check=check))
+    monkeypatch.setitem(sys.modules, "fastbert.kernels.embedding", kernels)
+    g = Graphed(shared())
+    ends = torch.tensor([0, 2], dtype=torch.int32)
+    calls = [
+        lambda: g.graphed(**PADDED),
+        lambda: g.graphed(**PADDED, packed=True),
+        lambda: g.graphed.forward_packed(torch.tensor([5, 6]), ends, 2),
+    ]
+    for call in calls * 2:
+        with torch.no_grad():
+            call()
+            told.append("token id 77")
+            with pytest.raises(IndexError, match="token id 77"):
+                call()
+    assert set(asked) == {CPU}
 
 
 def test_a_change_during_the_replay_is_noticed():

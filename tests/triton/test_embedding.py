@@ -15,6 +15,7 @@ from fastbert.ops.embedding import embedding
 from fastbert.runtime import dispatch
 from fastbert.testing import proving
 from fastbert.testing.op_cases.embedding import CASES, EmbeddingCase
+from tests.support.graphed_models import Graphed, lengths_batch, shared
 from tests.support.launchers import embedding_fwd
 from tests.support.triton_fixtures import (
     DEVICE,
@@ -353,3 +354,107 @@ def test_fuzz(drawn):
 @given(fuzzed_cases())
 def test_fuzz_long(drawn):
     check(*drawn)
+
+
+# --- ids that a table does not have -------------------------------------------------------------------------
+
+TABLES = {
+    "input_ids": ("word", "token id"),
+    "position_ids": ("position", "position"),
+    "token_type_ids": ("segment", "token type"),
+}
+ROWS = {"word": 7, "position": 5, "segment": 3}
+
+
+@pytest.fixture
+def bad_ids():
+    """Nothing is told before and after a test."""
+    cells = kernels.bad_ids(DEVICE).cells
+    cells.zero_()
+    yield cells
+    cells.zero_()
+
+
+def between_nan(rows: int, hidden: int) -> torch.Tensor:
+    """A table, with rows of NaN before and behind it in the same memory."""
+    g = torch.Generator().manual_seed(rows)
+    memory = torch.full((rows + 20, hidden), float("nan"))
+    memory[10:-10] = torch.randn(rows, hidden, generator=g)
+    return memory.to(DEVICE)[10:-10]
+
+
+def embedded(hidden: int, ids: dict[str, torch.Tensor]) -> torch.Tensor:
+    tables = {name: between_nan(rows, hidden) for name, rows in ROWS.items()}
+    norm = torch.ones(hidden, device=DEVICE)
+    pairs = [t for name in TABLES for t in (ids[name].to(DEVICE), tables[TABLES[name][0]])]
+    word, rest = pairs[:2], pairs[2:]
+    args = (word[0], None, word[1], *rest, norm, norm, 1e-5, 0.0, None, 0)
+    y = embedding_fwd(kernels, *args, False)[0]
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return y
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("bad", [-1, -(2**31), 2**31 - 1, "rows", 2**62, -(2**63)])
+@pytest.mark.parametrize("name", TABLES)
+def test_an_id_that_its_table_does_not_have(name, bad, dtype, bad_ids):
+    """It reads the nearest row; the next call names it, and the one after that is as ever."""
+    rows = ROWS[TABLES[name][0]]
+    bad = rows if bad == "rows" else bad
+    if dtype == torch.int32 and not -(2**31) <= bad < 2**31:
+        pytest.skip("no int32")
+    right = {n: torch.arange(9, dtype=dtype) % ROWS[table] for n, (table, _) in TABLES.items()}
+    expected = embedded(24, right)
+    assert not bad_ids.any()
+    wrong = {n: ids.clone() for n, ids in right.items()}
+    wrong[name][4] = bad
+    right[name][4] = 0 if bad < 0 else rows - 1
+    expected = embedded(24, right)
+    y = embedded(24, wrong)
+    assert torch.equal(y, expected)
+    assert not y.isnan().any()
+    with pytest.raises(IndexError, match=f"{name}: {TABLES[name][1]} {bad} of an earlier call"):
+        embedded(24, right)
+    assert torch.equal(embedded(24, right), expected)
+
+
+def test_bad_ids_of_all_tables_and_wide_tokens(bad_ids, monkeypatch):
+    """Each table is named in turn; columns in several blocks."""
+    monkeypatch.setattr(kernels, "ONE_BLOCK", 16)
+    monkeypatch.setattr(kernels, "WIDE_BLOCK", 16)
+    right = {n: torch.tensor([0, ROWS[table] - 1]) for n, (table, _) in TABLES.items()}
+    wrong = {n: torch.tensor([-5, 99]) for n in TABLES}
+    y = embedded(40, wrong)
+    for name in TABLES:
+        with pytest.raises(IndexError, match=f"{name}.* 99 of"):
+            kernels.bad_ids(DEVICE).check()
+    kernels.bad_ids(DEVICE).check()
+    assert torch.equal(y, embedded(40, right))
+
+
+def test_a_table_without_rows(bad_ids):
+    right = {n: torch.zeros(2, dtype=torch.int64) for n in TABLES}
+    for name, (table, what) in TABLES.items():
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setitem(ROWS, table, 0)
+            with pytest.raises(IndexError, match=f"{name}: {what}s of a table without rows"):
+                embedded(24, right)
+
+
+def test_a_graphed_model_tells_of_bad_ids(bad_ids):
+    """Its replays do not call the launcher: it looks itself, by each way to a replay."""
+    g = Graphed(shared())
+    device = g.model.device
+    given = lengths_batch([3, 4])
+    g.check(**given)
+    g.check(**given)
+    for call in (
+        lambda: g.graphed(**given),
+        lambda: g.graphed(**given, packed=True),
+        lambda: g.graphed.forward_packed(torch.tensor([5, 6]), torch.tensor([0, 2], dtype=torch.int32), 2),
+    ):
+        kernels.bad_ids(device).cells[:2] = torch.tensor([1, 77])
+        with pytest.raises(IndexError, match="token id 77 of an earlier call"), torch.no_grad():
+            call()
+    g.check(**given)
