@@ -150,7 +150,7 @@ def test_an_entry_is_what_run_time_looks_up(monkeypatch, tmp_path, capability, d
         case = task.case
         if task.op == "linear":
             options = case.in_features, case.out_features, case.activation, case.residual
-            found = linear.config_for(tuning.bucket(case.rows), *options, dtype, True, device)
+            found = linear.config_for(case.rows, *options, dtype, True, device)
         else:
             buckets = tuning.bucket(case.max_seqlen), tuning.bucket(case.total * case.nheads)
             found = attention.config_for(case.headdim, dtype, case.dropout_p > 0, *buckets, device)
@@ -349,7 +349,7 @@ def test_a_dry_run_writes_a_table_that_serves(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tuning, "TUNED", tmp_path)
     tuning._table.cache_clear()
     linear.config_for.cache_clear()
-    found = linear.config_for(6, 48, 96, "gelu", False, BF16, True, tuning.device_of(CPU))
+    found = linear.config_for(64, 48, 96, "gelu", False, BF16, True, tuning.device_of(CPU))
     assert found._asdict() == table["linear"]["bfloat16 48x96 gelu"]["6"]
 
 
