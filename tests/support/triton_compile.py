@@ -22,10 +22,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from tests.support import sass_lint  # noqa: E402
-
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}  # bytes that a block may use
 
 
@@ -591,20 +587,6 @@ def resources(cubin: bytes, code: bool = False) -> dict[str, int]:
     return found | {"foreign_copies": int(b"__cuda_syscall_cp_async_bulk_tensor" in cubin)}
 
 
-def early(cubin: bytes, products: bool) -> dict[str, object]:
-    """What `sass_lint` says of a cubin, which may have `products` of warp groups.
-
-    `register_products`: how many read their left operand from registers. `early`: one line for each
-    instruction that touches registers of a product which is still at work.
-    """
-    if not products:
-        return {"register_products": 0, "early": []}
-    listing = sass_lint.listing_of(cubin)
-    found = {f.line: f"{f.text}: {f.what} of line {f.product}" for f in sass_lint.findings(listing)}
-    count = sass_lint.products_with_operands_in_registers(listing)
-    return {"register_products": count, "early": list(found.values())}
-
-
 def results(
     module, jobs: Iterator[tuple], max_registers: int | None = None, code: bool = True
 ) -> Iterator[dict]:
@@ -633,7 +615,6 @@ def results(
                     "tf32": ptx.count("tf32"),
                     "shared_limit": SHARED_LIMIT[arch],
                     **resources(compiled.asm["cubin"], code and "cp.async.bulk.tensor" in ptx),
-                    **early(compiled.asm["cubin"], "wgmma.mma_async" in ptx),
                 }
             yield {"kernel": kernel.fn.__name__, "job": name, "arch": arch, **known[key]}
 
@@ -646,18 +627,14 @@ def main() -> None:
     parser.add_argument(
         "--tuning", action="store_true", help="what bench/tune.py may time, of linear, attention"
     )
-    parser.add_argument("--arch", type=int, choices=SHARED_LIMIT, help="only for this architecture")
-    parser.add_argument("--dtypes", nargs="+", help="only jobs of these dtypes, such as float16")
     parser.add_argument("--jobs", type=int, help="only the first so many calls of the launchers")
     parser.add_argument("--max-registers", type=int, help="a limit per thread, to see what spills under it")
     options = parser.parse_args()
     if options.tuning and options.op not in ("linear", "attention"):
         parser.error(f"--tuning: {options.op} has nothing to tune, expected linear or attention")
+    sys.path.insert(0, str(ROOT))
     module = importlib.import_module(f"fastbert.kernels.{options.op}")
     jobs = tuning_jobs(options.op, options.full) if options.tuning else JOBS[options.op](options.full)
-    jobs = (job for job in jobs if options.arch in (None, job[1]))
-    if options.dtypes:
-        jobs = (job for job in jobs if any(re.search(rf"\b{dtype}\b", job[0]) for dtype in options.dtypes))
     jobs = itertools.islice(jobs, options.jobs)
     for row in results(module, jobs, options.max_registers, code=not options.tuning):
         print(json.dumps(row), flush=True)
