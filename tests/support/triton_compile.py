@@ -558,41 +558,54 @@ def source(kernel, args: tuple, config: dict, max_registers: int | None = None):
     return triton.compiler.ASTSource(kernel, signature, constexprs, attrs), options
 
 
-def resources(cubin: bytes, code: bool = False) -> dict[str, int]:
-    """Registers, stack and local bytes per thread, and static shared memory: from the cubin.
-
-    Also what its instructions show: `reloads` from local memory, where spilled registers and nothing else of
-    ours would lie, and tiles moved by TMA; 0 where there is no stack and `code` is false. `foreign_copies`:
-    whether TMA falls back to a call, whose argument takes stack, for the memory of another block.
-    """
+def dumped(cubin: bytes, option: str) -> str:
+    """What Triton's `cuobjdump` says of a cubin."""
     import triton
 
     cuobjdump = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
+        command = [cuobjdump, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
-        def dumped(option: str) -> str:
-            command = [cuobjdump, option, file.name]
-            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
-        text = dumped("-res-usage")
-        line = re.search(r"REG:\d+ STACK:\d+ .*", text)
-        if line is None:
-            raise RuntimeError(f"cuobjdump named no kernel: {text!r}")
-        found = {k.lower(): int(v) for k, v in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", line.group())}
-        instructions = dumped("-sass") if code or found["stack"] else ""
+def resources(cubin: bytes, code: bool = False) -> dict:
+    """Registers, stack and local bytes per thread, and static shared memory: from the cubin.
+
+    Also what its instructions show: `reloads` from local memory, where spilled registers and nothing else of
+    ours would lie, tiles moved by TMA, products of warp groups with their left operand in registers, and the
+    `hazards` that `sass.py` finds in it; 0 and none where there is no stack and `code` is false.
+    `foreign_copies`: whether TMA falls back to a call, whose argument takes stack, for the memory of another
+    block.
+    """
+    from tests.support import sass
+
+    text = dumped(cubin, "-res-usage")
+    line = re.search(r"REG:\d+ STACK:\d+ .*", text)
+    if line is None:
+        raise RuntimeError(f"cuobjdump named no kernel: {text!r}")
+    found = {k.lower(): int(v) for k, v in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", line.group())}
+    listing = dumped(cubin, "-sass") if code or found["stack"] else ""
     names = {"reloads": "LDL", "tma_loads": "UTMALDG", "tma_stores": "UTMASTG"}
-    found |= {key: len(re.findall(rf"\b{name}\b", instructions)) for key, name in names.items()}
-    return found | {"foreign_copies": int(b"__cuda_syscall_cp_async_bulk_tensor" in cubin)}
+    found |= {key: len(re.findall(rf"\b{name}\b", listing)) for key, name in names.items()}
+    found |= {"foreign_copies": int(b"__cuda_syscall_cp_async_bulk_tensor" in cubin)}
+    grouped = "GMMA." in listing
+    found["left_in_registers"] = sass.left_in_registers(listing) if grouped else 0
+    return found | {"hazards": [str(h) for h in sass.hazards(listing)] if grouped else []}
 
 
 def results(
-    module, jobs: Iterator[tuple], max_registers: int | None = None, code: bool = True
+    module,
+    jobs: Iterator[tuple],
+    max_registers: int | None = None,
+    code: bool = True,
+    keep: pathlib.Path | None = None,
 ) -> Iterator[dict]:
     """Compile every launch of the jobs through `module`, equal ones once: a dict of resources for each.
 
-    `code`: look for TMA in the machine code as well, which takes as long as compiling.
+    `code`: look for TMA in the machine code as well, which takes as long as compiling. That of warp-group
+    products is always looked at. `keep`: a folder for the cubins, which rows name as `cubin`.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -604,18 +617,23 @@ def results(
             key = repr((kernel.fn.__name__, arch, src.signature, src.constants, src.attrs, options))
             if key not in known:
                 compiled = triton.compile(src, target=GPUTarget("cuda", arch, 32), options=options)
-                ptx = compiled.asm["ptx"]
+                ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
+                wgmma = ptx.count("wgmma.mma_async")
                 known[key] = {
                     "num_warps": options["num_warps"],
                     "dynamic_shared": compiled.metadata.shared,
-                    "wgmma": ptx.count("wgmma.mma_async"),
+                    "wgmma": wgmma,
                     "tcgen05": ptx.count("tcgen05.mma"),
                     "mma": ptx.count("mma.sync"),
                     "tma": ptx.count("cp.async.bulk.tensor"),
                     "tf32": ptx.count("tf32"),
                     "shared_limit": SHARED_LIMIT[arch],
-                    **resources(compiled.asm["cubin"], code and "cp.async.bulk.tensor" in ptx),
+                    **resources(cubin, wgmma > 0 or (code and "cp.async.bulk.tensor" in ptx)),
                 }
+                if keep is not None:
+                    path = keep / f"{kernel.fn.__name__}-{name}-{len(known)}.cubin"
+                    path.write_bytes(cubin)
+                    known[key]["cubin"] = str(path)
             yield {"kernel": kernel.fn.__name__, "job": name, "arch": arch, **known[key]}
 
 

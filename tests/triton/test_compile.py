@@ -1,10 +1,14 @@
-"""All launches compile for every GPU generation, without spills and within its shared memory."""
+"""All launches compile for every GPU generation, without spills and within its shared memory.
+
+On sm_90 no register of a warp group's product is touched before the wait for it (tests/support/sass.py).
+"""
 
 import json
 import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -13,9 +17,19 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def compiled(op: str, *options: str) -> list[dict]:
-    """Rows of tests/support/triton_compile.py, run with the interpreter off."""
+    """Rows of tests/support/triton_compile.py."""
+    return rows_of("triton_compile.py", op, *options)
+
+
+def compiled_products(folder: pathlib.Path, scope: str) -> list[dict]:
+    """Rows of tests/support/product_jobs.py; the cubins go to `folder`."""
+    return rows_of("product_jobs.py", str(folder), scope)
+
+
+def rows_of(script: str, *options: str) -> list[dict]:
+    """What a script of tests/support prints, run with the interpreter off."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, str(ROOT / "tests/support/triton_compile.py"), op, *options]
+    command = [sys.executable, str(ROOT / "tests/support" / script), *options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=3600)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -26,6 +40,7 @@ def assert_fit(rows: list[dict], kernels: set[str]) -> None:
     assert {r["arch"] for r in rows} == {80, 90, 100, 120}
     assert [r for r in rows if spills(r)] == []
     assert [r for r in rows if r["dynamic_shared"] > r["shared_limit"]] == []
+    assert [r for r in rows if r["hazards"]] == []
 
 
 def spills(row: dict) -> bool:
@@ -201,6 +216,24 @@ def test_attention_backward(full):
         assert (r["tcgen05"] > 0) == (r["arch"] == 100 and high), r
         assert (r["mma"] > 0 or high) == (dtype != "float32"), r
         assert r["tf32"] == 0, r
+
+
+# their products take what was just computed from registers
+PRODUCTS = {"_attention_fwd_kernel", "_attention_bwd_dq_kernel", "_attention_bwd_dkdv_kernel"}
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_products_in_every_config(full):
+    """Each config that the heuristic or the tuner may choose; test_sass.py takes those of BERT-base."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = compiled_products(pathlib.Path(folder), "all" if full else "configs")
+    assert {r["kernel"] for r in rows} >= PRODUCTS
+    for r in rows:
+        assert (r["left_in_registers"] > 0) == (r["wgmma"] > 0), r["job"]
+        assert r["hazards"] == [], r["job"]
+    for kernel in PRODUCTS:
+        dtypes = {r["job"].split("-")[0] for r in rows if r["kernel"] == kernel and r["left_in_registers"]}
+        assert dtypes == {"bfloat16", "float16"}
 
 
 def test_a_spill_is_seen():

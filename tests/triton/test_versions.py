@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 OLDEST = ".".join(map(str, OLDEST_TRITON)) + ".0"
 # every suite that interprets kernels; the id test_triton_linear is tests/triton/test_linear.py
 FOLDER = pathlib.Path(__file__).parent
-NOT_INTERPRETED = {"test_compile", "test_versions", "test_tuning", "test_host_waits"}
+NOT_INTERPRETED = {"test_compile", "test_sass", "test_versions", "test_tuning", "test_host_waits"}
 SUITES = sorted(path.stem for path in FOLDER.glob("test_*.py") if path.stem not in NOT_INTERPRETED)
 
 pytestmark = pytest.mark.slow
