@@ -368,8 +368,8 @@ class GraphedModel:
                 return None
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            rows = self._rows(bucket.tokens)
-            plan = make_plan(bucket, self._recordings[bucket][0], rows, shape)
+            with torch.inference_mode(False):  # see `_begin`
+                plan = make_plan(bucket, self._recordings[bucket][0], self._rows(bucket.tokens), shape)
             self._plans[shape, first_only, pins] = plan
         return plan
 

@@ -210,6 +210,23 @@ def test_without_the_extension(missing, monkeypatch):
     assert g.graphed.replays == 4
 
 
+@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad])
+def test_a_plan_made_in_one_mode_serves_in_others(first, monkeypatch):
+    """What is made in inference mode cannot be written to outside it."""
+    g = Graphed(fresh())
+    g.model.requires_grad_(False)
+    with first():
+        for _ in range(2):
+            g.graphed(**PADDED)
+    only_quick(monkeypatch)
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            output = g.graphed(**PADDED)
+        assert output.last_hidden_state.is_inference() == (mode is torch.inference_mode)
+        same(output.last_hidden_state.detach(), g.model(**PADDED).last_hidden_state)
+    assert g.graphed.replays == 5
+
+
 def test_pins_have_their_own_recording(monkeypatch):
     g = Graphed(fresh())
     g.check(**PADDED)
