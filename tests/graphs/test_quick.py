@@ -35,7 +35,7 @@ USUAL = {
     "a mask of bytes": {**PADDED, "attention_mask": PADDED["attention_mask"].byte()},
     "a mask of floats": {**PADDED, "attention_mask": PADDED["attention_mask"].float() / 2},
     "strides": {k: v.t().contiguous().t() for k, v in PADDED.items()},
-    "views": {"input_ids": PADDED["input_ids"][1:3, 2:7], "attention_mask": torch.ones(2, 9)[:, ::2]},
+    "views": {"input_ids": PADDED["input_ids"][1:3, 2:7], "attention_mask": torch.ones(2, 9).long()[:, ::2]},
     "one expanded": {"input_ids": PADDED["input_ids"][:1].expand(4, 9)},
 }
 NO_TYPES = [name for name in USUAL if "types" not in name]

@@ -586,7 +586,7 @@ def try_native(tried):
 
         tried.one(f"{name}: as it should be", lambda call=call: call({}), refused=False)
         for row, change in native_rows(export):
-            words = "expected|too few|out of range|incompatible function arguments"
+            words = "expected|too few|out of range|incompatible (function|constructor) arguments"
             tried.one(f"{name}: {row}", lambda change=change, call=call: call(change), words)
     _C.set_team_start(**loader._runtime())
     loader._hand_over_tensor_functions(_C)
