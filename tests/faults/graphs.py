@@ -319,7 +319,6 @@ FAULTS = (
         "            if not self._weights.untouched():\n",
         "            if False:\n",
     ),
-    _fault("quick calls before a state is right", " or not self._weights.is_followed():", ":"),
     _fault("a plan of a dropped recording", "if self._plans.get(key) is not plan or", "if"),
     _fault(
         "pins not in the plan",

@@ -252,6 +252,10 @@ def test_plans_do_not_outlive_their_recordings(monkeypatch):
         assert {plan.bucket for plan in g.graphed._plans.values()} <= set(g.graphed.graphs)
         assert len(g.graphed._plans) <= 2
     assert g.recorded == 4
+    for lengths in ([3, 4], [3, 4], [3, 5], [2, 6], [7, 1], [1, 1, 1]):  # one graph serves all
+        g.check(**lengths_batch(lengths))
+        assert len(g.graphed._plans) <= 2
+    assert g.recorded == 5
 
 
 def test_the_graph_used_last_stays():
