@@ -381,7 +381,6 @@ FAULTS = (
     ),
     _fault("any argument usual", "        given.keys() <= _USUAL\n", "        True\n", _CALLS),
     _fault("gradients in a quick call", "        and _unfit_around(model, device) is None\n", "", _CALLS),
-    _fault("derived weights of another state", "prepared.change_count() == self.changes", "True", _WEIGHTS),
     _fault("modules not compared", "            and self.extension.same()\n", "", _WEIGHTS),
     _fault(
         "unmarked memory not compared",

@@ -11,6 +11,7 @@ import torch
 from fastbert.graphs import model as graphs
 from fastbert.graphs import staging, weights
 from fastbert.graphs.staging import rows_in, words
+from fastbert.layers.encoder import EncoderLayer
 from fastbert.models.inputs import check_inputs
 from fastbert.runtime import dispatch
 from tests.support.graphed_models import Graphed, fresh, lengths_batch, same, shared
@@ -300,6 +301,130 @@ def test_packed_rows_are_those_of_check_inputs(family, seed):
     assert torch.equal(ends[: size + 1], packing.cu_seqlens)
     assert ends[size:].eq(total).all()
     assert indices.eq(-7).all() if dense else torch.equal(indices[:total], packing.indices)
+
+
+def test_what_the_extension_measures():
+    """Matrices of one shape, of the usual dtypes, in CPU memory; all else is None, before memory is read."""
+    host = staging.extension.HostBatch(100, 2, -1, torch.Tensor)
+    ids, ones = PADDED["input_ids"], torch.ones(4, 9).long()
+    stack = torch.stack([ids, ones])
+    assert host.measure(ids, None, None) == host.measure(ids, ones, ones) == (4, 9, 36)
+    assert host.measure(stack, 1, None) == host.measure(stack, None, 1) == (4, 9, 36)
+    strange = torch.nn.Parameter(ids, requires_grad=False)
+    for given in (
+        (ids.to("meta"), None, None),
+        (ids, ones.to("meta"), None),
+        (strange, None, None),
+        (ids, strange, None),
+        (ids, None, strange),
+        (ids.float(), None, None),
+        (ids, None, ones.float()),
+        (ids, ones.double(), None),
+        (ids, ones[:, 1:], None),
+        (ids, None, ones[1:]),
+        (ids[0], None, None),
+        (stack, None, None),
+        (stack, 2, None),
+        (stack, None, 7),
+        (ids[:0], None, None),
+    ):
+        assert host.measure(*given) is None
+    without_types = staging.extension.HostBatch(100, 0, -1, torch.Tensor)
+    assert without_types.measure(ids, ones, None) == (4, 9, 36)
+    assert without_types.measure(ids, ones, ones) is None
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_plans_end_with_the_weights_that_they_were_made_for(assign):
+    g = Graphed(fresh())
+    for factor in (0.9, 0.8):
+        for _ in range(3):
+            g.check(**PADDED)
+        state = {k: v * factor for k, v in g.model.state_dict().items()}
+        g.model.load_state_dict(state, assign=assign)
+    for _ in range(2):
+        g.check(**PADDED)
+    assert g.recorded == (3 if assign else 1)
+
+
+def test_weights_derived_by_a_later_recording_are_watched(monkeypatch):
+    """The first recording derives nothing, the second one panels of the weights."""
+    monkeypatch.setattr(EncoderLayer, "_fused", lambda *_: None)
+    g = Graphed(fresh("bert", torch.float32))
+    for _ in range(2):
+        with dispatch.use_backend("aten"):
+            g.check(**PADDED)
+    for _ in range(2):
+        g.check(**PADDED)
+    for parameter in g.model.parameters():
+        parameter.data.mul_(0.9)  # without the version counter
+    for _ in range(2):
+        g.check(**PADDED)
+
+
+def test_writes_that_samples_alone_show(monkeypatch):
+    """A weight in NumPy's memory has no mark. Once it is derived again, calls are quick again."""
+    monkeypatch.setattr(EncoderLayer, "_fused", lambda *_: None)
+    g = Graphed(fresh("bert", torch.float32))
+    weight = g.model.encoder.layer[1].attention.self.key.weight
+    memory = weight.detach().numpy().copy()
+    weight.data = torch.from_numpy(memory)
+    for _ in range(2):
+        g.check(**PADDED)
+    memory *= 0.5
+    for _ in range(2):
+        g.check(**PADDED)
+    only_quick(monkeypatch)
+    g.check(**PADDED)
+    assert g.recorded == 1
+
+
+def test_what_is_in_the_way_of_quick_calls():
+    g = Graphed(fresh("bert", torch.float32))
+    for _ in range(2):
+        g.check(**PADDED)
+    output = g.graphed(**PADDED)
+    assert output.last_hidden_state.requires_grad
+    assert g.graphed.last_fallback.startswith("gradients are on")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        g.graphed(**PADDED)
+    assert g.graphed.last_fallback == "autocast is on"
+    g.model.encoder.layer[0].register_forward_hook(lambda *_: None)
+    g.check(**PADDED, reason="a hook watches the model")
+
+
+def test_a_write_while_the_state_is_found_right():
+    """It belongs to the next call."""
+    g = Graphed(fresh("bert", torch.float32))
+    g.check(**PADDED)
+    settle, bias = g.graphed._settle, g.model.encoder.layer[0].output.LayerNorm.bias
+
+    def settle_and_write():
+        found = settle()
+        with torch.no_grad():
+            bias.add_(1)
+        return found
+
+    g.graphed._weights.follow(None)
+    g.graphed._settle = settle_and_write
+    with torch.no_grad():
+        g.graphed(**PADDED)
+    g.graphed._settle = settle
+    assert not g.graphed._weights.untouched()
+    g.check(**PADDED)
+
+
+def test_what_no_recording_serves_after_quick_calls():
+    g = Graphed(fresh())
+    for _ in range(2):
+        g.check(**PADDED)
+    g.check(**lengths_batch([1] * 65), reason="there are more than 64 sequences")
+    g.check(**lengths_batch([60] * 9), reason="there are more than 512 tokens")
+    for name in ("output_attentions", "output_hidden_states"):
+        setattr(g.model.config, name, True)
+        g.check(**PADDED, reason=f"{name} is asked for")
+        setattr(g.model.config, name, False)
+    g.check(**PADDED)
 
 
 def test_a_batch_that_has_no_room():
