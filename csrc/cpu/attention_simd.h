@@ -178,9 +178,7 @@ FASTBERT_INLINE const std::uint64_t* drawn_bits(const DropoutArgs& args, std::in
                                                 std::int64_t keys, std::uint64_t* bits) {
     if (args.seed == nullptr) return nullptr;
     const Dropout dropout{*args.seed, args.offset, static_cast<std::uint32_t>(head), args.threshold};
-    for (std::int64_t block = 0; block < (keys + 63) / 64; ++block)
-        bits[block] =
-            philox_keep(dropout, static_cast<std::uint32_t>(row), static_cast<std::uint32_t>(block));
+    philox_keep(dropout, static_cast<std::uint32_t>(row), (keys + 63) / 64, bits);
     return bits;
 }
 

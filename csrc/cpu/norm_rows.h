@@ -16,9 +16,7 @@ namespace {
 FASTBERT_INLINE void draw_bits(const DropoutArgs& args, std::int64_t row, std::int64_t hidden,
                                std::uint64_t* bits) {
     const Dropout dropout{*args.seed, args.offset, 0, args.threshold};
-    for (std::int64_t block = 0; block * 64 < hidden; ++block)
-        bits[block] =
-            philox_keep(dropout, static_cast<std::uint32_t>(row), static_cast<std::uint32_t>(block));
+    philox_keep(dropout, static_cast<std::uint32_t>(row), (hidden + 63) / 64, bits);
 }
 
 FASTBERT_INLINE std::uint64_t bits_at(const std::uint64_t* bits, std::int64_t column) {

@@ -6,7 +6,7 @@
 //   first(v, n)    lanes from n on set to 0
 //   kept(v, bits)  lanes whose bit is 0 set to 0
 //   sum(v)         of all lanes, in a fixed order
-//   philox_keep    dropout bits of 64 columns
+//   philox_keep    dropout bits of a row
 // n is 1 … kLanes. If n is the constant kLanes, the compiler leaves a plain load or store.
 #pragma once
 
@@ -44,14 +44,14 @@ struct Dropout {
     std::uint32_t offset, plane, threshold;
 };
 
-// Bit i says whether column 64 * block + i of `row` is kept: word (col & 3) of Philox4x32-10 with counter
-// (col >> 2, row, plane, offset), at least the threshold.
-FASTBERT_INLINE std::uint64_t philox_keep(const Dropout& dropout, std::uint32_t row, std::uint32_t block) {
-    constexpr int kCounters = kLanes;  // four columns each
-    constexpr std::uint64_t kEveryFourth = 0x1111111111111111ull;
-    std::uint64_t bits = 0;
-    for (int part = 0; part < 16 / kCounters; ++part) {
-        UVec c0 = iota(block * 16 + part * kCounters), c1 = broadcast(row);
+// Bit i of bits[b] says whether column 64 * b + i of `row` is kept, for b < blocks: the 16-bit lane (col & 7)
+// of Philox4x32-10 with counter (col >> 3, row, plane, offset) is at least the threshold's upper half.
+FASTBERT_INLINE void philox_keep(const Dropout& dropout, std::uint32_t row, std::int64_t blocks,
+                                 std::uint64_t* bits) {
+    constexpr int kBlocks = kLanes / 8;  // that one vector of counters serves: eight columns a counter
+    constexpr std::uint64_t kPairs = 0x0303030303030303ull;
+    for (std::int64_t block = 0; block < blocks; block += kBlocks) {
+        UVec c0 = iota(static_cast<std::uint32_t>(block * 8)), c1 = broadcast(row);
         UVec c2 = broadcast(dropout.plane), c3 = broadcast(dropout.offset);
         std::uint32_t k0 = static_cast<std::uint32_t>(dropout.seed);
         std::uint32_t k1 = static_cast<std::uint32_t>(dropout.seed >> 32);
@@ -65,12 +65,15 @@ FASTBERT_INLINE std::uint64_t philox_keep(const Dropout& dropout, std::uint32_t 
             c3 = lo0;
         }
         const UVec words[4] = {c0, c1, c2, c3};
-        for (int word = 0; word < 4; ++word) {
-            const std::uint64_t mask = at_least(words[word], dropout.threshold);  // bit i: counter i
-            bits |= _pdep_u64(mask, kEveryFourth << word) << (part * 4 * kCounters);
+        std::uint64_t masks[4];  // bits 2 i and 2 i + 1: the halves of counter i's word
+        for (int word = 0; word < 4; ++word) masks[word] = at_least16(words[word], dropout.threshold >> 16);
+        for (int b = 0; b < kBlocks && block + b < blocks; ++b) {
+            std::uint64_t kept = 0;
+            for (int word = 0; word < 4; ++word)
+                kept |= _pdep_u64(masks[word] >> (16 * b), kPairs << (2 * word));
+            bits[block + b] = kept;
         }
     }
-    return bits;
 }
 
 // f(column, k, n) for every vector of a row: n lanes from `column` on. k cycles through 0 … 3, so that a sum

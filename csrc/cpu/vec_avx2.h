@@ -90,10 +90,11 @@ FASTBERT_INLINE void multiply(UVec a, std::uint32_t b, UVec& hi, UVec& lo) {
     hi = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
     lo = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
 }
-FASTBERT_INLINE std::uint32_t at_least(UVec a, std::uint32_t b) {
-    const UVec limit = broadcast(b);  // unsigned a >= b  <=>  max(a, b) == a
-    return static_cast<std::uint32_t>(
-        _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_max_epu32(a, limit), a))));
+// Bits 2 i and 2 i + 1: whether the low and the high half of lane i are at least b.
+FASTBERT_INLINE std::uint64_t at_least16(UVec a, std::uint32_t b) {
+    const UVec limit = _mm256_set1_epi16(static_cast<short>(b));  // unsigned a >= b  <=>  max(a, b) == a
+    const UVec found = _mm256_cmpeq_epi16(_mm256_max_epu16(a, limit), a);
+    return _pext_u32(static_cast<std::uint32_t>(_mm256_movemask_epi8(found)), 0x55555555u);
 }
 
 }  // namespace

@@ -78,8 +78,9 @@ FASTBERT_INLINE void multiply(UVec a, std::uint32_t b, UVec& hi, UVec& lo) {
     hi = _mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xAAAA, odd);
     lo = _mm512_mask_mov_epi32(even, 0xAAAA, _mm512_slli_epi64(odd, 32));
 }
-FASTBERT_INLINE std::uint32_t at_least(UVec a, std::uint32_t b) {
-    return _mm512_cmpge_epu32_mask(a, broadcast(b));
+// Bits 2 i and 2 i + 1: whether the low and the high half of lane i are at least b.
+FASTBERT_INLINE std::uint64_t at_least16(UVec a, std::uint32_t b) {
+    return _mm512_cmpge_epu16_mask(a, _mm512_set1_epi16(static_cast<short>(b)));
 }
 
 }  // namespace

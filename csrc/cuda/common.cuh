@@ -85,10 +85,10 @@ struct Philox {
     std::uint32_t word[4];
 };
 
-// The words of columns 4 * quad … 4 * quad + 3.
-__device__ __forceinline__ Philox philox(std::uint64_t seed, std::uint32_t quad, std::uint32_t row,
+// The words of columns 8 * group … 8 * group + 7: two 16-bit lanes each, the low half first.
+__device__ __forceinline__ Philox philox(std::uint64_t seed, std::uint32_t group, std::uint32_t row,
                                          std::uint32_t plane, std::uint32_t offset) {
-    std::uint32_t c0 = quad, c1 = row, c2 = plane, c3 = offset;
+    std::uint32_t c0 = group, c1 = row, c2 = plane, c3 = offset;
     std::uint32_t k0 = static_cast<std::uint32_t>(seed), k1 = static_cast<std::uint32_t>(seed >> 32);
 #pragma unroll
     for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
@@ -100,6 +100,11 @@ __device__ __forceinline__ Philox philox(std::uint64_t seed, std::uint32_t quad,
         c3 = static_cast<std::uint32_t>(p0);
     }
     return {{c0, c1, c2, c3}};
+}
+
+// Whether a lane of `word` is kept, its high half or its low one; the threshold stands in the upper 16 bits.
+__device__ __forceinline__ bool kept_lane(std::uint32_t word, bool high, std::uint32_t threshold) {
+    return (high ? word : word << 16) >= threshold;
 }
 
 // --- launching: nullptr, or the text of the error ---

@@ -33,30 +33,32 @@ __device__ __forceinline__ void load_params(const Param& param, std::int64_t col
     }
 }
 
-// Multiplies kCount values, from `column` (a multiple of 4) on, by 1 / (1 - p) or by 0.
+// Multiplies kCount values, 4 or 8, from `column` (a multiple of kCount) on, by 1 / (1 - p) or by 0.
 template <int kCount>
 __device__ __forceinline__ void drop(const DropoutArgs& dropout, std::uint64_t seed, std::int64_t row,
                                      std::int64_t column, float* values) {
+    static_assert(kCount == 4 || kCount == 8, "one call of Philox");
+    const Philox bits = philox(seed, static_cast<std::uint32_t>(column >> 3), static_cast<std::uint32_t>(row),
+                               0, dropout.offset);
+    // No indexing by `column`: it would go through memory.
+    const bool late = kCount == 4 && (column & 4) != 0;
 #pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-        const Philox bits = philox(seed, static_cast<std::uint32_t>((column + i) >> 2),
-                                   static_cast<std::uint32_t>(row), 0, dropout.offset);
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-            values[i + k] = bits.word[k] >= dropout.threshold ? values[i + k] * dropout.scale : 0.0f;
+    for (int k = 0; k < kCount; ++k) {
+        const std::uint32_t word = late ? bits.word[(k >> 1) | 2] : bits.word[k >> 1];
+        values[k] = kept_lane(word, k & 1, dropout.threshold) ? values[k] * dropout.scale : 0.0f;
     }
 }
 
 __device__ __forceinline__ float drop_one(const DropoutArgs& dropout, std::int64_t row, std::int64_t column,
                                           float value) {
-    const Philox bits = philox(*dropout.seed, static_cast<std::uint32_t>(column >> 2),
+    const Philox bits = philox(*dropout.seed, static_cast<std::uint32_t>(column >> 3),
                                static_cast<std::uint32_t>(row), 0, dropout.offset);
-    const int lane = static_cast<int>(column & 3);
+    const int place = static_cast<int>(column >> 1 & 3);
     // No indexing: it would go through memory.
-    const std::uint32_t low = lane == 0 ? bits.word[0] : bits.word[1];
-    const std::uint32_t high = lane == 2 ? bits.word[2] : bits.word[3];
-    const std::uint32_t word = lane < 2 ? low : high;
-    return word >= dropout.threshold ? value * dropout.scale : 0.0f;
+    const std::uint32_t first = place == 0 ? bits.word[0] : bits.word[1];
+    const std::uint32_t last = place == 2 ? bits.word[2] : bits.word[3];
+    const std::uint32_t word = place < 2 ? first : last;
+    return kept_lane(word, column & 1, dropout.threshold) ? value * dropout.scale : 0.0f;
 }
 
 // --- host ---

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastbert.ops.dropout import philox_blocks, threshold
+from fastbert.ops.dropout import lanes_of, philox_blocks, threshold
 
 
 def to_grid(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
@@ -67,9 +67,9 @@ def keep_mask(
         offset,
         torch.arange(first_head, first_head + nheads, device=device).reshape(1, nheads, 1, 1),
         first_rows.long().reshape(-1, 1, 1, 1) + position.reshape(1, 1, seqlen, 1),
-        torch.arange((seqlen + 3) // 4, device=device),
+        torch.arange((seqlen + 7) // 8, device=device),
     )
-    return torch.stack([word >= threshold(dropout_p) for word in words], dim=-1).flatten(-2)[..., :seqlen]
+    return (lanes_of(words) >= threshold(dropout_p)).flatten(-2)[..., :seqlen]
 
 
 def bits_shape(nheads: int, total: int, max_seqlen: int, save_bits: bool) -> tuple[int, ...]:

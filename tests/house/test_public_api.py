@@ -33,6 +33,7 @@ GONE = {
     "ops.attention.to_grid": ATTENTION,
     "ops.attention.unpack_bits": ATTENTION,
     "ops.checks.plain": "it is dispatch's, which uses it",
+    "ops.dropout.philox_words": "dropout draws 16-bit lanes: philox_lanes",
     "ops.linear.activate_ref": ACTIVATIONS,
     "ops.linear.check_activation": ACTIVATIONS,
     "ops.linear.packer": PANELS,

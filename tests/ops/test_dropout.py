@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds
-from fastbert.ops.dropout import keep_mask_2d, philox_keep, philox_words, threshold
+from fastbert.ops.dropout import keep_mask_2d, lanes_of, philox_blocks, philox_keep, philox_lanes, threshold
 from fastbert.ops.embedding import EmbeddingInputs, EmbeddingSaved
 from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
 from fastbert.runtime import dispatch
@@ -40,22 +40,25 @@ def as_seed(key):
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
 def test_known_answers(counter, key, words):
     group, row, plane, offset = counter
-    cols = (group << 2) + torch.arange(4)
-    got = philox_words(as_seed(key), offset, torch.tensor(plane), torch.tensor(row), cols)
-    assert got.tolist() == list(words)
+    place = as_seed(key), offset, torch.tensor(plane), torch.tensor(row)
+    got = philox_blocks(*place, torch.tensor(group))
+    assert torch.stack(got).tolist() == list(words)
+    halves = [half for word in words for half in (word % 2**16, word >> 16)]
+    assert (lanes_of(got) >> 16).tolist() == halves
+    assert philox_lanes(*place, (group << 3) + torch.arange(8)).tolist() == halves
 
 
 def test_each_coordinate_and_each_bit_of_the_seed_matters():
     rows, cols = torch.arange(8).unsqueeze(1), torch.arange(8).unsqueeze(0)
-    base = philox_words(torch.tensor([5]), 2, torch.tensor(1), rows, cols)
+    base = philox_lanes(torch.tensor([5]), 2, torch.tensor(1), rows, cols)
     assert base.unique().numel() == 64
     for other in (
-        philox_words(torch.tensor([5 + 2**40]), 2, torch.tensor(1), rows, cols),
-        philox_words(torch.tensor([6]), 2, torch.tensor(1), rows, cols),
-        philox_words(torch.tensor([5]), 3, torch.tensor(1), rows, cols),
-        philox_words(torch.tensor([5]), 2, torch.tensor(2), rows, cols),
-        philox_words(torch.tensor([5]), 2, torch.tensor(1), rows + 8, cols),
-        philox_words(torch.tensor([5]), 2, torch.tensor(1), rows, cols + 8),
+        philox_lanes(torch.tensor([5 + 2**40]), 2, torch.tensor(1), rows, cols),
+        philox_lanes(torch.tensor([6]), 2, torch.tensor(1), rows, cols),
+        philox_lanes(torch.tensor([5]), 3, torch.tensor(1), rows, cols),
+        philox_lanes(torch.tensor([5]), 2, torch.tensor(2), rows, cols),
+        philox_lanes(torch.tensor([5]), 2, torch.tensor(1), rows + 8, cols),
+        philox_lanes(torch.tensor([5]), 2, torch.tensor(1), rows, cols + 8),
     ):
         assert not (base == other).any()
 
@@ -74,11 +77,25 @@ def test_the_share_dropped_is_p(p):
     assert abs((~mask).double().mean().item() - p) < 4 * deviation
 
 
+def test_neighbours_and_the_halves_of_a_word_are_independent():
+    dropped = ~keep_mask_2d(torch.tensor([321]), 5, 4000, 64, 0.25)
+    p, deviation = 0.25, (0.0625 * 0.9375 / (4000 * 8)) ** 0.5  # of the share of a pair, both dropped
+    lanes = dropped.unflatten(1, (8, 8)).double()
+    together = torch.einsum("rga,rgb->ab", lanes, lanes) / (4000 * 8)
+    pairs = together[~torch.eye(8, dtype=torch.bool)]
+    assert (pairs - p * p).abs().max() < 4.5 * deviation
+    for one, other in ((dropped[1:], dropped[:-1]), (dropped[:, 8:], dropped[:, :-8])):
+        share = (one & other).double().mean().item()
+        assert abs(share - p * p) < 4.5 * (0.0625 * 0.9375 / one.numel()) ** 0.5
+
+
 def test_thresholds():
     assert threshold(0.0) == 0
     assert threshold(0.5) == 2**31
     assert threshold(0.25) == 2**30
-    assert threshold(1 - 2**-40) == 2**32 - 1  # never 2**32, which 32 bits cannot hold
+    assert threshold(0.1) == 6554 << 16  # to the nearest multiple of 2**-16
+    assert threshold(2**-18) == 0
+    assert threshold(1 - 2**-40) == (2**16 - 1) << 16  # never 2**32, which 32 bits cannot hold
     assert keep_mask_2d(torch.tensor([1]), 0, 4, 4, 0.0).all()
 
 
@@ -93,14 +110,15 @@ def test_the_seed_counts_by_value_not_by_address():
 
 def golden_keep(seed: int, offset: int, plane: int, row: int, col: int, p: float) -> bool:
     """Whether the element is kept: Salmon et al. 2011, sec. 4.1, in Python's own integers."""
-    words = [col // 4, row, plane, offset]
+    words = [col // 8, row, plane, offset]
     key = [seed % 2**32, (seed >> 32) % 2**32]
     for _ in range(10):
         first, second = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
         highs = (second >> 32) ^ words[1] ^ key[0], (first >> 32) ^ words[3] ^ key[1]
         words = [highs[0], second % 2**32, highs[1], first % 2**32]
         key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
-    return words[col % 4] >= min(round(p * 2**32), 2**32 - 1)
+    halves = [half for word in words for half in (word % 2**16, word // 2**16)]
+    return halves[col % 8] >= min(round(p * 2**16), 2**16 - 1)
 
 
 def golden(seed: int, offset: int, rows, cols: int, p: float, plane: int = 0) -> torch.Tensor:
@@ -113,10 +131,12 @@ def golden(seed: int, offset: int, rows, cols: int, p: float, plane: int = 0) ->
 def test_the_definition_gives_the_authors_answers(counter, key, words):
     group, row, plane, offset = counter
     seed = key[0] | key[1] << 32
-    for i, word in enumerate(words):  # kept at a probability of word / 2**32, and not at the next one
-        place = (offset, plane, row, 4 * group + i)
-        assert golden_keep(seed, *place, word / 2**32)
-        assert not golden_keep(seed, *place, (word + 1) / 2**32)
+    for i, word in enumerate(words):
+        for column, half in ((2 * i, word & 0xFFFF), (2 * i + 1, word >> 16)):
+            # kept at a probability of half / 2**16, and not at the next one
+            place = (offset, plane, row, 8 * group + column)
+            assert golden_keep(seed, *place, half / 2**16)
+            assert not golden_keep(seed, *place, (half + 1) / 2**16)
 
 
 SEEDS = [(0, 0), (1234, 7), (-5, 2**32 - 1), (2**62 + 17, 2**31)]
