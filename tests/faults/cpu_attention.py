@@ -8,6 +8,9 @@ from tests.support.mutation import Fault, Suite
 
 _SIMD = "csrc/cpu/attention_simd.cpp"
 _SHARED = "csrc/cpu/attention_simd.h"
+_VECTORS = "csrc/cpu/vec.h"
+_AVX2 = "csrc/cpu/vec_avx2.h"
+_AVX512 = "csrc/cpu/vec_avx512.h"
 _TASKS = "csrc/cpu/attention.cpp"
 _EXP = "csrc/cpu/exp.h"
 _PYTHON = "fastbert/backends/cpu/attention.py"
@@ -82,8 +85,14 @@ FAULTS = (
     _fault("exp stops before the subnormals", "broadcast(-104.0f)", "broadcast(-87.0f)", _EXP),
     _fault("exp swallows NaN", "maximum(broadcast(-104.0f), x)", "maximum(x, broadcast(-104.0f))", _EXP),
     # dropout
-    _fault("bits of the first 64 columns for all", "static_cast<std::uint32_t>(row), static_cast<std::uint32_t>(block));", "static_cast<std::uint32_t>(row), 0u);", _SHARED),
-    _fault("the last bits not drawn", "block < (keys + 63) / 64;", "block < (keys + 31) / 64;", _SHARED),
+    _fault("bits of the first 64 columns for all", "iota(static_cast<std::uint32_t>(block * 8))", "iota(static_cast<std::uint32_t>(block * 0))", _VECTORS),
+    _fault("the last bits not drawn", "(row), (keys + 63) / 64, bits);", "(row), (keys + 31) / 64, bits);", _SHARED),
+    _fault("four columns a counter", "iota(static_cast<std::uint32_t>(block * 8))", "iota(static_cast<std::uint32_t>(block * 16))", _VECTORS),
+    _fault("lanes of neighbouring words swapped", "kPairs << (2 * word)", "kPairs << (2 * (word ^ 1))", _VECTORS),
+    _fault("threshold of 15 bits", "dropout.threshold >> 16", "(dropout.threshold >> 17) * 2", _VECTORS),
+    _fault("signed lanes", "_mm512_cmpge_epu16_mask", "_mm512_cmpge_epi16_mask", _AVX512),
+    _fault("signed lanes of AVX2", "_mm256_max_epu16(a, limit)", "_mm256_max_epi16(a, limit)", _AVX2),
+    _fault("bits of a vector's first block twice", "masks[word] >> (16 * b)", "masks[word] >> (0 * b)", _VECTORS),
     _fault("bits of the first keys for all", "kept == nullptr ? ~0ull : kept[block / 64];", "kept == nullptr ? ~0ull : kept[0];", _SHARED),
     _fault("bits saved for one head", "(head * args.total + row) * ((args.max_seqlen", "row * ((args.max_seqlen", _SHARED),
     _fault("bits saved in whole words only", "(args.max_seqlen + 31) / 32)", "args.max_seqlen / 32)", _SHARED),

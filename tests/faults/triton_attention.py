@@ -56,7 +56,7 @@ FAULTS = (
     _fault("gate of the first head", "tl.load(gate_ptr + head)", "tl.load(gate_ptr)", _FORWARD),
     _fault("gate forgotten", "factor *= tl.load(gate_ptr + head).to(tl.float32)", "factor *= 1.0", _FORWARD),
     _fault("dropout scale forgotten", "factor = inverse * keep_scale", "factor = inverse", _FORWARD),
-    _fault("dropout before the sum", "            weights = tl.where(keep, weights, 0.0)\n", "            norm = norm - tl.sum(tl.where(keep, 0.0, weights), 1)\n            weights = tl.where(keep, weights, 0.0)\n", _FORWARD),
+    _fault("dropout before the sum", "            weights = tl.minimum(weights,", "            norm = norm - tl.sum(tl.where(keep, 0.0, weights), 1)\n            weights = tl.minimum(weights,", _FORWARD),
     _fault("dropout by the row in its sequence", "packed_rows = start + first_row + tl.arange(0, BLOCK_M)", "packed_rows = first_row + tl.arange(0, BLOCK_M)", _FORWARD),
     _fault("dropout of plane 0", "                    head,\n                    packed_rows,\n                    inside", "                    0,\n                    packed_rows,\n                    inside", _FORWARD),
     _fault("dropout column of the block", "inside,\n                    first_key,\n", "inside,\n                    first_key * 0,\n", _FORWARD),
