@@ -86,10 +86,14 @@ def linear_task(case: LinearCase, dtype: torch.dtype) -> Task:
     )
 
 
+def extras_of(case: AttentionCase) -> str:
+    """What the case has beside the products, as attention's configs tell it."""
+    return module_of("attention").extras_of(bool(case.bias), case.dropout_p > 0, case.probs)
+
+
 def attention_task(case: AttentionCase, dtype: torch.dtype) -> Task:
     """The entry that `case` uses."""
-    extras = bool(case.bias or case.dropout_p or case.probs)
-    key = module_of("attention").tuning_key(case.headdim, dtype, extras)
+    key = module_of("attention").tuning_key(case.headdim, dtype, extras_of(case))
     return Task("attention", key, tuning.bucket(case.max_seqlen), case, dtype)
 
 
@@ -150,8 +154,7 @@ def candidates(task: Task, device: tuning.Device) -> list[Any]:
     """The configs to time, the module's own first; in the same order on every run."""
     module, case = module_of(task.op), task.case
     if task.op == "attention":
-        extras = bool(case.bias or case.dropout_p or case.probs)
-        return list(module.candidates(case.headdim, task.dtype, extras, device.capability))
+        return list(module.candidates(case.headdim, task.dtype, extras_of(case), device.capability))
     return list(module.candidates(task.dtype, device.capability))
 
 
@@ -162,9 +165,8 @@ def heuristic(task: Task, device: tuning.Device) -> Any:
     if task.op == "linear":
         shape = case.in_features, case.out_features, case.activation, case.residual
         return module.config_for(2**task.bucket, *shape, task.dtype, True, unknown)
-    extras = bool(case.bias or case.dropout_p or case.probs)
     rows = tuning.bucket(case.total * case.nheads)
-    return module.config_for(case.headdim, task.dtype, extras, task.bucket, rows, unknown)
+    return module.config_for(case.headdim, task.dtype, extras_of(case), task.bucket, rows, unknown)
 
 
 # ---- One entry ----

@@ -73,10 +73,15 @@ class Config(NamedTuple):
     num_stages: int
 
 
-def ladder(headdim: int, dtype: torch.dtype, extras: bool, capability: tuple[int, int]) -> tuple[Config, ...]:
+def extras_of(bias: bool, dropout: bool, probs: bool) -> str:
+    """What a call has beside the products, which needs registers: "", "dropout" alone, or other "extras"."""
+    return "extras" if bias or probs else "dropout" if dropout else ""
+
+
+def ladder(headdim: int, dtype: torch.dtype, extras: str, capability: tuple[int, int]) -> tuple[Config, ...]:
     """Configs from high tiles to low ones; none of them spills.
 
-    `extras`: whether there is a bias, dropout or probs, which need registers.
+    `extras`: of `extras_of`.
     """
     block_d = max(16, triton.next_power_of_2(headdim))
     if dtype == torch.float32:
@@ -85,6 +90,8 @@ def ladder(headdim: int, dtype: torch.dtype, extras: bool, capability: tuple[int
             return (Config(16, 16, 16, False, 8, 1),)
         return (Config(32, 16, 16, False, 8 if headdim > 32 and capability[0] == 12 else 4, 1),)
     low = Config(32, 32, block_d, False, 4, 2)
+    if extras == "dropout" and capability[0] == 9 and 16 < headdim <= 64:
+        return Config(64, 64, block_d, True, 4, 2), low
     if extras:
         return Config(64, 32, block_d, False, 4, 2), low
     if headdim > 64 and capability[0] not in (9, 10):
@@ -100,7 +107,7 @@ def ladder(headdim: int, dtype: torch.dtype, extras: bool, capability: tuple[int
 
 
 def candidates(
-    headdim: int, dtype: torch.dtype, extras: bool, capability: tuple[int, int]
+    headdim: int, dtype: torch.dtype, extras: str, capability: tuple[int, int]
 ) -> tuple[Config, ...]:
     """What a tuner may choose from: the ladder, then configs that only a measurement can rank."""
     found = ladder(headdim, dtype, extras, capability)
@@ -134,16 +141,16 @@ def heuristic(configs: tuple[Config, ...], max_seqlen: int, rows: int, multiproc
     return configs[-1]
 
 
-def tuning_key(headdim: int, dtype: torch.dtype, extras: bool) -> str:
-    """The key of this computation in kernels/tuned: "bfloat16 64" or "bfloat16 64 extras"."""
-    return f"{str(dtype).removeprefix('torch.')} {headdim}{' extras' if extras else ''}"
+def tuning_key(headdim: int, dtype: torch.dtype, extras: str) -> str:
+    """The key of this computation in kernels/tuned: "bfloat16 64", "bfloat16 64 dropout" or "… extras"."""
+    return f"{str(dtype).removeprefix('torch.')} {headdim} {extras}".rstrip()
 
 
 @lru_cache(maxsize=4096)
 def config_for(
     headdim: int,
     dtype: torch.dtype,
-    extras: bool,
+    extras: str,
     seqlen_bucket: int,
     rows_bucket: int,
     device: tuning.Device,
@@ -172,7 +179,7 @@ def attention_fwd(
     config = config_for(
         headdim,
         q.dtype,
-        inputs.bias is not None or inputs.dropout_p > 0 or return_probs,
+        extras_of(inputs.bias is not None, inputs.dropout_p > 0, return_probs),
         tuning.bucket(inputs.max_seqlen),
         tuning.bucket(total * nheads),
         tuning.device_of(q.device),

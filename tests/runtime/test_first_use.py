@@ -68,8 +68,10 @@ def test_a_gpus_check_meets_the_configs_of_real_work(capability, multiprocessors
     met = set()
     for c in cases:
         buckets = tuning.bucket(c.max_seqlen), tuning.bucket(c.total * c.nheads)
-        met.add(attention.config_for(c.headdim, dtype, bool(c.bias or c.dropout_p), *buckets, device))
-    assert set(attention.ladder(64, dtype, False, capability)) <= met
+        kind = attention.extras_of(bool(c.bias), c.dropout_p > 0, c.probs)
+        met.add(attention.config_for(c.headdim, dtype, kind, *buckets, device))
+    for kind in ("", "dropout"):
+        assert set(attention.ladder(64, dtype, kind, capability)) <= met
 
 
 # --- self-check ---------------------------------------------------------------------------------------------

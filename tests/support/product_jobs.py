@@ -55,7 +55,9 @@ def forward_jobs(scope: str) -> Iterator[tuple[str, int, Callable[[], None]]]:
     for dtype, headdim, name in itertools.product(
         (torch.bfloat16, torch.float16), (64, 128, 16, 32, 80), options
     ):
-        configs = kernels.candidates(headdim, dtype, name in ("saved", "all"), divmod(ARCH, 10))
+        configs = kernels.candidates(
+            headdim, dtype, {"saved": "dropout", "all": "extras"}.get(name, ""), divmod(ARCH, 10)
+        )
         for config in configs:
             base = config == configs[0] and name in ("plain", "saved")
             if config.block_m >= HEIGHT and _wanted(scope, dtype, headdim, name, base):

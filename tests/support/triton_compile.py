@@ -87,6 +87,12 @@ def attention_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
         "many": {"batch": kernels.SORTED + 1, "gate": True},
         "sorted": {"batch": kernels.SORTED},  # where most registers are taken
     }
+    dropout = {
+        "drawn": {"dropout_p": 0.1},
+        "saved": {"dropout_p": 0.1, "save_bits": True},
+        "saved-causal": {"dropout_p": 0.1, "save_bits": True, "causal": True, "gate": True},
+        "saved-sorted": {"dropout_p": 0.1, "save_bits": True, "batch": kernels.SORTED, "scale": -0.1},
+    }
     extras = {
         "sorted-keys": {
             "batch": kernels.SORTED,
@@ -96,8 +102,6 @@ def attention_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
         },
         "keys": {"bias": (32, 1, 1, 512)},
         "bias": {"bias": (1, 12, 512, 512)},
-        "drawn": {"dropout_p": 0.1},
-        "saved": {"dropout_p": 0.1, "save_bits": True},
         "probs": {"probs": True},
         "all": {
             "bias": (32, 12, 512, 512),
@@ -110,12 +114,13 @@ def attention_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
     }
 
     float32, bfloat16, float16 = torch.float32, torch.bfloat16, torch.float16
-    for arch, dtype, headdim, options in itertools.product(
-        SHARED_LIMIT, (bfloat16, float32, float16), (64, 128, 16, 32, 80), (plain, extras)
+    kinds = {"": plain, "dropout": dropout, "extras": extras}
+    for arch, dtype, headdim, (kind, options) in itertools.product(
+        SHARED_LIMIT, (bfloat16, float32, float16), (64, 128, 16, 32, 80), kinds.items()
     ):
-        configs = kernels.candidates(headdim, dtype, options is extras, divmod(arch, 10))
+        configs = kernels.candidates(headdim, dtype, kind, divmod(arch, 10))
         for config, name in itertools.product(configs, options):
-            usual = headdim == 64 and config == configs[0] and name in ("plain", "all")
+            usual = headdim == 64 and config == configs[0] and name in ("plain", "saved", "all")
             if full:
                 wanted = dtype != float16 or usual
             else:
@@ -367,7 +372,6 @@ def tuning_jobs(op: str, full: bool) -> Iterator[tuple[str, int, Callable[[], No
         timed = {"batch": batch, "max_seqlen": case.max_seqlen, "dropout_p": case.dropout_p}
         most = timed | {"causal": True, "gate": True}
         if case.dropout_p:
-            most |= {"bias": (batch, case.nheads, case.max_seqlen, case.max_seqlen), "probs": True}
             most |= {"save_bits": dtype != torch.float32}
         return {
             "timed": lambda c: call_attention(c, dtype, *sizes, **timed),

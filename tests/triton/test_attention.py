@@ -606,7 +606,7 @@ H200 = tuning.Device("NVIDIA H200", (9, 0), 132)
 
 
 def test_configs_fit_the_work():
-    def high(headdim, seqlen, tokens, heads=12, extras=False, device=H200, dtype=torch.bfloat16):
+    def high(headdim, seqlen, tokens, heads=12, extras="", device=H200, dtype=torch.bfloat16):
         buckets = tuning.bucket(seqlen), tuning.bucket(tokens * heads)
         return kernels.config_for(headdim, dtype, extras, *buckets, device).block_m
 
@@ -615,7 +615,10 @@ def test_configs_fit_the_work():
     assert high(64, 20, 16384) == 32
     assert high(64, 512, 512) == 64  # one sequence: more, lower tiles
     assert high(64, 128, 128) == 32
-    assert high(64, 512, 16384, extras=True) == 64
+    assert high(64, 512, 16384, extras="extras") == 64
+    assert high(64, 512, 16384, extras="dropout") == 64
+    assert kernels.ladder(64, torch.bfloat16, "dropout", (9, 0))[0].block_n == 64
+    assert kernels.ladder(64, torch.bfloat16, "extras", (9, 0))[0].block_n == 32
     assert high(128, 512, 16384) == 64
     assert high(64, 512, 16384, device=tuning.Device("NVIDIA A100", (8, 0), 108)) == 64
     assert high(64, 512, 16384, dtype=torch.float32) == 32
@@ -628,10 +631,10 @@ def test_a_tuned_config_serves_where_it_was_measured(monkeypatch, tmp_path):
     tuning._table.cache_clear()
     kernels.config_for.cache_clear()
     try:
-        assert kernels.config_for(64, torch.bfloat16, False, 9, 18, H200) == (64, 128, 64, True, 8, 2)
-        assert kernels.config_for(64, torch.bfloat16, False, 9, 12, H200).block_m == 32  # too little work
-        assert kernels.config_for(64, torch.bfloat16, True, 9, 18, H200).block_m == 64
-        assert kernels.config_for(32, torch.bfloat16, False, 9, 18, H200).block_m == 128
+        assert kernels.config_for(64, torch.bfloat16, "", 9, 18, H200) == (64, 128, 64, True, 8, 2)
+        assert kernels.config_for(64, torch.bfloat16, "", 9, 12, H200).block_m == 32  # too little work
+        assert kernels.config_for(64, torch.bfloat16, "dropout", 9, 18, H200).block_m == 64
+        assert kernels.config_for(32, torch.bfloat16, "", 9, 18, H200).block_m == 128
     finally:
         tuning._table.cache_clear()
         kernels.config_for.cache_clear()

@@ -123,7 +123,7 @@ def test_entries_come_once_and_what_triton_serves_first():
         "bfloat16 1024x3072",
         "bfloat16 1024x1024",
         "bfloat16 4096x1024",
-        "bfloat16 64 extras",
+        "bfloat16 64 dropout",
     }
     for task in tasks:
         rows = task.case.rows if task.op == "linear" else task.case.max_seqlen
@@ -153,7 +153,7 @@ def test_an_entry_is_what_run_time_looks_up(monkeypatch, tmp_path, capability, d
             found = linear.config_for(case.rows, *options, dtype, True, device)
         else:
             buckets = tuning.bucket(case.max_seqlen), tuning.bucket(case.total * case.nheads)
-            found = attention.config_for(case.headdim, dtype, case.dropout_p > 0, *buckets, device)
+            found = attention.config_for(case.headdim, dtype, tune.extras_of(case), *buckets, device)
         assert found == chosen
 
 
@@ -170,8 +170,8 @@ def test_candidates_begin_with_the_modules_own():
 @pytest.mark.parametrize(("major", "most"), [(8, 64), (9, 128), (10, 96), (12, 64)])
 def test_attention_candidates_fit_a_threads_registers(major, most):
     for headdim in (16, 32, 64):
-        configs = attention.candidates(headdim, BF16, False, (major, 0))
-        ladder = attention.ladder(headdim, BF16, False, (major, 0))
+        configs = attention.candidates(headdim, BF16, "", (major, 0))
+        ladder = attention.ladder(headdim, BF16, "", (major, 0))
         assert configs[: len(ladder)] == ladder
         floats = [c.block_m * (c.block_n + headdim) / (32 * c.num_warps) for c in configs[len(ladder) :]]
         assert max(floats) <= most
@@ -336,7 +336,7 @@ def test_a_dry_run_writes_a_table_that_serves(tmp_path, monkeypatch, capsys):
     assert list(table) == ["device", "attention", "linear"]
     assert set(table["linear"]) == {"bfloat16 48x96 gelu", "bfloat16 96x48"}
     assert list(table["linear"]["bfloat16 48x96 gelu"]) == ["4", "6"]
-    assert set(table["attention"]) == {"bfloat16 16", "bfloat16 16 extras"}
+    assert set(table["attention"]) == {"bfloat16 16", "bfloat16 16 dropout"}
     text = capsys.readouterr().out
     assert "# 5 of 5 entries in" in text
     from bench import lines
