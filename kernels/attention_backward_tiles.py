@@ -207,6 +207,7 @@ def _query_tile(
         if bits_ptr is not None:
             keep = saved_keep(bits_ptr, bits_stride, start + rows, rows < length, first_key, BLOCK_N, False)
         else:
-            keep = philox_keep(seed_ptr, offset, head, start + rows, first_key, threshold, BLOCK_M, BLOCK_N)
+            seed = tl.load(seed_ptr)
+            keep = philox_keep(seed, offset, head, start + rows, first_key, threshold, BLOCK_M, BLOCK_N)
         dprobs = tl.where(keep, dprobs, 0.0)
     return k, weights, dprobs

@@ -187,8 +187,9 @@ def _attention_bwd_dkdv_kernel(
                             bits_ptr, bits_stride, start + rows, rows < length, first_key, BLOCK_N, True
                         )
                     else:
+                        seed = tl.load(seed_ptr)
                         keep = philox_keep(
-                            seed_ptr, offset, head, start + rows, first_key, threshold, BLOCK_M, BLOCK_N
+                            seed, offset, head, start + rows, first_key, threshold, BLOCK_M, BLOCK_N
                         )
                         keep = tl.trans(keep)
                     dropped = tl.where(keep, probs, 0.0)

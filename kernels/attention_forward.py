@@ -124,8 +124,8 @@ def _walk(
     NUM_STAGES: tl.constexpr,
 ):
     """Add the keys from `begin` to `end` to acc = Σ exp(S - top) v, norm = Σ exp(S - top), top = max S."""
-    if seed_ptr is not None and bits_ptr is not None:
-        seed = tl.load(seed_ptr)  # once: a store in the loop would make it load the seed again
+    if seed_ptr is not None:
+        seed = tl.load(seed_ptr)  # here: after a store of bits the loop would load it again
     for first_key in tl.range(begin, end, BLOCK_N, num_stages=NUM_STAGES):
         scores = _score_tile(
             q,
@@ -176,9 +176,7 @@ def _walk(
                     BLOCK_N,
                 )
             else:
-                keep = philox_keep(
-                    seed_ptr, offset, head, packed_rows, first_key, threshold, BLOCK_M, BLOCK_N
-                )
+                keep = philox_keep(seed, offset, head, packed_rows, first_key, threshold, BLOCK_M, BLOCK_N)
             # Not `where`: LLVM would choose among halves of packed words, 2 instructions more an element.
             weights = tl.minimum(weights, tl.where(keep, float("inf"), 0.0))
         v = _load_rows(v_ptr, v_stride, first_key, length, HEAD_DIM, MASKED, BLOCK_N, BLOCK_D)

@@ -38,6 +38,7 @@ from fastbert.kernels.embedding_backward import (
     _wide_embedding_bwd_means_kernel,
 )
 from fastbert.kernels.launch import launch, resident_programs
+from fastbert.kernels.layer_norm import row_of
 from fastbert.kernels.philox import as_int32_bits, philox_keep, threshold_bits
 
 if TYPE_CHECKING:
@@ -154,11 +155,10 @@ def _embedding_fwd_kernel(
         at = rows[:, None] * y_stride + cols[None, :]
         if z_ptr is not None:
             tl.store(z_ptr + at, z.to(z_ptr.dtype.element_ty), mask=mask)
-        weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
-        bias = tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
-        y = (z - mean[:, None]) * rstd[:, None] * weight[None, :] + bias[None, :]
+        y = (z - mean[:, None]) * rstd[:, None] * row_of(weight_ptr, cols, HIDDEN)
+        y += row_of(bias_ptr, cols, HIDDEN)
         if seed_ptr is not None:
-            keep = philox_keep(seed_ptr, offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N)
+            keep = philox_keep(tl.load(seed_ptr), offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N)
             y = tl.where(keep, y * keep_scale, 0.0)
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 

@@ -28,7 +28,7 @@ def _dn_tile(
     cols = col_start + tl.arange(0, BLOCK_N)
     dn = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     if seed_ptr is not None:
-        keep = philox_keep(seed_ptr, offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N)
+        keep = philox_keep(tl.load(seed_ptr), offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N)
         dn = tl.where(keep, dn * keep_scale, 0.0)
     z = tl.load(z_ptr + rows[:, None] * z_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     return dn, (z - mean[:, None]) * rstd[:, None]

@@ -42,7 +42,7 @@ _FIXED_TYPES = ("n_rows", "offset", "threshold")
 
 
 @triton.jit
-def _row_of(vector_ptr, cols, HIDDEN: tl.constexpr):
+def row_of(vector_ptr, cols, HIDDEN: tl.constexpr):
     """[1, BLOCK_N] in float32: a parameter of every column.
 
     Loaded as a row, not as a vector: one row of activations then gives it its layout, and float32 parameters
@@ -75,9 +75,9 @@ def _z_tile(
     mask = (rows < n_rows)[:, None] & (cols < HIDDEN)[None, :]
     z = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     if x_bias_ptr is not None:
-        z += _row_of(x_bias_ptr, cols, HIDDEN)
+        z += row_of(x_bias_ptr, cols, HIDDEN)
     if seed_ptr is not None:
-        keep = philox_keep(seed_ptr, offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N)
+        keep = philox_keep(tl.load(seed_ptr), offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N)
         z = tl.where(keep, z * keep_scale, 0.0)
     if residual_ptr is not None:
         residual_at = residual_ptr + rows[:, None] * residual_stride + cols[None, :]
@@ -149,9 +149,9 @@ def _layer_norm_fwd_kernel(
         mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
         centred = z - mean[:, None]
-    y = centred * rstd[:, None] * _row_of(weight_ptr, cols, HIDDEN)
+    y = centred * rstd[:, None] * row_of(weight_ptr, cols, HIDDEN)
     if bias_ptr is not None:
-        y += _row_of(bias_ptr, cols, HIDDEN)
+        y += row_of(bias_ptr, cols, HIDDEN)
     tl.store(y_ptr + rows[:, None] * y_stride + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 

@@ -74,7 +74,7 @@ def _layer_norm_bwd_kernel(
         if dresidual_ptr is not None:
             tl.store(dresidual_ptr + dx_at, dz.to(dresidual_ptr.dtype.element_ty), mask=mask)
         if seed_ptr is not None:
-            keep = philox_keep(seed_ptr, offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N)
+            keep = philox_keep(tl.load(seed_ptr), offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N)
             dz = tl.where(keep, dz * keep_scale, 0.0)
         if dx_ptr is not None:
             tl.store(dx_ptr + dx_at, dz.to(dx_ptr.dtype.element_ty), mask=mask)

@@ -49,10 +49,10 @@ def _lanes(seed, offset, plane, rows, col_start, COLUMNS: tl.constexpr):
 
 @triton.jit
 def philox_keep(
-    seed_ptr, offset, plane, rows, col_start, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    seed, offset, plane, rows, col_start, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """`keep` = [BLOCK_M, BLOCK_N] of bool; `rows` = [BLOCK_M]; columns from `col_start`, a multiple of 8."""
-    r0, r1, r2, r3 = _lanes(tl.load(seed_ptr), offset, plane, rows, col_start, BLOCK_N)
+    r0, r1, r2, r3 = _lanes(seed, offset, plane, rows, col_start, BLOCK_N)
     # `words` = [BLOCK_M, BLOCK_N // 8, 2, 2]; the last two indices are the bits of the word's number.
     words = tl.join(tl.join(r0, r2), tl.join(r1, r3))
     lanes = tl.join(words << 16, words)

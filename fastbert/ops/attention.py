@@ -331,7 +331,7 @@ def attention(
         bias: added to the scores: (nheads, S, S) or (batch, nheads, S, S), any float dtype, -inf allowed.
             Dimensions of size 1 broadcast. Differentiable. Cells past a sequence's length are not read.
         gate: (nheads,), any float dtype: a factor per head's output (a soft head mask). Differentiable.
-        dropout_p: probability of dropping a probability, in [0, 1).
+        dropout_p: probability of dropping a probability, in [0, 1), exact to 2**-17.
         seed: int64 tensor of one element on `q`'s device; needed where dropout_p > 0.
         offset: the call site, in [0, 2**32): two sites with one seed need two offsets.
         return_lse: also return lse, which carries no gradient.

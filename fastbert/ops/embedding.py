@@ -342,7 +342,7 @@ def embedding(
         inputs_embeds: (..., hidden) in place of `input_ids`, of the tables' dtype.
         padding_idx: row of `word` that gets no gradient, or None; a negative one counts from the end.
         eps: added to the variance, >= 0.
-        dropout_p: probability of dropping an element of the normalised sum, in [0, 1).
+        dropout_p: probability of dropping an element of the normalised sum, in [0, 1), exact to 2**-17.
         seed: int64 tensor of one element on the tables' device; needed where dropout_p > 0.
         offset: the call site, in [0, 2**32).
 

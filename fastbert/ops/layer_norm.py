@@ -275,7 +275,7 @@ def layer_norm(
             does.
         x_bias: (hidden,) bias of the linear layer that made `x`, or None.
         eps: added to the variance, >= 0.
-        dropout_p: probability of dropping an element of `x + x_bias`, in [0, 1).
+        dropout_p: probability of dropping an element of `x + x_bias`, in [0, 1), exact to 2**-17.
         seed: int64 tensor of one element on `x`'s device; needed where dropout_p > 0.
         offset: the call site, in [0, 2**32): two sites with one seed need two offsets.
 

@@ -46,13 +46,13 @@ FAULTS = (
     _fault("second pass over the last block of the first", "if HIDDEN > BLOCK_N:\n", "if HIDDEN < 0:\n"),
     _fault("statistics of the rounded sum", "            mean = tl.div_rn(tl.sum(z, 1)", "            z = z.to(y_ptr.dtype.element_ty).to(tl.float32)\n            mean = tl.div_rn(tl.sum(z, 1)"),
     _fault("mean and rstd swapped", "tl.store(mean_ptr + rows, mean,", "tl.store(mean_ptr + rows, rstd,"),
-    _fault("bias forgotten", "weight[None, :] + bias[None, :]", "weight[None, :]"),
-    _fault("weight forgotten", " * weight[None, :] + bias", " + bias"),
+    _fault("bias forgotten", "        y += row_of(bias_ptr, cols, HIDDEN)\n", ""),
+    _fault("weight forgotten", " * row_of(weight_ptr, cols, HIDDEN)", ""),
     # dropout
     _fault("scale of the kept forgotten", "y * keep_scale", "y"),
     _fault("dropout before the norm's bias", "            keep = philox_keep(", "            y -= bias[None, :]\n            keep = philox_keep("),
-    _fault("another plane", "            keep = philox_keep(seed_ptr, offset, 0, rows", "            keep = philox_keep(seed_ptr, offset, 1, rows"),
-    _fault("columns of the block, not of the row", "            keep = philox_keep(seed_ptr, offset, 0, rows, col_start, threshold", "            keep = philox_keep(seed_ptr, offset, 0, rows, 0, threshold"),
+    _fault("another plane", "            keep = philox_keep(tl.load(seed_ptr), offset, 0, rows", "            keep = philox_keep(tl.load(seed_ptr), offset, 1, rows"),
+    _fault("columns of the block, not of the row", "            keep = philox_keep(tl.load(seed_ptr), offset, 0, rows, col_start, threshold", "            keep = philox_keep(tl.load(seed_ptr), offset, 0, rows, 0, threshold"),
     _fault("seed read without dropout", "            seed if dropout_p > 0 else None,\n", "            seed,\n"),
     # launcher
     _fault("a tile too few", "(triton.cdiv(rows, block_m),)", "(max(1, rows // block_m),)"),

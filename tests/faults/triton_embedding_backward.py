@@ -56,8 +56,8 @@ FAULTS = (
     _fault("every program takes every tile", "tl.cdiv(n_rows, BLOCK_M), tl.num_programs(0))", "tl.cdiv(n_rows, BLOCK_M), 1)", _BACKWARD),
     # dropout, layouts
     _fault("scale of the kept forgotten in backward", "dn = tl.where(keep, dn * keep_scale, 0.0)", "dn = tl.where(keep, dn, 0.0)", _BACKWARD),
-    _fault("another plane in backward", "philox_keep(seed_ptr, offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N)\n        dn", "philox_keep(seed_ptr, offset, 1, rows, col_start, threshold, BLOCK_M, BLOCK_N)\n        dn", _BACKWARD),
-    _fault("bits of the first column block", "philox_keep(seed_ptr, offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N)\n        dn", "philox_keep(seed_ptr, offset, 0, rows, 0, threshold, BLOCK_M, BLOCK_N)\n        dn", _BACKWARD),
+    _fault("another plane in backward", "philox_keep(tl.load(seed_ptr), offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N)\n        dn", "philox_keep(tl.load(seed_ptr), offset, 1, rows, col_start, threshold, BLOCK_M, BLOCK_N)\n        dn", _BACKWARD),
+    _fault("bits of the first column block", "philox_keep(tl.load(seed_ptr), offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N)\n        dn", "philox_keep(tl.load(seed_ptr), offset, 0, rows, 0, threshold, BLOCK_M, BLOCK_N)\n        dn", _BACKWARD),
     _fault("seed read without dropout in backward", "    rows, hidden = dy.shape\n    seed = seed if dropout_p > 0 else None\n", "    rows, hidden = dy.shape\n"),
     _fault("stride of z swapped for dy's", "z_ptr + rows[:, None] * z_stride", "z_ptr + rows[:, None] * dy_stride", _BACKWARD),
     _fault("stride of dy forgotten", "dy_ptr + rows[:, None] * dy_stride", "dy_ptr + rows[:, None] * z_stride", _BACKWARD),

@@ -60,10 +60,10 @@ FAULTS = (
     # dropout
     _fault("scale of the kept forgotten", "z = tl.where(keep, z * keep_scale, 0.0)", "z = tl.where(keep, z, 0.0)"),
     _fault("scale forgotten in backward", "dz = tl.where(keep, dz * keep_scale, 0.0)", "dz = tl.where(keep, dz, 0.0)", _BACKWARD),
-    _fault("other bits in backward", "keep = philox_keep(seed_ptr, offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N)\n            dz",
-           "keep = philox_keep(seed_ptr, offset, 1, rows, col_start, threshold, BLOCK_M, BLOCK_N)\n            dz", _BACKWARD),
+    _fault("other bits in backward", "keep = philox_keep(tl.load(seed_ptr), offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N)\n            dz",
+           "keep = philox_keep(tl.load(seed_ptr), offset, 1, rows, col_start, threshold, BLOCK_M, BLOCK_N)\n            dz", _BACKWARD),
     _fault("residual gradient after dropout", "dresidual_ptr + dx_at, dz.to(",
-           "dresidual_ptr + dx_at, tl.where(philox_keep(seed_ptr, offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N), dz, 0.0).to(", _BACKWARD),
+           "dresidual_ptr + dx_at, tl.where(philox_keep(tl.load(seed_ptr), offset, 0, rows, col_start, threshold, BLOCK_M, BLOCK_N), dz, 0.0).to(", _BACKWARD),
     _fault("wrong lane order", "tl.join(tl.join(r0, r2), tl.join(r1, r3))", "tl.join(tl.join(r0, r1), tl.join(r2, r3))", _PHILOX),
     _fault("signed comparison", "tl.reshape(lanes, (BLOCK_M, BLOCK_N)) >= threshold.to(tl.uint32, bitcast=True)",
            "tl.reshape(lanes, (BLOCK_M, BLOCK_N)).to(tl.int32, bitcast=True) >= threshold", _PHILOX),

@@ -55,9 +55,8 @@ def forward_jobs(scope: str) -> Iterator[tuple[str, int, Callable[[], None]]]:
     for dtype, headdim, name in itertools.product(
         (torch.bfloat16, torch.float16), (64, 128, 16, 32, 80), options
     ):
-        configs = kernels.candidates(
-            headdim, dtype, {"saved": "dropout", "all": "extras"}.get(name, ""), divmod(ARCH, 10)
-        )
+        extras = kernels.extras_of(*(option in options[name] for option in ("bias", "dropout_p", "probs")))
+        configs = kernels.candidates(headdim, dtype, extras, divmod(ARCH, 10))
         for config in configs:
             base = config == configs[0] and name in ("plain", "saved")
             if config.block_m >= HEIGHT and _wanted(scope, dtype, headdim, name, base):

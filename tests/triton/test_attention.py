@@ -395,8 +395,10 @@ def test_neighbours_and_unused_cells_may_be_nan(tiles):
     assert dirty[0][35:42].isnan().all()
 
 
-def test_a_nan_stays_where_it_belongs(tiles):
-    args = forward_args((35, 20), return_probs=True)
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_a_nan_stays_where_it_belongs(tiles, p):
+    dropped = {"dropout_p": p, "seed": torch.tensor([9], device=DEVICE) if p else None}
+    args = forward_args((35, 20), return_probs=True, **dropped)
     clean = run(args)
     args["q"][3, 1, 5] = float("nan")
     out, lse, probs = run(args)
@@ -405,10 +407,10 @@ def test_a_nan_stays_where_it_belongs(tiles):
     assert probs[0, 1, 3].isnan().all()
     out[3, 1], lse[1, 3], probs[0, 1, 3] = clean[0][3, 1], clean[1][1, 3], clean[2][0, 1, 3]
     assert_bit_equal((out, lse, probs), clean)
-    args = forward_args((35, 20))
+    args = forward_args((35, 20), **dropped)
     args["k"][20, 0, 1] = float("nan")
     out, lse, _ = run(args)
-    assert out[:35, 0].isnan().all()
+    assert out[:35, 0].isnan().all()  # dropped or not: softmax's sum is NaN
     assert lse[0, :35].isnan().all()
     assert torch.equal(out[35:], clean[0][35:])
     assert torch.equal(out[:, 1], clean[0][:, 1])

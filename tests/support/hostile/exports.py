@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from fastbert.ops.dropout import threshold
 from fastbert.runtime import loader
 from tests.support.hostile.values import (
     BATCH,
@@ -79,7 +80,7 @@ def dropout_args(p=0.25):
     return [
         needed("seed", seed)._replace(role="optional"),
         number("offset", 1),
-        number("threshold", int(p * 2**32)),
+        number("threshold", threshold(p)),
         number("scale", 1 / (1 - p)),
     ]
 
