@@ -19,7 +19,13 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fastbert.layers import packing
 from fastbert.layers.fused import FusedLayer
-from fastbert.layers.linear import apply_joined, apply_linear, dense_norm, has_float_weight
+from fastbert.layers.linear import (
+    apply_joined,
+    apply_linear,
+    dense_norm,
+    feed_forward_norm,
+    has_float_weight,
+)
 from fastbert.layers.modules import attach, is_hooked, part
 from fastbert.layers.quantized import copy_of
 from fastbert.ops import checks
@@ -161,10 +167,19 @@ class LayerMath(FusedLayer):
 
     def _feed(self, hidden, seed, site):
         """The feed-forward block with its residual sum and norm; `site` is its dropout call site."""
-        form = self.form
-        inner = apply_linear(self.linear_at(form.names.intermediate), hidden, form.activation)
-        dense, norm = self.linear_at(form.names.output), part(self, form.names.output_norm)
-        return dense_norm(dense, norm, inner, hidden, self.dropout_rates()[2], seed, site, self.fuses_norm)
+        names = self.form.names
+        up, down = self.linear_at(names.intermediate), self.linear_at(names.output)
+        return feed_forward_norm(
+            up,
+            down,
+            part(self, names.output_norm),
+            hidden,
+            self.form.activation,
+            self.dropout_rates()[2],
+            seed,
+            site,
+            self.fuses_norm,
+        )
 
     def _first_context(
         self,

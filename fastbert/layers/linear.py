@@ -18,6 +18,7 @@ from fastbert.layers.quantized import QuantizedLinear, int8_joins, int8_layer_op
 from fastbert.ops import checks
 from fastbert.ops.activation import activate_eager
 from fastbert.ops.dropout import keep_mask_2d
+from fastbert.ops.feed_forward import feed_forward, pays
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
 from fastbert.ops.linear import panel_maker as linear_panel_maker
@@ -167,11 +168,57 @@ def dense_norm(
     If the norm is a plain nn.LayerNorm and `fuse` is set, its pass also adds the linear layer's bias, drops,
     and adds the residual.
     """
+    return _add_norm(norm, *_product_and_bias(dense, x), residual, dropout_p, seed, offset, fuse)
+
+
+def feed_forward_norm(
+    up: nn.Module,
+    down: nn.Module,
+    norm: nn.Module,
+    x: Tensor,
+    activation: str | None,
+    dropout_p: float,
+    seed: Tensor | None,
+    offset: int,
+    fuse: bool = True,
+) -> Tensor:
+    """norm(x + dropout(down(act(up(x))))), as `dense_norm` does it; in training as one op where that pays."""
+    plain = activation is not None and kind_of(up) is FLOAT and kind_of(down) is FLOAT
+    if plain and pays(x) and _is_trained(x, up, down):
+        y, bias = feed_forward(x, up.weight, up.bias, down.weight, activation), down.bias
+    else:
+        y, bias = _product_and_bias(down, apply_linear(up, x, activation))
+    return _add_norm(norm, y, bias, x, dropout_p, seed, offset, fuse)
+
+
+def _is_trained(x: Tensor, *modules: nn.Linear) -> bool:
+    """Whether backward will pass through these layers."""
+    if not torch.is_grad_enabled():
+        return False
+    return x.requires_grad or any(
+        p.requires_grad for m in modules for p in (m.weight, m.bias) if p is not None
+    )
+
+
+def _product_and_bias(dense: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """dense(x) in two parts, of which the second is still to be added; None: nothing is."""
     kind = kind_of(dense)
     if kind is None:
-        x, x_bias = dense(x), None
-    else:
-        x, x_bias = kind.product(x, dense, [dense], with_bias=False), dense.bias
+        return dense(x), None
+    return kind.product(x, dense, [dense], with_bias=False), dense.bias
+
+
+def _add_norm(
+    norm: nn.Module,
+    x: Tensor,
+    x_bias: Tensor | None,
+    residual: Tensor,
+    dropout_p: float,
+    seed: Tensor | None,
+    offset: int,
+    fuse: bool,
+) -> Tensor:
+    """norm(residual + dropout(x + x_bias))."""
     if fuse and is_plain(norm, nn.LayerNorm):
         return layer_norm(
             x,

@@ -23,6 +23,7 @@ OPS = (
     "attention",
     "cross_entropy",
     "embedding",
+    "feed_forward",
     "first_attention",
     "layer_norm",
     "linear",
@@ -45,6 +46,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "attention": ("cpu", "aten", "reference"),
         "cross_entropy": ("cpu", "aten", "reference"),
         "embedding": ("cpu", "aten", "reference"),
+        "feed_forward": ("cpu", "aten", "reference"),
         "first_attention": ("aten", "reference"),
         "layer_norm": ("cpu", "aten", "reference"),
         "linear": ("cpu", "aten", "reference"),
@@ -64,6 +66,10 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         # One pass; aten writes and reads three float32 sums. Backward writes a table's gradient once; aten
         # fills it with zeros, adds to it in float32 and casts it.
         "embedding": ("triton", "aten", "reference"),
+        # Two calls of `linear`, which is what models do in float32.
+        "feed_forward": ("aten", "reference"),
+        # The gradient between the two products is neither written nor read.
+        "feed_forward half": ("triton", "aten", "reference"),
         # No model calls it on a GPU, where the sequences' ends would have to be waited for.
         "first_attention": ("aten", "reference"),
         # One pass over z instead of three.

@@ -42,7 +42,7 @@ def key_of(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> K
 
 def _options(op: str, backend: str) -> str:
     """What the user has asked of the kernel."""
-    if (op, backend) != ("linear", "triton"):
+    if op not in ("feed_forward", "linear") or backend != "triton":
         return ""
     try:
         from fastbert.kernels import activation

@@ -427,6 +427,39 @@ def embedding_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
             yield name, arch, lambda a=dtype, b=hidden, c=everything: call(a, b, c)
 
 
+def feed_forward_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """(name, architecture, call that launches): the gradient between the two products.
+
+    By default the largest tiles with GELU and the sums of columns in bfloat16 on every architecture; on sm_90
+    also the other tiles, float16 and float32. `full` is the product with every activation, without the sums,
+    and by pointers.
+    """
+    import torch
+
+    from fastbert.kernels import feed_forward as kernels
+    from fastbert.ops.activation import ACTIVATIONS
+
+    def call(arch: int, config, dtype: torch.dtype, out: int, activation: str, sums: bool) -> None:
+        dy = torch.empty(16384, out, dtype=dtype, device="meta")
+        weight, pre = (torch.empty(n, 3072, dtype=dtype, device="meta") for n in (out, 16384))
+        by_product = kernels.sums_by_product(config, dtype, divmod(arch, 10))
+        kernels.inner_gradient_with(config, by_product, dy, weight, pre, activation, sums)
+
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    for arch, dtype, aligned in itertools.product(SHARED_LIMIT, dtypes, (True, False)):
+        ladder = kernels.linear.ladder(dtype, aligned, divmod(arch, 10))
+        ladder = ladder[-1:] if dtype == torch.float32 else ladder
+        for config, activation, sums in itertools.product(ladder, ACTIVATIONS, (True, False)):
+            usual = aligned and sums and activation == "gelu"
+            first = config == ladder[0] and dtype == torch.bfloat16
+            if full or (usual and (first or arch == 90)):
+                out = 768 if aligned else 771
+                tiles = "x".join(map(str, config[:3]))
+                kind = f"{activation}-sums" if sums else activation
+                name = f"{str(dtype).removeprefix('torch.')}-{out}-{tiles}-{kind}"
+                yield name, arch, lambda args=(arch, config, dtype, out, activation, sums): call(*args)
+
+
 def packing_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
     """(name, architecture, call that launches): by default 768 columns of two bytes.
 
@@ -501,6 +534,7 @@ JOBS = {
     "attention_backward": attention_backward_jobs,
     "cross_entropy": cross_entropy_jobs,
     "embedding": embedding_jobs,
+    "feed_forward": feed_forward_jobs,
     "layer_norm": layer_norm_jobs,
     "linear": linear_jobs,
     "packing": packing_jobs,

@@ -115,9 +115,9 @@ def test_exact_gelu_has_verdicts_of_its_own(monkeypatch):
     keys = []
     for exact in (False, True):
         monkeypatch.setattr(activation, "EXACT_GELU", exact)
-        keys.append([verdict_keys.key_of(op, "triton", CPU, torch.float32) for op in ("linear", "packing")])
-    assert keys[0][0] != keys[1][0]
-    assert keys[0][1] == keys[1][1]
+        ops = "linear", "feed_forward", "packing"
+        keys.append([verdict_keys.key_of(op, "triton", CPU, torch.float32) for op in ops])
+    assert [a != b for a, b in zip(*keys, strict=True)] == [True, True, False]
 
 
 def test_a_failure_stands_before_a_success():

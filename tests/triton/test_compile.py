@@ -104,6 +104,21 @@ def test_linear_in_every_config():
 
 
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_feed_forward(full):
+    """It fits, and half precision uses each generation's tensor cores, and TMA where there is one."""
+    rows = compiled("feed_forward", *["--full"] * full)
+    assert_fit(rows, {"_feed_forward_bwd_kernel", "_sum_partials_kernel"})
+    for row in rows:
+        plain = row["job"].startswith("float32") or "-771-" in row["job"]
+        if row["kernel"] == "_feed_forward_bwd_kernel":
+            unit = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}[row["arch"]]
+            moved = row["arch"] in (90, 100, 120) and not plain
+            assert (row["tma_loads"] > 0) == (row["tma_stores"] > 0) == moved, row
+            assert row["tf32"] == 0, row
+            assert plain or row[unit] > 0, row
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_linear_that_may_be_tuned(full):
     from fastbert.kernels import linear
 

@@ -6,6 +6,7 @@ from fastbert.backends.aten import (
     attention,
     cross_entropy,
     embedding,
+    feed_forward,
     first_attention,
     layer_norm,
     linear,
@@ -17,6 +18,7 @@ from fastbert.backends.aten import (
 from fastbert.backends.aten.attention import attention_bwd, attention_fwd
 from fastbert.backends.aten.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 from fastbert.backends.aten.embedding import embedding_bwd, embedding_fwd
+from fastbert.backends.aten.feed_forward import feed_forward_bwd, feed_forward_fwd
 from fastbert.backends.aten.first_attention import first_attention_fwd
 from fastbert.backends.aten.layer_norm import layer_norm_bwd, layer_norm_fwd
 from fastbert.backends.aten.linear import linear_bwd, linear_fwd
@@ -32,6 +34,7 @@ DTYPES = {
     "attention": attention.DTYPES,
     "cross_entropy": cross_entropy.DTYPES,
     "embedding": embedding.DTYPES,
+    "feed_forward": feed_forward.DTYPES,
     "first_attention": first_attention.DTYPES,
     "layer_norm": layer_norm.DTYPES,
     "linear": linear.DTYPES,
@@ -50,6 +53,8 @@ __all__ = [
     "cross_entropy_fwd",
     "embedding_bwd",
     "embedding_fwd",
+    "feed_forward_bwd",
+    "feed_forward_fwd",
     "first_attention_fwd",
     "layer_norm_bwd",
     "layer_norm_fwd",

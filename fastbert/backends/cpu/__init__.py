@@ -10,6 +10,7 @@ from fastbert.backends.cpu import (
     attention,
     cross_entropy,
     embedding,
+    feed_forward,
     layer_norm,
     linear,
     linear_cross_entropy,
@@ -25,6 +26,7 @@ from fastbert.backends.cpu.encoder_layer import (
     encoder_layer_weights,
     open_team,
 )
+from fastbert.backends.cpu.feed_forward import feed_forward_bwd, feed_forward_fwd
 from fastbert.backends.cpu.layer_norm import layer_norm_bwd, layer_norm_fwd
 from fastbert.backends.cpu.linear import linear_bwd, linear_fwd, linear_panels
 from fastbert.backends.cpu.linear_cross_entropy import (
@@ -40,6 +42,7 @@ DTYPES = {
     "attention": attention.DTYPES,
     "cross_entropy": cross_entropy.DTYPES,
     "embedding": embedding.DTYPES,
+    "feed_forward": feed_forward.DTYPES,
     "layer_norm": layer_norm.DTYPES,
     "linear": linear.DTYPES,
     "linear_cross_entropy": linear_cross_entropy.DTYPES,
@@ -59,6 +62,8 @@ __all__ = [
     "embedding_fwd",
     "encoder_layer_fwd",
     "encoder_layer_weights",
+    "feed_forward_bwd",
+    "feed_forward_fwd",
     "keeps_panels",
     "layer_norm_bwd",
     "layer_norm_fwd",

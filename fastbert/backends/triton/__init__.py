@@ -5,9 +5,10 @@ Triton is imported at the first launch, so that `import fastbert` needs neither 
 
 from __future__ import annotations
 
-from fastbert.backends.triton import attention, forwarders, linear_cross_entropy
+from fastbert.backends.triton import attention, feed_forward, forwarders, linear_cross_entropy
 from fastbert.backends.triton.attention import attention_bwd, attention_fwd
 from fastbert.backends.triton.device import available
+from fastbert.backends.triton.feed_forward import feed_forward_bwd, feed_forward_fwd
 from fastbert.backends.triton.forwarders import (
     cross_entropy_bwd,
     cross_entropy_fwd,
@@ -30,6 +31,7 @@ from fastbert.backends.triton.linear_cross_entropy import (
 DTYPES = {
     **forwarders.DTYPES,
     "attention": attention.DTYPES,
+    "feed_forward": feed_forward.DTYPES,
     "linear_cross_entropy": linear_cross_entropy.DTYPES,
 }
 
@@ -42,6 +44,8 @@ __all__ = [
     "cross_entropy_fwd",
     "embedding_bwd",
     "embedding_fwd",
+    "feed_forward_bwd",
+    "feed_forward_fwd",
     "layer_norm_bwd",
     "layer_norm_fwd",
     "linear_bwd",

@@ -213,6 +213,40 @@ OPS = {
             **{f"need_{n}": True for n in ("dx", "dweight", "dxbias", "dresidual")},
         }
     ),
+    "feed_forward_fwd": Op(
+        lambda: {
+            "x": floats(40, 5),
+            "up_weight": floats(7, 5),
+            "up_bias": floats(7),
+            "down_weight": floats(3, 7),
+            "activation": "gelu",
+            "save": True,
+        },
+        [{"activation": "mish"}],
+    ),
+    "feed_forward_bwd": Op(
+        lambda: {
+            "dy": floats(40, 3),
+            "x": floats(40, 5),
+            "up_weight": floats(7, 5),
+            "down_weight": floats(3, 7),
+            "pre": floats(40, 7),
+            "inner": floats(40, 7),
+            "activation": "gelu",
+            "need_dx": True,
+            "need_dup_weight": True,
+            "need_dup_bias": True,
+            "need_ddown_weight": True,
+        },
+        [
+            {"x": None},
+            {"up_weight": None},
+            {"down_weight": None},
+            {"pre": None},
+            {"inner": None},
+            {"activation": "mish"},
+        ],
+    ),
     "linear_fwd": Op(
         lambda: {
             "x": floats(40, 5),

@@ -10,6 +10,7 @@ from fastbert.ops import encoder_layer as encoder_layer_op
 from fastbert.ops.attention import attention
 from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.ops.embedding import embedding
+from fastbert.ops.feed_forward import feed_forward
 from fastbert.ops.first_attention import first_attention
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
@@ -174,6 +175,23 @@ PUBLIC = {
         layer_norm,
         lambda: {"x": floats(4, 5), "weight": floats(5)},
         [({"weight": floats(4)}, "weight"), ({"residual": floats(3, 5)}, "residual")],
+    ),
+    "feed_forward": Public(
+        feed_forward,
+        lambda: {
+            "x": floats(40, 5),
+            "up_weight": floats(7, 5),
+            "up_bias": floats(7),
+            "down_weight": floats(3, 7),
+            "activation": "gelu",
+        },
+        [
+            ({"up_weight": floats(7, 4)}, "up_weight"),
+            ({"up_bias": floats(3)}, "up_bias"),
+            ({"down_weight": floats(3, 5)}, "down_weight"),
+            ({"activation": "mish"}, "activation"),
+            ({"activation": None}, "activation"),
+        ],
     ),
     "linear": Public(
         linear,

@@ -1,0 +1,70 @@
+"""`feed_forward` by a backend's `linear`, for every backend; contract in fastbert/ops/feed_forward.py.
+
+`by_linear` makes the two functions of a backend from its `linear`, and from what makes the gradient between
+the two products where the backend has a kernel for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+from torch import Tensor
+
+from fastbert.backends.reference import linear
+from fastbert.ops.checks import FLOATS
+from fastbert.ops.feed_forward import FeedForwardNeeds
+
+DTYPES = FLOATS
+
+
+def by_linear(
+    first: ModuleType, second: ModuleType, inner_gradient: Callable | None = None
+) -> tuple[Callable, Callable]:
+    """(feed_forward_fwd, feed_forward_bwd).
+
+    Args:
+        first, second: hold the `linear_fwd` and `linear_bwd` of the two products.
+        inner_gradient: (dy, down_weight, pre, activation, need_dup_bias) -> (g, dup_bias); None makes g by
+            the two `linear_bwd`.
+    """
+
+    def forward(
+        x: Tensor,
+        up_weight: Tensor,
+        up_bias: Tensor | None,
+        down_weight: Tensor,
+        activation: str,
+        save: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        inner, pre = first.linear_fwd(x, up_weight, up_bias, activation, None, save)
+        y = second.linear_fwd(inner, down_weight, None, None, None, False)[0]
+        return y, pre, inner if save else x.new_empty(0)
+
+    def backward(
+        dy: Tensor,
+        x: Tensor | None,
+        up_weight: Tensor | None,
+        down_weight: Tensor | None,
+        pre: Tensor | None,
+        inner: Tensor | None,
+        activation: str,
+        need: FeedForwardNeeds,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        fused = inner_gradient is not None
+        need_dinner = need.g and not fused
+        dinner, ddown_weight, _ = second.linear_bwd(
+            dy, inner, down_weight if need_dinner else None, None, None, need_dinner, need.ddown_weight, False
+        )
+        if not need.g:
+            return *(dy.new_empty(0) for _ in range(3)), ddown_weight
+        if not fused:
+            return *first.linear_bwd(dinner, x, up_weight, pre, activation, *need[:3]), ddown_weight
+        g, dup_bias = inner_gradient(dy, down_weight, pre, activation, need.dup_bias)
+        dx, dup_weight, _ = second.linear_bwd(g, x, up_weight, None, None, need.dx, need.dup_weight, False)
+        return dx, dup_weight, dup_bias, ddown_weight
+
+    return forward, backward
+
+
+feed_forward_fwd, feed_forward_bwd = by_linear(linear, linear)

@@ -1,0 +1,254 @@
+r"""The feed-forward block of an encoder layer: two products with an activation between them.
+
+Forward, with x (rows, hidden), up_weight (inner, hidden), up_bias (inner,), down_weight (out, inner):
+
+    pre = x @ up_weight.T + up_bias
+    y = act(pre) @ down_weight.T
+
+The second product's bias belongs to what follows: `layer_norm` adds it in its own pass.
+
+Backward:
+
+    g = (dy @ down_weight) * act'(pre)
+    dx = g @ up_weight,  dup_weight = g.T @ x,  dup_bias = Σ_rows g,  ddown_weight = dy.T @ act(pre)
+
+As one op, a backend can make g in the epilogue of the product before it: the gradient of act(pre) is neither
+written nor read. Where no backend does that, two calls of `linear` are as good: `pays` says so.
+
+Products accumulate in float32 (float64 for float64); pre, act(pre) and g are kept in storage dtype.
+
+Source: Vaswani et al. 2017, sec. 3.3; Hendrycks and Gimpel 2016, "Gaussian Error Linear Units".
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastbert.ops import checks
+from fastbert.ops.activation import activate_ref, check_activation
+from fastbert.runtime import dispatch
+
+
+class FeedForwardNeeds(NamedTuple):
+    """Which gradients are asked for."""
+
+    dx: bool
+    dup_weight: bool
+    dup_bias: bool
+    ddown_weight: bool
+
+    @property
+    def g(self) -> bool:
+        """Whether the gradient between the two products is needed."""
+        return self.dx or self.dup_weight or self.dup_bias
+
+
+def feed_forward_ref(
+    x: Tensor, up_weight: Tensor, up_bias: Tensor | None, down_weight: Tensor, activation: str
+) -> Tensor:
+    """Plain PyTorch, differentiable by autograd; computes in float64 for float64 `x`, else in float32."""
+    compute = checks.compute_dtype(x)
+    pre = x.to(compute) @ up_weight.to(compute).T
+    if up_bias is not None:
+        pre = pre + up_bias.to(compute)
+    return (activate_ref(pre, activation) @ down_weight.to(compute).T).to(x.dtype)
+
+
+# --- custom ops: what torch.compile sees --------------------------------------------------------------------
+
+
+def _check_activation(activation: str | None) -> None:
+    if activation is None:
+        raise ValueError("activation: expected the name of one, got None: use `linear` twice")
+    check_activation(activation)
+
+
+@torch.library.custom_op("fastbert::feed_forward_fwd", mutates_args=())
+def feed_forward_fwd(
+    x: Tensor,
+    up_weight: Tensor,
+    up_bias: Tensor | None,
+    down_weight: Tensor,
+    activation: str,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, pre, act(pre)) for 2-D `x`; the last two are of shape (0,) where not saved."""
+    hidden = checks.matrix("x", x)[1]
+    inner = checks.matrix("up_weight", up_weight)[0]
+    out = checks.matrix("down_weight", down_weight)[0]
+    _check_activation(activation)
+    checks.operand("up_weight", up_weight, (inner, hidden), (x.dtype,), x, strided=True)
+    checks.operand("up_bias", up_bias, (inner,), (x.dtype,), x)
+    checks.operand("down_weight", down_weight, (out, inner), (x.dtype,), x, strided=True)
+    return dispatch.call("feed_forward_fwd", x, x, up_weight, up_bias, down_weight, activation, save)
+
+
+@feed_forward_fwd.register_fake
+def _(x, up_weight, up_bias, down_weight, activation, save):
+    rows, inner = x.shape[0], up_weight.shape[0]
+    shape = (rows, inner) if save else (0,)
+    return x.new_empty((rows, down_weight.shape[0])), x.new_empty(shape), x.new_empty(shape)
+
+
+@torch.library.custom_op("fastbert::feed_forward_bwd", mutates_args=())
+def feed_forward_bwd(
+    dy: Tensor,
+    x: Tensor | None,
+    up_weight: Tensor | None,
+    down_weight: Tensor | None,
+    pre: Tensor | None,
+    inner: Tensor | None,
+    activation: str,
+    need_dx: bool,
+    need_dup_weight: bool,
+    need_dup_bias: bool,
+    need_ddown_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dx, dup_weight, dup_bias, ddown_weight), each of shape (0,) where not needed.
+
+    `x` is None where dup_weight is not needed, `up_weight` where dx is not, `down_weight` and `pre` where
+    none of the first three is, `inner` = act(pre) where ddown_weight is not.
+    """
+    rows, out = checks.matrix("dy", dy)
+    _check_activation(activation)
+    need = FeedForwardNeeds(need_dx, need_dup_weight, need_dup_bias, need_ddown_weight)
+    checks.operand("dy", dy, dy.shape, (dy.dtype,), dy)
+    known = next((t for t in (down_weight, pre, inner) if t is not None), None)
+    columns = () if known is None else known.shape[-1:]
+    checks.operand("down_weight", down_weight, (out, *columns), (dy.dtype,), dy, strided=True, needed=need.g)
+    checks.operand("pre", pre, (rows, *columns), (dy.dtype,), dy, needed=need.g)
+    checks.operand("inner", inner, (rows, *columns), (dy.dtype,), dy, needed=need_ddown_weight)
+    hidden = next((t.shape[-1:] for t in (up_weight, x) if t is not None), ())
+    checks.operand("x", x, (rows, *hidden), (dy.dtype,), dy, strided=True, needed=need_dup_weight)
+    checks.operand("up_weight", up_weight, (*columns, *hidden), (dy.dtype,), dy, strided=True, needed=need_dx)
+    args = (dy, x, up_weight, down_weight, pre, inner, activation, need)
+    return dispatch.call("feed_forward_bwd", dy, *args)
+
+
+@feed_forward_bwd.register_fake
+def _(dy, x, up_weight, down_weight, pre, inner, activation, *need):
+    need_dx, need_dup_weight, need_dup_bias, need_ddown_weight = need
+    return (
+        dy.new_empty((dy.shape[0], up_weight.shape[1]) if need_dx else (0,)),
+        dy.new_empty((pre.shape[1], x.shape[1]) if need_dup_weight else (0,)),
+        dy.new_empty((pre.shape[1],) if need_dup_bias else (0,)),
+        dy.new_empty((dy.shape[1], inner.shape[1]) if need_ddown_weight else (0,)),
+    )
+
+
+# --- autograd: one setup and one backward for eager and for the compiled op ---------------------------------
+
+
+def _setup_context(ctx, inputs, output):
+    x, up_weight, _up_bias, down_weight, activation, save = inputs
+    _y, pre, inner = output
+    need = FeedForwardNeeds(*ctx.needs_input_grad[:4])
+    ctx.save_for_backward(
+        x if need.dup_weight else None,
+        up_weight if need.dx else None,
+        down_weight if need.g else None,
+        pre if save and need.g else None,
+        inner if save and need.ddown_weight else None,
+    )
+    ctx.set_materialize_grads(False)
+    ctx.activation = activation
+
+
+def _backward(launch, ctx, dy):
+    if dy is None:
+        return (None,) * 6
+    need = FeedForwardNeeds(*ctx.needs_input_grad[:4])
+    grads = launch(dy.contiguous(), *ctx.saved_tensors, ctx.activation, need)
+    return *(g if needed else None for g, needed in zip(grads, need, strict=True)), None, None
+
+
+class FeedForwardFunction(torch.autograd.Function):
+    """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        # a separate setup_context would cost an inspect.signature at every call
+        output = dispatch.call("feed_forward_fwd", args[0], *args)
+        _setup_context(ctx, args, output)
+        return output[0]
+
+    @staticmethod
+    @checks.once_differentiable
+    def backward(ctx, dy):
+        return _backward(lambda *args: dispatch.call("feed_forward_bwd", args[0], *args), ctx, dy)
+
+
+feed_forward_fwd.register_autograd(
+    lambda ctx, dy, *_: _backward(lambda *args: feed_forward_bwd(*args[:-1], *args[-1]), ctx, dy),
+    setup_context=_setup_context,
+)
+
+
+# --- public functions ---------------------------------------------------------------------------------------
+
+
+def pays(x: Tensor) -> bool:
+    """Whether `feed_forward` saves time over two calls of `linear` for tokens like `x`, in training.
+
+    That is in half precision on a GPU; x: (..., hidden). In inference it never does.
+    """
+    return x.is_cuda and (checks.autocast_dtype(x) or x.dtype) in dispatch.HALF
+
+
+def feed_forward(
+    x: Tensor,
+    up_weight: Tensor,
+    up_bias: Tensor | None,
+    down_weight: Tensor,
+    activation: str,
+) -> Tensor:
+    """act(x @ up_weight.T + up_bias) @ down_weight.T. Under autocast it casts as `F.linear` does.
+
+    Args:
+        x: (..., hidden), float32, bfloat16, float16 or float64.
+        up_weight: (inner, hidden), of `x`'s dtype outside autocast.
+        up_bias: (inner,) of `x`'s dtype outside autocast, or None.
+        down_weight: (out, inner), of `x`'s dtype outside autocast.
+        activation: "gelu" (erf), "gelu_tanh", "relu", "silu" or "tanh".
+
+    Returns:
+        y (..., out). An input of no rows gives an output of no rows.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what came and what was expected.
+
+    Source: Vaswani et al. 2017, sec. 3.3.
+    """
+    checks.float_tensor("x", x)
+    checks.float_tensor("up_weight", up_weight, x)
+    checks.float_tensor("down_weight", down_weight, x)
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x: expected shape (..., hidden) with hidden >= 1, got {tuple(x.shape)}")
+    if up_weight.dim() != 2 or up_weight.shape[1] != x.shape[-1] or up_weight.shape[0] == 0:
+        raise ValueError(f"up_weight: expected shape (inner, {x.shape[-1]}), got {tuple(up_weight.shape)}")
+    inner = up_weight.shape[0]
+    if down_weight.dim() != 2 or down_weight.shape[1] != inner or down_weight.shape[0] == 0:
+        raise ValueError(f"down_weight: expected shape (out, {inner}), got {tuple(down_weight.shape)}")
+    _check_activation(activation)
+    if up_bias is not None:
+        checks.float_tensor("up_bias", up_bias, x)
+        checks.shape("up_bias", up_bias, (inner,))
+    shape = (*x.shape[:-1], down_weight.shape[0])
+    x, up_weight, up_bias, down_weight = checks.under_autocast(x, up_weight, up_bias, down_weight)
+    checks.same_dtype("up_weight", up_weight, "x", x)
+    checks.same_dtype("down_weight", down_weight, "x", x)
+    if up_bias is not None:
+        checks.same_dtype("up_bias", up_bias, "x", x)
+        up_bias = up_bias.contiguous()
+    tensors = (checks.rows(x), checks.rows(up_weight), up_bias, checks.rows(down_weight))
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.compiler.is_compiling():
+        y = feed_forward_fwd(*tensors, activation, save)[0]
+    elif save:
+        y = FeedForwardFunction.apply(*tensors, activation, save)
+    else:
+        y = dispatch.call("feed_forward_fwd", x, *tensors, activation, save)[0]
+    return y if len(shape) == 2 else y.view(shape)

@@ -1,0 +1,103 @@
+"""Cases of `feed_forward`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from fastbert.ops.activation import activate_eager
+from fastbert.ops.feed_forward import feed_forward, feed_forward_ref
+from fastbert.testing.error_rule import Case
+
+
+@dataclass(frozen=True, repr=False)
+class FeedForwardCase(Case):
+    """(rows, hidden) through (inner, hidden) and (out, inner)."""
+
+    rows: int
+    hidden: int
+    inner: int
+    out: int
+    activation: str = "gelu"
+    bias: bool = True
+
+    op = "feed_forward"
+    grad_inputs = ("x", "up_weight", "up_bias", "down_weight")
+
+    @property
+    def id(self) -> str:
+        options = [self.activation] + ([] if self.bias else ["no_bias"])
+        return "-".join([f"{self.rows}x{self.hidden}x{self.inner}x{self.out}", *options])
+
+    def inputs(self, dtype, device, seed=0):
+        g = torch.Generator().manual_seed(seed)
+
+        def randn(*shape, scale=1.0):
+            return (scale * torch.randn(*shape, generator=g)).to(dtype).to(device)
+
+        return {
+            "x": randn(self.rows, self.hidden),
+            "up_weight": randn(self.inner, self.hidden, scale=self.hidden**-0.5),
+            "up_bias": randn(self.inner, scale=0.5) if self.bias else None,
+            "down_weight": randn(self.out, self.inner, scale=self.inner**-0.5),
+        }
+
+    def call(self, x, up_weight, up_bias, down_weight):
+        return feed_forward(x, up_weight, up_bias, down_weight, self.activation)
+
+    def eager(self, x, up_weight, up_bias, down_weight):
+        return F.linear(activate_eager(F.linear(x, up_weight, up_bias), self.activation), down_weight)
+
+    def oracle(self, x, up_weight, up_bias, down_weight):
+        return feed_forward_ref(x, up_weight, up_bias, down_weight, self.activation)
+
+    def floor(self, inputs, name):
+        """Cauchy-Schwarz: a sum of products is off by some eps times the product of the two norms."""
+        eps = torch.finfo(inputs["x"].dtype).eps
+        x, up, down = inputs["x"], inputs["up_weight"], inputs["down_weight"]
+        pre = 1 + (x.norm(dim=1).max() * up.norm(dim=1).max()).item()
+        g = 1 + self.out**0.5 * down.norm(dim=0).max().item()
+        size = {
+            "dx": g * self.inner**0.5 * up.norm(dim=0).max().item(),
+            "dup_weight": g * self.rows,
+            "dup_bias": g * self.rows,
+            "ddown_weight": pre * self.rows,
+        }
+        return eps * (1 + size.get(name, pre * self.inner**0.5 * down.norm(dim=1).max().item()))
+
+    def flops(self):
+        return 2 * self.rows * self.inner * (self.hidden + self.out)
+
+    def bytes(self, dtype):
+        elements = self.rows * (self.hidden + 2 * self.inner + self.out)
+        elements += self.inner * (self.hidden + self.out + self.bias)
+        return elements * dtype.itemsize
+
+
+SMALL = [
+    FeedForwardCase(5, 24, 40, 16),
+    FeedForwardCase(3, 17, 9, 11, "relu", bias=False),
+]
+# as in op_cases/linear.py, one of these meets every tile
+ON_GPU = [
+    FeedForwardCase(2000, 200, 2000, 200),
+    FeedForwardCase(1000, 200, 2000, 96, "gelu_tanh"),
+    FeedForwardCase(700, 136, 2000, 200, "silu", bias=False),
+]
+CASES = [
+    *SMALL,
+    FeedForwardCase(1, 1, 1, 1, "relu"),
+    FeedForwardCase(64, 128, 512, 128),  # BERT-tiny's
+    FeedForwardCase(33, 96, 192, 96, "gelu_tanh"),
+    FeedForwardCase(33, 96, 192, 80, "relu"),
+    FeedForwardCase(33, 96, 192, 96, "silu", bias=False),
+    FeedForwardCase(70, 64, 200, 136, "tanh"),
+    FeedForwardCase(130, 31, 65, 33),  # no multiple of a vector or a tile
+]
+
+
+def bench(lengths: tuple[int, ...]) -> list[Case]:
+    """BERT-base's calls of this op for a batch of sequences of these lengths, in tokens."""
+    return [FeedForwardCase(sum(lengths), 768, 3072, 768)]

@@ -1,0 +1,255 @@
+"""`feed_forward`: the error rule, frozen inputs, what is saved, autocast, compilation, the layer's choice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+
+from fastbert import testing
+from fastbert.layers import linear as layers
+from fastbert.ops import feed_forward as op
+from fastbert.ops.feed_forward import feed_forward, feed_forward_ref, pays
+from fastbert.runtime import dispatch
+from fastbert.testing.op_cases.feed_forward import CASES
+from tests.support.inputs import name
+
+NAME = "feed_forward"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+BACKENDS = [
+    b for b in dispatch.TABLE["cpu"][NAME] if dispatch.unsupported_reason(b, NAME, "cpu", None) is None
+]
+SERVED = [(b, d) for b in BACKENDS for d in DTYPES if dispatch.unsupported_reason(b, NAME, "cpu", d) is None]
+NAMES = ("x", "up_weight", "up_bias", "down_weight")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    with dispatch.use_backend(feed_forward=request.param):
+        yield request.param
+
+
+def inputs(rows=5, hidden=4, inner=7, out=3, dtype=torch.float32, grad=True, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    shapes = (rows, hidden), (inner, hidden), (inner,), (out, inner)
+    return [torch.randn(*s, generator=g).to(dtype).requires_grad_(grad) for s in shapes]
+
+
+def by_two(x, up_weight, up_bias, down_weight):
+    return F.linear(F.gelu(F.linear(x, up_weight, up_bias)), down_weight)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
+@pytest.mark.parametrize(("which", "dtype"), SERVED, ids=name)
+def test_error_rule(which, dtype, case):
+    for row in testing.run_case(case, which, dtype):
+        assert row.passed, f"{row.quantity}: {row.reason}"
+
+
+def test_reference_is_what_pytorch_defines():
+    tensors = inputs(dtype=torch.float64)
+    torch.testing.assert_close(feed_forward_ref(*tensors, "gelu"), by_two(*tensors))
+
+
+@pytest.mark.parametrize("which", [b for b, d in SERVED if d == torch.float64])
+def test_gradcheck(which):
+    with dispatch.use_backend(feed_forward=which):
+        assert torch.autograd.gradcheck(lambda *t: feed_forward(*t, "silu"), inputs(dtype=torch.float64))
+
+
+@pytest.mark.parametrize("trained", [tuple(n for j, n in enumerate(NAMES) if i >> j & 1) for i in range(16)])
+def test_frozen_inputs(backend, trained):
+    """Any part may be frozen; gradients are those of two products, and there is none for what is frozen."""
+    tensors = [t.requires_grad_(n in trained) for t, n in zip(inputs(grad=False), NAMES, strict=True)]
+    y = feed_forward(*tensors, "gelu")
+    assert y.requires_grad == bool(trained)
+    if trained:
+        y.square().sum().backward()
+        actual = [t.grad for t in tensors]
+        wanted = [t for t in tensors if t.requires_grad]
+        expected = iter(torch.autograd.grad(by_two(*tensors).square().sum(), wanted))
+        for t, grad in zip(tensors, actual, strict=True):
+            assert (grad is None) == (not t.requires_grad)
+            if grad is not None:
+                torch.testing.assert_close(grad, next(expected))
+
+
+def saved_bytes(function, *tensors):
+    sizes = {}
+
+    def keep(t):
+        sizes[t.data_ptr()] = t.numel() * t.element_size()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        function(*tensors)
+    given = {t.data_ptr() for t in tensors}
+    return sum(size for at, size in sizes.items() if at not in given)
+
+
+def test_backward_keeps_pre_and_its_activation_alone():
+    tensors = inputs(rows=64, inner=16)
+    assert saved_bytes(lambda *t: feed_forward(*t, "gelu"), *tensors) == 2 * 64 * 16 * 4
+    tensors[3].requires_grad_(False)  # its gradient alone asks for the activation
+    assert saved_bytes(lambda *t: feed_forward(*t, "gelu"), *tensors) == 64 * 16 * 4
+
+
+def test_nothing_is_saved_without_gradients(backend):
+    tensors = inputs(grad=False)
+    y, pre, inner = op.feed_forward_fwd(*tensors, "gelu", False)
+    assert (pre.shape, inner.shape) == ((0,), (0,))
+    torch.testing.assert_close(y, by_two(*tensors))
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3, 4), (0, 4), (2, 0, 4)])
+def test_any_leading_dimensions(backend, shape):
+    _, *weights = inputs()
+    x = torch.randn(shape, requires_grad=True)
+    y = feed_forward(x, *weights, "gelu")
+    assert y.shape == (*shape[:-1], 3)
+    torch.testing.assert_close(y, by_two(x, *weights))
+    grads = [torch.autograd.grad(f.sum(), [x, *weights]) for f in (y, by_two(x, *weights))]
+    for a, e in zip(*grads, strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_no_bias(backend):
+    x, up, _, down = inputs()
+    y = feed_forward(x, up, None, down, "gelu")
+    torch.testing.assert_close(y, by_two(x, up, None, down))
+    grads = [torch.autograd.grad(f.sum(), [x, up, down]) for f in (y, by_two(x, up, None, down))]
+    for a, e in zip(*grads, strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_strided_weights_and_rows(backend):
+    tensors = inputs()
+    strided = [torch.cat([t.detach(), t.detach() * 0 + 7], -1)[..., : t.shape[-1]] for t in tensors]
+    strided[1] = strided[1].t().contiguous().t()
+    expected = feed_forward(*tensors, "gelu")
+    torch.testing.assert_close(feed_forward(*strided, "gelu"), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_as_linear_does(dtype):
+    tensors = inputs(rows=40)
+    with torch.autocast("cpu", dtype):
+        y, expected = feed_forward(*tensors, "gelu"), by_two(*tensors)
+    assert y.dtype == expected.dtype == dtype
+    torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+    grads = torch.autograd.grad(y.float().sum(), tensors)
+    assert [g.dtype for g in grads] == [torch.float32] * 4
+
+
+def test_opcheck(backend):
+    torch.library.opcheck(op.feed_forward_fwd, (*inputs(), "gelu", True))
+    x, up, bias, down = inputs(grad=False)
+    y, pre, inner = op.feed_forward_fwd(x, up, bias, down, "gelu", True)
+    for needs in ((True, True, True, True), (False, True, False, False), (False, False, False, True)):
+        torch.library.opcheck(op.feed_forward_bwd, (y, x, up, down, pre, inner, "gelu", *needs))
+
+
+def test_compiled_is_eager():
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def step(x, *weights):
+        return 3 * feed_forward(x.sin(), *weights, "gelu")
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
+    frames = []
+    for rows in (5, 8, 13):  # none is the size of another dimension
+        given = inputs(rows)
+        results = [torch.autograd.grad(f(*given).square().sum(), given) for f in (step, compiled)]
+        frames.append(counter.frame_count)
+        for a, e in zip(*results, strict=True):
+            assert torch.equal(a, e)
+    assert len(set(frames)) == 1, "recompiled for another number of rows"
+
+
+def test_backward_twice_is_refused():
+    tensors = inputs()
+    (grad,) = torch.autograd.grad(feed_forward(*tensors, "gelu").sum(), tensors[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated once"):
+        grad.sum().backward()
+
+
+# --- the layer's choice -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """As if a GPU's tokens came: which the layer gives to the op."""
+    seen = []
+    monkeypatch.setattr(layers, "pays", lambda x: x.dtype in dispatch.HALF)
+    original = layers.feed_forward
+    monkeypatch.setattr(layers, "feed_forward", lambda *args: (seen.append(args), original(*args))[1])
+    return seen
+
+
+def block(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    modules = nn.Linear(8, 20), nn.Linear(20, 8), nn.LayerNorm(8)
+    return [m.to(dtype) for m in modules], torch.randn(6, 8).to(dtype)
+
+
+def weighted(y):
+    """A loss whose gradient does not vanish behind a norm."""
+    return (y.float() * torch.arange(y.numel()).view(y.shape).sin()).sum()
+
+
+def fed(modules, x, activation="gelu"):
+    return layers.feed_forward_norm(*modules, x, activation, 0.0, None, 0)
+
+
+def test_a_training_layer_calls_the_op(calls):
+    modules, x = block()
+    y = fed(modules, x)
+    assert len(calls) == 1
+    parameters = [p for m in modules for p in m.parameters()]
+    grads = torch.autograd.grad(weighted(y), parameters)
+    up, down, norm = modules
+    expected = norm(x + down(F.gelu(up(x))))
+    torch.testing.assert_close(y, expected, rtol=3e-2, atol=3e-2)
+    for a, e in zip(grads, torch.autograd.grad(weighted(expected), parameters), strict=True):
+        assert (a.float() - e.float()).norm() <= 0.03 * e.float().norm()
+
+
+def test_a_layer_that_is_not_trained_or_not_plain_does_not(calls):
+    modules, x = block()
+    with torch.no_grad():
+        fed(modules, x)
+    for module in modules:
+        module.requires_grad_(False)
+    fed(modules, x)
+    assert calls == []
+    fed(modules, x.clone().requires_grad_())  # what is before it is trained
+    assert len(calls) == 1
+    modules, x = block(torch.float32)
+    fed(modules, x)
+    for i in (0, 1):
+        modules, x = block()
+        seen = []
+        modules[i].register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        fed(modules, x)
+        assert seen == [1]
+    modules, x = block()
+    fed([nn.Sequential(modules[0], nn.GELU()), *modules[1:]], x, None)
+    assert len(calls) == 1
+
+
+def test_pays_on_a_gpu_in_half_precision():
+    assert not pays(torch.empty(3, 4, dtype=torch.bfloat16))
+    fake = torch._subclasses.FakeTensorMode()
+    with fake:
+        for dtype in DTYPES:
+            assert pays(torch.empty(3, 4, dtype=dtype, device="cuda")) == (dtype in dispatch.HALF)
+
+
+def test_pays_by_the_dtype_that_autocast_chooses(monkeypatch):
+    fake = torch._subclasses.FakeTensorMode()
+    monkeypatch.setattr(op.checks, "autocast_dtype", lambda x: torch.bfloat16)
+    with fake:
+        assert pays(torch.empty(3, 4, device="cuda"))

@@ -1,0 +1,323 @@
+"""The Triton feed-forward block: on the GPU where there is one, else in the interpreter, sanitized."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastbert import testing
+from fastbert.backends import reference
+from fastbert.backends import triton as backend
+from fastbert.ops.activation import ACTIVATIONS, slope_ref
+from fastbert.ops.feed_forward import FeedForwardNeeds, feed_forward
+from fastbert.runtime import dispatch
+from fastbert.testing import proving
+from fastbert.testing.op_cases.feed_forward import CASES
+from tests.support.triton_fixtures import (
+    DEVICE,
+    DTYPES,
+    HALF,
+    assert_bit_equal,
+    far,
+    fuzz,
+    in_float64,
+    kernels_of,
+    needs_lazy_memory,
+    normal,
+    padded,
+)
+
+kernels = kernels_of("feed_forward")
+pytestmark = pytest.mark.usefixtures("checked_memory")
+
+
+def arguments(rows, out, inner, dtype=torch.float32, activation="gelu", seed=7):
+    """Arguments of `inner_gradient` that ask for everything."""
+    randn = normal(torch.Generator().manual_seed(seed), dtype)
+    return {
+        "dy": randn(rows, out),
+        "down_weight": randn(out, inner, scale=out**-0.5),
+        "pre": randn(rows, inner, scale=2.0),
+        "activation": activation,
+        "need_dbias": True,
+    }
+
+
+def run(args):
+    return kernels.inner_gradient(*args.values())
+
+
+def assert_right(args):
+    """g and dbias against float64, within what float32's sums and one rounding at each store allow."""
+    dy, weight, pre = (args[name] for name in ("dy", "down_weight", "pre"))
+    wide = in_float64(args)
+    slope = slope_ref(wide["pre"], args["activation"])
+    truth = wide["dy"] @ wide["down_weight"] * slope
+    size = wide["dy"].abs() @ wide["down_weight"].abs()  # of the product's terms
+    half = dy.dtype != torch.float32
+    off = {torch.bfloat16: 8e-5, torch.float16: 2e-5, torch.float32: 1e-6}[dy.dtype]
+    allowed = 0.51 * testing.rounding_step(truth, dy.dtype) + off * size
+    g, dbias = run(args)
+    assert (g.dtype, g.shape) == (dy.dtype, pre.shape)
+    assert ((g.double() - truth).abs() <= allowed).all()
+    total = truth.sum(0)
+    # in half precision the sums may be of g as it is stored
+    allowed = allowed.sum(0) if half else off * size.sum(0)
+    assert (dbias.dtype, dbias.shape) == (dy.dtype, weight.shape[1:])
+    assert ((dbias.double() - total).abs() <= allowed + 0.51 * testing.rounding_step(total, dy.dtype)).all()
+
+
+# --- the error rule -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cases(case, dtype):
+    rows = testing.run_case(case, "triton", dtype, DEVICE)
+    assert len(rows) == 4 + case.bias
+    assert [f"{r.quantity}: {r.reason}" for r in rows if not r.passed] == []
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_a_cheap_slope_is_better_than_a_rounded_product(dtype):
+    """Where pre is negative, slopes are small; the mean error is still below that of PyTorch's two ops."""
+    args = arguments(64, 48, 512, dtype)
+    args["pre"] = -args["pre"].abs()
+    wide = in_float64(args)
+    truth = wide["dy"] @ wide["down_weight"] * slope_ref(wide["pre"], "gelu")
+    product = args["dy"] @ args["down_weight"]
+    eager = torch.ops.aten.gelu_backward(product, args["pre"])
+    ours, theirs = ((t.double() - truth).norm() for t in (run(args)[0], eager))
+    assert ours < 0.95 * theirs
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_exact_gelu_has_an_exact_slope(dtype, monkeypatch):
+    """99.9% correctly rounded where the product is exact; the cheap slope's share is less."""
+    args = arguments(256, 8, 64, dtype)
+    args |= {"dy": torch.ones_like(args["dy"]), "down_weight": torch.full_like(args["down_weight"], 0.125)}
+    expected = slope_ref(args["pre"].double(), "gelu").to(dtype)
+    shares = []
+    for exact in (True, False):
+        monkeypatch.setattr(kernels.activation_kernels, "EXACT_GELU", exact)
+        shares.append((run(args)[0] == expected).double().mean().item())
+    assert shares[0] >= 0.999 > shares[1]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_slopes_everywhere(activation, dtype):
+    """Over all of float16's range: dy is one column of ones, and so is the weight."""
+    z = torch.cat([torch.linspace(-14, 14, 501), torch.logspace(-6, 4.8, 61)]).to(dtype)
+    z = torch.cat([z, -z, torch.zeros(1, dtype=dtype)])
+    z = torch.cat([z, z.new_zeros(-len(z) % 16)]).reshape(-1, 16).to(DEVICE)
+    args = arguments(z.shape[0], 1, 16, dtype, activation)
+    args |= {name: torch.ones_like(args[name]) for name in ("dy", "down_weight")}
+    assert_right(args | {"pre": z})
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_limits_and_nan(activation, dtype):
+    """At ±∞ 1 and 0, tanh's 0; at 0 a half, relu's 0, tanh's 1; at NaN NaN, relu's 1 as in PyTorch."""
+    pre = torch.tensor([[float("inf"), -float("inf"), 0.0, float("nan")]], dtype=dtype, device=DEVICE)
+    args = arguments(1, 1, 4, dtype, activation)
+    args |= {name: torch.ones_like(args[name]) for name in ("dy", "down_weight")}
+    g = run(args | {"pre": pre})[0][0]
+    expected = {"relu": [1.0, 0.0, 0.0], "tanh": [0.0, 0.0, 1.0]}.get(activation, [1.0, 0.0, 0.5])
+    assert g[:3].tolist() == expected
+    assert g[3].isnan() if activation != "relu" else g[3] == 1
+
+
+@pytest.mark.parametrize("inner", [20, 48])
+def test_exact_on_small_integers(inner):
+    args = arguments(40, 6, inner, activation="relu")
+    args |= {name: (args[name] * 3).round() for name in ("dy", "down_weight", "pre")}
+    product = args["dy"] @ args["down_weight"]
+    g = torch.where(args["pre"] > 0, product, 0)
+    assert_bit_equal(run(args), (g, g.sum(0)))
+
+
+# --- tiles --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 31, 32, 33, 65, 97])
+@pytest.mark.parametrize("inner", [1, 8, 31, 32, 33, 64, 72, 129])
+def test_edges_of_tiles(rows, inner):
+    """Around the edges of tiles, of 16 or 32 rows and 32 or 64 columns; by TMA where rows are of 16 bytes."""
+    which = rows + inner
+    out = (8, 33, 64, 80)[which % 4]
+    assert_right(arguments(rows, out, inner, DTYPES[rows % 3], tuple(ACTIVATIONS)[which % len(ACTIVATIONS)]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_more_tiles_than_programs(dtype):
+    assert_right(arguments(150, 40, 200, dtype))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("by_product", [True, False])
+def test_sums_by_a_product_and_by_lanes(dtype, by_product):
+    """Of ones: 2,048 of them are exact in both ways, and in both types."""
+    config = kernels.linear.ladder(dtype, True, (0, 0))[0]
+    assert kernels.sums_by_product(config, dtype, (0, 0))
+    ones = torch.ones(2048, 8, dtype=dtype, device=DEVICE)
+    weight = torch.eye(8, 16, dtype=dtype, device=DEVICE)
+    pre = torch.ones(2048, 16, dtype=dtype, device=DEVICE)
+    dbias = kernels.inner_gradient_with(config, by_product, ones, weight, pre, "relu", True)[1]
+    assert dbias.tolist() == [2048.0] * 8 + [0.0] * 8
+
+
+def test_sums_are_kept_in_float32():
+    """96 tiles of 32 rows whose sum, 32.125, bfloat16 does not have."""
+    config = kernels.linear.ladder(torch.bfloat16, True, (0, 0))[0]
+    assert config.block_m == 32
+    dy = torch.ones(96 * 32, 8, dtype=torch.bfloat16, device=DEVICE)
+    dy[::32] = 1.125
+    weight = torch.eye(8, dtype=dy.dtype, device=DEVICE)
+    for by_product in (True, False):
+        dbias = kernels.inner_gradient_with(
+            config, by_product, dy, weight, torch.ones_like(dy), "relu", True
+        )[1]
+        assert dbias.tolist() == [3088.0] * 8  # 3,084 rounded once; of rounded sums it would be 3,072
+
+
+def test_a_nan_stays_in_its_column():
+    args = arguments(70, 8, 40, torch.bfloat16)
+    clean = run(args)
+    args["pre"][33, 7] = float("nan")
+    dirty = run(args)
+    others = [c for c in range(40) if c != 7]
+    for a, b in zip(clean, dirty, strict=True):
+        assert torch.equal(a[..., others], b[..., others])
+    assert dirty[1][7].isnan()
+    assert dirty[0].isnan().sum() == 1
+
+
+# --- layouts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pad", [5, 8])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strided_rows_with_poisoned_padding(dtype, pad):
+    args = arguments(19, 24, 72, dtype)
+    strided = {name: padded(args[name], pad) for name in ("dy", "down_weight")}
+    assert_right(args | strided)
+    if pad == 8:  # the same tiles
+        assert_bit_equal(run(args | strided), run(args))
+
+
+@needs_lazy_memory
+@pytest.mark.parametrize("gap", [8, 9])
+def test_offsets_beyond_2_to_31_elements(gap):
+    """By TMA, and through pointers where rows are not of 16 bytes; the depth is more than a tile's."""
+    args = arguments(5, 40, 48, torch.bfloat16)
+    torch.use_deterministic_algorithms(False)  # deterministic mode would fill the lazy pages
+    assert_right(args)
+    apart = {name: far(args[name], gap) for name in ("dy", "down_weight")}
+    close = {name: padded(args[name], 8 + gap % 2) for name in apart}
+    assert_bit_equal(run(args | apart), run(args | close))
+
+
+# --- the contract -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("needs", [tuple(bool(i >> b & 1) for b in range(4)) for i in range(16)], ids=str)
+def test_only_what_is_needed(needs):
+    """Shapes and values are the reference's; what unneeded gradients would need is None."""
+    need = FeedForwardNeeds(*needs)
+    args = arguments(21, 12, 33)
+    randn = normal(torch.Generator().manual_seed(1), torch.float32)
+    given = (
+        args["dy"],
+        randn(21, 10) if need.dup_weight else None,
+        randn(33, 10) if need.dx else None,
+        args["down_weight"] if need.g else None,
+        args["pre"] if need.g else None,
+        randn(21, 33) if need.ddown_weight else None,
+        "gelu",
+        need,
+    )
+    for a, e in zip(backend.feed_forward_bwd(*given), reference.feed_forward_bwd(*given), strict=True):
+        assert (a.dtype, a.shape) == (e.dtype, e.shape)
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("need_dbias", [False, True])
+def test_nothing_is_launched_for_nothing(need_dbias, monkeypatch):
+    launched, launch = [], kernels.launch
+
+    def spy(kernel, grid, device, *args, **config):
+        launched.append(kernel.fn.__name__)
+        if kernel.fn.__name__ == "_feed_forward_bwd_kernel":
+            assert (args[4] is not None) == need_dbias
+        launch(kernel, grid, device, *args, **config)
+
+    monkeypatch.setattr(kernels, "launch", spy)
+    g, dbias = run(arguments(5, 4, 6) | {"need_dbias": need_dbias})
+    assert launched == ["_feed_forward_bwd_kernel"] + ["_sum_partials_kernel"] * need_dbias
+    assert (g.shape, dbias.shape) == ((5, 6), (6,) if need_dbias else (0,))
+
+
+def test_no_rows():
+    g, dbias = run(arguments(0, 5, 7))
+    assert (g.shape, dbias.tolist()) == ((0, 7), [0.0] * 7)
+
+
+def test_inputs_are_left_alone():
+    args = arguments(5, 6, 7)
+    before = {k: v.clone() for k, v in args.items() if isinstance(v, torch.Tensor)}
+    run(args)
+    for name, t in before.items():
+        assert torch.equal(args[name], t)
+
+
+def test_repeats_are_bit_equal_without_atomics(checked_memory):
+    args = arguments(100, 8, 40, torch.bfloat16)
+    first = run(args)
+    for _ in range(3 if DEVICE.type == "cpu" else 250):
+        assert_bit_equal(run(args), first)
+    assert checked_memory.atomics == 0
+
+
+def test_training_is_served_by_the_table(monkeypatch):
+    """In half precision by the kernel here: the gradient between the products is no tensor of its own."""
+    monkeypatch.setitem(dispatch.TABLE, DEVICE.type, dispatch.TABLE["cuda"])
+    monkeypatch.setattr(dispatch, "_resolved", {})
+    monkeypatch.setattr(proving, "_verdicts", {})
+    g = torch.Generator().manual_seed(0)
+    shapes = (9, 24), (40, 24), (40,), (16, 40)
+    tensors = [torch.randn(s, generator=g).bfloat16().to(DEVICE).requires_grad_() for s in shapes]
+
+    def grads():
+        return torch.autograd.grad(feed_forward(*tensors, "gelu").float().square().sum(), tensors)
+
+    served = []
+    launch = kernels.inner_gradient
+    monkeypatch.setattr(kernels, "inner_gradient", lambda *args: served.append(args[3]) or launch(*args))
+    actual = grads()
+    assert served[-1] == "gelu"
+    assert all(v.passed for v in proving._verdicts.values())
+    with dispatch.use_backend("reference"):
+        for a, e in zip(actual, grads(), strict=True):
+            assert (a.float() - e.float()).norm() < 0.02 * e.float().norm()
+
+
+def test_self_check_passes_in_every_dtype():
+    for dtype in DTYPES:
+        assert testing.self_check("feed_forward", "triton", DEVICE, dtype) is None
+
+
+@fuzz(30)
+@given(
+    st.integers(1, 80),
+    st.integers(1, 90),
+    st.integers(1, 200),
+    st.sampled_from(DTYPES),
+    st.sampled_from(list(ACTIVATIONS)),
+    st.integers(0, 2**20),
+)
+def test_fuzz(rows, out, inner, dtype, activation, seed):
+    assert_right(arguments(rows, out, inner, dtype, activation, seed))
