@@ -110,7 +110,8 @@ WHOLE = {
         test_layer_norm test_linear test_linear_that_may_be_tuned test_more_sequences_than_are_ranked
         test_neighbours_and_unused_cells_may_be_nan test_norms_gradients_of_few_tokens
         test_offsets_beyond_2_to_31_elements test_padding test_products_in_every_config
-        test_repeats_are_bit_equal_without_atomics test_rows_wider_than_one_block
+        test_registers_are_those_of_nvdisasm test_repeats_are_bit_equal_without_atomics
+        test_rows_wider_than_one_block
         test_runs_of_many_chunks_by_the_error_rule
         test_saved_bits_and_drawn_ones_are_one test_strided_inputs_with_poisoned_gaps
         test_strided_rows_with_poisoned_padding test_wide_tokens_by_the_error_rule
