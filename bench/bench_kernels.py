@@ -44,7 +44,7 @@ from fastbert.testing import serving  # noqa: E402
 
 PASSES = ("forward", "backward")
 # times the forward's; the rest is bound by memory
-FLOPS_OF_BACKWARD = {"linear": 2.0, "linear_cross_entropy": 2.0, "attention": 2.5}
+FLOPS_OF_BACKWARD = {"linear": 2.0, "feed_forward": 2.0, "linear_cross_entropy": 2.0, "attention": 2.5}
 LINE = "{:1}{:20} {:30} {:8} {:4} {:9} {:>10} {:>9} {:>8} {:>8} {:>8}"
 HEAD = LINE.format("", "op", "case", "pass", "", "backend", "us", "gflops", "gbytes", "of_roof", "× torch")
 
@@ -134,6 +134,9 @@ def work(case: testing.Case, dtype: torch.dtype, inputs: dict, backward: bool) -
     if case.op == "linear":  # x, weight, dy, and the pre-activation if there is one; dx, dweight
         rows, k, n = case.rows, case.in_features, case.out_features
         return flops, (2 * rows * k + 2 * n * k + rows * n * (2 if case.activation else 1)) * element
+    if case.op == "feed_forward":  # dy, x, weights, pre and act(pre); dx and the weights' gradients
+        weights = case.inner * (case.hidden + case.out)
+        return flops, (case.rows * (case.out + 2 * case.hidden + 2 * case.inner) + 2 * weights) * element
     if case.op == "attention":  # q, k, v, out, dout; dq, dk, dv
         return flops, 8 * case.total * case.nheads * case.headdim * element
     if case.op == "embedding":  # z, dy; the tables' gradients
