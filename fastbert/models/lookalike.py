@@ -10,6 +10,7 @@ and a facade has neither instances nor subclasses.
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any, ClassVar
 
 
@@ -59,6 +60,14 @@ class _Quiet:
 _facades: dict[tuple[type, type], type] = {}
 
 
+@cache
+def _facade_type(foreign: type) -> type:
+    """`_Facade` for a class of transformers whose own type is `foreign`: ModelOutput has one since 5.24."""
+    if issubclass(_Facade, foreign):
+        return _Facade
+    return type(_Facade.__name__, (_Facade, foreign), {})
+
+
 def _facade(own: type) -> type:
     """The facade of one of our classes; the class itself while transformers is not loaded."""
     module, name = own.looks_like
@@ -73,7 +82,8 @@ def _facade(own: type) -> type:
             "__qualname__": own.__qualname__,
             "__doc__": own.__doc__,
         }
-        found = _facades[own, foreign] = _Facade(own.__name__, (_Quiet, own, foreign), body)
+        make = _facade_type(type(foreign))
+        found = _facades[own, foreign] = make(own.__name__, (_Quiet, own, foreign), body)
     return found
 
 
