@@ -52,6 +52,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 REPEATS, REPLAYS, LENGTHS = 250, 20, 300
 GRAPH_ERROR = 1e-2  # of two bf16 encoders that sum in different orders, as a share of the norm
 DELAY_CYCLES = 20_000_000  # about 10 ms: what does not wait for its stream comes too early
+TRAINING = (512, 300, 500, 257) * 4  # lengths that take the tiles of real work, whole ones and last ones
 UNIT_SECONDS = 100.0  # most a unit may take
 FAILED = 17  # exit status of a unit's process that has recorded what failed
 SLACK_BYTES = 8 << 20  # by which memory may move
@@ -120,10 +121,14 @@ def gap(check: Check, unit: Unit) -> str | None:
 
 
 def cases(check: Check, unit: Unit) -> list[testing.Case]:
-    """Every case of the op, and BERT-base's shapes for some SQuAD lengths; interpreted, a tiny one."""
+    """Every case of the op, those of a self-check on a GPU, what training calls with its dropout, and
+    BERT-base's shapes for some SQuAD lengths; interpreted, a tiny one.
+    """
     if check.tiny:
         return testing.small_cases(unit.op)[:1]
-    return [*testing.cases(unit.op), *testing.bench_cases(unit.op, workloads.lengths("squad")[:24])]
+    found = [*testing.cases(unit.op), *testing.gpu_cases(unit.op)]
+    found += testing.training_cases(unit.op, TRAINING)
+    return [*found, *testing.bench_cases(unit.op, workloads.lengths("squad")[:24])]
 
 
 def one_case(check: Check, unit: Unit) -> testing.Case:

@@ -17,6 +17,7 @@ from fastbert.testing.error_rule import (
     run_case,
     self_check,
     small_cases,
+    training_cases,
     verify,
 )
 
@@ -34,5 +35,6 @@ __all__ = [
     "run_case",
     "self_check",
     "small_cases",
+    "training_cases",
     "verify",
 ]

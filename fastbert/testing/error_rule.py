@@ -258,6 +258,12 @@ def bench_cases(op: str, lengths: tuple[int, ...]) -> list[Case]:
     return list(importlib.import_module(f"fastbert.testing.op_cases.{op}").bench(lengths))
 
 
+def training_cases(op: str, lengths: tuple[int, ...]) -> list[Case]:
+    """The cases that a training step of BERT-base needs of an op, with its dropout, for such a batch."""
+    module = importlib.import_module(f"fastbert.testing.op_cases.{op}")
+    return list(getattr(module, "training", module.bench)(lengths))
+
+
 def verify(
     ops: Iterable[str] | None = None,
     backends: Iterable[str] | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -79,6 +80,35 @@ def test_correctness_of_the_kernel_itself(check):
     # the output, and the gradients of x, weight and bias
     assert (row["status"], row["step"], row["quantities"]) == ("ok", "correctness", 4)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_correctness_has_what_training_runs(check):
+    """On a GPU: its lengths and dropout, and the cases that take the tiles of real work."""
+    on_gpu = gpu_checks.Check("correctness", torch.device("cuda"), check.rows.append)
+    lengths = (512, 300, 500, 257) * 4
+    for op in dispatch.OPS:
+        found = gpu_checks.cases(on_gpu, gpu_checks.Unit(op, "triton", torch.bfloat16))
+        for case in (*testing.gpu_cases(op), *testing.training_cases(op, lengths)):
+            assert case in found
+    attention = testing.training_cases("attention", lengths)
+    facts = [(c.lengths, c.nheads, c.headdim, c.packed_qkv, c.dropout_p, c.bias) for c in attention]
+    assert facts == [(lengths, 12, 64, True, 0.1, bias) for bias in ("", "keys")]
+    for op in ("layer_norm", "embedding"):
+        assert [case.dropout_p for case in testing.training_cases(op, lengths)] == [0.1]
+
+
+@interpreted
+@pytest.mark.parametrize("op", [op for op in dispatch.OPS if op in backend.DTYPES])
+def test_correctness_of_a_small_training_step(check, monkeypatch, op):
+    """In train mode: the outputs, and every gradient that the op has."""
+    small = testing.training_cases(op, (7, 1, 5))
+    if op == "embedding":  # backward goes over the whole table
+        small = [dataclasses.replace(case, vocab=50) for case in small]
+    monkeypatch.setattr(gpu_checks, "cases", lambda *_: small)
+    rows = run(gpu_checks.correctness, check, gpu_checks.Unit(op, "triton", torch.bfloat16))
+    assert [row["status"] for row in rows] == ["ok"] * len(small), rows
+    for row, case in zip(rows, small, strict=True):
+        assert row["quantities"] > (op != "packing"), case
 
 
 def test_poisoned_memory_is_nan_and_only_within():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -277,3 +277,9 @@ CASES = [
 def bench(lengths: tuple[int, ...]) -> list[Case]:
     """BERT-base's calls of this op for a batch of sequences of these lengths, in tokens."""
     return [AttentionCase(lengths, 12, 64, packed_qkv=True)]
+
+
+def training(lengths: tuple[int, ...]) -> list[Case]:
+    """The calls of this op in a training step of BERT-base, for sequences of these lengths."""
+    plain = AttentionCase(lengths, 12, 64, packed_qkv=True, dropout_p=0.1)
+    return [plain, replace(plain, bias="keys")]

@@ -136,3 +136,8 @@ CASES = [
 def bench(lengths: tuple[int, ...]) -> list[Case]:
     """BERT-base's calls of this op for a batch of sequences of these lengths, in tokens."""
     return [EmbeddingCase(sum(lengths), 30522, 768, padding_idx=0)]
+
+
+def training(lengths: tuple[int, ...]) -> list[Case]:
+    """The calls of this op in a training step of BERT-base, for sequences of these lengths."""
+    return [EmbeddingCase(sum(lengths), 30522, 768, padding_idx=0, dropout_p=0.1)]

@@ -137,3 +137,8 @@ def bench(lengths: tuple[int, ...]) -> list[Case]:
     """BERT-base's calls of this op for a batch of sequences of these lengths, in tokens."""
     tokens = sum(lengths)
     return [LayerNormCase(tokens, 768), LayerNormCase(tokens, 768, residual=True, x_bias=True)]
+
+
+def training(lengths: tuple[int, ...]) -> list[Case]:
+    """The calls of this op in a training step of BERT-base, for sequences of these lengths."""
+    return [LayerNormCase(sum(lengths), 768, residual=True, x_bias=True, dropout_p=0.1)]
