@@ -122,8 +122,8 @@ def feed_forward_bwd(
     checks.operand("pre", pre, (rows, *columns), (dy.dtype,), dy, needed=need.g)
     checks.operand("inner", inner, (rows, *columns), (dy.dtype,), dy, needed=need_ddown_weight)
     hidden = next((t.shape[-1:] for t in (up_weight, x) if t is not None), ())
-    checks.operand("x", x, (rows, *hidden), (dy.dtype,), dy, strided=True, needed=need_dup_weight)
     checks.operand("up_weight", up_weight, (*columns, *hidden), (dy.dtype,), dy, strided=True, needed=need_dx)
+    checks.operand("x", x, (rows, *hidden), (dy.dtype,), dy, strided=True, needed=need_dup_weight)
     args = (dy, x, up_weight, down_weight, pre, inner, activation, need)
     return dispatch.call("feed_forward_bwd", dy, *args)
 
