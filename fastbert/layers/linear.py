@@ -183,8 +183,8 @@ def feed_forward_norm(
     fuse: bool = True,
 ) -> Tensor:
     """norm(x + dropout(down(act(up(x))))), as `dense_norm` does it; in training as one op where that pays."""
-    plain = activation is not None and kind_of(up) is FLOAT and kind_of(down) is FLOAT
-    if plain and pays(x) and _is_trained(x, up, down):
+    one_op = activation is not None and pays(x) and kind_of(up) is FLOAT and kind_of(down) is FLOAT
+    if one_op and _is_trained(x, up, down):
         y, bias = feed_forward(x, up.weight, up.bias, down.weight, activation), down.bias
     else:
         y, bias = _product_and_bias(down, apply_linear(up, x, activation))
