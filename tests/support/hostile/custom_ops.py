@@ -223,6 +223,7 @@ OPS = {
             "save": True,
         },
         [{"activation": "mish"}],
+        ("x", "down_weight"),
     ),
     "feed_forward_bwd": Op(
         lambda: {
