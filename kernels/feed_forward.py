@@ -92,6 +92,7 @@ def _times_slope(
             z = pre.load([row_start, col_start]).to(tl.float32)
         else:
             z = tl.load(pre + at, mask=mask, other=0.0).to(tl.float32)
+        # DTYPE is a value here, whatever its letters say to a linter
         HALF_PRECISION: tl.constexpr = DTYPE != tl.float32  # noqa: SIM300
         few = DTYPE == tl.bfloat16  # noqa: SIM300
         acc *= slope(z, ACTIVATION, FEW_DIGITS=few, CHEAP=HALF_PRECISION and not EXACT)
@@ -204,7 +205,7 @@ def inner_gradient(
     """
     rows, inner = pre.shape
     device = tuning.device_of(dy.device)
-    aligned = linear._aligned(dy, down_weight) and inner * dy.element_size() % 16 == 0
+    aligned = linear.fits_tensor_map(dy, down_weight, pre) and inner * dy.element_size() % 16 == 0
     config = config_for(rows, inner, dy.dtype, aligned, device)
     by_product = sums_by_product(config, dy.dtype, device.capability)
     return inner_gradient_with(config, by_product, dy, down_weight, pre, activation, need_dbias)

@@ -226,7 +226,7 @@ def config_for(
     return heuristic(rows, out_features, dtype, aligned, device)
 
 
-def _aligned(*matrices: Tensor) -> bool:
+def fits_tensor_map(*matrices: Tensor) -> bool:
     """Whether starts and rows lie on 16 bytes and no two rows overlap: what a tensor map can describe."""
     return all(
         t.data_ptr() % 16 == 0
@@ -249,7 +249,7 @@ def linear_fwd(
 ) -> tuple[Tensor, Tensor]:
     """(y, pre): the contract of `fastbert.ops.linear.linear_fwd`. This backend has no panels."""
     out_features = weight.shape[0]
-    aligned = _aligned(x, weight) and out_features * x.element_size() % 16 == 0
+    aligned = fits_tensor_map(x, weight) and out_features * x.element_size() % 16 == 0
     config = config_for(
         triton.cdiv(x.shape[0], ROW_UNIT) * ROW_UNIT,
         x.shape[1],

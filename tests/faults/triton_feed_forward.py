@@ -101,7 +101,12 @@ FAULTS = (
     _fault(
         "dbias where it is not needed", "dtype=torch.float32) if need_dbias else None", "dtype=torch.float32)"
     ),
-    _fault("TMA for rows of any stride", "linear._aligned(dy, down_weight) and", "True or"),
+    _fault("TMA for rows of any stride", "linear.fits_tensor_map(dy, down_weight, pre) and", "True or"),
+    _fault(
+        "TMA for any start of pre",
+        "fits_tensor_map(dy, down_weight, pre)",
+        "fits_tensor_map(dy, down_weight)",
+    ),
     _fault("exact slope not asked for", "EXACT=activation_kernels.EXACT_GELU", "EXACT=False"),
     _fault("exact slope always", "EXACT=activation_kernels.EXACT_GELU", "EXACT=True"),
     # the other products
@@ -141,6 +146,7 @@ _TESTS = (
     "only_what_is_needed",
     "a_nan_stays_in_its_column",
     "strided_rows_with_poisoned_padding",
+    "a_start_that_no_tensor_map_has",
     "offsets_beyond_2_to_31_elements",
     "slopes_everywhere",
     "sums_by_a_product_and_by_lanes",

@@ -55,13 +55,17 @@ def test_what_a_gpu_is_checked_with_is_fair(op, dtype):
 )
 def test_a_gpus_check_meets_the_configs_of_real_work(capability, multiprocessors, of_linear):
     pytest.importorskip("triton")
-    from fastbert.kernels import attention, linear, tuning
+    from fastbert.kernels import attention, feed_forward, linear, tuning
 
     device = tuning.Device("a GPU without a table", capability, multiprocessors)
     dtype = torch.bfloat16
     cases = testing.small_cases("linear") + testing.gpu_cases("linear")
     met = {linear.heuristic(2 ** tuning.bucket(c.rows), c.out_features, dtype, True, device) for c in cases}
     ladder = linear.ladder(dtype, True, capability)
+    assert ladder[0] in met
+    assert len(met & set(ladder)) >= of_linear
+    cases = testing.small_cases("feed_forward") + testing.gpu_cases("feed_forward")
+    met = {feed_forward.config_for(c.rows, c.inner, dtype, c.inner % 8 == 0, device) for c in cases}
     assert ladder[0] in met
     assert len(met & set(ladder)) >= of_linear
     cases = testing.small_cases("attention") + testing.gpu_cases("attention")

@@ -209,6 +209,24 @@ def test_strided_rows_with_poisoned_padding(dtype, pad):
         assert_bit_equal(run(args | strided), run(args))
 
 
+@pytest.mark.parametrize("name", ["dy", "down_weight", "pre"])
+def test_a_start_that_no_tensor_map_has(name, monkeypatch):
+    """Any matrix may begin between two multiples of 16 bytes; then none moves by TMA."""
+    args = arguments(19, 24, 72, torch.bfloat16)
+    moved = torch.empty(args[name].numel() + 1, dtype=torch.bfloat16, device=DEVICE)[1:].view(
+        args[name].shape
+    )
+    assert moved.copy_(args[name]).data_ptr() % 16
+    taken = []
+    run_with = kernels.inner_gradient_with
+    monkeypatch.setattr(
+        kernels, "inner_gradient_with", lambda c, *rest: (taken.append(c.tma), run_with(c, *rest))[1]
+    )
+    assert_right(args)
+    assert_right(args | {name: moved})
+    assert taken == [True, False]
+
+
 @needs_lazy_memory
 @pytest.mark.parametrize("gap", [8, 9])
 def test_offsets_beyond_2_to_31_elements(gap):

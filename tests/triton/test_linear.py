@@ -39,7 +39,7 @@ tuning = kernels.tuning
 def transport(request, monkeypatch):
     """Tensor descriptors where the matrices allow them, and pointers in any case."""
     if request.param == "pointers":
-        monkeypatch.setattr(kernels, "_aligned", lambda *matrices: False)
+        monkeypatch.setattr(kernels, "fits_tensor_map", lambda *matrices: False)
     return request.param
 
 
@@ -87,7 +87,7 @@ def test_cases(case, dtype):
 
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
 def test_cases_by_pointers(case, monkeypatch):
-    monkeypatch.setattr(kernels, "_aligned", lambda *matrices: False)
+    monkeypatch.setattr(kernels, "fits_tensor_map", lambda *matrices: False)
     for dtype in DTYPES:
         check(case, dtype)
 
@@ -301,7 +301,7 @@ def test_single_columns_whose_stride_says_nothing():
 def test_one_row_expanded_to_many():
     args = forward_args(1, 40, 72)
     many = args | {"x": args["x"].expand(33, 40), "residual": args["residual"].expand(33, 72)}
-    assert not kernels._aligned(many["x"])  # the interpreter accepts them, a tensor map does not
+    assert not kernels.fits_tensor_map(many["x"])  # the interpreter accepts them, a tensor map does not
     y, one = kernels.linear_fwd(*many.values())[0], kernels.linear_fwd(*args.values())[0]
     torch.testing.assert_close(y, one.expand(33, 72), rtol=0, atol=1e-6)  # tiles may differ
 

@@ -80,11 +80,13 @@ SMALL = [
     FeedForwardCase(5, 24, 40, 16),
     FeedForwardCase(3, 17, 9, 11, "relu", bias=False),
 ]
-# as in op_cases/linear.py, one of these meets every tile
+# the rows and columns of op_cases/linear.py: one of these meets the largest tiles of every GPU
 ON_GPU = [
     FeedForwardCase(2000, 200, 2000, 200),
+    FeedForwardCase(1500, 200, 2000, 200),
     FeedForwardCase(1000, 200, 2000, 96, "gelu_tanh"),
     FeedForwardCase(700, 136, 2000, 200, "silu", bias=False),
+    FeedForwardCase(1000, 200, 1000, 200),
 ]
 CASES = [
     *SMALL,
