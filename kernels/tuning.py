@@ -62,3 +62,10 @@ def tuned(device: Device, op: str, key: str, rows_bucket: int) -> dict | None:
     # Of two equally near buckets the smaller.
     nearest = min(buckets, key=lambda b: (abs(int(b) - rows_bucket), int(b)))
     return buckets[nearest]
+
+
+def entries(name: str, op: str, dtype: torch.dtype) -> dict:
+    """What the table of the GPU of that name holds for an op in a dtype: key -> bucket -> config."""
+    first = str(dtype).removeprefix("torch.")
+    table = _table(file_of(name)).get(op, {})
+    return {key: buckets for key, buckets in table.items() if key.split()[0] == first}

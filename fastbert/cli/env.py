@@ -49,7 +49,9 @@ def environment() -> dict[str, Any]:
         "devices": devices,
         "backends": [vars(row) for entry in devices for row in serving.choices(entry["device"])],
         "gpu_kernels": [
-            vars(row) for entry in devices for row in serving.proofs(entry["device"], FOLDER / "results")
+            vars(row) | {"times": [time._asdict() for time in row.times]}
+            for entry in devices
+            for row in serving.proofs(entry["device"], FOLDER / "results")
         ],
         "verdicts": None if (where := verdicts.folder()) is None else str(where),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -11,12 +12,15 @@ import torch
 from fastbert.cli.usage import DTYPES, UsageError, device_of
 from fastbert.runtime import dispatch
 from fastbert.testing import verdicts, warmup
+from fastbert.testing.verdicts import FAILED, KILLED, PASSED, SLOWER, UNDECIDED
 
+# A slower kernel is no failure: the next backend serves.
+_SAYS = {PASSED: "pass", FAILED: "FAIL", SLOWER: "slower", KILLED: "KILLED", UNDECIDED: "FAIL"}
 _LINE = "{:<14}{:<11}{:<10}{:>10}  {}"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the checks and print their verdicts; returns 0 if all passed, else 1."""
+    """Run the checks and print their verdicts; returns 1 if a kernel failed, or has no verdict; else 0."""
     device = device_of(args.device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -34,25 +38,27 @@ def run(args: argparse.Namespace) -> int:
     for row in warmup.run(device, args.op, dtypes, again=args.again, seconds=timeout):
         rows.append(row)
         if not args.json:
-            verdict = "pass" if row.passed else f"FAIL: {row.reason}"
+            verdict = _SAYS[row.outcome] + (row.beside if row.passed else f": {row.reason}")
             kept = f" (of {row.date})" if row.kept else ""
             ms = f"{row.seconds * 1e3:,.0f}"
             print(_LINE.format(row.op, row.backend, row.dtype, ms, verdict + kept), flush=True)
-    passed = all(row.passed for row in rows)
+    passed = all(row.outcome in (PASSED, SLOWER) for row in rows)
     if args.json:
         folder = None if where is None else str(where)
         report = {
             "device": str(device),
             "verdicts": folder,
             "passed": passed,
-            "rows": [vars(r) for r in rows],
+            "rows": [vars(row) | {"times": [time._asdict() for time in row.times]} for row in rows],
         }
         print(json.dumps(report, indent=1))
     elif not rows:
         print(f"nothing needs a check on {device}: {why_none(device, args.op or dispatch.OPS)}")
     else:
-        failed = sum(not row.passed for row in rows)
-        print(f"{len(rows)} kernels on {device}, {failed} failed")
+        counts = Counter(row.outcome for row in rows)
+        bad = len(rows) - counts[PASSED] - counts[SLOWER]
+        slow = f", {counts[SLOWER]} slower than the next backend" if counts[SLOWER] else ""
+        print(f"{len(rows)} kernels on {device}, {bad} failed{slow}")
     return 0 if passed else 1
 
 

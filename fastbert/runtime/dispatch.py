@@ -111,7 +111,7 @@ _is_neg, _is_zero = _TensorBase.is_neg, _TensorBase._is_zerotensor
 _changes = 0
 # Self-checks under way. Meanwhile nothing is kept in `_resolved`.
 _trials = 0
-# `_trial.pins`: like `_pins`, for the thread that runs a self-check.
+# For the thread that runs a self-check: `_trial.pins`, like `_pins`; `_trial.resolved`, like `_resolved`.
 _trial = threading.local()
 # Guards the pins, the choices and the two counts. Never held while a kernel runs.
 _lock = threading.RLock()
@@ -326,10 +326,15 @@ def pins() -> tuple[tuple[str, str], ...]:
 
 def _resolve(function: str, device: torch.device, dtype: torch.dtype) -> Callable:
     """The launcher of the backend that is pinned or serves, kept for later calls if the choice will last."""
-    changes = _changes
+    changes, key = _changes, (function, device, dtype)
+    own = getattr(_trial, "resolved", {})
+    if key in own:
+        return own[key]
     name, lasting = _serving(function, device, dtype)
     launch = getattr(backend_module(name), function.partition(" ")[0])
-    _keep((function, device, dtype), launch, changes, lasting)
+    if in_trial() and lasting:
+        own[key] = launch
+    _keep(key, launch, changes, lasting)
     return launch
 
 
@@ -407,15 +412,15 @@ def trial(**per_op: str) -> Iterator[None]:
         # it stays empty during the trial, so every call looks for its own thread's pins
         _resolved.clear()
     before = getattr(_trial, "pins", None)
-    _trial.pins = {**(before or {}), **per_op}
+    _trial.pins, _trial.resolved = {**(before or {}), **per_op}, {}
     try:
         with torch.autograd.set_multithreading_enabled(False):
             yield
     finally:
         if before is None:
-            del _trial.pins
+            del _trial.pins, _trial.resolved
         else:
-            _trial.pins = before
+            _trial.pins, _trial.resolved = before, {}
         with _lock:
             _trials -= 1
 

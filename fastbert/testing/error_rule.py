@@ -44,9 +44,11 @@ class Case:
         id: shapes and options for test and bench ids, such as "8x512x768-residual".
         grad_inputs: names of the inputs to differentiate.
         output_names: a name for each tensor that `call` returns.
+        kind: the kind of call, where the dispatch table ranks it apart, such as "activation".
     """
 
     op: ClassVar[str]
+    kind: str = ""
     id: str
     grad_inputs: tuple[str, ...] = ()
     output_names: tuple[str, ...] = ("y",)
@@ -152,7 +154,8 @@ def _mean_noise(truth: Tensor, dtype: torch.dtype) -> float:
     return (0.25 * step.mean() + 3 * 0.1445 * step.square().mean().sqrt() / truth.numel() ** 0.5).item()
 
 
-def _with_grad(inputs: dict[str, Any], names: Iterable[str], dtype: torch.dtype | None) -> dict[str, Any]:
+def with_grad(inputs: dict[str, Any], names: Iterable[str], dtype: torch.dtype | None) -> dict[str, Any]:
+    """The inputs, floating tensors in `dtype` (None: as they are); copies that want a gradient of `names`."""
     out = {}
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -173,7 +176,7 @@ def evaluate(
 ) -> dict[str, Tensor]:
     """Outputs of `function` by name; with `backward` also the gradients, given the outputs' (`douts`)."""
     names = case.grad_inputs if backward else ()
-    kwargs = _with_grad(inputs, names, dtype)
+    kwargs = with_grad(inputs, names, dtype)
     with torch.set_grad_enabled(backward):
         outputs = function(**kwargs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -206,7 +209,7 @@ def run_case(
     backward = backward and dtype.is_floating_point and dispatch.has_backward(backend, case.op)
     inputs = case.inputs(dtype, device, seed)
     with torch.no_grad():
-        shapes = case.oracle(**_with_grad(inputs, (), torch.float64))
+        shapes = case.oracle(**with_grad(inputs, (), torch.float64))
     shapes = shapes if isinstance(shapes, tuple) else (shapes,)
     generator = torch.Generator().manual_seed(seed + 1)
     douts = [

@@ -1,29 +1,41 @@
 """Whether a GPU kernel is proven on the user's own device: self-checks at first use, and their verdicts.
 
-A self-check runs a few tiny Cases of the kernel's op against the reference. `verdicts` keeps its result on
-disk. During the capture of a CUDA graph no check can run, so only verdicts that are on disk already count. A
-kernel that failed is reported by one warning.
+A self-check runs a few tiny Cases of the kernel's op against the reference, and times it beside the backend
+that would serve without it. `verdicts` keeps its result on disk. The first use of any kernel in a dtype
+checks all kernels of that dtype, in a process of their own; where that cannot be (a GPU in exclusive mode,
+for example), each kernel is checked in this process at its own first use. During the capture of a CUDA graph
+no check can run, so only verdicts that are on disk already count.
+
+A kernel that failed, or whose check was killed, is reported by one warning. A killed check is tried again,
+`MOST_DEATHS` times in all and only in a process of its own. A kernel that is right but slower does not serve
+either; `fastbert.explain` and `fastbert env` say so.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from fastbert.runtime import dispatch
-from fastbert.testing import error_rule, verdict_keys, verdicts
-from fastbert.testing.verdicts import Verdict
+from fastbert.testing import checking, processes, verdict_keys, verdicts
+from fastbert.testing.processes import Unit
+from fastbert.testing.verdicts import KILLED, SLOWER, UNDECIDED, Verdict
 
-_verdicts: dict[tuple[str, str, str, int | None, torch.dtype], Verdict] = {}
+# How often a kernel is checked whose checks are killed.
+MOST_DEATHS = 3
+
+# Verdicts that count in this process.
+_verdicts: dict[tuple[Unit, torch.device], Verdict] = {}
+# Verdicts that a process of their own has found, of kernels that this process has not used yet.
+_found: dict[tuple[Unit, torch.device], Verdict] = {}
+# Devices on which no process of its own can check: all checks run in this one.
+_alone: set[torch.device] = set()
 # Held while a self-check runs: one at a time.
 _checking = threading.RLock()
-# A self-check that takes longer is reported by a warning: it may hang.
-_SLOW_SECONDS = 60.0
 
 
 def is_proven(name: str, op: str, device: torch.device, dtype: torch.dtype) -> bool | None:
@@ -53,27 +65,90 @@ def is_ranked(name: str, op: str, device_type: str, dtype: torch.dtype) -> bool:
 
 def known_verdict(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Verdict | None:
     """What is known of a kernel, from this process or from disk; None where it has not been checked."""
-    found = _verdicts.get((name, op, device.type, device.index, dtype))
+    key = Unit(op, name, dtype), device
+    found = _verdicts.get(key) or _found.get(key)
     return found or verdicts.load(verdict_keys.key_of(op, name, device, dtype))
 
 
+def is_due(verdict: Verdict | None, device: torch.device) -> bool:
+    """Whether first use checks a kernel of which this is known."""
+    if verdict is None:
+        return True
+    apart = processes.possible(device) and device not in _alone
+    return verdict.outcome == KILLED and verdict.deaths < MOST_DEATHS and apart
+
+
 def _verdict(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Verdict | None:
-    """The verdict on a kernel, by a check if there is none yet; None where no check can run now."""
-    key = (name, op, device.type, device.index, dtype)
-    if key in _verdicts:
-        return _verdicts[key]
+    """The verdict on a kernel, by a check if one is due; None where it is and cannot run now."""
+    unit = Unit(op, name, dtype)
+    if (unit, device) in _verdicts:
+        return _verdicts[unit, device]
     only_look = dispatch.in_trial() or _capturing(device)
     with contextlib.nullcontext() if only_look else _checking:
+        # another thread may have found it while this one waited
         verdict = known_verdict(name, op, device, dtype)
-        if verdict is None:
+        if is_due(verdict, device):
             if only_look:
                 return None
-            verdict = check(name, op, device, dtype)
-        if key not in _verdicts:
-            _verdicts[key] = verdict
-            if not verdict.passed:
-                _warn(name, op, device, dtype, verdict)
-    return _verdicts[key]
+            verdict = _check(unit, device)
+        if (unit, device) not in _verdicts:
+            _verdicts[unit, device] = verdict
+            if not verdict.passed and verdict.outcome != SLOWER:
+                _warn(unit, device, verdict)
+    return _verdicts[unit, device]
+
+
+def _check(unit: Unit, device: torch.device) -> Verdict:
+    """Check a kernel, and in the same process of their own all others of its dtype that are due."""
+    if processes.possible(device) and device not in _alone:
+        try:
+            for each, verdict in processes.checked(device, _due(unit, device), waiting=_tell_of(device)):
+                if verdict.outcome != UNDECIDED:
+                    _found[each, device] = verdict
+        except processes.CannotStart:
+            _alone.add(device)
+        if (unit, device) in _found:
+            return _found[unit, device]
+    # what could not be decided there may be decided here: that process lacks memory that this one has
+    try:
+        return checking.check(unit.backend, unit.op, device, unit.dtype)
+    except Exception:
+        raise
+    except BaseException:
+        # Ctrl-C. The check may hang, so this process does without the kernel
+        stopped = Verdict("its self-check was stopped before it ended", outcome=UNDECIDED)
+        _verdicts[unit, device] = stopped
+        raise
+
+
+def _due(first: Unit, device: torch.device) -> list[Unit]:
+    """The kernels of that dtype whose check is due, `first` before the others."""
+    units = [first]
+    for op in dispatch.OPS:
+        for name, dtype in to_check(op, device.type):
+            unit = Unit(op, name, dtype)
+            if dtype != first.dtype or unit == first:
+                continue
+            if is_due(known_verdict(name, op, device, dtype), device):
+                units.append(unit)
+    return units
+
+
+def _tell_of(device: torch.device) -> Callable[[float], None]:
+    """A function that says once, after a minute, what this process waits for."""
+    told = []
+
+    def waiting(seconds: float) -> None:
+        if seconds > checking.SLOW_SECONDS and not told:
+            told.append(seconds)
+            warnings.warn(
+                f"fastbert: GPU kernels are checked on {device} before their first use; {seconds:.0f} s "
+                "so far. `fastbert warmup` does that ahead",
+                RuntimeWarning,
+                stacklevel=9,
+            )
+
+    return waiting
 
 
 def _capturing(device: torch.device) -> bool:
@@ -81,85 +156,14 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _warn(name: str, op: str, device: torch.device, dtype: torch.dtype, verdict: Verdict) -> None:
+def _warn(unit: Unit, device: torch.device, verdict: Verdict) -> None:
+    what = "failed its self-check"
+    if verdict.outcome == KILLED:
+        what = f"has no verdict, because {verdict.deaths} of its self-checks did not end,"
     since = f" (found at {verdict.date}; `fastbert warmup --again` checks anew)" if verdict.kept else ""
     warnings.warn(
-        f"fastbert: the {name} kernel of {op!r} failed its self-check on {device} in "
-        f"{str(dtype).removeprefix('torch.')} and will not serve there: {verdict.reason}{since}",
+        f"fastbert: the {unit.backend} kernel of {unit.op!r} {what} on {device} in "
+        f"{str(unit.dtype).removeprefix('torch.')} and will not serve there: {verdict.reason}{since}",
         RuntimeWarning,
         stacklevel=6,
     )
-
-
-def check(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Verdict:
-    """Run the self-check of a kernel now, keep its verdict on disk, and return it.
-
-    The check runs in a thread of its own, which has PyTorch's default state even where the caller is in
-    inference mode, under autocast, within a checkpoint's hooks or on a side stream. Failures of the kernel
-    are kept on disk: wrong results, a broken CUDA context, code that does not compile. Other errors may be
-    the machine's (out of memory, no C compiler) and count for this process only.
-
-    Raises:
-        BackendError: the kernel broke the CUDA context; nothing more runs on the GPU in this process.
-    """
-    key = verdict_keys.key_of(op, name, device, dtype)
-    found: list[tuple[Verdict, bool]] = []
-
-    def run() -> None:
-        with verdicts.running(key):
-            begin = time.perf_counter()
-            reason, lasting, lost = None, True, False
-            try:
-                here = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-                # a trial of none yet, so that nothing in this thread starts another check
-                with here, dispatch.trial():
-                    reason = error_rule.self_check(op, name, device, dtype)
-            except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
-                lost = _context_lost(device)
-                lasting = lost or any(c.__name__ == "TritonError" for c in type(error).__mro__)
-            verdict = Verdict(reason, time.perf_counter() - begin, verdicts.now())
-            if lasting:
-                verdicts.store(key, verdict)
-            found.append((verdict, lost))
-
-    thread = threading.Thread(target=run, name=f"fastbert-check-{op}", daemon=True)
-    thread.start()
-    try:
-        thread.join(_SLOW_SECONDS)
-        if thread.is_alive():
-            warnings.warn(
-                f"fastbert: the self-check of the {name} kernel of {op!r} in {key['dtype']} on {device} has "
-                f"run for {_SLOW_SECONDS:.0f} s. If it hangs, end the process: the next one will not try it",
-                RuntimeWarning,
-                stacklevel=5,
-            )
-            thread.join()
-    except BaseException:
-        # Ctrl-C: a check that is about to end may still remove its marker
-        thread.join(1.0)
-        if not found:
-            # it may hang: this process does without the kernel
-            stopped = Verdict("its self-check was stopped before it ended", date=verdicts.now())
-            _verdicts[name, op, device.type, device.index, dtype] = stopped
-        raise
-    if not found:
-        raise dispatch.BackendError(f"the self-check of the {name} kernel of {op!r} ended without a verdict")
-    verdict, lost = found[0]
-    if lost:
-        raise dispatch.BackendError(
-            f"the {name} kernel of {op!r} broke the CUDA context of this process at its self-check in "
-            f"{key['dtype']} on {device}: {verdict.reason}. Start the process anew: the kernel will not be "
-            "tried again on this machine"
-        )
-    return verdict
-
-
-def _context_lost(device: torch.device) -> bool:
-    """Whether nothing runs on the GPU in this process any more, as after an illegal access."""
-    if device.type == "cuda":
-        try:
-            torch.cuda.synchronize(device)
-        except Exception:
-            return True
-    return False

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from fastbert.runtime import dispatch
-from fastbert.testing import verdict_keys, verdicts
+from fastbert.testing import proving, verdict_keys, verdicts
 from fastbert.testing.proving import is_ranked, known_verdict
+from fastbert.testing.verdicts import KILLED, SLOWER, Verdict
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,11 @@ class Proof:
     """One row of `proofs()`: what is known of a GPU kernel on `device`.
 
     Attributes:
-        state: "proven here", "failed here", "proven elsewhere", "unverified" or "cannot run here".
+        state: "proven here", "slower here", "failed here", "killed here", "proven elsewhere", "unverified" or
+            "cannot run here". A kernel serves only where it is proven.
         detail: since when, by which results file, or why not.
+        times: (case, passes, ms, other backend, its ms) of each call that was timed here, as in
+            `verdicts.Time`.
     """
 
     op: str
@@ -47,6 +51,7 @@ class Proof:
     backend: str
     state: str
     detail: str
+    times: tuple[verdicts.Time, ...] = ()
 
 
 def choices(device: str | torch.device = "cpu") -> list[Choice]:
@@ -78,7 +83,8 @@ def choice(op: str, kind: str, device: torch.device, dtype: torch.dtype) -> Choi
         reason = dispatch.unsupported_reason(name, op, device.type, dtype)
         if reason is None and name in dispatch.SELF_CHECKED:
             verdict = known_verdict(name, op, device, dtype)
-            reason = "to be self-checked at first use" if verdict is None else verdict.reason
+            due = proving.is_due(verdict, device)
+            reason = "to be self-checked at first use" if due else verdict.reason
         if reason is None:
             break
         passed_over.append(f"{name}: {reason}")
@@ -89,8 +95,9 @@ def choice(op: str, kind: str, device: torch.device, dtype: torch.dtype) -> Choi
 def proofs(device: str | torch.device, results: Path | None = None) -> list[Proof]:
     """What is known of every kernel that needs a proof, in every dtype that it stores.
 
-    "proven here": it passed its self-check on this machine. "proven elsewhere": `results` has its checks from
-    a device of the same compute capability.
+    "proven here": it passed its self-check on this machine. "slower here": it is right, but slower than the
+    next backend. "killed here": its checks did not end, too often to try again. "proven elsewhere": `results`
+    has its checks from a device of the same compute capability.
 
     Args:
         device: a GPU; other devices have no kernel that needs a proof.
@@ -115,16 +122,30 @@ def proofs(device: str | torch.device, results: Path | None = None) -> list[Proo
 
 def _proof(
     name: str, op: str, device: torch.device, dtype: torch.dtype, results: Path | None
-) -> tuple[str, str]:
+) -> tuple[str, str, tuple[verdicts.Time, ...]]:
+    """(state, detail, times) of one kernel."""
     reason = dispatch.unsupported_reason(name, op, device.type, dtype)
     if reason is not None:
-        return "cannot run here", reason
+        return "cannot run here", reason, ()
     verdict = known_verdict(name, op, device, dtype)
-    if verdict is not None:
-        return ("proven here", verdict.date) if verdict.passed else ("failed here", verdict.reason or "")
+    if verdict is not None and not proving.is_due(verdict, device):
+        if verdict.passed:
+            return "proven here", f"{verdict.date}{beside(verdict)}", verdict.times
+        state = verdict.outcome if verdict.outcome in (SLOWER, KILLED) else "failed"
+        return f"{state} here", verdict.reason or "", verdict.times
     capability = verdict_keys.key_of(op, name, device, dtype)["capability"]
     file = None if results is None else verdicts.proven_elsewhere(results, op, name, dtype, capability)
     if file is not None:
-        return "proven elsewhere", file
+        return "proven elsewhere", file, ()
     served = is_ranked(name, op, device.type, dtype)
-    return "unverified", "checked at first use" if served else "not in the table: use_backend reaches it"
+    again = "" if verdict is None else f" again: {verdict.reason}"
+    detail = f"checked at first use{again}" if served else "not in the table: use_backend reaches it"
+    return "unverified", detail, ()
+
+
+def beside(verdict: Verdict) -> str:
+    """The kernel's time beside the next backend's, to be put behind something; "" without times."""
+    if verdict.ratio is None:
+        return ""
+    others = ", ".join(dict.fromkeys(time.other for time in verdict.times))
+    return f", {verdict.ratio:.2f} x the time of {others}"

@@ -1,7 +1,8 @@
 """The key of a self-check's verdict: all that the verdict depends on.
 
 Op, backend and dtype; the device's name, compute capability and driver; the versions of torch, Triton and
-fastbert; the source of the kernel, of what it imports and of its check; options that change the kernel.
+fastbert; the source of the kernel, of what it imports and of its check; the op's tuned configs in that dtype;
+options that change the kernel.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ast
 import contextlib
 import hashlib
 import importlib.metadata
+import json
 from functools import cache
 from pathlib import Path
 
@@ -35,7 +37,8 @@ def key_of(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> K
         "torch": str(torch.__version__),
         "triton": _triton_version(),
         "fastbert": VERSION,
-        "source": source_hash(op, backend, name),
+        "source": source_hash(op, backend),
+        "tuned": _tuned(op, backend, name, dtype),
         "options": _options(op, backend),
     }
 
@@ -49,6 +52,20 @@ def _options(op: str, backend: str) -> str:
     except ImportError:  # there is no Triton
         return ""
     return "exact gelu" if activation.EXACT_GELU else ""
+
+
+def _tuned(op: str, backend: str, device_name: str, dtype: torch.dtype) -> str:
+    """Hash of the configs in the device's table that the op's kernels use in that dtype; "" without any."""
+    if backend != "triton":
+        return ""
+    try:
+        from fastbert.kernels import tuning
+    except ImportError:  # there is no Triton
+        return ""
+    entries = tuning.entries(device_name, op, dtype)
+    if not entries:
+        return ""
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
 @cache
@@ -72,10 +89,10 @@ def _triton_version() -> str:
 
 
 @cache
-def source_hash(op: str, backend: str, device_name: str, package: Path = PACKAGE) -> str:
-    """Hash of the kernel's files, of those they import, of its tuned configs and of what checks it."""
+def source_hash(op: str, backend: str, package: Path = PACKAGE) -> str:
+    """Hash of the kernel's files, of those they import and of what checks it."""
     digest = hashlib.sha256()
-    for path in _sources(op, backend, device_name, package):
+    for path in _sources(op, backend, package):
         with contextlib.suppress(OSError):
             digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()
@@ -91,18 +108,15 @@ _KERNELS = {
 }
 
 
-def _sources(op: str, backend: str, device_name: str, package: Path) -> list[Path]:
+def _sources(op: str, backend: str, package: Path) -> list[Path]:
     backends = package / "backends"
     checks = package / "testing"
-    files = [checks / "error_rule.py", checks / "op_cases" / f"{op}.py"]
+    files = [checks / "error_rule.py", checks / "speed.py", checks / "op_cases" / f"{op}.py"]
     files += [package / "ops" / f"{name}.py" for name in _CONTRACTS.get(op, (op,))]
     if backend == "triton":
         starts = [backends / "triton" / f"{name}.py" for name in ("forwarders", op)]
         starts += [package / "kernels" / f"{name}.py" for name in _KERNELS.get(op, (op,))]
         files += sorted(_with_imports(starts, package))
-        from fastbert.kernels import tuning
-
-        files.append(tuning.file_of(device_name))
     else:
         from fastbert.runtime import loader
 

@@ -4,10 +4,11 @@ One small JSON file per verdict, in `$FASTBERT_CACHE/self_checks` (by default `~
 if FASTBERT_CACHE is empty, none is kept). The file's name contains a hash of the verdict's key: all that the
 verdict depends on (`fastbert.testing.verdict_keys`). If anything in the key changes, there is no verdict.
 
-A kernel may crash the process, or hang until somebody kills it. So a marker file is kept next to the verdict
-while a check runs. A marker whose process has ended counts as a failed verdict: the kernel is not tried
-again. Several processes may check the same kernel at once. Each has its own marker, and a failure overrides a
-success.
+A kernel may crash the process, or hang until somebody kills it; and a healthy check may be killed with its
+job. So a marker file is kept next to the verdict while a check runs. A marker whose process has ended becomes
+the verdict "killed", which counts how often that happened: who may try the kernel again, and how often, is
+decided in `fastbert.testing.proving`. Several processes may check the same kernel at once. Each has its own
+marker, and a failure overrides a success.
 
 Anyone who can write these files could make a wrong kernel count as proven. So a file is believed only if it
 is a plain file, no link, that belongs to this user and that nobody else may write. The same holds for the
@@ -22,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import secrets
 import socket
@@ -30,10 +32,10 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,7 +43,27 @@ from fastbert.testing.verdict_keys import Key
 
 # After so long the process behind a marker of another machine or container counts as gone.
 FOREIGN_SECONDS = 900.0
-DIED = "a process ended while the kernel was being checked: it crashed, or it hung and was killed"
+DIED = "a process ended while the kernel was being checked: it crashed, or it was killed"
+
+PASSED, FAILED, SLOWER, KILLED, UNDECIDED = OUTCOMES = "passed", "failed", "slower", "killed", "undecided"
+
+
+class Time(NamedTuple):
+    """Milliseconds per call of a kernel, and of the backend that would serve without it.
+
+    Attributes:
+        case: the shapes and options.
+        passes: "forward", or "training": forward and backward.
+        ms: of the kernel.
+        other: the other backend.
+        other_ms: of the other backend.
+    """
+
+    case: str
+    passes: str
+    ms: float
+    other: str
+    other_ms: float
 
 
 @dataclass(frozen=True)
@@ -53,17 +75,35 @@ class Verdict:
         seconds: how long the check took.
         date: when it ended, UTC.
         kept: whether it was read from disk rather than found by this process.
+        outcome: "passed"; "failed"; "slower": right, but slower than the next backend; "killed": the process
+            ended from outside, or nobody knows why; "undecided": an error that may be the machine's.
+        times: what was timed, of a kernel that is right.
+        deaths: how many processes have ended during its check, in a row.
     """
 
     reason: str | None
     seconds: float = 0.0
     date: str = ""
     kept: bool = False
+    outcome: str = ""
+    times: tuple[Time, ...] = ()
+    deaths: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.outcome:
+            object.__setattr__(self, "outcome", PASSED if self.reason is None else FAILED)
 
     @property
     def passed(self) -> bool:
         """Whether the kernel may serve."""
         return self.reason is None
+
+    @property
+    def ratio(self) -> float | None:
+        """The kernel's time over the other backend's, the geometric mean of `times`; None without times."""
+        if not self.times:
+            return None
+        return math.exp(sum(math.log(t.ms / t.other_ms) for t in self.times) / len(self.times))
 
 
 def now() -> str:
@@ -118,7 +158,8 @@ def _distrust(facts: os.stat_result, kind: Callable[[int], bool]) -> str | None:
     return None
 
 
-def _stem(key: Key) -> str:
+def stem(key: Key) -> str:
+    """The name of the verdict's files, without what follows the first dot."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return f"{key['op']}-{key['backend']}-{key['dtype']}-{digest[:32]}"
 
@@ -209,34 +250,57 @@ def _object(read: Callable[[], bytes]) -> dict[str, Any]:
 
 
 def load(key: Key) -> Verdict | None:
-    """The verdict on disk. A marker whose process has gone becomes a failed verdict."""
+    """The verdict on disk. Markers whose processes have gone make it "killed", unless it says more."""
     where = _trusted_folder()
     if where is None:
         return None
-    found = _verdict_in(where / f"{_stem(key)}.json", key)
-    if found is not None:
+    found = _verdict_in(where / f"{stem(key)}.json", key)
+    if found is not None and found.outcome != KILLED:
         return found
     if dead := [path for path in _markers(where, key) if _abandoned(path)]:
-        verdict = Verdict(DIED, date=now())
-        store(key, verdict)
+        deaths = len(dead) + (found.deaths if found else 0)
+        found = Verdict(DIED, date=now(), outcome=KILLED, deaths=deaths)
+        store(key, found)
         for path in dead:
             with contextlib.suppress(OSError):
                 path.unlink()
-        return Verdict(DIED, date=verdict.date, kept=True)
-    return None
+        found = replace(found, kept=True)
+    return found
 
 
 def _verdict_in(path: Path, key: Key) -> Verdict | None:
     data = _read_own(path) or {}
-    reason = data.get("reason")
+    reason, outcome = data.get("reason"), data.get("outcome")
     if data.get("key") != key or data.get("passed") is not (reason is None):
         # not there, half a file, or somebody's edit
         return None
-    if not (reason is None or isinstance(reason, str)):
+    if not (reason is None or isinstance(reason, str)) or outcome not in OUTCOMES:
         return None
-    seconds = data.get("seconds")
+    if (outcome == PASSED) is not (reason is None):
+        return None
+    seconds, deaths = data.get("seconds"), data.get("deaths")
     seconds = float(seconds) if isinstance(seconds, (int, float)) else 0.0
-    return Verdict(reason, seconds, str(data.get("date", "")), kept=True)
+    return Verdict(
+        reason,
+        seconds,
+        str(data.get("date", "")),
+        kept=True,
+        outcome=outcome,
+        times=times_of(data.get("times")),
+        deaths=deaths if isinstance(deaths, int) else 0,
+    )
+
+
+def times_of(rows: Any) -> tuple[Time, ...]:
+    """The times in a JSON list of lists; those that are not such a row are left out."""
+    found = []
+    for row in rows if isinstance(rows, list) else []:
+        with contextlib.suppress(TypeError, ValueError):
+            case, passes, ms, other, other_ms = row
+            time = Time(str(case), str(passes), float(ms), str(other), float(other_ms))
+            if 0 < time.ms < math.inf and 0 < time.other_ms < math.inf:
+                found.append(time)
+    return tuple(found)
 
 
 def store(key: Key, verdict: Verdict) -> None:
@@ -244,16 +308,19 @@ def store(key: Key, verdict: Verdict) -> None:
     where = _trusted_folder()
     if where is None:
         return
-    path = where / f"{_stem(key)}.json"
+    path = where / f"{stem(key)}.json"
     if verdict.passed:
         found = _verdict_in(path, key)
-        if found is not None and not found.passed:
+        if found is not None and not found.passed and found.outcome != KILLED:
             return
     data = {
         "passed": verdict.passed,
+        "outcome": verdict.outcome,
         "reason": verdict.reason,
         "seconds": round(verdict.seconds, 3),
         "date": verdict.date,
+        "deaths": verdict.deaths,
+        "times": [[t.case, t.passes, round(t.ms, 6), t.other, round(t.other_ms, 6)] for t in verdict.times],
         "key": key,
     }
     _write(path, data)
@@ -265,12 +332,12 @@ def forget(key: Key) -> None:
     if where is None:
         return
     try:
-        (where / f"{_stem(key)}.json").unlink(missing_ok=True)
+        (where / f"{stem(key)}.json").unlink(missing_ok=True)
         for path in _markers(where, key):
             if _abandoned(path):
                 path.unlink(missing_ok=True)
     except OSError as error:
-        _cannot_keep(where / _stem(key), error)
+        _cannot_keep(where / stem(key), error)
 
 
 # --- proof by other machines -------------------------------------------------------------------------------
@@ -306,7 +373,7 @@ def proven_elsewhere(results: Path, op: str, backend: str, dtype: torch.dtype, c
 
 def _markers(where: Path, key: Key) -> list[Path]:
     try:
-        return sorted(where.glob(f"{_stem(key)}.*.running"))
+        return sorted(where.glob(f"{stem(key)}.*.running"))
     except OSError:
         return []
 
@@ -367,7 +434,7 @@ def running(key: Key) -> Iterator[None]:
     where, pid = _trusted_folder(), os.getpid()
     path = None
     if where is not None:
-        path = where / f"{_stem(key)}.{pid}-{threading.get_native_id()}-{secrets.token_hex(4)}.running"
+        path = where / f"{stem(key)}.{pid}-{threading.get_native_id()}-{secrets.token_hex(4)}.running"
         if not _write(path, {**_host(), "pid": pid, "born": _born(pid) or "", "date": now()}):
             path = None
     try:

@@ -12,6 +12,8 @@ def clean_tables(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTBERT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(verdicts, "_warned", False)
     known = dict(proving._verdicts)
+    monkeypatch.setattr(proving, "_found", {})
+    monkeypatch.setattr(proving, "_alone", set())
     dispatch._resolved.clear()
     yield
     proving._verdicts.clear()

@@ -14,7 +14,7 @@ from fastbert.backends import aten, cpu, reference
 from fastbert.ops.layer_norm import LayerNormInputs, layer_norm
 from fastbert.ops.linear import linear
 from fastbert.runtime import dispatch
-from fastbert.testing import error_rule, proving, serving, verdict_keys, verdicts
+from fastbert.testing import checking, error_rule, proving, serving, verdict_keys, verdicts
 from tests.support.fake_backends import fake_backend, run
 
 pytestmark = pytest.mark.usefixtures("clean_tables")
@@ -91,6 +91,8 @@ def counted(monkeypatch):
 def next_process():
     """Forget everything that a new process would not know: only the disk counts."""
     proving._verdicts.clear()
+    proving._found.clear()
+    proving._alone.clear()
     dispatch._resolved.clear()
 
 
@@ -224,10 +226,10 @@ def test_a_broken_context_is_said_and_kept(monkeypatch):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     fake_backend(monkeypatch, layer_norm_fwd=fault)
-    monkeypatch.setattr(proving, "_context_lost", lambda device: True)
+    monkeypatch.setattr(checking, "_context_lost", lambda device: True)
     with pytest.raises(dispatch.BackendError, match=r"broke the CUDA context.*illegal memory access.*anew"):
         run()
-    monkeypatch.setattr(proving, "_context_lost", lambda device: False)
+    monkeypatch.setattr(checking, "_context_lost", lambda device: False)
     next_process()
     checked = counted(monkeypatch)
     with pytest.warns(RuntimeWarning, match="illegal memory access"):
@@ -240,10 +242,10 @@ def test_a_context_is_lost_where_waiting_for_the_device_fails(monkeypatch):
         raise RuntimeError("CUDA error")
 
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
-    assert proving._context_lost(torch.device("cuda"))
-    assert not proving._context_lost(torch.device("cpu"))
+    assert checking._context_lost(torch.device("cuda"))
+    assert not checking._context_lost(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    assert not proving._context_lost(torch.device("cuda"))
+    assert not checking._context_lost(torch.device("cuda"))
 
 
 def test_a_check_runs_whatever_state_the_caller_is_in(monkeypatch):
@@ -389,7 +391,7 @@ def test_a_check_that_takes_long_is_told_of(monkeypatch):
         return aten.layer_norm_fwd(*args)
 
     fake_backend(monkeypatch, layer_norm_fwd=slow)
-    monkeypatch.setattr(proving, "_SLOW_SECONDS", 0.01)
+    monkeypatch.setattr(checking, "SLOW_SECONDS", 0.01)
     with pytest.warns(RuntimeWarning, match="layer_norm.* has run for 0 s. If it hangs, end the process"):
         run()
 

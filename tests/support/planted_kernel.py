@@ -1,7 +1,7 @@
 """A process with a planted kernel, good or bad: `triton`'s layer_norm, first in the CPU's table.
 
 python -m tests.support.planted_kernel BEHAVIOUR first-use   call the op once; print who served and warned
-python -m tests.support.planted_kernel BEHAVIOUR check …       be the process that `fastbert warmup` starts
+python -m tests.support.planted_kernel BEHAVIOUR check …       be the process that checks kernels
 
 BEHAVIOUR is one name for all dtypes, or such as "float32=good,bfloat16=segv".
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import sys
 import time
 import types
@@ -26,12 +27,14 @@ from fastbert.ops.layer_norm import layer_norm
 from fastbert.runtime import dispatch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-BEHAVIOURS = ("good", "slow", "wrong", "raise", "segv", "exit", "hang")
+BEHAVIOURS = ("good", "slow", "wrong", "raise", "segv", "killed", "exit", "hang")
 
 
 def behave(behaviour: str, args: tuple) -> tuple:
     if behaviour == "segv":
         ctypes.string_at(0)
+    if behaviour == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     if behaviour == "exit":
         os._exit(3)
     if behaviour == "hang":
@@ -83,6 +86,6 @@ if __name__ == "__main__":
     if sys.argv[2] == "first-use":
         print(json.dumps(first_use(calls)))
     else:
-        from fastbert.testing import warmup
+        from fastbert.testing import processes
 
-        warmup.serve(sys.argv[3:])
+        processes.serve(sys.argv[3:])

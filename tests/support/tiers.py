@@ -101,7 +101,9 @@ WHOLE = {
         test_the_table_of_gpus_trains_a_model
     """,
     "testing": """
-        test_a_hang_is_ended_and_kept_and_again_checks_anew test_processes_that_check_at_once
+        test_a_hang_ends_at_the_limit test_a_hang_is_ended_and_kept_and_again_checks_anew
+        test_a_killed_check_is_tried_again_but_not_for_ever test_ctrl_c_ends_the_process_and_blames_no_kernel
+        test_it_ends_with_its_parent test_processes_that_check_at_once
         test_whatever_one_kernel_does_the_others_are_checked
     """,
     "triton": """

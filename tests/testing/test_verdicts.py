@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
+import itertools
 import json
 import os
 import resource
@@ -19,7 +21,7 @@ import pytest
 import torch
 
 from fastbert.testing import verdict_keys, verdicts
-from fastbert.testing.verdicts import Verdict
+from fastbert.testing.verdicts import Time, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -65,10 +67,22 @@ def test_a_verdict_comes_back(cache, reason):
     found = verdicts.load(KEY)
     assert found == Verdict(reason, 1.25, "2026-01-02T03:04:05Z", kept=True)
     assert found.passed is (reason is None)
+    assert found.outcome == ("passed" if reason is None else "failed")
     assert len(files(cache)) == 1
     verdicts.forget(KEY)
     assert verdicts.load(KEY) is None
     assert files(cache) == []
+
+
+def test_times_and_outcome_come_back():
+    times = (Time("5x96", "forward", 0.5, "aten", 0.25), Time("5x96", "training", 0.5, "aten", 2.0))
+    for outcome in ("slower", "killed"):
+        verdict = Verdict("why", 1.0, "now", outcome=outcome, times=times, deaths=2)
+        verdicts.store(KEY, verdict)
+        found = verdicts.load(KEY)
+        assert dataclasses.replace(found, kept=False) == verdict
+        assert found.ratio == pytest.approx(0.5**0.5)
+    assert Verdict(None).ratio is None
 
 
 @pytest.mark.parametrize("part", sorted(KEY))
@@ -90,6 +104,7 @@ def test_the_key_names_all_that_a_verdict_depends_on(monkeypatch):
         "triton",
         "fastbert",
         "source",
+        "tuned",
         "options",
     }
     assert (KEY["op"], KEY["backend"], KEY["dtype"]) == ("layer_norm", "triton", "float32")
@@ -156,6 +171,7 @@ def copy_of_the_package(tmp_path):
         ("backends/triton/device.py", True),
         ("testing/op_cases/layer_norm.py", True),
         ("testing/error_rule.py", True),
+        ("testing/speed.py", True),
         ("ops/layer_norm.py", True),
         ("kernels/activation.py", False),  # of `linear`
         ("backends/triton/attention.py", False),
@@ -165,40 +181,79 @@ def copy_of_the_package(tmp_path):
 )
 def test_the_source_that_a_verdict_depends_on(tmp_path, file, matters):
     package = copy_of_the_package(tmp_path)
-    before = verdict_keys.source_hash("layer_norm", "triton", "cpu", package)
+    before = verdict_keys.source_hash("layer_norm", "triton", package)
     verdict_keys.source_hash.cache_clear()
     path = package / file
     path.write_text(path.read_text() + "# another line\n")
-    assert (verdict_keys.source_hash("layer_norm", "triton", "cpu", package) != before) is matters
+    assert (verdict_keys.source_hash("layer_norm", "triton", package) != before) is matters
     verdict_keys.source_hash.cache_clear()
 
 
 def test_every_file_of_kernels_is_a_source_of_some_op():
     from fastbert.backends import triton
 
-    sources = [verdict_keys._sources(op, "triton", "gpu", verdict_keys.PACKAGE) for op in triton.DTYPES]
+    sources = [verdict_keys._sources(op, "triton", verdict_keys.PACKAGE) for op in triton.DTYPES]
     found = {path.name for paths in sources for path in paths if path.parent.name == "kernels"}
     assert {path.name for path in (verdict_keys.PACKAGE / "kernels").glob("*.py")} <= found
 
 
 def test_a_kernel_in_a_file_of_its_own_is_a_source_of_its_op():
-    sources = verdict_keys._sources("attention", "triton", "gpu", verdict_keys.PACKAGE)
+    sources = verdict_keys._sources("attention", "triton", verdict_keys.PACKAGE)
     kernels = {path.name for path in sources if path.parent.name == "kernels"}
     own = {path.name for path in (verdict_keys.PACKAGE / "kernels").glob("attention*.py")}
     assert {"attention_forward.py", "attention_dq.py", "attention_dkdv.py", "attention_dbias.py"} <= own
     assert own <= kernels
 
 
-def test_sources_of_ops_differ_and_the_tuned_configs_count(tmp_path, monkeypatch):
-    from fastbert.kernels import tuning
+def test_sources_of_ops_differ():
+    hashes = {verdict_keys.source_hash(op, "triton") for op in ("layer_norm", "linear")}
+    assert len(hashes) == 2
 
-    hashes = {op: verdict_keys.source_hash(op, "triton", "gpu") for op in ("layer_norm", "linear")}
-    assert hashes["layer_norm"] != hashes["linear"]
+
+def tuned_keys():
+    """The part of the key that depends on tuned configs, by op and dtype."""
+    wanted = itertools.product(
+        ("linear", "attention", "layer_norm", "feed_forward"), (torch.bfloat16, torch.float16)
+    )
+    return {
+        (op, dtype): verdict_keys.key_of(op, "triton", torch.device("cpu"), dtype)["tuned"]
+        for op, dtype in wanted
+    }
+
+
+def test_a_tuned_table_changes_the_verdicts_of_its_entries_alone(tmp_path, monkeypatch):
+    tuning = pytest.importorskip("fastbert.kernels.tuning")
     monkeypatch.setattr(tuning, "TUNED", tmp_path)
-    (tmp_path / "gpu.json").write_text("{}")
-    verdict_keys.source_hash.cache_clear()
-    assert verdict_keys.source_hash("linear", "triton", "gpu") != hashes["linear"]
-    verdict_keys.source_hash.cache_clear()
+    monkeypatch.setattr(verdict_keys, "_device_facts", lambda device: ("A GPU", "9.0", ""))
+    path = tuning.file_of("A GPU")
+
+    def with_table(table):
+        path.write_text(json.dumps({"device": "A GPU"} | table))
+        tuning._table.cache_clear()
+        return tuned_keys()
+
+    tuning._table.cache_clear()
+    none = tuned_keys()
+    assert set(none.values()) == {""}
+    linear = {"bfloat16 768x3072 gelu": {"7": {"block_m": 64}}}
+    first = with_table({"linear": linear})
+    assert {key for key in first if first[key] != none[key]} == {("linear", torch.bfloat16)}
+    more = with_table({"linear": linear, "attention": {"float16 64 dropout": {"9": {}}}})
+    assert {key for key in more if more[key] != first[key]} == {("attention", torch.float16)}
+    other = with_table({"linear": {"bfloat16 768x3072 gelu": {"7": {"block_m": 128}}}})
+    assert other["linear", torch.bfloat16] not in ("", first["linear", torch.bfloat16])
+    tuning._table.cache_clear()
+
+
+def test_an_op_uses_no_tuned_entries_but_its_own():
+    """Else its verdict would have to depend on them."""
+    for op in ("attention", "cross_entropy", "embedding", "feed_forward", "layer_norm", "linear", "pooling"):
+        for path in verdict_keys._sources(op, "triton", verdict_keys.PACKAGE):
+            if path.parent.name == "kernels" and path.name not in ("linear.py", "attention.py"):
+                assert " tuning.tuned(" not in path.read_text(), path
+    for op in ("attention", "linear"):
+        text = (verdict_keys.PACKAGE / "kernels" / f"{op}.py").read_text()
+        assert text.count(" tuning.tuned(") == text.count(f' tuning.tuned(device, "{op}", ') == 1
 
 
 def test_where_verdicts_are_kept(monkeypatch, tmp_path):
@@ -228,6 +283,20 @@ def test_with_an_empty_name_nothing_is_kept(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("rows", "left"),
+    [
+        (None, 0),
+        ({"a": 1}, 0),
+        ([["5x96", "forward", 0.5, "aten", 0.25]], 1),
+        ([["5x96", "forward", 0.5, "aten"], 7, ["5x96", "forward", "much", "aten", 1]], 0),
+        ([["5x96", "forward", 0.0, "aten", 1.0], ["5x96", "forward", 1.0, "aten", float("nan")]], 0),
+    ],
+)
+def test_what_is_no_time_is_left_out(rows, left):
+    assert len(verdicts.times_of(rows)) == left
+
+
+@pytest.mark.parametrize(
     "spoil",
     [
         lambda text: b"",
@@ -238,6 +307,8 @@ def test_with_an_empty_name_nothing_is_kept(monkeypatch, tmp_path):
         lambda text: text.replace(b'"passed": false', b'"passed": true'),
         lambda text: text.replace(b'"reason": "wrong"', b'"reason": 7'),
         lambda text: text.replace(b'"op": "layer_norm"', b'"op": "linear"'),
+        lambda text: text.replace(b'"outcome": "failed"', b'"outcome": "passed"'),
+        lambda text: text.replace(b'"outcome": "failed"', b'"outcome": "well"'),
         lambda text: b"[" * 100_000,
     ],
 )
@@ -460,18 +531,31 @@ def test_a_marker_lies_there_while_the_check_runs(cache):
     assert files(cache) == []
 
 
-def test_a_marker_of_a_process_that_has_gone_is_a_failure(cache):
+def test_a_marker_of_a_process_that_has_gone_counts_its_death(cache):
     child = subprocess.Popen(["sleep", "60"])
     marker(cache, pid=child.pid, born=verdicts._born(child.pid))
     assert verdicts.load(KEY) is None
     child.kill()
     child.wait()
     found = verdicts.load(KEY)
-    assert found.reason == verdicts.DIED
+    assert (found.reason, found.outcome, found.deaths, found.kept) == (verdicts.DIED, "killed", 1, True)
     assert [name.endswith(".json") for name in files(cache)] == [True]  # the marker became the verdict
-    assert verdicts.load(KEY).reason == verdicts.DIED
+    assert verdicts.load(KEY) == found
+    marker(cache, born="1")
+    marker(cache, born="2")
+    assert verdicts.load(KEY).deaths == 3
     verdicts.forget(KEY)
     assert files(cache) == []
+
+
+@pytest.mark.parametrize("later", [Verdict(None), Verdict("wrong")])
+def test_a_verdict_overrides_a_death_and_a_death_no_verdict(cache, later):
+    marker(cache, born="1")
+    assert verdicts.load(KEY).outcome == "killed"
+    verdicts.store(KEY, later)
+    assert verdicts.load(KEY).reason == later.reason
+    marker(cache, born="1")
+    assert verdicts.load(KEY).reason == later.reason
 
 
 def test_a_zombie_has_gone(cache):
@@ -543,7 +627,7 @@ def test_a_crash_is_not_tried_again(cache):
     assert report["by"] == "aten"
     assert not report["checked"]
     (text,) = report["warnings"]
-    assert "triton kernel of 'layer_norm' failed its self-check on cpu in float32" in text
+    assert "triton kernel of 'layer_norm' has no verdict, because 1 of its self-checks did not end" in text
     assert verdicts.DIED in text
     assert "fastbert warmup --again" in text
     assert [name.endswith(".json") for name in files(cache)] == [True]

@@ -14,8 +14,8 @@ from fastbert.cli import env as cli_env
 from fastbert.cli import main as cli
 from fastbert.cli import warmup as cli_warmup
 from fastbert.runtime import dispatch
-from fastbert.testing import proving, serving, verdict_keys, verdicts, warmup
-from fastbert.testing.verdicts import Verdict
+from fastbert.testing import processes, proving, serving, verdict_keys, verdicts, warmup
+from fastbert.testing.verdicts import Time, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def planted(monkeypatch):
 
     def plant(behaviours):
         command = [sys.executable, str(ROOT / "tests" / "support" / "planted_kernel.py"), behaviours, "check"]
-        monkeypatch.setattr(warmup, "COMMAND", command)
+        monkeypatch.setattr(processes, "COMMAND", command)
 
     return plant
 
@@ -140,13 +140,14 @@ def test_whatever_one_kernel_does_the_others_are_checked(planted, run, cache):
     assert last == "3 kernels on cpu, 2 failed"
     assert leftovers(cache) == []
     assert [verdicts.load(key(dtype)).passed for dtype in FLOATS] == [False, False, True]
-    monkey = warmup.COMMAND
-    warmup.COMMAND = ["/no/such/program"]  # nothing is checked again
+    monkey = processes.COMMAND
+    processes.COMMAND = ["/no/such/program"]  # nothing is checked again
     try:
         kept = rows(run("warmup", "--device", "cpu", "--json", status=1))
     finally:
-        warmup.COMMAND = monkey
+        processes.COMMAND = monkey
     assert [row["kept"] for row in kept.values()] == [True] * 3
+    assert [row["outcome"] for row in kept.values()] == ["failed", "failed", "passed"]
     assert "SIGSEGV" in kept["bfloat16"]["reason"]
     assert kept["float16"]["reason"] is None
     assert kept["float16"]["date"]
@@ -179,19 +180,53 @@ def test_an_error_that_may_be_the_machines_is_shown_and_not_kept(planted, run):
     assert verdicts.load(key(torch.float16)) is None
 
 
+def test_a_slower_kernel_is_no_failure_and_its_times_are_shown(planted, run, monkeypatch):
+    planted("good")
+    fake(
+        monkeypatch,
+        "send(ready=True)\n"
+        "for unit in units:\n"
+        "    begin(unit)\n"
+        "    ms = 3.0 if unit[2] == 'float16' else 0.5\n"
+        "    reason = 'slower than aten: 3.00 x its time' if ms > 1 else None\n"
+        "    end(reason, 'slower' if reason else None, [['5x96', 'forward', ms, 'aten', 1.0]])\n",
+    )
+    lines = run("warmup", "--device", "cpu").splitlines()
+    assert lines[-4].endswith("pass, 0.50 x the time of aten")
+    assert lines[-2].endswith("slower: slower than aten: 3.00 x its time")
+    assert lines[-1] == "3 kernels on cpu, 0 failed, 1 slower than the next backend"
+    report = json.loads(run("warmup", "--device", "cpu", "--json"))
+    assert report["passed"]
+    slow = report["rows"][2]
+    assert (slow["passed"], slow["outcome"]) == (False, "slower")
+    assert slow["times"] == [
+        {"case": "5x96", "passes": "forward", "ms": 3.0, "other": "aten", "other_ms": 1.0}
+    ]
+
+
+def test_a_killed_check_fails_the_command(planted, run, cache):
+    planted("float32=killed,bfloat16=good")
+    chosen = ("warmup", "--device", "cpu", "--dtype", "float32", "--dtype", "bfloat16")
+    lines = run(*chosen, status=1).splitlines()
+    assert f"KILLED: {verdicts.DIED}" in lines[-3]
+    assert lines[-2].endswith("pass")
+    assert verdicts.load(key(torch.float32)).deaths == 1
+    assert leftovers(cache) == []
+
+
 def test_a_process_that_never_begins(planted, monkeypatch, cache):
     planted("good")
     fake(monkeypatch, "import time; time.sleep(600)")
-    monkeypatch.setattr(warmup, "START_SECONDS", 1.0)
+    monkeypatch.setattr(processes, "START_SECONDS", 1.0)
     found = list(warmup.run(CPU))
-    assert [row.reason for row in found] == ["not checked: no verdict within 1 s: it hangs"] * 3
+    assert [row.reason for row in found] == ["not checked: it has not begun within 1 s"] * 3
     assert not cache.exists()
 
 
 def test_a_process_that_never_reaches_a_kernel(planted, run, monkeypatch, cache):
     planted("good")
     code = "import sys; print('first'); sys.exit('no such module')"
-    monkeypatch.setattr(warmup, "COMMAND", [sys.executable, "-c", code])
+    monkeypatch.setattr(processes, "COMMAND", [sys.executable, "-c", code])
     report = rows(run("warmup", "--device", "cpu", "--json", status=1))
     assert set(report) == {"float32", "bfloat16", "float16"}
     for row in report.values():
@@ -203,21 +238,29 @@ FAKE = """
 import json, os, sys
 def send(**message):
     os.write(int(sys.argv[1]), (json.dumps(message) + chr(10)).encode())
-names = sys.argv[5:]
+def begin(unit):
+    send(begin=unit, key=keys[unit[2]])
+def end(reason=None, outcome=None, times=(), broken=False):
+    outcome = outcome or ("failed" if reason else "passed")
+    send(reason=reason, outcome=outcome, seconds=0.5, date="now", times=times, broken=broken)
+units = json.loads(sys.argv[2])["units"]
 """
 
 
 def fake(monkeypatch, code):
     """A process without kernels that runs `code`."""
-    monkeypatch.setattr(warmup, "COMMAND", [sys.executable, "-c", FAKE + code])
+    keys = {str(dtype).removeprefix("torch."): verdicts.stem(key(dtype)) for dtype in FLOATS}
+    monkeypatch.setattr(processes, "COMMAND", [sys.executable, "-c", f"{FAKE}\nkeys = {keys}\n{code}"])
 
 
 def test_a_broken_context_costs_its_dtype_only(planted, monkeypatch):
     planted("good")
     fake(
         monkeypatch,
-        "send(begin=names[0])\n"
-        "send(reason='broke the context' if names[0] == 'bfloat16' else None, seconds=0.5, date='now')\n",
+        "send(ready=True)\n"
+        "broken = units[0][2] == 'bfloat16'\n"
+        "begin(units[0])\n"
+        "end(reason='broke the context' if broken else None, broken=broken)\n",
     )
     found = list(warmup.run(CPU))
     assert [row.dtype for row in found] == ["float32", "bfloat16", "float16"]
@@ -228,29 +271,30 @@ def test_a_broken_context_costs_its_dtype_only(planted, monkeypatch):
 
 def test_a_stopped_warmup_blames_no_kernel(planted, monkeypatch, cache):
     planted("hang")
-    receive, seen = warmup._Child.receive, []
+    receive, seen = processes._Child.receive, []
 
     def interrupted(self, deadline):
-        if seen:
+        if len(seen) == 2:
             while not any(cache.glob("*.running")):
                 time.sleep(0.05)
             seen.append(self.process.pid)
             raise KeyboardInterrupt
         seen.append(receive(self, deadline))
-        return seen[0]
+        return seen[-1]
 
-    monkeypatch.setattr(warmup._Child, "receive", interrupted)
+    monkeypatch.setattr(processes._Child, "receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(warmup.run(CPU, dtypes=[torch.float32]))
-    assert seen[0] == {"begin": "float32"}
-    assert verdicts._born(seen[1]) is None  # it has been ended
+    assert seen[0] == {"ready": True}
+    assert seen[1]["begin"] == ["layer_norm", "triton", "float32"]
+    assert verdicts._born(seen[2]) is None  # it has been ended
     assert list(cache.iterdir()) == []
 
 
 def test_without_a_folder_verdicts_are_shown_only(planted, run, monkeypatch):
     planted("good")
     monkeypatch.setenv("FASTBERT_CACHE", "")
-    fake(monkeypatch, "for name in names:\n send(begin=name)\n send(reason=None, seconds=0.0, date='now')\n")
+    fake(monkeypatch, "send(ready=True)\nfor unit in units:\n begin(unit)\n end()\n")
     text = run("warmup", "--device", "cpu")
     assert text.startswith("verdicts are not kept: FASTBERT_CACHE=\n")
     assert text.endswith("3 kernels on cpu, 0 failed\n")
@@ -293,11 +337,17 @@ def proofs(gpu, results=None):
 
 
 def test_what_is_known_of_each_kernel(gpu, tmp_path):
-    def keep(op, dtype, reason):
-        verdicts.store(verdict_keys.key_of(op, "triton", gpu, dtype), Verdict(reason, date="2026-01-01"))
+    def keep(op, dtype, reason, **facts):
+        verdict = Verdict(reason, date="2026-01-01", **facts)
+        verdicts.store(verdict_keys.key_of(op, "triton", gpu, dtype), verdict)
 
     keep("layer_norm", torch.float32, None)
     keep("layer_norm", torch.bfloat16, "y: max error")
+    times = (Time("5x96", "forward", 1.0, "aten", 2.0),)
+    keep("packing", torch.float32, None, times=times)
+    keep("packing", torch.bfloat16, "slower than aten: 2.00 x its time", outcome="slower")
+    keep("pooling", torch.float32, "died", outcome="killed", deaths=1)
+    keep("pooling", torch.bfloat16, "died", outcome="killed", deaths=proving.MOST_DEATHS)
     results = tmp_path / "bench" / "results"
     checks = results / "nvidia-h100" / "checks.json"
     checks.parent.mkdir(parents=True)
@@ -312,6 +362,14 @@ def test_what_is_known_of_each_kernel(gpu, tmp_path):
     assert found["layer_norm", "triton", "float32"] == ("proven here", "2026-01-01")
     assert found["layer_norm", "triton", "bfloat16"] == ("failed here", "y: max error")
     assert found["layer_norm", "triton", "float16"] == ("unverified", "checked at first use")
+    assert found["packing", "triton", "float32"] == ("proven here", "2026-01-01, 0.50 x the time of aten")
+    assert found["packing", "triton", "bfloat16"] == ("slower here", "slower than aten: 2.00 x its time")
+    assert found["pooling", "triton", "float32"] == ("unverified", "checked at first use again: died")
+    assert found["pooling", "triton", "bfloat16"] == ("killed here", "died")
+    (row,) = (
+        p for p in serving.proofs(gpu) if (p.op, p.backend, p.dtype) == ("packing", "triton", "float32")
+    )
+    assert row.times == times
     elsewhere = "proven elsewhere", "bench/results/nvidia-h100/checks.json"
     assert found["attention", "triton", "bfloat16"] == elsewhere
     assert found["attention", "triton", "float16"][0] == "unverified"  # one row is bad

@@ -27,6 +27,10 @@ class LinearCase(Case):
     grad_inputs = ("x", "weight", "bias", "residual")
 
     @property
+    def kind(self) -> str:
+        return "activation" if self.activation else ""
+
+    @property
     def id(self) -> str:
         options = [self.activation] if self.activation else []
         options += [] if self.bias else ["no_bias"]

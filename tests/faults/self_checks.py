@@ -1,0 +1,80 @@
+"""Faults of first self-checks: their process, their verdicts, their times."""
+
+# ruff: noqa: E501 (a table)
+
+from tests.support.mutation import Fault, Suite
+
+_PROVING = "fastbert/testing/proving.py"
+_PROCESSES = "fastbert/testing/processes.py"
+_CHECKING = "fastbert/testing/checking.py"
+_SPEED = "fastbert/testing/speed.py"
+_VERDICTS = "fastbert/testing/verdicts.py"
+_KEYS = "fastbert/testing/verdict_keys.py"
+_SERVING = "fastbert/testing/serving.py"
+_WARMUP = "fastbert/testing/warmup.py"
+
+
+def _fault(file: str, name: str, old: str, new: str) -> Fault:
+    return Fault(name, file, old, new)
+
+
+FAULTS = (
+    # who checks, and when
+    _fault(_PROVING, "a death is tried again for ever", "verdict.deaths < MOST_DEATHS and apart", "apart"),
+    _fault(_PROVING, "a death is tried again inside", "verdict.deaths < MOST_DEATHS and apart", "verdict.deaths < MOST_DEATHS"),
+    _fault(_PROVING, "a death counts as a failure", "return verdict.outcome == KILLED and", "return False and"),
+    _fault(_PROVING, "what is undecided counts", "if verdict.outcome != UNDECIDED:", "if verdict is not None:"),
+    _fault(_PROVING, "a device that admits no process tried again", "            _alone.add(device)\n", "            pass\n"),
+    _fault(_PROVING, "what the process found is forgotten", "found = _verdicts.get(key) or _found.get(key)", "found = _verdicts.get(key)"),
+    _fault(_PROVING, "a slower kernel is warned of", "if not verdict.passed and verdict.outcome != SLOWER:", "if not verdict.passed:"),
+    _fault(_PROVING, "only the kernel in use is checked", "                units.append(unit)\n", "                pass\n"),
+    _fault(_PROVING, "kernels of all dtypes are checked", "if dtype != first.dtype or unit == first:", "if unit == first:"),
+    _fault(_PROVING, "known kernels are checked again", "if is_due(known_verdict(name, op, device, dtype), device):", "if True:"),
+    _fault(_PROVING, "told every second", "if seconds > checking.SLOW_SECONDS and not told:", "if seconds > checking.SLOW_SECONDS:"),
+    # the process
+    _fault(_PROCESSES, "a process that checks starts another", "and not frozen and _MARK not in os.environ", "and not frozen"),
+    _fault(_PROCESSES, "a frozen program is started again", "and python and not frozen and", "and python and"),
+    _fault(_PROCESSES, "any program taken for Python", "and python and not frozen and", "and not frozen and"),
+    _fault(_PROCESSES, "a kill counts as the kernel's failure", '"outside": -self.end() in _FROM_OUTSIDE', '"outside": False'),
+    _fault(_PROCESSES, "a crash counts as a kill", '"outside": -self.end() in _FROM_OUTSIDE', '"outside": True'),
+    _fault(_PROCESSES, "deaths are not counted", "found = verdicts.load(key) or replace(found, outcome=KILLED, deaths=1)", "found = replace(found, outcome=KILLED, deaths=1)"),
+    _fault(_PROCESSES, "a crash is not kept", "            verdicts.forget(key)\n            verdicts.store(key, found)\n", "            verdicts.forget(key)\n"),
+    _fault(_PROCESSES, "the kernel is not compared", 'if message is None or message.get("key") != verdicts.stem(key):', "if message is None:"),
+    _fault(_PROCESSES, "the device is not compared", 'if _uuid(device) != wanted["uuid"]:', "if False:"),
+    _fault(_PROCESSES, "the process outlives its parent", "    _end_with(os.getppid())\n", ""),
+    _fault(_PROCESSES, "Ctrl-C blames the kernel", "            verdicts.forget(self.begun)\n\n    def end", "            pass\n\n    def end"),
+    _fault(_PROCESSES, "a failure found meanwhile is overridden", "if found.passed and kept is not None and kept.outcome in (FAILED, SLOWER):", "if False:"),
+    _fault(_PROCESSES, "times are lost on the way", 'times=verdicts.times_of(message["times"])', "times=()"),
+    _fault(_PROCESSES, "the user's folder shadows modules", "sys.path[:1] = []; ", ""),
+    _fault(_PROCESSES, "a broken process goes on", 'return found, not message["broken"]', "return found, True"),
+    # the verdict
+    _fault(_CHECKING, "a slower kernel passes", "reason = speed.why_slower(times, Verdict(None, times=times).ratio)", "reason = None"),
+    _fault(_CHECKING, "slower is taken for wrong", 'outcome = SLOWER if reason else ""', 'outcome = ""'),
+    _fault(_CHECKING, "an error of the machine is kept", "outcome = UNDECIDED if compiled and not lost else FAILED", "outcome = FAILED"),
+    _fault(_CHECKING, "a broken context is not kept", "outcome = UNDECIDED if compiled and not lost else FAILED", "outcome = UNDECIDED if compiled else FAILED"),
+    _fault(_VERDICTS, "a death overrides a verdict", "if found is not None and found.outcome != KILLED:\n        return found", "if found is not None and found.passed:\n        return found"),
+    _fault(_VERDICTS, "a death is final", "if found is not None and not found.passed and found.outcome != KILLED:", "if found is not None and not found.passed:"),
+    _fault(_VERDICTS, "deaths begin anew", "deaths = len(dead) + (found.deaths if found else 0)", "deaths = len(dead)"),
+    _fault(_VERDICTS, "any outcome believed", "or outcome not in OUTCOMES:", "or outcome is None:"),
+    _fault(_VERDICTS, "an outcome that contradicts believed", "    if (outcome == PASSED) is not (reason is None):\n        return None\n", ""),
+    _fault(_VERDICTS, "a mean of ratios", "return math.exp(sum(math.log(t.ms / t.other_ms) for t in self.times) / len(self.times))", "return sum(t.ms / t.other_ms for t in self.times) / len(self.times)"),
+    _fault(_KEYS, "tuned configs do not count", '"tuned": _tuned(op, backend, name, dtype),', '"tuned": "",'),
+    _fault("kernels/tuning.py", "tuned configs of other dtypes count", "if key.split()[0] == first}", "if first}"),
+    _fault("kernels/tuning.py", "tuned configs of other ops count", "    table = _table(file_of(name)).get(op, {})\n", "    table = {k: v for each in _table(file_of(name)).values() if isinstance(each, dict) for k, v in each.items()}\n"),
+    # the times
+    _fault(_SPEED, "only one backend is timed", "with dispatch.trial(**{op: backend}), torch", "with dispatch.trial(), torch"),
+    _fault(_SPEED, "other calls are timed", "    if backend not in ranking:\n        return None\n", "    if backend not in ranking:\n        ranking = (backend, *ranking)\n"),
+    _fault(_SPEED, "a lack of memory is a failure", "with contextlib.suppress(torch.OutOfMemoryError):", "with contextlib.nullcontext():"),
+    _fault(_SPEED, "backward is not timed", "            yield case, True\n", "            yield case, False\n"),
+    _fault(_SPEED, "compilation is timed", "    _seconds(call, op, backend, 2, device, training)\n", ""),
+    _fault(_SPEED, "slower is faster", "if ratio is None or ratio <= SLOWER:", "if ratio is None or ratio >= SLOWER:"),
+    _fault(_SPEED, "every difference counts", "SLOWER = 1.03", "SLOWER = 1.0"),
+    # what users see
+    _fault(_SERVING, "a slower kernel is shown as failed", "verdict.outcome if verdict.outcome in (SLOWER, KILLED)", "verdict.outcome if verdict.outcome in (KILLED,)"),
+    _fault(_SERVING, "a death is shown as final", "due = proving.is_due(verdict, device)", "due = verdict is None"),
+    _fault(_WARMUP, "warmup does not try a death again", "if proving.is_due(found, device):", "if found is None:"),
+    _fault("fastbert/cli/warmup.py", "a slower kernel fails the command", "row.outcome in (PASSED, SLOWER) for row", "row.outcome == PASSED for row"),
+    _fault("fastbert/runtime/dispatch.py", "a trial keeps another trial's choice", "        if before is None:\n            del _trial.pins, _trial.resolved\n        else:\n            _trial.pins, _trial.resolved = before, {}", "        if before is None:\n            del _trial.pins\n        else:\n            _trial.pins = before"),
+)  # fmt: skip
+
+SUITE = Suite(FAULTS, ("tests/testing", "tests/runtime/test_first_use.py"))

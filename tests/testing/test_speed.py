@@ -1,0 +1,184 @@
+"""A kernel that is right but slower than the next backend does not serve, and the times are kept."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from fastbert.backends import aten
+from fastbert.runtime import dispatch
+from fastbert.testing import checking, proving, serving, speed, verdict_keys, verdicts
+from fastbert.testing.op_cases.layer_norm import LayerNormCase
+from fastbert.testing.op_cases.linear import LinearCase
+from fastbert.testing.verdicts import Time, Verdict
+from tests.support.fake_backends import fake_backend, run
+
+CPU = torch.device("cpu")
+SIZES = speed.SIZES
+REAL = {name: getattr(aten, name) for name in ("layer_norm_fwd", "layer_norm_bwd")}
+
+
+class Clock:
+    """A clock that only work on it moves, in seconds."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def lasting(self, function, seconds):
+        """`function`, which lasts so long."""
+
+        def call(*args):
+            self.now += seconds
+            return function(*args)
+
+        return call
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """Time on a CPU by a clock on which every pass of aten lasts a millisecond; no verdict is known."""
+    clock = Clock()
+    monkeypatch.setattr(checking, "TIMED", ("cuda", "cpu"))
+    monkeypatch.setattr(speed, "SIZES", ((2,), (3, 4), (8,)))
+    monkeypatch.setattr(speed, "time", clock)
+    monkeypatch.setattr(proving, "_verdicts", {})
+    monkeypatch.setattr(dispatch, "_resolved", {})
+    for name in ("layer_norm_fwd", "layer_norm_bwd"):
+        monkeypatch.setattr(aten, name, clock.lasting(REAL[name], 1e-3))
+    return clock
+
+
+def planted(monkeypatch, clock, forward, backward):
+    """A kernel whose passes last so many milliseconds."""
+    return fake_backend(
+        monkeypatch,
+        layer_norm_fwd=clock.lasting(REAL["layer_norm_fwd"], forward * 1e-3),
+        layer_norm_bwd=clock.lasting(REAL["layer_norm_bwd"], backward * 1e-3),
+    )
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "ratio"),
+    [(4, 1, (4 * 4 * 2.5) ** (1 / 3)), (1, 7, 4 ** (1 / 3)), (1.1, 1, (1.1 * 1.1 * 1.05) ** (1 / 3))],
+)
+def test_a_slower_kernel_does_not_serve_and_nobody_is_warned(monkeypatch, clock, forward, backward, ratio):
+    planted(monkeypatch, clock, forward, backward)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run()
+        monkeypatch.setattr(proving, "_verdicts", {})
+        dispatch._resolved.clear()
+        run()  # nor by the verdict on disk
+    assert dispatch.serving_backend("layer_norm_fwd", CPU, torch.float32) == "aten"
+    found = verdicts.load(verdict_keys.key_of("layer_norm", "triton", CPU, torch.float32))
+    assert found.outcome == "slower"
+    assert found.reason.startswith(f"slower than aten: {ratio:.2f} x its time (geometric mean of 9)")
+    assert found.ratio == pytest.approx(ratio, rel=1e-3)
+    # two cases forward, one in training, three sizes
+    assert [t.passes for t in found.times] == ["forward", "forward", "training"] * 3
+    assert len({t.case for t in found.times}) == 9
+    for t in found.times:
+        ms = (forward, 1.0) if t.passes == "forward" else (forward + backward, 2.0)
+        assert (t.ms, t.other, t.other_ms) == (pytest.approx(ms[0]), "aten", pytest.approx(ms[1]))
+    line = next(c for c in serving.choices("cpu") if c.op == "layer_norm" and c.dtype == "float32")
+    assert (line.backend, line.why) == ("aten", f"triton: {found.reason}")
+
+
+def test_a_faster_kernel_serves_with_its_times(monkeypatch, clock):
+    planted(monkeypatch, clock, 0.5, 0.5)
+    run()
+    assert dispatch.serving_backend("layer_norm_fwd", CPU, torch.float32) == "triton"
+    found = verdicts.load(verdict_keys.key_of("layer_norm", "triton", CPU, torch.float32))
+    assert found.passed
+    assert found.ratio == pytest.approx(0.5)
+    assert serving.beside(found) == ", 0.50 x the time of aten"
+
+
+def test_a_wrong_kernel_is_not_timed(monkeypatch):
+    fake_backend(monkeypatch, layer_norm_fwd=lambda *args: tuple(t + 1 for t in aten.layer_norm_fwd(*args)))
+    monkeypatch.setattr(speed, "compare", lambda *args: pytest.fail("timed"))
+    with pytest.warns(RuntimeWarning, match="y: max error"):
+        run()
+
+
+def test_a_size_that_does_not_fit_is_left_out(monkeypatch):
+    def fwd(inputs, save):
+        if inputs.x.shape == (7, 768):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return aten.layer_norm_fwd(inputs, save)
+
+    fake_backend(monkeypatch, layer_norm_fwd=fwd)
+    times = speed.compare("layer_norm", "triton", CPU, torch.float32)
+    assert {t.case.split("x")[0] for t in times} == {"2", "8"}
+
+
+def test_only_calls_that_the_table_gives_to_the_kernel_are_timed():
+    def other(case, training=False, dtype=torch.bfloat16, backend="triton"):
+        return speed._next(backend, case, torch.device("cuda", 0), dtype, training)
+
+    assert other(LinearCase(4, 8, 8)) is None
+    assert other(LinearCase(4, 8, 8, "gelu")) == "aten"
+    assert other(LinearCase(4, 8, 8, "gelu"), dtype=torch.float32) is None
+    assert other(LayerNormCase(4, 8)) == "aten"
+    assert other(LayerNormCase(4, 8), training=True) == "aten"
+    assert other(LayerNormCase(4, 8), backend="cuda") is None
+    assert other(LayerNormCase(4, 8), dtype=torch.float64) == "aten"
+
+
+def test_without_a_backward_training_is_not_timed(monkeypatch):
+    monkeypatch.delattr(fake_backend(monkeypatch), "layer_norm_bwd")
+    times = speed.compare("layer_norm", "triton", CPU, torch.float32)
+    assert {t.passes for t in times} == {"forward"}
+
+
+def test_every_kernel_of_a_gpu_has_something_to_time(monkeypatch):
+    from fastbert.backends import triton
+
+    monkeypatch.setattr(triton, "available", lambda device_type: None)
+    gpu, other = torch.device("cuda", 0), speed._next
+    for op in dispatch.OPS:
+        for backend, dtype in proving.to_check(op, "cuda"):
+            calls = speed._calls(op, (128,), dtype)
+            passes = {training for case, training in calls if other(backend, case, gpu, dtype, training)}
+            assert passes == ({False, True} if dtype.is_floating_point else {False}), (op, dtype)
+
+
+def test_three_sizes_of_real_work():
+    assert [sum(lengths) for lengths in SIZES] == [128, 1582, 4096]
+    assert max(map(max, SIZES)) == 512
+
+
+@pytest.mark.parametrize(
+    ("times", "slower"),
+    [
+        ([], False),
+        ([(1.0, 1.0)], False),
+        ([(1.02, 1.0)], False),
+        ([(1.04, 1.0)], True),
+        ([(2.0, 1.0), (0.5, 1.0)], False),
+        ([(2.0, 1.0), (0.6, 1.0)], True),
+        ([(0.2, 1.0), (4.0, 1.0)], False),
+    ],
+)
+def test_what_slower_means(times, slower):
+    found = tuple(Time("x", "forward", ms, "aten", other) for ms, other in times)
+    reason = speed.why_slower(found, Verdict(None, times=found).ratio)
+    assert (reason is not None) is slower
+
+
+def test_both_take_turns_and_each_is_the_one_that_runs(monkeypatch, clock):
+    order = []
+    for name, backend in (("triton", fake_backend(monkeypatch)), ("aten", aten)):
+        fwd = clock.lasting(REAL["layer_norm_fwd"], 2e-3)
+        noting = lambda *args, name=name, fwd=fwd: order.append(name) or fwd(*args)  # noqa: E731
+        monkeypatch.setattr(backend, "layer_norm_fwd", noting)
+    with dispatch.trial():
+        speed._times(LayerNormCase(4, 8), ("triton", "aten"), CPU, torch.float32, False)
+    # to compile and warm up, to count calls, then 7 samples of 3 ms each
+    assert order == ["triton"] * 5 + ["aten"] * 5 + ["triton", "triton", "aten", "aten"] * 7
+    assert not dispatch._resolved
