@@ -393,11 +393,103 @@ def test_what_is_in_the_way_of_quick_calls():
     g.check(**PADDED, reason="a hook watches the model")
 
 
+def scaling(module, args, output):
+    return output * 2
+
+
+CHANGES = {
+    "a hook": (
+        lambda m: m.encoder.layer[1].output.dense.register_forward_hook(scaling),
+        "a hook watches the model",
+    ),
+    "a part in training": (
+        lambda m: m.embeddings.LayerNorm.train(),
+        "a part of the model is in training mode",
+    ),
+    # the mark of its storage shows it; samples look at other elements
+    "a write of one element through data": (
+        lambda m: m.encoder.layer[1].attention.self.key.weight.data[5, 3].add_(10.0),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_right_after_a_quick_call(change, monkeypatch):
+    """Nothing runs between them that would make the next call look for changes."""
+    monkeypatch.setattr(EncoderLayer, "_fused", lambda *_: None)
+    g = Graphed(fresh("bert", torch.float32))
+    for _ in range(3):
+        g.check(**PADDED)
+    with torch.no_grad():
+        g.graphed(**PADDED)
+    assert g.graphed._weights.untouched()
+    make, reason = CHANGES[change]
+    make(g.model)
+    g.check(**PADDED, reason=reason)
+
+
+def test_a_padded_batch_of_ids_on_a_device_and_the_mask_on_the_host(monkeypatch):
+    """Which ids are padding the host knows; the quick call copies the ids as they are, so it is none."""
+    g = Graphed(shared())
+    for _ in range(2):
+        g.check(**PADDED)
+    on_a_device(monkeypatch, PADDED["attention_mask"])
+    g.check(**PADDED)
+    only_quick(monkeypatch)
+    with pytest.raises(Refused), torch.no_grad():
+        g.graphed(**PADDED)
+
+
+def test_positions_that_follow_ids_on_a_device(monkeypatch):
+    """RoBERTa's positions count its ids: the host has to see them, though its mask would do for others."""
+    g = Graphed(shared("roberta"))
+    ones = torch.ones(4, 9).long()
+    given = {"input_ids": PADDED["input_ids"].clone(), "attention_mask": ones}
+    given["input_ids"][0, 2] = given["input_ids"][2, 4] = g.model.config.pad_token_id
+    for _ in range(2):
+        g.check(**given)
+    on_a_device(monkeypatch, ones)
+    g.check(**given)
+
+
+def test_holes_where_the_bias_follows_positions():
+    """MPNet's attention bias depends on the distance of two tokens, which packing would change."""
+    g = Graphed(shared("mpnet"))
+    whole = {**HOLES, "attention_mask": (torch.arange(9) < HOLES["attention_mask"].sum(1)[:, None]).long()}
+    assert whole["attention_mask"].sum() == HOLES["attention_mask"].sum()
+    for _ in range(3):
+        g.check(**whole)
+    reason = "the mask has holes, which this family's attention bias depends on"
+    g.check(**HOLES, reason=reason)
+
+
+@pytest.mark.parametrize("first_token_only", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_caller_owns_what_a_quick_call_returned(first_token_only, padded, monkeypatch):
+    """The next replay does not write there."""
+    g = Graphed(shared())
+    given = {
+        **(PADDED if padded else {"input_ids": PADDED["input_ids"]}),
+        "first_token_only": first_token_only,
+    }
+    other = given | {"input_ids": given["input_ids"].flip(0) + 1}
+    for each in (given, other):
+        g.check(**each)
+    only_quick(monkeypatch)
+    with torch.no_grad():
+        output = g.graphed(**given)
+        kept = [t.clone() for t in output.values()]
+        g.graphed(**other)
+    assert len(kept) == 2
+    assert all(map(torch.equal, output.values(), kept))
+
+
 def test_a_write_while_the_state_is_found_right():
-    """It belongs to the next call."""
+    """It belongs to the next call. Nothing is derived from this bias: its version alone shows the write."""
     g = Graphed(fresh("bert", torch.float32))
     g.check(**PADDED)
-    settle, bias = g.graphed._settle, g.model.encoder.layer[0].output.LayerNorm.bias
+    settle, bias = g.graphed._settle, g.model.embeddings.LayerNorm.bias
 
     def settle_and_write():
         found = settle()
