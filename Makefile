@@ -11,6 +11,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 OUT    ?= out
+PART   ?= a
 ARGS   ?=
 # processes of the test-suite; each takes one to two GB
 WORKERS ?= 2
@@ -64,10 +65,11 @@ docs: $(PAGES)
 bench: $(PEERS)
 	$(PY) bench/bench_cpu.py $(ARGS)
 
-# builds, proves and measures on this machine's GPU in under ten minutes; its first step builds in place, so that
-# a build that fails is recorded like any other step. `make gpu OUT=DIR ARGS="--only probe,encoder --budget 300"`
+# builds, proves and measures on this machine's GPU, in three calls of under ten minutes: PART=a, b, c; its first step
+# builds in place, so that a build that fails is recorded like any other step.
+# `make gpu OUT=DIR ARGS="--only probe,encoder --budget 300"`
 gpu: $(if $(strip $(VENV)),$(READY))
-	$(PY) bench/gpu.py --out $(OUT) $(ARGS)
+	$(PY) bench/gpu.py --out $(OUT) --part $(PART) $(ARGS)
 
 # torch first and pinned: a CPU machine gets one known build, and nothing below asks for another
 $(VENV)/ready: $(SOURCES)

@@ -34,7 +34,7 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 
 import torch  # noqa: E402
 
-from bench import encoder, gpu_engines, roofs, workloads  # noqa: E402
+from bench import encoder, gpu_engines, roofs, served, workloads  # noqa: E402
 from bench.engines import PACKAGES, compile_cache  # noqa: E402
 from bench.probe import Report, count, describe, package_version, row_line  # noqa: E402
 from bench.probe_steps import reason_of  # noqa: E402
@@ -177,7 +177,8 @@ class Benchmark:
         for row in encoder.bench_encoder(
             model, group.workload, forwards, self.roofs, lengths=lengths, **options
         ):
-            yield row | {"group": "compile" if group.compiled else "plain"}
+            served_by = served.backends(row["candidate"], self.args.device, "bf16")
+            yield row | {"group": "compile" if group.compiled else "plain", "backends": served_by}
 
 
 def wanted_engines(prefixes: Iterable[str] | None) -> tuple[str, ...]:
@@ -234,6 +235,7 @@ def main(argv: list[str] | None = None) -> int:
     report.data |= {"environment": environment, "weights": "random"}
     report.save()
     print(f"# {environment['device']}: torch {torch.__version__}", flush=True)
+    report.data["self_checks"] = served.prove(args.device)
     roof = roofs.known_or_measured(args.roofs, args.device, args.smoke, report.row)
     report.data["roofs"] = asdict(roof)
     report.save()
@@ -242,6 +244,8 @@ def main(argv: list[str] | None = None) -> int:
         for row in Benchmark(args, roof).rows():
             report.row(row)
     report.data["ratios"] = ratios(report.data["rows"])
+    if others := served.told((row.get("backends", {}) for row in report.data["rows"]), args.device):
+        print(f"# not by the first backend: {others}", flush=True)
     for row in report.data["ratios"]:
         where = f"{row['model']} {row['workload']}"
         print(f"# {where:<18} {row['ours']:22} / {row['theirs']:28} {row['ratio']:.2f}", flush=True)

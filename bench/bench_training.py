@@ -38,7 +38,7 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 
 import torch  # noqa: E402
 
-from bench import attention, footprint, memory, plan, roofs, training, workloads  # noqa: E402
+from bench import attention, footprint, memory, plan, roofs, served, training, workloads  # noqa: E402
 from bench.engines import PACKAGES, compile_cache  # noqa: E402
 from bench.probe import Report, count, describe, package_version, row_line  # noqa: E402
 from bench.probe_steps import reason_of  # noqa: E402
@@ -287,7 +287,9 @@ class Benchmark:
                 and group.head == "pretraining"
             ):
                 row["goal_ms"] = goal
-            yield row | {"group": "compile" if compiled else "plain"}
+            tag = "bf16 autocast" if group.tag == "bf16" else group.tag
+            served_by = served.backends(row["candidate"], args.device, tag)
+            yield row | {"group": "compile" if compiled else "plain", "backends": served_by}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -333,6 +335,7 @@ def main(argv: list[str] | None = None) -> int:
     report.data |= {"environment": environment, "weights": "random"}
     report.save()
     print(f"# {environment['device']}: torch {torch.__version__}", flush=True)
+    report.data["self_checks"] = served.prove(args.device)
     roof = roofs.known_or_measured(args.roofs, args.device, args.smoke, report.row)
     report.data["roofs"] = asdict(roof)
     report.save()
@@ -341,6 +344,8 @@ def main(argv: list[str] | None = None) -> int:
         for row in Benchmark(args, roof).rows():
             report.row(row)
     report.data["ratios"] = ratios(report.data["rows"])
+    if others := served.told((row.get("backends", {}) for row in report.data["rows"]), args.device):
+        print(f"# not by the first backend: {others}", flush=True)
     for row in report.data["ratios"]:
         print(ratio_line(row), flush=True)
     report.data["finished"] = True

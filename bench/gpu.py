@@ -1,9 +1,15 @@
-"""`make gpu OUT=DIR`: prove the project on this machine's GPU, in under ten minutes.
+"""`make gpu OUT=DIR`: prove the project on this machine's GPU, in three calls of under ten minutes each.
 
-    python bench/gpu.py --out DIR [--only STEP[,STEP]] [--budget 570]   run the steps into DIR
+    python bench/gpu.py --out DIR [--part a] [--only STEP[,STEP]] [--budget 570]   run the steps into DIR
     python bench/gpu.py --out DIR --device cpu       the same, tiny, in Triton's interpreter
-    python bench/gpu.py merge DIR                    DIR into bench/results, kernels/tuned and docs/numbers.md
+    python bench/gpu.py merge DIR [DIR]              into bench/results, kernels/tuned and the docs
     python bench/gpu.py readme [--check]             tables of docs/numbers.md from bench/results
+
+| part | what |
+|---|---|
+| a | the extension and all kernels compiled; roofs; self-checks; correctness; forward and training |
+| b | determinism, graphs, streams, memory; tuning; every op beside PyTorch; the forward as tuned |
+| c | the profiler and the sanitizer on single kernels; the other roofs; torch.compile's peers |
 
 Each step is its own process with a time limit. What it measures is appended to `DIR/*.jsonl`, line by line
 and written to the disk at once, and what it prints to `DIR/log.txt`: a kill loses nothing. A step that
@@ -12,6 +18,9 @@ fails, crashes or hangs is recorded in `DIR/steps.jsonl` with the end of its out
 `--budget` is seconds for all steps. A step gets at most its own share, and never the time that later steps
 need at least; a step for which too little is left is recorded as skipped. The exit status is 1 if a step
 failed.
+
+After each step DIR holds one more file, `run-<part>.tar`, with all the others: where few files come back from
+a machine, this one is enough, and `merge` takes it. A part writes at most eight files.
 
 This file needs only Python's standard library: if torch cannot be imported, that is recorded too.
 """
@@ -26,6 +35,7 @@ import platform
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,101 +89,116 @@ class Step:
     command: Callable[[Run, float], list[str]]
 
 
+def script(run: Run, name: str, into: str, seconds: float) -> list[str]:
+    """The command of a script of bench/, with the options that all of them have."""
+    options = ["--device", run.device, "--json", run.file(into), "--budget", f"{seconds:.0f}"]
+    return run.script(name, *options)
+
+
 def build(run: Run, seconds: float) -> list[str]:
-    """Compile the extension in place; on a CPU the extension that is there is used."""
-    if run.tiny:
-        return [run.python, "-c", "from fastbert.runtime import loader; print(loader.extension)"]
-    return [run.python, str(ROOT / "setup.py"), "build_ext", "--inplace"]
+    """Compile the kernels, and on a GPU the extension beside them."""
+    options = ["--device", run.device, "--budget", f"{seconds:.0f}"]
+    return run.script("precompile.py", *options, *([] if run.tiny else ["--build"]))
 
 
-def probe(run: Run, seconds: float) -> list[str]:
-    """The machine's roofs, cuBLAS at our shapes, clusters; in the dry run only what later steps need."""
-    names = (
-        ("bandwidth", "matrix") if run.tiny else ("matrix", "bandwidth", "launch", "cluster", "gemm", "sdpa")
-    )
-    options = ["--device", run.device, "--json", run.file("probe.jsonl"), "--budget", f"{seconds:.0f}"]
-    for name in names:
-        options += ["--only", name]
-    return run.script("probe.py", *options, *(["--smoke"] if run.tiny else []))
+def probe(*names: str) -> Callable[[Run, float], list[str]]:
+    """Steps of the probe; in the dry run only what later steps need."""
+
+    def command(run: Run, seconds: float) -> list[str]:
+        chosen = ("bandwidth", "matrix") if run.tiny else names
+        only = [option for name in chosen for option in ("--only", name)]
+        return script(run, "probe.py", "probe.jsonl", seconds) + only + (["--smoke"] if run.tiny else [])
+
+    return command
+
+
+def selfcheck(run: Run, seconds: float) -> list[str]:
+    """What the first use of each kernel would check, so that nothing is checked while something is timed."""
+    dtypes = ["--dtype", "bfloat16", "--dtype", "float32"]
+    return [run.python, "-m", "fastbert", "warmup", "--device", run.device, *dtypes]
 
 
 def check(name: str) -> Callable[[Run, float], list[str]]:
     """A step of gpu_checks.py."""
 
     def command(run: Run, seconds: float) -> list[str]:
-        options = ["--device", run.device, "--json", run.file("checks.jsonl"), "--budget", f"{seconds:.0f}"]
-        return run.script("gpu_checks.py", name, *options)
+        return [*(line := script(run, "gpu_checks.py", "checks.jsonl", seconds))[:2], name, *line[2:]]
 
     return command
 
 
 def tuning(run: Run, seconds: float) -> list[str]:
     """The kernels' configs; later steps use what it finds."""
-    options = ["--device", run.device, "--json", run.file("tuning.jsonl"), "--budget", f"{seconds:.0f}"]
-    options += ["--dtype", "bfloat16", *(["--out", run.file("tuned.json")] if run.tiny else [])]
-    return run.script("tune.py", *options)
+    tiny = ["--out", str(run.file("tuned.json"))] if run.tiny else []
+    return [*script(run, "tune.py", "tuning.jsonl", seconds), "--dtype", "bfloat16", *tiny]
 
 
 def kernels(run: Run, seconds: float) -> list[str]:
-    """Every op beside PyTorch."""
-    options = ["--device", run.device, "--json", run.file("kernels.jsonl"), "--budget", f"{seconds:.0f}"]
-    options += ["--roofs", run.file("probe.jsonl"), "--dtype", "bfloat16", "--pass", "forward"]
+    """Every op beside PyTorch, forward and backward."""
+    command = script(run, "bench_kernels.py", "kernels.jsonl", seconds)
+    command += ["--roofs", str(run.file("probe.jsonl")), "--dtype", "bfloat16"]
     if run.tiny:
-        return run.script("bench_kernels.py", *options, "--smoke", "--workload", "1x128", "--op", "packing")
-    return run.script("bench_kernels.py", *options, "--workload", "full", "--workload", "squad")
+        return [*command, "--smoke", "--workload", "1x128", "--op", "packing"]
+    return [*command, "--workload", "full", "--workload", "squad"]
 
 
 def encoder(*engines: str) -> Callable[[Run, float], list[str]]:
-    """The encoder's forward by these engines."""
+    """The encoder's forward by these engines, base and large."""
 
     def command(run: Run, seconds: float) -> list[str]:
-        options = ["--device", run.device, "--json", run.file("encoder.jsonl"), "--budget", f"{seconds:.0f}"]
-        options += ["--roofs", run.file("probe.jsonl"), "--engines", *engines]
-        if run.tiny:
-            options += ["--models", "tiny", "--workloads", "squad", "--samples", 2, "--smoke"]
-        return run.script("bench_encoder.py", *options)
+        line = script(run, "bench_encoder.py", "encoder.jsonl", seconds)
+        line += ["--roofs", str(run.file("probe.jsonl")), "--engines", *engines]
+        tiny = ["--models", "tiny", "--workloads", "squad", "--samples", "2", "--smoke"]
+        return line + (tiny if run.tiny else [])
 
     return command
 
 
-def training(run: Run, seconds: float) -> list[str]:
-    """A training step and its memory."""
-    options = ["--device", run.device, "--json", run.file("training.jsonl"), "--budget", f"{seconds:.0f}"]
-    options += ["--roofs", run.file("probe.jsonl")]
-    if run.tiny:
-        options += [
-            "--models",
-            "tiny",
-            "--heads",
-            "pretraining",
-            "--dtypes",
-            "bf16",
-            "--samples",
-            2,
-            "--smoke",
-        ]
-        options += ["--steps", "training", "attention", "footprint"]
-        options += ["--candidates", "fastbert", "transformers"]
-    else:  # memory is measured there, and need not be counted
-        options += ["--steps", "training", "training_memory", "attention", "--samples", 15]
-    return run.script("bench_training.py", *options)
+def training(*candidates: str) -> Callable[[Run, float], list[str]]:
+    """A step of pretraining and its memory, base and large."""
+
+    def command(run: Run, seconds: float) -> list[str]:
+        line = script(run, "bench_training.py", "training.jsonl", seconds)
+        line += ["--roofs", str(run.file("probe.jsonl")), "--heads", "pretraining"]
+        line += ["--candidates", *candidates]
+        if run.tiny:
+            line += ["--models", "tiny", "--dtypes", "bf16", "--samples", "2", "--smoke"]
+            return [*line, "--steps", "training", "attention", "footprint"]
+        # memory is measured there, and need not be counted
+        return [*line, "--steps", "training", "training_memory", "attention", "--samples", "15"]
+
+    return command
 
 
-STEPS = (
-    Step("build", 120, 20, build),
-    Step("probe", 90, 20, probe),
-    Step("correctness", 130, 30, check("correctness")),
-    Step("determinism", 40, 10, check("determinism")),
-    Step("graphs", 40, 10, check("graphs")),
-    Step("stream", 25, 10, check("stream")),
-    Step("memory", 40, 10, check("memory")),
-    Step("sanitizer", 50, 15, check("sanitizer")),
-    Step("tuning", 90, 15, tuning),
-    Step("kernels", 50, 20, kernels),
-    Step("encoder", 100, 40, encoder("fastbert", "transformers", "torch_encoder")),
-    Step("training", 150, 20, training),
-    Step("compile", 300, 60, encoder("torch_compile")),
-)
+# The seconds of a part's steps add up to no more than the budget: no step is shortened for a later one.
+PARTS = {
+    "a": (
+        Step("build", 75, 20, build),
+        Step("probe", 40, 10, probe("matrix", "bandwidth")),
+        Step("selfcheck", 45, 10, selfcheck),
+        Step("correctness", 120, 30, check("correctness")),
+        Step("encoder", 115, 40, encoder("fastbert", "accelerated", "transformers", "torch_encoder")),
+        Step("training", 175, 40, training("fastbert", "transformers")),
+    ),
+    "b": (
+        Step("determinism", 50, 10, check("determinism")),
+        Step("graphs", 50, 10, check("graphs")),
+        Step("stream", 30, 10, check("stream")),
+        Step("memory", 45, 10, check("memory")),
+        Step("tuning", 150, 30, tuning),
+        Step("selfcheck-tuned", 45, 10, selfcheck),
+        Step("kernels", 90, 20, kernels),
+        Step("encoder-tuned", 110, 40, encoder("fastbert", "transformers_sdpa")),
+    ),
+    "c": (
+        Step("profile", 90, 20, check("profile")),
+        Step("sanitizer", 110, 20, check("sanitizer")),
+        Step("probe-rest", 80, 20, probe("launch", "cluster", "gemm", "sdpa")),
+        Step("compile", 170, 60, encoder("torch_compile")),
+        Step("training-compile", 120, 60, training("fastbert", "torch_compile")),
+    ),
+}
+STEPS = tuple(step for part in PARTS.values() for step in part)
 
 
 # ---- Steps that misbehave, for the tests: never run unless named ----
@@ -193,10 +218,10 @@ PLANTED = (
 )
 
 
-def choose(only: str | None) -> list[Step]:
-    """The steps named, in the order in which they run; all without a name."""
+def choose(only: str | None, part: str = "a") -> list[Step]:
+    """The steps named, of any part, in the order in which they run; without a name those of the part."""
     if only is None:
-        return list(STEPS)
+        return list(PARTS[part])
     names = [name.strip() for name in only.split(",")]
     known = {step.name: step for step in (*STEPS, *PLANTED)}
     unknown = [name for name in names if name not in known]
@@ -305,13 +330,24 @@ def run_step(step: Step, run: Run, seconds: float, log: Log) -> dict:
     return record if record["status"] == "ok" else record | {"tail": tail}
 
 
-def proceed(run: Run, steps: list[Step], budget: float) -> int:
+def pack(folder: Path, name: str) -> None:
+    """Put all files of the folder but its archives into `name` there, in one step."""
+    temporary = folder / f".{name}.tmp"
+    with tarfile.open(temporary, "w") as archive:
+        for path in sorted(folder.iterdir()):
+            if path.is_file() and not path.name.startswith(".") and path.suffix != ".tar":
+                archive.add(path, path.name)
+    os.replace(temporary, folder / name)
+
+
+def proceed(run: Run, steps: list[Step], budget: float, part: str) -> int:
     """Run the steps one after the other; the exit status of the command."""
     begin = time.monotonic()
     run.out.mkdir(parents=True, exist_ok=True)
     log, file = Log(run.file("log.txt")), run.file("steps.jsonl")
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     head = {"schema": 1, "date": now, "finished": False, "budget_s": budget, "device_type": run.device}
+    head |= {"part": part}
     head |= {"python": platform.python_version(), "platform": platform.platform()}
     lines.append(file, "head", head | {"planned": [step.name for step in steps]})
     records = []
@@ -327,19 +363,21 @@ def proceed(run: Run, steps: list[Step], budget: float) -> int:
         records.append(record)
         lines.append(file, "step", record)
         log.say(summary(record))
+        pack(run.out, f"run-{part}.tar")
     spent = round(time.monotonic() - begin, 1)
     lines.append(file, "head", {"finished": True, "seconds": spent})
     log.say("# all steps:")
     for record in records:
         log.say(summary(record))
     log.say(f"# {spent:.0f} s; in {run.out}; `python bench/gpu.py merge {run.out}` keeps it")
+    pack(run.out, f"run-{part}.tar")
     return int(any(record["status"] not in ("ok", "skipped") for record in records))
 
 
 def summary(record: dict) -> str:
     """One line on a step."""
     reason = f": {record['reason']}" if record["reason"] else ""
-    return f"# {record['step']:<12} {record['status']:<8} {record['seconds']:6.1f} s{reason}"
+    return f"# {record['step']:<16} {record['status']:<8} {record['seconds']:6.1f} s{reason}"
 
 
 def seconds_of(text: str) -> float:
@@ -362,15 +400,17 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for what the steps record")
     names = ", ".join(step.name for step in STEPS)
+    parser.add_argument("--part", choices=tuple(PARTS), default="a", help="which of the three calls (a)")
     parser.add_argument("--only", metavar="STEP[,STEP]", help=f"some of {names}")
     parser.add_argument("--budget", type=seconds_of, default=BUDGET_SECONDS, help="seconds in all (570)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args(arguments)
     try:
-        steps = choose(args.only)
+        steps = choose(args.only, args.part)
     except ValueError as error:
         parser.error(str(error))
-    return proceed(Run(args.out.resolve(), args.device), steps, args.budget)
+    part = args.part if args.only is None else "some"
+    return proceed(Run(args.out.resolve(), args.device), steps, args.budget, part)
 
 
 if __name__ == "__main__":

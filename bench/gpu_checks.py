@@ -8,6 +8,7 @@
 | `stream` | on a stream of its own, behind a delay, every kernel gives the same bits |
 | `memory` | 300 batches of other lengths leave memory where it was |
 | `sanitizer` | compute-sanitizer's memcheck and racecheck find nothing in the tiny cases |
+| `profile` | nothing: ncu's figures of six kernels, where it may measure |
 
 Each op is checked in its own process with a time limit: a kernel that hangs or destroys the device's
 context is a row, and the other ops are still checked. Rows are appended to FILE at once. The exit status is
@@ -25,8 +26,6 @@ import math
 import multiprocessing
 import os
 import resource
-import shutil
-import subprocess
 import sys
 import time
 import warnings
@@ -39,7 +38,7 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 
 import torch  # noqa: E402
 
-from bench import lines, workloads  # noqa: E402
+from bench import gpu_tools, lines, workloads  # noqa: E402
 from bench.engines import config_of  # noqa: E402
 from bench.probe import Report, describe  # noqa: E402
 from bench.probe_steps import reason_of  # noqa: E402
@@ -53,7 +52,7 @@ REPEATS, REPLAYS, LENGTHS = 250, 20, 300
 GRAPH_ERROR = 1e-2  # of two bf16 encoders that sum in different orders, as a share of the norm
 DELAY_CYCLES = 20_000_000  # about 10 ms: what does not wait for its stream comes too early
 TRAINING = (512, 300, 500, 257) * 4  # lengths that take the tiles of real work, whole ones and last ones
-UNIT_SECONDS = 100.0  # most a unit may take
+UNIT_SECONDS = 120.0  # most a unit may take
 FAILED = 17  # exit status of a unit's process that has recorded what failed
 SLACK_BYTES = 8 << 20  # by which memory may move
 RSS_BYTES = 96 << 20  # host memory; compiled kernels lie there
@@ -394,40 +393,50 @@ def memory(check: Check, unit: Unit) -> Iterator[None]:
 
 def sanitizer(check: Check, unit: Unit) -> Iterator[None]:
     """compute-sanitizer over the tiny cases of all ops, one tool after the other."""
-    program = shutil.which("compute-sanitizer")
-    if check.tiny or program is None:
-        check.row("sanitizer", "skipped", "needs a GPU" if check.tiny else "no compute-sanitizer on the PATH")
+    program = gpu_tools.program("compute-sanitizer", check.tiny)
+    if not Path(program).is_file():
+        check.row("sanitizer", "skipped", program)
         return
     for tool in ("memcheck", "racecheck"):
-        seconds = min(check.left() - 3, 45.0)
+        seconds = min(check.left() - 3, 50.0)
         if seconds < 8:
             check.row(f"sanitizer-{tool}", "skipped", f"{seconds:.0f} s left of the budget")
             continue
-        check.row(f"sanitizer-{tool}", *sanitized(program, tool, seconds))
+        check.row(f"sanitizer-{tool}", *gpu_tools.sanitized(program, tool, seconds))
         yield
 
 
-def sanitized(program: str, tool: str, seconds: float) -> tuple[str, str | None]:
-    """(status, reason) of one tool over the tiny cases."""
-    command = [program, f"--tool={tool}", "--error-exitcode=99", "--target-processes=application-only"]
-    command += [sys.executable, str(Path(__file__).resolve()), "tiny-cases"]
-    env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # every tensor has bounds of its own
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env)
-    except subprocess.TimeoutExpired:
-        return "skipped", f"did not end within {seconds:.0f} s"
-    text = done.stdout + done.stderr
-    print(text[-3000:], flush=True)
-    if done.returncode == 0 and "tiny cases: done" in text:
-        return "ok", None
-    found = [line for line in text.splitlines() if "ERROR SUMMARY" in line or "RACECHECK SUMMARY" in line]
-    if done.returncode == 99 and "not supported" not in text:
-        return "failed", f"{'; '.join(found)}: {text[-1500:]}"
-    return "skipped", f"the tool does not work here (exit status {done.returncode}): {text[-600:]}"
+def profile(check: Check, unit: Unit) -> Iterator[None]:
+    """The profiler's figures of one launch of each of six kernels, in training of BERT-base."""
+    program = gpu_tools.program("ncu", check.tiny)
+    if not Path(program).is_file():
+        check.row("profile", "skipped", program)
+        return
+    for kernel, op in gpu_tools.PROFILED.items():
+        seconds = min(check.left() - 2, 30.0)
+        if seconds < 6:
+            check.row(f"profile-{kernel}", "skipped", f"{seconds:.0f} s left of the budget")
+            continue
+        status, reason, figures = gpu_tools.profiled(program, kernel, op, seconds)
+        check.row(f"profile-{kernel}", status, reason, op=op, backend="triton", **figures)
+        yield
+
+
+def one_call(op: str) -> int:
+    """What the profiler watches: a training step's last case of the op by Triton, twice."""
+    case = testing.training_cases(op, TRAINING)[-1]
+    unit = Unit(op, "triton", torch.bfloat16)
+    with dispatch.use_backend(**{op: "triton"}):
+        inputs = case.inputs(torch.bfloat16, "cuda")
+        call = evaluator(Check("profile", torch.device("cuda"), print), unit, case, inputs, True)
+        for _ in range(2):
+            call()
+    torch.cuda.synchronize()
+    return 0
 
 
 def tiny_cases() -> int:
-    """What the sanitizer watches: the tiny cases of every op that Triton serves, forward."""
+    """What the sanitizer watches: the tiny cases of every op of a GPU's kernels, forward."""
     for op, backend in itertools.product(dispatch.OPS, BACKENDS):
         if dispatch.unsupported_reason(backend, op, "cuda", torch.bfloat16) is None:
             with dispatch.use_backend(**{op: backend}), torch.no_grad():
@@ -448,6 +457,7 @@ CHECKS: dict[str, tuple[Callable[[Check, Unit], Iterator[None]], Callable[[bool]
     "stream": (stream, lambda tiny: op_units(DTYPES[:1])),
     "memory": (memory, lambda tiny: [Unit("encoder", None, torch.bfloat16)]),
     "sanitizer": (sanitizer, lambda tiny: [Unit("sanitizer", None, torch.bfloat16)]),
+    "profile": (profile, lambda tiny: [Unit("profile", None, torch.bfloat16)]),
 }
 
 
@@ -510,13 +520,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="gpu_checks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("check", choices=(*CHECKS, "tiny-cases"))
+    parser.add_argument("check", choices=(*CHECKS, "tiny-cases", "one-call"))
+    parser.add_argument("--op", choices=sorted(set(gpu_tools.PROFILED.values())), help="of one-call")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=Path, help="a file *.jsonl to append to")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds in all")
     args = parser.parse_args(argv)
     if args.json is not None and args.json.suffix != ".jsonl":
         parser.error(f"--json: got {args.json}, expected a name ending in .jsonl: several processes write it")
+    if (args.check == "one-call") is not (args.op is not None):
+        parser.error(f"--op: got {args.op} for {args.check}; one-call needs it, and nothing else takes it")
     return args
 
 
@@ -526,6 +539,8 @@ def main(argv: list[str] | None = None) -> int:
     end = time.monotonic() + args.budget
     if args.check == "tiny-cases":
         return tiny_cases()
+    if args.check == "one-call":
+        return one_call(args.op)
     if args.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
         from fastbert.testing import triton_interpreter  # without it the interpreter computes bfloat16 wrong

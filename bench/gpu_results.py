@@ -1,22 +1,29 @@
-"""Keeps a run of `make gpu`: in bench/results, kernels/tuned and the tables of docs/numbers.md."""
+"""Keeps a run of `make gpu`: in bench/results, kernels/tuned, and the tables of two pages of the docs."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import re
 import sys
-from collections.abc import Iterable
+import tarfile
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from bench import bench_training, lines, tune
+from bench import bench_training, lines, served, tune
 from bench.bench_encoder import ratios
 from bench.probe import commit_here, write_atomically
+from bench.roofs import TAGS
+from fastbert.runtime import dispatch
+from fastbert.testing.verdicts import proves
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "numbers.md"
+MATRIX = ROOT / "docs" / "op-matrix.md"
 FILES = ("steps", "probe", "checks", "kernels", "encoder", "training", "tuning")
 
 CPU_WORKLOADS = ("1x128", "1x512", "8x128", "ragged16")
@@ -60,46 +67,96 @@ def latest(rows: Iterable[dict]) -> list[dict]:
     return list(found.values())
 
 
-def merge(folder: Path, results: Path = RESULTS, tuned: Path | None = None) -> list[Path]:
-    """Write one JSON file per file of the run, and the configs that it tuned; returns their paths.
+@contextlib.contextmanager
+def opened(paths: Iterable[Path]) -> Iterator[list[Path]]:
+    """Folders of runs; an archive is unpacked for as long as the block runs.
+
+    Raises:
+        ValueError: naming a file that is no archive.
+    """
+    with contextlib.ExitStack() as stack:
+        folders = []
+        for path in paths:
+            folder = path
+            if path.is_file():
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                try:
+                    with tarfile.open(path) as archive:
+                        archive.extractall(folder, filter="data")
+                except tarfile.TarError as error:
+                    raise ValueError(f"{path}: {error}") from error
+            folders.append(folder)
+        yield folders
+
+
+def read(name: str, folders: Iterable[Path]) -> list[dict]:
+    """What the folders' files of that name hold."""
+    paths = (folder / f"{name}.jsonl" for folder in folders)
+    return [lines.read(path) for path in paths if path.is_file()]
+
+
+def together(runs: list[dict]) -> dict:
+    """One run: rows and steps one after the other, of all else the last."""
+    found: dict = {"rows": [], "steps": [], "torn": 0}
+    for run in runs:
+        found |= run | {name: found[name] + run[name] for name in ("rows", "steps", "torn")}
+    return found
+
+
+def merge(paths: Path | Iterable[Path], results: Path = RESULTS, tuned: Path | None = None) -> list[Path]:
+    """Write one JSON file per kind of file of the runs, and the configs that they tuned; returns their paths.
 
     A run on a machine without git gets the commit of this checkout, and `commit_of` says so.
 
     Args:
-        folder: what `make gpu OUT=…` made.
+        paths: what calls of `make gpu` made on one machine, the earlier first: folders, or their archives.
         results: instead of bench/results.
         tuned: the table of tuned configs, instead of the device's in kernels/tuned.
 
     Raises:
-        ValueError: naming the folder, where it holds no run on a GPU.
+        ValueError: naming the path, where it holds no run on a GPU, or a run on another one.
     """
-    runs = {name: lines.read(path) for name in FILES if (path := folder / f"{name}.jsonl").is_file()}
-    if not runs:
-        raise ValueError(f"{folder}: no {', '.join(f'{name}.jsonl' for name in FILES)} there")
-    environment = next((run["environment"] for run in runs.values() if run.get("environment")), None)
-    if environment is None:
-        raise ValueError(f"{folder}: nothing there says on which device it ran")
-    if environment["device_type"] != "cuda":
-        raise ValueError(f"{folder}: ran on {environment['device']}: a dry run on a CPU is no result")
-    here, now = commit_here(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    target = results / environment["slug"]
-    written = []
-    for name, run in runs.items():
-        run["rows"] = latest(run["rows"])
-        run["environment"] = run.get("environment") or environment
-        if run.get("commit") is None:
-            run |= here | {"commit_of": "the checkout that merged it; the machine had no git"}
-        if name == "encoder":
-            run["ratios"] = ratios(run["rows"])
-        if name == "training":
-            run["ratios"] = bench_training.ratios(run["rows"])
-        target.mkdir(parents=True, exist_ok=True)
-        write_atomically(target / f"{name}.json", run | {"merged": now})
-        written.append(target / f"{name}.json")
-    if "tuning" in runs:
-        path, count = tune.merge(folder / "tuning.jsonl", tuned)
-        written += [path] * (count > 0)
+    paths = [paths] if isinstance(paths, Path) else list(paths)
+    with opened(paths) as folders:
+        where = ", ".join(map(str, paths))
+        each_run = {name: read(name, folders) for name in FILES}
+        environments = [
+            run["environment"] for found in each_run.values() for run in found if run.get("environment")
+        ]
+        runs = {name: together(found) for name, found in each_run.items() if found}
+        if not runs:
+            raise ValueError(f"{where}: no {', '.join(f'{name}.jsonl' for name in FILES)} there")
+        if not environments:
+            raise ValueError(f"{where}: nothing there says on which device it ran")
+        for each in environments:
+            if each["device_type"] != "cuda":
+                raise ValueError(f"{where}: ran on {each['device']}: a dry run on a CPU is no result")
+        devices = sorted({each["device"] for each in environments})
+        if len(devices) > 1:
+            raise ValueError(f"{where}: runs on {' and '.join(devices)}: merge them one by one")
+        written = [written_run(name, run, environments[0], results) for name, run in runs.items()]
+        for folder in folders:
+            if (folder / "tuning.jsonl").is_file():
+                path, count = tune.merge(folder / "tuning.jsonl", tuned)
+                written += [path] * (count > 0 and path not in written)
     return written
+
+
+def written_run(name: str, run: dict, environment: dict, results: Path) -> Path:
+    """The file in `results` into which the run is written."""
+    here, now = commit_here(), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    run["rows"] = latest(run["rows"])
+    run["environment"] = run.get("environment") or environment
+    if run.get("commit") is None:
+        run |= here | {"commit_of": "the checkout that merged it; the machine had no git"}
+    if name == "encoder":
+        run["ratios"] = ratios(run["rows"])
+    if name == "training":
+        run["ratios"] = bench_training.ratios(run["rows"])
+    target = results / environment["slug"] / f"{name}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(target, run | {"merged": now})
+    return target
 
 
 # ---- bench/results -> docs/numbers.md ----
@@ -138,12 +195,24 @@ def cpu_table(data: dict) -> list[str]:
     return table(["", *CPU_WORKLOADS], body)
 
 
+def dagger(row: dict) -> str:
+    """A mark on a row of ours whose ops were not all served by the dispatch table's first backends."""
+    return " †" if served.others(row.get("backends", {}), "cuda") else ""
+
+
+def daggers(data: dict) -> list[str]:
+    """What the mark means in these rows; nothing where none has it."""
+    ok = (row.get("backends", {}) for row in data["rows"] if row["status"] == "ok")
+    others = served.told(ok, "cuda")
+    return [f"† not by the first backend of every op: {others}.", ""] if others else []
+
+
 def gpu_table(data: dict) -> list[str]:
     """Milliseconds of one forward and share of the floor by every engine; then ours over the best peer."""
     ok = [row for row in data["rows"] if row["step"] == "encoder" and row["status"] == "ok"]
     cells: dict[tuple, str] = {}
     for row in sorted(ok, key=lambda row: row["group"] == "plain"):  # ours beside torch.compile comes second
-        figures = f"{row['median_ms']:.2f} ({row['of_floor']:.0%})"
+        figures = f"{row['median_ms']:.2f} ({row['of_floor']:.0%}){dagger(row)}"
         cells[row["candidate"], row["model"], row["workload"]] = figures
     columns = [
         (model, workload)
@@ -175,7 +244,7 @@ def training_table(data: dict) -> list[str]:
     timed = [row for row in data["rows"] if row["step"] == "training" and row["status"] == "ok"]
     for row in sorted(timed, key=lambda row: row["group"] == "plain"):  # as in gpu_table
         at = row["candidate"], row["model"], row["workload"], row["head"]
-        cells[at] = f"{row['median_ms']:.1f} ({row['of_floor']:.0%}){peaks.get(at, '')}"
+        cells[at] = f"{row['median_ms']:.1f} ({row['of_floor']:.0%}){dagger(row)}{peaks.get(at, '')}"
     columns = sorted({key[1:] for key in cells}, key=lambda c: (c[2] != "pretraining", c[:2]))
     body = [
         [label, *(cells.get((f"{name}-bf16", *column), "–") for column in columns)]
@@ -210,6 +279,7 @@ def sections(results: Path = RESULTS) -> dict[str, list[str]]:
             rate, width = roofs["gflops"]["bf16"] / 1e3, roofs["gbytes"] / 1e3
             caption += f" at the {rate:,.0f} TFLOP/s and {width:.1f} TB/s measured there"
         found["gpu numbers"] += [f"{caption}; {where(data, path, results)}:", "", *gpu_table(data), ""]
+        found["gpu numbers"] += daggers(data)
         trained = path.with_name("training.json")
         if trained.exists():
             steps = json.loads(trained.read_text())
@@ -217,13 +287,36 @@ def sections(results: Path = RESULTS) -> dict[str, list[str]]:
                 "A training step there, bf16 autocast, dropout 0.1, AdamW: milliseconds, share of the floor"
             )
             found["gpu numbers"] += [f"{caption}, peak memory; {where(steps, trained, results)}:", ""]
-            found["gpu numbers"] += [*training_table(steps), ""]
+            found["gpu numbers"] += [*training_table(steps), "", *daggers(steps)]
         checks = path.with_name("checks.json")
         if checks.exists():
             found["gpu numbers"] += [checks_line(json.loads(checks.read_text())), ""]
     if not found["gpu numbers"]:
         found["gpu numbers"] = ["No speed on a GPU is claimed: `bench/results/` holds no GPU run yet.", ""]
     return found
+
+
+def proven(results: Path = RESULTS) -> dict[str, list[str]]:
+    """The section of docs/op-matrix.md: which kernels have passed every check of correctness on which GPU."""
+    runs = [(path, json.loads(path.read_text())) for path in sorted(results.glob("*/checks.json"))]
+    runs = [(path, data) for path, data in runs if data["environment"]["device_type"] == "cuda"]
+    if not runs:
+        return {
+            "proven kernels": ["No kernel is proven on a GPU: `bench/results/` holds no GPU run yet.", ""]
+        }
+    body = []
+    for op in dispatch.OPS:
+        for backend in dispatch.SELF_CHECKED:
+            stored = dispatch.backend_module(backend).DTYPES.get(op, ())
+            cells = []
+            for _, data in runs:
+                good = [tag for dtype, tag in TAGS.items() if proves(data, op, backend, dtype)]
+                cells.append(" ".join(good) or "–")
+            if stored:
+                body.append([f"`{op}`", f"`{backend}`", *cells])
+    found = table(["op", "kernels", *(data["environment"]["device"] for _, data in runs)], body)
+    sources = "; ".join(where(data, path, results) for path, data in runs)
+    return {"proven kernels": [*found, "", f"From {sources}.", ""]}
 
 
 def filled(text: str, made: dict[str, list[str]]) -> str:
@@ -246,29 +339,32 @@ def main(argv: list[str]) -> int:
     """`merge DIR` and `readme [--check]`."""
     parser = argparse.ArgumentParser(prog="gpu", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    merging = commands.add_parser("merge", help="DIR into bench/results, kernels/tuned, docs/numbers.md")
-    merging.add_argument("folder", type=Path, metavar="DIR")
+    merging = commands.add_parser("merge", help="into bench/results, kernels/tuned and the docs")
+    merging.add_argument("paths", type=Path, nargs="+", metavar="DIR", help="or run-….tar; the earlier first")
     merging.add_argument("--tuned", type=Path, help="instead of kernels/tuned/<gpu>.json")
-    making = commands.add_parser("readme", help="the tables of docs/numbers.md from bench/results")
+    making = commands.add_parser("readme", help="the docs' tables from bench/results")
     making.add_argument(
         "--check", action="store_true", help="write nothing; exit status 1 if it would change"
     )
     for command in (merging, making):
         command.add_argument("--results", type=Path, default=RESULTS, help="instead of bench/results")
         command.add_argument("--readme", type=Path, default=PAGE, help="instead of docs/numbers.md")
+        command.add_argument("--matrix", type=Path, default=MATRIX, help="instead of docs/op-matrix.md")
     args = parser.parse_args(argv)
     try:
         if args.command == "merge":
-            for path in merge(args.folder, args.results, args.tuned):
+            for path in merge(args.paths, args.results, args.tuned):
                 print(path)
-        before = args.readme.read_text()
-        after = filled(before, sections(args.results))
+        made = {args.readme: sections(args.results), args.matrix: proven(args.results)}
+        before = {path: path.read_text() for path in made}
+        after = {path: filled(before[path], found) for path, found in made.items()}
     except (OSError, ValueError) as error:
         print(f"gpu: {error}", file=sys.stderr)
         return 2
     if args.command == "readme" and args.check:
         return int(before != after)
-    if before != after:
-        args.readme.write_text(after)
-        print(args.readme)
+    for path, text in after.items():
+        if text != before[path]:
+            path.write_text(text)
+            print(path)
     return 0

@@ -1,6 +1,7 @@
 """Time the configs of the Triton kernels on this GPU, and write the fastest to kernels/tuned/<gpu>.json.
 
     python bench/tune.py [--op OP] [--dtype bfloat16] [--model base] [--budget 240] [--json FILE]
+    python bench/tune.py --jobs 16                     compile by so many processes first; default: all cores
     python bench/tune.py --merge FILE                  add what --json FILE recorded, here or elsewhere
     python bench/tune.py --device cpu --out FILE       tries the code, tiny, in Triton's interpreter
 
@@ -22,6 +23,7 @@ import functools
 import importlib
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -49,6 +51,7 @@ from fastbert.testing.op_cases.linear import LinearCase  # noqa: E402
 
 BUDGET_SECONDS = 240.0
 TOKENS = {0.0: 16_384, 0.1: 4096}  # by dropout_p: batches that fill the GPU; the oracle's bits take memory
+AHEAD = 0.35  # of the budget, at most, to compile before anything is timed
 WORTH = 0.99  # of the heuristic's time: a smaller gain is noise
 ROWS = (14, 13, 12, 10, 8, 7)  # buckets of `linear`
 SEQLENS = (9, 8, 7, 6, 5)  # buckets of `attention`
@@ -265,6 +268,68 @@ def tuned(task: Task, device: torch.device, tiny: bool, left: Callable[[], float
         synchronize(device)  # raises where nothing runs on the GPU any more: the run ends here
 
 
+# ---- Compiling ahead ----
+
+
+def signature(task: Task) -> tuple:
+    """What decides which kernels the task's configs compile to; the number of rows does not."""
+    case = task.case
+    if task.op == "linear":
+        return task.op, task.dtype, case.activation, case.bias, case.residual
+    return task.op, task.dtype, case.headdim, extras_of(case)
+
+
+def compile_units(todo: list[Task], device: tuning.Device) -> list[tuple[Task, Any]]:
+    """(task, config) of every kernel that the tasks need, each once, by the task with the fewest rows."""
+    least: dict[tuple, Task] = {}
+    for task in sorted(todo, key=lambda task: task.bucket):
+        least.setdefault(signature(task), task)
+    return [
+        (task, config)
+        for task in least.values()
+        for config in dict.fromkeys([heuristic(task, device), *candidates(task, device)])
+    ]
+
+
+def compile_slice(units: list[tuple[Task, Any]], device: torch.device) -> int:
+    """Launch each config once, so that Triton's cache on the disk holds it; how many work."""
+    good, runs = 0, {}
+    for task, config in units:
+        try:
+            if task.name not in runs:
+                runs = {task.name: launches(task, device, [task.case.inputs(task.dtype, device)])[0]}
+            runs[task.name](config)
+            synchronize(device)
+            good += 1
+        except Exception as error:
+            # the row of this config will say so
+            print(f"  {task.name} {label(config)}: {reason_of(error)[:140]}", flush=True)
+    return good
+
+
+def compile_ahead(argv: list[str], jobs: int, seconds: float) -> None:
+    """Compile all configs in `jobs` processes of this script, each a share of them, for at most `seconds`."""
+    begin = time.monotonic()
+    command = [sys.executable, str(Path(__file__).resolve()), *argv]
+    running = [subprocess.Popen([*command, "--slice", f"{i}/{jobs}"]) for i in range(jobs)]
+    for process in running:
+        try:
+            process.wait(max(0.1, seconds - (time.monotonic() - begin)))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    statuses = [process.returncode for process in running]
+    print(f"# compiled ahead for {time.monotonic() - begin:.0f} s, {jobs} at once; {statuses}", flush=True)
+
+
+def slice_of(text: str) -> tuple[int, int]:
+    """ "2/16": the third of 16 shares."""
+    first, _, count = text.partition("/")
+    if not (first.isdigit() and count.isdigit() and int(first) < int(count)):
+        raise argparse.ArgumentTypeError(f"got {text}, expected such as 0/16")
+    return int(first), int(count)
+
+
 def label(config: Any) -> str:
     """A config in a row's name."""
     return "_".join(str(int(value)) for value in config)
@@ -345,9 +410,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="the table; default: kernels/tuned/<gpu>.json")
     parser.add_argument("--json", type=Path, help="record every candidate here too, *.json or *.jsonl")
     parser.add_argument("--merge", type=Path, metavar="FILE", help="time nothing; take over this record")
+    parser.add_argument("--jobs", type=int, help="processes that compile ahead; default: the cores, on a GPU")
+    parser.add_argument("--slice", type=slice_of, metavar="I/N", help="only compile a share of the configs")
     args = parser.parse_args(argv)
     if not args.budget > 0:
         parser.error(f"--budget {args.budget}: expected seconds above 0")
+    if args.jobs is None:
+        args.jobs = len(os.sched_getaffinity(0)) if args.device == "cuda" else 0
+    if args.jobs < 0:
+        parser.error(f"--jobs {args.jobs}: expected a number of processes, or 0 for none")
     if args.merge is not None:
         return args
     if args.device == "cpu" and args.out is None:
@@ -359,15 +430,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Tune what the arguments name; the exit status is 1 where an entry found no config that works."""
+    argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
     try:
-        return run(args)
+        return run(args, argv)
     except ValueError as error:
         print(f"tune: error: {error}", file=sys.stderr)
         return 2
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, argv: list[str]) -> int:
     """What `main` does after the arguments are read."""
     if args.merge is not None:
         path, count = merge(args.merge, args.out)
@@ -387,13 +459,20 @@ def run(args: argparse.Namespace) -> int:
     name = tuning.device_of(device).name
     path = args.out or tuning.file_of(name)
     table = read_table(path, name)
+    dtypes = [getattr(torch, each) for each in args.dtype or ("bfloat16", "float16")]
+    todo = tasks(args.op or list(OPS), args.model or ["base", "large"], dtypes, tiny)
+    if args.slice is not None:
+        first, count = args.slice
+        units = compile_units(todo, tuning.device_of(device))[first::count]
+        print(f"# slice {first}/{count}: {compile_slice(units, device)} of {len(units)} work", flush=True)
+        return 0
     settings = {key: str(value) for key, value in vars(args).items() if value is not None}
     report = Report(args.json, settings, None, line)
     report.data["environment"] = describe(device)
     report.save()
-    dtypes = [getattr(torch, each) for each in args.dtype or ("bfloat16", "float16")]
-    todo = tasks(args.op or list(OPS), args.model or ["base", "large"], dtypes, tiny)
     print(f"# {name}: {len(todo)} entries of {path}", flush=True)
+    if args.jobs > 1:
+        compile_ahead(argv, args.jobs, AHEAD * args.budget)
 
     def left() -> float:
         return args.budget - (time.monotonic() - begin)

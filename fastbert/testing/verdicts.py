@@ -351,21 +351,29 @@ def proven_elsewhere(results: Path, op: str, backend: str, dtype: torch.dtype, c
     Only a source checkout has such files (`make gpu` writes them). All correctness rows of the kernel must be
     good.
     """
-    name = str(dtype).removeprefix("torch.")
-    begin = f"{op}-{backend}-{_TAGS.get(name, name)}"
     for path in sorted(results.glob("*/checks.json")):
         data = _object(path.read_bytes)
-        facts, rows = data.get("environment"), data.get("rows")
-        if not isinstance(facts, dict) or facts.get("compute_capability") != capability:
-            continue
-        mine = [
-            row.get("status")
-            for row in (rows if isinstance(rows, list) else [])
-            if row.get("step") == "correctness" and f"{row.get('name')}-".startswith(f"{begin}-")
-        ]
-        if mine and set(mine) == {"ok"}:
+        facts = data.get("environment")
+        here = isinstance(facts, dict) and facts.get("compute_capability") == capability
+        if here and proves(data, op, backend, dtype):
             return str(path.relative_to(results.parent.parent))
     return None
+
+
+def proves(data: dict[str, Any], op: str, backend: str, dtype: torch.dtype) -> bool:
+    """Whether a run of `make gpu` has checked the kernel's correctness, and found nothing.
+
+    Args:
+        data: a file `checks.json` of `bench/results`.
+    """
+    name, rows = str(dtype).removeprefix("torch."), data.get("rows")
+    begin = f"{op}-{backend}-{_TAGS.get(name, name)}-"
+    mine = {
+        row.get("status")
+        for row in (rows if isinstance(rows, list) else [])
+        if row.get("step") == "correctness" and f"{row.get('name')}-".startswith(begin)
+    }
+    return mine == {"ok"}
 
 
 # --- markers ------------------------------------------------------------------------------------------------

@@ -8,11 +8,12 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from bench import gpu_checks, lines
+from bench import gpu_checks, gpu_tools, lines
 from fastbert import testing
 from fastbert.backends import triton as backend
 from fastbert.graphs import model as graphs
@@ -35,6 +36,7 @@ def named(check, name: str):
     return check
 
 
+ROOT = Path(__file__).resolve().parents[2]
 LINEAR = gpu_checks.Unit("linear", "triton", torch.bfloat16)
 ENCODER = gpu_checks.Unit("encoder", None, torch.bfloat16)
 
@@ -392,9 +394,76 @@ def test_the_sanitizer_says_what_it_found_or_why_it_could_not(name, tmp_path):
     program = tmp_path / "compute-sanitizer"
     program.write_text(f"#!/bin/sh\n{text.replace('sleep', 'exec sleep')}\n")
     program.chmod(0o755)
-    found = gpu_checks.sanitized(str(program), "memcheck", 1.0 if name == "slow" else 30.0)
+    found = gpu_tools.sanitized(str(program), "memcheck", 1.0 if name == "slow" else 30.0)
     assert found[0] == status
     assert (found[1] is None) if reason is None else (reason in found[1])
+
+
+NCU = """==PROF== Connected to process 7
+"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size",\
+"Device","CC","gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed","gpu__time_duration.sum",\
+"launch__registers_per_thread","sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active"
+"","","","","","","","","","","","%","nsecond","register/thread","%"
+"0","7","python3","127.0.0.1","_attention_fwd_kernel","1","7","(128, 1, 1)","(96, 1, 1)","0","9.0","12.5",\
+"1,234.00","168","n/a"
+==PROF== Disconnected
+""".replace("\\\n", "")
+PROFILERS = {
+    "ok": (f"cat <<'END'\n{NCU}END", "ok", None),
+    "refused": ("echo '==ERROR== ERR_NVGPUCTRPERM'; exit 1", "skipped", "may not read the GPU's counters"),
+    "silent": ("true", "skipped", "no figures (exit status 0)"),
+    "no kernel": ("echo '==WARNING== No kernels were profiled.'", "skipped", "No kernels were profiled"),
+    "slow": ("exec sleep 600", "skipped", "did not end within 1 s"),
+}
+
+
+@pytest.mark.parametrize("name", PROFILERS)
+def test_the_profilers_figures_or_why_there_are_none(name, tmp_path):
+    text, status, reason = PROFILERS[name]
+    program = tmp_path / "ncu"
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(0o755)
+    seconds = 1.0 if name == "slow" else 30.0
+    found = gpu_tools.profiled(str(program), "_attention_fwd_kernel", "attention", seconds)
+    assert found[0] == status
+    assert (found[1] is None) if reason is None else (reason in found[1])
+    if status == "ok":
+        # a counter that the device does not have is left out
+        assert found[2] == {"dram_percent": 12.5, "us": pytest.approx(1.234), "registers": 168.0}
+
+
+def test_the_kernels_that_are_profiled_exist():
+    sources = "".join(path.read_text() for path in (ROOT / "kernels").glob("*.py"))
+    for kernel, op in gpu_tools.PROFILED.items():
+        assert f"\ndef {kernel}(" in sources
+        assert op in dispatch.OPS
+
+
+def test_the_profiler_gets_a_row_per_kernel(monkeypatch, tmp_path):
+    program = tmp_path / "ncu"
+    program.write_text("")
+    monkeypatch.setattr(gpu_tools, "program", lambda name, tiny: str(program))
+    asked = []
+    monkeypatch.setattr(
+        gpu_tools, "profiled", lambda *args: asked.append(args[1:3]) or ("ok", None, {"us": 2.0})
+    )
+    rows = []
+    check = gpu_checks.Check("profile", torch.device("cuda"), rows.append)
+    list(gpu_checks.profile(check, None))
+    assert asked == list(gpu_tools.PROFILED.items())
+    assert [row["name"] for row in rows] == [f"profile-{kernel}" for kernel in gpu_tools.PROFILED]
+    assert {row["us"] for row in rows} == {2.0}
+    rows.clear()
+    check.end = time.monotonic() + 3
+    list(gpu_checks.profile(check, None))
+    assert {row["status"] for row in rows} == {"skipped"}
+
+
+def test_one_call_needs_an_op(capsys):
+    for arguments in (["one-call"], ["graphs", "--op", "linear"]):
+        with pytest.raises(SystemExit):
+            gpu_checks.main(arguments)
+        assert "one-call needs it, and nothing else takes it" in capsys.readouterr().err
 
 
 def test_the_checks_file_is_one_that_many_may_append_to(tmp_path, capsys):

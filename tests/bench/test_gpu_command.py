@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from bench import attention, gpu, lines, roofs
+from bench import attention, bench_encoder, bench_training, gpu, lines, roofs
 from fastbert.backends import triton as backend
 from tests.support.triton_fixtures import interpreted
 
@@ -142,16 +145,75 @@ def test_shares_keep_what_the_later_steps_need():
     assert gpu.share(step, [], 20, 1.0) == 20
 
 
-def test_the_default_budget_reaches_every_step():
-    assert sum(step.least for step in gpu.STEPS) < gpu.BUDGET_SECONDS / 2
-    assert gpu.BUDGET_SECONDS < 600
-    assert all(0 < step.least <= step.most for step in gpu.STEPS)
+@pytest.mark.parametrize("part", gpu.PARTS)
+def test_no_step_of_a_part_is_shortened_for_a_later_one(part):
+    steps = gpu.PARTS[part]
+    assert sum(step.most for step in steps) <= gpu.BUDGET_SECONDS < 600
+    assert all(0 < step.least <= step.most for step in steps)
+    for index, step in enumerate(steps):
+        left = gpu.BUDGET_SECONDS - sum(before.most for before in steps[:index])
+        assert gpu.share(step, list(steps[index + 1 :]), left, 1.0) == step.most
 
 
-def test_only_picks_in_the_order_of_the_run():
-    assert [step.name for step in gpu.choose("encoder, build")] == ["build", "encoder"]
-    assert [step.name for step in gpu.choose(None)] == [step.name for step in gpu.STEPS]
-    assert not any(step.name.startswith("planted") for step in gpu.choose(None))
+def test_the_first_part_has_the_proof_and_the_headline_rows(tmp_path):
+    names = [step.name for step in gpu.PARTS["a"]]
+    assert names == ["build", "probe", "selfcheck", "correctness", "encoder", "training"]
+    assert len({step.name for step in gpu.STEPS}) == len(gpu.STEPS)
+    run = gpu.Run(tmp_path, "cuda")
+    commands = {step.name: step.command(run, 30.0) for step in gpu.PARTS["a"]}
+    assert "--build" in commands["build"]
+    models = bench_encoder.parse([*commands["encoder"][2:], "--device", "cpu"]).models
+    assert models == ["base", "large"]
+    parsed = bench_training.parse([*commands["training"][2:], "--device", "cpu"])
+    assert (parsed.models, parsed.heads) == (["base", "large"], ["pretraining"])
+    # nothing is timed before every kernel has its verdict
+    order = [step.name for step in gpu.PARTS["b"]]
+    assert order.index("tuning") < order.index("selfcheck-tuned") < order.index("kernels")
+
+
+def test_only_picks_of_any_part_in_the_order_of_the_run():
+    assert [step.name for step in gpu.choose("compile, encoder, build")] == ["build", "encoder", "compile"]
+    for part, steps in gpu.PARTS.items():
+        assert gpu.choose(None, part) == list(steps)
+    assert gpu.choose(None) == list(gpu.PARTS["a"])
+    assert not any(step.name.startswith("planted") for step in gpu.STEPS)
+
+
+def test_one_archive_has_everything_after_each_step(tmp_path):
+    names = ["planted-failure", "planted-good"]
+    gpu.main(["--out", str(tmp_path), "--only", ",".join(names)])
+    (archive,) = tmp_path.glob("*.tar")
+    assert archive.name == "run-some.tar"
+    for _ in range(2):
+        with tarfile.open(archive) as file:
+            assert file.getnames() == ["log.txt", "steps.jsonl"]
+            assert file.extractfile("log.txt").read() == (tmp_path / "log.txt").read_bytes()
+            assert file.extractfile("steps.jsonl").read() == (tmp_path / "steps.jsonl").read_bytes()
+        # the second archive does not hold the first one
+        gpu.pack(tmp_path, "run-b.tar")
+        archive = tmp_path / "run-b.tar"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "log.txt",
+        "run-b.tar",
+        "run-some.tar",
+        "steps.jsonl",
+    ]
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
+def test_a_killed_run_leaves_an_archive_of_the_steps_before(tmp_path):
+    command = [*GPU, "--out", str(tmp_path), "--only", "planted-failure,planted-hang", "--budget", "57000"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 60
+        while not (tmp_path / "run-some.tar").exists():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.wait()
+    with tarfile.open(tmp_path / "run-some.tar") as file:
+        assert b'"step": "planted-' in file.extractfile("steps.jsonl").read()
 
 
 @pytest.mark.parametrize(
@@ -162,6 +224,7 @@ def test_only_picks_in_the_order_of_the_run():
         (["--budget", "0"], "got 0, expected a number of seconds above 0"),
         (["--budget", "nan"], "got nan, expected"),
         (["--device", "tpu"], "tpu"),
+        (["--part", "d"], "invalid choice: 'd'"),
     ],
 )
 def test_bad_arguments_are_named(options, message, tmp_path, capsys):
@@ -178,9 +241,12 @@ def test_the_commands_of_a_gpu_run_name_what_exists(tmp_path):
     for step in gpu.STEPS:
         command = step.command(run, 30.0)
         assert command[0] == sys.executable
+        if step.name.startswith("selfcheck"):
+            assert command[1:4] == ["-m", "fastbert", "warmup"]
+            continue
         assert Path(command[1]).is_file(), step.name
+        assert command[command.index("--budget") + 1] == "30", step.name
         if step.name != "build":
-            assert command[command.index("--budget") + 1] == "30", step.name
             assert str(tmp_path) in command[command.index("--json") + 1]
     assert gpu.environment(run).get("CUDA_VISIBLE_DEVICES") == os.environ.get("CUDA_VISIBLE_DEVICES")
     assert gpu.environment(gpu.Run(tmp_path, "cpu"))["TRITON_INTERPRET"] == "1"
@@ -194,67 +260,107 @@ def test_the_parent_needs_the_standard_library_only():
 
 def test_make_gpu_passes_its_arguments_on():
     command = ["make", "-n", "gpu", "VENV=", "PYTHON=some-python", "OUT=somewhere", "ARGS=--only probe"]
+    command += ["PART=b"]
     # as from a shell, though the tests themselves may run under make
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))
     }
     done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=60)
-    assert done.stdout.splitlines() == ["some-python bench/gpu.py --out somewhere --only probe"], done.stderr
+    assert done.stdout.splitlines() == ["some-python bench/gpu.py --out somewhere --part b --only probe"], (
+        done.stderr
+    )
 
 
 # --- the whole command, without a GPU -----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def dry(tmp_path_factory) -> tuple[Path, str]:
-    """(folder, printed) of a dry run."""
-    folder = tmp_path_factory.mktemp("gpu") / "out"
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [*GPU, "--out", str(folder), "--device", "cpu", "--budget", "3000"]
-    done = subprocess.run(command, text=True, capture_output=True, timeout=1200, env=env)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    return folder, done.stdout
+def dry(tmp_path_factory) -> Callable[[str], tuple[Path, str]]:
+    """A function from a part to (folder, printed) of its dry run, which runs once."""
+
+    @functools.cache
+    def of(part: str) -> tuple[Path, str]:
+        folder = tmp_path_factory.mktemp("gpu") / part
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [*GPU, "--out", str(folder), "--part", part, "--device", "cpu", "--budget", "3000"]
+        done = subprocess.run(command, text=True, capture_output=True, timeout=1200, env=env)
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+        return folder, done.stdout
+
+    return of
 
 
 @interpreted
-def test_a_dry_run_passes_every_step(dry):
-    folder, printed = dry
+@pytest.mark.parametrize("part", gpu.PARTS)
+def test_a_dry_run_passes_every_step(dry, part):
+    folder, printed = dry(part)
     assert {name: record["status"] for name, record in steps_of(folder).items()} == {
-        step.name: "ok" for step in gpu.STEPS
+        step.name: "ok" for step in gpu.PARTS[part]
     }
     assert "# all steps:" in printed
     head = lines.read(folder / "steps.jsonl")
-    assert (head["finished"], head["device_type"]) == (True, "cpu")
+    assert (head["finished"], head["device_type"], head["part"]) == (True, "cpu", part)
+
+
+@interpreted
+@pytest.mark.parametrize("part", gpu.PARTS)
+def test_a_dry_run_leaves_eight_files_at_most_and_one_has_all(dry, part):
+    folder, _ = dry(part)
+    names = sorted(path.name for path in folder.iterdir())
+    assert len(names) <= 8
+    with tarfile.open(folder / f"run-{part}.tar") as file:
+        assert sorted([*file.getnames(), f"run-{part}.tar"]) == names
+        for name in file.getnames():
+            assert file.extractfile(name).read() == (folder / name).read_bytes(), name
 
 
 @interpreted
 def test_a_dry_run_checks_every_triton_kernel(dry):
-    rows = lines.read(dry[0] / "checks.jsonl")["rows"]
-    for step in ("correctness", "determinism"):
+    found = {}
+    for part, step in (("a", "correctness"), ("b", "determinism")):
+        rows = found[part] = lines.read(dry(part)[0] / "checks.jsonl")["rows"]
         ops = {row["name"].split("-")[0] for row in rows if (row["step"], row["status"]) == (step, "ok")}
         assert ops == set(backend.DTYPES), step
-    checked = {row["step"]: row["status"] for row in rows if row["name"] == "encoder-bf16"}
+    checked = {row["step"]: row["status"] for row in found["b"] if row["name"] == "encoder-bf16"}
     assert checked == {"graphs": "ok", "memory": "ok"}
-    assert {row["status"] for row in rows} == {"ok", "skipped"}
+    tools = [(row["step"], row["status"]) for row in lines.read(dry("c")[0] / "checks.jsonl")["rows"]]
+    assert tools == [("profile", "skipped"), ("sanitizer", "skipped")]
+    assert {row["status"] for rows in found.values() for row in rows} == {"ok", "skipped"}
 
 
 @interpreted
 def test_a_dry_run_times_every_engine(dry):
-    data = lines.read(dry[0] / "encoder.jsonl")
-    rows = {(row["group"], row["candidate"]): row for row in data["rows"] if row["status"] == "ok"}
-    plain = ["fastbert", "fastbert_graphs", "transformers_eager", "transformers_sdpa", "torch_encoder"]
-    assert [name for group, name in rows if group == "plain"] == [f"{name}-bf16" for name in plain]
-    beside = ["fastbert-bf16", "fastbert_graphs-bf16", "transformers_sdpa-bf16"]
-    assert [name for group, name in rows if group == "compile"] == [*beside, "torch_compile-bf16"]
-    assert all(row["cosine"] > 0.999 for row in rows.values())
-    measured = roofs.of_file(dry[0] / "probe.jsonl")  # by the probe, and not again
+    def rows_of(part):
+        data = lines.read(dry(part)[0] / "encoder.jsonl")
+        good = (row for row in data["rows"] if (row["step"], row["status"]) == ("encoder", "ok"))
+        rows = {row["candidate"]: row for row in good}
+        assert all(row["cosine"] > 0.999 for row in rows.values())
+        return data, rows
+
+    data, rows = rows_of("a")
+    ours = ["fastbert", "fastbert_graphs", "accelerated"]
+    theirs = ["transformers_eager", "transformers_sdpa", "torch_encoder"]
+    assert sorted(rows) == sorted(f"{name}-bf16" for name in ours + theirs)
+    measured = roofs.of_file(dry("a")[0] / "probe.jsonl")  # by the probe, and not again
     assert data["roofs"]["gflops"]["bf16"] == pytest.approx(measured.gflops["bf16"])
-    assert any(row["op"] == "packing" for row in lines.read(dry[0] / "kernels.jsonl")["rows"] if "op" in row)
+    assert data["self_checks"] == []  # a CPU's kernels need none
+    for name, row in rows.items():
+        served_by = row["backends"]
+        assert bool(served_by) is name.startswith(("fastbert", "accelerated"))
+        assert set(served_by.values()) <= {"cpu", "aten", "reference"}
+        assert not served_by or {"attention bf16", "linear bf16", "layer_norm bf16"} <= set(served_by)
+    _, rows = rows_of("b")
+    assert sorted(rows) == ["fastbert-bf16", "fastbert_graphs-bf16", "transformers_sdpa-bf16"]
+    kernels = lines.read(dry("b")[0] / "kernels.jsonl")["rows"]
+    assert {row["pass"] for row in kernels if row.get("op") == "packing"} == {"forward", "backward"}
+    _, rows = rows_of("c")
+    beside = ["fastbert-bf16", "fastbert_graphs-bf16", "transformers_sdpa-bf16"]
+    assert sorted(rows) == sorted([*beside, "torch_compile-bf16"])
 
 
 @interpreted
 def test_a_dry_run_trains(dry):
-    data = lines.read(dry[0] / "training.jsonl")
+    data = lines.read(dry("a")[0] / "training.jsonl")
     rows = [(row["step"], row["candidate"], row["status"]) for row in data["rows"]]
     names = ("fastbert-bf16", "transformers-bf16")
     alone = [row for row in rows if row[0] == "attention"]
@@ -263,17 +369,24 @@ def test_a_dry_run_trains(dry):
     assert rows == [(step, name, "ok") for step in ("training", "footprint") for name in names]
     peers = [ratio["theirs"] for ratio in data["ratios"]]
     assert sorted(peers) == ["fastbert_other_bits", "torch_sdpa"] + ["transformers"] * 3
+    (ours,) = (row for row in data["rows"] if row["name"].startswith("training-fastbert"))
+    assert {"layer_norm fp32", "layer_norm bf16", "cross_entropy fp32"} <= set(ours["backends"])
+    compiled = lines.read(dry("c")[0] / "training.jsonl")["rows"]
+    assert ("torch_compile-bf16", "ok") in {(row["candidate"], row["status"]) for row in compiled}
 
 
 @interpreted
 def test_a_dry_run_tunes(dry):
-    rows = [row for row in lines.read(dry[0] / "tuning.jsonl")["rows"] if "entry" in row]
+    folder, _ = dry("b")
+    rows = [row for row in lines.read(folder / "tuning.jsonl")["rows"] if "entry" in row]
     assert {row["entry"][0] for row in rows} == {"linear", "attention"}
     assert {row["status"] for row in rows} == {"ok"}
-    assert set(json.loads((dry[0] / "tuned.json").read_text())) == {"device", "linear", "attention"}
+    assert set(json.loads((folder / "tuned.json").read_text())) == {"device", "linear", "attention"}
 
 
 @interpreted
-def test_a_dry_run_is_no_result(dry, tmp_path, capsys):
-    assert gpu.main(["merge", str(dry[0]), "--results", str(tmp_path / "results")]) == 2
-    assert "a dry run on a CPU is no result" in capsys.readouterr().err
+@pytest.mark.parametrize("part", ["a", "b"])
+def test_a_dry_run_is_no_result(dry, tmp_path, capsys, part):
+    for path in (dry(part)[0], dry(part)[0] / f"run-{part}.tar"):
+        assert gpu.main(["merge", str(path), "--results", str(tmp_path / "results")]) == 2
+        assert "a dry run on a CPU is no result" in capsys.readouterr().err

@@ -25,6 +25,22 @@ def encoder_row(candidate: str, workload: str, ms: float, group: str = "plain", 
     return row | facts
 
 
+MATRIX = """Before
+<!-- proven kernels: made by `python bench/gpu.py readme` -->
+<!-- end of proven kernels -->
+after
+"""
+
+
+@pytest.fixture
+def pages(tmp_path) -> tuple[Path, Path, list[str]]:
+    """(the page of numbers, the op matrix, the options that name them)."""
+    readme, matrix = tmp_path / "README.md", tmp_path / "matrix.md"
+    readme.write_text(MARKED)
+    matrix.write_text(MATRIX)
+    return readme, matrix, ["--readme", str(readme), "--matrix", str(matrix)]
+
+
 @pytest.fixture
 def finished(tmp_path) -> Path:
     """The made-up files of a run on a GPU."""
@@ -89,9 +105,9 @@ def test_a_commit_of_the_run_itself_stays(finished, tmp_path):
     assert (data["commit"], data["changed"], "commit_of" in data) == ("a" * 40, False, False)
 
 
-def test_merge_refuses_what_is_no_result(finished, tmp_path, capsys):
-    results, readme = tmp_path / "results", tmp_path / "README.md"
-    options = ["--results", str(results), "--readme", str(readme)]
+def test_merge_refuses_what_is_no_result(finished, tmp_path, pages, capsys):
+    results = tmp_path / "results"
+    options = ["--results", str(results), *pages[2]]
     assert gpu.main(["merge", str(tmp_path / "nothing"), *options]) == 2
     assert "nothing: no steps.jsonl, probe.jsonl" in capsys.readouterr().err
     (finished / "checks.jsonl").unlink()
@@ -117,10 +133,9 @@ end
 """
 
 
-def test_merge_puts_the_numbers_into_the_readme(finished, tmp_path):
-    results, readme = tmp_path / "results", tmp_path / "README.md"
-    readme.write_text(MARKED)
-    options = ["--results", str(results), "--readme", str(readme)]
+def test_merge_puts_the_numbers_into_the_readme(finished, tmp_path, pages):
+    results, readme = tmp_path / "results", pages[0]
+    options = ["--results", str(results), *pages[2]]
     assert gpu.main(["merge", str(finished), *options, "--tuned", str(tmp_path / "tuned.json")]) == 0
     text = readme.read_text()
     assert "old" not in text
@@ -148,23 +163,127 @@ def test_merge_puts_the_numbers_into_the_readme(finished, tmp_path):
     assert "5.00" in readme.read_text()  # a check writes nothing
 
 
-def test_no_gpu_run_claims_no_gpu_speed(tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text(MARKED)
+def test_no_gpu_run_claims_no_gpu_speed_and_proves_no_kernel(tmp_path, pages):
     (tmp_path / "results").mkdir()
-    assert gpu.main(["readme", "--results", str(tmp_path / "results"), "--readme", str(readme)]) == 0
-    assert "No speed on a GPU is claimed" in readme.read_text()
+    assert gpu.main(["readme", "--results", str(tmp_path / "results"), *pages[2]]) == 0
+    assert "No speed on a GPU is claimed" in pages[0].read_text()
+    assert "No kernel is proven on a GPU" in pages[1].read_text()
+
+
+def second_run(folder: Path, **facts) -> Path:
+    """A later call of `make gpu` on the same machine: one row measured again, one new, and checks."""
+    head = {"schema": 1, "date": "2026-11-30T11:00:00+00:00", "environment": ENVIRONMENT | facts}
+    for name in ("encoder", "checks", "tuning"):
+        lines.append(folder / f"{name}.jsonl", "head", head)
+    lines.append(folder / "encoder.jsonl", "row", encoder_row("fastbert-bf16", "full", 5.0))
+    lines.append(folder / "encoder.jsonl", "row", encoder_row("fastbert-bf16", "squad", 3.0))
+    row = {"step": "determinism", "name": "linear", "status": "ok"}
+    lines.append(folder / "checks.jsonl", "row", row)
+    row = {"step": "tuning", "name": "linear k 8", "status": "ok", "entry": ["linear", "k", 8]}
+    lines.append(folder / "tuning.jsonl", "row", row | {"config": {"block_m": 128}})
+    return folder
+
+
+@pytest.mark.parametrize("archived", [False, True])
+def test_parts_are_merged_into_one_another(finished, tmp_path, archived):
+    parts = [finished, second_run(tmp_path / "b")]
+    if archived:
+        for folder in parts:
+            gpu.pack(folder, "run.tar")
+        parts = [folder / "run.tar" for folder in parts]
+    results, tuned = tmp_path / "results", tmp_path / "tuned.json"
+    paths = gpu_results.merge(parts, results, tuned)
+    assert paths.count(tuned) == 1
+    assert set(json.loads(tuned.read_text())["linear"]["k"]) == {"7", "8"}
+    data = json.loads((results / "nvidia-h999" / "encoder.json").read_text())
+    assert data["date"] == "2026-11-30T11:00:00+00:00"
+    assert data["roofs"]["gbytes"] == 4300.0  # the first part's
+    mine = [(r["workload"], r["median_ms"]) for r in data["rows"] if r["candidate"] == "fastbert-bf16"]
+    assert mine == [("full", 6.2), ("full", 5.0), ("squad", 3.0)]  # 6.2: beside torch.compile
+    steps = {row["step"] for row in json.loads((results / "nvidia-h999" / "checks.json").read_text())["rows"]}
+    assert steps == {"correctness", "determinism"}
+    assert not list(tmp_path.glob("results/*/steps.jsonl"))
+
+
+def test_runs_on_two_devices_are_not_mixed(finished, tmp_path):
+    other = second_run(tmp_path / "b", device="NVIDIA H998")
+    for parts in ([finished, other], [other, finished]):
+        with pytest.raises(ValueError, match="runs on NVIDIA H998 and NVIDIA H999: merge them one by one"):
+            gpu_results.merge(parts, tmp_path / "results", tmp_path / "tuned.json")
+    dry = second_run(tmp_path / "c", device_type="cpu")
+    with pytest.raises(ValueError, match="a dry run on a CPU is no result"):
+        gpu_results.merge([finished, dry], tmp_path / "results", tmp_path / "tuned.json")
+    assert not (tmp_path / "results").exists()
+
+
+def test_what_is_no_archive_is_named(tmp_path):
+    path = tmp_path / "run.tar"
+    path.write_text("no archive")
+    with pytest.raises(ValueError, match=r"run\.tar: "):
+        gpu_results.merge([path], tmp_path / "results")
+
+
+def test_a_row_that_another_backend_served_is_marked(finished, tmp_path, pages):
+    first = {"attention bf16": "triton", "linear bf16": "aten", "linear activation bf16": "triton"}
+    rows = [
+        encoder_row("fastbert-bf16", "full", 6.0, backends=first | {"attention bf16": "aten"}),
+        encoder_row("fastbert_graphs-bf16", "full", 5.5, backends=first),
+        encoder_row("transformers_sdpa-bf16", "full", 11.0, backends={}),
+    ]
+    for row in rows:
+        lines.append(finished / "encoder.jsonl", "row", row)
+    row = {"step": "training", "name": "t", "status": "ok", "model": "base", "workload": "full"}
+    row |= {"candidate": "fastbert-bf16", "head": "pretraining", "median_ms": 9.0, "of_floor": 0.5}
+    row |= {"group": "plain", "backends": {"layer_norm fp32": "aten", "layer_norm bf16": "triton"}}
+    lines.append(finished / "training.jsonl", "head", {"date": "2026-11-30", "environment": ENVIRONMENT})
+    lines.append(finished / "training.jsonl", "row", row)
+    options = ["--results", str(tmp_path / "results"), *pages[2]]
+    assert gpu.main(["merge", str(finished), *options, "--tuned", str(tmp_path / "tuned.json")]) == 0
+    text = pages[0].read_text()
+    assert "| **fastbert** | 6.00 (50%) † |" in text
+    assert "| **fastbert, CUDA graphs** | 5.50 (50%) |" in text
+    assert "† not by the first backend of every op: attention bf16 by aten." in text
+    assert "| **fastbert** | 9.0 (50%) † |" in text
+    assert "† not by the first backend of every op: layer_norm fp32 by aten." in text
+
+
+def test_proven_kernels_are_marked_in_the_matrix(finished, tmp_path, pages):
+    good = ["attention-triton-bf16-a", "attention-triton-bf16-b", "linear-triton-fp16-a"]
+    rows = [{"step": "correctness", "name": name, "status": "ok"} for name in good]
+    rows.append({"step": "correctness", "name": "linear-triton-bf16-a", "status": "ok"})
+    rows.append({"step": "correctness", "name": "linear-triton-bf16-b", "status": "failed"})
+    rows.append({"step": "determinism", "name": "pooling-triton-bf16", "status": "ok"})
+    rows.append({"step": "correctness", "name": "linear_cross_entropy-triton-fp32-a", "status": "ok"})
+    for row in rows:
+        lines.append(finished / "checks.jsonl", "row", row)
+    options = ["--results", str(tmp_path / "results"), *pages[2]]
+    assert gpu.main(["merge", str(finished), *options, "--tuned", str(tmp_path / "tuned.json")]) == 0
+    text = pages[1].read_text()
+    assert text.startswith("Before\n")
+    assert text.endswith("\nafter\n")
+    assert "| op | kernels | NVIDIA H999 |" in text
+    assert "| `attention` | `triton` | bf16 |" in text
+    assert "| `linear` | `triton` | fp16 |" in text  # in bf16 one case failed
+    assert "| `linear_cross_entropy` | `triton` | fp32 |" in text
+    assert "| `pooling` | `triton` | – |" in text
+    assert "| `layer_norm` | `cuda` | – |" in text
+    assert "bench/results/nvidia-h999/checks.json" in text
+    assert gpu.main(["readme", "--check", *options]) == 0
+    pages[1].write_text(text.replace("| bf16 |", "| fp32 |"))
+    assert gpu.main(["readme", "--check", *options]) == 1
 
 
 @pytest.mark.parametrize("text", ["", MARKED + MARKED, MARKED.replace("<!-- end of gpu numbers -->\n", "")])
-def test_a_readme_without_its_markers_is_an_error(text, tmp_path, capsys):
-    readme = tmp_path / "README.md"
-    readme.write_text(text)
-    assert gpu.main(["readme", "--readme", str(readme)]) == 2
+def test_a_readme_without_its_markers_is_an_error(text, pages, capsys):
+    pages[0].write_text(text)
+    assert gpu.main(["readme", *pages[2]]) == 2
     assert "expected <!-- " in capsys.readouterr().err
-    assert readme.read_text() == text
+    assert pages[0].read_text() == text
+    assert pages[1].read_text() == MATRIX
 
 
 def test_the_committed_readme_is_what_bench_results_say():
     text = gpu_results.PAGE.read_text()
     assert gpu_results.filled(text, gpu_results.sections()) == text, "run `python bench/gpu.py readme`"
+    text = gpu_results.MATRIX.read_text()
+    assert gpu_results.filled(text, gpu_results.proven()) == text, "run `python bench/gpu.py readme`"

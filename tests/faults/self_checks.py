@@ -77,4 +77,4 @@ FAULTS = (
     _fault("fastbert/runtime/dispatch.py", "a trial keeps another trial's choice", "        if before is None:\n            del _trial.pins, _trial.resolved\n        else:\n            _trial.pins, _trial.resolved = before, {}", "        if before is None:\n            del _trial.pins\n        else:\n            _trial.pins = before"),
 )  # fmt: skip
 
-SUITE = Suite(FAULTS, ("tests/testing", "tests/runtime/test_first_use.py"))
+SUITE = Suite(FAULTS, ("tests/testing", "tests/runtime/test_first_use.py"), timeout_s=600.0)

@@ -41,6 +41,7 @@ WHOLE = {
     """,
     "bench": """
         test_a_dry_run_checks_every_triton_kernel test_a_dry_run_is_no_result
+        test_a_dry_run_leaves_eight_files_at_most_and_one_has_all
         test_a_dry_run_passes_every_step test_a_dry_run_times_every_engine test_a_dry_run_trains
         test_a_dry_run_tunes test_a_group_that_fails_costs_the_next_nothing
         test_a_hang_a_crash_and_an_ending_process_are_rows test_a_kill_loses_nothing_and_leaves_no_worker

@@ -1,0 +1,159 @@
+"""Compile what the timed steps of `make gpu` need, on all cores at once, while the extension is built.
+
+    python bench/precompile.py [--build] [--budget 70]
+    python bench/precompile.py --device cpu          the same, tiny, in Triton's interpreter: compiles nothing
+
+Each unit is a model of one layer, in a forked process of its own: a forward, or a step of training, of the
+very batches that are timed later, by Triton's kernels. So Triton's cache on the disk holds them under the
+very keys that later processes look for. A unit that fails is printed, and the later steps say why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+import unittest.mock
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
+    sys.path[0] = str(ROOT)
+
+import torch  # noqa: E402
+
+from bench import training, workloads  # noqa: E402
+from bench.engines import config_of  # noqa: E402
+from bench.probe_steps import reason_of  # noqa: E402
+from fastbert.runtime import dispatch  # noqa: E402
+from fastbert.testing import proving  # noqa: E402
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """What one process compiles."""
+
+    model: str
+    workload: str
+    training: bool = False
+
+    @property
+    def name(self) -> str:
+        """As it is printed."""
+        return f"{self.model} {self.workload} {'training' if self.training else 'forward'}"
+
+
+def units(tiny: bool) -> list[Unit]:
+    """The batches of bench_encoder.py and bench_training.py on a GPU; training first, which takes longest."""
+    if tiny:
+        return [Unit("tiny", "1x128", True), Unit("tiny", "1x128")]
+    trained = [Unit("base", "full", True), Unit("large", "train", True)]
+    batches = [batch for name in ("full", "squad", "latency") for batch in workloads.expand(name)]
+    return trained + [Unit(model, batch) for model in ("base", "large") for batch in batches]
+
+
+def unproven(device: torch.device) -> contextlib.AbstractContextManager:
+    """Where the dispatch table's kernels serve without a self-check; in the dry run, all Triton kernels."""
+    if device.type == "cuda":
+        return unittest.mock.patch.object(proving, "is_proven", return_value=True)
+    able = [op for op in dispatch.OPS if not dispatch.unsupported_reason("triton", op, "cpu", torch.bfloat16)]
+    return dispatch.use_backend(**dict.fromkeys(able, "triton"))
+
+
+def compiled(unit: Unit, device: torch.device) -> None:
+    """Run the unit once."""
+    import fastbert
+
+    tiny = device.type == "cpu"
+    model = dataclasses.replace(workloads.MODELS[unit.model], layers=1)
+    lengths = (3, 4) if tiny else workloads.lengths(unit.workload)
+    with unproven(device):
+        if unit.training:
+            module = training.modules(model, "pretraining", ("fastbert",), device)["fastbert"].train()
+            inputs, _ = training.batch(lengths, model.vocab, "pretraining", device)
+            training.loss_of(module, inputs, autocast=True).backward()
+        else:
+            with device:
+                module = fastbert.AutoModel.from_config(config_of(model), add_pooling_layer=False)
+            with torch.inference_mode():
+                inputs = workloads.padded_inputs(lengths, model.vocab, device, 0)
+                module.to(torch.bfloat16).eval()(**inputs)
+        if not tiny:
+            torch.cuda.synchronize(device)
+
+
+def work(unit: Unit, device: torch.device) -> None:
+    """The process of a unit; its exit status is 1 if it fails."""
+    begin = time.monotonic()
+    try:
+        compiled(unit, device)
+    except Exception as error:
+        print(f"{unit.name}: {reason_of(error)[:300]}", flush=True)
+        sys.exit(1)
+    print(f"{unit.name}: {time.monotonic() - begin:.1f} s", flush=True)
+
+
+def run(wanted: list[Unit], device: torch.device, at_once: int, seconds: float) -> int:
+    """Compile all units, some side by side; how many failed or did not end in time."""
+    context, end = multiprocessing.get_context("fork"), time.monotonic() + seconds
+    waiting, running, bad = list(wanted), {}, 0
+    while waiting or running:
+        while waiting and len(running) < at_once and time.monotonic() < end:
+            unit = waiting.pop(0)
+            running[unit] = context.Process(target=work, args=(unit, device))
+            running[unit].start()
+        for unit, process in list(running.items()):
+            process.join(0.05)
+            if process.exitcode is None and time.monotonic() < end:
+                continue
+            if process.exitcode is None:
+                process.kill()
+                process.join(10)
+                print(f"{unit.name}: stopped after {seconds:.0f} s", flush=True)
+            bad += process.exitcode != 0
+            del running[unit]
+        if waiting and time.monotonic() >= end:
+            print(f"not begun: {', '.join(unit.name for unit in waiting)}", flush=True)
+            return bad + len(waiting)
+    return bad
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; the exit status is 1 if the build or a unit failed."""
+    parser = argparse.ArgumentParser(
+        prog="precompile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--build", action="store_true", help="build the extension in place meanwhile")
+    parser.add_argument("--budget", type=float, default=70.0, help="seconds in all")
+    args = parser.parse_args(argv)
+    begin = time.monotonic()
+    if args.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+        from fastbert.testing import triton_interpreter  # without it the interpreter computes bfloat16 wrong
+
+        triton_interpreter.choose()
+        torch.set_num_threads(1)
+    command = [sys.executable, str(ROOT / "setup.py"), "build_ext", "--inplace"]
+    building = subprocess.Popen(command, cwd=ROOT) if args.build else None
+    cores = max(1, len(os.sched_getaffinity(0)) - (building is not None))
+    device = torch.device("cpu") if args.device == "cpu" else torch.device("cuda", 0)
+    bad = run(units(args.device == "cpu"), device, cores, args.budget)
+    if building is not None:
+        try:
+            status = building.wait(max(1.0, args.budget - (time.monotonic() - begin)))
+        except subprocess.TimeoutExpired:
+            building.kill()
+            status = building.wait()
+        print(f"build: exit status {status}", flush=True)
+        bad += status != 0
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Who serves each op of a timed row: every self-check before the first one, and the backends behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from bench.roofs import TAGS
+from fastbert.runtime import dispatch
+from fastbert.testing import warmup
+
+# Candidates whose ops dispatch.py serves.
+OURS = ("fastbert", "accelerated")
+# Under autocast some ops run in float32.
+BF16, FP32 = torch.bfloat16, torch.float32
+DTYPES = {"fp32": (FP32,), "bf16": (BF16,), "bf16 autocast": (BF16, FP32)}
+
+
+def prove(device: torch.device | str) -> list[dict]:
+    """Check every kernel that has no verdict yet, so that no check runs later while something is timed.
+
+    Returns:
+        A record per kernel: op, backend, dtype, outcome, reason, and its times beside the next backend's.
+    """
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    found = []
+    for row in warmup.run(device, dtypes=(torch.bfloat16, torch.float32)):
+        facts = {name: getattr(row, name) for name in ("op", "backend", "dtype", "outcome", "reason")}
+        found.append(facts | {"times": [time._asdict() for time in row.times]})
+    return found
+
+
+def backends(candidate: str, device: torch.device | str, tag: str) -> dict[str, str]:
+    """ "op dtype" or "op kind dtype" -> the backend that serves it now; empty for a peer.
+
+    Args:
+        candidate: an engine's name in a row, such as "fastbert-bf16".
+        device: where it runs.
+        tag: of DTYPES.
+    """
+    if not candidate.startswith(OURS):
+        return {}
+    device, found = torch.device(device), {}
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    for op in dispatch.OPS:
+        for kind in dispatch.call_kinds(op, device.type):
+            call = f"{op}_fwd {kind}".rstrip()
+            for dtype in DTYPES[tag]:
+                name = " ".join(filter(None, (op, kind, TAGS[dtype])))
+                found[name] = dispatch.serving_backend(call, device, dtype)
+    return found
+
+
+def others(served: dict[str, str], device_type: str) -> dict[str, str]:
+    """Those of `backends` that are not the table's first: what a reader of the row has to know."""
+    dtypes = {tag: dtype for dtype, tag in TAGS.items()}
+    found = {}
+    for name, backend in served.items():
+        op, *kind, tag = name.split()
+        if backend != dispatch.ranking(" ".join((f"{op}_fwd", *kind)), device_type, dtypes[tag])[0]:
+            found[name] = backend
+    return found
+
+
+def told(served: Iterable[dict[str, str]], device_type: str) -> str:
+    """One line on all rows whose ops were not all served by the table's first backends; "" without any."""
+    found: dict[str, str] = {}
+    for each in served:
+        found |= others(each, device_type)
+    return ", ".join(f"{name} by {backend}" for name, backend in sorted(found.items()))
