@@ -9,7 +9,7 @@
 |---|---|
 | a | the extension and all kernels compiled; roofs; self-checks; correctness; forward and training |
 | b | determinism, graphs, streams, memory; tuning; every op beside PyTorch; the forward as tuned |
-| c | the profiler and the sanitizer on single kernels; the other roofs; torch.compile's peers |
+| c | golden vectors; profiler and sanitizer on single kernels; the other roofs; torch.compile's peers |
 
 Each step is its own process with a time limit. What it measures is appended to `DIR/*.jsonl`, line by line
 and written to the disk at once, and what it prints to `DIR/log.txt`: a kill loses nothing. A step that
@@ -191,11 +191,12 @@ PARTS = {
         Step("encoder-tuned", 110, 40, encoder("fastbert", "transformers_sdpa")),
     ),
     "c": (
-        Step("profile", 90, 20, check("profile")),
-        Step("sanitizer", 110, 20, check("sanitizer")),
+        Step("golden", 60, 20, check("golden")),
+        Step("profile", 75, 20, check("profile")),
+        Step("sanitizer", 100, 20, check("sanitizer")),
         Step("probe-rest", 80, 20, probe("launch", "cluster", "gemm", "sdpa")),
-        Step("compile", 170, 60, encoder("torch_compile")),
-        Step("training-compile", 120, 60, training("fastbert", "torch_compile")),
+        Step("compile", 140, 60, encoder("torch_compile")),
+        Step("training-compile", 115, 60, training("fastbert", "torch_compile")),
     ),
 }
 STEPS = tuple(step for part in PARTS.values() for step in part)

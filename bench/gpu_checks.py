@@ -9,6 +9,7 @@
 | `memory` | 300 batches of other lengths leave memory where it was |
 | `sanitizer` | compute-sanitizer's memcheck and racecheck find nothing in the tiny cases |
 | `profile` | nothing: ncu's figures of six kernels, where it may measure |
+| `golden` | nothing: what the tiny cases compute, and the code that did, in `golden.zip` beside FILE |
 
 Each op is checked in its own process with a time limit: a kernel that hangs or destroys the device's
 context is a row, and the other ops are still checked. Rows are appended to FILE at once. The exit status is
@@ -27,6 +28,7 @@ import multiprocessing
 import os
 import resource
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -38,7 +40,7 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 
 import torch  # noqa: E402
 
-from bench import gpu_tools, lines, workloads  # noqa: E402
+from bench import golden, gpu_tools, lines, workloads  # noqa: E402
 from bench.engines import config_of  # noqa: E402
 from bench.probe import Report, describe  # noqa: E402
 from bench.probe_steps import reason_of  # noqa: E402
@@ -94,6 +96,7 @@ class Check:
     device: torch.device
     emit: Callable[[dict], None]
     end: float = math.inf  # time.monotonic() at which the budget is spent
+    folder: Path | None = None  # of files beside the rows
 
     @property
     def tiny(self) -> bool:
@@ -422,6 +425,20 @@ def profile(check: Check, unit: Unit) -> Iterator[None]:
         yield
 
 
+def vectors(check: Check, unit: Unit) -> Iterator[None]:
+    """Inputs, results and code of the op's tiny cases, in an archive of the unit's own."""
+    files: dict[str, bytes] = {}
+    with recorded(check, unit.name):
+        for case in testing.small_cases(unit.op):
+            files |= golden.record(case, unit.backend, unit.dtype, check.device)
+            yield
+        golden.write(check.folder / f"{unit.name}.zip", files)
+        kernels = len({name.split("/")[1] for name in files if name.startswith("kernels/")})
+        calls = sum(name.endswith("/call.json") for name in files)
+        check.row(unit.name, "ok", calls=calls, kernels=kernels, bytes=sum(map(len, files.values())))
+    yield
+
+
 def one_call(op: str) -> int:
     """What the profiler watches: a training step's last case of the op by Triton, twice."""
     case = testing.training_cases(op, TRAINING)[-1]
@@ -458,6 +475,7 @@ CHECKS: dict[str, tuple[Callable[[Check, Unit], Iterator[None]], Callable[[bool]
     "memory": (memory, lambda tiny: [Unit("encoder", None, torch.bfloat16)]),
     "sanitizer": (sanitizer, lambda tiny: [Unit("sanitizer", None, torch.bfloat16)]),
     "profile": (profile, lambda tiny: [Unit("profile", None, torch.bfloat16)]),
+    "golden": (vectors, lambda tiny: op_units(DTYPES[:1] if tiny else DTYPES[:2])),
 }
 
 
@@ -528,6 +546,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.json is not None and args.json.suffix != ".jsonl":
         parser.error(f"--json: got {args.json}, expected a name ending in .jsonl: several processes write it")
+    if args.check == "golden" and args.json is None:
+        parser.error("--json: golden needs it; golden.zip is written beside it")
     if (args.check == "one-call") is not (args.op is not None):
         parser.error(f"--op: got {args.op} for {args.check}; one-call needs it, and nothing else takes it")
     return args
@@ -564,9 +584,14 @@ def main(argv: list[str] | None = None) -> int:
         report.save()
 
     check = Check(args.check, torch.device(args.device), emit, end)
+    if args.check == "golden":
+        # not beside FILE: what a killed step leaves must not count as files of the run
+        check.folder = Path(tempfile.mkdtemp(prefix="golden-"))
     wrong = in_processes(check, [Unit("environment", None, torch.float32)], 1, tell_where)
     at_once = 1 if check.tiny else min(8, len(os.sched_getaffinity(0)))
     wrong += in_processes(check, CHECKS[args.check][1](check.tiny), at_once)
+    if check.folder is not None:
+        print(f"{golden.join(check.folder, args.json.with_name('golden.zip'))} calls in golden.zip")
     return int(wrong > 0)
 
 

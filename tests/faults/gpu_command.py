@@ -10,6 +10,7 @@ _SERVED = "bench/served.py"
 _PRECOMPILE = "bench/precompile.py"
 _TOOLS = "bench/gpu_tools.py"
 _CHECKS = "bench/gpu_checks.py"
+_GOLDEN = "bench/golden.py"
 _VERDICTS = "fastbert/testing/verdicts.py"
 
 
@@ -51,6 +52,14 @@ FAULTS = (
     _fault(_TOOLS, "nanoseconds taken for microseconds", '"nsecond": 1e-3', '"nsecond": 1.0'),
     _fault(_TOOLS, "units taken for values", "table[start : start + 3], strict=False", "table[start : start + 2] + [table[start + 1]], strict=False"),
     _fault(_TOOLS, "forbidden counters not told", 'if "ERR_NVGPUCTRPERM" in text:', "if False:"),
+    _fault(_GOLDEN, "the recorded inputs not taken", '                value.copy_(kept[f"in/{each}"])\n', "                pass\n"),
+    _fault(_GOLDEN, "gradients not recorded", "dispatch.has_backward(backend, case.op)\n    with", "False\n    with"),
+    _fault(_GOLDEN, "this machine held against itself", '*_, reason = testing.compare(there,', '*_, reason = testing.compare(here.get(each, there),'),
+    _fault(_GOLDEN, "bits not compared", "array(there) == array(here[each])", "True"),
+    _fault(_GOLDEN, "launches in no order", "        found.append((tuple(grid), kernel))", "        found.insert(0, (tuple(grid), kernel))"),
+    _fault(_GOLDEN, "the hook stays", "        JITFunction.run = real\n", "        pass\n"),
+    _fault(_GOLDEN, "a case that is gone is passed over", '            yield at, False, "this checkout has no such case"\n', ""),
+    _fault(_GOLDEN, "code of one kind for both", 'files[f"{folder}/code.{kind}"] =', 'files[f"{folder}/code.ptx"] ='),
     _fault(_CHECKS, "the profiler goes on without time", "        if seconds < 6:\n", "        if False:\n"),
 )  # fmt: skip
 
@@ -59,11 +68,12 @@ SUITE = Suite(
     (
         "tests/bench/test_gpu_command.py",
         "tests/bench/test_gpu_results.py",
+        "tests/bench/test_golden.py",
         "tests/bench/test_served.py",
         "tests/bench/test_gpu_checks.py",
         "tests/testing/test_warmup.py",
         "-k",
-        "(gpu_command and not dry and not hang and not interrupted) or gpu_results or served or profil "
+        "(gpu_command and not dry and not hang and not interrupted) or gpu_results or golden or served or profil "
         "or known_of_each_kernel",
     ),
 )
