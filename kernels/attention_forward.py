@@ -39,13 +39,18 @@ def _score_tile(
     CAUSAL: tl.constexpr,
     FOLDED: tl.constexpr,
     MASKED: tl.constexpr,
+    RELATIVE: tl.constexpr,
     BIAS_HAS_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """`scores` = [BLOCK_M, BLOCK_N] in float32, -inf where not allowed; FOLDED: not yet scaled."""
+    """`scores` = [BLOCK_M, BLOCK_N] in float32, -inf where not allowed; FOLDED: not yet scaled.
+
+    RELATIVE: columns are compared with the keys that are left. That saves the keys' numbers, an instruction
+    per column, but spills in the largest tiles.
+    """
     if q is not None:
         k = _load_rows(k_ptr, k_stride, first_key, length, HEAD_DIM, MASKED, BLOCK_N, BLOCK_D)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -68,7 +73,10 @@ def _score_tile(
         else:
             scores += tl.load(key_at, mask=keys < length, other=0.0).to(tl.float32)[None, :]
     if MASKED:
-        allowed = (keys < length)[None, :]
+        if RELATIVE:
+            allowed = (tl.arange(0, BLOCK_N) < length - first_key)[None, :]
+        else:
+            allowed = (keys < length)[None, :]
         if CAUSAL:
             allowed = allowed & (keys[None, :] <= rows[:, None])
         scores = tl.where(allowed, scores, float("-inf"))
@@ -144,6 +152,7 @@ def _walk(
             CAUSAL,
             FOLDED,
             MASKED,
+            seed_ptr is not None,
             BIAS_HAS_ROWS,
             BLOCK_M,
             BLOCK_N,
@@ -448,6 +457,7 @@ def _attention_fwd_kernel(
                         CAUSAL,
                         FOLDED,
                         True,
+                        False,
                         BIAS_HAS_ROWS,
                         BLOCK_M,
                         BLOCK_N,

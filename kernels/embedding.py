@@ -15,14 +15,13 @@ Tiling     A program owns BLOCK_M whole tokens. Tokens wider than *ONE_BLOCK are
 Precision  Loads in storage dtype, then float32, one rounding at each store. The variance is that of centred
            values (wide tokens: merged block by block, Chan et al. 1979). The divisions and roots for mean and
            rstd are correctly rounded. dz goes to the tables in float32.
-Ids        An id that a table does not have reads the nearest row, and is told to the host (`BadIds`).
+Ids        An id that a table does not have makes its token NaN, and is told to the host (bad_ids.py): it
+           reads the nearest row, but has NaN for rstd. In backward no row of that table gets its gradient.
 Saved      z in storage dtype, mean, rstd, where backward will ask for them. Dropout bits are drawn again.
 Files      embedding_backward.py: the kernels of backward. Here: that of forward, and the launches.
 Source     Devlin et al. 2018, BERT, fig. 2; Ba, Kiros, Hinton 2016, Layer Normalization, eq. 4.
 """
 
-import ctypes
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +29,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastbert.kernels.bad_ids import (
+    ARGUMENTS,
+    INPUT_IDS,
+    POSITION_IDS,
+    TOKEN_TYPE_IDS,
+    bad_ids,
+    tell_bad,
+)
 from fastbert.kernels.column_sums import _sum_partials_kernel
 from fastbert.kernels.embedding_backward import (
     _chunk_sums_kernel,
@@ -56,19 +63,19 @@ CHUNK = 128
 
 @triton.jit
 def _row_starts(ids_ptr, stride, rows, row_mask, table_rows, bad_ptr, TABLE: tl.constexpr):
-    """Offsets of the tokens' rows in a table: [BLOCK_M] in int64. Without ids token t has row t.
+    """(offsets of the tokens' rows in a table, whether their ids are bad): [BLOCK_M] in int64 and bool.
 
-    An id that the table does not have is replaced by the nearest one, and told at `bad_ptr` (see `bad_ids`).
+    Without ids token t has row t. An id that the table does not have is replaced by the nearest one, and told
+    at `bad_ptr`.
     """
     picked = rows
+    bad = rows != rows
     if ids_ptr is not None:
         asked = tl.load(ids_ptr + rows, mask=row_mask, other=0).to(tl.int64)
         picked = tl.minimum(tl.maximum(asked, 0), table_rows - 1)
         bad = asked != picked
-        if tl.max(bad.to(tl.int32), 0) > 0:
-            tl.store(bad_ptr + 2 * TABLE, 1)
-            tl.store(bad_ptr + 2 * TABLE + 1, tl.max(tl.where(bad, asked, -(2**63)), 0))
-    return picked * stride
+        tell_bad(bad, asked, bad_ptr, TABLE)
+    return picked * stride, bad
 
 
 @triton.jit
@@ -119,9 +126,13 @@ def _embedding_fwd_kernel(
     """The tokens of one tile. `word_ptr` is inputs_embeds where `ids_ptr` is None."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = rows < n_rows
-    word_at = _row_starts(ids_ptr, word_stride, rows, row_mask, word_rows, bad_ptr, 0)
-    position_at = _row_starts(position_ids_ptr, position_stride, rows, row_mask, position_rows, bad_ptr, 1)
-    segment_at = _row_starts(segment_ids_ptr, segment_stride, rows, row_mask, segment_rows, bad_ptr, 2)
+    word_at, bad_word = _row_starts(ids_ptr, word_stride, rows, row_mask, word_rows, bad_ptr, INPUT_IDS)
+    position_at, bad_position = _row_starts(
+        position_ids_ptr, position_stride, rows, row_mask, position_rows, bad_ptr, POSITION_IDS
+    )
+    segment_at, bad_segment = _row_starts(
+        segment_ids_ptr, segment_stride, rows, row_mask, segment_rows, bad_ptr, TOKEN_TYPE_IDS
+    )
     mean = tl.zeros((BLOCK_M,), tl.float32)
     # Σ (z - mean)²
     squares = tl.zeros((BLOCK_M,), tl.float32)
@@ -143,6 +154,7 @@ def _embedding_fwd_kernel(
             mean += delta * share
             squares += tl.sum(centred * centred, 1) + delta * delta * col_start * share
     rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, HIDDEN * 1.0) + eps))
+    rstd = tl.where(bad_word | bad_position | bad_segment, float("nan"), rstd)
     if mean_ptr is not None:
         tl.store(mean_ptr + rows, mean, mask=row_mask)
         tl.store(rstd_ptr + rows, rstd, mask=row_mask)
@@ -163,40 +175,6 @@ def _embedding_fwd_kernel(
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-# --- ids that a table does not have -------------------------------------------------------------------------
-
-_TABLES = ("input_ids: token id", "position_ids: position", "token_type_ids: token type")
-
-
-class BadIds:
-    """Where kernels on a device tell of ids that a table does not have.
-
-    It is memory of the host that the device can write to, so that nobody waits for it. A kernel writes only
-    if there is such an id, also in a recorded graph; the host looks when it is next called.
-
-    Attributes:
-        cells: (6,) int64; per table (word, position, segment) whether there was such an id, and one of them.
-    """
-
-    def __init__(self, device: torch.device):
-        self.cells = torch.zeros(2 * len(_TABLES), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._seen = (ctypes.c_int64 * self.cells.numel()).from_address(self.cells.data_ptr())
-
-    def check(self) -> None:
-        """Raise an IndexError if a kernel that has run found such an id, and forget it."""
-        seen = self._seen
-        for table, name in enumerate(_TABLES):
-            if seen[2 * table]:
-                seen[2 * table] = 0
-                raise IndexError(f"{name} {seen[2 * table + 1]} of an earlier call is not in the table")
-
-
-@cache
-def bad_ids(device: torch.device) -> BadIds:
-    """Of the kernels on a device."""
-    return BadIds(device)
-
-
 # --- launchers ----------------------------------------------------------------------------------------------
 
 
@@ -209,7 +187,7 @@ def fwd_config(hidden: int) -> tuple[int, int, int]:
 def embedding_fwd(inputs: "EmbeddingInputs", save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y, z, mean, rstd): the contract of `fastbert.ops.embedding.embedding_fwd`.
 
-    An id that a table does not have counts as the nearest one; the next call raises an IndexError for it.
+    The token of an id that a table does not have is NaN, and the next call raises an IndexError for it.
     """
     input_ids, inputs_embeds, _word, position_ids, position, token_type_ids, segment, *rest = inputs
     ln_weight, ln_bias, _padding_idx, eps, dropout_p, seed, offset = rest
@@ -217,7 +195,8 @@ def embedding_fwd(inputs: "EmbeddingInputs", save: bool) -> tuple[Tensor, Tensor
     bad = bad_ids(source.device)
     bad.check()
     table_rows = [0 if t is None else t.shape[0] for t in (source, position, segment)]
-    for ids, count, name in zip((input_ids, position_ids, token_type_ids), table_rows, _TABLES, strict=True):
+    given = input_ids, position_ids, token_type_ids
+    for ids, count, (name, _) in zip(given, table_rows, ARGUMENTS[:3], strict=True):
         if ids is not None and ids.shape[0] > 0 and count == 0:
             raise IndexError(f"{name}s of a table without rows")
     rows = inputs_embeds.shape[0] if input_ids is None else input_ids.shape[0]

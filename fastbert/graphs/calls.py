@@ -69,11 +69,11 @@ def _unfit_around(model: BertModel, device: torch.device) -> str | None:
 
 
 def raise_bad_ids(device: torch.device) -> None:
-    """Raise an IndexError if a replay on `device` read an id that a table does not have.
+    """Raise an IndexError if a replay on `device` met an id that its table does not have.
 
-    The kernel that finds one tells the host without being waited for (kernels/embedding.py).
+    The kernel that finds one tells the host without being waited for (kernels/bad_ids.py).
     """
-    kernels = sys.modules.get("fastbert.kernels.embedding")  # if it was never imported, no kernel has run
+    kernels = sys.modules.get("fastbert.kernels.bad_ids")  # if it was never imported, no kernel has run
     if kernels is not None:
         kernels.bad_ids(device).check()
 

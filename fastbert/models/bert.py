@@ -125,8 +125,8 @@ class BertModel(PreTrainedModel):
         number of kept tokens. It does not wait if the host knows that number:
             - All inputs are CPU tensors. They are checked and packed there, then sent to the GPU.
             - input_ids are on the GPU and a 2-D attention_mask is a CPU tensor. The host does not check the
-              ids. Our kernel reads the nearest row for an id out of range, and the next call raises an
-              IndexError that names it; PyTorch's kernel, where it serves, ends in a device assert.
+              ids. Our kernel makes the token of an id out of range NaN, and the next call raises an
+              IndexError that names the id; PyTorch's kernel, where it serves, ends in a device assert.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.

@@ -327,8 +327,9 @@ def embedding(
 ) -> Tensor:
     """dropout(LayerNorm(word[input_ids] + position[position_ids] + segment[token_type_ids])).
 
-    Ids of CPU tensors are checked against their tables. On other devices a check would wait for the device,
-    so the caller must have checked them.
+    Ids of CPU tensors are checked against their tables. On other devices a check would wait for the device:
+    there our kernel makes the token of an id out of range NaN, and the next call raises an IndexError that
+    names the id. PyTorch's kernel ends in a device assert.
 
     Args:
         input_ids: (...,) int64 or int32, or None with `inputs_embeds`.

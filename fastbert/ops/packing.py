@@ -127,7 +127,9 @@ def pack(x: Tensor, indices: Tensor) -> Tensor:
     Args:
         x: (batch, seqlen, ...), floating point, int64, int32 or bool.
         indices: (total,) int64, strictly increasing positions in [0, batch * seqlen), on `x`'s device. The
-            values are checked on the CPU only: on another device the check would wait for it.
+            values are checked on the CPU only: on another device the check would wait for it. There our
+            kernels neither read nor write for one out of range: its row is NaN (the least integer, or False),
+            `unpack` leaves it out, and the next call raises an IndexError that names it.
 
     Returns:
         (total, ...).

@@ -17,8 +17,10 @@ def _fault(name: str, old: str, new: str, file: str = _KERNEL) -> Fault:
 
 FAULTS = (
     # masks
-    _fault("keys past the sequence seen", "        allowed = (keys < length)[None, :]\n", "        allowed = (keys < length + 1)[None, :]\n", _FORWARD),
-    _fault("last key not seen", "        allowed = (keys < length)[None, :]\n", "        allowed = (keys < length - 1)[None, :]\n", _FORWARD),
+    _fault("keys past the sequence seen", "            allowed = (keys < length)[None, :]\n", "            allowed = (keys < length + 1)[None, :]\n", _FORWARD),
+    _fault("keys past the sequence seen with dropout", "(tl.arange(0, BLOCK_N) < length - first_key)[None, :]\n", "(tl.arange(0, BLOCK_N) < length - first_key + 1)[None, :]\n", _FORWARD),
+    _fault("keys counted from the sequence's start", "(tl.arange(0, BLOCK_N) < length - first_key)[None, :]\n", "(tl.arange(0, BLOCK_N) < length)[None, :]\n", _FORWARD),
+    _fault("last key not seen", "            allowed = (keys < length)[None, :]\n", "            allowed = (keys < length - 1)[None, :]\n", _FORWARD),
     _fault("load mask of rows dropped", "mask=(rows < end - first)[:, None] & (dims < HEAD_DIM)[None, :]", "mask=(dims < HEAD_DIM)[None, :]", _TILES),
     _fault("load mask of dims dropped", "mask=(rows < end - first)[:, None] & (dims < HEAD_DIM)[None, :]", "mask=(rows < end - first)[:, None]", _TILES),
     _fault("dims of full blocks unmasked", "    elif HEAD_DIM < BLOCK_D:\n        return tl.load(at, mask=(dims < HEAD_DIM)[None, :], other=0.0)", "    elif HEAD_DIM < 0:\n        return tl.load(at, mask=(dims < HEAD_DIM)[None, :], other=0.0)", _TILES),

@@ -4,29 +4,41 @@
 
 from tests.support.mutation import Fault, Suite
 
+_BAD_IDS = "kernels/bad_ids.py"
 
-def _fault(name: str, old: str, new: str) -> Fault:
-    return Fault(name, "kernels/embedding.py", old, new)
+
+def _fault(name: str, old: str, new: str, file: str = "kernels/embedding.py") -> Fault:
+    return Fault(name, file, old, new)
 
 
 FAULTS = (
     # gathers, masks and offsets
     _fault("ids not read", "asked = tl.load(ids_ptr + rows, mask=row_mask, other=0)", "asked = 0 * tl.load(ids_ptr + rows, mask=row_mask, other=0)"),
     _fault("ids read beyond the last", "tl.load(ids_ptr + rows, mask=row_mask, other=0)", "tl.load(ids_ptr + rows)"),
-    _fault("int32 ids", "    return picked * stride\n", "    return picked.to(tl.int32) * stride.to(tl.int32)\n"),
+    _fault("int32 ids", "    return picked * stride, bad\n", "    return picked.to(tl.int32) * stride.to(tl.int32), bad\n"),
     _fault("ids below zero read", "picked = tl.minimum(tl.maximum(asked, 0), table_rows - 1)", "picked = tl.minimum(asked, table_rows - 1)"),
     _fault("ids beyond the table read", "picked = tl.minimum(tl.maximum(asked, 0), table_rows - 1)", "picked = tl.maximum(asked, 0)"),
     _fault("the row behind the table read", "tl.maximum(asked, 0), table_rows - 1)", "tl.maximum(asked, 0), table_rows)"),
-    _fault("bad ids not told", "if tl.max(bad.to(tl.int32), 0) > 0:", "if tl.max(bad.to(tl.int32), 0) > 1:"),
+    _fault("bad ids not told", "if tl.max(bad.to(tl.int32), 0) > 0:", "if tl.max(bad.to(tl.int32), 0) > 1:", _BAD_IDS),
     _fault("all ids told", "bad = asked != picked", "bad = asked == picked"),
-    _fault("bad ids told as the words'", "tl.store(bad_ptr + 2 * TABLE, 1)", "tl.store(bad_ptr, 1)"),
-    _fault("a good id named", "tl.where(bad, asked, -(2**63))", "asked"),
+    _fault("bad ids told as the words'", "tl.store(bad_ptr + 2 * ARGUMENT, 1)", "tl.store(bad_ptr, 1)", _BAD_IDS),
+    _fault("bad id stored with the words'", "tl.store(bad_ptr + 2 * ARGUMENT + 1,", "tl.store(bad_ptr + 1,", _BAD_IDS),
+    _fault("a good id named", "tl.where(bad, ids, -(2**63))", "ids", _BAD_IDS),
     _fault("rows of the words for the positions", "row_mask, position_rows, bad_ptr", "row_mask, word_rows, bad_ptr"),
     _fault("bad ids not looked for", "    bad.check()\n", ""),
-    _fault("bad ids told for ever", "                seen[2 * table] = 0\n", ""),
+    _fault("bad ids told for ever", "                seen[2 * argument] = 0\n", "", _BAD_IDS),
+    _fault("nearest row for a bad id", '    rstd = tl.where(bad_word | bad_position | bad_segment, float("nan"), rstd)\n', ""),
+    _fault("nearest position for a bad one", "bad_word | bad_position | bad_segment", "bad_word | bad_segment"),
+    _fault("nearest row for a bad token type", "bad_word | bad_position | bad_segment", "bad_word | bad_position"),
+    _fault("every token NaN beside a bad one", "bad_word | bad_position | bad_segment, float", "tl.max((bad_word | bad_position | bad_segment).to(tl.int32), 0) > 0, float"),
+    _fault("zeros for a bad id", 'float("nan"), rstd)', "0.0, rstd)"),
+    _fault("infinity for a bad id", 'float("nan"), rstd)', 'float("inf"), rstd)'),
+    _fault("NaN only in the result", '    rstd = tl.where(bad_word | bad_position | bad_segment, float("nan"), rstd)\n    if mean_ptr is not None:\n        tl.store(mean_ptr + rows, mean, mask=row_mask)\n        tl.store(rstd_ptr + rows, rstd, mask=row_mask)\n', '    if mean_ptr is not None:\n        tl.store(mean_ptr + rows, mean, mask=row_mask)\n        tl.store(rstd_ptr + rows, rstd, mask=row_mask)\n    rstd = tl.where(bad_word | bad_position | bad_segment, float("nan"), rstd)\n'),
+    _fault("tokens bad without ids", "bad = rows != rows", "bad = rows == rows"),
+    _fault("position named a token id", '("position_ids: position", "in the table")', '("input_ids: token id", "in the table")', _BAD_IDS),
     _fault("tables without rows read", "ids.shape[0] > 0 and count == 0:", "ids.shape[0] > 0 and count < 0:"),
     _fault("int32 rows", "tl.program_id(0).to(tl.int64) * BLOCK_M", "tl.program_id(0) * BLOCK_M"),
-    _fault("positions by the segments' ids", "_row_starts(position_ids_ptr, position_stride", "_row_starts(segment_ids_ptr, position_stride"),
+    _fault("positions by the segments' ids", "        position_ids_ptr, position_stride, rows", "        segment_ids_ptr, position_stride, rows"),
     _fault("stride of the words for the positions", "position_ids_ptr, position_stride, rows", "position_ids_ptr, word_stride, rows"),
     _fault("stride of the segments forgotten", "segment_ids_ptr, segment_stride, rows", "segment_ids_ptr, HIDDEN, rows"),
     _fault("position forgotten", "row = position_ptr + position_at[:, None]\n        z +=", "row = position_ptr + position_at[:, None]\n        z + "),
@@ -64,6 +76,7 @@ FAULTS = (
 _TESTS = (
     "an_id_that_its_table_does_not_have",
     "bad_ids_of_all_tables_and_wide_tokens",
+    "the_saved_statistics_of_a_bad_id_are_nan",
     "a_table_without_rows",
     "exact_on_small_integers",
     "no_tokens",

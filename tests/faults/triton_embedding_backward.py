@@ -63,6 +63,8 @@ FAULTS = (
     _fault("stride of dy forgotten", "dy_ptr + rows[:, None] * dy_stride", "dy_ptr + rows[:, None] * z_stride", _BACKWARD),
     _fault("int32 rows in backward", "tl.cast(tile, tl.int64) * BLOCK_M", "tile * BLOCK_M", _BACKWARD),
     _fault("row mask dropped in backward", "mask = row_mask[:, None] & col_mask[None, :]\n        mean", "mask = (rows >= 0)[:, None] & col_mask[None, :]\n        mean", _BACKWARD),
+    _fault("ids below zero counted as the first row's", "first = tl.load(starts_ptr + row)\n", "first = tl.load(starts_ptr + row, mask=row > 0, other=0)\n", _BACKWARD),
+    _fault("ids of no row counted as the nearest", "torch.sort(ids, stable=True)", "torch.sort(ids.clamp(0, table_rows - 1), stable=True)"),
     # launcher
     _fault("no tokens: tables unset", "return *(dy.new_zeros((n, hidden) if n", "return *(dy.new_empty((n, hidden) if n"),
     _fault("no tokens: dln unset", "dln = [dy.new_zeros((hidden", "dln = [dy.new_empty((hidden"),
@@ -87,6 +89,7 @@ _TESTS = (
     "dropout_bits_are_the_definitions",
     "dz_is_not_rounded_before_it_is_summed",
     "tokens_in_any_order_of_ids_and_nan_in_its_rows",
+    "ids_that_a_table_does_not_have",
     "outputs_do_not_share_memory",
     "repeats_are_bit_equal_without_atomics",
 )

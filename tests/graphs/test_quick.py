@@ -534,7 +534,7 @@ def test_a_batch_that_has_no_room():
 
 
 def test_what_a_kernel_told_of_ids_is_raised_before_the_next_replay(monkeypatch):
-    """On a GPU a replay may have read an id that its table does not have (kernels/embedding.py)."""
+    """On a GPU a replay may have met an id that its table does not have (kernels/bad_ids.py)."""
 
     def check():
         if told:
@@ -543,7 +543,7 @@ def test_what_a_kernel_told_of_ids_is_raised_before_the_next_replay(monkeypatch)
     told: list[str] = []
     asked: list[torch.device] = []
     kernels = SimpleNamespace(bad_ids=lambda device: asked.append(device) or SimpleNamespace(check=check))
-    monkeypatch.setitem(sys.modules, "fastbert.kernels.embedding", kernels)
+    monkeypatch.setitem(sys.modules, "fastbert.kernels.bad_ids", kernels)
     g = Graphed(shared())
     ends = torch.tensor([0, 2], dtype=torch.int32)
     calls = [

@@ -383,23 +383,30 @@ def between_nan(rows: int, hidden: int) -> torch.Tensor:
     return memory.to(DEVICE)[10:-10]
 
 
-def embedded(hidden: int, ids: dict[str, torch.Tensor]) -> torch.Tensor:
+def embedded(hidden: int, ids: dict[str, torch.Tensor], save: bool = False) -> torch.Tensor:
     tables = {name: between_nan(rows, hidden) for name, rows in ROWS.items()}
     norm = torch.ones(hidden, device=DEVICE)
     pairs = [t for name in TABLES for t in (ids[name].to(DEVICE), tables[TABLES[name][0]])]
     word, rest = pairs[:2], pairs[2:]
     args = (word[0], None, word[1], *rest, norm, norm, 1e-5, 0.0, None, 0)
-    y = embedding_fwd(kernels, *args, False)[0]
+    y, z, mean, rstd = embedding_fwd(kernels, *args, save)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-    return y
+    return (y, z, mean, rstd) if save else y
+
+
+def assert_spoiled(y: torch.Tensor, expected: torch.Tensor, token: int) -> None:
+    """`y` is `expected`, but for one token, which is NaN."""
+    others = torch.arange(len(y), device=DEVICE) != token
+    assert torch.equal(y[others], expected[others])
+    assert y[token].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("bad", [-1, -(2**31), 2**31 - 1, "rows", 2**62, -(2**63)])
 @pytest.mark.parametrize("name", TABLES)
 def test_an_id_that_its_table_does_not_have(name, bad, dtype, bad_ids):
-    """It reads the nearest row; the next call names it, and the one after that is as ever."""
+    """Its token is NaN; the next call names it, and the one after that is as ever."""
     rows = ROWS[TABLES[name][0]]
     bad = rows if bad == "rows" else bad
     if dtype == torch.int32 and not -(2**31) <= bad < 2**31:
@@ -407,13 +414,10 @@ def test_an_id_that_its_table_does_not_have(name, bad, dtype, bad_ids):
     right = {n: torch.arange(9, dtype=dtype) % ROWS[table] for n, (table, _) in TABLES.items()}
     expected = embedded(24, right)
     assert not bad_ids.any()
+    assert not expected.isnan().any()
     wrong = {n: ids.clone() for n, ids in right.items()}
     wrong[name][4] = bad
-    right[name][4] = 0 if bad < 0 else rows - 1
-    expected = embedded(24, right)
-    y = embedded(24, wrong)
-    assert torch.equal(y, expected)
-    assert not y.isnan().any()
+    assert_spoiled(embedded(24, wrong), expected, 4)
     with pytest.raises(IndexError, match=f"{name}: {TABLES[name][1]} {bad} of an earlier call"):
         embedded(24, right)
     assert torch.equal(embedded(24, right), expected)
@@ -423,14 +427,29 @@ def test_bad_ids_of_all_tables_and_wide_tokens(bad_ids, monkeypatch):
     """Each table is named in turn; columns in several blocks."""
     monkeypatch.setattr(kernels, "ONE_BLOCK", 16)
     monkeypatch.setattr(kernels, "WIDE_BLOCK", 16)
-    right = {n: torch.tensor([0, ROWS[table] - 1]) for n, (table, _) in TABLES.items()}
-    wrong = {n: torch.tensor([-5, 99]) for n in TABLES}
+    right = {n: torch.tensor([0, ROWS[table] - 1, 1]) for n, (table, _) in TABLES.items()}
+    wrong = {n: torch.tensor([-5, 99, 1]) for n in TABLES}
     y = embedded(40, wrong)
+    assert y[:2].isnan().all()
     for name in TABLES:
         with pytest.raises(IndexError, match=f"{name}.* 99 of"):
             kernels.bad_ids(DEVICE).check()
     kernels.bad_ids(DEVICE).check()
-    assert torch.equal(y, embedded(40, right))
+    assert torch.equal(y[2], embedded(40, right)[2])
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_saved_statistics_of_a_bad_id_are_nan(name, bad_ids):
+    """So the gradient of its token is NaN too, and the others' is not."""
+    ids = {n: torch.arange(6) % ROWS[table] for n, (table, _) in TABLES.items()}
+    expected = embedded(24, ids, save=True)
+    ids[name][2] = 99
+    y, z, mean, rstd = embedded(24, ids, save=True)
+    for actual, right in ((y, expected[0]), (rstd.unsqueeze(1), expected[3].unsqueeze(1))):
+        assert_spoiled(actual, right, 2)
+    others = torch.arange(6, device=DEVICE) != 2
+    assert torch.equal(z[others], expected[1][others])
+    assert torch.equal(mean[others], expected[2][others])
 
 
 def test_a_table_without_rows(bad_ids):

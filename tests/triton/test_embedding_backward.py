@@ -177,6 +177,26 @@ def test_the_padding_row_gets_nothing():
     assert_bit_equal(run(args)[1:], without[1:])  # no other table has one
 
 
+@pytest.mark.parametrize("name", ["input_ids", "position_ids", "token_type_ids"])
+def test_ids_that_a_table_does_not_have(name, short_chunks):
+    """Nothing is written for them, and no other row gets their gradient."""
+    args = arguments(40, 20)
+    tables = dict(
+        zip(("input_ids", "position_ids", "token_type_ids"), (WORDS, POSITIONS, SEGMENTS), strict=True)
+    )
+    bad = torch.tensor([-1, -(2**63), tables[name], 2**40, 2**62], device=DEVICE).repeat(3)
+    wrong = args | {name: args[name].clone()}
+    wrong[name][5:20] = bad
+    number = list(tables).index(name)
+    actual = run(wrong)
+    # as if those tokens had no gradient
+    spared = args | {name: args[name].clone(), "dy": args["dy"].clone()}
+    spared["dy"][5:20] = 0
+    torch.testing.assert_close(actual[number], run(spared)[number], rtol=1e-5, atol=1e-5)
+    others = [i for i in range(6) if i != number]
+    assert_bit_equal([actual[i] for i in others], [run(args)[i] for i in others])
+
+
 def test_tokens_in_any_order_of_ids_and_nan_in_its_rows(short_chunks):
     args = arguments(50, 24, p=0.0)
     clean = run(args)

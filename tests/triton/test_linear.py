@@ -171,14 +171,15 @@ def test_activations_are_correctly_rounded(dtype, activation, exact_gelu):
     assert (activated(z, activation) == expected).double().mean() >= 0.999
 
 
-# The share of correctly rounded results at unit scale, and the largest relative error before they are rounded
-CHEAP = {torch.bfloat16: (0.95, 5.2e-4), torch.float16: (0.92, 1.1e-4)}
+# The share of correctly rounded results at unit scale; the largest relative error of the tail before they are
+# rounded, for |z| < 2 and < 4
+CHEAP = {torch.bfloat16: (0.95, 5.2e-4, 5.2e-4), torch.float16: (0.87, 4.1e-4, 2.7e-3)}
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_cheap_gelu(dtype):
     """Off by little where gelu is not tiny, and nearer to the truth than PyTorch's two ops."""
-    share, most = CHEAP[dtype]
+    share, most, far = CHEAP[dtype]
     g = torch.Generator().manual_seed(11)
     pre = torch.randn(8192, generator=g).to(DEVICE)
     z = pre.to(dtype)
@@ -188,15 +189,30 @@ def test_cheap_gelu(dtype):
     y, right = activated(z, "gelu").double(), truth(z, "gelu")
     step = torch.finfo(dtype).eps * 2.0 ** right.abs().log2().floor()
     step = step.clamp_min(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
-    assert ((y - right).abs() <= most * (right - z.double().clamp_min(0)).abs() + step * 0.5001).all()
-    # a pre-activation that PyTorch rounds: the kernel does not see its rounding
-    exact = torch.nn.functional.gelu(pre.double())
+    bound = torch.where(z.abs() < 2, most, far)
+    assert ((y - right).abs() <= bound * (right - z.double().clamp_min(0)).abs() + step * 0.5001).all()
+    ours, eager = gelu_errors(pre, dtype)
+    for some in (pre < 0, pre > 0):
+        assert ours[some].norm() <= eager[some].norm()
+
+
+def gelu_errors(pre: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel's errors and those of PyTorch's two ops, at pre-activations that PyTorch has to round."""
     weight = torch.cat([pre.to(dtype).unsqueeze(1), (pre - pre.to(dtype).float()).to(dtype).unsqueeze(1)], 1)
+    exact = truth(weight.double().sum(1), "gelu")
     ones = torch.ones(1, 2, dtype=dtype, device=DEVICE)
     ours = kernels.linear_fwd(ones, weight, None, "gelu", None, False)[0][0].double()
     eager = torch.nn.functional.gelu((ones @ weight.T)[0]).double()
-    for some in (pre < 0, pre > 0):
-        assert (ours - exact)[some].norm() <= (eager - exact)[some].norm()
+    return (ours - exact).abs(), (eager - exact).abs()
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_cheap_gelu_in_every_stretch(dtype):
+    """The fit spends its error where PyTorch's is large too: down to -4.5 ours is nowhere larger."""
+    pre = -torch.arange(9, device=DEVICE).repeat_interleave(2000) / 2
+    pre = pre - torch.rand(len(pre), generator=torch.Generator().manual_seed(3)).to(DEVICE) / 2
+    ours, eager = gelu_errors(pre, dtype)
+    assert (ours.view(9, 2000).amax(1) <= eager.view(9, 2000).amax(1)).all()
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)

@@ -180,3 +180,94 @@ def test_fuzz(drawn):
 @given(fuzzed_batches())
 def test_fuzz_long(drawn):
     check(drawn)
+
+
+# --- indices that the padded batch does not have ------------------------------------------------------------
+
+
+@pytest.fixture
+def bad_ids():
+    """Nothing is told before and after a test."""
+    cells = kernels.bad_ids(DEVICE).cells
+    cells.zero_()
+    yield cells
+    cells.zero_()
+
+
+def finished(y: torch.Tensor) -> torch.Tensor:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return y
+
+
+def is_spoiled(row: torch.Tensor) -> bool:
+    """Whether a row shows at once that it is no data."""
+    if row.dtype == torch.bool:
+        return not row.any().item()
+    if row.dtype.is_floating_point:
+        return row.isnan().all().item()
+    return (row == torch.iinfo(row.dtype).min).all().item()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("bad", [-1, 50, 2**31, -(2**63), 2**62])
+def test_pack_of_an_index_out_of_range(dtype, bad, bad_ids):
+    """Nothing is read for it; its row is no data; the next call names it, and the one after is as ever."""
+    memory = random_bits(90, 24, dtype)
+    x, indices = memory[20:70], chosen(50, 31)
+    expected = kernels.packing_fwd(x, indices)
+    assert not finished(bad_ids).any()
+    wrong = indices.clone()
+    wrong[7] = bad
+    y = finished(kernels.packing_fwd(x, wrong))
+    others = torch.arange(31, device=DEVICE) != 7
+    assert torch.equal(bits(y[others]), bits(expected[others]))
+    assert is_spoiled(y[7])
+    with pytest.raises(IndexError, match=f"indices: position {bad} of an earlier call is not in the padded"):
+        kernels.packing_fwd(x, indices)
+    assert torch.equal(bits(kernels.packing_fwd(x, indices)), bits(expected))
+
+
+@pytest.mark.parametrize("inner", [3, 700])
+@pytest.mark.parametrize(("at", "bad"), [(0, -1), (0, -(2**63)), (-1, 200), (-1, 2**40)])
+def test_unpack_of_an_index_out_of_range(inner, at, bad, bad_ids):
+    """Its row is left out, and no other is touched."""
+    packed, indices = random_bits(9, inner, torch.int16), chosen(198, 9) + 1
+    wrong = indices.clone()
+    wrong[at] = bad
+    expected = kernels.packing_bwd(packed, indices, 200)
+    expected[indices[at]] = 0
+    assert not finished(bad_ids).any()
+    assert torch.equal(finished(kernels.packing_bwd(packed, wrong, 200)), expected)
+    with pytest.raises(IndexError, match=f"indices: position {bad} of an earlier call"):
+        kernels.packing_bwd(packed, indices, 200)
+    kernels.packing_bwd(packed, indices, 200)
+
+
+def test_more_indices_than_rows(bad_ids):
+    """Those of tiles without a row of the output are looked at too."""
+    x = random_bits(300, 2, torch.int32)
+    y = finished(kernels.packing_bwd(x, torch.arange(300, device=DEVICE).clamp_max(297), 298))
+    assert not bad_ids.any()
+    assert torch.equal(y, x[:298])
+    indices = torch.arange(200, device=DEVICE).clamp_max(2)
+    indices[150] = 3
+    finished(kernels.packing_bwd(x[:200], indices, 3))
+    with pytest.raises(IndexError, match="indices: position 3 of"):
+        kernels.bad_ids(DEVICE).check()
+
+
+def test_columns_in_blocks_are_spoiled_too(bad_ids):
+    x = random_bits(9, 1300, torch.float32)
+    y = finished(kernels.packing_fwd(x, torch.tensor([3, 9, 5], device=DEVICE)))
+    assert is_spoiled(y[1])
+    assert torch.equal(bits(y[::2]), bits(x[[3, 5]]))
+    with pytest.raises(IndexError, match="indices: position 9 of"):
+        kernels.bad_ids(DEVICE).check()
+
+
+def test_indices_of_no_rows(bad_ids):
+    x, indices = random_bits(2, 8, torch.int32), torch.tensor([0, 1], device=DEVICE)
+    for call in (lambda: kernels.packing_fwd(x[:0], indices), lambda: kernels.packing_bwd(x, indices, 0)):
+        with pytest.raises(IndexError, match="indices: positions of a padded batch without rows"):
+            call()

@@ -1,0 +1,61 @@
+"""Ids that a table does not have, or a batch: told by kernels, named by the host.
+
+Nothing is read or written for such an id. What belongs to it becomes NaN, or is left out, so that no result
+that looks right is returned before the host knows.
+"""
+
+import ctypes
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+# Numbers in `ARGUMENTS`.
+INPUT_IDS = tl.constexpr(0)
+POSITION_IDS = tl.constexpr(1)
+TOKEN_TYPE_IDS = tl.constexpr(2)
+INDICES = tl.constexpr(3)
+ARGUMENTS = (
+    ("input_ids: token id", "in the table"),
+    ("position_ids: position", "in the table"),
+    ("token_type_ids: token type", "in the table"),
+    ("indices: position", "in the padded batch"),
+)
+
+
+@triton.jit
+def tell_bad(bad, ids, bad_ptr, ARGUMENT: tl.constexpr):
+    """Tell at `bad_ptr`, the `cells` of a `BadIds`, of one of the `ids` where `bad`, both [n]."""
+    if tl.max(bad.to(tl.int32), 0) > 0:
+        tl.store(bad_ptr + 2 * ARGUMENT + 1, tl.max(tl.where(bad, ids, -(2**63)), 0))
+        tl.store(bad_ptr + 2 * ARGUMENT, 1)
+
+
+class BadIds:
+    """Where kernels on a device tell of bad ids.
+
+    It is memory of the host that the device can write to, so that nobody waits for it. A kernel writes only
+    if there is such an id, also in a recorded graph; the host looks when it is next called.
+
+    Attributes:
+        cells: (8,) int64; per argument whether there was such an id, and one of them.
+    """
+
+    def __init__(self, device: torch.device):
+        self.cells = torch.zeros(2 * len(ARGUMENTS), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._seen = (ctypes.c_int64 * self.cells.numel()).from_address(self.cells.data_ptr())
+
+    def check(self) -> None:
+        """Raise an IndexError if a kernel that has run found such an id, and forget it."""
+        seen = self._seen
+        for argument, (name, where) in enumerate(ARGUMENTS):
+            if seen[2 * argument]:
+                seen[2 * argument] = 0
+                raise IndexError(f"{name} {seen[2 * argument + 1]} of an earlier call is not {where}")
+
+
+@cache
+def bad_ids(device: torch.device) -> BadIds:
+    """Of the kernels on a device."""
+    return BadIds(device)
