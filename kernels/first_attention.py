@@ -39,8 +39,11 @@ _ROOMY = ((0, 0), (8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
 ROWS = tl.constexpr(16)
 # The warps of a program of `mixed`, each of which owns a slice of the columns.
 SLICES = 8
-# Up to how many programs share a sequence.
+# Tokens of a tile.
+BLOCK_T = 16
+# Up to how many programs share a sequence, and the bytes that their sums may take.
 MOST_PARTS = 8
+MOST_BYTES = 1 << 26
 _LOG2_E = tl.constexpr(LOG2_E)
 _FIXED_TYPES = ("batch", "nheads")
 
@@ -250,14 +253,12 @@ class Config(NamedTuple):
         parts: the programs that share a sequence, a power of two.
         chunks, slice: the columns are cut into chunks, one after another, and each into SLICES slices of so
             many columns.
-        block_t: tokens of a tile.
         num_stages: Triton's.
     """
 
     parts: int
     chunks: int
     slice: int
-    block_t: int
     num_stages: int
 
 
@@ -269,17 +270,26 @@ def most_width(capability: tuple[int, int]) -> int:
     return 1024 if capability in _ROOMY else 768
 
 
-def config_for(batch: int, nheads: int, width: int, max_seqlen: int, device: tuning.Device) -> Config:
-    """As many parts as there are tiles and multiprocessors for."""
-    block_t = 16
-    programs = batch * triton.cdiv(nheads, ROWS.value)
-    most = min(MOST_PARTS, triton.next_power_of_2(triton.cdiv(max(max_seqlen, 1), block_t)))
+def config_for(
+    batch: int, total: int, nheads: int, width: int, max_seqlen: int, device: tuning.Device
+) -> Config:
+    """As many parts as there are tiles in a sequence, multiprocessors, and bytes for.
+
+    Of a graph's sequences most are empty, and their programs return at once: `total` says how many are long.
+    """
+    long = max(1, min(batch, total // max(max_seqlen, 1)))
+    programs = long * triton.cdiv(nheads, ROWS.value)
+    most = min(MOST_PARTS, triton.next_power_of_2(triton.cdiv(max(max_seqlen, 1), BLOCK_T)))
     parts = 1
-    while 2 * parts <= most and 2 * parts * programs <= device.multiprocessors:
+    while (
+        2 * parts <= most
+        and 2 * parts * programs <= device.multiprocessors
+        and 2 * parts * batch * nheads * width * 4 <= MOST_BYTES
+    ):
         parts *= 2
     chunk = 256 if width > 512 or width % 256 == 0 else 128
     num_stages = 3 if device.capability in _ROOMY else 2
-    return Config(parts, triton.cdiv(width, chunk), chunk // SLICES, block_t, num_stages)
+    return Config(parts, triton.cdiv(width, chunk), chunk // SLICES, num_stages)
 
 
 def first_attention_fwd(inputs: "FirstAttentionInputs") -> Tensor:
@@ -287,9 +297,9 @@ def first_attention_fwd(inputs: "FirstAttentionInputs") -> Tensor:
 
     The width is at most `most_width`.
     """
-    batch, nheads, _ = inputs.q.shape
+    (batch, nheads, _), (total, width) = inputs.q.shape, inputs.x.shape
     device = tuning.device_of(inputs.x.device)
-    config = config_for(batch, nheads, inputs.x.shape[1], inputs.max_seqlen, device)
+    config = config_for(batch, total, nheads, width, inputs.max_seqlen, device)
     return first_attention_fwd_with(config, inputs)
 
 
@@ -347,7 +357,7 @@ def first_attention_fwd_with(config: Config, inputs: "FirstAttentionInputs") -> 
         CHUNKS=config.chunks,
         SLICES=SLICES,
         SLICE=config.slice,
-        BLOCK_T=config.block_t,
+        BLOCK_T=BLOCK_T,
         NUM_STAGES=config.num_stages,
         num_warps=SLICES,
         maxnreg=MOST_REGISTERS,

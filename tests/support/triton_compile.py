@@ -476,9 +476,8 @@ def first_attention_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], No
             return torch.empty(shape, dtype=dtype, device="meta")
 
         (batch, longest), nheads = lengths, width // head_dim
-        config = kernels.config_for(
-            batch, nheads, width, longest, kernels.tuning.Device("", divmod(arch, 10), 132)
-        )
+        device = kernels.tuning.Device("", divmod(arch, 10), 132)
+        config = kernels.config_for(batch, batch * longest, nheads, width, longest, device)
         inputs = FirstAttentionInputs(
             empty(batch * longest, width),
             empty(batch, nheads, head_dim),

@@ -13,9 +13,10 @@ from fastbert.ops.first_attention import FirstAttentionInputs
 from fastbert.runtime.dispatch import HALF
 
 DTYPES = HALF
-# Tokens per sequence from which the kernels move fewer bytes than keys, values and `attention`: a query moves
-# as many as about 10 tokens do (kernels/NOTES.md).
-_TOKENS_PER_QUERY = 16
+# With so many tokens per query the kernels have less to do than keys, values and `attention`, and with so few
+# queries: their products then read the weights and little else (kernels/NOTES.md, "First tokens").
+_TOKENS_PER_QUERY = 8
+_FEW_QUERIES = 16
 
 
 def first_attention_fwd(inputs: FirstAttentionInputs):
@@ -25,7 +26,7 @@ def first_attention_fwd(inputs: FirstAttentionInputs):
 
 def first_attention_pays(x: Tensor, batch: int) -> bool:
     """`pays` of fastbert/ops/first_attention.py, for tokens on a GPU."""
-    return x.shape[0] >= _TOKENS_PER_QUERY * batch and _fits(x)
+    return (x.shape[0] >= _TOKENS_PER_QUERY * batch or batch <= _FEW_QUERIES) and _fits(x)
 
 
 def _fits(x: Tensor) -> bool:
