@@ -66,12 +66,13 @@ def _first_attention_asked_kernel(
     batch,
     nheads,
     width,
+    room,
     scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """`asked` = [batch, nheads, width] in float32, `q` = [batch, nheads, HEAD_DIM]."""
+    """`asked` = [batch, nheads, room] in float32, 0 from `width` on; `q` = [batch, nheads, HEAD_DIM]."""
     head = tl.program_id(1).to(tl.int64)
     sequences = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -84,8 +85,8 @@ def _first_attention_asked_kernel(
         weight_at = weight_ptr + (head * HEAD_DIM + dims)[:, None] * weight_stride + cols[None, :]
         weight = tl.load(weight_at, mask=(dims < HEAD_DIM)[:, None] & inside, other=0.0)
         asked = tl.dot(q, weight, asked, input_precision="ieee")
-    asked_at = asked_ptr + (sequences[:, None] * nheads + head) * width + cols[None, :]
-    tl.store(asked_at, asked * scale, mask=here & inside)
+    asked_at = asked_ptr + (sequences[:, None] * nheads + head) * room + cols[None, :]
+    tl.store(asked_at, asked * scale, mask=here & (cols < room)[None, :])
 
 
 @triton.jit(do_not_specialize=_FIXED_TYPES)
@@ -103,6 +104,7 @@ def _first_attention_mixed_kernel(
     bias_key_stride,
     nheads,
     width,
+    room,
     PARTS: tl.constexpr,
     CHUNKS: tl.constexpr,
     SLICES: tl.constexpr,
@@ -110,13 +112,14 @@ def _first_attention_mixed_kernel(
     BLOCK_T: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """One part of a sequence: `mixed` = [batch, PARTS, nheads, width], not yet divided by `norm`.
+    """One part of a sequence: `mixed` = [batch, PARTS, nheads, room], not yet divided by `norm`.
 
     `top` and `norm` = [batch, PARTS, nheads]. A part without tokens has norm 0, and its `mixed` is unwritten.
+    `asked` and `mixed` are 0 from `width` on; `room` keeps their rows aligned.
     CHUNKS * SLICES * SLICE columns hold the width.
     """
-    part, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    heads = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    part, sequence = tl.program_id(0) % PARTS, (tl.program_id(0) // PARTS).to(tl.int64)
+    heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     known = heads < nheads
     start = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
     length = (tl.load(cu_seqlens_ptr + sequence + 1) - start).to(tl.int32)
@@ -133,10 +136,10 @@ def _first_attention_mixed_kernel(
             bias_row = heads.to(tl.int64)[None, :] * bias_head_stride
         # [SLICES, 1, SLICE]: the columns of a chunk
         cols = (tl.arange(0, SLICES)[:, None] * SLICE + tl.arange(0, SLICE)[None, :])[:, None, :]
-        asked_at = asked_ptr + (sequence * nheads + heads.to(tl.int64))[None, :, None] * width + cols
+        asked_at = asked_ptr + (sequence * nheads + heads.to(tl.int64))[None, :, None] * room + cols
         asked, most = (), tl.zeros((ROWS,), tl.float32)
         for c in tl.static_range(CHUNKS):
-            mask = known[None, :, None] & (cols < width - c * SLICES * SLICE)
+            mask = known[None, :, None] & (cols < room - c * SLICES * SLICE)
             row = tl.load(asked_at + c * SLICES * SLICE, mask=mask, other=0.0)
             most = tl.maximum(most, tl.max(tl.max(tl.abs(row), 2), 0))
             asked = asked + (row,)
@@ -178,9 +181,9 @@ def _first_attention_mixed_kernel(
                 own = tl.dot(weights, tile[c], mixed[c] * shrink[None, :, None], input_precision="ieee")
                 sums = sums + (own,)
             mixed = sums
-        mixed_at = mixed_ptr + rows[None, :, None] * width + cols
+        mixed_at = mixed_ptr + rows[None, :, None] * room + cols
         for c in tl.static_range(CHUNKS):
-            mask = known[None, :, None] & (cols < width - c * SLICES * SLICE)
+            mask = known[None, :, None] & (cols < room - c * SLICES * SLICE)
             tl.store(mixed_at + c * SLICES * SLICE, mixed[c], mask=mask)
     tl.store(top_ptr + rows, top, mask=known)
     tl.store(norm_ptr + rows, norm, mask=known)
@@ -199,6 +202,7 @@ def _first_attention_value_kernel(
     batch,
     nheads,
     width,
+    room,
     HEAD_DIM: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -223,12 +227,11 @@ def _first_attention_value_kernel(
     y = tl.zeros((ROWS, BLOCK_D), tl.float32)
     for first in tl.range(0, width, BLOCK_K, num_stages=NUM_STAGES):
         cols = first + tl.arange(0, BLOCK_K)
-        inside = (cols < width)[None, :]
-        mixed_at = mixed_ptr + rows[:, :, None] * width + cols[None, None, :]
-        parts = tl.load(mixed_at, mask=written & inside[None, :, :], other=0.0)
+        mixed_at = mixed_ptr + rows[:, :, None] * room + cols[None, None, :]
+        parts = tl.load(mixed_at, mask=written & (cols < room)[None, None, :], other=0.0)
         mixed = tl.sum(parts * factor[:, :, None], 0)
         weight_at = weight_ptr + (head * HEAD_DIM + dims)[:, None] * weight_stride + cols[None, :]
-        weight = tl.load(weight_at, mask=there[:, None] & inside, other=0.0)
+        weight = tl.load(weight_at, mask=there[:, None] & (cols < width)[None, :], other=0.0)
         high, low = _two_terms(mixed, weight.dtype)
         turned = tl.trans(weight)
         y = tl.dot(low, turned, y, input_precision="ieee")
@@ -311,8 +314,9 @@ def first_attention_fwd_with(config: Config, inputs: "FirstAttentionInputs") -> 
     if batch == 0:
         return y
     x, q, key_weight, value_weight = map(_with_rows, (x, q, key_weight, value_weight))
-    asked = torch.empty((batch, nheads, width), dtype=torch.float32, device=x.device)
-    mixed = torch.empty((batch, config.parts, nheads, width), dtype=torch.float32, device=x.device)
+    room = triton.cdiv(width, 16) * 16
+    asked = torch.empty((batch, nheads, room), dtype=torch.float32, device=x.device)
+    mixed = torch.empty((batch, config.parts, nheads, room), dtype=torch.float32, device=x.device)
     top, norm = torch.empty((2, batch, config.parts, nheads), dtype=torch.float32, device=x.device)
     launch(
         _first_attention_asked_kernel,
@@ -326,6 +330,7 @@ def first_attention_fwd_with(config: Config, inputs: "FirstAttentionInputs") -> 
         batch,
         nheads,
         width,
+        room,
         softmax_scale,
         HEAD_DIM=head_dim,
         BLOCK_N=128,
@@ -339,7 +344,7 @@ def first_attention_fwd_with(config: Config, inputs: "FirstAttentionInputs") -> 
         bias_strides = tuple(s if n > 1 else 0 for n, s in zip(bias.shape, bias.stride(), strict=True))
     launch(
         _first_attention_mixed_kernel,
-        (config.parts, batch, triton.cdiv(nheads, ROWS.value)),
+        (batch * config.parts, triton.cdiv(nheads, ROWS.value)),
         x.device,
         x,
         asked,
@@ -353,6 +358,7 @@ def first_attention_fwd_with(config: Config, inputs: "FirstAttentionInputs") -> 
         bias_strides[3],
         nheads,
         width,
+        room,
         PARTS=config.parts,
         CHUNKS=config.chunks,
         SLICES=SLICES,
@@ -377,6 +383,7 @@ def first_attention_fwd_with(config: Config, inputs: "FirstAttentionInputs") -> 
         batch,
         nheads,
         width,
+        room,
         HEAD_DIM=head_dim,
         PARTS=config.parts,
         BLOCK_D=16,

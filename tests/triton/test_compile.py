@@ -174,7 +174,11 @@ def test_pooling(full):
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_first_attention(full):
     """It fits, by tensor cores; on sm_120 tokens of 768 columns at most."""
-    names = ("_first_attention_asked_kernel", "_first_attention_mixed_kernel", "_first_attention_value_kernel")
+    names = (
+        "_first_attention_asked_kernel",
+        "_first_attention_mixed_kernel",
+        "_first_attention_value_kernel",
+    )
     rows = compiled("first_attention", *["--full"] * full)
     assert_fit(rows, set(names))
     assert all(r["mma"] > 0 and r["tf32"] == 0 for r in rows)

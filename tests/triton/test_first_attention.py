@@ -44,7 +44,9 @@ def run(made, **changes):
 
 def assert_near(actual, made):
     """Within one rounding step of float64, and a little for values near 0."""
-    wide = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in made.items()}
+    wide = {
+        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in made.items()
+    }
     bias = wide["bias"]
     if bias is not None and bias.dim() == 3:
         wide["bias"] = bias[None]
@@ -67,7 +69,9 @@ def test_cases(case, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("shape", [(12, 64), (16, 64), (1, 128), (2, 32), (17, 16), (6, 52), (3, 256)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(12, 64), (16, 64), (1, 128), (2, 32), (17, 16), (6, 52), (3, 256)], ids=str
+)
 def test_heads_by_the_error_rule(shape, dtype):
     """More heads than a product has rows, and widths that fill one chunk of columns, several, and no whole one."""
     nheads, head_dim = shape
@@ -240,7 +244,9 @@ def test_when_it_pays(monkeypatch):
     if DEVICE.type == "cpu":
         assert not pays(4096, 8, 1025)
     for capability, most in (((8, 0), 1024), ((8, 6), 768), ((8, 9), 768), ((10, 0), 1024), ((12, 0), 768)):
-        monkeypatch.setattr(kernels.tuning, "device_of", lambda _, c=capability: kernels.tuning.Device("", c, 1))
+        monkeypatch.setattr(
+            kernels.tuning, "device_of", lambda _, c=capability: kernels.tuning.Device("", c, 1)
+        )
         assert pays(4096, 8, most)
         assert not pays(4096, 8, most + 1)
 

@@ -5,7 +5,13 @@ Triton is imported at the first launch, so that `import fastbert` needs neither 
 
 from __future__ import annotations
 
-from fastbert.backends.triton import attention, feed_forward, first_attention, forwarders, linear_cross_entropy
+from fastbert.backends.triton import (
+    attention,
+    feed_forward,
+    first_attention,
+    forwarders,
+    linear_cross_entropy,
+)
 from fastbert.backends.triton.attention import attention_bwd, attention_fwd
 from fastbert.backends.triton.device import available
 from fastbert.backends.triton.feed_forward import feed_forward_bwd, feed_forward_fwd
