@@ -142,8 +142,8 @@ def _first_attention_mixed_kernel(
             mask = known[None, :, None] & (cols < room - c * SLICES * SLICE)
             row = tl.load(asked_at + c * SLICES * SLICE, mask=mask, other=0.0)
             most = tl.maximum(most, tl.max(tl.max(tl.abs(row), 2), 0))
-            asked = asked + (row,)
-        # A power of two, at least 2**-100: float32's bits without the fraction. Its inverse has 254 - exponent.
+            asked += (row,)
+        # A power of two, at least 2**-100: float32's bits without the fraction. 254 - exponent: its inverse.
         power = tl.maximum(most.to(tl.int32, bitcast=True) & 0x7F800000, 0x0D800000)
         inverse = (0x7F000000 - power).to(tl.float32, bitcast=True) * 256.0
         unit = power.to(tl.float32, bitcast=True) * 0.00390625
@@ -151,8 +151,9 @@ def _first_attention_mixed_kernel(
         for c in tl.static_range(CHUNKS):
             turned = tl.trans(asked[c] * inverse[None, :, None], 0, 2, 1)
             high, low = _two_terms(turned, x_ptr.dtype.element_ty)
-            highs, lows = highs + (high,), lows + (low,)
-            mixed = mixed + (tl.zeros((SLICES, ROWS, SLICE), tl.float32),)
+            highs += (high,)
+            lows += (low,)
+            mixed += (tl.zeros((SLICES, ROWS, SLICE), tl.float32),)
         for first in tl.range(begin, end, BLOCK_T, num_stages=NUM_STAGES):
             tokens = first + tl.arange(0, BLOCK_T)
             x_at = x_ptr + tokens.to(tl.int64)[None, :, None] * x_stride + cols
@@ -162,7 +163,7 @@ def _first_attention_mixed_kernel(
                 x = tl.load(x_at + c * SLICES * SLICE, mask=read, other=0.0)
                 parts = tl.dot(x, lows[c], parts, input_precision="ieee")
                 parts = tl.dot(x, highs[c], parts, input_precision="ieee")
-                tile = tile + (x,)
+                tile += (x,)
             scores = tl.sum(parts, 0) * unit[None, :]
             allowed = (tokens < length)[:, None]
             if bias_ptr is not None:
@@ -179,7 +180,7 @@ def _first_attention_mixed_kernel(
             sums = ()
             for c in tl.static_range(CHUNKS):
                 own = tl.dot(weights, tile[c], mixed[c] * shrink[None, :, None], input_precision="ieee")
-                sums = sums + (own,)
+                sums += (own,)
             mixed = sums
         mixed_at = mixed_ptr + rows[None, :, None] * room + cols
         for c in tl.static_range(CHUNKS):

@@ -17,7 +17,8 @@ import fastbert
 from fastbert.backends import triton
 from fastbert.graphs import model as graphs
 from fastbert.graphs.recorder import EagerRecorder
-from fastbert.layers import encoder, packing
+from fastbert.layers import encoder as layer
+from fastbert.layers import packing
 from fastbert.models.inputs import check_inputs
 from fastbert.ops.first_attention import first_attention, pays
 from fastbert.runtime import dispatch
@@ -121,7 +122,7 @@ def test_no_wait_where_the_host_has_the_lengths(name, first_only):
 
 
 def test_attention_of_first_tokens_waits_only_for_a_longest_length(monkeypatch):
-    """The op, by `aten`; and `pays`, in every dtype and by a backend that decides from what the host knows."""
+    """The op, by `aten`; and `pays`, by a backend that decides from what the host knows."""
     for options in ({}, {"bias": "full", "gate": True, "tail": 3}, {"bias": "shared", "value_bias": False}):
         case = FirstAttentionCase((30, 0, 17), **options)
         made = case.inputs(torch.float32, "cpu") | {"softmax_scale": case.scale}
@@ -155,8 +156,8 @@ def test_no_wait_where_the_last_layer_attends_to_first_tokens(name, monkeypatch)
         calls.append(options["max_seqlen"])
         return first_attention(*args, **options)
 
-    monkeypatch.setattr(encoder, "pays", lambda x, batch: True)
-    monkeypatch.setattr(encoder, "first_attention", counted)
+    monkeypatch.setattr(layer, "pays", lambda x, batch: True)
+    monkeypatch.setattr(layer, "first_attention", counted)
     longest = int(inputs["attention_mask"].sum(1).max())
     graphed = graphs.graph(device, recorder=EagerRecorder, max_tokens=512)
     for run, bound in ((device, longest), (graphed, None), (graphed, None)):

@@ -73,14 +73,14 @@ def test_cases(case, dtype):
     "shape", [(12, 64), (16, 64), (1, 128), (2, 32), (17, 16), (6, 52), (3, 256)], ids=str
 )
 def test_heads_by_the_error_rule(shape, dtype):
-    """More heads than a product has rows, and widths that fill one chunk of columns, several, and no whole one."""
+    """More heads than a product has rows; widths of one chunk of columns, of several, of no whole one."""
     nheads, head_dim = shape
     assert_rule(FirstAttentionCase((37, 0, 70, 3), nheads, head_dim, bias="full", gate=True, tail=2), dtype)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_a_large_part_that_cancels_by_the_error_rule(dtype):
-    """One rounding of what the query asks of a column, or of a column's sum, would be ten times eager's error."""
+    """One rounding of what the query asks of a column, or of a column's sum, would be worse than eager."""
     for bias in ("", "sequence"):
         assert_rule(FirstAttentionCase((48, 5, 64), 4, 64, bias=bias, cancelling=True), dtype)
 
@@ -272,7 +272,7 @@ def test_parts_fill_the_multiprocessors(batch, total, longest, parts):
 @interpreted
 @torch.no_grad()
 def test_in_a_graphed_model(monkeypatch):
-    """A graph of first tokens calls the kernels, on capacity rows and empty sequences, and equals the model."""
+    """A graph of first tokens calls the kernels, with rows and sequences to spare, and equals the model."""
     from tests.support.graphed_models import Graphed, fresh, lengths_batch
 
     model = fresh("bert", torch.bfloat16)
