@@ -196,13 +196,13 @@ class LayerMath(FusedLayer):
         q = apply_linear(self.linear_at(names.query), x.index_select(0, starts)).reshape(shape)
         key, value = self.linear_at(names.key), self.linear_at(names.value)
         if (
-            pays(x)
-            and not torch.is_grad_enabled()
+            not torch.is_grad_enabled()
             and dropout_p == 0.0
             and has_float_weight(key)
             and has_float_weight(value)
             and checks.autocast_dtype(x) is None
             and not torch.compiler.is_compiling()
+            and pays(x, starts.shape[0])
         ):
             return first_attention(
                 x,
@@ -214,6 +214,7 @@ class LayerMath(FusedLayer):
                 softmax_scale=self.form.head_dim**-0.5,
                 bias=sequences.bias,
                 gate=gate,
+                max_seqlen=sequences.max_seqlen,
             )
         k, v = (apply_linear(module, x).reshape(shape) for module in (key, value))
         # The other rows get a query of zeros, and their results are dropped. `starts` has the row of the next

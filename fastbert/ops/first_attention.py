@@ -14,7 +14,8 @@ Computed in float32 (float64 for float64) and rounded once. A sequence of length
 query without an allowed key. Rows at and past cu_seqlens[-1] are not read.
 
 There is no custom op and no autograd here: training and torch.compile make keys and values and call
-`attention`, whose first rows have the same values. The backends read `cu_seqlens` on the host.
+`attention`, whose first rows have the same values. On a CPU the backends read `cu_seqlens`. On a GPU only
+`reference` does, and the public function where `max_seqlen` is None: the host waits there for the device.
 
 Source: Vaswani et al. 2017, sec. 3.2; the products by associativity.
 """
@@ -37,7 +38,10 @@ CAST_FROM = 64
 
 
 class FirstAttentionInputs(NamedTuple):
-    """The arguments of `first_attention` as a backend takes them: checked, `bias` in four dimensions."""
+    """The arguments of `first_attention` as a backend takes them: checked, `bias` in four dimensions.
+
+    `max_seqlen` is at least the longest length.
+    """
 
     x: Tensor
     q: Tensor
@@ -48,6 +52,7 @@ class FirstAttentionInputs(NamedTuple):
     softmax_scale: float
     bias: Tensor | None
     gate: Tensor | None
+    max_seqlen: int
 
 
 def first_attention_ref(
@@ -60,10 +65,11 @@ def first_attention_ref(
     softmax_scale: float,
     bias: Tensor | None = None,
     gate: Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> Tensor:
     """Plain PyTorch with keys and values of all tokens; computes in float64 for float64 `x`, else in float32.
 
-    Arguments as in `first_attention`, `bias` in four dimensions.
+    Arguments as in `first_attention`, `bias` in four dimensions. `max_seqlen` is not needed.
     """
     compute = checks.compute_dtype(x)
     batch, nheads, head_dim = q.shape
@@ -89,9 +95,18 @@ def first_attention_ref(
 # --- public functions ---------------------------------------------------------------------------------------
 
 
-def pays(x: Tensor) -> bool:
-    """Whether `first_attention` is faster on these tokens (total, width) than `attention`; on a CPU alone."""
-    return x.device.type == "cpu" and (x.shape[0] >= CAST_FROM or checks.compute_dtype(x) == x.dtype)
+def pays(x: Tensor, batch: int) -> bool:
+    """Whether `first_attention` of `batch` queries is faster on tokens (total, width) than `attention`.
+
+    On a CPU where the weights' cast is worth it. Elsewhere in half precision, where the backend that serves
+    says so for its kernels. The host waits for no device, except for a kernel's first self-check.
+    """
+    if x.device.type == "cpu":
+        return x.shape[0] >= CAST_FROM or checks.compute_dtype(x) == x.dtype
+    if x.dtype not in dispatch.HALF:
+        return False
+    found = dispatch.serving_function("first_attention_pays", ("first_attention",), x.device, x.dtype)
+    return found is not None and found(x, batch)
 
 
 def first_attention(
@@ -105,6 +120,7 @@ def first_attention(
     softmax_scale: float,
     bias: Tensor | None = None,
     gate: Tensor | None = None,
+    max_seqlen: int | None = None,
 ) -> Tensor:
     """Attention of one query per sequence over what the sequence's tokens make as keys and values.
 
@@ -114,11 +130,14 @@ def first_attention(
         key_weight, value_weight: (nheads * head_dim, width) of `x`'s dtype.
         value_bias: (nheads * head_dim,) of `x`'s dtype, or None.
         cu_seqlens: (batch + 1,) int32 on the same device: 0, then where each sequence ends, never decreasing
-            and not beyond `total`.
+            and not beyond `total`. The values of a CPU tensor are checked. On a GPU a check would cost a
+            synchronisation, so the caller is responsible for them.
         softmax_scale: factor of the scores.
         bias: added to the scores as in `ops.attention.attention`, (batch or 1, nheads or 1, S or 1, S), or
-            without its first dimension; only query 0 is read. S is at least the longest sequence, or 1.
+            without its first dimension; only query 0 is read. S is at least `max_seqlen`, or the longest
+            sequence where that is None, or 1.
         gate: (nheads,) factor of each head's output, or None.
+        max_seqlen: at least the longest length. None: the longest length, for which a GPU is waited for.
 
     Returns:
         (batch, nheads * head_dim) in `x`'s dtype.
@@ -147,7 +166,7 @@ def first_attention(
             checks.float_tensor(name, t, x)
             checks.shape(name, t, shape)
             checks.same_dtype(name, t, "x", x)
-    longest = _longest(cu_seqlens, batch, x)
+    longest = _longest(cu_seqlens, batch, x, max_seqlen)
     if bias is not None:
         checks.float_tensor("bias", bias, x)
         width = bias.shape[-1] if bias.dim() else 0
@@ -162,7 +181,7 @@ def first_attention(
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
         raise TypeError(f"softmax_scale: expected a number, got {softmax_scale!r}")
     weights = key_weight, value_weight, value_bias
-    inputs = FirstAttentionInputs(x, q, *weights, cu_seqlens, softmax_scale, bias, gate)
+    inputs = FirstAttentionInputs(x, q, *weights, cu_seqlens, softmax_scale, bias, gate, longest)
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
         raise RuntimeError(
             "first_attention: gradients are enabled and an argument requires one, but it is for inference: "
@@ -171,12 +190,21 @@ def first_attention(
     return dispatch.call("first_attention_fwd", x, inputs)
 
 
-def _longest(cu_seqlens: Tensor, batch: int, x: Tensor) -> int:
-    """The longest sequence, having checked `cu_seqlens`."""
+def _longest(cu_seqlens: Tensor, batch: int, x: Tensor, max_seqlen: int | None) -> int:
+    """`max_seqlen`, or the longest length where that is None, having checked both arguments."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
         got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"cu_seqlens: expected an int32 torch.Tensor, got {got}")
     checks.same_device("cu_seqlens", cu_seqlens, x)
     checks.shape("cu_seqlens", cu_seqlens, (batch + 1,))
+    if max_seqlen is not None:
+        if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int):
+            raise TypeError(f"max_seqlen: expected an int or None, got {max_seqlen!r}")
+        if max_seqlen < 0:
+            raise ValueError(f"max_seqlen: expected >= 0, got {max_seqlen}")
     longest = checks.lengths(cu_seqlens, x.shape[0], "x")
-    return int(cu_seqlens.diff().amax()) if longest is None and batch else longest or 0
+    if max_seqlen is None:
+        return int(cu_seqlens.diff().amax()) if longest is None and batch else longest or 0
+    if longest is not None and longest > max_seqlen:
+        raise ValueError(f"max_seqlen: expected at least the longest length {longest}, got {max_seqlen}")
+    return max_seqlen

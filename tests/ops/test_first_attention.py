@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fastbert import testing
+from fastbert.backends.aten import first_attention as aten
 from fastbert.ops.attention import attention
 from fastbert.ops.checks import FLOATS
 from fastbert.ops.first_attention import CAST_FROM, first_attention, pays
@@ -139,6 +140,11 @@ def test_refuses_gradients(name):
         ({"gate": torch.ones(2)}, ValueError, "gate: "),
         ({"softmax_scale": "1"}, TypeError, "softmax_scale: "),
         ({"softmax_scale": True}, TypeError, "softmax_scale: "),
+        ({"max_seqlen": 8}, ValueError, "max_seqlen: expected at least the longest length 9, got 8"),
+        ({"max_seqlen": -1}, ValueError, "max_seqlen: expected >= 0, got -1"),
+        ({"max_seqlen": 9.0}, TypeError, "max_seqlen: expected an int or None"),
+        ({"max_seqlen": True}, TypeError, "max_seqlen: expected an int or None"),
+        ({"max_seqlen": 10, "bias": torch.zeros(3, 3, 1, 9)}, ValueError, "bias: expected 10 keys or more"),
     ],
 )
 def test_refuses(change, error, words):
@@ -146,9 +152,56 @@ def test_refuses(change, error, words):
         first_attention(**operands() | change)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_bound_of_the_lengths_changes_nothing(backend):
+    made = operands((5, 0, 9), bias="full")
+    made["bias"] = torch.cat((made["bias"], torch.full((3, 3, 1, 3), torch.nan, dtype=torch.float64)), -1)
+    with dispatch.use_backend(backend):
+        expected = first_attention(**made)
+        for bound in (9, 12):
+            assert torch.equal(first_attention(**made, max_seqlen=bound), expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=repr)
+def test_aten_without_lengths_on_the_host_by_the_error_rule(case, dtype, monkeypatch):
+    """What `aten` does on a GPU: keys and values of all tokens."""
+    by_lengths = dispatch.backend_module("aten").first_attention_fwd
+    calls = []
+    monkeypatch.setattr(
+        dispatch.backend_module("aten"),
+        "first_attention_fwd",
+        lambda inputs: calls.append(1) or aten._by_attention(inputs),
+    )
+    for row in testing.run_case(case, "aten", dtype):
+        assert row.passed, row
+    assert calls == [1]
+    assert by_lengths is not aten._by_attention
+
+
 def test_pays_where_no_weight_is_cast_or_many_tokens_share_the_cast():
     for dtype in FLOATS:
         wide = dtype not in testing.HALF
-        assert pays(torch.empty(CAST_FROM - 1, 4, dtype=dtype)) == wide
-        assert pays(torch.empty(CAST_FROM, 4, dtype=dtype))
-    assert not pays(torch.empty(CAST_FROM, 4, device="meta"))
+        assert pays(torch.empty(CAST_FROM - 1, 4, dtype=dtype), 1) == wide
+        assert pays(torch.empty(CAST_FROM, 4, dtype=dtype), CAST_FROM)
+    assert not pays(torch.empty(CAST_FROM, 4, device="meta"), 1)
+
+
+def test_pays_elsewhere_if_the_backend_that_serves_says_so(monkeypatch):
+    """In half precision; no backend is asked in other dtypes, and none that serves has no say."""
+    asked = []
+
+    def serving(function, ops, device, dtype):
+        asked.append((function, ops, device.type, dtype))
+        return lambda x, batch: len(x) >= 2 * batch
+
+    half, other = (torch.empty(8, 4, device="meta", dtype=d) for d in (torch.bfloat16, torch.float64))
+    assert not pays(half, 4)  # by aten
+    monkeypatch.setattr(dispatch, "serving_function", serving)
+    assert pays(half, 4)
+    assert not pays(half, 5)
+    assert asked == 2 * [("first_attention_pays", ("first_attention",), "meta", torch.bfloat16)]
+    assert not pays(other, 1)
+    assert len(asked) == 2
+    monkeypatch.setattr(dispatch, "serving_function", lambda *_: None)
+    assert not pays(half, 1)

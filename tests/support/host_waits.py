@@ -14,11 +14,16 @@ import pytest
 import torch
 
 import fastbert
+from fastbert.backends import triton
 from fastbert.graphs import model as graphs
 from fastbert.graphs.recorder import EagerRecorder
+from fastbert.layers import encoder as layer
 from fastbert.layers import packing
 from fastbert.models.inputs import check_inputs
+from fastbert.ops.first_attention import first_attention, pays
+from fastbert.runtime import dispatch
 from fastbert.sentences.encoder import SentenceEncoder
+from fastbert.testing.op_cases.first_attention import FirstAttentionCase
 from tests.support import fake_gpu
 from tests.support.fake_gpu import fake, real, waits
 from tests.support.hf_models import batch
@@ -114,6 +119,59 @@ def test_no_wait_where_the_host_has_the_lengths(name, first_only):
         assert out.keys() == expected.keys()
         for key, value in out.items():
             close(value, expected[key])
+
+
+def test_attention_of_first_tokens_waits_only_for_a_longest_length(monkeypatch):
+    """The op, by `aten`; and `pays`, by a backend that decides from what the host knows."""
+    for options in ({}, {"bias": "full", "gate": True, "tail": 3}, {"bias": "shared", "value_bias": False}):
+        case = FirstAttentionCase((30, 0, 17), **options)
+        made = case.inputs(torch.float32, "cpu") | {"softmax_scale": case.scale}
+        expected = first_attention(**made)
+        on_device = {k: fake(v) if isinstance(v, torch.Tensor) else v for k, v in made.items()}
+        with waits() as seen:
+            out = first_attention(**on_device, max_seqlen=40 if not options else 30)
+            assert seen == []
+            first_attention(**on_device)
+            assert len(seen) == 1
+        close(out, expected)
+    with waits() as seen:
+        for dtype in (torch.float32, torch.bfloat16):
+            assert not pays(fake(torch.zeros(64, 8, dtype=dtype)), 2)
+        monkeypatch.setattr(dispatch, "serving_function", lambda *_: triton.first_attention_pays)
+        assert pays(fake(torch.zeros(64, 8, dtype=torch.bfloat16)), 2)
+        assert not pays(fake(torch.zeros(64, 1025, dtype=torch.bfloat16)), 2)
+        assert seen == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_no_wait_where_the_last_layer_attends_to_first_tokens(name, monkeypatch):
+    """Nor in the graphs of first tokens, which call the op on their capacity."""
+    host, device = pair(name)
+    inputs = batch(name)
+    expected = host(**inputs, first_token_only=True)
+    calls = []
+
+    def counted(*args, **options):
+        calls.append(options["max_seqlen"])
+        return first_attention(*args, **options)
+
+    monkeypatch.setattr(layer, "pays", lambda x, batch: True)
+    monkeypatch.setattr(layer, "first_attention", counted)
+    longest = int(inputs["attention_mask"].sum(1).max())
+    graphed = graphs.graph(device, recorder=EagerRecorder, max_tokens=512)
+    for run, bound in ((device, longest), (graphed, None), (graphed, None)):
+        del calls[:]
+        with waits() as seen:
+            out = run(**inputs, first_token_only=True)
+            assert seen == []
+        assert len(calls) >= 1
+        assert min(calls) >= longest
+        assert bound is None or calls == [bound]
+        for key, value in out.items():
+            close(value, expected[key])
+    # MPNet has no graph for a mask with holes
+    assert (graphed.last_fallback is None) == (name != "mpnet")
 
 
 @torch.no_grad()

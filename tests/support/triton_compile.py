@@ -460,6 +460,49 @@ def feed_forward_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]
                 yield name, arch, lambda args=(arch, config, dtype, out, activation, sums): call(*args)
 
 
+def first_attention_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """(name, architecture, call that launches): by default BERT-base and BERT-large in bfloat16.
+
+    A batch of 32 x 512 tokens without anything, and one sequence of 128 with bias and gate. `full`: float16,
+    other widths, and heads of every size.
+    """
+    import torch
+
+    from fastbert.kernels import first_attention as kernels
+    from fastbert.ops.first_attention import FirstAttentionInputs
+
+    def call(arch: int, dtype: torch.dtype, width: int, head_dim: int, lengths: tuple, extras: bool) -> None:
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        (batch, longest), nheads = lengths, width // head_dim
+        device = kernels.tuning.Device("", divmod(arch, 10), 132)
+        config = kernels.config_for(batch, batch * longest, nheads, width, longest, device)
+        inputs = FirstAttentionInputs(
+            empty(batch * longest, width),
+            empty(batch, nheads, head_dim),
+            empty(width, width),
+            empty(width, width),
+            empty(width),
+            empty(batch + 1, dtype=torch.int32),
+            0.125,
+            empty(batch, 1, 1, longest, dtype=torch.float32) if extras else None,
+            empty(nheads, dtype=torch.float32) if extras else None,
+            longest,
+        )
+        kernels.first_attention_fwd_with(config, inputs)
+
+    dtypes = (torch.bfloat16, torch.float16)
+    shapes = ((768, 64), (1024, 64), (384, 32), (312, 26), (128, 64), (16, 16), (1024, 256), (1000, 8))
+    lengths = ((32, 512), (1, 128))
+    for arch, dtype, (width, head_dim), work in itertools.product(SHARED_LIMIT, dtypes, shapes, lengths):
+        wanted = full or (dtype == torch.bfloat16 and width in (768, 1024) and head_dim == 64)
+        if wanted and width <= kernels.most_width(divmod(arch, 10)):
+            name = f"{str(dtype).removeprefix('torch.')}-{width}x{head_dim}-{work[0]}x{work[1]}"
+            args = arch, dtype, width, head_dim, work, work[0] == 1
+            yield name, arch, lambda args=args: call(*args)
+
+
 def packing_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
     """(name, architecture, call that launches): by default 768 columns of two bytes.
 
@@ -535,6 +578,7 @@ JOBS = {
     "cross_entropy": cross_entropy_jobs,
     "embedding": embedding_jobs,
     "feed_forward": feed_forward_jobs,
+    "first_attention": first_attention_jobs,
     "layer_norm": layer_norm_jobs,
     "linear": linear_jobs,
     "packing": packing_jobs,

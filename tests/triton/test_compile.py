@@ -172,6 +172,22 @@ def test_pooling(full):
 
 
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_first_attention(full):
+    """It fits, by tensor cores; on sm_120 tokens of 768 columns at most."""
+    names = (
+        "_first_attention_asked_kernel",
+        "_first_attention_mixed_kernel",
+        "_first_attention_value_kernel",
+    )
+    rows = compiled("first_attention", *["--full"] * full)
+    assert_fit(rows, set(names))
+    assert all(r["mma"] > 0 and r["tf32"] == 0 for r in rows)
+    widths = {(r["arch"], int(r["job"].split("-")[1].split("x")[0])) for r in rows}
+    assert {(arch, 1024) for arch in (80, 90, 100)} < widths
+    assert max(width for arch, width in widths if arch == 120) == 768
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_cross_entropy(full):
     kernels = {"_cross_entropy_fwd_kernel", "_cross_entropy_bwd_kernel", "_mean_loss_kernel"}
     assert_fit(compiled("cross_entropy", *["--full"] * full), kernels)

@@ -3,7 +3,9 @@
     q · (Wk x_t) = (Wkᵀ q) · x_t                      the query takes the key's weight
     Σ_t p_t (Wv x_t + bv) = Wv (Σ_t p_t x_t) + bv     the tokens are mixed first
 
-so that no key or value is made. Neighbouring sequences of one length go through each product together.
+so that no key or value is made. Neighbouring sequences of one length go through each product together. That
+is for a CPU, where the lengths are at hand. On other devices, without a wait for them: keys and values of all
+tokens, and `attention` with queries of zeros for the other rows.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from itertools import groupby, pairwise
 
 import torch
 
+from fastbert.backends.aten.attention import attention_fwd
+from fastbert.ops.attention import AttentionInputs
 from fastbert.ops.checks import FLOATS, compute_dtype
 from fastbert.ops.first_attention import FirstAttentionInputs
 
@@ -19,7 +23,9 @@ DTYPES = FLOATS
 
 
 def first_attention_fwd(inputs: FirstAttentionInputs):
-    x, q, key_weight, value_weight, value_bias, cu_seqlens, softmax_scale, bias, gate = inputs
+    if inputs.x.device.type != "cpu":
+        return _by_attention(inputs)
+    x, q, key_weight, value_weight, value_bias, cu_seqlens, softmax_scale, bias, gate, _ = inputs
     compute = compute_dtype(x)
     batch, nheads, head_dim = q.shape
     wk, wv = (w.to(compute).reshape(nheads, head_dim, -1) for w in (key_weight, value_weight))
@@ -49,3 +55,23 @@ def first_attention_fwd(inputs: FirstAttentionInputs):
     if gate is not None:
         context = context * gate.to(compute).unsqueeze(1)
     return context.reshape(batch, nheads * head_dim).to(x.dtype)
+
+
+def _by_attention(inputs: FirstAttentionInputs):
+    """With keys and values of all tokens; nothing is read on the host."""
+    x, q, key_weight, value_weight, value_bias, cu_seqlens, softmax_scale, bias, gate, max_seqlen = inputs
+    batch, total = q.shape[0], x.shape[0]
+    if batch == 0 or total == 0:
+        return x.new_zeros(batch, key_weight.shape[0])
+    k = torch.nn.functional.linear(x, key_weight).unflatten(1, q.shape[1:])
+    v = torch.nn.functional.linear(x, value_weight, value_bias).unflatten(1, q.shape[1:])
+    # An empty sequence has the row of the next one, which it must neither change nor get
+    starts = cu_seqlens[:-1].long().clamp_max(total - 1)
+    filled = cu_seqlens.diff().gt(0)[:, None]
+    queries = torch.zeros_like(k).index_add(0, starts, torch.where(filled[:, :, None], q, 0))
+    gate = None if gate is None else gate.contiguous()
+    all_rows = AttentionInputs(
+        queries, k, v, cu_seqlens, max_seqlen, softmax_scale, False, bias, gate, 0.0, None, 0
+    )
+    rows = attention_fwd(all_rows, False, False)[0].index_select(0, starts).flatten(1)
+    return torch.where(filled, rows, 0)

@@ -5,10 +5,17 @@ Triton is imported at the first launch, so that `import fastbert` needs neither 
 
 from __future__ import annotations
 
-from fastbert.backends.triton import attention, feed_forward, forwarders, linear_cross_entropy
+from fastbert.backends.triton import (
+    attention,
+    feed_forward,
+    first_attention,
+    forwarders,
+    linear_cross_entropy,
+)
 from fastbert.backends.triton.attention import attention_bwd, attention_fwd
 from fastbert.backends.triton.device import available
 from fastbert.backends.triton.feed_forward import feed_forward_bwd, feed_forward_fwd
+from fastbert.backends.triton.first_attention import first_attention_fwd, first_attention_pays
 from fastbert.backends.triton.forwarders import (
     cross_entropy_bwd,
     cross_entropy_fwd,
@@ -32,6 +39,7 @@ DTYPES = {
     **forwarders.DTYPES,
     "attention": attention.DTYPES,
     "feed_forward": feed_forward.DTYPES,
+    "first_attention": first_attention.DTYPES,
     "linear_cross_entropy": linear_cross_entropy.DTYPES,
 }
 
@@ -46,6 +54,8 @@ __all__ = [
     "embedding_fwd",
     "feed_forward_bwd",
     "feed_forward_fwd",
+    "first_attention_fwd",
+    "first_attention_pays",
     "layer_norm_bwd",
     "layer_norm_fwd",
     "linear_bwd",

@@ -16,7 +16,8 @@ from fastbert.testing.error_rule import Case
 class FirstAttentionCase(Case):
     """Packed sequences of `lengths` tokens, and `tail` rows of NaN behind them.
 
-    `bias` is "" (none), "shared", "sequence" (one per sequence) or "full" (and per head).
+    `bias` is "" (none), "shared", "sequence" (one per sequence) or "full" (and per head). `cancelling`: the
+    tokens have a large part that both weights take to nearly nothing.
     """
 
     lengths: tuple[int, ...]
@@ -26,6 +27,7 @@ class FirstAttentionCase(Case):
     gate: bool = False
     value_bias: bool = True
     tail: int = 0
+    cancelling: bool = False
 
     op = "first_attention"
 
@@ -35,6 +37,7 @@ class FirstAttentionCase(Case):
         options += ["gate"] if self.gate else []
         options += [] if self.value_bias else ["no_value_bias"]
         options += [f"tail{self.tail}"] if self.tail else []
+        options += ["cancelling"] if self.cancelling else []
         shape = f"{len(self.lengths)}x{max(self.lengths)}x{self.nheads}x{self.head_dim}"
         return "-".join([shape, f"total{sum(self.lengths)}", *options])
 
@@ -50,7 +53,16 @@ class FirstAttentionCase(Case):
         def randn(*shape, scale=1.0):
             return (scale * torch.randn(*shape, generator=g)).to(dtype).to(device)
 
-        x = randn(sum(self.lengths) + self.tail, width)
+        x, weights = (
+            randn(sum(self.lengths) + self.tail, width),
+            [randn(width, width, scale=width**-0.5) for _ in range(2)],
+        )
+        if self.cancelling:
+            # of norm 1, times 128 or -128
+            large = torch.nn.functional.normalize(torch.randn(width, generator=g), dim=0).to(device)
+            signs = torch.where(torch.rand(len(x), 1, generator=g) < 0.5, -128, 128).to(device)
+            x = (x.float() + signs * large).to(dtype)
+            weights = [(w.float() - torch.outer(w.float() @ large, large)).to(dtype) for w in weights]
         x[sum(self.lengths) :] = torch.nan
         bias = None
         if self.bias:
@@ -62,8 +74,8 @@ class FirstAttentionCase(Case):
         return {
             "x": x,
             "q": randn(batch, self.nheads, self.head_dim),
-            "key_weight": randn(width, width, scale=width**-0.5),
-            "value_weight": randn(width, width, scale=width**-0.5),
+            "key_weight": weights[0],
+            "value_weight": weights[1],
             "value_bias": randn(width) if self.value_bias else None,
             "cu_seqlens": torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device),
             "bias": bias,
@@ -71,7 +83,7 @@ class FirstAttentionCase(Case):
         }
 
     def call(self, **inputs):
-        return first_attention(**inputs, softmax_scale=self.scale)
+        return first_attention(**inputs, softmax_scale=self.scale, max_seqlen=max(self.lengths))
 
     def eager(self, x, q, key_weight, value_weight, value_bias, cu_seqlens, bias, gate):
         """Keys and values of all tokens, softmax, product."""
@@ -116,6 +128,11 @@ class FirstAttentionCase(Case):
 SMALL = [
     FirstAttentionCase((9, 0, 5)),
     FirstAttentionCase((7, 7, 2), bias="full", gate=True),
+]
+ON_GPU = [  # the blocks of base and large, several tiles per part, and parts without tokens
+    FirstAttentionCase((512, 300, 0, 257, 1), nheads=12, head_dim=64),
+    FirstAttentionCase((512, 300, 0, 257), nheads=16, head_dim=64, bias="full", gate=True, tail=9),
+    FirstAttentionCase((128,), nheads=12, head_dim=64, bias="sequence", cancelling=True),
 ]
 CASES = [
     *SMALL,
