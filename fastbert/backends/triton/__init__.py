@@ -5,7 +5,7 @@ Triton is imported at the first launch, so that `import fastbert` needs neither 
 
 from __future__ import annotations
 
-from fastbert.backends.triton import attention, feed_forward, forwarders, linear_cross_entropy
+from fastbert.backends.triton import attention, feed_forward, forwarders, linear_cross_entropy, linear_norm
 from fastbert.backends.triton.attention import attention_bwd, attention_fwd
 from fastbert.backends.triton.device import available
 from fastbert.backends.triton.feed_forward import feed_forward_bwd, feed_forward_fwd
@@ -27,12 +27,14 @@ from fastbert.backends.triton.linear_cross_entropy import (
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
 )
+from fastbert.backends.triton.linear_norm import joins_norm, linear_norm_fwd
 
 DTYPES = {
     **forwarders.DTYPES,
     "attention": attention.DTYPES,
     "feed_forward": feed_forward.DTYPES,
     "linear_cross_entropy": linear_cross_entropy.DTYPES,
+    "linear_norm": linear_norm.DTYPES,
 }
 
 __all__ = [
@@ -46,12 +48,14 @@ __all__ = [
     "embedding_fwd",
     "feed_forward_bwd",
     "feed_forward_fwd",
+    "joins_norm",
     "layer_norm_bwd",
     "layer_norm_fwd",
     "linear_bwd",
     "linear_cross_entropy_bwd",
     "linear_cross_entropy_fwd",
     "linear_fwd",
+    "linear_norm_fwd",
     "packing_bwd",
     "packing_fwd",
     "pooling_bwd",
