@@ -242,9 +242,13 @@ def config_for(
 
 
 def norm_tile(config: Config, out_features: int) -> tuple[int, int]:
-    """(NORM_M, NORM_N) for the last program of a row tile: 64 elements per thread, or the whole tile."""
+    """(NORM_M, NORM_N) for the last program of a row tile: at most the whole tile.
+
+    A thread has 128 elements of all parts, which are loaded together: with 256 it spills. Of one part it has 64.
+    """
     norm_n = max(16, triton.next_power_of_2(out_features))
-    return max(1, min(config.block_m, 64 * 32 * config.num_warps // norm_n)), norm_n
+    elements = min(64, 128 // triton.next_power_of_2(config.split_k))
+    return max(1, min(config.block_m, elements * 32 * config.num_warps // norm_n)), norm_n
 
 
 def takes(rows: int, out_features: int) -> bool:

@@ -463,9 +463,9 @@ def feed_forward_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]
 def linear_norm_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
     """(name, architecture, call that launches): a product of few rows with its norm, in one launch and in two.
 
-    By default each tile in bfloat16, in one launch, with three parts on sm_90 and with one elsewhere, at 768
-    columns; on sm_90 also two launches, the widest rows and a depth that is no multiple of a tile's. `full` is
-    the product of tiles, parts, dtypes, launches and widths.
+    By default each tile in bfloat16, in one launch, with some number of parts, at 768 columns; on sm_90 also
+    two launches, the widest rows and a depth that is no multiple of a tile's. `full` adds every number of parts
+    there, and two and the most parts at all sizes.
     """
     import torch
 
@@ -493,10 +493,11 @@ def linear_norm_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]
     for arch, dtype, (depth, out), one_launch in itertools.product(SHARED_LIMIT, dtypes, sizes, (True, False)):
         for config in kernels.candidates(divmod(arch, 10)):
             usual = dtype == torch.bfloat16 and (depth, out) == sizes[0] and one_launch
-            default = usual and config.split_k == (3 if arch == 90 else 1)
-            if arch == 90 and config.split_k == 3 and config.block_m >= 32 and config.block_n == 64:
+            default = usual and config.split_k == {80: 1, 90: 8, 100: 2, 120: 3}[arch]
+            if arch == 90 and config[:2] == (64, 64) and config.split_k == 8:
                 default = dtype == torch.bfloat16 and (usual or (depth, out) in (sizes[1], sizes[-1]))
-            if full or default:
+            ends = config.split_k in (2, kernels.SPLITS[-1])
+            if default or (full and (usual or (ends and dtype == torch.bfloat16))):
                 tiles = "x".join(map(str, config[:4]))
                 kind = "one" if one_launch else "two"
                 name = f"{str(dtype).removeprefix('torch.')}-{depth}x{out}-{tiles}-{kind}"
