@@ -1,20 +1,20 @@
 """A product of few rows, with the residual sum and the LayerNorm that follow it, for inference.
 
 Math       z = x @ weight.T + bias + residual;  y = (z - mean) * rstd * norm_weight + norm_bias
-Tiling     Few rows read the weight and little else, so that all multiprocessors must take part in reading it. A
+Tiling     Few rows read the weight and little else, so all multiprocessors must take part in reading it. A
            program multiplies one tile of [BLOCK_M, BLOCK_N] over one of SPLIT_K parts of the depth, and stores
-           float32 sums to its own place in `partials` = [SPLIT_K, rows, OUT]; part 0 adds bias and residual. Then
-           rows are normalized: their parts are added in the order 0, 1, …, whoever was done first.
-Launches   One, if the caller has counters at zero: each program counts its arrival at its row tile, and the last
-           one there normalizes these rows and sets the counter back to zero. No program waits for another. Without
-           counters a second kernel normalizes.
-Memory     order: `debug_barrier` (bar.sync) puts the stores of all threads before the thread that counts, whose
-           atomic add is acq_rel at the scope of the GPU. Its result reaches the other threads through shared memory
-           and a second bar.sync. Both are cumulative, so the last to arrive sees all stores of all programs; it
-           reads them with .cg, past L1, which may hold older lines. tests/triton/test_compile.py looks for each step
-           in PTX and in machine code.
-Precision  float32 accumulators; bias, residual and LayerNorm in float32, formulas as in kernels/layer_norm.py; one
-           rounding, at the store.
+           float32 sums to its own place in `partials` = [SPLIT_K, rows, OUT]; part 0 adds bias and residual.
+           Then rows are normalized: their parts are added in the order 0, 1, …, whoever was done first.
+Launches   One, if the caller has counters at zero: each program counts its arrival at its row tile, and the
+           last one there normalizes these rows and sets the counter back to zero. No program waits for
+           another. Without counters a second kernel normalizes.
+Order      `debug_barrier` (bar.sync) puts the stores of all threads before the thread that counts, whose atomic
+           add is acq_rel at the scope of the GPU. Its result reaches the other threads through shared memory
+           and a second bar.sync. Both are cumulative, so the last to arrive sees all stores of all programs;
+           it reads them with .cg, past L1, which may hold older lines. tests/triton/test_compile.py looks for
+           each step in PTX and in machine code.
+Precision  float32 accumulators; bias, residual and LayerNorm in float32, formulas as in kernels/layer_norm.py;
+           one rounding, at the store.
 Source     Ba, Kiros, Hinton 2016, Layer Normalization, eq. 4; for split-K, NVIDIA's CUTLASS ("Efficient GEMM").
 """
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 # The most rows of one call. With more, a product of large tiles reads less.
 MOST_ROWS = 256
-# The widest row that one program normalizes.
-MOST_COLUMNS = 4096
+# The widest row that one program normalizes: of 4,096 columns and eight parts it spills.
+MOST_COLUMNS = 2048
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def _normalize(
     inside = (cols < OUT)[None, :]
     mask = (rows < n_rows)[:, None] & inside
     at = rows.to(tl.int64)[:, None] * OUT + cols[None, :]
-    # Loaded before z: of the layouts of two loads Triton keeps that of the later one, and the larger must stay.
+    # Loaded before z: of the layouts of two loads Triton keeps the later one's, and the larger must stay.
     norm_weight = row_of(norm_weight_ptr, cols, OUT)
     if norm_bias_ptr is not None:
         norm_bias = row_of(norm_bias_ptr, cols, OUT)
@@ -216,8 +216,8 @@ def heuristic(
 ) -> Config:
     """The config whose busiest multiprocessor moves the fewest bytes: counted, not measured.
 
-    Those are the operands of its tiles and then, if there is one launch, the float32 sums of a row tile, which
-    its last program reads. With two launches all multiprocessors share these.
+    Those are the operands of its tiles and then, if there is one launch, the float32 sums of a row tile,
+    which its last program reads. With two launches all multiprocessors share these.
     """
     steps = triton.cdiv(in_features, BLOCK_K)
 
@@ -244,7 +244,7 @@ def config_for(
 def norm_tile(config: Config, out_features: int) -> tuple[int, int]:
     """(NORM_M, NORM_N) for the last program of a row tile: at most the whole tile.
 
-    A thread has 128 elements of all parts, which are loaded together: with 256 it spills. Of one part it has 64.
+    A thread has 128 elements of all parts, which are loaded together: with 256 it spills. Of one part 64.
     """
     norm_n = max(16, triton.next_power_of_2(out_features))
     elements = min(64, 128 // triton.next_power_of_2(config.split_k))

@@ -1,9 +1,9 @@
 """What happens before what among the programs of one launch in Triton's interpreter, for its sanitizer.
 
-A program passes through moments: one begins at a barrier, at each atomic operation and after it. An atomic that
-releases hands on all that came before the program's last barrier, which alone gathers the stores of all threads,
-and all that was handed to it. An atomic that acquires receives what others have handed on at its address. Both
-need the scope of the whole GPU.
+A program passes through moments: one begins at a barrier, at each atomic operation and after it. An atomic
+that releases hands on all that came before the program's last barrier, which alone gathers the stores of all
+threads, and all that was handed to it. An atomic that acquires receives what others have handed on at its
+address. Both need the scope of the whole GPU.
 """
 
 from __future__ import annotations

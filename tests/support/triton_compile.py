@@ -464,8 +464,8 @@ def linear_norm_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]
     """(name, architecture, call that launches): a product of few rows with its norm, in one launch and in two.
 
     By default each tile in bfloat16, in one launch, with some number of parts, at 768 columns; on sm_90 also
-    two launches, the widest rows and a depth that is no multiple of a tile's. `full` adds every number of parts
-    there, and two and the most parts at all sizes.
+    two launches, the widest rows and a depth that is no multiple of a tile's. `full` adds every number of
+    parts there, and two and the most parts at all sizes.
     """
     import torch
 
@@ -488,9 +488,11 @@ def linear_norm_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]
         )
         kernels.linear_norm_fwd_with(config, inputs)
 
-    sizes = (3072, 768), (771, 768), (1024, 1024), (768, 130), (4096, 4096)
+    sizes = (3072, 768), (771, 768), (1024, 1024), (768, 130), (4096, 2048)
     dtypes = (torch.bfloat16, torch.float16)
-    for arch, dtype, (depth, out), one_launch in itertools.product(SHARED_LIMIT, dtypes, sizes, (True, False)):
+    for arch, dtype, (depth, out), one_launch in itertools.product(
+        SHARED_LIMIT, dtypes, sizes, (True, False)
+    ):
         for config in kernels.candidates(divmod(arch, 10)):
             usual = dtype == torch.bfloat16 and (depth, out) == sizes[0] and one_launch
             default = usual and config.split_k == {80: 1, 90: 8, 100: 2, 120: 3}[arch]
