@@ -2,20 +2,20 @@
 
 Math       z = x @ weight.T + bias + residual;  y = (z - mean) * rstd * norm_weight + norm_bias
 Tiling     Few rows read the weight and little else, so all multiprocessors must take part in reading it. A
-           program multiplies one tile of [BLOCK_M, BLOCK_N] over one of SPLIT_K parts of the depth, and stores
+           program multiplies one tile of [BLOCK_M, BLOCK_N] over one of SPLIT_K parts of the depth. It stores
            float32 sums to its own place in `partials` = [SPLIT_K, rows, OUT]; part 0 adds bias and residual.
            Then rows are normalized: their parts are added in the order 0, 1, …, whoever was done first.
 Launches   One, if the caller has counters at zero: each program counts its arrival at its row tile, and the
            last one there normalizes these rows and sets the counter back to zero. No program waits for
            another. Without counters a second kernel normalizes.
-Order      `debug_barrier` (bar.sync) puts the stores of all threads before the thread that counts, whose atomic
-           add is acq_rel at the scope of the GPU. Its result reaches the other threads through shared memory
+Order      `debug_barrier` (bar.sync) puts the stores of all threads before the one that counts, by an atomic
+           add that is acq_rel at the scope of the GPU. Its result reaches the other threads through shared memory
            and a second bar.sync. Both are cumulative, so the last to arrive sees all stores of all programs;
            it reads them with .cg, past L1, which may hold older lines. tests/triton/test_compile.py looks for
            each step in PTX and in machine code.
-Precision  float32 accumulators; bias, residual and LayerNorm in float32, formulas as in kernels/layer_norm.py;
+Precision  float32 accumulators; bias, residual and LayerNorm in float32, formulas of kernels/layer_norm.py;
            one rounding, at the store.
-Source     Ba, Kiros, Hinton 2016, Layer Normalization, eq. 4; for split-K, NVIDIA's CUTLASS ("Efficient GEMM").
+Source     Ba, Kiros, Hinton 2016, Layer Normalization, eq. 4; NVIDIA's CUTLASS, "Efficient GEMM", for split-K.
 """
 
 from __future__ import annotations

@@ -461,7 +461,7 @@ def feed_forward_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]
 
 
 def linear_norm_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
-    """(name, architecture, call that launches): a product of few rows with its norm, in one launch and in two.
+    """(name, architecture, call that launches): a product of few rows with its norm, in one launch or two.
 
     By default each tile in bfloat16, in one launch, with some number of parts, at 768 columns; on sm_90 also
     two launches, the widest rows and a depth that is no multiple of a tile's. `full` adds every number of
@@ -499,7 +499,7 @@ def linear_norm_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]
             if arch == 90 and config[:2] == (64, 64) and config.split_k == 8:
                 default = dtype == torch.bfloat16 and (usual or (depth, out) in (sizes[1], sizes[-1]))
             ends = config.split_k in (2, kernels.SPLITS[-1])
-            if default or (full and (usual or (ends and dtype == torch.bfloat16))):
+            if default or (full and (usual or (ends and (dtype == torch.bfloat16 or out == 768)))):
                 tiles = "x".join(map(str, config[:4]))
                 kind = "one" if one_launch else "two"
                 name = f"{str(dtype).removeprefix('torch.')}-{depth}x{out}-{tiles}-{kind}"

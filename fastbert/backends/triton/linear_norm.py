@@ -1,4 +1,4 @@
-"""`linear_norm` by the `triton` backend: its own kernels for few rows, else PyTorch's product and its norm."""
+"""`linear_norm` by the `triton` backend: its own kernels for few rows, else PyTorch's product, its norm."""
 
 from __future__ import annotations
 
