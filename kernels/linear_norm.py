@@ -9,13 +9,13 @@ Launches   One, if the caller has counters at zero: each program counts its arri
            last one there normalizes these rows and sets the counter back to zero. No program waits for
            another. Without counters a second kernel normalizes.
 Order      `debug_barrier` (bar.sync) puts the stores of all threads before the one that counts, by an atomic
-           add that is acq_rel at the scope of the GPU. Its result reaches the other threads through shared memory
-           and a second bar.sync. Both are cumulative, so the last to arrive sees all stores of all programs;
-           it reads them with .cg, past L1, which may hold older lines. tests/triton/test_compile.py looks for
+           add that is acq_rel at the scope of the GPU. Its result reaches the other threads through shared
+           memory and a second bar.sync. Both are cumulative, so the last to arrive sees all stores of all
+           programs; it reads them with .cg, past L1, which may hold older lines. test_compile.py looks for
            each step in PTX and in machine code.
 Precision  float32 accumulators; bias, residual and LayerNorm in float32, formulas of kernels/layer_norm.py;
            one rounding, at the store.
-Source     Ba, Kiros, Hinton 2016, Layer Normalization, eq. 4; NVIDIA's CUTLASS, "Efficient GEMM", for split-K.
+Source     Ba, Kiros, Hinton 2016, Layer Normalization, eq. 4; CUTLASS, "Efficient GEMM", for split-K.
 """
 
 from __future__ import annotations

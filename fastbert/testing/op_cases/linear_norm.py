@@ -85,8 +85,8 @@ SMALL = [
     LinearNormCase(5, 24, 40),
     LinearNormCase(3, 17, 9, arrivals=False, norm_bias=False),
 ]
-# These meet every tile that BERT meets, with one part and with several, in one launch and in two; and more rows
-# and columns than the kernels take.
+# These meet every tile that BERT meets, with one part and with several, in one launch and in two, and more
+# rows and columns than the kernels take.
 ON_GPU = [
     *(LinearNormCase(rows, 768, 768) for rows in (1, 128, 256)),
     *(LinearNormCase(rows, 3072, 768, bias=False) for rows in (16, 33, 64, 128, 200)),
