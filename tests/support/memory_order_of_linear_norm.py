@@ -1,6 +1,6 @@
 """The steps of memory order around the counter of `_linear_norm_kernel`, in PTX and in machine code.
 
-    python tests/support/memory_order_of_linear_norm.py 90      one JSON object
+    python tests/support/memory_order_of_linear_norm.py 80 90      one JSON object per architecture
 
 Steps from the last store of the sums to the first load of them; equal neighbours count once. Triton compiles
 only with its interpreter off, so tests run this as a process.
@@ -34,19 +34,19 @@ SASS = {
 
 def steps(text: str, patterns: dict[str, str]) -> list[str]:
     """The steps around the one atomic, in the order of the text."""
-    found = []
+    seen = []
     for line in text.splitlines():
-        found += [name for name, pattern in patterns.items() if re.search(pattern, line)]
-    at = found.index("atomic")
-    if found.count("atomic") != 1:
-        raise ValueError(f"expected one atomic, got {found.count('atomic')}")
-    first = max(i for i in range(at) if found[i] == "store")
-    last = next(i for i in range(at, len(found)) if found[i] == "load")
-    return [name for name, _ in itertools.groupby(found[first : last + 1])]
+        seen += [name for name, pattern in patterns.items() if re.search(pattern, line)]
+    if seen.count("atomic") != 1:
+        raise ValueError(f"expected one atomic, got {seen.count('atomic')}")
+    at = seen.index("atomic")
+    first = max(i for i in range(at) if seen[i] == "store")
+    last = next(i for i in range(at, len(seen)) if seen[i] == "load")
+    return [name for name, _ in itertools.groupby(seen[first : last + 1])]
 
 
-def main(arch: int) -> dict[str, list[str]]:
-    """What test_compile.py expects; see the module."""
+def found(arch: int) -> dict[str, object]:
+    """The steps of the first job of test_compile.py on this architecture."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -58,9 +58,10 @@ def main(arch: int) -> dict[str, list[str]]:
     source, options = triton_compile.source(kernel, args, config)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     listing = triton_compile.dumped(compiled.asm["cubin"], "-sass")
-    return {"job": name, "ptx": steps(compiled.asm["ptx"], PTX), "sass": steps(listing, SASS)}
+    return {"job": name, "arch": arch, "ptx": steps(compiled.asm["ptx"], PTX), "sass": steps(listing, SASS)}
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    print(json.dumps(main(int(sys.argv[1]))))
+    for each in map(int, sys.argv[1:]):
+        print(json.dumps(found(each)))
