@@ -102,7 +102,9 @@ FAULTS = (
     _fault("rows of the second launch", "(triton.cdiv(rows, norm_m),)", "(rows // norm_m,)"),
     _fault("more rows than counters", "return rows <= MOST_ROWS and", "return rows <= 4 * MOST_ROWS and"),
     _fault("the tail is not counted", "operands + tail", "operands"),
-    _fault("many configs", "return heuristic(2**rows_bucket,", "return heuristic(1 + rows_bucket,"),
+    _fault(
+        "the bucket taken for rows", "return heuristic(2**rows_bucket,", "return heuristic(1 + rows_bucket,"
+    ),
     _fault(
         "kernels for any number of rows",
         "if joins_norm(inputs.x.shape[0], inputs.weight.shape[0]):",
@@ -110,7 +112,7 @@ FAULTS = (
         _BACKEND,
     ),
     # op and layers
-    _fault("pays in float32", "if x.dtype not in dispatch.HALF:", "if False:", _OP),
+    _fault("a pinned gap raises", "except dispatch.BackendError:", "except KeyError:", _OP),
     _fault("counters without values", "return torch.zeros(ARRIVALS,", "return torch.empty(ARRIVALS,", _OP),
     _fault(
         "counters made at every call",

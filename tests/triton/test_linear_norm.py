@@ -385,6 +385,9 @@ def test_many_lengths_meet_few_configs():
         for n, depth in itertools.product(range(1, 257), (768, 3072))
     }
     assert len(found) <= 8
+    for rows in (1, 16, 128, 256):
+        size = 3072, 768, True, H100
+        assert kernels.config_for(tuning.bucket(rows), *size) == kernels.heuristic(rows, *size)
 
 
 @fuzz(40)
