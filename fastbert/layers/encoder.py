@@ -50,6 +50,7 @@ class Sequences:
         blocks: `fused` -> the result of `ops.encoder_layer.sequence_blocks` for this batch; asked once per
             call.
         scratch: memory that a backend uses for one layer after the other, for panels and results.
+        arrivals: the counters of `ops.linear_norm`, once a layer has needed them.
     """
 
     cu_seqlens: Tensor
@@ -59,6 +60,7 @@ class Sequences:
     return_probs: bool = False
     scratch: list[Tensor] = field(default_factory=list)
     blocks: dict[bool, list[tuple[int, int]]] = field(default_factory=dict)
+    arrivals: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class LayerMath(FusedLayer):
 
     def _forward(self, hidden, sequences, gate, site, first_only=False):
         hidden, probs = self._attend(hidden, sequences, gate, site, first_only)
-        return self._feed(hidden, sequences.seed, site + 2), probs
+        return self._feed(hidden, sequences.seed, site + 2, sequences.arrivals), probs
 
     def _attend(self, hidden, sequences, gate, site, first_only):
         """Self-attention with its residual sum and norm."""
@@ -163,9 +165,10 @@ class LayerMath(FusedLayer):
             context, probs = context if sequences.return_probs else (context, None)
         dense, norm = self.linear_at(form.names.attention_output), part(self, form.names.attention_norm)
         context = context.reshape(hidden.shape)
-        return dense_norm(dense, norm, context, hidden, hidden_p, seed, site + 1, self.fuses_norm), probs
+        how = hidden_p, seed, site + 1, self.fuses_norm, sequences.arrivals
+        return dense_norm(dense, norm, context, hidden, *how), probs
 
-    def _feed(self, hidden, seed, site):
+    def _feed(self, hidden, seed, site, arrivals=None):
         """The feed-forward block with its residual sum and norm; `site` is its dropout call site."""
         names = self.form.names
         up, down = self.linear_at(names.intermediate), self.linear_at(names.output)
@@ -179,6 +182,7 @@ class LayerMath(FusedLayer):
             seed,
             site,
             self.fuses_norm,
+            arrivals,
         )
 
     def _first_context(

@@ -22,6 +22,8 @@ from fastbert.ops.feed_forward import feed_forward, pays
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
 from fastbert.ops.linear import panel_maker as linear_panel_maker
+from fastbert.ops.linear_norm import linear_norm, new_arrivals
+from fastbert.ops.linear_norm import pays as joining_pays
 from fastbert.runtime import prepared
 
 
@@ -162,12 +164,16 @@ def dense_norm(
     seed: Tensor | None,
     offset: int,
     fuse: bool = True,
+    arrivals: list[Tensor] | None = None,
 ) -> Tensor:
     """norm(residual + dropout(dense(x))).
 
     If the norm is a plain nn.LayerNorm and `fuse` is set, its pass also adds the linear layer's bias, drops,
-    and adds the residual.
+    and adds the residual; in inference it is one op with the product where that pays. `arrivals` keeps the
+    counters of that op from call to call, in the order in which the device runs them.
     """
+    if fuse and dropout_p == 0.0 and _joins_norm(dense, norm, x, residual):
+        return _joined_norm(dense, norm, x, residual, arrivals)
     return _add_norm(norm, *_product_and_bias(dense, x), residual, dropout_p, seed, offset, fuse)
 
 
@@ -181,22 +187,58 @@ def feed_forward_norm(
     seed: Tensor | None,
     offset: int,
     fuse: bool = True,
+    arrivals: list[Tensor] | None = None,
 ) -> Tensor:
-    """norm(x + dropout(down(act(up(x))))), as `dense_norm` does it; in training as one op where that pays."""
+    """norm(x + dropout(down(act(up(x))))), as `dense_norm` does it.
+
+    In training the two products are one op where that pays.
+    """
     one_op = activation is not None and pays(x) and kind_of(up) is FLOAT and kind_of(down) is FLOAT
     if one_op and _is_trained(x, up, down):
         y, bias = feed_forward(x, up.weight, up.bias, down.weight, activation), down.bias
-    else:
-        y, bias = _product_and_bias(down, apply_linear(up, x, activation))
-    return _add_norm(norm, y, bias, x, dropout_p, seed, offset, fuse)
+        return _add_norm(norm, y, bias, x, dropout_p, seed, offset, fuse)
+    inner = apply_linear(up, x, activation)
+    return dense_norm(down, norm, inner, x, dropout_p, seed, offset, fuse, arrivals)
 
 
-def _is_trained(x: Tensor, *modules: nn.Linear) -> bool:
+def _is_trained(x: Tensor, *modules: nn.Module) -> bool:
     """Whether backward will pass through these layers."""
     if not torch.is_grad_enabled():
         return False
     return x.requires_grad or any(
         p.requires_grad for m in modules for p in (m.weight, m.bias) if p is not None
+    )
+
+
+def _joins_norm(dense: nn.Module, norm: nn.Module, x: Tensor, residual: Tensor) -> bool:
+    """Whether the product, the sum and the norm are one op."""
+    return (
+        not torch.compiler.is_compiling()
+        and kind_of(dense) is FLOAT
+        and is_plain(norm, nn.LayerNorm)
+        and norm.weight is not None
+        and dense.weight.dtype == residual.dtype == x.dtype
+        and joining_pays(x, dense.weight.shape[0])
+        and checks.autocast_dtype(x) is None
+        and not (_is_trained(x, dense, norm) or (torch.is_grad_enabled() and residual.requires_grad))
+    )
+
+
+def _joined_norm(
+    dense: nn.Linear, norm: nn.LayerNorm, x: Tensor, residual: Tensor, arrivals: list[Tensor] | None
+) -> Tensor:
+    """norm(residual + dense(x)) as one op; counters are made once and kept in `arrivals`."""
+    if arrivals is not None and not arrivals:
+        arrivals.append(new_arrivals(x.device))
+    return linear_norm(
+        x,
+        dense.weight,
+        dense.bias,
+        residual,
+        norm.weight,
+        norm.bias,
+        eps=norm.eps,
+        arrivals=arrivals[0] if arrivals else None,
     )
 
 

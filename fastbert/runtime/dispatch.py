@@ -29,11 +29,12 @@ OPS = (
     "linear",
     "linear_cross_entropy",
     "linear_int8",
+    "linear_norm",
     "packing",
     "pooling",
 )
 # Ops without a backward.
-INFERENCE_ONLY = ("first_attention", "linear_int8")
+INFERENCE_ONLY = ("first_attention", "linear_int8", "linear_norm")
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -52,6 +53,8 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "linear": ("cpu", "aten", "reference"),
         "linear_cross_entropy": ("cpu", "aten", "reference"),
         "linear_int8": ("cpu", "aten", "reference"),
+        # No model calls it on a CPU, where a launch costs nothing.
+        "linear_norm": ("aten", "reference"),
         "packing": ("cpu", "aten", "reference"),
         "pooling": ("aten", "reference"),
     },
@@ -84,6 +87,12 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         # cuBLAS's products with cross_entropy's kernels.
         "linear_cross_entropy": ("triton", "aten", "reference"),
         "linear_int8": ("aten", "reference"),
+        # Two calls, which is what models do in float32.
+        "linear_norm": ("aten", "reference"),
+        # Up to 256 rows one launch instead of two, or of three where cuBLAS splits the depth. Per element of
+        # the product it moves 8 bytes, as float32 sums, and not 4, within the L2 cache. More rows are two
+        # calls, of which the norm is one pass.
+        "linear_norm half": ("triton", "aten", "reference"),
         # Backward, which is `unpack`, writes each row once, where aten writes zeros first; forward is equal.
         "packing": ("triton", "aten", "reference"),
         # Reads the tokens once; aten writes them in float32 first, and their gradients too.

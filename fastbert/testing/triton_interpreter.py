@@ -7,7 +7,8 @@ sums and comparisons work on the raw 16-bit patterns. `sanitized()` checks every
   - a load or store outside the elements of the launched tensors (strides included: the padding between rows
     is outside), before it happens, so that an int32 offset that wrapped is a report and not a crash;
   - two programs that write one address, two lanes of one store that write different values to one address;
-  - a program that reads what another program of the launch writes.
+  - a program that reads what another program of the launch writes, unless barriers and atomics order the two
+    (memory_order.py).
 
 Not modelled: memory order within a program, float atomics' order, TF32.
 """
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 
 from fastbert.testing import interpreter_types
+from fastbert.testing.memory_order import Order
 
 
 def choose() -> bool:
@@ -223,13 +225,14 @@ class _Region:
 
 @dataclass
 class _Launch:
-    """What the programs of one launch touch."""
+    """What the programs of one launch touch: addresses and the moment."""
 
     kernel: str
     regions: list[_Region]
     loads: list[tuple[np.ndarray, int]] = field(default_factory=list)
     stores: list[tuple[np.ndarray, int]] = field(default_factory=list)
     atomics: list[tuple[np.ndarray, int]] = field(default_factory=list)
+    order: Order = field(default_factory=Order)
 
     def check(self, kind: str, program: tuple, ptrs, mask) -> np.ndarray:
         """Addresses of the active lanes, all of them inside a tensor."""
@@ -266,36 +269,40 @@ class _Launch:
         self._clash(atomics, loads, "is read by program")
 
     def _clash(self, writes: _Entries, others: _Entries, what: str) -> None:
-        """Report an address of `others` that another program of `writes` writes."""
+        """Report an address of `others` that another program of `writes` writes, in no order."""
+        programs = np.array(self.order.programs, np.int64)
         low = np.searchsorted(writes.addresses, others.addresses, side="left")
         high = np.searchsorted(writes.addresses, others.addresses, side="right")
-        shared = np.flatnonzero(high > low)
-        for index in (low[shared], high[shared] - 1):  # lowest and highest program that writes the address
-            clash = np.flatnonzero(writes.programs[index] != others.programs[shared])
-            if clash.size:
-                at = shared[clash[0]]
+        each = np.repeat(np.arange(len(low)), high - low)  # of `others`, once per write of its address
+        first = np.repeat(np.cumsum(high - low) - (high - low), high - low)
+        write = low[each] + np.arange(len(each)) - first
+        one, other = writes.moments[write], others.moments[each]
+        clash = np.flatnonzero(programs[one] != programs[other])
+        pairs, at = np.unique(np.stack([one[clash], other[clash]], 1), axis=0, return_index=True)
+        for (a, b), index in zip(pairs.tolist(), at.tolist(), strict=True):
+            if not self.order.ordered(a, b):
                 raise SanitizerError(
-                    f"{self.kernel}: {self.named(int(others.addresses[at]))} {what} {others.programs[at]} "
-                    f"and written by program {writes.programs[index[clash[0]]]}"
+                    f"{self.kernel}: {self.named(int(others.addresses[each[clash[index]]]))} {what} "
+                    f"{programs[b]} and written by program {programs[a]}"
                 )
 
 
 @dataclass
 class _Entries:
-    """Unique (address, program) pairs, sorted by address and then by program."""
+    """Unique (address, moment) pairs, sorted by address and then by moment."""
 
     addresses: np.ndarray
-    programs: np.ndarray
+    moments: np.ndarray
 
     @classmethod
     def of(cls, log: list[tuple[np.ndarray, int]]) -> _Entries:
         addresses = np.concatenate([a for a, _ in log] or [np.empty(0, np.int64)])
-        programs = np.repeat(np.array([p for _, p in log], np.int64), [len(a) for a, _ in log])
-        order = np.lexsort((programs, addresses))
-        addresses, programs = addresses[order], programs[order]
+        moments = np.repeat(np.array([m for _, m in log], np.int64), [len(a) for a, _ in log])
+        order = np.lexsort((moments, addresses))
+        addresses, moments = addresses[order], moments[order]
         new = np.ones(len(addresses), bool)
-        new[1:] = (addresses[1:] != addresses[:-1]) | (programs[1:] != programs[:-1])
-        return cls(addresses[new], programs[new])
+        new[1:] = (addresses[1:] != addresses[:-1]) | (moments[1:] != moments[:-1])
+        return cls(addresses[new], moments[new])
 
 
 @dataclass
@@ -325,6 +332,7 @@ def sanitized() -> Iterator[Report]:
             (InterpreterBuilder, "create_masked_store"),
             (InterpreterBuilder, "create_atomic_rmw"),
             (InterpreterBuilder, "create_atomic_cas"),
+            (InterpreterBuilder, "create_barrier"),
         )
     }
     current: list[_Launch] = []
@@ -351,15 +359,26 @@ def sanitized() -> Iterator[Report]:
         current[-1].regions = [_Region.of(name, t) for name, t in _tensors(named)]
         return hosted, hosted_kwargs
 
-    def access(builder, kind, ptrs, mask):
-        addresses = current[-1].check(kind, builder.grid_idx, ptrs, mask)
-        report.accesses += addresses.size
-        report.atomics += addresses.size if kind == "update" else 0
+    def program(builder):
         x, y, z = builder.grid_idx
         nx, ny, _ = builder.grid_dim
-        log = {"load": current[-1].loads, "store": current[-1].stores, "update": current[-1].atomics}[kind]
-        log.append((addresses, x + nx * (y + ny * z)))
+        return x + nx * (y + ny * z)
+
+    def access(builder, kind, ptrs, mask):
+        launch = current[-1]
+        addresses = launch.check(kind, builder.grid_idx, ptrs, mask)
+        report.accesses += addresses.size
+        log = {"load": launch.loads, "store": launch.stores}[kind]
+        log.append((addresses, launch.order.now(program(builder))))
         return addresses
+
+    def update(builder, ptrs, mask, semantics, scope):
+        launch = current[-1]
+        addresses = launch.check("update", builder.grid_idx, ptrs, mask)
+        report.accesses += addresses.size
+        report.atomics += addresses.size
+        names = (str(value).rpartition(".")[2] for value in (semantics, scope))
+        launch.atomics.append((addresses, launch.order.atomic(program(builder), addresses, *names)))
 
     def masked_load(self, ptrs, mask, *args, **options):  # by name where a tensor descriptor loads
         access(self, "load", ptrs, mask)
@@ -378,19 +397,24 @@ def sanitized() -> Iterator[Report]:
             )
         return original(InterpreterBuilder, "create_masked_store", self, ptrs, value, mask, *args)
 
-    def atomic_rmw(self, op, ptr, value, mask, *args):
-        access(self, "update", ptr, mask)
-        return original(InterpreterBuilder, "create_atomic_rmw", self, op, ptr, value, mask, *args)
+    def atomic_rmw(self, op, ptr, value, mask, *order):
+        update(self, ptr, mask, *order)
+        return original(InterpreterBuilder, "create_atomic_rmw", self, op, ptr, value, mask, *order)
 
-    def atomic_cas(self, ptr, *args):
-        access(self, "update", ptr, _All())
-        return original(InterpreterBuilder, "create_atomic_cas", self, ptr, *args)
+    def atomic_cas(self, ptr, old, new, *order):
+        update(self, ptr, _All(), *order)
+        return original(InterpreterBuilder, "create_atomic_cas", self, ptr, old, new, *order)
+
+    def barrier(self):
+        current[-1].order.barrier(program(self))
+        return original(InterpreterBuilder, "create_barrier", self)
 
     GridExecutor.__call__, GridExecutor._init_args_hst = call, init_args_hst
     InterpreterBuilder.create_masked_load = masked_load
     InterpreterBuilder.create_masked_store = masked_store
     InterpreterBuilder.create_atomic_rmw = atomic_rmw
     InterpreterBuilder.create_atomic_cas = atomic_cas
+    InterpreterBuilder.create_barrier = barrier
     try:
         yield report
     finally:

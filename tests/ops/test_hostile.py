@@ -55,6 +55,7 @@ def lazily(operands, make):
 LAZY = {
     name: public for name, public in PUBLIC.items() if name not in ("attention, padded", "linear, panels")
 }
+INFERENCE_ONLY = ("encoder_layer", *dispatch.INFERENCE_ONLY)
 
 
 @needs_kernels
@@ -73,6 +74,7 @@ def test_the_negative_bit_changes_nothing(name, make):
         "encoder_layer": [None],
         "pooling": ["aten", "reference"],
         "first_attention": ["aten", "reference"],
+        "linear_norm": ["aten", "reference"],
     }
     for backend in backends.get(name, ["cpu", "aten", "reference"]):
         with dispatch.use_backend(backend) if backend else contextlib.nullcontext():
@@ -84,7 +86,7 @@ def test_the_negative_bit_changes_nothing(name, make):
                     else t
                     for n, t in operands.items()
                 }
-                if name in ("encoder_layer", "first_attention", "linear_int8"):
+                if name in INFERENCE_ONLY:
                     leaves = operands
                 y = PUBLIC[name].function(**leaves)
                 grads = []
@@ -97,9 +99,7 @@ def test_the_negative_bit_changes_nothing(name, make):
 
 
 @needs_kernels
-@pytest.mark.parametrize(
-    "name", [name for name in LAZY if name not in ("encoder_layer", "first_attention", "linear_int8")]
-)
+@pytest.mark.parametrize("name", [name for name in LAZY if name not in INFERENCE_ONLY])
 def test_a_gradient_of_zero_without_memory(name):
     for backend in ["aten", "reference"] if name == "pooling" else ["cpu", "aten", "reference"]:
         with dispatch.use_backend(backend):

@@ -503,6 +503,52 @@ def first_attention_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], No
             yield name, arch, lambda args=args: call(*args)
 
 
+def linear_norm_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """(name, architecture, call that launches): a product of few rows with its norm, in one launch or two.
+
+    By default each tile in bfloat16, in one launch, with some number of parts, at 768 columns; on sm_90 also
+    two launches, the widest rows and a depth that is no multiple of a tile's. `full` adds every number of
+    parts there, and two and the most parts at all sizes.
+    """
+    import torch
+
+    from fastbert.kernels import linear_norm as kernels
+    from fastbert.ops.linear_norm import ARRIVALS, LinearNormInputs
+
+    def call(config, dtype: torch.dtype, depth: int, out: int, one_launch: bool) -> None:
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        inputs = LinearNormInputs(
+            empty(256, depth),
+            empty(out, depth),
+            empty(out),
+            empty(256, out),
+            empty(out, dtype=torch.float32),
+            empty(out, dtype=torch.float32),
+            1e-12,
+            empty(ARRIVALS, dtype=torch.int32) if one_launch else None,
+        )
+        kernels.linear_norm_fwd_with(config, inputs)
+
+    sizes = (3072, 768), (771, 768), (1024, 1024), (768, 130), (4096, 2048)
+    dtypes = (torch.bfloat16, torch.float16)
+    for arch, dtype, (depth, out), one_launch in itertools.product(
+        SHARED_LIMIT, dtypes, sizes, (True, False)
+    ):
+        for config in kernels.candidates(divmod(arch, 10)):
+            usual = dtype == torch.bfloat16 and (depth, out) == sizes[0] and one_launch
+            default = usual and config.split_k == {80: 1, 90: 8, 100: 2, 120: 3}[arch]
+            if arch == 90 and config[:2] == (64, 64) and config.split_k == 8:
+                default = dtype == torch.bfloat16 and (usual or (depth, out) in (sizes[1], sizes[-1]))
+            ends = config.split_k in (2, kernels.SPLITS[-1])
+            if default or (full and (usual or (ends and (dtype == torch.bfloat16 or out == 768)))):
+                tiles = "x".join(map(str, config[:4]))
+                kind = "one" if one_launch else "two"
+                name = f"{str(dtype).removeprefix('torch.')}-{depth}x{out}-{tiles}-{kind}"
+                yield name, arch, lambda args=(config, dtype, depth, out, one_launch): call(*args)
+
+
 def packing_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
     """(name, architecture, call that launches): by default 768 columns of two bytes.
 
@@ -581,6 +627,7 @@ JOBS = {
     "first_attention": first_attention_jobs,
     "layer_norm": layer_norm_jobs,
     "linear": linear_jobs,
+    "linear_norm": linear_norm_jobs,
     "packing": packing_jobs,
     "pooling": pooling_jobs,
 }

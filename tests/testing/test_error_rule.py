@@ -112,6 +112,7 @@ def test_rounding_step_is_the_spacing_of_the_dtype(dtype):
         "layer_norm",
         "linear",
         "linear_int8",
+        "linear_norm",
         "embedding",
         "first_attention",
         "cross_entropy",

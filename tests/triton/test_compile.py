@@ -119,6 +119,31 @@ def test_feed_forward(full):
 
 
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_linear_norm(full):
+    """It fits, and uses tensor cores: a generation's own for 64 rows, `mma.sync` for fewer."""
+    rows = compiled("linear_norm", *["--full"] * full)
+    assert_fit(rows, {"_linear_norm_kernel", "_normalize_kernel"})
+    for row in rows:
+        if row["kernel"] == "_linear_norm_kernel":
+            tall = row["job"].split("-")[2].startswith("64x")
+            unit = {90: "wgmma", 100: "tcgen05"}.get(row["arch"], "mma") if tall else "mma"
+            assert row[unit] > 0, row
+            assert row["tf32"] == 0, row
+
+
+def test_the_last_to_arrive_sees_what_all_have_stored():
+    """The order of memory in kernels/linear_norm.py, step by step, in PTX and in machine code.
+
+    Stores of sums, a barrier of the block, a fence of the GPU with one atomic, a barrier, and loads past L1.
+    """
+    rows = rows_of("memory_order_of_linear_norm.py", "80", "90", "100", "120")
+    assert [row["arch"] for row in rows] == [80, 90, 100, 120]
+    for row in rows:
+        assert row["ptx"] == ["store", "barrier", "atomic", "barrier", "load"], row
+        assert row["sass"] == ["store", "barrier", "fence", "atomic", "barrier", "load"], row
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_linear_that_may_be_tuned(full):
     from fastbert.kernels import linear
 

@@ -111,6 +111,41 @@ def test_atomics_are_counted_and_clash_with_plain_stores():
         _atomic_kernel[(4,)](torch.zeros(1), PLAIN=True)
 
 
+@triton.jit
+def _handed_on_kernel(
+    x_ptr, y_ptr, counter_ptr, BARRIER: tl.constexpr, SEM: tl.constexpr, SCOPE: tl.constexpr, N: tl.constexpr
+):
+    """Each program writes its element of x; the last one to count itself adds them up and resets."""
+    tl.store(x_ptr + tl.program_id(0), 1.0)
+    if BARRIER:
+        tl.debug_barrier()
+    if tl.atomic_add(counter_ptr, 1, sem=SEM, scope=SCOPE) == N - 1:
+        tl.store(counter_ptr, 0)
+        tl.store(y_ptr, tl.sum(tl.load(x_ptr + tl.arange(0, N))))
+
+
+def _hand_on(barrier=True, sem="acq_rel", scope="gpu"):
+    y, counter = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
+    _handed_on_kernel[(4,)](torch.zeros(4), y, counter, BARRIER=barrier, SEM=sem, SCOPE=scope, N=4)
+    assert (y.item(), counter.item()) == (4.0, 0)
+
+
+@pytest.mark.parametrize("scope", ["gpu", "sys"])
+def test_an_atomic_hands_on_what_was_written_before_a_barrier(scope):
+    with sanitized():
+        _hand_on(scope=scope)
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [{"barrier": False}, {"sem": "relaxed"}, {"sem": "acquire"}, {"sem": "release"}, {"scope": "cta"}],
+    ids=str,
+)
+def test_without_a_barrier_or_an_order_nothing_is_handed_on(missing):
+    with sanitized(), pytest.raises(SanitizerError, match=r"is (read|updated atomically) by program"):
+        _hand_on(**missing)
+
+
 def test_int32_wrap_beyond_2_to_31_elements():
     x = lazy_rows(3, 13, 2**30 + 8, torch.bfloat16)  # row 2 starts at element 2**31 + 16
     x[2] = torch.arange(13)

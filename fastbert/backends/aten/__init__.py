@@ -12,6 +12,7 @@ from fastbert.backends.aten import (
     linear,
     linear_cross_entropy,
     linear_int8,
+    linear_norm,
     packing,
     pooling,
 )
@@ -27,6 +28,7 @@ from fastbert.backends.aten.linear_cross_entropy import (
     linear_cross_entropy_fwd,
 )
 from fastbert.backends.aten.linear_int8 import linear_int8_fwd
+from fastbert.backends.aten.linear_norm import linear_norm_fwd
 from fastbert.backends.aten.packing import packing_bwd, packing_fwd
 from fastbert.backends.aten.pooling import pooling_bwd, pooling_fwd
 
@@ -40,6 +42,7 @@ DTYPES = {
     "linear": linear.DTYPES,
     "linear_cross_entropy": linear_cross_entropy.DTYPES,
     "linear_int8": linear_int8.DTYPES,
+    "linear_norm": linear_norm.DTYPES,
     "packing": packing.DTYPES,
     "pooling": pooling.DTYPES,
 }
@@ -63,6 +66,7 @@ __all__ = [
     "linear_cross_entropy_fwd",
     "linear_fwd",
     "linear_int8_fwd",
+    "linear_norm_fwd",
     "packing_bwd",
     "packing_fwd",
     "pooling_bwd",

@@ -15,6 +15,7 @@ from fastbert.backends.reference import (
     linear,
     linear_cross_entropy,
     linear_int8,
+    linear_norm,
     packing,
     pooling,
 )
@@ -30,6 +31,7 @@ from fastbert.backends.reference.linear_cross_entropy import (
     linear_cross_entropy_fwd,
 )
 from fastbert.backends.reference.linear_int8 import linear_int8_fwd
+from fastbert.backends.reference.linear_norm import linear_norm_fwd
 from fastbert.backends.reference.packing import packing_bwd, packing_fwd
 from fastbert.backends.reference.pooling import pooling_bwd, pooling_fwd
 
@@ -43,6 +45,7 @@ DTYPES = {
     "linear": linear.DTYPES,
     "linear_cross_entropy": linear_cross_entropy.DTYPES,
     "linear_int8": linear_int8.DTYPES,
+    "linear_norm": linear_norm.DTYPES,
     "packing": packing.DTYPES,
     "pooling": pooling.DTYPES,
 }
@@ -66,6 +69,7 @@ __all__ = [
     "linear_cross_entropy_fwd",
     "linear_fwd",
     "linear_int8_fwd",
+    "linear_norm_fwd",
     "packing_bwd",
     "packing_fwd",
     "pooling_bwd",

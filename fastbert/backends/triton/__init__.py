@@ -11,6 +11,7 @@ from fastbert.backends.triton import (
     first_attention,
     forwarders,
     linear_cross_entropy,
+    linear_norm,
 )
 from fastbert.backends.triton.attention import attention_bwd, attention_fwd
 from fastbert.backends.triton.device import available
@@ -34,6 +35,7 @@ from fastbert.backends.triton.linear_cross_entropy import (
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
 )
+from fastbert.backends.triton.linear_norm import joins_norm, linear_norm_fwd
 
 DTYPES = {
     **forwarders.DTYPES,
@@ -41,6 +43,7 @@ DTYPES = {
     "feed_forward": feed_forward.DTYPES,
     "first_attention": first_attention.DTYPES,
     "linear_cross_entropy": linear_cross_entropy.DTYPES,
+    "linear_norm": linear_norm.DTYPES,
 }
 
 __all__ = [
@@ -56,12 +59,14 @@ __all__ = [
     "feed_forward_fwd",
     "first_attention_fwd",
     "first_attention_pays",
+    "joins_norm",
     "layer_norm_bwd",
     "layer_norm_fwd",
     "linear_bwd",
     "linear_cross_entropy_bwd",
     "linear_cross_entropy_fwd",
     "linear_fwd",
+    "linear_norm_fwd",
     "packing_bwd",
     "packing_fwd",
     "pooling_bwd",

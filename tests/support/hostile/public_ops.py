@@ -16,6 +16,7 @@ from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
 from fastbert.ops.linear_cross_entropy import linear_cross_entropy
 from fastbert.ops.linear_int8 import linear_int8
+from fastbert.ops.linear_norm import linear_norm
 from fastbert.ops.packing import pack, unpack
 from fastbert.ops.pooling import pooling
 from tests.support.hostile.custom_ops import attention_operands, embedding_operands
@@ -204,6 +205,27 @@ PUBLIC = {
             ({"bias": floats(2)}, "bias"),
             ({"residual": floats(39, 3)}, "residual"),
         ],
+    ),
+    "linear_norm": Public(
+        linear_norm,
+        lambda: {
+            "x": floats(4, 5),
+            "weight": floats(3, 5),
+            "bias": floats(3),
+            "residual": floats(4, 3),
+            "norm_weight": floats(3),
+            "norm_bias": floats(3),
+        },
+        [
+            ({"weight": floats(3, 4)}, "weight"),
+            ({"bias": floats(2)}, "bias"),
+            ({"residual": floats(3, 3)}, "residual"),
+            ({"norm_weight": floats(4)}, "norm_weight"),
+            ({"norm_bias": floats(4)}, "norm_bias"),
+            ({"arrivals": floats(16)}, "arrivals"),
+            ({"arrivals": ints(0, dtype=INT32)}, "arrivals"),
+        ],
+        False,
     ),
     "linear, panels": Public(
         linear,

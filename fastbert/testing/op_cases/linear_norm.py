@@ -1,0 +1,119 @@
+"""Cases of `linear_norm`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from fastbert.ops.linear_norm import linear_norm, linear_norm_ref, new_arrivals
+from fastbert.testing.error_rule import Case
+
+
+@dataclass(frozen=True, repr=False)
+class LinearNormCase(Case):
+    """(rows, in) by (out, in), with the op's options; `arrivals`: with counters, for one launch."""
+
+    rows: int
+    in_features: int
+    out_features: int
+    arrivals: bool = True
+    bias: bool = True
+    norm_bias: bool = True
+    eps: float = 1e-12
+
+    op = "linear_norm"
+
+    @property
+    def id(self) -> str:
+        options = [] if self.arrivals else ["two_launches"]
+        options += [] if self.bias else ["no_bias"]
+        options += [] if self.norm_bias else ["no_norm_bias"]
+        options += [] if self.eps == 1e-12 else [f"eps{self.eps:g}"]
+        return "-".join([f"{self.rows}x{self.in_features}x{self.out_features}", *options])
+
+    def inputs(self, dtype, device, seed=0):
+        g = torch.Generator().manual_seed(seed)
+        out = self.out_features
+
+        def randn(*shape, scale=1.0):
+            return (scale * torch.randn(*shape, generator=g)).to(dtype).to(device)
+
+        return {
+            "x": randn(self.rows, self.in_features),
+            "weight": randn(out, self.in_features, scale=self.in_features**-0.5),
+            "bias": randn(out, scale=0.5) if self.bias else None,
+            "residual": randn(self.rows, out),
+            "norm_weight": 1 + randn(out, scale=0.1),
+            "norm_bias": randn(out, scale=0.1) if self.norm_bias else None,
+            "arrivals": new_arrivals(device) if self.arrivals else None,
+        }
+
+    def call(self, **inputs):
+        return linear_norm(**inputs, eps=self.eps)
+
+    def eager(self, x, weight, bias, residual, norm_weight, norm_bias, arrivals):
+        z = F.linear(x, weight, bias) + residual
+        return F.layer_norm(z, (self.out_features,), norm_weight, norm_bias, self.eps)
+
+    def oracle(self, x, weight, bias, residual, norm_weight, norm_bias, arrivals):
+        return linear_norm_ref(x, weight, bias, residual, norm_weight, norm_bias, self.eps)
+
+    def floor(self, inputs, name):
+        """The sum's error by Cauchy-Schwarz, times the largest gain of LayerNorm."""
+        eps = torch.finfo(inputs["x"].dtype).eps
+        plain = [inputs[n] for n in ("x", "weight", "bias", "residual")]
+        x, weight, bias, residual = (None if t is None else t.double() for t in plain)
+        if not len(x):
+            return 0.0
+        z = F.linear(x, weight, bias) + residual
+        size = 1 + (x.norm(dim=1).max() * weight.norm(dim=1).max()).item() + residual.abs().max().item()
+        gain = (z.var(1, correction=0) + self.eps).rsqrt().max() * inputs["norm_weight"].abs().max()
+        return 2 * eps * size * gain.item()
+
+    def flops(self):
+        return 2 * self.rows * self.in_features * self.out_features
+
+    def bytes(self, dtype):
+        rows, k, n = self.rows, self.in_features, self.out_features
+        elements = rows * k + n * k + 2 * rows * n + n * (1 + self.bias + self.norm_bias)
+        return elements * dtype.itemsize
+
+
+SMALL = [
+    LinearNormCase(5, 24, 40),
+    LinearNormCase(3, 17, 9, arrivals=False, norm_bias=False),
+]
+# These meet every tile that BERT meets, with one part and with several, in one launch and in two, and more
+# rows and columns than the kernels take.
+ON_GPU = [
+    *(LinearNormCase(rows, 768, 768) for rows in (1, 128, 256)),
+    *(LinearNormCase(rows, 3072, 768, bias=False) for rows in (16, 33, 64, 128, 200)),
+    LinearNormCase(256, 512, 2048),
+    LinearNormCase(100, 136, 4096),
+    LinearNormCase(128, 3072, 768, arrivals=False),
+    LinearNormCase(100, 768, 768, arrivals=False),
+    LinearNormCase(300, 768, 768),
+]
+CASES = [
+    *SMALL,
+    LinearNormCase(1, 1, 2),
+    LinearNormCase(1, 96, 64, bias=False),
+    LinearNormCase(16, 256, 128),
+    LinearNormCase(17, 200, 130, eps=1e-5),  # no multiple of a vector or a tile
+    LinearNormCase(33, 96, 136, arrivals=False),
+    LinearNormCase(64, 512, 128),  # BERT-tiny's
+    LinearNormCase(70, 31, 65, arrivals=False),
+    LinearNormCase(256, 72, 48),
+    LinearNormCase(257, 40, 48),  # more rows than a kernel takes
+]
+
+
+def bench(lengths: tuple[int, ...]) -> list[Case]:
+    """BERT-base's calls of this op for a batch of sequences of these lengths, in tokens.
+
+    Models call it for at most 256 rows: of more, the first ones are timed.
+    """
+    rows = min(256, sum(lengths))
+    return [LinearNormCase(rows, 768, 768), LinearNormCase(rows, 3072, 768)]
