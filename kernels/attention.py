@@ -30,7 +30,9 @@ from torch import Tensor
 
 from fastbert.kernels import tuning
 from fastbert.kernels.attention_forward import _attention_fwd_kernel
-from fastbert.kernels.attention_tiles import LOG2_E, slots, words_of
+from fastbert.kernels.attention_places import attention_places
+from fastbert.kernels.attention_slots import HEIGHTS, grid, sections, slots
+from fastbert.kernels.attention_tiles import LOG2_E, words_of
 from fastbert.kernels.launch import MOST_REGISTERS, launch
 from fastbert.kernels.philox import as_int32_bits, threshold_bits
 
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
 
 # Wider heads would spill.
 MAX_HEADDIM = 128
-# Ranking more sequences than these would cost more than the order gains.
-SORTED = 64
 _TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 
 
@@ -168,7 +168,7 @@ def config_for(
 
 
 def attention_fwd(
-    inputs: "AttentionInputs", return_probs: bool, save_bits: bool
+    inputs: "AttentionInputs", return_probs: bool, save_bits: bool, places: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, lse, probs, keep_bits): the contract of `fastbert.ops.attention.attention_fwd`.
 
@@ -184,11 +184,15 @@ def attention_fwd(
         tuning.bucket(total * nheads),
         tuning.device_of(q.device),
     )
-    return attention_fwd_with(config, inputs, return_probs, save_bits)
+    return attention_fwd_with(config, inputs, return_probs, save_bits, places)
 
 
 def attention_fwd_with(
-    config: Config, inputs: "AttentionInputs", return_probs: bool, save_bits: bool
+    config: Config,
+    inputs: "AttentionInputs",
+    return_probs: bool,
+    save_bits: bool,
+    places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`attention_fwd` with a given config, for the tuner and the tests."""
     q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
@@ -206,8 +210,15 @@ def attention_fwd_with(
     # Without a bias the greatest product is the greatest score, unless the scale turns the order.
     folded = bias is None and softmax_scale > 0
     n_tiles = max(1, triton.cdiv(max_seqlen, config.block_m))
-    sequences = max(16, triton.next_power_of_2(batch)) if batch <= SORTED and not return_probs else 0
-    n_slots = slots(config.block_m, total, batch, n_tiles, sequences > 0, return_probs)
+    first_slot = 0
+    if return_probs:
+        # No more than 65,535: the probabilities would not fit anywhere.
+        places, n_slots = None, n_tiles * (batch + 1)
+    else:
+        if places is None:
+            places = attention_places(cu_seqlens, total, max_seqlen)
+        first_slot = sections(total, batch, max_seqlen)[HEIGHTS.index(config.block_m)]
+        n_slots = slots(config.block_m, total, batch, max_seqlen)
     bias_strides = (0,) * 4
     if bias is not None:
         # A dimension of size 1 is shared: its stride is 0.
@@ -215,12 +226,13 @@ def attention_fwd_with(
     words = words_of(keep_bits, config.block_n) if save_bits else None
     launch(
         _attention_fwd_kernel,
-        (n_slots * nheads,),
+        grid(n_slots, nheads),
         q.device,
         q,
         k,
         v,
-        cu_seqlens.contiguous(),
+        places,
+        cu_seqlens.contiguous() if return_probs else None,
         bias,
         gate,
         seed,
@@ -236,7 +248,7 @@ def attention_fwd_with(
         lse.stride(0),
         *(probs.stride()[:3] if return_probs else (0, 0, 0)),
         0 if words is None else words.shape[2],
-        nheads,
+        first_slot,
         total,
         batch,
         n_tiles,
@@ -255,7 +267,6 @@ def attention_fwd_with(
         BLOCK_N=config.block_n,
         BLOCK_D=max(16, triton.next_power_of_2(headdim)),
         CHUNK=config.chunk,
-        SEQUENCES=sequences,
         NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
         maxnreg=_most_registers(headdim, q.dtype),

@@ -171,7 +171,18 @@ def call_attention(
         empty(1, dtype=torch.int64) if dropout_p else None,
         3,
     )
-    kernels.attention_fwd_with(config, inputs, probs, save_bits)
+    kernels.attention_fwd_with(config, inputs, probs, save_bits, places_of(inputs))
+
+
+def places_of(inputs):
+    """A table of attention's places for these inputs, on the meta device."""
+    import torch
+
+    from fastbert.kernels import attention_slots
+
+    batch = inputs.cu_seqlens.shape[0] - 1
+    n_slots = attention_slots.sections(inputs.q.shape[0], batch, inputs.max_seqlen)[-1]
+    return torch.empty(n_slots, attention_slots.FIELDS, dtype=torch.int32, device="meta")
 
 
 def attention_backward_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
@@ -268,7 +279,7 @@ def call_attention_bwd(
     lse = empty(nheads, total, dtype=torch.float32)
     keep_bits = empty(nheads, total, max_seqlen // 32, dtype=torch.int32) if saved else None
     need = AttentionNeeds(True, True, True, bias is not None, gate)
-    kernels.attention_bwd_with(configs, out, inputs, out, lse, keep_bits, need)
+    kernels.attention_bwd_with(configs, out, inputs, out, lse, keep_bits, need, places_of(inputs))
 
 
 def linear_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
