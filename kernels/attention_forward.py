@@ -269,7 +269,7 @@ def _attention_fwd_kernel(
 ):
     """One tile of one sequence and head, or rows after the last sequence.
 
-    With `probs_ptr` every sequence has `n_tiles` tiles, found in cu_seqlens; else the table of places is read.
+    With `probs_ptr` every sequence has `n_tiles` tiles, found in cu_seqlens; else the table says which.
     """
     head = tl.program_id(0)
     if probs_ptr is not None:

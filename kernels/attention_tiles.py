@@ -70,4 +70,3 @@ def _finite(top):
 def words_of(keep_bits: Tensor, block_n: int) -> Tensor:
     """The saved dropout bits, viewed as words small enough that `block_n` columns are whole words."""
     return keep_bits if block_n % 32 == 0 else keep_bits.view(torch.int16)
-

@@ -6,7 +6,7 @@ Triton is imported at the first launch, so that `import fastbert` needs neither 
 from __future__ import annotations
 
 from fastbert.backends.triton import attention, feed_forward, forwarders, linear_cross_entropy
-from fastbert.backends.triton.attention import attention_bwd, attention_fwd
+from fastbert.backends.triton.attention import attention_bwd, attention_fwd, attention_places
 from fastbert.backends.triton.device import available
 from fastbert.backends.triton.feed_forward import feed_forward_bwd, feed_forward_fwd
 from fastbert.backends.triton.forwarders import (
@@ -39,6 +39,7 @@ __all__ = [
     "DTYPES",
     "attention_bwd",
     "attention_fwd",
+    "attention_places",
     "available",
     "cross_entropy_bwd",
     "cross_entropy_fwd",
