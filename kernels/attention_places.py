@@ -70,14 +70,14 @@ def _attention_places_kernel(
         rows = tl.load(cu_seqlens_ptr + n_sequences)
         used = 0
         if RANKED:
-            for at in range(0, n_sequences, CHUNK):
-                _, lengths = _lengths(cu_seqlens_ptr, at + tl.arange(0, CHUNK), n_sequences)
+            for other in range(0, n_sequences, CHUNK):
+                _, lengths = _lengths(cu_seqlens_ptr, other + tl.arange(0, CHUNK), n_sequences)
                 used += tl.sum((lengths + height - 1) // height, 0)
         else:
             used = rows // height + n_sequences
         step = (n_slots - used) * height
-        for slot in range(used, n_slots, CHUNK):
-            at = slot + tl.arange(0, CHUNK)
+        for after in range(used, n_slots, CHUNK):
+            at = after + tl.arange(0, CHUNK)
             zeros = tl.zeros((CHUNK,), tl.int32)
             _store_places(
                 places_ptr,
@@ -93,8 +93,8 @@ def _attention_places_kernel(
         start, length = _lengths(cu_seqlens_ptr, mine, n_sequences)
         if RANKED:
             before = tl.zeros((BLOCK,), tl.int32)
-            for at in range(0, n_sequences, CHUNK):
-                others = at + tl.arange(0, CHUNK)
+            for other in range(0, n_sequences, CHUNK):
+                others = other + tl.arange(0, CHUNK)
                 _, lengths = _lengths(cu_seqlens_ptr, others, n_sequences)
                 tiles = (lengths + height - 1) // height
                 equal = (lengths[None, :] == length[:, None]) & (others[None, :] > mine[:, None])

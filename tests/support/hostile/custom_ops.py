@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from fastbert.ops import attention as attention_op
+from fastbert.ops import attention_places as places_op
 from fastbert.runtime import dispatch
 from tests.support.hostile.fences import fenced_outputs
 from tests.support.hostile.values import (
@@ -53,11 +54,16 @@ def attention_operands():
     }
 
 
+def attention_table():
+    return places_op.places_ref(ints(*ENDS, dtype=INT32), TOTAL, LONGEST)
+
+
 def attention_saved():
     operands = attention_operands()
     out, lse, _, bits = attention_op.attention_fwd(*operands.values(), False, True)
     saved = {"keep_bits": bits, **{f"need_{n}": True for n in ("dq", "dk", "dv", "dbias", "dgate")}}
     first = {name: operands.pop(name) for name in ("q", "k", "v")}
+    saved |= {"places": attention_table()}
     return {"dout": torch.ones(TOTAL, HEADS, DIM), **first, "out": out, "lse": lse, **operands, **saved}
 
 
@@ -103,7 +109,12 @@ LENGTHS = [
 ]
 OPS = {
     "attention_fwd": Op(
-        lambda: {**attention_operands(), "return_probs": True, "save_bits": True},
+        lambda: {
+            **attention_operands(),
+            "return_probs": True,
+            "save_bits": True,
+            "places": attention_table(),
+        },
         [*LENGTHS, *BIASES, {"bias": floats(HEADS, LONGEST, LONGEST)}, {"seed": None}, {"dropout_p": 1.5}],
         ("cu_seqlens", "max_seqlen"),
     ),
@@ -118,6 +129,16 @@ OPS = {
             {"gate": None},
         ],
         ("cu_seqlens",),
+    ),
+    "attention_places": Op(
+        lambda: {
+            "cu_seqlens": ints(*ENDS, dtype=INT32),
+            "total": TOTAL,
+            "max_seqlen": LONGEST,
+            "dtype": torch.float32,
+        },
+        [*LENGTHS, {"total": 7}],
+        ("cu_seqlens", "max_seqlen"),
     ),
     "cross_entropy_fwd": Op(
         lambda: {
