@@ -4,10 +4,11 @@ Math       S = softmax_scale * q kᵀ + bias;  P = softmax(S) per row;  lse = lo
            out = gate * dropout(P) v.  A row without an allowed key has out 0, lse -inf and probs 0.
 Tiling     A program owns BLOCK_M queries of one sequence and head. It walks over their keys, BLOCK_N at a
            time, with an online softmax. The host knows only `total`, so a slot of the grid finds its sequence
-           and tile in cu_seqlens (`_place`). Up to SORTED sequences, the longest come first, so that the last
-           programs to start are short. Heads vary fastest: a token's heads are neighbours in memory. Slots
-           after the last tile zero the rows after the last sequence. q, k, v are read in place, through their
-           strides. Only the last block of keys is masked (causal: the blocks on the diagonal).
+           and tile in a table of places, made once per forward (attention_places.py); the longest sequence
+           comes first, so that the last programs to start are short. Heads vary fastest: a token's heads are
+           neighbours in memory. Slots after the last tile zero the rows after the last sequence. q, k, v are
+           read in place, through their strides. Only the last block of keys is masked (causal: the blocks on
+           the diagonal).
 Precision  Products of the storage type are summed in float32 (float32: IEEE products, no TF32). Softmax in
            float32, exp as exp2. P is rounded to the storage type for P v; out is rounded once, at the store.
            Without a bias the scale is folded into exp2's factor. With one, the maximum is subtracted before
@@ -15,8 +16,8 @@ Precision  Products of the storage type are summed in float32 (float32: IEEE pro
 Saved      lse. Probabilities, where asked for, are computed again from the final maximum and sum. Their grid
            holds every tile of max_seqlen, because cells outside a sequence are written too.
            Dropout bits: plane = head, row = row in the packed layout, column = key in its sequence.
-Files      attention_tiles.py: what forward and backward share. attention_forward.py: the kernel. Here: how
-           the work is cut, and the launch.
+Files      attention_places.py: the table. attention_tiles.py: what forward and backward share.
+           attention_forward.py: the kernel. Here: how the work is cut, and the launch.
 Source     Milakov, Gimelshein 2018, Online normalizer calculation for softmax, alg. 3;
            Dao 2023, FlashAttention-2, alg. 1.
 """
@@ -121,11 +122,10 @@ def candidates(
         Config(128, 64, block_d, True, 4, 2),
         Config(64, 128, block_d, True, 4, 2),
     )
-    # The float32 values of scores and of out that a thread can hold, and the rows per warp; with more it
-    # spills. From sm_90 on the operands of a product may stay in shared memory.
-    most, rows = {9: 128, 10: 96}.get(capability[0], 64), 32 if capability[0] == 9 else 16
+    # The float32 values of scores and of out that a thread can hold; with more it spills. From sm_90 on the
+    # operands of a product may stay in shared memory.
+    most = {9: 128, 10: 96}.get(capability[0], 64)
     more = [c for c in more if c.block_m * (c.block_n + block_d) <= most * 32 * c.num_warps]
-    more = [c for c in more if c.block_m <= rows * c.num_warps]
     return found + tuple(config for config in more if config not in found)
 
 

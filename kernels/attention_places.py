@@ -125,7 +125,9 @@ def attention_places(cu_seqlens: Tensor, total: int, max_seqlen: int) -> Tensor:
     """The table of `fastbert.ops.attention_places`, made by one kernel."""
     batch = cu_seqlens.shape[0] - 1
     _, *ends = sections(total, batch, max_seqlen)
-    table = torch.empty((ends[-1], FIELDS), dtype=torch.int32, device=cu_seqlens.device)
+    # Not ranked, lengths that fall would leave places out: those of no rows are harmless.
+    make = torch.empty if batch <= RANKED else torch.zeros
+    table = make((ends[-1], FIELDS), dtype=torch.int32, device=cu_seqlens.device)
     launch(
         _attention_places_kernel,
         (triton.cdiv(batch, _BLOCK) + 1, len(HEIGHTS)),

@@ -29,7 +29,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastbert.kernels.attention_slots import FIELDS, HEIGHTS, RANKED, sections
 from fastbert.ops import checks
 from fastbert.runtime import dispatch
 
@@ -47,17 +46,25 @@ class Places(NamedTuple):
     max_seqlen: int
 
 
+def _sizes():
+    """kernels/attention_slots.py. Only where a table is in use: `help(fastbert)` lists what is loaded."""
+    from fastbert.kernels import attention_slots
+
+    return attention_slots
+
+
 def places_ref(cu_seqlens: Tensor, total: int, max_seqlen: int) -> Tensor:
     """The table in plain PyTorch, without a host synchronisation."""
     batch, device = cu_seqlens.shape[0] - 1, cu_seqlens.device
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.long().diff().clamp(min=0)
     end = cu_seqlens[-1:].long()
-    first = sections(total, batch, max_seqlen)
+    sizes = _sizes()
+    first = sizes.sections(total, batch, max_seqlen)
     found = []
-    for i, height in enumerate(HEIGHTS):
+    for i, height in enumerate(sizes.HEIGHTS):
         n_slots = first[i + 1] - first[i]
         slot = torch.arange(n_slots, device=device)
-        if batch <= RANKED:
+        if batch <= sizes.RANKED:
             # stable, so of equal lengths the last comes first
             order = (batch - 1) - lengths.flip(0).argsort(descending=True, stable=True)
             owned = (lengths[order] + height - 1) // height
@@ -94,8 +101,13 @@ def places_table(cu_seqlens: Tensor, total: int, max_seqlen: int, dtype: torch.d
 
 @places_table.register_fake
 def _(cu_seqlens, total, max_seqlen, dtype):
-    n_slots = sections(total, cu_seqlens.shape[0] - 1, max_seqlen)[-1]
-    return cu_seqlens.new_empty((n_slots, FIELDS))
+    return cu_seqlens.new_empty(_shape(cu_seqlens, total, max_seqlen))
+
+
+def _shape(cu_seqlens: Tensor, total: int, max_seqlen: int) -> tuple[int, int]:
+    """The shape of the table."""
+    sizes = _sizes()
+    return sizes.sections(total, cu_seqlens.shape[0] - 1, max_seqlen)[-1], sizes.FIELDS
 
 
 def check_lengths(cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
@@ -116,8 +128,7 @@ def check_lengths(cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
 def check_table(table: Tensor | None, cu_seqlens: Tensor, max_seqlen: int, q: Tensor) -> None:
     """Whether a table has the size, dtype and device that the kernels read; None is legal."""
     if table is not None:
-        n_slots = sections(q.shape[0], cu_seqlens.shape[0] - 1, max_seqlen)[-1]
-        checks.operand("places", table, (n_slots, FIELDS), (torch.int32,), q)
+        checks.operand("places", table, _shape(cu_seqlens, q.shape[0], max_seqlen), (torch.int32,), q)
 
 
 def checked_table(

@@ -46,6 +46,7 @@ FAULTS = (
     _fault("in order, a slot too few", "mine + 1 - before, 0)", "mine - before, 0)"),
     _fault("in order, places of sequences that are not there", "owned = tl.where(mine < n_sequences, (start", "owned = tl.where(mine >= 0, (start"),
     _fault("tail in order begins too early", "used = rows // height + n_sequences", "used = rows // height"),
+    _fault("places left as they were", "make = torch.empty if batch <= RANKED else torch.zeros", "make = torch.empty"),
     _fault("stride of cu_seqlens", "        cu_seqlens.contiguous(),", "        cu_seqlens,"),
     # sizes
     _fault("slots for full tiles only", "most = (total + batch * (height - 1)) // height", "most = total // height", _SLOTS),
@@ -59,7 +60,7 @@ FAULTS = (
     _fault("reference: in order, a slot too few", "// height + order + 1", "// height + order", _OP),
     _fault("a table of other lengths accepted", "    if places.cu_seqlens is not cu_seqlens:", "    if places.cu_seqlens.shape != cu_seqlens.shape:", _OP),
     _fault("a table of another max_seqlen accepted", "    if places.max_seqlen != max_seqlen:", "    if False:", _OP),
-    _fault("the size of a table unchecked", '(n_slots, FIELDS), (torch.int32,), q)', 'table.shape, (torch.int32,), q)', _OP),
+    _fault("the size of a table unchecked", "_shape(cu_seqlens, q.shape[0], max_seqlen), (torch.int32,)", "table.shape, (torch.int32,)", _OP),
     _fault("the dtype of a table unchecked", '(torch.int32,), q)', '(table.dtype,), q)', _OP),
     _fault("a negative view read as it lies", "    return Places(make(dispatch.plain(cu_seqlens), total, max_seqlen), cu_seqlens, max_seqlen)", "    return Places(make(cu_seqlens, total, max_seqlen), cu_seqlens, max_seqlen)", _OP),
     _fault("lengths beyond the rows accepted", 'longest = checks.lengths(cu_seqlens, total, "the packed layout")', 'longest = checks.lengths(cu_seqlens, 2**31, "the packed layout")', _OP),
