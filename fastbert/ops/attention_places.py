@@ -126,9 +126,18 @@ def check_lengths(cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
 
 
 def check_table(table: Tensor | None, cu_seqlens: Tensor, max_seqlen: int, q: Tensor) -> None:
-    """Whether a table has the size, dtype and device that the kernels read; None is legal."""
-    if table is not None:
-        checks.operand("places", table, _shape(cu_seqlens, q.shape[0], max_seqlen), (torch.int32,), q)
+    """Check that a table has the size, dtype and device that kernels read, on the CPU also its values.
+
+    None is legal. On CUDA looking at the values would cost a synchronisation, as with those of cu_seqlens.
+    """
+    if table is None:
+        return
+    total = q.shape[0]
+    checks.operand("places", table, _shape(cu_seqlens, total, max_seqlen), (torch.int32,), q)
+    if table.device.type == "cpu":
+        table, cu_seqlens = dispatch.plain(table), dispatch.plain(cu_seqlens)
+        if not torch.equal(table, places_ref(cu_seqlens, total, max_seqlen)):
+            raise ValueError("places: expected the table of these lengths, got other values")
 
 
 def checked_table(

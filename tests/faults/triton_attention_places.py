@@ -62,6 +62,7 @@ FAULTS = (
     _fault("a table of another max_seqlen accepted", "    if places.max_seqlen != max_seqlen:", "    if False:", _OP),
     _fault("the size of a table unchecked", "_shape(cu_seqlens, q.shape[0], max_seqlen), (torch.int32,)", "table.shape, (torch.int32,)", _OP),
     _fault("the dtype of a table unchecked", '(torch.int32,), q)', '(table.dtype,), q)', _OP),
+    _fault("the values of a table unchecked", 'if table.device.type == "cpu":', "if False:", _OP),
     _fault("a negative view read as it lies", "    return Places(make(dispatch.plain(cu_seqlens), total, max_seqlen), cu_seqlens, max_seqlen)", "    return Places(make(cu_seqlens, total, max_seqlen), cu_seqlens, max_seqlen)", _OP),
     _fault("lengths beyond the rows accepted", 'longest = checks.lengths(cu_seqlens, total, "the packed layout")', 'longest = checks.lengths(cu_seqlens, 2**31, "the packed layout")', _OP),
     _fault("a table for every backend", "    if make is None:\n        return None\n", "    make = make or places_ref\n", _OP),

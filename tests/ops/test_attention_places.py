@@ -100,6 +100,7 @@ def test_a_table_of_something_else_is_refused_by_name():
         (ValueError, "shape", good._replace(table=good.table[:, :3])),
         (TypeError, "int32", good._replace(table=good.table.long())),
         (ValueError, "contiguous", good._replace(table=good.table.t().contiguous().t())),
+        (ValueError, "of these lengths, got other values", good._replace(table=good.table.flip(0))),
         (ValueError, "on cpu, got one on meta", good._replace(table=good.table.to("meta"))),
     ]
     for kind, words, places in wrong:

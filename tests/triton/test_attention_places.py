@@ -79,7 +79,7 @@ def test_blocks_chunks_and_tiles(monkeypatch, lengths, capacity):
     ],
 )
 def test_lengths_that_nobody_checked_write_nothing_elsewhere(monkeypatch, ends, is_ranked):
-    """The sanitizer sees a store outside the table. No place is left as it was: memory starts as large numbers.
+    """The sanitizer sees a store outside the table. No place is left as it was, the largest number.
 
     Where falling ends are not ranked, two sequences write one place, which the sanitizer refuses.
     """

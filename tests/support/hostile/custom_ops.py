@@ -107,6 +107,13 @@ LENGTHS = [
     {"max_seqlen": 2},
     {"max_seqlen": -1},
 ]
+# A start, a length and a first row far away, a sequence that is not there, and places that follow otherwise.
+WRONG_PLACES = [
+    *({"places": attention_table().index_fill(1, torch.tensor([field]), 2**31 - 1)} for field in range(4)),
+    {"places": attention_table().flip(0)},
+    {"places": attention_table()[1:].contiguous()},
+    {"places": attention_table().long()},
+]
 OPS = {
     "attention_fwd": Op(
         lambda: {
@@ -115,7 +122,14 @@ OPS = {
             "save_bits": True,
             "places": attention_table(),
         },
-        [*LENGTHS, *BIASES, {"bias": floats(HEADS, LONGEST, LONGEST)}, {"seed": None}, {"dropout_p": 1.5}],
+        [
+            *LENGTHS,
+            *BIASES,
+            *WRONG_PLACES,
+            {"bias": floats(HEADS, LONGEST, LONGEST)},
+            {"seed": None},
+            {"dropout_p": 1.5},
+        ],
         ("cu_seqlens", "max_seqlen"),
     ),
     "attention_bwd": Op(
@@ -123,6 +137,7 @@ OPS = {
         [
             *LENGTHS,
             *BIASES,
+            *WRONG_PLACES,
             {"seed": None},
             {"keep_bits": floats(HEADS, TOTAL, 1)},
             {"bias": None},
