@@ -32,7 +32,7 @@ from torch import Tensor
 from fastbert.kernels import tuning
 from fastbert.kernels.attention_forward import _attention_fwd_kernel
 from fastbert.kernels.attention_places import attention_places
-from fastbert.kernels.attention_slots import HEIGHTS, grid, sections, slots
+from fastbert.kernels.attention_slots import HEIGHTS, grid, in_planes, sections, slots
 from fastbert.kernels.attention_tiles import LOG2_E, words_of
 from fastbert.kernels.launch import MOST_REGISTERS, launch
 from fastbert.kernels.philox import as_int32_bits, threshold_bits
@@ -212,8 +212,7 @@ def attention_fwd_with(
     n_tiles = max(1, triton.cdiv(max_seqlen, config.block_m))
     first_slot = 0
     if return_probs:
-        # No more than 65,535: the probabilities would not fit anywhere.
-        places, n_slots = None, n_tiles * (batch + 1)
+        places, n_slots = None, in_planes(n_tiles * (batch + 1))
     else:
         if places is None:
             places = attention_places(cu_seqlens, total, max_seqlen)

@@ -19,10 +19,7 @@ _MOST_ON_AXIS = 65535
 
 
 def slots(height: int, total: int, batch: int, max_seqlen: int) -> int:
-    """The slots for the tiles of any `batch` lengths within `total` rows, and for the tail.
-
-    It is a product of two numbers that the axes of `grid` hold.
-    """
+    """The slots for the tiles of any `batch` lengths within `total` rows, and for the tail."""
     if batch <= RANKED:
         # A length wastes at most height - 1 rows of its last tile.
         most = (total + batch * (height - 1)) // height
@@ -30,12 +27,17 @@ def slots(height: int, total: int, batch: int, max_seqlen: int) -> int:
     else:
         # Sequence b begins at slot start // height + b.
         found = total // height + batch + 1
-    planes = -(-found // _MOST_ON_AXIS)
-    return -(-found // planes) * planes
+    return in_planes(found)
+
+
+def in_planes(n_slots: int) -> int:
+    """As many slots, or a few more: a product of two numbers that the axes of `grid` hold."""
+    planes = -(-n_slots // _MOST_ON_AXIS)
+    return -(-n_slots // planes) * planes
 
 
 def grid(n_slots: int, nheads: int) -> tuple[int, int, int]:
-    """(heads, slots, planes of slots): the heads of a slot run side by side."""
+    """(heads, slots, planes of slots) for a number of `in_planes`; the heads of a slot run side by side."""
     planes = -(-n_slots // _MOST_ON_AXIS)
     return nheads, n_slots // planes, planes
 

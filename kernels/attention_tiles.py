@@ -29,13 +29,13 @@ def _place(places_ptr, slot):
 
 @triton.jit
 def _whole_place(cu_seqlens_ptr, slot, n_sequences, n_tiles, BLOCK_M: tl.constexpr):
-    """The same where every sequence, and the tail, has `n_tiles` tiles."""
-    sequence = slot // n_tiles
+    """The same where every sequence has `n_tiles` tiles, in order; the tail has all other slots."""
+    sequence = tl.minimum(slot // n_tiles, n_sequences)
     start = tl.load(cu_seqlens_ptr + sequence)
-    length = n_tiles * BLOCK_M
+    length = (tl.num_programs(1) * tl.num_programs(2) - n_sequences * n_tiles) * BLOCK_M
     if sequence < n_sequences:
         length = tl.load(cu_seqlens_ptr + sequence + 1) - start
-    return sequence, start, length, slot % n_tiles * BLOCK_M
+    return sequence, start, length, (slot - sequence * n_tiles) * BLOCK_M
 
 
 @triton.jit

@@ -76,9 +76,37 @@ FAULTS = (
     _fault("Triton's backward gets no table", "backend.attention_bwd(dout, inputs, out, lse, keep_bits, need, places)", "backend.attention_bwd(dout, inputs, out, lse, keep_bits, need)", _BACKEND),
 )  # fmt: skip
 
+_TRITON, _OPS = "tests/triton/test_attention_places.py::test_", "tests/ops/test_attention_places.py::test_"
+# What sees most comes first: a fault costs the tests up to the one that sees it, and a drawn case is shrunk.
+TESTS = (
+    *(
+        _TRITON + name
+        for name in (
+            "blocks_chunks_and_tiles",
+            "lengths_in_a_strided_or_negative_tensor",
+            "a_call_without_a_table_makes_its_own",
+            "lengths_that_nobody_checked_write_nothing_elsewhere",
+            "who_serves_makes_the_table",
+            "one_table_per_forward_of_a_model",
+        )
+    ),
+    *(
+        _OPS + name
+        for name in (
+            "a_table_of_something_else_is_refused_by_name",
+            "no_more_slots_than_tiles_and_one",
+            "the_lengths_of_a_table_are_checked",
+            "places_do_not_outlive_their_lengths",
+            "backends_that_read_no_table_make_none",
+            "the_reference_is_the_definition",
+            "the_reference_of_more_sequences_than_are_ranked",
+        )
+    ),
+)
+
 SUITE = Suite(
     faults=FAULTS,
-    tests=("tests/triton/test_attention_places.py", "tests/ops/test_attention_places.py"),
+    tests=TESTS,
     environment={"TRITON_INTERPRET": "1"},
     timeout_s=600.0,
 )

@@ -544,6 +544,9 @@ def test_slots_in_several_planes(monkeypatch, block_m):
     monkeypatch.setattr(slots, "_MOST_ON_AXIS", 4)
     assert slots.grid(slots.slots(block_m, 133, 5, 50), 2)[2] > 1
     assert_bit_equal(run(args), expected)
+    # 4 x 6 slots and one more at 16 rows
+    monkeypatch.setattr(slots, "_MOST_ON_AXIS", 5)
+    assert_bit_equal(run(args | {"return_probs": True})[:2], expected[:2])
 
 
 def test_a_table_that_is_given_is_read(small_tiles, monkeypatch):
