@@ -52,7 +52,7 @@ FAULTS = (
     _fault("slots for full tiles only", "most = (total + batch * (height - 1)) // height", "most = total // height", _SLOTS),
     _fault("no slot for the tail", "* batch, most) + 1", "* batch, most)", _SLOTS),
     _fault("in order, no slot for the tail", "found = total // height + batch + 1", "found = total // height + batch", _SLOTS),
-    _fault("a plane holds too many slots", "    return -(-found // planes) * planes", "    return found", _SLOTS),
+    _fault("a plane holds too many slots", "    return -(-n_slots // planes) * planes", "    return n_slots", _SLOTS),
     _fault("as many slots as rows allow", "torch.sym_min(-(-max_seqlen // height) * batch, most)", "torch.sym_min(2**30, most)", _SLOTS),
     # the reference and the checks
     _fault("reference: of equal lengths the first comes first", "(batch - 1) - lengths.flip(0).argsort(descending=True, stable=True)", "lengths.argsort(descending=True, stable=True)", _OP),
@@ -60,7 +60,7 @@ FAULTS = (
     _fault("reference: in order, a slot too few", "// height + order + 1", "// height + order", _OP),
     _fault("a table of other lengths accepted", "    if places.cu_seqlens is not cu_seqlens:", "    if places.cu_seqlens.shape != cu_seqlens.shape:", _OP),
     _fault("a table of another max_seqlen accepted", "    if places.max_seqlen != max_seqlen:", "    if False:", _OP),
-    _fault("the size of a table unchecked", "_shape(cu_seqlens, q.shape[0], max_seqlen), (torch.int32,)", "table.shape, (torch.int32,)", _OP),
+    _fault("the size of a table unchecked", "_shape(cu_seqlens, total, max_seqlen), (torch.int32,)", "table.shape, (torch.int32,)", _OP),
     _fault("the dtype of a table unchecked", '(torch.int32,), q)', '(table.dtype,), q)', _OP),
     _fault("the values of a table unchecked", 'if table.device.type == "cpu":', "if False:", _OP),
     _fault("a negative view read as it lies", "    return Places(make(dispatch.plain(cu_seqlens), total, max_seqlen), cu_seqlens, max_seqlen)", "    return Places(make(cu_seqlens, total, max_seqlen), cu_seqlens, max_seqlen)", _OP),
