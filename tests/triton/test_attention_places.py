@@ -73,6 +73,7 @@ def test_blocks_chunks_and_tiles(monkeypatch, lengths, capacity):
     [
         (0, 90, 100, 130),  # longer than max_seqlen
         (0, 40, 10, 60),  # falling
+        (0, 90, 10, 60),  # by more than a tile
         (0, 30, 60, 5000),  # beyond the rows
         (-500, 30, 60, 90),
         (0, 0, 0, -9),
@@ -87,7 +88,10 @@ def test_lengths_that_nobody_checked_write_nothing_elsewhere(monkeypatch, ends, 
         if sorted(ends) != list(ends):
             return
         without_ranking(monkeypatch)
-    table = kernels.attention_places(torch.tensor(ends, dtype=torch.int32, device=DEVICE), 130, 40)
+    lengths = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    table = kernels.attention_places(lengths, 130, 40)
+    if is_ranked:
+        assert_bit_equal([table], [op.places_ref(lengths, 130, 40)])
     assert (table[:, 0] <= 3).all()
     assert (table[:, 0] >= 0).all()
 
