@@ -4,10 +4,11 @@ Math       S = softmax_scale * q kᵀ + bias;  P = softmax(S) per row;  lse = lo
            out = gate * dropout(P) v.  A row without an allowed key has out 0, lse -inf and probs 0.
 Tiling     A program owns BLOCK_M queries of one sequence and head. It walks over their keys, BLOCK_N at a
            time, with an online softmax. The host knows only `total`, so a slot of the grid finds its sequence
-           and tile in cu_seqlens (`_place`). Up to SORTED sequences, the longest come first, so that the last
-           programs to start are short. Heads vary fastest: a token's heads are neighbours in memory. Slots
-           after the last tile zero the rows after the last sequence. q, k, v are read in place, through their
-           strides. Only the last block of keys is masked (causal: the blocks on the diagonal).
+           and tile in a table of places, made once per forward (attention_places.py); the longest sequence
+           comes first, so that the last programs to start are short. Heads vary fastest: a token's heads are
+           neighbours in memory. Slots after the last tile zero the rows after the last sequence. q, k, v are
+           read in place, through their strides. Only the last block of keys is masked (causal: the blocks on
+           the diagonal).
 Precision  Products of the storage type are summed in float32 (float32: IEEE products, no TF32). Softmax in
            float32, exp as exp2. P is rounded to the storage type for P v; out is rounded once, at the store.
            Without a bias the scale is folded into exp2's factor. With one, the maximum is subtracted before
@@ -15,8 +16,8 @@ Precision  Products of the storage type are summed in float32 (float32: IEEE pro
 Saved      lse. Probabilities, where asked for, are computed again from the final maximum and sum. Their grid
            holds every tile of max_seqlen, because cells outside a sequence are written too.
            Dropout bits: plane = head, row = row in the packed layout, column = key in its sequence.
-Files      attention_tiles.py: what forward and backward share. attention_forward.py: the kernel. Here: how
-           the work is cut, and the launch.
+Files      attention_places.py: the table. attention_tiles.py: what forward and backward share.
+           attention_forward.py: the kernel. Here: how the work is cut, and the launch.
 Source     Milakov, Gimelshein 2018, Online normalizer calculation for softmax, alg. 3;
            Dao 2023, FlashAttention-2, alg. 1.
 """
@@ -30,7 +31,9 @@ from torch import Tensor
 
 from fastbert.kernels import tuning
 from fastbert.kernels.attention_forward import _attention_fwd_kernel
-from fastbert.kernels.attention_tiles import LOG2_E, slots, words_of
+from fastbert.kernels.attention_places import attention_places
+from fastbert.kernels.attention_slots import HEIGHTS, grid, in_planes, sections, slots
+from fastbert.kernels.attention_tiles import LOG2_E, words_of
 from fastbert.kernels.launch import MOST_REGISTERS, launch
 from fastbert.kernels.philox import as_int32_bits, threshold_bits
 
@@ -39,8 +42,6 @@ if TYPE_CHECKING:
 
 # Wider heads would spill.
 MAX_HEADDIM = 128
-# Ranking more sequences than these would cost more than the order gains.
-SORTED = 64
 _TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 
 
@@ -121,11 +122,10 @@ def candidates(
         Config(128, 64, block_d, True, 4, 2),
         Config(64, 128, block_d, True, 4, 2),
     )
-    # The float32 values of scores and of out that a thread can hold, and the rows per warp; with more it
-    # spills. From sm_90 on the operands of a product may stay in shared memory.
-    most, rows = {9: 128, 10: 96}.get(capability[0], 64), 32 if capability[0] == 9 else 16
+    # The float32 values of scores and of out that a thread can hold; with more it spills. From sm_90 on the
+    # operands of a product may stay in shared memory.
+    most = {9: 128, 10: 96}.get(capability[0], 64)
     more = [c for c in more if c.block_m * (c.block_n + block_d) <= most * 32 * c.num_warps]
-    more = [c for c in more if c.block_m <= rows * c.num_warps]
     return found + tuple(config for config in more if config not in found)
 
 
@@ -168,7 +168,7 @@ def config_for(
 
 
 def attention_fwd(
-    inputs: "AttentionInputs", return_probs: bool, save_bits: bool
+    inputs: "AttentionInputs", return_probs: bool, save_bits: bool, places: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, lse, probs, keep_bits): the contract of `fastbert.ops.attention.attention_fwd`.
 
@@ -184,11 +184,15 @@ def attention_fwd(
         tuning.bucket(total * nheads),
         tuning.device_of(q.device),
     )
-    return attention_fwd_with(config, inputs, return_probs, save_bits)
+    return attention_fwd_with(config, inputs, return_probs, save_bits, places)
 
 
 def attention_fwd_with(
-    config: Config, inputs: "AttentionInputs", return_probs: bool, save_bits: bool
+    config: Config,
+    inputs: "AttentionInputs",
+    return_probs: bool,
+    save_bits: bool,
+    places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`attention_fwd` with a given config, for the tuner and the tests."""
     q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
@@ -206,8 +210,14 @@ def attention_fwd_with(
     # Without a bias the greatest product is the greatest score, unless the scale turns the order.
     folded = bias is None and softmax_scale > 0
     n_tiles = max(1, triton.cdiv(max_seqlen, config.block_m))
-    sequences = max(16, triton.next_power_of_2(batch)) if batch <= SORTED and not return_probs else 0
-    n_slots = slots(config.block_m, total, batch, n_tiles, sequences > 0, return_probs)
+    first_slot = 0
+    if return_probs:
+        places, n_slots = None, in_planes(n_tiles * (batch + 1))
+    else:
+        if places is None:
+            places = attention_places(cu_seqlens, total, max_seqlen)
+        first_slot = sections(total, batch, max_seqlen)[HEIGHTS.index(config.block_m)]
+        n_slots = slots(config.block_m, total, batch, max_seqlen)
     bias_strides = (0,) * 4
     if bias is not None:
         # A dimension of size 1 is shared: its stride is 0.
@@ -215,12 +225,13 @@ def attention_fwd_with(
     words = words_of(keep_bits, config.block_n) if save_bits else None
     launch(
         _attention_fwd_kernel,
-        (n_slots * nheads,),
+        grid(n_slots, nheads),
         q.device,
         q,
         k,
         v,
-        cu_seqlens.contiguous(),
+        places,
+        cu_seqlens.contiguous() if return_probs else None,
         bias,
         gate,
         seed,
@@ -236,7 +247,7 @@ def attention_fwd_with(
         lse.stride(0),
         *(probs.stride()[:3] if return_probs else (0, 0, 0)),
         0 if words is None else words.shape[2],
-        nheads,
+        first_slot,
         total,
         batch,
         n_tiles,
@@ -255,7 +266,6 @@ def attention_fwd_with(
         BLOCK_N=config.block_n,
         BLOCK_D=max(16, triton.next_power_of_2(headdim)),
         CHUNK=config.chunk,
-        SEQUENCES=sequences,
         NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
         maxnreg=_most_registers(headdim, q.dtype),

@@ -37,15 +37,14 @@ from fastbert.kernels import tuning
 from fastbert.kernels.attention_dbias import _attention_bwd_dbias_kernel
 from fastbert.kernels.attention_dkdv import _attention_bwd_dkdv_kernel
 from fastbert.kernels.attention_dq import _attention_bwd_dq_kernel
-from fastbert.kernels.attention_tiles import LOG2_E, slots, words_of
+from fastbert.kernels.attention_places import attention_places
+from fastbert.kernels.attention_slots import HEIGHTS, grid, sections, slots
+from fastbert.kernels.attention_tiles import LOG2_E, words_of
 from fastbert.kernels.launch import MOST_REGISTERS, launch
 from fastbert.kernels.philox import as_int32_bits, threshold_bits
 
 if TYPE_CHECKING:
     from fastbert.ops.attention import AttentionInputs, AttentionNeeds
-
-# More sequences are not ranked. Forward ranks 64, for which dq has too few registers.
-SORTED = 32
 
 
 class Config(NamedTuple):
@@ -133,6 +132,7 @@ def attention_bwd(
     lse: Tensor,
     keep_bits: Tensor | None,
     need: "AttentionNeeds",
+    places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias, dgate): the contract of `fastbert.ops.attention.attention_bwd`.
 
@@ -149,7 +149,7 @@ def attention_bwd(
         tuning.bucket(total * nheads),
         tuning.device_of(q.device),
     )
-    return attention_bwd_with(configs, dout, inputs, out, lse, keep_bits, need)
+    return attention_bwd_with(configs, dout, inputs, out, lse, keep_bits, need, places)
 
 
 def attention_bwd_with(
@@ -160,6 +160,7 @@ def attention_bwd_with(
     lse: Tensor,
     keep_bits: Tensor | None,
     need: "AttentionNeeds",
+    places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`attention_bwd` with given configs, for the tests."""
     q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
@@ -188,7 +189,9 @@ def attention_bwd_with(
     strides = tuple(s for t in (dout, q, k, v) for s in t.stride()[:2])
     dropout = as_int32_bits(offset), threshold_bits(dropout_p), 1.0 / (1.0 - dropout_p)
     scales = softmax_scale, (softmax_scale if folded else 1.0) * LOG2_E, *dropout
-    sequences = max(16, triton.next_power_of_2(batch)) if batch <= SORTED else 0
+    if places is None:
+        places = attention_places(cu_seqlens, total, max_seqlen)
+    firsts = dict(zip(HEIGHTS, sections(total, batch, max_seqlen), strict=False))
     shared = {
         "HEAD_DIM": headdim,
         "CAUSAL": causal,
@@ -200,21 +203,18 @@ def attention_bwd_with(
         found = None if keep_bits is None else words_of(keep_bits, block_n)
         return found, 0 if found is None else found.shape[2]
 
-    def grid(block: int) -> tuple[int]:
-        n_tiles = max(1, triton.cdiv(max_seqlen, block))
-        return (slots(block, total, batch, n_tiles, sequences > 0, False) * nheads,)
-
     # The storage type's relative rounding; 0 for float32, whose delta is as good as its sums.
     rounding = 0.0 if q.dtype == torch.float32 else torch.finfo(q.dtype).eps / 2
     config = configs.dq
+    n_slots = slots(config.block_m, total, batch, max_seqlen)
     bits, bits_stride = words(config.block_n)
     rough = None
     if rounding > 0:
-        rough = torch.empty(grid(config.block_m), dtype=torch.int32, device=q.device)
+        rough = torch.empty((n_slots, nheads), dtype=torch.int32, device=q.device)
     for again in (False, True) if rounding > 0 and need_dq else (False,):
         launch(
             _attention_bwd_dq_kernel,
-            grid(config.block_m),
+            grid(n_slots, nheads),
             q.device,
             dout,
             q,
@@ -222,7 +222,7 @@ def attention_bwd_with(
             v,
             out,
             lse,
-            cu_seqlens,
+            places,
             bias,
             gate,
             seed,
@@ -238,6 +238,7 @@ def attention_bwd_with(
             *(dq.stride()[:2] if need_dq else (0, 0)),
             lse.stride(0),
             bits_stride,
+            firsts[config.block_m],
             nheads,
             total,
             batch,
@@ -246,7 +247,6 @@ def attention_bwd_with(
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             CHUNK=config.chunk,
-            SEQUENCES=sequences,
             NUM_STAGES=config.num_stages,
             ROUNDING=0.0 if again else rounding,
             AGAIN=again,
@@ -259,14 +259,14 @@ def attention_bwd_with(
         bits, bits_stride = words(config.block_n)
         launch(
             _attention_bwd_dkdv_kernel,
-            grid(config.block_n),
+            grid(slots(config.block_n, total, batch, max_seqlen), nheads),
             q.device,
             dout,
             q,
             k,
             v,
             lse,
-            cu_seqlens,
+            places,
             bias,
             gate,
             seed,
@@ -279,6 +279,7 @@ def attention_bwd_with(
             *(dk if need_dk else dv).stride()[:2],
             lse.stride(0),
             bits_stride,
+            firsts[config.block_n],
             nheads,
             total,
             batch,
@@ -287,7 +288,6 @@ def attention_bwd_with(
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             CHUNK=config.chunk,
-            SEQUENCES=sequences,
             NUM_STAGES=config.num_stages,
             num_warps=config.num_warps,
             maxnreg=config.max_registers,

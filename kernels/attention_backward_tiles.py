@@ -11,6 +11,7 @@ UNIT = tl.constexpr(LOG2_E)
 FIXED_TYPES = (
     "lse_head_stride",
     "bits_stride",
+    "first_slot",
     "nheads",
     "total",
     "n_sequences",

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from fastbert.kernels.attention_backward_tiles import FIXED_TYPES, _exponentials, _product, _store_tile
-from fastbert.kernels.attention_tiles import _finite, _load_rows, _place
+from fastbert.kernels.attention_tiles import _finite, _load_rows, _place, _slot
 from fastbert.kernels.philox import philox_keep, saved_keep
 
 
@@ -18,7 +18,7 @@ def _attention_bwd_dkdv_kernel(
     k_ptr,
     v_ptr,
     lse_ptr,
-    cu_seqlens_ptr,
+    places_ptr,
     bias_ptr,
     gate_ptr,
     seed_ptr,
@@ -42,6 +42,7 @@ def _attention_bwd_dkdv_kernel(
     grad_head_stride,
     lse_head_stride,
     bits_stride,
+    first_slot,
     nheads,
     total,
     n_sequences,
@@ -58,38 +59,25 @@ def _attention_bwd_dkdv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
-    SEQUENCES: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
     """dk and dv of one tile of keys, or of rows after the last sequence. No `dk_ptr`: no dk; dv likewise."""
-    head = tl.program_id(0) % nheads
-    sequence, tile, tail_slots = _place(
-        cu_seqlens_ptr,
-        tl.program_id(0) // nheads,
-        tl.num_programs(0) // nheads,
-        n_sequences,
-        0,
-        BLOCK_N,
-        False,
-        SEQUENCES,
-    )
+    head = tl.program_id(0)
+    sequence, start, length, first_key = _place(places_ptr, first_slot + _slot())
     wide_head = head.to(tl.int64)
-    start = tl.load(cu_seqlens_ptr + sequence)
-    first_key = tile * BLOCK_N
     if dk_ptr is not None:
         dk_ptr += wide_head * grad_head_stride
     if dv_ptr is not None:
         dv_ptr += wide_head * grad_head_stride
     if sequence == n_sequences:
         zeros = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-        for first in range(start + first_key, total, tail_slots * BLOCK_N):
+        for first in range(start + first_key, total, length):
             wide_first = tl.cast(first, tl.int64)
             if dk_ptr is not None:
                 _store_tile(dk_ptr, grad_stride, zeros, wide_first, total, HEAD_DIM, BLOCK_N, BLOCK_D)
             if dv_ptr is not None:
                 _store_tile(dv_ptr, grad_stride, zeros, wide_first, total, HEAD_DIM, BLOCK_N, BLOCK_D)
     else:
-        length = tl.load(cu_seqlens_ptr + sequence + 1) - start
         if first_key < length:
             wide_start = start.to(tl.int64)
             dout_ptr += wide_start * dout_stride + wide_head * dout_head_stride

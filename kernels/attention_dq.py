@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from fastbert.kernels.attention_backward_tiles import FIXED_TYPES, _query_tile, _shift_of, _store_tile
-from fastbert.kernels.attention_tiles import _load_rows, _place
+from fastbert.kernels.attention_tiles import _load_rows, _place, _slot
 
 
 @triton.jit(do_not_specialize=FIXED_TYPES)
@@ -18,7 +18,7 @@ def _attention_bwd_dq_kernel(
     v_ptr,
     out_ptr,
     lse_ptr,
-    cu_seqlens_ptr,
+    places_ptr,
     bias_ptr,
     gate_ptr,
     seed_ptr,
@@ -46,6 +46,7 @@ def _attention_bwd_dq_kernel(
     grad_head_stride,
     lse_head_stride,
     bits_stride,
+    first_slot,
     nheads,
     total,
     n_sequences,
@@ -62,7 +63,6 @@ def _attention_bwd_dq_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
-    SEQUENCES: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     ROUNDING: tl.constexpr,
     AGAIN: tl.constexpr,
@@ -75,25 +75,16 @@ def _attention_bwd_dq_kernel(
     ROUNDING > 0: corrects delta's error. `rough` of this program becomes 1 if the error of a row is more than
     ROUNDING times the row's Σ |dS|. AGAIN: only programs whose `rough` is 1, with the stored delta.
     """
+    if rough_ptr is not None:
+        rough_ptr += _slot() * nheads + tl.program_id(0)
     # The first condition is known when the kernel is compiled, the second when it runs.
     if AGAIN:  # noqa: SIM102
-        if tl.load(rough_ptr + tl.program_id(0)) == 0:
+        if tl.load(rough_ptr) == 0:
             return
     rough = 0
-    head = tl.program_id(0) % nheads
-    sequence, tile, tail_slots = _place(
-        cu_seqlens_ptr,
-        tl.program_id(0) // nheads,
-        tl.num_programs(0) // nheads,
-        n_sequences,
-        0,
-        BLOCK_M,
-        False,
-        SEQUENCES,
-    )
+    head = tl.program_id(0)
+    sequence, start, length, first_row = _place(places_ptr, first_slot + _slot())
     wide_head = head.to(tl.int64)
-    start = tl.load(cu_seqlens_ptr + sequence)
-    first_row = tile * BLOCK_M
     if dq_ptr is not None:
         dq_ptr += wide_head * grad_head_stride
     delta_ptr += wide_head * total
@@ -102,7 +93,7 @@ def _attention_bwd_dq_kernel(
         dgate_ptr += wide_head * total
     if sequence == n_sequences:
         zeros = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        for first in range(start + first_row, total, tail_slots * BLOCK_M):
+        for first in range(start + first_row, total, length):
             wide_first = tl.cast(first, tl.int64)
             if dq_ptr is not None:
                 _store_tile(dq_ptr, grad_stride, zeros, wide_first, total, HEAD_DIM, BLOCK_M, BLOCK_D)
@@ -110,7 +101,6 @@ def _attention_bwd_dq_kernel(
                 tail = wide_first + tl.arange(0, BLOCK_M)
                 tl.store(dgate_ptr + tail, tl.zeros((BLOCK_M,), tl.float32), mask=tail < total)
     else:
-        length = tl.load(cu_seqlens_ptr + sequence + 1) - start
         if first_row < length:
             wide_start = start.to(tl.int64)
             dout_ptr += wide_start * dout_stride + wide_head * dout_head_stride
@@ -215,4 +205,4 @@ def _attention_bwd_dq_kernel(
             if dgate_ptr is not None:
                 tl.store(dgate_ptr + packed_rows, dgate * inverse * keep_scale, mask=inside)
     if ROUNDING > 0.0:
-        tl.store(rough_ptr + tl.program_id(0), rough)
+        tl.store(rough_ptr, rough)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fastbert.kernels.attention_tiles import _finite, _load_rows, _place
+from fastbert.kernels.attention_tiles import _finite, _load_rows, _place, _slot, _whole_place
 from fastbert.kernels.philox import drawn_and_saved_keep, philox_keep
 
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -11,7 +11,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 _FIXED_TYPES = (
     "lse_head_stride",
     "bits_stride",
-    "nheads",
+    "first_slot",
     "total",
     "n_sequences",
     "n_tiles",
@@ -229,6 +229,7 @@ def _attention_fwd_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    places_ptr,
     cu_seqlens_ptr,
     bias_ptr,
     gate_ptr,
@@ -254,7 +255,7 @@ def _attention_fwd_kernel(
     probs_head_stride,
     probs_row_stride,
     bits_stride,
-    nheads,
+    first_slot,
     total,
     n_sequences,
     n_tiles,
@@ -273,32 +274,28 @@ def _attention_fwd_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr,
-    SEQUENCES: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """One tile of one sequence and head, or rows after the last sequence."""
-    head = tl.program_id(0) % nheads
-    sequence, tile, tail_slots = _place(
-        cu_seqlens_ptr,
-        tl.program_id(0) // nheads,
-        tl.num_programs(0) // nheads,
-        n_sequences,
-        n_tiles,
-        BLOCK_M,
-        probs_ptr is not None,
-        SEQUENCES,
-    )
+    """One tile of one sequence and head, or rows after the last sequence.
+
+    With `probs_ptr` every sequence has `n_tiles` tiles, found in cu_seqlens; else the table says which.
+    """
+    head = tl.program_id(0)
+    if probs_ptr is not None:
+        sequence, start, length, first_row = _whole_place(
+            cu_seqlens_ptr, _slot(), n_sequences, n_tiles, BLOCK_M
+        )
+    else:
+        sequence, start, length, first_row = _place(places_ptr, first_slot + _slot())
     wide_head = head.to(tl.int64)
     wide_sequence = tl.cast(sequence, tl.int64)
-    start = tl.load(cu_seqlens_ptr + sequence)
-    first_row = tile * BLOCK_M
     out_ptr += wide_head * out_head_stride
     lse_ptr += wide_head * lse_head_stride
     if bits_ptr is not None:
         bits_ptr += wide_head * total * bits_stride
     if sequence == n_sequences:
         zeros, zero_lse = tl.zeros((BLOCK_M, BLOCK_D), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
-        for first in range(start + first_row, total, tail_slots * BLOCK_M):
+        for first in range(start + first_row, total, length):
             _store_rows(
                 out_ptr,
                 out_stride,
@@ -312,7 +309,6 @@ def _attention_fwd_kernel(
                 BLOCK_D,
             )
     else:
-        length = tl.load(cu_seqlens_ptr + sequence + 1) - start
         if probs_ptr is not None or first_row < length:
             wide_start = start.to(tl.int64)
             q_ptr += wide_start * q_stride + wide_head * q_head_stride

@@ -1,62 +1,41 @@
-"""What attention's forward and backward share: the place of a tile, its rows, and the size of the grid."""
+"""What attention's forward and backward share: the place of a tile, and its rows."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastbert.kernels.attention_slots import FIELDS
+
 LOG2_E = 1.4426950408889634
+_FIELDS = tl.constexpr(FIELDS)
 
 
 @triton.jit
-def _place(
-    cu_seqlens_ptr,
-    slot,
-    n_slots,
-    n_sequences,
-    n_tiles,
-    BLOCK_M: tl.constexpr,
-    WHOLE: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-):
-    """(sequence, tile, number of slots that share the tail) of a slot.
+def _slot():
+    """The slot of this program; `grid` in kernels/attention_slots.py."""
+    return tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
 
-    The tail, the rows after the last sequence, is sequence `n_sequences`.
 
-    WHOLE: every sequence has `n_tiles` tiles. Else each has the tiles of its length. SEQUENCES > 0 (at least
-    n_sequences): they follow without a gap, the longest sequence first. SEQUENCES = 0: they follow in order,
-    with at most one slot too many per sequence.
+@triton.jit
+def _place(places_ptr, slot):
+    """(sequence, its start, its length, first row of the tile) of a slot; fastbert/ops/attention_places.py.
+
+    Of the tail: (number of sequences, where they end, rows from tile to tile, the first after that end).
     """
-    if WHOLE:
-        sequence, tile, tail_slots = slot // n_tiles, slot % n_tiles, n_tiles
-    elif SEQUENCES > 0:
-        at = tl.arange(0, SEQUENCES)
-        starts = tl.load(cu_seqlens_ptr + at, mask=at < n_sequences, other=0)
-        lengths = tl.load(cu_seqlens_ptr + 1 + at, mask=at < n_sequences, other=0) - starts
-        tiles = (lengths + BLOCK_M - 1) // BLOCK_M
-        # No two ranks are equal.
-        rank = lengths * SEQUENCES + at
-        before = tl.sum(tl.where(rank[None, :] > rank[:, None], tiles[None, :], 0), 1)
-        here = (before <= slot) & (slot < before + tiles)
-        used = tl.sum(tiles, 0)
-        tail_slots = n_slots - used
-        sequence, tile = n_sequences, slot - used
-        if slot < used:
-            # Within a sequence the last tile comes first: with a causal mask it has the most keys.
-            sequence = tl.sum(tl.where(here, at, 0), 0)
-            tile = tl.sum(tl.where(here, before + tiles - 1, 0), 0) - slot
-    else:
-        # Sequence b begins at slot start // BLOCK_M + b.
-        sequence, last = 0, n_sequences
-        while sequence < last:
-            middle = (sequence + last + 1) // 2
-            if tl.load(cu_seqlens_ptr + middle) // BLOCK_M + middle <= slot:
-                sequence = middle
-            else:
-                last = middle - 1
-        begin = tl.load(cu_seqlens_ptr + sequence) // BLOCK_M + sequence
-        tile, tail_slots = slot - begin, n_slots - begin
-    return sequence, tile, tail_slots
+    at = places_ptr + slot * _FIELDS
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@triton.jit
+def _whole_place(cu_seqlens_ptr, slot, n_sequences, n_tiles, BLOCK_M: tl.constexpr):
+    """The same where every sequence has `n_tiles` tiles, in order; the tail has all other slots."""
+    sequence = tl.minimum(slot // n_tiles, n_sequences)
+    start = tl.load(cu_seqlens_ptr + sequence)
+    length = (tl.num_programs(1) * tl.num_programs(2) - n_sequences * n_tiles) * BLOCK_M
+    if sequence < n_sequences:
+        length = tl.load(cu_seqlens_ptr + sequence + 1) - start
+    return sequence, start, length, (slot - sequence * n_tiles) * BLOCK_M
 
 
 @triton.jit
@@ -91,13 +70,3 @@ def _finite(top):
 def words_of(keep_bits: Tensor, block_n: int) -> Tensor:
     """The saved dropout bits, viewed as words small enough that `block_n` columns are whole words."""
     return keep_bits if block_n % 32 == 0 else keep_bits.view(torch.int16)
-
-
-def slots(block_m: int, total: int, batch: int, n_tiles: int, ranked: bool, whole: bool) -> int:
-    """The slots of a grid for the tiles of any `batch` lengths within `total` rows, and for the tail."""
-    if whole:
-        return n_tiles * (batch + 1)
-    if ranked:
-        # A length wastes at most block_m - 1 rows of its last tile.
-        return min(n_tiles * batch, (total + batch * (block_m - 1)) // block_m) + 1
-    return total // block_m + batch + 1

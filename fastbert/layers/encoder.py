@@ -30,6 +30,7 @@ from fastbert.layers.modules import attach, is_hooked, part
 from fastbert.layers.quantized import copy_of
 from fastbert.ops import checks
 from fastbert.ops.attention import attention
+from fastbert.ops.attention_places import Places
 from fastbert.ops.encoder_layer import close_team, open_team
 from fastbert.ops.first_attention import first_attention, pays
 
@@ -51,6 +52,8 @@ class Sequences:
             call.
         scratch: memory that a backend uses for one layer after the other, for panels and results.
         arrivals: the counters of `ops.linear_norm`, once a layer has needed them.
+        places: where attention's kernels work, made once per call by `ops.attention_places` for these very
+            cu_seqlens, or None.
     """
 
     cu_seqlens: Tensor
@@ -61,6 +64,12 @@ class Sequences:
     scratch: list[Tensor] = field(default_factory=list)
     blocks: dict[bool, list[tuple[int, int]]] = field(default_factory=dict)
     arrivals: list[Tensor] = field(default_factory=list)
+    places: Places | None = None
+
+    def fitting_places(self) -> Places | None:
+        """`places`, or None if `replace` or a wrapper has changed the tensor of the lengths since."""
+        places = self.places
+        return places if places is not None and places.cu_seqlens is self.cu_seqlens else None
 
 
 @dataclass(frozen=True)
@@ -161,6 +170,7 @@ class LayerMath(FusedLayer):
                 seed=seed,
                 offset=site,
                 return_probs=sequences.return_probs,
+                places=sequences.fitting_places(),
             )
             context, probs = context if sequences.return_probs else (context, None)
         dense, norm = self.linear_at(form.names.attention_output), part(self, form.names.attention_norm)
@@ -236,6 +246,7 @@ class LayerMath(FusedLayer):
             dropout_p=dropout_p,
             seed=sequences.seed,
             offset=site,
+            places=sequences.fitting_places(),
         )
         return context.index_select(0, starts).flatten(1)
 

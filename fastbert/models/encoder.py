@@ -23,6 +23,8 @@ from fastbert.layers.linear import apply_linear, pool_first
 from fastbert.layers.modules import part
 from fastbert.models.families import Family
 from fastbert.models.inputs import Inputs
+from fastbert.ops.attention_places import attention_places
+from fastbert.ops.checks import autocast_dtype
 
 
 def dropout_seed(device: torch.device) -> Tensor:
@@ -73,7 +75,11 @@ def run_encoder(
         hidden = apply_linear(projection, hidden)
     packed = inputs.packing
     bias = attention_bias(root, family, inputs, hidden.device)
-    sequences = Sequences(packed.cu_seqlens, packed.max_seqlen, bias, seed, want_attentions)
+    lengths = packed.cu_seqlens, packed.max_seqlen
+    places = None
+    if len(layers) > 0:
+        places = attention_places(*lengths, hidden.shape[0], autocast_dtype(hidden) or hidden.dtype)
+    sequences = Sequences(*lengths, bias, seed, want_attentions, places=places)
     attentions: list[Tensor] = []
     states = [hidden] if want_states else []
     skip = (

@@ -43,6 +43,7 @@ from torch import Tensor
 from fastbert.ops import checks
 from fastbert.ops.attention_checks import check_bias, check_lengths, check_operands, check_qkv, checked_scale
 from fastbert.ops.attention_grid import bits_shape, from_grid, grid_mask, keep_mask, to_grid
+from fastbert.ops.attention_places import Places, check_table, checked_table
 from fastbert.ops.dropout import SAVED_ON
 from fastbert.runtime import dispatch
 
@@ -126,9 +127,12 @@ def attention_ref(
 # --- custom ops: what torch.compile sees --------------------------------------------------------------------
 
 
-def _grouped(args) -> tuple[AttentionInputs, bool, bool]:
-    """(inputs, return_probs, save_bits) of the custom op's arguments."""
-    return AttentionInputs(*args[:-2]), *args[-2:]
+_INPUTS = len(AttentionInputs._fields)
+
+
+def _grouped(args) -> tuple[AttentionInputs, bool, bool, Tensor | None]:
+    """(inputs, return_probs, save_bits, places) of the custom op's arguments."""
+    return AttentionInputs(*args[:_INPUTS]), *args[_INPUTS:], *(None,) * (_INPUTS + 3 - len(args))
 
 
 @torch.library.custom_op("fastbert::attention_fwd", mutates_args=())
@@ -147,24 +151,26 @@ def attention_fwd(
     offset: int,
     return_probs: bool,
     save_bits: bool,
+    places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, lse, probs, keep_bits); see the module for keep_bits.
 
     out is contiguous, with the shape and dtype of `q`; lse (nheads, total) in float32 (float64 for float64);
     probs (batch, nheads, max_seqlen, max_seqlen) in q's dtype, before dropout. probs and keep_bits are of
     shape (0,) unless `return_probs` and `save_bits`. `save_bits` needs dropout. `bias` is 4-D; sizes of 1
-    broadcast.
+    broadcast. `places` is the table of fastbert/ops/attention_places.py for these lengths.
     """
     inputs = AttentionInputs(
         q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset
     )
     check_operands(inputs)
-    return dispatch.call("attention_fwd", q, inputs, return_probs, save_bits)
+    check_table(places, cu_seqlens, max_seqlen, q)
+    return dispatch.call("attention_fwd", q, inputs, return_probs, save_bits, places)
 
 
 @attention_fwd.register_fake
 def _(*args):
-    inputs, return_probs, save_bits = _grouped(args)
+    inputs, return_probs, save_bits, _ = _grouped(args)
     q, max_seqlen = inputs.q, inputs.max_seqlen
     total, nheads, _ = q.shape
     batch = inputs.cu_seqlens.shape[0] - 1
@@ -199,6 +205,7 @@ def attention_bwd(
     need_dv: bool,
     need_dbias: bool,
     need_dgate: bool,
+    places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias, dgate), each of shape (0,) where not needed.
 
@@ -210,6 +217,7 @@ def attention_bwd(
         q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset
     )
     check_operands(inputs)
+    check_table(places, cu_seqlens, max_seqlen, q)
     need = AttentionNeeds(need_dq, need_dk, need_dv, need_dbias, need_dgate)
     total, nheads, _ = q.shape
     for name, t in (("dout", dout), ("out", out)):
@@ -220,12 +228,12 @@ def attention_bwd(
     for name, t, needed in (("bias", bias, need_dbias), ("gate", gate, need_dgate)):
         if needed and t is None:
             raise ValueError(f"{name}: expected a torch.Tensor, whose gradient is asked for, got None")
-    return dispatch.call("attention_bwd", q, dout, inputs, out, lse, keep_bits, need)
+    return dispatch.call("attention_bwd", q, dout, inputs, out, lse, keep_bits, need, places)
 
 
 @attention_bwd.register_fake
 def _(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, *rest):
-    need = AttentionNeeds(*rest[-5:])
+    need = AttentionNeeds(*rest[4:9])
     return (
         *(q.new_empty(q.shape if needed else (0,)) for needed in need[:3]),
         lse.new_empty(bias.shape if need.dbias else (0,)),
@@ -233,38 +241,38 @@ def _(dout, q, k, v, out, lse, cu_seqlens, max_seqlen, softmax_scale, causal, bi
     )
 
 
-def _compiled_bwd(dout, inputs, out, lse, keep_bits, need):
+def _compiled_bwd(dout, inputs, out, lse, keep_bits, need, places):
     """The custom op called as a backend's `attention_bwd` is."""
-    return attention_bwd(dout, *inputs[:3], out, lse, *inputs[3:], keep_bits, *need)
+    return attention_bwd(dout, *inputs[:3], out, lse, *inputs[3:], keep_bits, *need, places)
 
 
 # --- autograd: one setup and one backward for eager and for the compiled op ---------------------------------
 
 
-def _setup_context(ctx, inputs: AttentionInputs, save_bits, output):
+def _setup_context(ctx, inputs: AttentionInputs, save_bits, places, output):
     q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
     out, lse, _probs, keep_bits = output
     keep_bits = keep_bits if save_bits else None
-    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, bias, gate, seed, keep_bits)
+    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, bias, gate, seed, keep_bits, places)
     ctx.set_materialize_grads(False)
     ctx.options = max_seqlen, softmax_scale, causal, dropout_p, offset
 
 
 def _backward(launch, ctx, dout):
     if dout is None:
-        return (None,) * 14
-    q, k, v, out, lse, cu_seqlens, bias, gate, seed, keep_bits = ctx.saved_tensors
+        return (None,) * 15
+    q, k, v, out, lse, cu_seqlens, bias, gate, seed, keep_bits, places = ctx.saved_tensors
     max_seqlen, softmax_scale, causal, dropout_p, offset = ctx.options
     inputs = AttentionInputs(
         q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset
     )
     wanted = ctx.needs_input_grad
     need = AttentionNeeds(*wanted[:3], *wanted[7:9])
-    dq, dk, dv, dbias, dgate = launch(dout.contiguous(), inputs, out, lse, keep_bits, need)
+    dq, dk, dv, dbias, dgate = launch(dout.contiguous(), inputs, out, lse, keep_bits, need, places)
     qkv = (grad if needed else None for grad, needed in zip((dq, dk, dv), need[:3], strict=True))
     dbias = dbias.to(bias.dtype) if need.dbias else None
     dgate = dgate.to(gate.dtype) if need.dgate else None
-    return *qkv, *(None,) * 4, dbias, dgate, *(None,) * 5
+    return *qkv, *(None,) * 4, dbias, dgate, *(None,) * 6
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -273,10 +281,10 @@ class AttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         # a separate setup_context would cost an inspect.signature at every call
-        inputs, return_probs, save_bits = _grouped(args)
-        output = dispatch.call("attention_fwd", inputs.q, inputs, return_probs, save_bits)
+        inputs, return_probs, save_bits, places = _grouped(args)
+        output = dispatch.call("attention_fwd", inputs.q, inputs, return_probs, save_bits, places)
         ctx.mark_non_differentiable(*output[1:])
-        _setup_context(ctx, inputs, save_bits, output)
+        _setup_context(ctx, inputs, save_bits, places, output)
         return output
 
     @staticmethod
@@ -286,8 +294,8 @@ class AttentionFunction(torch.autograd.Function):
 
 
 def _setup_compiled(ctx, inputs, output):
-    inputs, _return_probs, save_bits = _grouped(inputs)
-    _setup_context(ctx, inputs, save_bits, output)
+    inputs, _return_probs, save_bits, places = _grouped(inputs)
+    _setup_context(ctx, inputs, save_bits, places, output)
 
 
 attention_fwd.register_autograd(
@@ -314,6 +322,7 @@ def attention(
     offset: int = 0,
     return_lse: bool = False,
     return_probs: bool = False,
+    places: Places | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """gate * dropout(softmax(softmax_scale * q kᵀ + bias)) v, per head and per sequence.
 
@@ -337,6 +346,8 @@ def attention(
         return_lse: also return lse, which carries no gradient.
         return_probs: also return the probabilities P, before dropout and gate, in q's dtype. Where a
             gradient is needed they are differentiable; the dense plain-PyTorch reference then computes them.
+        places: what `attention_places` made of this very cu_seqlens, for all calls over one batch; or None.
+            Packed layout only.
 
     Returns:
         out, in the shape of `q`; with lse or probs asked for, a tuple, in the order (out, lse, probs).
@@ -366,6 +377,7 @@ def attention(
     else:
         check_lengths(cu_seqlens, max_seqlen, q)
         batch = cu_seqlens.shape[0] - 1
+    table = checked_table(places, None if padded else cu_seqlens, max_seqlen, q)
     softmax_scale = checked_scale(softmax_scale, headdim)
     if not isinstance(causal, bool):
         raise TypeError(f"causal: expected a bool, got {causal!r}")
@@ -392,12 +404,12 @@ def attention(
         with torch.autocast(q.device.type, enabled=False):
             out, lse, probs = attention_ref(*inputs[:9], dropout_p, keep)
     elif torch.compiler.is_compiling():
-        out, lse, probs, _ = attention_fwd(*inputs, return_probs, save_bits)
+        out, lse, probs, _ = attention_fwd(*inputs, return_probs, save_bits, table)
         lse, probs = lse.detach(), probs.detach()
     elif differentiable:
-        out, lse, probs, _ = AttentionFunction.apply(*inputs, return_probs, save_bits)
+        out, lse, probs, _ = AttentionFunction.apply(*inputs, return_probs, save_bits, table)
     else:
-        out, lse, probs, _ = dispatch.call("attention_fwd", q, inputs, return_probs, save_bits)
+        out, lse, probs, _ = dispatch.call("attention_fwd", q, inputs, return_probs, save_bits, table)
 
     if padded:
         out = out.reshape(batch, max_seqlen, nheads, headdim)

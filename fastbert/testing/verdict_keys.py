@@ -99,7 +99,7 @@ def source_hash(op: str, backend: str, package: Path = PACKAGE) -> str:
 
 
 # The files in ops/ that make the contract and the reference, where they are not the one named after the op.
-_CONTRACTS = {"attention": ("attention", "attention_grid")}
+_CONTRACTS = {"attention": ("attention", "attention_grid", "attention_places")}
 # The files in kernels/ that the launchers import by name, at the first launch, where they are not named after
 # the op.
 _KERNELS = {

@@ -70,6 +70,11 @@ CHANGED = {
         "(None, None, None)",
         "None is the 300 s of before",
     ),
+    "ops.attention.attention": (
+        "(q, k, v, cu_seqlens=None, max_seqlen=None, *, softmax_scale=None, causal=False, bias=None, "
+        "gate=None, dropout_p=0.0, seed=None, offset=0, return_lse=False, return_probs=False, places=None)",
+        "a table that a forward makes once for all its layers, on a GPU",
+    ),
     "ops.linear.linear": (
         "(x, weight, bias=None, activation=None, residual=None, panels=None)",
         PANELS,

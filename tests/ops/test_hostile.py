@@ -180,7 +180,7 @@ def test_every_custom_op_has_rows():
 
 
 FROM_FORWARD = {
-    "attention_bwd": ("dout", "out", "lse", "keep_bits"),
+    "attention_bwd": ("dout", "out", "lse", "keep_bits", "places"),
     "cross_entropy_bwd": ("dloss", "lse", "count"),
     "embedding_bwd": ("z", "ln_weight", "mean", "rstd", "input_ids", "position_ids", "token_type_ids"),
     "feed_forward_bwd": ("x", "up_weight", "down_weight", "pre", "inner"),

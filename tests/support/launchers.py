@@ -22,7 +22,7 @@ def flat(args: tuple) -> tuple:
 
 def attention_fwd(backend: ModuleType | SimpleNamespace, *args) -> tuple[Tensor, ...]:
     """`backend`'s forward of attention by the arguments of `torch.ops.fastbert.attention_fwd`."""
-    return backend.attention_fwd(AttentionInputs(*args[:-2]), *args[-2:])
+    return backend.attention_fwd(AttentionInputs(*args[:12]), *args[12:])
 
 
 def attention_bwd(
@@ -36,9 +36,8 @@ def attention_bwd(
     *rest,
 ) -> tuple[Tensor, ...]:
     """`backend`'s backward of attention by the arguments of `torch.ops.fastbert.attention_bwd`."""
-    *options, keep_bits = rest[:-5]
-    need = AttentionNeeds(*rest[-5:])
-    return backend.attention_bwd(dout, AttentionInputs(q, k, v, *options), out, lse, keep_bits, need)
+    options, keep_bits, need, places = rest[:9], rest[9], AttentionNeeds(*rest[10:15]), rest[15:]
+    return backend.attention_bwd(dout, AttentionInputs(q, k, v, *options), out, lse, keep_bits, need, *places)
 
 
 def layer_norm_fwd(backend: ModuleType | SimpleNamespace, *args) -> tuple[Tensor, ...]:

@@ -84,21 +84,22 @@ def attention_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
         "plain": {},
         "causal": {"causal": True},
         "negative-scale": {"scale": -0.1},
-        "many": {"batch": kernels.SORTED + 1, "gate": True},
-        "sorted": {"batch": kernels.SORTED},  # where most registers are taken
+        "gate": {"gate": True},
     }
     dropout = {
         "drawn": {"dropout_p": 0.1},
         "saved": {"dropout_p": 0.1, "save_bits": True},
         "saved-causal": {"dropout_p": 0.1, "save_bits": True, "causal": True, "gate": True},
-        "saved-sorted": {"dropout_p": 0.1, "save_bits": True, "batch": kernels.SORTED, "scale": -0.1},
+        "saved-negative-scale": {"dropout_p": 0.1, "save_bits": True, "scale": -0.1},
     }
     extras = {
-        "sorted-keys": {
-            "batch": kernels.SORTED,
-            "bias": (kernels.SORTED, 1, 1, 512),
+        "saved-keys": {"bias": (32, 1, 1, 512), "dropout_p": 0.1, "save_bits": True},
+        "all-but-probs": {
+            "bias": (32, 12, 512, 512),
             "dropout_p": 0.1,
             "save_bits": True,
+            "causal": True,
+            "gate": True,
         },
         "keys": {"bias": (32, 1, 1, 512)},
         "bias": {"bias": (1, 12, 512, 512)},
@@ -171,7 +172,18 @@ def call_attention(
         empty(1, dtype=torch.int64) if dropout_p else None,
         3,
     )
-    kernels.attention_fwd_with(config, inputs, probs, save_bits)
+    kernels.attention_fwd_with(config, inputs, probs, save_bits, places_of(inputs))
+
+
+def places_of(inputs):
+    """A table of attention's places for these inputs, on the meta device."""
+    import torch
+
+    from fastbert.kernels import attention_slots
+
+    batch = inputs.cu_seqlens.shape[0] - 1
+    n_slots = attention_slots.sections(inputs.q.shape[0], batch, inputs.max_seqlen)[-1]
+    return torch.empty(n_slots, attention_slots.FIELDS, dtype=torch.int32, device="meta")
 
 
 def attention_backward_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
@@ -185,12 +197,12 @@ def attention_backward_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[],
 
     from fastbert.kernels import attention_backward as kernels
 
-    batch = kernels.SORTED  # as many as are ranked: that takes most registers
+    batch = 32
     plain = {
         "plain": {},
         "causal": {"causal": True},
         "negative-scale": {"scale": -0.1},
-        "many": {"batch": batch + 1, "gate": True},
+        "gate": {"gate": True},
     }
     extras = {
         "keys": {"bias": (batch, 1, 1, 512)},
@@ -203,7 +215,7 @@ def attention_backward_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[],
     saved = {
         "saved": {"dropout_p": 0.1, "saved": True},
         "saved-all": {"dropout_p": 0.1, "saved": True, "causal": True, "gate": True, "scale": -0.1},
-        "saved-causal": {"dropout_p": 0.1, "saved": True, "causal": True, "batch": batch + 1},
+        "saved-causal": {"dropout_p": 0.1, "saved": True, "causal": True},
     }
     float32, bfloat16, float16 = torch.float32, torch.bfloat16, torch.float16
     for arch, dtype, headdim, options in itertools.product(
@@ -268,7 +280,18 @@ def call_attention_bwd(
     lse = empty(nheads, total, dtype=torch.float32)
     keep_bits = empty(nheads, total, max_seqlen // 32, dtype=torch.int32) if saved else None
     need = AttentionNeeds(True, True, True, bias is not None, gate)
-    kernels.attention_bwd_with(configs, out, inputs, out, lse, keep_bits, need)
+    kernels.attention_bwd_with(configs, out, inputs, out, lse, keep_bits, need, places_of(inputs))
+
+
+def attention_places_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """(name, architecture, call that launches): the table of places, with sequences ranked and in order."""
+    import torch
+
+    from fastbert.kernels import attention_places as kernels
+
+    for arch, batch in itertools.product(SHARED_LIMIT, (32, kernels.RANKED + 1)):
+        ends = torch.empty(batch + 1, dtype=torch.int32, device="meta")
+        yield f"{batch}", arch, lambda ends=ends: kernels.attention_places(ends, 16384, 512)
 
 
 def linear_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
@@ -621,6 +644,7 @@ def pooling_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
 JOBS = {
     "attention": attention_jobs,
     "attention_backward": attention_backward_jobs,
+    "attention_places": attention_places_jobs,
     "cross_entropy": cross_entropy_jobs,
     "embedding": embedding_jobs,
     "feed_forward": feed_forward_jobs,

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastbert import testing
@@ -46,9 +46,8 @@ from tests.support.triton_fixtures import (
 )
 
 kernels = kernels_of("attention")
-triton = pytest.importorskip("triton")
-tl = pytest.importorskip("triton.language")
-shared = pytest.importorskip("fastbert.kernels.attention_tiles")
+makers = kernels_of("attention_places")
+slots = pytest.importorskip("fastbert.kernels.attention_slots")
 tuning = pytest.importorskip("fastbert.kernels.tuning")
 pytestmark = pytest.mark.usefixtures("checked_memory")
 
@@ -508,90 +507,59 @@ def test_the_grid_is_known_without_the_lengths(monkeypatch):
     def grid(total, batch, max_seqlen, probs=False):
         q = torch.empty(total, 12, 64, device="meta", dtype=torch.bfloat16)
         ends = torch.empty(batch + 1, device="meta", dtype=torch.int32)  # meta: reading a value would raise
-        rest = (0.125, False, None, None, 0.0, None, 0, probs, False)
+        places = torch.empty(slots.sections(total, batch, max_seqlen)[-1], 4, device="meta")
+        rest = (0.125, False, None, None, 0.0, None, 0, probs, False, places)
         launchers.attention_fwd(kernels, q, q, q, ends, max_seqlen, *rest)
         return grids.pop()
 
-    assert grid(16384, 32, 512) == ((128 + 1) * 12,)  # full: no superfluous program except the tail's
-    assert grid(5700, 32, 384) == (((5700 + 32 * 127) // 128 + 1) * 12,)
-    assert grid(4096, 1, 4096) == ((32 + 1) * 12,)
-    assert grid(4096, 64, 512) == (((4096 + 64 * 127) // 128 + 1) * 12,)  # not 64 x 4 tiles
-    assert grid(4096, 1000, 512) == ((32 + 1000 + 1) * 12,)
-    assert grid(2**22, 2**17, 512) == ((2**15 + 2**17 + 1) * 12,)  # more than the 65,535 that other axes hold
-    assert grid(600, 4, 512, probs=True) == (4 * 5 * 12,)
-
-
-@triton.jit
-def _places_kernel(
-    places_ptr,
-    cu_seqlens_ptr,
-    n_sequences,
-    n_tiles,
-    BLOCK_M: tl.constexpr,
-    WHOLE: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-):
-    slot = tl.program_id(0)
-    sequence, tile, tail_slots = shared._place(
-        cu_seqlens_ptr, slot, tl.num_programs(0), n_sequences, n_tiles, BLOCK_M, WHOLE, SEQUENCES
-    )
-    tl.store(places_ptr + 3 * slot, sequence)
-    tl.store(places_ptr + 3 * slot + 1, tile)
-    tl.store(places_ptr + 3 * slot + 2, tail_slots)
-
-
-def places(lengths, capacity, sequences, whole=False, block_m=16):
-    """(sequence, tile, tail_slots) of each slot that `attention_fwd` would launch."""
-    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
-    n_tiles = max(1, math.ceil(max(lengths) / block_m))
-    total = sum(lengths) + capacity
-    n_slots = shared.slots(block_m, total, len(lengths), n_tiles, sequences > 0, whole)
-    found = torch.full((n_slots, 3), -1, dtype=torch.int32, device=DEVICE)
-    _places_kernel[(n_slots,)](found, ends, len(lengths), n_tiles, block_m, whole, sequences)
-    return [tuple(place) for place in found.tolist()]
-
-
-LENGTHS = st.lists(st.integers(0, 70), min_size=1, max_size=16)
-
-
-@settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(LENGTHS, st.sampled_from([0, 1, 15, 16, 17, 200]), st.sampled_from(["ranked", "searched", "whole"]))
-def test_every_tile_has_one_slot(lengths, capacity, order):
-    found = places(lengths, capacity, 16 if order == "ranked" else 0, order == "whole")
-    batch = len(lengths)
-    tiles = [(b, tile) for b, n in enumerate(lengths) for tile in range(math.ceil(n / 16))]
-    owned = [place[:2] for place in found if place[0] < batch]
-    real = [(b, tile) for b, tile in owned if tile * 16 < lengths[b]]
-    assert sorted(real) == tiles
-    tail = [place for place in found if place[0] == batch]
-    assert len(tail) > 0 or capacity == 0
-    # the tail's slots begin where the sequences end, and alternate
-    assert sorted(place[1] for place in tail) == list(range(len(tail)))
-    assert {place[2] for place in tail} == {len(tail)}
-    if order == "ranked":
-        assert len(real) + len(tail) == len(found)
-        costs = [lengths[b] for b, _ in real]
-        assert costs == sorted(costs, reverse=True)
-        assert found[: len(real)] == [place for place in found if place[0] < batch]
-    elif order == "searched":
-        assert len(owned) - len(real) <= batch
+    assert grid(16384, 32, 512) == (12, 128 + 1, 1)  # full: no superfluous program except the tail's
+    assert grid(5700, 32, 384) == (12, (5700 + 32 * 127) // 128 + 1, 1)
+    assert grid(4096, 1, 4096) == (12, 32 + 1, 1)
+    assert grid(4096, 64, 512) == (12, (4096 + 64 * 127) // 128 + 1, 1)  # not 64 x 4 tiles
+    assert grid(4096, slots.RANKED + 1, 512) == (12, 32 + slots.RANKED + 2, 1)
+    heads, on_axis, planes = grid(2**22, 2**17, 512)
+    assert (heads, planes) == (12, 3)
+    assert on_axis <= 65535  # what the axis holds
+    assert on_axis * planes - (2**15 + 2**17 + 1) in range(planes)
+    assert grid(600, 4, 512, probs=True) == (12, 4 * 5, 1)
 
 
 @pytest.mark.parametrize(("capacity", "causal"), [(37, False), (0, True)])
 def test_more_sequences_than_are_ranked(small_tiles, monkeypatch, capacity, causal):
     g = torch.Generator().manual_seed(2)
-    lengths = [0, 0, *torch.randint(0, 40, (kernels.SORTED,), generator=g).tolist(), 0]
+    lengths = [0, 0, *torch.randint(0, 40, (64,), generator=g).tolist(), 0]
     args = forward_args(lengths, nheads=1, capacity=capacity, causal=causal)
-    searched = run(args)
-    assert_close(searched, args)
-    monkeypatch.setattr(kernels, "SORTED", 128)
-    assert_bit_equal(run(args), searched)
+    ranked = run(args)
+    assert_close(ranked, args)
+    for module in (slots, makers):
+        monkeypatch.setattr(module, "RANKED", len(lengths) - 1)
+    assert_bit_equal(run(args), ranked)
+
+
+@pytest.mark.parametrize("block_m", [16, 32])
+def test_slots_in_several_planes(monkeypatch, block_m):
+    monkeypatch.setattr(kernels, "config_for", cut(block_m, 16, True))
+    args = forward_args((50, 3, 33, 0, 7), capacity=40)
+    expected = run(args)
+    monkeypatch.setattr(slots, "_MOST_ON_AXIS", 4)
+    assert slots.grid(slots.slots(block_m, 133, 5, 50), 2)[2] > 1
+    assert_bit_equal(run(args), expected)
+    # 4 x 6 slots and one more at 16 rows
+    monkeypatch.setattr(slots, "_MOST_ON_AXIS", 5)
+    assert_bit_equal(run(args | {"return_probs": True})[:2], expected[:2])
+
+
+def test_a_table_that_is_given_is_read(small_tiles, monkeypatch):
+    args = forward_args((20, 7, 33), capacity=3)
+    table = makers.attention_places(args["cu_seqlens"], 63, 33)
+    expected = run(args)
+    monkeypatch.setattr(kernels, "attention_places", None)
+    *outputs, _ = launchers.attention_fwd(kernels, *args.values(), table)
+    assert_bit_equal(tuple(outputs), expected)
+    # With it alone: the places say where each sequence is.
+    args["cu_seqlens"] = torch.zeros_like(args["cu_seqlens"])
+    *outputs, _ = launchers.attention_fwd(kernels, *args.values(), table)
+    assert_bit_equal(tuple(outputs), expected)
 
 
 def test_lengths_in_a_strided_tensor(small_tiles):

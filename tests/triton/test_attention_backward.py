@@ -45,6 +45,8 @@ from tests.support.triton_fixtures import (
 )
 
 kernels = kernels_of("attention_backward")
+makers = kernels_of("attention_places")
+slots = pytest.importorskip("fastbert.kernels.attention_slots")
 tuning = pytest.importorskip("fastbert.kernels.tuning")
 pytestmark = pytest.mark.usefixtures("checked_memory")
 NAMES = ("dq", "dk", "dv", "dbias", "dgate")
@@ -571,7 +573,9 @@ def test_repeats_are_bit_equal_without_atomics(checked_memory, small_tiles):
 def test_the_grid_is_known_without_the_lengths(monkeypatch):
     grids = {}
     monkeypatch.setattr(
-        kernels, "launch", lambda kernel, grid, *args, **config: grids.update({kernel.fn.__name__: grid[0]})
+        kernels,
+        "launch",
+        lambda kernel, grid, *args, **config: grids.update({kernel.fn.__name__: math.prod(grid)}),
     )
     monkeypatch.setattr(kernels, "configs_for", cut((128, 64), (32, 64), (64, 64)))
 
@@ -580,14 +584,16 @@ def test_the_grid_is_known_without_the_lengths(monkeypatch):
         ends = torch.empty(batch + 1, device="meta", dtype=torch.int32)  # meta: reading a value would raise
         bias = None if bias is None else torch.empty(bias, device="meta")
         lse = torch.empty(12, total, device="meta")
-        rest = (0.125, False, bias, None, 0.0, None, 0, None, *[True] * 3, bias is not None, False)
+        places = torch.empty(slots.sections(total, batch, max_seqlen)[-1], 4, device="meta")
+        rest = (0.125, False, bias, None, 0.0, None, 0, None, *[True] * 3, bias is not None, False, places)
         grids.clear()
         parts = launchers.attention_bwd(kernels, q, q, q, q, q, lse, ends, max_seqlen, *rest)
         assert bias is None or parts[3].shape == bias.shape
         return [grids.get(f"_attention_bwd_{name}_kernel") for name in ("dq", "dkdv", "dbias")]
 
     assert launched(16384, 32, 512) == [(128 + 1) * 12, (256 + 1) * 12, None]
-    assert launched(4096, 1000, 512) == [(32 + 1000 + 1) * 12, (64 + 1000 + 1) * 12, None]
+    most = slots.RANKED + 1
+    assert launched(4096, most, 512) == [(32 + most + 1) * 12, (64 + most + 1) * 12, None]
     monkeypatch.setattr(kernels.tuning, "device_of", lambda _: tuning.Device("GPU", (9, 0), 132))
     assert launched(16384, 32, 512, (32, 12, 512, 512))[2] == 32 * 12 * 8 * 8
     assert launched(16384, 32, 512, (1, 12, 512, 512))[2] == 12 * 8 * 8
@@ -598,12 +604,31 @@ def test_the_grid_is_known_without_the_lengths(monkeypatch):
 
 def test_more_sequences_than_are_ranked(small_tiles, monkeypatch):
     g = torch.Generator().manual_seed(2)
-    lengths = [*torch.randint(-20, 20, (kernels.SORTED + 2,), generator=g).clamp(min=0).tolist(), 0]
+    lengths = [*torch.randint(-20, 20, (34,), generator=g).clamp(min=0).tolist(), 0]
     args = backward_args(lengths, nheads=1, capacity=37, causal=True)
-    searched = run(args)
-    assert_close(searched, args)
-    monkeypatch.setattr(kernels, "SORTED", 128)
-    assert_bit_equal(run(args), searched)
+    ranked = run(args)
+    assert_close(ranked, args)
+    for module in (slots, makers):
+        monkeypatch.setattr(module, "RANKED", len(lengths) - 1)
+    assert_bit_equal(run(args), ranked)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_slots_in_several_planes(small_tiles, monkeypatch, dtype):
+    args = backward_args((50, 3, 0, 7), dtype=dtype, capacity=40)
+    expected = run(args)
+    monkeypatch.setattr(slots, "_MOST_ON_AXIS", 4)
+    assert slots.grid(slots.slots(32, 100, 4, 50), 2)[2] > 1
+    assert_bit_equal(run(args), expected)
+
+
+def test_a_table_that_is_given_is_read(small_tiles, monkeypatch):
+    args = backward_args((20, 7, 33), capacity=3)
+    table = makers.attention_places(args["cu_seqlens"], 63, 33)
+    expected = run(args)
+    monkeypatch.setattr(kernels, "attention_places", None)
+    args["cu_seqlens"] = torch.zeros_like(args["cu_seqlens"])  # the places say it all
+    assert_bit_equal(launchers.attention_bwd(kernels, *args.values(), table), expected)
 
 
 H200 = tuning.Device("NVIDIA H200", (9, 0), 132)

@@ -242,6 +242,10 @@ def assert_warp_group_products(rows: list[dict]) -> None:
         assert r["tf32"] == 0, r
 
 
+def test_attention_places():
+    assert_fit(compiled("attention_places"), {"_attention_places_kernel"})
+
+
 ATTENTION_BACKWARD = {
     "_attention_bwd_dq_kernel",
     "_attention_bwd_dkdv_kernel",
@@ -258,7 +262,7 @@ def test_attention_backward(full):
     for r in rows:
         dtype, headdim, rung, name = r["job"].split("-", 3)
         saved = name.startswith("saved")
-        extras = not saved and name not in ("plain", "causal", "negative-scale", "many")
+        extras = not saved and name not in ("plain", "causal", "negative-scale", "gate")
         ladder = kernels.ladder(int(headdim), getattr(torch, dtype), extras, saved, divmod(r["arch"], 10))
         configs = ladder[0 if rung == "high" else -1]
         which = r["kernel"].split("_")[3]

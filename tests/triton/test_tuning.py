@@ -175,8 +175,6 @@ def test_attention_candidates_fit_a_threads_registers(major, most):
         assert configs[: len(ladder)] == ladder
         floats = [c.block_m * (c.block_n + headdim) / (32 * c.num_warps) for c in configs[len(ladder) :]]
         assert max(floats) <= most
-        rows = [c.block_m / c.num_warps for c in configs[len(ladder) :]]
-        assert max(rows) == (32 if major == 9 else 16)
     assert max(floats) == most  # the rule is not tighter than it says either
     assert len(set(configs)) == len(configs)
 

@@ -44,7 +44,7 @@ _MAX_SCORES = 1 << 20
 _MAX_GRID_SCORES = 1 << 26
 
 
-def attention_fwd(inputs: AttentionInputs, return_probs, save_bits):
+def attention_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None):
     if inputs.q.device.type != "cpu":
         return _grid_fwd(inputs, return_probs, save_bits)
     q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
@@ -84,7 +84,7 @@ def attention_fwd(inputs: AttentionInputs, return_probs, save_bits):
     return out, lse, probs, keep_bits
 
 
-def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: AttentionNeeds):
+def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: AttentionNeeds, places=None):
     if inputs.q.device.type != "cpu":
         return _grid_bwd(dout, inputs, out, lse, keep_bits, need)
     q, k, v, cu_seqlens, _, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
@@ -271,7 +271,7 @@ def _explicit_bwd(dout, q, k, v, empty, mask, blocked, softmax_scale, gate, keep
 # --- the dense grid: devices where reading cu_seqlens on the host would synchronise -------------------------
 
 
-def _grid_fwd(inputs: AttentionInputs, return_probs, save_bits):
+def _grid_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None):
     q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
     total, nheads, headdim = q.shape
     compute = compute_dtype(q)
@@ -304,7 +304,7 @@ def _grid_fwd(inputs: AttentionInputs, return_probs, save_bits):
     return from_grid(out, cu_seqlens, total).to(q.dtype), lse, probs, keep_bits
 
 
-def _grid_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: AttentionNeeds):
+def _grid_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: AttentionNeeds, places=None):
     q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
     total, nheads, headdim = q.shape
     compute = lse.dtype

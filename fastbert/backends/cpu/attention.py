@@ -39,7 +39,7 @@ def _attention_args(inputs: AttentionInputs) -> tuple[tuple, list]:
     return (*sizes, *rows, *scores, *dropout(dropout_p, seed, offset)), [cu_seqlens, bias, gate]
 
 
-def attention_fwd(inputs: AttentionInputs, return_probs, save_bits):
+def attention_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None):
     args, _held = _attention_args(inputs)
     q, cu_seqlens, max_seqlen = inputs.q, inputs.cu_seqlens, inputs.max_seqlen
     (total, nheads, _), end = q.shape, int(cu_seqlens[-1])
@@ -61,7 +61,7 @@ def attention_fwd(inputs: AttentionInputs, return_probs, save_bits):
     return out, lse, probs, keep_bits
 
 
-def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: AttentionNeeds):
+def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: AttentionNeeds, places=None):
     args, _held = _attention_args(inputs)
     q, cu_seqlens, max_seqlen = inputs.q, inputs.cu_seqlens, inputs.max_seqlen
     (total, nheads, _), batch, end = q.shape, cu_seqlens.shape[0] - 1, int(cu_seqlens[-1])

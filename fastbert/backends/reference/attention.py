@@ -18,7 +18,7 @@ from fastbert.ops.checks import FLOATS, compute_dtype
 DTYPES = FLOATS
 
 
-def attention_fwd(inputs: AttentionInputs, return_probs, save_bits):
+def attention_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None):
     q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
     total, nheads, _ = q.shape
     compute = compute_dtype(q)
@@ -48,7 +48,7 @@ def attention_fwd(inputs: AttentionInputs, return_probs, save_bits):
     return out, lse, probs, keep_bits
 
 
-def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: AttentionNeeds):
+def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: AttentionNeeds, places=None):
     q, k, v, cu_seqlens, _, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
     compute, nheads = lse.dtype, q.shape[1]
     dq, dk, dv = (q.new_zeros(q.shape if needed else (0,)) for needed in need[:3])

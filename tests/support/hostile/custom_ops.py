@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from fastbert.ops import attention as attention_op
+from fastbert.ops import attention_places as places_op
 from fastbert.runtime import dispatch
 from tests.support.hostile.fences import fenced_outputs
 from tests.support.hostile.values import (
@@ -53,11 +54,16 @@ def attention_operands():
     }
 
 
+def attention_table():
+    return places_op.places_ref(ints(*ENDS, dtype=INT32), TOTAL, LONGEST)
+
+
 def attention_saved():
     operands = attention_operands()
     out, lse, _, bits = attention_op.attention_fwd(*operands.values(), False, True)
     saved = {"keep_bits": bits, **{f"need_{n}": True for n in ("dq", "dk", "dv", "dbias", "dgate")}}
     first = {name: operands.pop(name) for name in ("q", "k", "v")}
+    saved |= {"places": attention_table()}
     return {"dout": torch.ones(TOTAL, HEADS, DIM), **first, "out": out, "lse": lse, **operands, **saved}
 
 
@@ -101,10 +107,29 @@ LENGTHS = [
     {"max_seqlen": 2},
     {"max_seqlen": -1},
 ]
+# A start, a length and a first row far away, a sequence that is not there, and places that follow otherwise.
+WRONG_PLACES = [
+    *({"places": attention_table().index_fill(1, torch.tensor([field]), 2**31 - 1)} for field in range(4)),
+    {"places": attention_table().flip(0)},
+    {"places": attention_table()[1:].contiguous()},
+    {"places": attention_table().long()},
+]
 OPS = {
     "attention_fwd": Op(
-        lambda: {**attention_operands(), "return_probs": True, "save_bits": True},
-        [*LENGTHS, *BIASES, {"bias": floats(HEADS, LONGEST, LONGEST)}, {"seed": None}, {"dropout_p": 1.5}],
+        lambda: {
+            **attention_operands(),
+            "return_probs": True,
+            "save_bits": True,
+            "places": attention_table(),
+        },
+        [
+            *LENGTHS,
+            *BIASES,
+            *WRONG_PLACES,
+            {"bias": floats(HEADS, LONGEST, LONGEST)},
+            {"seed": None},
+            {"dropout_p": 1.5},
+        ],
         ("cu_seqlens", "max_seqlen"),
     ),
     "attention_bwd": Op(
@@ -112,12 +137,23 @@ OPS = {
         [
             *LENGTHS,
             *BIASES,
+            *WRONG_PLACES,
             {"seed": None},
             {"keep_bits": floats(HEADS, TOTAL, 1)},
             {"bias": None},
             {"gate": None},
         ],
         ("cu_seqlens",),
+    ),
+    "attention_places": Op(
+        lambda: {
+            "cu_seqlens": ints(*ENDS, dtype=INT32),
+            "total": TOTAL,
+            "max_seqlen": LONGEST,
+            "dtype": torch.float32,
+        },
+        [*LENGTHS, {"total": 7}],
+        ("cu_seqlens", "max_seqlen"),
     ),
     "cross_entropy_fwd": Op(
         lambda: {
