@@ -16,6 +16,8 @@ Source     Hendrycks and Gimpel 2016, Gaussian Error Linear Units; Vaswani et al
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -206,12 +208,13 @@ def inner_gradient(
     rows, inner = pre.shape
     device = tuning.device_of(dy.device)
     aligned = linear.fits_tensor_map(dy, down_weight, pre) and inner * dy.element_size() % 16 == 0
-    config = config_for(rows, inner, dy.dtype, aligned, device)
+    units = triton.cdiv(rows, linear.ROW_UNIT) * linear.ROW_UNIT
+    config = config_for(units, dy.shape[1], inner, activation, dy.dtype, aligned, device)
     by_product = sums_by_product(config, dy.dtype, device.capability)
     return inner_gradient_with(config, by_product, dy, down_weight, pre, activation, need_dbias)
 
 
-def config_for(
+def heuristic(
     rows: int, inner: int, dtype: torch.dtype, aligned: bool, device: tuning.Device
 ) -> linear.Config:
     """The config of `linear`'s heuristic; in float32 its smallest tiles.
@@ -220,8 +223,37 @@ def config_for(
     """
     if dtype == torch.float32:
         return linear.ladder(dtype, aligned, device.capability)[-1]
-    units = triton.cdiv(rows, linear.ROW_UNIT) * linear.ROW_UNIT
-    return linear.heuristic(units, inner, dtype, aligned, device)
+    return linear.heuristic(rows, inner, dtype, aligned, device)
+
+
+def candidates(dtype: torch.dtype, capability: tuple[int, int]) -> tuple[linear.Config, ...]:
+    """What a tuner may choose from for aligned matrices: those of `linear` that compiling showed to fit."""
+    if dtype == torch.float32:
+        return linear.ladder(dtype, True, capability)[-1:]
+    return linear.candidates(dtype, capability)
+
+
+def tuning_key(out_features: int, inner: int, activation: str, dtype: torch.dtype) -> str:
+    """The key of this computation in kernels/tuned: "bfloat16 768x3072 gelu"."""
+    return f"{str(dtype).removeprefix('torch.')} {out_features}x{inner} {activation}"
+
+
+@lru_cache(maxsize=16384)
+def config_for(
+    rows: int,
+    out_features: int,
+    inner: int,
+    activation: str,
+    dtype: torch.dtype,
+    aligned: bool,
+    device: tuning.Device,
+) -> linear.Config:
+    """The config of the GPU's table, which is for aligned matrices; else the heuristic's."""
+    key = tuning_key(out_features, inner, activation, dtype)
+    found = tuning.tuned(device, "feed_forward_bwd", key, tuning.bucket(rows)) if aligned else None
+    if found is not None:
+        return linear.Config(**found)
+    return heuristic(rows, inner, dtype, aligned, device)
 
 
 def sums_by_product(config: linear.Config, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
@@ -238,7 +270,10 @@ def inner_gradient_with(
     activation: str,
     need_dbias: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`inner_gradient` with a given config and way to sum, for the tests; TMA needs aligned matrices."""
+    """`inner_gradient` with a given config and way to sum, for the tuner and the tests.
+
+    TMA needs aligned matrices.
+    """
     rows, inner = pre.shape
     g = torch.empty_like(pre)
     # zeros: the sum over no rows
