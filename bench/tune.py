@@ -371,7 +371,7 @@ class Attention(Kind):
 
 
 class AttentionBackward(Attention):
-    """One kernel of attention's backward; the time is that of all of them, of which one has another config."""
+    """One kernel of attention's backward; all of them are timed, one with another config."""
 
     module, launcher, backward = "attention_backward", "attention_bwd_with", True
     tiny = (

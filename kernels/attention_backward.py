@@ -107,6 +107,19 @@ def ladder(
     return Configs(dq, dkdv, dbias), Configs(low, lowest, dbias)
 
 
+# By major capability and kernel: (queries, keys, warps, stages) that a tuner may try beside the ladder, for
+# heads of 33 to 64 dimensions without a bias or bits to draw.
+TILES: dict[tuple[int, str], tuple[tuple[int, int, int, int], ...]] = {
+    (9, "dq"): (
+        (128, 64, 8, 2),
+        (64, 32, 4, 2),
+        (64, 64, 8, 2),
+        (64, 64, 4, 3),
+        (128, 32, 8, 2),
+        (64, 32, 4, 3),
+    ),
+    (9, "dkdv"): ((32, 64, 4, 2), (64, 64, 8, 2), (64, 64, 4, 3), (32, 64, 4, 3)),
+}
 # The kernels that have entries of their own in kernels/tuned.
 TUNED_PARTS = ("dq", "dkdv")
 
@@ -120,8 +133,8 @@ def candidates(
     """
     found = [getattr(c, part) for c in ladder(headdim, dtype, extras, saved, capability)]
     if dtype != torch.float32 and 32 < headdim <= 64 and not extras:
-        fit = TILES.get((capability[0], part, saved), ())
-        found += [Config(*tile, 64, *warps_and_stages) for tile, warps_and_stages in fit]
+        tiles = TILES.get((capability[0], part), ())
+        found += [Config(m, n, 64, *rest) for m, n, *rest in tiles]
     return tuple(dict.fromkeys(found))
 
 

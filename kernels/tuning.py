@@ -73,7 +73,10 @@ def tuned(device: Device, kernel: str, key: str, rows_bucket: int) -> dict | Non
 
 
 def entries(name: str, op: str, dtype: torch.dtype) -> dict:
-    """What the table of the GPU of that name holds for an op in a dtype: kernel -> key -> bucket -> config."""
+    """What the table of the GPU of that name holds for an op in a dtype.
+
+    kernel -> key -> bucket -> config, of the kernels that have any.
+    """
     first = str(dtype).removeprefix("torch.")
     table = {kernel: _table(file_of(name)).get(kernel, {}) for kernel in KERNELS.get(op, ())}
     found = {
