@@ -221,7 +221,7 @@ class LinearBackward(Kind):
     """The pass of `linear`'s backward."""
 
     op, module, launcher, backward = "linear", "linear", "activation_bwd_with", True
-    tiny = (LinearCase(40, 48, 320, "gelu"),)
+    tiny = (LinearCase(20, 16, 264, "gelu"),)
 
     def cases(self, model):
         out, k = MODELS[model].gemms()["ffn1"]
@@ -283,8 +283,8 @@ class LayerNorm(Kind):
 
     op, module, launcher = "layer_norm", "layer_norm", "layer_norm_fwd_with"
     tiny = (
-        LayerNormCase(40, 264, residual=True, x_bias=True),
-        LayerNormCase(9, 264, residual=True, x_bias=True, dropout_p=0.1),
+        LayerNormCase(12, 264, residual=True, x_bias=True),
+        LayerNormCase(5, 264, residual=True, x_bias=True, dropout_p=0.1),
     )
 
     def cases(self, model):
@@ -310,7 +310,7 @@ class LayerNormBackward(LayerNorm):
     """Its backward, in training."""
 
     launcher, backward = "layer_norm_bwd_with", True
-    tiny = (LayerNormCase(40, 264, residual=True, x_bias=True, dropout_p=0.1),)
+    tiny = (LayerNormCase(12, 264, residual=True, x_bias=True, dropout_p=0.1),)
 
     def cases(self, model):
         return (each for each in super().cases(model) if each[1].dropout_p)
@@ -336,7 +336,7 @@ class Attention(Kind):
     op, module, launcher = "attention", "attention", "attention_fwd_with"
     tiny = (
         AttentionCase((17, 17), 2, 16, packed_qkv=True),
-        AttentionCase((20,), 1, 16, packed_qkv=True, dropout_p=0.1),
+        AttentionCase((20, 20), 2, 16, packed_qkv=True, dropout_p=0.1),
     )
 
     def cases(self, model):
@@ -375,8 +375,8 @@ class AttentionBackward(Attention):
 
     module, launcher, backward = "attention_backward", "attention_bwd_with", True
     tiny = (
-        AttentionCase((40, 17), 1, 16, packed_qkv=True, dropout_p=0.1),
-        AttentionCase((40,), 1, 16, packed_qkv=True),
+        AttentionCase((40, 33), 2, 16, packed_qkv=True, dropout_p=0.1),
+        AttentionCase((40, 33), 2, 16, packed_qkv=True),
     )
 
     def cases(self, model):

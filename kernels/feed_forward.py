@@ -210,8 +210,7 @@ def inner_gradient(
     aligned = linear.fits_tensor_map(dy, down_weight, pre) and inner * dy.element_size() % 16 == 0
     units = triton.cdiv(rows, linear.ROW_UNIT) * linear.ROW_UNIT
     config = config_for(units, dy.shape[1], inner, activation, dy.dtype, aligned, device)
-    by_product = sums_by_product(config, dy.dtype, device.capability)
-    return inner_gradient_with(config, by_product, dy, down_weight, pre, activation, need_dbias)
+    return inner_gradient_with(config, dy, down_weight, pre, activation, need_dbias)
 
 
 def heuristic(
@@ -263,18 +262,20 @@ def sums_by_product(config: linear.Config, dtype: torch.dtype, capability: tuple
 
 def inner_gradient_with(
     config: linear.Config,
-    by_product: bool,
     dy: Tensor,
     down_weight: Tensor,
     pre: Tensor,
     activation: str,
     need_dbias: bool,
+    by_product: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`inner_gradient` with a given config and way to sum, for the tuner and the tests.
+    """`inner_gradient` with a given config, for the tuner and the tests; TMA needs aligned matrices.
 
-    TMA needs aligned matrices.
+    by_product: a way to sum; None: that of `sums_by_product`.
     """
     rows, inner = pre.shape
+    if by_product is None:
+        by_product = sums_by_product(config, dy.dtype, tuning.device_of(dy.device).capability)
     g = torch.empty_like(pre)
     # zeros: the sum over no rows
     dbias = dy.new_zeros((inner if need_dbias else 0,))

@@ -372,7 +372,7 @@ def call_feed_forward(
     dy = torch.empty(rows, out, dtype=dtype, device="meta")
     weight, pre = (torch.empty(n, inner, dtype=dtype, device="meta") for n in (out, rows))
     by_product = kernels.sums_by_product(config, dtype, divmod(arch, 10))
-    kernels.inner_gradient_with(config, by_product, dy, weight, pre, activation, sums)
+    kernels.inner_gradient_with(config, dy, weight, pre, activation, sums, by_product)
 
 
 def call_layer_norm(config, dtype, rows: int, hidden: int, dropout_p: float, backward: bool) -> None:
