@@ -134,7 +134,7 @@ FAULTS = (
     _fault("dk's tail steps too far", "total, tail_slots * BLOCK_N):", "total, 2 * tail_slots * BLOCK_N):", _DKDV),
     _fault("dq's tail steps too far", "total, tail_slots * BLOCK_M):", "total, 2 * tail_slots * BLOCK_M):", _DQ),
     _fault("nothing computed leaves no zeros", "*(torch.zeros(size, dtype", "*(torch.ones(size, dtype"),
-    _fault("high tiles for short sequences", "if high <= 2**seqlen_bucket and", "if"),
+    _fault("high tiles for short sequences", "if high <= max_seqlen and", "if"),
     _fault("wide heads not handed over", "inputs.q.shape[-1] > kernels(\"attention\").MAX_HEADDIM", "inputs.q.shape[-1] > 2 * kernels(\"attention\").MAX_HEADDIM", _BACKEND),
 )  # fmt: skip
 

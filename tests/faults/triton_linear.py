@@ -97,7 +97,7 @@ FAULTS = (
     _fault("table never read", "    if found is not None:\n        return Config(**found)\n", ""),
     _fault("TMA where there is none", "if capability[0] in (9, 10):\n        return (\n", "if capability[0] in (8, 9, 10):\n        return (\n"),
     _fault("TMA of the newest GPUs forgotten", "if capability[0] == 12:", "if capability[0] == 11:"),
-    _fault("candidates of any size", "shared_memory(c, dtype, capability) <= room", "shared_memory(c, dtype, capability) > 0"),
+    _fault("candidates of any size", "c.num_stages >= 2 and shared_memory(c, dtype, capability) <= room", "c.num_stages >= 2"),
     _fault("candidates of one stage", "c.num_stages >= 2 and", "c.num_stages >= 1 and"),
     _fault("ladder not among the candidates", "dict.fromkeys((*found, *fit))", "dict.fromkeys(fit)"),
     _fault("room of another GPU", "if capability in ((8, 0), (8, 7)) else 99", "if capability[0] == 8 else 99"),
