@@ -605,7 +605,7 @@ def tune(task: Task, device: torch.device, tiny: bool, left: Callable[[], float]
     if not good:
         yield entry | {"status": "error", "error": "no config works here"}
         return
-    options = {"samples": (1, 1), "warmup": 0} if tiny else {"samples": (7, 40), "seconds": 0.08}
+    options = {"samples": (1, 1), "warmup": 0} if tiny else {"samples": (7, 40), "seconds": 0.05}
     times = interleave(good, device, **options)
     for config, timing in times.items():
         facts_of = {key: value for key, value in asdict(timing).items() if value is not None}
