@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import random
@@ -556,12 +557,14 @@ def test_the_launcher_runs_what_the_table_says(monkeypatch, tmp_path, op):
     monkeypatch.setattr(tuning, "TUNED", tmp_path)
     monkeypatch.setattr(tuning, "device_of", lambda _: tuning.Device("GPU", (0, 0), 2))
     for case in tune.KINDS[op].tiny:
-        marked = {}
+        marked, others = {}, {}
         for task in tune.tasks_of(op, case, BF16):
             usual = tune.heuristic(task, tuning.device_of(CPU))
             # warps count for nothing in the interpreter
             marked[task] = usual._replace(num_warps=2 * usual.num_warps)
-        write_table(tmp_path, marked.items())
+            for bucket in (task.bucket - 1, task.bucket + 1):
+                others[dataclasses.replace(task, bucket=bucket)] = usual._replace(num_warps=32)
+        write_table(tmp_path, {**others, **marked}.items())
         taken = []
 
         def record(real, config, *args, taken=taken):
