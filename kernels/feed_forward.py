@@ -208,8 +208,7 @@ def inner_gradient(
     rows, inner = pre.shape
     device = tuning.device_of(dy.device)
     aligned = linear.fits_tensor_map(dy, down_weight, pre) and inner * dy.element_size() % 16 == 0
-    units = triton.cdiv(rows, linear.ROW_UNIT) * linear.ROW_UNIT
-    config = config_for(units, dy.shape[1], inner, activation, dy.dtype, aligned, device)
+    config = config_for(linear.counted(rows), dy.shape[1], inner, activation, dy.dtype, aligned, device)
     return inner_gradient_with(config, dy, down_weight, pre, activation, need_dbias)
 
 
@@ -226,10 +225,13 @@ def heuristic(
 
 
 def candidates(dtype: torch.dtype, capability: tuple[int, int]) -> tuple[linear.Config, ...]:
-    """What a tuner may choose from for aligned matrices: those of `linear` that compiling showed to fit."""
+    """What a tuner may choose from for aligned matrices: those of `linear` that do not spill here.
+
+    Compiling showed that 256 x 128 does, on capability 9.
+    """
     if dtype == torch.float32:
         return linear.ladder(dtype, True, capability)[-1:]
-    return linear.candidates(dtype, capability)
+    return tuple(c for c in linear.candidates(dtype, capability) if (c.block_m, c.block_n) != (256, 128))
 
 
 def tuning_key(out_features: int, inner: int, activation: str, dtype: torch.dtype) -> str:
@@ -252,7 +254,7 @@ def config_for(
     found = tuning.tuned(device, "feed_forward_bwd", key, tuning.bucket(rows)) if aligned else None
     if found is not None:
         return linear.Config(**found)
-    return heuristic(rows, inner, dtype, aligned, device)
+    return heuristic(max(rows, linear.ROW_UNIT), inner, dtype, aligned, device)
 
 
 def sums_by_product(config: linear.Config, dtype: torch.dtype, capability: tuple[int, int]) -> bool:

@@ -79,8 +79,13 @@ def _linear_bwd_kernel(
 # Work of a tile's row or column, in elements of the tile. An estimate: with it tiles of 128 x 128 and 64 x 64
 # do 0.90 and 0.65 of the work per second of those of 128 x 256.
 OPERAND_WORK = 40
-# Rows are counted in units, so that a run over many lengths asks for few configs
+# Rows are counted in units, so that a run over many lengths asks for few configs.
 ROW_UNIT = 64
+
+
+def counted(rows: int) -> int:
+    """The rows that a config is asked for: whole units, or a power of two below one."""
+    return 2 ** tuning.bucket(rows) if rows < ROW_UNIT else triton.cdiv(rows, ROW_UNIT) * ROW_UNIT
 
 
 class Config(NamedTuple):
@@ -281,7 +286,8 @@ def config_for(
     found = tuning.tuned(device, "linear", key, tuning.bucket(rows)) if aligned else None
     if found is not None:
         return Config(**found)
-    return heuristic(rows, out_features, dtype, aligned, device)
+    # Fewer rows than a unit are a whole one: the heuristic knows no tiles for less.
+    return heuristic(max(rows, ROW_UNIT), out_features, dtype, aligned, device)
 
 
 def fits_tensor_map(*matrices: Tensor) -> bool:
@@ -309,7 +315,7 @@ def linear_fwd(
     out_features = weight.shape[0]
     aligned = fits_tensor_map(x, weight) and out_features * x.element_size() % 16 == 0
     config = config_for(
-        triton.cdiv(x.shape[0], ROW_UNIT) * ROW_UNIT,
+        counted(x.shape[0]),
         x.shape[1],
         out_features,
         activation,

@@ -108,7 +108,7 @@ FAULTS = (
     _fault("the slowest tiles", "return min(ladder(", "return max(ladder("),
     _fault("waves not counted", "triton.cdiv(tiles, device.multiprocessors) * (area", "tiles * (area"),
     _fault("operands cost nothing", "area + OPERAND_WORK * edges", "area + 0 * edges"),
-    _fault("rows not counted in units", "triton.cdiv(x.shape[0], ROW_UNIT) * ROW_UNIT", "x.shape[0]"),
+    _fault("rows not counted in units", "        counted(x.shape[0]),\n", "        x.shape[0],\n"),
     _fault("bucket of the rows themselves", "return max(0, rows - 1).bit_length()", "return rows", _TUNING),
     _fault("first bucket for every length", "buckets[nearest]", "buckets[min(buckets)]", _TUNING),
     _fault("table of another GPU", 'TUNED / ("-".join(re.findall(r"[a-z0-9]+", name.lower())) + ".json")', 'TUNED / "nvidia-test-gpu-x.json"', _TUNING),

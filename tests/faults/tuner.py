@@ -36,6 +36,8 @@ FAULTS = (
     _fault(_BACKWARD, "an entry where there is little work", "if triton.cdiv(2**rows_bucket, _height(rungs[0])) < device.multiprocessors:", "if False:"),
     _fault(_TUNING, "feed_forward's verdict without linear's entries", '"feed_forward": ("linear", "feed_forward_bwd")', '"feed_forward": ("feed_forward_bwd",)'),
     _fault(_TUNING, "backward's entries in no verdict", '"attention": ("attention", "attention_bwd")', '"attention": ("attention",)'),
+    _fault(_LINEAR, "entries of few rows never met", "return 2 ** tuning.bucket(rows) if rows < ROW_UNIT else triton", "return triton"),
+    _fault(_LINEAR, "few rows change the heuristic's tiles", "return heuristic(max(rows, ROW_UNIT), out_features", "return heuristic(rows, out_features"),
     # candidates
     _fault(_LINEAR, "candidates beyond shared memory", "fit = (c for c in fit if shared_memory(c, dtype, capability) <= room)", "fit = (c for c in fit if shared_memory(c, dtype, capability) > 0)"),
     _fault(_LINEAR, "two programs in the room of one", "room = _room(capability) // programs", "room = _room(capability)"),
@@ -43,6 +45,7 @@ FAULTS = (
     _fault(_LINEAR, "candidates with the bias first where it spills", "base = base._replace(bias_first=capability[0] != 10)", "base = base._replace(bias_first=True)"),
     _fault(_LINEAR, "no small tiles", "    (16, 64, 4),\n", ""),
     _fault(_BACKWARD, "tiles that need registers where bits are drawn", "32 < headdim <= 64 and not extras:", "32 < headdim <= 64:"),
+    _fault(_BLOCK, "tiles that spill beside pre", " if (c.block_m, c.block_n) != (256, 128))", ")"),
     # the tool
     _fault(_TUNE, "the worst tiles first", "sorted(rivals, key=works.get)", "sorted(rivals, key=works.get, reverse=True)"),
     _fault(_TUNE, "tiles of any work", "if works[tile] <= NEAR * min(works.values())]", "if works[tile] >= 0]"),
@@ -64,6 +67,7 @@ _TESTS = (
     "all_candidates_begin_with_the_modules_own",
     "few_candidates_are_timed_the_heuristics_first",
     "large_and_small_batches_try_other_tiles",
+    "the_gradient_in_a_feed_forward_has_tiles_of_its_own",
     "backward_of_attention_tries_what_its_kernels_may_run",
     "every_kernel_that_is_timed_is_compiled_ahead",
     "heuristics_without_a_table_are_as_they_were",
@@ -80,6 +84,7 @@ SUITE = Suite(
     tests=(
         "tests/testing/test_verdicts.py::test_a_tuned_table_changes_the_verdicts_of_its_entries_alone",
         *(f"tests/triton/test_tuning.py::test_{name}" for name in _TESTS),
+        "tests/triton/test_linear.py::test_many_lengths_meet_few_configs",
     ),
     timeout_s=600.0,
     environment={"TRITON_INTERPRET": "1"},

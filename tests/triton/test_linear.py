@@ -493,9 +493,12 @@ def test_many_lengths_meet_few_configs(monkeypatch):
     original = kernels.config_for
     monkeypatch.setattr(kernels, "config_for", lambda rows, *key: asked.append(rows) or original(rows, *key))
     weight = torch.zeros(8, 8, dtype=torch.bfloat16, device=DEVICE)
-    for rows in (1, 64, 65, 128):
+    for rows in (1, 3, 33, 63, 64, 65, 128):
         kernels.linear_fwd(weight.new_zeros(rows, 8), weight, None, None, None, False)
-    assert asked == [64, 64, 128, 128]
+    assert asked == [1, 4, 64, 64, 64, 128, 128]
+    few = {kernels.config_for(2**n, 768, 768, None, False, torch.bfloat16, True, H200) for n in range(7)}
+    # without a table few rows are taken for 64
+    assert few == {kernels.heuristic(64, 768, torch.bfloat16, True, H200)}
     asked = {
         kernels.config_for(n, 768, 768, None, False, torch.bfloat16, True, H200) for n in range(64, 20000, 64)
     }

@@ -319,6 +319,15 @@ def test_all_candidates_begin_with_the_modules_own():
         assert all(2 * linear.shared_memory(c, FP16, capability) <= room for c in doubled)
 
 
+def test_the_gradient_in_a_feed_forward_has_tiles_of_its_own():
+    """Those of linear that do not spill there."""
+    for capability in ((8, 0), (9, 0), (12, 0)):
+        assert feed_forward.candidates(FP32, capability) == linear.ladder(FP32, True, capability)[-1:]
+    configs = linear.candidates(BF16, (9, 0))
+    left_out = set(configs) - set(feed_forward.candidates(BF16, (9, 0)))
+    assert {c[:2] for c in left_out} == {(256, 128)}
+
+
 def test_backward_of_attention_tries_what_its_kernels_may_run():
     for saved, part in itertools.product((False, True), attention_backward.TUNED_PARTS):
         facts = 64, BF16, False, saved, (9, 0)
@@ -565,15 +574,23 @@ def test_the_launcher_runs_what_the_table_says(monkeypatch, tmp_path, op):
             for bucket in (task.bucket - 1, task.bucket + 1):
                 others[dataclasses.replace(task, bucket=bucket)] = usual._replace(num_warps=32)
         write_table(tmp_path, {**others, **marked}.items())
-        taken = []
+        taken, warps, module = [], [], tune.module_of(op)
+        launch = module.launch
 
-        def record(real, config, *args, taken=taken):
+        def record(real, config, *args, taken=taken, warps=warps, module=module, launch=launch):
+            def recorded(*args, **options):
+                warps.append(options["num_warps"])
+                launch(*args, **options)
+
             taken.append(config)
-            return real(config, *args)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(module, "launch", recorded)
+                return real(config, *args)
 
         with tune.launcher_of(task, record):
             tune.evaluate(task, case.call, case.inputs(BF16, CPU))
         assert len(taken) == 1
+        assert {config.num_warps for config in marked.values()} <= set(warps)
         for task, config in marked.items():
             assert tune.KINDS[op].launched(config, task, taken[0]) == taken[0]
             assert config in (taken[0], *taken[0])
