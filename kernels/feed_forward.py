@@ -225,13 +225,31 @@ def heuristic(
 
 
 def candidates(dtype: torch.dtype, capability: tuple[int, int]) -> tuple[linear.Config, ...]:
-    """What a tuner may choose from for aligned matrices: those of `linear` that do not spill here.
+    """What a tuner may choose from for aligned matrices: those of `linear` that fit here and do not spill.
 
-    Compiling showed that 256 x 128 does, on capability 9.
+    Compiling showed that 256 x 128 spills, on capability 9.
     """
+    ladder = linear.ladder(dtype, True, capability)
     if dtype == torch.float32:
-        return linear.ladder(dtype, True, capability)[-1:]
-    return tuple(c for c in linear.candidates(dtype, capability) if (c.block_m, c.block_n) != (256, 128))
+        return ladder[-1:]
+    return tuple(
+        c
+        for c in linear.candidates(dtype, capability)
+        if c in ladder
+        or (
+            (c.block_m, c.block_n) != (256, 128)
+            and shared_memory(c, dtype, capability) <= linear.most_shared(capability)
+        )
+    )
+
+
+def shared_memory(config: linear.Config, dtype: torch.dtype, capability: tuple[int, int]) -> int:
+    """An upper bound of the bytes that a program of `config` takes.
+
+    As in `linear`; on capability 9 and 10 a part of pre and one of g are there beside that.
+    """
+    more = 2 * config.block_m * config.block_n // config.split if capability[0] in (9, 10) else 0
+    return linear.shared_memory(config, dtype, capability) + more * dtype.itemsize
 
 
 def tuning_key(out_features: int, inner: int, activation: str, dtype: torch.dtype) -> str:

@@ -201,7 +201,7 @@ def candidates(dtype: torch.dtype, capability: tuple[int, int]) -> tuple[Config,
     more += space(dtype, capability)
     more += [c._replace(group_m=group) for c in found for group in (4, 16)]
     more += [c._replace(num_stages=c.num_stages - 1) for c in found]
-    room = _room(capability)
+    room = most_shared(capability)
     fit = [c for c in more if c.num_stages >= 2 and shared_memory(c, dtype, capability) <= room]
     return tuple(dict.fromkeys((*found, *fit)))
 
@@ -248,14 +248,14 @@ def space(dtype: torch.dtype, capability: tuple[int, int]) -> tuple[Config, ...]
         base = base._replace(bias_first=capability[0] != 10)
         # Two programs share the registers if they have 4 warps each.
         for programs in (1, 2) if warps == 4 else (1,):
-            room = _room(capability) // programs
+            room = most_shared(capability) // programs
             fit = (base._replace(num_stages=n) for n in range(stages, 1, -1))
             fit = (c for c in fit if shared_memory(c, dtype, capability) <= room)
             found += [c._replace(per_multiprocessor=programs) for c in itertools.islice(fit, 1)]
     return tuple(dict.fromkeys(found))
 
 
-def _room(capability: tuple[int, int]) -> int:
+def most_shared(capability: tuple[int, int]) -> int:
     """Bytes of shared memory that a program may have; CUDA C++ Programming Guide, compute capabilities."""
     if capability[0] in (9, 10):
         return 227 * 1024

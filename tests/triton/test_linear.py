@@ -422,7 +422,7 @@ ROOMS = {(8, 0): 166912, (8, 6): 101376, (9, 0): 232448, (10, 0): 232448, (12, 0
 def test_candidates_are_the_ladder_and_what_fits(capability, dtype):
     ladder = kernels.ladder(dtype, True, capability)
     found = kernels.candidates(dtype, capability)
-    assert kernels._room(capability) == ROOMS[capability]
+    assert kernels.most_shared(capability) == ROOMS[capability]
     assert found[: len(ladder)] == ladder
     assert len(set(found)) == len(found)
     for base in ladder:

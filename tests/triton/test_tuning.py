@@ -247,6 +247,19 @@ def test_without_an_entry_the_heuristic_chooses(monkeypatch, tmp_path, capabilit
             assert looked_up(each, device) == (other if own else usual[each]), (task.name, each.name)
 
 
+def test_attentions_backward_looks_up_where_there_is_work_for_the_gpu(monkeypatch, tmp_path):
+    """As forward: one sequence wants more, lower tiles than those that were timed."""
+    monkeypatch.setattr(tuning, "TUNED", tmp_path)
+    device = tuning.Device("GPU", (9, 0), 132)
+    (task,) = (t for t in all_tasks() if (t.key, t.bucket) == ("bfloat16 64 saved dq", 9))
+    other = attention_backward.Config(16, 16, 64, 4, 1)
+    write_table(tmp_path, [(task, other)])
+    found = [attention_backward.configs_for(64, BF16, False, True, 9, rows, device).dq for rows in (18, 12)]
+    assert [config == other for config in found] == [True, False]
+    for facts in ((32, BF16, False, True), (64, FP16, False, True), (64, BF16, True, False)):
+        assert attention_backward.configs_for(*facts, 9, 18, device).dq != other
+
+
 def test_heuristics_without_a_table_are_as_they_were():
     """What was chosen before there was anything to look up."""
     rows = {16: (64, 1), 64: (16, 1), 512: (2, 1), 768: (1, 1), 1024: (1, 1), 4096: (1, 4), 8192: (1, 8)}
@@ -311,7 +324,7 @@ def test_all_candidates_begin_with_the_modules_own():
         most = max(c.block_m * c.block_n // (32 * c.num_warps) for c in configs)
         assert most == (128 if capability[0] in (9, 10) else 64)
         assert {c.bias_first for c in configs} == {capability[0] != 10}
-        room = linear._room(capability)
+        room = linear.most_shared(capability)
         assert all(linear.shared_memory(c, FP16, capability) <= room for c in configs)
         doubled = linear.space(FP16, capability)
         doubled = [c for c in doubled if c.per_multiprocessor == 2]
@@ -323,9 +336,14 @@ def test_the_gradient_in_a_feed_forward_has_tiles_of_its_own():
     """Those of linear that do not spill there."""
     for capability in ((8, 0), (9, 0), (12, 0)):
         assert feed_forward.candidates(FP32, capability) == linear.ladder(FP32, True, capability)[-1:]
-    configs = linear.candidates(BF16, (9, 0))
-    left_out = set(configs) - set(feed_forward.candidates(BF16, (9, 0)))
-    assert {c[:2] for c in left_out} == {(256, 128)}
+    for capability in ((8, 0), (9, 0), (10, 0), (12, 0)):
+        configs = feed_forward.candidates(BF16, capability)
+        ladder = linear.ladder(BF16, True, capability)
+        assert configs[: len(ladder)] == ladder
+        assert set(configs) < set(linear.candidates(BF16, capability)) or capability[0] in (8, 12)
+        assert (256, 128) not in {c[:2] for c in configs}
+        room = linear.most_shared(capability)
+        assert all(feed_forward.shared_memory(c, BF16, capability) <= room for c in configs)
 
 
 def test_backward_of_attention_tries_what_its_kernels_may_run():
