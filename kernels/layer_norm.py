@@ -279,7 +279,7 @@ def candidates(hidden: int) -> tuple[Config, ...]:
 def bwd_candidates(hidden: int) -> tuple[BackwardConfig, ...]:
     """What a tuner may choose from in backward: other numbers of programs, then tiles of other heights.
 
-    A thread has 8 or 16 elements: with 32 the three sums spill.
+    A thread has 8 or 16 elements: with 32 the three sums alone would take 96 registers.
     """
     usual = bwd_heuristic(hidden)
     if not 256 < hidden <= 1024:
