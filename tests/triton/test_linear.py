@@ -496,9 +496,12 @@ def test_many_lengths_meet_few_configs(monkeypatch):
     for rows in (1, 3, 33, 63, 64, 65, 128):
         kernels.linear_fwd(weight.new_zeros(rows, 8), weight, None, None, None, False)
     assert asked == [1, 4, 64, 64, 64, 128, 128]
-    few = {kernels.config_for(2**n, 768, 768, None, False, torch.bfloat16, True, H200) for n in range(7)}
-    # without a table few rows are taken for 64
-    assert few == {kernels.heuristic(64, 768, torch.bfloat16, True, H200)}
+    # without a table few rows are taken for 64, though lower tiles would do
+    small = tuning.Device("?", (8, 6), 28)
+    few = {kernels.config_for(2**n, 768, 3072, None, False, torch.bfloat16, True, small) for n in range(7)}
+    (config,) = few
+    assert config == kernels.heuristic(64, 3072, torch.bfloat16, True, small)
+    assert config.block_m > kernels.heuristic(1, 3072, torch.bfloat16, True, small).block_m
     asked = {
         kernels.config_for(n, 768, 768, None, False, torch.bfloat16, True, H200) for n in range(64, 20000, 64)
     }
