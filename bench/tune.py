@@ -5,12 +5,22 @@
     python bench/tune.py --merge FILE                  add what --json FILE recorded, here or elsewhere
     python bench/tune.py --device cpu --out FILE       tries the code, tiny, in Triton's interpreter
 
-One entry for each op, shape of BERT-base and -large, dtype and bucket of rows (`linear`) or of the longest
-sequence (`attention`). The ops that dispatch.py gives to Triton come first, in the first dtype. The
-candidates are those of the kernel's own module, which tests/support/triton_compile.py compiles for other
-GPUs: without spills, within shared memory. A candidate that still does not compile, or breaks the error
-rule at the shape that is timed, is recorded and left out. The others are timed turn by turn. The config
-that the module's heuristic chooses stays unless another is 1% faster.
+One entry for each kernel, shape of BERT-base and -large, dtype and bucket of rows, or of the longest sequence
+(attention): `linear`, `attention` and `layer_norm`, forward and backward, and the gradient between the two
+products of `feed_forward`. Kernels that dispatch.py's table gives to Triton come first, in the first dtype,
+and of these the large batches. The candidates are those of the kernel's own module, which
+tests/support/triton_compile.py compiles for other GPUs: without spills, within shared memory.
+
+At most 12 candidates per entry are timed. The config that the module's heuristic chooses is the first. The
+others are pruned by a count: a tile is left out where the busiest multiprocessor would have more than 1.5
+times the work that it has with the best tile (products; see `heuristic` of kernels/linear.py). The tiles that
+are left are tried in the order of their work, and each in several depths, stages and orders: the first 6
+tiles, the second form of the first 4, and the third of the first 2, where there are so many.
+
+A candidate that does not compile, or breaks the error rule at the shape that is timed, is recorded and left
+out. Of a kernel of backward all gradients are compared. The others are timed turn by turn. The heuristic's
+config stays unless another is 1% faster. The two kernels of attention's backward are entries of their own,
+timed as all of that backward.
 
 The table is written after every entry, merged into what the file held. When the budget is spent, the other
 entries stay as they were. At run time nothing is timed: kernels/tuning.py reads the table.
@@ -19,15 +29,17 @@ entries stay as they were. At run time nothing is timed: kernels/tuning.py reads
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,26 +58,42 @@ from bench.workloads import MODELS  # noqa: E402
 from fastbert import testing  # noqa: E402
 from fastbert.kernels import tuning  # noqa: E402
 from fastbert.runtime import dispatch  # noqa: E402
+from fastbert.testing.error_rule import with_grad  # noqa: E402
 from fastbert.testing.op_cases.attention import AttentionCase  # noqa: E402
+from fastbert.testing.op_cases.feed_forward import FeedForwardCase  # noqa: E402
+from fastbert.testing.op_cases.layer_norm import LayerNormCase  # noqa: E402
 from fastbert.testing.op_cases.linear import LinearCase  # noqa: E402
 
 BUDGET_SECONDS = 240.0
 TOKENS = {0.0: 16_384, 0.1: 4096}  # by dropout_p: batches that fill the GPU; the oracle's bits take memory
 AHEAD = 0.35  # of the budget, at most, to compile before anything is timed
 WORTH = 0.99  # of the heuristic's time: a smaller gain is noise
-ROWS = (14, 13, 12, 10, 8, 7)  # buckets of `linear`
-SEQLENS = (9, 8, 7, 6, 5)  # buckets of `attention`
+MOST = 12  # candidates per entry
+NEAR = 1.5  # times the least work: a tile with more is not tried
+# Buckets of rows and of the longest sequence, those that matter most first
+ROWS = (14, 12, 10, 8, 7, 6, 13, 5, 4, 0)
+TRAINED = (14, 12, 13, 10)
+SEQLENS = (9, 7, 8, 6, 5)
 
 
 @dataclass(frozen=True)
 class Task:
-    """One entry of the table."""
+    """One entry of the table.
+
+    Attributes:
+        op: the entry's, a key of KINDS.
+        key, bucket: the entry's place.
+        case: what is timed.
+        dtype: of the case.
+        rank: the place of the bucket among those of its kind, 0 for the one that matters most.
+    """
 
     op: str
     key: str
     bucket: int
     case: testing.Case
     dtype: torch.dtype
+    rank: int = 0
 
     @property
     def name(self) -> str:
@@ -77,16 +105,224 @@ class Task:
 
 
 def module_of(op: str) -> ModuleType:
-    """The kernel's module."""
-    return importlib.import_module(f"fastbert.kernels.{op}")
+    """The module of kernels/ that reads the entries of `op`."""
+    return importlib.import_module(f"fastbert.kernels.{KINDS[op].module}")
 
 
-def linear_task(case: LinearCase, dtype: torch.dtype) -> Task:
-    """The entry that `case` uses."""
-    shape = case.in_features, case.out_features, case.activation, case.residual
-    return Task(
-        "linear", module_of("linear").tuning_key(*shape, dtype), tuning.bucket(case.rows), case, dtype
+def facts_of(device: tuning.Device) -> tuning.Device:
+    """A device like this one that has no table."""
+    return device._replace(name="no such device")
+
+
+class Kind:
+    """How the entries of one op of the tables are tuned; a subclass per op.
+
+    Attributes:
+        op: the op of dispatch.py whose kernel it is.
+        module: the kernel's, in kernels/.
+        launcher: its function (config, *args) in that module.
+        tiny: cases of a dry run.
+        backward: whether the kernel runs in backward.
+        later: whether another backend serves it by default.
+    """
+
+    op: str
+    module: str
+    launcher: str
+    tiny: tuple[testing.Case, ...]
+    backward = False
+
+    def cases(self, model: str) -> Iterator[tuple[int, testing.Case]]:
+        """(rank, case) of a model's layer."""
+        raise NotImplementedError
+
+    def keys(self, case: Any, dtype: torch.dtype) -> tuple[str, ...]:
+        """The keys of the entries that `case` times."""
+        raise NotImplementedError
+
+    def bucket(self, case: Any) -> int:
+        """The bucket that run time looks up for `case`."""
+        return tuning.bucket(case.rows)
+
+    def shape(self, case: Any) -> tuple[int, ...]:
+        """The first output's, of a kernel of backward."""
+        raise NotImplementedError
+
+    def later(self, case: Any) -> bool:
+        """Whether dispatch.py's table gives the case to another backend."""
+        return False
+
+    def candidates(self, task: Task, device: tuning.Device) -> tuple[Any, ...]:
+        """All that the module may run, its own first."""
+        raise NotImplementedError
+
+    def heuristic(self, task: Task, device: tuning.Device) -> Any:
+        """The config that the module chooses; `device` has no table."""
+        raise NotImplementedError
+
+    def work(self, config: Any, task: Task, device: tuning.Device) -> float:
+        """A counted time; 0 for all where nothing is counted, which keeps their order."""
+        return 0.0
+
+    def tile(self, config: Any) -> tuple:
+        """What the config has in common with those that differ in details only, such as stages."""
+        return config[:2]
+
+    def launched(self, config: Any, task: Task, default: Any) -> Any:
+        """The launcher's config; `default`: the one that it would run with."""
+        return config
+
+    def constants(self, case: Any) -> tuple:
+        """What decides, beside the config and the dtype, which kernel is compiled."""
+        raise NotImplementedError
+
+
+def shape_of(case: LinearCase) -> tuple:
+    """What linear's configs tell apart."""
+    return case.in_features, case.out_features, case.activation, case.residual
+
+
+class Linear(Kind):
+    """The product of `linear`."""
+
+    op, module, launcher = "linear", "linear", "linear_fwd_with"
+    tiny = (LinearCase(40, 48, 96, "gelu"), LinearCase(9, 48, 96, "gelu"), LinearCase(40, 96, 48))
+
+    def cases(self, model):
+        gemms = MODELS[model].gemms()
+        for name in ("ffn1", "qkv", "proj", "ffn2"):
+            out, k = gemms[name]
+            # the bias of the products before a norm goes into the norm
+            options = {"activation": "gelu" if name == "ffn1" else None, "bias": name in ("ffn1", "qkv")}
+            for rank, bucket in enumerate(ROWS):
+                yield rank, LinearCase(2**bucket, k, out, **options)
+
+    def keys(self, case, dtype):
+        return (module_of("linear").tuning_key(*shape_of(case), dtype),)
+
+    def later(self, case):
+        return case.activation is None
+
+    def candidates(self, task, device):
+        return module_of("linear").candidates(task.dtype, device.capability)
+
+    def heuristic(self, task, device):
+        rows = 2**task.bucket
+        return module_of("linear").config_for(rows, *shape_of(task.case), task.dtype, True, device)
+
+    def work(self, config, task, device):
+        return module_of("linear").work(config, 2**task.bucket, task.case.out_features, device)
+
+    def constants(self, case):
+        return *shape_of(case), case.bias
+
+
+class LinearBackward(Kind):
+    """The pass of `linear`'s backward."""
+
+    op, module, launcher, backward = "linear", "linear", "activation_bwd_with", True
+    tiny = (LinearCase(20, 16, 264, "gelu"),)
+
+    def cases(self, model):
+        out, k = MODELS[model].gemms()["ffn1"]
+        yield from ((rank, LinearCase(2**bucket, k, out, "gelu")) for rank, bucket in enumerate(TRAINED))
+
+    def keys(self, case, dtype):
+        return (module_of("linear_bwd").bwd_tuning_key(case.out_features, case.activation, dtype),)
+
+    def shape(self, case):
+        return case.rows, case.out_features
+
+    def later(self, case):
+        # in training feed_forward serves it
+        return True
+
+    def candidates(self, task, device):
+        return module_of("linear_bwd").bwd_candidates(task.case.out_features)
+
+    def heuristic(self, task, device):
+        return module_of("linear_bwd").bwd_heuristic(task.case.out_features)
+
+    def constants(self, case):
+        return case.out_features, case.activation
+
+
+class FeedForwardBackward(Kind):
+    """The gradient between the two products of `feed_forward`."""
+
+    op, module, launcher, backward = "feed_forward", "feed_forward", "inner_gradient_with", True
+    tiny = (FeedForwardCase(40, 48, 96, 48),)
+
+    def cases(self, model):
+        sizes = MODELS[model].hidden, MODELS[model].intermediate, MODELS[model].hidden
+        yield from ((rank, FeedForwardCase(2**bucket, *sizes)) for rank, bucket in enumerate(TRAINED))
+
+    def keys(self, case, dtype):
+        return (module_of("feed_forward_bwd").tuning_key(case.out, case.inner, case.activation, dtype),)
+
+    def shape(self, case):
+        return case.rows, case.out
+
+    def candidates(self, task, device):
+        return module_of("feed_forward_bwd").candidates(task.dtype, device.capability)
+
+    def heuristic(self, task, device):
+        case = task.case
+        sizes = 2**task.bucket, case.out, case.inner, case.activation
+        return module_of("feed_forward_bwd").config_for(*sizes, task.dtype, True, device)
+
+    def work(self, config, task, device):
+        return module_of("linear").work(config, 2**task.bucket, task.case.inner, device)
+
+    def constants(self, case):
+        return case.out, case.inner, case.activation
+
+
+class LayerNorm(Kind):
+    """`layer_norm` after a product, in inference and in training."""
+
+    op, module, launcher = "layer_norm", "layer_norm", "layer_norm_fwd_with"
+    tiny = (
+        LayerNormCase(12, 264, residual=True, x_bias=True),
+        LayerNormCase(5, 264, residual=True, x_bias=True, dropout_p=0.1),
     )
+
+    def cases(self, model):
+        for dropout_p in (0.0, 0.1):
+            for rank, bucket in enumerate(TRAINED if dropout_p else ROWS[:6]):
+                case = LayerNormCase(2**bucket, MODELS[model].hidden, residual=True, x_bias=True)
+                yield rank, replace(case, dropout_p=dropout_p)
+
+    def keys(self, case, dtype):
+        return (module_of("layer_norm").tuning_key(case.hidden, case.dropout_p > 0, dtype),)
+
+    def candidates(self, task, device):
+        return module_of("layer_norm").candidates(task.case.hidden)
+
+    def heuristic(self, task, device):
+        return module_of("layer_norm").heuristic(task.case.hidden)
+
+    def constants(self, case):
+        return case.hidden, case.dropout_p > 0
+
+
+class LayerNormBackward(LayerNorm):
+    """Its backward, in training."""
+
+    launcher, backward = "layer_norm_bwd_with", True
+    tiny = (LayerNormCase(12, 264, residual=True, x_bias=True, dropout_p=0.1),)
+
+    def cases(self, model):
+        return (each for each in super().cases(model) if each[1].dropout_p)
+
+    def shape(self, case):
+        return case.rows, case.hidden
+
+    def candidates(self, task, device):
+        return module_of("layer_norm").bwd_candidates(task.case.hidden)
+
+    def heuristic(self, task, device):
+        return module_of("layer_norm").bwd_heuristic(task.case.hidden)
 
 
 def extras_of(case: AttentionCase) -> str:
@@ -94,107 +330,228 @@ def extras_of(case: AttentionCase) -> str:
     return module_of("attention").extras_of(bool(case.bias), case.dropout_p > 0, case.probs)
 
 
-def attention_task(case: AttentionCase, dtype: torch.dtype) -> Task:
-    """The entry that `case` uses."""
-    key = module_of("attention").tuning_key(case.headdim, dtype, extras_of(case))
-    return Task("attention", key, tuning.bucket(case.max_seqlen), case, dtype)
+class Attention(Kind):
+    """`attention` over equal lengths, in inference and in training, and with a bias per key."""
 
-
-def linear_cases(model: str) -> Iterator[LinearCase]:
-    """The products of a layer, those that the table of dispatch.py gives to Triton first."""
-    gemms = MODELS[model].gemms()
-    for name in ("ffn1", "qkv", "proj", "ffn2"):
-        out, k = gemms[name]
-        # the bias of the products before a norm goes into the norm
-        options = {"activation": "gelu" if name == "ffn1" else None, "bias": name in ("ffn1", "qkv")}
-        for bucket in ROWS:
-            yield LinearCase(2**bucket, k, out, **options)
-
-
-def attention_cases(model: str) -> Iterator[AttentionCase]:
-    """A layer's attention over equal lengths, in inference and in training."""
-    sizes = MODELS[model]
-    for dropout_p, tokens in TOKENS.items():
-        for bucket in SEQLENS:
-            lengths = (2**bucket,) * (tokens >> bucket)
-            heads = sizes.heads, sizes.hidden // sizes.heads
-            yield AttentionCase(lengths, *heads, packed_qkv=True, dropout_p=dropout_p)
-
-
-TINY = {
-    "linear": (LinearCase(40, 48, 96, "gelu"), LinearCase(9, 48, 96, "gelu"), LinearCase(40, 96, 48)),
-    "attention": (
+    op, module, launcher = "attention", "attention", "attention_fwd_with"
+    tiny = (
         AttentionCase((17, 17), 2, 16, packed_qkv=True),
-        AttentionCase((20,), 1, 16, packed_qkv=True, dropout_p=0.1),
-    ),
-}
-OPS: dict[str, tuple[Callable[[str], Iterator[Any]], Callable[[Any, torch.dtype], Task]]] = {
-    "linear": (linear_cases, linear_task),
-    "attention": (attention_cases, attention_task),
-}
+        AttentionCase((20, 20), 2, 16, packed_qkv=True, dropout_p=0.1),
+    )
+
+    def cases(self, model):
+        sizes = MODELS[model]
+        for dropout_p, bias in ((0.0, ""), (0.1, ""), (0.1, "keys")):
+            for rank, bucket in enumerate(SEQLENS):
+                lengths = (2**bucket,) * (TOKENS[dropout_p] >> bucket)
+                heads = sizes.heads, sizes.hidden // sizes.heads
+                yield rank, AttentionCase(lengths, *heads, packed_qkv=True, dropout_p=dropout_p, bias=bias)
+
+    def keys(self, case, dtype):
+        return (module_of("attention").tuning_key(case.headdim, dtype, extras_of(case)),)
+
+    def bucket(self, case):
+        return tuning.bucket(case.max_seqlen)
+
+    def later(self, case):
+        # models pack their batches: they pass no bias
+        return bool(case.bias)
+
+    def candidates(self, task, device):
+        facts = task.case.headdim, task.dtype, extras_of(task.case), device.capability
+        return module_of("attention").candidates(*facts)
+
+    def heuristic(self, task, device):
+        case, rows = task.case, tuning.bucket(task.case.total * task.case.nheads)
+        facts = case.headdim, task.dtype, extras_of(case), task.bucket, rows
+        return module_of("attention").config_for(*facts, device)
+
+    def constants(self, case):
+        return case.headdim, extras_of(case)
 
 
-def tasks(ops: list[str], models: list[str], dtypes: list[torch.dtype], tiny: bool) -> list[Task]:
-    """All entries, each once, in order: dtype, whether Triton serves the case by default, op, model."""
+class AttentionBackward(Attention):
+    """One kernel of attention's backward; all of them are timed, one with another config."""
+
+    module, launcher, backward = "attention_backward", "attention_bwd_with", True
+    tiny = (
+        AttentionCase((40, 33), 2, 16, packed_qkv=True, dropout_p=0.1),
+        AttentionCase((40, 33), 2, 16, packed_qkv=True),
+    )
+
+    def cases(self, model):
+        return ((rank, case) for rank, case in super().cases(model) if not case.bias)
+
+    def shape(self, case):
+        return case.total, case.nheads, case.headdim
+
+    def facts(self, case: AttentionCase, dtype: torch.dtype) -> tuple:
+        """(headdim, dtype, extras, saved): what the configs tell apart."""
+        # in half precision forward saves the bits: fastbert.ops.dropout.SAVED_ON
+        return case.headdim, dtype, False, case.dropout_p > 0
+
+    def keys(self, case, dtype):
+        if dtype == torch.float32:
+            # one config each
+            return ()
+        backward = module_of("attention_bwd")
+        return tuple(backward.tuning_key(part, *self.facts(case, dtype)) for part in backward.TUNED_PARTS)
+
+    def candidates(self, task, device):
+        facts = self.facts(task.case, task.dtype)
+        return module_of("attention_bwd").candidates(part_of(task), *facts, device.capability)
+
+    def heuristic(self, task, device):
+        rows = tuning.bucket(task.case.total * task.case.nheads)
+        facts = *self.facts(task.case, task.dtype), task.bucket, rows
+        return getattr(module_of("attention_bwd").configs_for(*facts, device), part_of(task))
+
+    def launched(self, config, task, default):
+        return default._replace(**{part_of(task): config})
+
+    def constants(self, case):
+        return case.headdim, case.dropout_p > 0
+
+
+def part_of(task: Task) -> str:
+    """The kernel of attention's backward: the last word of the key."""
+    return task.key.split()[-1]
+
+
+# In order of importance where their ranks are equal.
+KINDS: dict[str, Kind] = {
+    "linear": Linear(),
+    "attention": Attention(),
+    "layer_norm": LayerNorm(),
+    "feed_forward_bwd": FeedForwardBackward(),
+    "attention_bwd": AttentionBackward(),
+    "layer_norm_bwd": LayerNormBackward(),
+    "linear_bwd": LinearBackward(),
+}
+OPS = tuple(dict.fromkeys(kind.op for kind in KINDS.values()))
+
+
+def tasks_of(op: str, case: testing.Case, dtype: torch.dtype, rank: int = 0) -> list[Task]:
+    """The entries of `op` that `case` times."""
+    kind = KINDS[op]
+    return [Task(op, key, kind.bucket(case), case, dtype, rank) for key in kind.keys(case, dtype)]
+
+
+def tasks(ops: Iterable[str], models: list[str], dtypes: list[torch.dtype], tiny: bool) -> list[Task]:
+    """All entries of the tables of dispatch's `ops`, each once, those that matter most first.
+
+    That is by dtype, then what the table of dispatch.py gives to Triton, then large batches before small
+    ones, then KINDS, then models.
+    """
     found: dict[str, Task] = {}
-    for dtype in dtypes:
-        for later in (False, True):
-            for op in ops:
-                cases, task = OPS[op]
-                for case in TINY[op] if tiny else (case for model in models for case in cases(model)):
-                    if is_later(case) is later:
-                        each = task(case, dtype)
-                        found.setdefault(each.name, each)
-    return list(found.values())
+    for dtype, (op, kind) in itertools.product(dtypes, KINDS.items()):
+        if kind.op in ops:
+            ranked = [(0, c) for c in kind.tiny] if tiny else [r for m in models for r in kind.cases(m)]
+            for rank, case in ranked:
+                for task in tasks_of(op, case, dtype, rank):
+                    found.setdefault(task.name, task)
+    order = list(KINDS)
+    return sorted(
+        found.values(),
+        key=lambda t: (dtypes.index(t.dtype), is_later(t), t.rank, order.index(t.op)),
+    )
 
 
-def is_later(case: testing.Case) -> bool:
-    """Whether the case can come later: another backend serves it, or only training uses it."""
-    return case.activation is None if case.op == "linear" else case.dropout_p > 0
+def is_later(task: Task) -> bool:
+    """Whether the task can come later: another backend serves its case by default."""
+    return KINDS[task.op].later(task.case)
 
 
 def candidates(task: Task, device: tuning.Device) -> list[Any]:
-    """The configs to time, the module's own first; in the same order on every run."""
-    module, case = module_of(task.op), task.case
-    if task.op == "attention":
-        return list(module.candidates(case.headdim, task.dtype, extras_of(case), device.capability))
-    return list(module.candidates(task.dtype, device.capability))
+    """The configs to time, the heuristic's first, at most MOST; in the same order on every run.
+
+    The others are ranked by the place of their tile, of those with the least work, and twice their place
+    among the configs of that tile.
+    """
+    kind, device = KINDS[task.op], facts_of(device)
+    rivals: dict[tuple, list[Any]] = {}
+    for config in kind.candidates(task, device):
+        rivals.setdefault(kind.tile(config), []).append(config)
+    works = {tile: min(kind.work(c, task, device) for c in configs) for tile, configs in rivals.items()}
+    near = [tile for tile in sorted(rivals, key=works.get) if works[tile] <= NEAR * min(works.values())]
+    places = {c: place + 2 * at for place, tile in enumerate(near) for at, c in enumerate(rivals[tile])}
+    return list(dict.fromkeys([heuristic(task, device), *sorted(places, key=places.get)]))[:MOST]
 
 
 def heuristic(task: Task, device: tuning.Device) -> Any:
     """The config that the module chooses without a table."""
-    unknown = device._replace(name="no such device")
-    module, case = module_of(task.op), task.case
-    if task.op == "linear":
-        shape = case.in_features, case.out_features, case.activation, case.residual
-        return module.config_for(2**task.bucket, *shape, task.dtype, True, unknown)
-    rows = tuning.bucket(case.total * case.nheads)
-    return module.config_for(case.headdim, task.dtype, extras_of(case), task.bucket, rows, unknown)
+    return KINDS[task.op].heuristic(task, facts_of(device))
 
 
 # ---- One entry ----
 
 
-def launches(task: Task, device: torch.device, sets: list[dict]) -> list[Callable[[Any], torch.Tensor]]:
-    """For each set of inputs a function from a config to the op's first output, without the op around it."""
-    module = module_of(task.op)
-    name = f"{task.op}_fwd_with"
-    real, seen = getattr(module, name), []
+def trains(task: Task) -> bool:
+    """Whether the case runs as in training, where forward saves what backward needs."""
+    return KINDS[task.op].backward or getattr(task.case, "dropout_p", 0.0) > 0
 
-    def record(config: Any, *args: Any) -> Any:
-        seen.append(args)
-        return real(config, *args)
 
-    setattr(module, name, record)
+@contextlib.contextmanager
+def launcher_of(task: Task, launcher: Callable[..., Any]) -> Iterator[None]:
+    """`launcher`, which gets the real one before its arguments, in the place of the task's."""
+    module, name = module_of(task.op), KINDS[task.op].launcher
+    real = getattr(module, name)
+    setattr(module, name, functools.partial(launcher, real))
     try:
-        with torch.no_grad(), dispatch.use_backend(**{task.op: "triton"}):
-            for inputs in sets:
-                task.case.call(**inputs)
+        with dispatch.use_backend(**{KINDS[task.op].op: "triton"}):
+            yield
     finally:
         setattr(module, name, real)
+
+
+def evaluate(task: Task, function: Callable, inputs: dict, dtype: torch.dtype | None = None) -> dict:
+    """What the error rule compares of `function`: the first output; of a kernel of backward the gradients."""
+    case, kind = task.case, KINDS[task.op]
+    if not kind.backward:
+        wanted = case.grad_inputs if trains(task) and function == case.call else ()
+        with torch.set_grad_enabled(bool(wanted)):
+            output = first(function(**with_grad(inputs, wanted, dtype)))
+        return {case.output_names[0]: output.detach()}
+    randn = torch.randn(kind.shape(case), generator=torch.Generator().manual_seed(1))
+    dout = randn.to(task.dtype).to(device_of(inputs))
+    found = testing.evaluate(function, case, inputs, dtype, True, [dout])
+    return {name: value for name, value in found.items() if name not in case.output_names}
+
+
+def device_of(inputs: dict) -> torch.device:
+    """Where the inputs are."""
+    return next(value.device for value in inputs.values() if isinstance(value, torch.Tensor))
+
+
+def launches(task: Task, sets: list[dict]) -> list[Callable[[Any], Any]]:
+    """For each set of inputs a function from a config to a launch, without the op around it."""
+    kind, seen = KINDS[task.op], []
+
+    def record(real: Callable, default: Any, *args: Any) -> Any:
+        seen.append(functools.partial(launch, real, default, args))
+        return real(default, *args)
+
+    def launch(real: Callable, default: Any, args: tuple, config: Any) -> Any:
+        return real(kind.launched(config, task, default), *args)
+
+    with launcher_of(task, record):
+        for inputs in sets:
+            evaluate(task, task.case.call, inputs)
     if len(seen) != len(sets):
-        raise RuntimeError(f"{task.op}: its public op does not reach kernels/{task.op}.{name} once a call")
-    return [functools.partial(lambda config, args: real(config, *args)[0], args=args) for args in seen]
+        raise RuntimeError(
+            f"{task.op}: its public op does not reach kernels/{kind.module}.{kind.launcher} once a call"
+        )
+    return seen
+
+
+def computed(task: Task, config: Any, inputs: dict) -> dict[str, torch.Tensor]:
+    """What the public op computes where the task's kernel runs with `config`."""
+
+    def chosen(real: Callable, default: Any, *args: Any) -> Any:
+        return real(KINDS[task.op].launched(config, task, default), *args)
+
+    with launcher_of(task, chosen):
+        return evaluate(task, task.case.call, inputs)
 
 
 def first(output: Any) -> torch.Tensor:
@@ -202,15 +559,20 @@ def first(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def expected(task: Task, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
+def expected(task: Task, inputs: dict) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """(plain PyTorch in the dtype, the truth in float32, which is exact compared with half precision)."""
     wide = torch.float32 if task.dtype in testing.HALF else torch.float64
-    exact = {
-        name: value.to(wide) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-        for name, value in inputs.items()
-    }
-    with torch.no_grad():
-        return first(task.case.eager(**inputs)), first(task.case.eager(**exact))
+    return evaluate(task, task.case.eager, inputs), evaluate(task, task.case.eager, inputs, wide)
+
+
+def wrong(task: Task, config: Any, inputs: dict, eager: dict, truth: dict) -> str:
+    """Which result of a config breaks the error rule, and how; "" where none does."""
+    for name, actual in computed(task, config, inputs).items():
+        floor = task.case.floor(inputs, name) if task.dtype not in testing.HALF else 0.0
+        *_, reason = testing.compare(actual, eager[name], truth[name], task.dtype, floor)
+        if reason:
+            return f"{name}: {reason}" if KINDS[task.op].backward else reason
+    return ""
 
 
 def tune(task: Task, device: torch.device, tiny: bool, left: Callable[[], float]) -> Iterator[dict]:
@@ -218,12 +580,11 @@ def tune(task: Task, device: torch.device, tiny: bool, left: Callable[[], float]
     facts = tuning.device_of(device)
     entry = {"step": "tuning", "name": task.name, "entry": [task.op, task.key, task.bucket]}
     usual = heuristic(task, facts)
-    configs = list(dict.fromkeys([usual, *candidates(task, facts)]))
+    configs = candidates(task, facts)
     count = 1 if tiny else rotations(task.case.bytes(task.dtype), device, limit=8)
     sets = [task.case.inputs(task.dtype, device, seed) for seed in range(count)]
-    runs = launches(task, device, sets)
+    runs = launches(task, sets)
     eager, truth = expected(task, sets[0])
-    floor = task.case.floor(sets[0], task.case.output_names[0]) if task.dtype not in testing.HALF else 0.0
     good, tried = {}, 0
     for config in configs:
         if good and left() <= 0:
@@ -231,8 +592,7 @@ def tune(task: Task, device: torch.device, tiny: bool, left: Callable[[], float]
         tried += 1
         row = {"step": "tuning", "name": f"{task.name} {label(config)}", "status": "ok"}
         try:
-            output = runs[0](config)
-            *_, reason = testing.compare(output, eager, truth, task.dtype, floor)
+            reason = wrong(task, config, sets[0], eager, truth)
             synchronize(device)
         except Exception as error:
             yield row | {"status": "error", "error": reason_of(error)}
@@ -245,7 +605,7 @@ def tune(task: Task, device: torch.device, tiny: bool, left: Callable[[], float]
     if not good:
         yield entry | {"status": "error", "error": "no config works here"}
         return
-    options = {"samples": (1, 1), "warmup": 0} if tiny else {"samples": (7, 40), "seconds": 0.08}
+    options = {"samples": (1, 1), "warmup": 0} if tiny else {"samples": (7, 40), "seconds": 0.05}
     times = interleave(good, device, **options)
     for config, timing in times.items():
         facts_of = {key: value for key, value in asdict(timing).items() if value is not None}
@@ -273,22 +633,19 @@ def tuned(task: Task, device: torch.device, tiny: bool, left: Callable[[], float
 
 def signature(task: Task) -> tuple:
     """What decides which kernels the task's configs compile to; the number of rows does not."""
-    case = task.case
-    if task.op == "linear":
-        return task.op, task.dtype, case.activation, case.bias, case.residual
-    return task.op, task.dtype, case.headdim, extras_of(case)
+    return task.op, task.dtype, *KINDS[task.op].constants(task.case)
 
 
 def compile_units(todo: list[Task], device: tuning.Device) -> list[tuple[Task, Any]]:
-    """(task, config) of every kernel that the tasks need, each once, by the task with the fewest rows."""
+    """(task, config) of every kernel that the tasks need, each once, by the task with the fewest rows.
+
+    In the order of the tasks: where time is short, what is timed first is compiled.
+    """
     least: dict[tuple, Task] = {}
     for task in sorted(todo, key=lambda task: task.bucket):
-        least.setdefault(signature(task), task)
-    return [
-        (task, config)
-        for task in least.values()
-        for config in dict.fromkeys([heuristic(task, device), *candidates(task, device)])
-    ]
+        least.setdefault((*signature(task), part_of(task)), task)
+    units = [(least[*signature(t), part_of(t)], config) for t in todo for config in candidates(t, device)]
+    return list(dict.fromkeys(units))
 
 
 def compile_slice(units: list[tuple[Task, Any]], device: torch.device) -> int:
@@ -297,7 +654,7 @@ def compile_slice(units: list[tuple[Task, Any]], device: torch.device) -> int:
     for task, config in units:
         try:
             if task.name not in runs:
-                runs = {task.name: launches(task, device, [task.case.inputs(task.dtype, device)])[0]}
+                runs = {task.name: launches(task, [task.case.inputs(task.dtype, device)])[0]}
             runs[task.name](config)
             synchronize(device)
             good += 1
@@ -331,8 +688,8 @@ def slice_of(text: str) -> tuple[int, int]:
 
 
 def label(config: Any) -> str:
-    """A config in a row's name."""
-    return "_".join(str(int(value)) for value in config)
+    """A config in a row's name; "n" for None."""
+    return "_".join("n" if value is None else str(int(value)) for value in config)
 
 
 # ---- The table ----
@@ -388,7 +745,7 @@ def line(row: dict) -> str:
     if "entry" not in row:
         return f"  {row['name']}: {row['median_ms'] * 1e3:,.1f} us, spread {row['spread']:.0%}"
     gain = "" if row["gain"] is None else f", {row['gain']:.2f} x the heuristic's"
-    values = "_".join(str(int(value)) for value in row["config"].values())
+    values = label(row["config"].values())
     return f"{row['name']}: {values}{gain}, {row['tried']} of {row['of']} configs"
 
 
@@ -398,7 +755,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--op", choices=tuple(OPS), action="append", help="only this op (may be repeated)")
+    parser.add_argument("--op", choices=OPS, action="append", help="only this op (may be repeated)")
     parser.add_argument("--model", choices=("base", "large"), action="append", help="may be repeated; both")
     parser.add_argument(
         "--dtype",
@@ -460,7 +817,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     path = args.out or tuning.file_of(name)
     table = read_table(path, name)
     dtypes = [getattr(torch, each) for each in args.dtype or ("bfloat16", "float16")]
-    todo = tasks(args.op or list(OPS), args.model or ["base", "large"], dtypes, tiny)
+    todo = tasks(args.op or OPS, args.model or ["base", "large"], dtypes, tiny)
     if args.slice is not None:
         first, count = args.slice
         units = compile_units(todo, tuning.device_of(device))[first::count]

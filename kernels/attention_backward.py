@@ -106,6 +106,42 @@ def ladder(
     return Configs(dq, dkdv, dbias), Configs(low, lowest, dbias)
 
 
+# By major capability and kernel: (queries, keys, warps, stages) that a tuner may try beside the ladder, for
+# heads of 33 to 64 dimensions without a bias or bits to draw.
+TILES: dict[tuple[int, str], tuple[tuple[int, int, int, int], ...]] = {
+    (9, "dq"): (
+        (128, 64, 8, 2),
+        (64, 32, 4, 2),
+        (64, 64, 8, 2),
+        (128, 32, 8, 2),
+        (64, 32, 4, 3),
+    ),
+    (9, "dkdv"): ((32, 64, 4, 2), (64, 64, 8, 2), (64, 64, 4, 3), (32, 64, 4, 3)),
+}
+# The kernels that have entries of their own in kernels/tuned.
+TUNED_PARTS = ("dq", "dkdv")
+
+
+def candidates(
+    part: str, headdim: int, dtype: torch.dtype, extras: bool, saved: bool, capability: tuple[int, int]
+) -> tuple[Config, ...]:
+    """What a tuner may choose from for a kernel: the ladder's, then tiles that only a measurement can rank.
+
+    The others are for heads of BERT's width, without a bias or bits to draw; compiling showed what spills.
+    """
+    found = [getattr(c, part) for c in ladder(headdim, dtype, extras, saved, capability)]
+    if dtype != torch.float32 and 32 < headdim <= 64 and not extras:
+        tiles = TILES.get((capability[0], part), ())
+        found += [Config(m, n, 64, *rest) for m, n, *rest in tiles]
+    return tuple(dict.fromkeys(found))
+
+
+def tuning_key(part: str, headdim: int, dtype: torch.dtype, extras: bool, saved: bool) -> str:
+    """The key of a kernel in kernels/tuned: "bfloat16 64 dq", "bfloat16 64 saved dkdv", "… extras …"."""
+    kind = ["extras"] if extras else ["saved"] if saved else []
+    return " ".join([str(dtype).removeprefix("torch."), str(headdim), *kind, part])
+
+
 @lru_cache(maxsize=4096)
 def configs_for(
     headdim: int,
@@ -116,13 +152,34 @@ def configs_for(
     rows_bucket: int,
     device: tuning.Device,
 ) -> Configs:
-    """The highest tiles that a sequence fills and of which there are enough for the device."""
-    found = ladder(headdim, dtype, extras, saved, device.capability)
-    for configs in found:
-        high = max(configs.dq.block_m, configs.dkdv.block_n)
-        if high <= 2**seqlen_bucket and 4 * triton.cdiv(2**rows_bucket, high) >= 3 * device.multiprocessors:
+    """The configs of the GPU's table where there is work for the whole GPU, else the heuristic's."""
+    rungs = ladder(headdim, dtype, extras, saved, device.capability)
+    chosen = heuristic(rungs, 2**seqlen_bucket, 2**rows_bucket, device.multiprocessors)
+    if triton.cdiv(2**rows_bucket, _height(rungs[0])) < device.multiprocessors:
+        return chosen
+    for part in TUNED_PARTS:
+        key = tuning_key(part, headdim, dtype, extras, saved)
+        found = tuning.tuned(device, "attention_bwd", key, seqlen_bucket)
+        if found is not None:
+            chosen = chosen._replace(**{part: Config(**found)})
+    return chosen
+
+
+def _height(configs: Configs) -> int:
+    """The rows of the highest tile."""
+    return max(configs.dq.block_m, configs.dkdv.block_n)
+
+
+def heuristic(rungs: tuple[Configs, ...], max_seqlen: int, rows: int, multiprocessors: int) -> Configs:
+    """The highest tiles that a sequence fills and of which there are enough for the device.
+
+    `rows`: the number of queries, summed over the heads.
+    """
+    for configs in rungs:
+        high = _height(configs)
+        if high <= max_seqlen and 4 * triton.cdiv(rows, high) >= 3 * multiprocessors:
             return configs
-    return found[-1]
+    return rungs[-1]
 
 
 def attention_bwd(
@@ -162,7 +219,7 @@ def attention_bwd_with(
     need: "AttentionNeeds",
     places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`attention_bwd` with given configs, for the tests."""
+    """`attention_bwd` with given configs, for the tuner and the tests."""
     q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
     need_dq, need_dk, need_dv, need_dbias, need_dgate = need
     total, nheads, headdim = q.shape

@@ -16,6 +16,8 @@ Source     Hendrycks and Gimpel 2016, Gaussian Error Linear Units; Vaswani et al
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -206,12 +208,11 @@ def inner_gradient(
     rows, inner = pre.shape
     device = tuning.device_of(dy.device)
     aligned = linear.fits_tensor_map(dy, down_weight, pre) and inner * dy.element_size() % 16 == 0
-    config = config_for(rows, inner, dy.dtype, aligned, device)
-    by_product = sums_by_product(config, dy.dtype, device.capability)
-    return inner_gradient_with(config, by_product, dy, down_weight, pre, activation, need_dbias)
+    config = config_for(linear.counted(rows), dy.shape[1], inner, activation, dy.dtype, aligned, device)
+    return inner_gradient_with(config, dy, down_weight, pre, activation, need_dbias)
 
 
-def config_for(
+def heuristic(
     rows: int, inner: int, dtype: torch.dtype, aligned: bool, device: tuning.Device
 ) -> linear.Config:
     """The config of `linear`'s heuristic; in float32 its smallest tiles.
@@ -220,8 +221,59 @@ def config_for(
     """
     if dtype == torch.float32:
         return linear.ladder(dtype, aligned, device.capability)[-1]
-    units = triton.cdiv(rows, linear.ROW_UNIT) * linear.ROW_UNIT
-    return linear.heuristic(units, inner, dtype, aligned, device)
+    return linear.heuristic(rows, inner, dtype, aligned, device)
+
+
+def candidates(dtype: torch.dtype, capability: tuple[int, int]) -> tuple[linear.Config, ...]:
+    """What a tuner may choose from for aligned matrices: those of `linear` that fit here and do not spill.
+
+    Compiling showed that 256 x 128 spills, on capability 9. Training has no use for tiles of 16 rows.
+    """
+    ladder = linear.ladder(dtype, True, capability)
+    if dtype == torch.float32:
+        return ladder[-1:]
+    return tuple(
+        c
+        for c in linear.candidates(dtype, capability)
+        if c in ladder
+        or (
+            (c.block_m, c.block_n) != (256, 128)
+            and c.block_m >= 32
+            and shared_memory(c, dtype, capability) <= linear.most_shared(capability)
+        )
+    )
+
+
+def shared_memory(config: linear.Config, dtype: torch.dtype, capability: tuple[int, int]) -> int:
+    """An upper bound of the bytes that a program of `config` takes.
+
+    As in `linear`; on capability 9 and 10 a part of pre and one of g are there beside that.
+    """
+    more = 2 * config.block_m * config.block_n // config.split if capability[0] in (9, 10) else 0
+    return linear.shared_memory(config, dtype, capability) + more * dtype.itemsize
+
+
+def tuning_key(out_features: int, inner: int, activation: str, dtype: torch.dtype) -> str:
+    """The key of this computation in kernels/tuned: "bfloat16 768x3072 gelu"."""
+    return f"{str(dtype).removeprefix('torch.')} {out_features}x{inner} {activation}"
+
+
+@lru_cache(maxsize=16384)
+def config_for(
+    rows: int,
+    out_features: int,
+    inner: int,
+    activation: str,
+    dtype: torch.dtype,
+    aligned: bool,
+    device: tuning.Device,
+) -> linear.Config:
+    """The config of the GPU's table, which is for aligned matrices; else the heuristic's."""
+    key = tuning_key(out_features, inner, activation, dtype)
+    found = tuning.tuned(device, "feed_forward_bwd", key, tuning.bucket(rows)) if aligned else None
+    if found is not None:
+        return linear.Config(**found)
+    return heuristic(max(rows, linear.ROW_UNIT), inner, dtype, aligned, device)
 
 
 def sums_by_product(config: linear.Config, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
@@ -231,15 +283,20 @@ def sums_by_product(config: linear.Config, dtype: torch.dtype, capability: tuple
 
 def inner_gradient_with(
     config: linear.Config,
-    by_product: bool,
     dy: Tensor,
     down_weight: Tensor,
     pre: Tensor,
     activation: str,
     need_dbias: bool,
+    by_product: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`inner_gradient` with a given config and way to sum, for the tests; TMA needs aligned matrices."""
+    """`inner_gradient` with a given config, for the tuner and the tests; TMA needs aligned matrices.
+
+    by_product: a way to sum; None: that of `sums_by_product`.
+    """
     rows, inner = pre.shape
+    if by_product is None:
+        by_product = sums_by_product(config, dy.dtype, tuning.device_of(dy.device).capability)
     g = torch.empty_like(pre)
     # zeros: the sum over no rows
     dbias = dy.new_zeros((inner if need_dbias else 0,))

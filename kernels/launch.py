@@ -23,10 +23,14 @@ def launch(kernel, grid: tuple[int, ...], device: torch.device, *args, **config)
             kernel[grid](*args, **config, enable_fp_fusion=True)
 
 
+# Programs per multiprocessor of a kernel that walks over its work, where no table says otherwise.
+PROGRAMS = 3
+
+
 @cache
-def resident_programs(device: torch.device) -> int:
-    """The number of programs of a kernel that walks over its work: three per multiprocessor."""
+def resident_programs(device: torch.device, per_multiprocessor: int = PROGRAMS) -> int:
+    """The number of programs of a kernel that walks over its work."""
     if device.type == "cuda":
-        return 3 * torch.cuda.get_device_properties(device).multi_processor_count
-    # A few in the interpreter.
-    return 6
+        return per_multiprocessor * torch.cuda.get_device_properties(device).multi_processor_count
+    # A few in the interpreter, which has two multiprocessors.
+    return 2 * per_multiprocessor

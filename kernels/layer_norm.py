@@ -16,15 +16,18 @@ Files      layer_norm_backward.py: the kernels of backward. Here: those of forwa
 Source     Ba, Kiros, Hinton 2016, Layer Normalization, eq. 4.
 """
 
-from typing import TYPE_CHECKING
+import itertools
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastbert.kernels import tuning
 from fastbert.kernels.column_sums import _sum_partials_kernel
-from fastbert.kernels.launch import launch, resident_programs
+from fastbert.kernels.launch import PROGRAMS, launch, resident_programs
 from fastbert.kernels.layer_norm_backward import _layer_norm_bwd_kernel, _wide_bwd_means_kernel
 from fastbert.kernels.philox import as_int32_bits, philox_keep, threshold_bits
 
@@ -211,17 +214,105 @@ def _wide_fwd_stats_kernel(
 # --- launchers ----------------------------------------------------------------------------------------------
 
 
-def fwd_config(hidden: int) -> tuple[int, int, int]:
-    """(BLOCK_M, BLOCK_N, num_warps): 32 elements per thread. Up to 1024 columns no sum leaves its warp."""
-    block_n = WIDE_BLOCK if hidden > FWD_ONE_BLOCK else max(16, triton.next_power_of_2(hidden))
-    return max(1, 1024 // block_n), block_n, max(1, block_n // 1024)
+class Config(NamedTuple):
+    """How the rows are cut in forward; a line of kernels/tuned/<gpu>.json.
+
+    Attributes:
+        block_m: rows of a program.
+        num_warps: Triton's.
+    """
+
+    block_m: int
+    num_warps: int
 
 
-def bwd_config(hidden: int) -> tuple[int, int, int]:
-    """(BLOCK_M, BLOCK_N, num_warps): 16 elements per thread, because three column sums stay in registers."""
-    block_n = WIDE_BLOCK if hidden > BWD_ONE_BLOCK else max(16, triton.next_power_of_2(hidden))
+class BackwardConfig(NamedTuple):
+    """How the rows are cut in backward; a line of kernels/tuned/<gpu>.json.
+
+    Attributes:
+        block_m: rows of a tile.
+        num_warps: Triton's.
+        per_multiprocessor: programs per multiprocessor, where they sum columns.
+    """
+
+    block_m: int
+    num_warps: int
+    per_multiprocessor: int = PROGRAMS
+
+
+def columns(hidden: int, one_block: int) -> int:
+    """BLOCK_N: the columns of a program, all of them up to `one_block`."""
+    return WIDE_BLOCK if hidden > one_block else max(16, triton.next_power_of_2(hidden))
+
+
+def heuristic(hidden: int) -> Config:
+    """Forward's config where no table has one: 32 elements per thread.
+
+    Up to 1024 columns no sum leaves its warp.
+    """
+    block_n = columns(hidden, FWD_ONE_BLOCK)
+    return Config(max(1, 1024 // block_n), max(1, block_n // 1024))
+
+
+def bwd_heuristic(hidden: int) -> BackwardConfig:
+    """Backward's config where no table has one.
+
+    16 elements per thread, because three column sums stay in registers.
+    """
+    block_n = columns(hidden, BWD_ONE_BLOCK)
     block_m = max(1, min(16, 2048 // block_n))
-    return block_m, block_n, max(1, block_m * block_n // 512)
+    return BackwardConfig(block_m, max(1, block_m * block_n // 512))
+
+
+def candidates(hidden: int) -> tuple[Config, ...]:
+    """What a tuner may choose from in forward: 8 to 32 elements per thread, of rows of BERT's widths."""
+    usual = heuristic(hidden)
+    if not 256 < hidden <= 1024:
+        return (usual,)
+    block_n = columns(hidden, FWD_ONE_BLOCK)
+    found = [usual]
+    for block_m, each in itertools.product((1, 2, 4), (32, 16, 8)):
+        found.append(Config(block_m, max(1, block_m * block_n // (32 * each))))
+    return tuple(dict.fromkeys(c for c in found if c.num_warps <= 8))
+
+
+def bwd_candidates(hidden: int) -> tuple[BackwardConfig, ...]:
+    """What a tuner may choose from in backward: other numbers of programs, then tiles of other heights.
+
+    A thread has 8 or 16 elements: with 32 the three sums alone would take 96 registers.
+    """
+    usual = bwd_heuristic(hidden)
+    if not 256 < hidden <= 1024:
+        return (usual,)
+    block_n = columns(hidden, BWD_ONE_BLOCK)
+    found = [usual, *(usual._replace(per_multiprocessor=n) for n in (2, 4, 6))]
+    for block_m, each in itertools.product((1, 4, 2), (16, 8)):
+        config = BackwardConfig(block_m, block_m * block_n // (32 * each))
+        found += [config, config._replace(per_multiprocessor=2)]
+    return tuple(dict.fromkeys(c for c in found if c.num_warps <= 8))
+
+
+def tuning_key(hidden: int, dropout: bool, dtype: torch.dtype) -> str:
+    """The key of this computation in kernels/tuned, both ways: "bfloat16 768" or "bfloat16 768 dropout"."""
+    return f"{str(dtype).removeprefix('torch.')} {hidden}{' dropout' if dropout else ''}"
+
+
+@lru_cache(maxsize=4096)
+def config_for(
+    rows_bucket: int, hidden: int, dropout: bool, dtype: torch.dtype, device: tuning.Device
+) -> Config:
+    """Forward's config of the GPU's table, else the heuristic's."""
+    found = tuning.tuned(device, "layer_norm", tuning_key(hidden, dropout, dtype), rows_bucket)
+    return heuristic(hidden) if found is None else Config(**found)
+
+
+@lru_cache(maxsize=4096)
+def bwd_config_for(
+    rows_bucket: int, hidden: int, dropout: bool, dtype: torch.dtype, device: tuning.Device
+) -> BackwardConfig:
+    """Backward's config of the GPU's table, else the heuristic's."""
+    found = tuning.tuned(device, "layer_norm_bwd", tuning_key(hidden, dropout, dtype), rows_bucket)
+    return bwd_heuristic(hidden) if found is None else BackwardConfig(**found)
 
 
 def _dropout_args(dropout_p: float, offset: int) -> tuple[int, int, float]:
@@ -234,6 +325,16 @@ def _stride(t: Tensor | None) -> int:
 
 def layer_norm_fwd(inputs: "LayerNormInputs", save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y, z, mean, rstd): the contract of `fastbert.ops.layer_norm.layer_norm_fwd`."""
+    x = inputs.x
+    device = tuning.device_of(x.device)
+    config = config_for(tuning.bucket(x.shape[0]), x.shape[1], inputs.dropout_p > 0, x.dtype, device)
+    return layer_norm_fwd_with(config, inputs, save)
+
+
+def layer_norm_fwd_with(
+    config: Config, inputs: "LayerNormInputs", save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`layer_norm_fwd` with a given config, for the tuner and the tests."""
     x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset = inputs
     rows, hidden = x.shape
     seed = seed if dropout_p > 0 else None
@@ -244,7 +345,7 @@ def layer_norm_fwd(inputs: "LayerNormInputs", save: bool) -> tuple[Tensor, Tenso
     mean = x.new_empty((rows if save or wide else 0,), dtype=torch.float32)
     rstd = torch.empty_like(mean)
     if rows > 0:
-        block_m, block_n, num_warps = fwd_config(hidden)
+        (block_m, num_warps), block_n = config, columns(hidden, FWD_ONE_BLOCK)
         sources = (x, residual, x_bias)
         strides = (x.stride(0), _stride(residual))
         scalars = (rows, eps, *_dropout_args(dropout_p, offset))
@@ -294,6 +395,16 @@ def layer_norm_bwd(
     dy: Tensor, saved: "LayerNormSaved", need: "LayerNormNeeds"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dx, dresidual, dweight, dbias, dx_bias); the contract of `fastbert.ops.layer_norm.layer_norm_bwd`."""
+    rows, hidden = dy.shape
+    device = tuning.device_of(dy.device)
+    config = bwd_config_for(tuning.bucket(rows), hidden, saved.dropout_p > 0, dy.dtype, device)
+    return layer_norm_bwd_with(config, dy, saved, need)
+
+
+def layer_norm_bwd_with(
+    config: BackwardConfig, dy: Tensor, saved: "LayerNormSaved", need: "LayerNormNeeds"
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`layer_norm_bwd` with a given config, for the tuner and the tests."""
     z, weight, mean, rstd, dropout_p, seed, offset = saved
     need_dx, need_dweight, need_dxbias, need_dresidual = need
     rows, hidden = dy.shape
@@ -308,11 +419,12 @@ def layer_norm_bwd(
     if rows == 0:
         return dx, dresidual, *sums
 
-    block_m, block_n, num_warps = bwd_config(hidden)
+    (block_m, num_warps, per_multiprocessor), block_n = config, columns(hidden, BWD_ONE_BLOCK)
     programs, column_blocks = triton.cdiv(rows, block_m), triton.cdiv(hidden, block_n)
     needed = [s for s in sums if s.numel() > 0]
     if needed:
-        programs = min(programs, max(1, resident_programs(dy.device) // column_blocks))
+        resident = resident_programs(dy.device, per_multiprocessor)
+        programs = min(programs, max(1, resident // column_blocks))
     partials = dy.new_empty((len(needed), programs, hidden), dtype=torch.float32)
     of_each = iter(partials)
     dweight, dbias, dx_bias = (next(of_each) if s.numel() > 0 else None for s in sums)

@@ -21,6 +21,7 @@ Source     Hendrycks and Gimpel 2016, Gaussian Error Linear Units; Tillet, Kung,
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ from fastbert.kernels import activation as activation_kernels
 from fastbert.kernels import tuning
 from fastbert.kernels.activation import slope
 from fastbert.kernels.column_sums import _sum_partials_kernel
-from fastbert.kernels.launch import MOST_REGISTERS, launch, resident_programs
+from fastbert.kernels.launch import MOST_REGISTERS, PROGRAMS, launch, resident_programs
 from fastbert.kernels.linear_forward import _linear_fwd_kernel
 
 
@@ -78,8 +79,13 @@ def _linear_bwd_kernel(
 # Work of a tile's row or column, in elements of the tile. An estimate: with it tiles of 128 x 128 and 64 x 64
 # do 0.90 and 0.65 of the work per second of those of 128 x 256.
 OPERAND_WORK = 40
-# Rows are counted in units, so that a run over many lengths asks for few configs
+# Rows are counted in units, so that a run over many lengths asks for few configs.
 ROW_UNIT = 64
+
+
+def counted(rows: int) -> int:
+    """The rows that a config is asked for: whole units, or a power of two below one."""
+    return 2 ** tuning.bucket(rows) if rows < ROW_UNIT else triton.cdiv(rows, ROW_UNIT) * ROW_UNIT
 
 
 class Config(NamedTuple):
@@ -120,11 +126,16 @@ def heuristic(
     """
 
     def time(config: Config) -> int:
-        tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(out_features, config.block_n)
-        area, edges = config.block_m * config.block_n, config.block_m + config.block_n
-        return triton.cdiv(tiles, device.multiprocessors) * (area + OPERAND_WORK * edges)
+        return work(config, rows, out_features, device)
 
     return min(ladder(dtype, aligned, device.capability), key=time)
+
+
+def work(config: Config, rows: int, out_features: int, device: tuning.Device) -> int:
+    """The counted time of `heuristic`: the work of the multiprocessor that has most tiles."""
+    tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(out_features, config.block_n)
+    area, edges = config.block_m * config.block_n, config.block_m + config.block_n
+    return triton.cdiv(tiles, device.multiprocessors) * (area + OPERAND_WORK * edges)
 
 
 def ladder(dtype: torch.dtype, aligned: bool, capability: tuple[int, int]) -> tuple[Config, ...]:
@@ -180,19 +191,71 @@ def shared_memory(config: Config, dtype: torch.dtype, capability: tuple[int, int
 def candidates(dtype: torch.dtype, capability: tuple[int, int]) -> tuple[Config, ...]:
     """What a tuner may choose from for aligned matrices.
 
-    The ladder, then configs that only a measurement can rank, as far as they fit into shared memory.
+    The ladder, its neighbours in stages and in `group_m`, and in half precision `space`, as far as they fit
+    into shared memory. Small tiles are for few rows. bench/tune.py times the few with the least `work`.
     """
     found = ladder(dtype, True, capability)
     if capability == (0, 0):
         return found
-    more = [c._replace(num_stages=c.num_stages + step) for c in found for step in (1, -1)]
+    more = [c._replace(num_stages=c.num_stages + 1) for c in found]
+    more += space(dtype, capability)
     more += [c._replace(group_m=group) for c in found for group in (4, 16)]
-    room = _room(capability)
+    more += [c._replace(num_stages=c.num_stages - 1) for c in found]
+    room = most_shared(capability)
     fit = [c for c in more if c.num_stages >= 2 and shared_memory(c, dtype, capability) <= room]
     return tuple(dict.fromkeys((*found, *fit)))
 
 
-def _room(capability: tuple[int, int]) -> int:
+# (rows, columns, warps) of the tiles that a tuner may try, in half precision. A warp group's product is 64
+# rows high: two on one such tile would cut its columns, whose parts then take more room than is counted.
+SHAPES = (
+    (128, 256, 8),
+    (64, 256, 4),
+    (256, 128, 8),
+    (128, 128, 8),
+    (128, 128, 4),
+    (128, 64, 4),
+    (128, 64, 8),
+    (256, 64, 8),
+    (64, 128, 4),
+    (64, 64, 4),
+    (32, 64, 4),
+    (32, 128, 4),
+    (16, 64, 4),
+    (16, 128, 4),
+)
+# Depth of a tile -> the most stages of it that are tried.
+DEPTHS = {64: 6, 128: 4, 32: 6}
+
+
+def space(dtype: torch.dtype, capability: tuple[int, int]) -> tuple[Config, ...]:
+    """`SHAPES` in every depth, with as many stages as fit, for one program per multiprocessor and for two.
+
+    The accumulators of a thread are counted: more than `most` spill, as compiling showed.
+    """
+    if dtype == torch.float32:
+        return ()
+    tma = capability[0] in (9, 10, 12)
+    # With TMA a thread holds no addresses; on capability 12 operands are in registers.
+    most = 128 if capability[0] in (9, 10) else 64
+    found = []
+    for (block_m, block_n, warps), (depth, stages) in itertools.product(SHAPES, DEPTHS.items()):
+        held = block_m * block_n // (32 * warps)
+        if held > most or (depth == 32 and tma):
+            continue
+        # Parts of 32 elements per thread.
+        base = Config(block_m, block_n, depth, warps, stages, max(1, held // 32), tma)
+        base = base._replace(bias_first=capability[0] != 10)
+        # Two programs share the registers if they have 4 warps each.
+        for programs in (1, 2) if warps == 4 else (1,):
+            room = most_shared(capability) // programs
+            fit = (base._replace(num_stages=n) for n in range(stages, 1, -1))
+            fit = (c for c in fit if shared_memory(c, dtype, capability) <= room)
+            found += [c._replace(per_multiprocessor=programs) for c in itertools.islice(fit, 1)]
+    return tuple(dict.fromkeys(found))
+
+
+def most_shared(capability: tuple[int, int]) -> int:
     """Bytes of shared memory that a program may have; CUDA C++ Programming Guide, compute capabilities."""
     if capability[0] in (9, 10):
         return 227 * 1024
@@ -223,7 +286,8 @@ def config_for(
     found = tuning.tuned(device, "linear", key, tuning.bucket(rows)) if aligned else None
     if found is not None:
         return Config(**found)
-    return heuristic(rows, out_features, dtype, aligned, device)
+    # Fewer rows than a unit are a whole one: the heuristic knows no tiles for less.
+    return heuristic(max(rows, ROW_UNIT), out_features, dtype, aligned, device)
 
 
 def fits_tensor_map(*matrices: Tensor) -> bool:
@@ -251,7 +315,7 @@ def linear_fwd(
     out_features = weight.shape[0]
     aligned = fits_tensor_map(x, weight) and out_features * x.element_size() % 16 == 0
     config = config_for(
-        triton.cdiv(x.shape[0], ROW_UNIT) * ROW_UNIT,
+        counted(x.shape[0]),
         x.shape[1],
         out_features,
         activation,
@@ -321,10 +385,53 @@ def linear_fwd_with(
     return y, pre
 
 
-def bwd_config(out_features: int) -> tuple[int, int]:
-    """(BLOCK_M, BLOCK_N): 2048 elements per tile, which is 16 for each of 128 threads."""
+class BackwardConfig(NamedTuple):
+    """How backward's pass runs; a line of kernels/tuned/<gpu>.json.
+
+    Attributes:
+        block_m, block_n: rows and columns of a tile.
+        num_warps: Triton's.
+        per_multiprocessor: programs per multiprocessor, where they sum columns.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    per_multiprocessor: int = PROGRAMS
+
+
+def bwd_heuristic(out_features: int) -> BackwardConfig:
+    """The config where no table has one: 2048 elements per tile, which is 16 for each of 128 threads."""
     block_n = max(16, min(256, triton.next_power_of_2(out_features)))
-    return 2048 // block_n, block_n
+    return BackwardConfig(2048 // block_n, block_n, 4)
+
+
+def bwd_candidates(out_features: int) -> tuple[BackwardConfig, ...]:
+    """What a tuner may choose from: other numbers of programs, then tiles of 16 or 32 elements per thread."""
+    usual = bwd_heuristic(out_features)
+    if out_features < 256:
+        return (usual,)
+    found = [usual, *(usual._replace(per_multiprocessor=n) for n in (2, 4, 6))]
+    for block_n, warps, each in ((256, 8, 16), (512, 4, 16), (128, 4, 16), (256, 4, 32), (512, 8, 16)):
+        config = BackwardConfig(32 * warps * each // block_n, block_n, warps)
+        found += [config, config._replace(per_multiprocessor=2)]
+    return tuple(found)
+
+
+def bwd_tuning_key(out_features: int, activation: str | None, dtype: torch.dtype) -> str:
+    """The key of this computation in kernels/tuned: "bfloat16 3072 gelu"."""
+    words = [str(dtype).removeprefix("torch."), str(out_features)]
+    return " ".join(words + ([activation] if activation else []))
+
+
+@lru_cache(maxsize=4096)
+def bwd_config_for(
+    rows_bucket: int, out_features: int, activation: str | None, dtype: torch.dtype, device: tuning.Device
+) -> BackwardConfig:
+    """The config of the GPU's table, else the heuristic's."""
+    key = bwd_tuning_key(out_features, activation, dtype)
+    found = tuning.tuned(device, "linear_bwd", key, rows_bucket)
+    return bwd_heuristic(out_features) if found is None else BackwardConfig(**found)
 
 
 def linear_bwd(
@@ -352,17 +459,33 @@ def _activation_bwd(
 ) -> tuple[Tensor, Tensor]:
     """(g = dy * act'(pre), Σ_rows g). Without an activation g is dy itself; dbias is empty if not needed."""
     rows, out_features = dy.shape
+    device = tuning.device_of(dy.device)
+    config = bwd_config_for(tuning.bucket(rows), out_features, activation, dy.dtype, device)
+    return activation_bwd_with(config, dy, pre, activation, need_g, need_dbias)
+
+
+def activation_bwd_with(
+    config: BackwardConfig,
+    dy: Tensor,
+    pre: Tensor | None,
+    activation: str | None,
+    need_g: bool,
+    need_dbias: bool,
+) -> tuple[Tensor, Tensor]:
+    """`_activation_bwd` with a given config, for the tuner and the tests."""
+    rows, out_features = dy.shape
     new_g = need_g and activation is not None
     g = dy.new_empty((rows, out_features)) if new_g else dy
     # Zeros: the sum over no rows.
     dbias = dy.new_zeros((out_features if need_dbias else 0,))
     if rows == 0 or not (new_g or need_dbias):
         return g, dbias
-    block_m, block_n = bwd_config(out_features)
+    block_m, block_n, num_warps, per_multiprocessor = config
     programs, column_blocks = triton.cdiv(rows, block_m), triton.cdiv(out_features, block_n)
     partials = None
     if need_dbias:
-        programs = min(programs, max(1, resident_programs(dy.device) // column_blocks))
+        resident = resident_programs(dy.device, per_multiprocessor)
+        programs = min(programs, max(1, resident // column_blocks))
         partials = dy.new_empty((programs, out_features), dtype=torch.float32)
     launch(
         _linear_bwd_kernel,
@@ -379,7 +502,7 @@ def _activation_bwd(
         ACTIVATION=activation,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        num_warps=4,
+        num_warps=num_warps,
         maxnreg=MOST_REGISTERS,
     )
     if need_dbias:

@@ -4,9 +4,9 @@ The file is `kernels/tuned/<gpu>.json`, with the GPU's name in lower case with d
 
     {"device": "NVIDIA H200", "linear": {"bfloat16 768x3072 gelu": {"7": {…}, "14": {…}}}}
 
-op -> what is computed -> bucket of rows -> the fields of the kernel's config. A bucket is the exponent of the
-next power of two, so that a run over many lengths has few buckets and compiles little. Where the file or the
-entry is missing, the kernel's own heuristic chooses.
+kernel -> what is computed -> bucket of rows -> the fields of the kernel's config. A bucket is the exponent of
+the next power of two, so that a run over many lengths has few buckets and compiles little. Where the file or
+the entry is missing, the kernel's own heuristic chooses. `KERNELS` has the ops whose kernels read a table.
 """
 
 from __future__ import annotations
@@ -20,6 +20,14 @@ from typing import NamedTuple
 import torch
 
 TUNED = Path(__file__).resolve().parent / "tuned"
+# Op -> the keys of a table that its kernels read, forward and backward.
+KERNELS = {
+    "attention": ("attention", "attention_bwd"),
+    # The first product is `linear`'s.
+    "feed_forward": ("linear", "feed_forward_bwd"),
+    "layer_norm": ("layer_norm", "layer_norm_bwd"),
+    "linear": ("linear", "linear_bwd"),
+}
 
 
 class Device(NamedTuple):
@@ -54,9 +62,9 @@ def _table(path: Path) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def tuned(device: Device, op: str, key: str, rows_bucket: int) -> dict | None:
+def tuned(device: Device, kernel: str, key: str, rows_bucket: int) -> dict | None:
     """The fields of the config at the bucket nearest to `rows_bucket`; None where nothing is tuned."""
-    buckets = _table(file_of(device.name)).get(op, {}).get(key)
+    buckets = _table(file_of(device.name)).get(kernel, {}).get(key)
     if not buckets:
         return None
     # Of two equally near buckets the smaller.
@@ -65,7 +73,14 @@ def tuned(device: Device, op: str, key: str, rows_bucket: int) -> dict | None:
 
 
 def entries(name: str, op: str, dtype: torch.dtype) -> dict:
-    """What the table of the GPU of that name holds for an op in a dtype: key -> bucket -> config."""
+    """What the table of the GPU of that name holds for an op in a dtype.
+
+    kernel -> key -> bucket -> config, of the kernels that have any.
+    """
     first = str(dtype).removeprefix("torch.")
-    table = _table(file_of(name)).get(op, {})
-    return {key: buckets for key, buckets in table.items() if key.split()[0] == first}
+    table = {kernel: _table(file_of(name)).get(kernel, {}) for kernel in KERNELS.get(op, ())}
+    found = {
+        kernel: {key: buckets for key, buckets in keys.items() if key.split()[0] == first}
+        for kernel, keys in table.items()
+    }
+    return {kernel: keys for kernel, keys in found.items() if keys}

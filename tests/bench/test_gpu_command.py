@@ -17,6 +17,7 @@ import pytest
 
 from bench import attention, bench_encoder, bench_training, gpu, lines, roofs
 from fastbert.backends import triton as backend
+from fastbert.kernels import tuning
 from tests.support.triton_fixtures import interpreted
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -379,9 +380,10 @@ def test_a_dry_run_trains(dry):
 def test_a_dry_run_tunes(dry):
     folder, _ = dry("b")
     rows = [row for row in lines.read(folder / "tuning.jsonl")["rows"] if "entry" in row]
-    assert {row["entry"][0] for row in rows} == {"linear", "attention"}
+    kernels = {kernel for each in tuning.KERNELS.values() for kernel in each}
+    assert {row["entry"][0] for row in rows} == kernels
     assert {row["status"] for row in rows} == {"ok"}
-    assert set(json.loads((folder / "tuned.json").read_text())) == {"device", "linear", "attention"}
+    assert set(json.loads((folder / "tuned.json").read_text())) == {"device", *kernels}
 
 
 @interpreted

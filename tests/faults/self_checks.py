@@ -60,7 +60,7 @@ FAULTS = (
     _fault(_VERDICTS, "a mean of ratios", "return math.exp(sum(math.log(t.ms / t.other_ms) for t in self.times) / len(self.times))", "return sum(t.ms / t.other_ms for t in self.times) / len(self.times)"),
     _fault(_KEYS, "tuned configs do not count", '"tuned": _tuned(op, backend, name, dtype),', '"tuned": "",'),
     _fault("kernels/tuning.py", "tuned configs of other dtypes count", "if key.split()[0] == first}", "if first}"),
-    _fault("kernels/tuning.py", "tuned configs of other ops count", "    table = _table(file_of(name)).get(op, {})\n", "    table = {k: v for each in _table(file_of(name)).values() if isinstance(each, dict) for k, v in each.items()}\n"),
+    _fault("kernels/tuning.py", "tuned configs of other ops count", "for kernel in KERNELS.get(op, ())}", "for kernels in KERNELS.values() for kernel in kernels}"),
     # the times
     _fault(_SPEED, "only one backend is timed", "with dispatch.trial(**{op: backend}), torch", "with dispatch.trial(), torch"),
     _fault(_SPEED, "other calls are timed", "    if backend not in ranking:\n        return None\n", "    if backend not in ranking:\n        ranking = (backend, *ranking)\n"),

@@ -141,7 +141,7 @@ FAULTS = (
     _fault("rough tiles of the heads in one place", "rough_ptr += _slot() * nheads + tl.program_id(0)", "rough_ptr += _slot()", _DQ),
     _fault("a table that is given is not read", "    if places is None:\n        places = attention_places", "    if True:\n        places = attention_places"),
     _fault("nothing computed leaves no zeros", "*(torch.zeros(size, dtype", "*(torch.ones(size, dtype"),
-    _fault("high tiles for short sequences", "if high <= 2**seqlen_bucket and", "if"),
+    _fault("high tiles for short sequences", "if high <= max_seqlen and", "if"),
     _fault("wide heads not handed over", "inputs.q.shape[-1] > kernels(\"attention\").MAX_HEADDIM", "inputs.q.shape[-1] > 2 * kernels(\"attention\").MAX_HEADDIM", _BACKEND),
 )  # fmt: skip
 

@@ -65,7 +65,7 @@ def test_a_gpus_check_meets_the_configs_of_real_work(capability, multiprocessors
     assert ladder[0] in met
     assert len(met & set(ladder)) >= of_linear
     cases = testing.small_cases("feed_forward") + testing.gpu_cases("feed_forward")
-    met = {feed_forward.config_for(c.rows, c.inner, dtype, c.inner % 8 == 0, device) for c in cases}
+    met = {feed_forward.heuristic(c.rows, c.inner, dtype, c.inner % 8 == 0, device) for c in cases}
     assert ladder[0] in met
     assert len(met & set(ladder)) >= of_linear
     cases = testing.small_cases("attention") + testing.gpu_cases("attention")

@@ -90,9 +90,18 @@ def backward_jobs(scope: str) -> Iterator[tuple[str, int, Callable[[], None]]]:
     ):
         extras = name in ("bias", "drawn", "all-drawn", "saved-bias")
         saved = name in ("saved", "saved-all")
-        for configs in kernels.ladder(headdim, dtype, extras, saved, divmod(ARCH, 10)):
+        facts = headdim, dtype, extras, saved, divmod(ARCH, 10)
+        ladder = kernels.ladder(*facts)
+        # what the tuner may put in the place of one of them
+        tuned = (
+            ladder[0]._replace(**{part: config})
+            for part in kernels.TUNED_PARTS
+            for config in kernels.candidates(part, *facts)
+        )
+        for configs in dict.fromkeys((*ladder, *tuned)):
             high = max(configs.dq.block_m, configs.dkdv.block_n) >= HEIGHT
-            if high and _wanted(scope, dtype, headdim, name, name == "saved"):
+            base = configs == ladder[0] and name == "saved"
+            if high and _wanted(scope, dtype, headdim, name, base):
                 title = f"{str(dtype).removeprefix('torch.')}-{headdim}-{name}"
                 args, given = (configs, dtype, headdim, batch), options[name]
                 yield title, ARCH, lambda a=args, b=given: triton_compile.call_attention_bwd(*a, **b)

@@ -39,8 +39,12 @@ def layer_norm_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]
 
     widths = {}
     for hidden in (16, 32, 64, 128, 256, 512, 768, 1024, 2048, 4096, 8192, 12000):
-        configs = kernels.fwd_config(hidden), kernels.bwd_config(hidden)
-        column_blocks = tuple(triton.cdiv(hidden, block_n) for _, block_n, _ in configs)
+        configs = kernels.heuristic(hidden), kernels.bwd_heuristic(hidden)
+        blocks = (
+            kernels.columns(hidden, kernels.FWD_ONE_BLOCK),
+            kernels.columns(hidden, kernels.BWD_ONE_BLOCK),
+        )
+        column_blocks = tuple((block_n, triton.cdiv(hidden, block_n)) for block_n in blocks)
         widths.setdefault((configs, column_blocks), hidden)
     widths = sorted({*widths.values(), 768, 1024})
     few = (64, 768, 1024, 4096, 8192, 12000)
@@ -370,48 +374,135 @@ def call_linear(
     )
 
 
-def tuning_jobs(op: str, full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
-    """(name, architecture, call that launches): each candidate of each entry that bench/tune.py may write.
+def call_linear_bwd(config, dtype, rows: int, out_features: int, activation: str | None) -> None:
+    """Launch backward's pass on meta tensors."""
+    import torch
 
-    An entry serves more than the call that was timed: each candidate runs in that call, and with all options
-    that its key covers. By default bfloat16, the first entry, and of its candidates the one with most shared
-    memory (`linear`) or the last (`attention`).
-    """
+    from fastbert.kernels import linear as kernels
+
+    dy = torch.empty(rows, out_features, dtype=dtype, device="meta")
+    kernels.activation_bwd_with(config, dy, dy, activation, True, True)
+
+
+def call_feed_forward(
+    arch: int, config, dtype, rows: int, out: int, inner: int, activation: str, sums: bool
+) -> None:
+    """Launch the gradient between two products of meta tensors."""
+    import torch
+
+    from fastbert.kernels import feed_forward as kernels
+
+    dy = torch.empty(rows, out, dtype=dtype, device="meta")
+    weight, pre = (torch.empty(n, inner, dtype=dtype, device="meta") for n in (out, rows))
+    by_product = kernels.sums_by_product(config, dtype, divmod(arch, 10))
+    kernels.inner_gradient_with(config, dy, weight, pre, activation, sums, by_product)
+
+
+def call_layer_norm(config, dtype, rows: int, hidden: int, dropout_p: float, backward: bool) -> None:
+    """Launch LayerNorm on meta tensors, with residual, bias and all that training saves or asks for."""
+    import torch
+
+    from fastbert.kernels import layer_norm as kernels
+    from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
+
+    x = torch.empty(rows, hidden, dtype=dtype, device="meta")
+    weight, rstd = (torch.empty(n, dtype=torch.float32, device="meta") for n in (hidden, rows))
+    seed = torch.empty(1, dtype=torch.int64, device="meta") if dropout_p else None
+    if backward:
+        saved = LayerNormSaved(x, weight, rstd, rstd, dropout_p, seed, 3)
+        kernels.layer_norm_bwd_with(config, x, saved, LayerNormNeeds(True, True, True, True))
+    else:
+        inputs = LayerNormInputs(x, weight, weight, x, weight, 1e-12, dropout_p, seed, 3)
+        kernels.layer_norm_fwd_with(config, inputs, True)
+
+
+def tuning_uses(task, arch: int) -> dict[str, Callable]:
+    """Name -> function of a config that launches: the call that is timed, and the one that takes most."""
     import torch
 
     from bench import tune
 
-    def uses(task) -> dict[str, Callable]:
-        case, dtype = task.case, task.dtype
-        if op == "linear":
-            sizes = case.rows, case.in_features, case.out_features
-            timed = {"bias": case.bias, "activation": case.activation, "residual": case.residual}
-            most = timed | {"bias": True, "save": True}
-            return {
-                "timed": lambda c: call_linear(c, dtype, *sizes, **timed),
-                "most": lambda c: call_linear(c, dtype, *sizes, **most),
-            }
-        batch, sizes = len(case.lengths), (case.headdim, case.total, case.nheads)
-        timed = {"batch": batch, "max_seqlen": case.max_seqlen, "dropout_p": case.dropout_p}
-        most = timed | {"causal": True, "gate": True}
-        if case.dropout_p:
-            most |= {"save_bits": dtype != torch.float32}
+    case, dtype = task.case, task.dtype
+    if task.op == "linear":
+        sizes = case.rows, case.in_features, case.out_features
+        timed = {"bias": case.bias, "activation": case.activation, "residual": case.residual}
+        most = timed | {"bias": True, "save": True}
         return {
-            "timed": lambda c: call_attention(c, dtype, *sizes, **timed),
-            "most": lambda c: call_attention(c, dtype, *sizes, **most),
+            "timed": lambda c: call_linear(c, dtype, *sizes, **timed),
+            "most": lambda c: call_linear(c, dtype, *sizes, **most),
         }
+    if task.op == "linear_bwd":
+        return {"most": lambda c: call_linear_bwd(c, dtype, case.rows, case.out_features, case.activation)}
+    if task.op == "feed_forward_bwd":
+        sizes = case.rows, case.out, case.inner, case.activation, True
+        return {"most": lambda c: call_feed_forward(arch, c, dtype, *sizes)}
+    if task.op.startswith("layer_norm"):
+        sizes = case.rows, case.hidden, case.dropout_p, tune.KINDS[task.op].backward
+        return {"most": lambda c: call_layer_norm(c, dtype, *sizes)}
+    timed = {"batch": len(case.lengths), "max_seqlen": case.max_seqlen, "dropout_p": case.dropout_p}
+    if task.op == "attention_bwd":
+        facts = tune.KINDS[task.op].facts(case, dtype)
+        whole = tune.module_of(task.op).ladder(*facts, divmod(arch, 10))[0]
+        batch, sizes = timed.pop("batch"), (case.total, case.nheads)
+        timed |= {"saved": case.dropout_p > 0}
 
-    dtypes = [torch.bfloat16, torch.float16, torch.float32]
-    tasks = tune.tasks([op], ["base", "large"], dtypes, False)
+        def launch(config, **given) -> None:
+            configs = whole._replace(**{tune.part_of(task): config})
+            call_attention_bwd(configs, dtype, case.headdim, batch, *sizes, **given)
+
+        return {
+            "timed": lambda c: launch(c, **timed),
+            "most": lambda c: launch(c, **timed, causal=True, gate=True),
+        }
+    sizes = case.headdim, case.total, case.nheads
+    most = timed | {"causal": True, "gate": True}
+    if case.dropout_p:
+        most |= {"save_bits": dtype != torch.float32}
+    if case.bias:
+        timed |= {"bias": (timed["batch"], 1, 1, case.max_seqlen)}
+        most |= {"bias": (timed["batch"], case.nheads, *(case.max_seqlen,) * 2), "probs": True}
+    return {
+        "timed": lambda c: call_attention(c, dtype, *sizes, **timed),
+        "most": lambda c: call_attention(c, dtype, *sizes, **most),
+    }
+
+
+def tuning_tasks(op: str) -> list:
+    """The entries of bench/tune.py whose kernels differ by more than the sizes of a product."""
+    import torch
+
+    from bench import tune
+
+    found = {}
+    for task in tune.tasks(
+        tune.OPS, ["base", "large"], [torch.bfloat16, torch.float16, torch.float32], False
+    ):
+        words = task.key.split()[2 if task.op in ("linear", "linear_bwd", "feed_forward_bwd") else 1 :]
+        if task.op == op:
+            found.setdefault((task.dtype, *words, getattr(task.case, "bias", "")), task)
+    return list(found.values())
+
+
+def tuning_jobs(op: str, full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """(name, architecture, call that launches): each candidate of the entries that bench/tune.py may write.
+
+    An entry serves more than the call that was timed: each candidate runs in that call, and with all options
+    that its key covers. By default bfloat16, the first entry, and of its candidates the one with most shared
+    memory (`linear`) or the last (the others).
+    """
+    from bench import tune
+
+    tasks = tuning_tasks(op)
     for arch, task in itertools.product(SHARED_LIMIT, tasks if full else tasks[:1]):
-        device = tune.tuning.Device("no such device", divmod(arch, 10), 100)
-        configs = tune.candidates(task, device)
+        capability = divmod(arch, 10)
+        device = tune.tuning.Device("no such device", capability, 100)
+        configs = tune.KINDS[op].candidates(task, device)
         if not full and op == "linear":
             bytes_of = tune.module_of(op).shared_memory
-            configs = [max(configs, key=lambda c: bytes_of(c, task.dtype, device.capability))]
+            configs = [max(configs, key=lambda c: bytes_of(c, task.dtype, capability))]
         elif not full:
             configs = configs[-1:]
-        for config, (use, call) in itertools.product(configs, uses(task).items()):
+        for config, (use, call) in itertools.product(configs, tuning_uses(task, arch).items()):
             yield f"{task.name}/{tune.label(config)}/{use}", arch, lambda f=call, c=config: f(c)
 
 
@@ -462,12 +553,6 @@ def feed_forward_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]
     from fastbert.kernels import feed_forward as kernels
     from fastbert.ops.activation import ACTIVATIONS
 
-    def call(arch: int, config, dtype: torch.dtype, out: int, activation: str, sums: bool) -> None:
-        dy = torch.empty(16384, out, dtype=dtype, device="meta")
-        weight, pre = (torch.empty(n, 3072, dtype=dtype, device="meta") for n in (out, 16384))
-        by_product = kernels.sums_by_product(config, dtype, divmod(arch, 10))
-        kernels.inner_gradient_with(config, by_product, dy, weight, pre, activation, sums)
-
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     for arch, dtype, aligned in itertools.product(SHARED_LIMIT, dtypes, (True, False)):
         ladder = kernels.linear.ladder(dtype, aligned, divmod(arch, 10))
@@ -480,7 +565,13 @@ def feed_forward_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]
                 tiles = "x".join(map(str, config[:3]))
                 kind = f"{activation}-sums" if sums else activation
                 name = f"{str(dtype).removeprefix('torch.')}-{out}-{tiles}-{kind}"
-                yield name, arch, lambda args=(arch, config, dtype, out, activation, sums): call(*args)
+                yield (
+                    name,
+                    arch,
+                    lambda args=(arch, config, dtype, 16384, out, 3072, activation, sums): call_feed_forward(
+                        *args
+                    ),
+                )
 
 
 def first_attention_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
@@ -793,19 +884,26 @@ def results(
 def main() -> None:
     """Command line of this file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("op", choices=JOBS)
+    sys.path.insert(0, str(ROOT))
+    from bench import tune
+
+    parser.add_argument("op", choices={**JOBS, **tune.KINDS})
     parser.add_argument("--full", action="store_true", help="every config, dtype and architecture")
-    parser.add_argument(
-        "--tuning", action="store_true", help="what bench/tune.py may time, of linear, attention"
-    )
+    parser.add_argument("--tuning", action="store_true", help="what bench/tune.py may time")
+    parser.add_argument("--arch", type=int, choices=SHARED_LIMIT, action="append", help="only these")
+    parser.add_argument("--dtype", help="only what --tuning has in this dtype")
     parser.add_argument("--jobs", type=int, help="only the first so many calls of the launchers")
     parser.add_argument("--max-registers", type=int, help="a limit per thread, to see what spills under it")
     options = parser.parse_args()
-    if options.tuning and options.op not in ("linear", "attention"):
-        parser.error(f"--tuning: {options.op} has nothing to tune, expected linear or attention")
-    sys.path.insert(0, str(ROOT))
-    module = importlib.import_module(f"fastbert.kernels.{options.op}")
-    jobs = tuning_jobs(options.op, options.full) if options.tuning else JOBS[options.op](options.full)
+    if options.op not in (tune.KINDS if options.tuning else JOBS):
+        parser.error(f"{options.op}: expected {', '.join(tune.KINDS)} with --tuning, else {', '.join(JOBS)}")
+    if options.tuning:
+        module, jobs = tune.module_of(options.op), tuning_jobs(options.op, options.full)
+    else:
+        module = importlib.import_module(f"fastbert.kernels.{options.op}")
+        jobs = JOBS[options.op](options.full)
+    jobs = (job for job in jobs if job[1] in (options.arch or SHARED_LIMIT))
+    jobs = (job for job in jobs if options.dtype is None or f" {options.dtype} " in job[0])
     jobs = itertools.islice(jobs, options.jobs)
     for row in results(module, jobs, options.max_registers, code=not options.tuning):
         print(json.dumps(row), flush=True)

@@ -8,6 +8,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import resource
 import signal
 import stat
@@ -237,23 +238,46 @@ def test_a_tuned_table_changes_the_verdicts_of_its_entries_alone(tmp_path, monke
     assert set(none.values()) == {""}
     linear = {"bfloat16 768x3072 gelu": {"7": {"block_m": 64}}}
     first = with_table({"linear": linear})
-    assert {key for key in first if first[key] != none[key]} == {("linear", torch.bfloat16)}
+    # the first product of feed_forward is linear's
+    changed = {("linear", torch.bfloat16), ("feed_forward", torch.bfloat16)}
+    assert {key for key in first if first[key] != none[key]} == changed
     more = with_table({"linear": linear, "attention": {"float16 64 dropout": {"9": {}}}})
     assert {key for key in more if more[key] != first[key]} == {("attention", torch.float16)}
     other = with_table({"linear": {"bfloat16 768x3072 gelu": {"7": {"block_m": 128}}}})
     assert other["linear", torch.bfloat16] not in ("", first["linear", torch.bfloat16])
+    # a kernel of backward belongs to the op
+    for kernel, op in (
+        ("attention_bwd", "attention"),
+        ("feed_forward_bwd", "feed_forward"),
+        ("layer_norm", "layer_norm"),
+        ("layer_norm_bwd", "layer_norm"),
+        ("linear_bwd", "linear"),
+    ):
+        more = with_table({"linear": linear, kernel: {"bfloat16 64 dq": {"9": {}}}})
+        assert {key for key in more if more[key] != first[key]} == {(op, torch.bfloat16)}, kernel
+    # the same entry of two kernels is two entries
+    one, two = (with_table({k: {"bfloat16 768": {"9": {}}}}) for k in ("layer_norm", "layer_norm_bwd"))
+    assert one["layer_norm", torch.bfloat16] != two["layer_norm", torch.bfloat16]
     tuning._table.cache_clear()
 
 
-def test_an_op_uses_no_tuned_entries_but_its_own():
-    """Else its verdict would have to depend on them."""
+def test_an_op_uses_no_tuned_entries_but_those_of_its_verdict():
+    """An op's files look up what `tuning.KERNELS` says, and more only in functions that it never runs."""
+    tuning = pytest.importorskip("fastbert.kernels.tuning")
+    looked_up = re.compile(r"\btuning\.tuned\(\s*device,\s*\"(\w+)\"")
+    found = {}
     for op in ("attention", "cross_entropy", "embedding", "feed_forward", "layer_norm", "linear", "pooling"):
-        for path in verdict_keys._sources(op, "triton", verdict_keys.PACKAGE):
-            if path.parent.name == "kernels" and path.name not in ("linear.py", "attention.py"):
-                assert " tuning.tuned(" not in path.read_text(), path
-    for op in ("attention", "linear"):
-        text = (verdict_keys.PACKAGE / "kernels" / f"{op}.py").read_text()
-        assert text.count(" tuning.tuned(") == text.count(f' tuning.tuned(device, "{op}", ') == 1
+        texts = {
+            path.name: path.read_text()
+            for path in verdict_keys._sources(op, "triton", verdict_keys.PACKAGE)
+            if path.parent.name == "kernels" and path.name != "tuning.py"
+        }
+        assert all(t.count("tuning.tuned(") == len(looked_up.findall(t)) for t in texts.values())
+        found[op] = {kernel for text in texts.values() for kernel in looked_up.findall(text)}
+    # linear's backward, and all of layer_norm but `row_of`
+    not_run = {"feed_forward": {"linear_bwd"}, "embedding": {"layer_norm", "layer_norm_bwd"}}
+    for op, kernels in found.items():
+        assert kernels == {*tuning.KERNELS.get(op, ()), *not_run.get(op, ())}, op
 
 
 def test_where_verdicts_are_kept(monkeypatch, tmp_path):

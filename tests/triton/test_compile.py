@@ -152,8 +152,7 @@ def test_linear_that_may_be_tuned(full):
     assert_all_entries(rows, "linear", full)
     for row in rows:
         dtype = row["job"].split()[1]
-        *fields, tma, group_m, programs, first = map(int, row["job"].split("/")[1].split("_"))
-        config = linear.Config(*fields, bool(tma), group_m, programs, bool(first))
+        config = linear.Config(*map(int, row["job"].split("/")[1].split("_")))
         assert (row["tma"] > 0) == config.tma == (row["arch"] != 80 and dtype != "float32"), row
         # the limit that `candidates` assumes
         most = linear.shared_memory(config, getattr(torch, dtype), divmod(row["arch"], 10))
@@ -167,16 +166,47 @@ def test_attention_that_may_be_tuned(full):
     assert_all_entries(rows, "attention", full)
 
 
+# Kernel of the tables -> what its candidates launch.
+MAY_BE_TUNED = {
+    "attention_bwd": {"_attention_bwd_dq_kernel", "_attention_bwd_dkdv_kernel"},
+    "feed_forward_bwd": {"_feed_forward_bwd_kernel", "_sum_partials_kernel"},
+    "layer_norm": {"_layer_norm_fwd_kernel"},
+    "layer_norm_bwd": {"_layer_norm_bwd_kernel", "_sum_partials_kernel"},
+    "linear_bwd": {"_linear_bwd_kernel", "_sum_partials_kernel"},
+}
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_kernels_that_may_be_tuned(full):
+    from fastbert.kernels import feed_forward
+
+    for op, kernels in MAY_BE_TUNED.items():
+        rows = compiled(op, "--tuning", *["--full"] * full)
+        assert_fit(rows, kernels)
+        assert_all_entries(rows, op, full)
+        for row in rows:
+            if row["kernel"] == "_feed_forward_bwd_kernel" and row["arch"] == 90:
+                # the limit that `candidates` assumes
+                dtype, config = row["job"].split()[1], row["job"].split("/")[1].split("_")
+                config = feed_forward.linear.Config(*map(int, config))
+                most = feed_forward.shared_memory(config, getattr(torch, dtype), (9, 0))
+                assert row["dynamic_shared"] <= most, row
+
+
 def assert_all_entries(rows: list[dict], op: str, full: bool) -> None:
     """Every candidate of every entry of the tuner compiles, as it is timed and with all options it serves."""
     from bench import tune
+    from tests.support.triton_compile import tuning_tasks
 
-    assert {row["job"].split("/")[2] for row in rows} == {"timed", "most"}
+    timed_alone = op in ("attention", "attention_bwd", "linear")
+    assert {row["job"].split("/")[2] for row in rows} == ({"timed", "most"} if timed_alone else {"most"})
     if full:
-        tasks = tune.tasks([op], ["base", "large"], [torch.bfloat16, torch.float16, torch.float32], False)
+        tasks = tuning_tasks(op)
         for arch in (80, 90, 100, 120):
             device = tune.tuning.Device("", divmod(arch, 10), 1)
-            wanted = {f"{t.name}/{tune.label(c)}" for t in tasks for c in tune.candidates(t, device)}
+            wanted = {
+                f"{t.name}/{tune.label(c)}" for t in tasks for c in tune.KINDS[op].candidates(t, device)
+            }
             assert {row["job"].rpartition("/")[0] for row in rows if row["arch"] == arch} == wanted
 
 

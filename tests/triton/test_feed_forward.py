@@ -166,7 +166,7 @@ def test_sums_by_a_product_and_by_lanes(dtype, by_product):
     ones = torch.ones(2048, 8, dtype=dtype, device=DEVICE)
     weight = torch.eye(8, 16, dtype=dtype, device=DEVICE)
     pre = torch.ones(2048, 16, dtype=dtype, device=DEVICE)
-    dbias = kernels.inner_gradient_with(config, by_product, ones, weight, pre, "relu", True)[1]
+    dbias = kernels.inner_gradient_with(config, ones, weight, pre, "relu", True, by_product)[1]
     assert dbias.tolist() == [2048.0] * 8 + [0.0] * 8
 
 
@@ -179,7 +179,7 @@ def test_sums_are_kept_in_float32():
     weight = torch.eye(8, dtype=dy.dtype, device=DEVICE)
     for by_product in (True, False):
         dbias = kernels.inner_gradient_with(
-            config, by_product, dy, weight, torch.ones_like(dy), "relu", True
+            config, dy, weight, torch.ones_like(dy), "relu", True, by_product
         )[1]
         assert dbias.tolist() == [3088.0] * 8  # 3,084 rounded once; of rounded sums it would be 3,072
 

@@ -438,7 +438,7 @@ ROOMS = {(8, 0): 166912, (8, 6): 101376, (9, 0): 232448, (10, 0): 232448, (12, 0
 def test_candidates_are_the_ladder_and_what_fits(capability, dtype):
     ladder = kernels.ladder(dtype, True, capability)
     found = kernels.candidates(dtype, capability)
-    assert kernels._room(capability) == ROOMS[capability]
+    assert kernels.most_shared(capability) == ROOMS[capability]
     assert found[: len(ladder)] == ladder
     assert len(set(found)) == len(found)
     for base in ladder:
@@ -509,9 +509,15 @@ def test_many_lengths_meet_few_configs(monkeypatch):
     original = kernels.config_for
     monkeypatch.setattr(kernels, "config_for", lambda rows, *key: asked.append(rows) or original(rows, *key))
     weight = torch.zeros(8, 8, dtype=torch.bfloat16, device=DEVICE)
-    for rows in (1, 64, 65, 128):
+    for rows in (1, 3, 33, 63, 64, 65, 128):
         kernels.linear_fwd(weight.new_zeros(rows, 8), weight, None, None, None, False)
-    assert asked == [64, 64, 128, 128]
+    assert asked == [1, 4, 64, 64, 64, 128, 128]
+    # without a table few rows are taken for 64, though lower tiles would do
+    small = tuning.Device("?", (8, 6), 28)
+    few = {kernels.config_for(2**n, 768, 3072, None, False, torch.bfloat16, True, small) for n in range(7)}
+    (config,) = few
+    assert config == kernels.heuristic(64, 3072, torch.bfloat16, True, small)
+    assert config.block_m > kernels.heuristic(1, 3072, torch.bfloat16, True, small).block_m
     asked = {
         kernels.config_for(n, 768, 768, None, False, torch.bfloat16, True, H200) for n in range(64, 20000, 64)
     }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import random
 
 import pytest
 import torch
@@ -14,13 +16,26 @@ pytest.importorskip("triton")
 
 from bench import tune
 from bench.timing import Timing
-from fastbert.kernels import attention, linear, tuning
+from fastbert.kernels import attention, attention_backward, feed_forward, layer_norm, linear, tuning
+from fastbert.kernels.launch import resident_programs
+from fastbert.testing.op_cases.attention import AttentionCase
+from fastbert.testing.op_cases.feed_forward import FeedForwardCase
+from fastbert.testing.op_cases.layer_norm import LayerNormCase
 from fastbert.testing.op_cases.linear import LinearCase
 
 H200 = tuning.Device("NVIDIA H200", (9, 0), 132)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
-MODULES = {"attention": attention, "linear": linear}
+# Kernel -> the fields of its entries.
+CONFIGS = {
+    "attention": attention.Config,
+    "attention_bwd": attention_backward.Config,
+    "feed_forward_bwd": linear.Config,
+    "layer_norm": layer_norm.Config,
+    "layer_norm_bwd": layer_norm.BackwardConfig,
+    "linear": linear.Config,
+    "linear_bwd": linear.BackwardConfig,
+}
 
 interpreted = pytest.mark.skipif(
     not triton_interpreter.interpreting(), reason="tries the dry run, which interprets: there is a GPU here"
@@ -32,9 +47,16 @@ def no_look_up_outlives_a_test():
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)  # the dry run takes one
+    forget()
+
+
+def forget():
+    """Read tables anew."""
     tuning._table.cache_clear()
-    for module in MODULES.values():
-        module.config_for.cache_clear()
+    for module in (attention, attention_backward, feed_forward, layer_norm, linear):
+        for name in ("config_for", "configs_for", "bwd_config_for"):
+            if hasattr(module, name):
+                getattr(module, name).cache_clear()
 
 
 # --- tables -------------------------------------------------------------------------------------------------
@@ -47,10 +69,10 @@ def problems(table, name):
     for op, keys in table.items():
         if op == "device":
             continue
-        if op not in MODULES:
+        if op not in CONFIGS:
             yield f"op {op!r}"
             continue
-        fields = MODULES[op].Config._fields
+        fields = CONFIGS[op]._fields
         for key, buckets in keys.items():
             if key.split()[0] not in ("bfloat16", "float16", "float32"):
                 yield f"key {key!r}"
@@ -108,63 +130,251 @@ def test_buckets_and_files():
 # --- what is tuned ------------------------------------------------------------------------------------------
 
 
-def test_entries_come_once_and_what_triton_serves_first():
-    tasks = tune.tasks(["linear", "attention"], ["base", "large"], [BF16, FP16], False)
+def all_tasks(dtypes=(BF16,), models=("base", "large")):
+    return tune.tasks(tune.OPS, list(models), list(dtypes), False)
+
+
+def test_entries_come_once_and_what_matters_most_first():
+    tasks = all_tasks([BF16, FP16])
     assert len({task.name for task in tasks}) == len(tasks)
     assert [task.dtype for task in tasks] == sorted((t.dtype for t in tasks), key=[BF16, FP16].index)
     half = [task for task in tasks if task.dtype == BF16]
-    assert [tune.is_later(task.case) for task in half] == sorted(tune.is_later(task.case) for task in half)
-    keys = list(dict.fromkeys(task.key for task in half))
-    assert keys[:3] == ["bfloat16 768x3072 gelu", "bfloat16 1024x4096 gelu", "bfloat16 64"]
-    assert set(keys[3:]) == {
-        "bfloat16 768x2304",
-        "bfloat16 768x768",
-        "bfloat16 3072x768",
-        "bfloat16 1024x3072",
-        "bfloat16 1024x1024",
-        "bfloat16 4096x1024",
-        "bfloat16 64 dropout",
+    order = [(tune.is_later(task), task.rank) for task in half]
+    assert order == sorted(order)
+    # batches of 16,384 tokens, or of sequences of 512, of what Triton serves
+    first = [(task.op, task.key.removeprefix("bfloat16 "), task.bucket) for task in half[:17]]
+    assert first == [
+        ("linear", "768x3072 gelu", 14),
+        ("linear", "1024x4096 gelu", 14),
+        ("attention", "64", 9),
+        ("attention", "64 dropout", 9),
+        ("layer_norm", "768", 14),
+        ("layer_norm", "768 dropout", 14),
+        ("layer_norm", "1024", 14),
+        ("layer_norm", "1024 dropout", 14),
+        ("feed_forward_bwd", "768x3072 gelu", 14),
+        ("feed_forward_bwd", "1024x4096 gelu", 14),
+        ("attention_bwd", "64 dq", 9),
+        ("attention_bwd", "64 dkdv", 9),
+        ("attention_bwd", "64 saved dq", 9),
+        ("attention_bwd", "64 saved dkdv", 9),
+        ("layer_norm_bwd", "768 dropout", 14),
+        ("layer_norm_bwd", "1024 dropout", 14),
+        ("linear", "768x3072 gelu", 12),
+    ]
+    later = {(task.op, task.key) for task in half if tune.is_later(task)}
+    assert later == {
+        ("linear", "bfloat16 768x2304"),
+        ("linear", "bfloat16 768x768"),
+        ("linear", "bfloat16 3072x768"),
+        ("linear", "bfloat16 1024x3072"),
+        ("linear", "bfloat16 1024x1024"),
+        ("linear", "bfloat16 4096x1024"),
+        ("linear_bwd", "bfloat16 3072 gelu"),
+        ("linear_bwd", "bfloat16 4096 gelu"),
+        ("attention", "bfloat16 64 extras"),
     }
-    for task in tasks:
-        rows = task.case.rows if task.op == "linear" else task.case.max_seqlen
-        assert tuning.bucket(rows) == task.bucket
+    rows = {task.bucket for task in half if (task.op, task.key) == ("linear", "bfloat16 768x3072 gelu")}
+    assert rows == {14, 13, 12, 10, 8, 7, 6, 5, 4, 0}
+    assert {task.op for task in half} == set(tune.KINDS) == {k for ks in tuning.KERNELS.values() for k in ks}
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)])
-@pytest.mark.parametrize("dtype", [BF16, FP32])
+def looked_up(task, device):
+    """What run time finds for the case of a task."""
+    case, dtype = task.case, task.dtype
+    if task.op == "linear":
+        options = case.in_features, case.out_features, case.activation, case.residual
+        return linear.config_for(case.rows, *options, dtype, True, device)
+    if task.op == "linear_bwd":
+        facts = tuning.bucket(case.rows), case.out_features, case.activation
+        return linear.bwd_config_for(*facts, dtype, device)
+    if task.op == "feed_forward_bwd":
+        facts = case.rows, case.out, case.inner, case.activation
+        return feed_forward.config_for(*facts, dtype, True, device)
+    if task.op.startswith("layer_norm"):
+        look_up = layer_norm.config_for if task.op == "layer_norm" else layer_norm.bwd_config_for
+        return look_up(tuning.bucket(case.rows), case.hidden, case.dropout_p > 0, dtype, device)
+    buckets = tuning.bucket(case.max_seqlen), tuning.bucket(case.total * case.nheads)
+    if task.op == "attention":
+        kind = attention.extras_of(bool(case.bias), case.dropout_p > 0, case.probs)
+        return attention.config_for(case.headdim, dtype, kind, *buckets, device)
+    configs = attention_backward.configs_for(case.headdim, dtype, False, case.dropout_p > 0, *buckets, device)
+    return getattr(configs, task.key.split()[-1])
+
+
+def write_table(path, entries):
+    """A table of (task, config) for the device "GPU"; nothing of an older one is remembered."""
+    table = {"device": "GPU"}
+    for task, config in entries:
+        table = tune.with_entry(table, [task.op, task.key, task.bucket], config._asdict())
+    (path / "gpu.json").write_text(json.dumps(table))
+    forget()
+    return table
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_an_entry_is_what_run_time_looks_up(monkeypatch, tmp_path, capability, dtype):
-    """`config_for` of the kernel finds a config that was written for a task, at the shapes of that task."""
+    """The kernel's look-up finds each config that was written for a task, at the shapes of that task."""
     monkeypatch.setattr(tuning, "TUNED", tmp_path)
     device = tuning.Device("GPU", capability, 100)
-    for task in tune.tasks(["linear", "attention"], ["base"], [dtype], False):
-        configs = tune.candidates(task, device)
+    tasks = all_tasks([dtype], ["base"])
+    chosen = {}
+    for task in tasks:
+        configs = tune.KINDS[task.op].candidates(task, device)
         assert len(configs) == len(set(configs))
         assert tune.heuristic(task, device) in configs
-        assert all(config.num_stages >= 1 for config in configs)
-        chosen = configs[-1]
-        table = tune.with_entry({"device": "GPU"}, [task.op, task.key, task.bucket], chosen._asdict())
-        assert list(problems(table, "gpu.json")) == []
-        tuning.file_of("GPU").write_text(json.dumps(table))
-        tuning._table.cache_clear()
-        MODULES[task.op].config_for.cache_clear()
-        case = task.case
-        if task.op == "linear":
-            options = case.in_features, case.out_features, case.activation, case.residual
-            found = linear.config_for(case.rows, *options, dtype, True, device)
-        else:
-            buckets = tuning.bucket(case.max_seqlen), tuning.bucket(case.total * case.nheads)
-            found = attention.config_for(case.headdim, dtype, tune.extras_of(case), *buckets, device)
-        assert found == chosen
+        chosen[task] = configs[-1]
+    table = write_table(tmp_path, chosen.items())
+    assert list(problems(table, "gpu.json")) == []
+    assert {task: looked_up(task, device) for task in tasks} == chosen
 
 
-def test_candidates_begin_with_the_modules_own():
-    (task, *_) = tune.tasks(["linear"], ["base"], [BF16], False)
-    configs = tune.candidates(task, H200)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)], ids=str)
+def test_without_an_entry_the_heuristic_chooses(monkeypatch, tmp_path, capability):
+    """Entries of one kernel change no other: each is looked up under its own name."""
+    monkeypatch.setattr(tuning, "TUNED", tmp_path)
+    device = tuning.Device("GPU", capability, 100)
+    tasks = [task for task in all_tasks([BF16], ["base"]) if task.rank == 0]
+    usual = {task: tune.heuristic(task, device) for task in tasks}
+    forget()
+    assert {task: looked_up(task, device) for task in tasks} == usual
+    for task in tasks:
+        other = tune.KINDS[task.op].candidates(task, device)[-1]
+        write_table(tmp_path, [(task, other)])
+        for each in tasks:
+            own = (each.op, each.key) == (task.op, task.key)
+            assert looked_up(each, device) == (other if own else usual[each]), (task.name, each.name)
+
+
+def test_attentions_backward_looks_up_where_there_is_work_for_the_gpu(monkeypatch, tmp_path):
+    """As forward: one sequence wants more, lower tiles than those that were timed."""
+    monkeypatch.setattr(tuning, "TUNED", tmp_path)
+    device = tuning.Device("GPU", (9, 0), 132)
+    (task,) = (t for t in all_tasks() if (t.key, t.bucket) == ("bfloat16 64 saved dq", 9))
+    other = attention_backward.Config(16, 16, 64, 4, 1)
+    write_table(tmp_path, [(task, other)])
+    found = [attention_backward.configs_for(64, BF16, False, True, 9, rows, device).dq for rows in (18, 12)]
+    assert [config == other for config in found] == [True, False]
+    for facts in ((32, BF16, False, True), (64, FP16, False, True), (64, BF16, True, False)):
+        assert attention_backward.configs_for(*facts, 9, 18, device).dq != other
+
+
+def test_heuristics_without_a_table_are_as_they_were():
+    """What was chosen before there was anything to look up."""
+    rows = {16: (64, 1), 64: (16, 1), 512: (2, 1), 768: (1, 1), 1024: (1, 1), 4096: (1, 4), 8192: (1, 8)}
+    assert {hidden: layer_norm.heuristic(hidden) for hidden in rows} == rows
+    assert layer_norm.heuristic(12000) == (1, 4)
+    backward = {16: (16, 1), 64: (16, 2), 512: (4, 4), 768: (2, 4), 1024: (2, 4), 4096: (1, 8), 12000: (1, 8)}
+    assert {n: layer_norm.bwd_heuristic(n) for n in backward} == {n: (*c, 3) for n, c in backward.items()}
+    tiles = {17: (64, 32), 200: (8, 256), 768: (8, 256), 3072: (8, 256), 1: (128, 16)}
+    assert {n: linear.bwd_heuristic(n) for n in tiles} == {n: (*tile, 4, 3) for n, tile in tiles.items()}
+    assert [resident_programs(CPU), resident_programs(CPU, 3), resident_programs(CPU, 2)] == [6, 6, 4]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)], ids=str)
+def test_few_candidates_are_timed_the_heuristics_first(capability):
+    device = tuning.Device("GPU", capability, 132)
+    for task in all_tasks([BF16, FP32]):
+        configs = tune.candidates(task, device)
+        kind = tune.KINDS[task.op]
+        assert configs[0] == tune.heuristic(task, device)
+        assert len(configs) == len(set(configs)) <= tune.MOST
+        assert set(configs) <= set(kind.candidates(task, device))
+        assert configs == tune.candidates(task, device)
+        works = [kind.work(c, task, device) for c in kind.candidates(task, device)]
+        assert all(kind.work(c, task, device) <= 1.5 * min(works) for c in configs[1:])
+        # the tiles with least work are among them
+        best = [c for c, work in zip(kind.candidates(task, device), works, strict=True) if work == min(works)]
+        assert best[0] in configs
+
+
+def timed(key, bucket, capability=(9, 0)):
+    """The candidates of one entry of linear."""
+    device = tuning.Device("GPU", capability, 132)
+    (task,) = (t for t in all_tasks() if (t.op, t.key, t.bucket) == ("linear", f"bfloat16 {key}", bucket))
+    return tune.candidates(task, device)
+
+
+def test_large_and_small_batches_try_other_tiles():
+    large = timed("768x3072 gelu", 14)
+    assert {c[:2] for c in large} >= {(128, 256), (256, 128), (128, 128), (64, 256), (256, 64)}
+    assert {c[2:5] for c in large if c[:2] == (128, 256)} >= {(64, 8, 3), (64, 8, 4), (128, 8, 2)}
+    for bucket in (0, 4, 5):
+        small = timed("768x768", bucket)
+        assert {c.block_m for c in small if c.block_n == 64} >= {16, 32}
+        assert {c.block_k for c in small} == {64, 128}
+    assert {c.block_m for c in timed("768x768", 6)} >= {32, 64}
+    assert {c.block_k for c in timed("768x3072 gelu", 14, (8, 0))} == {32, 64, 128}
+
+
+def test_all_candidates_begin_with_the_modules_own():
     ladder = linear.ladder(BF16, True, (9, 0))
-    assert tuple(configs[: len(ladder)]) == ladder
+    configs = linear.candidates(BF16, (9, 0))
+    assert configs[: len(ladder)] == ladder
     assert {config.group_m for config in configs} == {8, 4, 16}
+    assert {config.per_multiprocessor for config in configs} == {1, 2}
+    assert {c.num_warps for c in configs if c[:2] == (128, 128)} == {4, 8}
     assert {c.num_stages for c in configs if c[:3] == ladder[0][:3]} == {2, 3, 4}
-    assert configs == tune.candidates(task, H200)
+    for capability in ((8, 0), (8, 6), (9, 0), (10, 0), (12, 0)):
+        configs = linear.candidates(FP16, capability)
+        tma = capability[0] >= 9
+        assert {c.tma for c in configs} == {tma}
+        # a thread's accumulators and, with pointers or on capability 12, its operands
+        most = max(c.block_m * c.block_n // (32 * c.num_warps) for c in configs)
+        assert most == (128 if capability[0] in (9, 10) else 64)
+        assert {c.bias_first for c in configs} == {capability[0] != 10}
+        room = linear.most_shared(capability)
+        assert all(linear.shared_memory(c, FP16, capability) <= room for c in configs)
+        doubled = linear.space(FP16, capability)
+        doubled = [c for c in doubled if c.per_multiprocessor == 2]
+        assert doubled
+        assert all(2 * linear.shared_memory(c, FP16, capability) <= room for c in doubled)
+
+
+def test_the_gradient_in_a_feed_forward_has_tiles_of_its_own():
+    """Those of linear that do not spill there."""
+    for capability in ((8, 0), (9, 0), (12, 0)):
+        assert feed_forward.candidates(FP32, capability) == linear.ladder(FP32, True, capability)[-1:]
+    for capability in ((8, 0), (9, 0), (10, 0), (12, 0)):
+        configs = feed_forward.candidates(BF16, capability)
+        ladder = linear.ladder(BF16, True, capability)
+        assert configs[: len(ladder)] == ladder
+        assert set(configs) < set(linear.candidates(BF16, capability))
+        assert (256, 128) not in {c[:2] for c in configs}
+        assert min(c.block_m for c in configs) == 32
+        room = linear.most_shared(capability)
+        assert all(feed_forward.shared_memory(c, BF16, capability) <= room for c in configs)
+
+
+def test_backward_of_attention_tries_what_its_kernels_may_run():
+    for saved, part in itertools.product((False, True), attention_backward.TUNED_PARTS):
+        facts = 64, BF16, False, saved, (9, 0)
+        configs = attention_backward.candidates(part, *facts)
+        ladder = [getattr(each, part) for each in attention_backward.ladder(*facts)]
+        assert list(configs[:2]) == ladder
+        assert len(configs) == len(set(configs)) >= 6
+        assert {c.chunk for c in configs} == {64}
+    # bits to draw need registers
+    assert len(attention_backward.candidates("dq", 64, BF16, True, False, (9, 0))) == 2
+    assert len(attention_backward.candidates("dq", 128, BF16, False, True, (9, 0))) == 2
+    assert len(attention_backward.candidates("dq", 64, FP32, False, False, (9, 0))) == 1
+
+
+def test_every_kernel_that_is_timed_is_compiled_ahead():
+    """The sizes of a product are constants of its kernel: other sizes are another kernel."""
+    device = tuning.Device("GPU", (9, 0), 132)
+    tasks = all_tasks()
+    units = tune.compile_units(tasks, device)
+    assert len(units) == len(set(units))
+    compiled = {(t.op, t.key, tune.KINDS[t.op].constants(t.case), config) for t, config in units}
+    for task in tasks:
+        for config in tune.candidates(task, device):
+            assert (task.op, task.key, tune.KINDS[task.op].constants(task.case), config) in compiled
+    # what is timed first is compiled first
+    first = [(task.op, task.key) for task, _ in units[:12]]
+    assert set(first) == {("linear", "bfloat16 768x3072 gelu")}
+    assert len(units) == len(compiled)
 
 
 @pytest.mark.parametrize(("major", "most"), [(8, 64), (9, 128), (10, 96), (12, 64)])
@@ -188,7 +398,7 @@ def timing(ms):
 
 @pytest.fixture
 def task():
-    return tune.linear_task(LinearCase(40, 48, 96, "gelu"), FP32)
+    return tune.tasks_of("linear", LinearCase(40, 48, 96, "gelu"), FP32)[0]
 
 
 @pytest.fixture
@@ -305,7 +515,7 @@ def test_an_entry_that_cannot_be_prepared_is_a_row(task, monkeypatch):
 
 @interpreted
 def test_an_op_that_goes_another_way_is_told(task, monkeypatch):
-    monkeypatch.setattr(LinearCase, "call", lambda self, **inputs: None)
+    monkeypatch.setattr(LinearCase, "call", lambda self, x, **inputs: x)
     _, entry = run_one(task)
     assert "does not reach kernels/linear.linear_fwd_with" in entry["error"]
 
@@ -321,6 +531,154 @@ def test_the_budget_ends_an_entry_after_its_first_good_config(task, few):
     assert entry["tried"] == 1
 
 
+# Cases whose shapes have few tiles, and every candidate of real GPUs.
+DRAWN = {
+    "attention": (
+        AttentionCase((70, 33), 2, 64, packed_qkv=True),
+        AttentionCase((70, 33), 2, 64, packed_qkv=True, dropout_p=0.1),
+        AttentionCase((70, 33), 2, 64, packed_qkv=True, dropout_p=0.1, bias="keys"),
+    ),
+    "attention_bwd": (
+        AttentionCase((70, 33), 2, 64, packed_qkv=True),
+        AttentionCase((70, 33), 2, 64, packed_qkv=True, dropout_p=0.1),
+    ),
+    "feed_forward_bwd": (FeedForwardCase(150, 72, 272, 72),),
+    "layer_norm": (
+        LayerNormCase(9, 768, residual=True, x_bias=True),
+        LayerNormCase(9, 768, residual=True, x_bias=True, dropout_p=0.1),
+    ),
+    "layer_norm_bwd": (LayerNormCase(30, 768, residual=True, x_bias=True, dropout_p=0.1),),
+    "linear": (LinearCase(150, 72, 272, "gelu"), LinearCase(3, 200, 72)),
+    "linear_bwd": (LinearCase(70, 24, 600, "gelu"),),
+}
+CAPABILITIES = ((8, 0), (9, 0), (10, 0), (12, 0))
+
+
+def drawn(op, dtype):
+    """(task, config) of every config that a table may hold for the tasks of DRAWN, each once."""
+    for case in DRAWN[op]:
+        for task in tune.tasks_of(op, case, dtype):
+            devices = [tuning.Device("GPU", capability, 100) for capability in CAPABILITIES]
+            configs = [c for device in devices for c in tune.KINDS[op].candidates(task, device)]
+            yield from ((task, config) for config in dict.fromkeys(configs))
+
+
+@interpreted
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("op", DRAWN)
+def test_fuzz_every_config_that_a_table_may_hold_computes_the_same(op, every):
+    found = list(drawn(op, BF16))
+    results = {}
+    for task, config in found if every else random.Random(3).sample(found, 4):
+        inputs = task.case.inputs(BF16, CPU)
+        if task not in results:
+            results[task] = tune.expected(task, inputs)
+        assert tune.wrong(task, config, inputs, *results[task]) == "", (task.name, config)
+
+
+@interpreted
+@pytest.mark.parametrize("op", tune.KINDS)
+def test_the_launcher_runs_what_the_table_says(monkeypatch, tmp_path, op):
+    """A config that no heuristic chooses, in the table, reaches the launch of the public op."""
+    monkeypatch.setattr(tuning, "TUNED", tmp_path)
+    monkeypatch.setattr(tuning, "device_of", lambda _: tuning.Device("GPU", (0, 0), 2))
+    for case in tune.KINDS[op].tiny:
+        marked, others = {}, {}
+        for task in tune.tasks_of(op, case, BF16):
+            usual = tune.heuristic(task, tuning.device_of(CPU))
+            # warps count for nothing in the interpreter
+            marked[task] = usual._replace(num_warps=2 * usual.num_warps)
+            for bucket in (task.bucket - 1, task.bucket + 1):
+                others[dataclasses.replace(task, bucket=bucket)] = usual._replace(num_warps=32)
+        write_table(tmp_path, {**others, **marked}.items())
+        taken, warps, module = [], [], tune.module_of(op)
+        launch = module.launch
+
+        def record(real, config, *args, taken=taken, warps=warps, module=module, launch=launch):
+            def recorded(*args, **options):
+                warps.append(options["num_warps"])
+                launch(*args, **options)
+
+            taken.append(config)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(module, "launch", recorded)
+                return real(config, *args)
+
+        with tune.launcher_of(task, record):
+            tune.evaluate(task, case.call, case.inputs(BF16, CPU))
+        assert len(taken) == 1
+        assert {config.num_warps for config in marked.values()} <= set(warps)
+        for task, config in marked.items():
+            assert tune.KINDS[op].launched(config, task, taken[0]) == taken[0]
+            assert config in (taken[0], *taken[0])
+
+
+@interpreted
+def test_the_other_kernels_of_a_backward_keep_their_config(monkeypatch):
+    """An entry of attention's backward is of one kernel; all run when it is timed."""
+    (dq, dkdv) = tune.tasks_of("attention_bwd", DRAWN["attention_bwd"][1], BF16)
+    assert [tune.part_of(task) for task in (dq, dkdv)] == ["dq", "dkdv"]
+    kind, config = tune.KINDS["attention_bwd"], attention_backward.Config(16, 16, 64, 4, 1)
+    default = attention_backward.ladder(64, BF16, False, True, (9, 0))[0]
+    assert kind.launched(config, dq, default) == (config, default.dkdv, default.dbias)
+    assert kind.launched(config, dkdv, default) == (default.dq, config, default.dbias)
+    grids = []
+    real = attention_backward.launch
+    monkeypatch.setattr(
+        attention_backward,
+        "launch",
+        lambda k, *a, **c: (grids.append((c["BLOCK_M"], c["BLOCK_N"])), real(k, *a, **c)),
+    )
+    (run,) = tune.launches(dq, [dq.case.inputs(BF16, CPU)])
+    grids.clear()
+    run(config)
+    assert [tiles == (16, 16) for tiles in grids] == [True, True, False]  # dq twice
+
+
+@interpreted
+@pytest.mark.parametrize("op", ["attention_bwd", "feed_forward_bwd", "layer_norm_bwd", "linear_bwd"])
+def test_a_wrong_gradient_cannot_win(monkeypatch, op):
+    task = tune.tasks_of(op, tune.KINDS[op].tiny[0], BF16)[0]
+    usual = tune.heuristic(task, tuning.device_of(CPU))
+    configs = [usual, usual._replace(num_warps=8)]
+    monkeypatch.setattr(tune, "candidates", lambda task, device: configs)
+    module, name = tune.module_of(op), tune.KINDS[op].launcher
+    real = getattr(module, name)
+
+    def planted(config, *args):
+        found = real(config, *args)
+        if configs[1] in (config, *config):
+            # the last gradient that there is
+            next(t for t in reversed(found) if t.numel()).mul_(1.1)
+        return found
+
+    monkeypatch.setattr(module, name, planted)
+    rows, entry = run_one(task)
+    assert entry["config"] == usual._asdict()
+    (bad,) = (row for row in rows.values() if row["status"] == "error")
+    assert bad["error"].startswith("wrong: d")
+
+
+@interpreted
+def test_training_is_timed_as_training_runs_it(monkeypatch):
+    """With dropout attention saves its bits and layer_norm its statistics; in inference neither does."""
+    saved = []
+
+    def launches_of(op, case):
+        def record(real, config, *args):
+            saved.append(args[-1])
+            return real(config, *args)
+
+        task = tune.tasks_of(op, case, BF16)[0]
+        with tune.launcher_of(task, record):
+            tune.evaluate(task, case.call, case.inputs(BF16, CPU))
+
+    for op in ("attention", "layer_norm"):
+        for case in tune.KINDS[op].tiny:
+            launches_of(op, case)
+    assert saved == [False, True, False, True]
+
+
 # --- the command --------------------------------------------------------------------------------------------
 
 
@@ -331,12 +689,18 @@ def test_a_dry_run_writes_a_table_that_serves(tmp_path, monkeypatch, capsys):
     assert tune.main(arguments) == 0
     table = json.loads(out.read_text())
     assert list(problems(table, "cpu.json")) == []
-    assert list(table) == ["device", "attention", "linear"]
+    assert list(table) == ["device", *sorted(tune.KINDS)]
     assert set(table["linear"]) == {"bfloat16 48x96 gelu", "bfloat16 96x48"}
     assert list(table["linear"]["bfloat16 48x96 gelu"]) == ["4", "6"]
     assert set(table["attention"]) == {"bfloat16 16", "bfloat16 16 dropout"}
+    parts = {f"bfloat16 16 {part}" for part in ("dq", "dkdv", "saved dq", "saved dkdv")}
+    assert set(table["attention_bwd"]) == parts
+    assert set(table["layer_norm"]) == {"bfloat16 264", "bfloat16 264 dropout"}
+    assert set(table["layer_norm_bwd"]) == {"bfloat16 264 dropout"}
+    assert set(table["feed_forward_bwd"]) == {"bfloat16 48x96 gelu"}
+    assert set(table["linear_bwd"]) == {"bfloat16 264 gelu"}
     text = capsys.readouterr().out
-    assert "# 5 of 5 entries in" in text
+    assert "# 14 of 14 entries in" in text
     from bench import lines
 
     data = lines.read(record)
