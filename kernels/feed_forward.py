@@ -225,9 +225,9 @@ def heuristic(
 
 
 def candidates(dtype: torch.dtype, capability: tuple[int, int]) -> tuple[linear.Config, ...]:
-    """What a tuner may choose from for aligned matrices: those of `linear` that fit here and do not spill.
+    """What a tuner may choose from for aligned matrices: those of `linear` that fit here.
 
-    Compiling showed that 256 x 128 spills, on capability 9. Training has no use for tiles of 16 rows.
+    Those of 256 x 128, which spill on capability 9, do not fit. Training has no use for tiles of 16 rows.
     """
     ladder = linear.ladder(dtype, True, capability)
     if dtype == torch.float32:
@@ -236,11 +236,7 @@ def candidates(dtype: torch.dtype, capability: tuple[int, int]) -> tuple[linear.
         c
         for c in linear.candidates(dtype, capability)
         if c in ladder
-        or (
-            (c.block_m, c.block_n) != (256, 128)
-            and c.block_m >= 32
-            and shared_memory(c, dtype, capability) <= linear.most_shared(capability)
-        )
+        or (c.block_m >= 32 and shared_memory(c, dtype, capability) <= linear.most_shared(capability))
     )
 
 

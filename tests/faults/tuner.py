@@ -45,8 +45,8 @@ FAULTS = (
     _fault(_LINEAR, "candidates with the bias first where it spills", "base = base._replace(bias_first=capability[0] != 10)", "base = base._replace(bias_first=True)"),
     _fault(_LINEAR, "no small tiles", "    (16, 64, 4),\n", ""),
     _fault(_BACKWARD, "tiles that need registers where bits are drawn", "32 < headdim <= 64 and not extras:", "32 < headdim <= 64:"),
-    _fault(_BLOCK, "tiles that spill beside pre", "(c.block_m, c.block_n) != (256, 128)\n", "c.block_m\n"),
     _fault(_BLOCK, "tiles without room for pre", "more = 2 * config.block_m * config.block_n // config.split if capability[0] in (9, 10) else 0", "more = 0"),
+    _fault(_BLOCK, "tiles of few rows in training", "(c.block_m >= 32 and shared", "(shared"),
     # the tool
     _fault(_TUNE, "the worst tiles first", "sorted(rivals, key=works.get)", "sorted(rivals, key=works.get, reverse=True)"),
     _fault(_TUNE, "tiles of any work", "if works[tile] <= NEAR * min(works.values())]", "if works[tile] >= 0]"),
