@@ -66,8 +66,8 @@ def test_no_more_slots_than_tiles_and_one():
     assert slots.slots(128, 16384, 32, 512) == 128 + 1
     assert slots.slots(16, 0, 0, 0) == 1
     # more than an axis of the grid holds: two planes, and one slot to make them equal
-    found = slots.slots(16, 16 * 65535, 1, 16 * 65535)
-    assert (found, slots.grid(found, 7)) == (65536, (7, 32768, 2))
+    found = slots.slots(16, 16 * 65536, 1, 16 * 65536)
+    assert (found, slots.grid(found, 7)) == (65538, (7, 32769, 2))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "aten", "reference"])

@@ -76,6 +76,7 @@ def test_blocks_chunks_and_tiles(monkeypatch, lengths, capacity):
         (0, 90, 10, 60),  # by more than a tile
         (0, 30, 60, 5000),  # beyond the rows
         (-500, 30, 60, 90),
+        (40, 60, 70, 90),  # rows before the first
         (0, 0, 0, -9),
     ],
 )
