@@ -220,7 +220,7 @@ class Linear(Kind):
 class LinearBackward(Kind):
     """The pass of `linear`'s backward."""
 
-    op, module, launcher, backward = "linear", "linear", "activation_bwd_with", True
+    op, module, launcher, backward = "linear", "linear_backward", "activation_bwd_with", True
     tiny = (LinearCase(20, 16, 264, "gelu"),)
 
     def cases(self, model):
@@ -228,7 +228,7 @@ class LinearBackward(Kind):
         yield from ((rank, LinearCase(2**bucket, k, out, "gelu")) for rank, bucket in enumerate(TRAINED))
 
     def keys(self, case, dtype):
-        return (module_of("linear_bwd").bwd_tuning_key(case.out_features, case.activation, dtype),)
+        return (module_of("linear_bwd").tuning_key(case.out_features, case.activation, dtype),)
 
     def shape(self, case):
         return case.rows, case.out_features
@@ -238,10 +238,10 @@ class LinearBackward(Kind):
         return True
 
     def candidates(self, task, device):
-        return module_of("linear_bwd").bwd_candidates(task.case.out_features)
+        return module_of("linear_bwd").candidates(task.case.out_features)
 
     def heuristic(self, task, device):
-        return module_of("linear_bwd").bwd_heuristic(task.case.out_features)
+        return module_of("linear_bwd").heuristic(task.case.out_features)
 
     def constants(self, case):
         return case.out_features, case.activation

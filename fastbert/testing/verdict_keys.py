@@ -104,6 +104,7 @@ _CONTRACTS = {"attention": ("attention", "attention_grid", "attention_places")}
 # the op.
 _KERNELS = {
     "attention": ("attention", "attention_backward"),
+    "linear": ("linear", "linear_backward"),
     "linear_cross_entropy": ("cross_entropy",),
 }
 

@@ -7,7 +7,7 @@ from tests.support.mutation import Fault, Suite
 _ACTIVATION = "kernels/activation.py"
 
 
-def _fault(name: str, old: str, new: str, file: str = "kernels/linear.py") -> Fault:
+def _fault(name: str, old: str, new: str, file: str = "kernels/linear_backward.py") -> Fault:
     return Fault(name, file, old, new)
 
 

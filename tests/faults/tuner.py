@@ -7,6 +7,7 @@ from tests.support.mutation import Fault, Suite
 _TUNE = "bench/tune.py"
 _TUNING = "kernels/tuning.py"
 _LINEAR = "kernels/linear.py"
+_LINEAR_BACKWARD = "kernels/linear_backward.py"
 _NORM = "kernels/layer_norm.py"
 _BLOCK = "kernels/feed_forward.py"
 _BACKWARD = "kernels/attention_backward.py"
@@ -18,9 +19,9 @@ def _fault(file: str, name: str, old: str, new: str) -> Fault:
 
 FAULTS = (
     # look-up
-    _fault(_LINEAR, "backward reads forward's entries", 'tuning.tuned(device, "linear_bwd", key, rows_bucket)', 'tuning.tuned(device, "linear", key, rows_bucket)'),
-    _fault(_LINEAR, "backward's entry ignored", "return bwd_heuristic(out_features) if found is None else BackwardConfig(**found)", "return bwd_heuristic(out_features)"),
-    _fault(_LINEAR, "backward's bucket of the columns", "bwd_config_for(tuning.bucket(rows), out_features, activation", "bwd_config_for(tuning.bucket(out_features), out_features, activation"),
+    _fault(_LINEAR_BACKWARD, "backward reads forward's entries", 'tuning.tuned(device, "linear_bwd", key, rows_bucket)', 'tuning.tuned(device, "linear", key, rows_bucket)'),
+    _fault(_LINEAR_BACKWARD, "backward's entry ignored", "return heuristic(out_features) if found is None else Config(**found)", "return heuristic(out_features)"),
+    _fault(_LINEAR_BACKWARD, "backward's bucket of the columns", "config_for(tuning.bucket(rows), out_features, activation", "config_for(tuning.bucket(out_features), out_features, activation"),
     _fault(_NORM, "norm's backward reads forward's entries", 'tuning.tuned(device, "layer_norm_bwd", tuning_key', 'tuning.tuned(device, "layer_norm", tuning_key'),
     _fault(_NORM, "norm's key without dropout", "{' dropout' if dropout else ''}", ""),
     _fault(_NORM, "norm's entry ignored", "return heuristic(hidden) if found is None else Config(**found)", "return heuristic(hidden)"),

@@ -114,8 +114,7 @@ WHOLE = {
         test_cross_entropy test_dropout_bits_are_the_definitions test_embedding
         test_every_length_of_small_tiles test_feed_forward test_fuzz
         test_in_a_process_of_its_own test_kernels_that_may_be_tuned test_layer_norm test_linear
-        test_linear_norm
-        test_linear_that_may_be_tuned
+        test_linear_backward test_linear_norm test_linear_that_may_be_tuned
         test_more_sequences_than_are_ranked test_neighbours_and_unused_cells_may_be_nan
         test_norms_gradients_of_few_tokens test_offsets_beyond_2_to_31_elements test_padding
         test_products_in_every_config test_registers_are_those_of_nvdisasm

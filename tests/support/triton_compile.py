@@ -298,19 +298,14 @@ def attention_places_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], N
         yield f"{batch}", arch, lambda ends=ends: kernels.attention_places(ends, 16384, 512)
 
 
-def linear_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
-    """(name, architecture, call that launches): the configs of the heuristic.
-
-    By default the largest tiles with GELU in bfloat16 on every architecture; on sm_90 also with everything
-    that an epilogue can do, by pointers, and in float32. `full` is the product. And the pass of backward: by
-    default with GELU in bfloat16 at 3072 columns.
-    """
+def linear_backward_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """(name, architecture, call that launches): by default GELU in bfloat16 at 3072 columns; `full`: all."""
     import torch
 
-    from fastbert.kernels import linear as kernels
+    from fastbert.kernels import linear_backward as kernels
     from fastbert.ops.activation import ACTIVATIONS
 
-    def backward(dtype: torch.dtype, out_features: int, activation: str | None) -> None:
+    def call(dtype: torch.dtype, out_features: int, activation: str | None) -> None:
         dy = torch.empty(16384, out_features, dtype=dtype, device="meta")
         kernels.linear_bwd(dy, dy[:, :768], dy[:768].t(), dy, activation, True, True, True)
 
@@ -320,9 +315,21 @@ def linear_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
     ):
         if full or (dtype == torch.bfloat16 and out_features == 3072 and activation == "gelu"):
             args = (dtype, out_features, activation)
-            name = f"{str(dtype).removeprefix('torch.')}-{out_features}-backward-{activation}"
-            yield name, arch, lambda args=args: backward(*args)
+            name = f"{str(dtype).removeprefix('torch.')}-{out_features}-{activation}"
+            yield name, arch, lambda args=args: call(*args)
 
+
+def linear_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """(name, architecture, call that launches): the configs of the heuristic.
+
+    By default the largest tiles with GELU in bfloat16 on every architecture; on sm_90 also with everything
+    that an epilogue can do, by pointers, and in float32. `full` is the product.
+    """
+    import torch
+
+    from fastbert.kernels import linear as kernels
+
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
     uses = {
         "bare": {},
         "gelu": {"bias": True, "activation": "gelu"},
@@ -378,7 +385,7 @@ def call_linear_bwd(config, dtype, rows: int, out_features: int, activation: str
     """Launch backward's pass on meta tensors."""
     import torch
 
-    from fastbert.kernels import linear as kernels
+    from fastbert.kernels import linear_backward as kernels
 
     dy = torch.empty(rows, out_features, dtype=dtype, device="meta")
     kernels.activation_bwd_with(config, dy, dy, activation, True, True)
@@ -742,6 +749,7 @@ JOBS = {
     "first_attention": first_attention_jobs,
     "layer_norm": layer_norm_jobs,
     "linear": linear_jobs,
+    "linear_backward": linear_backward_jobs,
     "linear_norm": linear_norm_jobs,
     "packing": packing_jobs,
     "pooling": pooling_jobs,

@@ -28,7 +28,7 @@ from tests.support.triton_fixtures import (
     padded,
 )
 
-kernels = kernels_of("linear")
+kernels = kernels_of("linear_backward")
 pytestmark = pytest.mark.usefixtures("checked_memory")
 
 

@@ -16,7 +16,15 @@ pytest.importorskip("triton")
 
 from bench import tune
 from bench.timing import Timing
-from fastbert.kernels import attention, attention_backward, feed_forward, layer_norm, linear, tuning
+from fastbert.kernels import (
+    attention,
+    attention_backward,
+    feed_forward,
+    layer_norm,
+    linear,
+    linear_backward,
+    tuning,
+)
 from fastbert.kernels.launch import resident_programs
 from fastbert.testing.op_cases.attention import AttentionCase
 from fastbert.testing.op_cases.feed_forward import FeedForwardCase
@@ -34,7 +42,7 @@ CONFIGS = {
     "layer_norm": layer_norm.Config,
     "layer_norm_bwd": layer_norm.BackwardConfig,
     "linear": linear.Config,
-    "linear_bwd": linear.BackwardConfig,
+    "linear_bwd": linear_backward.Config,
 }
 
 interpreted = pytest.mark.skipif(
@@ -187,7 +195,7 @@ def looked_up(task, device):
         return linear.config_for(case.rows, *options, dtype, True, device)
     if task.op == "linear_bwd":
         facts = tuning.bucket(case.rows), case.out_features, case.activation
-        return linear.bwd_config_for(*facts, dtype, device)
+        return linear_backward.config_for(*facts, dtype, device)
     if task.op == "feed_forward_bwd":
         facts = case.rows, case.out, case.inner, case.activation
         return feed_forward.config_for(*facts, dtype, True, device)
@@ -268,7 +276,7 @@ def test_heuristics_without_a_table_are_as_they_were():
     backward = {16: (16, 1), 64: (16, 2), 512: (4, 4), 768: (2, 4), 1024: (2, 4), 4096: (1, 8), 12000: (1, 8)}
     assert {n: layer_norm.bwd_heuristic(n) for n in backward} == {n: (*c, 3) for n, c in backward.items()}
     tiles = {17: (64, 32), 200: (8, 256), 768: (8, 256), 3072: (8, 256), 1: (128, 16)}
-    assert {n: linear.bwd_heuristic(n) for n in tiles} == {n: (*tile, 4, 3) for n, tile in tiles.items()}
+    assert {n: linear_backward.heuristic(n) for n in tiles} == {n: (*tile, 4, 3) for n, tile in tiles.items()}
     assert [resident_programs(CPU), resident_programs(CPU, 3), resident_programs(CPU, 2)] == [6, 6, 4]
 
 

@@ -46,7 +46,7 @@ def linear_fwd(x, weight, bias, activation, residual, save, panels=None):
 
 
 def linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias):
-    backward = kernels("linear").linear_bwd
+    backward = kernels("linear_backward").linear_bwd
     return backward(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias)
 
 
