@@ -49,6 +49,7 @@ FAULTS = (
     _fault("the gate before the value bias", "        y += tl.load(value_bias_ptr + at, mask=there, other=0.0).to(tl.float32)[None, :]\n    if gate_ptr is not None:\n        y *= tl.load(gate_ptr + head).to(tl.float32)\n", "        y *= tl.load(gate_ptr + head).to(tl.float32) if gate_ptr is not None else 1.0\n        y += tl.load(value_bias_ptr + at, mask=there, other=0.0).to(tl.float32)[None, :]\n    elif gate_ptr is not None:\n        y *= tl.load(gate_ptr + head).to(tl.float32)\n"),
     _fault("rows of the result past the batch", "mask=here[:, None] & there[None, :])", "mask=there[None, :])"),
     _fault("sixteen sequences only", "        _first_attention_asked_kernel,\n        (triton.cdiv(batch, ROWS.value),", "        _first_attention_asked_kernel,\n        (1,"),
+    _fault("the value of sixteen sequences only", "        _first_attention_value_kernel,\n        (triton.cdiv(batch, ROWS.value),", "        _first_attention_value_kernel,\n        (1,"),
     _fault("a column's stride taken for 1", "return t if t.stride(-1) == 1 else t.contiguous()", "return t"),
     _fault("strides of the ends", "cu_seqlens.contiguous(),", "cu_seqlens,"),
     _fault("more parts than multiprocessors", "and 2 * parts * programs <= device.multiprocessors", "and parts * programs <= device.multiprocessors"),
