@@ -21,7 +21,7 @@ FAULTS = (
     _fault("one block of columns asked", "nheads, triton.cdiv(width, 128)),", "nheads, 1),"),
     _fault("one group of heads", "(batch * config.parts, triton.cdiv(nheads, ROWS.value)),", "(batch * config.parts, 1),"),
     _fault("parts overlap", "begin = part * per_part", "begin = part * (per_part - BLOCK_T)"),
-    _fault("a part forgets its last tile", "end = tl.minimum(begin + per_part, length)", "end = tl.minimum(begin + per_part - 1, length)"),
+    _fault("a part forgets its last tile", "end = tl.minimum(begin + per_part, length)", "end = tl.minimum(begin + per_part - BLOCK_T, length)"),
     _fault("parts of a length that is not whole tiles", "(length + PARTS * BLOCK_T - 1) // (PARTS * BLOCK_T) * BLOCK_T", "length // (PARTS * BLOCK_T) * BLOCK_T"),
     _fault("tokens past the sequence read", "read = (tokens < length)[None, :, None] &", "read = (tokens < length + 1)[None, :, None] &"),
     _fault("tokens past the sequence attended to", "            scores = tl.where(allowed, scores, float(\"-inf\"))\n", ""),
