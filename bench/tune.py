@@ -6,16 +6,17 @@
     python bench/tune.py --device cpu --out FILE       tries the code, tiny, in Triton's interpreter
 
 One entry for each kernel, shape of BERT-base and -large, dtype and bucket of rows, or of the longest sequence
-(attention): `linear`, `attention` and `layer_norm`, forward and backward, and the gradient between the two
-products of `feed_forward`. Kernels that dispatch.py's table gives to Triton come first, in the first dtype,
-and of these the large batches. The candidates are those of the kernel's own module, which
+(attention): `linear`, `attention` and `layer_norm`, forward and backward, the gradient between the two
+products of `feed_forward`, and `linear_norm`. Kernels that dispatch.py's table gives to Triton come first, in
+the first dtype, and of these the large batches. The candidates are those of the kernel's own module, which
 tests/support/triton_compile.py compiles for other GPUs: without spills, within shared memory.
 
 At most 12 candidates per entry are timed. The config that the module's heuristic chooses is the first. The
 others are pruned by a count: a tile is left out where the busiest multiprocessor would have more than 1.5
-times the work that it has with the best tile (products; see `heuristic` of kernels/linear.py). The tiles that
-are left are tried in the order of their work, and each in several depths, stages and orders: the first 6
-tiles, the second form of the first 4, and the third of the first 2, where there are so many.
+times the work that it has with the best tile (products; see `work` of kernels/linear.py, and of
+kernels/linear_norm.py, where each number of parts counts as a tile of its own). The tiles that are left are
+tried in the order of their work, and each in several depths, stages and orders: the first 6 tiles, the second
+form of the first 4, and the third of the first 2, where there are so many.
 
 A candidate that does not compile, or breaks the error rule at the shape that is timed, is recorded and left
 out. Of a kernel of backward all gradients are compared. The others are timed turn by turn. The heuristic's
@@ -63,6 +64,7 @@ from fastbert.testing.op_cases.attention import AttentionCase  # noqa: E402
 from fastbert.testing.op_cases.feed_forward import FeedForwardCase  # noqa: E402
 from fastbert.testing.op_cases.layer_norm import LayerNormCase  # noqa: E402
 from fastbert.testing.op_cases.linear import LinearCase  # noqa: E402
+from fastbert.testing.op_cases.linear_norm import LinearNormCase  # noqa: E402
 
 BUDGET_SECONDS = 240.0
 TOKENS = {0.0: 16_384, 0.1: 4096}  # by dropout_p: batches that fill the GPU; the oracle's bits take memory
@@ -73,6 +75,7 @@ NEAR = 1.5  # times the least work: a tile with more is not tried
 # Buckets of rows and of the longest sequence, those that matter most first
 ROWS = (14, 12, 10, 8, 7, 6, 13, 5, 4, 0)
 TRAINED = (14, 12, 13, 10)
+FEW_ROWS = (8, 7, 6, 4, 0)
 SEQLENS = (9, 7, 8, 6, 5)
 
 
@@ -245,6 +248,47 @@ class LinearBackward(Kind):
 
     def constants(self, case):
         return case.out_features, case.activation
+
+
+class LinearNorm(Kind):
+    """`linear_norm` in one launch, as models call it."""
+
+    op, module, launcher = "linear_norm", "linear_norm", "linear_norm_fwd_with"
+    tiny = (LinearNormCase(20, 48, 40), LinearNormCase(5, 48, 40, arrivals=False))
+
+    def cases(self, model):
+        gemms = MODELS[model].gemms()
+        # the larger weight first
+        for name, bucket in itertools.product(("ffn2", "proj"), FEW_ROWS):
+            out, k = gemms[name]
+            # beside the same rows of other products
+            yield ROWS.index(bucket), LinearNormCase(2**bucket, k, out)
+
+    def keys(self, case, dtype):
+        if dtype not in testing.HALF:
+            # no kernel
+            return ()
+        return (module_of("linear_norm").tuning_key(*self.facts(case), dtype),)
+
+    def facts(self, case: LinearNormCase) -> tuple:
+        """(in, out, one launch): what the configs tell apart."""
+        return case.in_features, case.out_features, case.arrivals
+
+    def candidates(self, task, device):
+        return module_of("linear_norm").candidates(task.case.in_features, device.capability)
+
+    def heuristic(self, task, device):
+        return module_of("linear_norm").heuristic(2**task.bucket, *self.facts(task.case), device)
+
+    def work(self, config, task, device):
+        return module_of("linear_norm").work(config, 2**task.bucket, *self.facts(task.case), device)
+
+    def tile(self, config):
+        # parts are work
+        return config.block_m, config.block_n, config.split_k
+
+    def constants(self, case):
+        return *self.facts(case), case.bias, case.norm_bias
 
 
 class FeedForwardBackward(Kind):
@@ -423,6 +467,7 @@ KINDS: dict[str, Kind] = {
     "linear": Linear(),
     "attention": Attention(),
     "layer_norm": LayerNorm(),
+    "linear_norm": LinearNorm(),
     "feed_forward_bwd": FeedForwardBackward(),
     "attention_bwd": AttentionBackward(),
     "layer_norm_bwd": LayerNormBackward(),

@@ -20,7 +20,6 @@ Source     Ba, Kiros, Hinton 2016, Layer Normalization, eq. 4; CUTLASS, "Efficie
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -172,7 +171,7 @@ def _linear_norm_kernel(
 
 
 class Config(NamedTuple):
-    """How the kernel runs.
+    """How the kernel runs; a line of kernels/tuned/<gpu>.json.
 
     Attributes:
         block_m, block_n, block_k: rows, columns and depth of a tile.
@@ -197,47 +196,77 @@ SPLITS = (1, 2, 3, 4, 6, 8)
 ROOM = 96 * 1024
 
 
-def candidates(capability: tuple[int, int]) -> Iterator[Config]:
-    """What `heuristic` chooses from."""
+def space(capability: tuple[int, int]) -> tuple[Config, ...]:
+    """`TILES` in every number of parts."""
     if capability == (0, 0):
         # Small, so that small tests have several tiles and parts.
-        yield Config(16, 32, 32, 3, 4, 2)
-        return
+        return (Config(16, 32, 32, 3, 4, 2),)
+    found = []
     for block_m, block_n, num_warps in TILES:
         stage = (block_m + block_n) * BLOCK_K * 2
         # One stage lies in registers.
         stages = min(6, ROOM // stage + 1)
-        for split_k in SPLITS:
-            yield Config(block_m, block_n, BLOCK_K, split_k, num_warps, stages)
+        found += [Config(block_m, block_n, BLOCK_K, split_k, num_warps, stages) for split_k in SPLITS]
+    return tuple(found)
+
+
+def candidates(in_features: int, capability: tuple[int, int]) -> tuple[Config, ...]:
+    """What `heuristic` and a tuner may choose from: of `space` what has no more parts than steps."""
+    steps = triton.cdiv(in_features, BLOCK_K)
+    return tuple(c for c in space(capability) if c.split_k <= steps or capability == (0, 0))
 
 
 def heuristic(
     rows: int, in_features: int, out_features: int, one_launch: bool, device: tuning.Device
 ) -> Config:
-    """The config whose busiest multiprocessor moves the fewest bytes: counted, not measured.
+    """The config where no table has one: that with the least `work`, counted, not measured."""
+
+    def bytes_of(config: Config) -> int:
+        return work(config, rows, in_features, out_features, one_launch, device)
+
+    return min(candidates(in_features, device.capability), key=bytes_of)
+
+
+def work(
+    config: Config, rows: int, in_features: int, out_features: int, one_launch: bool, device: tuning.Device
+) -> int:
+    """The bytes that the busiest multiprocessor moves.
 
     Those are the operands of its tiles and then, if there is one launch, the float32 sums of a row tile,
     which its last program reads. With two launches all multiprocessors share these.
     """
-    steps = triton.cdiv(in_features, BLOCK_K)
+    block_m, block_n, _, split_k, *_ = config
+    programs = triton.cdiv(rows, block_m) * triton.cdiv(out_features, block_n) * split_k
+    depth = triton.cdiv(triton.cdiv(in_features, BLOCK_K), split_k) * BLOCK_K
+    operands = (block_m + block_n) * depth * 2
+    sums = 4 * split_k * out_features
+    tail = sums * min(rows, block_m) if one_launch else sums * triton.cdiv(rows, device.multiprocessors)
+    return triton.cdiv(programs, device.multiprocessors) * operands + tail
 
-    def bytes_of(c: Config) -> int:
-        programs = triton.cdiv(rows, c.block_m) * triton.cdiv(out_features, c.block_n) * c.split_k
-        depth = triton.cdiv(steps, c.split_k) * BLOCK_K
-        operands = (c.block_m + c.block_n) * depth * 2
-        sums = 4 * c.split_k * out_features
-        tail = sums * min(rows, c.block_m) if one_launch else sums * triton.cdiv(rows, device.multiprocessors)
-        return triton.cdiv(programs, device.multiprocessors) * operands + tail
 
-    useful = (c for c in candidates(device.capability) if c.split_k <= steps or device.capability == (0, 0))
-    return min(useful, key=bytes_of)
+def tuning_key(in_features: int, out_features: int, one_launch: bool, dtype: torch.dtype) -> str:
+    """The key of this computation in kernels/tuned: "bfloat16 3072x768" or "… two_launches"."""
+    words = [str(dtype).removeprefix("torch."), f"{in_features}x{out_features}"]
+    return " ".join(words if one_launch else [*words, "two_launches"])
 
 
 @lru_cache(maxsize=4096)
 def config_for(
-    rows_bucket: int, in_features: int, out_features: int, one_launch: bool, device: tuning.Device
+    rows_bucket: int,
+    in_features: int,
+    out_features: int,
+    one_launch: bool,
+    dtype: torch.dtype,
+    device: tuning.Device,
 ) -> Config:
-    """The heuristic's config, for few buckets of rows: many lengths must not compile many kernels."""
+    """The config of the GPU's table, else the heuristic's.
+
+    For few buckets of rows: many lengths must not compile many kernels.
+    """
+    key = tuning_key(in_features, out_features, one_launch, dtype)
+    found = tuning.tuned(device, "linear_norm", key, rows_bucket)
+    if found is not None:
+        return Config(**found)
     return heuristic(2**rows_bucket, in_features, out_features, one_launch, device)
 
 
@@ -259,12 +288,12 @@ def takes(rows: int, out_features: int) -> bool:
 def linear_norm_fwd(inputs: LinearNormInputs) -> Tensor:
     """The contract of `fastbert.ops.linear_norm.linear_norm_fwd`, where `takes` holds."""
     x, weight, arrivals = inputs.x, inputs.weight, inputs.arrivals
-    key = tuning.bucket(x.shape[0]), x.shape[1], weight.shape[0], arrivals is not None
-    return linear_norm_fwd_with(config_for(*key, tuning.device_of(x.device)), inputs)
+    facts = tuning.bucket(x.shape[0]), x.shape[1], weight.shape[0], arrivals is not None, x.dtype
+    return linear_norm_fwd_with(config_for(*facts, tuning.device_of(x.device)), inputs)
 
 
 def linear_norm_fwd_with(config: Config, inputs: LinearNormInputs) -> Tensor:
-    """`linear_norm_fwd` with a given config, for the tests."""
+    """`linear_norm_fwd` with a given config, for the tuner and the tests."""
     x, weight, bias, residual, norm_weight, norm_bias, eps, arrivals = inputs
     rows, out_features = x.shape[0], weight.shape[0]
     y = torch.empty((rows, out_features), dtype=x.dtype, device=x.device)

@@ -27,6 +27,8 @@ KERNELS = {
     "feed_forward": ("linear", "feed_forward_bwd"),
     "layer_norm": ("layer_norm", "layer_norm_bwd"),
     "linear": ("linear", "linear_bwd"),
+    # More rows than its kernels take are normalized by `layer_norm`'s.
+    "linear_norm": ("layer_norm", "linear_norm"),
 }
 
 

@@ -102,6 +102,12 @@ FAULTS = (
     _fault("rows of the second launch", "(triton.cdiv(rows, norm_m),)", "(rows // norm_m,)"),
     _fault("more rows than counters", "return rows <= MOST_ROWS and", "return rows <= 4 * MOST_ROWS and"),
     _fault("the tail is not counted", "operands + tail", "operands"),
+    _fault("parts without a step", "if c.split_k <= steps or", "if c.split_k <= steps + 2 or"),
+    _fault(
+        "the last step in no part",
+        "steps = triton.cdiv(in_features, BLOCK_K)",
+        "steps = in_features // BLOCK_K",
+    ),
     _fault(
         "the bucket taken for rows", "return heuristic(2**rows_bucket,", "return heuristic(1 + rows_bucket,"
     ),
@@ -155,6 +161,7 @@ _TESTS = (
     "test_linear_norm.py::test_no_rows_and_many",
     "test_linear_norm.py::test_pays_where_a_kernel_serves",
     "test_linear_norm.py::test_the_heuristic_counts_the_bytes_of_the_busiest_multiprocessor",
+    "test_linear_norm.py::test_candidates_fit_the_smallest_shared_memory",
     "test_linear_norm.py::test_many_lengths_meet_few_configs",
     "test_linear_norm.py::test_several_norm_tiles_per_row_tile",
     "test_linear_norm.py::test_strided_rows_with_poisoned_padding",

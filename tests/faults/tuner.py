@@ -11,6 +11,7 @@ _LINEAR_BACKWARD = "kernels/linear_backward.py"
 _NORM = "kernels/layer_norm.py"
 _BLOCK = "kernels/feed_forward.py"
 _BACKWARD = "kernels/attention_backward.py"
+_FEW = "kernels/linear_norm.py"
 
 
 def _fault(file: str, name: str, old: str, new: str) -> Fault:
@@ -35,11 +36,19 @@ FAULTS = (
     _fault(_BACKWARD, "saved bits share an entry with none", '["extras"] if extras else ["saved"] if saved else []', '["extras"] if extras else []'),
     _fault(_BACKWARD, "the first kernel's entry for both", "chosen = chosen._replace(**{part: Config(**found)})", "chosen = chosen._replace(dq=Config(**found), dkdv=Config(**found))"),
     _fault(_BACKWARD, "an entry where there is little work", "if triton.cdiv(2**rows_bucket, _height(rungs[0])) < device.multiprocessors:", "if False:"),
+    _fault(_FEW, "few rows' entry ignored", "    if found is not None:\n        return Config(**found)\n", ""),
+    _fault(_FEW, "two launches read one's entries", 'words if one_launch else [*words, "two_launches"]', "words"),
+    _fault(_FEW, "few rows' bucket of the columns", "facts = tuning.bucket(x.shape[0]), x", "facts = tuning.bucket(weight.shape[0]), x"),
+    _fault(_FEW, "few rows read layer_norm's entries", 'tuning.tuned(device, "linear_norm", key,', 'tuning.tuned(device, "layer_norm", key,'),
+    _fault(_FEW, "few rows' key without the depth", 'f"{in_features}x{out_features}"', 'f"{out_features}"'),
+    _fault(_FEW, "few rows' launcher with the heuristic's config", "return linear_norm_fwd_with(config_for(*facts, tuning.device_of(x.device)), inputs)", "return linear_norm_fwd_with(heuristic(x.shape[0], *facts[1:4], tuning.device_of(x.device)), inputs)"),
+    _fault(_TUNING, "linear_norm's verdict without layer_norm's entries", '"linear_norm": ("layer_norm", "linear_norm")', '"linear_norm": ("linear_norm",)'),
     _fault(_TUNING, "feed_forward's verdict without linear's entries", '"feed_forward": ("linear", "feed_forward_bwd")', '"feed_forward": ("feed_forward_bwd",)'),
     _fault(_TUNING, "backward's entries in no verdict", '"attention": ("attention", "attention_bwd")', '"attention": ("attention",)'),
     _fault(_LINEAR, "entries of few rows never met", "return 2 ** tuning.bucket(rows) if rows < ROW_UNIT else triton", "return triton"),
     _fault(_LINEAR, "few rows change the heuristic's tiles", "return heuristic(max(rows, ROW_UNIT), out_features", "return heuristic(rows, out_features"),
     # candidates
+    _fault("kernels/attention_slots.py", "a height without places", "HEIGHTS = (16, 32, 64, 128)", "HEIGHTS = (16, 32, 64)"),
     _fault(_LINEAR, "candidates beyond shared memory", "fit = (c for c in fit if shared_memory(c, dtype, capability) <= room)", "fit = (c for c in fit if shared_memory(c, dtype, capability) > 0)"),
     _fault(_LINEAR, "two programs in the room of one", "room = most_shared(capability) // programs", "room = most_shared(capability)"),
     _fault(_LINEAR, "candidates that spill", "most = 128 if capability[0] in (9, 10) else 64", "most = 128"),
@@ -57,6 +66,9 @@ FAULTS = (
     _fault(_TUNE, "small batches first", "(dtypes.index(t.dtype), is_later(t), t.rank,", "(dtypes.index(t.dtype), is_later(t), -t.rank,"),
     _fault(_TUNE, "no few rows", "ROWS = (14, 12, 10, 8, 7, 6, 13, 5, 4, 0)", "ROWS = (14, 12, 10, 8, 7, 13)"),
     _fault(_TUNE, "sizes compiled once for all", "        return *shape_of(case), case.bias\n", "        return case.activation, case.bias\n"),
+    _fault(_TUNE, "all numbers of parts are one tile", "return config.block_m, config.block_n, config.split_k", "return config.block_m, config.block_n"),
+    _fault(_TUNE, "few rows in a dtype without a kernel", "if dtype not in testing.HALF:\n            # no kernel", "if dtype == torch.float64:\n            # no kernel"),
+    _fault(_TUNE, "few rows after all others", "yield ROWS.index(bucket), LinearNormCase(", "yield 9, LinearNormCase("),
     _fault(_TUNE, "inference for training", "return KINDS[task.op].backward or getattr(task.case, \"dropout_p\", 0.0) > 0", "return KINDS[task.op].backward"),
     _fault(_TUNE, "gradients are not compared", "    return {name: value for name, value in found.items() if name not in case.output_names}\n", "    return {name: value for name, value in found.items() if name in case.output_names}\n"),
     _fault(_TUNE, "the other kernel timed with it", "return default._replace(**{part_of(task): config})", "return default._replace(dq=config, dkdv=config)"),
@@ -70,6 +82,8 @@ _TESTS = (
     "few_candidates_are_timed_the_heuristics_first",
     "large_and_small_batches_try_other_tiles",
     "the_gradient_in_a_feed_forward_has_tiles_of_its_own",
+    "an_entry_of_one_launch_serves_no_two",
+    "attentions_table_of_places_has_every_height",
     "attentions_backward_looks_up_where_there_is_work_for_the_gpu",
     "backward_of_attention_tries_what_its_kernels_may_run",
     "every_kernel_that_is_timed_is_compiled_ahead",

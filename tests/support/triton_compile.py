@@ -405,6 +405,29 @@ def call_feed_forward(
     kernels.inner_gradient_with(config, dy, weight, pre, activation, sums, by_product)
 
 
+def call_linear_norm(config, dtype, rows: int, in_features: int, out_features: int, one_launch: bool) -> None:
+    """Launch a product with its norm on meta tensors, with every bias."""
+    import torch
+
+    from fastbert.kernels import linear_norm as kernels
+    from fastbert.ops.linear_norm import ARRIVALS, LinearNormInputs
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    inputs = LinearNormInputs(
+        empty(rows, in_features),
+        empty(out_features, in_features),
+        empty(out_features),
+        empty(rows, out_features),
+        empty(out_features, dtype=torch.float32),
+        empty(out_features, dtype=torch.float32),
+        1e-12,
+        empty(ARRIVALS, dtype=torch.int32) if one_launch else None,
+    )
+    kernels.linear_norm_fwd_with(config, inputs)
+
+
 def call_layer_norm(config, dtype, rows: int, hidden: int, dropout_p: float, backward: bool) -> None:
     """Launch LayerNorm on meta tensors, with residual, bias and all that training saves or asks for."""
     import torch
@@ -443,6 +466,9 @@ def tuning_uses(task, arch: int) -> dict[str, Callable]:
     if task.op == "feed_forward_bwd":
         sizes = case.rows, case.out, case.inner, case.activation, True
         return {"most": lambda c: call_feed_forward(arch, c, dtype, *sizes)}
+    if task.op == "linear_norm":
+        sizes = case.rows, case.in_features, case.out_features, case.arrivals
+        return {"most": lambda c: call_linear_norm(c, dtype, *sizes)}
     if task.op.startswith("layer_norm"):
         sizes = case.rows, case.hidden, case.dropout_p, tune.KINDS[task.op].backward
         return {"most": lambda c: call_layer_norm(c, dtype, *sizes)}
@@ -484,7 +510,8 @@ def tuning_tasks(op: str) -> list:
     for task in tune.tasks(
         tune.OPS, ["base", "large"], [torch.bfloat16, torch.float16, torch.float32], False
     ):
-        words = task.key.split()[2 if task.op in ("linear", "linear_bwd", "feed_forward_bwd") else 1 :]
+        sized = task.op in ("linear", "linear_bwd", "linear_norm", "feed_forward_bwd")
+        words = task.key.split()[2 if sized else 1 :]
         if task.op == op:
             found.setdefault((task.dtype, *words, getattr(task.case, "bias", "")), task)
     return list(found.values())
@@ -634,30 +661,13 @@ def linear_norm_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]
     import torch
 
     from fastbert.kernels import linear_norm as kernels
-    from fastbert.ops.linear_norm import ARRIVALS, LinearNormInputs
-
-    def call(config, dtype: torch.dtype, depth: int, out: int, one_launch: bool) -> None:
-        def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device="meta")
-
-        inputs = LinearNormInputs(
-            empty(256, depth),
-            empty(out, depth),
-            empty(out),
-            empty(256, out),
-            empty(out, dtype=torch.float32),
-            empty(out, dtype=torch.float32),
-            1e-12,
-            empty(ARRIVALS, dtype=torch.int32) if one_launch else None,
-        )
-        kernels.linear_norm_fwd_with(config, inputs)
 
     sizes = (3072, 768), (771, 768), (1024, 1024), (768, 130), (4096, 2048)
     dtypes = (torch.bfloat16, torch.float16)
     for arch, dtype, (depth, out), one_launch in itertools.product(
         SHARED_LIMIT, dtypes, sizes, (True, False)
     ):
-        for config in kernels.candidates(divmod(arch, 10)):
+        for config in kernels.space(divmod(arch, 10)):
             usual = dtype == torch.bfloat16 and (depth, out) == sizes[0] and one_launch
             default = usual and config.split_k == {80: 1, 90: 8, 100: 2, 120: 3}[arch]
             if arch == 90 and config[:2] == (64, 64) and config.split_k == 8:
@@ -667,7 +677,8 @@ def linear_norm_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]
                 tiles = "x".join(map(str, config[:4]))
                 kind = "one" if one_launch else "two"
                 name = f"{str(dtype).removeprefix('torch.')}-{depth}x{out}-{tiles}-{kind}"
-                yield name, arch, lambda args=(config, dtype, depth, out, one_launch): call(*args)
+                args = config, dtype, 256, depth, out, one_launch
+                yield name, arch, lambda args=args: call_linear_norm(*args)
 
 
 def packing_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:

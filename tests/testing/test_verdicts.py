@@ -214,7 +214,7 @@ def test_sources_of_ops_differ():
 def tuned_keys():
     """The part of the key that depends on tuned configs, by op and dtype."""
     wanted = itertools.product(
-        ("linear", "attention", "layer_norm", "feed_forward"), (torch.bfloat16, torch.float16)
+        ("linear", "attention", "layer_norm", "linear_norm", "feed_forward"), (torch.bfloat16, torch.float16)
     )
     return {
         (op, dtype): verdict_keys.key_of(op, "triton", torch.device("cpu"), dtype)["tuned"]
@@ -246,15 +246,18 @@ def test_a_tuned_table_changes_the_verdicts_of_its_entries_alone(tmp_path, monke
     other = with_table({"linear": {"bfloat16 768x3072 gelu": {"7": {"block_m": 128}}}})
     assert other["linear", torch.bfloat16] not in ("", first["linear", torch.bfloat16])
     # a kernel of backward belongs to the op
-    for kernel, op in (
+    for kernel, *ops in (
         ("attention_bwd", "attention"),
         ("feed_forward_bwd", "feed_forward"),
-        ("layer_norm", "layer_norm"),
+        # which normalizes many rows of linear_norm
+        ("layer_norm", "layer_norm", "linear_norm"),
         ("layer_norm_bwd", "layer_norm"),
         ("linear_bwd", "linear"),
+        ("linear_norm", "linear_norm"),
     ):
         more = with_table({"linear": linear, kernel: {"bfloat16 64 dq": {"9": {}}}})
-        assert {key for key in more if more[key] != first[key]} == {(op, torch.bfloat16)}, kernel
+        changed = {key for key in more if more[key] != first[key]}
+        assert changed == {(op, torch.bfloat16) for op in ops}, kernel
     # the same entry of two kernels is two entries
     one, two = (with_table({k: {"bfloat16 768": {"9": {}}}}) for k in ("layer_norm", "layer_norm_bwd"))
     assert one["layer_norm", torch.bfloat16] != two["layer_norm", torch.bfloat16]
@@ -266,7 +269,7 @@ def test_an_op_uses_no_tuned_entries_but_those_of_its_verdict():
     tuning = pytest.importorskip("fastbert.kernels.tuning")
     looked_up = re.compile(r"\btuning\.tuned\(\s*device,\s*\"(\w+)\"")
     found = {}
-    for op in ("attention", "cross_entropy", "embedding", "feed_forward", "layer_norm", "linear", "pooling"):
+    for op in (*tuning.KERNELS, "cross_entropy", "embedding", "pooling"):
         texts = {
             path.name: path.read_text()
             for path in verdict_keys._sources(op, "triton", verdict_keys.PACKAGE)
@@ -274,8 +277,8 @@ def test_an_op_uses_no_tuned_entries_but_those_of_its_verdict():
         }
         assert all(t.count("tuning.tuned(") == len(looked_up.findall(t)) for t in texts.values())
         found[op] = {kernel for text in texts.values() for kernel in looked_up.findall(text)}
-    # all of layer_norm but `row_of`
-    not_run = {"embedding": {"layer_norm", "layer_norm_bwd"}}
+    # layer_norm's backward, and all of layer_norm but `row_of`
+    not_run = {"linear_norm": {"layer_norm_bwd"}, "embedding": {"layer_norm", "layer_norm_bwd"}}
     for op, kernels in found.items():
         assert kernels == {*tuning.KERNELS.get(op, ()), *not_run.get(op, ())}, op
 

@@ -177,6 +177,7 @@ MAY_BE_TUNED = {
     "layer_norm": {"_layer_norm_fwd_kernel"},
     "layer_norm_bwd": {"_layer_norm_bwd_kernel", "_sum_partials_kernel"},
     "linear_bwd": {"_linear_bwd_kernel", "_sum_partials_kernel"},
+    "linear_norm": {"_linear_norm_kernel"},
 }
 
 

@@ -12,13 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from fastbert import layers
 from fastbert.layers import linear as linear_layers
 from fastbert.models.config import EncoderConfig
+from fastbert.ops import attention as attention_op
+from fastbert.ops import attention_places as places_op
 from fastbert.ops import linear_norm as linear_norm_op
 from fastbert.runtime import dispatch
 from fastbert.testing import proving
 from tests.support.triton_fixtures import DEVICE, HALF, interpreted, kernels_of
 
 pytestmark = interpreted
-KERNELS = {op: kernels_of(op) for op in ("attention", "layer_norm", "linear", "linear_norm")}
+MODULES = ("attention", "attention_places", "layer_norm", "linear", "linear_norm")
+KERNELS = {name: kernels_of(name) for name in MODULES}
 # Operations that launch nothing: views, and memory without values.
 NOTHING = {
     *("alias", "as_strided", "detach", "expand", "reshape", "select", "slice", "split", "squeeze", "t"),
@@ -50,6 +53,8 @@ def counted(monkeypatch):
     joined = linear_layers.FLOAT._replace(joins=lambda x, modules: True)  # as on a GPU
     monkeypatch.setattr(linear_layers, "FLOAT", joined)
     monkeypatch.setitem(linear_layers.LINEAR_KINDS, torch.nn.Linear, joined)
+    for module in (attention_op, places_op):  # on a GPU its values are not looked at
+        monkeypatch.setattr(module, "check_table", lambda *args: None)
     mode = Counted()
 
     def counting(launch):
@@ -72,11 +77,17 @@ def layer_of(dtype):
     return layers.EncoderLayer(config).to(dtype).to(DEVICE).eval()
 
 
+def one_sequence(rows, dtype, **modes):
+    """As a model's forward has it: with the table of attention's places, which all layers share."""
+    ends = torch.tensor([0, rows], dtype=torch.int32, device=DEVICE)
+    return layers.Sequences(ends, rows, places=places_op.attention_places(ends, rows, rows, dtype), **modes)
+
+
 def forward(layer, counted, rows=128, **modes):
     """(y of two layers alike, the launches of the second)."""
     g = torch.Generator().manual_seed(1)
     x = torch.randn(rows, 64, generator=g).to(next(layer.parameters()).dtype).to(DEVICE)
-    sequences = layers.Sequences(torch.tensor([0, rows], dtype=torch.int32, device=DEVICE), rows, **modes)
+    sequences = one_sequence(rows, x.dtype, **modes)
     with counted:
         x = layer(x, sequences)[0]
         counted.launches.clear()
@@ -117,7 +128,7 @@ def test_more_rows_are_seven_launches(counted):
 def test_counters_are_made_once_per_forward(counted):
     """By the first layer that needs them; what they are made by is the one launch more."""
     layer = layer_of(torch.bfloat16)
-    sequences = layers.Sequences(torch.tensor([0, 5], dtype=torch.int32, device=DEVICE), 5)
+    sequences = one_sequence(5, torch.bfloat16)
     x = torch.randn(5, 64, device=DEVICE).bfloat16()
     forward(layer, counted, rows=5)  # joins the projections' weights
     with counted:

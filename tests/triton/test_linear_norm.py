@@ -125,7 +125,7 @@ def test_several_norm_tiles_per_row_tile(rows):
 @pytest.mark.parametrize("split_k", [1, 2])
 def test_the_tiles_of_gpus(capability, split_k):
     """Each tile that a GPU's heuristic may choose, at the depth and width of BERT-tiny."""
-    for each in kernels.candidates(capability):
+    for each in kernels.candidates(512, capability):
         if each.split_k == split_k:
             for one_launch in (True, False):
                 check(arguments(70, 512, 128, one_launch=one_launch), each)
@@ -352,8 +352,13 @@ def test_the_heuristic_counts_the_bytes_of_the_busiest_multiprocessor():
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)], ids=str)
 def test_candidates_fit_the_smallest_shared_memory(capability):
-    found = list(kernels.candidates(capability))
+    found = kernels.candidates(4096, capability)
+    assert found == kernels.space(capability)
     assert len(set(found)) == len(found) == len(kernels.TILES) * len(kernels.SPLITS)
+    # no part without a step
+    assert {c.split_k for c in kernels.candidates(768, capability)} == {1, 2, 3, 4, 6}
+    assert {c.split_k for c in kernels.candidates(129, capability)} == {1, 2}
+    assert {c.split_k for c in kernels.candidates(1, capability)} == {1}
     for c in found:
         stage = (c.block_m + c.block_n) * c.block_k * 2
         assert c.num_stages >= 3
@@ -371,23 +376,24 @@ def test_a_gpus_check_meets_every_config_of_bert():
         met, wanted = set(), set()
         for case in SMALL + ON_GPU:
             if kernels.takes(case.rows, case.out_features):
-                key = tuning.bucket(case.rows), case.in_features, case.out_features, case.arrivals
-                met.add(kernels.config_for(*key, device))
+                facts = tuning.bucket(case.rows), case.in_features, case.out_features, case.arrivals
+                met.add(kernels.config_for(*facts, torch.bfloat16, device))
         for bucket, depth in itertools.product(range(9), (768, 3072)):
-            wanted.add(kernels.config_for(bucket, depth, 768, True, device))
+            wanted.add(kernels.config_for(bucket, depth, 768, True, torch.bfloat16, device))
         assert {c[:3] for c in wanted} <= {c[:3] for c in met}
         assert {c.split_k > 1 for c in met} == {True, False}
 
 
 def test_many_lengths_meet_few_configs():
     found = {
-        kernels.config_for(tuning.bucket(n), depth, 768, True, H100)
+        kernels.config_for(tuning.bucket(n), depth, 768, True, torch.bfloat16, H100)
         for n, depth in itertools.product(range(1, 257), (768, 3072))
     }
     assert len(found) <= 8
     for rows in (1, 16, 128, 256):
-        size = 3072, 768, True, H100
-        assert kernels.config_for(tuning.bucket(rows), *size) == kernels.heuristic(rows, *size)
+        size = 3072, 768, True
+        found = kernels.config_for(tuning.bucket(rows), *size, torch.bfloat16, H100)
+        assert found == kernels.heuristic(rows, *size, H100)
 
 
 @fuzz(40)

@@ -19,10 +19,12 @@ from bench.timing import Timing
 from fastbert.kernels import (
     attention,
     attention_backward,
+    attention_slots,
     feed_forward,
     layer_norm,
     linear,
     linear_backward,
+    linear_norm,
     tuning,
 )
 from fastbert.kernels.launch import resident_programs
@@ -30,6 +32,7 @@ from fastbert.testing.op_cases.attention import AttentionCase
 from fastbert.testing.op_cases.feed_forward import FeedForwardCase
 from fastbert.testing.op_cases.layer_norm import LayerNormCase
 from fastbert.testing.op_cases.linear import LinearCase
+from fastbert.testing.op_cases.linear_norm import LinearNormCase
 
 H200 = tuning.Device("NVIDIA H200", (9, 0), 132)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -43,6 +46,7 @@ CONFIGS = {
     "layer_norm_bwd": layer_norm.BackwardConfig,
     "linear": linear.Config,
     "linear_bwd": linear_backward.Config,
+    "linear_norm": linear_norm.Config,
 }
 
 interpreted = pytest.mark.skipif(
@@ -61,7 +65,8 @@ def no_look_up_outlives_a_test():
 def forget():
     """Read tables anew."""
     tuning._table.cache_clear()
-    for module in (attention, attention_backward, feed_forward, layer_norm, linear, linear_backward):
+    tuned = attention, attention_backward, feed_forward, layer_norm, linear, linear_backward, linear_norm
+    for module in tuned:
         for name in ("config_for", "configs_for", "bwd_config_for"):
             if hasattr(module, name):
                 getattr(module, name).cache_clear()
@@ -184,6 +189,9 @@ def test_entries_come_once_and_what_matters_most_first():
     }
     rows = {task.bucket for task in half if (task.op, task.key) == ("linear", "bfloat16 768x3072 gelu")}
     assert rows == {14, 13, 12, 10, 8, 7, 6, 5, 4, 0}
+    few = [(task.key.removeprefix("bfloat16 "), task.bucket) for task in half if task.op == "linear_norm"]
+    assert few[:5] == [("3072x768", 8), ("768x768", 8), ("4096x1024", 8), ("1024x1024", 8), ("3072x768", 7)]
+    assert {bucket for key, bucket in few if key == "768x768"} == {8, 7, 6, 4, 0}
     assert {task.op for task in half} == set(tune.KINDS) == {k for ks in tuning.KERNELS.values() for k in ks}
 
 
@@ -199,6 +207,9 @@ def looked_up(task, device):
     if task.op == "feed_forward_bwd":
         facts = case.rows, case.out, case.inner, case.activation
         return feed_forward.config_for(*facts, dtype, True, device)
+    if task.op == "linear_norm":
+        facts = tuning.bucket(case.rows), case.in_features, case.out_features, case.arrivals
+        return linear_norm.config_for(*facts, dtype, device)
     if task.op.startswith("layer_norm"):
         look_up = layer_norm.config_for if task.op == "layer_norm" else layer_norm.bwd_config_for
         return look_up(tuning.bucket(case.rows), case.hidden, case.dropout_p > 0, dtype, device)
@@ -243,7 +254,7 @@ def test_without_an_entry_the_heuristic_chooses(monkeypatch, tmp_path, capabilit
     """Entries of one kernel change no other: each is looked up under its own name."""
     monkeypatch.setattr(tuning, "TUNED", tmp_path)
     device = tuning.Device("GPU", capability, 100)
-    tasks = [task for task in all_tasks([BF16], ["base"]) if task.rank == 0]
+    tasks = list({(task.op, task.key): task for task in reversed(all_tasks([BF16], ["base"]))}.values())
     usual = {task: tune.heuristic(task, device) for task in tasks}
     forget()
     assert {task: looked_up(task, device) for task in tasks} == usual
@@ -266,6 +277,43 @@ def test_attentions_backward_looks_up_where_there_is_work_for_the_gpu(monkeypatc
     assert [config == other for config in found] == [True, False]
     for facts in ((32, BF16, False, True), (64, FP16, False, True), (64, BF16, True, False)):
         assert attention_backward.configs_for(*facts, 9, 18, device).dq != other
+
+
+def test_an_entry_of_one_launch_serves_no_two(monkeypatch, tmp_path):
+    """Nor another dtype or shape; every number of rows finds the nearest bucket."""
+    monkeypatch.setattr(tuning, "TUNED", tmp_path)
+    device = tuning.Device("GPU", (9, 0), 132)
+    case = LinearNormCase(128, 3072, 768)
+    (one,), (two,) = (
+        tune.tasks_of("linear_norm", dataclasses.replace(case, arrivals=a), BF16) for a in (True, False)
+    )
+    assert (one.key, two.key) == ("bfloat16 3072x768", "bfloat16 3072x768 two_launches")
+    assert tune.tasks_of("linear_norm", case, FP32) == []  # no kernel
+    configs = linear_norm.candidates(3072, device.capability)
+    first, last, second = configs[0], configs[-1], configs[1]
+    low = dataclasses.replace(one, bucket=4)
+    write_table(tmp_path, [(one, first), (two, last), (low, second)])
+    found = [linear_norm.config_for(n, 3072, 768, True, BF16, device) for n in range(9)]
+    assert found == [second] * 6 + [first] * 3
+    assert linear_norm.config_for(7, 3072, 768, False, BF16, device) == last
+    for facts in ((768, 768, True, BF16), (3072, 1024, True, BF16), (3072, 768, True, FP16)):
+        assert linear_norm.config_for(7, *facts, device) == linear_norm.heuristic(128, *facts[:3], device)
+
+
+@pytest.mark.parametrize("capability", [(0, 0), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0)], ids=str)
+def test_attentions_table_of_places_has_every_height(capability):
+    """Of the tiles that a kernel owns, whatever the heuristic or a table chooses."""
+    dtypes, headdims = (BF16, FP16, FP32), (16, 32, 64, 80, 128)
+    heights = set()
+    for dtype, headdim in itertools.product(dtypes, headdims):
+        for kind in ("", "dropout", "extras"):
+            heights |= {c.block_m for c in attention.candidates(headdim, dtype, kind, capability)}
+        for extras, saved in ((False, False), (True, False), (False, True)):
+            facts = headdim, dtype, extras, saved, capability
+            heights |= {c.block_m for c in attention_backward.candidates("dq", *facts)}
+            heights |= {c.block_n for c in attention_backward.candidates("dkdv", *facts)}
+    assert heights <= set(attention_slots.HEIGHTS)
+    assert capability == (0, 0) or max(heights) == attention_slots.HEIGHTS[-1]
 
 
 def test_heuristics_without_a_table_are_as_they_were():
@@ -563,6 +611,7 @@ DRAWN = {
     "layer_norm_bwd": (LayerNormCase(30, 768, residual=True, x_bias=True, dropout_p=0.1),),
     "linear": (LinearCase(150, 72, 272, "gelu"), LinearCase(3, 200, 72)),
     "linear_bwd": (LinearCase(70, 24, 600, "gelu"),),
+    "linear_norm": (LinearNormCase(70, 520, 136), LinearNormCase(33, 520, 136, arrivals=False)),
 }
 CAPABILITIES = ((8, 0), (9, 0), (10, 0), (12, 0))
 
@@ -712,8 +761,9 @@ def test_a_dry_run_writes_a_table_that_serves(tmp_path, monkeypatch, capsys):
     assert set(table["layer_norm_bwd"]) == {"bfloat16 264 dropout"}
     assert set(table["feed_forward_bwd"]) == {"bfloat16 48x96 gelu"}
     assert set(table["linear_bwd"]) == {"bfloat16 264 gelu"}
+    assert set(table["linear_norm"]) == {"bfloat16 48x40", "bfloat16 48x40 two_launches"}
     text = capsys.readouterr().out
-    assert "# 14 of 14 entries in" in text
+    assert "# 16 of 16 entries in" in text
     from bench import lines
 
     data = lines.read(record)
