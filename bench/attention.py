@@ -20,6 +20,7 @@ from bench.roofs import Roofs
 from bench.timing import interleave
 from bench.workloads import Model
 from fastbert.ops import attention as op
+from fastbert.ops.attention_places import attention_places
 
 DROPOUT = 0.1
 CANDIDATES = ("fastbert", "fastbert_other_bits", "torch_sdpa")
@@ -61,6 +62,8 @@ def calls(
     dout = torch.randn(sum(lengths), heads, headdim, device=device).to(dtype)
     seed = torch.tensor([1], device=device)
     longest = max(lengths)
+    # made once for all layers of a step
+    places = attention_places(ends, longest, sum(lengths), dtype)
     mask = None
     if min(lengths) < longest:
         real = torch.arange(longest, device=device) < ends.diff().unsqueeze(1)
@@ -73,7 +76,7 @@ def calls(
 
     def ours(saved: bool) -> None:
         with bits(saved, device):
-            out = op.attention(*qkv.unbind(1), ends, longest, dropout_p=DROPOUT, seed=seed)
+            out = op.attention(*qkv.unbind(1), ends, longest, dropout_p=DROPOUT, seed=seed, places=places)
             torch.autograd.grad(out, qkv, dout)
 
     def sdpa() -> None:

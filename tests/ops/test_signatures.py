@@ -39,7 +39,7 @@ def test_triton_launchers_take_the_same_arguments(launcher):
     op = launcher.rsplit("_", 1)[0]
     if op not in dispatch.backend_module("triton").DTYPES or op in ("feed_forward", "linear_cross_entropy"):
         pytest.skip("there is no kernel of this op's own")
-    module = "attention_backward" if launcher == "attention_bwd" else op
+    module = {"attention_bwd": "attention_backward", "linear_bwd": "linear_backward"}.get(launcher, op)
     found = getattr(importlib.import_module(f"fastbert.kernels.{module}"), launcher)
     assert arguments(found) == arguments(getattr(reference, launcher))
 
