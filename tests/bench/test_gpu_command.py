@@ -324,7 +324,12 @@ def test_a_dry_run_checks_every_triton_kernel(dry):
         assert ops == set(backend.DTYPES), step
     checked = {row["step"]: row["status"] for row in found["b"] if row["name"] == "encoder-bf16"}
     assert checked == {"graphs": "ok", "memory": "ok"}
-    tools = [(row["step"], row["status"]) for row in lines.read(dry("c")[0] / "checks.jsonl")["rows"]]
+    found["c"] = lines.read(dry("c")[0] / "checks.jsonl")["rows"]
+    golden = {
+        row["name"].split("-")[0] for row in found["c"] if (row["step"], row["status"]) == ("golden", "ok")
+    }
+    assert golden == set(backend.DTYPES)
+    tools = [(row["step"], row["status"]) for row in found["c"] if row["step"] != "golden"]
     assert tools == [("profile", "skipped"), ("sanitizer", "skipped")]
     assert {row["status"] for rows in found.values() for row in rows} == {"ok", "skipped"}
 
