@@ -39,7 +39,8 @@ INFERENCE_ONLY = ("first_attention", "linear_int8", "linear_norm")
 HALF = (torch.bfloat16, torch.float16)
 
 # A ranking is ordered by measurement, or by a count of bytes where bench/results has no row yet (see README).
-# `cuda` (CUDA C++) is absent until a row in bench/results proves it on a device of that compute capability.
+# `cuda` (CUDA C++) stands first where it has a kernel: a self-check times it beside the next backend, so that
+# it serves only on the devices where it is not slower.
 # A key may name one kind of call: "linear activation" is for calls with an activation, "linear half" for
 # calls in half precision, "linear activation half" for both. The most specific key counts.
 TABLE: dict[str, dict[str, tuple[str, ...]]] = {
@@ -78,7 +79,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         # 279 MB of all rows (kernels/NOTES.md, "First tokens").
         "first_attention half": ("triton", "aten", "reference"),
         # One pass over z instead of three.
-        "layer_norm": ("triton", "aten", "reference"),
+        "layer_norm": ("cuda", "triton", "aten", "reference"),
         # cuBLAS moves not one byte more.
         "linear": ("aten", "reference"),
         # The activation moves once, not three times; backward reads its gradient once less, for the bias. In
@@ -321,6 +322,27 @@ def device_function(function: str, op: str, device: torch.device, dtype: torch.d
     return found
 
 
+def next_function(backend: str, function: str, device: torch.device, dtype: torch.dtype) -> Callable:
+    """The launcher that serves `function` where `backend` does not: for calls that its kernel cannot take.
+
+    Args:
+        backend: passed over.
+        function: a launcher's name, such as "attention_fwd"; a kind of call follows behind a space.
+        device, dtype: of the tensors.
+
+    Raises:
+        BackendError: no other backend of the table can run it.
+    """
+    key = (function, backend, device, dtype)
+    found = _resolved.get(key)
+    if found is None:
+        changes = _changes
+        name, lasting = _first_proven(function, _op_of(function), device, dtype, without=backend)
+        found = getattr(backend_module(name), function.partition(" ")[0])
+        _keep(key, found, changes, lasting)
+    return found
+
+
 def serving_backend(function: str, device: torch.device, dtype: torch.dtype) -> str:
     """The name of the backend that is pinned for `function`, such as "attention_fwd", or serves it now.
 
@@ -389,10 +411,14 @@ def _refuse_unsupported(pinned: str, op: str, device_type: str, dtype: torch.dty
         )
 
 
-def _first_proven(function: str, op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, bool]:
+def _first_proven(
+    function: str, op: str, device: torch.device, dtype: torch.dtype, without: str | None = None
+) -> tuple[str, bool]:
     """(the first backend of the ranking that can serve, whether that choice will last)."""
     lasting = True
     for name in ranking(function, device.type, dtype):
+        if name == without:
+            continue
         if unsupported_reason(name, op, device.type, dtype, function.partition(" ")[0]) is not None:
             continue
         if name in SELF_CHECKED:

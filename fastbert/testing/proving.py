@@ -109,6 +109,8 @@ def _check(unit: Unit, device: torch.device) -> Verdict:
             _alone.add(device)
         if (unit, device) in _found:
             return _found[unit, device]
+    for lower in _lower(unit, device):
+        _verdict(lower.backend, lower.op, device, lower.dtype)
     # what could not be decided there may be decided here: that process lacks memory that this one has
     try:
         return checking.check(unit.backend, unit.op, device, unit.dtype)
@@ -121,13 +123,36 @@ def _check(unit: Unit, device: torch.device) -> Verdict:
         raise
 
 
+def _lower(unit: Unit, device: torch.device) -> list[Unit]:
+    """The kernels of the unit's op and dtype that rank below it and whose check is due, the lowest first.
+
+    They are checked before it, because it is timed beside the best of those that passed.
+    """
+    kinds = dispatch.call_kinds(unit.op, device.type)
+    found: list[Unit] = []
+    for name, dtype in to_check(unit.op, device.type):
+        below = any(
+            _is_below(
+                name, unit.backend, dispatch.ranking(f"{unit.op}_fwd {kind}".rstrip(), device.type, dtype)
+            )
+            for kind in kinds
+        )
+        if dtype == unit.dtype and below and is_due(known_verdict(name, unit.op, device, dtype), device):
+            found.append(Unit(unit.op, name, dtype))
+    return found
+
+
+def _is_below(name: str, other: str, ranking: tuple[str, ...]) -> bool:
+    return name in ranking and other in ranking and ranking.index(name) > ranking.index(other)
+
+
 def _due(first: Unit, device: torch.device) -> list[Unit]:
-    """The kernels of that dtype whose check is due, `first` before the others."""
-    units = [first]
+    """The kernels of that dtype that are due: `first` behind what it is timed beside, then the others."""
+    units = [*_lower(first, device), first]
     for op in dispatch.OPS:
         for name, dtype in to_check(op, device.type):
             unit = Unit(op, name, dtype)
-            if dtype != first.dtype or unit == first:
+            if dtype != first.dtype or unit in units:
                 continue
             if is_due(known_verdict(name, op, device, dtype), device):
                 units.append(unit)

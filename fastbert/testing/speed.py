@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from fastbert.runtime import dispatch
-from fastbert.testing import error_rule
+from fastbert.testing import error_rule, verdict_keys, verdicts
 from fastbert.testing.verdicts import Time
 
 # Lengths of the sequences of a batch, in tokens: one short question; lengths as in SQuAD; a full batch.
@@ -72,14 +72,19 @@ def _calls(op: str, lengths: tuple[int, ...], dtype: torch.dtype) -> Iterator[tu
 def _next(
     backend: str, case: error_rule.Case, device: torch.device, dtype: torch.dtype, training: bool
 ) -> str | None:
-    """The backend that would serve the case without `backend`; None where nothing is to be compared."""
+    """The backend that would serve the case without `backend`; None where nothing is to be compared.
+
+    A kernel that needs a self-check itself counts where it has passed it; `proving` checks it first.
+    """
     ranking = dispatch.ranking(f"{case.op}_fwd {case.kind}".rstrip(), device.type, dtype)
     if backend not in ranking:
         return None
     for name in ranking[ranking.index(backend) + 1 :]:
         if dispatch.unsupported_reason(name, case.op, device.type, dtype) is None:
             if name in dispatch.SELF_CHECKED:
-                continue
+                verdict = verdicts.load(verdict_keys.key_of(case.op, name, device, dtype))
+                if verdict is None or not verdict.passed:
+                    continue
             both = all(dispatch.has_backward(each, case.op) for each in (backend, name))
             return name if both or not training else None
     return None

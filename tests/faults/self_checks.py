@@ -28,9 +28,14 @@ FAULTS = (
     _fault(_PROVING, "what the process found is forgotten", "found = _verdicts.get(key) or _found.get(key)", "found = _verdicts.get(key)"),
     _fault(_PROVING, "a slower kernel is warned of", "if not verdict.passed and verdict.outcome != SLOWER:", "if not verdict.passed:"),
     _fault(_PROVING, "only the kernel in use is checked", "                units.append(unit)\n", "                pass\n"),
-    _fault(_PROVING, "kernels of all dtypes are checked", "if dtype != first.dtype or unit == first:", "if unit == first:"),
+    _fault(_PROVING, "kernels of all dtypes are checked", "if dtype != first.dtype or unit in units:", "if unit in units:"),
     _fault(_PROVING, "known kernels are checked again", "if is_due(known_verdict(name, op, device, dtype), device):", "if True:"),
     _fault(_PROVING, "told every second", "if seconds > checking.SLOW_SECONDS and not told:", "if seconds > checking.SLOW_SECONDS:"),
+    _fault(_PROVING, "the lower kernel is checked after", "units = [*_lower(first, device), first]", "units = [first, *_lower(first, device)]"),
+    _fault(_PROVING, "the lower kernel is not checked here", "        _verdict(lower.backend, lower.op, device, lower.dtype)\n", "        pass\n"),
+    _fault(_PROVING, "what ranks higher is checked before", "ranking.index(name) > ranking.index(other)", "ranking.index(name) != ranking.index(other)"),
+    _fault(_PROVING, "a known lower kernel is checked again", "and below and is_due(known_verdict(name, unit.op, device, dtype), device):", "and below:"),
+    _fault("fastbert/runtime/dispatch.py", "the next function is its own", "        if name == without:\n            continue\n", ""),
     # the process
     _fault(_PROCESSES, "a process that checks starts another", "and not frozen and _MARK not in os.environ", "and not frozen"),
     _fault(_PROCESSES, "a frozen program is started again", "and python and not frozen and", "and python and"),
@@ -64,6 +69,8 @@ FAULTS = (
     # the times
     _fault(_SPEED, "only one backend is timed", "with dispatch.trial(**{op: backend}), torch", "with dispatch.trial(), torch"),
     _fault(_SPEED, "other calls are timed", "    if backend not in ranking:\n        return None\n", "    if backend not in ranking:\n        ranking = (backend, *ranking)\n"),
+    _fault(_SPEED, "kernels are timed beside aten alone", "if verdict is None or not verdict.passed:", "if True:"),
+    _fault(_SPEED, "timed beside a kernel that does not serve", "if verdict is None or not verdict.passed:", "if verdict is None:"),
     _fault(_SPEED, "a lack of memory is a failure", "with contextlib.suppress(torch.OutOfMemoryError):", "with contextlib.nullcontext():"),
     _fault(_SPEED, "backward is not timed", "            yield case, True\n", "            yield case, False\n"),
     _fault(_SPEED, "compilation is timed", "    _seconds(call, op, backend, 2, device, training)\n", ""),
@@ -77,4 +84,4 @@ FAULTS = (
     _fault("fastbert/runtime/dispatch.py", "a trial keeps another trial's choice", "        if before is None:\n            del _trial.pins, _trial.resolved\n        else:\n            _trial.pins, _trial.resolved = before, {}", "        if before is None:\n            del _trial.pins\n        else:\n            _trial.pins = before"),
 )  # fmt: skip
 
-SUITE = Suite(FAULTS, ("tests/testing", "tests/runtime/test_first_use.py"), timeout_s=600.0)
+SUITE = Suite(FAULTS, ("tests/testing", "tests/runtime/test_first_use.py", "tests/runtime/test_dispatch.py"), timeout_s=600.0)

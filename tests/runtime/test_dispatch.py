@@ -70,6 +70,7 @@ def test_every_line_of_the_table_is_of_known_ops_and_backends_and_ends_in_refere
         ("linear_bwd activation", torch.bfloat16, "triton"),
         ("linear_bwd activation", torch.float32, "aten"),
         ("attention_fwd", torch.float32, "triton"),
+        ("layer_norm_fwd", torch.float32, "cuda"),
         ("packing_fwd", torch.int64, "triton"),
         ("packing_bwd", torch.bool, "triton"),
         ("embedding_fwd", torch.float32, "triton"),
@@ -109,6 +110,22 @@ def test_the_narrowest_line_counts(monkeypatch, calls):
     rows = {(c.op, c.dtype): c.backend for c in serving.choices("cpu")}
     assert rows["linear", "bfloat16"] == "aten"
     assert rows["linear activation", "bfloat16"] == "reference"
+
+
+def test_the_next_function_is_that_of_the_backend_behind(monkeypatch):
+    """For calls that a kernel cannot take; neither a pin nor a self-check under way changes it."""
+    monkeypatch.setitem(dispatch.TABLE["cpu"], "linear", ("cpu", "aten", "reference"))
+    cpu_device, key = torch.device("cpu"), ("linear_fwd", "cpu", torch.device("cpu"), torch.float32)
+    with dispatch.use_backend(linear="cpu"):
+        assert dispatch.next_function("cpu", "linear_fwd", cpu_device, torch.float32) is aten.linear_fwd
+        assert dispatch._resolved[key] is aten.linear_fwd
+    with dispatch.trial(linear="cpu"):
+        assert dispatch.next_function("cpu", "linear_bwd", cpu_device, torch.float32) is aten.linear_bwd
+    first = dispatch.next_function("aten", "linear_fwd activation", cpu_device, torch.float32)
+    assert first is dispatch.backend_module(FIRST if FIRST != "aten" else "reference").linear_fwd
+    monkeypatch.setitem(dispatch.TABLE["cpu"], "linear", ("cpu",))
+    with pytest.raises(dispatch.BackendError, match="no backend serves op 'linear'"):
+        dispatch.next_function("cpu", "linear_fwd", cpu_device, torch.float16)
 
 
 def test_a_pin_holds_for_every_part_of_an_op(calls, monkeypatch):

@@ -126,7 +126,8 @@ def test_only_calls_that_the_table_gives_to_the_kernel_are_timed():
     assert other(LinearCase(4, 8, 8, "gelu"), dtype=torch.float32) is None
     assert other(LayerNormCase(4, 8)) == "aten"
     assert other(LayerNormCase(4, 8), training=True) == "aten"
-    assert other(LayerNormCase(4, 8), backend="cuda") is None
+    assert other(LayerNormCase(4, 8), backend="cuda") == "aten"
+    assert other(LinearCase(4, 8, 8), backend="cuda") is None
     assert other(LayerNormCase(4, 8), dtype=torch.float64) == "aten"
 
 
@@ -147,6 +148,68 @@ def test_every_kernel_of_a_gpu_has_something_to_time(monkeypatch):
             passes = {training for case, training in calls if other(backend, case, gpu, dtype, training)}
             trains = dtype.is_floating_point and op not in dispatch.INFERENCE_ONLY
             assert passes == ({False, True} if trains else {False}), (op, dtype)
+
+
+def both_kernels(monkeypatch, clock, cuda, triton):
+    """CUDA's kernel ranks before Triton's; each pass lasts so many milliseconds. Returns who is checked."""
+    for name, ms in (("triton", triton), ("cuda", cuda)):
+        passes = {each: clock.lasting(REAL[each], ms * 1e-3) for each in REAL}
+        fake_backend(monkeypatch, name, **passes)
+    monkeypatch.setitem(dispatch.TABLE["cpu"], "layer_norm", ("cuda", "triton", "aten", "reference"))
+    checked, check = [], checking.check
+    monkeypatch.setattr(checking, "check", lambda name, *args: (checked.append(name), check(name, *args))[1])
+    return checked
+
+
+def verdict_of(name):
+    return verdicts.load(verdict_keys.key_of("layer_norm", name, CPU, torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("cuda", "triton", "beside", "serves"),
+    [
+        (0.4, 0.5, "triton", "cuda"),
+        (0.6, 0.5, "triton", "triton"),  # faster than aten is not enough
+        (0.6, 2.0, "aten", "cuda"),  # Triton's is slower than aten: it would not serve
+        (1.5, 2.0, "aten", "aten"),
+    ],
+)
+def test_a_kernel_is_timed_beside_the_one_that_serves_without_it(
+    monkeypatch, clock, cuda, triton, beside, serves
+):
+    checked = both_kernels(monkeypatch, clock, cuda, triton)
+    run()
+    assert checked == ["triton", "cuda"]
+    found = verdict_of("cuda")
+    assert {t.other for t in found.times} == {beside}
+    assert found.ratio == pytest.approx(cuda / (triton if beside == "triton" else 1.0))
+    assert dispatch.serving_backend("layer_norm_fwd", CPU, torch.float32) == serves
+    # a second process finds both verdicts
+    monkeypatch.setattr(proving, "_verdicts", {})
+    dispatch._resolved.clear()
+    assert dispatch.serving_backend("layer_norm_fwd", CPU, torch.float32) == serves
+    assert checked == ["triton", "cuda"]
+
+
+def test_a_wrong_kernel_is_nothing_to_be_timed_beside(monkeypatch, clock):
+    both_kernels(monkeypatch, clock, 0.9, 0.5)
+    wrong = lambda *args: tuple(t + 1 for t in REAL["layer_norm_fwd"](*args))  # noqa: E731
+    monkeypatch.setattr(dispatch.backend_module("triton"), "layer_norm_fwd", wrong)
+    with pytest.warns(RuntimeWarning, match="y: max error"):
+        run()
+    assert {t.other for t in verdict_of("cuda").times} == {"aten"}
+    assert dispatch.serving_backend("layer_norm_fwd", CPU, torch.float32) == "cuda"
+
+
+def test_a_process_of_its_own_checks_the_lower_kernel_first(monkeypatch, clock):
+    both_kernels(monkeypatch, clock, 0.4, 0.5)
+    unit = proving.Unit("layer_norm", "cuda", torch.float32)
+    lower = proving.Unit("layer_norm", "triton", torch.float32)
+    assert proving._due(unit, CPU)[:2] == [lower, unit]
+    assert proving._due(lower, CPU)[0] == lower
+    assert proving._due(unit, CPU).count(lower) == 1
+    verdicts.store(verdict_keys.key_of("layer_norm", "triton", CPU, torch.float32), Verdict(None))
+    assert proving._due(unit, CPU)[0] == unit
 
 
 def test_three_sizes_of_real_work():

@@ -83,7 +83,12 @@ def test_what_a_gpu_needs(monkeypatch):
     for module in (triton, cuda):
         monkeypatch.setattr(module, "available", lambda device_type: None)
     found = {op: set(dtypes) for op, backend, dtypes in warmup.wanted(torch.device("cuda", 0))}
-    assert {backend for _, backend, _ in warmup.wanted(torch.device("cuda", 0))} == {"triton"}
+    wanted = [(op, backend) for op, backend, _ in warmup.wanted(torch.device("cuda", 0))]
+    assert {op for op, backend in wanted if backend == "cuda"} == set(cuda.DTYPES)
+    # each behind the kernel beside which it is timed
+    assert all(
+        ("cuda" in pair) is False or wanted.index((pair[0], "triton")) < i for i, pair in enumerate(wanted)
+    )
     assert found["attention"] == found["layer_norm"] == set(FLOATS)
     assert found["linear"] == {torch.bfloat16, torch.float16}  # as the table has it
     assert found["packing"] == set(triton.DTYPES["packing"])
