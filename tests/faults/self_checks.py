@@ -84,4 +84,8 @@ FAULTS = (
     _fault("fastbert/runtime/dispatch.py", "a trial keeps another trial's choice", "        if before is None:\n            del _trial.pins, _trial.resolved\n        else:\n            _trial.pins, _trial.resolved = before, {}", "        if before is None:\n            del _trial.pins\n        else:\n            _trial.pins = before"),
 )  # fmt: skip
 
-SUITE = Suite(FAULTS, ("tests/testing", "tests/runtime/test_first_use.py", "tests/runtime/test_dispatch.py"), timeout_s=600.0)
+SUITE = Suite(
+    FAULTS,
+    ("tests/testing", "tests/runtime/test_first_use.py", "tests/runtime/test_dispatch.py"),
+    timeout_s=600.0,
+)
