@@ -1,4 +1,4 @@
-"""Build of `_C` for the PTX emulator: csrc/cuda as nvcc compiles it, with a stand-in for the CUDA runtime.
+"""Builds for the PTX emulator: CUDA sources as nvcc compiles them, with a stand-in for the CUDA runtime.
 
 The host code and the PTX are of one compilation: nvcc puts the PTX, uncompressed, into the object, and the
 stand-in (tests/ptx/emulator/cudart.cpp) finds it there. Results are kept in build/tests.
@@ -32,21 +32,36 @@ def nvcc() -> str:
     return found
 
 
-def emulated_extension() -> Path:
-    """The extension, in build/tests. It fails to build if its host code calls what the stand-in lacks."""
-    cxx, compiler = cpu_build.compiler(), nvcc()
-    host = cpu_build.host_objects(f"ptx_{ARCH}")
-    base = [compiler, "-std=c++17", "-Xcompiler", HOST_FLAGS]
+def cuda_lines(objects: dict[str, tuple[Path, list[str]]]) -> list[str]:
+    """Lines of a build.ninja that compile `objects`, CUDA sources, and the stand-in; and a rule `link`.
+
+    Their target kernels.so fails to link if the host code calls what the stand-in lacks. (Python's own
+    symbols are always missing in an extension.)
+    """
+    cxx = cpu_build.compiler()
+    base = [nvcc(), "-std=c++17", "-Xcompiler", HOST_FLAGS]
     ptx = ["-O3", f"-gencode=arch=compute_{ARCH},code=compute_{ARCH}", "--no-compress"]
-    kernels = {f"cuda_{p.stem}": (p, ptx) for p in sorted((ROOT / "csrc" / "cuda").glob("*.cu"))}
-    kernels["cudart"] = (RUNTIME, ["-O1"])
-    lines = cpu_build.compile_lines(host, [cxx, *cpu_build.FLAGS], ["-x", "c++"])
-    lines += cpu_build.compile_lines(kernels, base, [])
-    device, rest = (" ".join(f"{stem}.o" for stem in objects) for objects in (kernels, host))
-    name = cpu_build.extension_name()
+    every = {stem: (source, [*ptx, *flags]) for stem, (source, flags) in objects.items()}
+    lines = cpu_build.compile_lines({**every, "cudart": (RUNTIME, ["-O1"])}, base, [])
     for rule, flags in (("complete", ["-Wl,--no-undefined"]), ("link", [])):
         lines += [f"rule {rule}", f"  command = {shlex.join([cxx, '-shared', *flags])} $in -o $out"]
-    # Python's own symbols are missing in an extension; in this part of it nothing may be.
-    lines += [f"build kernels.so: complete {device}", f"build {name}: link {rest} {device} | kernels.so"]
-    lines += [f"default {name}"]
+    return [*lines, f"build kernels.so: complete {' '.join(f'{stem}.o' for stem in every)} cudart.o"]
+
+
+def emulated_extension() -> Path:
+    """`_C` with csrc/cuda as nvcc compiles it, no CPU kernels, and the stand-in."""
+    host = cpu_build.host_objects(f"ptx_{ARCH}")
+    kernels = {f"cuda_{p.stem}": (p, []) for p in sorted((ROOT / "csrc" / "cuda").glob("*.cu"))}
+    lines = cpu_build.compile_lines(host, [cpu_build.compiler(), *cpu_build.FLAGS], ["-x", "c++"])
+    lines += cuda_lines(kernels)
+    name = cpu_build.extension_name()
+    objects = " ".join(f"{stem}.o" for stem in (*host, *kernels, "cudart"))
+    lines += [f"build {name}: link {objects} | kernels.so", f"default {name}"]
     return cpu_build.run_ninja(f"cuda_ptx-{sys.implementation.cache_tag}", lines) / name
+
+
+def launches(*flags: str) -> Path:
+    """Shared library of tests/ptx/cuda/launches.cu, with the stand-in."""
+    source = ROOT / "tests" / "ptx" / "cuda" / "launches.cu"
+    name = "-".join(["cuda_launches", *(flag.removeprefix("-D") for flag in flags)])
+    return cpu_build.run_ninja(name, cuda_lines({"launches": (source, list(flags))})) / "kernels.so"

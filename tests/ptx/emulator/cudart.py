@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -38,8 +38,8 @@ from tests.support import cuda_build
 INVALID_VALUE, INVALID_CONFIGURATION, LAUNCH_FAILURE = 1, 9, 719
 # cudaFuncAttribute
 MAX_DYNAMIC_SHARED, PREFERRED_CARVEOUT = 8, 9
-# What a block of an sm_80 device may have: threads, its sides, the grid's sides; bytes of shared memory without
-# asking, and after asking for them.
+# What an sm_80 device takes: threads of a block, its sides, the grid's sides; bytes of shared memory of a block,
+# without asking and after asking for them.
 THREADS, BLOCK, GRID = 1024, (1024, 1024, 64), (2**31 - 1, 65535, 65535)
 SHARED, SHARED_OPT_IN = 48 * 1024, 163 * 1024
 
@@ -65,27 +65,23 @@ def entries(ptx: str) -> dict[str, str]:
 
 
 class Library:
-    """The extension, the kernels that it registered, and their PTX."""
+    """A shared library of host code with the stand-in: the kernels that it registered, and their PTX."""
 
     def __init__(self, path: Path) -> None:
-        # a name of its own: pybind11 gives a second `fastbert._C` the first one's module
-        spec = importlib.util.spec_from_file_location("fastbert_on_ptx._C", path)
-        self.extension = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(self.extension)
-        self._calls = ctypes.CDLL(str(path))
-        self._calls.emulator_ptx.restype = ctypes.c_void_p
-        self._calls.emulator_kernel.restype = ctypes.c_char_p
-        texts = [self._ptx(i) for i in range(self._calls.emulator_modules())]
+        self.calls = ctypes.CDLL(str(path))
+        self.calls.emulator_ptx.restype = ctypes.c_void_p
+        self.calls.emulator_kernel.restype = ctypes.c_char_p
+        texts = [self._ptx(i) for i in range(self.calls.emulator_modules())]
         module = ctypes.c_int()
         self.names: list[str] = []
         self.texts: dict[str, str] = {}
-        for i in range(self._calls.emulator_kernels()):
-            self.names.append(self._calls.emulator_kernel(i, ctypes.byref(module)).decode())
+        for i in range(self.calls.emulator_kernels()):
+            self.names.append(self.calls.emulator_kernel(i, ctypes.byref(module)).decode())
             self.texts[self.names[-1]] = texts[module.value][self.names[-1]]
 
     def _ptx(self, module: int) -> dict[str, str]:
         size = ctypes.c_size_t()
-        start = self._calls.emulator_ptx(module, ctypes.byref(size))
+        start = self.calls.emulator_ptx(module, ctypes.byref(size))
         assert start, "a fat binary without exactly one uncompressed PTX"
         return entries(ctypes.string_at(start, size.value).decode().rstrip("\0"))
 
@@ -94,15 +90,22 @@ class Library:
         """The kernel, parsed at its first launch."""
         return emulator.Program(self.texts[name])
 
-    def set_callbacks(self, *callbacks: object) -> None:
-        """Hand launches and attributes to these ctypes functions; None: there is no device."""
-        self._calls.emulator_set_callbacks(*callbacks)
+
+class Extension(Library):
+    """`_C` with csrc/cuda in the emulator, as the Python module `module` too."""
+
+    def __init__(self, path: Path) -> None:
+        # a name of its own: pybind11 gives a second `fastbert._C` the first one's module
+        spec = importlib.util.spec_from_file_location("fastbert_on_ptx._C", path)
+        self.module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self.module)
+        super().__init__(path)
 
 
 @functools.cache
-def library() -> Library:
+def extension() -> Extension:
     """Build and load the extension; skips the test where there is no nvcc."""
-    return Library(cuda_build.emulated_extension())
+    return Extension(cuda_build.emulated_extension())
 
 
 # --- memory ---
@@ -128,6 +131,17 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
         yield from tensors_in(list(value.values()))
     elif hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType)) and not callable(value):
         yield from tensors_in(vars(value))
+
+
+def regions(tensors: Iterable[torch.Tensor]) -> list[np.ndarray]:
+    """The bytes of the tensors' own elements, as disjoint arrays."""
+    merged: list[list[int]] = []
+    for start, end in sorted({extent(t) for t in tensors if t.numel()}):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    return [np.ctypeslib.as_array((ctypes.c_uint8 * (end - at)).from_address(at)) for at, end in merged]
 
 
 _EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
@@ -161,19 +175,6 @@ class Memory(TorchDispatchMode):
         )
         return inner.copy_(tensor) if filled else inner
 
-    def regions(self, further: Iterable[torch.Tensor] = ()) -> list[np.ndarray]:
-        """The bytes of all tensors as disjoint arrays."""
-        merged: list[list[int]] = []
-        for start, end in sorted({extent(t) for t in (*self.tensors, *further) if t.numel()}):
-            if merged and start <= merged[-1][1]:
-                merged[-1][1] = max(merged[-1][1], end)
-            else:
-                merged.append([start, end])
-        return [
-            np.ctypeslib.as_array((ctypes.c_uint8 * (end - start)).from_address(start))
-            for start, end in merged
-        ]
-
     def check_guards(self) -> None:
         """AssertionError if something was written beside a new tensor."""
         for guard in self._guards:
@@ -198,10 +199,10 @@ class Emulation:
     """What `emulated_cuda` gives. The settings may be changed between calls."""
 
     library: Library
-    schedule: str
-    seed: int
-    options: dict[str, Any]
-    memory: list[torch.Tensor]
+    schedule: str = "late"
+    seed: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+    memory: list[torch.Tensor] = field(default_factory=list)
     backend: ModuleType = cuda
     launches: list[Launch] = field(default_factory=list)
     _dynamic_shared: dict[str, int] = field(default_factory=dict)
@@ -211,6 +212,24 @@ class Emulation:
     def register(self, *tensors: torch.Tensor) -> None:
         """Let kernels touch further tensors, for calls of the extension without a launcher."""
         self.memory += tensors
+
+    @contextlib.contextmanager
+    def connected(self) -> Iterator[None]:
+        """Take the launches of the library's host code."""
+        numbers = ctypes.POINTER(ctypes.c_uint), ctypes.c_size_t, ctypes.POINTER(ctypes.c_void_p)
+        launch = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, *numbers)(self._launch)
+        set_attribute = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int] * 3)(self._set_attribute)
+        self.library.calls.emulator_set_callbacks(launch, set_attribute)
+        try:
+            yield
+        finally:
+            self.library.calls.emulator_set_callbacks(None, None)
+
+    def raise_report(self) -> None:
+        """Raise what the emulator reported since the last call, if anything."""
+        raised, self._raised = self._raised, None
+        if raised is not None:
+            raise raised
 
     # what the stand-in calls; both return a cudaError_t
 
@@ -235,8 +254,9 @@ class Emulation:
         bounds = _MAXNTID.search(self.library.texts[launch.kernel])
         if bounds and threads > math.prod(int(n) for n in bounds[1].split(",")):
             return INVALID_VALUE
-        allowed = max(SHARED - self._static_shared(launch.kernel), self._dynamic_shared.get(launch.kernel, 0))
-        return INVALID_VALUE if launch.shared_bytes > allowed else 0
+        left = SHARED - self._static_shared(launch.kernel)
+        allowed = max(left, self._dynamic_shared.get(launch.kernel, 0))
+        return INVALID_VALUE if left < 0 or launch.shared_bytes > allowed else 0
 
     def _launch(self, kernel: int, sizes, shared_bytes: int, arguments) -> int:
         try:
@@ -247,7 +267,7 @@ class Emulation:
                 return error
             self.launches.append(launch)
             program = self.library.program(name)
-            seen = [t for scope in self._scopes for t in scope.tensors]
+            seen = [*self.memory, *(t for scope in self._scopes for t in scope.tensors)]
             program.launch(
                 name,
                 grid=launch.grid,
@@ -256,7 +276,7 @@ class Emulation:
                 shared_bytes=shared_bytes,
                 schedule=self.schedule,
                 seed=self.seed,
-                memory=Memory.regions(SimpleNamespace(tensors=seen), self.memory),
+                memory=regions(seen),
                 **self.options,
             )
         except BaseException as error:
@@ -265,11 +285,6 @@ class Emulation:
         return 0
 
     # what stands in the backend's place
-
-    def _raise_report(self) -> None:
-        raised, self._raised = self._raised, None
-        if raised is not None:
-            raise raised
 
     def _launcher(self, function: Callable) -> Callable:
         """The backend's launcher; the emulator knows its tensors, and nothing but its outputs may change."""
@@ -312,7 +327,7 @@ class _Extension:
         self._emulation = emulation
 
     def __getattr__(self, name: str) -> object:
-        value = getattr(self._emulation.library.extension, name)
+        value = getattr(self._emulation.library.module, name)
         if not callable(value):
             return value
 
@@ -320,9 +335,9 @@ class _Extension:
             try:
                 out = value(*args, **kwargs)
             except RuntimeError:
-                self._emulation._raise_report()
+                self._emulation.raise_report()
                 raise
-            self._emulation._raise_report()  # the host code may have missed the error
+            self._emulation.raise_report()  # the host code may have missed the error
             return out
 
         return call
@@ -345,17 +360,7 @@ def emulated_cuda(
         memory: tensors that kernels may touch besides those of their launcher.
         options: further arguments of `Program.launch`.
     """
-    emulation = Emulation(library(), schedule, seed, options, list(memory))
-    callbacks = (
-        ctypes.CFUNCTYPE(
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.POINTER(ctypes.c_uint),
-            ctypes.c_size_t,
-            ctypes.POINTER(ctypes.c_void_p),
-        )(emulation._launch),
-        ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int] * 3)(emulation._set_attribute),
-    )
+    emulation = Emulation(extension(), schedule, seed, options, list(memory))
     patched = [
         (cuda, "available", lambda device_type: None if device_type == "cpu" else "emulated on cpu alone"),
         (cuda.device, "extension", _Extension(emulation)),
@@ -371,8 +376,7 @@ def emulated_cuda(
     with contextlib.ExitStack() as stack:
         for target, name, value in patched:
             stack.enter_context(mock.patch.object(target, name, value))
-        emulation.library.set_callbacks(*callbacks)
-        stack.callback(emulation.library.set_callbacks, None, None)
+        stack.enter_context(emulation.connected())
         # what dispatch has kept knows the launchers outside
         dispatch._resolved.clear()
         stack.callback(dispatch._resolved.clear)
