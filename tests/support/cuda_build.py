@@ -17,7 +17,7 @@ import pytest
 from tests.support import cpu_build
 
 ROOT = cpu_build.ROOT
-RUNTIME = ROOT / "tests" / "ptx" / "emulator" / "cudart.cpp"
+RUNTIME = ROOT / "tests" / "ptx" / "cuda" / "cudart.cpp"
 # The architecture whose PTX every build of the extension has (setup.py).
 ARCH = "80"
 HOST_FLAGS = "-fPIC,-fvisibility=hidden,-Wall"

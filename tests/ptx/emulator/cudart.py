@@ -38,8 +38,8 @@ from tests.support import cuda_build
 INVALID_VALUE, INVALID_CONFIGURATION, LAUNCH_FAILURE = 1, 9, 719
 # cudaFuncAttribute
 MAX_DYNAMIC_SHARED, PREFERRED_CARVEOUT = 8, 9
-# What an sm_80 device takes: threads of a block, its sides, the grid's sides; bytes of shared memory of a block,
-# without asking and after asking for them.
+# What an sm_80 device takes: threads of a block, its sides, the grid's sides; bytes of shared memory of a
+# block, without asking and after asking for them.
 THREADS, BLOCK, GRID = 1024, (1024, 1024, 64), (2**31 - 1, 65535, 65535)
 SHARED, SHARED_OPT_IN = 48 * 1024, 163 * 1024
 

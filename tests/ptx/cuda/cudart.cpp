@@ -1,8 +1,8 @@
 // A stand-in for the CUDA runtime: the host code that nvcc compiled is linked with it in place of cudart.
 //
 // It keeps what the host code registers, PTX and kernels, and hands each launch to a function that Python
-// sets (cudart.py), which runs the kernel in the emulator. There is one device, 0. Only what our host code
-// calls is here: anything else must fail at link time, so that no answer is guessed.
+// sets (emulator/cudart.py), which runs the kernel in the emulator. There is one device, 0. Only what our
+// host code calls is here: anything else must fail at link time, so that no answer is guessed.
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
