@@ -3,19 +3,118 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fastbert.ops.layer_norm import LayerNormInputs
 from tests.ptx import emulator
-from tests.ptx.emulator.cudart import INVALID_CONFIGURATION, INVALID_VALUE, Emulation, Library
+from tests.ptx.emulator.cudart import (
+    INVALID_CONFIGURATION,
+    INVALID_VALUE,
+    LAUNCH_FAILURE,
+    Emulation,
+    Library,
+    Memory,
+    Raising,
+    entries,
+    regions,
+    tensors_in,
+)
 from tests.support import cuda_build
 from tests.support.cpu_truth import randn
 
 KB = 1024
 
 pytest_plugins = ("tests.support.ptx_fixtures",)
+
+
+# --- its parts ---
+
+PTX = """
+.version 9.0
+.extern .shared .align 16 .b8 common[];
+.visible .entry first(.param .u64 first_param_0)
+{
+{
+.reg .b32 inner;
+}
+mov.b64 {%r1, %r2}, %rd1;
+}
+.global .u32 between;
+.entry second()
+.maxntid 32, 1, 1
+{
+ret;
+}
+"""
+
+
+def test_a_module_is_split_by_kernel():
+    found = entries(PTX)
+    assert list(found) == ["first", "second"]
+    for name, text in found.items():
+        assert text.count(".entry") == 1
+        assert f".entry {name}(" in text
+        assert ".extern .shared" in text
+        assert ".global .u32 between" in text
+        assert text.index(".version") < text.index(".entry")
+    assert found["first"].count("}") == 3
+    assert ".maxntid" not in found["first"]
+    assert found["second"].rstrip().endswith("ret;\n}")
+
+
+def test_regions_are_the_tensors_own_bytes():
+    memory = torch.zeros(100)
+    start = memory.data_ptr()
+    views = [memory[10:20], memory[15:30], memory[40:60].view(4, 5)[:, :2], memory[90:90]]
+    found = regions(views)
+    assert [(r.ctypes.data - start, r.nbytes) for r in found] == [(40, 80), (160, 4 * 17)]
+    found[0][:] = 0x3F
+    assert (memory[10:30] != 0).all()
+    assert memory.count_nonzero() == 20
+
+
+def test_tensors_are_found_in_any_argument():
+    a, b, c, d = (torch.zeros(n) for n in range(1, 5))
+    given = (a, [b, None, 3], {"c": SimpleNamespace(inside=(c,), name="x")}, LayerNormInputs(d, a))
+    assert [t.numel() for t in tensors_in(given)] == [1, 2, 3, 4, 1]
+
+
+@pytest.mark.parametrize("make", (lambda x: x.new_empty(3, 5), torch.empty_like, lambda x: x.new_zeros(7)))
+@pytest.mark.parametrize("place", (-1, 1))
+def test_guards_around_new_tensors(make, place):
+    with Memory() as memory:
+        out = make(torch.randn(2, 3, dtype=torch.float64))
+    assert out.data_ptr() % 256 == 0
+    assert any(t is out for t in memory.tensors)
+    assert out.isnan().all() or (out == 0).all()
+    memory.check_guards()
+    ctypes.memset(out.data_ptr() + (-1 if place < 0 else out.numel() * 8), 0, 1)
+    with pytest.raises(AssertionError, match="written beside an output"):
+        memory.check_guards()
+
+
+def test_a_launcher_may_not_write_its_inputs():
+    x = torch.zeros(3)
+    launch = Emulation(None)._launcher(lambda x, y: y.add_(x))
+    launch(x, torch.zeros(0))
+    with pytest.raises(AssertionError, match="an input was written"):
+        launch(torch.ones(3), x)
+
+
+@pytest.mark.parametrize("returns", (True, False))
+def test_a_report_is_raised_even_if_the_host_code_misses_the_error(returns):
+    def call():
+        assert emulation._launch(0, (1, 1, 1, 32, 1, 1), 0, None) == LAUNCH_FAILURE
+        if not returns:
+            raise RuntimeError("unspecified launch failure")
+
+    emulation = Emulation(SimpleNamespace(module=SimpleNamespace(call=call), names=["one"], texts={}))
+    with pytest.raises(KeyError, match="one"):
+        Raising(emulation).call()
+    emulation.raise_report()
 
 
 # --- the backend on CPU tensors ---

@@ -320,7 +320,7 @@ def parameter_block(parameters: list, arguments) -> bytes:
     return bytes(block)
 
 
-class _Extension:
+class Raising:
     """The extension, whose functions raise the emulator's report in place of the launch's error."""
 
     def __init__(self, emulation: Emulation) -> None:
@@ -363,7 +363,7 @@ def emulated_cuda(
     emulation = Emulation(extension(), schedule, seed, options, list(memory))
     patched = [
         (cuda, "available", lambda device_type: None if device_type == "cpu" else "emulated on cpu alone"),
-        (cuda.device, "extension", _Extension(emulation)),
+        (cuda.device, "extension", Raising(emulation)),
         (cuda.device, "place", lambda device: (0, 0)),
         (cuda.device, "multiprocessors", lambda device: multiprocessors),
         (torch.cuda, "device", lambda device: contextlib.nullcontext()),
