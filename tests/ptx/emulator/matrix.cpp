@@ -1,0 +1,8 @@
+// Forms of tensor cores: mma.sync, ldmatrix, stmatrix, movmatrix.
+#include "memory.h"
+
+namespace ptx {
+
+void matrix_forms() {}
+
+}  // namespace ptx
