@@ -14,6 +14,7 @@ from tests.ptx.emulator.cudart import (
     INVALID_CONFIGURATION,
     INVALID_VALUE,
     LAUNCH_FAILURE,
+    MAX_DYNAMIC_SHARED,
     Emulation,
     Library,
     Memory,
@@ -115,6 +116,9 @@ def test_a_report_is_raised_even_if_the_host_code_misses_the_error(returns):
     with pytest.raises(KeyError, match="one"):
         Raising(emulation).call()
     emulation.raise_report()
+    assert emulation._set_attribute(0, MAX_DYNAMIC_SHARED, 0) == LAUNCH_FAILURE
+    with pytest.raises(KeyError, match="one"):
+        emulation.raise_report()
 
 
 # --- the backend on CPU tensors ---

@@ -32,6 +32,7 @@ from fastbert.backends import cuda
 from fastbert.runtime import dispatch
 from fastbert.runtime.loader import address
 from tests.ptx import emulator
+from tests.ptx.emulator.parse import Parameter
 from tests.support import cuda_build
 
 # cudaError_t
@@ -234,12 +235,17 @@ class Emulation:
     # what the stand-in calls; both return a cudaError_t
 
     def _set_attribute(self, kernel: int, attribute: int, value: int) -> int:
-        name = self.library.names[kernel]
-        if attribute == PREFERRED_CARVEOUT:
-            return 0 if -1 <= value <= 100 else INVALID_VALUE
-        if attribute != MAX_DYNAMIC_SHARED or not 0 <= value <= SHARED_OPT_IN - self._static_shared(name):
-            return INVALID_VALUE
-        self._dynamic_shared[name] = value
+        try:
+            name = self.library.names[kernel]
+            if attribute == PREFERRED_CARVEOUT:
+                return 0 if -1 <= value <= 100 else INVALID_VALUE
+            most = SHARED_OPT_IN - self._static_shared(name)
+            if attribute != MAX_DYNAMIC_SHARED or not 0 <= value <= most:
+                return INVALID_VALUE
+            self._dynamic_shared[name] = value
+        except BaseException as error:
+            self._raised = error
+            return LAUNCH_FAILURE
         return 0
 
     def _static_shared(self, name: str) -> int:
@@ -312,7 +318,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def parameter_block(parameters: list, arguments) -> bytes:
+def parameter_block(parameters: Iterable[Parameter], arguments) -> bytes:
     """A kernel's parameters as one block: each copied from where `arguments` points to its offset."""
     block = bytearray(max((p.offset + p.size for p in parameters), default=0))
     for i, p in enumerate(parameters):
