@@ -112,7 +112,10 @@ def test_a_report_is_raised_even_if_the_host_code_misses_the_error(returns):
         if not returns:
             raise RuntimeError("unspecified launch failure")
 
-    emulation = Emulation(SimpleNamespace(module=SimpleNamespace(call=call), names=["one"], texts={}))
+    library = SimpleNamespace(
+        module=SimpleNamespace(call=call), names=["one"], texts={}, program={}.__getitem__
+    )
+    emulation = Emulation(library)
     with pytest.raises(KeyError, match="one"):
         Raising(emulation).call()
     emulation.raise_report()
