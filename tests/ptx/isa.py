@@ -474,6 +474,27 @@ for _t in ("f16", "bf16", "f32", "f64"):
         _form(f"setp.{_c}u.{_t}", "pred", f"{_t} {_t}", lambda a, b, c=_call: _compared(a, b, c, True))
     _form(f"setp.num.{_t}", "pred", f"{_t} {_t}", lambda a, b: ~(np.isnan(a) | np.isnan(b)))
     _form(f"setp.nan.{_t}", "pred", f"{_t} {_t}", lambda a, b: np.isnan(a) | np.isnan(b))
+
+
+def _compared_halves(a, b, call, kind):
+    """setp of pairs: the first predicate is that of the lower halves."""
+    words = [np.array([int(w) for w in word], np.uint64) for word in (a, b)]
+    found = []
+    for shift in (0, 16):
+        low, high = (to_floats(w >> np.uint64(shift) & np.uint64(0xFFFF), kind) for w in words)
+        found.append(_compared(low, high, call, False))
+    return tuple(found)
+
+
+for _t in ("f16", "bf16"):
+    for _c, _call in _ORDERED.items():
+        _form(
+            f"setp.{_c}.{_t}x2",
+            "pred pred",
+            f"{_t}x2 {_t}x2",
+            lambda a, b, c=_call, k=_t: _compared_halves(a, b, c, k),
+            shape="{d0}|{d1}, {a0}, {a1}",
+        )
 for _t in ("b16", "u16", "s16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64"):
     _k = f"b{width(_t)}"
     _form(f"selp.{_t}", _k, f"{_k} {_k} pred", lambda a, b, p: np.where(p.astype(bool), a, b))
