@@ -830,3 +830,48 @@ def movmatrix(register: Bits) -> Bits:
         group, member = group_member(lane)
         found.append(int(matrix[2 * member, group]) | int(matrix[2 * member + 1, group]) << 16)
     return np.array(found, np.uint64)
+
+
+# ---- 9.7.15 wgmma: operands in shared memory. Layouts are in units of 16 bytes, eight 16-bit elements: for each
+# of (M or N, K) the sizes of its two modes and their steps, where a step may be the descriptor's leading or
+# stride offset. The elements of a unit run along the major axis.
+
+SWIZZLES = {0: 0, 32: 3, 64: 2, 128: 1}  # bytes -> the descriptor's bits 62 and 63
+CANONICAL = {
+    # K-major: (8, n) rows, 2 units of k
+    ("k", 0): (((8, 1), ("stride",)), ((1, 0), ("leading",))),
+    ("k", 32): (((8, 2), ("stride",)), ((2, 1), (0,))),
+    ("k", 64): (((8, 4), ("stride",)), ((4, 1), (0,))),
+    ("k", 128): (((8, 8), ("stride",)), ((8, 1), (0,))),
+    # MN-major: units of m or n, (8, k) columns
+    ("mn", 0): (((1, 0), ("stride",)), ((8, 1), ("leading",))),
+    ("mn", 32): (((2, 1), ("leading",)), ((8, 2), ("stride",))),
+    ("mn", 64): (((4, 1), ("leading",)), ((8, 4), ("stride",))),
+    ("mn", 128): (((8, 1), ("leading",)), ((8, 8), ("stride",))),
+}
+
+
+def swizzle(address: int, width: int) -> int:
+    """Bits 4 to 6 of an address, as many as the width has, change with bits 7 to 9."""
+    bits = {0: 0, 32: 1, 64: 2, 128: 3}[width]
+    row = address >> 7 & ((1 << bits) - 1)
+    return address ^ row << 4
+
+
+def shared_place(
+    mn: int, k: int, start: int, leading: int, stride: int, width: int, major: str
+) -> int:
+    """The byte at which element (mn, k) of a wgmma operand lies."""
+    unit = (mn, k // 8) if major == "k" else (mn // 8, k)
+    inside = k % 8 if major == "k" else mn % 8
+    steps = {"leading": leading, "stride": stride, 0: 0}
+    at = start
+    for index, ((size, step), (outer,)) in zip(unit, CANONICAL[major, width], strict=True):
+        at += index % size * step * 16 + index // size * steps[outer]
+    return swizzle(at, width) + 2 * inside
+
+
+def descriptor(start: int, leading: int, stride: int, width: int) -> int:
+    """The 64 bits of a matrix descriptor."""
+    fields = [(value & 0x3FFFF) >> 4 for value in (start, leading, stride)]
+    return fields[0] | fields[1] << 16 | fields[2] << 32 | SWIZZLES[width] << 62
