@@ -21,6 +21,26 @@ std::vector<Progress>& standstills() {
 
 void on_standstill(Progress progress) { standstills().push_back(progress); }
 
+namespace {
+std::vector<Ending>& endings() {
+    static std::vector<Ending> all;
+    return all;
+}
+}  // namespace
+
+void on_end(Ending ending) { endings().push_back(ending); }
+
+std::vector<std::string>& warnings() {
+    static thread_local std::vector<std::string> all;
+    return all;
+}
+
+void warn(Warp& w, const std::string& text) {
+    const std::string line = std::to_string(w.block->launch->kernel->ops[w.pc].line) + "\t" + text;
+    auto& all = warnings();
+    if (std::find(all.begin(), all.end(), line) == all.end()) all.push_back(line);
+}
+
 // ---- lanes of one warp ----------------------------------------------------------------------------------
 
 void Warp::reconverge() {
@@ -47,6 +67,7 @@ void Warp::exit(uint32_t lanes) {
     if (live == 0) {
         state = State::exited;
         ++block->exited;
+        for (Ending ending : endings()) ending(*this);
         stop();
         for (int id = 0; id < 16; ++id) block->barrier_check(id);
     }
@@ -100,8 +121,10 @@ void turn(Warp& w) {
             m &= op.negated ? ~p : p;
         }
         if (m) {
-            check_reads(w, op, m);
-            for (uint32_t slot : op.dst) w.written[slot] |= m;
+            if (!op.raw) {
+                check_reads(w, op, m);
+                for (uint32_t slot : op.dst) w.written[slot] |= m;
+            }
             op.run(w, op, m);
         }
         w.pc = w.next;
@@ -263,6 +286,10 @@ std::vector<Form>& forms() {
 
 void form(const std::string& name, const std::string& signature, Run run) {
     forms().push_back({name, signature, run});
+}
+
+void raw_form(const std::string& name, const std::string& signature, Run run) {
+    forms().push_back({name, signature, run, true});
 }
 
 }  // namespace ptx

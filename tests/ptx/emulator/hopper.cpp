@@ -26,11 +26,9 @@ void elect(Warp& w, const Op& op, uint32_t m) {
     if (members & w.live & ~m)
         fail(Kind::divergent_barrier, m, members, "elect.sync names threads that do not reach it together");
     const uint32_t chosen = uint32_t(__builtin_ctz(members & m));
-    if (op.dst.size() > 1) {
-        uint32_t* to = w.lane<uint32_t>(op.dst[0]);
-        for_lanes(m, [&](uint32_t l) { to[l] = chosen; });
-    }
-    set_predicate(w.predicate(op.dst.back()), m, 1u << chosen);
+    uint32_t* to = w.lane<uint32_t>(op.dst[0]);
+    for_lanes(m, [&](uint32_t l) { to[l] = chosen; });
+    set_predicate(w.predicate(op.dst[1]), m, 1u << chosen);
 }
 
 // ---- mbarrier -------------------------------------------------------------------------------------------
@@ -264,7 +262,7 @@ void load_tile(Warp& w, const Op& op, uint32_t m) {
                        if (w.block->shared->state[to + i] == in_flight)
                            fail(Kind::shared_race, 1u << l, to, "a copy of a tile to bytes of one in flight");
                    if (count != 16) fail(Kind::bad_launch, 1u << l, to, "rows of a tile that are no 16 bytes");
-                   w.block->shared->on_write<16>(w, to, l, 0, in_flight);
+                   w.block->shared->on_write<16>(w, to, l, ASYNC, in_flight);
                    std::memset(w.block->shared->data.data() + to, 0xFF, 16);
                });
         // What this warp did until now, it releases; what it does from now on, it does not.
@@ -340,6 +338,13 @@ void wait_group(Warp& w, const Op& op, uint32_t m) {
     state.stores.resize(kept);
 }
 
+// Shared memory belongs to another block when the block has ended.
+void ended(Warp& w) {
+    if (!w.hopper_state || hopper(w).stores.empty()) return;
+    const TileCopy& copy = hopper(w).stores.front();
+    fail(Kind::shared_race, 1u << copy.lane, copy.shared, "a warp ends while a bulk store of its still reads memory");
+}
+
 void proxy_fence(Warp& w, const Op&, uint32_t) { hopper(w).fenced = w.block->now++; }
 
 void nothing(Warp&, const Op&, uint32_t) {}
@@ -377,22 +382,35 @@ void async_read(Warp& w, uint32_t at, uint32_t size, const char* what) {
 }
 
 void hopper_forms() {
-    form("elect.sync", "=b32|p b32", elect);
-    form("mbarrier.init.shared.b64", "@ b32", init);
-    form("mbarrier.inval.shared.b64", "@", inval);
-    form("mbarrier.arrive.shared.b64", "_ @", arrive);
-    form("mbarrier.expect_tx.relaxed.cta.shared.b64", "@ b32", expect);
-    form("mbarrier.arrive.expect_tx.shared.b64", "_ @ b32", arrive_expect);
-    form("mbarrier.try_wait.parity.shared.b64", "=p @ b32", wait_parity<true>);
-    form("mbarrier.test_wait.parity.shared.b64", "=p @ b32", wait_parity<false>);
+    form("elect.sync", "=b32 =p b32", elect);
+    for (const std::string space : {".shared", ".shared::cta"}) {
+        form("mbarrier.init" + space + ".b64", "@ b32", init);
+        form("mbarrier.inval" + space + ".b64", "@", inval);
+        form("mbarrier.arrive" + space + ".b64", "=b64 @", arrive);
+        form("mbarrier.expect_tx.relaxed.cta" + space + ".b64", "@ b32", expect);
+        form("mbarrier.arrive.expect_tx" + space + ".b64", "=b64 @ b32", arrive_expect);
+        form("mbarrier.try_wait.parity" + space + ".b64", "=p @ b32", wait_parity<true>);
+        form("mbarrier.test_wait.parity" + space + ".b64", "=p @ b32", wait_parity<false>);
+        form("fence.proxy.async" + space, "", proxy_fence);
+    }
+    for (int rank = 1; rank <= 5; ++rank) {
+        const std::string number = std::to_string(rank), map = "@+b32*" + number;
+        for (const std::string mode : {"", ".tile"}) {
+            for (const std::string to : {".shared::cta", ".shared::cluster"})
+                form("cp.async.bulk.tensor." + number + "d" + to + ".global" + mode + ".mbarrier::complete_tx::bytes",
+                     "@ " + map + " @", load_tile);
+            form("cp.async.bulk.tensor." + number + "d.global.shared::cta" + mode + ".bulk_group", map + " @",
+                 store_tile);
+        }
+    }
     form("cp.async.bulk.commit_group", "", commit);
     form("cp.async.bulk.wait_group", "#", wait_group);
     form("cp.async.bulk.wait_group.read", "#", wait_group);
-    form("fence.proxy.async.shared", "", proxy_fence);
     form("fence.proxy.async", "", proxy_fence);
     form("fence.mbarrier_init.release.cluster", "", nothing);
     wgmma_forms();
     on_standstill(land_copies);
+    on_end(ended);
 }
 
 }  // namespace ptx

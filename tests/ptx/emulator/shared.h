@@ -9,16 +9,17 @@
 namespace ptx {
 
 enum Byte : uint8_t { empty = 0, valid = 1, in_flight = 2 };
-constexpr uint8_t ATOMIC = 0x80;  // flag of a writer
+constexpr uint8_t ATOMIC = 0x80, ASYNC = 0x40;  // flags of a writer
 
 struct Shared {
     uint32_t bytes;
     std::vector<uint8_t> data, state, writer;
+    std::vector<uint16_t> readers;  // per 16 bytes: asynchronous operations in flight that read them
     std::vector<uint32_t> write_time;
     std::vector<std::vector<uint32_t>> read_time;  // by warp; made when a warp first reads
 
     Shared(uint32_t size, uint32_t warps)
-        : bytes(size), data(size, 0xFF), state(size, empty), writer(size, 0), write_time(size, 0),
+        : bytes(size), data(size, 0xFF), state(size, empty), writer(size, 0), readers(size / 16 + 1, 0), write_time(size, 0),
           read_time(warps) {}
 
     void preset(const uint8_t* image, uint32_t count) {
@@ -66,7 +67,10 @@ struct Shared {
             flying |= uint8_t(state[at + i] == in_flight);
         }
         if (flying && becomes != in_flight) explain_flying(at, size, lane);
-        if (late) check_writers(w, at, size, lane, "writes", flag != 0);
+        if (readers[at >> 4])
+            fail(Kind::shared_race, 1u << lane, at,
+                 "writes shared memory while an asynchronous operation in flight reads it");
+        if (late) check_writers(w, at, size, lane, "writes", (flag & ATOMIC) != 0);
         for (size_t v = 0; v < read_time.size(); ++v) {
             if (int(v) == w.index || read_time[v].empty()) continue;
             const uint32_t* times = read_time[v].data() + at;
@@ -85,7 +89,7 @@ struct Shared {
    private:
     void check_writers(const Warp& w, uint32_t at, uint32_t size, uint32_t lane, const char* what, bool atomic) {
         for (uint32_t i = at; i < at + size; ++i) {
-            const int other = writer[i] & 0x7F;
+            const int other = writer[i] & 0x1F;
             if (write_time[i] == 0 || other == w.index || write_time[i] < w.clock.seen[other]) continue;
             if (atomic && (writer[i] & ATOMIC)) continue;
             explain_race(i, lane, what, "written", size_t(other));
