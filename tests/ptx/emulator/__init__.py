@@ -8,11 +8,13 @@ from tests.ptx.emulator.reports import (
     EmulatorError,
     Misaligned,
     OutOfBounds,
+    ProxyWarning,
     SharedRace,
     UninitialisedRead,
     UnknownForm,
 )
 from tests.ptx.emulator.single import run_instruction
+from tests.ptx.emulator.tensors import tensor_map
 
 __all__ = [
     "BlockOverlap",
@@ -22,8 +24,10 @@ __all__ = [
     "Misaligned",
     "OutOfBounds",
     "Program",
+    "ProxyWarning",
     "SharedRace",
     "UninitialisedRead",
     "UnknownForm",
     "run_instruction",
+    "tensor_map",
 ]

@@ -57,7 +57,8 @@ Kernel* ptx_kernel(const int64_t* stream, uint64_t length, const uint64_t* const
     const int64_t* end = stream + length;
     while (stream < end) {
         Op op;
-        op.run = forms()[size_t(*stream++)].run;
+        const Form& form = forms()[size_t(*stream++)];
+        op.run = form.run, op.raw = form.raw;
         op.guard = *stream < 0 ? NONE : uint32_t(*stream);
         ++stream;
         op.negated = *stream++ != 0;
@@ -83,6 +84,14 @@ Kernel* ptx_kernel(const int64_t* stream, uint64_t length, const uint64_t* const
     kernel->local_bytes = local_bytes;
     kernel->waits_for_blocks = waits != 0;
     return kernel;
+}
+
+// Warnings of this thread's last launch: a line for each, the number of the line in the text before a tab.
+const char* ptx_warnings() {
+    static thread_local std::string text;
+    text.clear();
+    for (const std::string& warning : warnings()) text += warning + "\n";
+    return text.c_str();
 }
 
 void ptx_kernel_free(Kernel* kernel) { delete kernel; }
@@ -114,6 +123,7 @@ int ptx_launch(const Kernel* kernel, const LaunchRequest* request, Report* repor
         launch.allocations.push_back(a);
     }
     std::memset(report, 0, sizeof *report);
+    warnings().clear();
     try {
         run_blocks(launch);
     } catch (const Fault& fault) {
@@ -121,11 +131,9 @@ int ptx_launch(const Kernel* kernel, const LaunchRequest* request, Report* repor
         report->lanes = fault.lanes;
         report->address = fault.address;
         std::strncpy(report->text, fault.text.c_str(), sizeof report->text - 1);
-        if (const Warp* w = launch.current) {
-            report->line = kernel->ops[w->pc].line;
-            report->block = w->block->number;
-            report->warp = uint32_t(w->index);
-        }
+        report->line = fault.line;
+        report->block = fault.block;
+        report->warp = fault.warp;
     }
     for (const Allocation& a : launch.allocations)
         if (a.writers) munmap(a.writers, pages(a));

@@ -39,12 +39,12 @@ void setp(Warp& w, const Op& op, uint32_t m) {
 }
 
 template <class C, class T, bool ftz = false>
-void one(const std::string& name, const std::string& type) {
+REGISTERS void one(const std::string& name, const std::string& type) {
     form("setp." + name + (ftz ? ".ftz" : "") + type, "=p " + width<T>() + " " + width<T>(), setp<C, T, ftz>);
 }
 
 template <class T>
-void integers(const std::string& type) {
+REGISTERS void integers(const std::string& type) {
     one<Eq, T>("eq", type), one<Ne, T>("ne", type);
     const bool ordered = type[1] != 'b';
     if (!ordered) return;
@@ -54,7 +54,7 @@ void integers(const std::string& type) {
 }
 
 template <class T, bool ftz = false>
-void floats(const std::string& type) {
+REGISTERS void floats(const std::string& type) {
     one<Eq, T, ftz>("eq", type), one<Ne, T, ftz>("ne", type), one<Lt, T, ftz>("lt", type);
     one<Le, T, ftz>("le", type), one<Gt, T, ftz>("gt", type), one<Ge, T, ftz>("ge", type);
     one<OrNan<Eq>, T, ftz>("equ", type), one<OrNan<Ne>, T, ftz>("neu", type);
@@ -65,7 +65,7 @@ void floats(const std::string& type) {
 
 }  // namespace
 
-void compare_forms() {
+REGISTERS void compare_forms() {
     integers<uint16_t>(".b16"), integers<uint32_t>(".b32"), integers<uint64_t>(".b64");
     integers<uint16_t>(".u16"), integers<uint32_t>(".u32"), integers<uint64_t>(".u64");
     integers<int16_t>(".s16"), integers<int32_t>(".s32"), integers<int64_t>(".s64");

@@ -21,6 +21,26 @@ std::vector<Progress>& standstills() {
 
 void on_standstill(Progress progress) { standstills().push_back(progress); }
 
+namespace {
+std::vector<Ending>& endings() {
+    static std::vector<Ending> all;
+    return all;
+}
+}  // namespace
+
+void on_end(Ending ending) { endings().push_back(ending); }
+
+std::vector<std::string>& warnings() {
+    static thread_local std::vector<std::string> all;
+    return all;
+}
+
+void warn(Warp& w, const std::string& text) {
+    const std::string line = std::to_string(w.block->launch->kernel->ops[w.pc].line) + "\t" + text;
+    auto& all = warnings();
+    if (std::find(all.begin(), all.end(), line) == all.end()) all.push_back(line);
+}
+
 // ---- lanes of one warp ----------------------------------------------------------------------------------
 
 void Warp::reconverge() {
@@ -47,6 +67,7 @@ void Warp::exit(uint32_t lanes) {
     if (live == 0) {
         state = State::exited;
         ++block->exited;
+        for (Ending ending : endings()) ending(*this);
         stop();
         for (int id = 0; id < 16; ++id) block->barrier_check(id);
     }
@@ -100,8 +121,10 @@ void turn(Warp& w) {
             m &= op.negated ? ~p : p;
         }
         if (m) {
-            check_reads(w, op, m);
-            for (uint32_t slot : op.dst) w.written[slot] |= m;
+            if (!op.raw) {
+                check_reads(w, op, m);
+                for (uint32_t slot : op.dst) w.written[slot] |= m;
+            }
             op.run(w, op, m);
         }
         w.pc = w.next;
@@ -245,7 +268,18 @@ void run_blocks(Launch& launch) {
             next = resident.size() - 1;
         }
         next %= resident.size();
-        if (advance(*resident[next], quantum)) {
+        bool done;
+        try {
+            done = advance(*resident[next], quantum);
+        } catch (Fault& fault) {
+            if (const Warp* w = launch.current) {
+                fault.line = launch.kernel->ops[w->pc].line;
+                fault.block = w->block->number;
+                fault.warp = uint32_t(w->index);
+            }
+            throw;
+        }
+        if (done) {
             const Block& block = *resident[next];
             if (launch.shared_result) block.shared->copy(launch.shared_result, launch.image_bytes);
             spare.push_back(std::move(resident[next]));
@@ -263,6 +297,10 @@ std::vector<Form>& forms() {
 
 void form(const std::string& name, const std::string& signature, Run run) {
     forms().push_back({name, signature, run});
+}
+
+void raw_form(const std::string& name, const std::string& signature, Run run) {
+    forms().push_back({name, signature, run, true});
 }
 
 }  // namespace ptx

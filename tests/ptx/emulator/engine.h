@@ -35,6 +35,7 @@ struct Op {
     Run run;
     uint32_t guard = NONE;  // slot of the predicate before the statement
     bool negated = false;
+    bool raw = false;       // the form itself looks which registers hold values, and says which do then
     uint32_t line = 0;  // of the PTX text
     // The lists are the statement's operands in order; vectors are flattened.
     // An address is one source, the base, and two immediates: offset, bytes of the base.
@@ -60,6 +61,7 @@ struct Fault {
     uint32_t lanes;
     uint64_t address;
     std::string text;
+    uint32_t line = 0, block = 0, warp = 0;
 };
 
 // A warp's knowledge of the others: `seen[v]` is the time of the last release of warp v that it has acquired.
@@ -188,7 +190,7 @@ struct Launch {
     const uint8_t* shared_image = nullptr;  // content of shared memory at the start
     uint8_t* shared_result = nullptr;
     uint32_t image_bytes = 0;
-    Warp* current = nullptr;
+    Warp* current = nullptr;              // whose turn it is
 };
 
 [[noreturn]] void fail(Kind kind, uint32_t lanes, uint64_t address, const std::string& text);
@@ -196,6 +198,12 @@ struct Launch {
 // Called when no warp can run: complete something in flight and return true, or false if there is nothing.
 using Progress = bool (*)(Block&);
 void on_standstill(Progress progress);
+// Called when a warp has ended.
+using Ending = void (*)(Warp&);
+void on_end(Ending ending);
+// What is no fault, for Python to tell; each line of a kernel once per launch.
+void warn(Warp& w, const std::string& text);
+std::vector<std::string>& warnings();
 
 // ---- forms ----------------------------------------------------------------------------------------------
 
@@ -204,10 +212,12 @@ void on_standstill(Progress progress);
 struct Form {
     std::string name, signature;
     Run run;
+    bool raw = false;
 };
 
 std::vector<Form>& forms();
 void form(const std::string& name, const std::string& signature, Run run);
+void raw_form(const std::string& name, const std::string& signature, Run run);
 
 // One function per file of forms.
 void control_forms();

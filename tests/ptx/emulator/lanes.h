@@ -8,6 +8,9 @@
 
 #include "engine.h"
 
+// Of functions that enter forms in the table: they run once, and are compiled for size.
+#define REGISTERS __attribute__((cold))
+
 namespace ptx {
 
 // Computed for all lanes, which the compiler turns into vector instructions, and kept for the active ones.
@@ -54,18 +57,33 @@ void quaternary(Warp& w, const Op& op, uint32_t m) {
 }
 
 template <class T>
-std::string width() {
+REGISTERS std::string width() {
     return "b" + std::to_string(8 * sizeof(T));
 }
 
 template <class F, class D, class... S>
-void value_form(const std::string& name) {
+REGISTERS void value_form(const std::string& name) {
     std::string signature = "=" + width<D>();
     ((signature += " " + width<S>()), ...);
     if constexpr (sizeof...(S) == 1) form(name, signature, unary<F, D, S...>);
     if constexpr (sizeof...(S) == 2) form(name, signature, binary<F, D, S...>);
     if constexpr (sizeof...(S) == 3) form(name, signature, ternary<F, D, S...>);
     if constexpr (sizeof...(S) == 4) form(name, signature, quaternary<F, D, S...>);
+}
+
+// A form that is rare: one lane after another, which compiles in a fraction of the time.
+template <class F, class D, class A>
+void lane_by_lane(Warp& w, const Op& op, uint32_t m) {
+    D* d = w.lane<D>(op.dst[0]);
+    const A* a = w.lane<A>(op.src[0]);
+    for (; m; m &= m - 1) {
+        const int l = __builtin_ctz(m);
+        d[l] = F{}(a[l]);
+    }
+}
+template <class F, class D, class A>
+REGISTERS void rare_form(const std::string& name) {
+    form(name, "=" + width<D>() + " " + width<A>(), lane_by_lane<F, D, A>);
 }
 
 template <class To, class From>

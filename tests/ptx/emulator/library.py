@@ -73,6 +73,7 @@ def engine() -> ctypes.CDLL:
     path = cpu_build.ninja_build(f"ptx_emulator-{isa}", objects, "libptx.so", ["-shared"])
     library = ctypes.CDLL(str(path))
     library.ptx_forms.restype = ctypes.c_char_p
+    library.ptx_warnings.restype = ctypes.c_char_p
     library.ptx_kernel.restype = ctypes.c_void_p
     library.ptx_kernel.argtypes = [
         *(ctypes.c_void_p, ctypes.c_uint64) * 3,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ import numpy as np
 from tests.ptx.emulator import library
 from tests.ptx.emulator.decode import Decoded, decode, in_global_memory
 from tests.ptx.emulator.parse import BYTES, Parameter, parse
-from tests.ptx.emulator.reports import KINDS, EmulatorError
+from tests.ptx.emulator.reports import KINDS, EmulatorError, ProxyWarning
 
 FLOATS = {"f32": "<f", "f64": "<d", "f16": "<e"}
 
@@ -176,9 +177,17 @@ class Program:
         report = library.Report()
         if 0 not in grid:
             library.engine().ptx_launch(self.handles[name], request, report)
+        self.warn(name)
         if report.kind:
             raise self.error(name, report, grid, seed, schedule)
         return result.raw if result else None
+
+    def warn(self, name: str) -> None:
+        """Tell Python what the launch was warned of."""
+        for warning in library.engine().ptx_warnings().decode().splitlines():
+            number, _, text = warning.partition("\t")
+            line = self.lines[int(number) - 1].strip() if int(number) else ""
+            warnings.warn(f"{text}: kernel {name}, line {number}: {line}", ProxyWarning, stacklevel=3)
 
     def error(self, name: str, report: library.Report, grid, seed: int, schedule: str) -> EmulatorError:
         x, y, _ = grid
@@ -187,5 +196,6 @@ class Program:
         lanes = [lane for lane in range(32) if report.lanes >> lane & 1]
         return KINDS[report.kind - 1](
             f"{report.text.decode()}: kernel {name}, line {report.line}: {text}; block {index}, "
-            f"warp {report.warp}, lanes {lanes}, address {report.address:#x}; seed {seed}, schedule {schedule}"
+            f"warp {report.warp}, lanes {lanes}, address {report.address:#x}; "
+            f"seed {seed}, schedule {schedule}"
         )

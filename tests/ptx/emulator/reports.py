@@ -43,6 +43,10 @@ class BadLaunch(EmulatorError):
     """A trap, or operands that no GPU takes."""
 
 
+class ProxyWarning(UserWarning):
+    """An asynchronous operation reads what was written without a fence.proxy.async since: works, but by no rule."""
+
+
 # In the order of `Kind` in engine.h, which begins with none.
 KINDS = (
     UninitialisedRead,
