@@ -50,7 +50,11 @@ FAULTS = (
 
 SUITE = Suite(
     faults=FAULTS,
-    tests=("tests/ptx/test_cuda_layer_norm.py", "-k", "width or order or gaps or wanted or rows"),
+    tests=(
+        "tests/ptx/test_cuda_layer_norm.py",
+        "-k",
+        "width or order or gaps or addresses or wanted or rows",
+    ),
     build=(sys.executable, "-c", "from tests.support import cuda_build; cuda_build.emulated_extension()"),
     quick="not slow",
     timeout_s=600.0,

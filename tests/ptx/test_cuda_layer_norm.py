@@ -60,10 +60,10 @@ def test_every_kernel_is_launched(emulated):
     assert {launch.kernel for launch in emulated.launches} == ours
 
 
-def both_ways(backend, x, residual, dy, *, p=0.25):
+def both_ways(backend, x, residual, dy, parameters=None, *, p=0.25):
     """Forward and backward with everything wanted: y, z, mean, rstd and the five gradients."""
     hidden, seed = x.shape[1], SEED if p else None
-    weight, bias, x_bias = (randn(hidden, seed=s) for s in (4, 5, 6))
+    weight, bias, x_bias = parameters or (randn(hidden, seed=s) for s in (4, 5, 6))
     y, z, mean, rstd = layer_norm_fwd(backend, x, weight, bias, residual, x_bias, 1e-5, p, seed, 9, True)
     grads = layer_norm_bwd(backend, dy, z, weight, mean, rstd, p, seed, 9, True, True, True, True)
     return y, z, mean, rstd, *grads
@@ -100,6 +100,28 @@ def test_gaps_between_rows_are_neither_read_nor_written(emulated, hidden, gap, d
     keep = keep_mask_2d(SEED, 9, *x.shape, 0.25)
     truth = layer_norm_ref(x.double(), weight, bias, residual.double(), x_bias, 1e-5, 0.25, keep)
     assert_rounds_to(results[0], truth, 4.0)
+
+
+def moved(tensor):
+    """A copy at an address that is a multiple of 8 and not of 16."""
+    memory = torch.empty(tensor.numel() + 32, dtype=tensor.dtype)
+    start = (-memory.data_ptr() % 16 + 8) // tensor.itemsize
+    return memory[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("place", range(6))
+def test_addresses_that_16_byte_accesses_cannot_have(emulated, place, dtype):
+    """Of each input in turn: the looped kernels take it, and sum in another order."""
+    inputs = [randn(5, 264, dtype=dtype, seed=s) for s in (1, 2, 3)]
+    inputs += [randn(264, dtype=dtype, seed=s) for s in (4, 5, 6)]
+    before = both_ways(emulated.backend, *inputs[:3], inputs[3:])
+    inputs[place] = moved(inputs[place])
+    emulated.launches.clear()
+    after = both_ways(emulated.backend, *inputs[:3], inputs[3:])
+    assert any("looped" in launch.kernel for launch in emulated.launches)
+    for a, b in zip(before, after, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5 if a.dtype == torch.float32 else 2**-6, atol=1e-2)
 
 
 @pytest.mark.parametrize("hidden", (7, 264))
