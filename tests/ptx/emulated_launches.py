@@ -54,7 +54,9 @@ class Emulation:
 
     def compiled(self, kernel, args: tuple, config: dict) -> Compiled:
         src, options = source(kernel, args, config)
-        key = repr((kernel.fn.__module__, kernel.fn.__name__, src.signature, src.constants, src.attrs, options))
+        key = repr(
+            (kernel.fn.__module__, kernel.fn.__name__, src.signature, src.constants, src.attrs, options)
+        )
         if key not in self.kernels:
             made = triton.compile(src, target=GPUTarget("cuda", self.arch, 32), options=options)
             text = made.asm["ptx"]
