@@ -1,23 +1,18 @@
 """Cases of ops on what Triton compiles our kernels to, in the PTX emulator: one JSON object per line.
 
-    python tests/ptx/emulated_ops.py linear attention [--dtype bfloat16] [--all] [--arch 80]
+    python -m tests.ptx.emulated_ops linear attention [--dtype bfloat16] [--all] [--arch 80]
 
 Each case runs with late and early copies and with several orders of warps and blocks. The first run keeps the
-error rule, and the others give its bits. Triton compiles only with its interpreter off, so that tests run this
-as a process.
+error rule, and the others return its bits. Triton compiles only with its interpreter off, so tests run this as
+a process.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import pathlib
-import sys
 import time
 from collections.abc import Iterator
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 
 import torch
 

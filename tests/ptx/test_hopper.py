@@ -29,9 +29,7 @@ def random(request):
     return np.random.default_rng(zlib.crc32(request.node.name.encode()))
 
 
-def program(
-    body: str, parameters: str, threads: int = 128, shared: int = 65536, registers: int = 320
-) -> Program:
+def program(body: str, parameters: str, threads: int = 128, shared: int = 65536, registers: int = 320) -> Program:
     return Program(
         f""".version 8.7
 .target sm_90a
@@ -191,9 +189,7 @@ wgmma.wait_group.sync.aligned 0;
 {results(8)}
 """
     target = np.zeros((256, 4), np.float32)
-    program(body, ".param .u64 target", 256, len(image)).launch(
-        "k", (1,), (256,), [target], shared=bytes(image)
-    )
+    program(body, ".param .u64 target", 256, len(image)).launch("k", (1,), (256,), [target], shared=bytes(image))
     found = np.concatenate([matrix_of(target[:128], 8), matrix_of(target[128:], 8)])
     np.testing.assert_array_equal(found, left @ right.T)
 
@@ -300,20 +296,8 @@ def test_a_proxy_fence_before_or_behind_the_barrier(between):
 def test_elect(members):
     """One lane of the members; the others know which."""
     lanes = np.arange(32)
-    lines = [
-        ".reg .b32 %d;",
-        ".reg .b32 %q;",
-        ".reg .b32 %l;",
-        ".reg .pred %p;",
-        ".reg .pred %m;",
-        "mov.b32 %d, 99;",
-    ]
-    lines += [
-        "mov.b32 %q, 7;",
-        f"shr.b32 %q, {members:#x}, %l;",
-        "and.b32 %q, %q, 1;",
-        "setp.ne.b32 %m, %q, 0;",
-    ]
+    lines = [".reg .b32 %d;", ".reg .b32 %q;", ".reg .b32 %l;", ".reg .pred %p;", ".reg .pred %m;", "mov.b32 %d, 99;"]
+    lines += ["mov.b32 %q, 7;", f"shr.b32 %q, {members:#x}, %l;", "and.b32 %q, %q, 1;", "setp.ne.b32 %m, %q, 0;"]
     lines += ["mov.pred %p, 0;", f"@%m elect.sync %d|%p, {members:#x};", "selp.b32 %q, 1, 0, %p;"]
     got = run_instruction(lines, {"%l": lanes}, ["%d", "%q"], target="sm_90")
     chosen = np.flatnonzero(got["%q"])
@@ -370,10 +354,7 @@ DONE:
 
 
 def test_parities_alternate():
-    counted(
-        ARRIVE + wait(0, "A") + "bar.sync 0;" + ARRIVE + wait(1, "B") + "bar.sync 0;" + ARRIVE + wait(0, "C"),
-        64,
-    )
+    counted(ARRIVE + wait(0, "A") + "bar.sync 0;" + ARRIVE + wait(1, "B") + "bar.sync 0;" + ARRIVE + wait(0, "C"), 64)
 
 
 @pytest.mark.parametrize(
@@ -402,12 +383,7 @@ def test_barriers_that_are_none():
 
 
 def test_a_barrier_is_used_again_after_inval():
-    counted(
-        "@%p0 mbarrier.inval.shared::cta.b64 [%r2]; bar.sync 0;"
-        + BARRIER.format(count=64)
-        + ARRIVE
-        + wait(0, "A")
-    )
+    counted("@%p0 mbarrier.inval.shared::cta.b64 [%r2]; bar.sync 0;" + BARRIER.format(count=64) + ARRIVE + wait(0, "A"))
 
 
 # ---- tiles of tensors
@@ -462,9 +438,7 @@ def test_tiles_arrive_swizzled_and_filled_with_zeros(width, schedule, random):
         np.testing.assert_array_equal(target, want)
 
 
-def load(
-    then: str, bytes_: int = 2048, map_: bytes | None = None, schedule: str = "late", **more: object
-) -> None:
+def load(then: str, bytes_: int = 2048, map_: bytes | None = None, schedule: str = "late", **more: object) -> None:
     source = np.arange(64 * 64, dtype=np.uint16).reshape(64, 64)
     body = COORDINATES.format(x=0, y=0) + TILE.format(bytes=bytes_, load=LOAD) + then
     target = np.zeros(1024, np.uint16)
@@ -481,11 +455,7 @@ def load(
         (wait(0, "A"), 2064, Deadlock),
         (wait(0, "A"), 2032, Deadlock),
         (wait(0, "A") + wait(1, "B"), 2048, Deadlock),
-        (
-            "bar.sync 0; mad.lo.s32 %r4, %r0, 16, %r3; st.shared.b32 [%r4], %r0;" + wait(0, "A"),
-            2048,
-            SharedRace,
-        ),
+        ("bar.sync 0; mad.lo.s32 %r4, %r0, 16, %r3; st.shared.b32 [%r4], %r0;" + wait(0, "A"), 2048, SharedRace),
     ],
     ids=["not waited for", "more bytes", "fewer bytes", "no second tile", "written meanwhile"],
 )
@@ -569,11 +539,7 @@ def test_what_a_store_reads_stays_as_it_is(schedule):
     write = "st.shared.b32 [%r4], %r0;"
     waited = "@%p0 cp.async.bulk.wait_group.read 0;\n"
     store(waited + "bar.sync 0;" + write, schedule=schedule)
-    for then in (
-        "bar.sync 0;" + write + waited,
-        waited + write,
-        "@%p0 cp.async.bulk.wait_group.read 1; bar.sync 0;" + write,
-    ):
+    for then in ("bar.sync 0;" + write + waited, waited + write, "@%p0 cp.async.bulk.wait_group.read 1; bar.sync 0;" + write):
         for seed in range(4):
             with pytest.raises(SharedRace):
                 store(then, schedule=schedule, seed=seed)

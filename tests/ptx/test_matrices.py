@@ -41,9 +41,7 @@ def test_ldmatrix(count, trans, random):
     shared, at = random.bytes(BYTES), rows(random, count)
     line = f"ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {registers('d', count)}, [%at];"
     names = [f"%d{i}" for i in range(count)]
-    got = run_instruction(
-        [*declared(("d", count)), ".reg .b32 %at;", line], {"%at": at}, names, shared=shared
-    )
+    got = run_instruction([*declared(("d", count)), ".reg .b32 %at;", line], {"%at": at}, names, shared=shared)
     for name, want in zip(names, isa.ldmatrix(shared, at, count, bool(trans)), strict=True):
         np.testing.assert_array_equal(np.asarray(got[name]).astype(np.uint64), want)
 
@@ -129,9 +127,7 @@ def test_mma_of_any_bits(kind, k, random):
         error = np.abs(got.astype(np.float64) - want)[finite]
         assert (error <= 20 * 2.0**-23 * bound[finite] + 2.0**-149).all()
         np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
-        np.testing.assert_array_equal(
-            np.isposinf(got[~finite]), np.isposinf(want.astype(np.float32)[~finite])
-        )
+        np.testing.assert_array_equal(np.isposinf(got[~finite]), np.isposinf(want.astype(np.float32)[~finite]))
 
 
 def one_warp(body: str, threads: str = "32", shared: int = 1024) -> Program:

@@ -181,9 +181,7 @@ def test_copies_fill_with_zeros(kind, size, schedule, random):
             given = ", %r4"
             fill += f"mov.u32 %r4, {taken};\n"
         copy = f"{fill} cp.async.{kind}.shared.global [%r2], [%rd0], {size}{given};\n"
-        source, target = copied(
-            copy + "cp.async.commit_group; cp.async.wait_group 0;", random, schedule=schedule
-        )
+        source, target = copied(copy + "cp.async.commit_group; cp.async.wait_group 0;", random, schedule=schedule)
         kept = size if taken is None else taken
         want = np.full((32, 16), 0x5A, np.uint8)
         want[:, :size] = 0
@@ -247,10 +245,7 @@ def test_a_copy_in_no_group(random):
 
 def test_stores_under_a_copy(random):
     with pytest.raises(SharedRace):
-        copied(
-            "cp.async.cg.shared.global [%r2], [%rd0], 16; st.shared.b32 [%r2], %r8; cp.async.wait_all;",
-            random,
-        )
+        copied("cp.async.cg.shared.global [%r2], [%rd0], 16; st.shared.b32 [%r2], %r8; cp.async.wait_all;", random)
 
 
 def test_the_source_changes_under_a_copy(random):
@@ -296,25 +291,13 @@ xor.b32 %r3, %r0, 32; mad.lo.s32 %r2, %r3, 16, %r1;
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_copies_outside(schedule, random):
     with pytest.raises(OutOfBounds):
-        copied(
-            "cp.async.cg.shared.global [%r2], [%rd0 + 1552], 16; cp.async.wait_all;",
-            random,
-            schedule=schedule,
-        )
+        copied("cp.async.cg.shared.global [%r2], [%rd0 + 1552], 16; cp.async.wait_all;", random, schedule=schedule)
     with pytest.raises(OutOfBounds):
-        copied(
-            "cp.async.cg.shared.global [%r2 + 4096], [%rd0], 16; cp.async.wait_all;",
-            random,
-            schedule=schedule,
-        )
+        copied("cp.async.cg.shared.global [%r2 + 4096], [%rd0], 16; cp.async.wait_all;", random, schedule=schedule)
     with pytest.raises(Misaligned):
-        copied(
-            "cp.async.cg.shared.global [%r2 + 4], [%rd0], 16; cp.async.wait_all;", random, schedule=schedule
-        )
+        copied("cp.async.cg.shared.global [%r2 + 4], [%rd0], 16; cp.async.wait_all;", random, schedule=schedule)
     with pytest.raises(Misaligned):
-        copied(
-            "cp.async.cg.shared.global [%r2], [%rd0 + 8], 16; cp.async.wait_all;", random, schedule=schedule
-        )
+        copied("cp.async.cg.shared.global [%r2], [%rd0 + 8], 16; cp.async.wait_all;", random, schedule=schedule)
 
 
 # ---- atomics

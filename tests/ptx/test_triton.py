@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from tests.ptx.emulator import library
 
-HERE = pathlib.Path(__file__).resolve().parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 DTYPES = ("bfloat16", "float16", "float32")
 ATTENTION = {"_attention_places_kernel", "_attention_fwd_kernel", "_attention_bwd_dq_kernel"}
 ATTENTION |= {"_attention_bwd_dkdv_kernel", "_attention_bwd_dbias_kernel"}
@@ -43,12 +43,12 @@ OPS = {
 }
 
 
-def rows_of(script: str, *options: str) -> list[dict]:
-    """What a script of this folder prints, run with Triton's interpreter off."""
+def rows_of(module: str, *options: str) -> list[dict]:
+    """What a module of this folder prints, run with Triton's interpreter off."""
     library.engine()  # skips where no compiler is
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, str(HERE / script), *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=3600)
+    command = [sys.executable, "-m", f"tests.ptx.{module}", *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=3600)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -63,24 +63,24 @@ def assert_right(rows: list[dict], kernels: set[str]) -> None:
 def test_some_ops():
     """A quick look: one case each of ops that move tiles in every way but tensor copies."""
     ops = ("packing", "layer_norm", "linear")
-    assert_right(rows_of("emulated_ops.py", *ops, "--first", "1"), set().union(*(OPS[op] for op in ops)))
+    assert_right(rows_of("emulated_ops", *ops, "--first", "1"), set().union(*(OPS[op] for op in ops)))
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_op(op):
     options = [word for dtype in DTYPES for word in ("--dtype", dtype)]
-    assert_right(rows_of("emulated_ops.py", op, *options), OPS[op])
+    assert_right(rows_of("emulated_ops", op, *options), OPS[op])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_every_case(op):
-    rows = rows_of("emulated_ops.py", op, "--all")
+    rows = rows_of("emulated_ops", op, "--all")
     assert [r for r in rows if r["reason"] or r["differs"]] == []
     assert rows
 
 
 def test_tutorials():
-    rows = rows_of("tutorials.py")
+    rows = rows_of("tutorials")
     assert [r for r in rows if not r["right"]] == []
     assert {r["tutorial"] for r in rows} == {"softmax", "layer_norm", "matmul"}

@@ -6,18 +6,13 @@ The compiler that makes these is not ours, nor is the mathematics: where they co
 from __future__ import annotations
 
 import json
-import pathlib
 import sys
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 
 import torch
 import triton
 import triton.language as tl
-from triton.backends.nvidia.compiler import CUDABackend
 
-from tests.ptx.emulated_launches import Emulation
+from tests.ptx.emulated_launches import Emulation, only_ptx
 
 CPU = torch.device("cpu")
 
@@ -96,7 +91,7 @@ def matmul(run: Emulation) -> bool:
 
 def main() -> None:
     """Every tutorial by both schedules and two orders of warps."""
-    CUDABackend.make_cubin = lambda self, *rest: b""
+    only_ptx()
     arch = int(sys.argv[1]) if len(sys.argv) > 1 else 80
     run = Emulation(arch=arch)
     for tutorial in (softmax, layer_norm, matmul):
