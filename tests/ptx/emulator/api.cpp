@@ -131,11 +131,9 @@ int ptx_launch(const Kernel* kernel, const LaunchRequest* request, Report* repor
         report->lanes = fault.lanes;
         report->address = fault.address;
         std::strncpy(report->text, fault.text.c_str(), sizeof report->text - 1);
-        if (const Warp* w = launch.current) {
-            report->line = kernel->ops[w->pc].line;
-            report->block = w->block->number;
-            report->warp = uint32_t(w->index);
-        }
+        report->line = fault.line;
+        report->block = fault.block;
+        report->warp = fault.warp;
     }
     for (const Allocation& a : launch.allocations)
         if (a.writers) munmap(a.writers, pages(a));

@@ -82,7 +82,7 @@ struct ToTf32 {
 template <class D, class S>
 void between_integers(const std::string& d, const std::string& s) {
     value_form<Integer<D, S>, D, S>("cvt." + d + "." + s);
-    value_form<IntegerSaturated<D, S>, D, S>("cvt.sat." + d + "." + s);
+    rare_form<IntegerSaturated<D, S>, D, S>("cvt.sat." + d + "." + s);
 }
 
 template <class S>
@@ -92,16 +92,16 @@ void of_integer(const std::string& s) {
     between_integers<uint32_t, S>("u32", s), between_integers<int32_t, S>("s32", s);
     between_integers<uint64_t, S>("u64", s), between_integers<int64_t, S>("s64", s);
     value_form<ToFloating<float, S>, float, S>("cvt.rn.f32." + s);
-    value_form<ToFloating<double, S>, double, S>("cvt.rn.f64." + s);
-    value_form<ToHalf<Half, S>, Half, S>("cvt.rn.f16." + s);
-    value_form<ToHalf<Bf16, S>, Bf16, S>("cvt.rn.bf16." + s);
+    rare_form<ToFloating<double, S>, double, S>("cvt.rn.f64." + s);
+    rare_form<ToHalf<Half, S>, Half, S>("cvt.rn.f16." + s);
+    rare_form<ToHalf<Bf16, S>, Bf16, S>("cvt.rn.bf16." + s);
 }
 
 template <class D, class S, class R>
 void to_integer(const std::string& rounding, const std::string& d, const std::string& s) {
     for (const char* mode : {"", ".ftz"})
         for (const char* sat : {"", ".sat"})
-            value_form<ToInteger<D, S, R>, D, S>("cvt." + rounding + mode + sat + "." + d + "." + s);
+            rare_form<ToInteger<D, S, R>, D, S>("cvt." + rounding + mode + sat + "." + d + "." + s);
 }
 template <class S, class R>
 void rounded(const std::string& rounding, const std::string& s) {
@@ -127,11 +127,11 @@ template <class H>
 void halves(const std::string& h) {
     value_form<Widen<H>, float, H>("cvt.f32." + h);
     value_form<Widen<H>, float, H>("cvt.ftz.f32." + h);
-    value_form<WidenTwice<H>, double, H>("cvt.f64." + h);
+    rare_form<WidenTwice<H>, double, H>("cvt.f64." + h);
     value_form<Narrow<H, false>, H, float>("cvt.rn." + h + ".f32");
     value_form<Narrow<H, true>, H, float>("cvt.rn.relu." + h + ".f32");
-    value_form<TowardsZero<H>, H, float>("cvt.rz." + h + ".f32");
-    value_form<NarrowDouble<H>, H, double>("cvt.rn." + h + ".f64");
+    rare_form<TowardsZero<H>, H, float>("cvt.rz." + h + ".f32");
+    rare_form<NarrowDouble<H>, H, double>("cvt.rn." + h + ".f64");
     value_form<NarrowPair<H, false>, uint32_t, float, float>("cvt.rn." + h + "x2.f32");
     value_form<NarrowPair<H, true>, uint32_t, float, float>("cvt.rn.relu." + h + "x2.f32");
 }

@@ -268,7 +268,18 @@ void run_blocks(Launch& launch) {
             next = resident.size() - 1;
         }
         next %= resident.size();
-        if (advance(*resident[next], quantum)) {
+        bool done;
+        try {
+            done = advance(*resident[next], quantum);
+        } catch (Fault& fault) {
+            if (const Warp* w = launch.current) {
+                fault.line = launch.kernel->ops[w->pc].line;
+                fault.block = w->block->number;
+                fault.warp = uint32_t(w->index);
+            }
+            throw;
+        }
+        if (done) {
             const Block& block = *resident[next];
             if (launch.shared_result) block.shared->copy(launch.shared_result, launch.image_bytes);
             spare.push_back(std::move(resident[next]));

@@ -61,6 +61,7 @@ struct Fault {
     uint32_t lanes;
     uint64_t address;
     std::string text;
+    uint32_t line = 0, block = 0, warp = 0;
 };
 
 // A warp's knowledge of the others: `seen[v]` is the time of the last release of warp v that it has acquired.
@@ -189,7 +190,7 @@ struct Launch {
     const uint8_t* shared_image = nullptr;  // content of shared memory at the start
     uint8_t* shared_result = nullptr;
     uint32_t image_bytes = 0;
-    Warp* current = nullptr;
+    Warp* current = nullptr;              // whose turn it is
 };
 
 [[noreturn]] void fail(Kind kind, uint32_t lanes, uint64_t address, const std::string& text);

@@ -53,7 +53,6 @@ void stmatrix(Warp& w, const Op& op, uint32_t m) {
     uint32_t at[LANES];
     row_offsets(w, op, count, at, "stmatrix");
     Shared& shared = *w.block->shared;
-    for (int l = 0; l < 8 * count; ++l) shared.on_write<16>(w, at[l], uint32_t(l));
     for (int i = 0; i < count; ++i) {
         uint16_t tile[8][8];
         const uint32_t* from = w.lane<uint32_t>(op.src[1 + i]);
@@ -62,7 +61,11 @@ void stmatrix(Warp& w, const Op& op, uint32_t m) {
             (trans ? tile[first][group] : tile[group][first]) = uint16_t(from[l]);
             (trans ? tile[first + 1][group] : tile[group][first + 1]) = uint16_t(from[l] >> 16);
         }
-        for (int row = 0; row < 8; ++row) std::memcpy(shared.data.data() + at[8 * i + row], tile[row], 16);
+        for (int row = 0; row < 8; ++row) {
+            const auto* bytes = reinterpret_cast<const uint8_t*>(tile[row]);
+            shared.on_write<16>(w, at[8 * i + row], uint32_t(8 * i + row), 0, valid, bytes);
+            std::memcpy(shared.data.data() + at[8 * i + row], bytes, 16);
+        }
     }
 }
 

@@ -36,7 +36,7 @@ void write_shared(Warp& w, uint64_t at, uint32_t lane, const uint8_t* from) {
     constexpr uint32_t size = sizeof(T) * N;
     Shared& shared = *w.block->shared;
     shared.check(at, size, lane, "a store");
-    shared.on_write<size>(w, uint32_t(at), lane);
+    shared.on_write<size>(w, uint32_t(at), lane, 0, valid, from);
     std::memcpy(shared.data.data() + at, from, size);
 }
 

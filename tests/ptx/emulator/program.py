@@ -196,5 +196,6 @@ class Program:
         lanes = [lane for lane in range(32) if report.lanes >> lane & 1]
         return KINDS[report.kind - 1](
             f"{report.text.decode()}: kernel {name}, line {report.line}: {text}; block {index}, "
-            f"warp {report.warp}, lanes {lanes}, address {report.address:#x}; seed {seed}, schedule {schedule}"
+            f"warp {report.warp}, lanes {lanes}, address {report.address:#x}; "
+            f"seed {seed}, schedule {schedule}"
         )

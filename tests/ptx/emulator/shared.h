@@ -53,14 +53,16 @@ struct Shared {
             late |= uint8_t(write_time[at + i] >= w.earliest);
         }
         if (bad) explain_empty(at, size, lane);
-        if (late) check_writers(w, at, size, lane, "reads", false);
+        if (late) check_writers(w, at, size, lane, "reads", false, nullptr);
         const uint32_t now = w.block->now;
         for (uint32_t i = 0; i < size; ++i) times[at + i] = now;
     }
 
-    // Before one lane writes; `flag` is ATOMIC for an atomic update.
+    // Before one lane writes; `flag` is ATOMIC for an atomic update. Two warps may write the same `value`: Triton
+    // lets warps that hold copies of a tile all store them.
     template <uint32_t size>
-    void on_write(const Warp& w, uint32_t at, uint32_t lane, uint8_t flag = 0, uint8_t becomes = valid) {
+    void on_write(const Warp& w, uint32_t at, uint32_t lane, uint8_t flag = 0, uint8_t becomes = valid,
+                  const uint8_t* value = nullptr) {
         uint8_t late = 0, flying = 0;
         for (uint32_t i = 0; i < size; ++i) {
             late |= uint8_t(write_time[at + i] >= w.earliest);
@@ -70,7 +72,7 @@ struct Shared {
         if (readers[at >> 4])
             fail(Kind::shared_race, 1u << lane, at,
                  "writes shared memory while an asynchronous operation in flight reads it");
-        if (late) check_writers(w, at, size, lane, "writes", (flag & ATOMIC) != 0);
+        if (late) check_writers(w, at, size, lane, "writes", (flag & ATOMIC) != 0, value);
         for (size_t v = 0; v < read_time.size(); ++v) {
             if (int(v) == w.index || read_time[v].empty()) continue;
             const uint32_t* times = read_time[v].data() + at;
@@ -87,11 +89,13 @@ struct Shared {
     }
 
    private:
-    void check_writers(const Warp& w, uint32_t at, uint32_t size, uint32_t lane, const char* what, bool atomic) {
+    void check_writers(const Warp& w, uint32_t at, uint32_t size, uint32_t lane, const char* what, bool atomic,
+                       const uint8_t* value) {
         for (uint32_t i = at; i < at + size; ++i) {
             const int other = writer[i] & 0x1F;
             if (write_time[i] == 0 || other == w.index || write_time[i] < w.clock.seen[other]) continue;
             if (atomic && (writer[i] & ATOMIC)) continue;
+            if (value && value[i - at] == data[i]) continue;
             explain_race(i, lane, what, "written", size_t(other));
         }
     }
