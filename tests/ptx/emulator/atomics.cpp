@@ -69,26 +69,26 @@ void compare_and_swap(Warp& w, const Op& op, uint32_t m) {
 }
 
 template <Space space, class F, class T>
-void one(const std::string& where, const std::string& name) {
+REGISTERS void one(const std::string& where, const std::string& name) {
     form("atom." + where + "." + name, "=" + width<T>() + " @ " + width<T>(), update<space, F, T, true>);
     form("red." + where + "." + name, "@ " + width<T>(), update<space, F, T, false>);
 }
 
 template <Space space, class T>
-void logic(const std::string& where, const std::string& type) {
+REGISTERS void logic(const std::string& where, const std::string& type) {
     one<space, And, T>(where, "and." + type), one<space, Or, T>(where, "or." + type);
     one<space, Xor, T>(where, "xor." + type), one<space, Exch, T>(where, "exch." + type);
     form("atom." + where + ".cas." + type, "=" + width<T>() + " @ " + width<T>() + " " + width<T>(),
          compare_and_swap<space, T>);
 }
 template <Space space, class T>
-void order(const std::string& where, const std::string& type) {
+REGISTERS void order(const std::string& where, const std::string& type) {
     one<space, Add, T>(where, "add." + type);
     one<space, Min, T>(where, "min." + type), one<space, Max, T>(where, "max." + type);
 }
 
 template <Space space>
-void all(const std::string& where) {
+REGISTERS void all(const std::string& where) {
     logic<space, uint32_t>(where, "b32"), logic<space, uint64_t>(where, "b64");
     form("atom." + where + ".cas.b16", "=b16 @ b16 b16", compare_and_swap<space, uint16_t>);
     order<space, uint32_t>(where, "u32"), order<space, int32_t>(where, "s32");
@@ -100,7 +100,7 @@ void all(const std::string& where) {
 
 }  // namespace
 
-void atomic_forms() {
+REGISTERS void atomic_forms() {
     all<Space::global>("global"), all<Space::shared>("shared"), all<Space::generic>("generic");
 }
 

@@ -109,7 +109,7 @@ template <bool left, bool wrap> struct Funnel {
 };
 
 template <class T>
-void logic(const std::string& type) {
+REGISTERS void logic(const std::string& type) {
     value_form<And<T>, T, T, T>("and." + type);
     value_form<Or<T>, T, T, T>("or." + type);
     value_form<Xor<T>, T, T, T>("xor." + type);
@@ -119,11 +119,11 @@ void logic(const std::string& type) {
     value_form<Same<T>, T, T>("mov." + type);
 }
 template <class T>
-void shifts(const std::string& type) {
+REGISTERS void shifts(const std::string& type) {
     value_form<Shr<T>, T, T, uint32_t>("shr." + type);
 }
 template <class T>
-void fields(const std::string& bits) {
+REGISTERS void fields(const std::string& bits) {
     using S = std::make_signed_t<T>;
     value_form<Bfe<T>, T, T, uint32_t, uint32_t>("bfe.u" + bits);
     value_form<Bfe<S>, S, S, uint32_t, uint32_t>("bfe.s" + bits);
@@ -155,7 +155,7 @@ void unpack(Warp& w, const Op& op, uint32_t m) {
         each(m, w.lane<Part>(op.dst[i]), [i](Whole a) { return Part(a >> (8 * sizeof(Part) * i)); }, whole);
 }
 template <class Whole, class Part>
-void packing() {
+REGISTERS void packing() {
     const std::string parts = width<Part>() + "*" + std::to_string(sizeof(Whole) / sizeof(Part));
     form("mov." + width<Whole>(), "=" + width<Whole>() + " " + parts, pack<Whole, Part>);
     form("mov." + width<Whole>(), "=" + parts + " " + width<Whole>(), unpack<Whole, Part>);
@@ -188,7 +188,7 @@ struct Convert {
     To operator()(From a) const { return To(a); }
 };
 template <class Narrow, class Wide>
-void resize() {
+REGISTERS void resize() {
     using Signed = std::make_signed_t<Narrow>;
     value_form<Convert<Narrow, Wide>, Narrow, Wide>("narrow");
     value_form<Convert<Wide, Narrow>, Wide, Narrow>("widen.u");
@@ -197,7 +197,7 @@ void resize() {
 
 }  // namespace
 
-void bit_forms() {
+REGISTERS void bit_forms() {
     logic<uint16_t>("b16"), logic<uint32_t>("b32"), logic<uint64_t>("b64");
     shifts<uint16_t>("u16"), shifts<int16_t>("s16"), shifts<uint16_t>("b16");
     shifts<uint32_t>("u32"), shifts<int32_t>("s32"), shifts<uint32_t>("b32");

@@ -80,13 +80,13 @@ struct ToTf32 {
 };
 
 template <class D, class S>
-void between_integers(const std::string& d, const std::string& s) {
+REGISTERS void between_integers(const std::string& d, const std::string& s) {
     value_form<Integer<D, S>, D, S>("cvt." + d + "." + s);
     rare_form<IntegerSaturated<D, S>, D, S>("cvt.sat." + d + "." + s);
 }
 
 template <class S>
-void of_integer(const std::string& s) {
+REGISTERS void of_integer(const std::string& s) {
     between_integers<uint8_t, S>("u8", s), between_integers<int8_t, S>("s8", s);
     between_integers<uint16_t, S>("u16", s), between_integers<int16_t, S>("s16", s);
     between_integers<uint32_t, S>("u32", s), between_integers<int32_t, S>("s32", s);
@@ -98,25 +98,25 @@ void of_integer(const std::string& s) {
 }
 
 template <class D, class S, class R>
-void to_integer(const std::string& rounding, const std::string& d, const std::string& s) {
+REGISTERS void to_integer(const std::string& rounding, const std::string& d, const std::string& s) {
     for (const char* mode : {"", ".ftz"})
         for (const char* sat : {"", ".sat"})
             rare_form<ToInteger<D, S, R>, D, S>("cvt." + rounding + mode + sat + "." + d + "." + s);
 }
 template <class S, class R>
-void rounded(const std::string& rounding, const std::string& s) {
+REGISTERS void rounded(const std::string& rounding, const std::string& s) {
     to_integer<uint8_t, S, R>(rounding, "u8", s), to_integer<int8_t, S, R>(rounding, "s8", s);
     to_integer<uint16_t, S, R>(rounding, "u16", s), to_integer<int16_t, S, R>(rounding, "s16", s);
     to_integer<uint32_t, S, R>(rounding, "u32", s), to_integer<int32_t, S, R>(rounding, "s32", s);
     to_integer<uint64_t, S, R>(rounding, "u64", s), to_integer<int64_t, S, R>(rounding, "s64", s);
 }
 template <class S>
-void of_floating(const std::string& s) {
+REGISTERS void of_floating(const std::string& s) {
     rounded<S, Nearest>("rni", s), rounded<S, Zero>("rzi", s);
     rounded<S, Down>("rmi", s), rounded<S, Up>("rpi", s);
 }
 template <class S>
-void integral(const std::string& s) {
+REGISTERS void integral(const std::string& s) {
     value_form<Integral<S, Nearest>, S, S>("cvt.rni." + s + "." + s);
     value_form<Integral<S, Zero>, S, S>("cvt.rzi." + s + "." + s);
     value_form<Integral<S, Down>, S, S>("cvt.rmi." + s + "." + s);
@@ -124,7 +124,7 @@ void integral(const std::string& s) {
 }
 
 template <class H>
-void halves(const std::string& h) {
+REGISTERS void halves(const std::string& h) {
     value_form<Widen<H>, float, H>("cvt.f32." + h);
     value_form<Widen<H>, float, H>("cvt.ftz.f32." + h);
     rare_form<WidenTwice<H>, double, H>("cvt.f64." + h);
@@ -138,7 +138,7 @@ void halves(const std::string& h) {
 
 }  // namespace
 
-void convert_forms() {
+REGISTERS void convert_forms() {
     of_integer<uint8_t>("u8"), of_integer<int8_t>("s8"), of_integer<uint16_t>("u16");
     of_integer<int16_t>("s16"), of_integer<uint32_t>("u32"), of_integer<int32_t>("s32");
     of_integer<uint64_t>("u64"), of_integer<int64_t>("s64");

@@ -84,7 +84,7 @@ template <class T, bool z> struct Abs { T operator()(T a) const { return std::fa
 template <class T> struct CopySign { T operator()(T a, T b) const { return std::copysign(b, a); } };
 
 template <class T, bool z>
-void common(const std::string& type) {
+REGISTERS void common(const std::string& type) {
     const std::string ftz = z ? ".ftz" : "";
     for (const char* rounding : {"", ".rn"}) {
         const std::string r = rounding;
@@ -111,7 +111,7 @@ void common(const std::string& type) {
 }
 
 template <bool z>
-void approximate() {
+REGISTERS void approximate() {
     const std::string end = std::string(z ? ".ftz" : "") + ".f32";
     value_form<Div<float, z>, float, float, float>("div.full" + end);
     value_form<Div<float, z>, float, float, float>("div.approx" + end);
@@ -128,7 +128,7 @@ struct TestNan { bool operator()(T a) const { return a != a; } };
 
 }  // namespace
 
-void float_forms() {
+REGISTERS void float_forms() {
     common<float, false>(".f32"), common<float, true>(".f32"), common<double, false>(".f64");
     approximate<false>(), approximate<true>();
     value_form<Tanh, float, float>("tanh.approx.f32");

@@ -66,13 +66,13 @@ template <class F, class H> struct Paired {
 };
 
 template <class F, class H, class... S>
-void alone_and_paired(const std::string& name, const std::string& type) {
+REGISTERS void alone_and_paired(const std::string& name, const std::string& type) {
     value_form<F, H, S...>(name + type);
     value_form<Paired<F, H>, Pair<H>, std::conditional_t<true, Pair<H>, S>...>(name + type + "x2");
 }
 
 template <class H>
-void arithmetic(const std::string& type) {
+REGISTERS void arithmetic(const std::string& type) {
     for (const char* rounding : {"", ".rn"}) {
         const std::string r = rounding;
         alone_and_paired<Add<H>, H, H, H>("add" + r, type);
@@ -92,7 +92,7 @@ void arithmetic(const std::string& type) {
 
 }  // namespace
 
-void half_forms() {
+REGISTERS void half_forms() {
     arithmetic<Half>(".f16"), arithmetic<Bf16>(".bf16");
     alone_and_paired<Ex2<Half>, Half, Half>("ex2.approx", ".f16");
     alone_and_paired<Ex2<Bf16>, Bf16, Bf16>("ex2.approx.ftz", ".bf16");

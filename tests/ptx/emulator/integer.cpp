@@ -85,7 +85,7 @@ struct SubSaturated {
 };
 
 template <class T>
-void arithmetic(const std::string& type) {
+REGISTERS void arithmetic(const std::string& type) {
     value_form<Add<T>, T, T, T>("add." + type);
     value_form<Sub<T>, T, T, T>("sub." + type);
     value_form<MulLo<T>, T, T, T>("mul.lo." + type);
@@ -109,7 +109,7 @@ void arithmetic(const std::string& type) {
 
 }  // namespace
 
-void integer_forms() {
+REGISTERS void integer_forms() {
     arithmetic<uint16_t>("u16"), arithmetic<int16_t>("s16");
     arithmetic<uint32_t>("u32"), arithmetic<int32_t>("s32");
     arithmetic<uint64_t>("u64"), arithmetic<int64_t>("s64");

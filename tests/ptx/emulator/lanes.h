@@ -8,6 +8,9 @@
 
 #include "engine.h"
 
+// Of functions that enter forms in the table: they run once, and are compiled for size.
+#define REGISTERS __attribute__((cold))
+
 namespace ptx {
 
 // Computed for all lanes, which the compiler turns into vector instructions, and kept for the active ones.
@@ -54,12 +57,12 @@ void quaternary(Warp& w, const Op& op, uint32_t m) {
 }
 
 template <class T>
-std::string width() {
+REGISTERS std::string width() {
     return "b" + std::to_string(8 * sizeof(T));
 }
 
 template <class F, class D, class... S>
-void value_form(const std::string& name) {
+REGISTERS void value_form(const std::string& name) {
     std::string signature = "=" + width<D>();
     ((signature += " " + width<S>()), ...);
     if constexpr (sizeof...(S) == 1) form(name, signature, unary<F, D, S...>);
@@ -79,7 +82,7 @@ void lane_by_lane(Warp& w, const Op& op, uint32_t m) {
     }
 }
 template <class F, class D, class A>
-void rare_form(const std::string& name) {
+REGISTERS void rare_form(const std::string& name) {
     form(name, "=" + width<D>() + " " + width<A>(), lane_by_lane<F, D, A>);
 }
 

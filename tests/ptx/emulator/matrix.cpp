@@ -127,7 +127,7 @@ struct Product {
 };
 
 template <class Element, int K>
-void product(const std::string& type) {
+REGISTERS void product(const std::string& type) {
     using P = Product<Element, K>;
     const std::string registers[] = {std::to_string(P::A), std::to_string(P::B)};
     const std::string b = P::B == 1 ? "b32*1" : "b32*" + registers[1];
@@ -136,7 +136,7 @@ void product(const std::string& type) {
 }
 
 template <int count>
-void tiles() {
+REGISTERS void tiles() {
     const std::string x = ".x" + std::to_string(count), registers = "b32*" + std::to_string(count);
     form("ldmatrix.sync.aligned.m8n8" + x + ".shared.b16", "=" + registers + " @", ldmatrix<count, false>);
     form("ldmatrix.sync.aligned.m8n8" + x + ".trans.shared.b16", "=" + registers + " @", ldmatrix<count, true>);
@@ -146,7 +146,7 @@ void tiles() {
 
 }  // namespace
 
-void matrix_forms() {
+REGISTERS void matrix_forms() {
     tiles<1>(), tiles<2>(), tiles<4>();
     form("movmatrix.sync.aligned.m8n8.trans.b16", "=b32 b32", movmatrix);
     product<BFloat16, 16>("bf16"), product<BFloat16, 8>("bf16");

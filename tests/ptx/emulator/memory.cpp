@@ -91,7 +91,7 @@ void store(Warp& w, const Op& op, uint32_t m) {
 }
 
 template <Space space, class T, int N>
-void one(const std::string& where) {
+REGISTERS void one(const std::string& where) {
     const std::string vector = N == 1 ? "" : ".v" + std::to_string(N);
     const std::string operand = width<T>() + (N == 1 ? "" : "*" + std::to_string(N));
     form("ld." + where + vector + "." + width<T>(), "=" + operand + " @", load<space, T, N>);
@@ -100,7 +100,7 @@ void one(const std::string& where) {
 }
 
 template <Space space>
-void all(const std::string& where) {
+REGISTERS void all(const std::string& where) {
     one<space, uint8_t, 1>(where), one<space, uint8_t, 2>(where), one<space, uint8_t, 4>(where);
     one<space, uint16_t, 1>(where), one<space, uint16_t, 2>(where), one<space, uint16_t, 4>(where);
     one<space, uint32_t, 1>(where), one<space, uint32_t, 2>(where), one<space, uint32_t, 4>(where);
@@ -118,7 +118,7 @@ struct FromGeneric {
 };
 
 template <uint64_t base>
-void conversions(const std::string& where) {
+REGISTERS void conversions(const std::string& where) {
     value_form<ToGeneric<base>, uint64_t, uint64_t>("cvta." + where + ".u64");
     value_form<FromGeneric<base>, uint64_t, uint64_t>("cvta.to." + where + ".u64");
 }
@@ -136,7 +136,7 @@ void is_space(Warp& w, const Op& op, uint32_t m) {
 
 }  // namespace
 
-void memory_forms() {
+REGISTERS void memory_forms() {
     all<Space::parameter>("param");
     all<Space::global>("global");
     all<Space::shared>("shared");
