@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
-from tests.ptx.emulator import Program
+from tests.ptx.emulator import Program, tensor_map
 from tests.support.triton_compile import source
 
 MODULES = [m.name for m in pkgutil.iter_modules([str(ROOT / "kernels")])]
@@ -41,6 +41,7 @@ class Compiled:
     scratch: int  # bytes per block that the kernel wants in global memory
     wanted: list[int]  # the arguments that are parameters
     ptx: str
+    tiles: list[dict]  # of the tensor descriptors among the arguments, in order
 
 
 @dataclass
@@ -74,6 +75,7 @@ class Emulation:
                 metadata.global_scratch_size,
                 wanted,
                 text,
+                list(metadata.tensordesc_meta or ()),
             )
         return self.kernels[key]
 
@@ -82,6 +84,9 @@ class Emulation:
         found = self.compiled(kernel, args, config)
         names = [p.name for p in kernel.params]
         values = [args[i] if i < len(args) else config[names[i]] for i in found.wanted]
+        tiles = iter(found.tiles)
+        memory = [v.base for v in values if hasattr(v, "block_shape")]
+        values = [part for v in values for part in (described(v, tiles) if hasattr(v, "block_shape") else [v])]
         grid = (*grid, 1, 1)[:3]
         scratch = None
         if found.scratch:
@@ -95,8 +100,18 @@ class Emulation:
             schedule=self.schedule,
             seed=self.seed,
             check_overlap=self.check_overlap,
+            memory=memory,
         )
         self.launched.append(kernel.fn.__name__)
+
+
+def described(descriptor, tiles: Iterator[dict]) -> list:
+    """The parameters that a tensor descriptor made on the host becomes: a tensor map, sizes and strides."""
+    tile, base = next(tiles), descriptor.base
+    swizzle = (0, 32, 64, 128)[tile["swizzle"]]
+    sizes, strides = list(descriptor.shape), list(descriptor.strides)
+    made = tensor_map(base.data_ptr(), tile["elem_size"], sizes, strides, tile["block_size"], swizzle)
+    return [made, *sizes, *strides]
 
 
 @contextlib.contextmanager

@@ -117,7 +117,7 @@ def test_products_of_shared_memory(majors, width, schedule, random):
         major_a, major_b = majors.split()
         left, a = integers(random, 64, kind)
         right, b = integers(random, n, kind)
-        image = bytearray(random.bytes(32768))
+        image = bytearray(random.bytes(49152))
         descriptor_a = put(image, a, 0, major_a, width)
         descriptor_b = put(image, b, 16384, major_b, width)
         form = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}"
@@ -378,8 +378,11 @@ def test_barriers_that_are_none():
         counted("add.u32 %r2, %r2, 4;" + ARRIVE)
     with pytest.raises((SharedRace, UninitialisedRead), match="mbarrier"):
         counted("bar.sync 0; @%p0 mbarrier.inval.shared::cta.b64 [%r2]; bar.sync 0;" + ARRIVE)
-    with pytest.raises(DivergentBarrier):
-        counted("@%p0 mbarrier.arrive.shared::cta.b64 _, [%r2]; bar.sync 0;" + ARRIVE, 2)
+    expecting = "@%p0 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 16; bar.sync 0;"
+    with pytest.raises(DivergentBarrier, match="count"):
+        counted(expecting + ARRIVE)
+    with pytest.raises(SharedRace, match="in flight"):
+        counted(expecting + "@%p0 mbarrier.inval.shared::cta.b64 [%r2];")
 
 
 def test_a_barrier_is_used_again_after_inval():

@@ -205,7 +205,7 @@ void finish(Warp& w, const Product& product) {
 }
 
 template <class Element, bool registers>
-void every_width(const std::string& type) {
+REGISTERS void every_width(const std::string& type) {
     using W = Wgmma<Element, registers>;
     for (int n = 8; n <= 256; n += 8) {
         const std::string sums = "b32*" + std::to_string(n / 2);
@@ -243,7 +243,7 @@ void wait(Warp& w, const Op& op, uint32_t m) {
 
 }  // namespace
 
-void wgmma_forms() {
+REGISTERS void wgmma_forms() {
     every_width<BFloat16, false>("bf16"), every_width<BFloat16, true>("bf16");
     every_width<Float16, false>("f16"), every_width<Float16, true>("f16");
     form("wgmma.fence.sync.aligned", "", fence);
