@@ -86,7 +86,9 @@ class Emulation:
         values = [args[i] if i < len(args) else config[names[i]] for i in found.wanted]
         tiles = iter(found.tiles)
         memory = [v.base for v in values if hasattr(v, "block_shape")]
-        values = [part for v in values for part in (described(v, tiles) if hasattr(v, "block_shape") else [v])]
+        values = [
+            part for v in values for part in (described(v, tiles) if hasattr(v, "block_shape") else [v])
+        ]
         grid = (*grid, 1, 1)[:3]
         scratch = None
         if found.scratch:
