@@ -12,7 +12,6 @@ import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -21,6 +20,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from tests.ptx.emulator import Program, tensor_map
 from tests.support.triton_compile import source
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODULES = [m.name for m in pkgutil.iter_modules([str(ROOT / "kernels")])]
 
 
