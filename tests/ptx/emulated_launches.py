@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import pathlib
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-# Code stops at PTX here, so that no other use of Triton may find it.
-os.environ["TRITON_CACHE_DIR"] = str(ROOT / "build" / "tests" / "ptx_of_triton")
-
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -26,6 +22,12 @@ from tests.ptx.emulator import Program, tensor_map
 from tests.support.triton_compile import source
 
 MODULES = [m.name for m in pkgutil.iter_modules([str(ROOT / "kernels")])]
+
+
+def only_ptx() -> None:
+    """Let this process compile to PTX and no further, and keep that where no other use of Triton finds it."""
+    triton.knobs.cache.dir = str(ROOT / "build" / "tests" / "ptx_of_triton")
+    CUDABackend.make_cubin = lambda self, *rest: b""
 
 
 @dataclass
@@ -55,7 +57,9 @@ class Emulation:
 
     def compiled(self, kernel, args: tuple, config: dict) -> Compiled:
         src, options = source(kernel, args, config)
-        key = repr((kernel.fn.__module__, kernel.fn.__name__, src.signature, src.constants, src.attrs, options))
+        key = repr(
+            (kernel.fn.__module__, kernel.fn.__name__, src.signature, src.constants, src.attrs, options)
+        )
         if key not in self.kernels:
             made = triton.compile(src, target=GPUTarget("cuda", self.arch, 32), options=options)
             text = made.asm["ptx"]
@@ -116,11 +120,11 @@ def emulated(emulation: Emulation, multiprocessors: int = 2) -> Iterator[Emulati
     from fastbert.backends import triton as backend
     from fastbert.kernels import tuning
 
+    only_ptx()
     device = tuning.Device("", divmod(emulation.arch, 10), multiprocessors)
     patched = [
         (tuning, "device_of", lambda _: device),
         (backend, "available", lambda device_type: None),
-        (CUDABackend, "make_cubin", lambda self, *rest: b""),
     ]
     for name in MODULES:
         module = importlib.import_module(f"fastbert.kernels.{name}")
