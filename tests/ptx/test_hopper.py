@@ -235,6 +235,9 @@ def test_what_may_be_done(body, schedule):
     run_group(body, schedule)
 
 
+# what the statement itself reads may change
+WELL["another descriptor meanwhile"] = SHARED + "mov.b64 %rd2, -1; mov.b64 %rd3, -1;" + COMMIT + WAIT.format(0) + results(8)
+
 ILL = {
     "accumulators before the wait": (SHARED + COMMIT + results(8), UninitialisedRead),
     "a group that is not committed": (SHARED + WAIT.format(0) + results(8), UninitialisedRead),
