@@ -12,7 +12,6 @@ import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -21,6 +20,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from tests.ptx.emulator import Program, tensor_map
 from tests.support.triton_compile import source
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODULES = [m.name for m in pkgutil.iter_modules([str(ROOT / "kernels")])]
 
 
@@ -86,7 +86,9 @@ class Emulation:
         values = [args[i] if i < len(args) else config[names[i]] for i in found.wanted]
         tiles = iter(found.tiles)
         memory = [v.base for v in values if hasattr(v, "block_shape")]
-        values = [part for v in values for part in (described(v, tiles) if hasattr(v, "block_shape") else [v])]
+        values = [
+            part for v in values for part in (described(v, tiles) if hasattr(v, "block_shape") else [v])
+        ]
         grid = (*grid, 1, 1)[:3]
         scratch = None
         if found.scratch:

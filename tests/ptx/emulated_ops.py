@@ -3,8 +3,8 @@
     python -m tests.ptx.emulated_ops linear attention [--dtype bfloat16] [--all] [--arch 80]
 
 Each case runs with late and early copies and with several orders of warps and blocks. The first run keeps the
-error rule, and the others return its bits. Triton compiles only with its interpreter off, so tests run this as
-a process.
+error rule, and the others return its bits. Triton compiles only with its interpreter off, so tests run this
+as a process.
 """
 
 from __future__ import annotations
