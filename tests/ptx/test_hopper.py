@@ -566,3 +566,17 @@ def test_stores_of_what_was_just_written():
         store(waited, None, fill + "bar.sync 0;")
     with pytest.raises((SharedRace, UninitialisedRead)):
         store(waited, None, fill + FENCE)
+
+
+def test_labels_in_braces_are_local():
+    """Inline assembly has its own `waitLoop` each time."""
+    loop = """
+{
+.reg .pred complete;
+waitLoop:
+mbarrier.try_wait.parity.shared::cta.b64 complete, [%r2], PARITY;
+@!complete bra.uni waitLoop;
+}
+"""
+    body = "bra FIRST; SECOND: bra DONE; FIRST:" + loop.replace("PARITY", "1") + ARRIVE + loop.replace("PARITY", "0")
+    counted(body + "bra SECOND; DONE:", 64)
