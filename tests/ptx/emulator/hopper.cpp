@@ -381,7 +381,7 @@ void async_read(Warp& w, uint32_t at, uint32_t size, const char* what) {
     }
 }
 
-void hopper_forms() {
+REGISTERS void hopper_forms() {
     form("elect.sync", "=b32 =p b32", elect);
     for (const std::string space : {".shared", ".shared::cta"}) {
         form("mbarrier.init" + space + ".b64", "@ b32", init);
