@@ -38,8 +38,15 @@ enum class Extras {
     kAny,  // bias and any scale; dropout if there is a seed
 };
 
+// Blocks per multiprocessor for which the compiler keeps registers free. sm_120 has shared memory for three, and
+// its code would spill for more.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kMostBlocks = 3;
+#else
+constexpr int kMostBlocks = 4;
+#endif
 template <int kHeadDim, Extras kExtras>
-constexpr int kForwardBlocks = kHeadDim > 64 ? 2 : kExtras == Extras::kAny ? 3 : 4;
+constexpr int kForwardBlocks = kHeadDim > 64 ? 2 : kMostBlocks - (kExtras == Extras::kAny);
 
 // The online softmax of a lane's two rows, row g and row g + 8 of its warp.
 struct Rows {

@@ -154,9 +154,8 @@ def truth(inputs: AttentionInputs):
     scores = wide[0].norm(dim=-1).max() * wide[1].norm(dim=-1).max() * abs(scale) if q.numel() else 0.0
     rounding = eps / 2 * (size_of_terms * 1.01 + out.abs() * (1 + eps))
     # float's own part, and fp16's numbers below 2^-14
-    noise = 1e-6 * (1 + scores) * size_of_terms + 1e-7 * v.double().abs().amax(0, keepdim=True) * size / (
-        1 - p
-    )
+    largest = max(v.double().abs().flatten().tolist(), default=0.0)
+    noise = 1e-6 * (1 + scores) * size_of_terms + 1e-7 * largest * size / (1 - p)
     if gate is not None:
         noise = noise * (1 + gate64.abs().unsqueeze(-1))
     return out, lse, rounding + noise
