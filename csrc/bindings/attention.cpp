@@ -1,13 +1,17 @@
-// attention on the CPU.
+// attention: CPU and CUDA take the same arguments.
 #include "../cpu/attention.h"
 
 #include "bindings.h"
+#if FASTBERT_CUDA
+#include "../cuda/attention.h"
+#endif
 
 namespace fastbert {
 namespace {
 
-// The arguments of both forward and backward, in the order of fastbert/backends/cpu/attention.py.
-void fill(Attention& out, const py::tuple& common) {
+// The arguments of both forward and backward, in the order of `attention` in fastbert/backends/extension.py.
+// Returns how many rows of q, k and v are read. On a GPU nobody on the host can look at cu_seqlens.
+std::int64_t fill(Attention& out, const py::tuple& common, bool on_device) {
     if (common.size() != 27) throw py::value_error("attention: expected 27 common arguments");
     std::size_t next = 0;
     const auto address = [&] { return number<Address>(common[next++]); };
@@ -40,7 +44,13 @@ void fill(Attention& out, const py::tuple& common) {
     out.dropout.scale = number<float>(common[next++]);
     check_size("nheads", out.nheads, 1);
     check_size("headdim", out.headdim, 1);
-    const std::int64_t end = check_lengths(out.cu_seqlens, out.batch, out.total, out.max_seqlen);
+    check_size("batch", out.batch);
+    check_size("total", out.total);
+    check_size("max_seqlen", out.max_seqlen);
+    check_given("cu_seqlens", out.cu_seqlens, 1);
+    const std::int64_t end = on_device
+                                 ? out.total
+                                 : check_lengths(out.cu_seqlens, out.batch, out.total, out.max_seqlen);
     elements_of("q", {out.total, out.nheads, out.headdim});
     const Heads* const tensors[] = {&out.q, &out.k, &out.v};
     const char* const names[] = {"q", "k", "v"};
@@ -51,6 +61,7 @@ void fill(Attention& out, const py::tuple& common) {
             {{out.total, tensors[i]->row_stride}, {out.nheads, tensors[i]->head_stride}, {out.headdim, 1}});
     }
     check_bias(out.bias, out.batch, out.nheads, out.max_seqlen);
+    return end;
 }
 
 // Tensors with one matrix per sequence and head.
@@ -62,25 +73,31 @@ void check_bits(const Attention& args, const void* data) {
     if (data != nullptr) elements_of("keep_bits", {args.nheads, args.total, args.max_seqlen / 32 + 1});
 }
 
-void attention_fwd(const py::tuple& common, Address out, Address lse, Address probs, Address keep_bits,
-                   int threads) {
+AttentionFwd fwd_args(const py::tuple& common, Address out, Address lse, Address probs, Address keep_bits,
+                      bool on_device) {
     AttentionFwd args{};
-    fill(args, common);
+    const std::int64_t end = fill(args, common, on_device);
     args.out = pointer(out);
     args.lse = pointer<float>(lse);
     args.probs = pointer(probs);
     args.keep_bits = pointer<std::int32_t>(keep_bits);
-    check_threads(threads);
-    check_given("out", args.out, args.cu_seqlens[args.batch]);
+    check_given("out", args.out, end);
     check_matrices("probs", args, args.probs);
     check_bits(args, args.keep_bits);
+    return args;
+}
+
+void attention_fwd(const py::tuple& common, Address out, Address lse, Address probs, Address keep_bits,
+                   int threads) {
+    const AttentionFwd args = fwd_args(common, out, lse, probs, keep_bits, false);
+    check_threads(threads);
     run([&] { return cpu_attention_fwd(args, threads); });
 }
 
 void attention_bwd(const py::tuple& common, Address keep_bits, Address dout, Address dq, Address dk,
                    Address dv, Address ds, Address dgate, int threads) {
     AttentionBwd args{};
-    fill(args, common);
+    const std::int64_t end = fill(args, common, false);
     args.keep_bits = pointer<const std::int32_t>(keep_bits);
     args.dout = pointer(dout);
     args.dq = pointer(dq);
@@ -89,17 +106,28 @@ void attention_bwd(const py::tuple& common, Address keep_bits, Address dout, Add
     args.ds = pointer<float>(ds);
     args.dgate = pointer<double>(dgate);
     check_threads(threads);
-    check_given("dout", args.dout, args.cu_seqlens[args.batch]);
+    check_given("dout", args.dout, end);
     check_matrices("ds", args, args.ds);
     check_bits(args, args.keep_bits);
     run([&] { return cpu_attention_bwd(args, threads); });
 }
+
+#if FASTBERT_CUDA
+void attention_fwd_on_device(const py::tuple& common, Address out, Address lse, Address keep_bits, int device,
+                             Address stream) {
+    const AttentionFwd args = fwd_args(common, out, lse, 0, keep_bits, true);
+    run([&] { return cuda_attention_fwd(args, device, stream); });
+}
+#endif
 
 }  // namespace
 
 void bind_attention(py::module_& m) {
     m.def("cpu_attention_fwd", &attention_fwd);
     m.def("cpu_attention_bwd", &attention_bwd);
+#if FASTBERT_CUDA
+    m.def("cuda_attention_fwd", &attention_fwd_on_device);
+#endif
 }
 
 }  // namespace fastbert

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from fastbert.ops.dropout import threshold
 from fastbert.runtime.loader import address
+
+if TYPE_CHECKING:
+    from fastbert.ops.attention import AttentionInputs
 
 # The codes of csrc/dtype.h.
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -23,3 +28,30 @@ def vector(t: torch.Tensor | None) -> tuple[int, int]:
 def dropout(p: float, seed: torch.Tensor | None, offset: int) -> tuple[int, int, int, float]:
     """(address of the seed, offset, threshold, 1 / (1 - p)): the numbers of csrc/layer_norm.h."""
     return (seed.data_ptr(), offset, threshold(p), 1.0 / (1.0 - p)) if p > 0 else _NO_DROPOUT
+
+
+def bias_args(
+    bias: torch.Tensor | None, batch: int, nheads: int, max_seqlen: int
+) -> tuple[torch.Tensor | None, tuple[int, int, int, int]]:
+    """(the bias as the kernels read it, its address and strides): csrc/attention.h, Bias."""
+    if bias is None:
+        return None, (0, 0, 0, 0)
+    bias = bias.float().expand(batch, nheads, max_seqlen, max_seqlen)
+    if bias.stride(3) != 1 and max_seqlen > 1:  # one value for a whole row, or transposed
+        bias = bias.contiguous()
+    return bias, (bias.data_ptr(), *bias.stride()[:3])
+
+
+def attention(inputs: AttentionInputs) -> tuple[tuple, list]:
+    """(what csrc/bindings/attention.cpp takes, the tensors it points to and that must outlive the call)."""
+    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
+    total, nheads, headdim = q.shape
+    batch = cu_seqlens.shape[0] - 1
+    cu_seqlens = cu_seqlens.contiguous()
+    bias, bias_numbers = bias_args(bias, batch, nheads, max_seqlen)
+    if gate is not None:
+        gate = gate.float().contiguous()
+    sizes = DTYPE_CODES[q.dtype], batch, nheads, headdim, total, max_seqlen, cu_seqlens.data_ptr()
+    rows = (n for t in (q, k, v) for n in (t.data_ptr(), t.stride(0), t.stride(1)))
+    scores = softmax_scale, causal, *bias_numbers, 0 if gate is None else gate.data_ptr()
+    return (*sizes, *rows, *scores, *dropout(dropout_p, seed, offset)), [cu_seqlens, bias, gate]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fastbert.backends.extension import DTYPE_CODES, STORED, dropout
+from fastbert.backends.extension import STORED
+from fastbert.backends.extension import attention as attention_args
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds
 from fastbert.ops.attention_grid import bits_shape
 from fastbert.runtime.loader import extension as _C
@@ -12,35 +13,8 @@ from fastbert.runtime.loader import extension as _C
 DTYPES = STORED
 
 
-def bias_args(
-    bias: torch.Tensor | None, batch: int, nheads: int, max_seqlen: int
-) -> tuple[torch.Tensor | None, tuple[int, int, int, int]]:
-    """(the bias as the kernels read it, its address and strides): csrc/cpu/attention.h, Bias."""
-    if bias is None:
-        return None, (0, 0, 0, 0)
-    bias = bias.float().expand(batch, nheads, max_seqlen, max_seqlen)
-    if bias.stride(3) != 1 and max_seqlen > 1:  # one value for a whole row, or transposed
-        bias = bias.contiguous()
-    return bias, (bias.data_ptr(), *bias.stride()[:3])
-
-
-def _attention_args(inputs: AttentionInputs) -> tuple[tuple, list]:
-    """(what csrc/bindings/attention.cpp takes, the tensors it points to and that must outlive the call)."""
-    q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
-    total, nheads, headdim = q.shape
-    batch = cu_seqlens.shape[0] - 1
-    cu_seqlens = cu_seqlens.contiguous()
-    bias, bias_numbers = bias_args(bias, batch, nheads, max_seqlen)
-    if gate is not None:
-        gate = gate.float().contiguous()
-    sizes = DTYPE_CODES[q.dtype], batch, nheads, headdim, total, max_seqlen, cu_seqlens.data_ptr()
-    rows = (n for t in (q, k, v) for n in (t.data_ptr(), t.stride(0), t.stride(1)))
-    scores = softmax_scale, causal, *bias_numbers, 0 if gate is None else gate.data_ptr()
-    return (*sizes, *rows, *scores, *dropout(dropout_p, seed, offset)), [cu_seqlens, bias, gate]
-
-
 def attention_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None):
-    args, _held = _attention_args(inputs)
+    args, _held = attention_args(inputs)
     q, cu_seqlens, max_seqlen = inputs.q, inputs.cu_seqlens, inputs.max_seqlen
     (total, nheads, _), end = q.shape, int(cu_seqlens[-1])
     out = q.new_empty(q.shape)
@@ -62,7 +36,7 @@ def attention_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None)
 
 
 def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: AttentionNeeds, places=None):
-    args, _held = _attention_args(inputs)
+    args, _held = attention_args(inputs)
     q, cu_seqlens, max_seqlen = inputs.q, inputs.cu_seqlens, inputs.max_seqlen
     (total, nheads, _), batch, end = q.shape, cu_seqlens.shape[0] - 1, int(cu_seqlens[-1])
     grads = [q.new_empty(q.shape if needed else 0) for needed in need[:3]]

@@ -6,9 +6,8 @@ from itertools import chain
 
 import torch
 
-from fastbert.backends.cpu.attention import bias_args
 from fastbert.backends.cpu.linear import linear_panels
-from fastbert.backends.extension import DTYPE_CODES, vector
+from fastbert.backends.extension import DTYPE_CODES, bias_args, vector
 from fastbert.ops.activation import CODES
 from fastbert.runtime.dispatch import plain
 from fastbert.runtime.loader import address

@@ -1,0 +1,342 @@
+// Attention's forward on a GPU. Contract: fastbert/ops/attention.py.
+//
+// Math       S = softmax_scale q kᵀ + bias;  P = softmax(S) of each row;  lse = log Σ_j exp S_ij
+//            out = gate * dropout(P) v.  A row without an allowed key has out 0 and lse -inf.
+// Tiling     A block of 4 warps owns 64 queries of one sequence and head, a warp 16 of them. It walks over the
+//            keys, 64 at a time, with an online softmax. Q stays in registers. The tiles q, k, v, k, v, … come
+//            through one ring of asynchronous copies: at each tile all warps wait, then copy a later one into
+//            the place of the tile before. P goes from accumulators to operands within a lane.
+// Precision  Products of T are summed in float. Softmax in float, exp as 2^x. The maximum that is subtracted
+//            follows the true one only when that is 2^8 times higher: until then nothing has to be rescaled.
+//            P is rounded to T. Without a bias the scale is folded into the factor of 2^x. With one, the
+//            maximum is subtracted before the factor: float's lowest value as a mask must not overflow.
+// Saved      lse, and dropout's bits where asked for: backward needs them twice.
+// Source     Milakov, Gimelshein 2018, Online normalizer calculation for softmax, alg. 3; Dao 2023,
+//            FlashAttention-2, alg. 1; the late maximum: Zadouri et al. 2026, FlashAttention-4, sec. 3.
+#pragma once
+
+#include "attention_tiles.cuh"
+
+namespace fastbert {
+namespace cuda {
+
+constexpr int kForwardWarps = 4;
+constexpr int kForwardThreads = kForwardWarps * kWarp;
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+// How far a score may exceed the maximum that is subtracted, in units of log 2.
+constexpr float kSlack = 8.0f;
+
+// Tiles in shared memory: three of 128 dimensions, so that two blocks fit into 100 KB.
+template <int kHeadDim>
+constexpr int kRing = kHeadDim > 64 ? 3 : 4;
+
+// What a kernel computes beside products and softmax.
+enum class Extras {
+    kNone,
+    kDropout,
+    kAny,  // bias and any scale; dropout if there is a seed
+};
+
+template <int kHeadDim, Extras kExtras>
+constexpr int kForwardBlocks = kHeadDim > 64 ? 2 : kExtras == Extras::kAny ? 3 : 4;
+
+// The online softmax of a lane's two rows, row g and row g + 8 of its warp.
+struct Rows {
+    // What is subtracted, and the greatest score for which it need not change; -inf before the first score.
+    float base[2] = {0.0f, 0.0f};
+    float most[2] = {-INFINITY, -INFINITY};
+    // This lane's part of Σ exp(S - base).
+    float norm[2] = {0.0f, 0.0f};
+};
+
+// Rows after the last sequence: out and lse are 0.
+template <class T, int kHeadDim>
+__device__ void zero_rows(const AttentionFwd& args, std::int64_t first, int head) {
+    constexpr int kChunks = kHeadDim / kPack<T>;
+    const float zeros[kPack<T>] = {};
+    for (int i = static_cast<int>(threadIdx.x); i < kTileRows * kChunks; i += kForwardThreads) {
+        const std::int64_t row = first + i / kChunks;
+        if (row >= args.total) return;
+        T* out = static_cast<T*>(args.out) + (row * args.nheads + head) * kHeadDim;
+        store_pack(out + i % kChunks * kPack<T>, zeros);
+        if (i % kChunks == 0 && args.lse != nullptr) args.lse[head * args.total + row] = 0.0f;
+    }
+}
+
+template <class T, int kHeadDim, Extras kExtras>
+__global__ void __launch_bounds__(kForwardThreads, (kForwardBlocks<kHeadDim, kExtras>))
+    attention_forward_kernel(AttentionFwd args) {
+    constexpr bool kAny = kExtras == Extras::kAny;
+    constexpr int kTile = kTileRows * kHeadDim;
+    constexpr int kSlots = kRing<kHeadDim>;
+    T* const ring = reinterpret_cast<T*>(dynamic_shared());
+    const Place place =
+        find_place(args.cu_seqlens, static_cast<int>(args.batch), static_cast<int>(args.total));
+    const int head = static_cast<int>(blockIdx.x), length = place.length, first_row = place.first_row;
+    if (first_row >= length) return;
+    const std::int64_t start = place.start;
+    if (place.sequence == args.batch) {
+        zero_rows<T, kHeadDim>(args, start + first_row, head);
+        return;
+    }
+
+    const auto rows_of = [&](const Heads& heads) {
+        return static_cast<const T*>(heads.data) + start * heads.row_stride + head * heads.head_stride;
+    };
+    using Copies = TileCopies<T, kHeadDim, kForwardThreads>;
+    // The keys that any row of the tile sees.
+    const int end = args.causal && first_row + kTileRows < length ? first_row + kTileRows : length;
+    Copies keys(rows_of(args.k), args.k.row_stride, 0, end);
+    Copies values(rows_of(args.v), args.v.row_stride, 0, end);
+    // Copies tile `tile`, k first, if there is one. Every call makes a group, so that waits can count.
+    const auto copy_next = [&](Copies& copies, int slot) {
+        if (copies.left > 0) copies.next(ring + slot * kTile);
+        commit_copies();
+    };
+    Copies(rows_of(args.q), args.q.row_stride, first_row, length).next(ring);
+    commit_copies();
+    copy_next(keys, 1);
+    if (kSlots == 4) copy_next(values, 2);
+
+    const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
+    const int group = lane / 4, pair = lane % 4;
+    // In the sequence: this warp's first row, this lane's first row.
+    const int warp_row = first_row + 16 * warp, row = warp_row + group;
+    const bool active = warp_row < length;
+    // The places of ldmatrix's rows: of 16 rows, and of two chunks of each.
+    const int eighth = lane % 8, high = lane / 8 % 2 * 8, second = lane / 16;
+
+    wait_copies<kSlots - 2>();
+    __syncthreads();
+    if (kSlots == 4)
+        copy_next(keys, 3);
+    else
+        copy_next(values, 2);
+    std::uint32_t q[kHeadDim / 16][4];
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 16; ++d)
+        load_matrices(q[d], ring + chunk_of<T, kHeadDim>(16 * warp + high + eighth, 2 * d + second));
+
+    const bool drop = kExtras == Extras::kDropout || (kAny && args.dropout.seed != nullptr);
+    const std::uint64_t seed = drop ? *args.dropout.seed : 0;
+    const LaneThreshold threshold = lane_threshold(args.dropout.threshold);
+    // Words of a row of saved bits
+    const int words = static_cast<int>((args.max_seqlen + 31) / 32);
+    // Lane 4 g + p saves word p % 2 of row g + 8 (p / 2).
+    const int saved_row = row + pair / 2 * 8;
+    std::int32_t* const saved =
+        args.keep_bits != nullptr && saved_row < length
+            ? args.keep_bits + (head * args.total + start + saved_row) * words
+            : nullptr;
+    // exp S = 2^(unit S) where the scale is folded, else of the scaled scores.
+    const float unit = kAny ? kLog2E : args.softmax_scale * kLog2E;
+    const float slack = kAny ? kSlack * kLn2 : kSlack;
+    // Keys before `seen` are seen by all rows of the warp; a row sees those before its limit.
+    const int seen = args.causal && warp_row + 1 < length ? warp_row + 1 : length;
+    const int limit[2] = {args.causal && row + 1 < length ? row + 1 : length,
+                          args.causal && row + 9 < length ? row + 9 : length};
+    const float* bias[2] = {nullptr, nullptr};
+    if (kAny && args.bias.data != nullptr) {
+        const float* matrix =
+            args.bias.data + place.sequence * args.bias.batch_stride + head * args.bias.head_stride;
+        for (int r = 0; r < 2; ++r)
+            // Rows past the length are computed, too, and not read.
+            bias[r] = matrix + static_cast<std::int64_t>(row + 8 * r < length ? row + 8 * r : first_row) *
+                                   args.bias.row_stride;
+    }
+
+    float out[kHeadDim / 8][4] = {};
+    Rows rows;
+    int slot = 0;
+    for (int first_key = 0; first_key < end; first_key += kTileRows) {
+        // --- scores, and P of them ---
+        slot = slot + 1 == kSlots ? 0 : slot + 1;
+        wait_copies<kSlots - 2>();
+        __syncthreads();
+        copy_next(kSlots == 4 ? values : keys, slot == 0 ? kSlots - 1 : slot - 1);
+        std::uint32_t p[kTileRows / 16][4];
+        if (active) {
+            const T* tile = ring + slot * kTile;
+            float scores[kTileRows / 8][4] = {};
+#pragma unroll
+            for (int d = 0; d < kHeadDim / 16; ++d) {
+#pragma unroll
+                for (int n = 0; n < kTileRows / 16; ++n) {
+                    std::uint32_t b[4];
+                    // Keys of the lower 8 rows, then of the upper ones.
+                    load_matrices(b, tile + chunk_of<T, kHeadDim>(eighth + 8 * second, 2 * d + high / 8) +
+                                         16 * n * kHeadDim);
+                    const std::uint32_t lower[2] = {b[0], b[1]}, upper[2] = {b[2], b[3]};
+                    mma<T>(scores[2 * n], q[d], lower);
+                    mma<T>(scores[2 * n + 1], q[d], upper);
+                }
+            }
+            if (kAny) {
+#pragma unroll
+                for (int n = 0; n < kTileRows / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) scores[n][i] *= args.softmax_scale;
+                if (args.bias.data != nullptr) {
+#pragma unroll
+                    for (int n = 0; n < kTileRows / 8; ++n)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) {
+                            const int key = first_key + 8 * n + 2 * pair + i % 2;
+                            if (key < length) scores[n][i] += bias[i / 2][key];
+                        }
+                }
+            }
+            if (first_key + kTileRows > seen) {
+#pragma unroll
+                for (int n = 0; n < kTileRows / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        if (8 * n + i % 2 >= limit[i / 2] - first_key - 2 * pair) scores[n][i] = -INFINITY;
+            }
+            float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+            for (int n = 0; n < kTileRows / 8; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) top[i / 2] = fmaxf(top[i / 2], scores[n][i]);
+            if (!kAny) {
+                top[0] *= unit;
+                top[1] *= unit;
+            }
+            if (__ballot_sync(kAllLanes, top[0] > rows.most[0] || top[1] > rows.most[1]) != 0) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    top[r] = fmaxf(top[r], __shfl_xor_sync(kAllLanes, top[r], 1));
+                    top[r] = fmaxf(top[r], __shfl_xor_sync(kAllLanes, top[r], 2));
+                    if (!(top[r] > rows.most[r])) continue;
+                    const float less = (rows.base[r] - top[r]) * (kAny ? unit : 1.0f);
+                    const float shrink = rows.most[r] == -INFINITY ? 0.0f : exp2_fast(less);
+                    rows.base[r] = top[r];
+                    rows.most[r] = top[r] + slack;
+                    rows.norm[r] *= shrink;
+#pragma unroll
+                    for (int n = 0; n < kHeadDim / 8; ++n) {
+                        out[n][2 * r] *= shrink;
+                        out[n][2 * r + 1] *= shrink;
+                    }
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < kTileRows / 8; ++n) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float base = rows.base[i / 2];
+                    scores[n][i] =
+                        exp2_fast(kAny ? (scores[n][i] - base) * unit : fmaf(scores[n][i], unit, -base));
+                    rows.norm[i / 2] += scores[n][i];
+                }
+#pragma unroll
+                for (int r = 0; r < 2; ++r)
+                    p[n / 2][n % 2 * 2 + r] = pack_pair<T>(scores[n][2 * r], scores[n][2 * r + 1]);
+            }
+            if (drop) {
+                const std::uint32_t bytes =
+                    draw_keep_bytes(seed, args.dropout.offset, static_cast<std::uint32_t>(head),
+                                    static_cast<std::uint32_t>(start + warp_row),
+                                    static_cast<std::uint32_t>(first_key), threshold);
+                if (args.keep_bits != nullptr) {
+                    const std::uint32_t word = keep_word(bytes);
+                    const int at = first_key / 32 + pair % 2;
+                    if (saved != nullptr && at < words) saved[at] = static_cast<std::int32_t>(word);
+                }
+                const KeepMasks masks(bytes);
+#pragma unroll
+                for (int n = 0; n < kTileRows / 8; ++n)
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) p[n / 2][n % 2 * 2 + r] &= masks.of(n, r);
+            }
+        }
+        // --- P v ---
+        slot = slot + 1 == kSlots ? 0 : slot + 1;
+        wait_copies<kSlots - 2>();
+        __syncthreads();
+        copy_next(kSlots == 4 ? keys : values, slot == 0 ? kSlots - 1 : slot - 1);
+        if (active) {
+            const T* tile = ring + slot * kTile;
+#pragma unroll
+            for (int n = 0; n < kTileRows / 16; ++n) {
+#pragma unroll
+                for (int d = 0; d < kHeadDim / 16; ++d) {
+                    std::uint32_t b[4];
+                    load_matrices_transposed(
+                        b, tile + chunk_of<T, kHeadDim>(high + eighth, 2 * d + second) + 16 * n * kHeadDim);
+                    const std::uint32_t lower[2] = {b[0], b[1]}, upper[2] = {b[2], b[3]};
+                    mma<T>(out[2 * d], p[n], lower);
+                    mma<T>(out[2 * d + 1], p[n], upper);
+                }
+            }
+        }
+    }
+    if (!active) return;
+
+    // --- out and lse. Every warp has passed the last barrier, so the ring's next tile is free ---
+    const float common = args.dropout.scale * (args.gate != nullptr ? args.gate[head] : 1.0f);
+    T* const staged = ring + (slot + 1 == kSlots ? 0 : slot + 1) * kTile + 16 * warp * kHeadDim;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float norm = rows.norm[r];
+        norm += __shfl_xor_sync(kAllLanes, norm, 1);
+        norm += __shfl_xor_sync(kAllLanes, norm, 2);
+        const float factor = norm == 0.0f ? 0.0f : common / norm;
+        if (pair == 0 && row + 8 * r < length && args.lse != nullptr)
+            args.lse[head * args.total + start + row + 8 * r] =
+                norm == 0.0f ? -INFINITY
+                             : kAny ? rows.base[r] + logf(norm) : (rows.base[r] + log2f(norm)) * kLn2;
+#pragma unroll
+        for (int n = 0; n < kHeadDim / 8; ++n)
+            *reinterpret_cast<std::uint32_t*>(staged + chunk_of<T, kHeadDim>(group + 8 * r, n) + 2 * pair) =
+                pack_pair<T>(out[n][2 * r] * factor, out[n][2 * r + 1] * factor);
+    }
+    __syncwarp();
+    constexpr int kChunks = kHeadDim / kPack<T>, kRowsAtOnce = kWarp / kChunks;
+    T* to = static_cast<T*>(args.out) + ((start + warp_row) * args.nheads + head) * kHeadDim;
+#pragma unroll
+    for (int i = 0; i < 16 / kRowsAtOnce; ++i) {
+        const int at = i * kRowsAtOnce + lane / kChunks, chunk = lane % kChunks;
+        if (warp_row + at < length)
+            *reinterpret_cast<Pack<T>*>(to + at * args.nheads * kHeadDim + chunk * kPack<T>) =
+                load_pack(staged + chunk_of<T, kHeadDim>(at, chunk));
+    }
+}
+
+// --- host ---
+
+template <class T, int kHeadDim, Extras kExtras>
+const char* launch_forward(const AttentionFwd& args, std::uintptr_t stream) {
+    return launch_shared(attention_forward_kernel<T, kHeadDim, kExtras>,
+                         slot_grid(args.nheads, slots(args.total, args.batch)), dim3(kForwardThreads),
+                         sizeof(T) * kRing<kHeadDim> * kTileRows * kHeadDim, stream, args);
+}
+
+template <class T, int kHeadDim>
+const char* forward_of(const AttentionFwd& args, std::uintptr_t stream) {
+    // Without a bias the greatest product is the greatest score, unless the scale turns the order.
+    if (args.bias.data != nullptr || !(args.softmax_scale > 0.0f))
+        return launch_forward<T, kHeadDim, Extras::kAny>(args, stream);
+    if (args.dropout.seed != nullptr) return launch_forward<T, kHeadDim, Extras::kDropout>(args, stream);
+    return launch_forward<T, kHeadDim, Extras::kNone>(args, stream);
+}
+
+// One source per type compiles this: nvcc then works on both at once.
+template <class T>
+const char* attention_forward(const AttentionFwd& args, std::uintptr_t stream) {
+    switch (args.headdim) {
+        case 32:
+            return forward_of<T, 32>(args, stream);
+        case 64:
+            return forward_of<T, 64>(args, stream);
+        default:
+            return forward_of<T, 128>(args, stream);
+    }
+}
+
+extern template const char* attention_forward<bf16>(const AttentionFwd& args, std::uintptr_t stream);
+extern template const char* attention_forward<fp16>(const AttentionFwd& args, std::uintptr_t stream);
+
+}  // namespace cuda
+}  // namespace fastbert

@@ -1,0 +1,211 @@
+// What attention's kernels share: the place of a slot, tiles in shared memory, dropout bits of a tile.
+#pragma once
+
+#include "attention.h"
+#include "tensor_core.cuh"
+
+namespace fastbert {
+namespace cuda {
+
+// Rows of a tile of queries, and of one of keys.
+constexpr int kTileRows = 64;
+
+// --- the sequence and tile of a slot of the grid ---
+
+// The host does not know the lengths, so it cuts a grid that suffices for any: sequence b begins at slot
+// cu_seqlens[b] / 64 + b, and has as many slots as tiles, or one more.
+inline std::int64_t slots(std::int64_t total, std::int64_t batch) { return total / kTileRows + batch + 1; }
+
+// The most blocks along an axis of the grid other than the first.
+constexpr std::int64_t kMostOnAxis = 65535;
+
+// One head and slot per block; the heads of a slot run side by side. The last plane may have slots too many.
+inline dim3 slot_grid(std::int64_t nheads, std::int64_t count) {
+    const std::int64_t planes = (count + kMostOnAxis - 1) / kMostOnAxis;
+    return dim3(static_cast<unsigned>(nheads), static_cast<unsigned>((count + planes - 1) / planes),
+                static_cast<unsigned>(planes));
+}
+
+struct Place {
+    int sequence;   // `batch`: the rows after the last sequence
+    int start;      // its first packed row
+    int length;     // its rows
+    int first_row;  // of the tile, in the sequence; at or past the length: nothing to do
+};
+
+// Every warp searches for itself, 32 sequences at a time: two rounds for up to 1,024 sequences. Within a
+// sequence the last tile comes first: with a causal mask it has the most keys.
+__device__ __forceinline__ Place find_place(const std::int32_t* cu_seqlens, int batch, int total) {
+    const int slot = static_cast<int>(blockIdx.y + blockIdx.z * gridDim.y);
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    int found = 0, left = batch + 1;
+    while (left > 1) {
+        const int step = (left + kWarp - 1) / kWarp;
+        const int at = lane * step;
+        const bool reached = at < left && cu_seqlens[found + at] / kTileRows + found + at <= slot;
+        // Those reached come first, lane 0 among them.
+        const int before = __popc(__ballot_sync(kAllLanes, reached) >> 1) * step;
+        found += before;
+        left = left - before < step ? left - before : step;
+    }
+    const int start = cu_seqlens[found];
+    const int length = (found < batch ? cu_seqlens[found + 1] : total) - start;
+    int tile = slot - (start / kTileRows + found);
+    if (found < batch) tile = (length + kTileRows - 1) / kTileRows - 1 - tile;
+    // A slot too many has tile -1.
+    return {found, start, length, tile >= 0 ? tile * kTileRows : length};
+}
+
+// --- copies of tiles ---
+
+// This thread's part of the copies of tiles of 64 rows, one tile after the other.
+template <class T, int kHeadDim, int kThreads>
+struct TileCopies {
+    static constexpr int kChunks = kHeadDim / kPack<T>;
+    static constexpr int kRowsAtOnce = kThreads / kChunks;
+    static_assert(kThreads % kChunks == 0 && kTileRows % kRowsAtOnce == 0, "whole rows at a time");
+
+    const T* from;
+    std::int64_t step;
+    // Rows of the tensor from the next tile on.
+    int left;
+
+    // rows: row 0 of (`end`, kHeadDim); the first tile begins at row `first`.
+    __device__ __forceinline__ TileCopies(const T* rows, std::int64_t stride, int first, int end)
+        : from(rows + (first + thread() / kChunks) * stride + thread() % kChunks * kPack<T>),
+          step(kRowsAtOnce * stride),
+          left(end - first) {}
+
+    static __device__ __forceinline__ int thread() { return static_cast<int>(threadIdx.x) % kThreads; }
+
+    // The next tile; zeros from the tensor's end on, whose memory is not read.
+    __device__ __forceinline__ void next(T* tile) {
+        const int row = thread() / kChunks;
+        T* to = tile + chunk_of<T, kHeadDim>(row, thread() % kChunks);
+        if (left >= kTileRows) {
+#pragma unroll
+            for (int i = 0; i < kTileRows / kRowsAtOnce; ++i, from += step)
+                copy_chunk(to + i * kRowsAtOnce * kHeadDim, from, true);
+        } else {
+#pragma unroll
+            for (int i = 0; i < kTileRows / kRowsAtOnce; ++i, from += step)
+                copy_chunk(to + i * kRowsAtOnce * kHeadDim, from, row + i * kRowsAtOnce < left);
+        }
+        left -= kTileRows;
+    }
+    // chunk_of has the same order of chunks kRowsAtOnce rows further down.
+    static_assert(kRowsAtOnce % 8 == 0, "the order of chunks repeats after 8 rows");
+};
+
+// --- dropout: the bits of 16 rows and 64 keys, by one warp ---
+
+#ifdef __CUDACC__
+// prmt: byte i of the result is byte s_i of (b, a), s_i the low three bits of nibble i of `selector`; with the
+// nibble's highest bit, eight times that byte's highest bit.
+__device__ __forceinline__ std::uint32_t permute_bytes(std::uint32_t a, std::uint32_t b,
+                                                       std::uint32_t selector) {
+    std::uint32_t out;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(selector));
+    return out;
+}
+// c + the sum of the products of a's signed bytes with b's unsigned ones.
+__device__ __forceinline__ std::uint32_t sum_of_bytes(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
+    std::uint32_t out;
+    asm("dp4a.s32.u32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+    return out;
+}
+#else
+inline std::uint32_t permute_bytes(std::uint32_t a, std::uint32_t b, std::uint32_t selector) {
+    const std::uint64_t both = a | static_cast<std::uint64_t>(b) << 32;
+    std::uint32_t out = 0;
+    for (int i = 0; i < 4; ++i) {
+        const std::uint32_t nibble = selector >> (4 * i) & 15;
+        std::uint32_t byte = static_cast<std::uint32_t>(both >> (8 * (nibble & 7))) & 0xff;
+        if (nibble & 8) byte = byte & 0x80 ? 0xff : 0;
+        out |= byte << (8 * i);
+    }
+    return out;
+}
+inline std::uint32_t sum_of_bytes(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
+    for (int i = 0; i < 4; ++i)
+        c += static_cast<std::uint32_t>(static_cast<std::int8_t>(a >> (8 * i)) *
+                                        static_cast<int>(b >> (8 * i) & 0xff));
+    return c;
+}
+#endif
+
+// A 16-bit threshold in both halves of a word, as `dropped` compares with it.
+struct LaneThreshold {
+    std::uint32_t low15, below_half;  // below_half: all ones if the threshold is below 2^15
+};
+__device__ __forceinline__ LaneThreshold lane_threshold(std::uint32_t threshold) {
+    const std::uint32_t low = threshold >> 16 & 0x7fff;
+    return {low | low << 16, threshold >> 31 ? 0u : 0xffffffffu};
+}
+
+// Bits 15 and 31: whether that half of `word` is below the threshold. The highest bits apart, no half borrows
+// from the other.
+__device__ __forceinline__ std::uint32_t dropped(std::uint32_t word, LaneThreshold t) {
+    const std::uint32_t low_kept = (word | 0x80008000u) - t.low15;
+    return ~((word & low_kept) | (t.below_half & (word | low_kept)));
+}
+
+// Eight decisions of one call of Philox, as -(the byte whose bit i says that column i is dropped), plus `c`.
+__device__ __forceinline__ std::uint32_t dropped_columns(const Philox& bits, LaneThreshold t,
+                                                         std::uint32_t c) {
+    // The highest bits of the four halves of two words, each as a byte 0 or -1.
+    const std::uint32_t low = permute_bytes(dropped(bits.word[0], t), dropped(bits.word[1], t), 0xfdb9);
+    const std::uint32_t high = permute_bytes(dropped(bits.word[2], t), dropped(bits.word[3], t), 0xfdb9);
+    return sum_of_bytes(high, 0x80402010u, sum_of_bytes(low, 0x08040201u, c));
+}
+
+// Keep bits of the C fragments of 16 rows and 64 keys. Lane 4 g + p draws rows g and g + 8, of each the groups
+// of eight columns p and p + 4: byte 2 r + h of its word is (row g + 8 r, group p + 4 h).
+__device__ __forceinline__ std::uint32_t draw_keep_bytes(std::uint64_t seed, std::uint32_t offset,
+                                                         std::uint32_t plane, std::uint32_t first_row,
+                                                         std::uint32_t first_key, LaneThreshold t) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const std::uint32_t row = first_row + lane / 4, group = first_key / 8 + lane % 4;
+    std::uint32_t parts[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        // ~x = -x - 1: from -1 on the sum of what is dropped is what is kept.
+        parts[i] = dropped_columns(philox(seed, group + 4 * (i % 2), row + 8 * (i / 2), plane, offset), t,
+                                   i == 0 ? 0xffffffffu : 0u);
+    return (parts[3] * 256 + parts[2]) * 65536 + (parts[1] * 256 + parts[0]);
+}
+
+// The saved form: lane 4 g + p gets the word of row g + 8 (p / 2) with keys 32 (p % 2) … + 31.
+__device__ __forceinline__ std::uint32_t keep_word(std::uint32_t keep_bytes) {
+    // Four lanes exchange bytes i of lane j and j of lane i, first by the low bits of i and j.
+    const int lane = static_cast<int>(threadIdx.x) % 4;
+    const std::uint32_t once = permute_bytes(keep_bytes, __shfl_xor_sync(kAllLanes, keep_bytes, 1),
+                                             lane % 2 == 0 ? 0x6240 : 0x3715);
+    return permute_bytes(once, __shfl_xor_sync(kAllLanes, once, 2), lane / 2 == 0 ? 0x5410 : 0x3276);
+}
+
+// The bytes of draw_keep_bytes of the saved words: the exchange is its own inverse.
+__device__ __forceinline__ std::uint32_t keep_bytes_of(std::uint32_t word) { return keep_word(word); }
+
+// Masks of the words of a packed C fragment (two neighbours of a row): 0xffff where kept.
+struct KeepMasks {
+    std::uint32_t low[4], high[4];  // per lane of four: the left element's bits at 8 i + 7; the right one's
+
+    __device__ __forceinline__ explicit KeepMasks(std::uint32_t keep_bytes) {
+        const int lane = static_cast<int>(threadIdx.x) % kWarp, pair = lane % 4;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const std::uint32_t bytes = __shfl_sync(kAllLanes, keep_bytes, lane - pair + i);
+            low[i] = bytes << (7 - 2 * pair);
+            high[i] = bytes << (6 - 2 * pair);
+        }
+    }
+    // Group `group` of eight columns, 0 to 7, of row g + 8 * half.
+    __device__ __forceinline__ std::uint32_t of(int group, int half) const {
+        const int byte = 2 * half + group / 4;
+        return permute_bytes(low[group % 4], high[group % 4], 0xcc88u + 0x1111u * byte);
+    }
+};
+
+}  // namespace cuda
+}  // namespace fastbert
