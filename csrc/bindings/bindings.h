@@ -176,7 +176,6 @@ void run(F&& f) {
 
 // Each file defines the functions of its op.
 void bind_attention(py::module_& m);
-void bind_attention_backward(py::module_& m);
 void bind_cross_entropy(py::module_& m);
 void bind_embedding(py::module_& m);
 void bind_encoder_layer(py::module_& m);

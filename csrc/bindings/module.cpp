@@ -56,7 +56,6 @@ PYBIND11_MODULE(_C, m) {
     m.def("has_team", &has_team, "Whether work is spread over threads at all");
 
     bind_attention(m);
-    bind_attention_backward(m);
     bind_cross_entropy(m);
     bind_embedding(m);
     bind_encoder_layer(m);

@@ -176,8 +176,7 @@ __device__ __forceinline__ void store_rows(T* out, std::int64_t row_stride, cons
 // asynchronous copies, or drawn. A barrier makes them visible.
 template <int kRows>
 __device__ __forceinline__ void bring_bits(std::uint32_t* bits, const CudaAttentionBwd& args,
-                                           std::uint64_t seed, std::int64_t head, const OwnedRows& place,
-                                           int row, int column) {
+                                           std::int64_t head, const OwnedRows& place, int row, int column) {
     const int thread = static_cast<int>(threadIdx.x);
     const std::int64_t first_row = static_cast<std::int64_t>(place.start) + row;
     if (args.keep_bits != nullptr) {
@@ -190,7 +189,9 @@ __device__ __forceinline__ void bring_bits(std::uint32_t* bits, const CudaAttent
         }
         return;
     }
+    const std::uint64_t seed = *args.dropout.seed;
     // Eight columns per call of Philox: a byte of a word.
+#pragma unroll 1
     for (int i = thread; i < 8 * kRows; i += kBackwardThreads) {
         const int group = i % 8;
         const Philox drawn =

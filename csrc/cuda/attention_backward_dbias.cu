@@ -21,7 +21,7 @@ struct Shared {
 // One tile of one part of dbias. The pairs of a sequence and a head that share it are summed in order, every
 // `parts`-th from the part's number on.
 template <class T, int kD>
-__global__ void __launch_bounds__(kBackwardThreads) dbias_kernel(CudaAttentionBwd args) {
+__global__ void __launch_bounds__(kBackwardThreads, 2) dbias_kernel(CudaAttentionBwd args) {
     Shared<T, kD>& shared = *reinterpret_cast<Shared<T, kD>*>(dynamic_shared());
     const std::int64_t n_rows = args.bias_has_rows ? args.max_seqlen : 1;
     const std::int64_t n_keys = args.bias_has_keys ? args.max_seqlen : 1;
@@ -39,7 +39,6 @@ __global__ void __launch_bounds__(kBackwardThreads) dbias_kernel(CudaAttentionBw
     const int lane = static_cast<int>(threadIdx.x) % kWarp, group = lane / 4, pair = lane % 4;
     const int warp = static_cast<int>(threadIdx.x) / kWarp, warp_row = warp * 16;
     const bool dropout = args.dropout.seed != nullptr;
-    const std::uint64_t seed = dropout ? *args.dropout.seed : 0;
     const float scale = args.softmax_scale;
 
     float sum[kKeys / 8][4] = {};
@@ -87,7 +86,7 @@ __global__ void __launch_bounds__(kBackwardThreads) dbias_kernel(CudaAttentionBw
                 copy_rows<T, kD, kOwned>(shared.dout, dout, stride, first, length);
                 copy_rows<T, kD, kKeys>(shared.key, k, args.k.row_stride, first_key, length);
                 copy_rows<T, kD, kKeys>(shared.value, v, args.v.row_stride, first_key, length);
-                if (dropout) bring_bits<kOwned>(shared.bits, args, seed, head, place, first, first_key);
+                if (dropout) bring_bits<kOwned>(shared.bits, args, head, place, first, first_key);
                 commit_copies();
                 wait_copies<0>();
                 __syncthreads();
@@ -97,7 +96,7 @@ __global__ void __launch_bounds__(kBackwardThreads) dbias_kernel(CudaAttentionBw
                 const auto douts = [&](std::uint32_t(&a)[4], int step) {
                     load_left<T, kD>(a, shared.dout, warp_row, step);
                 };
-#pragma unroll
+#pragma unroll 1
                 for (int column = 0; column < kKeys; column += kColumns) {
                     float p[kProducts][4] = {}, dp[kProducts][4] = {};
                     multiply_rows<T, kD>(p, queries, shared.key, column);

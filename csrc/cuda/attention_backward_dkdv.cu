@@ -27,7 +27,7 @@ struct Shared {
 };
 
 template <class T, int kD>
-__global__ void __launch_bounds__(kBackwardThreads) dkdv_kernel(CudaAttentionBwd args) {
+__global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttentionBwd args) {
     constexpr int kTile = kQueries<kD>;
     constexpr bool kKeep = kInRegisters<kD>;
     const std::int64_t head = blockIdx.x, stride = args.nheads * kD;
@@ -52,7 +52,6 @@ __global__ void __launch_bounds__(kBackwardThreads) dkdv_kernel(CudaAttentionBwd
     const T* const v = static_cast<const T*>(args.v.data) + start * args.v.row_stride + head * args.v.head_stride;
     const T* const dout = static_cast<const T*>(args.dout) + start * stride + head * kD;
     const bool dropout = args.dropout.seed != nullptr, biased = args.bias.data != nullptr;
-    const std::uint64_t seed = dropout ? *args.dropout.seed : 0;
     // Rows after the sequence are zeros, their P finite: they add nothing.
     const auto fetch = [&](int first_row, int slot) {
         copy_rows<T, kD, kTile>(shared.query[slot], q, args.q.row_stride, first_row, length);
@@ -66,7 +65,7 @@ __global__ void __launch_bounds__(kBackwardThreads) dkdv_kernel(CudaAttentionBwd
             const bool inside = row < length - first_row;
             if (which < 2 || biased) copy_word(to + row, inside ? from + at + row : from, inside);
         }
-        if (dropout) bring_bits<kTile>(rows.bits, args, seed, head, place, first_row, first);
+        if (dropout) bring_bits<kTile>(rows.bits, args, head, place, first_row, first);
         commit_copies();
     };
 
@@ -122,7 +121,7 @@ __global__ void __launch_bounds__(kBackwardThreads) dkdv_kernel(CudaAttentionBwd
         if (first_row + kTile < length) fetch(first_row + kTile, slot ^ 1);
         const Rows<kD>& rows = shared.rows[slot];
         const bool edge = args.causal && first_row < first + kOwned - 1;
-#pragma unroll
+#pragma unroll 1
         for (int column = 0; column < kTile; column += kColumns) {
             // Transposed: keys are rows, queries columns.
             float p[kProducts][4] = {};

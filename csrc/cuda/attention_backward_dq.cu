@@ -43,7 +43,7 @@ __device__ __forceinline__ void sum_delta(float* delta, const T* dout, const T* 
 }
 
 template <class T, int kD>
-__global__ void __launch_bounds__(kBackwardThreads) dq_kernel(CudaAttentionBwd args) {
+__global__ void __launch_bounds__(kBackwardThreads, 2) dq_kernel(CudaAttentionBwd args) {
     const std::int64_t head = blockIdx.x, stride = args.nheads * kD;
     const OwnedRows place = owned_rows(args);
     T* const dq = args.dq == nullptr ? nullptr : static_cast<T*>(args.dq) + head * kD;
@@ -68,11 +68,10 @@ __global__ void __launch_bounds__(kBackwardThreads) dq_kernel(CudaAttentionBwd a
     const T* const dout = static_cast<const T*>(args.dout) + start * stride + head * kD;
     const T* const out = static_cast<const T*>(args.out) + start * stride + head * kD;
     const bool dropout = args.dropout.seed != nullptr;
-    const std::uint64_t seed = dropout ? *args.dropout.seed : 0;
     const auto fetch = [&](int first_key, int slot) {
         copy_rows<T, kD, kKeys>(shared.key[slot], k, args.k.row_stride, first_key, length);
         copy_rows<T, kD, kKeys>(shared.value[slot], v, args.v.row_stride, first_key, length);
-        if (dropout) bring_bits<kOwned>(shared.bits[slot], args, seed, head, place, first, first_key);
+        if (dropout) bring_bits<kOwned>(shared.bits[slot], args, head, place, first, first_key);
         commit_copies();
     };
 
@@ -106,7 +105,6 @@ __global__ void __launch_bounds__(kBackwardThreads) dq_kernel(CudaAttentionBwd a
     int row[2], last[2];  // the row in the sequence; the first key that it does not see
     float delta[2], shift[2];
     const bool biased = args.bias.data != nullptr;
-    const float* bias[2] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         row[half] = first + warp_row + group + 8 * half;
@@ -116,9 +114,6 @@ __global__ void __launch_bounds__(kBackwardThreads) dq_kernel(CudaAttentionBwd a
         const float lse = inside ? args.lse[head * args.total + start + row[half]] : 0.0f;
         // With a bias a score may be the lowest float: it is shifted before it is scaled.
         shift[half] = !biased ? lse * kLog2E : lse == -INFINITY ? 0.0f : lse;
-        if (biased)
-            bias[half] = args.bias.data + place.sequence * args.bias.batch_stride +
-                         head * args.bias.head_stride + (inside ? row[half] * args.bias.row_stride : 0);
     }
     const float scale = args.softmax_scale, unit = args.softmax_scale * kLog2E;
     const float factor = args.dropout.scale * (args.gate != nullptr ? args.gate[head] : 1.0f);
@@ -136,7 +131,7 @@ __global__ void __launch_bounds__(kBackwardThreads) dq_kernel(CudaAttentionBwd a
             if (first_key + kKeys < end) fetch(first_key + kKeys, slot ^ 1);
             // Whether a key of the tile is not seen by all rows.
             const bool edge = first_key + kKeys > length || (args.causal && first_key + kKeys > first + 1);
-#pragma unroll
+#pragma unroll 1
             for (int column = 0; column < kKeys; column += kColumns) {
                 float p[kProducts][4] = {}, dp[kProducts][4] = {};
                 multiply_rows<T, kD>(p, of_q, shared.key[slot], column);
@@ -144,12 +139,15 @@ __global__ void __launch_bounds__(kBackwardThreads) dq_kernel(CudaAttentionBwd a
                 const int key = first_key + column + 2 * pair;
                 // P, not normalised
                 if (biased) {
+                    const float* const bias = args.bias.data + place.sequence * args.bias.batch_stride +
+                                              head * args.bias.head_stride + key;
 #pragma unroll
                     for (int n = 0; n < kProducts; ++n)
 #pragma unroll
                         for (int i = 0; i < 4; ++i) {
-                            const int at = key + 8 * n + i % 2;
-                            const float b = row[i / 2] < length && at < length ? bias[i / 2][at] : 0.0f;
+                            const int at = 8 * n + i % 2;
+                            const bool inside = row[i / 2] < length && key + at < length;
+                            const float b = inside ? bias[row[i / 2] * args.bias.row_stride + at] : 0.0f;
                             p[n][i] = (fmaf(p[n][i], scale, b) - shift[i / 2]) * kLog2E;
                         }
                 } else {
