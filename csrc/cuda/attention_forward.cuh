@@ -68,9 +68,10 @@ template <class T, int kHeadDim, Extras kExtras>
 __global__ void __launch_bounds__(kForwardThreads, (kForwardBlocks<kHeadDim, kExtras>))
     attention_forward_kernel(AttentionFwd args) {
     constexpr bool kAny = kExtras == Extras::kAny;
-    constexpr int kTile = kTileRows * kHeadDim;
+    // In bytes, as `slot` below.
+    constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T)), kTile = kTileRows * kRowBytes;
     constexpr int kSlots = kRing<kHeadDim>;
-    T* const ring = reinterpret_cast<T*>(dynamic_shared());
+    char* const ring = dynamic_shared();
     const Place place =
         find_place(args.cu_seqlens, static_cast<int>(args.batch), static_cast<int>(args.total));
     const int head = static_cast<int>(blockIdx.x), length = place.length, first_row = place.first_row;
@@ -89,34 +90,33 @@ __global__ void __launch_bounds__(kForwardThreads, (kForwardBlocks<kHeadDim, kEx
     const int end = args.causal && first_row + kTileRows < length ? first_row + kTileRows : length;
     Copies keys(rows_of(args.k), args.k.row_stride, 0, end);
     Copies values(rows_of(args.v), args.v.row_stride, 0, end);
-    // Copies tile `tile`, k first, if there is one. Every call makes a group, so that waits can count.
+    // Copies the next tile, if there is one. Every call makes a group, so that waits can count.
     const auto copy_next = [&](Copies& copies, int slot) {
-        if (copies.left > 0) copies.next(ring + slot * kTile);
+        if (copies.left > 0) copies.next(ring + slot);
         commit_copies();
     };
     Copies(rows_of(args.q), args.q.row_stride, first_row, length).next(ring);
     commit_copies();
-    copy_next(keys, 1);
-    if (kSlots == 4) copy_next(values, 2);
+    copy_next(keys, kTile);
+    if (kSlots == 4) copy_next(values, 2 * kTile);
 
     const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
     const int group = lane / 4, pair = lane % 4;
     // In the sequence: this warp's first row, this lane's first row.
     const int warp_row = first_row + 16 * warp, row = warp_row + group;
-    const bool active = warp_row < length;
-    // The places of ldmatrix's rows: of 16 rows, and of two chunks of each.
-    const int eighth = lane % 8, high = lane / 8 % 2 * 8, second = lane / 16;
+    // A vote, so that ptxas knows that it is the warp's.
+    const bool active = __ballot_sync(kAllLanes, warp_row < length) != 0;
 
     wait_copies<kSlots - 2>();
     __syncthreads();
     if (kSlots == 4)
-        copy_next(keys, 3);
+        copy_next(keys, 3 * kTile);
     else
-        copy_next(values, 2);
+        copy_next(values, 2 * kTile);
     std::uint32_t q[kHeadDim / 16][4];
 #pragma unroll
     for (int d = 0; d < kHeadDim / 16; ++d)
-        load_matrices(q[d], ring + chunk_of<T, kHeadDim>(16 * warp + high + eighth, 2 * d + second));
+        load_matrices(q[d], ring + (matrix_row<T, kHeadDim>(false) ^ 32 * d) + 16 * warp * kRowBytes);
 
     const bool drop = kExtras == Extras::kDropout || (kAny && args.dropout.seed != nullptr);
     const std::uint64_t seed = drop ? *args.dropout.seed : 0;
@@ -132,10 +132,8 @@ __global__ void __launch_bounds__(kForwardThreads, (kForwardBlocks<kHeadDim, kEx
     // exp S = 2^(unit S) where the scale is folded, else of the scaled scores.
     const float unit = kAny ? kLog2E : args.softmax_scale * kLog2E;
     const float slack = kAny ? kSlack * kLn2 : kSlack;
-    // Keys before `seen` are seen by all rows of the warp; a row sees those before its limit.
-    const int seen = args.causal && warp_row + 1 < length ? warp_row + 1 : length;
-    const int limit[2] = {args.causal && row + 1 < length ? row + 1 : length,
-                          args.causal && row + 9 < length ? row + 9 : length};
+    // All rows see the keys before `seen`.
+    const int seen = args.causal && first_row + 1 < length ? first_row + 1 : length;
     const float* bias[2] = {nullptr, nullptr};
     if (kAny && args.bias.data != nullptr) {
         const float* matrix =
@@ -148,51 +146,76 @@ __global__ void __launch_bounds__(kForwardThreads, (kForwardBlocks<kHeadDim, kEx
 
     float out[kHeadDim / 8][4] = {};
     Rows rows;
-    int slot = 0;
-    for (int first_key = 0; first_key < end; first_key += kTileRows) {
-        // --- scores, and P of them ---
-        slot = slot + 1 == kSlots ? 0 : slot + 1;
+    const int key_row = matrix_row<T, kHeadDim>(true), value_row = matrix_row<T, kHeadDim>(false);
+    int slot = 0, before = 0;
+    const auto advance = [&] {
+        before = slot;
+        slot = slot + kTile == kSlots * kTile ? 0 : slot + kTile;
         wait_copies<kSlots - 2>();
         __syncthreads();
-        copy_next(kSlots == 4 ? values : keys, slot == 0 ? kSlots - 1 : slot - 1);
+    };
+    for (int first_key = 0; first_key < end; first_key += kTileRows) {
+        // --- dropout bits, while the keys arrive ---
+        std::uint32_t keep_bytes = 0;
+        if (drop && active) {
+            keep_bytes = draw_keep_bytes(seed, args.dropout.offset, static_cast<std::uint32_t>(head),
+                                         static_cast<std::uint32_t>(start + warp_row),
+                                         static_cast<std::uint32_t>(first_key), threshold);
+            if (args.keep_bits != nullptr) {
+                const std::uint32_t word = keep_word(keep_bytes);
+                const int at = first_key / 32 + pair % 2;
+                if (saved != nullptr && at < words) saved[at] = static_cast<std::int32_t>(word);
+            }
+        }
+        // --- scores, and P of them ---
+        advance();
+        copy_next(kSlots == 4 ? values : keys, before);
         std::uint32_t p[kTileRows / 16][4];
         if (active) {
-            const T* tile = ring + slot * kTile;
             float scores[kTileRows / 8][4] = {};
 #pragma unroll
             for (int d = 0; d < kHeadDim / 16; ++d) {
 #pragma unroll
                 for (int n = 0; n < kTileRows / 16; ++n) {
                     std::uint32_t b[4];
-                    // Keys of the lower 8 rows, then of the upper ones.
-                    load_matrices(b, tile + chunk_of<T, kHeadDim>(eighth + 8 * second, 2 * d + high / 8) +
-                                         16 * n * kHeadDim);
+                    load_matrices(b, ring + ((slot + key_row) ^ 32 * d) + 16 * n * kRowBytes);
                     const std::uint32_t lower[2] = {b[0], b[1]}, upper[2] = {b[2], b[3]};
                     mma<T>(scores[2 * n], q[d], lower);
                     mma<T>(scores[2 * n + 1], q[d], upper);
                 }
             }
             if (kAny) {
-#pragma unroll
-                for (int n = 0; n < kTileRows / 8; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) scores[n][i] *= args.softmax_scale;
                 if (args.bias.data != nullptr) {
+                    const int left = length - first_key - 2 * pair;
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) {
+                        const float* const from = bias[r] + first_key + 2 * pair;
+#pragma unroll
+                        for (int n = 0; n < kTileRows / 8; ++n)
+#pragma unroll
+                            for (int i = 0; i < 2; ++i) {
+                                const float added = 8 * n + i < left ? from[8 * n + i] : 0.0f;
+                                scores[n][2 * r + i] = fmaf(scores[n][2 * r + i], args.softmax_scale, added);
+                            }
+                    }
+                } else {
 #pragma unroll
                     for (int n = 0; n < kTileRows / 8; ++n)
 #pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            const int key = first_key + 8 * n + 2 * pair + i % 2;
-                            if (key < length) scores[n][i] += bias[i / 2][key];
-                        }
+                        for (int i = 0; i < 4; ++i) scores[n][i] *= args.softmax_scale;
                 }
             }
             if (first_key + kTileRows > seen) {
 #pragma unroll
-                for (int n = 0; n < kTileRows / 8; ++n)
+                for (int r = 0; r < 2; ++r) {
+                    const int after = row + 8 * r + 1;
+                    const int most = (args.causal && after < length ? after : length) - first_key - 2 * pair;
 #pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        if (8 * n + i % 2 >= limit[i / 2] - first_key - 2 * pair) scores[n][i] = -INFINITY;
+                    for (int n = 0; n < kTileRows / 8; ++n)
+#pragma unroll
+                        for (int i = 0; i < 2; ++i)
+                            if (8 * n + i >= most) scores[n][2 * r + i] = -INFINITY;
+                }
             }
             float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
@@ -208,11 +231,11 @@ __global__ void __launch_bounds__(kForwardThreads, (kForwardBlocks<kHeadDim, kEx
                 for (int r = 0; r < 2; ++r) {
                     top[r] = fmaxf(top[r], __shfl_xor_sync(kAllLanes, top[r], 1));
                     top[r] = fmaxf(top[r], __shfl_xor_sync(kAllLanes, top[r], 2));
-                    if (!(top[r] > rows.most[r])) continue;
+                    const bool grown = top[r] > rows.most[r], first = rows.most[r] == -INFINITY;
                     const float less = (rows.base[r] - top[r]) * (kAny ? unit : 1.0f);
-                    const float shrink = rows.most[r] == -INFINITY ? 0.0f : exp2_fast(less);
-                    rows.base[r] = top[r];
-                    rows.most[r] = top[r] + slack;
+                    const float shrink = grown ? (first ? 0.0f : exp2_fast(less)) : 1.0f;
+                    rows.base[r] = grown ? top[r] : rows.base[r];
+                    rows.most[r] = grown ? top[r] + slack : rows.most[r];
                     rows.norm[r] *= shrink;
 #pragma unroll
                     for (int n = 0; n < kHeadDim / 8; ++n) {
@@ -235,16 +258,7 @@ __global__ void __launch_bounds__(kForwardThreads, (kForwardBlocks<kHeadDim, kEx
                     p[n / 2][n % 2 * 2 + r] = pack_pair<T>(scores[n][2 * r], scores[n][2 * r + 1]);
             }
             if (drop) {
-                const std::uint32_t bytes =
-                    draw_keep_bytes(seed, args.dropout.offset, static_cast<std::uint32_t>(head),
-                                    static_cast<std::uint32_t>(start + warp_row),
-                                    static_cast<std::uint32_t>(first_key), threshold);
-                if (args.keep_bits != nullptr) {
-                    const std::uint32_t word = keep_word(bytes);
-                    const int at = first_key / 32 + pair % 2;
-                    if (saved != nullptr && at < words) saved[at] = static_cast<std::int32_t>(word);
-                }
-                const KeepMasks masks(bytes);
+                const KeepMasks masks(keep_bytes);
 #pragma unroll
                 for (int n = 0; n < kTileRows / 8; ++n)
 #pragma unroll
@@ -252,19 +266,15 @@ __global__ void __launch_bounds__(kForwardThreads, (kForwardBlocks<kHeadDim, kEx
             }
         }
         // --- P v ---
-        slot = slot + 1 == kSlots ? 0 : slot + 1;
-        wait_copies<kSlots - 2>();
-        __syncthreads();
-        copy_next(kSlots == 4 ? keys : values, slot == 0 ? kSlots - 1 : slot - 1);
+        advance();
+        copy_next(kSlots == 4 ? keys : values, before);
         if (active) {
-            const T* tile = ring + slot * kTile;
 #pragma unroll
             for (int n = 0; n < kTileRows / 16; ++n) {
 #pragma unroll
                 for (int d = 0; d < kHeadDim / 16; ++d) {
                     std::uint32_t b[4];
-                    load_matrices_transposed(
-                        b, tile + chunk_of<T, kHeadDim>(high + eighth, 2 * d + second) + 16 * n * kHeadDim);
+                    load_matrices_transposed(b, ring + ((slot + value_row) ^ 32 * d) + 16 * n * kRowBytes);
                     const std::uint32_t lower[2] = {b[0], b[1]}, upper[2] = {b[2], b[3]};
                     mma<T>(out[2 * d], p[n], lower);
                     mma<T>(out[2 * d + 1], p[n], upper);
@@ -276,7 +286,8 @@ __global__ void __launch_bounds__(kForwardThreads, (kForwardBlocks<kHeadDim, kEx
 
     // --- out and lse. Every warp has passed the last barrier, so the ring's next tile is free ---
     const float common = args.dropout.scale * (args.gate != nullptr ? args.gate[head] : 1.0f);
-    T* const staged = ring + (slot + 1 == kSlots ? 0 : slot + 1) * kTile + 16 * warp * kHeadDim;
+    T* const staged = reinterpret_cast<T*>(ring + (slot + kTile == kSlots * kTile ? 0 : slot + kTile) +
+                                           16 * warp * kRowBytes);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         float norm = rows.norm[r];

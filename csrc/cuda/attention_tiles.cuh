@@ -64,38 +64,49 @@ struct TileCopies {
     static constexpr int kChunks = kHeadDim / kPack<T>;
     static constexpr int kRowsAtOnce = kThreads / kChunks;
     static_assert(kThreads % kChunks == 0 && kTileRows % kRowsAtOnce == 0, "whole rows at a time");
+    // So chunk_of orders the chunks of all rows of a thread alike.
+    static_assert(kRowsAtOnce % 8 == 0, "the order of chunks repeats after 8 rows");
 
-    const T* from;
+    const char* from;
     std::int64_t step;
     // Rows of the tensor from the next tile on.
     int left;
 
     // rows: row 0 of (`end`, kHeadDim); the first tile begins at row `first`.
     __device__ __forceinline__ TileCopies(const T* rows, std::int64_t stride, int first, int end)
-        : from(rows + (first + thread() / kChunks) * stride + thread() % kChunks * kPack<T>),
-          step(kRowsAtOnce * stride),
+        : from(reinterpret_cast<const char*>(rows + (first + row()) * stride + chunk() * kPack<T>)),
+          step(kRowsAtOnce * stride * static_cast<std::int64_t>(sizeof(T))),
           left(end - first) {}
 
-    static __device__ __forceinline__ int thread() { return static_cast<int>(threadIdx.x) % kThreads; }
+    static __device__ __forceinline__ int row() { return static_cast<int>(threadIdx.x) % kThreads / kChunks; }
+    static __device__ __forceinline__ int chunk() { return static_cast<int>(threadIdx.x) % kChunks; }
 
     // The next tile; zeros from the tensor's end on, whose memory is not read.
-    __device__ __forceinline__ void next(T* tile) {
-        const int row = thread() / kChunks;
-        T* to = tile + chunk_of<T, kHeadDim>(row, thread() % kChunks);
+    __device__ __forceinline__ void next(char* tile) {
+        constexpr int kCopies = kTileRows / kRowsAtOnce;
+        constexpr int kStep = kRowsAtOnce * kHeadDim * static_cast<int>(sizeof(T));
+        char* to = tile + chunk_of<T, kHeadDim>(row(), chunk()) * static_cast<int>(sizeof(T));
         if (left >= kTileRows) {
 #pragma unroll
-            for (int i = 0; i < kTileRows / kRowsAtOnce; ++i, from += step)
-                copy_chunk(to + i * kRowsAtOnce * kHeadDim, from, true);
+            for (int i = 0; i < kCopies; ++i, from += step) copy_chunk(to + i * kStep, from, true);
         } else {
 #pragma unroll
-            for (int i = 0; i < kTileRows / kRowsAtOnce; ++i, from += step)
-                copy_chunk(to + i * kRowsAtOnce * kHeadDim, from, row + i * kRowsAtOnce < left);
+            for (int i = 0; i < kCopies; ++i, from += step)
+                copy_chunk(to + i * kStep, from, row() + i * kRowsAtOnce < left);
         }
         left -= kTileRows;
     }
-    // chunk_of has the same order of chunks kRowsAtOnce rows further down.
-    static_assert(kRowsAtOnce % 8 == 0, "the order of chunks repeats after 8 rows");
 };
+
+// Where this lane's row of load_matrices begins, in bytes from the start of a tile: matrices 0 and 1, or with
+// `across` 0 and 2, are rows 0 to 7 and 8 to 15 of chunk 0; the other two are those of chunk 1. `^ 32 * i` gives
+// chunks 2 i and 2 i + 1; 16 rows further down are 16 whole rows further.
+template <class T, int kHeadDim>
+__device__ __forceinline__ int matrix_row(bool across) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp, second = lane / 8 % 2, upper = lane / 16;
+    return chunk_of<T, kHeadDim>(lane % 8 + 8 * (across ? upper : second), across ? second : upper) *
+           static_cast<int>(sizeof(T));
+}
 
 // --- dropout: the bits of 16 rows and 64 keys, by one warp ---
 
@@ -134,7 +145,7 @@ inline std::uint32_t sum_of_bytes(std::uint32_t a, std::uint32_t b, std::uint32_
 }
 #endif
 
-// A 16-bit threshold in both halves of a word, as `dropped` compares with it.
+// A 16-bit threshold in both halves of a word, as `kept_lanes` compares with it.
 struct LaneThreshold {
     std::uint32_t low15, below_half;  // below_half: all ones if the threshold is below 2^15
 };
@@ -143,20 +154,20 @@ __device__ __forceinline__ LaneThreshold lane_threshold(std::uint32_t threshold)
     return {low | low << 16, threshold >> 31 ? 0u : 0xffffffffu};
 }
 
-// Bits 15 and 31: whether that half of `word` is below the threshold. The highest bits apart, no half borrows
-// from the other.
-__device__ __forceinline__ std::uint32_t dropped(std::uint32_t word, LaneThreshold t) {
-    const std::uint32_t low_kept = (word | 0x80008000u) - t.low15;
-    return ~((word & low_kept) | (t.below_half & (word | low_kept)));
+// Bits 15 and 31: whether that half of `word` is at least the threshold. The highest bits are compared apart,
+// so no half borrows from the other.
+__device__ __forceinline__ std::uint32_t kept_lanes(std::uint32_t word, LaneThreshold t) {
+    const std::uint32_t low = (word | 0x80008000u) - t.low15;
+    return (word & low) | (t.below_half & (word | low));
 }
 
-// Eight decisions of one call of Philox, as -(the byte whose bit i says that column i is dropped), plus `c`.
-__device__ __forceinline__ std::uint32_t dropped_columns(const Philox& bits, LaneThreshold t,
-                                                         std::uint32_t c) {
+// The eight decisions of one call of Philox: minus the byte whose bit i says that column i is kept.
+__device__ __forceinline__ std::uint32_t minus_kept_columns(const Philox& bits, LaneThreshold t) {
     // The highest bits of the four halves of two words, each as a byte 0 or -1.
-    const std::uint32_t low = permute_bytes(dropped(bits.word[0], t), dropped(bits.word[1], t), 0xfdb9);
-    const std::uint32_t high = permute_bytes(dropped(bits.word[2], t), dropped(bits.word[3], t), 0xfdb9);
-    return sum_of_bytes(high, 0x80402010u, sum_of_bytes(low, 0x08040201u, c));
+    const std::uint32_t low = permute_bytes(kept_lanes(bits.word[0], t), kept_lanes(bits.word[1], t), 0xfdb9);
+    const std::uint32_t high =
+        permute_bytes(kept_lanes(bits.word[2], t), kept_lanes(bits.word[3], t), 0xfdb9);
+    return sum_of_bytes(high, 0x80402010u, sum_of_bytes(low, 0x08040201u, 0));
 }
 
 // Keep bits of the C fragments of 16 rows and 64 keys. Lane 4 g + p draws rows g and g + 8, of each the groups
@@ -169,10 +180,8 @@ __device__ __forceinline__ std::uint32_t draw_keep_bytes(std::uint64_t seed, std
     std::uint32_t parts[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-        // ~x = -x - 1: from -1 on the sum of what is dropped is what is kept.
-        parts[i] = dropped_columns(philox(seed, group + 4 * (i % 2), row + 8 * (i / 2), plane, offset), t,
-                                   i == 0 ? 0xffffffffu : 0u);
-    return (parts[3] * 256 + parts[2]) * 65536 + (parts[1] * 256 + parts[0]);
+        parts[i] = minus_kept_columns(philox(seed, group + 4 * (i % 2), row + 8 * (i / 2), plane, offset), t);
+    return 0 - ((parts[3] * 256 + parts[2]) * 65536 + (parts[1] * 256 + parts[0]));
 }
 
 // The saved form: lane 4 g + p gets the word of row g + 8 (p / 2) with keys 32 (p % 2) … + 31.

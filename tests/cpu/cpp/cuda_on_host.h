@@ -222,6 +222,8 @@ inline unsigned __ballot_sync(unsigned mask, bool predicate) {
     return out;
 }
 
+inline int __popc(unsigned word) { return __builtin_popcount(word); }
+
 // Blocks run one after another: nothing to wait for.
 inline void __threadfence() {}
 template <class T>
