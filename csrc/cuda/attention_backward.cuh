@@ -169,12 +169,12 @@ __device__ __forceinline__ void store_rows(T* out, std::int64_t row_stride, cons
     __syncwarp();
 }
 
-// --- dropout's bits: two words for each row of a tile, word 0 of all rows first; bit i of word w is column
-// 32 w + i of the tile ---
+// --- dropout's bits: a word per row and 32 columns of a tile, word 0 of all rows first; bit i of word w is
+// column 32 w + i of the tile ---
 
 // Brings the bits of rows `row` … of a sequence, of columns `column` …, into shared memory: copied by the
 // asynchronous copies, or drawn. A barrier makes them visible.
-template <int kRows>
+template <int kRows, int kWidth>
 __device__ __forceinline__ void bring_bits(std::uint32_t* bits, const CudaAttentionBwd& args,
                                            std::int64_t head, const OwnedRows& place, int row, int column) {
     const int thread = static_cast<int>(threadIdx.x);
@@ -183,7 +183,7 @@ __device__ __forceinline__ void bring_bits(std::uint32_t* bits, const CudaAttent
         const std::int64_t words = (args.max_seqlen + 31) / 32, word = column / 32;
         const std::int32_t* from = args.keep_bits + (head * args.total + first_row) * words + word;
 #pragma unroll
-        for (int i = thread; i < 2 * kRows; i += kBackwardThreads) {
+        for (int i = thread; i < kWidth / 32 * kRows; i += kBackwardThreads) {
             const bool inside = i % kRows < place.length - row && word + i / kRows < words;
             copy_word(bits + i, inside ? from + i % kRows * words + i / kRows : args.keep_bits, inside);
         }
@@ -192,11 +192,11 @@ __device__ __forceinline__ void bring_bits(std::uint32_t* bits, const CudaAttent
     const std::uint64_t seed = *args.dropout.seed;
     // Eight columns per call of Philox: a byte of a word.
 #pragma unroll 1
-    for (int i = thread; i < 8 * kRows; i += kBackwardThreads) {
-        const int group = i % 8;
+    for (int i = thread; i < kWidth / 8 * kRows; i += kBackwardThreads) {
+        const int group = i % (kWidth / 8), drawn_row = i / (kWidth / 8);
         const Philox drawn =
             philox(seed, static_cast<std::uint32_t>(column / 8 + group),
-                   static_cast<std::uint32_t>(first_row + i / 8), static_cast<std::uint32_t>(head),
+                   static_cast<std::uint32_t>(first_row + drawn_row), static_cast<std::uint32_t>(head),
                    args.dropout.offset);
         unsigned byte = 0;
 #pragma unroll
@@ -204,7 +204,7 @@ __device__ __forceinline__ void bring_bits(std::uint32_t* bits, const CudaAttent
             byte |= static_cast<unsigned>(
                         kept_lane(drawn.word[lane / 2], lane % 2 != 0, args.dropout.threshold))
                     << lane;
-        reinterpret_cast<unsigned char*>(bits + group / 4 * kRows + i / 8)[group % 4] =
+        reinterpret_cast<unsigned char*>(bits + group / 4 * kRows + drawn_row)[group % 4] =
             static_cast<unsigned char>(byte);
     }
 }

@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dbias_kernel(CudaAttentio
                 copy_rows<T, kD, kOwned>(shared.dout, dout, stride, first, length);
                 copy_rows<T, kD, kKeys>(shared.key, k, args.k.row_stride, first_key, length);
                 copy_rows<T, kD, kKeys>(shared.value, v, args.v.row_stride, first_key, length);
-                if (dropout) bring_bits<kOwned>(shared.bits, args, head, place, first, first_key);
+                if (dropout) bring_bits<kOwned, kKeys>(shared.bits, args, head, place, first, first_key);
                 commit_copies();
                 wait_copies<0>();
                 __syncthreads();

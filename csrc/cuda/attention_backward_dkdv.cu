@@ -15,7 +15,7 @@ constexpr bool kInRegisters = kD <= 64;
 template <int kD>
 struct Rows {
     float delta[kQueries<kD>], norm[kQueries<kD>], lse[kQueries<kD>];
-    std::uint32_t bits[2 * kQueries<kD>];
+    std::uint32_t bits[kOwned / 32 * kQueries<kD>];
 };
 
 template <class T, int kD>
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttention
             const bool inside = row < length - first_row;
             if (which < 2 || biased) copy_word(to + row, inside ? from + at + row : from, inside);
         }
-        if (dropout) bring_bits<kTile>(rows.bits, args, head, place, first_row, first);
+        if (dropout) bring_bits<kTile, kOwned>(rows.bits, args, head, place, first_row, first);
         commit_copies();
     };
 
@@ -181,12 +181,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttention
             }
         }
     }
-    // Other warps may still read the queries. A warp stages 16 rows of the first slot: of the queries half of
-    // them, of dout the other half, where the tile is low.
+    // Other warps may still read the queries. Both slots together have the block's rows.
     __syncthreads();
-    T* const stage = kTile == kOwned     ? shared.query[0] + warp_row * kD
-                     : warp_row < kTile ? shared.query[0] + warp_row * kD
-                                        : shared.dout[0] + (warp_row - kTile) * kD;
+    T* const stage = &shared.query[0][0] + warp_row * kD;
     const float of_k[2] = {scale, scale}, of_v[2] = {factor, factor};
     if (dk != nullptr)
         store_rows<T, kD>(dk + start * stride, stride, grad_k, of_k, stage, first + warp_row, length);

@@ -8,14 +8,18 @@ namespace fastbert {
 namespace cuda {
 namespace {
 
-// Keys of a tile.
-constexpr int kKeys = 64;
+// Keys of a tile. Wide heads have half as many, and their dout stays in shared memory.
+template <int kD>
+constexpr int kKeysOf = kD <= 64 ? 64 : 32;
+template <int kD>
+constexpr bool kInRegisters = kD <= 64;
 
 template <class T, int kD>
 struct Shared {
-    alignas(128) T key[2][kKeys * kD];
-    alignas(128) T value[2][kKeys * kD];
-    std::uint32_t bits[2][2 * kOwned];
+    alignas(128) T key[2][kKeysOf<kD> * kD];
+    alignas(128) T value[2][kKeysOf<kD> * kD];
+    alignas(128) T own[kInRegisters<kD> ? 1 : 2 * kOwned * kD];
+    std::uint32_t bits[2][kKeysOf<kD> / 32 * kOwned];
     float delta[kOwned];
     int rough;
 };
@@ -44,6 +48,8 @@ __device__ __forceinline__ void sum_delta(float* delta, const T* dout, const T* 
 
 template <class T, int kD>
 __global__ void __launch_bounds__(kBackwardThreads, 2) dq_kernel(CudaAttentionBwd args) {
+    constexpr int kKeys = kKeysOf<kD>;
+    constexpr bool kKeep = kInRegisters<kD>;
     const std::int64_t head = blockIdx.x, stride = args.nheads * kD;
     const OwnedRows place = owned_rows(args);
     T* const dq = args.dq == nullptr ? nullptr : static_cast<T*>(args.dq) + head * kD;
@@ -71,34 +77,40 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dq_kernel(CudaAttentionBw
     const auto fetch = [&](int first_key, int slot) {
         copy_rows<T, kD, kKeys>(shared.key[slot], k, args.k.row_stride, first_key, length);
         copy_rows<T, kD, kKeys>(shared.value[slot], v, args.v.row_stride, first_key, length);
-        if (dropout) bring_bits<kOwned>(shared.bits[slot], args, head, place, first, first_key);
+        if (dropout) bring_bits<kOwned, kKeys>(shared.bits[slot], args, head, place, first, first_key);
         commit_copies();
     };
 
-    // The queries take the second slot until they are in registers.
-    copy_rows<T, kD, kOwned>(shared.key[1], q, args.q.row_stride, first, length);
-    copy_rows<T, kD, kOwned>(shared.value[1], dout, stride, first, length);
+    // The queries take the second slot until they are in registers, or have a place of their own.
+    T* const own_q = kKeep ? shared.key[1] : shared.own;
+    T* const own_dout = kKeep ? shared.value[1] : shared.own + kOwned * kD;
+    copy_rows<T, kD, kOwned>(own_q, q, args.q.row_stride, first, length);
+    copy_rows<T, kD, kOwned>(own_dout, dout, stride, first, length);
     if (threadIdx.x == 0) shared.rough = 0;
     fetch(0, 0);
     wait_copies<0>();
     __syncthreads();
     const int lane = static_cast<int>(threadIdx.x) % kWarp, group = lane / 4, pair = lane % 4;
     const int warp_row = static_cast<int>(threadIdx.x) / kWarp * 16;
-    std::uint32_t left_q[kD / 16][4], left_dout[kD / 16][4];
+    std::uint32_t left_q[kD / 16][4], left_dout[kKeep ? kD / 16 : 1][4];
 #pragma unroll
     for (int step = 0; step < kD / 16; ++step) {
-        load_left<T, kD>(left_q[step], shared.key[1], warp_row, step);
-        load_left<T, kD>(left_dout[step], shared.value[1], warp_row, step);
+        load_left<T, kD>(left_q[step], own_q, warp_row, step);
+        if (kKeep) load_left<T, kD>(left_dout[kKeep ? step : 0], own_dout, warp_row, step);
     }
     const auto of_q = [&](std::uint32_t(&a)[4], int step) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[i] = left_q[step][i];
     };
     const auto of_dout = [&](std::uint32_t(&a)[4], int step) {
+        if (kKeep) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) a[i] = left_dout[step][i];
+            for (int i = 0; i < 4; ++i) a[i] = left_dout[kKeep ? step : 0][i];
+        } else {
+            load_left<T, kD>(a, own_dout, warp_row, step);
+        }
     };
-    sum_delta<T, kD>(shared.delta, shared.value[1], out, stride, first, length);
+    sum_delta<T, kD>(shared.delta, own_dout, out, stride, first, length);
     __syncthreads();
 
     // This thread's two rows.
@@ -235,10 +247,10 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dq_kernel(CudaAttentionBw
         norm[0] = norm[1] = 0.0f;
         fetch(0, slot);
     }
-    // Other warps may still read the keys.
+    // Other warps may still read the keys. Both slots together have the block's rows.
     __syncthreads();
     const float factors[2] = {inverse[0] * scale, inverse[1] * scale};
-    store_rows<T, kD>(dq + start * stride, stride, grad, factors, shared.key[0] + warp_row * kD,
+    store_rows<T, kD>(dq + start * stride, stride, grad, factors, &shared.key[0][0] + warp_row * kD,
                       first + warp_row, length);
 }
 

@@ -1,4 +1,4 @@
-"""`attention` by the `cuda` backend: csrc/cuda/attention.cu and attention_backward.cu; contract in fastbert/ops/attention.py.
+"""`attention` by the `cuda` backend: csrc/cuda/attention*.cu; contract in fastbert/ops/attention.py.
 
 The kernels have heads of HEADDIMS and 16-byte accesses. Calls with other heads, other alignments or `probs`
 go to `aten`. Forward's find their sequence in cu_seqlens; those of backward read a table of places where they
