@@ -1,9 +1,14 @@
 // attention: CPU and CUDA take the same arguments.
 #include "../cpu/attention.h"
 
+#include <pybind11/stl.h>
+
+#include <array>
+
 #include "bindings.h"
 #if FASTBERT_CUDA
 #include "../cuda/attention.h"
+#include "../cuda/attention_backward.h"
 #endif
 
 namespace fastbert {
@@ -118,6 +123,46 @@ void attention_fwd_on_device(const py::tuple& common, Address out, Address lse, 
     const AttentionFwd args = fwd_args(common, out, lse, 0, keep_bits, true);
     run([&] { return cuda_attention_fwd(args, device, stream); });
 }
+
+void attention_bwd_on_device(const py::tuple& common, Address keep_bits, Address dout, Address out,
+                             Address lse, Address places, std::int64_t slots, Address dq, Address dk,
+                             Address dv, Address rows, bool need_dgate, Address dbias,
+                             const std::array<std::int64_t, 5>& dbias_shape, int device, Address stream) {
+    CudaAttentionBwd args{};
+    const std::int64_t end = fill(args, common, true);
+    args.keep_bits = pointer<const std::int32_t>(keep_bits);
+    args.dout = pointer(dout);
+    args.out = pointer(out);
+    args.lse = pointer<const float>(lse);
+    args.places = pointer<const std::int32_t>(places);
+    args.slots = slots;
+    args.dq = pointer(dq);
+    args.dk = pointer(dk);
+    args.dv = pointer(dv);
+    args.delta = pointer<float>(rows);
+    args.norm = args.delta + args.nheads * args.total;
+    args.dgate = need_dgate ? args.norm + args.nheads * args.total : nullptr;
+    args.dbias = pointer<float>(dbias);
+    args.parts = dbias_shape[0];
+    args.bias_batch = dbias_shape[1];
+    args.bias_heads = dbias_shape[2];
+    args.bias_has_rows = dbias_shape[3] > 1;
+    args.bias_has_keys = dbias_shape[4] > 1;
+    check_size("slots", args.slots);
+    check_given("dout", args.dout, end);
+    check_given("out", args.out, end);
+    check_given("lse", args.lse, end);
+    check_given("rows", args.delta, end);
+    check_bits(args, args.keep_bits);
+    if (args.dbias != nullptr) {
+        elements_of("dbias", {dbias_shape[0], dbias_shape[1], dbias_shape[2], dbias_shape[3], dbias_shape[4]});
+        check_size("dbias", args.parts, 1);
+        check_size("dbias", args.bias_batch, 1);
+        check_size("dbias", args.bias_heads, 1);
+        check_given("bias", args.bias.data, 1);
+    }
+    run([&] { return cuda_attention_bwd(args, device, stream); });
+}
 #endif
 
 }  // namespace
@@ -127,6 +172,9 @@ void bind_attention(py::module_& m) {
     m.def("cpu_attention_bwd", &attention_bwd);
 #if FASTBERT_CUDA
     m.def("cuda_attention_fwd", &attention_fwd_on_device);
+    m.def("cuda_attention_bwd", &attention_bwd_on_device);
+    m.def("cuda_attention_bwd_slots", &cuda_attention_bwd_slots,
+          "Blocks per head for (batch, total, max_seqlen), without a table of places");
 #endif
 }
 

@@ -126,6 +126,13 @@ __device__ __forceinline__ void copy_chunk(void* shared, const void* global, boo
                  : "r"(shared_address(shared)), "l"(global), "r"(inside ? 16 : 0)
                  : "memory");
 }
+// 4 bytes, likewise.
+__device__ __forceinline__ void copy_word(void* shared, const void* global, bool inside) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+                 :
+                 : "r"(shared_address(shared)), "l"(global), "r"(inside ? 4 : 0)
+                 : "memory");
+}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most kPending of the calling thread's groups are under way.
 template <int kPending>

@@ -1,7 +1,8 @@
-"""`attention` by the `cuda` backend: csrc/cuda/attention.cu; contract in fastbert/ops/attention.py.
+"""`attention` by the `cuda` backend: csrc/cuda/attention*.cu; contract in fastbert/ops/attention.py.
 
 The kernels have heads of HEADDIMS and 16-byte accesses. Calls with other heads, other alignments or `probs`
-go to `aten`. They find their sequence in cu_seqlens, so they need no table of places.
+go to `aten`. Forward's find their sequence in cu_seqlens; those of backward read a table of places where they
+get one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from fastbert.ops.attention_grid import bits_shape
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEADDIMS = (32, 64, 128)
+# rows of the tiles that a block of backward owns
+ROWS = 64
 
 
 def readable(*tensors: torch.Tensor) -> bool:
@@ -48,4 +51,61 @@ def attention_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None)
 
 
 def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: AttentionNeeds, places=None):
-    return aten.attention_bwd(dout, inputs, out, lse, keep_bits, need, places)
+    q, bias = inputs.q, inputs.bias
+    if not readable(q, inputs.k, inputs.v):
+        return aten.attention_bwd(dout, inputs, out, lse, keep_bits, need, places)
+    total, nheads, _ = q.shape
+    dq, dk, dv = (q.new_empty(q.shape if needed else 0) for needed in need[:3])
+    # per row: delta, the normaliser of P, the share of dgate
+    rows = lse.new_empty(3 if need.dgate else 2, nheads, total)
+    dbias = lse.new_empty(_dbias_shape(inputs) if need.dbias else (0, 0, 0, 0, 0))
+    args, _held = attention_args(inputs)
+    dout, out, lse = _whole(dout), _whole(out), lse.contiguous()
+    saved = keep_bits is not None and inputs.dropout_p > 0
+    first, slots = _slots(inputs, places)
+    with torch.cuda.device(q.device):
+        device.extension.cuda_attention_bwd(
+            args,
+            keep_bits.data_ptr() if saved else 0,
+            *(dout.data_ptr(), out.data_ptr(), lse.data_ptr()),
+            0 if places is None else places[first:].data_ptr(),
+            slots,
+            *(grad.data_ptr() if needed else 0 for grad, needed in zip((dq, dk, dv), need, strict=False)),
+            *(rows.data_ptr(), need.dgate),
+            *(dbias.data_ptr(), dbias.shape),
+            *device.place(q.device),
+        )
+    dbias = dbias.sum(0) if need.dbias else lse.new_empty(0)
+    return dq, dk, dv, dbias, rows[2].sum(1) if need.dgate else lse.new_empty(0)
+
+
+def _whole(t: torch.Tensor) -> torch.Tensor:
+    """`t`, contiguous and at a multiple of 16 bytes."""
+    t = t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
+
+
+def _dbias_shape(inputs: AttentionInputs) -> tuple[int, int, int, int, int]:
+    """(parts, *bias.shape): dbias is summed in as many parts as give the device enough blocks.
+
+    The number depends on shapes and the device alone, so sums have one order.
+    """
+    shape = inputs.bias.shape
+    blocks = shape[0] * shape[1] * -(-shape[2] // ROWS) * -(-shape[3] // ROWS)
+    if blocks == 0:
+        return 1, *shape
+    pairs = (inputs.cu_seqlens.shape[0] - 1) // shape[0] * (inputs.q.shape[1] // shape[1])
+    return max(1, min(pairs, 2 * device.multiprocessors(inputs.q.device) // blocks)), *shape
+
+
+def _slots(inputs: AttentionInputs, places: torch.Tensor | None) -> tuple[int, int]:
+    """(where the table's section for tiles of ROWS begins, the blocks per head)."""
+    sizes = inputs.q.shape[0], inputs.cu_seqlens.shape[0] - 1, inputs.max_seqlen
+    if places is None:
+        total, batch, max_seqlen = sizes
+        return 0, device.extension.cuda_attention_bwd_slots(batch, total, max_seqlen)
+    from fastbert.kernels.attention_slots import HEIGHTS, sections
+
+    section = HEIGHTS.index(ROWS)
+    first, end = sections(*sizes)[section : section + 2]
+    return first, end - first

@@ -44,10 +44,11 @@ enum class State { kReady, kWarp, kBlock, kDone };
 // What the lanes of a warp do together; all of them must be at the same.
 enum class Together { kShuffle, kBallot, kSync, kProduct, kMatrices, kMatricesTransposed };
 
-// A copy of 16 bytes under way; nothing is read where `source` is null.
+// A copy under way; nothing is read where `source` is null.
 struct Copy {
     void* target;
     const void* source;
+    std::size_t bytes;
 };
 
 struct Fiber {

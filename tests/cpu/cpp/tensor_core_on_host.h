@@ -41,9 +41,9 @@ inline void matrices(std::uint32_t (&words)[4], const void* row, bool transposed
 
 inline void land(const cuda_on_host::Copy& copy) {
     if (copy.source == nullptr)
-        std::memset(copy.target, 0, 16);
+        std::memset(copy.target, 0, copy.bytes);
     else
-        std::memcpy(copy.target, copy.source, 16);
+        std::memcpy(copy.target, copy.source, copy.bytes);
 }
 
 }  // namespace on_host
@@ -72,15 +72,21 @@ inline void load_matrices_transposed(std::uint32_t (&words)[4], const void* row)
     on_host::matrices(words, row, true);
 }
 
-inline void copy_chunk(void* shared, const void* global, bool inside) {
+inline void copy_bytes(void* shared, const void* global, bool inside, std::size_t bytes) {
     using namespace cuda_on_host;
-    if (reinterpret_cast<std::uintptr_t>(shared) % 16 != 0 ||
-        (inside && reinterpret_cast<std::uintptr_t>(global) % 16 != 0))
-        fail("cp.async: an address that 16 does not divide");
-    const Copy copy{shared, inside ? global : nullptr};
+    if (reinterpret_cast<std::uintptr_t>(shared) % bytes != 0 ||
+        (inside && reinterpret_cast<std::uintptr_t>(global) % bytes != 0))
+        fail("cp.async: an address that is no multiple of its bytes");
+    const Copy copy{shared, inside ? global : nullptr, bytes};
     if (!late) return on_host::land(copy);
-    std::memset(shared, 0xff, 16);
+    std::memset(shared, 0xff, bytes);
     fibers[current].copies.back().push_back(copy);
+}
+inline void copy_chunk(void* shared, const void* global, bool inside) {
+    copy_bytes(shared, global, inside, 16);
+}
+inline void copy_word(void* shared, const void* global, bool inside) {
+    copy_bytes(shared, global, inside, 4);
 }
 inline void commit_copies() {
     using namespace cuda_on_host;

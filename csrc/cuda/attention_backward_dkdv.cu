@@ -1,0 +1,207 @@
+// dk and dv of attention. Mathematics and tiling: attention_backward.cu.
+#include "attention_backward.cuh"
+
+namespace fastbert {
+namespace cuda {
+namespace {
+
+// Queries of a tile. Wide heads have half as many, and their keys and values stay in shared memory.
+template <int kD>
+constexpr int kQueries = kD <= 64 ? 64 : 32;
+template <int kD>
+constexpr bool kInRegisters = kD <= 64;
+
+// A float and a word of bits per query.
+template <int kD>
+struct Rows {
+    float delta[kQueries<kD>], norm[kQueries<kD>], lse[kQueries<kD>];
+    std::uint32_t bits[kOwned / 32 * kQueries<kD>];
+};
+
+template <class T, int kD>
+struct Shared {
+    alignas(128) T query[2][kQueries<kD> * kD];
+    alignas(128) T dout[2][kQueries<kD> * kD];
+    alignas(128) T own[kInRegisters<kD> ? 1 : 2 * kOwned * kD];
+    Rows<kD> rows[2];
+};
+
+template <class T, int kD>
+__global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttentionBwd args) {
+    constexpr int kTile = kQueries<kD>;
+    constexpr bool kKeep = kInRegisters<kD>;
+    const std::int64_t head = blockIdx.x, stride = args.nheads * kD;
+    const OwnedRows place = owned_rows(args);
+    T* const dk = args.dk == nullptr ? nullptr : static_cast<T*>(args.dk) + head * kD;
+    T* const dv = args.dv == nullptr ? nullptr : static_cast<T*>(args.dv) + head * kD;
+    if (place.sequence == args.batch) {
+        for (std::int64_t first = static_cast<std::int64_t>(place.start) + place.first; first < args.total;
+             first += place.length) {
+            if (dk != nullptr) zero_rows<T, kD>(dk, stride, first, args.total);
+            if (dv != nullptr) zero_rows<T, kD>(dv, stride, first, args.total);
+        }
+        return;
+    }
+    if (place.first >= place.length) return;
+
+    Shared<T, kD>& shared = *reinterpret_cast<Shared<T, kD>*>(dynamic_shared());
+    const int first = place.first, length = place.length, thread = static_cast<int>(threadIdx.x);
+    const std::int64_t start = place.start;
+    const T* const q = static_cast<const T*>(args.q.data) + start * args.q.row_stride + head * args.q.head_stride;
+    const T* const k = static_cast<const T*>(args.k.data) + start * args.k.row_stride + head * args.k.head_stride;
+    const T* const v = static_cast<const T*>(args.v.data) + start * args.v.row_stride + head * args.v.head_stride;
+    const T* const dout = static_cast<const T*>(args.dout) + start * stride + head * kD;
+    const bool dropout = args.dropout.seed != nullptr, biased = args.bias.data != nullptr;
+    // Rows after the sequence are zeros, their P finite: they add nothing.
+    const auto fetch = [&](int first_row, int slot) {
+        copy_rows<T, kD, kTile>(shared.query[slot], q, args.q.row_stride, first_row, length);
+        copy_rows<T, kD, kTile>(shared.dout[slot], dout, stride, first_row, length);
+        Rows<kD>& rows = shared.rows[slot];
+        const std::int64_t at = head * args.total + start + first_row;
+        for (int i = thread; i < 3 * kTile; i += kBackwardThreads) {
+            const int which = i / kTile, row = i % kTile;
+            const float* from = which == 0 ? args.delta : which == 1 ? args.norm : args.lse;
+            float* to = which == 0 ? rows.delta : which == 1 ? rows.norm : rows.lse;
+            const bool inside = row < length - first_row;
+            if (which < 2 || biased) copy_word(to + row, inside ? from + at + row : from, inside);
+        }
+        if (dropout) bring_bits<kTile, kOwned>(rows.bits, args, head, place, first_row, first);
+        commit_copies();
+    };
+
+    // The keys take the second slot until they are in registers, or stay where they are.
+    T* const own_keys = kKeep ? shared.query[1] : shared.own;
+    T* const own_values = kKeep ? shared.dout[1] : shared.own + kOwned * kD;
+    copy_rows<T, kD, kOwned>(own_keys, k, args.k.row_stride, first, length);
+    copy_rows<T, kD, kOwned>(own_values, v, args.v.row_stride, first, length);
+    const int begin = args.causal ? first : 0;
+    fetch(begin, 0);
+    wait_copies<0>();
+    __syncthreads();
+    const int lane = thread % kWarp, group = lane / 4, pair = lane % 4;
+    const int warp_row = thread / kWarp * 16;
+    std::uint32_t left_k[kKeep ? kD / 16 : 1][4], left_v[kKeep ? kD / 16 : 1][4];
+    if (kKeep) {
+#pragma unroll
+        for (int step = 0; step < kD / 16; ++step) {
+            load_left<T, kD>(left_k[kKeep ? step : 0], own_keys, warp_row, step);
+            load_left<T, kD>(left_v[kKeep ? step : 0], own_values, warp_row, step);
+        }
+    }
+    const auto keys = [&](std::uint32_t(&a)[4], int step) {
+        if (kKeep) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[i] = left_k[kKeep ? step : 0][i];
+        } else {
+            load_left<T, kD>(a, own_keys, warp_row, step);
+        }
+    };
+    const auto values = [&](std::uint32_t(&a)[4], int step) {
+        if (kKeep) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[i] = left_v[kKeep ? step : 0][i];
+        } else {
+            load_left<T, kD>(a, own_values, warp_row, step);
+        }
+    };
+
+    const int key = first + warp_row + group;  // and 8 more
+    const float* const bias =
+        args.bias.data + (biased ? place.sequence * args.bias.batch_stride + head * args.bias.head_stride : 0);
+    // Of the two keys, in word warp_row / 32 of a row
+    const std::uint32_t bit[2] = {1u << (warp_row % 32 + group), 1u << (warp_row % 32 + group + 8)};
+    const float scale = args.softmax_scale, unit = args.softmax_scale * kLog2E;
+    const float factor = args.dropout.scale * (args.gate != nullptr ? args.gate[head] : 1.0f);
+
+    float grad_k[kD / 8][4] = {}, grad_v[kD / 8][4] = {};
+    int slot = 0;
+    for (int first_row = begin; first_row < length; first_row += kTile, slot ^= 1) {
+        wait_copies<0>();
+        __syncthreads();
+        if (first_row + kTile < length) fetch(first_row + kTile, slot ^ 1);
+        const Rows<kD>& rows = shared.rows[slot];
+        const bool edge = args.causal && first_row < first + kOwned - 1;
+#pragma unroll 1
+        for (int column = 0; column < kTile; column += kColumns) {
+            // Transposed: keys are rows, queries columns.
+            float p[kProducts][4] = {};
+            multiply_rows<T, kD>(p, keys, shared.query[slot], column);
+            const int query = column + 2 * pair;
+#pragma unroll
+            for (int n = 0; n < kProducts; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int at = query + 8 * n + i % 2;
+                    if (biased) {
+                        const int row = first_row + at;
+                        const bool inside = row < length && key + i / 2 * 8 < length;
+                        const float b = inside ? bias[row * args.bias.row_stride + key + i / 2 * 8] : 0.0f;
+                        const float lse = rows.lse[at];
+                        p[n][i] = (fmaf(p[n][i], scale, b) - (lse == -INFINITY ? 0.0f : lse)) * kLog2E;
+                        p[n][i] = exp2_fast(p[n][i]) * rows.norm[at];
+                    } else {
+                        p[n][i] = exp2_fast(fmaf(p[n][i], unit, -rows.norm[at]));
+                    }
+                }
+            if (edge) {
+#pragma unroll
+                for (int n = 0; n < kProducts; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        if (key + i / 2 * 8 > first_row + query + 8 * n + i % 2) p[n][i] = 0.0f;
+            }
+            float dp[kProducts][4] = {};
+            if (dk != nullptr) multiply_rows<T, kD>(dp, values, shared.dout[slot], column);
+            std::uint32_t left[kColumns / 16][4];
+            if (dropout) {
+                float dropped[kProducts][4];
+#pragma unroll
+                for (int n = 0; n < kProducts; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const std::uint32_t word =
+                            rows.bits[warp_row / 32 * kTile + query + 8 * n + i % 2];
+                        const bool kept = (word & bit[i / 2]) != 0;
+                        dropped[n][i] = kept ? p[n][i] : 0.0f;
+                        dp[n][i] = kept ? dp[n][i] : 0.0f;
+                    }
+                as_left<T>(left, dropped);
+            } else {
+                as_left<T>(left, p);
+            }
+            if (dv != nullptr) multiply_columns<T, kD>(grad_v, left, shared.dout[slot], column);
+            if (dk != nullptr) {
+#pragma unroll
+                for (int n = 0; n < kProducts; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        p[n][i] *= fmaf(dp[n][i], factor, -rows.delta[query + 8 * n + i % 2]);
+                as_left<T>(left, p);
+                multiply_columns<T, kD>(grad_k, left, shared.query[slot], column);
+            }
+        }
+    }
+    // Other warps may still read the queries. Both slots together have the block's rows.
+    __syncthreads();
+    T* const stage = &shared.query[0][0] + warp_row * kD;
+    const float of_k[2] = {scale, scale}, of_v[2] = {factor, factor};
+    if (dk != nullptr)
+        store_rows<T, kD>(dk + start * stride, stride, grad_k, of_k, stage, first + warp_row, length);
+    if (dv != nullptr)
+        store_rows<T, kD>(dv + start * stride, stride, grad_v, of_v, stage, first + warp_row, length);
+}
+
+template <class T, int kD>
+const char* launch(const CudaAttentionBwd& args, std::uintptr_t stream) {
+    return launch_shared(dkdv_kernel<T, kD>, backward_grid(args), dim3(kBackwardThreads),
+                         sizeof(Shared<T, kD>), stream, args);
+}
+
+}  // namespace
+
+const char* launch_dkdv(const CudaAttentionBwd& args, std::uintptr_t stream) {
+    FASTBERT_BY_HEADDIM(launch, args, stream)
+}
+
+}  // namespace cuda
+}  // namespace fastbert
