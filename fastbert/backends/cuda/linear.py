@@ -107,7 +107,7 @@ def _gradient(
     """(dy * act'(pre), its column sums); the first is dy itself without an activation."""
     rows, out = dy.shape
     new_g = need_g and activation is not None
-    g = torch.empty_like(dy) if new_g else dy
+    g = dy.new_empty(rows, out) if new_g else dy
     if not (new_g or need_dbias):
         return g, dy.new_empty(0)
     parts = min(rows, _PASS_BLOCKS * device.multiprocessors(dy.device))
