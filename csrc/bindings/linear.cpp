@@ -1,8 +1,11 @@
-// linear and linear_int8 on the CPU.
+// linear and linear_int8 on the CPU, linear on a GPU.
 #include "../cpu/linear.h"
 
 #include "../cpu/linear_int8.h"
 #include "bindings.h"
+#if FASTBERT_CUDA
+#include "../cuda/linear.h"
+#endif
 
 namespace fastbert {
 namespace {
@@ -107,6 +110,100 @@ void product_int8(int dtype, std::int64_t rows, std::int64_t columns, std::int64
     run([&] { return cpu_linear_int8(args, threads); });
 }
 
+#if FASTBERT_CUDA
+
+Layout layout_of(int code) {
+    if (code < 0 || code > 2) throw py::value_error("layout: expected 0, 1 or 2, got " + std::to_string(code));
+    return static_cast<Layout>(code);
+}
+
+std::pair<int, int> cuda_plan(int layout, std::int64_t rows, std::int64_t columns, std::int64_t depth,
+                              int multiprocessors) {
+    check_shape(rows, columns);
+    check_shape(rows, depth);
+    if (multiprocessors < 1) refuse("multiprocessors", ">= 1", multiprocessors);
+    const LinearPlan plan = cuda_linear_plan(layout_of(layout), rows, columns, depth, multiprocessors);
+    return {plan.tile_rows, plan.parts};
+}
+
+std::int64_t cuda_partial(std::int64_t rows, std::int64_t columns, int parts, int activation, bool exact) {
+    check_shape(rows, columns);
+    if (parts < 1) refuse("parts", ">= 1", parts);
+    elements_of("parts", {parts, rows, columns});
+    return cuda_linear_partial(rows, columns, parts, activation_of(activation), exact);
+}
+
+void cuda_product(int dtype, int layout, std::int64_t rows, std::int64_t columns, std::int64_t depth, Address a,
+                  std::int64_t a_stride, Address b, std::int64_t b_stride, Address bias, int activation,
+                  bool exact, Address residual, std::int64_t residual_stride, Address slope_at, Address c,
+                  Address pre, Address sums, Address partial, int tile_rows, int parts, int device,
+                  std::uintptr_t stream) {
+    check_shape(rows, columns);
+    check_shape(rows, depth);
+    check_shape(columns, depth);
+    const LinearProduct args{dtype_of(dtype),
+                             layout_of(layout),
+                             rows,
+                             columns,
+                             depth,
+                             pointer(a),
+                             pointer(b),
+                             a_stride,
+                             b_stride,
+                             pointer(bias),
+                             activation_of(activation),
+                             exact,
+                             pointer(residual),
+                             residual_stride,
+                             pointer(slope_at),
+                             pointer(c),
+                             pointer(pre),
+                             pointer<float>(sums),
+                             pointer<float>(partial),
+                             tile_rows,
+                             parts};
+    const bool turned_a = args.layout == Layout::kWeights, turned_b = args.layout != Layout::kForward;
+    check_rows("a", args.a, turned_a ? depth : rows, turned_a ? rows : depth, a_stride);
+    check_rows("b", args.b, turned_b ? depth : columns, turned_b ? columns : depth, b_stride);
+    if (args.residual != nullptr) check_rows("residual", args.residual, rows, columns, residual_stride);
+    check_given("c", args.c, rows);
+    run([&] { return cuda_linear_product(args, device, stream); });
+}
+
+void cuda_gradient(int dtype, std::int64_t rows, std::int64_t columns, Address dy, Address pre, int activation,
+                   bool exact, Address g, Address sums, std::int64_t parts, int device, std::uintptr_t stream) {
+    check_shape(rows, columns);
+    const LinearGradient args{dtype_of(dtype),
+                              rows,
+                              columns,
+                              pointer(dy),
+                              pointer(pre),
+                              nullptr,
+                              0,
+                              activation_of(activation),
+                              exact,
+                              pointer(g),
+                              pointer<float>(sums),
+                              parts};
+    check_given("dy", args.dy, rows);
+    check_given("pre", args.pre, args.activation == Activation::kNone ? 0 : rows);
+    run([&] { return cuda_linear_gradient(args, device, stream); });
+}
+
+void cuda_add_sums(int dtype, Address sums, std::int64_t parts, std::int64_t columns, Address out, int device,
+                   std::uintptr_t stream) {
+    check_shape(parts, columns);
+    check_given("sums", pointer(sums), parts);
+    check_given("out", pointer(out), 1);
+    const DType type = dtype_of(dtype);
+    run([&] {
+        return cuda_linear_add_sums(type, pointer<const float>(sums), parts, columns, pointer(out),
+                                    device, stream);
+    });
+}
+
+#endif
+
 }  // namespace
 
 void bind_linear(py::module_& m) {
@@ -129,6 +226,14 @@ void bind_linear(py::module_& m) {
         "Bytes, for the instruction set in use");
     m.def("cpu_linear_int8_panels", &make_panels_int8);
     m.def("cpu_linear_int8", &product_int8);
+#if FASTBERT_CUDA
+    m.def("cuda_linear_plan", &cuda_plan, "(rows of a tile, parts of the depth); see csrc/cuda/linear.h");
+    m.def("cuda_linear_partial", &cuda_partial, "Floats of scratch");
+    m.def("cuda_linear_sums", &cuda_linear_sums, "Rows of the column sums of a product of so many rows");
+    m.def("cuda_linear_product", &cuda_product);
+    m.def("cuda_linear_gradient", &cuda_gradient);
+    m.def("cuda_linear_add_sums", &cuda_add_sums);
+#endif
 }
 
 }  // namespace fastbert

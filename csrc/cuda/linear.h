@@ -1,0 +1,72 @@
+// Linear layers on a GPU: the entry points. All pointers are the device's; `stream` is a cudaStream_t.
+//
+// One kernel makes all products, in bfloat16 and float16: c (rows, columns) = a b over `depth`, with an
+// epilogue. Starts and rows of a and b lie on 16 bytes, and what is contiguous in them is a multiple of 8.
+#pragma once
+
+#include <cstdint>
+
+#include "../cpu/linear.h"
+
+namespace fastbert {
+
+// Which dimension of a (rows, depth) and of b (depth, columns) is contiguous.
+enum class Layout : int {
+    kForward = 0,  // depth, depth: x and weight
+    kInputs = 1,   // depth, columns: g and weight, for dx
+    kWeights = 2,  // rows, columns: g and x, for dweight
+};
+
+struct LinearProduct {
+    DType dtype;
+    Layout layout;
+    std::int64_t rows, columns, depth;
+    const void *a, *b;
+    std::int64_t a_stride, b_stride;  // between contiguous runs
+    const void* bias;                 // of dtype; may be null
+    Activation activation;
+    bool exact;                       // GELU correctly rounded
+    const void* residual;             // may be null
+    std::int64_t residual_stride;
+    const void* slope_at;             // c = (a b) act'(slope_at), contiguous; may be null
+    void *c, *pre;                    // contiguous; pre (the activation's argument) may be null
+    float* sums;                      // of c's columns, one row per 64 rows of c; may be null
+    float* partial;                   // cuda_linear_partial() floats; not read where that is 0
+    int tile_rows, parts;             // from cuda_linear_plan
+};
+
+// How a product is cut: rows of a tile (its columns are 128), and parts of the depth, which a second kernel
+// adds in order.
+struct LinearPlan {
+    int tile_rows, parts;
+};
+LinearPlan cuda_linear_plan(Layout layout, std::int64_t rows, std::int64_t columns, std::int64_t depth,
+                            int multiprocessors);
+
+// Floats of scratch: for the parts, and for activations that only the second kernel has.
+std::int64_t cuda_linear_partial(std::int64_t rows, std::int64_t columns, int parts, Activation activation,
+                                 bool exact);
+// Rows of `sums`.
+static inline constexpr std::int64_t cuda_linear_sums(std::int64_t rows) { return (rows + 63) / 64; }
+
+struct LinearGradient {
+    DType dtype;
+    std::int64_t rows, columns;  // columns a multiple of 8
+    const void *dy, *pre;        // contiguous; pre is null without an activation
+    const float* partial;        // dy as the sum of `partial_parts` matrices of float; null: read dy
+    std::int64_t partial_parts;
+    Activation activation;
+    bool exact;
+    void* g;        // dy act'(pre), contiguous; may be null
+    float* sums;    // [parts][columns]: sums of g's rows before rounding; may be null
+    std::int64_t parts;
+};
+
+// All return nullptr, or the text of the error. Nothing waits for the device.
+const char* cuda_linear_product(const LinearProduct& args, int device, std::uintptr_t stream);
+const char* cuda_linear_gradient(const LinearGradient& args, int device, std::uintptr_t stream);
+// out (columns,) of `dtype`: the sum of `parts` rows, in order.
+const char* cuda_linear_add_sums(DType dtype, const float* sums, std::int64_t parts, std::int64_t columns,
+                                 void* out, int device, std::uintptr_t stream);
+
+}  // namespace fastbert

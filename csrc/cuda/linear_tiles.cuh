@@ -1,0 +1,442 @@
+// A product of 16-bit matrices with bias, activation and residual, or with an activation's derivative.
+//
+// Math       c = act(a b + bias) + residual, or c = (a b) act'(slope_at) with the sums of its columns
+// Tiling     A block of 4 warps owns kTileRows x 128 of c and a part of the depth. Tiles of 128 rows: a warp
+//            has 64 x 64, steps of depth 32, 3 slots. Fewer rows: kTileRows x 32, depth 64, 4 slots. A block
+//            goes down 8 row tiles before it takes the next column tile, so that its inputs stay in the L2.
+// Pipeline   cp.async fills the ring's slots two or three steps ahead; ldmatrix reads the fragments of one
+//            step of 16 while the products of the one before run. One barrier per slot. Copies behind the end
+//            write zeros, so that the loop has no branch.
+// Precision  float accumulators that begin with the bias; one rounding per store.
+// Saved      pre, where backward asks for it; the activation reads it before the rounding.
+// Epilogue   A warp's part of c goes through its own part of the ring, for stores of 16 bytes per lane. What
+//            is added or read there (residual, slope_at) comes the same way.
+// Source     Hendrycks and Gimpel 2016, Gaussian Error Linear Units; PTX ISA, mma.m16n8k16.
+#pragma once
+
+#include "activation.cuh"
+
+namespace fastbert {
+namespace cuda {
+
+constexpr int kProductThreads = 128;
+constexpr int kTileColumns = 128;
+// Elements of a chunk of 16 bytes
+constexpr int kChunk = 8;
+// Row tiles before the next column tile
+constexpr int kGroup = 8;
+
+template <int kTileRows>
+struct Tile {
+    static constexpr bool kLarge = kTileRows == 128;
+    static constexpr int kWarpRows = kLarge ? 64 : kTileRows;
+    static constexpr int kWarpColumns = kLarge ? 64 : 32;
+    static constexpr int kWarpsAcross = kTileColumns / kWarpColumns;
+    static constexpr int kDepth = kLarge ? 32 : 64;
+    static constexpr int kSlots = kLarge ? 3 : 4;
+    static constexpr int kSlot = (kTileRows + kTileColumns) * kDepth;  // elements
+    static constexpr int kBytes = kSlots * kSlot * 2;
+    static_assert(kTileRows * kTileColumns <= kSlots * kSlot, "the epilogue fits into the ring");
+};
+
+// One operand's tile of kLines rows of a (columns of b) and kDepth of the depth. In shared memory a row is a
+// line, or with kTurned a step of depth. Copies lines that exist; after the last one it copies that again,
+// and nothing of it is stored.
+template <class T, int kLines, int kDepth, bool kTurned>
+struct Operand {
+    static constexpr int kColumns = kTurned ? kLines : kDepth;
+    static constexpr int kChunks = kColumns / kChunk;
+    static constexpr int kRowsAtOnce = kProductThreads / kChunks;
+    static constexpr int kCopies = (kTurned ? kDepth : kLines) / kRowsAtOnce;
+    static_assert(kRowsAtOnce % 8 == 0 && kCopies > 0, "the chunks' order has a period of 8 rows");
+
+    const T* from[kCopies];
+    std::int64_t step;
+    int at, depth;  // where this thread's first chunk goes, and its depth within the tile
+
+    __device__ __forceinline__ Operand(const void* data, std::int64_t stride, int first_line, int lines,
+                                       int first_depth) {
+        const int thread = static_cast<int>(threadIdx.x);
+        const int row = thread / kChunks, chunk = thread % kChunks;
+        at = chunk_of<T, kColumns>(row, chunk);
+        depth = kTurned ? row : chunk * kChunk;
+        step = kTurned ? kDepth * stride : kDepth;
+        const T* const start = static_cast<const T*>(data) + (kTurned ? first_depth * stride : first_depth);
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i) {
+            const int own = row + i * kRowsAtOnce;
+            if (kTurned) {
+                const int line = first_line + chunk * kChunk;
+                from[i] = start + own * stride + (line < lines ? line : lines - kChunk);
+            } else {
+                const int line = first_line + own;
+                from[i] = start + (line < lines ? line : lines - 1) * stride + depth;
+            }
+        }
+    }
+
+    // The next tile; `left`: how much of the depth is left from its start on.
+    __device__ __forceinline__ void copy(T* tile, int left) {
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i) {
+            const bool inside = depth + (kTurned ? i * kRowsAtOnce : 0) < left;
+            copy_chunk(tile + at + i * kRowsAtOnce * kColumns, from[i], inside);
+            from[i] += step;
+        }
+    }
+
+    // 16 lines from `line` on by 16 of the depth, as ldmatrix gives them. In words: 8 lines more is 1 and 8 of
+    // depth more is 2; the other way around for b.
+    template <bool kDepthFirst>
+    static __device__ __forceinline__ void load(std::uint32_t (&words)[4], const T* tile, int line, int k) {
+        const int lane = static_cast<int>(threadIdx.x) % kWarp;
+        const int first = lane % 8, second = lane / 8 % 2 * 8, third = lane / 16 * 8;
+        const int own_line = kDepthFirst ? third : second, own_depth = kDepthFirst ? second : third;
+        if (kTurned) {
+            const int chunk = (line + own_line) / kChunk;
+            load_matrices_transposed(
+                words, tile + k * kColumns + chunk_of<T, kColumns>(own_depth + first, chunk));
+        } else {
+            const int chunk = (k + own_depth) / kChunk;
+            load_matrices(words, tile + line * kColumns + chunk_of<T, kColumns>(own_line + first, chunk));
+        }
+    }
+};
+
+// --- rows of 8 elements between global memory and a warp's part of the ring ---
+
+// Elements from `columns` on are left out, or 0. `whole`: rows of 16-byte chunks.
+template <class T>
+__device__ __forceinline__ void store_chunk(T* row, int column, int columns, bool whole, const Pack<T>& pack) {
+    if (whole) {
+        if (column < columns) *reinterpret_cast<Pack<T>*>(row + column) = pack;
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i)
+        if (column + i < columns) row[column + i] = pack.item[i];
+}
+template <class T>
+__device__ __forceinline__ Pack<T> load_chunk(const T* row, int column, int columns, bool whole) {
+    Pack<T> pack = {};
+    if (whole) {
+        if (column < columns) pack = load_pack(row + column);
+        return pack;
+    }
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i)
+        if (column + i < columns) pack.item[i] = row[column + i];
+    return pack;
+}
+
+inline bool whole_chunks(const void* data, std::int64_t stride, std::int64_t columns) {
+    return aligned(data) && stride % kChunk == 0 && columns % kChunk == 0;
+}
+
+// What the host knows of the epilogue's matrices.
+struct Whole {
+    bool c, pre, residual, slope_at;
+};
+
+struct alignas(8) Two {
+    float low, high;
+};
+
+// The rows and columns of a warp's part of c, and its accumulators.
+template <class T, int kTileRows>
+struct WarpTile {
+    using Shape = Tile<kTileRows>;
+    static constexpr int kBlocksDown = Shape::kWarpRows / 16, kBlocksAcross = Shape::kWarpColumns / 8;
+    static constexpr int kChunks = Shape::kWarpColumns / kChunk;
+    static constexpr int kRowsAtOnce = kWarp / kChunks;
+
+    float acc[kBlocksDown][kBlocksAcross][4];
+    int row, column;    // of its first element in c
+    int rows, columns;  // of c
+
+    // visit(word of two neighbours, where they are in the part) for every pair
+    template <class Visit>
+    __device__ __forceinline__ void pairs(Visit visit) {
+        const int lane = static_cast<int>(threadIdx.x) % kWarp;
+        const int group = lane / 4, pair = lane % 4;
+#pragma unroll
+        for (int i = 0; i < kBlocksDown; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+#pragma unroll
+                for (int j = 0; j < kBlocksAcross; ++j) {
+                    const int at = (16 * i + 8 * half) * Shape::kWarpColumns +
+                                   chunk_of<T, Shape::kWarpColumns>(group, j) + 2 * pair;
+                    visit(acc[i][j][2 * half], acc[i][j][2 * half + 1], at);
+                }
+    }
+
+    template <class F>
+    __device__ __forceinline__ void apply(F f) {
+#pragma unroll
+        for (int i = 0; i < kBlocksDown; ++i)
+#pragma unroll
+            for (int j = 0; j < kBlocksAcross; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) acc[i][j][e] = f(acc[i][j][e]);
+    }
+
+    // acc, rounded, to rows `stride` apart
+    __device__ __forceinline__ void store(T* shared, void* to, std::int64_t stride, bool whole) {
+        pairs([&](float low, float high, int at) {
+            *reinterpret_cast<std::uint32_t*>(shared + at) = pack_pair<T>(low, high);
+        });
+        __syncwarp();
+        const int lane = static_cast<int>(threadIdx.x) % kWarp;
+#pragma unroll
+        for (int i = 0; i < Shape::kWarpRows / kRowsAtOnce; ++i) {
+            const int own = i * kRowsAtOnce + lane / kChunks, chunk = lane % kChunks;
+            const Pack<T> pack = load_pack(shared + chunk_of<T, Shape::kWarpColumns>(own, chunk));
+            T* const line = static_cast<T*>(to) + (row + own) * stride;
+            if (row + own < rows) store_chunk(line, column + chunk * kChunk, columns, whole, pack);
+        }
+        // The part may be written again.
+        __syncwarp();
+    }
+
+    // Another matrix's elements into the part; 0 where there are none.
+    __device__ __forceinline__ void load(T* shared, const void* from, std::int64_t stride, bool whole) {
+        const int lane = static_cast<int>(threadIdx.x) % kWarp;
+#pragma unroll 4
+        for (int i = 0; i < Shape::kWarpRows / kRowsAtOnce; ++i) {
+            const int own = i * kRowsAtOnce + lane / kChunks, chunk = lane % kChunks;
+            const T* const line = static_cast<const T*>(from) + (row + own) * stride;
+            Pack<T> pack = {};
+            if (row + own < rows) pack = load_chunk(line, column + chunk * kChunk, columns, whole);
+            *reinterpret_cast<Pack<T>*>(shared + chunk_of<T, Shape::kWarpColumns>(own, chunk)) = pack;
+        }
+        __syncwarp();
+    }
+
+    // The sums of acc's columns over the rows that c has
+    __device__ __forceinline__ void sum_columns(float* sums) {
+        const int lane = static_cast<int>(threadIdx.x) % kWarp;
+        if (row >= rows) return;
+#pragma unroll
+        for (int j = 0; j < kBlocksAcross; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float sum = 0.0f;
+#pragma unroll
+                for (int i = 0; i < kBlocksDown; ++i) sum += acc[i][j][e] + acc[i][j][e + 2];
+#pragma unroll
+                for (int other = 4; other < kWarp; other *= 2) sum += __shfl_xor_sync(kAllLanes, sum, other);
+                const int own = column + 8 * j + 2 * (lane % 4) + e;
+                if (lane < 4 && own < columns) sums[static_cast<std::int64_t>(row / 64) * columns + own] = sum;
+            }
+    }
+
+    // Rows that c does not have were copies of its last one.
+    __device__ __forceinline__ void clear_rows_behind() {
+        if (row + Shape::kWarpRows <= rows) return;
+        const int group = static_cast<int>(threadIdx.x) % kWarp / 4;
+#pragma unroll
+        for (int i = 0; i < kBlocksDown; ++i)
+#pragma unroll
+            for (int j = 0; j < kBlocksAcross; ++j)
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    if (row + 16 * i + group + e / 2 * 8 >= rows) acc[i][j][e] = 0.0f;
+    }
+
+    __device__ __forceinline__ void store_partial(float* partial) {
+        const int lane = static_cast<int>(threadIdx.x) % kWarp;
+        const std::int64_t stride = (columns + kChunk - 1) / kChunk * kChunk;
+        float* const own = partial + (static_cast<std::int64_t>(blockIdx.y) * rows + row) * stride;
+#pragma unroll
+        for (int i = 0; i < kBlocksDown; ++i)
+#pragma unroll
+            for (int j = 0; j < kBlocksAcross; ++j)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int down = 16 * i + lane / 4 + 8 * half, across = column + 8 * j + 2 * (lane % 4);
+                    if (row + down < rows && across < stride)
+                        *reinterpret_cast<Two*>(own + down * stride + across) = {acc[i][j][2 * half],
+                                                                                 acc[i][j][2 * half + 1]};
+                }
+    }
+};
+
+// (row tile, column tile) of the block in grouped order
+__device__ __forceinline__ void tile_at(int row_tiles, int column_tiles, int& row_tile, int& column_tile) {
+    const unsigned index = blockIdx.x, wide = static_cast<unsigned>(kGroup) * column_tiles;
+    const int first = static_cast<int>(index / wide) * kGroup, within = static_cast<int>(index % wide);
+    const int height = row_tiles - first < kGroup ? row_tiles - first : kGroup;
+    row_tile = first + within % height;
+    column_tile = within / height;
+}
+
+// What follows the product in the same kernel: GELU's cheap forms, everything without an activation. The rest
+// is in linear_passes.cu, where it is compiled once.
+inline bool has_epilogue(Activation activation, bool exact) {
+    return activation == Activation::kNone || (activation == Activation::kGelu && !exact);
+}
+
+template <class T, int kTileRows, Layout kLayout>
+__device__ __forceinline__ void finish(const LinearProduct& args, const Whole& whole,
+                                       WarpTile<T, kTileRows>& tile, T* shared) {
+    if (kLayout == Layout::kForward) {
+        if (args.pre != nullptr) tile.store(shared, args.pre, args.columns, whole.pre);
+        if (args.activation != Activation::kNone) tile.apply([](float z) { return cheap_gelu<T>(z); });
+        if (args.residual != nullptr) {
+            tile.load(shared, args.residual, args.residual_stride, whole.residual);
+            tile.pairs([&](float& low, float& high, int at) {
+                float first, second;
+                unpack_pair<T>(*reinterpret_cast<const std::uint32_t*>(shared + at), first, second);
+                low += first;
+                high += second;
+            });
+        }
+    } else if (kLayout == Layout::kInputs && args.slope_at != nullptr) {
+        tile.load(shared, args.slope_at, args.columns, whole.slope_at);
+        tile.clear_rows_behind();
+        tile.pairs([&](float& low, float& high, int at) {
+            float first, second;
+            unpack_pair<T>(*reinterpret_cast<const std::uint32_t*>(shared + at), first, second);
+            low *= cheap_gelu_slope<T>(first);
+            high *= cheap_gelu_slope<T>(second);
+        });
+        if (args.sums != nullptr) tile.sum_columns(args.sums);
+    }
+    tile.store(shared, args.c, args.columns, whole.c);
+}
+
+template <class T, int kTileRows, Layout kLayout>
+__global__ void __launch_bounds__(kProductThreads, kTileRows == 128 ? 2 : 1)
+    product_kernel(LinearProduct args, Whole whole) {
+    using Shape = Tile<kTileRows>;
+    using Warp = WarpTile<T, kTileRows>;
+    using A = Operand<T, kTileRows, Shape::kDepth, kLayout == Layout::kWeights>;
+    using B = Operand<T, kTileColumns, Shape::kDepth, kLayout != Layout::kForward>;
+    constexpr int kSteps = Shape::kDepth / 16;
+    T* const ring = reinterpret_cast<T*>(dynamic_shared());
+    const int rows = static_cast<int>(args.rows), columns = static_cast<int>(args.columns);
+    const int all_depth = static_cast<int>(args.depth);
+
+    int row_tile, column_tile;
+    tile_at((rows + kTileRows - 1) / kTileRows, (columns + kTileColumns - 1) / kTileColumns, row_tile,
+            column_tile);
+    const std::int64_t slots = (args.depth + Shape::kDepth - 1) / Shape::kDepth;
+    const int begin = static_cast<int>(slots * blockIdx.y / gridDim.y);
+    const int end = static_cast<int>(slots * (blockIdx.y + 1) / gridDim.y);
+    int depth = begin * Shape::kDepth;  // of the next copy
+    const int last = end * Shape::kDepth < all_depth ? end * Shape::kDepth : all_depth;
+
+    A a(args.a, args.a_stride, row_tile * kTileRows, rows, depth);
+    B b(args.b, args.b_stride, column_tile * kTileColumns, columns, depth);
+    const auto copy = [&](int slot) {
+        T* const tile = ring + slot * Shape::kSlot;
+        a.copy(tile, last - depth);
+        b.copy(tile + kTileRows * Shape::kDepth, last - depth);
+        commit_copies();
+        depth += Shape::kDepth;
+    };
+#pragma unroll
+    for (int slot = 0; slot < Shape::kSlots - 1; ++slot) copy(slot);
+
+    const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int warp_row = warp / Shape::kWarpsAcross * Shape::kWarpRows;
+    const int warp_column = warp % Shape::kWarpsAcross * Shape::kWarpColumns;
+    Warp own;
+    own.row = row_tile * kTileRows + warp_row;
+    own.column = column_tile * kTileColumns + warp_column;
+    own.rows = rows;
+    own.columns = columns;
+    const T* const bias = static_cast<const T*>(args.bias);
+#pragma unroll
+    for (int j = 0; j < Warp::kBlocksAcross; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int column = own.column + 8 * j + 2 * (lane % 4) + e;
+            float first = 0.0f;
+            if (bias != nullptr && blockIdx.y == 0 && column < columns) first = widen(bias[column]);
+#pragma unroll
+            for (int i = 0; i < Warp::kBlocksDown; ++i) own.acc[i][j][e] = own.acc[i][j][e + 2] = first;
+        }
+
+    std::uint32_t left[2][Warp::kBlocksDown][4], right[2][Warp::kBlocksAcross / 2][4];
+    const auto load = [&](int which, int slot, int k) {
+        const T* const tile = ring + slot * Shape::kSlot;
+#pragma unroll
+        for (int i = 0; i < Warp::kBlocksDown; ++i)
+            A::template load<false>(left[which][i], tile, warp_row + 16 * i, k);
+#pragma unroll
+        for (int j = 0; j < Warp::kBlocksAcross / 2; ++j)
+            B::template load<true>(right[which][j], tile + kTileRows * Shape::kDepth, warp_column + 16 * j, k);
+    };
+    wait_copies<Shape::kSlots - 2>();
+    __syncthreads();
+    load(0, 0, 0);
+
+    int slot = 0, following = 1, spare = Shape::kSlots - 1;
+    for (int i = begin; i < end; ++i) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            if (step == kSteps - 1) {
+                // The next slot is there for all, and nobody reads this one any more.
+                wait_copies<Shape::kSlots - 2>();
+                __syncthreads();
+            }
+            load((step + 1) % 2, step == kSteps - 1 ? following : slot, (step + 1) % kSteps * 16);
+            if (step == 0) copy(spare);
+#pragma unroll
+            for (int down = 0; down < Warp::kBlocksDown; ++down)
+#pragma unroll
+                for (int across = 0; across < Warp::kBlocksAcross; ++across) {
+                    const std::uint32_t(&four)[4] = right[step % 2][across / 2];
+                    const std::uint32_t two[2] = {four[across % 2 * 2], four[across % 2 * 2 + 1]};
+                    mma<T>(own.acc[down][across], left[step % 2][down], two);
+                }
+        }
+        spare = slot;
+        slot = following;
+        following = following + 1 == Shape::kSlots ? 0 : following + 1;
+    }
+
+    // Copies behind the end may still be under way, and other warps may read their fragments.
+    wait_copies<0>();
+    if (args.partial != nullptr) return own.store_partial(args.partial);
+    __syncthreads();
+    finish<T, kTileRows, kLayout>(args, whole, own,
+                                  ring + warp * Shape::kWarpRows * Shape::kWarpColumns);
+}
+
+// --- host ---
+
+template <class T, int kTileRows, Layout kLayout>
+const char* launch_product(const LinearProduct& args, std::uintptr_t stream) {
+    using Shape = Tile<kTileRows>;
+    const std::int64_t tiles = ((args.rows + kTileRows - 1) / kTileRows) *
+                               ((args.columns + kTileColumns - 1) / kTileColumns);
+    if (tiles > 0x7fffffff) return "rows * columns: more than 2**31 - 1 tiles";
+    if (args.parts < 1 || args.parts > (args.depth + Shape::kDepth - 1) / Shape::kDepth)
+        return "parts: at least one step of the depth for each";
+    LinearProduct own = args;
+    if (args.parts == 1 && has_epilogue(args.activation, args.exact)) own.partial = nullptr;
+    const Whole whole{whole_chunks(args.c, args.columns, args.columns),
+                      whole_chunks(args.pre, args.columns, args.columns),
+                      whole_chunks(args.residual, args.residual_stride, args.columns),
+                      whole_chunks(args.slope_at, args.columns, args.columns)};
+    return launch_shared(product_kernel<T, kTileRows, kLayout>,
+                         dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(args.parts)),
+                         dim3(kProductThreads), Shape::kBytes, stream, own, whole);
+}
+
+// The products of each file.
+template <class T>
+const char* large_product(const LinearProduct& args, std::uintptr_t stream);
+template <class T>
+const char* small_product(const LinearProduct& args, std::uintptr_t stream);
+template <class T>
+const char* backward_product(const LinearProduct& args, std::uintptr_t stream);
+// Adds the parts in order, and does what follows.
+template <class T>
+const char* add_parts(const LinearProduct& args, std::uintptr_t stream);
+
+}  // namespace cuda
+}  // namespace fastbert

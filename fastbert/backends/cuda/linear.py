@@ -1,0 +1,196 @@
+"""`linear` and `feed_forward` by the `cuda` backend: csrc/cuda/linear.cu; contracts in fastbert/ops.
+
+A call goes to `aten` where the kernels cannot read it in 16 bytes: where a start or a row's stride lies on
+none, or `in` is no multiple of 8, backward also `out`. float32 has no kernels.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from fastbert.backends.aten import feed_forward as aten_feed_forward
+from fastbert.backends.aten import linear as aten
+from fastbert.backends.cuda import device
+from fastbert.backends.extension import DTYPE_CODES
+from fastbert.backends.reference.feed_forward import by_linear
+from fastbert.ops.activation import CODES
+from fastbert.runtime.loader import address
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+# enum Layout of csrc/cuda/linear.h
+_FORWARD, _INPUTS, _WEIGHTS = range(3)
+# elements of 16 bytes
+_CHUNK = 8
+# blocks of the pass over dy per multiprocessor
+_PASS_BLOCKS = 4
+
+
+def _wants_exact_gelu() -> bool:
+    wanted = os.environ.get("FASTBERT_EXACT_GELU", "")
+    if wanted not in ("", "0", "1"):
+        raise ValueError(f"FASTBERT_EXACT_GELU: expected 0, 1 or nothing, got {wanted!r}")
+    return wanted == "1"
+
+
+# As in kernels/activation.py, which needs Triton.
+EXACT_GELU = _wants_exact_gelu()
+
+
+def _row_stride(m: Tensor) -> int:
+    """Elements between two rows; the stride of a single row may be anything."""
+    return m.stride(0) if m.shape[0] > 1 else m.shape[1]
+
+
+def _in_chunks(*matrices: Tensor) -> bool:
+    """Whether starts, rows and columns lie on 16 bytes."""
+    return all(
+        address(m) % 16 == 0 and _row_stride(m) % _CHUNK == 0 and m.shape[1] % _CHUNK == 0 for m in matrices
+    )
+
+
+def _product(
+    layout: int,
+    sizes: tuple[int, int, int],
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    save: bool = False,
+    slope_at: Tensor | None = None,
+    sums: Tensor | None = None,
+    plan: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(c, pre) of (rows, columns); see csrc/cuda/linear.h. `plan`: (rows of a tile, parts of the depth)."""
+    rows, columns, depth = sizes
+    extension = device.extension
+    if plan is None:
+        plan = extension.cuda_linear_plan(layout, *sizes, device.multiprocessors(a.device))
+    c = a.new_empty(rows, columns)
+    pre = a.new_empty((rows, columns) if save and activation is not None else 0)
+    options = CODES[activation], EXACT_GELU
+    partial = a.new_empty(
+        extension.cuda_linear_partial(rows, columns, plan[1], *options), dtype=torch.float32
+    )
+    with torch.cuda.device(a.device):
+        extension.cuda_linear_product(
+            *(DTYPE_CODES[a.dtype], layout, rows, columns, depth),
+            *(address(a), _row_stride(a), address(b), _row_stride(b)),
+            *(0 if bias is None else address(bias), *options),
+            *((0, 0) if residual is None else (address(residual), residual.stride(0))),
+            *(0 if slope_at is None else address(slope_at), c.data_ptr(), pre.data_ptr()),
+            *(0 if sums is None else sums.data_ptr(), partial.data_ptr(), *plan),
+            *device.place(a.device),
+        )
+    return c, pre
+
+
+def _add_sums(sums: Tensor, like: Tensor) -> Tensor:
+    """The sum of the rows of `sums` (parts, columns), in `like`'s dtype."""
+    parts, columns = sums.shape
+    out = like.new_empty(columns)
+    with torch.cuda.device(like.device):
+        device.extension.cuda_linear_add_sums(
+            *(DTYPE_CODES[like.dtype], sums.data_ptr(), parts, columns, out.data_ptr()),
+            *device.place(like.device),
+        )
+    return out
+
+
+def _gradient(
+    dy: Tensor, pre: Tensor | None, activation: str | None, need_g: bool, need_dbias: bool
+) -> tuple[Tensor, Tensor]:
+    """(dy * act'(pre), its column sums); the first is dy itself without an activation."""
+    rows, out = dy.shape
+    new_g = need_g and activation is not None
+    g = dy.new_empty(rows, out) if new_g else dy
+    if not (new_g or need_dbias):
+        return g, dy.new_empty(0)
+    parts = min(rows, _PASS_BLOCKS * device.multiprocessors(dy.device))
+    sums = dy.new_empty((parts, out) if need_dbias else 0, dtype=torch.float32)
+    with torch.cuda.device(dy.device):
+        device.extension.cuda_linear_gradient(
+            *(DTYPE_CODES[dy.dtype], rows, out, address(dy)),
+            # exact: dy has been rounded already
+            *(0 if activation is None else address(pre), CODES[activation], True),
+            *(g.data_ptr() if new_g else 0, sums.data_ptr(), parts),
+            *device.place(dy.device),
+        )
+    return g, _add_sums(sums, dy) if need_dbias else dy.new_empty(0)
+
+
+def linear_fwd(x, weight, bias, activation, residual, save, panels=None):
+    return linear_fwd_with(None, x, weight, bias, activation, residual, save)
+
+
+def linear_fwd_with(plan, x, weight, bias, activation, residual, save):
+    """`linear_fwd` with given rows of a tile and parts of the depth, for tests."""
+    if not _in_chunks(x, weight):
+        return aten.linear_fwd(x, weight, bias, activation, residual, save)
+    sizes = x.shape[0], weight.shape[0], x.shape[1]
+    return _product(_FORWARD, sizes, x, weight, bias, activation, residual, save, plan=plan)
+
+
+def linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias):
+    plans = None, None
+    return linear_bwd_with(plans, dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias)
+
+
+def linear_bwd_with(plans, dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias):
+    """`linear_bwd` with given plans for dx and dweight, for tests."""
+    given = [t for t, needed in ((dy, True), (weight, need_dx), (x, need_dweight)) if needed]
+    given += [] if activation is None else [pre]
+    rows, out = dy.shape
+    if rows == 0 or not _in_chunks(*given):
+        return aten.linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias)
+    g, dbias = _gradient(dy, pre, activation, need_dx or need_dweight, need_dbias)
+    dx = dweight = None
+    if need_dx:
+        sizes = rows, weight.shape[1], out
+        dx, _ = _product(_INPUTS, sizes, g, weight, plan=plans[0])
+    if need_dweight:
+        sizes = out, x.shape[1], rows
+        dweight, _ = _product(_WEIGHTS, sizes, g, x, plan=plans[1])
+    return (
+        dy.new_empty(0) if dx is None else dx,
+        dy.new_empty(0) if dweight is None else dweight,
+        dbias,
+    )
+
+
+def inner_gradient(dy, down_weight, pre, activation, need_dbias, plan=None):
+    """((dy @ down_weight) * act'(pre), its column sums), in the product's epilogue."""
+    rows, out = dy.shape
+    inner = down_weight.shape[1]
+    parts = device.extension.cuda_linear_sums(rows)
+    sums = dy.new_empty((parts, inner), dtype=torch.float32) if need_dbias else None
+    g, _ = _product(
+        *(_INPUTS, (rows, inner, out), dy, down_weight),
+        activation=activation,
+        slope_at=pre,
+        sums=sums,
+        plan=plan,
+    )
+    return g, _add_sums(sums, dy) if need_dbias else dy.new_empty(0)
+
+
+class _Linear:
+    """What `by_linear` takes."""
+
+    linear_fwd = staticmethod(linear_fwd)
+    linear_bwd = staticmethod(linear_bwd)
+
+
+feed_forward_fwd, _feed_forward_bwd = by_linear(_Linear, _Linear, inner_gradient)
+
+
+def feed_forward_bwd(dy, x, up_weight, down_weight, pre, inner, activation, need):
+    if need.g and (dy.shape[0] == 0 or not _in_chunks(dy, down_weight, pre)):
+        backward = aten_feed_forward.feed_forward_bwd
+    else:
+        backward = _feed_forward_bwd
+    return backward(dy, x, up_weight, down_weight, pre, inner, activation, need)
