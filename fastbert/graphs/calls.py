@@ -99,11 +99,21 @@ def by_grid(model: BertModel) -> str | None:
     """Why the cost of attention would follow a bucket's room, not the tokens in it; None if it would not."""
     if model.device.type != "cuda":  # attention on a CPU reads the lengths
         return None
-    name = dispatch.serving_backend("attention_fwd", model.device, model.dtype)
+    name, head_dim = (
+        dispatch.serving_backend("attention_fwd", model.device, model.dtype),
+        model.config.head_dim,
+    )
+    if name == "cuda":
+        from fastbert.backends.cuda.attention import HEADDIMS
+
+        if head_dim in HEADDIMS:
+            return None
+        following = dispatch.next_function("cuda", "attention_fwd", model.device, model.dtype)
+        name = following.__module__.split(".")[2]
     if name == "triton":
         from fastbert.kernels.attention import MAX_HEADDIM  # imports Triton
 
-        if model.config.head_dim <= MAX_HEADDIM:
+        if head_dim <= MAX_HEADDIM:
             return None
         name = "aten"
     return f"attention is served by {name}, on a grid of all sequences that a graph has room for"

@@ -65,6 +65,8 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         # backward moves 1.6 kB per token and head; aten moves 16 kB for the float32 scores and the three
         # tensors like them.
         "attention": ("triton", "aten", "reference"),
+        # The same passes without a compiler at run time, and a launch that costs the host less.
+        "attention half": ("cuda", "triton", "aten", "reference"),
         # Reads the labelled logits once, and once more in backward; aten copies all rows in float32 first.
         "cross_entropy": ("triton", "aten", "reference"),
         # One pass; aten writes and reads three float32 sums. Backward writes a table's gradient once; aten
@@ -73,7 +75,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         # Two calls of `linear`, which is what models do in float32.
         "feed_forward": ("aten", "reference"),
         # The gradient between the two products is neither written nor read.
-        "feed_forward half": ("triton", "aten", "reference"),
+        "feed_forward half": ("cuda", "triton", "aten", "reference"),
         "first_attention": ("aten", "reference"),
         # No keys and values: for 32 x 512 tokens of BERT-base 1.3 GFLOP and 34 MB instead of the 64 GFLOP and
         # 279 MB of all rows (kernels/NOTES.md, "First tokens").
@@ -84,7 +86,7 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "linear": ("aten", "reference"),
         # The activation moves once, not three times; backward reads its gradient once less, for the bias. In
         # float32 that is little compared with the products themselves.
-        "linear activation half": ("triton", "aten", "reference"),
+        "linear activation half": ("cuda", "triton", "aten", "reference"),
         # cuBLAS's products with cross_entropy's kernels.
         "linear_cross_entropy": ("triton", "aten", "reference"),
         "linear_int8": ("aten", "reference"),

@@ -45,7 +45,13 @@ def key_of(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> K
 
 def _options(op: str, backend: str) -> str:
     """What the user has asked of the kernel."""
-    if op not in ("feed_forward", "linear") or backend != "triton":
+    if op not in ("feed_forward", "linear"):
+        return ""
+    if backend == "cuda":
+        from fastbert.backends.cuda import linear
+
+        return "exact gelu" if linear.EXACT_GELU else ""
+    if backend != "triton":
         return ""
     try:
         from fastbert.kernels import activation
@@ -107,6 +113,8 @@ _KERNELS = {
     "linear": ("linear", "linear_backward"),
     "linear_cross_entropy": ("cross_entropy",),
 }
+# The launchers' file of a backend without Triton, where it is not named after the op.
+_LAUNCHERS = {"feed_forward": "linear"}
 
 
 def _sources(op: str, backend: str, package: Path) -> list[Path]:
@@ -121,7 +129,8 @@ def _sources(op: str, backend: str, package: Path) -> list[Path]:
     else:
         from fastbert.runtime import loader
 
-        files += [backends / backend / f"{name}.py" for name in ("__init__", "device", op)]
+        names = "__init__", "device", _LAUNCHERS.get(op, op)
+        files += [backends / backend / f"{name}.py" for name in names]
         if loader.extension is not None:
             files.append(Path(loader.extension.__file__))
     return files

@@ -62,6 +62,11 @@ def test_sequences_longer_than_the_positions():
         ("triton", 64, None),
         ("triton", 128, None),
         ("triton", 136, "aten"),
+        ("cuda", 32, None),
+        ("cuda", 64, None),
+        ("cuda, triton", 80, None),
+        ("cuda, aten", 80, "aten"),
+        ("cuda, triton", 136, "aten"),
         ("aten", 64, "aten"),
         ("reference", 64, "reference"),
     ],
@@ -72,11 +77,18 @@ def test_attention_by_a_grid(serving, head_dim, grid, monkeypatch):
     monkeypatch.setattr(type(model.config), "head_dim", head_dim)
     assert by_grid(model) is None  # on a CPU
 
+    serving, _, following = serving.partition(", ")
+
     def choose(*args):
         asked.append(args)
         return serving
 
+    def behind(backend, *args):
+        assert (backend, *args) == ("cuda", "attention_fwd", device, torch.float16)
+        return dispatch.backend_module(following).attention_fwd
+
     monkeypatch.setattr(dispatch, "serving_backend", choose)
+    monkeypatch.setattr(dispatch, "next_function", behind)
     device = torch.device("cuda", 0)
     monkeypatch.setattr(type(model), "device", device)
     reason = grid and f"attention is served by {grid}, on a grid of all sequences that a graph has room for"

@@ -136,6 +136,27 @@ def test_exact_gelu_has_verdicts_of_its_own(monkeypatch):
     assert [a != b for a, b in zip(*keys, strict=True)] == [True, True, False]
 
 
+def test_exact_gelu_of_cuda_has_verdicts_of_its_own(monkeypatch):
+    from fastbert.backends.cuda import linear
+
+    keys = []
+    for exact in (False, True):
+        monkeypatch.setattr(linear, "EXACT_GELU", exact)
+        ops = "linear", "feed_forward", "layer_norm"
+        keys.append([verdict_keys.key_of(op, "cuda", CPU, torch.float16) for op in ops])
+    assert [a != b for a, b in zip(*keys, strict=True)] == [True, True, False]
+
+
+def test_the_files_of_cuda_that_a_verdict_depends_on():
+    from fastbert.backends import cuda
+
+    for op in cuda.DTYPES:
+        paths = verdict_keys._sources(op, "cuda", verdict_keys.PACKAGE)
+        assert all(path.is_file() for path in paths), op
+        names = {path.name for path in paths if path.parent.name == "cuda"}
+        assert names == {"__init__.py", "device.py", f"{'linear' if op == 'feed_forward' else op}.py"}
+
+
 def test_a_failure_stands_before_a_success():
     verdicts.store(KEY, Verdict("wrong", date="earlier"))
     verdicts.store(KEY, Verdict(None))

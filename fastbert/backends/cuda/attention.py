@@ -1,7 +1,7 @@
 """`attention` by the `cuda` backend: csrc/cuda/attention*.cu; contract in fastbert/ops/attention.py.
 
 The kernels have heads of HEADDIMS and 16-byte accesses. Calls with other heads, other alignments or `probs`
-go to `aten`. Forward's find their sequence in cu_seqlens; those of backward read a table of places where they
+go to the next backend. Forward's find their sequence in cu_seqlens; those of backward read a table of places where they
 get one.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from fastbert.backends.aten import attention as aten
 from fastbert.backends.cuda import device
 from fastbert.backends.extension import attention as attention_args
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds
 from fastbert.ops.attention_grid import bits_shape
+from fastbert.runtime import dispatch
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEADDIMS = (32, 64, 128)
@@ -33,7 +33,8 @@ def readable(*tensors: torch.Tensor) -> bool:
 def attention_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None):
     q = inputs.q
     if return_probs or not readable(q, inputs.k, inputs.v):
-        return aten.attention_fwd(inputs, return_probs, save_bits, places)
+        following = dispatch.next_function("cuda", "attention_fwd", q.device, q.dtype)
+        return following(inputs, return_probs, save_bits, places)
     total, nheads, _ = q.shape
     out = q.new_empty(q.shape)
     lse = q.new_empty((nheads, total), dtype=torch.float32)
@@ -51,9 +52,10 @@ def attention_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None)
 
 
 def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: AttentionNeeds, places=None):
-    q, bias = inputs.q, inputs.bias
+    q = inputs.q
     if not readable(q, inputs.k, inputs.v):
-        return aten.attention_bwd(dout, inputs, out, lse, keep_bits, need, places)
+        following = dispatch.next_function("cuda", "attention_bwd", q.device, q.dtype)
+        return following(dout, inputs, out, lse, keep_bits, need, places)
     total, nheads, _ = q.shape
     dq, dk, dv = (q.new_empty(q.shape if needed else 0) for needed in need[:3])
     # per row: delta, the normaliser of P, the share of dgate

@@ -1,6 +1,6 @@
 """`linear` and `feed_forward` by the `cuda` backend: csrc/cuda/linear.cu; contracts in fastbert/ops.
 
-A call goes to `aten` where the kernels cannot read it in 16 bytes: where a start or a row's stride lies on
+A call goes to the next backend where the kernels cannot read it in 16 bytes: where a start or a row's stride lies on
 none, or `in` is no multiple of 8, backward also `out`. float32 has no kernels.
 """
 
@@ -11,12 +11,12 @@ import os
 import torch
 from torch import Tensor
 
-from fastbert.backends.aten import feed_forward as aten_feed_forward
 from fastbert.backends.aten import linear as aten
 from fastbert.backends.cuda import device
 from fastbert.backends.extension import DTYPE_CODES
 from fastbert.backends.reference.feed_forward import by_linear
 from fastbert.ops.activation import CODES
+from fastbert.runtime import dispatch
 from fastbert.runtime.loader import address
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -123,6 +123,12 @@ def _gradient(
     return g, _add_sums(sums, dy) if need_dbias else dy.new_empty(0)
 
 
+def _following(function: str, x: Tensor, activation: str | None):
+    """The next backend's launcher, for calls that the kernels cannot read."""
+    kind = function if activation is None else f"{function} activation"
+    return dispatch.next_function("cuda", kind, x.device, x.dtype)
+
+
 def linear_fwd(x, weight, bias, activation, residual, save, panels=None):
     return linear_fwd_with(None, x, weight, bias, activation, residual, save)
 
@@ -130,7 +136,7 @@ def linear_fwd(x, weight, bias, activation, residual, save, panels=None):
 def linear_fwd_with(plan, x, weight, bias, activation, residual, save):
     """`linear_fwd` with given rows of a tile and parts of the depth, for tests."""
     if not _in_chunks(x, weight):
-        return aten.linear_fwd(x, weight, bias, activation, residual, save)
+        return _following("linear_fwd", x, activation)(x, weight, bias, activation, residual, save)
     sizes = x.shape[0], weight.shape[0], x.shape[1]
     return _product(_FORWARD, sizes, x, weight, bias, activation, residual, save, plan=plan)
 
@@ -146,7 +152,8 @@ def linear_bwd_with(plans, dy, x, weight, pre, activation, need_dx, need_dweight
     given += [] if activation is None else [pre]
     rows, out = dy.shape
     if rows == 0 or not _in_chunks(*given):
-        return aten.linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias)
+        needs = need_dx, need_dweight, need_dbias
+        return _following("linear_bwd", dy, activation)(dy, x, weight, pre, activation, *needs)
     g, dbias = _gradient(dy, pre, activation, need_dx or need_dweight, need_dbias)
     dx = dweight = None
     if need_dx:
@@ -185,12 +192,13 @@ class _Linear:
     linear_bwd = staticmethod(linear_bwd)
 
 
-feed_forward_fwd, _feed_forward_bwd = by_linear(_Linear, _Linear, inner_gradient)
+# Products without an epilogue are PyTorch's, as in the table of `dispatch`.
+feed_forward_fwd, _feed_forward_bwd = by_linear(_Linear, aten, inner_gradient)
 
 
 def feed_forward_bwd(dy, x, up_weight, down_weight, pre, inner, activation, need):
     if need.g and (dy.shape[0] == 0 or not _in_chunks(dy, down_weight, pre)):
-        backward = aten_feed_forward.feed_forward_bwd
+        backward = dispatch.next_function("cuda", "feed_forward_bwd", dy.device, dy.dtype)
     else:
         backward = _feed_forward_bwd
     return backward(dy, x, up_weight, down_weight, pre, inner, activation, need)
