@@ -84,7 +84,7 @@ FAULTS = (
     _fault("the parts are not added", "return error != nullptr || whole ? error : add_parts<T>(args, stream);", "return error != nullptr || args.parts > 0 || whole ? error : add_parts<T>(args, stream);", _PLAN),
     _fault("exact gelu not asked for", "options = CODES[activation], EXACT_GELU", "options = CODES[activation], False", _PYTHON),
     _fault("misaligned rows are taken", "_row_stride(m) % _CHUNK == 0", "_row_stride(m) % 1 == 0", _PYTHON),
-    _fault("dweight of dy", "dweight, _ = _product(_WEIGHTS, sizes, g, x, plan=plans[1])", "dweight, _ = _product(_WEIGHTS, sizes, dy, x, plan=plans[1])", _PYTHON),
+    _fault("dweight of dy", "dweight, _ = product(WEIGHTS, sizes, g, x, plan=plans[1])", "dweight, _ = product(WEIGHTS, sizes, dy, x, plan=plans[1])", _PYTHON),
 )  # fmt: skip
 
 SUITE = Suite(

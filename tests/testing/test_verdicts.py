@@ -125,14 +125,18 @@ def test_the_key_names_all_that_a_verdict_depends_on(monkeypatch):
     assert key["driver"].startswith("13000")
 
 
-def test_exact_gelu_has_verdicts_of_its_own(monkeypatch):
+@pytest.mark.parametrize(
+    ("backend", "module"),
+    (("triton", "fastbert.kernels.activation"), ("cuda", "fastbert.backends.cuda.linear")),
+)
+def test_exact_gelu_has_verdicts_of_its_own(monkeypatch, backend, module):
     """It is another kernel."""
-    activation = pytest.importorskip("fastbert.kernels.activation")
+    options = pytest.importorskip(module)
     keys = []
     for exact in (False, True):
-        monkeypatch.setattr(activation, "EXACT_GELU", exact)
+        monkeypatch.setattr(options, "EXACT_GELU", exact)
         ops = "linear", "feed_forward", "packing"
-        keys.append([verdict_keys.key_of(op, "triton", CPU, torch.float32) for op in ops])
+        keys.append([verdict_keys.key_of(op, backend, CPU, torch.float32) for op in ops])
     assert [a != b for a, b in zip(*keys, strict=True)] == [True, True, False]
 
 
