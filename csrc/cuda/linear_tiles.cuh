@@ -191,19 +191,18 @@ struct WarpTile {
         });
         __syncwarp();
         const Walk walk(*this);
-        T* const first = static_cast<T*>(to) + static_cast<std::int64_t>(walk.row) * stride;
+        T* line = static_cast<T*>(to) + static_cast<std::int64_t>(walk.row) * stride;
         if (whole && walk.column < columns) {
+            line += walk.column;
 #pragma unroll
-            for (int i = 0; i < kPasses; ++i)
+            for (int i = 0; i < kPasses; ++i, line += kRowsAtOnce * stride)
                 if (walk.row + i * kRowsAtOnce < rows)
-                    *reinterpret_cast<Pack<T>*>(first + i * kRowsAtOnce * stride + walk.column) =
-                        load_pack(shared + walk.at(i));
+                    *reinterpret_cast<Pack<T>*>(line) = load_pack(shared + walk.at(i));
         } else if (!whole) {
 #pragma unroll 1
-            for (int i = 0; i < kPasses; ++i)
+            for (int i = 0; i < kPasses; ++i, line += kRowsAtOnce * stride)
                 if (walk.row + i * kRowsAtOnce < rows)
-                    store_elements(first + i * kRowsAtOnce * stride, walk.column, columns,
-                                   load_pack(shared + walk.at(i)));
+                    store_elements(line, walk.column, columns, load_pack(shared + walk.at(i)));
         }
         // The part may be written again.
         __syncwarp();
@@ -212,21 +211,21 @@ struct WarpTile {
     // Another matrix's elements into the part; 0 where there are none.
     __device__ __forceinline__ void load(T* shared, const void* from, std::int64_t stride, bool whole) {
         const Walk walk(*this);
-        const T* const first = static_cast<const T*>(from) + static_cast<std::int64_t>(walk.row) * stride;
+        const T* line = static_cast<const T*>(from) + static_cast<std::int64_t>(walk.row) * stride;
         if (whole) {
 #pragma unroll 8
-            for (int i = 0; i < kPasses; ++i) {
+            for (int i = 0; i < kPasses; ++i, line += kRowsAtOnce * stride) {
                 Pack<T> pack = {};
                 if (walk.row + i * kRowsAtOnce < rows && walk.column < columns)
-                    pack = load_pack(first + i * kRowsAtOnce * stride + walk.column);
+                    pack = load_pack(line + walk.column);
                 *reinterpret_cast<Pack<T>*>(shared + walk.at(i)) = pack;
             }
         } else {
 #pragma unroll 1
-            for (int i = 0; i < kPasses; ++i) {
+            for (int i = 0; i < kPasses; ++i, line += kRowsAtOnce * stride) {
                 Pack<T> pack = {};
                 if (walk.row + i * kRowsAtOnce < rows)
-                    pack = load_elements(first + i * kRowsAtOnce * stride, walk.column, columns);
+                    pack = load_elements(line, walk.column, columns);
                 *reinterpret_cast<Pack<T>*>(shared + walk.at(i)) = pack;
             }
         }
@@ -236,7 +235,6 @@ struct WarpTile {
     // The sums of acc's columns over the rows that c has
     __device__ __forceinline__ void sum_columns(float* sums) {
         const int lane = static_cast<int>(threadIdx.x) % kWarp;
-        if (row >= rows) return;
 #pragma unroll
         for (int j = 0; j < kBlocksAcross; ++j)
 #pragma unroll
@@ -247,7 +245,8 @@ struct WarpTile {
 #pragma unroll
                 for (int other = 4; other < kWarp; other *= 2) sum += __shfl_xor_sync(kAllLanes, sum, other);
                 const int own = column + 8 * j + 2 * (lane % 4) + e;
-                if (lane < 4 && own < columns) sums[static_cast<std::int64_t>(row / 64) * columns + own] = sum;
+                if (lane < 4 && own < columns && row < rows)
+                    sums[static_cast<std::int64_t>(row / 64) * columns + own] = sum;
             }
     }
 
