@@ -43,7 +43,11 @@ __global__ void __launch_bounds__(kPassThreads) add_parts_kernel(LinearProduct a
         Pack<T> pack;
 #pragma unroll
         for (int i = 0; i < kChunk; ++i) narrow(sum[i], pack.item[i]);
-        store_chunk(static_cast<T*>(to) + row * args.columns, column, columns, whole_rows, pack);
+        T* const own = static_cast<T*>(to) + row * args.columns;
+        if (whole_rows)
+            *reinterpret_cast<Pack<T>*>(own + column) = pack;
+        else
+            store_elements(own, column, columns, pack);
     };
     if (args.pre != nullptr) store(args.pre, whole.pre);
     with_activation<T>(args.activation, args.exact, [&](auto function) {
@@ -53,7 +57,8 @@ __global__ void __launch_bounds__(kPassThreads) add_parts_kernel(LinearProduct a
     if (args.residual != nullptr) {
         const T* const residual = static_cast<const T*>(args.residual) + row * args.residual_stride;
         float values[kChunk];
-        widen_pack(load_chunk(residual, column, columns, whole.residual), values);
+        widen_pack(whole.residual ? load_pack(residual + column) : load_elements(residual, column, columns),
+                   values);
 #pragma unroll
         for (int i = 0; i < kChunk; ++i) sum[i] += values[i];
     }

@@ -105,24 +105,16 @@ struct Operand {
 
 // --- rows of 8 elements between global memory and a warp's part of the ring ---
 
-// Elements from `columns` on are left out, or 0. `whole`: rows of 16-byte chunks.
+// Where rows are no 16-byte chunks: elements from `columns` on are left out, or 0.
 template <class T>
-__device__ __forceinline__ void store_chunk(T* row, int column, int columns, bool whole, const Pack<T>& pack) {
-    if (whole) {
-        if (column < columns) *reinterpret_cast<Pack<T>*>(row + column) = pack;
-        return;
-    }
+__device__ __forceinline__ void store_elements(T* row, int column, int columns, const Pack<T>& pack) {
 #pragma unroll
     for (int i = 0; i < kChunk; ++i)
         if (column + i < columns) row[column + i] = pack.item[i];
 }
 template <class T>
-__device__ __forceinline__ Pack<T> load_chunk(const T* row, int column, int columns, bool whole) {
+__device__ __forceinline__ Pack<T> load_elements(const T* row, int column, int columns) {
     Pack<T> pack = {};
-    if (whole) {
-        if (column < columns) pack = load_pack(row + column);
-        return pack;
-    }
 #pragma unroll
     for (int i = 0; i < kChunk; ++i)
         if (column + i < columns) pack.item[i] = row[column + i];
@@ -148,7 +140,18 @@ struct WarpTile {
     using Shape = Tile<kTileRows>;
     static constexpr int kBlocksDown = Shape::kWarpRows / 16, kBlocksAcross = Shape::kWarpColumns / 8;
     static constexpr int kChunks = Shape::kWarpColumns / kChunk;
-    static constexpr int kRowsAtOnce = kWarp / kChunks;
+    static constexpr int kRowsAtOnce = kWarp / kChunks, kPasses = Shape::kWarpRows / kRowsAtOnce;
+
+    // A lane's chunks of the part: one per pass
+    struct Walk {
+        int row, column;  // of the first in c
+        __device__ __forceinline__ explicit Walk(const WarpTile& tile)
+            : row(tile.row + lane() / kChunks), column(tile.column + lane() % kChunks * kChunk) {}
+        static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
+        static __device__ __forceinline__ int at(int pass) {
+            return chunk_of<T, Shape::kWarpColumns>(pass * kRowsAtOnce + lane() / kChunks, lane() % kChunks);
+        }
+    };
 
     float acc[kBlocksDown][kBlocksAcross][4];
     int row, column;    // of its first element in c
@@ -187,13 +190,19 @@ struct WarpTile {
             *reinterpret_cast<std::uint32_t*>(shared + at) = pack_pair<T>(low, high);
         });
         __syncwarp();
-        const int lane = static_cast<int>(threadIdx.x) % kWarp;
+        const Walk walk(*this);
+        T* line = static_cast<T*>(to) + static_cast<std::int64_t>(walk.row) * stride;
+        if (whole && walk.column < columns) {
+            line += walk.column;
 #pragma unroll
-        for (int i = 0; i < Shape::kWarpRows / kRowsAtOnce; ++i) {
-            const int own = i * kRowsAtOnce + lane / kChunks, chunk = lane % kChunks;
-            const Pack<T> pack = load_pack(shared + chunk_of<T, Shape::kWarpColumns>(own, chunk));
-            T* const line = static_cast<T*>(to) + (row + own) * stride;
-            if (row + own < rows) store_chunk(line, column + chunk * kChunk, columns, whole, pack);
+            for (int i = 0; i < kPasses; ++i, line += kRowsAtOnce * stride)
+                if (walk.row + i * kRowsAtOnce < rows)
+                    *reinterpret_cast<Pack<T>*>(line) = load_pack(shared + walk.at(i));
+        } else if (!whole) {
+#pragma unroll 1
+            for (int i = 0; i < kPasses; ++i, line += kRowsAtOnce * stride)
+                if (walk.row + i * kRowsAtOnce < rows)
+                    store_elements(line, walk.column, columns, load_pack(shared + walk.at(i)));
         }
         // The part may be written again.
         __syncwarp();
@@ -201,14 +210,24 @@ struct WarpTile {
 
     // Another matrix's elements into the part; 0 where there are none.
     __device__ __forceinline__ void load(T* shared, const void* from, std::int64_t stride, bool whole) {
-        const int lane = static_cast<int>(threadIdx.x) % kWarp;
-#pragma unroll 4
-        for (int i = 0; i < Shape::kWarpRows / kRowsAtOnce; ++i) {
-            const int own = i * kRowsAtOnce + lane / kChunks, chunk = lane % kChunks;
-            const T* const line = static_cast<const T*>(from) + (row + own) * stride;
-            Pack<T> pack = {};
-            if (row + own < rows) pack = load_chunk(line, column + chunk * kChunk, columns, whole);
-            *reinterpret_cast<Pack<T>*>(shared + chunk_of<T, Shape::kWarpColumns>(own, chunk)) = pack;
+        const Walk walk(*this);
+        const T* line = static_cast<const T*>(from) + static_cast<std::int64_t>(walk.row) * stride;
+        if (whole) {
+#pragma unroll 8
+            for (int i = 0; i < kPasses; ++i, line += kRowsAtOnce * stride) {
+                Pack<T> pack = {};
+                if (walk.row + i * kRowsAtOnce < rows && walk.column < columns)
+                    pack = load_pack(line + walk.column);
+                *reinterpret_cast<Pack<T>*>(shared + walk.at(i)) = pack;
+            }
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < kPasses; ++i, line += kRowsAtOnce * stride) {
+                Pack<T> pack = {};
+                if (walk.row + i * kRowsAtOnce < rows)
+                    pack = load_elements(line, walk.column, columns);
+                *reinterpret_cast<Pack<T>*>(shared + walk.at(i)) = pack;
+            }
         }
         __syncwarp();
     }
@@ -216,7 +235,6 @@ struct WarpTile {
     // The sums of acc's columns over the rows that c has
     __device__ __forceinline__ void sum_columns(float* sums) {
         const int lane = static_cast<int>(threadIdx.x) % kWarp;
-        if (row >= rows) return;
 #pragma unroll
         for (int j = 0; j < kBlocksAcross; ++j)
 #pragma unroll
@@ -227,7 +245,8 @@ struct WarpTile {
 #pragma unroll
                 for (int other = 4; other < kWarp; other *= 2) sum += __shfl_xor_sync(kAllLanes, sum, other);
                 const int own = column + 8 * j + 2 * (lane % 4) + e;
-                if (lane < 4 && own < columns) sums[static_cast<std::int64_t>(row / 64) * columns + own] = sum;
+                if (lane < 4 && own < columns && row < rows)
+                    sums[static_cast<std::int64_t>(row / 64) * columns + own] = sum;
             }
     }
 

@@ -18,7 +18,8 @@ To add an activation:
 2. its code in the enum of csrc/cpu/linear.h and in the lists of kinds in csrc/cpu/linear_simd.cpp and
    csrc/cpu/linear_int8_simd.cpp, a branch each in `activate` and `activate_bwd` of csrc/cpu/activation.h, and
    the largest code in `activation_of` of csrc/bindings/bindings.h;
-3. a branch each in `activate` and `slope` of kernels/activation.py.
+3. a branch each in `activate` and `slope` of kernels/activation.py;
+4. a branch each in `with_activation` and `with_slope` of csrc/cuda/activation.cuh.
 
 The `reference` and `aten` backends, the checks, the configs and `accelerate` read the table.
 tests/ops/test_activation.py fails where one of the lists above differs from it, or a Case is missing;

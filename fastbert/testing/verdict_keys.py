@@ -45,14 +45,12 @@ def key_of(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> K
 
 def _options(op: str, backend: str) -> str:
     """What the user has asked of the kernel."""
-    if op not in ("feed_forward", "linear"):
+    if op not in ("feed_forward", "linear") or backend not in ("triton", "cuda"):
         return ""
     if backend == "cuda":
         from fastbert.backends.cuda import linear
 
         return "exact gelu" if linear.EXACT_GELU else ""
-    if backend != "triton":
-        return ""
     try:
         from fastbert.kernels import activation
     except ImportError:  # there is no Triton
@@ -113,8 +111,6 @@ _KERNELS = {
     "linear": ("linear", "linear_backward"),
     "linear_cross_entropy": ("cross_entropy",),
 }
-# The launchers' file of a backend without Triton, where it is not named after the op.
-_LAUNCHERS = {"feed_forward": "linear"}
 
 
 def _sources(op: str, backend: str, package: Path) -> list[Path]:
@@ -129,7 +125,8 @@ def _sources(op: str, backend: str, package: Path) -> list[Path]:
     else:
         from fastbert.runtime import loader
 
-        names = "__init__", "device", _LAUNCHERS.get(op, op)
+        # feed_forward's products are linear's
+        names = "__init__", "device", op, *(("linear",) if op == "feed_forward" else ())
         files += [backends / backend / f"{name}.py" for name in names]
         if loader.extension is not None:
             files.append(Path(loader.extension.__file__))

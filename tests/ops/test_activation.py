@@ -86,6 +86,12 @@ def test_the_cpu_kernels_have_every_activation_in_order(file):
         assert all(found == names for found in lists)
 
 
+def test_the_cuda_kernels_have_every_activation_in_order():
+    text = (ROOT / "csrc" / "cuda" / "activation.cuh").read_text()
+    names = [camel(name) for name in sorted(filter(None, CODES), key=CODES.get)]
+    assert re.findall(r"case Activation::(\w+)", text) == 2 * names
+
+
 def test_the_binding_takes_every_code_and_no_other():
     text = (ROOT / "csrc" / "bindings" / "bindings.h").read_text()
     refusal = re.search(r"code < 0 \|\| code > (\d+)\)\s+throw .*expected code 0 … (\d+), got", text)

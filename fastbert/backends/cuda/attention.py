@@ -1,8 +1,8 @@
 """`attention` by the `cuda` backend: csrc/cuda/attention*.cu; contract in fastbert/ops/attention.py.
 
 The kernels have heads of HEADDIMS and 16-byte accesses. Calls with other heads, other alignments or `probs`
-go to the next backend. Forward's find their sequence in cu_seqlens; those of backward read a table of places where they
-get one.
+go to the next backend. Forward's find their sequence in cu_seqlens; those of backward read a table of places
+where they get one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`linear` and `feed_forward` by the `cuda` backend: csrc/cuda/linear.cu; contracts in fastbert/ops.
+"""`linear` by the `cuda` backend: csrc/cuda/linear.cu; contract in fastbert/ops/linear.py.
 
-A call goes to the next backend where the kernels cannot read it in 16 bytes: where a start or a row's stride lies on
-none, or `in` is no multiple of 8, backward also `out`. float32 has no kernels.
+A call goes to the next backend where the kernels cannot read it in 16 bytes: where a start or a row's stride
+lies on none, or `in` is no multiple of 8, backward also `out`. float32 has no kernels.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import os
 import torch
 from torch import Tensor
 
-from fastbert.backends.aten import linear as aten
 from fastbert.backends.cuda import device
 from fastbert.backends.extension import DTYPE_CODES
-from fastbert.backends.reference.feed_forward import by_linear
 from fastbert.ops.activation import CODES
 from fastbert.runtime import dispatch
 from fastbert.runtime.loader import address
@@ -22,7 +20,7 @@ from fastbert.runtime.loader import address
 DTYPES = (torch.bfloat16, torch.float16)
 
 # enum Layout of csrc/cuda/linear.h
-_FORWARD, _INPUTS, _WEIGHTS = range(3)
+FORWARD, INPUTS, WEIGHTS = range(3)
 # elements of 16 bytes
 _CHUNK = 8
 # blocks of the pass over dy per multiprocessor
@@ -45,14 +43,14 @@ def _row_stride(m: Tensor) -> int:
     return m.stride(0) if m.shape[0] > 1 else m.shape[1]
 
 
-def _in_chunks(*matrices: Tensor) -> bool:
+def in_chunks(*matrices: Tensor) -> bool:
     """Whether starts, rows and columns lie on 16 bytes."""
     return all(
         address(m) % 16 == 0 and _row_stride(m) % _CHUNK == 0 and m.shape[1] % _CHUNK == 0 for m in matrices
     )
 
 
-def _product(
+def product(
     layout: int,
     sizes: tuple[int, int, int],
     a: Tensor,
@@ -89,7 +87,7 @@ def _product(
     return c, pre
 
 
-def _add_sums(sums: Tensor, like: Tensor) -> Tensor:
+def add_sums(sums: Tensor, like: Tensor) -> Tensor:
     """The sum of the rows of `sums` (parts, columns), in `like`'s dtype."""
     parts, columns = sums.shape
     out = like.new_empty(columns)
@@ -120,7 +118,7 @@ def _gradient(
             *(g.data_ptr() if new_g else 0, sums.data_ptr(), parts),
             *device.place(dy.device),
         )
-    return g, _add_sums(sums, dy) if need_dbias else dy.new_empty(0)
+    return g, add_sums(sums, dy) if need_dbias else dy.new_empty(0)
 
 
 def _following(function: str, x: Tensor, activation: str | None):
@@ -135,10 +133,10 @@ def linear_fwd(x, weight, bias, activation, residual, save, panels=None):
 
 def linear_fwd_with(plan, x, weight, bias, activation, residual, save):
     """`linear_fwd` with given rows of a tile and parts of the depth, for tests."""
-    if not _in_chunks(x, weight):
+    if not in_chunks(x, weight):
         return _following("linear_fwd", x, activation)(x, weight, bias, activation, residual, save)
     sizes = x.shape[0], weight.shape[0], x.shape[1]
-    return _product(_FORWARD, sizes, x, weight, bias, activation, residual, save, plan=plan)
+    return product(FORWARD, sizes, x, weight, bias, activation, residual, save, plan=plan)
 
 
 def linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias):
@@ -151,54 +149,19 @@ def linear_bwd_with(plans, dy, x, weight, pre, activation, need_dx, need_dweight
     given = [t for t, needed in ((dy, True), (weight, need_dx), (x, need_dweight)) if needed]
     given += [] if activation is None else [pre]
     rows, out = dy.shape
-    if rows == 0 or not _in_chunks(*given):
+    if rows == 0 or not in_chunks(*given):
         needs = need_dx, need_dweight, need_dbias
         return _following("linear_bwd", dy, activation)(dy, x, weight, pre, activation, *needs)
     g, dbias = _gradient(dy, pre, activation, need_dx or need_dweight, need_dbias)
     dx = dweight = None
     if need_dx:
         sizes = rows, weight.shape[1], out
-        dx, _ = _product(_INPUTS, sizes, g, weight, plan=plans[0])
+        dx, _ = product(INPUTS, sizes, g, weight, plan=plans[0])
     if need_dweight:
         sizes = out, x.shape[1], rows
-        dweight, _ = _product(_WEIGHTS, sizes, g, x, plan=plans[1])
+        dweight, _ = product(WEIGHTS, sizes, g, x, plan=plans[1])
     return (
         dy.new_empty(0) if dx is None else dx,
         dy.new_empty(0) if dweight is None else dweight,
         dbias,
     )
-
-
-def inner_gradient(dy, down_weight, pre, activation, need_dbias, plan=None):
-    """((dy @ down_weight) * act'(pre), its column sums), in the product's epilogue."""
-    rows, out = dy.shape
-    inner = down_weight.shape[1]
-    parts = device.extension.cuda_linear_sums(rows)
-    sums = dy.new_empty((parts, inner), dtype=torch.float32) if need_dbias else None
-    g, _ = _product(
-        *(_INPUTS, (rows, inner, out), dy, down_weight),
-        activation=activation,
-        slope_at=pre,
-        sums=sums,
-        plan=plan,
-    )
-    return g, _add_sums(sums, dy) if need_dbias else dy.new_empty(0)
-
-
-class _Linear:
-    """What `by_linear` takes."""
-
-    linear_fwd = staticmethod(linear_fwd)
-    linear_bwd = staticmethod(linear_bwd)
-
-
-# Products without an epilogue are PyTorch's, as in the table of `dispatch`.
-feed_forward_fwd, _feed_forward_bwd = by_linear(_Linear, aten, inner_gradient)
-
-
-def feed_forward_bwd(dy, x, up_weight, down_weight, pre, inner, activation, need):
-    if need.g and (dy.shape[0] == 0 or not _in_chunks(dy, down_weight, pre)):
-        backward = dispatch.next_function("cuda", "feed_forward_bwd", dy.device, dy.dtype)
-    else:
-        backward = _feed_forward_bwd
-    return backward(dy, x, up_weight, down_weight, pre, inner, activation, need)

@@ -1,0 +1,43 @@
+"""`feed_forward` by the `cuda` backend: its `linear`, and the gradient between the products in an epilogue.
+
+Contract in fastbert/ops/feed_forward.py. The other products are PyTorch's, as in the table of `dispatch`.
+Backward goes to the next backend where the kernels cannot read its matrices in 16 bytes
+(fastbert/backends/cuda/linear.py).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fastbert.backends.aten import linear as plain
+from fastbert.backends.cuda import device, linear
+from fastbert.backends.reference.feed_forward import by_linear
+from fastbert.runtime import dispatch
+
+DTYPES = linear.DTYPES
+
+
+def inner_gradient(dy, down_weight, pre, activation, need_dbias, plan=None):
+    """((dy @ down_weight) * act'(pre), its column sums), in the product's epilogue."""
+    rows, out = dy.shape
+    inner = down_weight.shape[1]
+    parts = device.extension.cuda_linear_sums(rows)
+    sums = dy.new_empty((parts, inner), dtype=torch.float32) if need_dbias else None
+    g, _ = linear.product(
+        *(linear.INPUTS, (rows, inner, out), dy, down_weight),
+        activation=activation,
+        slope_at=pre,
+        sums=sums,
+        plan=plan,
+    )
+    return g, linear.add_sums(sums, dy) if need_dbias else dy.new_empty(0)
+
+
+feed_forward_fwd, _by_kernels = by_linear(linear, plain, inner_gradient)
+
+
+def feed_forward_bwd(dy, x, up_weight, down_weight, pre, inner, activation, need):
+    backward = _by_kernels
+    if need.g and (dy.shape[0] == 0 or not linear.in_chunks(dy, down_weight, pre)):
+        backward = dispatch.next_function("cuda", "feed_forward_bwd", dy.device, dy.dtype)
+    return backward(dy, x, up_weight, down_weight, pre, inner, activation, need)

@@ -1,0 +1,100 @@
+"""Faults of the CUDA C++ linear, run on the host."""
+
+# ruff: noqa: E501 (a table)
+
+from tests.support.mutation import Fault, Suite
+
+_TILES = "csrc/cuda/linear_tiles.cuh"
+_PLAN = "csrc/cuda/linear.cu"
+_PASSES = "csrc/cuda/linear_passes.cu"
+_ACTIVATION = "csrc/cuda/activation.cuh"
+_PYTHON = "fastbert/backends/cuda/linear.py"
+
+
+def _fault(name: str, old: str, new: str, file: str = _TILES) -> Fault:
+    return Fault(name, file, old, new)
+
+
+FAULTS = (
+    # barriers and waits
+    _fault("no barrier before the first fragments", "    wait_copies<Shape::kSlots - 2>();\n    __syncthreads();\n    load(0, 0, 0);", "    wait_copies<Shape::kSlots - 2>();\n    load(0, 0, 0);"),
+    _fault("first wait a group late", "    wait_copies<Shape::kSlots - 2>();\n    __syncthreads();\n    load(0, 0, 0);", "    wait_copies<Shape::kSlots - 1>();\n    __syncthreads();\n    load(0, 0, 0);"),
+    _fault("no barrier in the loop", "                wait_copies<Shape::kSlots - 2>();\n                __syncthreads();\n            }", "                wait_copies<Shape::kSlots - 2>();\n            }"),
+    _fault("no wait in the loop", "                wait_copies<Shape::kSlots - 2>();\n                __syncthreads();\n            }", "                __syncthreads();\n            }"),
+    _fault("wait in the loop a group late", "                wait_copies<Shape::kSlots - 2>();\n                __syncthreads();\n            }", "                wait_copies<Shape::kSlots - 1>();\n                __syncthreads();\n            }"),
+    _fault("copies are not committed", "        commit_copies();\n", ""),
+    _fault("slot reused while it is read", "if (step == 0) copy(spare);", "if (step == 0) copy(slot);"),
+    _fault("slot of the next step overwritten", "if (step == 0) copy(spare);", "if (step == 0) copy(following);"),
+    _fault("copies before the barrier that frees their slot", "        spare = slot;\n        slot = following;", "        slot = following;\n        spare = slot;"),
+    _fault("no barrier before the epilogue", "    if (args.partial != nullptr) return own.store_partial(args.partial);\n    __syncthreads();\n", "    if (args.partial != nullptr) return own.store_partial(args.partial);\n"),
+    _fault("a warp reads its part before all lanes wrote", "        __syncwarp();\n        const Walk walk(*this);\n        T* line", "        const Walk walk(*this);\n        T* line"),
+    _fault("y written over pre's part", "        // The part may be written again.\n        __syncwarp();\n", ""),
+    _fault("residual read before all lanes loaded", "        __syncwarp();\n    }\n\n    // The sums of acc's columns", "    }\n\n    // The sums of acc's columns"),
+    _fault("no barrier between the warps' sums of g", "sum[i];\n    __syncthreads();\n    const std::int64_t own", "sum[i];\n    const std::int64_t own", _PASSES),
+    _fault("no barrier between partial column sums", "    slots[warp][lane] = sum;\n    __syncthreads();\n", "    slots[warp][lane] = sum;\n", _PASSES),
+    # tiles, fragments, tails
+    _fault("a's fragments in b's order", "A::template load<false>", "A::template load<true>"),
+    _fault("b's fragments in a's order", "B::template load<true>", "B::template load<false>"),
+    _fault("turned tiles read as they lie", "            load_matrices_transposed(\n", "            load_matrices(\n"),
+    _fault("a chunk's place not exchanged", "        at = chunk_of<T, kColumns>(row, chunk);", "        at = row * kColumns + chunk * kChunk;"),
+    _fault("second half of the fragments twice", "const int lane = static_cast<int>(threadIdx.x) % kWarp;\n        const int first = lane % 8, second = lane / 8 % 2 * 8", "const int lane = static_cast<int>(threadIdx.x) % kWarp;\n        const int first = lane % 8, second = 8"),
+    _fault("b's second eight columns twice", "{four[across % 2 * 2], four[across % 2 * 2 + 1]}", "{four[2], four[3]}"),
+    _fault("the depth's tail read past its end", "inside = depth + (kTurned ? i * kRowsAtOnce : 0) < left;", "inside = depth + (kTurned ? i * kRowsAtOnce : 0) < left + kChunk;"),
+    _fault("turned rows behind the end", "(kTurned ? i * kRowsAtOnce : 0) < left;", "0 < left;"),
+    _fault("the last line forgotten", "(line < lines ? line : lines - 1) * stride", "(line < lines - 1 ? line : lines - 2) * stride"),
+    _fault("lines past the last one", "(line < lines ? line : lines - 1) * stride", "line * stride"),
+    _fault("columns past the last one", "(line < lines ? line : lines - kChunk);", "line;"),
+    _fault("the second tile of the depth again", "            from[i] += step;\n", "            from[i] += i == 0 ? step : 0;\n"),
+    _fault("steps of depth by a's own tile", "step = kTurned ? kDepth * stride : kDepth;", "step = kTurned ? kLines * stride : kDepth;"),
+    _fault("parts start at the first step", "    int depth = begin * Shape::kDepth;", "    int depth = 0 * begin;"),
+    _fault("parts read to the end", "const int last = end * Shape::kDepth < all_depth ? end * Shape::kDepth : all_depth;", "const int last = end * Shape::kDepth;"),
+    _fault("groups of row tiles overlap", "const int first = static_cast<int>(index / wide) * kGroup,", "const int first = static_cast<int>(index / wide) * (kGroup - 1),"),
+    _fault("tiles of the last group too high", "row_tiles - first < kGroup ? row_tiles - first : kGroup;", "kGroup;"),
+    # the epilogue
+    _fault("bias in every part", "bias != nullptr && blockIdx.y == 0 && column < columns", "bias != nullptr && column < columns"),
+    _fault("bias of the tile's first columns", "first = widen(bias[column]);", "first = widen(bias[column - own.column]);"),
+    _fault("pre behind the activation", "        if (args.pre != nullptr) tile.store(shared, args.pre, args.columns, whole.pre);\n        if (args.activation != Activation::kNone) tile.apply([](float z) { return cheap_gelu<T>(z); });\n", "        if (args.activation != Activation::kNone) tile.apply([](float z) { return cheap_gelu<T>(z); });\n        if (args.pre != nullptr) tile.store(shared, args.pre, args.columns, whole.pre);\n"),
+    _fault("residual's high half twice", "                low += first;\n", "                low += second;\n"),
+    _fault("residual's stride forgotten", "tile.load(shared, args.residual, args.residual_stride, whole.residual);", "tile.load(shared, args.residual, args.columns, whole.residual);"),
+    _fault("rows stored past the last", "if (walk.row + i * kRowsAtOnce < rows)\n                    *reinterpret", "if (walk.row + i * kRowsAtOnce <= rows)\n                    *reinterpret"),
+    _fault("columns stored past the last", "        if (whole && walk.column < columns) {", "        if (whole) {"),
+    _fault("whole chunks at any stride", "return aligned(data) && stride % kChunk == 0 && columns % kChunk == 0;", "return aligned(data) && columns % kChunk == 0;"),
+    _fault("whole chunks at any address", "return aligned(data) && stride % kChunk == 0 && columns % kChunk == 0;", "return stride % kChunk == 0 && columns % kChunk == 0;"),
+    _fault("copies of the last row summed", "        tile.clear_rows_behind();\n", ""),
+    _fault("column sums of half of the rows", "sum += acc[i][j][e] + acc[i][j][e + 2];", "sum += acc[i][j][e];"),
+    _fault("column sums of every second group", "for (int other = 4; other < kWarp; other *= 2) sum +=", "for (int other = 8; other < kWarp; other *= 2) sum +="),
+    _fault("column sums of two warps in one row", "static_cast<std::int64_t>(row / 64) * columns", "static_cast<std::int64_t>(row / 128) * columns"),
+    _fault("parts share their scratch", "(static_cast<std::int64_t>(blockIdx.y) * rows + row) * stride;", "static_cast<std::int64_t>(row) * stride;"),
+    # the passes
+    _fault("first part twice", "++part, from += stride) {", "++part, from += part > 1 ? stride : 0) {", _PASSES),
+    _fault("activation of each part's sum forgotten", "for (int i = 0; i < kChunk; ++i) sum[i] = function(sum[i]);", "for (int i = 0; i < kChunk; ++i) function(sum[i]);", _PASSES),
+    _fault("g not times the slope", "g[i] *= slope(z[i]);", "slope(z[i]);", _PASSES),
+    _fault("rows of another block's part", "row = begin + warp; row < end;", "row = begin + warp; row <= end && row < args.rows;", _PASSES),
+    _fault("a warp's sums left out", "for (int i = 0; i < kPassWarps; ++i) total += slots[i][threadIdx.x];", "for (int i = 1; i < kPassWarps; ++i) total += slots[i][threadIdx.x];", _PASSES),
+    _fault("second column block's sums in the first's place", "args.sums[blockIdx.x * args.columns + own] = total;", "args.sums[blockIdx.x * args.columns + threadIdx.x] = total;", _PASSES),
+    # activations
+    _fault("cheap gelu's third coefficient", "few ? -0.47983377f : -0.472460395f", "few ? -0.49983377f : -0.492460395f", _ACTIVATION),
+    _fault("fp16 with bf16's polynomial", "template <class T>\nconstexpr bool kFewDigits = false;", "template <class T>\nconstexpr bool kFewDigits = true;", _ACTIVATION),
+    _fault("cheap gelu swallows NaN", "const float u = least(fabsf(z), few ? 16.0f : 15.0f);", "const float u = fminf(fabsf(z), few ? 16.0f : 15.0f);", _ACTIVATION),
+    _fault("relu swallows NaN", "[](float z) { return greatest(z, 0.0f); }", "[](float z) { return fmaxf(z, 0.0f); }", _ACTIVATION),
+    _fault("gelu's slope without its sign", "return z > 0.0f ? 1.0f + d : -d;", "return 1.0f + d;", _ACTIVATION),
+    _fault("tanh's slope of its half", "return 4.0f * product;", "return 2.0f * product;", _ACTIVATION),
+    # host and launcher
+    _fault("scratch without the last columns", "return parts * rows * ((columns + cuda::kChunk - 1) / cuda::kChunk * cuda::kChunk);", "return parts * rows * columns;", _PLAN),
+    _fault("the parts are not added", "return error != nullptr || whole ? error : add_parts<T>(args, stream);", "return error != nullptr || args.parts > 0 || whole ? error : add_parts<T>(args, stream);", _PLAN),
+    _fault("exact gelu not asked for", "options = CODES[activation], EXACT_GELU", "options = CODES[activation], False", _PYTHON),
+    _fault("misaligned rows are taken", "_row_stride(m) % _CHUNK == 0", "_row_stride(m) % 1 == 0", _PYTHON),
+    _fault("dweight of dy", "dweight, _ = product(WEIGHTS, sizes, g, x, plan=plans[1])", "dweight, _ = product(WEIGHTS, sizes, dy, x, plan=plans[1])", _PYTHON),
+)  # fmt: skip
+
+SUITE = Suite(
+    faults=FAULTS,
+    tests=(
+        "tests/cuda/test_linear_on_host.py",
+        "-k",
+        "not any_shape and not sanitizers and not test_error_rule",
+    ),
+    # the tests build; here only so that the suite counts as one that needs a compiler
+    build=("true",),
+    timeout_s=300.0,
+)
