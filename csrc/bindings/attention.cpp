@@ -159,7 +159,7 @@ void attention_bwd_on_device(const py::tuple& common, Address keep_bits, Address
         check_size("dbias", args.parts, 1);
         check_size("dbias", args.bias_batch, 1);
         check_size("dbias", args.bias_heads, 1);
-        check_given("bias", args.bias.data, 1);
+        check_given("bias", args.bias.data, args.batch * args.max_seqlen);
     }
     run([&] { return cuda_attention_bwd(args, device, stream); });
 }

@@ -27,8 +27,8 @@ struct OwnedRows {
 };
 
 __device__ __forceinline__ OwnedRows owned_rows(const CudaAttentionBwd& args) {
-    const std::int64_t slot = blockIdx.y + static_cast<std::int64_t>(blockIdx.z) * gridDim.y;
-    if (slot >= args.slots) return {0, 0, 0, 0};
+    // The heads of a slot run side by side.
+    const std::int64_t slot = blockIdx.x / static_cast<unsigned>(args.nheads);
     if (args.places != nullptr) {
         const std::int32_t* place = args.places + 4 * slot;
         return {place[0], place[1], place[2], place[3]};
@@ -211,12 +211,9 @@ __device__ __forceinline__ void bring_bits(std::uint32_t* bits, const CudaAttent
 
 // --- launching ---
 
-// The grid's first axis is the head: the heads of a tile run side by side.
-inline dim3 backward_grid(const CudaAttentionBwd& args) {
-    constexpr std::int64_t kMost = 65535;
-    const std::int64_t planes = (args.slots + kMost - 1) / kMost;
-    return dim3(static_cast<unsigned>(args.nheads), static_cast<unsigned>((args.slots + planes - 1) / planes),
-                static_cast<unsigned>(planes));
+// A grid of that many blocks, or of none where CUDA has no such grid: the launch then says so.
+inline dim3 grid_of(std::int64_t blocks) {
+    return dim3(blocks < std::int64_t{1} << 31 ? static_cast<unsigned>(blocks) : 0);
 }
 
 // One file each. dbias is launched over its own grid.

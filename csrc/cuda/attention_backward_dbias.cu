@@ -26,11 +26,11 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dbias_kernel(CudaAttentio
     const std::int64_t n_rows = args.bias_has_rows ? args.max_seqlen : 1;
     const std::int64_t n_keys = args.bias_has_keys ? args.max_seqlen : 1;
     const std::int64_t row_tiles = (n_rows + kOwned - 1) / kOwned;
-    // blockIdx.x counts the tiles of a matrix, blockIdx.y and z the matrices in the order of the output.
+    const std::int64_t key_tiles = (n_keys + kKeys - 1) / kKeys;
+    // The tiles of a matrix, and the matrices in the order of the output
     const int own_row = static_cast<int>(blockIdx.x % row_tiles) * kOwned;
-    const int own_key = static_cast<int>(blockIdx.x / row_tiles) * kKeys;
-    const std::int64_t matrix = blockIdx.y + static_cast<std::int64_t>(blockIdx.z) * gridDim.y;
-    if (matrix >= args.parts * args.bias_batch * args.bias_heads) return;
+    const int own_key = static_cast<int>(blockIdx.x / row_tiles % key_tiles) * kKeys;
+    const std::int64_t matrix = blockIdx.x / (row_tiles * key_tiles);
     const std::int64_t first_head = matrix % args.bias_heads;
     const std::int64_t first_sequence = matrix / args.bias_heads % args.bias_batch;
     const std::int64_t heads = args.nheads / args.bias_heads;
@@ -173,15 +173,12 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dbias_kernel(CudaAttentio
 
 template <class T, int kD>
 const char* launch(const CudaAttentionBwd& args, std::uintptr_t stream) {
-    constexpr std::int64_t kMost = 65535;
     const std::int64_t row_tiles = args.bias_has_rows ? (args.max_seqlen + kOwned - 1) / kOwned : 1;
     const std::int64_t key_tiles = args.bias_has_keys ? (args.max_seqlen + kKeys - 1) / kKeys : 1;
     const std::int64_t matrices = args.parts * args.bias_batch * args.bias_heads;
-    if (row_tiles * key_tiles * matrices == 0) return nullptr;
-    const std::int64_t planes = (matrices + kMost - 1) / kMost;
-    const dim3 grid(static_cast<unsigned>(row_tiles * key_tiles),
-                    static_cast<unsigned>((matrices + planes - 1) / planes), static_cast<unsigned>(planes));
-    return launch_shared(dbias_kernel<T, kD>, grid, dim3(kBackwardThreads), sizeof(Shared<T, kD>), stream,
+    const std::int64_t blocks = row_tiles * key_tiles * matrices;
+    if (blocks == 0) return nullptr;
+    return launch_shared(dbias_kernel<T, kD>, grid_of(blocks), dim3(kBackwardThreads), sizeof(Shared<T, kD>), stream,
                          args);
 }
 

@@ -30,7 +30,7 @@ template <class T, int kD>
 __global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttentionBwd args) {
     constexpr int kTile = kQueries<kD>;
     constexpr bool kKeep = kInRegisters<kD>;
-    const std::int64_t head = blockIdx.x, stride = args.nheads * kD;
+    const std::int64_t head = blockIdx.x % static_cast<unsigned>(args.nheads), stride = args.nheads * kD;
     const OwnedRows place = owned_rows(args);
     T* const dk = args.dk == nullptr ? nullptr : static_cast<T*>(args.dk) + head * kD;
     T* const dv = args.dv == nullptr ? nullptr : static_cast<T*>(args.dv) + head * kD;
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttention
 
 template <class T, int kD>
 const char* launch(const CudaAttentionBwd& args, std::uintptr_t stream) {
-    return launch_shared(dkdv_kernel<T, kD>, backward_grid(args), dim3(kBackwardThreads),
+    return launch_shared(dkdv_kernel<T, kD>, grid_of(args.slots * args.nheads), dim3(kBackwardThreads),
                          sizeof(Shared<T, kD>), stream, args);
 }
 

@@ -50,7 +50,7 @@ template <class T, int kD>
 __global__ void __launch_bounds__(kBackwardThreads, 2) dq_kernel(CudaAttentionBwd args) {
     constexpr int kKeys = kKeysOf<kD>;
     constexpr bool kKeep = kInRegisters<kD>;
-    const std::int64_t head = blockIdx.x, stride = args.nheads * kD;
+    const std::int64_t head = blockIdx.x % static_cast<unsigned>(args.nheads), stride = args.nheads * kD;
     const OwnedRows place = owned_rows(args);
     T* const dq = args.dq == nullptr ? nullptr : static_cast<T*>(args.dq) + head * kD;
     if (place.sequence == args.batch) {
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dq_kernel(CudaAttentionBw
 
 template <class T, int kD>
 const char* launch(const CudaAttentionBwd& args, std::uintptr_t stream) {
-    return launch_shared(dq_kernel<T, kD>, backward_grid(args), dim3(kBackwardThreads), sizeof(Shared<T, kD>),
+    return launch_shared(dq_kernel<T, kD>, grid_of(args.slots * args.nheads), dim3(kBackwardThreads), sizeof(Shared<T, kD>),
                          stream, args);
 }
 

@@ -74,7 +74,7 @@ def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: Atte
             slots,
             *(grad.data_ptr() if needed else 0 for grad, needed in zip((dq, dk, dv), need, strict=False)),
             *(rows.data_ptr(), need.dgate),
-            *(dbias.data_ptr(), dbias.shape),
+            *(dbias.data_ptr() if dbias.numel() else 0, dbias.shape),
             *device.place(q.device),
         )
     dbias = dbias.sum(0) if need.dbias else lse.new_empty(0)
