@@ -119,12 +119,6 @@ __device__ __forceinline__ std::uint32_t permute_bytes(std::uint32_t a, std::uin
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(selector));
     return out;
 }
-// c + the sum of the products of a's signed bytes with b's unsigned ones.
-__device__ __forceinline__ std::uint32_t sum_of_bytes(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
-    std::uint32_t out;
-    asm("dp4a.s32.u32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
-    return out;
-}
 #else
 inline std::uint32_t permute_bytes(std::uint32_t a, std::uint32_t b, std::uint32_t selector) {
     const std::uint64_t both = a | static_cast<std::uint64_t>(b) << 32;
@@ -136,12 +130,6 @@ inline std::uint32_t permute_bytes(std::uint32_t a, std::uint32_t b, std::uint32
         out |= byte << (8 * i);
     }
     return out;
-}
-inline std::uint32_t sum_of_bytes(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
-    for (int i = 0; i < 4; ++i)
-        c += static_cast<std::uint32_t>(static_cast<std::int8_t>(a >> (8 * i)) *
-                                        static_cast<int>(b >> (8 * i) & 0xff));
-    return c;
 }
 #endif
 
@@ -161,13 +149,14 @@ __device__ __forceinline__ std::uint32_t kept_lanes(std::uint32_t word, LaneThre
     return (word & low) | (t.below_half & (word | low));
 }
 
-// The eight decisions of one call of Philox: minus the byte whose bit i says that column i is kept.
-__device__ __forceinline__ std::uint32_t minus_kept_columns(const Philox& bits, LaneThreshold t) {
-    // The highest bits of the four halves of two words, each as a byte 0 or -1.
+// The eight decisions of one call of Philox in the highest byte: its bit i says whether column i is kept.
+__device__ __forceinline__ std::uint32_t kept_columns(const Philox& bits, LaneThreshold t) {
+    // The highest bits of the four halves of two words, each as a byte 0 or 255.
     const std::uint32_t low = permute_bytes(kept_lanes(bits.word[0], t), kept_lanes(bits.word[1], t), 0xfdb9);
     const std::uint32_t high =
         permute_bytes(kept_lanes(bits.word[2], t), kept_lanes(bits.word[3], t), 0xfdb9);
-    return sum_of_bytes(high, 0x80402010u, sum_of_bytes(low, 0x08040201u, 0));
+    // The product's highest byte is the sum of all four.
+    return ((low & 0x08040201u) | (high & 0x80402010u)) * 0x01010101u;
 }
 
 // Keep bits of the C fragments of 16 rows and 64 keys. Lane 4 g + p draws rows g and g + 8, of each the groups
@@ -180,8 +169,9 @@ __device__ __forceinline__ std::uint32_t draw_keep_bytes(std::uint64_t seed, std
     std::uint32_t parts[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-        parts[i] = minus_kept_columns(philox(seed, group + 4 * (i % 2), row + 8 * (i / 2), plane, offset), t);
-    return 0 - ((parts[3] * 256 + parts[2]) * 65536 + (parts[1] * 256 + parts[0]));
+        parts[i] = kept_columns(philox(seed, group + 4 * (i % 2), row + 8 * (i / 2), plane, offset), t);
+    return permute_bytes(permute_bytes(parts[0], parts[1], 0x73), permute_bytes(parts[2], parts[3], 0x73),
+                         0x5410);
 }
 
 // The saved form: lane 4 g + p gets the word of row g + 8 (p / 2) with keys 32 (p % 2) … + 31.
