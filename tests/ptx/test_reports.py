@@ -95,21 +95,20 @@ def test_what_comes_of_undefined_registers_is_undefined():
 
 
 def test_undefined_operands_that_do_not_count():
-    """The one that selp does not choose; what `and` and `or` of predicates do not need; other lanes of a shuffle."""
-    run(
-        "setp.lt.u32 %p1, %r1, 40; @%p1 mov.u32 %r6, 3; selp.u32 %r5, %r6, 7, %p1; st.global.u32 [%rd4], %r5;"
+    """What selp does not choose, what `and` and `or` of predicates do not need, other lanes of a shuffle."""
+    some = (
+        "setp.lt.u32 %p1, %r1, 40; @%p1 mov.u32 %r6, 3; selp.u32 %r5, CHOICE, %p1; st.global.u32 [%rd4], %r5;"
     )
+    run(some.replace("CHOICE", "%r6, 7"))
     with pytest.raises(UninitialisedRead):
-        run(
-            "setp.lt.u32 %p1, %r1, 40; @%p1 mov.u32 %r6, 3; selp.u32 %r5, 7, %r6, %p1; st.global.u32 [%rd4], %r5;"
-        )
-    for logic, at in (("and", "lt"), ("or", "ge")):
-        body = f"setp.{at}.u32 %p1, %r1, 64; {logic}.pred %p3, %p1, %p2; @%p3 mov.u32 %r9, 1;"
-        decided = body.replace(f"{at}.u32", "ge.u32" if at == "lt" else "lt.u32")
-        run(decided)
+        run(some.replace("CHOICE", "7, %r6"))
+    for logic, decided, open_ in (("and", "ge", "lt"), ("or", "lt", "ge")):
+        body = f"setp.WHICH.u32 %p1, %r1, 64; {logic}.pred %p3, %p1, %p2; @%p3 mov.u32 %r9, 1;"
+        run(body.replace("WHICH", decided))
         with pytest.raises(UninitialisedRead):
-            run(body)
-    half = "and.b32 %r5, %r1, 1; setp.eq.u32 %p1, %r5, 0; @%p1 mov.u32 %r6, 3; shfl.sync.bfly.b32 %r7, %r6, 1, 31, -1;"
+            run(body.replace("WHICH", open_))
+    half = "and.b32 %r5, %r1, 1; setp.eq.u32 %p1, %r5, 0; @%p1 mov.u32 %r6, 3;"
+    half += "shfl.sync.bfly.b32 %r7, %r6, 1, 31, -1;"
     run(half + "@!%p1 st.global.u32 [%rd4], %r7;")
     with pytest.raises(UninitialisedRead):
         run(half + "@%p1 st.global.u32 [%rd4], %r7;")
@@ -248,7 +247,8 @@ def test_a_barrier_that_only_some_threads_reach():
 
 
 def test_threads_that_have_ended_are_not_waited_for():
-    run("setp.lt.u32 %p1, %r1, 40; @%p1 ret; bar.sync 0;")
+    for seed in range(8):
+        run("setp.lt.u32 %p1, %r1, 40; @%p1 ret; bar.sync 0;", seed=seed)
 
 
 def test_a_warp_barrier_names_threads_that_went_elsewhere():
