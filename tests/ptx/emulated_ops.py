@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Iterator
 
@@ -58,8 +59,18 @@ def rows(case: error_rule.Case, dtype: torch.dtype, emulation: Emulation) -> Ite
             "reason": reason,
             "differs": differs,
             "kernels": sorted(set(emulation.launched)),
+            "forms": sorted(hopper_forms(emulation)),
             "seconds": time.perf_counter() - begin,
         }
+
+
+def hopper_forms(emulation: Emulation) -> set[str]:
+    """What the kernels so far have of sm_90: tiles stored and loaded, products with A in shared memory or not."""
+    found = set()
+    for kernel in emulation.kernels.values():
+        found |= {f"tile {way}" for way in re.findall(r"bulk\.tensor\.\dd\.(global|shared)", kernel.ptx)}
+        found |= {f"A in {a}" for a in re.findall(r"wgmma\.mma_async\S+ \{[^}]*\}, (\{|%rd)", kernel.ptx)}
+    return {f.replace("{", "registers").replace("%rd", "memory") for f in found}
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -74,13 +85,17 @@ def main() -> None:
     parser.add_argument("ops", nargs="+")
     parser.add_argument("--dtype", action="append", help="bfloat16 by default")
     parser.add_argument("--all", action="store_true", help="all cases, not only those of a self-check")
+    parser.add_argument("--gpu", action="store_true", help="the larger cases of a self-check on a GPU")
+    parser.add_argument("--only", help="cases whose name has this in it")
     parser.add_argument("--first", type=int, help="only so many cases of each op")
     parser.add_argument("--arch", type=int, default=80)
     options = parser.parse_args()
     emulation = Emulation(arch=options.arch)
     with emulated(emulation):
         for op in options.ops:
-            cases = error_rule.cases(op) if options.all else error_rule.small_cases(op)
+            chosen = error_rule.gpu_cases if options.gpu else error_rule.small_cases
+            cases = error_rule.cases(op) if options.all else chosen(op)
+            cases = [c for c in cases if options.only is None or options.only in repr(c)]
             for case in cases[: options.first]:
                 for name in options.dtype or ["bfloat16"]:
                     dtype = getattr(torch, name)
