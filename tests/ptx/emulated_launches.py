@@ -7,25 +7,27 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import pathlib
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-# Code stops at PTX here, so that no other use of Triton may find it.
-os.environ["TRITON_CACHE_DIR"] = str(ROOT / "build" / "tests" / "ptx_of_triton")
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 
-from tests.ptx.emulator import Program
+from tests.ptx.emulator import Program, tensor_map
 from tests.support.triton_compile import source
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 MODULES = [m.name for m in pkgutil.iter_modules([str(ROOT / "kernels")])]
+
+
+def only_ptx() -> None:
+    """Let this process compile to PTX and no further, and keep that where no other use of Triton finds it."""
+    triton.knobs.cache.dir = str(ROOT / "build" / "tests" / "ptx_of_triton")
+    CUDABackend.make_cubin = lambda self, *rest: b""
 
 
 @dataclass
@@ -39,6 +41,7 @@ class Compiled:
     scratch: int  # bytes per block that the kernel wants in global memory
     wanted: list[int]  # the arguments that are parameters
     ptx: str
+    tiles: list[dict]  # of the tensor descriptors among the arguments, in order
 
 
 @dataclass
@@ -54,7 +57,9 @@ class Emulation:
 
     def compiled(self, kernel, args: tuple, config: dict) -> Compiled:
         src, options = source(kernel, args, config)
-        key = repr((kernel.fn.__module__, kernel.fn.__name__, src.signature, src.constants, src.attrs, options))
+        key = repr(
+            (kernel.fn.__module__, kernel.fn.__name__, src.signature, src.constants, src.attrs, options)
+        )
         if key not in self.kernels:
             made = triton.compile(src, target=GPUTarget("cuda", self.arch, 32), options=options)
             text = made.asm["ptx"]
@@ -70,6 +75,7 @@ class Emulation:
                 metadata.global_scratch_size,
                 wanted,
                 text,
+                list(metadata.tensordesc_meta or ()),
             )
         return self.kernels[key]
 
@@ -78,6 +84,11 @@ class Emulation:
         found = self.compiled(kernel, args, config)
         names = [p.name for p in kernel.params]
         values = [args[i] if i < len(args) else config[names[i]] for i in found.wanted]
+        tiles = iter(found.tiles)
+        memory = [v.base for v in values if hasattr(v, "block_shape")]
+        values = [
+            part for v in values for part in (described(v, tiles) if hasattr(v, "block_shape") else [v])
+        ]
         grid = (*grid, 1, 1)[:3]
         scratch = None
         if found.scratch:
@@ -91,8 +102,18 @@ class Emulation:
             schedule=self.schedule,
             seed=self.seed,
             check_overlap=self.check_overlap,
+            memory=memory,
         )
         self.launched.append(kernel.fn.__name__)
+
+
+def described(descriptor, tiles: Iterator[dict]) -> list:
+    """The parameters that a tensor descriptor made on the host becomes: a tensor map, sizes and strides."""
+    tile, base = next(tiles), descriptor.base
+    swizzle = (0, 32, 64, 128)[tile["swizzle"]]
+    sizes, strides = list(descriptor.shape), list(descriptor.strides)
+    made = tensor_map(base.data_ptr(), tile["elem_size"], sizes, strides, tile["block_size"], swizzle)
+    return [made, *sizes, *strides]
 
 
 @contextlib.contextmanager
@@ -101,11 +122,11 @@ def emulated(emulation: Emulation, multiprocessors: int = 2) -> Iterator[Emulati
     from fastbert.backends import triton as backend
     from fastbert.kernels import tuning
 
+    only_ptx()
     device = tuning.Device("", divmod(emulation.arch, 10), multiprocessors)
     patched = [
         (tuning, "device_of", lambda _: device),
         (backend, "available", lambda device_type: None),
-        (CUDABackend, "make_cubin", lambda self, *rest: b""),
     ]
     for name in MODULES:
         module = importlib.import_module(f"fastbert.kernels.{name}")

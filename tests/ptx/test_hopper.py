@@ -117,7 +117,7 @@ def test_products_of_shared_memory(majors, width, schedule, random):
         major_a, major_b = majors.split()
         left, a = integers(random, 64, kind)
         right, b = integers(random, n, kind)
-        image = bytearray(random.bytes(32768))
+        image = bytearray(random.bytes(49152))
         descriptor_a = put(image, a, 0, major_a, width)
         descriptor_b = put(image, b, 16384, major_b, width)
         form = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}"
@@ -234,6 +234,9 @@ WELL = {
 def test_what_may_be_done(body, schedule):
     run_group(body, schedule)
 
+
+# what the statement itself reads may change
+WELL["another descriptor meanwhile"] = SHARED + "mov.b64 %rd2, -1; mov.b64 %rd3, -1;" + COMMIT + WAIT.format(0) + results(8)
 
 ILL = {
     "accumulators before the wait": (SHARED + COMMIT + results(8), UninitialisedRead),
@@ -378,8 +381,16 @@ def test_barriers_that_are_none():
         counted("add.u32 %r2, %r2, 4;" + ARRIVE)
     with pytest.raises((SharedRace, UninitialisedRead), match="mbarrier"):
         counted("bar.sync 0; @%p0 mbarrier.inval.shared::cta.b64 [%r2]; bar.sync 0;" + ARRIVE)
-    with pytest.raises(DivergentBarrier):
-        counted("@%p0 mbarrier.arrive.shared::cta.b64 _, [%r2]; bar.sync 0;" + ARRIVE, 2)
+    expecting = "@%p0 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 16; bar.sync 0;"
+    with pytest.raises(DivergentBarrier, match="count"):
+        counted(expecting + ARRIVE)
+    with pytest.raises(SharedRace, match="in flight"):
+        counted(expecting + "@%p0 mbarrier.inval.shared::cta.b64 [%r2];")
+
+
+def test_a_barrier_is_not_initialised_again():
+    with pytest.raises(SharedRace, match="invalidated"):
+        counted("bar.sync 0; @%p0 mbarrier.init.shared::cta.b64 [%r2], 2;")
 
 
 def test_a_barrier_is_used_again_after_inval():
@@ -560,3 +571,17 @@ def test_stores_of_what_was_just_written():
         store(waited, None, fill + "bar.sync 0;")
     with pytest.raises((SharedRace, UninitialisedRead)):
         store(waited, None, fill + FENCE)
+
+
+def test_labels_in_braces_are_local():
+    """Inline assembly has its own `waitLoop` each time."""
+    loop = """
+{
+.reg .pred complete;
+waitLoop:
+mbarrier.try_wait.parity.shared::cta.b64 complete, [%r2], PARITY;
+@!complete bra.uni waitLoop;
+}
+"""
+    body = "bra FIRST; SECOND: bra DONE; FIRST:" + loop.replace("PARITY", "1") + ARRIVE + loop.replace("PARITY", "0")
+    counted(body + "bra SECOND; DONE:", 64)

@@ -195,7 +195,7 @@ def test_copies_of_nothing_touch_no_source(schedule, random):
     lines = """
 setp.lt.u32 %p0, %r0, 7;
 selp.b32 %r4, 16, 0, %p0;
-selp.b64 %rd3, %rd0, 12345, %p0;
+selp.b64 %rd3, %rd0, 65536, %p0;
 cp.async.cg.shared.global [ %r2 + 0 ], [ %rd3 + 0 ], 0x10, %r4;
 cp.async.commit_group;
 cp.async.wait_group 0;

@@ -38,9 +38,30 @@ void setp(Warp& w, const Op& op, uint32_t m) {
     set_predicate(w.predicate(op.dst[0]), m, bits_of(truth));
 }
 
+// Of the lower and of the upper halves.
+template <class C, class H>
+void setp_pairs(Warp& w, const Op& op, uint32_t m) {
+    const uint32_t *a = w.lane<uint32_t>(op.src[0]), *b = w.lane<uint32_t>(op.src[1]);
+    for (int half = 0; half < 2; ++half) {
+        alignas(32) uint8_t truth[LANES];
+        const auto number = [&](uint32_t pair) { return to_float(bit_cast<H>(uint16_t(pair >> 16 * half))); };
+        for (int l = 0; l < LANES; ++l) truth[l] = uint8_t(C{}(number(a[l]), number(b[l])));
+        set_predicate(w.predicate(op.dst[half]), m, bits_of(truth));
+    }
+}
+
+template <class H>
+REGISTERS void pairs(const std::string& type) {
+    const auto add = [&](const char* name, Run run) {
+        pure_form(std::string("setp.") + name + type + "x2", "=p =p b32 b32", run);
+    };
+    add("eq", setp_pairs<Eq, H>), add("ne", setp_pairs<Ne, H>), add("lt", setp_pairs<Lt, H>);
+    add("le", setp_pairs<Le, H>), add("gt", setp_pairs<Gt, H>), add("ge", setp_pairs<Ge, H>);
+}
+
 template <class C, class T, bool ftz = false>
 REGISTERS void one(const std::string& name, const std::string& type) {
-    form("setp." + name + (ftz ? ".ftz" : "") + type, "=p " + width<T>() + " " + width<T>(), setp<C, T, ftz>);
+    pure_form("setp." + name + (ftz ? ".ftz" : "") + type, "=p " + width<T>() + " " + width<T>(), setp<C, T, ftz>);
 }
 
 template <class T>
@@ -71,6 +92,7 @@ REGISTERS void compare_forms() {
     integers<int16_t>(".s16"), integers<int32_t>(".s32"), integers<int64_t>(".s64");
     floats<float>(".f32"), floats<float, true>(".f32"), floats<double>(".f64");
     floats<Half>(".f16"), floats<Bf16>(".bf16");
+    pairs<Half>(".f16"), pairs<Bf16>(".bf16");
 }
 
 }  // namespace ptx

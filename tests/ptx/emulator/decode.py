@@ -78,6 +78,8 @@ class Decoder:
         self.operations: list[Operation] = []
         self.starts: list[int] = []
         self.temporaries = 0
+        results = (s.operands[0] for s in kernel.statements if s.operands)
+        self.assigned = {o for r in results for o in flat((r,)) if isinstance(o, Register)}
         self.addresses: dict[str, int] = dict(globals_at)
         self.addresses |= {p.name: p.offset for p in kernel.parameters}
         self.addresses["WARP_SZ"] = 32
@@ -128,6 +130,8 @@ class Decoder:
             name, operands, kind = names.canonical(statement)
         except (KeyError, IndexError) as error:
             raise self.unknown(statement, str(error)) from None
+        if name.startswith("prmt."):
+            operands = tuple(self.undefined(o) for o in operands)
         flattened = []
         for operand in operands:
             flattened += [operand.first, operand.second] if isinstance(operand, Both) else [operand]
@@ -141,6 +145,11 @@ class Decoder:
             self.operations += [*before, operation, *after]
             return
         raise self.unknown(statement, reason)
+
+    def undefined(self, operand):
+        """LLVM packs bytes with prmt; for a byte that nobody needs it names a register that nothing writes."""
+        missing = isinstance(operand, Register) and operand not in self.assigned
+        return Number(0xA5C3965A) if missing else operand
 
     def unknown(self, statement: Statement, reason: str) -> UnknownForm:
         where = f"{self.kernel.name}, line {statement.line}"
@@ -323,6 +332,8 @@ def flat(operands: tuple) -> list:
     for operand in operands:
         if isinstance(operand, Vector):
             found += flat(operand.items)
+        elif isinstance(operand, Both):
+            found += flat((operand.first, operand.second))
         elif isinstance(operand, Address):
             found += [operand.base, *flat(operand.coordinates)]
         else:

@@ -48,6 +48,7 @@ struct Product {
     const Op* op;
     bool added;  // to the accumulators; else they are written
     uint32_t group;
+    uint64_t a, b;               // descriptors
     uint32_t registers;          // so many of the statement's first operands are in flight
     std::vector<uint32_t> rows;  // offsets of the pieces of 16 bytes that are read
 };

@@ -53,7 +53,6 @@ void stmatrix(Warp& w, const Op& op, uint32_t m) {
     uint32_t at[LANES];
     row_offsets(w, op, count, at, "stmatrix");
     Shared& shared = *w.block->shared;
-    for (int l = 0; l < 8 * count; ++l) shared.on_write<16>(w, at[l], uint32_t(l));
     for (int i = 0; i < count; ++i) {
         uint16_t tile[8][8];
         const uint32_t* from = w.lane<uint32_t>(op.src[1 + i]);
@@ -62,7 +61,11 @@ void stmatrix(Warp& w, const Op& op, uint32_t m) {
             (trans ? tile[first][group] : tile[group][first]) = uint16_t(from[l]);
             (trans ? tile[first + 1][group] : tile[group][first + 1]) = uint16_t(from[l] >> 16);
         }
-        for (int row = 0; row < 8; ++row) std::memcpy(shared.data.data() + at[8 * i + row], tile[row], 16);
+        for (int row = 0; row < 8; ++row) {
+            const auto* bytes = reinterpret_cast<const uint8_t*>(tile[row]);
+            shared.on_write<16>(w, at[8 * i + row], uint32_t(8 * i + row), 0, valid, bytes);
+            std::memcpy(shared.data.data() + at[8 * i + row], bytes, 16);
+        }
     }
 }
 
@@ -124,7 +127,7 @@ struct Product {
 };
 
 template <class Element, int K>
-void product(const std::string& type) {
+REGISTERS void product(const std::string& type) {
     using P = Product<Element, K>;
     const std::string registers[] = {std::to_string(P::A), std::to_string(P::B)};
     const std::string b = P::B == 1 ? "b32*1" : "b32*" + registers[1];
@@ -133,7 +136,7 @@ void product(const std::string& type) {
 }
 
 template <int count>
-void tiles() {
+REGISTERS void tiles() {
     const std::string x = ".x" + std::to_string(count), registers = "b32*" + std::to_string(count);
     form("ldmatrix.sync.aligned.m8n8" + x + ".shared.b16", "=" + registers + " @", ldmatrix<count, false>);
     form("ldmatrix.sync.aligned.m8n8" + x + ".trans.shared.b16", "=" + registers + " @", ldmatrix<count, true>);
@@ -143,7 +146,7 @@ void tiles() {
 
 }  // namespace
 
-void matrix_forms() {
+REGISTERS void matrix_forms() {
     tiles<1>(), tiles<2>(), tiles<4>();
     form("movmatrix.sync.aligned.m8n8.trans.b16", "=b32 b32", movmatrix);
     product<BFloat16, 16>("bf16"), product<BFloat16, 8>("bf16");

@@ -88,7 +88,7 @@ def simpler(statement: Statement, fresh) -> list[Statement]:
     `fresh()` gives a predicate that nothing else uses.
     """
     opcode, *modifiers = statement.name.split(".")
-    if opcode != "setp":
+    if opcode != "setp" or modifiers[-1].endswith("x2"):  # whose second result is that of the upper halves
         return [statement]
     logic = [m for m in modifiers if m in ("and", "or", "xor")]
     result, *sources = statement.operands

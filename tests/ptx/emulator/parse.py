@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.ptx.emulator.reports import EmulatorError
 
@@ -227,6 +227,8 @@ class Body:
         # Innermost last: (number, name -> bytes, prefix -> bytes).
         self.scopes: list[tuple[int, dict[str, int], dict[str, int]]] = [(0, {}, {})]
         self.opened = 0
+        # Of each scope: the first of its statements, and its labels.
+        self.labels: list[tuple[int, list[str]]] = [(0, [])]
 
     def read(self, kernel: Kernel) -> int:
         """Fill in the kernel; returns where its brace closes."""
@@ -236,12 +238,15 @@ class Body:
             if character == "{":
                 self.opened += 1
                 self.scopes.append((self.opened, {}, {}))
+                self.labels.append((len(kernel.statements), []))
                 self.at += 1
             elif character == "}":
                 self.at += 1
-                self.scopes.pop()
+                number = self.scopes.pop()[0]
+                first, labels = self.labels.pop()
                 if not self.scopes:
                     return self.at
+                local(kernel, first, labels, number)
             else:
                 self.item(kernel)
 
@@ -264,6 +269,7 @@ class Body:
                 kernel.tables[name] = [label.strip() for label in self.take(table).group(1).split(",")]
             else:
                 kernel.labels[name] = len(kernel.statements)
+                self.labels[-1][1].append(name)
         elif match := REGISTERS.match(text, at):
             self.declare(*self.take(match).groups())
         elif match := VARIABLE.match(text, at):
@@ -338,6 +344,17 @@ class Body:
         if isinstance(operand, Symbol):
             operand, value = Symbol(operand.name), value + operand.offset
         return Address(operand, -value if sign == "-" else value, coordinates)
+
+
+def local(kernel: Kernel, first: int, labels: list[str], scope: int) -> None:
+    """Labels in braces are known there alone: others may have their names."""
+    for name in labels:
+        own = f"{name} of scope {scope}"
+        kernel.labels[own] = kernel.labels.pop(name)
+        for i in range(first, len(kernel.statements)):
+            statement = kernel.statements[i]
+            operands = tuple(Symbol(own) if o == Symbol(name) else o for o in statement.operands)
+            kernel.statements[i] = replace(statement, operands=operands)
 
 
 def split(text: str) -> list[str]:

@@ -102,9 +102,12 @@ struct Wgmma {
             product.rows.push_back(at);
         };
         const bool b = along_k_b(op);
-        pieces_of(Descriptor::of(uniform(w, op.src[b_slot(op)])), 0, columns(op), b, touch);
-        if constexpr (!registers)
-            pieces_of(Descriptor::of(uniform(w, op.src[a_slot])), first_row(w), 16, along_k_a(op), touch);
+        product.b = uniform(w, op.src[b_slot(op)]);
+        pieces_of(Descriptor::of(product.b), 0, columns(op), b, touch);
+        if constexpr (!registers) {
+            product.a = uniform(w, op.src[a_slot]);
+            pieces_of(Descriptor::of(product.a), first_row(w), 16, along_k_a(op), touch);
+        }
         for (uint32_t at : product.rows) {
             async_read(w, at, 16, "wgmma.mma_async");
             ++shared.readers[at >> 4];
@@ -140,7 +143,7 @@ struct Wgmma {
             return double(Element::value(bits, 0));
         };
         const bool b = along_k_b(op);
-        pieces_of(Descriptor::of(uniform(w, op.src[b_slot(op)])), 0, columns(op), b, [&](uint32_t at, uint32_t n, uint32_t k) {
+        pieces_of(Descriptor::of(product.b), 0, columns(op), b, [&](uint32_t at, uint32_t n, uint32_t k) {
             for (uint32_t e = 0; e < 8; ++e) right[b ? k + e : k][b ? n : n + e] = value(data + at + 2 * e);
         });
         if constexpr (registers) {
@@ -153,7 +156,7 @@ struct Wgmma {
         } else {
             const bool a = along_k_a(op);
             const uint32_t first = first_row(w);
-            pieces_of(Descriptor::of(uniform(w, op.src[a_slot])), first, 16, a, [&](uint32_t at, uint32_t i, uint32_t k) {
+            pieces_of(Descriptor::of(product.a), first, 16, a, [&](uint32_t at, uint32_t i, uint32_t k) {
                 for (uint32_t e = 0; e < 8; ++e)
                     left[a ? i - first : i - first + e][a ? k + e : k] = value(data + at + 2 * e);
             });
@@ -205,7 +208,7 @@ void finish(Warp& w, const Product& product) {
 }
 
 template <class Element, bool registers>
-void every_width(const std::string& type) {
+REGISTERS void every_width(const std::string& type) {
     using W = Wgmma<Element, registers>;
     for (int n = 8; n <= 256; n += 8) {
         const std::string sums = "b32*" + std::to_string(n / 2);
@@ -243,7 +246,7 @@ void wait(Warp& w, const Op& op, uint32_t m) {
 
 }  // namespace
 
-void wgmma_forms() {
+REGISTERS void wgmma_forms() {
     every_width<BFloat16, false>("bf16"), every_width<BFloat16, true>("bf16");
     every_width<Float16, false>("f16"), every_width<Float16, true>("f16");
     form("wgmma.fence.sync.aligned", "", fence);
