@@ -48,6 +48,12 @@ FAULTS = (
     _fault("more shared memory than a block gets", "__shared__ float others[kManyRows ? 3 * kColumns * kMaxThreads : 1];", "__shared__ float others[kManyRows ? 8 * kColumns * kMaxThreads : 1];", _BACKWARD),
 )  # fmt: skip
 
+_BUILD = """
+from tests.ptx.emulator import library
+from tests.support import cuda_build
+cuda_build.emulated_extension(), library.engine()
+"""
+
 SUITE = Suite(
     faults=FAULTS,
     tests=(
@@ -55,7 +61,7 @@ SUITE = Suite(
         "-k",
         "width or order or gaps or addresses or wanted or rows",
     ),
-    build=(sys.executable, "-c", "from tests.support import cuda_build; cuda_build.emulated_extension()"),
+    build=(sys.executable, "-c", _BUILD),
     quick="not slow",
-    timeout_s=600.0,
+    timeout_s=1200.0,
 )

@@ -21,7 +21,6 @@ FAULTS = (
     _fault("parse.py", "offsets of an address forgotten", 'return Address(operand, -value if sign == "-" else value, coordinates)', "return Address(operand, 0, coordinates)"),
     _fault("parse.py", "lines are not counted in a statement", 'self.line += text.count("\\n", at, end)', "self.line += 0"),
     _fault("names.py", "the second predicate is the first", "zip(results, (truth, inverse), strict=True)", "zip(results, (truth, truth), strict=True)"),
-    _fault("names.py", "constants lie in generic memory", '"const": "global"', '"const": "generic", "x": "global"'),
     _fault("decode.py", "signed values widened by zeros", 'name = "widen.s" if kind.startswith("s") else "widen.u"', 'name = "widen.u"'),
     _fault("decode.py", "a negated predicate read as it is", "            return operand\n        if isinstance(operand, Number):\n            return (\"constant\", 0", "            return operand\n        if isinstance(operand, names.Negated):\n            return operand.register\n        if isinstance(operand, Number):\n            return (\"constant\", 0"),
     _fault("decode.py", "static variables are not aligned", "                end = -(-end // v.align) * v.align\n", ""),
@@ -30,7 +29,6 @@ FAULTS = (
     _fault("program.py", "the seed does nothing", "request.seed, request.limit = seed % 2**32, limit", "request.seed, request.limit = 0, limit"),
     # control flow
     _fault("control.cpp", "lanes that do not branch are lost", "        w.waiting.push_back({w.pc + 1, others});\n", ""),
-    _fault("control.cpp", "lanes that do not branch run ahead", "    if (w.next > w.meet) w.meet = 0;  // the others go first", ""),
     _fault("control.cpp", "all lanes take the first of a table", "if ((m >> l & 1) && index[l] == i)", "if ((m >> l & 1) && i == 0)"),
     _fault("engine.cpp", "groups that meet stay apart", "        if (group.first == lowest) {", "        if (group.first == lowest && mask == 0) {"),
     _fault("engine.cpp", "a return ends the whole warp", "    live &= ~lanes;\n    mask &= ~lanes;", "    live = 0;\n    mask &= ~lanes;"),

@@ -388,6 +388,11 @@ def test_barriers_that_are_none():
         counted(expecting + "@%p0 mbarrier.inval.shared::cta.b64 [%r2];")
 
 
+def test_a_barrier_is_not_initialised_again():
+    with pytest.raises(SharedRace, match="invalidated"):
+        counted("bar.sync 0; @%p0 mbarrier.init.shared::cta.b64 [%r2], 2;")
+
+
 def test_a_barrier_is_used_again_after_inval():
     counted("@%p0 mbarrier.inval.shared::cta.b64 [%r2]; bar.sync 0;" + BARRIER.format(count=64) + ARRIVE + wait(0, "A"))
 

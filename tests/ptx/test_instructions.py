@@ -194,6 +194,21 @@ def test_forms_that_nothing_of_ours_needs(form, random):
     assert wrong == [], "\n".join(wrong[:8])
 
 
+def test_bytes_that_prmt_drops_need_no_value():
+    """LLVM names a register that nothing writes where it packs fewer than four bytes."""
+    lines = [".reg .b32 %d;", ".reg .b32 %a;", ".reg .b32 %never;", "prmt.b32 %d, %a, %never, 0x3210;"]
+    given = np.arange(isa.WARP) * 0x01234567
+    got = run_instruction(lines, {"%a": given}, ["%d"])
+    np.testing.assert_array_equal(got["%d"], given & 0xFFFFFFFF)
+
+
+def test_guards():
+    lines = [".reg .b32 %d;", ".reg .b32 %a;", ".reg .pred %p;", "setp.lt.u32 %p, %a, 7;", "mov.b32 %d, 0;"]
+    lines += ["@%p add.u32 %d, %d, 1;", "@!%p add.u32 %d, %d, 2;"]
+    got = run_instruction(lines, {"%a": np.arange(isa.WARP)}, ["%d"])
+    np.testing.assert_array_equal(got["%d"], np.where(np.arange(isa.WARP) < 7, 1, 2))
+
+
 PIECES = [form for sizes in ((32, 16), (64, 32), (64, 16)) for form in isa.pieces(*sizes)]
 
 

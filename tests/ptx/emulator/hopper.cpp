@@ -1,4 +1,4 @@
-// Forms of sm_90 beside wgmma: elect, mbarrier, copies of tensor tiles, fences of proxies.
+// Forms of sm_90 beside wgmma: mbarrier, copies of tensor tiles, fences of proxies.
 //
 // A bulk copy lands when a barrier that it counts on is waited for and nothing else can go on ("late"), or at
 // once ("early"). Until someone has waited, its bytes are in flight. A bulk store reads shared memory when its
@@ -20,16 +20,6 @@ HopperBlock& hopper(Block& block) {
 }
 
 namespace {
-
-void elect(Warp& w, const Op& op, uint32_t m) {
-    const uint32_t members = w.lane<uint32_t>(op.src[0])[__builtin_ctz(m)];
-    if (members & w.live & ~m)
-        fail(Kind::divergent_barrier, m, members, "elect.sync names threads that do not reach it together");
-    const uint32_t chosen = uint32_t(__builtin_ctz(members & m));
-    uint32_t* to = w.lane<uint32_t>(op.dst[0]);
-    for_lanes(m, [&](uint32_t l) { to[l] = chosen; });
-    set_predicate(w.predicate(op.dst[1]), m, 1u << chosen);
-}
 
 // ---- mbarrier -------------------------------------------------------------------------------------------
 
@@ -382,7 +372,6 @@ void async_read(Warp& w, uint32_t at, uint32_t size, const char* what) {
 }
 
 REGISTERS void hopper_forms() {
-    form("elect.sync", "=b32 =p b32", elect);
     for (const std::string space : {".shared", ".shared::cta"}) {
         form("mbarrier.init" + space + ".b64", "@ b32", init);
         form("mbarrier.inval" + space + ".b64", "@", inval);
