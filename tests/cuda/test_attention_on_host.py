@@ -77,12 +77,12 @@ def guarded(monkeypatch):
 
 @pytest.fixture
 def kernel_only(monkeypatch):
-    """No call may go to `aten`."""
+    """No call may go to the next backend."""
 
     def refuse(*_):
         raise AssertionError("the kernel should serve this call")
 
-    monkeypatch.setattr(launcher.aten, "attention_fwd", refuse)
+    monkeypatch.setattr(launcher.dispatch, "next_function", refuse)
 
 
 def ends_of(lengths):
@@ -444,15 +444,14 @@ def test_strides(kernel_only):
     assert torch.equal(out[1], again[1])
 
 
-def test_other_calls_go_to_aten(monkeypatch):
-    calls = []
+def test_other_calls_go_to_the_next_backend(monkeypatch):
+    calls, following = [], launcher.dispatch.next_function
 
     def counted(*args):
         calls.append(args)
-        return plain(*args)
+        return following(*args)
 
-    plain = launcher.aten.attention_fwd
-    monkeypatch.setattr(launcher.aten, "attention_fwd", counted)
+    monkeypatch.setattr(launcher.dispatch, "next_function", counted)
     base = made((20,), 2, 64)
 
     def misplaced(t, row, head, first=0):
@@ -465,7 +464,7 @@ def test_other_calls_go_to_aten(monkeypatch):
     forward(base._replace(k=misplaced(base.k, 132, 64)))
     forward(base._replace(v=misplaced(base.v, 144, 68)))
     launcher.attention_fwd(base, True, False)
-    assert len(calls) == 5
+    assert calls == [("cuda", "attention_fwd", torch.device("cpu"), torch.bfloat16)] * 5
     forward(base._replace(v=misplaced(base.v, 144, 72, 8)))
     assert len(calls) == 5
 

@@ -53,11 +53,9 @@ def on_host(emulated_extension, monkeypatch, fresh_dispatch):
 
 
 @pytest.fixture
-def no_aten(monkeypatch):
-    """Calls must not go to `aten`."""
-    for name in ("linear_fwd", "linear_bwd"):
-        monkeypatch.setattr(launchers.aten, name, None)
-    monkeypatch.setattr(feed_forward.aten, "feed_forward_bwd", None)
+def kernels_only(monkeypatch):
+    """Calls must not go to the next backend."""
+    monkeypatch.setattr(dispatch, "next_function", None)
 
 
 @pytest.fixture
@@ -107,7 +105,7 @@ def test_error_rule_of_feed_forward(on_host, case, dtype):
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("rows", (40, 300))
-def test_error_rule_of_exact_gelu(on_host, no_aten, exact_gelu, rows, dtype):
+def test_error_rule_of_exact_gelu(on_host, kernels_only, exact_gelu, rows, dtype):
     case = linear_cases.LinearCase(rows, 64, 72, "gelu", residual=True)
     assert broken_rules(case, dtype) == []
 
@@ -136,7 +134,7 @@ FORWARD = [
 
 
 @pytest.mark.parametrize(("shape", "tile", "parts"), FORWARD)
-def test_forward_is_exact_for_small_integers(on_host, no_aten, guarded, shape, tile, parts):
+def test_forward_is_exact_for_small_integers(on_host, kernels_only, guarded, shape, tile, parts):
     rows, depth, out = shape
     dtype = HALF[(rows + tile // 16 + parts) % 2]
     x, weight = (whole_numbers(n, depth, dtype=dtype, most=1, seed=n) for n in (rows, out))
@@ -162,7 +160,7 @@ def test_forward_is_exact_for_small_integers(on_host, no_aten, guarded, shape, t
 @pytest.mark.parametrize("activation", (None, *ACTIVATIONS))
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("tile", (16, 64, 128))
-def test_every_activation(on_host, no_aten, guarded, tile, dtype, activation):
+def test_every_activation(on_host, kernels_only, guarded, tile, dtype, activation):
     """With bias, residual and pre, in one part and in two; cheap GELU by its own largest error."""
     x, weight = randn(37, 136, dtype=dtype), randn(44, 136, dtype=dtype, seed=1) / 8
     bias, residual = randn(44, dtype=dtype, seed=2), randn(37, 44, dtype=dtype, seed=3)
@@ -182,7 +180,7 @@ def test_every_activation(on_host, no_aten, guarded, tile, dtype, activation):
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("plan", ((128, 1), (64, 1), (16, 1), (64, 2)), ids=str)
-def test_cheap_gelu_obeys_the_error_rule_in_every_kernel(on_host, no_aten, plan, dtype):
+def test_cheap_gelu_obeys_the_error_rule_in_every_kernel(on_host, kernels_only, plan, dtype):
     case = linear_cases.LinearCase(72, 128, 200, "gelu")
     inputs = case.inputs(dtype, "cpu")
     y, _ = launchers.linear_fwd_with(plan, *(inputs[k] for k in ("x", "weight", "bias")), "gelu", None, False)
@@ -210,7 +208,7 @@ BACKWARD = [
 
 
 @pytest.mark.parametrize(("shape", "tile", "parts"), BACKWARD)
-def test_backward_is_exact_for_small_integers(on_host, no_aten, guarded, shape, tile, parts):
+def test_backward_is_exact_for_small_integers(on_host, kernels_only, guarded, shape, tile, parts):
     rows, inputs, out = shape
     dtype = HALF[(rows + tile // 64) % 2]
     dy, x, weight, pre = (
@@ -236,7 +234,7 @@ def test_backward_is_exact_for_small_integers(on_host, no_aten, guarded, shape, 
 
 
 @pytest.mark.parametrize("activation", (None, "gelu"))
-def test_backward_makes_only_what_is_wanted(on_host, no_aten, guarded, activation):
+def test_backward_makes_only_what_is_wanted(on_host, kernels_only, guarded, activation):
     dy, x, weight, pre = (
         randn(*size, dtype=torch.bfloat16, seed=i)
         for i, size in enumerate(((20, 24), (20, 40), (24, 40), (20, 24)))
@@ -254,7 +252,7 @@ def test_backward_makes_only_what_is_wanted(on_host, no_aten, guarded, activatio
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("plan", ((128, 1), (64, 1), (64, 2)), ids=str)
-def test_gradient_between_the_products(on_host, no_aten, guarded, plan, activation, dtype):
+def test_gradient_between_the_products(on_host, kernels_only, guarded, plan, activation, dtype):
     """g and its column sums, at a row past a tile and one past 64."""
     rows, out, inner = (129 if plan[0] == 128 else 67), 72, 136
     dy, weight = randn(rows, out, dtype=dtype), randn(out, inner, dtype=dtype, seed=1) / 8
@@ -272,7 +270,7 @@ def test_gradient_between_the_products(on_host, no_aten, guarded, plan, activati
 
 @pytest.mark.parametrize("plan", ((128, 1), (64, 1), (64, 2)), ids=str)
 @pytest.mark.parametrize("rows", (1, 63, 64, 65, 130))
-def test_column_sums_count_every_row_once(on_host, no_aten, guarded, rows, plan):
+def test_column_sums_count_every_row_once(on_host, kernels_only, guarded, rows, plan):
     dy, weight = (
         whole_numbers(rows, 80, dtype=torch.float16, most=1),
         whole_numbers(80, 40, dtype=torch.float16),
@@ -295,7 +293,7 @@ def test_bias_gradient_of_many_rows(on_host, guarded):
 
 @pytest.mark.parametrize("plan", ((128, 1), (64, 1), (64, 2), (32, 1), (16, 1)), ids=str)
 @pytest.mark.parametrize("gap", (8, 16, 24))
-def test_rows_among_poison(on_host, no_aten, guarded, gap, plan):
+def test_rows_among_poison(on_host, kernels_only, guarded, gap, plan):
     """NaN behind each row of x, weight and residual; rows of residual that are not aligned."""
     dtype = torch.bfloat16
     x, x_memory = strided_rows(35, 72, dtype, gap, seed=1)
@@ -309,7 +307,7 @@ def test_rows_among_poison(on_host, no_aten, guarded, gap, plan):
 
 
 @pytest.mark.parametrize("tile", (64, 128))
-def test_backward_with_rows_among_poison(on_host, no_aten, guarded, tile):
+def test_backward_with_rows_among_poison(on_host, kernels_only, guarded, tile):
     dtype = torch.bfloat16
     x, _ = strided_rows(35, 72, dtype, 8, seed=1)
     weight, _ = strided_rows(56, 72, dtype, 16, seed=2)
@@ -322,7 +320,7 @@ def test_backward_with_rows_among_poison(on_host, no_aten, guarded, tile):
 
 @pytest.mark.parametrize("out", (40, 43))
 @pytest.mark.parametrize("offset", (0, 1, 3))
-def test_residual_and_bias_at_any_address(on_host, no_aten, offset, out):
+def test_residual_and_bias_at_any_address(on_host, kernels_only, offset, out):
     memory = whole_numbers(40 * 48 + 8, dtype=torch.float16)
     residual = memory[offset : offset + 20 * 48].view(20, 48)[:, :out]
     bias = memory[offset : offset + out]
@@ -373,6 +371,9 @@ def test_what_is_not_finite_stays_in_its_row(on_host, monkeypatch, dtype, activa
 
 def test_the_next_backend_takes_the_rest(on_host, monkeypatch):
     """Misaligned starts and rows, depths that are no multiple of 8; the same result as `aten` itself."""
+    for op in ("linear", "feed_forward"):
+        monkeypatch.setitem(dispatch.TABLE["cpu"], op, ("cuda", "aten", "reference"))
+    monkeypatch.setattr(dispatch, "_resolved", {})
     memory = randn(4096, dtype=torch.bfloat16)
     x, weight = memory[: 6 * 32].view(6, 32), memory[512 : 512 + 10 * 32].view(10, 32)
     monkeypatch.setattr(launchers, "product", None)
@@ -499,7 +500,7 @@ def test_exact_gelu_by_the_environment(monkeypatch):
 
 
 @pytest.mark.parametrize("plan", ((16, 2), (32, 1), (64, 2), (128, 1), (128, 3)), ids=str)
-def test_repeats_are_bit_equal(on_host, no_aten, plan):
+def test_repeats_are_bit_equal(on_host, kernels_only, plan):
     """Each launch draws its own order of warps, and whether copies land early or late."""
     x, weight, pre = (
         randn(*s, dtype=torch.bfloat16, seed=i) for i, s in enumerate(((70, 264), (72, 264), (70, 72)))
@@ -522,7 +523,7 @@ def test_repeats_are_bit_equal(on_host, no_aten, plan):
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_any_shape(on_host, no_aten, guarded, seed):
+def test_any_shape(on_host, kernels_only, guarded, seed):
     """20 shapes each: integers, so that any tile, part, tail and epilogue must be exact."""
     rng = random.Random(seed)
     for _ in range(20):

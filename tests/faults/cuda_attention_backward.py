@@ -84,7 +84,7 @@ TESTS = (
     "neighbours_and_unused_cells_may_be_nan",
     "dropout_bits_are_the_definitions",
     "a_table_of_places_is_read",
-    "calls_for_aten",
+    "calls_for_the_next_backend",
 )
 
 SUITE = Suite(
