@@ -99,6 +99,9 @@ WHOLE = {
         test_opcheck[triton test_poison_outside_the_sequences_changes_nothing
         test_strides_are_respected[triton test_the_fence_is_one
     """,
+    "ptx": """
+        test_every_op test_tutorials
+    """,
     "runtime": """
         test_the_table_of_gpus_trains_a_model
     """,
@@ -130,7 +133,7 @@ WHOLE = {
 SAMPLED = {"triton": frozenset({"case"})}
 
 # fixtures that compile, run a whole benchmark or train in two processes: their tests are left to `make sweep`
-BUILDS = {"dry", "emulated_extension", "smoke", "two_processes", "whole"}
+BUILDS = {"dry", "emulated", "emulated_extension", "emulated_launches", "smoke", "two_processes", "whole"}
 
 Need = tuple[Hashable, ...]
 

@@ -1,0 +1,86 @@
+"""What Triton compiles our kernels to, run in the emulator, keeps the error rule.
+
+Triton's compiler is the independent truth: its layouts, fragments, swizzles and waits must come out right.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from tests.ptx.emulator import library
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DTYPES = ("bfloat16", "float16", "float32")
+ATTENTION = {"_attention_places_kernel", "_attention_fwd_kernel", "_attention_bwd_dq_kernel"}
+ATTENTION |= {"_attention_bwd_dkdv_kernel", "_attention_bwd_dbias_kernel"}
+# op -> the kernels of its small cases
+OPS = {
+    "attention": ATTENTION,
+    "cross_entropy": {"_cross_entropy_fwd_kernel", "_mean_loss_kernel", "_cross_entropy_bwd_kernel"},
+    "embedding": {
+        "_embedding_fwd_kernel",
+        "_embedding_bwd_kernel",
+        "_sum_partials_kernel",
+        "_table_bwd_kernel",
+    },
+    "feed_forward": {"_linear_fwd_kernel", "_feed_forward_bwd_kernel", "_sum_partials_kernel"},
+    "first_attention": {
+        "_first_attention_asked_kernel",
+        "_first_attention_mixed_kernel",
+        "_first_attention_value_kernel",
+    },
+    "layer_norm": {"_layer_norm_fwd_kernel", "_layer_norm_bwd_kernel", "_sum_partials_kernel"},
+    "linear": {"_linear_fwd_kernel", "_linear_bwd_kernel", "_sum_partials_kernel"},
+    "linear_norm": {"_linear_norm_kernel", "_normalize_kernel"},
+    "packing": {"_packing_fwd_kernel", "_packing_bwd_kernel"},
+    "pooling": {"_pooling_fwd_kernel", "_pooling_bwd_kernel"},
+}
+
+
+def rows_of(module: str, *options: str) -> list[dict]:
+    """What a module of this folder prints, run with Triton's interpreter off."""
+    library.engine()  # skips where no compiler is
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", f"tests.ptx.{module}", *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=3600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def assert_right(rows: list[dict], kernels: set[str]) -> None:
+    """Every row keeps the error rule, and schedules and seeds change no bit."""
+    assert [r for r in rows if r["reason"]] == []
+    assert [r for r in rows if r["differs"]] == []
+    assert {k for r in rows for k in r["kernels"]} == kernels
+
+
+def test_some_ops():
+    """A quick look: one case each of ops that move tiles in every way but tensor copies."""
+    ops = ("packing", "layer_norm", "linear")
+    assert_right(rows_of("emulated_ops", *ops, "--first", "1"), set().union(*(OPS[op] for op in ops)))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_op(op):
+    options = [word for dtype in DTYPES for word in ("--dtype", dtype)]
+    assert_right(rows_of("emulated_ops", op, *options), OPS[op])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", OPS)
+def test_every_case(op):
+    rows = rows_of("emulated_ops", op, "--all")
+    assert [r for r in rows if r["reason"] or r["differs"]] == []
+    assert rows
+
+
+def test_tutorials():
+    rows = rows_of("tutorials")
+    assert [r for r in rows if not r["right"]] == []
+    assert {r["tutorial"] for r in rows} == {"softmax", "layer_norm", "matmul"}

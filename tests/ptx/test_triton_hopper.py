@@ -1,0 +1,28 @@
+"""What Triton compiles our kernels to for sm_90: products of warp groups, tiles moved by TMA, mbarriers."""
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from tests.ptx.test_triton import OPS, assert_right, rows_of
+
+# op -> options that choose a case large enough for what sm_90 has, and what its kernels then have
+LARGER = {
+    "attention": (("--gpu", "--only", "70_19"), {"A in memory", "A in registers"}),
+    "feed_forward": (("--gpu", "--only", "700"), {"A in memory", "tile global", "tile shared"}),
+    "linear": (("--gpu", "--only", "700"), {"A in memory", "tile global", "tile shared"}),
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_on_sm_90(op):
+    rows = rows_of("emulated_ops", op, "--arch", "90", "--dtype", "bfloat16", "--dtype", "float16")
+    assert_right(rows, OPS[op])
+
+
+@pytest.mark.parametrize("op", LARGER)
+def test_larger_tiles_on_sm_90(op):
+    options, forms = LARGER[op]
+    rows = rows_of("emulated_ops", op, "--arch", "90", *options)
+    assert [r for r in rows if r["reason"] or r["differs"]] == []
+    assert forms <= set(rows[-1]["forms"])
