@@ -13,9 +13,9 @@ struct CudaAttentionBwd : AttentionBwd {
     const float* lse;
 };
 
-// Both return nullptr, or the text of the error. Nothing waits for the device. They take bfloat16 and float16,
-// headdim 32, 64 and 128, q, k, v at multiples of 16 bytes and with strides that are multiples of 8, and no
-// probs.
+// Both return nullptr, or the text of the error. Nothing waits for the device. They take bfloat16 and
+// float16, headdim 32, 64 and 128, q, k, v at multiples of 16 bytes and with strides that are multiples of 8,
+// and no probs.
 const char* cuda_attention_fwd(const AttentionFwd& args, int device, std::uintptr_t stream);
 const char* cuda_attention_bwd(const CudaAttentionBwd& args, std::uintptr_t workspace, int device,
                                std::uintptr_t stream);
