@@ -12,7 +12,7 @@
 //            maximum is subtracted before the factor: float's lowest value as a mask must not overflow.
 // Saved      lse, and dropout's bits where asked for: backward needs them twice.
 // Source     Milakov, Gimelshein 2018, Online normalizer calculation for softmax, alg. 3; Dao 2023,
-//            FlashAttention-2, alg. 1; the late maximum: Zadouri et al. 2026, FlashAttention-4, sec. 3.
+//            FlashAttention-2, alg. 1; the late maximum: Zadouri et al. 2026, FlashAttention-4.
 #pragma once
 
 #include "attention_tiles.cuh"
