@@ -53,9 +53,8 @@ std::int64_t fill(Attention& out, const py::tuple& common, bool on_device) {
     check_size("total", out.total);
     check_size("max_seqlen", out.max_seqlen);
     check_given("cu_seqlens", out.cu_seqlens, 1);
-    const std::int64_t end = on_device
-                                 ? out.total
-                                 : check_lengths(out.cu_seqlens, out.batch, out.total, out.max_seqlen);
+    const std::int64_t end =
+        on_device ? out.total : check_lengths(out.cu_seqlens, out.batch, out.total, out.max_seqlen);
     elements_of("q", {out.total, out.nheads, out.headdim});
     const Heads* const tensors[] = {&out.q, &out.k, &out.v};
     const char* const names[] = {"q", "k", "v"};

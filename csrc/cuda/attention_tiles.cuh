@@ -99,8 +99,8 @@ struct TileCopies {
 };
 
 // Where this lane's row of load_matrices begins, in bytes from the start of a tile: matrices 0 and 1, or with
-// `across` 0 and 2, are rows 0 to 7 and 8 to 15 of chunk 0; the other two are those of chunk 1. `^ 32 * i` gives
-// chunks 2 i and 2 i + 1; 16 rows further down are 16 whole rows further.
+// `across` 0 and 2, are rows 0 to 7 and 8 to 15 of chunk 0; the other two are those of chunk 1. `^ 32 * i`
+// gives chunks 2 i and 2 i + 1; 16 rows further down are 16 whole rows further.
 template <class T, int kHeadDim>
 __device__ __forceinline__ int matrix_row(bool across) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp, second = lane / 8 % 2, upper = lane / 16;
@@ -111,8 +111,8 @@ __device__ __forceinline__ int matrix_row(bool across) {
 // --- dropout: the bits of 16 rows and 64 keys, by one warp ---
 
 #ifdef __CUDACC__
-// prmt: byte i of the result is byte s_i of (b, a), s_i the low three bits of nibble i of `selector`; with the
-// nibble's highest bit, eight times that byte's highest bit.
+// prmt: byte i of the result is byte s_i of (b, a), s_i the low three bits of nibble i of `selector`; with
+// the nibble's highest bit, eight times that byte's highest bit.
 __device__ __forceinline__ std::uint32_t permute_bytes(std::uint32_t a, std::uint32_t b,
                                                        std::uint32_t selector) {
     std::uint32_t out;
@@ -159,8 +159,8 @@ __device__ __forceinline__ std::uint32_t kept_columns(const Philox& bits, LaneTh
     return ((low & 0x08040201u) | (high & 0x80402010u)) * 0x01010101u;
 }
 
-// Keep bits of the C fragments of 16 rows and 64 keys. Lane 4 g + p draws rows g and g + 8, of each the groups
-// of eight columns p and p + 4: byte 2 r + h of its word is (row g + 8 r, group p + 4 h).
+// Keep bits of the C fragments of 16 rows and 64 keys. Lane 4 g + p draws rows g and g + 8, of each the
+// groups of eight columns p and p + 4: byte 2 r + h of its word is (row g + 8 r, group p + 4 h).
 __device__ __forceinline__ std::uint32_t draw_keep_bytes(std::uint64_t seed, std::uint32_t offset,
                                                          std::uint32_t plane, std::uint32_t first_row,
                                                          std::uint32_t first_key, LaneThreshold t) {
@@ -178,8 +178,8 @@ __device__ __forceinline__ std::uint32_t draw_keep_bytes(std::uint64_t seed, std
 __device__ __forceinline__ std::uint32_t keep_word(std::uint32_t keep_bytes) {
     // Four lanes exchange bytes i of lane j and j of lane i, first by the low bits of i and j.
     const int lane = static_cast<int>(threadIdx.x) % 4;
-    const std::uint32_t once = permute_bytes(keep_bytes, __shfl_xor_sync(kAllLanes, keep_bytes, 1),
-                                             lane % 2 == 0 ? 0x6240 : 0x3715);
+    const std::uint32_t once =
+        permute_bytes(keep_bytes, __shfl_xor_sync(kAllLanes, keep_bytes, 1), lane % 2 == 0 ? 0x6240 : 0x3715);
     return permute_bytes(once, __shfl_xor_sync(kAllLanes, once, 2), lane / 2 == 0 ? 0x5410 : 0x3276);
 }
 

@@ -1,4 +1,6 @@
-"""Faults of the CUDA attention's forward, which its threads on the host must show. The kernels are built anew."""
+"""Faults of the CUDA attention's forward, built anew for the host."""
+
+# ruff: noqa: E501 (a table)
 
 import sys
 
@@ -33,9 +35,9 @@ FAULTS = (
     # places
     _fault("a sequence's tiles in one slot less", "total / kTileRows + batch + 1; }", "total / kTileRows + batch; }", _TILES),
     _fault("a search that stops one early", "const int before = __popc(__ballot_sync(kAllLanes, reached) >> 1) * step;", "const int before = __popc(__ballot_sync(kAllLanes, reached) >> 2) * step;", _TILES),
-    _fault("a slot too many does a tile twice", "return {found, start, length, tile >= 0 ? tile * kTileRows : length};", "return {found, start, length, tile >= 0 ? tile * kTileRows : 0};", _TILES),
-    _fault("the search skips a remainder", "(left + kWarp - 1) / kWarp;", "left / kWarp + 1;", _TILES),
-    _fault("tiles of a sequence rounded down", "tile = (length + kTileRows - 1) / kTileRows - 1 - tile;", "tile = length / kTileRows - tile;", _TILES),
+    _fault("a slot too many does the tile before", "return {found, start, length, tile >= 0 ? tile * kTileRows : length};", "return {found, start, length, tile * kTileRows};", _TILES),
+    _fault("the search leaves out a remainder of one", "(left + kWarp - 1) / kWarp;", "(left + kWarp - 2) / kWarp;", _TILES),
+    _fault("tiles of a sequence one late", "tile = (length + kTileRows - 1) / kTileRows - 1 - tile;", "tile = (length + kTileRows - 1) / kTileRows - tile;", _TILES),
     _fault("rows after the sequences keep what they had", "        zero_rows<T, kHeadDim>(args, start + first_row, head);\n", ""),
     _fault("lse after the sequences unset", "if (i % kChunks == 0 && args.lse != nullptr) args.lse[head * args.total + row] = 0.0f;", ""),
     # copies and tiles

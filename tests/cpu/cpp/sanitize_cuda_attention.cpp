@@ -38,7 +38,8 @@ int check(const Shape& s) {
     const std::int64_t end = ends.data<std::int32_t>()[batch], total = end + s.capacity;
     const std::int64_t head_stride = s.headdim + (s.options ? 8 : 0), row_stride = s.nheads * head_stride;
     // No row after the last sequence is there to be read, and nothing after the last head.
-    const std::int64_t span = end == 0 ? 0 : (end - 1) * row_stride + (s.nheads - 1) * head_stride + s.headdim;
+    const std::int64_t span =
+        end == 0 ? 0 : (end - 1) * row_stride + (s.nheads - 1) * head_stride + s.headdim;
     const Buffer q = random_buffer(span, s.dtype), k = random_buffer(span, s.dtype),
                  v = random_buffer(span, s.dtype);
     const std::int64_t size = longest, words = (size + 31) / 32;
@@ -80,7 +81,8 @@ int check(const Shape& s) {
                             "out after the sequences");
             }
         for (std::int64_t b = 0; repeat == 0 && b < batch; ++b) {
-            const std::int64_t start = ends.data<std::int32_t>()[b], n = ends.data<std::int32_t>()[b + 1] - start;
+            const std::int64_t start = ends.data<std::int32_t>()[b],
+                               n = ends.data<std::int32_t>()[b + 1] - start;
             for (std::int64_t h = 0; h < s.nheads; ++h)
                 for (std::int64_t i = 0; i < n; i += 3) {
                     double sum = 0.0;
@@ -95,7 +97,8 @@ int check(const Shape& s) {
                         sum += std::exp(score);
                     }
                     const float found = lse.data<float>()[h * total + start + i];
-                    require(std::fabs(found - std::log(sum)) <= 1e-5 * (1.0 + std::fabs(std::log(sum))), "lse");
+                    require(std::fabs(found - std::log(sum)) <= 1e-5 * (1.0 + std::fabs(std::log(sum))),
+                            "lse");
                 }
         }
         if (first != nullptr) {
