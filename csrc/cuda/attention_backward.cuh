@@ -182,10 +182,13 @@ __device__ __forceinline__ void bring_bits(std::uint32_t* bits, const CudaAttent
     if (args.keep_bits != nullptr) {
         const std::int64_t words = (args.max_seqlen + 31) / 32, word = column / 32;
         const std::int32_t* from = args.keep_bits + (head * args.total + first_row) * words + word;
+        // Trips that the compiler can count: a loop that begins at the thread is unrolled with a rest.
 #pragma unroll
-        for (int i = thread; i < kWidth / 32 * kRows; i += kBackwardThreads) {
-            const bool inside = i % kRows < place.length - row && word + i / kRows < words;
-            copy_word(bits + i, inside ? from + i % kRows * words + i / kRows : args.keep_bits, inside);
+        for (int i = 0; i < kWidth / 32 * kRows; i += kBackwardThreads) {
+            const int at = i + thread, at_row = at % kRows, at_word = at / kRows;
+            const bool inside = at_row < place.length - row && word + at_word < words;
+            if (at < kWidth / 32 * kRows)
+                copy_word(bits + at, inside ? from + at_row * words + at_word : args.keep_bits, inside);
         }
         return;
     }

@@ -58,12 +58,13 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttention
         copy_rows<T, kD, kTile>(shared.dout[slot], dout, stride, first_row, length);
         Rows<kD>& rows = shared.rows[slot];
         const std::int64_t at = head * args.total + start + first_row;
-        for (int i = thread; i < 3 * kTile; i += kBackwardThreads) {
-            const int which = i / kTile, row = i % kTile;
+#pragma unroll
+        for (int i = 0; i < 3 * kTile; i += kBackwardThreads) {
+            const int which = (i + thread) / kTile, row = (i + thread) % kTile;
             const float* from = which == 0 ? args.delta : which == 1 ? args.norm : args.lse;
             float* to = which == 0 ? rows.delta : which == 1 ? rows.norm : rows.lse;
             const bool inside = row < length - first_row;
-            if (which < 2 || biased) copy_word(to + row, inside ? from + at + row : from, inside);
+            if (which < 2 || (which == 2 && biased)) copy_word(to + row, inside ? from + at + row : from, inside);
         }
         if (dropout) bring_bits<kTile, kOwned>(rows.bits, args, head, place, first_row, first);
         commit_copies();
