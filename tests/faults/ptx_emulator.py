@@ -104,7 +104,7 @@ FAULTS = (
 TESTS = ("test_matrices", "test_warps", "test_memory_forms", "test_hopper", "test_instructions")
 SUITE = Suite(
     FAULTS,
-    tuple(f"tests/ptx/{name}.py" for name in TESTS),
+    (*(f"tests/ptx/{name}.py" for name in TESTS), "-k", "not nothing_of_ours_needs"),
     # the tests build the emulator; the first time all of it
     environment={"FASTBERT_EMULATOR_OPTIMIZE": "-O0"},
     timeout_s=1200,

@@ -391,7 +391,7 @@ _NAN16, _NANB16 = np.uint16(0x7FFF).view(np.float16), to_floats(np.array([0x7FFF
 
 
 def _short(kind: str) -> Callable[[np.ndarray], np.ndarray]:
-    return nearest_bf16 if kind == "bf16" else lambda x: x.astype(np.float16)
+    return nearest_bf16 if kind == "bf16" else lambda x: _nan16(x, x.astype(np.float16))
 
 
 def _odd_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
