@@ -133,9 +133,8 @@ def test_comparisons_with_two_results_and_a_further_predicate():
 
 
 def test_threads_of_three_axes():
-    body = """mov.u32 %r2, %tid.y; mov.u32 %r3, %tid.z; mov.u32 %r4, %ntid.x; mov.u32 %r5, %ntid.y;
-        mad.lo.u32 %r6, %r3, %r5, %r2; mad.lo.u32 %r6, %r6, %r4, %r1;
-        mad.wide.u32 %rd2, %r6, 4, %rd1;
+    body = """mov.u32 %r2, %tid.y; mov.u32 %r3, %tid.z; mov.u32 %r4, %warpid; mov.u32 %r5, %laneid;
+        mad.lo.u32 %r6, %r4, 32, %r5; mad.wide.u32 %rd2, %r6, 4, %rd1;
         shl.b32 %r2, %r2, 8; shl.b32 %r3, %r3, 16; or.b32 %r9, %r1, %r2; or.b32 %r9, %r9, %r3;"""
     found = run(body, threads=(5, 3, 4))
     assert found == [x | y << 8 | z << 16 for z in range(4) for y in range(3) for x in range(5)]
@@ -148,6 +147,20 @@ def test_blocks_of_three_axes():
     y = torch.full((24,), -1, dtype=torch.int32)
     Program(HEADER + KERNEL.replace("BODY", body)).launch("k", (4, 3, 2), (1,), [y], seed=5)
     assert y.tolist() == [10 * i for i in range(24)]
+
+
+def test_the_order_of_blocks_is_the_seeds():
+    """Each block draws a number as it begins."""
+    body = """atom.global.add.u32 %r9, [%rd1], 1; mov.u32 %r2, %ctaid.x; add.u32 %r2, %r2, 1;
+        mad.wide.u32 %rd2, %r2, 4, %rd1;"""
+    program = Program(HEADER + KERNEL.replace("BODY", body))
+    orders = set()
+    for seed in range(8):
+        y = torch.zeros(7, dtype=torch.int32)
+        program.launch("k", (6,), (1,), [y], seed=seed)
+        assert sorted(y.tolist()[1:]) == list(range(6))
+        orders.add(tuple(y.tolist()))
+    assert len(orders) > 4
 
 
 def test_warps_and_lanes():
@@ -189,13 +202,14 @@ def test_memory_of_a_thread():
 
 def test_generic_addresses_of_every_space():
     found = run(
-        """.shared .align 4 .b8 first[16]; .shared .align 16 .b8 smem[256];
+        """.shared .align 4 .b8 first[12]; .shared .align 16 .b8 smem[256];
         mov.u32 %r2, smem; mad.lo.u32 %r2, %r1, 4, %r2; cvt.u64.u32 %rd3, %r2; cvta.shared.u64 %rd4, %rd3;
         st.u32 [%rd4], %r1; ld.shared.u32 %r3, [%r2]; st.u32 [%rd2], %r3; ld.global.u32 %r4, [%rd2];
         cvta.to.shared.u64 %rd5, %rd4; cvt.u32.u64 %r5, %rd5; sub.u32 %r5, %r5, %r2;
         isspacep.shared %p1, %rd4; selp.u32 %r6, 100, 0, %p1;
         isspacep.global %p2, %rd2; selp.u32 %r7, 200, 0, %p2;
-        add.u32 %r9, %r4, %r5; add.u32 %r9, %r9, %r6; add.u32 %r9, %r9, %r7;"""
+        add.u32 %r9, %r4, %r5; add.u32 %r9, %r9, %r6; add.u32 %r9, %r9, %r7;
+        mov.u32 %r8, smem; and.b32 %r8, %r8, 15; add.u32 %r9, %r9, %r8;"""
     )
     assert found == [300 + i for i in range(32)]
 

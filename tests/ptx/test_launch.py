@@ -55,6 +55,10 @@ def test_a_kernel_of_elements(count):
 def test_an_unknown_form_is_named():
     with pytest.raises(UnknownForm, match=r"add\.f33 \(add_one, line 21\)"):
         Program(ADD_ONE.replace("add.f32 %r4", "add.f33 %r4"))
+    # A statement of several lines counts them, and so does a comment.
+    longer = ADD_ONE.replace("mov.u32 %r2, %ctaid.x;", "mov.u32\n%r2,\n%ctaid.x; /* a\n\ncomment */")
+    with pytest.raises(UnknownForm, match=r"add\.f33 \(add_one, line 25\)"):
+        Program(longer.replace("add.f32 %r4", "add.f33 %r4"))
 
 
 def test_single_statements():

@@ -70,7 +70,48 @@ def test_a_report_says_where():
 
 
 def test_a_register_that_was_never_written():
-    both(UninitialisedRead, "add.s32 %r5, %r6, 1;", "mov.u32 %r6, 0; add.s32 %r5, %r6, 1;")
+    use = "add.s32 %r5, %r6, 1; st.global.u32 [%rd4], %r5;"
+    both(UninitialisedRead, use, "mov.u32 %r6, 0;" + use)
+
+
+def test_what_comes_of_undefined_registers_is_undefined():
+    """Compilers let undefined values be computed with. Where one decides or leaves the warp is the fault."""
+    undefined = "add.s32 %r5, %r6, 1; mul.lo.s32 %r5, %r5, 0; shfl.sync.bfly.b32 %r7, %r5, 1, 31, -1;"
+    undefined += "mov.b64 %rd5, {%r7, %r1}; cvt.u32.u64 %r8, %rd5; setp.eq.s32 %p1, %r8, 0; mov.u32 %r9, 1;"
+    run(undefined)
+    for use in (
+        "st.global.u32 [%rd4], %r8;",
+        "@%p1 mov.u32 %r9, 1;",
+        "@%p1 bra $L__end; $L__end:",
+        "st.shared.u32 [%r3], %r8;",
+        "ld.shared.u32 %r9, [%r8];",
+        "redux.sync.add.s32 %r9, %r8, -1;",
+        "shfl.sync.idx.b32 %r9, %r1, %r8, 31, -1;",
+        "selp.b32 %r9, %r1, %r1, %p1; st.global.u32 [%rd4], %r9;",
+        "bar.sync %r8;",
+    ):
+        with pytest.raises(UninitialisedRead):
+            run(undefined + use)
+
+
+def test_undefined_operands_that_do_not_count():
+    """What selp does not choose, what `and` and `or` of predicates do not need, other lanes of a shuffle."""
+    some = (
+        "setp.lt.u32 %p1, %r1, 40; @%p1 mov.u32 %r6, 3; selp.u32 %r5, CHOICE, %p1; st.global.u32 [%rd4], %r5;"
+    )
+    run(some.replace("CHOICE", "%r6, 7"))
+    with pytest.raises(UninitialisedRead):
+        run(some.replace("CHOICE", "7, %r6"))
+    for logic, decided, open_ in (("and", "ge", "lt"), ("or", "lt", "ge")):
+        body = f"setp.WHICH.u32 %p1, %r1, 64; {logic}.pred %p3, %p1, %p2; @%p3 mov.u32 %r9, 1;"
+        run(body.replace("WHICH", decided))
+        with pytest.raises(UninitialisedRead):
+            run(body.replace("WHICH", open_))
+    half = "and.b32 %r5, %r1, 1; setp.eq.u32 %p1, %r5, 0; @%p1 mov.u32 %r6, 3;"
+    half += "shfl.sync.bfly.b32 %r7, %r6, 1, 31, -1;"
+    run(half + "@!%p1 st.global.u32 [%rd4], %r7;")
+    with pytest.raises(UninitialisedRead):
+        run(half + "@%p1 st.global.u32 [%rd4], %r7;")
 
 
 def test_a_register_that_some_lanes_never_wrote():
@@ -206,7 +247,8 @@ def test_a_barrier_that_only_some_threads_reach():
 
 
 def test_threads_that_have_ended_are_not_waited_for():
-    run("setp.lt.u32 %p1, %r1, 40; @%p1 ret; bar.sync 0;")
+    for seed in range(8):
+        run("setp.lt.u32 %p1, %r1, 40; @%p1 ret; bar.sync 0;", seed=seed)
 
 
 def test_a_warp_barrier_names_threads_that_went_elsewhere():

@@ -58,7 +58,7 @@ Kernel* ptx_kernel(const int64_t* stream, uint64_t length, const uint64_t* const
     while (stream < end) {
         Op op;
         const Form& form = forms()[size_t(*stream++)];
-        op.run = form.run, op.raw = form.raw;
+        op.run = form.run, op.raw = form.raw, op.pure = form.pure;
         op.guard = *stream < 0 ? NONE : uint32_t(*stream);
         ++stream;
         op.negated = *stream++ != 0;

@@ -157,8 +157,14 @@ void unpack(Warp& w, const Op& op, uint32_t m) {
 template <class Whole, class Part>
 REGISTERS void packing() {
     const std::string parts = width<Part>() + "*" + std::to_string(sizeof(Whole) / sizeof(Part));
-    form("mov." + width<Whole>(), "=" + width<Whole>() + " " + parts, pack<Whole, Part>);
-    form("mov." + width<Whole>(), "=" + parts + " " + width<Whole>(), unpack<Whole, Part>);
+    pure_form("mov." + width<Whole>(), "=" + width<Whole>() + " " + parts, pack<Whole, Part>);
+    pure_form("mov." + width<Whole>(), "=" + parts + " " + width<Whole>(), unpack<Whole, Part>);
+}
+
+// Which of the active lanes of the result hold a value.
+void defined(Warp& w, const Op& op, uint32_t m, uint32_t lanes) {
+    uint32_t& written = w.written[op.dst[0]];
+    written = (written & ~m) | (lanes & m);
 }
 
 template <class T>
@@ -169,11 +175,21 @@ void selp(Warp& w, const Op& op, uint32_t m) {
     alignas(64) T out[LANES];
     for (int l = 0; l < LANES; ++l) out[l] = (p >> l & 1) ? a[l] : b[l];
     each(m, d, Same<T>{}, out);
+    // The operand that is not chosen may be undefined.
+    const uint32_t chosen = (p & w.written[op.src[0]]) | (~p & w.written[op.src[1]]);
+    defined(w, op, m, chosen & w.written[op.src[2]]);
 }
 
 template <class F>
 void of_predicates(Warp& w, const Op& op, uint32_t m) {
-    set_predicate(w.predicate(op.dst[0]), m, F{}(w.predicate(op.src[0]), w.predicate(op.src[1])));
+    const uint32_t a = w.predicate(op.src[0]), b = w.predicate(op.src[1]);
+    const uint32_t has_a = w.written[op.src[0]], has_b = w.written[op.src[1]];
+    // False and anything is false, true or anything is true.
+    uint32_t known = has_a & has_b;
+    if (F{}(0, ALL) == 0) known |= (has_a & ~a) | (has_b & ~b);
+    if (F{}(ALL, ALL) == ALL && F{}(0, ALL) == ALL) known |= (has_a & a) | (has_b & b);
+    set_predicate(w.predicate(op.dst[0]), m, F{}(a, b));
+    defined(w, op, m, known);
 }
 void not_predicate(Warp& w, const Op& op, uint32_t m) {
     set_predicate(w.predicate(op.dst[0]), m, ~w.predicate(op.src[0]));
@@ -211,14 +227,14 @@ REGISTERS void bit_forms() {
     value_form<Funnel<false, false>, uint32_t, uint32_t, uint32_t, uint32_t>("shf.r.clamp.b32");
     packing<uint32_t, uint16_t>(), packing<uint64_t, uint32_t>(), packing<uint64_t, uint16_t>();
     packing<uint32_t, uint8_t>(), packing<uint16_t, uint8_t>();
-    form("selp.b16", "=b16 b16 b16 p", selp<uint16_t>);
-    form("selp.b32", "=b32 b32 b32 p", selp<uint32_t>);
-    form("selp.b64", "=b64 b64 b64 p", selp<uint64_t>);
-    form("and.pred", "=p p p", of_predicates<And<uint32_t>>);
-    form("or.pred", "=p p p", of_predicates<Or<uint32_t>>);
-    form("xor.pred", "=p p p", of_predicates<Xor<uint32_t>>);
-    form("not.pred", "=p p", not_predicate);
-    form("mov.pred", "=p p", move_predicate);
+    raw_form("selp.b16", "=b16 b16 b16 p", selp<uint16_t>);
+    raw_form("selp.b32", "=b32 b32 b32 p", selp<uint32_t>);
+    raw_form("selp.b64", "=b64 b64 b64 p", selp<uint64_t>);
+    raw_form("and.pred", "=p p p", of_predicates<And<uint32_t>>);
+    raw_form("or.pred", "=p p p", of_predicates<Or<uint32_t>>);
+    raw_form("xor.pred", "=p p p", of_predicates<Xor<uint32_t>>);
+    pure_form("not.pred", "=p p", not_predicate);
+    pure_form("mov.pred", "=p p", move_predicate);
     resize<uint8_t, uint16_t>(), resize<uint8_t, uint32_t>(), resize<uint8_t, uint64_t>();
     resize<uint16_t, uint32_t>(), resize<uint16_t, uint64_t>(), resize<uint32_t, uint64_t>();
 }

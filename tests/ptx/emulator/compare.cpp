@@ -53,7 +53,7 @@ void setp_pairs(Warp& w, const Op& op, uint32_t m) {
 template <class H>
 REGISTERS void pairs(const std::string& type) {
     const auto add = [&](const char* name, Run run) {
-        form(std::string("setp.") + name + type + "x2", "=p =p b32 b32", run);
+        pure_form(std::string("setp.") + name + type + "x2", "=p =p b32 b32", run);
     };
     add("eq", setp_pairs<Eq, H>), add("ne", setp_pairs<Ne, H>), add("lt", setp_pairs<Lt, H>);
     add("le", setp_pairs<Le, H>), add("gt", setp_pairs<Gt, H>), add("ge", setp_pairs<Ge, H>);
@@ -61,7 +61,7 @@ REGISTERS void pairs(const std::string& type) {
 
 template <class C, class T, bool ftz = false>
 REGISTERS void one(const std::string& name, const std::string& type) {
-    form("setp." + name + (ftz ? ".ftz" : "") + type, "=p " + width<T>() + " " + width<T>(), setp<C, T, ftz>);
+    pure_form("setp." + name + (ftz ? ".ftz" : "") + type, "=p " + width<T>() + " " + width<T>(), setp<C, T, ftz>);
 }
 
 template <class T>

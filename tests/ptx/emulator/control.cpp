@@ -16,7 +16,6 @@ void bra(Warp& w, const Op& op, uint32_t m) {
         w.mask = m;
     }
     w.next = target;
-    if (w.next > w.meet) w.meet = 0;  // the others go first
 }
 
 // brx.idx: a table of labels, which `imm` lists.

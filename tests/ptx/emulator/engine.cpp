@@ -100,7 +100,7 @@ namespace {
 void check_reads(Warp& w, const Op& op, uint32_t m) {
     for (uint32_t slot : op.src) {
         const uint32_t missing = m & ~w.written[slot];
-        if (missing) fail(Kind::uninitialised_read, missing, slot, "a register that was never written is read");
+        if (missing) fail(Kind::uninitialised_read, missing, slot, "an undefined register is used");
     }
 }
 
@@ -116,12 +116,16 @@ void turn(Warp& w) {
         if (op.guard != NONE) {
             const uint32_t missing = m & ~w.written[op.guard];
             if (missing)
-                fail(Kind::uninitialised_read, missing, op.guard, "a predicate that was never written is read");
+                fail(Kind::uninitialised_read, missing, op.guard, "an undefined predicate is used");
             const uint32_t p = w.predicate(op.guard);
             m &= op.negated ? ~p : p;
         }
         if (m) {
-            if (!op.raw) {
+            if (op.pure) {
+                uint32_t known = m;
+                for (uint32_t slot : op.src) known &= w.written[slot];
+                for (uint32_t slot : op.dst) w.written[slot] = (w.written[slot] & ~m) | known;
+            } else if (!op.raw) {
                 check_reads(w, op, m);
                 for (uint32_t slot : op.dst) w.written[slot] |= m;
             }
@@ -297,6 +301,10 @@ std::vector<Form>& forms() {
 
 void form(const std::string& name, const std::string& signature, Run run) {
     forms().push_back({name, signature, run});
+}
+
+void pure_form(const std::string& name, const std::string& signature, Run run) {
+    forms().push_back({name, signature, run, false, true});
 }
 
 void raw_form(const std::string& name, const std::string& signature, Run run) {

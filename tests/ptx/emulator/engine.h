@@ -35,6 +35,7 @@ struct Op {
     Run run;
     uint32_t guard = NONE;  // slot of the predicate before the statement
     bool negated = false;
+    bool pure = false;      // it only computes: of undefined values come undefined ones, which are no fault yet
     bool raw = false;       // the form itself looks which registers hold values, and says which do then
     uint32_t line = 0;  // of the PTX text
     // The lists are the statement's operands in order; vectors are flattened.
@@ -213,10 +214,12 @@ struct Form {
     std::string name, signature;
     Run run;
     bool raw = false;
+    bool pure = false;
 };
 
 std::vector<Form>& forms();
 void form(const std::string& name, const std::string& signature, Run run);
+void pure_form(const std::string& name, const std::string& signature, Run run);
 void raw_form(const std::string& name, const std::string& signature, Run run);
 
 // One function per file of forms.

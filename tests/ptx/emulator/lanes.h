@@ -65,10 +65,10 @@ template <class F, class D, class... S>
 REGISTERS void value_form(const std::string& name) {
     std::string signature = "=" + width<D>();
     ((signature += " " + width<S>()), ...);
-    if constexpr (sizeof...(S) == 1) form(name, signature, unary<F, D, S...>);
-    if constexpr (sizeof...(S) == 2) form(name, signature, binary<F, D, S...>);
-    if constexpr (sizeof...(S) == 3) form(name, signature, ternary<F, D, S...>);
-    if constexpr (sizeof...(S) == 4) form(name, signature, quaternary<F, D, S...>);
+    if constexpr (sizeof...(S) == 1) pure_form(name, signature, unary<F, D, S...>);
+    if constexpr (sizeof...(S) == 2) pure_form(name, signature, binary<F, D, S...>);
+    if constexpr (sizeof...(S) == 3) pure_form(name, signature, ternary<F, D, S...>);
+    if constexpr (sizeof...(S) == 4) pure_form(name, signature, quaternary<F, D, S...>);
 }
 
 // A form that is rare: one lane after another, which compiles in a fraction of the time.
@@ -83,7 +83,7 @@ void lane_by_lane(Warp& w, const Op& op, uint32_t m) {
 }
 template <class F, class D, class A>
 REGISTERS void rare_form(const std::string& name) {
-    form(name, "=" + width<D>() + " " + width<A>(), lane_by_lane<F, D, A>);
+    pure_form(name, "=" + width<D>() + " " + width<A>(), lane_by_lane<F, D, A>);
 }
 
 template <class To, class From>

@@ -19,8 +19,8 @@ struct Shared {
     std::vector<std::vector<uint32_t>> read_time;  // by warp; made when a warp first reads
 
     Shared(uint32_t size, uint32_t warps)
-        : bytes(size), data(size, 0xFF), state(size, empty), writer(size, 0), readers(size / 16 + 1, 0), write_time(size, 0),
-          read_time(warps) {}
+        : bytes(size), data(size, 0xFF), state(size, empty), writer(size, 0), readers(size / 16 + 1, 0),
+          write_time(size, 0), read_time(warps) {}
 
     void preset(const uint8_t* image, uint32_t count) {
         std::memcpy(data.data(), image, count);
@@ -30,16 +30,11 @@ struct Shared {
 
     // Bounds and alignment of one lane's access.
     void check(uint64_t at, uint32_t size, uint32_t lane, const char* what) const {
-        if (at + size > bytes || at + size < at)
-            fail(Kind::out_of_bounds, 1u << lane, at,
-                 std::string(what) + " of " + std::to_string(size) + " bytes outside the block's " +
-                     std::to_string(bytes) + " bytes of shared memory");
+        if (at + size > bytes || at + size < at) outside(at, size, lane, what);
         if (at & (size - 1)) misaligned(at, size, lane, what);
     }
-    [[noreturn]] static void misaligned(uint64_t at, uint32_t size, uint32_t lane, const char* what) {
-        fail(Kind::misaligned, 1u << lane, at,
-             std::string(what) + " of " + std::to_string(size) + " bytes at an address that is no multiple");
-    }
+    [[noreturn]] void outside(uint64_t at, uint32_t size, uint32_t lane, const char* what) const;
+    [[noreturn]] static void misaligned(uint64_t at, uint32_t size, uint32_t lane, const char* what);
 
     // One lane reads `size` bytes (1 to 16), which must hold values that no other warp writes meanwhile.
     template <uint32_t size>
@@ -90,33 +85,10 @@ struct Shared {
 
    private:
     void check_writers(const Warp& w, uint32_t at, uint32_t size, uint32_t lane, const char* what, bool atomic,
-                       const uint8_t* value) {
-        for (uint32_t i = at; i < at + size; ++i) {
-            const int other = writer[i] & 0x1F;
-            if (write_time[i] == 0 || other == w.index || write_time[i] < w.clock.seen[other]) continue;
-            if (atomic && (writer[i] & ATOMIC)) continue;
-            if (value && value[i - at] == data[i]) continue;
-            explain_race(i, lane, what, "written", size_t(other));
-        }
-    }
-    [[noreturn]] void explain_race(uint32_t at, uint32_t lane, const char* what, const char* did, size_t other) {
-        fail(Kind::shared_race, 1u << lane, at,
-             std::string(what) + " a byte of shared memory that warp " + std::to_string(other) + " has " + did +
-                 " since the last barrier that orders the two");
-    }
-    [[noreturn]] void explain_empty(uint32_t at, uint32_t size, uint32_t lane) {
-        uint32_t i = at;
-        while (i < at + size && state[i] == valid) ++i;
-        fail(Kind::uninitialised_read, 1u << lane, i,
-             state[i] == in_flight ? "reads shared memory while an asynchronous copy to it is in flight"
-                                   : "reads shared memory that was never written");
-    }
-    [[noreturn]] void explain_flying(uint32_t at, uint32_t size, uint32_t lane) {
-        uint32_t i = at;
-        while (i < at + size && state[i] != in_flight) ++i;
-        fail(Kind::shared_race, 1u << lane, i,
-             "writes shared memory while an asynchronous copy to it is in flight");
-    }
+                       const uint8_t* value);
+    [[noreturn]] void explain_race(uint32_t at, uint32_t lane, const char* what, const char* did, size_t other);
+    [[noreturn]] void explain_empty(uint32_t at, uint32_t size, uint32_t lane);
+    [[noreturn]] void explain_flying(uint32_t at, uint32_t size, uint32_t lane);
 };
 
 }  // namespace ptx

@@ -20,7 +20,13 @@ enum Mode { up, down, butterfly, index };
 
 template <Mode mode, bool with_predicate>
 void shuffle(Warp& w, const Op& op, uint32_t m) {
+    for (int i = 1; i < 4; ++i)
+        if (m & ~w.written[op.src[i]])
+            fail(Kind::uninitialised_read, m & ~w.written[op.src[i]], op.src[i], "a shuffle by an undefined number");
     together(w, m, op.src[3]);
+    // A value may be undefined: then it is so where it arrives.
+    const uint32_t defined = w.written[op.src[0]];
+    uint32_t known = 0;
     uint32_t a[LANES], out[LANES];
     std::memcpy(a, w.lane<uint32_t>(op.src[0]), sizeof a);
     const uint32_t *b = w.lane<uint32_t>(op.src[1]), *c = w.lane<uint32_t>(op.src[2]);
@@ -39,17 +45,22 @@ void shuffle(Warp& w, const Op& op, uint32_t m) {
         if (!valid) j = l;
         from_other |= uint32_t(valid) << l;
         missing |= uint32_t(!(m >> j & 1)) << l;
+        known |= (defined >> j & 1) << l;
         out[l] = a[j];
     }
     if (missing & m) fail(Kind::uninitialised_read, missing & m, 0, "a shuffle reads a thread that is not in it");
     each(m, w.lane<uint32_t>(op.dst[0]), [](uint32_t v) { return v; }, out);
-    if (with_predicate) set_predicate(w.predicate(op.dst[1]), m, from_other);
+    w.written[op.dst[0]] = (w.written[op.dst[0]] & ~m) | (known & m);
+    if (with_predicate) {
+        set_predicate(w.predicate(op.dst[1]), m, from_other);
+        w.written[op.dst[1]] |= m;
+    }
 }
 
 template <Mode mode>
 void shuffles(const std::string& name) {
-    form("shfl.sync." + name + ".b32", "=b32 b32 b32 b32 b32", shuffle<mode, false>);
-    form("shfl.sync." + name + ".b32", "=b32 =p b32 b32 b32 b32", shuffle<mode, true>);
+    raw_form("shfl.sync." + name + ".b32", "=b32 b32 b32 b32 b32", shuffle<mode, false>);
+    raw_form("shfl.sync." + name + ".b32", "=b32 =p b32 b32 b32 b32", shuffle<mode, true>);
 }
 
 struct Add { template <class T> T operator()(T a, T b) const { return T(uint32_t(a) + uint32_t(b)); } };

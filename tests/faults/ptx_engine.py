@@ -1,0 +1,84 @@
+"""Faults of the PTX emulator: of reading text, of control flow, memory, copies, barriers and reports."""
+
+# ruff: noqa: E501 (a table)
+
+import sys
+
+from tests.support.mutation import Fault, Suite
+
+_FOLDER = "tests/ptx/emulator"
+
+
+def _fault(file: str, name: str, old: str, new: str) -> Fault:
+    return Fault(name, f"{_FOLDER}/{file}", old, new)
+
+
+FAULTS = (
+    # text
+    _fault("parse.py", "parameters lie side by side", "offset = -(-end // boundary) * boundary", "offset = end"),
+    _fault("parse.py", "a scope sees the outermost register", "for scope, single, prefixes in reversed(self.scopes):", "for scope, single, prefixes in self.scopes:"),
+    _fault("parse.py", "a negated guard is not", "negated = bool(match.group(1))", "negated = False"),
+    _fault("parse.py", "offsets of an address forgotten", 'return Address(operand, -value if sign == "-" else value, coordinates)', "return Address(operand, 0, coordinates)"),
+    _fault("parse.py", "lines are not counted in a statement", 'self.line += text.count("\\n", at, end)', "self.line += 0"),
+    _fault("names.py", "the second predicate is the first", "zip(results, (truth, inverse), strict=True)", "zip(results, (truth, truth), strict=True)"),
+    _fault("decode.py", "signed values widened by zeros", 'name = "widen.s" if kind.startswith("s") else "widen.u"', 'name = "widen.u"'),
+    _fault("decode.py", "a negated predicate read as it is", "            return operand\n        if isinstance(operand, Number):\n            return (\"constant\", 0", "            return operand\n        if isinstance(operand, names.Negated):\n            return operand.register\n        if isinstance(operand, Number):\n            return (\"constant\", 0"),
+    _fault("decode.py", "static variables are not aligned", "                end = -(-end // v.align) * v.align\n", ""),
+    _fault("decode.py", "dynamic shared memory over the static", "            self.addresses |= {name: end}\n", "            self.addresses |= {name: 0}\n"),
+    _fault("program.py", "bounds of a view, not of its storage", "        storage = memory.untyped_storage()\n        return storage.data_ptr(), storage.data_ptr() + storage.nbytes()", "        return memory.data_ptr(), memory.data_ptr() + 2 * memory.nbytes"),
+    _fault("program.py", "the seed does nothing", "request.seed, request.limit = seed % 2**32, limit", "request.seed, request.limit = 0, limit"),
+    # control flow
+    _fault("control.cpp", "lanes that do not branch are lost", "        w.waiting.push_back({w.pc + 1, others});\n", ""),
+    _fault("control.cpp", "all lanes take the first of a table", "if ((m >> l & 1) && index[l] == i)", "if ((m >> l & 1) && i == 0)"),
+    _fault("engine.cpp", "groups that meet stay apart", "        if (group.first == lowest) {", "        if (group.first == lowest && mask == 0) {"),
+    _fault("engine.cpp", "a return ends the whole warp", "    live &= ~lanes;\n    mask &= ~lanes;", "    live = 0;\n    mask &= ~lanes;"),
+    _fault("engine.cpp", "whatever is read counts as written", "const uint32_t missing = m & ~w.written[slot];", "const uint32_t missing = 0 & m & ~w.written[slot];"),
+    _fault("engine.cpp", "predicates count as written", "const uint32_t missing = m & ~w.written[op.guard];", "const uint32_t missing = 0 & m & ~w.written[op.guard];"),
+    _fault("engine.cpp", "one lane's write counts for all", "w.written[slot] |= m;", "w.written[slot] = ALL;"),
+    _fault("engine.cpp", "an ended warp is waited for", "        for (int id = 0; id < 16; ++id) block->barrier_check(id);\n", ""),
+    _fault("engine.cpp", "the first block is always first", "std::swap(order[i - 1], order[launch.random() % i])", "std::swap(order[i - 1], order[i - 1])"),
+    _fault("engine.cpp", "blocks do not take turns", "launch.kernel->waits_for_blocks ? 100000", "launch.kernel->waits_for_blocks && false ? 100000"),
+    _fault("engine.cpp", "y runs before x", "thread % launch.threads[0], thread / launch.threads[0] % launch.threads[1],", "thread / launch.threads[1] % launch.threads[0], thread % launch.threads[1],"),
+    # barriers and clocks
+    _fault("barriers.cpp", "a barrier does not wait", "    if (b.arrived < expected) return;", "    if (b.arrived < 32) return;"),
+    _fault("barriers.cpp", "a barrier orders nothing", "        acquire(warps[v], clock);", "        warps[v].clock_changed();"),
+    _fault("barriers.cpp", "a barrier orders warps that were not there", "if (done.waiting >> v & 1) clock.seen[v] = now;", "clock.seen[v] = now;"),
+    _fault("barriers.cpp", "some threads of a warp are enough", "    if (m != w.live)\n", "    if (m == 0)\n"),
+    _fault("barriers.cpp", "arriving orders what comes after", "b.clock.join(w.block->release(w));", "b.clock.join(w.block->release(w)), b.clock.seen[w.index] += 5;"),
+    _fault("barriers.cpp", "a warp barrier names nobody", "(named[l] & w.live & ~m)", "(named[l] & w.live & ~m & 0)"),
+    _fault("barriers.cpp", "all barriers are the first", "const uint32_t id = op.src.empty() ? 0 : uniform(w, op.src[0], m);", "const uint32_t id = 0;"),
+    # races
+    _fault("shared.cpp", "writes of others count as ordered", "write_time[i] < w.clock.seen[other]) continue;", "true) continue;"),
+    _fault("shared.cpp", "one value stored twice is a race", "        if (value && value[i - at] == data[i]) continue;\n", ""),
+    _fault("shared.cpp", "different values stored twice are none", "value[i - at] == data[i]", "value[i - at] + 1"),
+    _fault("shared.cpp", "atomics race with each other", "        if (atomic && (writer[i] & ATOMIC)) continue;\n", ""),
+    _fault("shared.cpp", "plain reads do not race with atomics", "if (atomic && (writer[i] & ATOMIC))", "if (writer[i] & ATOMIC)"),
+    # copies
+    _fault("copies.cpp", "a wait is one group early", "int64_t(w.committed[l]) - int64_t(pending)", "int64_t(w.committed[l]) - int64_t(pending) + 1"),
+    _fault("copies.cpp", "a wait is one group late", "int64_t(w.committed[l]) - int64_t(pending)", "int64_t(w.committed[l]) - int64_t(pending) - 1"),
+    _fault("copies.cpp", "a wait waits for open groups too", "const bool done = open ||", "const bool done = true ||"),
+    _fault("copies.cpp", "wait_all leaves open groups", "void wait_all(Warp& w, const Op&, uint32_t m) { wait(w, m, 0, true); }", "void wait_all(Warp& w, const Op&, uint32_t m) { wait(w, m, 0, false); }"),
+    _fault("copies.cpp", "a lane's commit counts for its warp", "for_lanes(m, [&](uint32_t l) { ++w.committed[l]; });", "for_lanes(ALL | m, [&](uint32_t l) { ++w.committed[l]; });"),
+    _fault("copies.cpp", "late copies land at once", "    if (launch.late) {", "    if (launch.late && m == 0) {"),
+    _fault("copies.cpp", "early copies land late", "    if (launch.late) {", "    if (true) {"),
+    _fault("copies.cpp", "what is not read keeps its value", "        std::memset(to, 0, copy.bytes);\n", ""),
+    _fault("copies.cpp", "everything is read", "copy.read[l] = read;", "copy.read[l] = size;"),
+    _fault("copies.cpp", "a copy may write anywhere", '        w.block->shared->check(at, size, l, "an asynchronous copy");\n', ""),
+    _fault("copies.cpp", "a misaligned source is let pass", "if (from[l] & (size - 1))", "if (from[l] & 0)"),
+    # memory
+    _fault("memory.cpp", "blocks may overlap", "writers[i] != 0 && writers[i] != self", "writers[i] != 0 && false"),
+    _fault("memory.cpp", "a block overlaps with itself", "writers[i] != 0 && writers[i] != self", "writers[i] != 0"),
+    _fault("warps.cpp", "a shuffle may name lanes elsewhere", "        if (named[l] & w.live & ~m)\n", "        if (named[l] & w.live & ~m & 0)\n"),
+)  # fmt: skip
+
+SUITE = Suite(
+    FAULTS,
+    (
+        "tests/ptx/test_launch.py",
+        "tests/ptx/test_control.py",
+        "tests/ptx/test_reports.py",
+        "tests/ptx/test_copies.py",
+    ),
+    build=(sys.executable, "-c", "from tests.ptx.emulator import library; library.engine()"),
+    timeout_s=900.0,
+)
