@@ -246,7 +246,10 @@ ILL = {
     "the sum went on": (SHARED + COMMIT + AGAIN + COMMIT + WAIT.format(1) + results(8), UninitialisedRead),
     "accumulators written": (SHARED + "mov.b32 %d1, 0;" + COMMIT + WAIT.format(0), UninitialisedRead),
     "A written": (HELD + "mov.b32 %d101, 1;" + COMMIT + WAIT.format(0), UninitialisedRead),
-    "A read": (HELD + COMMIT + "mov.b32 %d5, %d101;" + WAIT.format(0), UninitialisedRead),
+    "A read": (
+        HELD + COMMIT + "ld.param.u64 %rd0, [target]; @%p0 st.global.b32 [%rd0], %d101;" + WAIT.format(0),
+        UninitialisedRead,
+    ),
     "sums never written": (AGAIN + COMMIT + WAIT.format(0), UninitialisedRead),
     "memory written": (SHARED + COMMIT + "st.shared.b32 [%r3], %r0;" + WAIT.format(0), SharedRace),
     "memory written after another warp's wait": (
