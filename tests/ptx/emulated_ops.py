@@ -65,7 +65,7 @@ def rows(case: error_rule.Case, dtype: torch.dtype, emulation: Emulation) -> Ite
 
 
 def hopper_forms(emulation: Emulation) -> set[str]:
-    """What the kernels so far have of sm_90: tiles stored and loaded, products with A in shared memory or not."""
+    """What the kernels so far have of sm_90: tiles stored and loaded, products with A in registers or not."""
     found = set()
     for kernel in emulation.kernels.values():
         found |= {f"tile {way}" for way in re.findall(r"bulk\.tensor\.\dd\.(global|shared)", kernel.ptx)}

@@ -118,7 +118,7 @@ class Form:
         name: opcode with modifiers, as written.
         results: type of each result. Vectors are several.
         operands: type of each operand.
-        call: operands as `to_integers` or `to_floats` gives them (types b, u, s: integers) -> results likewise.
+        call: operands as `to_integers` or `to_floats` gives them (b, u, s: integers) -> results likewise.
         error: relative and absolute, of the float results.
         defined: of the operands: where the ISA says what comes out.
         shape: text of the operand list, with {d0} and {a0} for registers.
@@ -335,7 +335,9 @@ for _r, _f in (("", ""), (".rn", ""), (".ftz", "ftz"), (".rn.ftz", "ftz")):
                 f"{_op}{_r}{_nan}.f32",
                 "f32",
                 "f32 f32",
-                lambda a, b, f=_in, low=_op == "min", nan=bool(_nan): _float_min(f(a), f(b), low, nan, _NAN32),
+                lambda a, b, f=_in, low=_op == "min", nan=bool(_nan): _float_min(
+                    f(a), f(b), low, nan, _NAN32
+                ),
             )
 _form("copysign.f32", "f32", "f32 f32", lambda a, b: np.copysign(b, a))
 for _op, _call in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply), ("div.rn", np.divide)):
@@ -361,7 +363,13 @@ def _double(call: Callable[..., np.ndarray], ftz: bool = True) -> Callable[..., 
 _ULP = 2.0**-23
 for _f in ("", ".ftz"):
     _form(f"ex2.approx{_f}.f32", "f32", "f32", _double(np.exp2, bool(_f)), error=(2 * _ULP, 2.0**-149))
-    _form(f"rsqrt.approx{_f}.f32", "f32", "f32", _double(lambda a: 1 / np.sqrt(a), bool(_f)), error=(2 * _ULP, 0))
+    _form(
+        f"rsqrt.approx{_f}.f32",
+        "f32",
+        "f32",
+        _double(lambda a: 1 / np.sqrt(a), bool(_f)),
+        error=(2 * _ULP, 0),
+    )
     _form(f"rcp.approx{_f}.f32", "f32", "f32", _double(lambda a: 1 / a, bool(_f)), error=(_ULP, 2.0**-149))
     _form(f"sqrt.approx{_f}.f32", "f32", "f32", _double(np.sqrt, bool(_f)), error=(2 * _ULP, 2.0**-149))
     _form(f"lg2.approx{_f}.f32", "f32", "f32", _double(np.log2, bool(_f)), error=(2 * _ULP, 2.0**-22))
@@ -371,7 +379,11 @@ _form("tanh.approx.f32", "f32", "f32", _double(np.tanh, False), error=(2.0**-10.
 def _usual_divisor(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """div.approx and div.full: 2 units in the last place where the divisor and the quotient are usual."""
     b, quotient = np.abs(b.astype(np.float64)), np.abs(a.astype(np.float64) / b.astype(np.float64))
-    return ((b >= 2.0**-126) & (b <= 2.0**126) & ((quotient >= 2.0**-126) | (a == 0))) | np.isnan(a) | np.isnan(b)
+    return (
+        ((b >= 2.0**-126) & (b <= 2.0**126) & ((quotient >= 2.0**-126) | (a == 0)))
+        | np.isnan(a)
+        | np.isnan(b)
+    )
 
 
 for _f in ("", ".ftz"):
@@ -391,7 +403,7 @@ _NAN16, _NANB16 = np.uint16(0x7FFF).view(np.float16), to_floats(np.array([0x7FFF
 
 
 def _short(kind: str) -> Callable[[np.ndarray], np.ndarray]:
-    return nearest_bf16 if kind == "bf16" else lambda x: x.astype(np.float16)
+    return nearest_bf16 if kind == "bf16" else lambda x: _nan16(x, x.astype(np.float16))
 
 
 def _odd_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -427,7 +439,9 @@ for _k, _ops in _HALF.items():
                 (
                     f"{_op}{_nan}",
                     2,
-                    lambda a, b, low=_op == "min", nan=bool(_nan), c=_canonical: _float_min(a, b, low, nan, c),
+                    lambda a, b, low=_op == "min", nan=bool(_nan), c=_canonical: _float_min(
+                        a, b, low, nan, c
+                    ),
                 )
             )
     _pairs.append(("abs", 1, np.abs))
@@ -832,9 +846,9 @@ def movmatrix(register: Bits) -> Bits:
     return np.array(found, np.uint64)
 
 
-# ---- 9.7.15 wgmma: operands in shared memory. Layouts are in units of 16 bytes, eight 16-bit elements: for each
-# of (M or N, K) the sizes of its two modes and their steps, where a step may be the descriptor's leading or
-# stride offset. The elements of a unit run along the major axis.
+# ---- 9.7.15 wgmma: operands in shared memory. Layouts are in units of 16 bytes, eight 16-bit elements: for
+# each of (M or N, K) the sizes of its two modes and their steps, where a step may be the descriptor's leading
+# or stride offset. The elements of a unit run along the major axis.
 
 SWIZZLES = {0: 0, 32: 3, 64: 2, 128: 1}  # bytes -> the descriptor's bits 62 and 63
 CANONICAL = {
@@ -858,9 +872,7 @@ def swizzle(address: int, width: int) -> int:
     return address ^ row << 4
 
 
-def shared_place(
-    mn: int, k: int, start: int, leading: int, stride: int, width: int, major: str
-) -> int:
+def shared_place(mn: int, k: int, start: int, leading: int, stride: int, width: int, major: str) -> int:
     """The byte at which element (mn, k) of a wgmma operand lies."""
     unit = (mn, k // 8) if major == "k" else (mn // 8, k)
     inside = k % 8 if major == "k" else mn % 8

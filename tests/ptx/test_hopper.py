@@ -29,7 +29,9 @@ def random(request):
     return np.random.default_rng(zlib.crc32(request.node.name.encode()))
 
 
-def program(body: str, parameters: str, threads: int = 128, shared: int = 65536, registers: int = 320) -> Program:
+def program(
+    body: str, parameters: str, threads: int = 128, shared: int = 65536, registers: int = 320
+) -> Program:
     return Program(
         f""".version 8.7
 .target sm_90a
@@ -105,6 +107,7 @@ def integers(random: np.random.Generator, rows: int, kind: str) -> tuple[np.ndar
     return values, isa.from_floats(values.astype(np.float16), "f16")
 
 
+N64 = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16"
 FENCE = "fence.proxy.async.shared::cta;\n"
 
 
@@ -112,7 +115,7 @@ FENCE = "fence.proxy.async.shared::cta;\n"
 @pytest.mark.parametrize("width", [0, 32, 64, 128])
 @pytest.mark.parametrize("majors", ["k k", "k mn", "mn k", "mn mn"])
 def test_products_of_shared_memory(majors, width, schedule, random):
-    """Every layout of both operands, exact integers; with and without what the accumulators held, signs."""
+    """Every layout of both operands, exact integers; with and without what the accumulators held; signs."""
     for n, kind in ((8, "bf16"), (24, "f16"), (64, "bf16"), (256, "bf16")):
         major_a, major_b = majors.split()
         left, a = integers(random, 64, kind)
@@ -123,11 +126,15 @@ def test_products_of_shared_memory(majors, width, schedule, random):
         form = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}"
         transposed = f"{int(major_a == 'mn')}, {int(major_b == 'mn')}"
         sums = names(0, n // 2)
+        held = " ".join(f"mov.b32 %d{i}, 0f42C80000;" for i in range(n // 2))
         body = f"""
+{held}
 mov.b64 %rd2, {descriptor_a};
 mov.b64 %rd3, {descriptor_b};
 wgmma.fence.sync.aligned;
 {form} {sums}, %rd2, %rd3, 0, 1, 1, {transposed};
+wgmma.commit_group.sync.aligned;
+wgmma.wait_group.sync.aligned 0;
 {form} {sums}, %rd2, %rd3, %p1, 1, 1, {transposed};
 {form} {sums}, %rd2, %rd3, %p1, -1, 1, {transposed};
 {form} {sums}, %rd2, %rd3, 1, 1, 1, {transposed};
@@ -159,7 +166,7 @@ ld.param.u64 %rd4, [given]; mul.wide.u32 %rd5, %r0, 16; add.s64 %rd4, %rd4, %rd5
 {lines}
 mov.b64 %rd3, {descriptor};
 wgmma.fence.sync.aligned;
-wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {names(0, 32)}, {names(300, 4)}, %rd3, 0, 1, 1, {int(major == "mn")};
+{N64} {names(0, 32)}, {names(300, 4)}, %rd3, 0, 1, 1, {int(major == "mn")};
 wgmma.commit_group.sync.aligned;
 wgmma.wait_group.sync.aligned 0;
 {results(n)}
@@ -189,18 +196,20 @@ wgmma.wait_group.sync.aligned 0;
 {results(8)}
 """
     target = np.zeros((256, 4), np.float32)
-    program(body, ".param .u64 target", 256, len(image)).launch("k", (1,), (256,), [target], shared=bytes(image))
+    program(body, ".param .u64 target", 256, len(image)).launch(
+        "k", (1,), (256,), [target], shared=bytes(image)
+    )
     found = np.concatenate([matrix_of(target[:128], 8), matrix_of(target[128:], 8)])
     np.testing.assert_array_equal(found, left @ right.T)
 
 
 N8 = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16"
-START = """
-mov.b64 %rd2, {a}; mov.b64 %rd3, {b};
+START = f"""
+mov.b64 %rd2, {isa.descriptor(0, 128, 256, 0)}; mov.b64 %rd3, {isa.descriptor(4096, 128, 256, 0)};
 mov.u32 %r2, memory; mad.lo.s32 %r3, %r0, 16, %r2;
 mov.b32 %d100, 0; mov.b32 %d101, 0; mov.b32 %d102, 0; mov.b32 %d103, 0;
 wgmma.fence.sync.aligned;
-""".format(a=isa.descriptor(0, 128, 256, 0), b=isa.descriptor(4096, 128, 256, 0))
+"""
 SHARED = f"{N8} {names(0, 4)}, %rd2, %rd3, 0, 1, 1, 0, 0;\n"
 HELD = f"{N8} {names(0, 4)}, {names(100, 4)}, %rd3, 0, 1, 1, 0;\n"
 AGAIN = f"{N8} {names(0, 4)}, %rd2, %rd3, 1, 1, 1, 0, 0;\n"
@@ -236,8 +245,11 @@ def test_what_may_be_done(body, schedule):
 
 
 # what the statement itself reads may change
-WELL["another descriptor meanwhile"] = SHARED + "mov.b64 %rd2, -1; mov.b64 %rd3, -1;" + COMMIT + WAIT.format(0) + results(8)
+WELL["another descriptor meanwhile"] = (
+    SHARED + "mov.b64 %rd2, -1; mov.b64 %rd3, -1;" + COMMIT + WAIT.format(0) + results(8)
+)
 
+PART = "setp.lt.u32 %p2, %r0, 31; @%p2 "
 ILL = {
     "accumulators before the wait": (SHARED + COMMIT + results(8), UninitialisedRead),
     "a group that is not committed": (SHARED + WAIT.format(0) + results(8), UninitialisedRead),
@@ -246,7 +258,10 @@ ILL = {
     "the sum went on": (SHARED + COMMIT + AGAIN + COMMIT + WAIT.format(1) + results(8), UninitialisedRead),
     "accumulators written": (SHARED + "mov.b32 %d1, 0;" + COMMIT + WAIT.format(0), UninitialisedRead),
     "A written": (HELD + "mov.b32 %d101, 1;" + COMMIT + WAIT.format(0), UninitialisedRead),
-    "A read": (HELD + COMMIT + "mov.b32 %d5, %d101;" + WAIT.format(0), UninitialisedRead),
+    "A read": (
+        HELD + COMMIT + "ld.param.u64 %rd0, [target]; @%p0 st.global.b32 [%rd0], %d101;" + WAIT.format(0),
+        UninitialisedRead,
+    ),
     "sums never written": (AGAIN + COMMIT + WAIT.format(0), UninitialisedRead),
     "memory written": (SHARED + COMMIT + "st.shared.b32 [%r3], %r0;" + WAIT.format(0), SharedRace),
     "memory written after another warp's wait": (
@@ -254,14 +269,14 @@ ILL = {
         "st.shared.b32 [%r3], %r0;",
         SharedRace,
     ),
-    "a part of the warp": ("setp.lt.u32 %p2, %r0, 31; @%p2 " + SHARED, DivergentBarrier),
-    "a part of the warp waits": (SHARED + COMMIT + "setp.lt.u32 %p2, %r0, 31; @%p2 " + WAIT.format(0), DivergentBarrier),
+    "a part of the warp": (PART + SHARED, DivergentBarrier),
+    "a part of the warp waits": (SHARED + COMMIT + PART + WAIT.format(0), DivergentBarrier),
     "outside": (f"mov.b64 %rd2, {isa.descriptor(7168, 128, 256, 0)};" + SHARED, OutOfBounds),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("body, error", ILL.values(), ids=ILL.keys())
+@pytest.mark.parametrize(("body", "error"), ILL.values(), ids=ILL.keys())
 def test_what_may_not_be_done(body, error, schedule):
     with pytest.raises(error):
         run_group(body, schedule)
@@ -299,8 +314,20 @@ def test_a_proxy_fence_before_or_behind_the_barrier(between):
 def test_elect(members):
     """One lane of the members; the others know which."""
     lanes = np.arange(32)
-    lines = [".reg .b32 %d;", ".reg .b32 %q;", ".reg .b32 %l;", ".reg .pred %p;", ".reg .pred %m;", "mov.b32 %d, 99;"]
-    lines += ["mov.b32 %q, 7;", f"shr.b32 %q, {members:#x}, %l;", "and.b32 %q, %q, 1;", "setp.ne.b32 %m, %q, 0;"]
+    lines = [
+        ".reg .b32 %d;",
+        ".reg .b32 %q;",
+        ".reg .b32 %l;",
+        ".reg .pred %p;",
+        ".reg .pred %m;",
+        "mov.b32 %d, 99;",
+    ]
+    lines += [
+        "mov.b32 %q, 7;",
+        f"shr.b32 %q, {members:#x}, %l;",
+        "and.b32 %q, %q, 1;",
+        "setp.ne.b32 %m, %q, 0;",
+    ]
     lines += ["mov.pred %p, 0;", f"@%m elect.sync %d|%p, {members:#x};", "selp.b32 %q, 1, 0, %p;"]
     got = run_instruction(lines, {"%l": lanes}, ["%d", "%q"], target="sm_90")
     chosen = np.flatnonzero(got["%q"])
@@ -357,11 +384,14 @@ DONE:
 
 
 def test_parities_alternate():
-    counted(ARRIVE + wait(0, "A") + "bar.sync 0;" + ARRIVE + wait(1, "B") + "bar.sync 0;" + ARRIVE + wait(0, "C"), 64)
+    counted(
+        ARRIVE + wait(0, "A") + "bar.sync 0;" + ARRIVE + wait(1, "B") + "bar.sync 0;" + ARRIVE + wait(0, "C"),
+        64,
+    )
 
 
 @pytest.mark.parametrize(
-    "body, count",
+    ("body", "count"),
     [(wait(0, "A"), 1), (ARRIVE + wait(0, "A") + wait(1, "B"), 64), (ARRIVE + wait(0, "A"), 65)],
     ids=["nobody arrives", "the next phase", "one too few"],
 )
@@ -394,7 +424,12 @@ def test_a_barrier_is_not_initialised_again():
 
 
 def test_a_barrier_is_used_again_after_inval():
-    counted("@%p0 mbarrier.inval.shared::cta.b64 [%r2]; bar.sync 0;" + BARRIER.format(count=64) + ARRIVE + wait(0, "A"))
+    counted(
+        "@%p0 mbarrier.inval.shared::cta.b64 [%r2]; bar.sync 0;"
+        + BARRIER.format(count=64)
+        + ARRIVE
+        + wait(0, "A")
+    )
 
 
 # ---- tiles of tensors
@@ -449,7 +484,9 @@ def test_tiles_arrive_swizzled_and_filled_with_zeros(width, schedule, random):
         np.testing.assert_array_equal(target, want)
 
 
-def load(then: str, bytes_: int = 2048, map_: bytes | None = None, schedule: str = "late", **more: object) -> None:
+def load(
+    then: str, bytes_: int = 2048, map_: bytes | None = None, schedule: str = "late", **more: object
+) -> None:
     source = np.arange(64 * 64, dtype=np.uint16).reshape(64, 64)
     body = COORDINATES.format(x=0, y=0) + TILE.format(bytes=bytes_, load=LOAD) + then
     target = np.zeros(1024, np.uint16)
@@ -460,13 +497,17 @@ def load(then: str, bytes_: int = 2048, map_: bytes | None = None, schedule: str
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
-    "then, bytes_, error",
+    ("then", "bytes_", "error"),
     [
         (TAKEN, 2048, (UninitialisedRead, SharedRace)),
         (wait(0, "A"), 2064, Deadlock),
         (wait(0, "A"), 2032, Deadlock),
         (wait(0, "A") + wait(1, "B"), 2048, Deadlock),
-        ("bar.sync 0; mad.lo.s32 %r4, %r0, 16, %r3; st.shared.b32 [%r4], %r0;" + wait(0, "A"), 2048, SharedRace),
+        (
+            "bar.sync 0; mad.lo.s32 %r4, %r0, 16, %r3; st.shared.b32 [%r4], %r0;" + wait(0, "A"),
+            2048,
+            SharedRace,
+        ),
     ],
     ids=["not waited for", "more bytes", "fewer bytes", "no second tile", "written meanwhile"],
 )
@@ -550,7 +591,11 @@ def test_what_a_store_reads_stays_as_it_is(schedule):
     write = "st.shared.b32 [%r4], %r0;"
     waited = "@%p0 cp.async.bulk.wait_group.read 0;\n"
     store(waited + "bar.sync 0;" + write, schedule=schedule)
-    for then in ("bar.sync 0;" + write + waited, waited + write, "@%p0 cp.async.bulk.wait_group.read 1; bar.sync 0;" + write):
+    for then in (
+        "bar.sync 0;" + write + waited,
+        waited + write,
+        "@%p0 cp.async.bulk.wait_group.read 1; bar.sync 0;" + write,
+    ):
         for seed in range(4):
             with pytest.raises(SharedRace):
                 store(then, schedule=schedule, seed=seed)
@@ -583,5 +628,10 @@ mbarrier.try_wait.parity.shared::cta.b64 complete, [%r2], PARITY;
 @!complete bra.uni waitLoop;
 }
 """
-    body = "bra FIRST; SECOND: bra DONE; FIRST:" + loop.replace("PARITY", "1") + ARRIVE + loop.replace("PARITY", "0")
+    body = (
+        "bra FIRST; SECOND: bra DONE; FIRST:"
+        + loop.replace("PARITY", "1")
+        + ARRIVE
+        + loop.replace("PARITY", "0")
+    )
     counted(body + "bra SECOND; DONE:", 64)

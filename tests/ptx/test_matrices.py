@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 
 from tests.ptx import isa
-from tests.ptx.emulator import DivergentBarrier, Misaligned, OutOfBounds, Program, SharedRace
-from tests.ptx.emulator import UninitialisedRead, run_instruction
+from tests.ptx.emulator import (
+    DivergentBarrier,
+    Misaligned,
+    OutOfBounds,
+    Program,
+    SharedRace,
+    UninitialisedRead,
+    run_instruction,
+)
 
 LANES = np.arange(isa.WARP)
 BYTES = 4096
@@ -41,7 +48,9 @@ def test_ldmatrix(count, trans, random):
     shared, at = random.bytes(BYTES), rows(random, count)
     line = f"ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {registers('d', count)}, [%at];"
     names = [f"%d{i}" for i in range(count)]
-    got = run_instruction([*declared(("d", count)), ".reg .b32 %at;", line], {"%at": at}, names, shared=shared)
+    got = run_instruction(
+        [*declared(("d", count)), ".reg .b32 %at;", line], {"%at": at}, names, shared=shared
+    )
     for name, want in zip(names, isa.ldmatrix(shared, at, count, bool(trans)), strict=True):
         np.testing.assert_array_equal(np.asarray(got[name]).astype(np.uint64), want)
 
@@ -101,7 +110,7 @@ def patterns(kind: str, values: np.ndarray) -> np.ndarray:
     return isa.from_floats(values.astype(np.float16), "f16")
 
 
-@pytest.mark.parametrize("kind, k", SHAPES)
+@pytest.mark.parametrize(("kind", "k"), SHAPES)
 def test_mma_of_integers_is_exact(kind, k, random):
     """With each position of A and B telling itself apart: a wrong lane or half gives a wrong integer."""
     left, right = random.integers(-9, 10, (16, k)), random.integers(-9, 10, (k, 8))
@@ -111,7 +120,7 @@ def test_mma_of_integers_is_exact(kind, k, random):
     np.testing.assert_array_equal(got, left @ right + added)
 
 
-@pytest.mark.parametrize("kind, k", SHAPES)
+@pytest.mark.parametrize(("kind", "k"), SHAPES)
 def test_mma_of_any_bits(kind, k, random):
     """Infinities, NaN and subnormal numbers as in float64; the error in proportion to the terms."""
     for usual in (False, True):
@@ -127,7 +136,9 @@ def test_mma_of_any_bits(kind, k, random):
         error = np.abs(got.astype(np.float64) - want)[finite]
         assert (error <= 20 * 2.0**-23 * bound[finite] + 2.0**-149).all()
         np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
-        np.testing.assert_array_equal(np.isposinf(got[~finite]), np.isposinf(want.astype(np.float32)[~finite]))
+        np.testing.assert_array_equal(
+            np.isposinf(got[~finite]), np.isposinf(want.astype(np.float32)[~finite])
+        )
 
 
 def one_warp(body: str, threads: str = "32", shared: int = 1024) -> Program:
@@ -191,7 +202,7 @@ def test_a_part_of_the_warp(line):
 
 
 @pytest.mark.parametrize("barrier", [True, False])
-@pytest.mark.parametrize("first, second", [(FILL, LOAD), (STORE, LOAD), (STORE, FILL)])
+@pytest.mark.parametrize(("first", "second"), [(FILL, LOAD), (STORE, LOAD), (STORE, FILL)])
 def test_matrices_of_another_warp(first, second, barrier):
     """Warp 1 writes, warp 0 reads or writes the same rows."""
     body = f"""

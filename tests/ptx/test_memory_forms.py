@@ -171,7 +171,7 @@ def copied(lines: str, random: np.random.Generator, **more: object) -> tuple[np.
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("kind, size", [("ca", 4), ("ca", 8), ("ca", 16), ("cg", 16)])
+@pytest.mark.parametrize(("kind", "size"), [("ca", 4), ("ca", 8), ("ca", 16), ("cg", 16)])
 def test_copies_fill_with_zeros(kind, size, schedule, random):
     """The source size may be a number, a register, or missing; what lies beyond it is not touched."""
     fill = "st.shared.v4.b32 [%r2], {%r8, %r8, %r8, %r8};\n"
@@ -181,7 +181,9 @@ def test_copies_fill_with_zeros(kind, size, schedule, random):
             given = ", %r4"
             fill += f"mov.u32 %r4, {taken};\n"
         copy = f"{fill} cp.async.{kind}.shared.global [%r2], [%rd0], {size}{given};\n"
-        source, target = copied(copy + "cp.async.commit_group; cp.async.wait_group 0;", random, schedule=schedule)
+        source, target = copied(
+            copy + "cp.async.commit_group; cp.async.wait_group 0;", random, schedule=schedule
+        )
         kept = size if taken is None else taken
         want = np.full((32, 16), 0x5A, np.uint8)
         want[:, :size] = 0
@@ -222,9 +224,9 @@ def test_a_wait_leaves_the_last_groups(schedule, random):
     np.testing.assert_array_equal(target, source[64:])
 
 
-@pytest.mark.parametrize("register, pending", [(3, 2), (3, 3), (4, 1), (2, 3)])
+@pytest.mark.parametrize(("register", "pending"), [(3, 2), (3, 3), (4, 1), (2, 3)])
 def test_a_group_that_was_not_waited_for(register, pending, random):
-    """Late: what a wait leaves out is still in flight. Early: it landed at issue, and still must not be read."""
+    """Late: what a wait leaves out is still in flight."""
     three = "".join(
         f"cp.async.cg.shared.global [%r{r}], [%rd0 + {512 * i}], 16; cp.async.commit_group;\n"
         for i, r in enumerate((2, 3, 4))
@@ -245,7 +247,10 @@ def test_a_copy_in_no_group(random):
 
 def test_stores_under_a_copy(random):
     with pytest.raises(SharedRace):
-        copied("cp.async.cg.shared.global [%r2], [%rd0], 16; st.shared.b32 [%r2], %r8; cp.async.wait_all;", random)
+        copied(
+            "cp.async.cg.shared.global [%r2], [%rd0], 16; st.shared.b32 [%r2], %r8; cp.async.wait_all;",
+            random,
+        )
 
 
 def test_the_source_changes_under_a_copy(random):
@@ -291,13 +296,25 @@ xor.b32 %r3, %r0, 32; mad.lo.s32 %r2, %r3, 16, %r1;
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_copies_outside(schedule, random):
     with pytest.raises(OutOfBounds):
-        copied("cp.async.cg.shared.global [%r2], [%rd0 + 1552], 16; cp.async.wait_all;", random, schedule=schedule)
+        copied(
+            "cp.async.cg.shared.global [%r2], [%rd0 + 1552], 16; cp.async.wait_all;",
+            random,
+            schedule=schedule,
+        )
     with pytest.raises(OutOfBounds):
-        copied("cp.async.cg.shared.global [%r2 + 4096], [%rd0], 16; cp.async.wait_all;", random, schedule=schedule)
+        copied(
+            "cp.async.cg.shared.global [%r2 + 4096], [%rd0], 16; cp.async.wait_all;",
+            random,
+            schedule=schedule,
+        )
     with pytest.raises(Misaligned):
-        copied("cp.async.cg.shared.global [%r2 + 4], [%rd0], 16; cp.async.wait_all;", random, schedule=schedule)
+        copied(
+            "cp.async.cg.shared.global [%r2 + 4], [%rd0], 16; cp.async.wait_all;", random, schedule=schedule
+        )
     with pytest.raises(Misaligned):
-        copied("cp.async.cg.shared.global [%r2], [%rd0 + 8], 16; cp.async.wait_all;", random, schedule=schedule)
+        copied(
+            "cp.async.cg.shared.global [%r2], [%rd0 + 8], 16; cp.async.wait_all;", random, schedule=schedule
+        )
 
 
 # ---- atomics
@@ -307,7 +324,7 @@ ADD = "atom.global.gpu.acq_rel.add.u32"
 ATOMICS = [ADD, "atom.global.add.u32", "red.global.add.u32", "atom.shared.add.u32", "atom.global.add.f32"]
 
 
-@pytest.mark.parametrize("form, blocks", itertools.product(ATOMICS, (1, 3)))
+@pytest.mark.parametrize(("form", "blocks"), itertools.product(ATOMICS, (1, 3)))
 def test_atomics_count(form, blocks):
     """Every lane gets another number, and the sum counts all; for those that the emulator knows."""
     shared = ".shared" in form

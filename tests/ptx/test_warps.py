@@ -20,7 +20,14 @@ def random(request):
 def test_shfl(mode, random):
     """Every offset and segment; the clamp of the whole segment, and any other."""
     values = random.integers(0, 1 << 32, isa.WARP, dtype=np.uint64)
-    lines = [".reg .b32 %d;", ".reg .b32 %v;", ".reg .b32 %by;", ".reg .b32 %c;", ".reg .b32 %q;", ".reg .pred %p;"]
+    lines = [
+        ".reg .b32 %d;",
+        ".reg .b32 %v;",
+        ".reg .b32 %by;",
+        ".reg .b32 %c;",
+        ".reg .b32 %q;",
+        ".reg .pred %p;",
+    ]
     lines += [f"shfl.sync.{mode}.b32 %d|%p, %v, %by, %c, -1;", "selp.b32 %q, 1, 0, %p;"]
     for segment in (32, 16, 8, 4, 2, 1):
         for any_clamp in (False, True):
@@ -59,7 +66,7 @@ REDUX = [("add", "s32"), ("add", "u32"), ("min", "s32"), ("max", "s32"), ("min",
 REDUX += [("and", "b32"), ("or", "b32"), ("xor", "b32")]
 
 
-@pytest.mark.parametrize("op, kind", REDUX)
+@pytest.mark.parametrize(("op", "kind"), REDUX)
 def test_redux(op, kind, random):
     for members in (0xFFFFFFFF, 0x0000FFFF, 0x80000001):
         values = random.integers(0, 1 << 32, isa.WARP, dtype=np.uint64)
@@ -80,7 +87,13 @@ def test_redux(op, kind, random):
 def test_votes(mode, random):
     for chance in (0.0, 0.5, 1.0):
         values = (random.random(isa.WARP) < chance).astype(np.int64)
-        lines = [".reg .b32 %d;", ".reg .b32 %v;", ".reg .pred %p;", ".reg .pred %q;", "setp.ne.b32 %p, %v, 0;"]
+        lines = [
+            ".reg .b32 %d;",
+            ".reg .b32 %v;",
+            ".reg .pred %p;",
+            ".reg .pred %q;",
+            "setp.ne.b32 %p, %v, 0;",
+        ]
         if mode == "ballot":
             lines += ["vote.sync.ballot.b32 %d, %p, -1;"]
             want = int(sum(int(v) << i for i, v in enumerate(values)))

@@ -44,7 +44,7 @@ class BadLaunch(EmulatorError):
 
 
 class ProxyWarning(UserWarning):
-    """An asynchronous operation reads what was written without a fence.proxy.async since: works, but by no rule."""
+    """An asynchronous operation reads what no fence.proxy.async followed: it works, but by no rule."""
 
 
 # In the order of `Kind` in engine.h, which begins with none.
