@@ -115,7 +115,7 @@ FENCE = "fence.proxy.async.shared::cta;\n"
 @pytest.mark.parametrize("width", [0, 32, 64, 128])
 @pytest.mark.parametrize("majors", ["k k", "k mn", "mn k", "mn mn"])
 def test_products_of_shared_memory(majors, width, schedule, random):
-    """Every layout of both operands, exact integers; with and without what the accumulators held, signs."""
+    """Every layout of both operands, exact integers; with and without what the accumulators held; signs."""
     for n, kind in ((8, "bf16"), (24, "f16"), (64, "bf16"), (256, "bf16")):
         major_a, major_b = majors.split()
         left, a = integers(random, 64, kind)
@@ -126,11 +126,15 @@ def test_products_of_shared_memory(majors, width, schedule, random):
         form = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}"
         transposed = f"{int(major_a == 'mn')}, {int(major_b == 'mn')}"
         sums = names(0, n // 2)
+        held = " ".join(f"mov.b32 %d{i}, 0f42C80000;" for i in range(n // 2))
         body = f"""
+{held}
 mov.b64 %rd2, {descriptor_a};
 mov.b64 %rd3, {descriptor_b};
 wgmma.fence.sync.aligned;
 {form} {sums}, %rd2, %rd3, 0, 1, 1, {transposed};
+wgmma.commit_group.sync.aligned;
+wgmma.wait_group.sync.aligned 0;
 {form} {sums}, %rd2, %rd3, %p1, 1, 1, {transposed};
 {form} {sums}, %rd2, %rd3, %p1, -1, 1, {transposed};
 {form} {sums}, %rd2, %rd3, 1, 1, 1, {transposed};

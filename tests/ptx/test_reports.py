@@ -236,6 +236,11 @@ def test_atomics_do_not_race_with_each_other():
         red.shared.add.u32 [%r2], %r1; BARRIER ld.shared.u32 %r6, [%r2]; st.global.u32 [%rd4], %r6;"""
     both(SharedRace, body.replace("BARRIER", ""), body.replace("BARRIER", "bar.sync 0;"))
     assert run(body.replace("BARRIER", "bar.sync 0;")).tolist() == [63 * 32] * 64
+    # One warp updates, the other only reads.
+    body = """setp.eq.u32 %p1, %r1, 0; mov.u32 %r5, 0; @%p1 st.shared.u32 [%r2], %r5; bar.sync 0;
+        setp.lt.u32 %p2, %r1, 32; @%p2 red.shared.add.u32 [%r2], %r1;
+        BARRIER @!%p2 ld.shared.u32 %r6, [%r2];"""
+    both(SharedRace, body.replace("BARRIER", ""), body.replace("BARRIER", "bar.sync 0;"))
 
 
 # --- barriers and ends --------------------------------------------------------------------------------------

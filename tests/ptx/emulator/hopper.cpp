@@ -102,9 +102,8 @@ bool phase_passed(Warp& w) {
     return true;
 }
 
-// Whether the phase of that parity is over. A warp that finds it is not gets its next turn when it is: try_wait
-// may wait, and a spinning loop goes on.
-template <bool may_wait>
+// Whether the phase of that parity is over. A warp that finds it is not gets its next turn when it is: whoever
+// asks, asks again.
 void wait_parity(Warp& w, const Op& op, uint32_t m) {
     const uint32_t* parity = w.lane<uint32_t>(op.src[1]);
     uint32_t over = 0;
@@ -378,8 +377,8 @@ REGISTERS void hopper_forms() {
         form("mbarrier.arrive" + space + ".b64", "=b64 @", arrive);
         form("mbarrier.expect_tx.relaxed.cta" + space + ".b64", "@ b32", expect);
         form("mbarrier.arrive.expect_tx" + space + ".b64", "=b64 @ b32", arrive_expect);
-        form("mbarrier.try_wait.parity" + space + ".b64", "=p @ b32", wait_parity<true>);
-        form("mbarrier.test_wait.parity" + space + ".b64", "=p @ b32", wait_parity<false>);
+        form("mbarrier.try_wait.parity" + space + ".b64", "=p @ b32", wait_parity);
+        form("mbarrier.test_wait.parity" + space + ".b64", "=p @ b32", wait_parity);
         form("fence.proxy.async" + space, "", proxy_fence);
     }
     for (int rank = 1; rank <= 5; ++rank) {
