@@ -29,7 +29,7 @@ FAULTS = (
     _fault("program.py", "the seed does nothing", "request.seed, request.limit = seed % 2**32, limit", "request.seed, request.limit = 0, limit"),
     # control flow
     _fault("control.cpp", "lanes that do not branch are lost", "        w.waiting.push_back({w.pc + 1, others});\n", ""),
-    _fault("control.cpp", "all lanes take the first of a table", "if ((m >> l & 1) && index[l] == i)", "if ((m >> l & 1) && i == 0)"),
+    _fault("control.cpp", "all lanes take the first of a table", "if ((m >> l & 1) && index[l] == i)", "if ((m >> l & 1) && index[l] * 0 == i)"),
     _fault("engine.cpp", "groups that meet stay apart", "        if (group.first == lowest) {", "        if (group.first == lowest && mask == 0) {"),
     _fault("engine.cpp", "a return ends the whole warp", "    live &= ~lanes;\n    mask &= ~lanes;", "    live = 0;\n    mask &= ~lanes;"),
     _fault("engine.cpp", "whatever is read counts as written", "const uint32_t missing = m & ~w.written[slot];", "const uint32_t missing = 0 & m & ~w.written[slot];"),
@@ -49,14 +49,14 @@ FAULTS = (
     _fault("barriers.cpp", "all barriers are the first", "const uint32_t id = op.src.empty() ? 0 : uniform(w, op.src[0], m);", "const uint32_t id = 0;"),
     # races
     _fault("shared.cpp", "writes of others count as ordered", "write_time[i] < w.clock.seen[other]) continue;", "true) continue;"),
-    _fault("shared.cpp", "one value stored twice is a race", "        if (value && value[i - at] == data[i]) continue;\n", ""),
+    _fault("shared.cpp", "one value stored twice is a race", "if (value && value[i - at] == data[i]) continue;", "if (value && false) continue;"),
     _fault("shared.cpp", "different values stored twice are none", "value[i - at] == data[i]", "value[i - at] + 1"),
-    _fault("shared.cpp", "atomics race with each other", "        if (atomic && (writer[i] & ATOMIC)) continue;\n", ""),
-    _fault("shared.cpp", "plain reads do not race with atomics", "if (atomic && (writer[i] & ATOMIC))", "if (writer[i] & ATOMIC)"),
+    _fault("shared.cpp", "atomics race with each other", "if (atomic && (writer[i] & ATOMIC)) continue;", "if (atomic && false) continue;"),
+    _fault("shared.cpp", "plain reads do not race with atomics", "if (atomic && (writer[i] & ATOMIC))", "if ((atomic || true) && (writer[i] & ATOMIC))"),
     # copies
     _fault("copies.cpp", "a wait is one group early", "int64_t(w.committed[l]) - int64_t(pending)", "int64_t(w.committed[l]) - int64_t(pending) + 1"),
     _fault("copies.cpp", "a wait is one group late", "int64_t(w.committed[l]) - int64_t(pending)", "int64_t(w.committed[l]) - int64_t(pending) - 1"),
-    _fault("copies.cpp", "a wait waits for open groups too", "const bool done = open ||", "const bool done = true ||"),
+    _fault("copies.cpp", "a wait waits for open groups too", "const bool done = open ||", "const bool done = open || true ||"),
     _fault("copies.cpp", "wait_all leaves open groups", "void wait_all(Warp& w, const Op&, uint32_t m) { wait(w, m, 0, true); }", "void wait_all(Warp& w, const Op&, uint32_t m) { wait(w, m, 0, false); }"),
     _fault("copies.cpp", "a lane's commit counts for its warp", "for_lanes(m, [&](uint32_t l) { ++w.committed[l]; });", "for_lanes(ALL | m, [&](uint32_t l) { ++w.committed[l]; });"),
     _fault("copies.cpp", "late copies land at once", "    if (launch.late) {", "    if (launch.late && m == 0) {"),

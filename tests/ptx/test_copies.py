@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ptx.emulator import OutOfBounds, Program, SharedRace, UninitialisedRead
+from tests.ptx.emulator import Misaligned, OutOfBounds, Program, SharedRace, UninitialisedRead
 
 KERNEL = """
 .version 8.8
@@ -114,6 +114,14 @@ def test_what_is_not_read_may_be_out_of_bounds():
     run(far.replace("COUNT", "0"))
     with pytest.raises(OutOfBounds):
         run(far.replace("COUNT", "16"))
+
+
+def test_the_source_is_aligned_to_what_is_written():
+    """Even where less is read."""
+    shifted = "mov.u32 %r10, 4; cp.async.cg.shared.global [%r3], [%rd3+SHIFT], 16, %r10; cp.async.wait_all;"
+    run(shifted.replace("SHIFT", "16"))
+    with pytest.raises(Misaligned):
+        run(shifted.replace("SHIFT", "4"))
 
 
 def test_the_target_must_be_shared_memory():
