@@ -355,7 +355,9 @@ def test_scores_that_grow_from_tile_to_tile(kernel_only, step, bias):
     """Below 2^8 the maximum that is subtracted stays, above it follows; some rows grow and others do not."""
     inputs = made((330,), 1, 32, torch.float16, scale=1.0)
     q, k = torch.zeros_like(inputs.q), torch.zeros_like(inputs.k)
-    q[:, 0, 0] = torch.randint(0, 2, (330,)).half()
+    # Which rows have growing scores: any of the first 128, then the upper eight of each warp's 16 alone.
+    q[:128, 0, 0] = torch.randint(0, 2, (128,)).half()
+    q[128:, 0, 0] = torch.arange(128, 330).div(8, rounding_mode="floor").remainder(2).half()
     q[:, 0, 1] = torch.rand(330).half()
     k[:, 0, 0] = torch.arange(330).div(64, rounding_mode="floor") * step
     k[:, 0, 1] = torch.rand(330).half()
