@@ -83,11 +83,12 @@ __device__ __forceinline__ void load_left(std::uint32_t (&a)[4], const T* tile, 
 }
 
 // c += a bᵀ: a holds all kD columns of the warp's 16 rows, b is kColumns rows of a tile, from `row` on.
-template <class T, int kD, class Left>
+// kUnroll: steps of 16 columns whose loads may be made ahead, in registers.
+template <class T, int kD, int kUnroll = kD / 16, class Left>
 __device__ __forceinline__ void multiply_rows(float (&c)[kProducts][4], const Left& left, const T* tile,
                                               int row) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
-#pragma unroll
+#pragma unroll kUnroll
     for (int step = 0; step < kD / 16; ++step) {
         std::uint32_t a[4];
         left(a, step);

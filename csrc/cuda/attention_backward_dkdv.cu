@@ -30,6 +30,7 @@ template <class T, int kD>
 __global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttentionBwd args) {
     constexpr int kTile = kQueries<kD>;
     constexpr bool kKeep = kInRegisters<kD>;
+    constexpr int kSteps = kKeep ? kD / 16 : 2;
     const std::int64_t head = blockIdx.x % static_cast<unsigned>(args.nheads), stride = args.nheads * kD;
     const OwnedRows place = owned_rows(args);
     T* const dk = args.dk == nullptr ? nullptr : static_cast<T*>(args.dk) + head * kD;
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttention
         for (int column = 0; column < kTile; column += kColumns) {
             // Transposed: keys are rows, queries columns.
             float p[kProducts][4] = {};
-            multiply_rows<T, kD>(p, keys, shared.query[slot], column);
+            multiply_rows<T, kD, kSteps>(p, keys, shared.query[slot], column);
             const int query = column + 2 * pair;
 #pragma unroll
             for (int n = 0; n < kProducts; ++n)
@@ -152,7 +153,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttention
                         if (key + i / 2 * 8 > first_row + query + 8 * n + i % 2) p[n][i] = 0.0f;
             }
             float dp[kProducts][4] = {};
-            if (dk != nullptr) multiply_rows<T, kD>(dp, values, shared.dout[slot], column);
+            if (dk != nullptr) multiply_rows<T, kD, kSteps>(dp, values, shared.dout[slot], column);
             std::uint32_t left[kColumns / 16][4];
             if (dropout) {
                 float dropped[kProducts][4];
