@@ -6,15 +6,12 @@ import ctypes
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support import cpu_build
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "tests" / "cpu" / "cpp" / "cuda_on_host_check.cpp"
 FAULTS = (
     "none",
     "no barrier",
@@ -34,10 +31,7 @@ BACKWARDS = IN.flip(0)
 @pytest.fixture(scope="module")
 def library():
     """The small kernels, as a shared library."""
-    objects = {"check": (SOURCE, ["-O1", "-mf16c"])}
-    library = ctypes.CDLL(
-        str(cpu_build.ninja_build("cuda_on_host_check", objects, "libcheck.so", ["-shared"]))
-    )
+    library = ctypes.CDLL(str(cpu_build.cuda_on_host_check()))
     library.run_small.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_ulonglong, *[ctypes.c_void_p] * 2]
     library.run_product.argtypes = [
         *(ctypes.c_int, ctypes.c_ulonglong, *[ctypes.c_void_p] * 3, ctypes.c_int),

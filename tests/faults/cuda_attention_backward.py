@@ -1,5 +1,7 @@
 """Faults of the CUDA attention's backward, whose kernels run on the host."""
 
+import sys
+
 from tests.support.mutation import Fault, Suite
 
 _TILES = "csrc/cuda/attention_backward.cuh"
@@ -268,9 +270,8 @@ TESTS = (
 
 SUITE = Suite(
     faults=FAULTS,
-    tests=(
-        *(f"tests/cuda/test_attention_backward_on_host.py::test_{name}" for name in TESTS),
-        *("-m", "", "-x"),
-    ),
+    tests=tuple(f"tests/cuda/test_attention_backward_on_host.py::test_{name}" for name in TESTS),
+    build=(sys.executable, "-c", "from tests.support import cpu_build; cpu_build.emulated_extension()"),
+    quick="not slow",
     timeout_s=900.0,
 )

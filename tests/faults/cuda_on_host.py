@@ -2,6 +2,8 @@
 
 # ruff: noqa: E501 (a table)
 
+import sys
+
 from tests.support.mutation import Fault, Suite
 
 _HOST = "tests/cpu/cpp/cuda_on_host.h"
@@ -32,4 +34,9 @@ FAULTS = (
     Fault("the sums begin anew", _CORE, "double sum = c[i];", "double sum = 0;"),
 )  # fmt: skip
 
-SUITE = Suite(FAULTS, ("tests/cuda/test_cuda_on_host.py",), timeout_s=300.0)
+SUITE = Suite(
+    FAULTS,
+    ("tests/cuda/test_cuda_on_host.py",),
+    build=(sys.executable, "-c", "from tests.support import cpu_build; cpu_build.cuda_on_host_check()"),
+    timeout_s=300.0,
+)

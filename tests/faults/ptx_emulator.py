@@ -109,5 +109,6 @@ SUITE = Suite(
     (*(f"tests/ptx/{name}.py" for name in TESTS), "-k", "not nothing_of_ours_needs"),
     build=(sys.executable, "-c", "from tests.ptx.emulator import library; library.engine()"),
     environment={"FASTBERT_EMULATOR_OPTIMIZE": "-O0"},
+    quick="built and not slow",
     timeout_s=1200.0,
 )

@@ -80,5 +80,6 @@ SUITE = Suite(
         "tests/ptx/test_copies.py",
     ),
     build=(sys.executable, "-c", "from tests.ptx.emulator import library; library.engine()"),
+    quick="built and not slow",
     timeout_s=900.0,
 )

@@ -65,3 +65,28 @@ def test_no_value_that_is_not_a_number_is_left_out():
     ]
     ids = [str(i) for i in range(len(sets))]
     assert tiers.cover(ids, sets) == set(ids)
+
+
+class Item:
+    """What `mark` asks of a test."""
+
+    fixturenames = ()
+
+    def __init__(self, nodeid):
+        self.nodeid, self.names = nodeid, []
+
+    def add_marker(self, marker):
+        self.names.append(marker.name)
+
+    def get_closest_marker(self, name):
+        return name if name in self.names else None
+
+
+def test_what_waits_for_a_build_is_left_to_the_sweep(monkeypatch):
+    monkeypatch.setattr(tiers, "WHOLE", {"ptx": "test_b"})
+    items = [
+        Item(f"tests/{name}")
+        for name in ("ptx/test_x.py::test_a", "ptx/test_x.py::test_b", "ops/test_x.py::test_a")
+    ]
+    tiers.mark(items)
+    assert [item.names for item in items] == [["built", "sweep"], ["sweep"], []]

@@ -146,6 +146,12 @@ def exponential() -> Path:
     return ninja_build("exponential", objects, "libexponential.so", ["-shared"])
 
 
+def cuda_on_host_check() -> Path:
+    """Shared library of cuda_on_host_check.cpp: small kernels, right ones and faulty ones, on the host."""
+    objects = {"check": (CPP / "cuda_on_host_check.cpp", ["-O1", "-mf16c"])}
+    return ninja_build("cuda_on_host_check", objects, "libcheck.so", ["-shared"])
+
+
 def faked_isa() -> Path:
     """Shared library of isa_faked.cpp: the choice of the instruction set on other processors."""
     objects = {"isa_faked": (CPP / "isa_faked.cpp", ["-O1", "-DFASTBERT_X86=1"])}

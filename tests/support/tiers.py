@@ -135,6 +135,10 @@ SAMPLED = {"triton": frozenset({"case"})}
 # fixtures that compile, run a whole benchmark or train in two processes: their tests are left to `make sweep`
 BUILDS = {"dry", "emulated", "emulated_extension", "emulated_launches", "smoke", "two_processes", "whole"}
 
+# folders whose tests need a build of a minute: what `make test` would run of them gets the marker `built`, and
+# is left to `make sweep` too
+BUILT_FOLDERS = frozenset({"ptx"})
+
 Need = tuple[Hashable, ...]
 
 
@@ -218,3 +222,8 @@ def mark(items: Iterable[pytest.Item]) -> None:
         for item in group:
             if item.nodeid not in kept:
                 item.add_marker(pytest.mark.sweep)
+    for item in items:
+        folder = pathlib.PurePath(item.nodeid.partition("::")[0]).parent.name
+        if folder in BUILT_FOLDERS and item.get_closest_marker("sweep") is None:
+            item.add_marker(pytest.mark.built)
+            item.add_marker(pytest.mark.sweep)
