@@ -99,10 +99,8 @@ def by_grid(model: BertModel) -> str | None:
     """Why the cost of attention would follow a bucket's room, not the tokens in it; None if it would not."""
     if model.device.type != "cuda":  # attention on a CPU reads the lengths
         return None
-    name, head_dim = (
-        dispatch.serving_backend("attention_fwd", model.device, model.dtype),
-        model.config.head_dim,
-    )
+    name = dispatch.serving_backend("attention_fwd", model.device, model.dtype)
+    head_dim = model.config.head_dim
     if name == "cuda":
         from fastbert.backends.cuda.attention import HEADDIMS
 

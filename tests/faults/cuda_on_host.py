@@ -23,7 +23,7 @@ FAULTS = (
     Fault("any grid", _HOST, "grid.y > 65535 || grid.z == 0 ||\n        grid.z > 65535)", "grid.z == 0)"),
     Fault("any shared memory", _HOST, "if (shared > 163 * 1024)", "if (false)"),
     Fault("one lane's value twice", _HOST, "self.turn ^= 1;", "self.turn = 0;"),
-    Fault("copies under way are not poisoned", _CORE, "    std::memset(shared, 0xff, 16);\n", ""),
+    Fault("copies under way are not poisoned", _CORE, "    std::memset(shared, 0xff, bytes);\n", ""),
     Fault("a wait for all groups", _CORE, "groups.size() > kPending + 1u", "groups.size() > 1u"),
     Fault("a wait without a commit", _CORE, "groups.size() > kPending + 1u", "groups.size() > kPending + 0u && !groups.empty()"),
     Fault("matrices never transposed", _CORE, "transposed ? at(m, 2 * pair, group) : at(m, group, 2 * pair);", "at(m, group, 2 * pair);"),

@@ -113,8 +113,8 @@ FAULTS = (
     ),
     _fault(
         "wide heads taken for the kernel's",
-        "model.config.head_dim <= MAX_HEADDIM:",
-        "model.config.head_dim <= 256:",
+        "head_dim <= MAX_HEADDIM:",
+        "head_dim <= 256:",
         _CALLS,
     ),
     _fault("fewer graphs kept than buckets", "    max_graphs: int = 64,\n", "    max_graphs: int = 32,\n"),
