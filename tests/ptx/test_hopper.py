@@ -619,19 +619,7 @@ def test_stores_of_what_was_just_written():
 
 
 def test_labels_in_braces_are_local():
-    """Inline assembly has its own `waitLoop` each time."""
-    loop = """
-{
-.reg .pred complete;
-waitLoop:
-mbarrier.try_wait.parity.shared::cta.b64 complete, [%r2], PARITY;
-@!complete bra.uni waitLoop;
-}
-"""
-    body = (
-        "bra FIRST; SECOND: bra DONE; FIRST:"
-        + loop.replace("PARITY", "1")
-        + ARRIVE
-        + loop.replace("PARITY", "0")
-    )
-    counted(body + "bra SECOND; DONE:", 64)
+    """Inline assembly has its own `again` each time."""
+    loop = "{{\nagain: add.u32 %d, %d, {0};\nsetp.lt.u32 %p, %d, {1};\n@%p bra again;\n}}"
+    lines = [".reg .b32 %d;", ".reg .pred %p;", "mov.u32 %d, 0;", loop.format(1, 5), loop.format(100, 205)]
+    assert set(run_instruction(lines, {}, ["%d"])["%d"]) == {205}

@@ -103,7 +103,9 @@ def operands(form: isa.Form, random: np.random.Generator) -> list[np.ndarray]:
     if len(lists) <= 2:
         rows = list(itertools.product(*lists))
         if len(rows) > 1600:
-            rows = [rows[i] for i in random.permutation(len(rows))[:1600]]
+            # the first of each list with each, and with minus: zeros, infinities, NaN
+            first = [(some[:16] + some[len(some) // 2 :][:16]) for some in lists]
+            rows = [*itertools.product(*first), *(rows[i] for i in random.permutation(len(rows))[:800])]
     else:
         rows = [
             tuple(some[i] for some, i in zip(lists, at, strict=True)) for at in _indices(lists, 1200, random)
