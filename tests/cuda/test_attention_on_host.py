@@ -342,7 +342,7 @@ def test_masks_of_lowest_values_and_infinities(kernel_only):
     torch.testing.assert_close(out[72].float(), expected, rtol=0, atol=4e-3)
 
 
-@pytest.mark.parametrize("scale", (0.0, -0.2, 3.0))
+@pytest.mark.parametrize("scale", (0.0, -0.2, -30.0, 3.0))
 def test_scales(kernel_only, scale):
     inputs = made((65, 70), 2, 32, scale=scale)
     check(inputs)

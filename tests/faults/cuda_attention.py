@@ -64,7 +64,7 @@ FAULTS = (
     _fault("an empty row divides by 0", "const float factor = norm == 0.0f ? 0.0f : common / norm;", "const float factor = common / norm;"),
     _fault("the scale folded though it is negative", "if (args.bias.data != nullptr || !(args.softmax_scale > 0.0f))", "if (args.bias.data != nullptr)"),
     _fault("bias of the rows' first", "(row + 8 * r < length ? row + 8 * r : first_row)", "(row + 8 * r < length ? row : first_row)"),
-    _fault("bias past the length", "const float added = 8 * n + i < left ? from[8 * n + i] : 0.0f;", "const float added = from[8 * n + i];"),
+    _fault("the first keys' bias for all", "const float* const from = bias[r] + first_key + 2 * pair;", "const float* const from = bias[r] + 2 * pair;"),
     _fault("one sequence's bias for all", "args.bias.data + place.sequence * args.bias.batch_stride +", "args.bias.data +"),
     _fault("gate forgotten", "(args.gate != nullptr ? args.gate[head] : 1.0f);", "1.0f;"),
     # dropout
