@@ -154,7 +154,8 @@ void attention_bwd_on_device(const py::tuple& common, Address keep_bits, Address
     check_given("rows", args.delta, end);
     check_bits(args, args.keep_bits);
     if (args.dbias != nullptr) {
-        elements_of("dbias", {dbias_shape[0], dbias_shape[1], dbias_shape[2], dbias_shape[3], dbias_shape[4]});
+        elements_of("dbias",
+                    {dbias_shape[0], dbias_shape[1], dbias_shape[2], dbias_shape[3], dbias_shape[4]});
         check_size("dbias", args.parts, 1);
         check_size("dbias", args.bias_batch, 1);
         check_size("dbias", args.bias_heads, 1);

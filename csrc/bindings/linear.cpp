@@ -113,7 +113,8 @@ void product_int8(int dtype, std::int64_t rows, std::int64_t columns, std::int64
 #if FASTBERT_CUDA
 
 Layout layout_of(int code) {
-    if (code < 0 || code > 2) throw py::value_error("layout: expected 0, 1 or 2, got " + std::to_string(code));
+    if (code < 0 || code > 2)
+        throw py::value_error("layout: expected 0, 1 or 2, got " + std::to_string(code));
     return static_cast<Layout>(code);
 }
 
@@ -133,11 +134,11 @@ std::int64_t cuda_partial(std::int64_t rows, std::int64_t columns, int parts, in
     return cuda_linear_partial(rows, columns, parts, activation_of(activation), exact);
 }
 
-void cuda_product(int dtype, int layout, std::int64_t rows, std::int64_t columns, std::int64_t depth, Address a,
-                  std::int64_t a_stride, Address b, std::int64_t b_stride, Address bias, int activation,
-                  bool exact, Address residual, std::int64_t residual_stride, Address slope_at, Address c,
-                  Address pre, Address sums, Address partial, int tile_rows, int parts, int device,
-                  std::uintptr_t stream) {
+void cuda_product(int dtype, int layout, std::int64_t rows, std::int64_t columns, std::int64_t depth,
+                  Address a, std::int64_t a_stride, Address b, std::int64_t b_stride, Address bias,
+                  int activation, bool exact, Address residual, std::int64_t residual_stride,
+                  Address slope_at, Address c, Address pre, Address sums, Address partial, int tile_rows,
+                  int parts, int device, std::uintptr_t stream) {
     check_shape(rows, columns);
     check_shape(rows, depth);
     check_shape(columns, depth);
@@ -170,21 +171,13 @@ void cuda_product(int dtype, int layout, std::int64_t rows, std::int64_t columns
     run([&] { return cuda_linear_product(args, device, stream); });
 }
 
-void cuda_gradient(int dtype, std::int64_t rows, std::int64_t columns, Address dy, Address pre, int activation,
-                   bool exact, Address g, Address sums, std::int64_t parts, int device, std::uintptr_t stream) {
+void cuda_gradient(int dtype, std::int64_t rows, std::int64_t columns, Address dy, Address pre,
+                   int activation, bool exact, Address g, Address sums, std::int64_t parts, int device,
+                   std::uintptr_t stream) {
     check_shape(rows, columns);
-    const LinearGradient args{dtype_of(dtype),
-                              rows,
-                              columns,
-                              pointer(dy),
-                              pointer(pre),
-                              nullptr,
-                              0,
-                              activation_of(activation),
-                              exact,
-                              pointer(g),
-                              pointer<float>(sums),
-                              parts};
+    const LinearGradient args{
+        dtype_of(dtype),           rows,  columns,    pointer(dy),          pointer(pre), nullptr, 0,
+        activation_of(activation), exact, pointer(g), pointer<float>(sums), parts};
     check_given("dy", args.dy, rows);
     check_given("pre", args.pre, args.activation == Activation::kNone ? 0 : rows);
     run([&] { return cuda_linear_gradient(args, device, stream); });
@@ -197,8 +190,8 @@ void cuda_add_sums(int dtype, Address sums, std::int64_t parts, std::int64_t col
     check_given("out", pointer(out), 1);
     const DType type = dtype_of(dtype);
     run([&] {
-        return cuda_linear_add_sums(type, pointer<const float>(sums), parts, columns, pointer(out),
-                                    device, stream);
+        return cuda_linear_add_sums(type, pointer<const float>(sums), parts, columns, pointer(out), device,
+                                    stream);
     });
 }
 

@@ -1,5 +1,5 @@
-// Linear layers on a GPU: how a product is cut, and tiles of 128 rows forward. Contract: fastbert/ops/linear.py.
-// The kernel: linear_tiles.cuh.
+// Linear layers on a GPU: how a product is cut, and tiles of 128 rows forward. Contract:
+// fastbert/ops/linear.py. The kernel: linear_tiles.cuh.
 #include "linear_tiles.cuh"
 
 namespace fastbert {
@@ -81,7 +81,8 @@ const char* cuda_linear_product(const LinearProduct& args, int device, std::uint
     if (args.partial == nullptr &&
         cuda_linear_partial(args.rows, args.columns, args.parts, args.activation, args.exact) != 0)
         return "partial: an address, for this activation or several parts";
-    if (args.slope_at != nullptr && (args.activation == Activation::kNone || args.columns % cuda::kChunk != 0))
+    if (args.slope_at != nullptr &&
+        (args.activation == Activation::kNone || args.columns % cuda::kChunk != 0))
         return "slope_at: needs an activation";
     if (const cudaError_t error = cudaSetDevice(device)) return cudaGetErrorString(error);
     switch (args.dtype) {

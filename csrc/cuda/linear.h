@@ -25,14 +25,14 @@ struct LinearProduct {
     std::int64_t a_stride, b_stride;  // between contiguous runs
     const void* bias;                 // of dtype; may be null
     Activation activation;
-    bool exact;                       // GELU correctly rounded
-    const void* residual;             // may be null
+    bool exact;            // GELU correctly rounded
+    const void* residual;  // may be null
     std::int64_t residual_stride;
-    const void* slope_at;             // c = (a b) act'(slope_at), contiguous; may be null
-    void *c, *pre;                    // contiguous; pre (the activation's argument) may be null
-    float* sums;                      // of c's columns, one row per 64 rows of c; may be null
-    float* partial;                   // cuda_linear_partial() floats; not read where that is 0
-    int tile_rows, parts;             // from cuda_linear_plan
+    const void* slope_at;  // c = (a b) act'(slope_at), contiguous; may be null
+    void *c, *pre;         // contiguous; pre (the activation's argument) may be null
+    float* sums;           // of c's columns, one row per 64 rows of c; may be null
+    float* partial;        // cuda_linear_partial() floats; not read where that is 0
+    int tile_rows, parts;  // from cuda_linear_plan
 };
 
 // How a product is cut: rows of a tile (its columns are 128), and parts of the depth, which a second kernel
@@ -57,8 +57,8 @@ struct LinearGradient {
     std::int64_t partial_parts;
     Activation activation;
     bool exact;
-    void* g;        // dy act'(pre), contiguous; may be null
-    float* sums;    // [parts][columns]: sums of g's rows before rounding; may be null
+    void* g;      // dy act'(pre), contiguous; may be null
+    float* sums;  // [parts][columns]: sums of g's rows before rounding; may be null
     std::int64_t parts;
 };
 

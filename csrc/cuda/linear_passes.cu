@@ -107,8 +107,8 @@ __global__ void __launch_bounds__(kPassThreads) gradient_kernel(LinearGradient a
 }
 
 template <class T>
-__global__ void __launch_bounds__(kPassThreads) add_sums_kernel(const float* sums, std::int64_t parts,
-                                                                std::int64_t columns, T* out) {
+__global__ void __launch_bounds__(kPassThreads)
+    add_sums_kernel(const float* sums, std::int64_t parts, std::int64_t columns, T* out) {
     __shared__ float slots[kPassWarps][kWarp];
     const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
     const std::int64_t column = static_cast<std::int64_t>(blockIdx.x) * kWarp + lane;
@@ -145,9 +145,9 @@ const char* add_sums(const float* sums, std::int64_t parts, std::int64_t columns
 template <class T>
 const char* add_parts(const LinearProduct& args, std::uintptr_t stream) {
     if (args.slope_at != nullptr) {
-        const LinearGradient own{args.dtype, args.rows,       args.columns, nullptr, args.slope_at, args.partial,
-                                 args.parts, args.activation, args.exact,   args.c,  args.sums,
-                                 cuda_linear_sums(args.rows)};
+        const LinearGradient own{args.dtype,    args.rows,    args.columns, nullptr,
+                                 args.slope_at, args.partial, args.parts,   args.activation,
+                                 args.exact,    args.c,       args.sums,    cuda_linear_sums(args.rows)};
         return gradient<T>(own, stream);
     }
     const std::int64_t threads = args.rows * ((args.columns + kChunk - 1) / kChunk);

@@ -85,8 +85,8 @@ struct Operand {
         }
     }
 
-    // 16 lines from `line` on by 16 of the depth, as ldmatrix gives them. In words: 8 lines more is 1 and 8 of
-    // depth more is 2; the other way around for b.
+    // 16 lines from `line` on by 16 of the depth, as ldmatrix gives them. In words: 8 lines more is 1 and 8
+    // of depth more is 2; the other way around for b.
     template <bool kDepthFirst>
     static __device__ __forceinline__ void load(std::uint32_t (&words)[4], const T* tile, int line, int k) {
         const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -94,8 +94,8 @@ struct Operand {
         const int own_line = kDepthFirst ? third : second, own_depth = kDepthFirst ? second : third;
         if (kTurned) {
             const int chunk = (line + own_line) / kChunk;
-            load_matrices_transposed(
-                words, tile + k * kColumns + chunk_of<T, kColumns>(own_depth + first, chunk));
+            load_matrices_transposed(words,
+                                     tile + k * kColumns + chunk_of<T, kColumns>(own_depth + first, chunk));
         } else {
             const int chunk = (k + own_depth) / kChunk;
             load_matrices(words, tile + line * kColumns + chunk_of<T, kColumns>(own_line + first, chunk));
@@ -224,8 +224,7 @@ struct WarpTile {
 #pragma unroll 1
             for (int i = 0; i < kPasses; ++i, line += kRowsAtOnce * stride) {
                 Pack<T> pack = {};
-                if (walk.row + i * kRowsAtOnce < rows)
-                    pack = load_elements(line, walk.column, columns);
+                if (walk.row + i * kRowsAtOnce < rows) pack = load_elements(line, walk.column, columns);
                 *reinterpret_cast<Pack<T>*>(shared + walk.at(i)) = pack;
             }
         }
@@ -386,7 +385,8 @@ __global__ void __launch_bounds__(kProductThreads, kTileRows == 128 ? 2 : 1)
             A::template load<false>(left[which][i], tile, warp_row + 16 * i, k);
 #pragma unroll
         for (int j = 0; j < Warp::kBlocksAcross / 2; ++j)
-            B::template load<true>(right[which][j], tile + kTileRows * Shape::kDepth, warp_column + 16 * j, k);
+            B::template load<true>(right[which][j], tile + kTileRows * Shape::kDepth, warp_column + 16 * j,
+                                   k);
     };
     wait_copies<Shape::kSlots - 2>();
     __syncthreads();
@@ -407,7 +407,7 @@ __global__ void __launch_bounds__(kProductThreads, kTileRows == 128 ? 2 : 1)
             for (int down = 0; down < Warp::kBlocksDown; ++down)
 #pragma unroll
                 for (int across = 0; across < Warp::kBlocksAcross; ++across) {
-                    const std::uint32_t(&four)[4] = right[step % 2][across / 2];
+                    const std::uint32_t (&four)[4] = right[step % 2][across / 2];
                     const std::uint32_t two[2] = {four[across % 2 * 2], four[across % 2 * 2 + 1]};
                     mma<T>(own.acc[down][across], left[step % 2][down], two);
                 }
@@ -421,8 +421,7 @@ __global__ void __launch_bounds__(kProductThreads, kTileRows == 128 ? 2 : 1)
     wait_copies<0>();
     if (args.partial != nullptr) return own.store_partial(args.partial);
     __syncthreads();
-    finish<T, kTileRows, kLayout>(args, whole, own,
-                                  ring + warp * Shape::kWarpRows * Shape::kWarpColumns);
+    finish<T, kTileRows, kLayout>(args, whole, own, ring + warp * Shape::kWarpRows * Shape::kWarpColumns);
 }
 
 // --- host ---
@@ -430,8 +429,8 @@ __global__ void __launch_bounds__(kProductThreads, kTileRows == 128 ? 2 : 1)
 template <class T, int kTileRows, Layout kLayout>
 const char* launch_product(const LinearProduct& args, std::uintptr_t stream) {
     using Shape = Tile<kTileRows>;
-    const std::int64_t tiles = ((args.rows + kTileRows - 1) / kTileRows) *
-                               ((args.columns + kTileColumns - 1) / kTileColumns);
+    const std::int64_t tiles =
+        ((args.rows + kTileRows - 1) / kTileRows) * ((args.columns + kTileColumns - 1) / kTileColumns);
     if (tiles > 0x7fffffff) return "rows * columns: more than 2**31 - 1 tiles";
     if (args.parts < 1 || args.parts > (args.depth + Shape::kDepth - 1) / Shape::kDepth)
         return "parts: at least one step of the depth for each";

@@ -175,8 +175,8 @@ const char* launch_shared(void (*kernel)(Params...), dim3 grid, dim3 block, std:
                                      static_cast<int>(shared));
     void* pointers[] = {&params...};
     if (error == cudaSuccess)
-        error = cudaLaunchKernel(entry, grid, block, pointers, shared,
-                                 reinterpret_cast<cudaStream_t>(stream));
+        error =
+            cudaLaunchKernel(entry, grid, block, pointers, shared, reinterpret_cast<cudaStream_t>(stream));
     if (error == cudaSuccess) return nullptr;
     cudaGetLastError();  // the next launch must not meet it
     return cudaGetErrorString(error);

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
+import mmap
 import random
 import subprocess
 
@@ -183,9 +185,12 @@ def test_every_activation(on_host, kernels_only, guarded, tile, dtype, activatio
 def test_cheap_gelu_obeys_the_error_rule_in_every_kernel(on_host, kernels_only, plan, dtype):
     case = linear_cases.LinearCase(72, 128, 200, "gelu")
     inputs = case.inputs(dtype, "cpu")
-    y, _ = launchers.linear_fwd_with(plan, *(inputs[k] for k in ("x", "weight", "bias")), "gelu", None, False)
+    args = (inputs[k] for k in ("x", "weight", "bias"))
+    y, pre = launchers.linear_fwd_with(plan, *args, "gelu", None, True)
     truth = case.oracle(**{k: v if v is None else v.double() for k, v in inputs.items()})
     assert testing.error_rule.compare(y, case.eager(**inputs), truth, dtype)[-1] == ""
+    x, weight, bias = (inputs[k].double() for k in ("x", "weight", "bias"))
+    assert_rounds_to(pre, x @ weight.T + bias, 16, "pre")
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -268,14 +273,18 @@ def test_gradient_between_the_products(on_host, kernels_only, guarded, plan, act
     assert none.shape == (0,)
 
 
+@pytest.mark.parametrize("activation", ("gelu", "relu"))
 @pytest.mark.parametrize("plan", ((128, 1), (64, 1), (64, 2)), ids=str)
 @pytest.mark.parametrize("rows", (1, 63, 64, 65, 130))
-def test_column_sums_count_every_row_once(on_host, kernels_only, guarded, rows, plan):
+def test_column_sums_count_every_row_once(on_host, kernels_only, guarded, rows, plan, activation):
+    """Where the slope is 1, in the epilogue (GELU) and in a pass of its own."""
     dy, weight = (
         whole_numbers(rows, 80, dtype=torch.float16, most=1),
         whole_numbers(80, 40, dtype=torch.float16),
     )
-    g, dbias = feed_forward.inner_gradient(dy, weight, torch.ones(rows, 40).half(), "relu", True, plan)
+    g, dbias = feed_forward.inner_gradient(
+        dy, weight, 20 * torch.ones(rows, 40).half(), activation, True, plan
+    )
     truth = dy.float() @ weight.float()
     assert_equal(g, truth.half())
     assert_equal(dbias, truth.sum(0).half())
@@ -318,11 +327,41 @@ def test_backward_with_rows_among_poison(on_host, kernels_only, guarded, tile):
     assert_rounds_to(dweight, dy.double().T @ x.double(), 64)
 
 
+def before_a_gap(t):
+    """A copy of `t` that ends where a page begins that nobody may read: reading past its end crashes."""
+    page = mmap.PAGESIZE
+    size = -(-t.numel() * t.itemsize // page) * page
+    memory = mmap.mmap(-1, size + page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc = ctypes.CDLL(None)
+    libc.mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    assert libc.mprotect(start + size, page, 0) == 0
+    held = torch.frombuffer(memory, dtype=t.dtype, count=size // t.itemsize)
+    return held[-t.numel() :].view(t.shape).copy_(t)
+
+
+@pytest.mark.parametrize("tile", (16, 32, 64, 128))
+def test_nothing_is_read_past_the_ends(on_host, kernels_only, tile):
+    """Lines, columns and depths that a tile has and the matrices do not."""
+    x, weight, dy = (
+        before_a_gap(whole_numbers(*size, dtype=torch.float16, most=1, seed=i))
+        for i, size in enumerate(((5, 40), (24, 40), (5, 24)))
+    )
+    y, _ = launchers.linear_fwd_with((tile, 1), x, weight, None, None, None, False)
+    assert_equal(y, (x.float() @ weight.float().T).half())
+    if tile >= 64:
+        plans = (tile, 1), (128, 1)
+        dx, dweight, _ = launchers.linear_bwd_with(plans, dy, x, weight, None, None, True, True, False)
+        assert_equal(dx, (dy.float() @ weight.float()).half())
+        assert_equal(dweight, (dy.float().T @ x.float()).half())
+
+
+@pytest.mark.parametrize("stride", (45, 48))
 @pytest.mark.parametrize("out", (40, 43))
 @pytest.mark.parametrize("offset", (0, 1, 3))
-def test_residual_and_bias_at_any_address(on_host, kernels_only, offset, out):
+def test_residual_and_bias_at_any_address(on_host, kernels_only, offset, out, stride):
     memory = whole_numbers(40 * 48 + 8, dtype=torch.float16)
-    residual = memory[offset : offset + 20 * 48].view(20, 48)[:, :out]
+    residual = memory[offset : offset + 20 * stride].view(20, stride)[:, :out]
     bias = memory[offset : offset + out]
     x, weight = (
         whole_numbers(20, 16, dtype=torch.float16),

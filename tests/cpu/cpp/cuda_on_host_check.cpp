@@ -10,13 +10,13 @@ namespace {
 
 enum Fault {
     kNone,
-    kNoBarrier,        // between writing and reading shared memory
-    kNoWait,           // for a copy under way
-    kWaitTooShort,     // one group too few
-    kNoCommit,         // of the copies
-    kBarrierForSome,   // __syncthreads within a branch
-    kShuffleForSome,   // a shuffle within a branch
-    kMixed,            // lanes of a warp at different instructions
+    kNoBarrier,       // between writing and reading shared memory
+    kNoWait,          // for a copy under way
+    kWaitTooShort,    // one group too few
+    kNoCommit,        // of the copies
+    kBarrierForSome,  // __syncthreads within a branch
+    kShuffleForSome,  // a shuffle within a branch
+    kMixed,           // lanes of a warp at different instructions
 };
 
 constexpr int kThreads = 128;

@@ -32,8 +32,11 @@ int product(const Shape& s, DType dtype, Layout layout, int tile_rows, int parts
     const bool turned_a = layout == Layout::kWeights, turned_b = layout != Layout::kForward;
     const std::int64_t a_lines = turned_a ? s.depth : s.rows, a_width = turned_a ? s.rows : s.depth;
     const std::int64_t b_lines = turned_b ? s.depth : s.columns, b_width = turned_b ? s.columns : s.depth;
-    const auto span = [&](std::int64_t lines, std::int64_t width) { return (lines - 1) * (width + gap) + width; };
-    const Buffer a = random_buffer(span(a_lines, a_width), dtype), b = random_buffer(span(b_lines, b_width), dtype);
+    const auto span = [&](std::int64_t lines, std::int64_t width) {
+        return (lines - 1) * (width + gap) + width;
+    };
+    const Buffer a = random_buffer(span(a_lines, a_width), dtype),
+                 b = random_buffer(span(b_lines, b_width), dtype);
     const bool forward = layout == Layout::kForward;
     const bool slope = layout == Layout::kInputs && activation != Activation::kNone;
     const Buffer bias = random_buffer(forward && options ? s.columns : 0, dtype);
@@ -43,16 +46,26 @@ int product(const Shape& s, DType dtype, Layout layout, int tile_rows, int parts
     Buffer pre(forward && activation != Activation::kNone ? s.rows * s.columns * 2 : 0);
     Buffer sums(slope ? cuda_linear_sums(s.rows) * s.columns * 4 : 0);
     Buffer partial(cuda_linear_partial(s.rows, s.columns, parts, activation, false) * 4);
-    const LinearProduct args{dtype,           layout,
-                             s.rows,          s.columns,
-                             s.depth,         a.data(),
-                             b.data(),        a_width + gap,
-                             b_width + gap,   bias.data(),
-                             activation,      false,
-                             residual.data(), s.columns + gap,
-                             slope_at.data(), c.data(),
-                             pre.data(),      sums.data<float>(),
-                             partial.data<float>(), tile_rows,
+    const LinearProduct args{dtype,
+                             layout,
+                             s.rows,
+                             s.columns,
+                             s.depth,
+                             a.data(),
+                             b.data(),
+                             a_width + gap,
+                             b_width + gap,
+                             bias.data(),
+                             activation,
+                             false,
+                             residual.data(),
+                             s.columns + gap,
+                             slope_at.data(),
+                             c.data(),
+                             pre.data(),
+                             sums.data<float>(),
+                             partial.data<float>(),
+                             tile_rows,
                              parts};
     twice({&c, &pre, &sums}, [&] { return cuda_linear_product(args, 0, 0); });
     return 2;
@@ -60,7 +73,8 @@ int product(const Shape& s, DType dtype, Layout layout, int tile_rows, int parts
 
 int gradient(std::int64_t rows, std::int64_t columns, DType dtype, Activation activation) {
     const bool active = activation != Activation::kNone;
-    const Buffer dy = random_buffer(rows * columns, dtype), pre = random_buffer(active ? rows * columns : 0, dtype);
+    const Buffer dy = random_buffer(rows * columns, dtype),
+                 pre = random_buffer(active ? rows * columns : 0, dtype);
     Buffer g(active ? rows * columns * 2 : 0), dbias(columns * 2);
     const std::int64_t parts = rows < 3 ? rows : 3;
     Buffer sums(parts * columns * 4);
@@ -81,18 +95,21 @@ int main() {
         for (const bool options : {false, true})
             for (const Activation activation : {Activation::kNone, Activation::kGelu, Activation::kTanh}) {
                 for (const int tile : {16, 32, 64, 128}) {
-                    calls += product({tile + 1, 131, 72}, dtype, Layout::kForward, tile, 1, activation, options);
+                    calls +=
+                        product({tile + 1, 131, 72}, dtype, Layout::kForward, tile, 1, activation, options);
                     calls += product({5, 16, 136}, dtype, Layout::kForward, tile, 2, activation, options);
                 }
                 for (const int tile : {64, 128}) {
-                    calls += product({tile + 1, 136, 72}, dtype, Layout::kInputs, tile, 1, activation, options);
+                    calls +=
+                        product({tile + 1, 136, 72}, dtype, Layout::kInputs, tile, 1, activation, options);
                     calls += product({5, 16, 136}, dtype, Layout::kInputs, tile, 2, activation, options);
                 }
                 calls += gradient(19, 264, dtype, activation);
                 calls += gradient(1, 8, dtype, activation);
             }
     for (const int parts : {1, 2})
-        calls += product({136, 24, 37}, DType::kBFloat16, Layout::kWeights, 128, parts, Activation::kNone, true);
+        calls +=
+            product({136, 24, 37}, DType::kBFloat16, Layout::kWeights, 128, parts, Activation::kNone, true);
     std::printf("%d calls\n", calls);
     return 0;
 }

@@ -1,6 +1,6 @@
-// csrc/cuda/tensor_core.cuh's instructions of a whole warp, on the host: written out from the fragments' layout
-// in the PTX ISA. An asynchronous copy lands at once, or when it is waited for (cuda_on_host::late); until then
-// its target holds NaN.
+// csrc/cuda/tensor_core.cuh's instructions of a whole warp, on the host: written out from the fragments'
+// layout in the PTX ISA. An asynchronous copy lands at once, or when it is waited for (cuda_on_host::late);
+// until then its target holds NaN.
 #pragma once
 
 #include "cuda_on_host.h"
@@ -9,11 +9,11 @@ namespace fastbert {
 namespace cuda {
 namespace on_host {
 
-using cuda_on_host::Together;
 using cuda_on_host::fail;
 using cuda_on_host::give;
 using cuda_on_host::given_by;
 using cuda_on_host::lane_index;
+using cuda_on_host::Together;
 
 template <class T>
 float element(std::uint64_t word, int half) {
@@ -67,7 +67,9 @@ void mma(float (&c)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]
     }
 }
 
-inline void load_matrices(std::uint32_t (&words)[4], const void* row) { on_host::matrices(words, row, false); }
+inline void load_matrices(std::uint32_t (&words)[4], const void* row) {
+    on_host::matrices(words, row, false);
+}
 inline void load_matrices_transposed(std::uint32_t (&words)[4], const void* row) {
     on_host::matrices(words, row, true);
 }
