@@ -171,8 +171,8 @@ FAULTS = (
     ),
     _fault(
         "drawn bits of head 0",
-        "static_cast<std::uint32_t>(head),\n                   args.dropout.offset",
-        "0u,\n                   args.dropout.offset",
+        "static_cast<std::uint32_t>(head), args.dropout.offset",
+        "0u, args.dropout.offset",
         _TILES,
     ),
     _fault(

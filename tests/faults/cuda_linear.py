@@ -41,7 +41,7 @@ FAULTS = (
     # tiles, fragments, tails
     _fault("a's fragments in b's order", "A::template load<false>", "A::template load<true>"),
     _fault("b's fragments in a's order", "B::template load<true>", "B::template load<false>"),
-    _fault("turned tiles read as they lie", "            load_matrices_transposed(\n", "            load_matrices(\n"),
+    _fault("turned tiles read as they lie", "            load_matrices_transposed(words,", "            load_matrices(words,"),
     _fault("a chunk's place not exchanged", "        at = chunk_of<T, kColumns>(row, chunk);", "        at = row * kColumns + chunk * kChunk;"),
     _fault("second half of the fragments twice", "const int lane = static_cast<int>(threadIdx.x) % kWarp;\n        const int first = lane % 8, second = lane / 8 % 2 * 8", "const int lane = static_cast<int>(threadIdx.x) % kWarp;\n        const int first = lane % 8, second = 8"),
     _fault("b's second eight columns twice", "{four[across % 2 * 2], four[across % 2 * 2 + 1]}", "{four[2], four[3]}"),
