@@ -86,7 +86,7 @@ struct Philox {
 };
 
 // The product of 32-bit numbers. nvcc adds a zero to the upper half of one that is written as 64-bit numbers.
-__device__ __forceinline__ std::uint64_t product(std::uint32_t a, std::uint32_t b) {
+__device__ __forceinline__ std::uint64_t wide_product(std::uint32_t a, std::uint32_t b) {
 #ifdef __CUDACC__
     std::uint64_t out;
     asm("mul.wide.u32 %0, %1, %2;" : "=l"(out) : "r"(a), "r"(b));
@@ -103,7 +103,7 @@ __device__ __forceinline__ Philox philox(std::uint64_t seed, std::uint32_t group
     std::uint32_t k0 = static_cast<std::uint32_t>(seed), k1 = static_cast<std::uint32_t>(seed >> 32);
 #pragma unroll
     for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
-        const std::uint64_t p0 = product(c0, 0xD2511F53u), p1 = product(c2, 0xCD9E8D57u);
+        const std::uint64_t p0 = wide_product(c0, 0xD2511F53u), p1 = wide_product(c2, 0xCD9E8D57u);
         c0 = static_cast<std::uint32_t>(p1 >> 32) ^ c1 ^ k0;
         c1 = static_cast<std::uint32_t>(p1);
         c2 = static_cast<std::uint32_t>(p0 >> 32) ^ c3 ^ k1;
