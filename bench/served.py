@@ -56,12 +56,16 @@ def backends(candidate: str, device: torch.device | str, tag: str) -> dict[str, 
 
 
 def others(served: dict[str, str], device_type: str) -> dict[str, str]:
-    """Those of `backends` that are not the table's first: what a reader of the row has to know."""
+    """Those of `backends` that are not the table's first: what a reader of the row has to know.
+
+    Of two kernels that a self-check has timed beside each other, either may serve.
+    """
     dtypes = {tag: dtype for dtype, tag in TAGS.items()}
     found = {}
     for name, backend in served.items():
         op, *kind, tag = name.split()
-        if backend != dispatch.ranking(" ".join((f"{op}_fwd", *kind)), device_type, dtypes[tag])[0]:
+        first = dispatch.ranking(" ".join((f"{op}_fwd", *kind)), device_type, dtypes[tag])[0]
+        if backend != first and not {backend, first} <= set(dispatch.SELF_CHECKED):
             found[name] = backend
     return found
 

@@ -43,9 +43,13 @@ def test_on_a_gpu_kinds_of_calls_are_apart(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "backend", "other"),
     [
+        ("attention bf16", "cuda", False),
         ("attention bf16", "triton", False),
+        ("attention fp32", "triton", False),
         ("attention bf16", "aten", True),
         ("linear bf16", "aten", False),
+        ("linear bf16", "triton", True),
+        ("linear activation bf16", "triton", False),
         ("linear activation bf16", "aten", True),
         ("linear activation fp32", "aten", False),
         ("feed_forward bf16", "aten", True),

@@ -82,7 +82,9 @@ def test_what_a_gpu_needs(monkeypatch):
 
     for module in (triton, cuda):
         monkeypatch.setattr(module, "available", lambda device_type: None)
-    found = {op: set(dtypes) for op, backend, dtypes in warmup.wanted(torch.device("cuda", 0))}
+    found = {}
+    for op, _, dtypes in warmup.wanted(torch.device("cuda", 0)):
+        found[op] = found.get(op, set()) | set(dtypes)
     wanted = [(op, backend) for op, backend, _ in warmup.wanted(torch.device("cuda", 0))]
     assert {op for op, backend in wanted if backend == "cuda"} == set(cuda.DTYPES)
     # each behind the kernel beside which it is timed
