@@ -53,9 +53,8 @@ std::int64_t fill(Attention& out, const py::tuple& common, bool on_device) {
     check_size("total", out.total);
     check_size("max_seqlen", out.max_seqlen);
     check_given("cu_seqlens", out.cu_seqlens, 1);
-    const std::int64_t end = on_device
-                                 ? out.total
-                                 : check_lengths(out.cu_seqlens, out.batch, out.total, out.max_seqlen);
+    const std::int64_t end =
+        on_device ? out.total : check_lengths(out.cu_seqlens, out.batch, out.total, out.max_seqlen);
     elements_of("q", {out.total, out.nheads, out.headdim});
     const Heads* const tensors[] = {&out.q, &out.k, &out.v};
     const char* const names[] = {"q", "k", "v"};
@@ -155,7 +154,8 @@ void attention_bwd_on_device(const py::tuple& common, Address keep_bits, Address
     check_given("rows", args.delta, end);
     check_bits(args, args.keep_bits);
     if (args.dbias != nullptr) {
-        elements_of("dbias", {dbias_shape[0], dbias_shape[1], dbias_shape[2], dbias_shape[3], dbias_shape[4]});
+        elements_of("dbias",
+                    {dbias_shape[0], dbias_shape[1], dbias_shape[2], dbias_shape[3], dbias_shape[4]});
         check_size("dbias", args.parts, 1);
         check_size("dbias", args.bias_batch, 1);
         check_size("dbias", args.bias_heads, 1);

@@ -7,8 +7,8 @@
 
 namespace fastbert {
 
-// nullptr, or the text of the error. Nothing waits for the device. bfloat16 and float16, headdim 32, 64 and 128,
-// q, k, v at multiples of 16 bytes and with strides that are multiples of 8, and no probs. Backward:
+// nullptr, or the text of the error. Nothing waits for the device. bfloat16 and float16, headdim 32, 64 and
+// 128, q, k, v at multiples of 16 bytes and with strides that are multiples of 8, and no probs. Backward:
 // attention_backward.h.
 const char* cuda_attention_fwd(const AttentionFwd& args, int device, std::uintptr_t stream);
 

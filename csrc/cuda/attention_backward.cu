@@ -6,16 +6,16 @@
 // Tiling     Three kernels of 4 warps; a warp owns 16 rows. Products take 32 columns at a time.
 //            dq: 64 queries of a sequence and head walk over its keys. The kernel also writes delta, the
 //            normaliser of P and each row's share of dgate.
-//            dk and dv: 64 keys walk over the queries. Their products are transposed, so that P and dS stay in
-//            registers as the left operand of the next one.
-//            dbias: a tile of the bias walks over all sequences and heads (queries, keys) that share it, in
-//            several parts if there are few tiles.
+//            dk and dv: 64 keys walk over the queries. Their products are transposed, so that P and dS stay
+//            in registers as the left operand of the next one. dbias: a tile of the bias walks over all
+//            sequences and heads (queries, keys) that share it, in several parts if there are few tiles.
 //            Tiles of the other side come by asynchronous copies, one ahead of the products.
-// Precision  Products of the storage type are summed in float; P and dS are rounded to the storage type before
-//            their product; the rest is float, rounded once at the store. As in kernels/attention_backward.py,
-//            P is divided by its own sum. A row of dS sums to 0: what it sums to is the error of delta, whose
-//            `out` is rounded. delta is corrected by it, and where it is more than the rounding of dS itself,
-//            dq's block walks over the keys once more.
+// Precision  Products of the storage type are summed in float; P and dS are rounded to the storage type
+// before
+//            their product; the rest is float, rounded once at the store. As in
+//            kernels/attention_backward.py, P is divided by its own sum. A row of dS sums to 0: what it sums
+//            to is the error of delta, whose `out` is rounded. delta is corrected by it, and where it is more
+//            than the rounding of dS itself, dq's block walks over the keys once more.
 // Saved      out, lse, and dropout's bits; without them the bits are drawn again, once per kernel.
 // Sums       in registers and in one order: no atomics, repeats are bit-equal.
 // Source     Dao 2023, FlashAttention-2, alg. 2; delta: Dao et al. 2022, FlashAttention, app. B.2.

@@ -163,8 +163,7 @@ __device__ __forceinline__ void store_rows(T* out, std::int64_t row_stride, cons
         const int row = (i + lane) / kChunks, chunk = (i + lane) % kChunks;
         if (row < length - first)
             *reinterpret_cast<Pack<T>*>(out + (static_cast<std::int64_t>(first) + row) * row_stride +
-                                        chunk * kPack<T>) =
-                load_pack(stage + chunk_of<T, kD>(row, chunk));
+                                        chunk * kPack<T>) = load_pack(stage + chunk_of<T, kD>(row, chunk));
     }
     // The stage may be written again.
     __syncwarp();
@@ -198,16 +197,15 @@ __device__ __forceinline__ void bring_bits(std::uint32_t* bits, const CudaAttent
 #pragma unroll 1
     for (int i = thread; i < kWidth / 8 * kRows; i += kBackwardThreads) {
         const int group = i % (kWidth / 8), drawn_row = i / (kWidth / 8);
-        const Philox drawn =
-            philox(seed, static_cast<std::uint32_t>(column / 8 + group),
-                   static_cast<std::uint32_t>(first_row + drawn_row), static_cast<std::uint32_t>(head),
-                   args.dropout.offset);
+        const Philox drawn = philox(seed, static_cast<std::uint32_t>(column / 8 + group),
+                                    static_cast<std::uint32_t>(first_row + drawn_row),
+                                    static_cast<std::uint32_t>(head), args.dropout.offset);
         unsigned byte = 0;
 #pragma unroll
         for (int lane = 0; lane < 8; ++lane)
-            byte |= static_cast<unsigned>(
-                        kept_lane(drawn.word[lane / 2], lane % 2 != 0, args.dropout.threshold))
-                    << lane;
+            byte |=
+                static_cast<unsigned>(kept_lane(drawn.word[lane / 2], lane % 2 != 0, args.dropout.threshold))
+                << lane;
         reinterpret_cast<unsigned char*>(bits + group / 4 * kRows + drawn_row)[group % 4] =
             static_cast<unsigned char>(byte);
     }
@@ -226,14 +224,14 @@ const char* launch_dkdv(const CudaAttentionBwd& args, std::uintptr_t stream);
 const char* launch_dbias(const CudaAttentionBwd& args, std::uintptr_t stream);
 
 // Calls launch<T, kD>(args, stream) for the dtype and the head dimension.
-#define FASTBERT_BY_HEADDIM(launch, args, stream)                             \
-    const bool half = args.dtype == DType::kFloat16;                          \
-    switch (args.headdim) {                                                   \
-        case 32:                                                              \
-            return half ? launch<fp16, 32>(args, stream) : launch<bf16, 32>(args, stream); \
-        case 64:                                                              \
-            return half ? launch<fp16, 64>(args, stream) : launch<bf16, 64>(args, stream); \
-        default:                                                              \
+#define FASTBERT_BY_HEADDIM(launch, args, stream)                                            \
+    const bool half = args.dtype == DType::kFloat16;                                         \
+    switch (args.headdim) {                                                                  \
+        case 32:                                                                             \
+            return half ? launch<fp16, 32>(args, stream) : launch<bf16, 32>(args, stream);   \
+        case 64:                                                                             \
+            return half ? launch<fp16, 64>(args, stream) : launch<bf16, 64>(args, stream);   \
+        default:                                                                             \
             return half ? launch<fp16, 128>(args, stream) : launch<bf16, 128>(args, stream); \
     }
 

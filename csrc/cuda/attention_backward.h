@@ -9,8 +9,8 @@ namespace fastbert {
 
 struct CudaAttentionBwd : Attention {
     const std::int32_t* keep_bits;  // saved by forward, (nheads, total, ceil(S / 32)); null: draw them again
-    const void *dout, *out;  // (total, nheads, headdim) contiguous
-    const float* lse;        // (nheads, total)
+    const void *dout, *out;         // (total, nheads, headdim) contiguous
+    const float* lse;               // (nheads, total)
     // Four numbers for each slot (fastbert/ops/attention_places.py), of the section for tiles of 64 rows;
     // null: every sequence has the tiles of max_seqlen, and the slots after them share the tail.
     const std::int32_t* places;
@@ -26,8 +26,8 @@ struct CudaAttentionBwd : Attention {
 // The slots of a launch without a table.
 std::int64_t cuda_attention_bwd_slots(std::int64_t batch, std::int64_t total, std::int64_t max_seqlen);
 
-// nullptr, or the text of the error. Nothing waits for the device. bfloat16 and float16, headdim 32, 64 and 128,
-// all tensors of these at multiples of 16 bytes and with strides that are multiples of 8.
+// nullptr, or the text of the error. Nothing waits for the device. bfloat16 and float16, headdim 32, 64 and
+// 128, all tensors of these at multiples of 16 bytes and with strides that are multiples of 8.
 const char* cuda_attention_bwd(const CudaAttentionBwd& args, int device, std::uintptr_t stream);
 
 }  // namespace fastbert

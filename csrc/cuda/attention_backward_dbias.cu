@@ -44,7 +44,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dbias_kernel(CudaAttentio
     float sum[kKeys / 8][4] = {};
     for (std::int64_t shared_by = matrix / args.bias_heads / args.bias_batch; shared_by < pairs;
          shared_by += args.parts) {
-        const std::int64_t sequence = first_sequence + shared_by / heads, head = first_head + shared_by % heads;
+        const std::int64_t sequence = first_sequence + shared_by / heads,
+                           head = first_head + shared_by % heads;
         const std::int64_t start = args.cu_seqlens[sequence];
         const OwnedRows place{static_cast<int>(sequence), static_cast<int>(start),
                               static_cast<int>(args.cu_seqlens[sequence + 1] - start), 0};
@@ -90,10 +91,10 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dbias_kernel(CudaAttentio
                 commit_copies();
                 wait_copies<0>();
                 __syncthreads();
-                const auto queries = [&](std::uint32_t(&a)[4], int step) {
+                const auto queries = [&](std::uint32_t (&a)[4], int step) {
                     load_left<T, kD>(a, shared.query, warp_row, step);
                 };
-                const auto douts = [&](std::uint32_t(&a)[4], int step) {
+                const auto douts = [&](std::uint32_t (&a)[4], int step) {
                     load_left<T, kD>(a, shared.dout, warp_row, step);
                 };
 #pragma unroll 1
@@ -109,8 +110,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dbias_kernel(CudaAttentio
                             const int at = key + 8 * n + i % 2;
                             if (at < last[i / 2]) {
                                 const float s = fmaf(p[n][i], scale, bias[i / 2][at]);
-                                const float weight =
-                                    exp2_fast((s - shift[i / 2]) * kLog2E) * inverse[i / 2];
+                                const float weight = exp2_fast((s - shift[i / 2]) * kLog2E) * inverse[i / 2];
                                 const std::uint32_t word =
                                     dropout ? shared.bits[column / 32 * kOwned + warp_row + group + i / 2 * 8]
                                             : ~0u;
@@ -178,8 +178,8 @@ const char* launch(const CudaAttentionBwd& args, std::uintptr_t stream) {
     const std::int64_t matrices = args.parts * args.bias_batch * args.bias_heads;
     const std::int64_t blocks = row_tiles * key_tiles * matrices;
     if (blocks == 0) return nullptr;
-    return launch_shared(dbias_kernel<T, kD>, grid_of(blocks), dim3(kBackwardThreads), sizeof(Shared<T, kD>), stream,
-                         args);
+    return launch_shared(dbias_kernel<T, kD>, grid_of(blocks), dim3(kBackwardThreads), sizeof(Shared<T, kD>),
+                         stream, args);
 }
 
 }  // namespace

@@ -48,9 +48,12 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttention
     Shared<T, kD>& shared = *reinterpret_cast<Shared<T, kD>*>(dynamic_shared());
     const int first = place.first, length = place.length, thread = static_cast<int>(threadIdx.x);
     const std::int64_t start = place.start;
-    const T* const q = static_cast<const T*>(args.q.data) + start * args.q.row_stride + head * args.q.head_stride;
-    const T* const k = static_cast<const T*>(args.k.data) + start * args.k.row_stride + head * args.k.head_stride;
-    const T* const v = static_cast<const T*>(args.v.data) + start * args.v.row_stride + head * args.v.head_stride;
+    const T* const q =
+        static_cast<const T*>(args.q.data) + start * args.q.row_stride + head * args.q.head_stride;
+    const T* const k =
+        static_cast<const T*>(args.k.data) + start * args.k.row_stride + head * args.k.head_stride;
+    const T* const v =
+        static_cast<const T*>(args.v.data) + start * args.v.row_stride + head * args.v.head_stride;
     const T* const dout = static_cast<const T*>(args.dout) + start * stride + head * kD;
     const bool dropout = args.dropout.seed != nullptr, biased = args.bias.data != nullptr;
     // Rows after the sequence are zeros, their P finite: they add nothing.
@@ -65,7 +68,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttention
             const float* from = which == 0 ? args.delta : which == 1 ? args.norm : args.lse;
             float* to = which == 0 ? rows.delta : which == 1 ? rows.norm : rows.lse;
             const bool inside = row < length - first_row;
-            if (which < 2 || (which == 2 && biased)) copy_word(to + row, inside ? from + at + row : from, inside);
+            if (which < 2 || (which == 2 && biased))
+                copy_word(to + row, inside ? from + at + row : from, inside);
         }
         if (dropout) bring_bits<kTile, kOwned>(rows.bits, args, head, place, first_row, first);
         commit_copies();
@@ -90,7 +94,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttention
             load_left<T, kD>(left_v[kKeep ? step : 0], own_values, warp_row, step);
         }
     }
-    const auto keys = [&](std::uint32_t(&a)[4], int step) {
+    const auto keys = [&](std::uint32_t (&a)[4], int step) {
         if (kKeep) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) a[i] = left_k[kKeep ? step : 0][i];
@@ -98,7 +102,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttention
             load_left<T, kD>(a, own_keys, warp_row, step);
         }
     };
-    const auto values = [&](std::uint32_t(&a)[4], int step) {
+    const auto values = [&](std::uint32_t (&a)[4], int step) {
         if (kKeep) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) a[i] = left_v[kKeep ? step : 0][i];
@@ -109,7 +113,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttention
 
     const int key = first + warp_row + group;  // and 8 more
     const float* const bias =
-        args.bias.data + (biased ? place.sequence * args.bias.batch_stride + head * args.bias.head_stride : 0);
+        args.bias.data +
+        (biased ? place.sequence * args.bias.batch_stride + head * args.bias.head_stride : 0);
     // Of the two keys, in word warp_row / 32 of a row
     const std::uint32_t bit[2] = {1u << (warp_row % 32 + group), 1u << (warp_row % 32 + group + 8)};
     const float scale = args.softmax_scale, unit = args.softmax_scale * kLog2E;
@@ -161,8 +166,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttention
                 for (int n = 0; n < kProducts; ++n)
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
-                        const std::uint32_t word =
-                            rows.bits[warp_row / 32 * kTile + query + 8 * n + i % 2];
+                        const std::uint32_t word = rows.bits[warp_row / 32 * kTile + query + 8 * n + i % 2];
                         const bool kept = (word & bit[i / 2]) != 0;
                         dropped[n][i] = kept ? p[n][i] : 0.0f;
                         dp[n][i] = kept ? dp[n][i] : 0.0f;

@@ -1,5 +1,5 @@
-// dq of attention, and what the other kernels of backward read: delta and the normaliser of P. Mathematics and
-// tiling: attention_backward.cu.
+// dq of attention, and what the other kernels of backward read: delta and the normaliser of P. Mathematics
+// and tiling: attention_backward.cu.
 #include <type_traits>
 
 #include "attention_backward.cuh"
@@ -36,7 +36,8 @@ __device__ __forceinline__ void sum_delta(float* delta, const T* dout, const T* 
         if (row < length - first) {
             float a[kPack<T>], b[kPack<T>];
             widen_pack(load_pack(dout + chunk_of<T, kD>(row, chunk)), a);
-            widen_pack(load_pack(out + (static_cast<std::int64_t>(first) + row) * stride + chunk * kPack<T>), b);
+            widen_pack(load_pack(out + (static_cast<std::int64_t>(first) + row) * stride + chunk * kPack<T>),
+                       b);
 #pragma unroll
             for (int j = 0; j < kPack<T>; ++j) sum = fmaf(a[j], b[j], sum);
         }
@@ -68,9 +69,12 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dq_kernel(CudaAttentionBw
     Shared<T, kD>& shared = *reinterpret_cast<Shared<T, kD>*>(dynamic_shared());
     const int first = place.first, length = place.length;
     const std::int64_t start = place.start;
-    const T* const q = static_cast<const T*>(args.q.data) + start * args.q.row_stride + head * args.q.head_stride;
-    const T* const k = static_cast<const T*>(args.k.data) + start * args.k.row_stride + head * args.k.head_stride;
-    const T* const v = static_cast<const T*>(args.v.data) + start * args.v.row_stride + head * args.v.head_stride;
+    const T* const q =
+        static_cast<const T*>(args.q.data) + start * args.q.row_stride + head * args.q.head_stride;
+    const T* const k =
+        static_cast<const T*>(args.k.data) + start * args.k.row_stride + head * args.k.head_stride;
+    const T* const v =
+        static_cast<const T*>(args.v.data) + start * args.v.row_stride + head * args.v.head_stride;
     const T* const dout = static_cast<const T*>(args.dout) + start * stride + head * kD;
     const T* const out = static_cast<const T*>(args.out) + start * stride + head * kD;
     const bool dropout = args.dropout.seed != nullptr;
@@ -98,11 +102,11 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dq_kernel(CudaAttentionBw
         load_left<T, kD>(left_q[step], own_q, warp_row, step);
         if (kKeep) load_left<T, kD>(left_dout[kKeep ? step : 0], own_dout, warp_row, step);
     }
-    const auto of_q = [&](std::uint32_t(&a)[4], int step) {
+    const auto of_q = [&](std::uint32_t (&a)[4], int step) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[i] = left_q[step][i];
     };
-    const auto of_dout = [&](std::uint32_t(&a)[4], int step) {
+    const auto of_dout = [&](std::uint32_t (&a)[4], int step) {
         if (kKeep) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) a[i] = left_dout[kKeep ? step : 0][i];
@@ -182,9 +186,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dq_kernel(CudaAttentionBw
                 if (dropout) {
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        const std::uint32_t word = shared.bits[slot][column / 32 * kOwned + warp_row + group +
-                                                                     8 * half] >>
-                                                   (2 * pair);
+                        const std::uint32_t word =
+                            shared.bits[slot][column / 32 * kOwned + warp_row + group + 8 * half] >>
+                            (2 * pair);
 #pragma unroll
                         for (int n = 0; n < kProducts; ++n)
 #pragma unroll
@@ -256,8 +260,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dq_kernel(CudaAttentionBw
 
 template <class T, int kD>
 const char* launch(const CudaAttentionBwd& args, std::uintptr_t stream) {
-    return launch_shared(dq_kernel<T, kD>, grid_of(args.slots * args.nheads), dim3(kBackwardThreads), sizeof(Shared<T, kD>),
-                         stream, args);
+    return launch_shared(dq_kernel<T, kD>, grid_of(args.slots * args.nheads), dim3(kBackwardThreads),
+                         sizeof(Shared<T, kD>), stream, args);
 }
 
 }  // namespace

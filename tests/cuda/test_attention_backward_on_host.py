@@ -294,7 +294,9 @@ def test_a_query_that_sees_one_key_has_no_gradient(dtype, headdim):
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("options", [{"dropout_p": 0.5}, {"bias": "sequence"}, {"gate": True, "causal": True}])
+@pytest.mark.parametrize(
+    "options", [{"dropout_p": 0.5}, {"bias": "sequence"}, {"gate": True, "causal": True}]
+)
 def test_a_sharp_softmax(dtype, options):
     """dS is a small difference of large numbers: its error is that of delta."""
     for sharpness in (4.0, 32.0):
@@ -346,7 +348,8 @@ def test_an_lse_that_is_slightly_wrong_cancels():
 def test_large_scores_do_not_overflow(scale, with_bias):
     """lse is near 900: exp without it would be infinite or 0."""
     inputs = made((33,), nheads=1, softmax_scale=scale, bias=torch.zeros(1, 1, 33, 33) if with_bias else None)
-    inputs = inputs._replace(q=torch.ones_like(inputs.q), k=(scale * (28 + 0.1 * inputs.k.float())).bfloat16())
+    keys = (scale * (28 + 0.1 * inputs.k.float())).bfloat16()
+    inputs = inputs._replace(q=torch.ones_like(inputs.q), k=keys)
     call = Call(inputs)
     assert call.lse.min() > 800
     call.check(0.25)  # dS sums to 0, and is rounded before it meets keys of 28
@@ -402,9 +405,7 @@ def test_dropout_bits_are_the_definitions(seed, offset, p, saved, headdim):
     for b, (start, n) in enumerate(zip(inputs.cu_seqlens.tolist(), lengths, strict=False)):
         rows = min(n, headdim)
         bits = keep[b, :, :rows, :n].permute(2, 0, 1).float()
-        torch.testing.assert_close(
-            dv[start : start + n, :, :rows].float(), bits / (1 - p), rtol=0.01, atol=0
-        )
+        torch.testing.assert_close(dv[start : start + n, :, :rows].float(), bits / (1 - p), rtol=0.01, atol=0)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -492,9 +493,7 @@ def test_strided_inputs_with_poisoned_gaps():
     ends = call.inputs.cu_seqlens.repeat_interleave(2)
     ends[1::2] = 99
     bias = call.inputs.bias.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
-    call.inputs = call.inputs._replace(
-        q=views[0], k=views[1], v=views[2], cu_seqlens=ends[::2], bias=bias
-    )
+    call.inputs = call.inputs._replace(q=views[0], k=views[1], v=views[2], cu_seqlens=ends[::2], bias=bias)
     lse = torch.full((2, 90), nan)
     lse[:, :77] = call.lse
     call.lse = lse[:, :77]

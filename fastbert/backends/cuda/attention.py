@@ -51,7 +51,7 @@ def attention_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None)
 
 
 def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: AttentionNeeds, places=None):
-    q, bias = inputs.q, inputs.bias
+    q = inputs.q
     if not readable(q, inputs.k, inputs.v):
         return aten.attention_bwd(dout, inputs, out, lse, keep_bits, need, places)
     total, nheads, _ = q.shape

@@ -37,7 +37,8 @@ void check(const Options& options) {
     const Buffer dout = random_buffer(total * width, options.dtype);
     const Buffer out = random_buffer(total * width, options.dtype);
     const Buffer lse = random_buffer(options.nheads * total, DType::kFloat32);
-    const Buffer bias = random_buffer(options.biased ? options.nheads * longest * longest : 0, DType::kFloat32);
+    const Buffer bias =
+        random_buffer(options.biased ? options.nheads * longest * longest : 0, DType::kFloat32);
     const Buffer gate = random_buffer(options.gated ? options.nheads : 0, DType::kFloat32);
     const Buffer seed(8, 0x5a);
     const bool saved = options.dropout && options.saved;
@@ -98,7 +99,8 @@ void check(const Options& options) {
 int main() {
     int which = 0;
     for (const std::int64_t headdim : {32, 64, 128})
-        for (const auto& lengths : std::vector<std::vector<std::int32_t>>{{1}, {0, 3, 64}, {65, 0, 31}, {130}}) {
+        for (const auto& lengths :
+             std::vector<std::vector<std::int32_t>>{{1}, {0, 3, 64}, {65, 0, 31}, {130}}) {
             for (const bool dropout : {false, true}) {
                 ++which;
                 check({lengths, 1 + which % 2, headdim, which % 3 == 0 ? 70 : 0,
