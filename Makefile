@@ -55,7 +55,7 @@ exhaustive: $(READY)
 lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	git ls-files 'csrc/*' 'tests/cpu/cpp/*' | grep -E '\.(cpp|cu|cuh|h)$$' | xargs $(BIN)clang-format --dry-run -Werror
+	git ls-files 'csrc/*' 'tests/cpu/cpp/*' 'tests/ptx/cuda/*' | grep -E '\.(cpp|cu|cuh|h)$$' | xargs $(BIN)clang-format --dry-run -Werror
 
 # the site in build/site: guides, and the API from the docstrings, which are read without being imported
 docs: $(PAGES)

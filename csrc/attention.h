@@ -34,9 +34,9 @@ struct Attention {
 
 struct AttentionFwd : Attention {
     // Rows from cu_seqlens[batch] on are not written on the CPU, and 0 on a GPU.
-    void* out;    // (total, nheads, headdim) contiguous
-    float* lse;   // (nheads, total); null: not wanted
-    void* probs;  // (batch, nheads, S, S) of dtype, zero on entry; null: not wanted
+    void* out;                // (total, nheads, headdim) contiguous
+    float* lse;               // (nheads, total); null: not wanted
+    void* probs;              // (batch, nheads, S, S) of dtype, zero on entry; null: not wanted
     std::int32_t* keep_bits;  // (nheads, total, ceil(S / 32)), with dropout; null: not wanted
 };
 

@@ -2,17 +2,17 @@
 //
 // Math       S = softmax_scale q kᵀ + bias;  P = softmax(S) of each row;  lse = log Σ_j exp S_ij
 //            out = gate * dropout(P) v.  A row without an allowed key has out 0 and lse -inf.
-// Tiling     A block of 4 warps owns 64 queries of one sequence and head, a warp 16 of them. It walks over the
-//            keys, 64 at a time, with an online softmax. Q stays in registers. The tiles q, k, v, k, v, … come
-//            through one ring of asynchronous copies: at each tile all warps wait, then copy a later one into
-//            the place of the tile before. P goes from accumulators to operands within a lane.
+// Tiling     A block of 4 warps owns 64 queries of one sequence and head, a warp 16 of them. It walks over
+//            the keys, 64 at a time, with an online softmax. Q stays in registers. The tiles q, k, v, k, v …
+//            come through one ring of asynchronous copies: at each tile all warps wait, then copy a later one
+//            into the place of the tile before. P goes from accumulators to operands within a lane.
 // Precision  Products of T are summed in float. Softmax in float, exp as 2^x. The maximum that is subtracted
 //            follows the true one only when that is 2^8 times higher: until then nothing has to be rescaled.
 //            P is rounded to T. Without a bias the scale is folded into the factor of 2^x. With one, the
 //            maximum is subtracted before the factor: float's lowest value as a mask must not overflow.
 // Saved      lse, and dropout's bits where asked for: backward needs them twice.
 // Source     Milakov, Gimelshein 2018, Online normalizer calculation for softmax, alg. 3; Dao 2023,
-//            FlashAttention-2, alg. 1; the late maximum: Zadouri et al. 2026, FlashAttention-4, sec. 3.
+//            FlashAttention-2, alg. 1; the late maximum: Zadouri et al. 2026, FlashAttention-4.
 #pragma once
 
 #include "attention_tiles.cuh"
@@ -38,8 +38,15 @@ enum class Extras {
     kAny,  // bias and any scale; dropout if there is a seed
 };
 
+// Blocks per multiprocessor for which the compiler keeps registers free. sm_120 has shared memory for three,
+// and its code would spill for more.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kMostBlocks = 3;
+#else
+constexpr int kMostBlocks = 4;
+#endif
 template <int kHeadDim, Extras kExtras>
-constexpr int kForwardBlocks = kHeadDim > 64 ? 2 : kExtras == Extras::kAny ? 3 : 4;
+constexpr int kForwardBlocks = kHeadDim > 64 ? 2 : kMostBlocks - (kExtras == Extras::kAny);
 
 // The online softmax of a lane's two rows, row g and row g + 8 of its warp.
 struct Rows {
@@ -125,10 +132,9 @@ __global__ void __launch_bounds__(kForwardThreads, (kForwardBlocks<kHeadDim, kEx
     const int words = static_cast<int>((args.max_seqlen + 31) / 32);
     // Lane 4 g + p saves word p % 2 of row g + 8 (p / 2).
     const int saved_row = row + pair / 2 * 8;
-    std::int32_t* const saved =
-        args.keep_bits != nullptr && saved_row < length
-            ? args.keep_bits + (head * args.total + start + saved_row) * words
-            : nullptr;
+    std::int32_t* const saved = args.keep_bits != nullptr && saved_row < length
+                                    ? args.keep_bits + (head * args.total + start + saved_row) * words
+                                    : nullptr;
     // exp S = 2^(unit S) where the scale is folded, else of the scaled scores.
     const float unit = kAny ? kLog2E : args.softmax_scale * kLog2E;
     const float slack = kAny ? kSlack * kLn2 : kSlack;
@@ -295,9 +301,9 @@ __global__ void __launch_bounds__(kForwardThreads, (kForwardBlocks<kHeadDim, kEx
         norm += __shfl_xor_sync(kAllLanes, norm, 2);
         const float factor = norm == 0.0f ? 0.0f : common / norm;
         if (pair == 0 && row + 8 * r < length && args.lse != nullptr)
-            args.lse[head * args.total + start + row + 8 * r] =
-                norm == 0.0f ? -INFINITY
-                             : kAny ? rows.base[r] + logf(norm) : (rows.base[r] + log2f(norm)) * kLn2;
+            args.lse[head * args.total + start + row + 8 * r] = norm == 0.0f ? -INFINITY
+                                                                : kAny ? rows.base[r] + logf(norm)
+                                                                       : (rows.base[r] + log2f(norm)) * kLn2;
 #pragma unroll
         for (int n = 0; n < kHeadDim / 8; ++n)
             *reinterpret_cast<std::uint32_t*>(staged + chunk_of<T, kHeadDim>(group + 8 * r, n) + 2 * pair) =

@@ -99,8 +99,8 @@ struct TileCopies {
 };
 
 // Where this lane's row of load_matrices begins, in bytes from the start of a tile: matrices 0 and 1, or with
-// `across` 0 and 2, are rows 0 to 7 and 8 to 15 of chunk 0; the other two are those of chunk 1. `^ 32 * i` gives
-// chunks 2 i and 2 i + 1; 16 rows further down are 16 whole rows further.
+// `across` 0 and 2, are rows 0 to 7 and 8 to 15 of chunk 0; the other two are those of chunk 1. `^ 32 * i`
+// gives chunks 2 i and 2 i + 1; 16 rows further down are 16 whole rows further.
 template <class T, int kHeadDim>
 __device__ __forceinline__ int matrix_row(bool across) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp, second = lane / 8 % 2, upper = lane / 16;
@@ -111,18 +111,12 @@ __device__ __forceinline__ int matrix_row(bool across) {
 // --- dropout: the bits of 16 rows and 64 keys, by one warp ---
 
 #ifdef __CUDACC__
-// prmt: byte i of the result is byte s_i of (b, a), s_i the low three bits of nibble i of `selector`; with the
-// nibble's highest bit, eight times that byte's highest bit.
+// prmt: byte i of the result is byte s_i of (b, a), s_i the low three bits of nibble i of `selector`; with
+// the nibble's highest bit, eight times that byte's highest bit.
 __device__ __forceinline__ std::uint32_t permute_bytes(std::uint32_t a, std::uint32_t b,
                                                        std::uint32_t selector) {
     std::uint32_t out;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(selector));
-    return out;
-}
-// c + the sum of the products of a's signed bytes with b's unsigned ones.
-__device__ __forceinline__ std::uint32_t sum_of_bytes(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
-    std::uint32_t out;
-    asm("dp4a.s32.u32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
     return out;
 }
 #else
@@ -136,12 +130,6 @@ inline std::uint32_t permute_bytes(std::uint32_t a, std::uint32_t b, std::uint32
         out |= byte << (8 * i);
     }
     return out;
-}
-inline std::uint32_t sum_of_bytes(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
-    for (int i = 0; i < 4; ++i)
-        c += static_cast<std::uint32_t>(static_cast<std::int8_t>(a >> (8 * i)) *
-                                        static_cast<int>(b >> (8 * i) & 0xff));
-    return c;
 }
 #endif
 
@@ -161,17 +149,18 @@ __device__ __forceinline__ std::uint32_t kept_lanes(std::uint32_t word, LaneThre
     return (word & low) | (t.below_half & (word | low));
 }
 
-// The eight decisions of one call of Philox: minus the byte whose bit i says that column i is kept.
-__device__ __forceinline__ std::uint32_t minus_kept_columns(const Philox& bits, LaneThreshold t) {
-    // The highest bits of the four halves of two words, each as a byte 0 or -1.
+// The eight decisions of one call of Philox in the highest byte: its bit i says whether column i is kept.
+__device__ __forceinline__ std::uint32_t kept_columns(const Philox& bits, LaneThreshold t) {
+    // The highest bits of the four halves of two words, each as a byte 0 or 255.
     const std::uint32_t low = permute_bytes(kept_lanes(bits.word[0], t), kept_lanes(bits.word[1], t), 0xfdb9);
     const std::uint32_t high =
         permute_bytes(kept_lanes(bits.word[2], t), kept_lanes(bits.word[3], t), 0xfdb9);
-    return sum_of_bytes(high, 0x80402010u, sum_of_bytes(low, 0x08040201u, 0));
+    // The product's highest byte is the sum of all four.
+    return ((low & 0x08040201u) | (high & 0x80402010u)) * 0x01010101u;
 }
 
-// Keep bits of the C fragments of 16 rows and 64 keys. Lane 4 g + p draws rows g and g + 8, of each the groups
-// of eight columns p and p + 4: byte 2 r + h of its word is (row g + 8 r, group p + 4 h).
+// Keep bits of the C fragments of 16 rows and 64 keys. Lane 4 g + p draws rows g and g + 8, of each the
+// groups of eight columns p and p + 4: byte 2 r + h of its word is (row g + 8 r, group p + 4 h).
 __device__ __forceinline__ std::uint32_t draw_keep_bytes(std::uint64_t seed, std::uint32_t offset,
                                                          std::uint32_t plane, std::uint32_t first_row,
                                                          std::uint32_t first_key, LaneThreshold t) {
@@ -180,16 +169,17 @@ __device__ __forceinline__ std::uint32_t draw_keep_bytes(std::uint64_t seed, std
     std::uint32_t parts[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-        parts[i] = minus_kept_columns(philox(seed, group + 4 * (i % 2), row + 8 * (i / 2), plane, offset), t);
-    return 0 - ((parts[3] * 256 + parts[2]) * 65536 + (parts[1] * 256 + parts[0]));
+        parts[i] = kept_columns(philox(seed, group + 4 * (i % 2), row + 8 * (i / 2), plane, offset), t);
+    return permute_bytes(permute_bytes(parts[0], parts[1], 0x73), permute_bytes(parts[2], parts[3], 0x73),
+                         0x5410);
 }
 
 // The saved form: lane 4 g + p gets the word of row g + 8 (p / 2) with keys 32 (p % 2) … + 31.
 __device__ __forceinline__ std::uint32_t keep_word(std::uint32_t keep_bytes) {
     // Four lanes exchange bytes i of lane j and j of lane i, first by the low bits of i and j.
     const int lane = static_cast<int>(threadIdx.x) % 4;
-    const std::uint32_t once = permute_bytes(keep_bytes, __shfl_xor_sync(kAllLanes, keep_bytes, 1),
-                                             lane % 2 == 0 ? 0x6240 : 0x3715);
+    const std::uint32_t once =
+        permute_bytes(keep_bytes, __shfl_xor_sync(kAllLanes, keep_bytes, 1), lane % 2 == 0 ? 0x6240 : 0x3715);
     return permute_bytes(once, __shfl_xor_sync(kAllLanes, once, 2), lane / 2 == 0 ? 0x5410 : 0x3276);
 }
 

@@ -14,7 +14,7 @@ _AVX512 = "csrc/cpu/vec_avx512.h"
 _TASKS = "csrc/cpu/attention.cpp"
 _EXP = "csrc/cpu/exp.h"
 _PYTHON = "fastbert/backends/cpu/attention.py"
-_SHARED = "fastbert/backends/extension.py"
+_ARGUMENTS = "fastbert/backends/extension.py"
 
 
 def _fault(name: str, old: str, new: str, file: str = _SIMD) -> Fault:
@@ -138,11 +138,11 @@ FAULTS = (
            "workspace.data() + worker * 0);\n    });\n    return nullptr;\n}\n\nconst char* cpu_attention_bwd", _TASKS),
     _fault("dgate of empty sequences not set", "if (args.dgate != nullptr) std::fill(args.dgate, args.dgate + args.batch * args.nheads, 0.0);", "", _TASKS),
     # Python
-    _fault("transposed bias read as it lies", "if bias.stride(3) != 1 and max_seqlen > 1:", "if bias.stride(3) == 0 and max_seqlen > 1:", _SHARED),
-    _fault("bias not widened", "bias = bias.float().expand", "bias = bias.expand", _SHARED),
+    _fault("transposed bias read as it lies", "if bias.stride(3) != 1 and max_seqlen > 1:", "if bias.stride(3) == 0 and max_seqlen > 1:", _ARGUMENTS),
+    _fault("bias not widened", "bias = bias.float().expand", "bias = bias.expand", _ARGUMENTS),
     _fault("rows behind the sequences unset", "out[end:], lse[:, end:] = 0, 0", "pass", _PYTHON),
     _fault("gradients behind the sequences unset", "            grad[end:] = 0", "            pass", _PYTHON),
-    _fault("gate's stride forgotten", "gate.float().contiguous()", "gate.float()", _SHARED),
+    _fault("gate's stride forgotten", "gate.float().contiguous()", "gate.float()", _ARGUMENTS),
 )  # fmt: skip
 
 SUITE = Suite(

@@ -7,7 +7,7 @@ build, `make sweep` one of each other suite and larger samples, `make exhaustive
 import pytest
 
 from fastbert.runtime import loader
-from tests.support import cpu_build, mutation
+from tests.support import cpu_build, cuda_build, mutation
 
 SUITES = mutation.suites()
 SAMPLES = {
@@ -24,6 +24,8 @@ def needs(name: str) -> None:
     """Skip the test where this machine cannot build or run what the suite plants its faults in."""
     if SUITES[name].build:
         cpu_build.compiler()
+    if name.startswith("ptx_cuda_"):
+        cuda_build.nvcc()
     if name == "cpu_attention_bf16" and getattr(loader.extension, "best_cpu_isa", str)() != "avx512_bf16":
         pytest.skip("needs the extension and a processor with AVX-512-BF16")
     if name.startswith("cpu_") and loader.cpu_gap() is not None:
@@ -53,7 +55,7 @@ def test_every_fault_can_be_planted(suite):
 
 @pytest.mark.parametrize("suite", [built_ones_in_the_sweep(name) for name in SUITES])
 def test_one_fault_is_caught(suite, servers):
-    """By a test that passes without the fault, and that `make test` runs."""
+    """By a test that passes without the fault, and that `make test` runs if it runs any of the suite's."""
     needs(suite)
     row = mutation.run_in_process(suite, one=True)[0] if SUITES[suite].build else servers.one(suite)
     assert row["verdict"] == "failed", row["log"]

@@ -53,25 +53,36 @@ def ninja_build(name: str, objects: dict[str, tuple[Path, list[str]]], output: s
     )
     if probe.returncode:
         pytest.skip(f"{cxx} cannot link {' '.join(link)}: {probe.stderr.strip()[-200:]}")
-    ninja = pytest.importorskip("ninja")
-    folder = ROOT / "build" / "tests" / name
-    folder.mkdir(parents=True, exist_ok=True)
+    lines = compile_lines(objects, [cxx, *FLAGS], ["-x", "c++"])
+    lines += ["rule link", f"  command = {shlex.join([cxx, *link])} $in -o $out"]
+    lines += [f"build {output}: link {' '.join(f'{stem}.o' for stem in objects)}"]
+    return run_ninja(name, lines) / output
+
+
+def compile_lines(objects: dict[str, tuple[Path, list[str]]], first: list[str], last: list[str]) -> list[str]:
+    """Lines of a build.ninja that compile each of `objects` (name -> source, flags) to <name>.o."""
     lines = []
     for stem, (source, flags) in objects.items():
         rule = stem.replace(".", "_")
-        command = shlex.join([cxx, *FLAGS, *flags, "-x", "c++"]).replace("$", "$$")
+        command = shlex.join([*first, *flags, *last]).replace("$", "$$")
         lines += [f"rule {rule}", f"  command = {command} -MD -MF $out.d -c $in -o $out", "  deps = gcc"]
         lines += ["  depfile = $out.d", f"build {stem}.o: {rule} {source}"]
-    lines += ["rule link", f"  command = {shlex.join([cxx, *link])} $in -o $out"]
-    lines += [f"build {output}: link {' '.join(f'{stem}.o' for stem in objects)}", ""]
-    (folder / "build.ninja").write_text("\n".join(lines))
+    return lines
+
+
+def run_ninja(name: str, lines: list[str]) -> Path:
+    """Run these lines of a build.ninja in build/tests/<name>, which is returned; fails where they fail."""
+    ninja = pytest.importorskip("ninja")
+    folder = ROOT / "build" / "tests" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "build.ninja").write_text("\n".join(lines) + "\n")
     run = subprocess.run(
         [shutil.which("ninja", path=ninja.BIN_DIR) or "ninja", "-C", str(folder)],
         text=True,
         capture_output=True,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    return folder / output
+    return folder
 
 
 def cpu_objects(flags: list[str], isas: bool) -> dict[str, tuple[Path, list[str]]]:
@@ -93,17 +104,26 @@ def cuda_objects(flags: list[str]) -> dict[str, tuple[Path, list[str]]]:
     return {f"cuda_{p.stem}": (p, [*flags, "-mf16c"]) for p in sorted((ROOT / "csrc" / "cuda").glob("*.cu"))}
 
 
-def emulated_extension() -> Path:
-    """`_C` with the CUDA kernels compiled for the host, and no CPU kernels."""
+def host_objects(archs: str) -> dict[str, tuple[Path, list[str]]]:
+    """What `_C` consists of besides CUDA kernels for `archs`: its bindings, and csrc/cpu without kernels."""
     pybind11 = pytest.importorskip("pybind11")
     includes = [pybind11.get_include(), sysconfig.get_path("include")]
     flags = ["-O1", "-fvisibility=hidden"]
-    module = [*flags, "-DFASTBERT_X86=0", "-DFASTBERT_CUDA=1", '-DFASTBERT_CUDA_ARCHS="host"']
+    module = [*flags, "-DFASTBERT_X86=0", "-DFASTBERT_CUDA=1", f'-DFASTBERT_CUDA_ARCHS="{archs}"']
     module += [flag for path in includes for flag in ("-isystem", path)]
     objects = {f"bind_{p.stem}": (p, module) for p in sorted((ROOT / "csrc" / "bindings").glob("*.cpp"))}
-    objects |= cpu_objects(flags, isas=False) | cuda_objects(flags)
-    tag = f"cuda_on_host-{sys.implementation.cache_tag}"
-    return ninja_build(tag, objects, "_C" + sysconfig.get_config_var("EXT_SUFFIX"), ["-shared"])
+    return objects | cpu_objects(flags, isas=False)
+
+
+def extension_name() -> str:
+    """The file name of an extension `_C`."""
+    return "_C" + sysconfig.get_config_var("EXT_SUFFIX")
+
+
+def emulated_extension() -> Path:
+    """`_C` with the CUDA kernels compiled for the host, and no CPU kernels."""
+    objects = host_objects("host") | cuda_objects(["-O1", "-fvisibility=hidden"])
+    return ninja_build(f"cuda_on_host-{sys.implementation.cache_tag}", objects, extension_name(), ["-shared"])
 
 
 def sanitized(op: str, sanitizers: str, cuda: bool = False) -> Path:

@@ -84,6 +84,7 @@ class Suite:
         build: command to run in the tree after a change, such as an in-place build of the extension.
         environment: variables of the processes that build and test.
         timeout_s: seconds after which the tests of one fault count as hanging.
+        quick: markers of the tests that catch one fault; those of `make test`, if it runs any of the suite's.
     """
 
     faults: tuple[Fault, ...]
@@ -91,6 +92,7 @@ class Suite:
     build: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     timeout_s: float = 180.0
+    quick: str = "not slow and not sweep"
 
 
 def suites() -> dict[str, Suite]:
@@ -216,14 +218,15 @@ def one_caught(suite: Suite, tree: pathlib.Path) -> dict[str, object]:
     """The first fault that a test catches by failing, and that test's verdict without the fault.
 
     A dict: fault, verdict, the failed test, `unchanged` (its verdict on the unchanged tree), tail of the log.
-    Only tests of `make test` run. If a fault crashes them, no test's name is known; if only the sweep catches
-    it, they pass. Then the next fault is tried, five at most. Follows `enter`.
+    Only tests of `make test` run, or those of `suite.quick`. If a fault crashes them, no test's name is
+    known; if only the sweep catches it, they pass. Then the next fault is tried, five at most. Follows
+    `enter`.
     """
     with tempfile.TemporaryDirectory() as directory:
         log = pathlib.Path(directory, "log")
         for fault in suite.faults[:5]:
             with fault.planted(tree):
-                result = verdict(suite, tree, log, "not slow and not sweep")
+                result = verdict(suite, tree, log, suite.quick)
             if result == "failed":
                 break
         text = log.read_text(errors="replace")

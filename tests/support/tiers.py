@@ -130,7 +130,7 @@ WHOLE = {
 SAMPLED = {"triton": frozenset({"case"})}
 
 # fixtures that compile, run a whole benchmark or train in two processes: their tests are left to `make sweep`
-BUILDS = {"dry", "emulated_extension", "smoke", "two_processes", "whole"}
+BUILDS = {"dry", "emulated", "emulated_extension", "emulated_launches", "smoke", "two_processes", "whole"}
 
 Need = tuple[Hashable, ...]
 

@@ -803,7 +803,9 @@ def source(kernel, args: tuple, config: dict, max_registers: int | None = None):
         if param.is_constexpr or value is None or one:
             signature[param.name], constexprs[(i,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
-            signature[param.name], attrs[(i,)] = pointers[value.dtype], aligned
+            signature[param.name] = pointers[value.dtype]
+            if value.device.type == "meta" or value.data_ptr() % 16 == 0:
+                attrs[(i,)] = aligned
         elif hasattr(value, "block_shape"):  # a tensor descriptor made on the host
             signature[param.name] = triton.runtime.jit.mangle_type(value)
         elif isinstance(value, int):

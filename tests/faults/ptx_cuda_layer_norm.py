@@ -1,0 +1,57 @@
+"""Faults of the CUDA layer_norm that only its real code shows: races, guards, alignment, launch limits.
+
+Run on the host with its threads in the order of their indices (tests/cpu/test_layer_norm.py), the kernels
+pass with all of them.
+"""
+
+# ruff: noqa: E501 (a table)
+
+import sys
+
+from tests.support.mutation import Fault, Suite
+
+_FORWARD = "csrc/cuda/layer_norm.cu"
+_BACKWARD = "csrc/cuda/layer_norm_backward.cu"
+_ROWS = "csrc/cuda/layer_norm_rows.cuh"
+_COMMON = "csrc/cuda/common.cuh"
+
+
+def _fault(name: str, old: str, new: str, file: str) -> Fault:
+    return Fault(name, file, old, new)
+
+
+FAULTS = (
+    # a slot written while another warp may still read it
+    _fault("slots of the mean reused", "row_sum<kThreads>(first, slots[1])", "row_sum<kThreads>(first, slots[0])", _FORWARD),
+    _fault("slots of the correction reused", "rstd_of(row_sum<kThreads>(second, slots[2])", "rstd_of(row_sum<kThreads>(second, slots[1])", _FORWARD),
+    _fault("looped: slots of the mean reused", "row_sum<kRowThreads>(first, slots[1])", "row_sum<kRowThreads>(first, slots[0])", _FORWARD),
+    _fault("looped: slots of the correction reused", "rstd_of(row_sum<kRowThreads>(second, slots[2])", "rstd_of(row_sum<kRowThreads>(second, slots[1])", _FORWARD),
+    _fault("the next row takes the same slots", "base += step, turn ^= 1)", "base += step, turn ^= 0)", _BACKWARD),
+    _fault("looped: the next row takes the same slots", "row += gridDim.x, turn ^= 1)", "row += gridDim.x, turn ^= 0)", _BACKWARD),
+    _fault("slots that overlap", "__shared__ float slots[3][kRowThreads / kWarp];", "__shared__ float slots[3][kRowThreads / kWarp - 1];", _FORWARD),
+    # shared memory that nobody wrote
+    _fault("totals of no column not written", "    totals[y][x] = total;", "    if (column < hidden) totals[y][x] = total;", _BACKWARD),
+    # reads beyond a tensor, of values that nothing uses
+    _fault("a row past the last fetched", "if (!active || row >= args.rows) return;", "if (!active) return;", _BACKWARD),
+    _fault("a mean past the last read", "row < args.rows ? args.mean[row] : 0.0f", "args.mean[row]", _BACKWARD),
+    _fault("an rstd past the last read", "row < args.rows ? args.rstd[row] : 0.0f", "args.rstd[row]", _BACKWARD),
+    _fault("partial sums of no column read", "    if (column < hidden)\n        for (std::int64_t part", "        for (std::int64_t part", _BACKWARD),
+    # addresses that 16-byte accesses cannot have
+    _fault("rows of any address in registers", "return cuda::aligned(p) && (p == nullptr", "return (p == nullptr", _ROWS),
+    _fault("rows of any stride in registers", "(p == nullptr || stride % kPack<T> == 0)", "(p == nullptr || stride != 0)", _ROWS),
+    _fault("8 bytes are aligned enough", "reinterpret_cast<std::uintptr_t>(p) % 16 == 0", "reinterpret_cast<std::uintptr_t>(p) % 8 == 0", _COMMON),
+    # launches that no device takes
+    _fault("bounds below the launch: looped", "__global__ void __launch_bounds__(kRowThreads) forward_looped_kernel", "__global__ void __launch_bounds__(kRowThreads / 2) forward_looped_kernel", _FORWARD),
+    _fault("bounds below the launch: looped backward", "__global__ void __launch_bounds__(kRowThreads) backward_looped_kernel", "__global__ void __launch_bounds__(kWarp) backward_looped_kernel", _BACKWARD),
+    _fault("bounds below the launch: sums", "__launch_bounds__(1024)", "__launch_bounds__(512)", _BACKWARD),
+    _fault("bounds below the launch: a warp per row", "kThreads == kWarp ? kWarp * kWarpsPerBlock : kThreads,\n", "kThreads == kWarp ? kWarp : kThreads,\n", _FORWARD),
+    _fault("more shared memory than a block gets", "__shared__ float others[kManyRows ? 3 * kColumns * kMaxThreads : 1];", "__shared__ float others[kManyRows ? 8 * kColumns * kMaxThreads : 1];", _BACKWARD),
+)  # fmt: skip
+
+SUITE = Suite(
+    faults=FAULTS,
+    tests=("tests/ptx/test_cuda_layer_norm.py", "-k", "width or order or gaps or wanted or rows"),
+    build=(sys.executable, "-c", "from tests.support import cuda_build; cuda_build.emulated_extension()"),
+    quick="not slow",
+    timeout_s=600.0,
+)

@@ -1,0 +1,218 @@
+// A stand-in for the CUDA runtime: the host code that nvcc compiled is linked with it in place of cudart.
+//
+// It keeps what the host code registers, PTX and kernels, and hands each launch to a function that Python
+// sets (emulator/cudart.py), which runs the kernel in the emulator. There is one device, 0. Only what our
+// host code calls is here: anything else must fail at link time, so that no answer is guessed.
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+struct Module {
+    const char* ptx;
+    std::size_t bytes;
+};
+
+struct Kernel {
+    const void* host;  // address of the stub that the host code launches
+    std::string name;  // in the PTX
+    int module;
+};
+
+// The layout of a fat binary, as cuobjdump reads it.
+struct Wrapper {
+    std::uint32_t magic, version;
+    const char* data;
+    void* unused;
+};
+struct FatHeader {
+    std::uint32_t magic;
+    std::uint16_t version, header_bytes;
+    std::uint64_t bytes;
+};
+struct EntryHeader {
+    std::uint16_t kind, version;
+    std::uint32_t header_bytes;
+    std::uint64_t bytes;
+    std::uint32_t compressed_bytes;
+};
+constexpr std::uint32_t kWrapperMagic = 0x466243b1, kFatMagic = 0xba55ed50;
+constexpr std::uint16_t kPtx = 1;
+
+// Never destroyed: the host code unregisters its binaries after the destructors of this file.
+std::vector<Module>& modules() {
+    static auto* all = new std::vector<Module>;
+    return *all;
+}
+std::vector<Kernel>& kernels() {
+    static auto* all = new std::vector<Kernel>;
+    return *all;
+}
+
+struct Configuration {
+    dim3 grid, block;
+    std::size_t shared;
+    cudaStream_t stream;
+};
+thread_local std::vector<Configuration> configurations;
+thread_local cudaError_t last_error = cudaSuccess;
+
+cudaError_t result(cudaError_t error) {
+    if (error != cudaSuccess) last_error = error;
+    return error;
+}
+
+// Both return a cudaError_t.
+using Launch = int (*)(int kernel, const unsigned* grid_and_block, std::size_t shared, void** arguments);
+using SetAttribute = int (*)(int kernel, int attribute, int value);
+Launch launch_in_python = nullptr;
+SetAttribute set_attribute_in_python = nullptr;
+
+int index_of(const void* host) {
+    for (std::size_t i = 0; i < kernels().size(); ++i)
+        if (kernels()[i].host == host) return static_cast<int>(i);
+    return -1;
+}
+
+// The only PTX of a fat binary, uncompressed; empty if there is none, or more than that.
+Module only_ptx(const char* fat) {
+    FatHeader header;
+    std::memcpy(&header, fat, sizeof header);
+    if (header.magic != kFatMagic) return {nullptr, 0};
+    Module found{nullptr, 0};
+    for (std::uint64_t at = 0; at < header.bytes;) {
+        const char* place = fat + header.header_bytes + at;
+        EntryHeader entry;
+        std::memcpy(&entry, place, sizeof entry);
+        if (entry.kind != kPtx || entry.compressed_bytes != 0 || found.ptx != nullptr) return {nullptr, 0};
+        found = {place + entry.header_bytes, entry.bytes};
+        at += entry.header_bytes + entry.bytes;
+    }
+    return found;
+}
+
+}  // namespace
+
+// --- what Python calls ---
+
+EXPORTED void emulator_set_callbacks(Launch launch, SetAttribute set_attribute) {
+    launch_in_python = launch;
+    set_attribute_in_python = set_attribute;
+}
+EXPORTED int emulator_modules() { return static_cast<int>(modules().size()); }
+EXPORTED const char* emulator_ptx(int module, std::size_t* bytes) {
+    *bytes = modules()[module].bytes;
+    return modules()[module].ptx;
+}
+EXPORTED int emulator_kernels() { return static_cast<int>(kernels().size()); }
+EXPORTED const char* emulator_kernel(int kernel, int* module) {
+    *module = kernels()[kernel].module;
+    return kernels()[kernel].name.c_str();
+}
+
+// --- what the host code registers when it is loaded ---
+
+extern "C" {
+
+void** __cudaRegisterFatBinary(void* fat) {
+    Wrapper wrapper;
+    std::memcpy(&wrapper, fat, sizeof wrapper);
+    modules().push_back(wrapper.magic == kWrapperMagic ? only_ptx(wrapper.data) : Module{nullptr, 0});
+    // The handle of a module is its number, and is never followed.
+    return reinterpret_cast<void**>(modules().size());
+}
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+
+void __cudaRegisterFunction(void** module, const char* host, char*, const char* name, int, uint3*, uint3*,
+                            dim3*, dim3*, int*) {
+    kernels().push_back({host, name, static_cast<int>(reinterpret_cast<std::uintptr_t>(module)) - 1});
+}
+// Its first value is in the PTX, and no function here copies another one to it.
+void __cudaRegisterVar(void**, char*, char*, const char*, int, std::size_t, int, int) {}
+
+// --- kernel<<<grid, block, shared, stream>>>(arguments) ---
+
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, std::size_t shared, CUstream_st* stream) {
+    configurations.push_back({grid, block, shared, stream});
+    return 0;
+}
+
+cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, std::size_t* shared, void* stream) {
+    if (configurations.empty()) return result(cudaErrorMissingConfiguration);
+    const Configuration& last = configurations.back();
+    *grid = last.grid;
+    *block = last.block;
+    *shared = last.shared;
+    *static_cast<cudaStream_t*>(stream) = last.stream;
+    configurations.pop_back();
+    return cudaSuccess;
+}
+
+cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
+    *kernel = reinterpret_cast<cudaKernel_t>(const_cast<void*>(host));
+    return index_of(host) < 0 ? result(cudaErrorInvalidDeviceFunction) : cudaSuccess;
+}
+
+cudaError_t cudaLaunchKernel(const void* host, dim3 grid, dim3 block, void** arguments, std::size_t shared,
+                             cudaStream_t) {
+    const int kernel = index_of(host);
+    if (kernel < 0) return result(cudaErrorInvalidDeviceFunction);
+    if (launch_in_python == nullptr) return result(cudaErrorNoDevice);
+    const unsigned sizes[] = {grid.x, grid.y, grid.z, block.x, block.y, block.z};
+    return result(static_cast<cudaError_t>(launch_in_python(kernel, sizes, shared, arguments)));
+}
+
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments,
+                               std::size_t shared, cudaStream_t stream) {
+    return cudaLaunchKernel(kernel, grid, block, arguments, shared, stream);
+}
+
+// --- the device and its errors ---
+
+cudaError_t cudaSetDevice(int device) { return result(device == 0 ? cudaSuccess : cudaErrorInvalidDevice); }
+
+cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, int value) {
+    const int kernel = index_of(host);
+    if (kernel < 0) return result(cudaErrorInvalidDeviceFunction);
+    if (set_attribute_in_python == nullptr) return result(cudaErrorNoDevice);
+    return result(static_cast<cudaError_t>(set_attribute_in_python(kernel, attribute, value)));
+}
+
+cudaError_t cudaPeekAtLastError() { return last_error; }
+cudaError_t cudaGetLastError() {
+    const cudaError_t error = last_error;
+    last_error = cudaSuccess;
+    return error;
+}
+
+const char* cudaGetErrorString(cudaError_t error) {
+    switch (error) {
+        case cudaSuccess:
+            return "no error";
+        case cudaErrorInvalidValue:
+            return "invalid argument";
+        case cudaErrorInvalidConfiguration:
+            return "invalid configuration argument";
+        case cudaErrorMissingConfiguration:
+            return "__global__ function call is not configured";
+        case cudaErrorInvalidDeviceFunction:
+            return "invalid device function";
+        case cudaErrorNoDevice:
+            return "no CUDA-capable device is detected";
+        case cudaErrorInvalidDevice:
+            return "invalid device ordinal";
+        case cudaErrorLaunchFailure:
+            return "unspecified launch failure";
+        default:
+            return "unrecognized error code";
+    }
+}
+
+}  // extern "C"

@@ -1,0 +1,33 @@
+// Elements of matrices: how many a register of 32 bits holds, and their values.
+#pragma once
+
+#include "lanes.h"
+
+namespace ptx {
+
+struct BFloat16 {
+    static constexpr int PER = 2;
+    static float value(uint32_t word, int which) {
+        return bit_cast<float>(which ? word & 0xFFFF0000u : word << 16);
+    }
+};
+
+struct Float16 {
+    static constexpr int PER = 2;
+    static float value(uint32_t word, int which) {
+        const uint32_t half = which ? word >> 16 : word & 0xFFFF;
+        const uint32_t sign = (half & 0x8000) << 16, exponent = half >> 10 & 31, fraction = half & 0x3FF;
+        if (exponent == 31) return bit_cast<float>(sign | 0x7F800000 | fraction << 13);
+        if (exponent) return bit_cast<float>(sign | (exponent + 112) << 23 | fraction << 13);
+        const float size = float(fraction) * 0x1p-24f;
+        return sign ? -size : size;
+    }
+};
+
+// The lower 13 bits of a float are not looked at.
+struct TFloat32 {
+    static constexpr int PER = 1;
+    static float value(uint32_t word, int) { return bit_cast<float>(word & 0xFFFFE000u); }
+};
+
+}  // namespace ptx

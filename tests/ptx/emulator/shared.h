@@ -1,0 +1,122 @@
+// Shared memory of one block, and what is known of each byte: whether it holds a value, who wrote it and when,
+// and when each warp read it last. The times are those of the warps' clocks.
+#pragma once
+
+#include <cstring>
+
+#include "engine.h"
+
+namespace ptx {
+
+enum Byte : uint8_t { empty = 0, valid = 1, in_flight = 2 };
+constexpr uint8_t ATOMIC = 0x80, ASYNC = 0x40;  // flags of a writer
+
+struct Shared {
+    uint32_t bytes;
+    std::vector<uint8_t> data, state, writer;
+    std::vector<uint16_t> readers;  // per 16 bytes: asynchronous operations in flight that read them
+    std::vector<uint32_t> write_time;
+    std::vector<std::vector<uint32_t>> read_time;  // by warp; made when a warp first reads
+
+    Shared(uint32_t size, uint32_t warps)
+        : bytes(size), data(size, 0xFF), state(size, empty), writer(size, 0), readers(size / 16 + 1, 0), write_time(size, 0),
+          read_time(warps) {}
+
+    void preset(const uint8_t* image, uint32_t count) {
+        std::memcpy(data.data(), image, count);
+        std::memset(state.data(), valid, count);
+    }
+    void copy(uint8_t* result, uint32_t count) const { std::memcpy(result, data.data(), count); }
+
+    // Bounds and alignment of one lane's access.
+    void check(uint64_t at, uint32_t size, uint32_t lane, const char* what) const {
+        if (at + size > bytes || at + size < at)
+            fail(Kind::out_of_bounds, 1u << lane, at,
+                 std::string(what) + " of " + std::to_string(size) + " bytes outside the block's " +
+                     std::to_string(bytes) + " bytes of shared memory");
+        if (at & (size - 1)) misaligned(at, size, lane, what);
+    }
+    [[noreturn]] static void misaligned(uint64_t at, uint32_t size, uint32_t lane, const char* what) {
+        fail(Kind::misaligned, 1u << lane, at,
+             std::string(what) + " of " + std::to_string(size) + " bytes at an address that is no multiple");
+    }
+
+    // One lane reads `size` bytes (1 to 16), which must hold values that no other warp writes meanwhile.
+    template <uint32_t size>
+    void on_read(const Warp& w, uint32_t at, uint32_t lane) {
+        auto& times = read_time[w.index];
+        if (times.empty()) times.resize(bytes, 0);
+        uint8_t bad = 0;
+        uint8_t late = 0;
+        for (uint32_t i = 0; i < size; ++i) {
+            bad |= uint8_t(state[at + i] != valid);
+            late |= uint8_t(write_time[at + i] >= w.earliest);
+        }
+        if (bad) explain_empty(at, size, lane);
+        if (late) check_writers(w, at, size, lane, "reads", false, nullptr);
+        const uint32_t now = w.block->now;
+        for (uint32_t i = 0; i < size; ++i) times[at + i] = now;
+    }
+
+    // Before one lane writes; `flag` is ATOMIC for an atomic update. Two warps may write the same `value`: Triton
+    // lets warps that hold copies of a tile all store them.
+    template <uint32_t size>
+    void on_write(const Warp& w, uint32_t at, uint32_t lane, uint8_t flag = 0, uint8_t becomes = valid,
+                  const uint8_t* value = nullptr) {
+        uint8_t late = 0, flying = 0;
+        for (uint32_t i = 0; i < size; ++i) {
+            late |= uint8_t(write_time[at + i] >= w.earliest);
+            flying |= uint8_t(state[at + i] == in_flight);
+        }
+        if (flying && becomes != in_flight) explain_flying(at, size, lane);
+        if (readers[at >> 4])
+            fail(Kind::shared_race, 1u << lane, at,
+                 "writes shared memory while an asynchronous operation in flight reads it");
+        if (late) check_writers(w, at, size, lane, "writes", (flag & ATOMIC) != 0, value);
+        for (size_t v = 0; v < read_time.size(); ++v) {
+            if (int(v) == w.index || read_time[v].empty()) continue;
+            const uint32_t* times = read_time[v].data() + at;
+            const uint32_t seen = w.clock.seen[v];
+            uint8_t raced = 0;
+            for (uint32_t i = 0; i < size; ++i) raced |= uint8_t(times[i] >= seen);
+            if (raced) explain_race(at, lane, "writes", "read", v);
+        }
+        for (uint32_t i = 0; i < size; ++i) {
+            state[at + i] = becomes;
+            writer[at + i] = uint8_t(w.index) | flag;
+            write_time[at + i] = w.block->now;
+        }
+    }
+
+   private:
+    void check_writers(const Warp& w, uint32_t at, uint32_t size, uint32_t lane, const char* what, bool atomic,
+                       const uint8_t* value) {
+        for (uint32_t i = at; i < at + size; ++i) {
+            const int other = writer[i] & 0x1F;
+            if (write_time[i] == 0 || other == w.index || write_time[i] < w.clock.seen[other]) continue;
+            if (atomic && (writer[i] & ATOMIC)) continue;
+            if (value && value[i - at] == data[i]) continue;
+            explain_race(i, lane, what, "written", size_t(other));
+        }
+    }
+    [[noreturn]] void explain_race(uint32_t at, uint32_t lane, const char* what, const char* did, size_t other) {
+        fail(Kind::shared_race, 1u << lane, at,
+             std::string(what) + " a byte of shared memory that warp " + std::to_string(other) + " has " + did +
+                 " since the last barrier that orders the two");
+    }
+    [[noreturn]] void explain_empty(uint32_t at, uint32_t size, uint32_t lane) {
+        uint32_t i = at;
+        while (i < at + size && state[i] == valid) ++i;
+        fail(Kind::uninitialised_read, 1u << lane, i,
+             state[i] == in_flight ? "reads shared memory while an asynchronous copy to it is in flight"
+                                   : "reads shared memory that was never written");
+    }
+    [[noreturn]] void explain_flying(uint32_t at, uint32_t size, uint32_t lane) {
+        uint32_t i = at;
+        while (i < at + size && state[i] != in_flight) ++i;
+        fail(Kind::shared_race, 1u << lane, i,
+             "writes shared memory while an asynchronous copy to it is in flight");
+    }
+};
+
+}  // namespace ptx

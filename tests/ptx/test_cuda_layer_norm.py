@@ -1,0 +1,127 @@
+"""csrc/cuda/layer_norm*.cu as nvcc compiles them for sm_80, with their host code, in the PTX emulator."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from fastbert import testing
+from fastbert.ops.dropout import keep_mask_2d
+from fastbert.ops.layer_norm import layer_norm_ref
+from fastbert.testing.op_cases.layer_norm import CASES, LayerNormCase
+from tests.support.cpu_truth import assert_rounds_to, randn, strided_rows
+from tests.support.launchers import layer_norm_bwd, layer_norm_fwd
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SEED = torch.tensor([-0x123456789ABCDEF])
+
+pytest_plugins = ("tests.support.ptx_fixtures",)
+
+# A hidden size of each kernel: a warp per row (four sizes), a block per row (three), looped; 8200 is beyond
+# the blocks of forward, 4104 beyond those of backward, and 4096 the widest row of those.
+WIDTHS = (8, 256, 264, 520, 768, 1000, 1032, 2048, 2056, 4096, 4104, 8200)
+
+
+def broken_rules(case, dtype):
+    rows = testing.run_case(case, "cuda", dtype)
+    assert len(rows) >= 3
+    return [(r.quantity, r.reason) for r in rows if not r.passed]
+
+
+@pytest.mark.parametrize("schedule", ("late", "early"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=repr)
+def test_error_rule(emulated, case, dtype, schedule):
+    emulated.schedule = schedule
+    assert broken_rules(case, dtype) == []
+    assert emulated.launches
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden", WIDTHS)
+def test_every_width(emulated, hidden, dtype):
+    case = LayerNormCase(5, hidden, residual=True, x_bias=True, dropout_p=0.25)
+    assert broken_rules(case, dtype) == []
+
+
+def test_every_kernel_is_launched(emulated):
+    """By `test_every_width` and by a width that is no multiple of a vector."""
+    for dtype, hidden in itertools.product(DTYPES, (*WIDTHS, 7)):
+        x, weight = randn(2, hidden, dtype=dtype), randn(hidden, dtype=dtype)
+        _, _, mean, rstd = layer_norm_fwd(
+            emulated.backend, x, weight, None, None, None, 1e-5, 0, None, 0, True
+        )
+        needs = (True, True, False, False)
+        layer_norm_bwd(emulated.backend, x, x, weight, mean, rstd, 0, None, 0, *needs)
+    ours = {name for name in emulated.library.names if "layer_norm" in name}
+    assert ours
+    assert {launch.kernel for launch in emulated.launches} == ours
+
+
+def both_ways(backend, x, residual, dy, *, p=0.25):
+    """Forward and backward with everything wanted: y, z, mean, rstd and the five gradients."""
+    hidden, seed = x.shape[1], SEED if p else None
+    weight, bias, x_bias = (randn(hidden, seed=s) for s in (4, 5, 6))
+    y, z, mean, rstd = layer_norm_fwd(backend, x, weight, bias, residual, x_bias, 1e-5, p, seed, 9, True)
+    grads = layer_norm_bwd(backend, dy, z, weight, mean, rstd, p, seed, 9, True, True, True, True)
+    return y, z, mean, rstd, *grads
+
+
+# in registers of warps, of a block, looped; several rows per block of backward, and one
+@pytest.mark.parametrize("hidden", (264, 2056, 1001))
+def test_any_order_of_warps_gives_the_same_bits(emulated, hidden):
+    x, residual, dy = (randn(7, hidden, dtype=torch.bfloat16, seed=s) for s in (1, 2, 3))
+    first = None
+    for seed in range(20):
+        emulated.seed = seed
+        results = both_ways(emulated.backend, x, residual, dy)
+        first = first or results
+        assert all(torch.equal(a, b) for a, b in zip(first, results, strict=True)), seed
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gap", (8, 5))  # 16-byte accesses, looped
+@pytest.mark.parametrize("hidden", (264, 1032, 33))
+def test_gaps_between_rows_are_neither_read_nor_written(emulated, hidden, gap, dtype):
+    """With NaN in the gaps; parameters are float32, whatever the rows are."""
+    inputs = [strided_rows(5, hidden, dtype, gap, seed=s) for s in (1, 2, 3)]
+    before = [memory.clone() for _, memory in inputs]
+    x, residual, dy = (rows for rows, _ in inputs)
+    results = both_ways(emulated.backend, x, residual, dy)
+    dense = both_ways(emulated.backend, *(t.contiguous() for t in (x, residual, dy)))
+    for a, b in zip(results, dense, strict=True):
+        assert torch.isfinite(a).all()
+        torch.testing.assert_close(a, b, rtol=2**-6 if dtype != torch.float32 else 1e-5, atol=1e-2)
+    for (_, memory), copy in zip(inputs, before, strict=True):
+        assert torch.equal(memory.view(torch.uint8), copy.view(torch.uint8))
+    weight, bias, x_bias = (randn(hidden, seed=s).double() for s in (4, 5, 6))
+    keep = keep_mask_2d(SEED, 9, *x.shape, 0.25)
+    truth = layer_norm_ref(x.double(), weight, bias, residual.double(), x_bias, 1e-5, 0.25, keep)
+    assert_rounds_to(results[0], truth, 4.0)
+
+
+@pytest.mark.parametrize("hidden", (7, 264))
+def test_only_what_is_wanted(emulated, hidden):
+    """Each gradient is the same whatever else is wanted; an unwanted one is empty."""
+    dy, z = (randn(6, hidden, seed=s) for s in (1, 2))
+    given = (dy, z, randn(hidden), randn(6), randn(6, seed=1).abs(), 0.25, SEED, 9)
+    everything = layer_norm_bwd(emulated.backend, *given, True, True, True, True)
+    for needs in itertools.product((True, False), repeat=4):
+        need_dx, need_dweight, need_dx_bias, need_dresidual = needs
+        wanted = (need_dx, need_dresidual, need_dweight, need_dweight, need_dx_bias)
+        grads = layer_norm_bwd(emulated.backend, *given, *needs)
+        for grad, truth, want in zip(grads, everything, wanted, strict=True):
+            assert torch.equal(grad, truth if want else torch.empty(0)), needs
+
+
+@pytest.mark.parametrize("rows", (0, 1, 9, 40))
+def test_rows(emulated, rows):
+    """More rows than two multiprocessors take at once: blocks walk over several."""
+    x, residual, dy = (randn(rows, 96, dtype=torch.float16, seed=s) for s in (1, 2, 3))
+    results = both_ways(emulated.backend, x, residual, dy, p=0.0)
+    assert all(torch.isfinite(t).all() for t in results)
+    emulated.seed = 1
+    again = both_ways(emulated.backend, x, residual, dy, p=0.0)
+    assert all(torch.equal(a, b) for a, b in zip(results, again, strict=True))
