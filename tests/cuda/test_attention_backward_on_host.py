@@ -348,9 +348,8 @@ def test_an_lse_that_is_slightly_wrong_cancels():
 def test_large_scores_do_not_overflow(scale, with_bias):
     """lse is near 900: exp without it would be infinite or 0."""
     inputs = made((33,), nheads=1, softmax_scale=scale, bias=torch.zeros(1, 1, 33, 33) if with_bias else None)
-    inputs = inputs._replace(
-        q=torch.ones_like(inputs.q), k=(scale * (28 + 0.1 * inputs.k.float())).bfloat16()
-    )
+    keys = (scale * (28 + 0.1 * inputs.k.float())).bfloat16()
+    inputs = inputs._replace(q=torch.ones_like(inputs.q), k=keys)
     call = Call(inputs)
     assert call.lse.min() > 800
     call.check(0.25)  # dS sums to 0, and is rounded before it meets keys of 28

@@ -236,16 +236,16 @@ FAULTS = (
     ),
     _fault("dbias of one part", "shared_by += args.parts)", "shared_by += 1)", _DBIAS),
     _fault(
-        "dbias: rows after the sequence counted",
-        "last[half] = !inside ? 0 : args.causal",
-        "last[half] = args.causal",
+        "dbias not normalised",
+        "exp2_fast((s - shift[i / 2]) * kLog2E) * inverse[i / 2];",
+        "exp2_fast((s - shift[i / 2]) * kLog2E);",
         _DBIAS,
     ),
     # the launcher
     _fault(
         "another section of the table",
         "section = HEIGHTS.index(ROWS)",
-        "section = HEIGHTS.index(ROWS) - 1",
+        "section = HEIGHTS.index(ROWS) + 1",
         _LAUNCHER,
     ),
     _fault(
