@@ -38,5 +38,6 @@ SUITE = Suite(
     FAULTS,
     ("tests/cuda/test_cuda_on_host.py",),
     build=(sys.executable, "-c", "from tests.support import cpu_build; cpu_build.cuda_on_host_check()"),
+    quick="not slow",
     timeout_s=300.0,
 )
