@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import re
 import shutil
@@ -32,7 +31,7 @@ HIDDEN = (1, 2, 7, 8, 15, 16, 17, 31, 64, 96, 384, 768, 1000, 1024, 4096)
 SEED = torch.tensor([-0x123456789ABCDEF])
 _C = loader.extension
 
-pytest_plugins = ("tests.support.cpu_fixtures",)
+pytest_plugins = ("tests.support.cpu_fixtures", "tests.support.cuda_fixtures")
 pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 needs_cuda_part = pytest.mark.skipif(
     not getattr(_C, "cuda_archs", ""), reason="fastbert._C is built without CUDA"
@@ -529,31 +528,12 @@ def test_kernels_under_more_sanitizers(sanitizers, cuda):
 # --- the CUDA kernels, run on the host ------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def emulated_extension():
-    if _C.best_cpu_isa() == "none":
-        pytest.skip("the emulation converts fp16 by F16C, which this processor lacks")
-    path = cpu_build.emulated_extension()
-    spec = importlib.util.spec_from_file_location("_C", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.cuda_archs == "host"
-    return module
-
-
 @pytest.fixture
-def cuda_on_host(emulated_extension, monkeypatch):
-    """The `cuda` backend, on CPU tensors, with its kernels compiled for the host."""
-    import contextlib
-
-    from fastbert.backends import cuda
-
-    monkeypatch.setattr(cuda.device, "extension", emulated_extension)
-    monkeypatch.setattr(cuda.device, "place", lambda device: (0, 0))
-    monkeypatch.setattr(cuda.device, "multiprocessors", lambda device: 1)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(sys.modules[__name__], "cpu", cuda)  # `both_ways` then tests that backend
-    return cuda
+def cuda_on_host(cuda_on_host, monkeypatch):
+    """The `cuda` backend on the host, one multiprocessor; `both_ways` then tests that backend."""
+    monkeypatch.setattr(cuda_on_host.device, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(sys.modules[__name__], "cpu", cuda_on_host)
+    return cuda_on_host
 
 
 @pytest.mark.parametrize("p", (0.0, 0.25))

@@ -6,8 +6,6 @@ start as NaN. Forward is the reference's.
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import itertools
 import math
 import random
@@ -22,12 +20,12 @@ from fastbert.backends.cuda import attention as launcher
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds
 from fastbert.ops.attention_grid import keep_mask
 from fastbert.ops.attention_places import places_ref
-from fastbert.runtime import loader
 from fastbert.testing import triton_interpreter
 from fastbert.testing.op_cases.attention import CASES, AttentionCase
 from tests.support import cpu_build
 
-pytestmark = [pytest.mark.sweep, pytest.mark.usefixtures("cuda_on_host", "guarded", "kernel_only")]
+pytest_plugins = ("tests.support.cpu_fixtures", "tests.support.cuda_fixtures")
+pytestmark = [pytest.mark.sweep, pytest.mark.usefixtures("cuda_on_host", "guarded", "kernels_only")]
 HALF = (torch.bfloat16, torch.float16)
 HEADDIMS = (32, 64, 128)
 NAMES = ("dq", "dk", "dv", "dbias", "dgate")
@@ -35,60 +33,11 @@ SEED = torch.tensor([0x123456789ABCDEF])
 INF, LOWEST = math.inf, torch.finfo(torch.float32).min
 
 
-@pytest.fixture(scope="module")
-def emulated_extension():
-    if getattr(loader.extension, "best_cpu_isa", lambda: "none")() == "none":
-        pytest.skip("the emulation converts fp16 by F16C, which this processor lacks")
-    spec = importlib.util.spec_from_file_location("_C", cpu_build.emulated_extension())
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.cuda_archs == "host"
-    return module
-
-
 @pytest.fixture
-def cuda_on_host(emulated_extension, monkeypatch):
-    """The `cuda` backend, on CPU tensors, with its kernels compiled for the host."""
-    monkeypatch.setattr(cuda.device, "extension", emulated_extension)
-    monkeypatch.setattr(cuda.device, "place", lambda device: (0, 0))
-    monkeypatch.setattr(cuda.device, "multiprocessors", lambda device: 2)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(cuda, "available", lambda device_type: None)
+def cuda_on_host(cuda_on_host, monkeypatch):
+    """The `cuda` backend on the host, with the reference's forward."""
     monkeypatch.setattr(cuda, "attention_fwd", lambda *args: reference.attention_fwd(*args[:3]))
     return cuda
-
-
-@pytest.fixture
-def guarded(monkeypatch):
-    """Put guards around every output, and NaN into it."""
-    guards = []
-    plain = torch.Tensor.new_empty
-
-    def new_empty(self, *size, dtype=None):
-        size = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-        dtype = dtype or self.dtype
-        pad = 128 // dtype.itemsize
-        count = math.prod(size)
-        memory = plain(self, (count + 2 * pad,), dtype=dtype)
-        memory.view(torch.uint8).fill_(0xFF)
-        guards.append((memory.view(torch.uint8), 128))
-        return memory[pad : pad + count].view(size)
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
-    yield
-    for memory, pad in guards:
-        assert (memory[:pad] == 0xFF).all(), "written before the start of an output"
-        assert (memory[-pad:] == 0xFF).all(), "written past the end of an output"
-
-
-@pytest.fixture
-def kernel_only(monkeypatch):
-    """No call may go to the next backend."""
-
-    def refuse(*_):
-        raise AssertionError("the kernel should serve this call")
-
-    monkeypatch.setattr(launcher.dispatch, "next_function", refuse)
 
 
 def randn(*shape, dtype=torch.float32, seed=3):

@@ -6,8 +6,6 @@ start as NaN.
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import math
 import random
 import subprocess
@@ -17,72 +15,18 @@ import pytest
 import torch
 
 from fastbert import testing
-from fastbert.backends import cuda
 from fastbert.backends.cuda import attention as launcher
 from fastbert.ops.attention import AttentionInputs, attention_ref
 from fastbert.ops.attention_grid import keep_mask, unpack_bits
-from fastbert.runtime import dispatch, loader
+from fastbert.runtime import dispatch
 from fastbert.testing.op_cases.attention import CASES, AttentionCase
 from tests.support import cpu_build
 
+pytest_plugins = ("tests.support.cpu_fixtures", "tests.support.cuda_fixtures")
 pytestmark = [pytest.mark.sweep, pytest.mark.usefixtures("cuda_on_host", "guarded")]
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HEADDIMS = (32, 64, 128)
 SEED = torch.tensor([0x123456789ABCDEF])
-
-
-@pytest.fixture(scope="module")
-def emulated_extension():
-    if getattr(loader.extension, "best_cpu_isa", lambda: "none")() == "none":
-        pytest.skip("the emulation converts fp16 by F16C, which this processor lacks")
-    spec = importlib.util.spec_from_file_location("_C", cpu_build.emulated_extension())
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.cuda_archs == "host"
-    return module
-
-
-@pytest.fixture
-def cuda_on_host(emulated_extension, monkeypatch):
-    """The `cuda` backend, on CPU tensors, with its kernels compiled for the host."""
-    monkeypatch.setattr(cuda.device, "extension", emulated_extension)
-    monkeypatch.setattr(cuda.device, "place", lambda device: (0, 0))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(cuda, "available", lambda device_type: None)
-    return cuda
-
-
-@pytest.fixture
-def guarded(monkeypatch):
-    """Put guards around every output, and NaN into it."""
-    guards = []
-    plain = torch.Tensor.new_empty
-
-    def new_empty(self, *size, dtype=None):
-        size = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-        dtype = dtype or self.dtype
-        pad = 128 // dtype.itemsize
-        count = math.prod(size)
-        memory = plain(self, (count + 2 * pad,), dtype=dtype)
-        memory.view(torch.uint8).fill_(0xFF)
-        guards.append((memory.view(torch.uint8), pad * dtype.itemsize))
-        return memory[pad : pad + count].view(size)
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
-    yield
-    for memory, pad in guards:
-        assert (memory[:pad] == 0xFF).all(), "written before the start of an output"
-        assert (memory[-pad:] == 0xFF).all(), "written past the end of an output"
-
-
-@pytest.fixture
-def kernel_only(monkeypatch):
-    """No call may go to the next backend."""
-
-    def refuse(*_):
-        raise AssertionError("the kernel should serve this call")
-
-    monkeypatch.setattr(launcher.dispatch, "next_function", refuse)
 
 
 def ends_of(lengths):
@@ -207,7 +151,7 @@ def test_cases(case, dtype):
 
 @pytest.mark.parametrize("headdim", HEADDIMS)
 @pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
-def test_cases_of_every_head(kernel_only, headdim, dtype):
+def test_cases_of_every_head(kernels_only, headdim, dtype):
     for case in (
         AttentionCase((70, 0, 33), 2, headdim, packed_qkv=True, lse=True),
         AttentionCase((70, 33), 2, headdim, packed_qkv=True, dropout_p=0.1, gate=True),
@@ -239,23 +183,23 @@ def test_cases_of_every_head(kernel_only, headdim, dtype):
     ],
     ids=str,
 )
-def test_lengths(kernel_only, lengths, p, headdim):
+def test_lengths(kernels_only, lengths, p, headdim):
     check(made(lengths, 2 if sum(lengths) < 200 else 1, headdim, p=p, capacity=1, slack=1))
 
 
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize("length", (511, 512, 513))
-def test_bert_lengths(kernel_only, length, causal):
+def test_bert_lengths(kernels_only, length, causal):
     check(made((length,), 1, 64, causal=causal))
 
 
 @pytest.mark.parametrize("p", (0.0, 0.1))
-def test_two_thousand_tokens(kernel_only, p):
+def test_two_thousand_tokens(kernels_only, p):
     check(made((2048,), 1, 32, torch.float16, causal=True, p=p))
 
 
 @pytest.mark.parametrize("remainder", (0, 1, 31))
-def test_every_sum_of_lengths(kernel_only, remainder):
+def test_every_sum_of_lengths(kernels_only, remainder):
     """The slots of a sequence depend on the rows before it."""
     lengths = [n for n in range(1, 132) if n % 33 == remainder] + [3] * 70
     random.Random(remainder).shuffle(lengths)
@@ -263,7 +207,7 @@ def test_every_sum_of_lengths(kernel_only, remainder):
 
 
 @pytest.mark.parametrize("batch", (31, 32, 33, 1023, 1024, 1100))
-def test_many_sequences(kernel_only, batch):
+def test_many_sequences(kernels_only, batch):
     """The search for a place has one round, two or three."""
     draw = random.Random(batch)
     lengths = [draw.choice((0,) * (batch // 20) + (1, 5, 70)) for _ in range(batch)]
@@ -272,11 +216,11 @@ def test_many_sequences(kernel_only, batch):
 
 @pytest.mark.parametrize("capacity", (1, 63, 64, 65, 200))
 @pytest.mark.parametrize("lengths", [(), (0,), (63,), (64,), (1, 0)], ids=str)
-def test_rows_after_the_last_sequence_are_zero(kernel_only, lengths, capacity):
+def test_rows_after_the_last_sequence_are_zero(kernels_only, lengths, capacity):
     check(made(lengths, 2, 64, capacity=capacity, slack=1))
 
 
-def test_nothing_to_do(kernel_only):
+def test_nothing_to_do(kernels_only):
     for lengths in ((), (0, 0)):
         inputs = made(lengths, 2, 64, p=0.5)
         out, lse, bits = forward(inputs)
@@ -286,7 +230,7 @@ def test_nothing_to_do(kernel_only):
 
 
 @pytest.mark.slow
-def test_more_slots_than_an_axis_holds(kernel_only):
+def test_more_slots_than_an_axis_holds(kernels_only):
     lengths = [0] * 66000 + [5]
     check(made(lengths, 1, 32, capacity=2))
 
@@ -307,14 +251,14 @@ def some_bias(kind, batch, nheads, size, random_seed=1):
 
 @pytest.mark.parametrize("p", (0.0, 0.5))
 @pytest.mark.parametrize("kind", ("shared", "sequence", "keys", "rows", "one"))
-def test_bias(kernel_only, kind, p):
+def test_bias(kernels_only, kind, p):
     lengths = (66, 0, 30)
     bias = some_bias(kind, 3, 2, 67)
     check(made(lengths, 2, 64, bias=bias, p=p, slack=1))
     check(made(lengths, 2, 32, torch.float16, bias=bias.to(torch.bfloat16), p=p, slack=1, causal=True))
 
 
-def test_bias_with_strides(kernel_only):
+def test_bias_with_strides(kernels_only):
     size = 70
     wide = torch.randn(2, 3, size + 3, size + 5)
     inputs = made((70, 9), 3, 32, bias=wide[:, :, 1 : size + 1, 2 : size + 2])
@@ -326,7 +270,7 @@ def test_bias_with_strides(kernel_only):
     )
 
 
-def test_masks_of_lowest_values_and_infinities(kernel_only):
+def test_masks_of_lowest_values_and_infinities(kernels_only):
     lowest = torch.finfo(torch.float32).min
     bias = torch.zeros(2, 1, 70, 70)
     bias[0, :, 3] = -math.inf  # a row without a key
@@ -343,7 +287,7 @@ def test_masks_of_lowest_values_and_infinities(kernel_only):
 
 
 @pytest.mark.parametrize("scale", (0.0, -0.2, -30.0, 3.0))
-def test_scales(kernel_only, scale):
+def test_scales(kernels_only, scale):
     inputs = made((65, 70), 2, 32, scale=scale)
     check(inputs)
     check(inputs._replace(dropout_p=0.25, seed=SEED, causal=True))
@@ -351,7 +295,7 @@ def test_scales(kernel_only, scale):
 
 @pytest.mark.parametrize("step", (0.5, 4.0, 30.0, 2000.0, -4.0, -2000.0))
 @pytest.mark.parametrize("bias", (False, True))
-def test_scores_that_grow_from_tile_to_tile(kernel_only, step, bias):
+def test_scores_that_grow_from_tile_to_tile(kernels_only, step, bias):
     """Below 2^8 the maximum that is subtracted stays, above it follows; some rows grow and others do not."""
     inputs = made((330,), 1, 32, torch.float16, scale=1.0)
     q, k = torch.zeros_like(inputs.q), torch.zeros_like(inputs.k)
@@ -364,7 +308,7 @@ def test_scores_that_grow_from_tile_to_tile(kernel_only, step, bias):
     check(inputs._replace(q=q, k=k, bias=torch.zeros(1, 1, 1, 330) if bias else None))
 
 
-def test_whole_numbers_are_exact(kernel_only):
+def test_whole_numbers_are_exact(kernels_only):
     """Equal scores of 2^n keys: out is the mean, and lse is n log 2, to the bit."""
     for n in (1, 64, 128):
         inputs = made((n,), 1, 64, torch.float16)
@@ -375,7 +319,7 @@ def test_whole_numbers_are_exact(kernel_only):
 
 
 @pytest.mark.parametrize("p", (0.0, 0.25))
-def test_gate(kernel_only, p):
+def test_gate(kernels_only, p):
     gate = torch.tensor([0.0, -1.5, 2.0])
     check(made((66, 3), 3, 32, gate=gate, p=p))
     check(made((66, 3), 3, 32, gate=gate.bfloat16(), p=p, bias=some_bias("keys", 2, 3, 66)))
@@ -387,7 +331,7 @@ def test_gate(kernel_only, p):
 @pytest.mark.parametrize("poison", (math.nan, math.inf))
 @pytest.mark.parametrize("p", (0.0, 0.25))
 @pytest.mark.parametrize("causal", (False, True))
-def test_nothing_outside_a_sequence_gets_in(kernel_only, poison, p, causal):
+def test_nothing_outside_a_sequence_gets_in(kernels_only, poison, p, causal):
     """Other sequences, rows after the last one, gaps between rows, and cells of the bias past a length."""
     lengths, headdim = (40, 66, 30), 32
     inputs = made(lengths, 2, headdim, capacity=70, p=p, causal=causal, slack=5)
@@ -413,7 +357,7 @@ def test_nothing_outside_a_sequence_gets_in(kernel_only, poison, p, causal):
             assert (found[1][:, -70:] == 0).all()
 
 
-def test_a_nan_stays_in_its_rows(kernel_only):
+def test_a_nan_stays_in_its_rows(kernels_only):
     inputs = made((66, 66), 2, 64)
     clean = forward(inputs)
     q, k = inputs.q.clone(), inputs.k.clone()
@@ -432,7 +376,7 @@ def test_a_nan_stays_in_its_rows(kernel_only):
     assert torch.equal(out[:, 0], clean[0][:, 0])
 
 
-def test_strides(kernel_only):
+def test_strides(kernels_only):
     """Other strides for each of q, k, v: heads before rows, gaps, a shared row."""
     base = made((66, 20), 2, 64)
     q = base.q.transpose(0, 1).contiguous().transpose(0, 1)
@@ -509,14 +453,14 @@ def test_the_entry_point_refuses(emulated_extension):
 
 @pytest.mark.parametrize("p", (1e-60, 0.1, 0.4999, 0.5, 0.75, 1 - 2**-16, 1 - 2**-20))
 @pytest.mark.parametrize("seed", (0, -1, 2**63 - 1, 0x9E3779B97F4A7C15 - 2**64))
-def test_dropout_bits(kernel_only, p, seed):
+def test_dropout_bits(kernels_only, p, seed):
     for offset in (0, 2**32 - 1):
         inputs = made((3, 70), 2, 32, p=p, seed=torch.tensor([seed]), offset=offset, slack=70)
         check_bits(inputs, forward(inputs)[2])
 
 
 @pytest.mark.parametrize("headdim", HEADDIMS)
-def test_dropout_drops_what_the_bits_say(kernel_only, headdim):
+def test_dropout_drops_what_the_bits_say(kernels_only, headdim):
     """Equal scores and values of one: a row of out is the share that is kept."""
     inputs = made((130, 40), 2, headdim, torch.float16, p=0.5)
     inputs = inputs._replace(q=torch.zeros_like(inputs.q), v=torch.ones_like(inputs.v))
@@ -525,7 +469,7 @@ def test_dropout_drops_what_the_bits_say(kernel_only, headdim):
     torch.testing.assert_close(out[:130, :, 0].double().t(), share, rtol=1e-3, atol=0)
 
 
-def test_saved_bits_change_nothing(kernel_only):
+def test_saved_bits_change_nothing(kernels_only):
     for options in ({}, {"bias": some_bias("keys", 2, 2, 70)}):
         inputs = made((70, 20), 2, 64, p=0.25, **options)
         (out, lse, bits), again = forward(inputs), forward(inputs, save_bits=False)
@@ -535,7 +479,7 @@ def test_saved_bits_change_nothing(kernel_only):
         assert torch.equal(lse, again[1])
 
 
-def test_the_seeds_value_counts_and_not_its_address(kernel_only):
+def test_the_seeds_value_counts_and_not_its_address(kernels_only):
     inputs = made((70,), 1, 32, p=0.25)
     seeds = torch.tensor([7, int(SEED), 7])
     out = forward(inputs)[0]
@@ -559,7 +503,7 @@ def test_gradients_use_the_bits_that_forward_saved():
 
 
 @pytest.mark.parametrize("headdim", HEADDIMS)
-def test_every_order_of_threads_gives_the_same_bits(kernel_only, headdim):
+def test_every_order_of_threads_gives_the_same_bits(kernels_only, headdim):
     options = dict(causal=True, p=0.25, bias=some_bias("shared", 2, 1, 140))
     for inputs in (made((140, 66), 1, headdim, **options), made((140, 66), 1, headdim)):
         first = forward(inputs)
@@ -567,7 +511,7 @@ def test_every_order_of_threads_gives_the_same_bits(kernel_only, headdim):
             assert all(torch.equal(a, b) for a, b in zip(first, forward(inputs), strict=True))
 
 
-def test_a_sequence_does_not_depend_on_its_batch(kernel_only):
+def test_a_sequence_does_not_depend_on_its_batch(kernels_only):
     inputs = made((70, 140, 9), 2, 64, p=0.0)
     out, lse, _ = forward(inputs)
     for start, end in ((0, 70), (70, 210), (210, 219)):
@@ -626,7 +570,7 @@ def drawn_inputs(draw: random.Random) -> AttentionInputs:
 
 
 @pytest.mark.parametrize("part", range(12))
-def test_fuzz(kernel_only, part):
+def test_fuzz(kernels_only, part):
     draw = random.Random(part)
     for i in range(45):
         inputs = drawn_inputs(draw)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import importlib.util
 import mmap
 import random
 import subprocess
@@ -27,37 +25,15 @@ from tests.support.cpu_truth import assert_rounds_to, assert_same_bits, randn, s
 HALF = (torch.bfloat16, torch.float16)
 _C = loader.extension
 
-pytest_plugins = ("tests.support.cpu_fixtures",)
+pytest_plugins = ("tests.support.cpu_fixtures", "tests.support.cuda_fixtures")
 pytestmark = pytest.mark.skipif(_C is None, reason=str(loader.missing))
 
 
-@pytest.fixture(scope="module")
-def emulated_extension():
-    if _C.best_cpu_isa() == "none":
-        pytest.skip("the emulation converts fp16 by F16C, which this processor lacks")
-    path = cpu_build.emulated_extension()
-    spec = importlib.util.spec_from_file_location("_C", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.cuda_archs == "host"
-    return module
-
-
 @pytest.fixture
-def on_host(emulated_extension, monkeypatch, fresh_dispatch):
-    """The `cuda` backend on CPU tensors; the extension."""
-    monkeypatch.setattr(cuda.device, "extension", emulated_extension)
-    monkeypatch.setattr(cuda.device, "place", lambda device: (0, 0))
+def on_host(emulated_extension, cuda_on_host, monkeypatch, fresh_dispatch):
+    """The `cuda` backend on the host; the extension."""
     monkeypatch.setattr(cuda.device, "multiprocessors", lambda device: 3)
-    monkeypatch.setattr(cuda, "available", lambda device_type: None)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     return emulated_extension
-
-
-@pytest.fixture
-def kernels_only(monkeypatch):
-    """Calls must not go to the next backend."""
-    monkeypatch.setattr(dispatch, "next_function", None)
 
 
 @pytest.fixture

@@ -513,7 +513,7 @@ def load(
 )
 def test_tiles_that_are_not_waited_for(then, bytes_, error, schedule):
     if schedule == "early" and "st.shared" in then:
-        pytest.skip("it has landed")
+        pytest.skip("what lands at once is there before the write: no race")
     with pytest.raises(error):
         load(then, bytes_, schedule=schedule)
 

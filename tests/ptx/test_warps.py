@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.ptx import isa
-from tests.ptx.emulator import UnknownForm, run_instruction
+from tests.ptx.emulator import run_instruction
 
 
 @pytest.fixture
@@ -73,12 +73,7 @@ def test_redux(op, kind, random):
         lines = [".reg .b32 %d;", ".reg .b32 %v;", ".reg .b32 %m;", ".reg .pred %p;", "mov.b32 %d, 7;"]
         lines += ["setp.ne.b32 %p, %m, 0;", f"@%p redux.sync.{op}.{kind} %d, %v, {members:#x};"]
         chosen = members >> np.arange(isa.WARP) & 1
-        try:
-            got = run_instruction(lines, {"%v": values, "%m": chosen}, ["%d"])
-        except UnknownForm:
-            if (op, kind) == ("add", "s32"):
-                raise
-            pytest.skip("not in the emulator")
+        got = run_instruction(lines, {"%v": values, "%m": chosen}, ["%d"])
         want = np.where(chosen, isa.redux(op, values, members, kind), 7)
         np.testing.assert_array_equal(np.asarray(got["%d"]).astype(np.int64) & 0xFFFFFFFF, want)
 
@@ -100,8 +95,5 @@ def test_votes(mode, random):
         else:
             lines += [f"vote.sync.{mode}.pred %q, %p, -1;", "selp.b32 %d, 1, 0, %q;"]
             want = {"all": values.all(), "any": values.any(), "uni": len(set(values)) == 1}[mode]
-        try:
-            got = run_instruction(lines, {"%v": values}, ["%d"])
-        except UnknownForm:
-            pytest.skip("not in the emulator")
+        got = run_instruction(lines, {"%v": values}, ["%d"])
         assert {int(v) & 0xFFFFFFFF for v in np.asarray(got["%d"])} == {int(want)}
