@@ -96,7 +96,7 @@ SUITE = Suite(
     tests=(
         "tests/cuda/test_linear_on_host.py",
         "-k",
-        "not any_shape and not sanitizers and not test_error_rule",
+        "not any_shape and not test_error_rule",
     ),
     build=(sys.executable, "-c", "from tests.support import cpu_build; cpu_build.emulated_extension()"),
     quick="not slow",
