@@ -69,7 +69,12 @@ def _layer_norm_bwd_kernel(
         else:
             g_mean = tl.load(means_ptr + rows, mask=row_mask, other=0.0)
             gx_mean = tl.load(means_ptr + n_rows + rows, mask=row_mask, other=0.0)
-        dz = rstd[:, None] * (g - g_mean[:, None] - x_hat * gx_mean[:, None])
+        if (
+            HIDDEN == 1
+        ):  # exactly nothing: compiled, g - g_mean may be one fma that keeps the product's rounding
+            dz = g * 0.0
+        else:
+            dz = rstd[:, None] * (g - g_mean[:, None] - x_hat * gx_mean[:, None])
         dx_at = rows[:, None] * dx_stride + cols[None, :]
         if dresidual_ptr is not None:
             tl.store(dresidual_ptr + dx_at, dz.to(dresidual_ptr.dtype.element_ty), mask=mask)

@@ -13,7 +13,6 @@ import random
 import pytest
 import torch
 
-from fastbert import testing
 from fastbert.backends import cuda, reference
 from fastbert.backends.cuda import attention as launcher
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds
@@ -21,6 +20,7 @@ from fastbert.ops.attention_grid import keep_mask
 from fastbert.ops.attention_places import places_ref
 from fastbert.testing import triton_interpreter
 from fastbert.testing.op_cases.attention import CASES, AttentionCase
+from tests.support.cuda_draws import check_gradients, drawn_case
 
 pytest_plugins = ("tests.support.cpu_fixtures", "tests.support.cuda_fixtures")
 pytestmark = [pytest.mark.sweep, pytest.mark.usefixtures("cuda_on_host", "guarded", "kernels_only")]
@@ -105,26 +105,6 @@ def assert_bit_equal(a, b):
         assert torch.equal(x, y), name
 
 
-def check_case(case, dtype, seed=0, strict=True):
-    """The error rule for the gradients."""
-    rows = testing.run_case(case, "cuda", dtype, "cpu", seed=seed)
-    rows = [r for r in rows if r.quantity not in case.output_names]
-    assert len(rows) == (1 if case.packed_qkv else 3) + bool(case.bias) + case.gate
-    failed = [r for r in rows if not r.passed and (strict or not lucky_yardstick(r, case, dtype))]
-    assert [f"{r.quantity}: {r.reason}" for r in failed] == []
-
-
-def lucky_yardstick(row, case, dtype):
-    """With few elements eager's error may be small by luck: then allow twice that."""
-    elements = case.nheads if row.quantity == "dgate" else sum(case.lengths) * case.nheads * case.headdim
-    if elements >= 4000 or not math.isfinite(row.max_error):
-        return False
-    step = torch.finfo(dtype).eps
-    return row.max_error <= 2 * row.eager_max_error + 4 * step * max(1, case.headdim / 16) and (
-        row.mean_error <= row.eager_mean_error * (1 + 8 / elements**0.5) + step / 2
-    )
-
-
 # --- the error rule -----------------------------------------------------------------------------------------
 
 
@@ -138,14 +118,14 @@ SERVED = [c for c in CASES if c.headdim in HEADDIMS and not c.probs]
 def test_cases(case, dtype):
     if sum(n * n for n in case.lengths) * case.nheads > 60_000:
         case = AttentionCase(case.lengths[:1], 1, case.headdim, packed_qkv=case.packed_qkv)
-    check_case(case, dtype)
+    check_gradients(case, dtype)
 
 
 @pytest.mark.parametrize("headdim", HEADDIMS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_lengths_at_the_tiles_edges(headdim, causal):
     lengths = (63, 0, 64, 1, 65) if headdim < 128 else (31, 33, 65)
-    check_case(AttentionCase(lengths, 1, headdim, causal=causal, capacity=70), HALF[causal])
+    check_gradients(AttentionCase(lengths, 1, headdim, causal=causal, capacity=70), HALF[causal])
 
 
 @pytest.mark.parametrize("lengths", [(511,), (513, 512), (2048,)], ids=str)
@@ -155,32 +135,6 @@ def test_long_sequences(lengths):
     Call(made(lengths, nheads=1, headdim=32 if many else 64, causal=causal, p=0.1)).check()
 
 
-def drawn_case(rng: random.Random) -> AttentionCase:
-    lengths = tuple(
-        rng.choice((0, 1, rng.randint(2, 20), rng.randint(30, 34), rng.randint(60, 68)))
-        for _ in range(rng.randint(1, 3))
-    )
-    lengths = lengths if sum(lengths) else (*lengths, 3)
-    padded = rng.random() < 0.2
-    lengths = (max(1, lengths[0]),) * len(lengths) if padded else lengths
-    bias = rng.choice(("", "", "shared", "sequence", "keys"))
-    return AttentionCase(
-        lengths,
-        nheads=rng.choice((1, 1, 2)),
-        headdim=rng.choice((32, 32, 64, 64, 128)),
-        padded=padded,
-        capacity=0 if padded else rng.choice((0, 0, 1, 70)),
-        slack=0 if padded else rng.choice((0, 0, 1, 40)),
-        causal=rng.random() < 0.4,
-        bias=bias,
-        masked=bool(bias) and rng.random() < 0.4,
-        gate=rng.random() < 0.4,
-        dropout_p=rng.choice((0.0, 0.0, 0.3)),
-        packed_qkv=rng.random() < 0.5,
-        sharpness=rng.choice((1.0, 1.0, 8.0)),
-    )
-
-
 @pytest.mark.parametrize("part", range(8))
 def test_fuzz(part):
     """32 shapes per part, 256 in all, by the error rule."""
@@ -188,7 +142,7 @@ def test_fuzz(part):
     for i in range(32):
         case, dtype = drawn_case(rng), rng.choice(HALF)
         try:
-            check_case(case, dtype, seed=100 * part + i, strict=False)
+            check_gradients(case, dtype, seed=100 * part + i, strict=False)
         except AssertionError as error:
             raise AssertionError(f"{case.id} {dtype} seed {100 * part + i}: {error}") from None
 
@@ -247,7 +201,7 @@ def test_a_query_that_sees_one_key_has_no_gradient(dtype, headdim):
 def test_a_sharp_softmax(dtype, options):
     """dS is a small difference of large numbers: its error is that of delta."""
     for sharpness in (4.0, 32.0):
-        check_case(AttentionCase((70, 20), 2, 32, sharpness=sharpness, **options), dtype)
+        check_gradients(AttentionCase((70, 20), 2, 32, sharpness=sharpness, **options), dtype)
 
 
 # --- masks, scales, extremes --------------------------------------------------------------------------------

@@ -18,7 +18,14 @@ from fastbert.ops.feed_forward import FeedForwardNeeds
 from fastbert.runtime import dispatch, loader
 from fastbert.testing.op_cases import feed_forward as feed_forward_cases
 from fastbert.testing.op_cases import linear as linear_cases
-from tests.support.cpu_truth import assert_rounds_to, assert_same_bits, randn, strided_rows
+from tests.support.cpu_truth import (
+    assert_rounds_to,
+    assert_same_bits,
+    assert_same_values,
+    randn,
+    strided_rows,
+)
+from tests.support.cuda_draws import check_drawn_products, steps, whole_numbers
 
 HALF = (torch.bfloat16, torch.float16)
 _C = loader.extension
@@ -38,24 +45,6 @@ def on_host(emulated_extension, cuda_on_host, monkeypatch, fresh_dispatch):
 def exact_gelu(monkeypatch):
     """As with FASTBERT_EXACT_GELU=1."""
     monkeypatch.setattr(launchers, "EXACT_GELU", True)
-
-
-def whole_numbers(*shape, dtype, most=2, seed=0):
-    """Small integers: products of them are exact in any order."""
-    g = torch.Generator().manual_seed(seed)
-    return torch.randint(-most, most + 1, shape, generator=g).to(dtype)
-
-
-def assert_equal(actual, truth, name=""):
-    """The same values; a zero's sign may depend on what it was added to."""
-    assert (actual.shape, actual.dtype) == (truth.shape, truth.dtype), name
-    different = ~(actual == truth)
-    assert not different.any(), f"{name}: {int(different.sum())} elements differ"
-
-
-def steps(depth, tile):
-    """Steps of the depth, of which a part has at least one."""
-    return -(-depth // (32 if tile == 128 else 64))
 
 
 # --- the error rule -----------------------------------------------------------------------------------------
@@ -127,10 +116,10 @@ def test_forward_is_exact_for_small_integers(on_host, kernels_only, guarded, sha
         y, pre = fwd((tile, parts), x, weight, b, activation, r, save)
         z = product if b is None else product + b.float()
         truth = activate_ref(z, activation) + (0 if r is None else r.float())
-        assert_equal(y, truth.to(dtype), f"y of {activation}")
+        assert_same_values(y, truth.to(dtype), f"y of {activation}")
         assert pre.shape == (z.shape if activation else (0,))
         if activation:
-            assert_equal(pre, z.to(dtype), "pre")
+            assert_same_values(pre, z.to(dtype), "pre")
 
 
 @pytest.mark.parametrize("activation", (None, *ACTIVATIONS))
@@ -209,7 +198,7 @@ def test_backward_is_exact_for_small_integers(on_host, kernels_only, guarded, sh
             True,
         )
         for name, actual, expected in zip(("dx", "dweight", "dbias"), grads, truth, strict=True):
-            assert_equal(actual, expected.to(dtype), f"{name} of {activation}")
+            assert_same_values(actual, expected.to(dtype), f"{name} of {activation}")
 
 
 @pytest.mark.parametrize("activation", (None, "gelu"))
@@ -260,15 +249,15 @@ def test_column_sums_count_every_row_once(on_host, kernels_only, guarded, rows, 
         dy, weight, 20 * torch.ones(rows, 40).half(), activation, True, plan
     )
     truth = dy.float() @ weight.float()
-    assert_equal(g, truth.half())
-    assert_equal(dbias, truth.sum(0).half())
+    assert_same_values(g, truth.half())
+    assert_same_values(dbias, truth.sum(0).half())
 
 
 def test_bias_gradient_of_many_rows(on_host, guarded):
     """More rows than blocks of the pass, and a second block of columns."""
     dy = whole_numbers(301, 520, dtype=torch.float16)
     dbias = launchers.linear_bwd(dy, None, None, None, None, False, False, True)[2]
-    assert_equal(dbias, dy.float().sum(0).half())
+    assert_same_values(dbias, dy.float().sum(0).half())
 
 
 # --- inputs that lie oddly, hostile numbers -----------------------------------------------------------------
@@ -322,12 +311,12 @@ def test_nothing_is_read_past_the_ends(on_host, kernels_only, tile):
         for i, size in enumerate(((5, 40), (24, 40), (5, 24)))
     )
     y, _ = launchers.linear_fwd_with((tile, 1), x, weight, None, None, None, False)
-    assert_equal(y, (x.float() @ weight.float().T).half())
+    assert_same_values(y, (x.float() @ weight.float().T).half())
     if tile >= 64:
         plans = (tile, 1), (128, 1)
         dx, dweight, _ = launchers.linear_bwd_with(plans, dy, x, weight, None, None, True, True, False)
-        assert_equal(dx, (dy.float() @ weight.float()).half())
-        assert_equal(dweight, (dy.float().T @ x.float()).half())
+        assert_same_values(dx, (dy.float() @ weight.float()).half())
+        assert_same_values(dweight, (dy.float().T @ x.float()).half())
 
 
 @pytest.mark.parametrize("stride", (45, 48))
@@ -344,7 +333,7 @@ def test_residual_and_bias_at_any_address(on_host, kernels_only, offset, out, st
     truth = x.float() @ weight.float().T + bias.float() + residual.float()
     for plan in ((128, 1), (32, 1)):
         y, _ = launchers.linear_fwd_with(plan, x, weight, bias, None, residual, False)
-        assert_equal(y, truth.half())
+        assert_same_values(y, truth.half())
 
 
 @pytest.mark.parametrize("exact", (False, True))
@@ -509,7 +498,7 @@ def test_exact_gelu_by_the_environment(monkeypatch):
         launchers._wants_exact_gelu()
 
 
-# --- repeats, any shapes, sanitizers ------------------------------------------------------------------------
+# --- repeats, any shapes ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("plan", ((16, 2), (32, 1), (64, 2), (128, 1), (128, 3)), ids=str)
@@ -537,34 +526,6 @@ def test_repeats_are_bit_equal(on_host, kernels_only, plan):
 
 @pytest.mark.parametrize("seed", range(25))
 def test_any_shape(on_host, kernels_only, guarded, seed):
-    """20 shapes each: integers, so that any tile, part, tail and epilogue must be exact."""
     rng = random.Random(seed)
     for _ in range(20):
-        dtype = rng.choice(HALF)
-        rows, depth, out = rng.randint(1, 140), 8 * rng.randint(1, 20), rng.randint(1, 140)
-        tile = rng.choice((16, 32, 64, 128))
-        plan = tile, rng.randint(1, min(4, steps(depth, tile)))
-        x = whole_numbers(rows, depth + 8, dtype=dtype, most=1, seed=1)[:, :depth]
-        weight = whole_numbers(out, depth, dtype=dtype, most=1, seed=2)
-        bias = whole_numbers(out, dtype=dtype, seed=3) if rng.random() < 0.5 else None
-        residual = whole_numbers(rows, out, dtype=dtype, seed=4) if rng.random() < 0.5 else None
-        activation = rng.choice((None, "relu"))
-        y, pre = launchers.linear_fwd_with(plan, x, weight, bias, activation, residual, True)
-        z = x.float() @ weight.float().T + (0 if bias is None else bias.float())
-        truth = activate_ref(z, activation) + (0 if residual is None else residual.float())
-        name = f"{rows} {depth} {out} {plan} {activation}"
-        assert_equal(y, truth.to(dtype), name)
-        if activation:
-            assert_equal(pre, z.to(dtype), name)
-        out = 8 * -(-out // 8)
-        tile = rng.choice((64, 128))
-        plans = (
-            (tile, rng.randint(1, min(3, steps(out, tile)))),
-            (128, rng.randint(1, min(3, steps(rows, 128)))),
-        )
-        dy, weight = (whole_numbers(n, out, dtype=dtype, most=1, seed=5) for n in (rows, depth))
-        weight = weight.T.contiguous()
-        dx, dweight, dbias = launchers.linear_bwd_with(plans, dy, x, weight, None, None, True, True, True)
-        assert_equal(dx, (dy.float() @ weight.float()).to(dtype), f"dx {name} {plans}")
-        assert_equal(dweight, (dy.float().T @ x.float()).to(dtype), f"dweight {name} {plans}")
-        assert_equal(dbias, dy.float().sum(0).to(dtype), f"dbias {name}")
+        check_drawn_products(rng, launchers.linear_fwd_with, launchers.linear_bwd_with)

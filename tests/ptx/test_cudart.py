@@ -99,7 +99,7 @@ def test_guards_around_new_tensors(make, place):
 
 def test_a_launcher_may_not_write_its_inputs():
     x = torch.zeros(3)
-    launch = Emulation(None)._launcher(lambda x, y: y.add_(x))
+    launch = Emulation(None).launcher(lambda x, y: y.add_(x))
     launch(x, torch.ones(3))
     with pytest.raises(AssertionError, match="an input was written"):
         launch(torch.ones(3), x)

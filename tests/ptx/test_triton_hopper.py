@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from tests.ptx.test_triton import OPS, assert_right, rows_of
+from tests.ptx.test_triton import DTYPES, OPS, assert_right, rows_of
 
 # op -> options that choose a case large enough for what sm_90 has, and what its kernels then have
 LARGER = {
@@ -16,8 +16,8 @@ LARGER = {
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_op_on_sm_90(op):
-    rows = rows_of("emulated_ops", op, "--arch", "90", "--dtype", "bfloat16", "--dtype", "float16")
-    assert_right(rows, OPS[op])
+    options = [word for dtype in DTYPES for word in ("--dtype", dtype)]
+    assert_right(rows_of("emulated_ops", op, "--arch", "90", *options), OPS[op])
 
 
 @pytest.mark.parametrize("op", LARGER)

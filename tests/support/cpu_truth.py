@@ -37,3 +37,10 @@ def assert_same_bits(a, b, name=""):
     assert (a.shape, a.dtype) == (b.shape, b.dtype), name
     same = torch.eq(*(t.reshape(-1).contiguous().view(torch.uint8) for t in (a, b)))
     assert same.all(), f"{name}: {int((~same).sum())} bytes differ"
+
+
+def assert_same_values(actual, truth, name=""):
+    """The same values; a zero's sign may depend on what it was added to."""
+    assert (actual.shape, actual.dtype) == (truth.shape, truth.dtype), name
+    different = ~(actual == truth)
+    assert not different.any(), f"{name}: {int(different.sum())} elements differ"

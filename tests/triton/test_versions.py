@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from fastbert.backends.triton.device import OLDEST_TRITON
+from tests.ptx import test_triton as emulated
 from tests.triton import test_compile as gates
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -65,3 +66,11 @@ def test_interprets(suite, environment):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout
+
+
+# what that Triton compiles for sm_80 and sm_90, in the PTX emulator
+@pytest.mark.parametrize("arch", ("80", "90"))
+@pytest.mark.parametrize("op", emulated.OPS)
+def test_runs_in_the_emulator(op, arch, environment):
+    rows = emulated.rows_of("emulated_ops", op, "--arch", arch)
+    emulated.assert_right(rows, emulated.OPS[op])

@@ -292,7 +292,7 @@ class Emulation:
 
     # what stands in the backend's place
 
-    def _launcher(self, function: Callable) -> Callable:
+    def launcher(self, function: Callable) -> Callable:
         """The backend's launcher; the emulator knows its tensors, and nothing but its outputs may change."""
 
         @functools.wraps(function)
@@ -375,7 +375,7 @@ def emulated_cuda(
         (torch.cuda, "device", lambda device: contextlib.nullcontext()),
     ]
     patched += [
-        (cuda, name, emulation._launcher(getattr(cuda, name)))
+        (cuda, name, emulation.launcher(getattr(cuda, name)))
         for name in cuda.__all__
         if name.endswith(("_fwd", "_bwd"))
     ]
