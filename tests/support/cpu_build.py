@@ -5,6 +5,7 @@ Results are kept in build/tests, so that a second run compiles only what changed
 
 from __future__ import annotations
 
+import fcntl
 import shlex
 import shutil
 import subprocess
@@ -75,12 +76,14 @@ def run_ninja(name: str, lines: list[str]) -> Path:
     ninja = pytest.importorskip("ninja")
     folder = ROOT / "build" / "tests" / name
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "build.ninja").write_text("\n".join(lines) + "\n")
-    run = subprocess.run(
-        [shutil.which("ninja", path=ninja.BIN_DIR) or "ninja", "-C", str(folder)],
-        text=True,
-        capture_output=True,
-    )
+    with (folder / "lock").open("w") as lock:  # two test processes may want the same build
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "build.ninja").write_text("\n".join(lines) + "\n")
+        run = subprocess.run(
+            [shutil.which("ninja", path=ninja.BIN_DIR) or "ninja", "-C", str(folder)],
+            text=True,
+            capture_output=True,
+        )
     assert run.returncode == 0, run.stdout + run.stderr
     return folder
 
