@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from fastbert.kernels.layer_norm_backward import input_gradient
 from fastbert.kernels.philox import philox_keep
 
 
@@ -102,12 +103,7 @@ def _embedding_bwd_kernel(
         else:
             g_mean = tl.load(means_ptr + rows, mask=row_mask, other=0.0)
             gx_mean = tl.load(means_ptr + n_rows + rows, mask=row_mask, other=0.0)
-        if (
-            HIDDEN == 1
-        ):  # exactly nothing: compiled, g - g_mean may be one fma that keeps the product's rounding
-            dz = g * 0.0
-        else:
-            dz = rstd[:, None] * (g - g_mean[:, None] - x_hat * gx_mean[:, None])
+        dz = input_gradient(g, x_hat, rstd, g_mean, gx_mean, HIDDEN)
         at = rows[:, None] * HIDDEN + cols[None, :]
         if dz_ptr is not None:
             tl.store(dz_ptr + at, dz, mask=mask)

@@ -17,6 +17,20 @@ def _bwd_tile(dy_ptr, z_ptr, dy_stride, z_stride, rows, cols, mask, mean, rstd):
     return dy, (z - mean[:, None]) * rstd[:, None]
 
 
+@triton.jit
+def input_gradient(g, x_hat, rstd, g_mean, gx_mean, HIDDEN: tl.constexpr):
+    """The gradient of what was normalised. g = dy * weight, x_hat: [rows, columns]; rstd, the means: [rows].
+
+    One number a row is always normalised to 0, so its gradient is 0. Compiled, g - g_mean would not be: it
+    may be one fma with g's product, which keeps the product's rounding, and rstd is large there.
+    """
+    if HIDDEN == 1:
+        centred = g * 0.0  # a NaN stays one
+    else:
+        centred = g - g_mean[:, None] - x_hat * gx_mean[:, None]
+    return rstd[:, None] * centred
+
+
 @triton.jit(do_not_specialize=_FIXED_TYPES)
 def _layer_norm_bwd_kernel(
     dy_ptr,
@@ -69,12 +83,7 @@ def _layer_norm_bwd_kernel(
         else:
             g_mean = tl.load(means_ptr + rows, mask=row_mask, other=0.0)
             gx_mean = tl.load(means_ptr + n_rows + rows, mask=row_mask, other=0.0)
-        if (
-            HIDDEN == 1
-        ):  # exactly nothing: compiled, g - g_mean may be one fma that keeps the product's rounding
-            dz = g * 0.0
-        else:
-            dz = rstd[:, None] * (g - g_mean[:, None] - x_hat * gx_mean[:, None])
+        dz = input_gradient(g, x_hat, rstd, g_mean, gx_mean, HIDDEN)
         dx_at = rows[:, None] * dx_stride + cols[None, :]
         if dresidual_ptr is not None:
             tl.store(dresidual_ptr + dx_at, dz.to(dresidual_ptr.dtype.element_ty), mask=mask)

@@ -6,6 +6,7 @@ from tests.support.mutation import Fault, Suite
 
 _KERNEL = "kernels/embedding.py"
 _BACKWARD = "kernels/embedding_backward.py"
+_NORM = "kernels/layer_norm_backward.py"
 
 
 def _fault(name: str, old: str, new: str, file: str = _KERNEL) -> Fault:
@@ -40,11 +41,11 @@ FAULTS = (
     _fault("dz in storage type", "dz = dy.new_empty((rows, hidden), dtype=torch.float32)", "dz = dy.new_empty((rows, hidden))"),
     _fault("no chunk for a last one that is whole", "chunks, column_blocks = rows // CHUNK,", "chunks, column_blocks = (rows - 1) // CHUNK,"),
     # norm
-    _fault("mean of g not subtracted", "(g - g_mean[:, None] - x_hat", "(g - x_hat", _BACKWARD),
-    _fault("projection not subtracted", "g_mean[:, None] - x_hat * gx_mean[:, None])", "g_mean[:, None])", _BACKWARD),
+    _fault("mean of g not subtracted", "g - g_mean[:, None] - x_hat", "g - x_hat", _NORM),
+    _fault("projection not subtracted", "g_mean[:, None] - x_hat * gx_mean[:, None]\n", "g_mean[:, None]\n", _NORM),
     _fault("weight forgotten", "        g = dn * weight\n", "        g = dn\n", _BACKWARD),
     _fault("weight forgotten in wide tokens", "g = dn * tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]", "g = dn", _BACKWARD),
-    _fault("rstd forgotten", "dz = rstd[:, None] * (g", "dz = 1.0 * (g", _BACKWARD),
+    _fault("rstd forgotten", "return rstd[:, None] * centred", "return centred", _NORM),
     _fault("x_hat without the mean", "return dn, (z - mean[:, None]) * rstd[:, None]", "return dn, z * rstd[:, None]", _BACKWARD),
     _fault("mean over the block", "g_mean = tl.sum(g, 1) / HIDDEN", "g_mean = tl.sum(g, 1) / BLOCK_N", _BACKWARD),
     _fault("wide means of the wrong half", "tl.load(means_ptr + n_rows + rows", "tl.load(means_ptr + rows", _BACKWARD),

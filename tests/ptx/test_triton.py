@@ -72,6 +72,15 @@ def test_every_op(op):
     assert_right(rows_of("emulated_ops", op, *options), OPS[op])
 
 
+@pytest.mark.parametrize(("op", "case"), (("layer_norm", "9x1-residual"), ("embedding", "7x11x1-dropout")))
+def test_one_number_a_row_has_no_gradient(op, case):
+    """What becomes one fma must not leave the rounding of a product; the interpreter has no fma."""
+    options = [word for dtype in DTYPES for word in ("--dtype", dtype)]
+    rows = rows_of("emulated_ops", op, "--all", "--only", case, *options)
+    assert [r for r in rows if r["reason"] or r["differs"]] == []
+    assert {r["dtype"] for r in rows} == set(DTYPES)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_every_case(op):

@@ -100,7 +100,8 @@ WHOLE = {
         test_strides_are_respected[triton test_the_fence_is_one
     """,
     "ptx": """
-        test_every_op test_every_op_on_sm_90 test_larger_tiles_on_sm_90 test_tutorials
+        test_every_op test_every_op_on_sm_90 test_larger_tiles_on_sm_90 test_one_number_a_row_has_no_gradient
+        test_tutorials
     """,
     "runtime": """
         test_the_table_of_gpus_trains_a_model

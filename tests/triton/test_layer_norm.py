@@ -230,6 +230,16 @@ def test_a_nan_stays_in_its_row():
     assert torch.equal(dx_clean[others], dx_dirty[others])
 
 
+@pytest.mark.parametrize("where", ["x", "dy"])
+def test_backward_of_one_number_a_row_is_zero_but_for_a_nan(where):
+    args = forward_args(8, 1, p=0.0)
+    dy = args["residual"].clone()
+    (dy if where == "dy" else args["x"])[3] = float("nan")
+    dx = backward(kernels, dy, args, layer_norm_fwd(kernels, *args.values()))[0]
+    assert dx[3].isnan()
+    assert (dx[[0, 1, 2, 4, 5, 6, 7]] == 0).all()
+
+
 # --- dropout ------------------------------------------------------------------------------------------------
 
 LARGEST = 2**32 - 1
