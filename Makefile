@@ -69,7 +69,7 @@ bench: $(PEERS)
 # builds in place, so that a build that fails is recorded like any other step.
 # `make gpu OUT=DIR ARGS="--only probe,encoder --budget 300"`
 gpu: $(if $(strip $(VENV)),$(READY))
-	$(PY) bench/gpu.py --out $(OUT) --part $(PART) $(ARGS)
+	$(PY) bench/gpu/prove.py --out $(OUT) --part $(PART) $(ARGS)
 
 # torch first and pinned: a CPU machine gets one known build, and nothing below asks for another
 $(VENV)/ready: $(SOURCES)

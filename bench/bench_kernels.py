@@ -2,7 +2,7 @@
 
     python bench/bench_kernels.py [--op OP] [--workload 8x128] [--device cuda] [--pass backward] [--json FILE]
 
-The shapes are BERT-base's for a workload of bench/workloads.py (`8x128` on a CPU, `full` on a GPU), from the
+The shapes are BERT-base's for a workload of lib/workloads.py (`8x128` on a CPU, `full` on a GPU), from the
 `testing.Case`s that the tests use too. Every backend is timed turn by turn with what a PyTorch user would
 call: F.linear and F.gelu, F.layer_norm, SDPA on the padded batch with its mask, …; for `linear_int8` the same
 F.linear on the weights in floating point. Medians.
@@ -32,12 +32,12 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
-from bench import roofs as machine_roofs  # noqa: E402
-from bench import workloads  # noqa: E402
+from bench.lib import roofs as machine_roofs  # noqa: E402
+from bench.lib import workloads  # noqa: E402
+from bench.lib.probe_steps import reason_of  # noqa: E402
+from bench.lib.roofs import TAGS, Roofs  # noqa: E402
+from bench.lib.timing import interleave, rotations  # noqa: E402
 from bench.probe import Report, count, describe, row_line  # noqa: E402
-from bench.probe_steps import reason_of  # noqa: E402
-from bench.roofs import TAGS, Roofs  # noqa: E402
-from bench.timing import interleave, rotations  # noqa: E402
 from fastbert import testing  # noqa: E402
 from fastbert.runtime import dispatch  # noqa: E402
 from fastbert.testing import serving  # noqa: E402

@@ -29,11 +29,11 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 
 import torch  # noqa: E402
 
-from bench import workloads  # noqa: E402
-from bench.engines import MODELS, PACKAGES, Bank  # noqa: E402
+from bench.lib import workloads  # noqa: E402
+from bench.lib.engines import MODELS, PACKAGES, Bank  # noqa: E402
+from bench.lib.probe_steps import reason_of  # noqa: E402
+from bench.lib.timing import summarise  # noqa: E402
 from bench.probe import Report, count, describe, package_version  # noqa: E402
-from bench.probe_steps import reason_of  # noqa: E402
-from bench.timing import summarise  # noqa: E402
 
 LENGTHS = {"1x16": (16,)}  # beside those of workloads.py
 # (model, workload): the calls that make one sample

@@ -38,10 +38,11 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 
 import torch  # noqa: E402
 
-from bench import attention, footprint, memory, plan, roofs, served, training, workloads  # noqa: E402
-from bench.engines import PACKAGES, compile_cache  # noqa: E402
+from bench import footprint, memory  # noqa: E402
+from bench.lib import attention, plan, roofs, served, training, workloads  # noqa: E402
+from bench.lib.engines import PACKAGES, compile_cache  # noqa: E402
+from bench.lib.probe_steps import reason_of  # noqa: E402
 from bench.probe import Report, count, describe, package_version, row_line  # noqa: E402
-from bench.probe_steps import reason_of  # noqa: E402
 
 STEPS = ("training", "training_memory", "attention", "footprint")
 BATCHES = {

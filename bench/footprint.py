@@ -36,8 +36,8 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from bench import training, workloads  # noqa: E402
-from bench.probe_steps import reason_of  # noqa: E402
+from bench.lib import training, workloads  # noqa: E402
+from bench.lib.probe_steps import reason_of  # noqa: E402
 from fastbert.models.heads import masked_lm, pretraining  # noqa: E402
 from fastbert.ops.linear_cross_entropy import CHUNK_BYTES  # noqa: E402
 

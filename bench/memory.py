@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
     sys.path[0] = str(ROOT)
 
-from bench import workloads  # noqa: E402
+from bench.lib import workloads  # noqa: E402
 
 ENGINES = ("fastbert-fp32", "transformers-fp32", "fastbert-bf16", "transformers-bf16", "fastbert-int8")
 TRAINED = ENGINES[:4]
@@ -56,7 +56,7 @@ def forget_peak() -> bool:
 
 def forward_call(engine: str, model: str, lengths: tuple[int, ...], device: str) -> Callable[[], object]:
     """One forward by `engine`, its model loaded."""
-    from bench.engines import DTYPES, MODELS, ours, theirs, torch_forward
+    from bench.lib.engines import DTYPES, MODELS, ours, theirs, torch_forward
 
     name, tag = engine.split("-")
     module, _ = ours(MODELS[model])
@@ -74,8 +74,8 @@ def training_call(
     engine: str, model: str, lengths: tuple[int, ...], head: str, device: str
 ) -> Callable[[], object]:
     """Two training steps by `engine`, its model loaded."""
-    from bench import training
-    from bench.engines import MODELS
+    from bench.lib import training
+    from bench.lib.engines import MODELS
 
     name, tag = engine.split("-")
     module = training.modules(MODELS[model], head, (name,), device)[name]

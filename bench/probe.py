@@ -40,9 +40,9 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 
 import torch  # noqa: E402
 
-from bench import lines  # noqa: E402
-from bench.probe_steps import PLANTED, STEPS, Bench, Step  # noqa: E402
-from bench.timing import cache_bytes, memory_bytes, synchronize  # noqa: E402
+from bench.lib import lines  # noqa: E402
+from bench.lib.probe_steps import PLANTED, STEPS, Bench, Step  # noqa: E402
+from bench.lib.timing import cache_bytes, memory_bytes, synchronize  # noqa: E402
 
 SCHEMA = 1
 BUDGET_SECONDS = {"cuda": 450.0, "cpu": 225.0}

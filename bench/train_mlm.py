@@ -42,9 +42,9 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import fastbert  # noqa: E402
-from bench import workloads  # noqa: E402
 from bench.bench_accelerate import docstrings  # noqa: E402
-from bench.engines import config_of, minilm_directory  # noqa: E402
+from bench.lib import workloads  # noqa: E402
+from bench.lib.engines import config_of, minilm_directory  # noqa: E402
 from bench.probe import Report, count, describe, package_version  # noqa: E402
 from fastbert.runtime import dispatch  # noqa: E402
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import fastbert
-from bench import bench_accelerate, bench_cpu, engines, roofs, workloads
+from bench import bench_accelerate, bench_cpu
+from bench.lib import engines, roofs, workloads
 
 pytest.importorskip("transformers")
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import bench_cpu, bench_kernels, engines, memory, plan, roofs, training
+from bench import bench_cpu, bench_kernels, memory
+from bench.lib import engines, plan, roofs, training
 from fastbert import testing
 from fastbert.runtime import dispatch
 from tests.support.benches import ROOFS, has, run

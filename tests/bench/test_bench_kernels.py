@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from bench import bench_kernels, roofs, timing
+from bench import bench_kernels
+from bench.lib import roofs, timing
 from fastbert import testing
 from fastbert.runtime import dispatch
 from tests.support.benches import ROOFS, run

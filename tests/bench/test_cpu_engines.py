@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from bench import encoder, engines, training, workloads
+from bench.lib import encoder, engines, training, workloads
 from tests.support.benches import LENGTHS, ROOFS, TINY, has
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import golden, gpu_checks
+from bench.gpu import checks, golden
 from fastbert import testing
 from tests.support.triton_fixtures import interpreted
 
@@ -121,7 +121,7 @@ def test_launches_are_recorded_in_order_with_their_grids(monkeypatch):
 COMPILES = """
 import json, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
-from bench import golden
+from bench.gpu import golden
 
 @triton.jit
 def a_kernel(ptr):
@@ -151,11 +151,11 @@ def test_the_code_of_a_kernel(tmp_path):
 @interpreted
 def test_the_check_writes_one_archive_that_this_machine_confirms(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
-        gpu_checks,
+        checks,
         "op_units",
-        lambda dtypes: [gpu_checks.Unit("pooling", "triton", dtype) for dtype in dtypes],
+        lambda dtypes: [checks.Unit("pooling", "triton", dtype) for dtype in dtypes],
     )
-    assert gpu_checks.main(["golden", "--device", "cpu", "--json", str(tmp_path / "checks.jsonl")]) == 0
+    assert checks.main(["golden", "--device", "cpu", "--json", str(tmp_path / "checks.jsonl")]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checks.jsonl", "golden.zip"]
     capsys.readouterr()
     assert golden.main([str(tmp_path / "golden.zip")]) == 0
@@ -171,5 +171,5 @@ def test_bad_files_and_calls_are_named(tmp_path, capsys):
     golden.write(tmp_path / "golden.zip", {})
     assert golden.main([str(tmp_path / "golden.zip")]) == 1
     with pytest.raises(SystemExit):
-        gpu_checks.main(["golden", "--device", "cpu"])
+        checks.main(["golden", "--device", "cpu"])
     assert "--json: golden needs it" in capsys.readouterr().err

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu_checks, gpu_tools, lines
+from bench.gpu import checks, tools
+from bench.lib import lines
 from fastbert import testing
 from fastbert.backends import triton as backend
 from fastbert.graphs import model as graphs
@@ -26,7 +27,7 @@ from tests.support.triton_fixtures import interpreted
 def check(request):
     """A check in the interpreter, and its rows."""
     rows: list[dict] = []
-    found = gpu_checks.Check("correctness", torch.device("cpu"), rows.append)
+    found = checks.Check("correctness", torch.device("cpu"), rows.append)
     found.rows = rows
     return found
 
@@ -37,8 +38,8 @@ def named(check, name: str):
 
 
 ROOT = Path(__file__).resolve().parents[2]
-LINEAR = gpu_checks.Unit("linear", "triton", torch.bfloat16)
-ENCODER = gpu_checks.Unit("encoder", None, torch.bfloat16)
+LINEAR = checks.Unit("linear", "triton", torch.bfloat16)
+ENCODER = checks.Unit("encoder", None, torch.bfloat16)
 
 
 def run(function, check, unit=LINEAR) -> list[dict]:
@@ -70,7 +71,7 @@ def unwritten(y):
 )
 def test_correctness_sees_a_hole_a_wrong_result_and_a_wrong_shape(check, monkeypatch, change):
     spoiled(monkeypatch, change)
-    (row,) = run(gpu_checks.correctness, check)
+    (row,) = run(checks.correctness, check)
     assert row["status"] == "failed"
     assert row["name"].startswith("linear-triton-bf16-")
     assert row["error"]
@@ -78,7 +79,7 @@ def test_correctness_sees_a_hole_a_wrong_result_and_a_wrong_shape(check, monkeyp
 
 @interpreted
 def test_correctness_of_the_kernel_itself(check):
-    (row,) = run(gpu_checks.correctness, check)
+    (row,) = run(checks.correctness, check)
     # the output, and the gradients of x, weight and bias
     assert (row["status"], row["step"], row["quantities"]) == ("ok", "correctness", 4)
     assert not torch.are_deterministic_algorithms_enabled()
@@ -86,10 +87,10 @@ def test_correctness_of_the_kernel_itself(check):
 
 def test_correctness_has_what_training_runs(check):
     """On a GPU: its lengths and dropout, and the cases that take the tiles of real work."""
-    on_gpu = gpu_checks.Check("correctness", torch.device("cuda"), check.rows.append)
+    on_gpu = checks.Check("correctness", torch.device("cuda"), check.rows.append)
     lengths = (512, 300, 500, 257) * 4
     for op in dispatch.OPS:
-        found = gpu_checks.cases(on_gpu, gpu_checks.Unit(op, "triton", torch.bfloat16))
+        found = checks.cases(on_gpu, checks.Unit(op, "triton", torch.bfloat16))
         for case in (*testing.gpu_cases(op), *testing.training_cases(op, lengths)):
             assert case in found
     attention = testing.training_cases("attention", lengths)
@@ -106,18 +107,18 @@ def test_correctness_of_a_small_training_step(check, monkeypatch, op):
     small = testing.training_cases(op, (7, 1, 5))
     if op == "embedding":  # backward goes over the whole table
         small = [dataclasses.replace(case, vocab=50) for case in small]
-    monkeypatch.setattr(gpu_checks, "cases", lambda *_: small)
-    rows = run(gpu_checks.correctness, check, gpu_checks.Unit(op, "triton", torch.bfloat16))
+    monkeypatch.setattr(checks, "cases", lambda *_: small)
+    rows = run(checks.correctness, check, checks.Unit(op, "triton", torch.bfloat16))
     assert [row["status"] for row in rows] == ["ok"] * len(small), rows
     for row, case in zip(rows, small, strict=True):
         assert row["quantities"] > (op not in ("packing", *dispatch.INFERENCE_ONLY)), case
 
 
 def test_poisoned_memory_is_nan_and_only_within():
-    with gpu_checks.poisoned():
-        assert all(torch.empty(64, dtype=dtype).isnan().all() for dtype in gpu_checks.DTYPES)
+    with checks.poisoned():
+        assert all(torch.empty(64, dtype=dtype).isnan().all() for dtype in checks.DTYPES)
     assert not torch.are_deterministic_algorithms_enabled()
-    with pytest.raises(KeyError), gpu_checks.poisoned():
+    with pytest.raises(KeyError), checks.poisoned():
         raise KeyError
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -127,14 +128,14 @@ def test_unwritten_rows_show_even_where_memory_held_the_right_values(check, monk
     monkeypatch.setattr(
         testing, "run_case", lambda *args: seen.append(torch.are_deterministic_algorithms_enabled()) or []
     )
-    run(gpu_checks.correctness, check)
+    run(checks.correctness, check)
     assert seen == [True]
 
 
 @interpreted
 def test_an_exception_is_a_row(check, monkeypatch):
     monkeypatch.setattr(backend, "linear_fwd", lambda *args: 1 / 0)
-    (row,) = run(gpu_checks.correctness, check)
+    (row,) = run(checks.correctness, check)
     assert (row["status"], row["error"]) == ("failed", "ZeroDivisionError: division by zero")
 
 
@@ -149,23 +150,23 @@ def test_determinism_sees_one_bit(check, monkeypatch):
         return y
 
     spoiled(monkeypatch, last_bit)
-    (row,) = run(gpu_checks.determinism, named(check, "determinism"))
+    (row,) = run(checks.determinism, named(check, "determinism"))
     assert (row["status"], row["error"]) == ("failed", "1 of 3 repeats differ from the first run")
     monkeypatch.undo()
     check.rows.clear()
-    assert run(gpu_checks.determinism, check)[0]["status"] == "ok"
+    assert run(checks.determinism, check)[0]["status"] == "ok"
 
 
 def test_bits_tell_zeros_apart_and_know_a_nan():
     zero, nan = torch.tensor([0.0]), torch.tensor([float("nan")])
-    assert bool(gpu_checks.equal_bits({"y": nan}, {"y": nan.clone()}))
-    assert not bool(gpu_checks.equal_bits({"y": zero}, {"y": -zero}))
-    assert not bool(gpu_checks.equal_bits({"y": zero, "z": zero}, {"y": zero, "z": nan}))
+    assert bool(checks.equal_bits({"y": nan}, {"y": nan.clone()}))
+    assert not bool(checks.equal_bits({"y": zero}, {"y": -zero}))
+    assert not bool(checks.equal_bits({"y": zero, "z": zero}, {"y": zero, "z": nan}))
 
 
 @interpreted
 def test_a_hang_a_crash_and_an_ending_process_are_rows(check, monkeypatch):
-    units = [gpu_checks.Unit(name, "triton", torch.float32) for name in ("hang", "crash", "silent", "fine")]
+    units = [checks.Unit(name, "triton", torch.float32) for name in ("hang", "crash", "silent", "fine")]
 
     def run_unit(check, unit):
         if unit.op == "hang":
@@ -175,8 +176,8 @@ def test_a_hang_a_crash_and_an_ending_process_are_rows(check, monkeypatch):
         if unit.op == "silent":
             sys.exit(3)
 
-    monkeypatch.setattr(gpu_checks, "UNIT_SECONDS", 2.0)
-    assert gpu_checks.in_processes(check, units, 4, run_unit) == 3
+    monkeypatch.setattr(checks, "UNIT_SECONDS", 2.0)
+    assert checks.in_processes(check, units, 4, run_unit) == 3
     found = {row["name"]: (row["status"], row["error"]) for row in check.rows}
     assert found == {
         "hang-triton-fp32": ("timeout", "its process did not end in its time"),
@@ -187,19 +188,19 @@ def test_a_hang_a_crash_and_an_ending_process_are_rows(check, monkeypatch):
 
 def test_units_without_time_are_skipped(check):
     check.end = time.monotonic()
-    assert gpu_checks.in_processes(check, [LINEAR], 1) == 0
+    assert checks.in_processes(check, [LINEAR], 1) == 0
     assert [(row["status"], row["error"]) for row in check.rows] == [("skipped", "the budget is spent")]
 
 
 @interpreted
 def test_a_failed_row_makes_the_exit_status(tmp_path, monkeypatch):
-    monkeypatch.setitem(gpu_checks.CHECKS, "stream", (gpu_checks.correctness, lambda tiny: [LINEAR]))
+    monkeypatch.setitem(checks.CHECKS, "stream", (checks.correctness, lambda tiny: [LINEAR]))
     options = ["stream", "--device", "cpu", "--json", str(tmp_path / "checks.jsonl")]
     before = torch.get_num_threads()
     try:
-        assert gpu_checks.main(options) == 0
+        assert checks.main(options) == 0
         spoiled(monkeypatch, lambda y: y + 1)
-        assert gpu_checks.main(options) == 1
+        assert checks.main(options) == 1
     finally:
         torch.set_num_threads(before)
     data = lines.read(tmp_path / "checks.jsonl")
@@ -210,7 +211,7 @@ def test_a_failed_row_makes_the_exit_status(tmp_path, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_without_a_gpu_a_check_fails_and_says_why(tmp_path):
     file = tmp_path / "checks.jsonl"
-    assert gpu_checks.main(["determinism", "--json", str(file)]) == 1
+    assert checks.main(["determinism", "--json", str(file)]) == 1
     rows = {row["name"]: (row["status"], row["error"]) for row in lines.read(file)["rows"]}
     assert rows.pop("environment-fp32")[0] == "failed"
     assert {status for status, _ in rows.values()} == {"skipped"}
@@ -218,7 +219,7 @@ def test_without_a_gpu_a_check_fails_and_says_why(tmp_path):
 
 
 def test_every_kernel_of_every_gpu_backend_is_a_unit():
-    units = gpu_checks.op_units((torch.bfloat16, torch.float32))
+    units = checks.op_units((torch.bfloat16, torch.float32))
     ops = {unit.op for unit in units if unit.backend == "triton"}
     assert ops == set(backend.DTYPES)
     assert len(units) == len(set(units))
@@ -227,18 +228,18 @@ def test_every_kernel_of_every_gpu_backend_is_a_unit():
 
 @interpreted
 def test_memory_sees_growth(check, monkeypatch):
-    assert run(gpu_checks.memory, named(check, "memory"), ENCODER)[0]["status"] == "ok"
+    assert run(checks.memory, named(check, "memory"), ENCODER)[0]["status"] == "ok"
     check.rows.clear()
     sizes = iter(range(0, 1 << 40, 1 << 30))
-    monkeypatch.setattr(gpu_checks, "host_bytes", lambda: next(sizes))
-    (row,) = run(gpu_checks.memory, check, ENCODER)
+    monkeypatch.setattr(checks, "host_bytes", lambda: next(sizes))
+    (row,) = run(checks.memory, check, ENCODER)
     assert row["status"] == "failed"
     assert row["error"] == "grew by 3072 MiB on the host"
 
 
 @interpreted
 def test_graphs_see_stale_weights_and_calls_that_are_not_replayed(check, monkeypatch):
-    assert run(gpu_checks.graphs, named(check, "graphs"), ENCODER)[0]["status"] == "ok"
+    assert run(checks.graphs, named(check, "graphs"), ENCODER)[0]["status"] == "ok"
     check.rows.clear()
     monkeypatch.setattr(graphs.GraphedModel, "_settle", lambda self: True)
     original = recorders.EagerRecorder.record
@@ -248,18 +249,18 @@ def test_graphs_see_stale_weights_and_calls_that_are_not_replayed(check, monkeyp
         return recorders.Recording(recording.outputs, lambda: None)  # its first outputs
 
     monkeypatch.setattr(recorders.EagerRecorder, "record", record)
-    (row,) = run(gpu_checks.graphs, check, ENCODER)
+    (row,) = run(checks.graphs, check, ENCODER)
     assert row["status"] == "failed"
     assert "away from the model itself" in row["error"]
     monkeypatch.undo()
     check.rows.clear()
     monkeypatch.setattr(recorders, "EagerRecorder", lambda device: None)
-    (row,) = run(gpu_checks.graphs, check, ENCODER)
+    (row,) = run(checks.graphs, check, ENCODER)
     assert row["status"] == "failed"
     assert "was not replayed: the model is on cpu" in row["error"]
 
 
-class OnGpu(gpu_checks.Check):
+class OnGpu(checks.Check):
     """A check that takes the path of a GPU."""
 
     tiny = False
@@ -269,7 +270,7 @@ class OnGpu(gpu_checks.Check):
 def on_gpu(monkeypatch):
     """Such a check in the interpreter: streams do nothing, and a replay calls the captured function again."""
     captured: dict = {}
-    original = gpu_checks.evaluator
+    original = checks.evaluator
 
     def evaluator(*args):
         call = original(*args)
@@ -297,9 +298,9 @@ def on_gpu(monkeypatch):
         yield
         captured["open"] = False
 
-    monkeypatch.setattr(gpu_checks, "evaluator", evaluator)
-    monkeypatch.setattr(gpu_checks, "one_case", lambda check, unit: testing.small_cases(unit.op)[0])
-    monkeypatch.setattr(gpu_checks, "REPLAYS", 3)
+    monkeypatch.setattr(checks, "evaluator", evaluator)
+    monkeypatch.setattr(checks, "one_case", lambda check, unit: testing.small_cases(unit.op)[0])
+    monkeypatch.setattr(checks, "REPLAYS", 3)
     for name, fake in {
         "Stream": Stream,
         "CUDAGraph": Graph,
@@ -319,22 +320,22 @@ def on_gpu(monkeypatch):
 @interpreted
 @pytest.mark.parametrize("op", ["linear", "packing"])
 def test_a_replay_must_follow_its_inputs(on_gpu, monkeypatch, op):
-    unit = gpu_checks.Unit(op, "triton", torch.bfloat16)
-    (row,) = run(gpu_checks.graphs, on_gpu, unit)
+    unit = checks.Unit(op, "triton", torch.bfloat16)
+    (row,) = run(checks.graphs, on_gpu, unit)
     assert (row["status"], row.get("error"), row["replays"]) == ("ok", None, 3)
     monkeypatch.setattr(on_gpu.graph, "replay", lambda self: None)
     on_gpu.rows.clear()
-    (row,) = run(gpu_checks.graphs, on_gpu, unit)
+    (row,) = run(checks.graphs, on_gpu, unit)
     assert row["error"] == "3 of 3 replays differ from an eager call"
 
 
 @interpreted
 @pytest.mark.parametrize("op", ["attention", "embedding", "layer_norm"])
 def test_a_replay_must_draw_the_mask_of_the_seed_it_finds(on_gpu, monkeypatch, op):
-    unit = gpu_checks.Unit(op, "triton", torch.float32)
-    assert "dropout" in gpu_checks.replayed_case(on_gpu, unit).id
-    monkeypatch.setattr(gpu_checks, "cases", lambda check, unit: testing.small_cases(unit.op))
-    (row,) = run(gpu_checks.graphs, on_gpu, unit)
+    unit = checks.Unit(op, "triton", torch.float32)
+    assert "dropout" in checks.replayed_case(on_gpu, unit).id
+    monkeypatch.setattr(checks, "cases", lambda check, unit: testing.small_cases(unit.op))
+    (row,) = run(checks.graphs, on_gpu, unit)
     assert (row["status"], row.get("error"), row["replays"]) == ("ok", None, 3)
     assert "dropout" in row["case"]
     on_gpu.rows.clear()
@@ -355,13 +356,13 @@ def test_a_replay_must_draw_the_mask_of_the_seed_it_finds(on_gpu, monkeypatch, o
             replay(graph)
 
     monkeypatch.setattr(on_gpu.graph, "replay", stale)
-    (row,) = run(gpu_checks.graphs, on_gpu, unit)
+    (row,) = run(checks.graphs, on_gpu, unit)
     assert row["error"] == "3 of 3 replays differ from an eager call"
 
 
 @interpreted
 def test_a_side_stream_must_give_the_same_bits(on_gpu, monkeypatch):
-    (row,) = run(gpu_checks.stream, named(on_gpu, "stream"))
+    (row,) = run(checks.stream, named(on_gpu, "stream"))
     assert (row["status"], row.get("error")) == ("ok", None)
     on_gpu.rows.clear()
     late = []
@@ -371,7 +372,7 @@ def test_a_side_stream_must_give_the_same_bits(on_gpu, monkeypatch):
         return torch.full_like(x, torch.nan) if len(late) > 3 else x
 
     spoiled(monkeypatch, early)
-    (row,) = run(gpu_checks.stream, on_gpu)
+    (row,) = run(checks.stream, on_gpu)
     assert row["error"] == "3 of 5 runs on a side stream differ"
 
 
@@ -394,7 +395,7 @@ def test_the_sanitizer_says_what_it_found_or_why_it_could_not(name, tmp_path):
     program = tmp_path / "compute-sanitizer"
     program.write_text(f"#!/bin/sh\n{text.replace('sleep', 'exec sleep')}\n")
     program.chmod(0o755)
-    found = gpu_tools.sanitized(str(program), "memcheck", 1.0 if name == "slow" else 30.0)
+    found = tools.sanitized(str(program), "memcheck", 1.0 if name == "slow" else 30.0)
     assert found[0] == status
     assert (found[1] is None) if reason is None else (reason in found[1])
 
@@ -424,7 +425,7 @@ def test_the_profilers_figures_or_why_there_are_none(name, tmp_path):
     program.write_text(f"#!/bin/sh\n{text}\n")
     program.chmod(0o755)
     seconds = 1.0 if name == "slow" else 30.0
-    found = gpu_tools.profiled(str(program), "_attention_fwd_kernel", "attention", seconds)
+    found = tools.profiled(str(program), "_attention_fwd_kernel", "attention", seconds)
     assert found[0] == status
     assert (found[1] is None) if reason is None else (reason in found[1])
     if status == "ok":
@@ -434,7 +435,7 @@ def test_the_profilers_figures_or_why_there_are_none(name, tmp_path):
 
 def test_the_kernels_that_are_profiled_exist():
     sources = "".join(path.read_text() for path in (ROOT / "kernels").glob("*.py"))
-    for kernel, op in gpu_tools.PROFILED.items():
+    for kernel, op in tools.PROFILED.items():
         assert f"\ndef {kernel}(" in sources
         assert op in dispatch.OPS
 
@@ -442,31 +443,29 @@ def test_the_kernels_that_are_profiled_exist():
 def test_the_profiler_gets_a_row_per_kernel(monkeypatch, tmp_path):
     program = tmp_path / "ncu"
     program.write_text("")
-    monkeypatch.setattr(gpu_tools, "program", lambda name, tiny: str(program))
+    monkeypatch.setattr(tools, "program", lambda name, tiny: str(program))
     asked = []
-    monkeypatch.setattr(
-        gpu_tools, "profiled", lambda *args: asked.append(args[1:3]) or ("ok", None, {"us": 2.0})
-    )
+    monkeypatch.setattr(tools, "profiled", lambda *args: asked.append(args[1:3]) or ("ok", None, {"us": 2.0}))
     rows = []
-    check = gpu_checks.Check("profile", torch.device("cuda"), rows.append)
-    list(gpu_checks.profile(check, None))
-    assert asked == list(gpu_tools.PROFILED.items())
-    assert [row["name"] for row in rows] == [f"profile-{kernel}" for kernel in gpu_tools.PROFILED]
+    check = checks.Check("profile", torch.device("cuda"), rows.append)
+    list(checks.profile(check, None))
+    assert asked == list(tools.PROFILED.items())
+    assert [row["name"] for row in rows] == [f"profile-{kernel}" for kernel in tools.PROFILED]
     assert {row["us"] for row in rows} == {2.0}
     rows.clear()
     check.end = time.monotonic() + 3
-    list(gpu_checks.profile(check, None))
+    list(checks.profile(check, None))
     assert {row["status"] for row in rows} == {"skipped"}
 
 
 def test_one_call_needs_an_op(capsys):
     for arguments in (["one-call"], ["graphs", "--op", "linear"]):
         with pytest.raises(SystemExit):
-            gpu_checks.main(arguments)
+            checks.main(arguments)
         assert "one-call needs it, and nothing else takes it" in capsys.readouterr().err
 
 
 def test_the_checks_file_is_one_that_many_may_append_to(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        gpu_checks.main(["stream", "--device", "cpu", "--json", str(tmp_path / "checks.json")])
+        checks.main(["stream", "--device", "cpu", "--json", str(tmp_path / "checks.json")])
     assert "expected a name ending in .jsonl" in capsys.readouterr().err

@@ -15,13 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from bench import attention, bench_encoder, bench_training, gpu, lines, roofs
+from bench import bench_training
+from bench.gpu import encoder as gpu_encoder
+from bench.gpu import prove
+from bench.lib import attention, lines, roofs
 from fastbert.backends import triton as backend
 from fastbert.kernels import tuning
 from tests.support.triton_fixtures import interpreted
 
 ROOT = Path(__file__).resolve().parents[2]
-GPU = [sys.executable, str(ROOT / "bench" / "gpu.py")]
+GPU = [sys.executable, str(ROOT / "bench" / "gpu" / "prove.py")]
 
 
 # --- lines --------------------------------------------------------------------------------------------------
@@ -64,7 +67,7 @@ def steps_of(folder: Path) -> dict[str, dict]:
 
 def test_a_step_that_fails_crashes_or_hangs_is_recorded_and_the_next_goes_on(tmp_path, capsys):
     names = ["planted-failure", "planted-crash", "planted-hang", "planted-missing", "planted-good"]
-    assert gpu.main(["--out", str(tmp_path), "--only", ",".join(names)]) == 1
+    assert prove.main(["--out", str(tmp_path), "--only", ",".join(names)]) == 1
     found = steps_of(tmp_path)
     assert [found[name]["status"] for name in names] == ["failed", "crashed", "timeout", "failed", "ok"]
     assert found["planted-failure"]["reason"] == "exit status 3"
@@ -98,7 +101,7 @@ def processes_in(folder: Path) -> list[str]:
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
 def test_what_a_hanging_step_has_started_ends_with_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PLANTED_IN", str(tmp_path))
-    gpu.main(["--out", str(tmp_path / "out"), "--only", "planted-hang"])
+    prove.main(["--out", str(tmp_path / "out"), "--only", "planted-hang"])
     end = time.monotonic() + 20
     while processes_in(tmp_path) and time.monotonic() < end:
         time.sleep(0.05)  # a killed process takes its time to go on a busy machine
@@ -127,7 +130,7 @@ def test_an_interrupted_run_ends_its_step_and_keeps_what_it_had(tmp_path):
 
 def test_a_spent_budget_skips_with_the_reason(tmp_path):
     # the hang leaves the good step half a second, and it needs a whole one
-    assert gpu.main(["--out", str(tmp_path), "--only", "planted-good,planted-hang", "--budget", "0.5"]) == 0
+    assert prove.main(["--out", str(tmp_path), "--only", "planted-good,planted-hang", "--budget", "0.5"]) == 0
     for record in steps_of(tmp_path).values():
         assert record["status"] == "skipped"
         assert record["reason"] in (
@@ -137,52 +140,52 @@ def test_a_spent_budget_skips_with_the_reason(tmp_path):
 
 
 def test_shares_keep_what_the_later_steps_need():
-    step, later = gpu.Step("a", 50, 10, None), [gpu.Step("b", 90, 20, None), gpu.Step("c", 9, 5, None)]
-    assert gpu.share(step, later, 500, 1.0) == 50  # at most its maximum
-    assert gpu.share(step, later, 500, 2.0) == 100  # unless the whole budget is larger
-    assert gpu.share(step, later, 60, 1.0) == 35  # b and c keep 25
-    assert gpu.share(step, later, 30, 1.0) == 10  # its minimum, at the cost of the last steps
-    assert gpu.share(step, later, 9.9, 1.0) == 0
-    assert gpu.share(step, [], 20, 1.0) == 20
+    step, later = prove.Step("a", 50, 10, None), [prove.Step("b", 90, 20, None), prove.Step("c", 9, 5, None)]
+    assert prove.share(step, later, 500, 1.0) == 50  # at most its maximum
+    assert prove.share(step, later, 500, 2.0) == 100  # unless the whole budget is larger
+    assert prove.share(step, later, 60, 1.0) == 35  # b and c keep 25
+    assert prove.share(step, later, 30, 1.0) == 10  # its minimum, at the cost of the last steps
+    assert prove.share(step, later, 9.9, 1.0) == 0
+    assert prove.share(step, [], 20, 1.0) == 20
 
 
-@pytest.mark.parametrize("part", gpu.PARTS)
+@pytest.mark.parametrize("part", prove.PARTS)
 def test_no_step_of_a_part_is_shortened_for_a_later_one(part):
-    steps = gpu.PARTS[part]
-    assert sum(step.most for step in steps) <= gpu.BUDGET_SECONDS < 600
+    steps = prove.PARTS[part]
+    assert sum(step.most for step in steps) <= prove.BUDGET_SECONDS < 600
     assert all(0 < step.least <= step.most for step in steps)
     for index, step in enumerate(steps):
-        left = gpu.BUDGET_SECONDS - sum(before.most for before in steps[:index])
-        assert gpu.share(step, list(steps[index + 1 :]), left, 1.0) == step.most
+        left = prove.BUDGET_SECONDS - sum(before.most for before in steps[:index])
+        assert prove.share(step, list(steps[index + 1 :]), left, 1.0) == step.most
 
 
 def test_the_first_part_has_the_proof_and_the_headline_rows(tmp_path):
-    names = [step.name for step in gpu.PARTS["a"]]
+    names = [step.name for step in prove.PARTS["a"]]
     assert names == ["build", "probe", "selfcheck", "correctness", "encoder", "training"]
-    assert len({step.name for step in gpu.STEPS}) == len(gpu.STEPS)
-    run = gpu.Run(tmp_path, "cuda")
-    commands = {step.name: step.command(run, 30.0) for step in gpu.PARTS["a"]}
+    assert len({step.name for step in prove.STEPS}) == len(prove.STEPS)
+    run = prove.Run(tmp_path, "cuda")
+    commands = {step.name: step.command(run, 30.0) for step in prove.PARTS["a"]}
     assert "--build" in commands["build"]
-    models = bench_encoder.parse([*commands["encoder"][2:], "--device", "cpu"]).models
+    models = gpu_encoder.parse([*commands["encoder"][2:], "--device", "cpu"]).models
     assert models == ["base", "large"]
     parsed = bench_training.parse([*commands["training"][2:], "--device", "cpu"])
     assert (parsed.models, parsed.heads) == (["base", "large"], ["pretraining"])
     # nothing is timed before every kernel has its verdict
-    order = [step.name for step in gpu.PARTS["b"]]
+    order = [step.name for step in prove.PARTS["b"]]
     assert order.index("tuning") < order.index("selfcheck-tuned") < order.index("kernels")
 
 
 def test_only_picks_of_any_part_in_the_order_of_the_run():
-    assert [step.name for step in gpu.choose("compile, encoder, build")] == ["build", "encoder", "compile"]
-    for part, steps in gpu.PARTS.items():
-        assert gpu.choose(None, part) == list(steps)
-    assert gpu.choose(None) == list(gpu.PARTS["a"])
-    assert not any(step.name.startswith("planted") for step in gpu.STEPS)
+    assert [step.name for step in prove.choose("compile, encoder, build")] == ["build", "encoder", "compile"]
+    for part, steps in prove.PARTS.items():
+        assert prove.choose(None, part) == list(steps)
+    assert prove.choose(None) == list(prove.PARTS["a"])
+    assert not any(step.name.startswith("planted") for step in prove.STEPS)
 
 
 def test_one_archive_has_everything_after_each_step(tmp_path):
     names = ["planted-failure", "planted-good"]
-    gpu.main(["--out", str(tmp_path), "--only", ",".join(names)])
+    prove.main(["--out", str(tmp_path), "--only", ",".join(names)])
     (archive,) = tmp_path.glob("*.tar")
     assert archive.name == "run-some.tar"
     for _ in range(2):
@@ -191,7 +194,7 @@ def test_one_archive_has_everything_after_each_step(tmp_path):
             assert file.extractfile("log.txt").read() == (tmp_path / "log.txt").read_bytes()
             assert file.extractfile("steps.jsonl").read() == (tmp_path / "steps.jsonl").read_bytes()
         # the second archive does not hold the first one
-        gpu.pack(tmp_path, "run-b.tar")
+        prove.pack(tmp_path, "run-b.tar")
         archive = tmp_path / "run-b.tar"
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "log.txt",
@@ -230,7 +233,7 @@ def test_a_killed_run_leaves_an_archive_of_the_steps_before(tmp_path):
 )
 def test_bad_arguments_are_named(options, message, tmp_path, capsys):
     with pytest.raises(SystemExit) as left:
-        gpu.main(["--out", str(tmp_path / "out"), *options])
+        prove.main(["--out", str(tmp_path / "out"), *options])
     assert left.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -238,8 +241,8 @@ def test_bad_arguments_are_named(options, message, tmp_path, capsys):
 
 def test_the_commands_of_a_gpu_run_name_what_exists(tmp_path):
     """Each script of a step takes the arguments that it is given."""
-    run = gpu.Run(tmp_path, "cuda")
-    for step in gpu.STEPS:
+    run = prove.Run(tmp_path, "cuda")
+    for step in prove.STEPS:
         command = step.command(run, 30.0)
         assert command[0] == sys.executable
         if step.name.startswith("selfcheck"):
@@ -249,8 +252,8 @@ def test_the_commands_of_a_gpu_run_name_what_exists(tmp_path):
         assert command[command.index("--budget") + 1] == "30", step.name
         if step.name != "build":
             assert str(tmp_path) in command[command.index("--json") + 1]
-    assert gpu.environment(run).get("CUDA_VISIBLE_DEVICES") == os.environ.get("CUDA_VISIBLE_DEVICES")
-    assert gpu.environment(gpu.Run(tmp_path, "cpu"))["TRITON_INTERPRET"] == "1"
+    assert prove.environment(run).get("CUDA_VISIBLE_DEVICES") == os.environ.get("CUDA_VISIBLE_DEVICES")
+    assert prove.environment(prove.Run(tmp_path, "cpu"))["TRITON_INTERPRET"] == "1"
 
 
 def test_the_parent_needs_the_standard_library_only():
@@ -267,9 +270,9 @@ def test_make_gpu_passes_its_arguments_on():
         name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))
     }
     done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=60)
-    assert done.stdout.splitlines() == ["some-python bench/gpu.py --out somewhere --part b --only probe"], (
-        done.stderr
-    )
+    assert done.stdout.splitlines() == [
+        "some-python bench/gpu/prove.py --out somewhere --part b --only probe"
+    ], done.stderr
 
 
 # --- the whole command, without a GPU -----------------------------------------------------------------------
@@ -292,11 +295,11 @@ def dry(tmp_path_factory) -> Callable[[str], tuple[Path, str]]:
 
 
 @interpreted
-@pytest.mark.parametrize("part", gpu.PARTS)
+@pytest.mark.parametrize("part", prove.PARTS)
 def test_a_dry_run_passes_every_step(dry, part):
     folder, printed = dry(part)
     assert {name: record["status"] for name, record in steps_of(folder).items()} == {
-        step.name: "ok" for step in gpu.PARTS[part]
+        step.name: "ok" for step in prove.PARTS[part]
     }
     assert "# all steps:" in printed
     head = lines.read(folder / "steps.jsonl")
@@ -304,7 +307,7 @@ def test_a_dry_run_passes_every_step(dry, part):
 
 
 @interpreted
-@pytest.mark.parametrize("part", gpu.PARTS)
+@pytest.mark.parametrize("part", prove.PARTS)
 def test_a_dry_run_leaves_eight_files_at_most_and_one_has_all(dry, part):
     folder, _ = dry(part)
     names = sorted(path.name for path in folder.iterdir())
@@ -395,5 +398,5 @@ def test_a_dry_run_tunes(dry):
 @pytest.mark.parametrize("part", ["a", "b"])
 def test_a_dry_run_is_no_result(dry, tmp_path, capsys, part):
     for path in (dry(part)[0], dry(part)[0] / f"run-{part}.tar"):
-        assert gpu.main(["merge", str(path), "--results", str(tmp_path / "results")]) == 2
+        assert prove.main(["merge", str(path), "--results", str(tmp_path / "results")]) == 2
         assert "a dry run on a CPU is no result" in capsys.readouterr().err

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench import bench_encoder, encoder, gpu_engines, lines, roofs, workloads
+from bench.gpu import encoder as gpu_encoder
+from bench.gpu import engines as gpu_engines
+from bench.lib import encoder, lines, roofs, workloads
 from tests.support.benches import LENGTHS, ROOFS, TINY
 
 
@@ -74,7 +76,7 @@ def test_the_floor_counts_bytes_where_they_take_longer():
 
 
 def test_torch_compile_is_timed_last_and_beside_ours():
-    found = bench_encoder.groups(["base", "large"], ["full", "latency"], gpu_engines.ENGINES)
+    found = gpu_encoder.groups(["base", "large"], ["full", "latency"], gpu_engines.ENGINES)
     plain = [(group.model, group.workload) for group in found if not group.compiled]
     assert plain == [
         (model, batch) for model in ("base", "large") for batch in ("full", "latency-128", "latency-384")
@@ -83,7 +85,7 @@ def test_torch_compile_is_timed_last_and_beside_ours():
     beside = ("fastbert-bf16", "fastbert_graphs-bf16", "transformers_sdpa-bf16")
     assert found[-1].engines == (*beside, "torch_compile-bf16")
     assert all("torch_compile-bf16" not in group.engines for group in found[:6])
-    alone = bench_encoder.groups(["base"], ["full"], ("torch_compile-bf16",))
+    alone = gpu_encoder.groups(["base"], ["full"], ("torch_compile-bf16",))
     assert [group.engines for group in alone] == [found[-1].engines]
 
 
@@ -100,13 +102,13 @@ def test_an_encoder_budget_leaves_out_torch_compile_first(tmp_path, capsys):
         lines.append(table, "row", row)
     options += ["--roofs", str(table), "--json", str(tmp_path / "encoder.jsonl")]
     needed = {"tiny": 1000.0}
-    before = bench_encoder.COMPILE_SECONDS.copy()
-    bench_encoder.COMPILE_SECONDS.update(needed)
+    before = gpu_encoder.COMPILE_SECONDS.copy()
+    gpu_encoder.COMPILE_SECONDS.update(needed)
     try:
-        assert bench_encoder.main(options) == 0
+        assert gpu_encoder.main(options) == 0
     finally:
-        bench_encoder.COMPILE_SECONDS.clear()
-        bench_encoder.COMPILE_SECONDS.update(before)
+        gpu_encoder.COMPILE_SECONDS.clear()
+        gpu_encoder.COMPILE_SECONDS.update(before)
     data = lines.read(tmp_path / "encoder.jsonl")
     assert [(row["candidate"], row["status"]) for row in data["rows"]] == [
         ("fastbert-bf16", "ok"),
@@ -121,7 +123,7 @@ def test_an_encoder_budget_leaves_out_torch_compile_first(tmp_path, capsys):
     assert data["rows"][0]["cosine"] == pytest.approx(1.0)
     printed = capsys.readouterr().out
     for row in data["rows"]:
-        assert bench_encoder.line(row) in printed
+        assert gpu_encoder.line(row) in printed
 
 
 def test_ratios_are_of_engines_timed_together():
@@ -138,7 +140,7 @@ def test_ratios_are_of_engines_timed_together():
         row("torch_compile-bf16", 6.0, "compile"),
         row("torch_encoder-bf16", 5.0, "alone"),
     ]
-    found = [(r["ours"], r["theirs"], r["ratio"]) for r in bench_encoder.ratios(rows)]
+    found = [(r["ours"], r["theirs"], r["ratio"]) for r in gpu_encoder.ratios(rows)]
     assert found == [
         ("fastbert_graphs-bf16", "transformers_sdpa-bf16", 3.0),
         ("fastbert-bf16", "torch_compile-bf16", 1.5),
@@ -160,5 +162,5 @@ def test_ratios_are_of_engines_timed_together():
 )
 def test_bad_encoder_arguments_are_named(options, message, capsys):
     with pytest.raises(SystemExit):
-        bench_encoder.main(["--device", "cpu", *options])
+        gpu_encoder.main(["--device", "cpu", *options])
     assert message in capsys.readouterr().err

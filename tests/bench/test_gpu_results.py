@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu, gpu_results, lines
+from bench.gpu import prove, records
+from bench.lib import lines
 
 ENVIRONMENT = {
     "device_type": "cuda",
@@ -26,7 +27,7 @@ def encoder_row(candidate: str, workload: str, ms: float, group: str = "plain", 
 
 
 MATRIX = """Before
-<!-- proven kernels: made by `python bench/gpu.py readme` -->
+<!-- proven kernels: made by `python bench/gpu/prove.py readme` -->
 <!-- end of proven kernels -->
 after
 """
@@ -75,7 +76,7 @@ def finished(tmp_path) -> Path:
 
 def test_merge_keeps_a_run_with_commit_date_and_versions(finished, tmp_path):
     results, tuned = tmp_path / "results", tmp_path / "tuned.json"
-    *paths, last = gpu_results.merge(finished, results, tuned)
+    *paths, last = records.merge(finished, results, tuned)
     assert last == tuned
     entries = {"device": "NVIDIA H999", "linear": {"k": {"7": {"block_m": 64}}}}
     assert json.loads(tuned.read_text()) == entries
@@ -84,7 +85,7 @@ def test_merge_keeps_a_run_with_commit_date_and_versions(finished, tmp_path):
     for path in paths:
         data = json.loads(path.read_text())
         assert data["environment"] == ENVIRONMENT  # steps.jsonl itself does not know it
-        assert data["commit"] == gpu_results.commit_here()["commit"]
+        assert data["commit"] == records.commit_here()["commit"]
         assert "no git" in data["commit_of"]
         assert data["date"] == "2026-11-30T10:00:00+00:00"
         assert data["merged"] >= data["date"][:4]
@@ -100,7 +101,7 @@ def test_merge_keeps_a_run_with_commit_date_and_versions(finished, tmp_path):
 
 def test_a_commit_of_the_run_itself_stays(finished, tmp_path):
     lines.append(finished / "checks.jsonl", "head", {"commit": "a" * 40, "changed": False})
-    gpu_results.merge(finished, tmp_path / "results", tmp_path / "tuned.json")
+    records.merge(finished, tmp_path / "results", tmp_path / "tuned.json")
     data = json.loads((tmp_path / "results" / "nvidia-h999" / "checks.json").read_text())
     assert (data["commit"], data["changed"], "commit_of" in data) == ("a" * 40, False, False)
 
@@ -108,26 +109,26 @@ def test_a_commit_of_the_run_itself_stays(finished, tmp_path):
 def test_merge_refuses_what_is_no_result(finished, tmp_path, pages, capsys):
     results = tmp_path / "results"
     options = ["--results", str(results), *pages[2]]
-    assert gpu.main(["merge", str(tmp_path / "nothing"), *options]) == 2
+    assert prove.main(["merge", str(tmp_path / "nothing"), *options]) == 2
     assert "nothing: no steps.jsonl, probe.jsonl" in capsys.readouterr().err
     (finished / "checks.jsonl").unlink()
     (finished / "encoder.jsonl").unlink()
     (finished / "tuning.jsonl").unlink()
-    assert gpu.main(["merge", str(finished), *options]) == 2
+    assert prove.main(["merge", str(finished), *options]) == 2
     assert "nothing there says on which device it ran" in capsys.readouterr().err
     on_cpu = {"environment": {"device_type": "cpu", "device": "a CPU", "slug": "cpu"}}
     lines.append(finished / "checks.jsonl", "head", on_cpu)
-    assert gpu.main(["merge", str(finished), *options]) == 2
+    assert prove.main(["merge", str(finished), *options]) == 2
     assert "ran on a CPU: a dry run on a CPU is no result" in capsys.readouterr().err
     assert not results.exists()
 
 
 MARKED = """# Title
-<!-- cpu numbers: made by `python bench/gpu.py readme` -->
+<!-- cpu numbers: made by `python bench/gpu/prove.py readme` -->
 old
 <!-- end of cpu numbers -->
 between
-<!-- gpu numbers: made by `python bench/gpu.py readme` -->
+<!-- gpu numbers: made by `python bench/gpu/prove.py readme` -->
 <!-- end of gpu numbers -->
 end
 """
@@ -136,7 +137,7 @@ end
 def test_merge_puts_the_numbers_into_the_readme(finished, tmp_path, pages):
     results, readme = tmp_path / "results", pages[0]
     options = ["--results", str(results), *pages[2]]
-    assert gpu.main(["merge", str(finished), *options, "--tuned", str(tmp_path / "tuned.json")]) == 0
+    assert prove.main(["merge", str(finished), *options, "--tuned", str(tmp_path / "tuned.json")]) == 0
     text = readme.read_text()
     assert "old" not in text
     assert text.startswith("# Title\n<!-- cpu numbers")
@@ -157,15 +158,15 @@ def test_merge_puts_the_numbers_into_the_readme(finished, tmp_path, pages):
         "| ours over the best peer | 1.50 × |",
     ]
     assert "Checks there: correctness 1 failed, 2 ok, 1 skipped." in text.replace("\n", " ")
-    assert gpu.main(["readme", "--check", *options]) == 0
+    assert prove.main(["readme", "--check", *options]) == 0
     readme.write_text(text.replace("6.00", "5.00"))
-    assert gpu.main(["readme", "--check", *options]) == 1
+    assert prove.main(["readme", "--check", *options]) == 1
     assert "5.00" in readme.read_text()  # a check writes nothing
 
 
 def test_no_gpu_run_claims_no_gpu_speed_and_proves_no_kernel(tmp_path, pages):
     (tmp_path / "results").mkdir()
-    assert gpu.main(["readme", "--results", str(tmp_path / "results"), *pages[2]]) == 0
+    assert prove.main(["readme", "--results", str(tmp_path / "results"), *pages[2]]) == 0
     assert "No speed on a GPU is claimed" in pages[0].read_text()
     assert "No kernel is proven on a GPU" in pages[1].read_text()
 
@@ -189,10 +190,10 @@ def test_parts_are_merged_into_one_another(finished, tmp_path, archived):
     parts = [finished, second_run(tmp_path / "b")]
     if archived:
         for folder in parts:
-            gpu.pack(folder, "run.tar")
+            prove.pack(folder, "run.tar")
         parts = [folder / "run.tar" for folder in parts]
     results, tuned = tmp_path / "results", tmp_path / "tuned.json"
-    paths = gpu_results.merge(parts, results, tuned)
+    paths = records.merge(parts, results, tuned)
     assert paths.count(tuned) == 1
     assert set(json.loads(tuned.read_text())["linear"]["k"]) == {"7", "8"}
     data = json.loads((results / "nvidia-h999" / "encoder.json").read_text())
@@ -209,10 +210,10 @@ def test_runs_on_two_devices_are_not_mixed(finished, tmp_path):
     other = second_run(tmp_path / "b", device="NVIDIA H998")
     for parts in ([finished, other], [other, finished]):
         with pytest.raises(ValueError, match="runs on NVIDIA H998 and NVIDIA H999: merge them one by one"):
-            gpu_results.merge(parts, tmp_path / "results", tmp_path / "tuned.json")
+            records.merge(parts, tmp_path / "results", tmp_path / "tuned.json")
     dry = second_run(tmp_path / "c", device_type="cpu")
     with pytest.raises(ValueError, match="a dry run on a CPU is no result"):
-        gpu_results.merge([finished, dry], tmp_path / "results", tmp_path / "tuned.json")
+        records.merge([finished, dry], tmp_path / "results", tmp_path / "tuned.json")
     assert not (tmp_path / "results").exists()
 
 
@@ -220,7 +221,7 @@ def test_what_is_no_archive_is_named(tmp_path):
     path = tmp_path / "run.tar"
     path.write_text("no archive")
     with pytest.raises(ValueError, match=r"run\.tar: "):
-        gpu_results.merge([path], tmp_path / "results")
+        records.merge([path], tmp_path / "results")
 
 
 def test_a_row_that_another_backend_served_is_marked(finished, tmp_path, pages):
@@ -238,7 +239,7 @@ def test_a_row_that_another_backend_served_is_marked(finished, tmp_path, pages):
     lines.append(finished / "training.jsonl", "head", {"date": "2026-11-30", "environment": ENVIRONMENT})
     lines.append(finished / "training.jsonl", "row", row)
     options = ["--results", str(tmp_path / "results"), *pages[2]]
-    assert gpu.main(["merge", str(finished), *options, "--tuned", str(tmp_path / "tuned.json")]) == 0
+    assert prove.main(["merge", str(finished), *options, "--tuned", str(tmp_path / "tuned.json")]) == 0
     text = pages[0].read_text()
     assert "| **fastbert** | 6.00 (50%) † |" in text
     assert "| **fastbert, CUDA graphs** | 5.50 (50%) |" in text
@@ -257,7 +258,7 @@ def test_proven_kernels_are_marked_in_the_matrix(finished, tmp_path, pages):
     for row in rows:
         lines.append(finished / "checks.jsonl", "row", row)
     options = ["--results", str(tmp_path / "results"), *pages[2]]
-    assert gpu.main(["merge", str(finished), *options, "--tuned", str(tmp_path / "tuned.json")]) == 0
+    assert prove.main(["merge", str(finished), *options, "--tuned", str(tmp_path / "tuned.json")]) == 0
     text = pages[1].read_text()
     assert text.startswith("Before\n")
     assert text.endswith("\nafter\n")
@@ -268,22 +269,22 @@ def test_proven_kernels_are_marked_in_the_matrix(finished, tmp_path, pages):
     assert "| `pooling` | `triton` | – |" in text
     assert "| `layer_norm` | `cuda` | – |" in text
     assert "bench/results/nvidia-h999/checks.json" in text
-    assert gpu.main(["readme", "--check", *options]) == 0
+    assert prove.main(["readme", "--check", *options]) == 0
     pages[1].write_text(text.replace("| bf16 |", "| fp32 |"))
-    assert gpu.main(["readme", "--check", *options]) == 1
+    assert prove.main(["readme", "--check", *options]) == 1
 
 
 @pytest.mark.parametrize("text", ["", MARKED + MARKED, MARKED.replace("<!-- end of gpu numbers -->\n", "")])
 def test_a_readme_without_its_markers_is_an_error(text, pages, capsys):
     pages[0].write_text(text)
-    assert gpu.main(["readme", *pages[2]]) == 2
+    assert prove.main(["readme", *pages[2]]) == 2
     assert "expected <!-- " in capsys.readouterr().err
     assert pages[0].read_text() == text
     assert pages[1].read_text() == MATRIX
 
 
 def test_the_committed_readme_is_what_bench_results_say():
-    text = gpu_results.PAGE.read_text()
-    assert gpu_results.filled(text, gpu_results.sections()) == text, "run `python bench/gpu.py readme`"
-    text = gpu_results.MATRIX.read_text()
-    assert gpu_results.filled(text, gpu_results.proven()) == text, "run `python bench/gpu.py readme`"
+    text = records.PAGE.read_text()
+    assert records.filled(text, records.sections()) == text, "run `python bench/gpu/prove.py readme`"
+    text = records.MATRIX.read_text()
+    assert records.filled(text, records.proven()) == text, "run `python bench/gpu/prove.py readme`"

@@ -9,8 +9,9 @@ import time
 import pytest
 import torch
 
-from bench import bench_cpu, memory, plot, roofs, timing
-from bench.probe_steps import Bench
+from bench import bench_cpu, memory, plot
+from bench.lib import roofs, timing
+from bench.lib.probe_steps import Bench
 from tests.support.benches import ROOT
 
 # --- memory -------------------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # bench/ is part of the checkout, not of the package
 
-from bench import peers, probe, probe_steps, timing, workloads  # noqa: E402
+from bench import probe  # noqa: E402
+from bench.lib import peers, probe_steps, timing, workloads  # noqa: E402
 
 PROBE = [sys.executable, str(ROOT / "bench" / "probe.py"), "--device", "cpu", "--smoke", "--threads", "1"]
 QUIET = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench import precompile, served
+from bench.gpu import precompile
+from bench.lib import served
 from fastbert.runtime import dispatch
 from fastbert.testing import warmup
 from fastbert.testing.verdicts import Time

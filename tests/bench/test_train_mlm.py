@@ -12,7 +12,8 @@ import statistics
 import pytest
 import torch
 
-from bench import engines, train_mlm
+from bench import train_mlm
+from bench.lib import engines
 from bench.train_mlm import CANDIDATES, TRUTH, Plan, batch, falls, verdict
 
 PLAN = Plan(train_mlm.TINY, steps=6, seeds=2, sequences=4, longest=24, window=2)

@@ -10,21 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from bench import (
-    attention,
-    bench_cpu,
-    bench_training,
-    footprint,
-    gpu,
-    gpu_results,
-    lines,
-    memory,
-    plan,
-    roofs,
-    timing,
-    training,
-    workloads,
-)
+from bench import bench_cpu, bench_training, footprint, memory
+from bench.gpu import prove, records
+from bench.lib import attention, lines, plan, roofs, timing, training, workloads
 from fastbert.models.heads import masked_lm
 from fastbert.runtime import dispatch
 from tests.support import launchers
@@ -538,9 +526,9 @@ def test_bad_arguments_are_named(options, message, capsys, monkeypatch):
 
 
 def test_make_gpu_trains(monkeypatch, tmp_path):
-    [step] = [step for step in gpu.STEPS if step.name == "training"]
+    [step] = [step for step in prove.STEPS if step.name == "training"]
     for device in ("cuda", "cpu"):
-        _, script, *options = step.command(gpu.Run(tmp_path, device), 50.0)
+        _, script, *options = step.command(prove.Run(tmp_path, device), 50.0)
         assert script.endswith("bench/bench_training.py")
         args = arguments(monkeypatch, *options)
         assert (args.device, args.budget) == (device, 50.0)
@@ -574,13 +562,13 @@ def test_a_gpu_run_is_kept_and_told(tmp_path):
         lines.append(folder / "training.jsonl", "row", timed | values)
     values = {"step": "training_memory", "candidate": "fastbert-bf16", "name": "m", "peak_mib": 6144.0}
     lines.append(folder / "training.jsonl", "row", row | values)
-    gpu_results.merge(folder, results)
+    records.merge(folder, results)
     data = json.loads((results / "nvidia-h999" / "training.json").read_text())
     assert [(r["theirs"], r["ratio"]) for r in data["ratios"]] == [
         ("transformers", 2.5),
         ("torch_compile", 1.5),
     ]
-    text = gpu_results.sections(results)["gpu numbers"]
+    text = records.sections(results)["gpu numbers"]
     assert [
         line for line in text if "**fastbert**" in line or "transformers" in line or "32x512" in line
     ] == [

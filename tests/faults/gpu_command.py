@@ -4,13 +4,13 @@
 
 from tests.support.mutation import Fault, Suite
 
-_GPU = "bench/gpu.py"
-_RESULTS = "bench/gpu_results.py"
-_SERVED = "bench/served.py"
-_PRECOMPILE = "bench/precompile.py"
-_TOOLS = "bench/gpu_tools.py"
-_CHECKS = "bench/gpu_checks.py"
-_GOLDEN = "bench/golden.py"
+_GPU = "bench/gpu/prove.py"
+_RESULTS = "bench/gpu/records.py"
+_SERVED = "bench/lib/served.py"
+_PRECOMPILE = "bench/gpu/precompile.py"
+_TOOLS = "bench/gpu/tools.py"
+_CHECKS = "bench/gpu/checks.py"
+_GOLDEN = "bench/gpu/golden.py"
 _VERDICTS = "fastbert/testing/verdicts.py"
 
 

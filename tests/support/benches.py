@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench import engines, roofs, workloads
+from bench.lib import engines, roofs, workloads
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = workloads.TINY

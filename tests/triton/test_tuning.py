@@ -15,7 +15,7 @@ from fastbert.testing import triton_interpreter
 pytest.importorskip("triton")
 
 from bench import tune
-from bench.timing import Timing
+from bench.lib.timing import Timing
 from fastbert.kernels import (
     attention,
     attention_backward,
@@ -764,7 +764,7 @@ def test_a_dry_run_writes_a_table_that_serves(tmp_path, monkeypatch, capsys):
     assert set(table["linear_norm"]) == {"bfloat16 48x40", "bfloat16 48x40 two_launches"}
     text = capsys.readouterr().out
     assert "# 16 of 16 entries in" in text
-    from bench import lines
+    from bench.lib import lines
 
     data = lines.read(record)
     assert data["finished"] is True

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import fastbert
-from bench import workloads
+from bench.lib import workloads
 
 MINILM = workloads.Model("minilm", 384, 6, 12, 1536)
 MODELS = {**workloads.MODELS, "minilm": MINILM}

@@ -1,9 +1,9 @@
 """`make gpu OUT=DIR`: prove the project on this machine's GPU, in three calls of under ten minutes each.
 
-    python bench/gpu.py --out DIR [--part a] [--only STEP[,STEP]] [--budget 570]   run the steps into DIR
-    python bench/gpu.py --out DIR --device cpu       the same, tiny, in Triton's interpreter
-    python bench/gpu.py merge DIR [DIR]              into bench/results, kernels/tuned and the docs
-    python bench/gpu.py readme [--check]             tables of docs/numbers.md from bench/results
+    python bench/gpu/prove.py --out DIR [--part a] [--only STEP[,STEP]] [--budget 570]   run the steps
+    python bench/gpu/prove.py --out DIR --device cpu       the same, tiny, in Triton's interpreter
+    python bench/gpu/prove.py merge DIR [DIR]              into bench/results, kernels/tuned and the docs
+    python bench/gpu/prove.py readme [--check]             tables of docs/numbers.md from bench/results
 
 | part | what |
 |---|---|
@@ -41,11 +41,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
     sys.path[0] = str(ROOT)
 
-from bench import lines  # noqa: E402
+from bench.lib import lines  # noqa: E402
 
 BUDGET_SECONDS = 570.0
 TAIL = 3000  # characters of output that the record of a failed step keeps
@@ -98,7 +98,7 @@ def script(run: Run, name: str, into: str, seconds: float) -> list[str]:
 def build(run: Run, seconds: float) -> list[str]:
     """Compile the kernels, and on a GPU the extension beside them."""
     options = ["--device", run.device, "--budget", f"{seconds:.0f}"]
-    return run.script("precompile.py", *options, *([] if run.tiny else ["--build"]))
+    return run.script("gpu/precompile.py", *options, *([] if run.tiny else ["--build"]))
 
 
 def probe(*names: str) -> Callable[[Run, float], list[str]]:
@@ -119,10 +119,10 @@ def selfcheck(run: Run, seconds: float) -> list[str]:
 
 
 def check(name: str) -> Callable[[Run, float], list[str]]:
-    """A step of gpu_checks.py."""
+    """A step of gpu/checks.py."""
 
     def command(run: Run, seconds: float) -> list[str]:
-        return [*(line := script(run, "gpu_checks.py", "checks.jsonl", seconds))[:2], name, *line[2:]]
+        return [*(line := script(run, "gpu/checks.py", "checks.jsonl", seconds))[:2], name, *line[2:]]
 
     return command
 
@@ -146,7 +146,7 @@ def encoder(*engines: str) -> Callable[[Run, float], list[str]]:
     """The encoder's forward by these engines, base and large."""
 
     def command(run: Run, seconds: float) -> list[str]:
-        line = script(run, "bench_encoder.py", "encoder.jsonl", seconds)
+        line = script(run, "gpu/encoder.py", "encoder.jsonl", seconds)
         line += ["--roofs", str(run.file("probe.jsonl")), "--engines", *engines]
         tiny = ["--models", "tiny", "--workloads", "squad", "--samples", "2", "--smoke"]
         return line + (tiny if run.tiny else [])
@@ -370,7 +370,7 @@ def proceed(run: Run, steps: list[Step], budget: float, part: str) -> int:
     log.say("# all steps:")
     for record in records:
         log.say(summary(record))
-    log.say(f"# {spent:.0f} s; in {run.out}; `python bench/gpu.py merge {run.out}` keeps it")
+    log.say(f"# {spent:.0f} s; in {run.out}; `python bench/gpu/prove.py merge {run.out}` keeps it")
     pack(run.out, f"run-{part}.tar")
     return int(any(record["status"] not in ("ok", "skipped") for record in records))
 
@@ -393,9 +393,9 @@ def main(argv: list[str] | None = None) -> int:
     """The command line."""
     arguments = sys.argv[1:] if argv is None else argv
     if arguments[:1] in (["merge"], ["readme"]):
-        from bench import gpu_results
+        from bench.gpu import records
 
-        return gpu_results.main(arguments)
+        return records.main(arguments)
     parser = argparse.ArgumentParser(
         prog="gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from bench.roofs import Roofs
-from bench.timing import interleave
-from bench.workloads import Model
+from bench.lib.roofs import Roofs
+from bench.lib.timing import interleave
+from bench.lib.workloads import Model
 from fastbert.ops import attention as op
 from fastbert.ops.attention_places import attention_places
 

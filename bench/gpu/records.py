@@ -13,14 +13,15 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from bench import bench_training, lines, served, tune
-from bench.bench_encoder import ratios
+from bench import bench_training, tune
+from bench.gpu.encoder import ratios
+from bench.lib import lines, served
+from bench.lib.roofs import TAGS
 from bench.probe import commit_here, write_atomically
-from bench.roofs import TAGS
 from fastbert.runtime import dispatch
 from fastbert.testing.verdicts import proves
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "numbers.md"
 MATRIX = ROOT / "docs" / "op-matrix.md"
@@ -326,7 +327,10 @@ def filled(text: str, made: dict[str, list[str]]) -> str:
         ValueError: naming the section whose markers are not there once each, in order.
     """
     for name, section in made.items():
-        begin, end = f"<!-- {name}: made by `python bench/gpu.py readme` -->\n", f"<!-- end of {name} -->\n"
+        begin, end = (
+            f"<!-- {name}: made by `python bench/gpu/prove.py readme` -->\n",
+            f"<!-- end of {name} -->\n",
+        )
         if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
             raise ValueError(f"expected {begin.strip()} and {end.strip()}, once each, in this order")
         pattern = re.escape(begin) + r".*?" + re.escape(end)

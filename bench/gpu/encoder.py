@@ -1,6 +1,6 @@
 """The encoder's forward on a GPU by every engine, ours and the peers', turn by turn.
 
-    python bench/bench_encoder.py [--models base large] [--workloads full squad latency] [--budget SECONDS]
+    python bench/gpu/encoder.py [--models base large] [--workloads full squad latency] [--budget SECONDS]
 
 `full` (32 x 512), `squad` (96 SQuAD lengths), `latency` (one sequence of 128, one of 384 tokens) for
 BERT-base and -large in bf16. Engines: ours, ours by CUDA graphs, and transformers' model after
@@ -28,16 +28,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
     sys.path[0] = str(ROOT)
 
 import torch  # noqa: E402
 
-from bench import encoder, gpu_engines, roofs, served, workloads  # noqa: E402
-from bench.engines import PACKAGES, compile_cache  # noqa: E402
+from bench.gpu import engines as gpu_engines  # noqa: E402
+from bench.lib import encoder, roofs, served, workloads  # noqa: E402
+from bench.lib.engines import PACKAGES, compile_cache  # noqa: E402
+from bench.lib.probe_steps import reason_of  # noqa: E402
 from bench.probe import Report, count, describe, package_version, row_line  # noqa: E402
-from bench.probe_steps import reason_of  # noqa: E402
 
 WORKLOADS = ("full", "squad", "latency")
 COMPILED = "torch_compile-bf16"
@@ -194,7 +195,7 @@ def wanted_engines(prefixes: Iterable[str] | None) -> tuple[str, ...]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="bench_encoder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="bench/gpu/encoder.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     models = tuple(workloads.MODELS)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -13,9 +13,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastbert
-from bench import workloads
-from bench.engines import DTYPES, Forward, config_of, theirs, torch_forward
-from bench.peers import StandInEncoder, forward_call
+from bench.lib import workloads
+from bench.lib.engines import DTYPES, Forward, config_of, theirs, torch_forward
+from bench.lib.peers import StandInEncoder, forward_call
 
 # torch_compile comes last: it takes a minute or more per shape
 ENGINES = (

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench import workloads
-from bench.peers import build_peer, forward_call, training_call, training_inputs
-from bench.timing import Timing, interleave, measure, memory_bytes, rotations, summarise, synchronize
+from bench.lib import workloads
+from bench.lib.peers import build_peer, forward_call, training_call, training_inputs
+from bench.lib.timing import Timing, interleave, measure, memory_bytes, rotations, summarise, synchronize
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bench import workloads
+from bench.lib import workloads
 
 
 class StandInEncoder(nn.Module):

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from bench import memory, training, workloads
-from bench.engines import MODELS
-from bench.roofs import Roofs
+from bench import memory
+from bench.lib import training, workloads
+from bench.lib.engines import MODELS
+from bench.lib.roofs import Roofs
 from fastbert import testing
 from fastbert.runtime import dispatch
 

@@ -9,11 +9,11 @@ from dataclasses import asdict
 
 import torch
 
-from bench import workloads
-from bench.engines import DTYPES, Bank, Forward
-from bench.probe_steps import reason_of
-from bench.roofs import Roofs
-from bench.timing import interleave, synchronize
+from bench.lib import workloads
+from bench.lib.engines import DTYPES, Bank, Forward
+from bench.lib.probe_steps import reason_of
+from bench.lib.roofs import Roofs
+from bench.lib.timing import interleave, synchronize
 
 PAUSE_SECONDS = 0.02  # before each sample: see timing.interleave
 
@@ -71,7 +71,7 @@ def bench_encoder(
 
     Args:
         model: the encoder's sizes.
-        workload: a batch of bench/workloads.py.
+        workload: a batch of bench/lib/workloads.py.
         forwards: engine -> its forward, or the reason why there is none.
         roofs: of this machine, for the floor.
         device: where the inputs lie.

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from bench.roofs import TAGS
+from bench.lib.roofs import TAGS
 from fastbert.runtime import dispatch
 from fastbert.testing import warmup
 

@@ -1,7 +1,7 @@
 """Compile what the timed steps of `make gpu` need, on all cores at once, while the extension is built.
 
-    python bench/precompile.py [--build] [--budget 70]
-    python bench/precompile.py --device cpu          the same, tiny, in Triton's interpreter: compiles nothing
+    python bench/gpu/precompile.py [--build] [--budget 70]
+    python bench/gpu/precompile.py --device cpu      the same, tiny, in Triton's interpreter: compiles nothing
 
 Each unit is a model of one layer, in a forked process of its own: a forward, or a step of training, of the
 very batches that are timed later, by Triton's kernels. So Triton's cache on the disk holds them under the
@@ -21,15 +21,15 @@ import time
 import unittest.mock
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
     sys.path[0] = str(ROOT)
 
 import torch  # noqa: E402
 
-from bench import training, workloads  # noqa: E402
-from bench.engines import config_of  # noqa: E402
-from bench.probe_steps import reason_of  # noqa: E402
+from bench.lib import training, workloads  # noqa: E402
+from bench.lib.engines import config_of  # noqa: E402
+from bench.lib.probe_steps import reason_of  # noqa: E402
 from fastbert.runtime import dispatch  # noqa: E402
 from fastbert.testing import proving  # noqa: E402
 
@@ -49,7 +49,7 @@ class Unit:
 
 
 def units(tiny: bool) -> list[Unit]:
-    """The batches of bench_encoder.py and bench_training.py on a GPU; training first, which takes longest."""
+    """The batches of gpu/encoder.py and bench_training.py on a GPU; training first, which takes longest."""
     if tiny:
         return [Unit("tiny", "1x128", True), Unit("tiny", "1x128")]
     trained = [Unit("base", "full", True), Unit("large", "train", True)]

@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass
 import torch
 
 import fastbert
-from bench import workloads
-from bench.engines import config_of, needed
-from bench.peers import training_inputs
-from bench.probe_steps import reason_of
-from bench.roofs import Roofs
-from bench.timing import interleave, mark, milliseconds, synchronize
+from bench.lib import workloads
+from bench.lib.engines import config_of, needed
+from bench.lib.peers import training_inputs
+from bench.lib.probe_steps import reason_of
+from bench.lib.roofs import Roofs
+from bench.lib.timing import interleave, mark, milliseconds, synchronize
 
 CANDIDATES = ("fastbert", "transformers", "torch_compile")
 HEADS = {"pretraining": "BertForPreTraining", "classification": "BertForSequenceClassification"}
@@ -198,7 +198,7 @@ def bench_training(
 
     Args:
         model: the encoder's sizes.
-        workload: a batch of bench/workloads.py.
+        workload: a batch of bench/lib/workloads.py.
         tag: "fp32", or "bf16" for autocast.
         wanted: of CANDIDATES; one that fails or is missing is a row with the reason.
         head: of HEADS.

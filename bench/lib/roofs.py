@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 
-from bench import lines
-from bench.probe_steps import Bench, reason_of, step_bandwidth, step_matrix
-from bench.timing import summarise
+from bench.lib import lines
+from bench.lib.probe_steps import Bench, reason_of, step_bandwidth, step_matrix
+from bench.lib.timing import summarise
 
 REGISTER_LOOPS = ("fp32-avx2", "fp32-avx512", "bf16-avx512", "int8-avx512")  # the kinds of peak.cpp
 WIDER = {"fp32": (), "fp16": ("fp32",), "bf16": ("fp32",), "int8": ("bf16", "fp16", "fp32")}

@@ -1,7 +1,7 @@
 """What the kernels of a GPU computed, kept with the code that ran: golden vectors for an emulator.
 
-    python bench/gpu_checks.py golden --json DIR/checks.jsonl      records DIR/golden.zip (part c of make gpu)
-    python bench/golden.py DIR/golden.zip                          holds it against this machine
+    python bench/gpu/checks.py golden --json DIR/checks.jsonl      records DIR/golden.zip (part c of make gpu)
+    python bench/gpu/golden.py DIR/golden.zip                      holds it against this machine
 
 A unit is an op, a backend and a dtype. The archive has
 
@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
     sys.path[0] = str(ROOT)
 

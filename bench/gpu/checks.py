@@ -1,4 +1,4 @@
-"""The checks of `make gpu`, one per call: `python bench/gpu_checks.py correctness --json FILE`.
+"""The checks of `make gpu`, one per call: `python bench/gpu/checks.py correctness --json FILE`.
 
 | check | what must hold |
 |---|---|
@@ -34,17 +34,18 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
     sys.path[0] = str(ROOT)
 
 import torch  # noqa: E402
 
-from bench import golden, gpu_tools, lines, workloads  # noqa: E402
-from bench.engines import config_of  # noqa: E402
+from bench.gpu import golden, tools  # noqa: E402
+from bench.lib import lines, workloads  # noqa: E402
+from bench.lib.engines import config_of  # noqa: E402
+from bench.lib.probe_steps import reason_of  # noqa: E402
+from bench.lib.roofs import TAGS  # noqa: E402
 from bench.probe import Report, describe  # noqa: E402
-from bench.probe_steps import reason_of  # noqa: E402
-from bench.roofs import TAGS  # noqa: E402
 from fastbert import testing  # noqa: E402
 from fastbert.runtime import dispatch  # noqa: E402
 
@@ -396,7 +397,7 @@ def memory(check: Check, unit: Unit) -> Iterator[None]:
 
 def sanitizer(check: Check, unit: Unit) -> Iterator[None]:
     """compute-sanitizer over the tiny cases of all ops, one tool after the other."""
-    program = gpu_tools.program("compute-sanitizer", check.tiny)
+    program = tools.program("compute-sanitizer", check.tiny)
     if not Path(program).is_file():
         check.row("sanitizer", "skipped", program)
         return
@@ -405,22 +406,22 @@ def sanitizer(check: Check, unit: Unit) -> Iterator[None]:
         if seconds < 8:
             check.row(f"sanitizer-{tool}", "skipped", f"{seconds:.0f} s left of the budget")
             continue
-        check.row(f"sanitizer-{tool}", *gpu_tools.sanitized(program, tool, seconds))
+        check.row(f"sanitizer-{tool}", *tools.sanitized(program, tool, seconds))
         yield
 
 
 def profile(check: Check, unit: Unit) -> Iterator[None]:
     """The profiler's figures of one launch of each of six kernels, in training of BERT-base."""
-    program = gpu_tools.program("ncu", check.tiny)
+    program = tools.program("ncu", check.tiny)
     if not Path(program).is_file():
         check.row("profile", "skipped", program)
         return
-    for kernel, op in gpu_tools.PROFILED.items():
+    for kernel, op in tools.PROFILED.items():
         seconds = min(check.left() - 2, 30.0)
         if seconds < 6:
             check.row(f"profile-{kernel}", "skipped", f"{seconds:.0f} s left of the budget")
             continue
-        status, reason, figures = gpu_tools.profiled(program, kernel, op, seconds)
+        status, reason, figures = tools.profiled(program, kernel, op, seconds)
         check.row(f"profile-{kernel}", status, reason, op=op, backend="triton", **figures)
         yield
 
@@ -536,10 +537,10 @@ def in_processes(check: Check, units: list[Unit], at_once: int, run=run_unit) ->
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="gpu_checks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="bench/gpu/checks.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("check", choices=(*CHECKS, "tiny-cases", "one-call"))
-    parser.add_argument("--op", choices=sorted(set(gpu_tools.PROFILED.values())), help="of one-call")
+    parser.add_argument("--op", choices=sorted(set(tools.PROFILED.values())), help="of one-call")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=Path, help="a file *.jsonl to append to")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds in all")

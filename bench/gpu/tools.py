@@ -1,4 +1,4 @@
-"""NVIDIA's tools over single kernels, for gpu_checks.py: compute-sanitizer, and the profiler ncu."""
+"""NVIDIA's tools over single kernels, for gpu/checks.py: compute-sanitizer, and the profiler ncu."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-CHECKS = Path(__file__).resolve().with_name("gpu_checks.py")
+CHECKS = Path(__file__).resolve().with_name("checks.py")
 # A kernel of Triton -> an op that launches it in training.
 PROFILED = {
     "_attention_fwd_kernel": "attention",
