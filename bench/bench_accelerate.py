@@ -41,9 +41,10 @@ import fastbert  # noqa: E402
 from bench import bench_cpu  # noqa: E402
 from bench.lib import encoder, roofs  # noqa: E402
 from bench.lib.engines import DTYPES, MINILM, MODELS, Bank, Forward, minilm_directory, needed, torch_forward  # noqa: E402
+from bench.lib.machine import describe, package_version  # noqa: E402
 from bench.lib.probe_steps import reason_of  # noqa: E402
+from bench.lib.report import Report, count  # noqa: E402
 from bench.lib.timing import interleave  # noqa: E402
-from bench.probe import Report, count, describe, package_version  # noqa: E402
 
 STEPS = ("encoder", "encode", "guard")
 CANDIDATES = (

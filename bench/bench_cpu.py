@@ -39,8 +39,9 @@ import torch  # noqa: E402
 from bench import bench_kernels, memory, plot  # noqa: E402
 from bench.lib import encoder, plan, roofs, training  # noqa: E402
 from bench.lib.engines import ENGINES, MODELS, PACKAGES, Bank, compile_cache  # noqa: E402
+from bench.lib.machine import describe, package_version  # noqa: E402
 from bench.lib.probe_steps import reason_of  # noqa: E402
-from bench.probe import Report, count, describe, package_version, row_line  # noqa: E402
+from bench.lib.report import Report, count, row_line  # noqa: E402
 from fastbert.runtime import dispatch  # noqa: E402
 
 STEPS = ("encoder", "training", "training_memory", "memory", "kernels")

@@ -163,7 +163,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.serve:
         print(json.dumps(serve(args.lane, args.calls)))
         return 0
-    from bench.probe import Report, describe
+    from bench.lib.machine import describe
+    from bench.lib.report import Report
 
     environment = describe(torch.device("cpu"))
     folder = args.out or HERE / "bench" / "results" / environment["slug"]

@@ -34,10 +34,11 @@ import torch.nn.functional as F  # noqa: E402
 
 from bench.lib import roofs as machine_roofs  # noqa: E402
 from bench.lib import workloads  # noqa: E402
+from bench.lib.machine import describe  # noqa: E402
 from bench.lib.probe_steps import reason_of  # noqa: E402
+from bench.lib.report import Report, count, row_line  # noqa: E402
 from bench.lib.roofs import TAGS, Roofs  # noqa: E402
 from bench.lib.timing import interleave, rotations  # noqa: E402
-from bench.probe import Report, count, describe, row_line  # noqa: E402
 from fastbert import testing  # noqa: E402
 from fastbert.runtime import dispatch  # noqa: E402
 from fastbert.testing import serving  # noqa: E402

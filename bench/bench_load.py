@@ -31,9 +31,10 @@ import torch  # noqa: E402
 
 from bench.lib import workloads  # noqa: E402
 from bench.lib.engines import MODELS, PACKAGES, Bank  # noqa: E402
+from bench.lib.machine import describe, package_version  # noqa: E402
 from bench.lib.probe_steps import reason_of  # noqa: E402
+from bench.lib.report import Report, count  # noqa: E402
 from bench.lib.timing import summarise  # noqa: E402
-from bench.probe import Report, count, describe, package_version  # noqa: E402
 
 LENGTHS = {"1x16": (16,)}  # beside those of workloads.py
 # (model, workload): the calls that make one sample

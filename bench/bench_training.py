@@ -41,8 +41,9 @@ import torch  # noqa: E402
 from bench import footprint, memory  # noqa: E402
 from bench.lib import attention, plan, roofs, served, training, workloads  # noqa: E402
 from bench.lib.engines import PACKAGES, compile_cache  # noqa: E402
+from bench.lib.machine import describe, package_version  # noqa: E402
 from bench.lib.probe_steps import reason_of  # noqa: E402
-from bench.probe import Report, count, describe, package_version, row_line  # noqa: E402
+from bench.lib.report import Report, count, row_line  # noqa: E402
 
 STEPS = ("training", "training_memory", "attention", "footprint")
 BATCHES = {

@@ -16,22 +16,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import queue
-import re
 import select
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,118 +34,13 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 
 import torch  # noqa: E402
 
-from bench.lib import lines  # noqa: E402
+from bench.lib.machine import describe, read_clocks  # noqa: E402
 from bench.lib.probe_steps import PLANTED, STEPS, Bench, Step  # noqa: E402
-from bench.lib.timing import cache_bytes, memory_bytes, synchronize  # noqa: E402
+from bench.lib.report import Report, count  # noqa: E402
+from bench.lib.timing import synchronize  # noqa: E402
 
-SCHEMA = 1
 BUDGET_SECONDS = {"cuda": 450.0, "cpu": 225.0}
 LEAST_SECONDS = 5.0  # a step is not begun with less than this left of the budget
-
-
-# ---- What machine this is ----
-
-
-def read_clocks(device: torch.device) -> dict[str, str] | None:
-    """Clocks, power, temperature (a CPU: clocks, load) as found; never set. None: cannot be read."""
-    if device.type != "cuda":
-        with contextlib.suppress(OSError):
-            found = re.findall(r"^cpu MHz\s*:\s*([\d.]+)", Path("/proc/cpuinfo").read_text(), re.M)
-            return {"cpu_mhz": ", ".join(found), "load": ", ".join(f"{x:.1f}" for x in os.getloadavg())}
-        return None
-    fields = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu,persistence_mode"
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    if uuid is not None:
-        command.append(f"--id=GPU-{uuid}")
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        return None
-    return dict(zip(fields.split(","), (value.strip() for value in lines[0].split(",")), strict=False))
-
-
-def cpu_facts() -> dict[str, object]:
-    """Name, family and model of the processor, and how many cores this process may use."""
-    facts: dict[str, object] = {"name": platform.processor() or platform.machine()}
-    with contextlib.suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text()
-        for key, field in (("name", "model name"), ("family", "cpu family"), ("model", "model")):
-            if found := re.search(rf"^{field}\s*:\s*(.+)$", text, re.M):
-                facts[key] = found[1].strip()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return facts | {"cores": cores}
-
-
-def slug(text: str) -> str:
-    """Lower-case words joined by dashes, without trademark signs."""
-    return "-".join(re.findall(r"[a-z0-9]+", re.sub(r"\((r|tm)\)", " ", text.lower())))
-
-
-def device_slug(environment: dict) -> str:
-    """The name of this device's folder under bench/results."""
-    if environment["device_type"] == "cuda":
-        return slug(environment["device"])
-    cpu = environment["cpu"]
-    which = f" family {cpu['family']} model {cpu['model']}" if "family" in cpu and "model" in cpu else ""
-    return f"cpu-{slug(cpu['name'] + which)}-{cpu['cores']}c"
-
-
-def package_version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def commit_here() -> dict[str, object]:
-    """Commit of the checkout and whether tracked files differ from it; None where git cannot tell."""
-
-    def git(*args: str) -> str | None:
-        try:
-            done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    commit = git("rev-parse", "--verify", "HEAD")
-    changes = git("status", "--porcelain", "--untracked-files=no") if commit else None
-    return {"commit": commit, "changed": None if changes is None else bool(changes)}
-
-
-def describe(device: torch.device) -> dict[str, object]:
-    """Device, versions and clocks as found."""
-    cpu = cpu_facts()
-    facts: dict[str, object] = {
-        "device_type": device.type,
-        "device": cpu["name"],
-        "cpu": cpu | {"capability": torch.backends.cpu.get_cpu_capability()},
-        "threads": torch.get_num_threads(),
-        "cache_bytes": cache_bytes(device),
-        "memory_bytes": memory_bytes(device),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": package_version("triton"),
-        "transformers": package_version("transformers"),
-    }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        facts |= {
-            "device": properties.name,
-            "sms": properties.multi_processor_count,
-            "compute_capability": f"{properties.major}.{properties.minor}",
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-        }
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-            facts["driver"] = done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
-    return facts | {"slug": device_slug(facts), "clocks_at_start": read_clocks(device)}
 
 
 # ---- The worker: reads step names from stdin, writes one JSON line per message to its channel ----
@@ -254,89 +143,6 @@ class Worker:
 
 
 # ---- The parent: plan, print, record ----
-
-
-def write_atomically(path: Path, data: dict) -> None:
-    """Replace the file by the data in one step: a reader sees the old or the new text, never half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(data, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def row_line(row: dict) -> str:
-    """The printed form of a row."""
-    name = f"{row['name']:<60}"
-    if row["status"] == "error":
-        return f"{name} error: {row['error'].splitlines()[0][:120] if row['error'] else 'no message'}"
-    if "median_ms" not in row:
-        known = ("step", "name", "status")
-        return f"{name} " + " ".join(f"{key}={value}" for key, value in row.items() if key not in known)
-    rate = ""
-    if "gflops" in row:
-        rate = f"{row['gflops']:,.0f} GFLOP/s"
-    elif "gbs" in row:
-        rate = f"{row['gbs']:,.1f} GB/s"
-    return f"{name} {row['median_ms']:>11.4f} ms {rate:>18} n={row['n']} spread={row['spread']:.1%}"
-
-
-class Report:
-    """The run so far; saved after every change: a file `*.jsonl` grows by a line, any other is replaced.
-
-    `line` is the printed form of a row.
-    """
-
-    def __init__(
-        self, path: Path | None, settings: dict, note: str | None, line: Callable[[dict], str] = row_line
-    ):
-        self.path, self.line = path, line
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self.data = {
-            "schema": SCHEMA,
-            "date": now,
-            "finished": False,
-            "note": note,
-            **commit_here(),
-            "settings": settings,
-            "environment": {},
-            "steps": [],
-            "rows": [],
-        }
-
-    def save(self) -> None:
-        """Record everything but rows and steps anew."""
-        self._save("head", {key: value for key, value in self.data.items() if key not in ("rows", "steps")})
-
-    def _save(self, kind: str, value: dict) -> None:
-        if self.path is None:
-            return
-        if self.path.suffix == ".jsonl":
-            lines.append(self.path, kind, value)
-        else:
-            write_atomically(self.path, self.data)
-
-    def row(self, row: dict) -> None:
-        self.data["rows"].append(row)
-        self._save("row", row)
-        print(self.line(row), flush=True)
-
-    def step(
-        self, name: str, status: str, seconds: float, reason: str | None, clocks: dict | None = None
-    ) -> None:
-        record = {"step": name, "status": status, "seconds": round(seconds, 2), "reason": reason}
-        self.data["steps"].append(record | {"clocks_after": clocks})
-        self._save("step", self.data["steps"][-1])
-        ending = "" if reason is None else f": {reason.splitlines()[0][:150]}"
-        print(f"# {name}: {status} after {seconds:.1f} s{ending}", flush=True)
 
 
 def choose_steps(only: list[str] | None, device_type: str) -> list[Step]:
@@ -443,13 +249,6 @@ def positive(text: str) -> float:
     if not (value > 0 and math.isfinite(value)):
         raise argparse.ArgumentTypeError(f"got {text}, expected a number of seconds above 0")
     return value
-
-
-def count(text: str) -> int:
-    """A whole number above zero."""
-    if not (text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"got {text}, expected a whole number above 0")
-    return int(text)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -45,7 +45,8 @@ import fastbert  # noqa: E402
 from bench.bench_accelerate import docstrings  # noqa: E402
 from bench.lib import workloads  # noqa: E402
 from bench.lib.engines import config_of, minilm_directory  # noqa: E402
-from bench.probe import Report, count, describe, package_version  # noqa: E402
+from bench.lib.machine import describe, package_version  # noqa: E402
+from bench.lib.report import Report, count  # noqa: E402
 from fastbert.runtime import dispatch  # noqa: E402
 
 TRUTH = "reference-fp32"

@@ -52,10 +52,11 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 import torch  # noqa: E402
 
 from bench.lib import lines  # noqa: E402
+from bench.lib.machine import describe  # noqa: E402
 from bench.lib.probe_steps import reason_of  # noqa: E402
+from bench.lib.report import Report, write_atomically  # noqa: E402
 from bench.lib.timing import interleave, rotations, synchronize  # noqa: E402
 from bench.lib.workloads import MODELS  # noqa: E402
-from bench.probe import Report, describe, write_atomically  # noqa: E402
 from fastbert import testing  # noqa: E402
 from fastbert.kernels import tuning  # noqa: E402
 from fastbert.runtime import dispatch  # noqa: E402

@@ -43,9 +43,10 @@ import torch  # noqa: E402
 from bench.gpu import golden, tools  # noqa: E402
 from bench.lib import lines, workloads  # noqa: E402
 from bench.lib.engines import config_of  # noqa: E402
+from bench.lib.machine import describe  # noqa: E402
 from bench.lib.probe_steps import reason_of  # noqa: E402
+from bench.lib.report import Report  # noqa: E402
 from bench.lib.roofs import TAGS  # noqa: E402
-from bench.probe import Report, describe  # noqa: E402
 from fastbert import testing  # noqa: E402
 from fastbert.runtime import dispatch  # noqa: E402
 

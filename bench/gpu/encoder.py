@@ -37,8 +37,9 @@ import torch  # noqa: E402
 from bench.gpu import engines as gpu_engines  # noqa: E402
 from bench.lib import encoder, roofs, served, workloads  # noqa: E402
 from bench.lib.engines import PACKAGES, compile_cache  # noqa: E402
+from bench.lib.machine import describe, package_version  # noqa: E402
 from bench.lib.probe_steps import reason_of  # noqa: E402
-from bench.probe import Report, count, describe, package_version, row_line  # noqa: E402
+from bench.lib.report import Report, count, row_line  # noqa: E402
 
 WORKLOADS = ("full", "squad", "latency")
 COMPILED = "torch_compile-bf16"

@@ -16,8 +16,9 @@ from pathlib import Path
 from bench import bench_training, tune
 from bench.gpu.encoder import ratios
 from bench.lib import lines, served
+from bench.lib.machine import commit_here
+from bench.lib.report import write_atomically
 from bench.lib.roofs import TAGS
-from bench.probe import commit_here, write_atomically
 from fastbert.runtime import dispatch
 from fastbert.testing.verdicts import proves
 

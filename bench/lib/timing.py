@@ -44,6 +44,7 @@ class Timing:
     clock: str
     # median processor time of the process, all its threads; with one thread, the time without interruptions
     cpu_ms: float | None = None
+    samples_ms: tuple[float, ...] = ()  # in the order in which they were taken
 
 
 def summarise(
@@ -58,7 +59,7 @@ def summarise(
         low, _, high = statistics.quantiles(samples_ms, n=4, method="inclusive")
         spread = (high - low) / median
     cpu_ms = statistics.median(cpu_samples_ms) if cpu_samples_ms else None
-    return Timing(median, min(samples_ms), spread, len(samples_ms), inner, clock, cpu_ms)
+    return Timing(median, min(samples_ms), spread, len(samples_ms), inner, clock, cpu_ms, tuple(samples_ms))
 
 
 class _Sampler:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # bench/ is part of the checkout, not of the package
 
 from bench import probe  # noqa: E402
-from bench.lib import peers, probe_steps, timing, workloads  # noqa: E402
+from bench.lib import peers, probe_steps, report, timing, workloads  # noqa: E402
 
 PROBE = [sys.executable, str(ROOT / "bench" / "probe.py"), "--device", "cpu", "--smoke", "--threads", "1"]
 QUIET = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -54,7 +54,7 @@ def smoke(tmp_path_factory) -> dict:
 
 
 def test_json_says_what_was_measured_where(smoke):
-    assert smoke["schema"] == probe.SCHEMA
+    assert smoke["schema"] == report.SCHEMA
     assert smoke["finished"] is True
     assert smoke["note"] == "a test"
     assert {"date", "commit", "changed", "seconds", "settings"} <= set(smoke)
@@ -199,9 +199,9 @@ def test_cuda_without_a_gpu_is_refused(capfd):
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "probe.json"
-    probe.write_atomically(path, {"old": 1})
+    report.write_atomically(path, {"old": 1})
     with pytest.raises(TypeError):
-        probe.write_atomically(path, {"new": object()})
+        report.write_atomically(path, {"new": object()})
     assert json.loads(path.read_text()) == {"old": 1}
     assert [entry.name for entry in tmp_path.iterdir()] == ["probe.json"]
 
