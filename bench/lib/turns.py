@@ -1,0 +1,148 @@
+"""Candidates timed turn by turn, and told to pytest-benchmark one test at a time.
+
+pytest-benchmark times one function per test. Here a test is one candidate of a group: all that do the same work
+on the same inputs, ours and the peers'. The first test of a group measures all of them turn by turn, as
+`bench.lib.timing.interleave` does. Each test of the group then hands its own samples to the `benchmark` fixture,
+through a clock that returns what was measured. So storage, comparison, groups and histograms are
+pytest-benchmark's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+# A row whose quartiles are further apart than this share of its median is no base for a ratio.
+NOISY = 0.15
+# The least mean cosine of an encoder's vectors, or of a gradient, to fp32's that counts as right.
+LEAST_COSINE = {"fp32": 0.9999, "bf16": 0.995, "int8": 0.97}
+OURS = ("fastbert", "accelerated", "cpu", "triton", "cuda", "shared")
+
+Rows = Callable[[tuple[str, ...]], Iterable[dict]]
+
+
+class ReplayClock:
+    """A clock for pytest-benchmark that returns durations measured before: two readings per duration.
+
+    Args:
+        seconds: the durations, in the order in which they were measured.
+    """
+
+    def __init__(self, seconds: Sequence[float]):
+        self._readings = itertools.chain.from_iterable((0.0, each) for each in seconds)
+
+    def __call__(self) -> float:
+        """The next reading in seconds. Raises RuntimeError when all durations have been read."""
+        for reading in self._readings:
+            return reading
+        raise RuntimeError("every measured duration has been read")
+
+
+@dataclass
+class Group:
+    """What is compared with each other.
+
+    Attributes:
+        name: of the group in the results, such as "encoder-base-8x128".
+        candidates: in the order of collection.
+        rows: candidate -> its row, once measured.
+        error: why the measurement of the whole group failed.
+    """
+
+    name: str
+    candidates: list[str] = field(default_factory=list)
+    rows: dict[str, dict] = field(default_factory=dict)
+    error: BaseException | None = None
+
+    def measure(self, rows: Rows) -> None:
+        """Measure all candidates, once."""
+        if self.rows or self.error is not None:
+            return
+        try:
+            self.rows = {row["candidate"]: row for row in rows(tuple(self.candidates))}
+        except Exception as error:
+            self.error = error
+        for row in self.rows.values():
+            row["over"] = ratios(row, self.rows)
+
+
+def is_ours(candidate: str) -> bool:
+    """Whether a candidate is of this project."""
+    return candidate.split("-")[0] in OURS
+
+
+def precision(candidate: str) -> str:
+    """The part of a candidate's name that says in which precision it computes; "" without one."""
+    return candidate.partition("-")[2]
+
+
+def is_noisy(row: Mapping) -> bool:
+    """Whether a row's samples are too far apart for a claim."""
+    return row["spread"] > NOISY
+
+
+def ratios(row: dict, rows: Mapping[str, dict]) -> dict[str, float | str]:
+    """Peer -> how many times as fast as the peer one of our candidates is; a reason where that cannot be said.
+
+    Peers are the others of the group in the same precision. A peer's own row has no ratios.
+    """
+    found: dict[str, float | str] = {}
+    if row["status"] != "ok" or not is_ours(row["candidate"]):
+        return found
+    for name, other in rows.items():
+        if name == row["candidate"] or is_ours(name) or precision(name) != precision(row["candidate"]):
+            continue
+        if other["status"] != "ok":
+            found[name] = other["status"]
+        elif why := wrong(other) or wrong(row):
+            found[name] = f"incorrect: {why}"
+        elif noisy := [r["candidate"] for r in (row, other) if is_noisy(r)]:
+            found[name] = f"too noisy: {', '.join(noisy)}"
+        else:
+            found[name] = other["median_ms"] / row["median_ms"]
+    return found
+
+
+def wrong(row: Mapping) -> str | None:
+    """Why a row's result is wrong, or None: by the error rule where the row has it, by its cosine otherwise."""
+    if row.get("incorrect"):
+        return row["incorrect"]
+    for key in ("cosine", "grad_cosine"):
+        value = row.get(key)
+        least = LEAST_COSINE.get(
+            precision(row["candidate"]).split()[0] if precision(row["candidate"]) else ""
+        )
+        if value is not None and least is not None and not value >= least:  # a NaN is wrong
+            return f"{key} {value:.5f}, at least {least} expected"
+    return None
+
+
+def facts(row: Mapping) -> dict:
+    """What a row adds to pytest-benchmark's statistics."""
+    left_out = ("samples_ms", "status", "median_ms", "min_ms", "n", "clock", "name")
+    return {key: value for key, value in row.items() if key not in left_out} | {
+        "correct": wrong(row) is None,
+        "noisy": is_noisy(row),
+    }
+
+
+def told(row: Mapping) -> Iterator[str]:
+    """The parts of a row's line after its name: time, rate, share of the roof, ratios."""
+    ms = row["median_ms"]
+    yield f"{ms * 1e3:>11,.1f} us" if ms < 1 else f"{ms:>11,.2f} ms"
+    if "tokens_per_s" in row:
+        yield f"{row['tokens_per_s']:>9,.0f} tokens/s"
+    elif "samples_per_s" in row:
+        yield f"{row['samples_per_s']:>9,.1f} /s"
+    elif row.get("gflops"):
+        yield f"{row['gflops']:>9,.1f} GFLOP/s"
+    elif row.get("gbs"):
+        yield f"{row['gbs']:>9,.1f} GB/s"
+    else:
+        yield ""
+    share = row.get("of_roof", row.get("of_floor"))
+    yield "" if share is None else f"{share:>5.0%} of roof"
+    yield f"±{row['spread']:.0%}"
+    over = [f"{v:.2f} x {k}" if isinstance(v, float) else f"{k}: {v}" for k, v in row.get("over", {}).items()]
+    yield ", ".join(over)

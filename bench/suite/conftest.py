@@ -1,0 +1,224 @@
+"""Fixtures of the benchmark suite: `make bench`, `fastbert bench NAME`, or pytest on a file of this folder.
+
+A test is parametrised by `candidate` and by what its group is: (model, workload), (op, case, dtype, pass), …
+It asks for `turns` and hands it a function that measures a group. See bench/lib/turns.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.lib import machine, roofs, turns
+from bench.lib.engines import PACKAGES
+from bench.lib.report import count
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMA = 1
+
+
+@dataclass
+class Run:
+    """The state of one run of the suite."""
+
+    groups: dict[str, turns.Group] = field(default_factory=dict)
+    roofs: roofs.Roofs | None = None
+    recorded: list[tuple[str, str, dict]] = field(default_factory=list)  # (group, test, row)
+    begin: float = field(default_factory=time.monotonic)
+
+
+RUN = pytest.StashKey[Run]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What every benchmark of the suite takes."""
+    group = parser.getgroup("fastbert", "fastbert's benchmarks")
+    group.addoption(
+        "--peers", nargs="?", const="", help="beginnings of the peers' names, by commas; none: ours alone"
+    )
+    for name, help_ in (
+        ("--model", "base, minilm, large; by commas"),
+        ("--workload", "a batch such as 8x128; by commas"),
+        ("--dtype", "fp32, bf16, int8; by commas"),
+    ):
+        group.addoption(name, help=help_ + " (default: all that the suite has)")
+    group.addoption("--threads", type=count, help="of everybody (default: the cores of this process)")
+    group.addoption("--samples", type=count, default=7, help="of each candidate of a group")
+    group.addoption("--everything", action="store_true", help="also what takes long: over an hour in all")
+    group.addoption("--note", help="a remark to keep with the results, such as 'shared machine'")
+    group.addoption("--roofs", type=Path, help="the probe's file: the roofs are not measured again")
+    group.addoption("--smoke", action="store_true", help="tiny models and roofs: tries the code only")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One run, on as many threads for everybody as the process may use cores."""
+    config.addinivalue_line("markers", "long: left out unless --everything is given")
+    config.addinivalue_line("markers", "cuda: needs a GPU")
+    config.stash[RUN] = Run()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    torch.set_num_threads(config.getoption("threads") or len(os.sched_getaffinity(0)))
+    # results/<device>/ is the storage's folder, not the name of the interpreter
+    session = getattr(config, "_benchmarksession", None)
+    if session is not None:
+        slug = machine.describe(torch.device("cpu"))["slug"]
+        session.machine_id = session.storage.default_machine_id = slug
+
+
+def chosen(option: str | None, value: str) -> bool:
+    """Whether a comma-separated option allows a value."""
+    return option is None or value in option.split(",")
+
+
+def wanted(item: pytest.Item, config: pytest.Config) -> bool:
+    """Whether the command line asks for this test."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    if item.get_closest_marker("long") and not config.getoption("everything"):
+        return False
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        return False
+    candidate, peers = params.get("candidate", ""), config.getoption("peers")
+    if peers is not None and candidate and not turns.is_ours(candidate):
+        beginnings = tuple(name for name in peers.split(",") if name and name != "none")
+        if not beginnings or not candidate.startswith(beginnings):
+            return False
+    dtype = params.get("dtype") or turns.precision(candidate)
+    return all(
+        name not in params or chosen(config.getoption(name), params[name]) for name in ("model", "workload")
+    ) and (not dtype or chosen(config.getoption("dtype"), dtype))
+
+
+def group_of(item: pytest.Item) -> str:
+    """The group's name: the file's, and every parameter but the candidate."""
+    name = Path(item.fspath).stem.removeprefix("test_")
+    if item.originalname != f"test_{name}":
+        name += "-" + item.originalname.removeprefix("test_")
+    others = [str(value) for key, value in item.callspec.params.items() if key != "candidate"]
+    return "-".join([name, *others])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what was not asked for, and note who is in which group."""
+    kept = [item for item in items if wanted(item, config)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+    groups = config.stash[RUN].groups
+    for item in items:
+        if hasattr(item, "callspec") and "candidate" in item.callspec.params:
+            group = groups.setdefault(group_of(item), turns.Group(group_of(item)))
+            group.candidates.append(item.callspec.params["candidate"])
+    if config.getoption("workload") and not items:
+        raise pytest.UsageError(f"--workload: no benchmark for {config.getoption('workload')}")
+
+
+@pytest.fixture(scope="session")
+def run(request: pytest.FixtureRequest) -> Run:
+    """This run."""
+    return request.config.stash[RUN]
+
+
+@pytest.fixture(scope="session")
+def peak(run: Run, request: pytest.FixtureRequest) -> roofs.Roofs:
+    """The roofs of this machine, measured once per run."""
+    if run.roofs is None:
+        option = request.config.getoption
+        say(request.config, "# the roofs of this machine")
+        run.roofs = roofs.known_or_measured(option("roofs"), "cpu", option("smoke"), lambda row: None)
+    return run.roofs
+
+
+@pytest.fixture
+def in_turns(request: pytest.FixtureRequest, run: Run) -> Callable[[turns.Rows], dict]:
+    """Measure this test's group if it is the first of it, and record this test's candidate."""
+
+    def record(rows: turns.Rows) -> dict:
+        config, item = request.config, request.node
+        candidate, group = item.callspec.params["candidate"], run.groups[group_of(item)]
+        if not group.rows and group.error is None:
+            say(config, f"# {group.name}: {', '.join(group.candidates)}")
+        group.measure(rows)
+        if group.error is not None:
+            raise group.error
+        row = group.rows.get(candidate)
+        if row is None:
+            pytest.fail(f"{group.name}: no row of {candidate} among {', '.join(group.rows)}")
+        run.recorded.append((group.name, item.name, row))
+        if row["status"] != "ok":
+            # a peer that is not installed or cannot run here stops nothing; ours has to run
+            (pytest.fail if turns.is_ours(candidate) else pytest.skip)(f"{candidate}: {row['error']}")
+        why = turns.wrong(row)
+        if why is not None:  # and so it has no line of speed
+            pytest.fail(f"{candidate}: incorrect: {why}")
+        seconds = [ms * 1e-3 for ms in row["samples_ms"]]
+        item.add_marker(pytest.mark.benchmark(group=group.name, timer=turns.ReplayClock(seconds)))
+        benchmark = request.getfixturevalue("benchmark")
+        benchmark.extra_info.update(turns.facts(row))
+        benchmark.pedantic(lambda: None, rounds=len(seconds), iterations=1)
+        return row
+
+    return record
+
+
+def say(config: pytest.Config, text: str) -> None:
+    """A line of progress on stderr, whatever pytest captures."""
+    capture = config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        print(text, file=sys.stderr, flush=True)
+
+
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict) -> None:
+    """The facts of the machine that the other benchmarks keep, in place of names of hosts."""
+    environment = machine.describe(torch.device("cpu"))
+    environment["versions"] = {name: machine.package_version(name) for name in PACKAGES}
+    machine_info.clear()
+    machine_info.update(environment)
+
+
+def pytest_benchmark_update_json(config: pytest.Config, benchmarks: list, output_json: dict) -> None:
+    """What belongs to the run as a whole, and the rows without a time."""
+    run, option = config.stash[RUN], config.getoption
+    names = ("peers", "model", "workload", "dtype", "threads", "samples", "everything", "smoke")
+    output_json["fastbert"] = {
+        "schema": SCHEMA,
+        **machine.commit_here(),
+        "note": option("note"),
+        "settings": {name: option(name) for name in names},
+        "roofs": None if run.roofs is None else asdict(run.roofs),
+        "seconds": round(time.monotonic() - run.begin, 1),
+        "without_a_time": [
+            {"group": group, "name": name, "why": row.get("error") or f"incorrect: {turns.wrong(row)}"}
+            for group, name, row in run.recorded
+            if row["status"] != "ok" or turns.wrong(row)
+        ],
+    }
+
+
+def lines_of(run: Run) -> Iterator[str]:
+    """The table: a group's heading, then a line per candidate."""
+    last = None
+    for group, _, row in run.recorded:
+        if group != last:
+            yield f"{group}"
+            last = group
+        name = f"  {row['candidate']:<22}"
+        if row["status"] != "ok":
+            yield f"{name} {row['status']}: {row['error']}"
+        elif why := turns.wrong(row):
+            yield f"{name} incorrect: {why}"
+        else:
+            yield f"{name} {'  '.join(turns.told(row))}".rstrip()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the table."""
+    run = config.stash[RUN]
+    if run.recorded:
+        terminalreporter.section("benchmarks")
+        for line in lines_of(run):
+            terminalreporter.write_line(line)
