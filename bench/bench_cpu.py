@@ -36,8 +36,8 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 
 import torch  # noqa: E402
 
-from bench import bench_kernels, memory, plot  # noqa: E402
-from bench.lib import encoder, plan, roofs, training  # noqa: E402
+from bench import memory, plot  # noqa: E402
+from bench.lib import encoder, kernels, plan, roofs, training  # noqa: E402
 from bench.lib.engines import ENGINES, MODELS, PACKAGES, Bank, compile_cache  # noqa: E402
 from bench.lib.machine import describe, package_version  # noqa: E402
 from bench.lib.probe_steps import reason_of  # noqa: E402
@@ -69,7 +69,7 @@ def line(row: dict) -> str:
     if row["status"] != "ok":
         return memory.line(row)
     if row["step"] == "kernels":
-        return bench_kernels.line(row)
+        return kernels.line(row)
     if row["step"] in MEMORY:
         return memory.line(row)
     if row["step"] not in ("encoder", "training"):
@@ -248,14 +248,14 @@ class Benchmark:
 
     def kernels(self, units: list[plan.Unit]) -> Iterator[dict]:
         """A line per op on one workload."""
-        print(bench_kernels.HEAD, flush=True)
+        print(kernels.HEAD, flush=True)
         for unit in units:
             if self.spent():
                 self.skip(unit, "the budget is spent")
                 continue
             try:
                 ops = (unit.who,)
-                yield from bench_kernels.bench_workload(unit.workload, torch.device("cpu"), self.roofs, ops)
+                yield from kernels.bench_workload(unit.workload, torch.device("cpu"), self.roofs, ops)
             except Exception as error:
                 text = reason_of(error)
                 row = {"step": unit.step, "name": f"kernels-{unit.who}-{unit.workload}", "status": "error"}

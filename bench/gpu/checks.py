@@ -30,7 +30,6 @@ import resource
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,6 +42,7 @@ import torch  # noqa: E402
 from bench.gpu import golden, tools  # noqa: E402
 from bench.lib import lines, workloads  # noqa: E402
 from bench.lib.engines import config_of  # noqa: E402
+from bench.lib.kernels import poisoned  # noqa: E402
 from bench.lib.machine import describe  # noqa: E402
 from bench.lib.probe_steps import reason_of  # noqa: E402
 from bench.lib.report import Report  # noqa: E402
@@ -144,27 +144,6 @@ def replayed_case(check: Check, unit: Unit) -> testing.Case:
     """The op's last case with dropout, whose mask must follow the seed's content; `one_case` without any."""
     found = [case for case in cases(check, unit) if getattr(case, "dropout_p", 0.0)]
     return found[-1] if found else one_case(check, unit)
-
-
-@contextlib.contextmanager
-def poisoned() -> Iterator[None]:
-    """New memory is filled with NaN, so that what a kernel does not write shows.
-
-    With torch's deterministic mode, which is what fills `torch.empty`.
-    """
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of operations of torch's own that have no deterministic form
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            if not torch.empty(8, device="cpu").isnan().all():
-                raise RuntimeError("torch.utils.deterministic.fill_uninitialized_memory is off")
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 # ---- The checks ----

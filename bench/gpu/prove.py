@@ -135,7 +135,7 @@ def tuning(run: Run, seconds: float) -> list[str]:
 
 def kernels(run: Run, seconds: float) -> list[str]:
     """Every op beside PyTorch, forward and backward."""
-    command = script(run, "bench_kernels.py", "kernels.jsonl", seconds)
+    command = script(run, "gpu/kernels.py", "kernels.jsonl", seconds)
     command += ["--roofs", str(run.file("probe.jsonl")), "--dtype", "bfloat16"]
     if run.tiny:
         return [*command, "--smoke", "--workload", "1x128", "--op", "packing"]

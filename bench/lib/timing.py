@@ -13,6 +13,7 @@ A sample is the mean over `inner` back-to-back calls; the reported time is the m
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import os
@@ -25,6 +26,7 @@ from pathlib import Path
 import torch
 
 Call = Callable[[], object]
+Within = Callable[[], contextlib.AbstractContextManager]
 
 CLOCKS = ("wall", "event", "graph")
 SPIN_CYCLES = 1_000_000  # about 0.5 ms on a GPU: the host enqueues ahead meanwhile
@@ -66,22 +68,31 @@ class _Sampler:
     """One candidate on one clock. It rotates through several calls, so that no buffer stays in the cache."""
 
     def __init__(
-        self, calls: Call | Sequence[Call], device: torch.device, clock: str, warmup: int, inner: int | None
+        self,
+        calls: Call | Sequence[Call],
+        device: torch.device,
+        clock: str,
+        warmup: int,
+        inner: int | None,
+        within: Within = contextlib.nullcontext,
     ):
         self.calls = [calls] if callable(calls) else list(calls)
+        self.within = within
         if not self.calls:
             raise ValueError("calls: got an empty sequence, expected at least 1 callable")
         self.device, self.clock, self.next, self.graph = device, clock, 0, None
         self.times_ms: list[float] = []
         self.cpu_times_ms: list[float] = []
-        estimate = min((self._timed(1) for _ in range(warmup)), default=SAMPLE_MS[clock])
+        with within():
+            estimate = min((self._timed(1) for _ in range(warmup)), default=SAMPLE_MS[clock])
         if inner is None:
             inner = min(MAX_INNER, math.ceil(SAMPLE_MS[clock] / max(estimate, 1e-6)))
             inner = max(inner, 1 if clock == "wall" else len(self.calls))
         self.inner = inner
         self.sample_ms = estimate * self.inner
         if clock == "graph":
-            self._capture()
+            with within():
+                self._capture()
 
     def _run(self, count: int) -> None:
         for _ in range(count):
@@ -124,7 +135,8 @@ class _Sampler:
         return begin.elapsed_time(end) / count
 
     def sample(self) -> None:
-        self.times_ms.append(self._timed(self.inner))
+        with self.within():
+            self.times_ms.append(self._timed(self.inner))
         if self.device.type == "cpu":
             self.cpu_times_ms.append(self.cpu_ms)
 
@@ -142,6 +154,7 @@ def interleave(
     warmup: int = 2,
     pause: float = 0.0,
     inner: int | None = None,
+    within: Mapping[str, Within] | None = None,
 ) -> dict[str, Timing]:
     """Time several candidates turn by turn, so that a drift of the machine affects all of them alike.
 
@@ -157,6 +170,7 @@ def interleave(
             milliseconds after its last call, and would take a core from the next candidate.
         inner: calls within a sample, back to back; as many as make it long enough to time if not given. 1 on
             the clock `wall` is the latency of a single call.
+        within: name -> what makes a context that is entered around each sample of a candidate and not timed.
 
     Returns:
         name -> Timing, in the order given.
@@ -167,7 +181,11 @@ def interleave(
         raise ValueError(f"clock: got {clock!r}, expected one of {', '.join(CLOCKS)}")
     if clock != "wall" and device.type != "cuda":
         raise ValueError(f"clock: got {clock!r} on {device.type}, expected 'wall' there")
-    samplers = {name: _Sampler(calls, device, clock, warmup, inner) for name, calls in candidates.items()}
+    around = within or {}
+    samplers = {
+        name: _Sampler(calls, device, clock, warmup, inner, around.get(name, contextlib.nullcontext))
+        for name, calls in candidates.items()
+    }
     wanted = {
         name: min(samples[1], max(samples[0], int(seconds * 1e3 / max(sampler.sample_ms, 1e-6))))
         for name, sampler in samplers.items()

@@ -1,8 +1,8 @@
 """Candidates timed turn by turn, and told to pytest-benchmark one test at a time.
 
-pytest-benchmark times one function per test. Here a test is one candidate of a group: all that do the same work
-on the same inputs, ours and the peers'. The first test of a group measures all of them turn by turn, as
-`bench.lib.timing.interleave` does. Each test of the group then hands its own samples to the `benchmark` fixture,
+pytest-benchmark times one function per test. Here a test is one candidate of a group: all that do the same
+work on the same inputs, ours and the peers'. The first test of a group measures all of them turn by turn, by
+`bench.lib.timing.interleave`. Each test of the group then hands its own samples to the `benchmark` fixture,
 through a clock that returns what was measured. So storage, comparison, groups and histograms are
 pytest-benchmark's own.
 """
@@ -83,7 +83,7 @@ def is_noisy(row: Mapping) -> bool:
 
 
 def ratios(row: dict, rows: Mapping[str, dict]) -> dict[str, float | str]:
-    """Peer -> how many times as fast as the peer one of our candidates is; a reason where that cannot be said.
+    """Peer -> how many times as fast as it one of our candidates is, or the reason why nobody can say.
 
     Peers are the others of the group in the same precision. A peer's own row has no ratios.
     """

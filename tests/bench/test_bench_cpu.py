@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import bench_cpu, bench_kernels, memory
-from bench.lib import engines, plan, roofs, training
+from bench import bench_cpu, memory
+from bench.lib import engines, kernels, plan, roofs, training
 from fastbert import testing
 from fastbert.runtime import dispatch
 from tests.support.benches import ROOFS, has, run
@@ -163,7 +163,7 @@ def test_a_step_that_fails_is_recorded_and_the_next_goes_on(tmp_path, monkeypatc
     small, planned = testing.bench_cases, plan.kernels_units
     monkeypatch.setattr(roofs, "measure", lambda *_: ROOFS)
     monkeypatch.setattr(bench_cpu, "Bank", refuse)
-    monkeypatch.setattr(bench_kernels.testing, "bench_cases", broken)
+    monkeypatch.setattr(kernels.testing, "bench_cases", broken)
     monkeypatch.setattr(  # the plan asks for the cases too
         plan, "kernels_units", lambda names, ops, r: [*planned(names, ["packing"], r), _unit("layer_norm")]
     )

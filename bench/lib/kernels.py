@@ -1,47 +1,31 @@
-"""One line per op, case, pass, dtype and backend: µs, GFLOP/s, GB/s, share of the roof, × PyTorch's speed.
+"""Every op, case, pass, dtype and backend beside the plain PyTorch call: what is timed, and what it moves.
 
-    python bench/bench_kernels.py [--op OP] [--workload 8x128] [--device cuda] [--pass backward] [--json FILE]
-
-The shapes are BERT-base's for a workload of lib/workloads.py (`8x128` on a CPU, `full` on a GPU), from the
-`testing.Case`s that the tests use too. Every backend is timed turn by turn with what a PyTorch user would
-call: F.linear and F.gelu, F.layer_norm, SDPA on the padded batch with its mask, …; for `linear_int8` the same
-F.linear on the weights in floating point. Medians.
-
-`of_roof` is the least time that the machine's roofs allow (`roofs.py`: arithmetic peak of the dtype, or
-memory bandwidth, whichever takes longer) over the time taken; with tensors that stay in a cache it can
-exceed 1. `*` marks the backend that serves by default. Backward is the backward alone, the gradients of
-every input.
+The shapes are BERT-base's for a workload of bench/lib/workloads.py, from the `testing.Case`s that the tests
+use too. All backends of a case are timed turn by turn with what a PyTorch user would call: F.linear and F.gelu,
+F.layer_norm, SDPA on the padded batch with its mask, …; for `linear_int8` the product in floating point.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import functools
 import importlib
 import math
-import sys
-import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
-    sys.path[0] = str(ROOT)
+import torch
+import torch.nn.functional as F
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-
-from bench.lib import roofs as machine_roofs  # noqa: E402
-from bench.lib import workloads  # noqa: E402
-from bench.lib.machine import describe  # noqa: E402
-from bench.lib.probe_steps import reason_of  # noqa: E402
-from bench.lib.report import Report, count, row_line  # noqa: E402
-from bench.lib.roofs import TAGS, Roofs  # noqa: E402
-from bench.lib.timing import interleave, rotations  # noqa: E402
-from fastbert import testing  # noqa: E402
-from fastbert.runtime import dispatch  # noqa: E402
-from fastbert.testing import serving  # noqa: E402
+from bench.lib import workloads
+from bench.lib.probe_steps import reason_of
+from bench.lib.report import row_line
+from bench.lib.roofs import TAGS, Roofs
+from bench.lib.timing import interleave, rotations
+from fastbert import testing
+from fastbert.runtime import dispatch
+from fastbert.testing import serving
 
 PASSES = ("forward", "backward")
 # times the forward's; the rest is bound by memory
@@ -161,10 +145,70 @@ def timed_backends(op: str, device: torch.device, dtype: torch.dtype) -> list[st
     ]
 
 
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """New memory is filled with NaN, so that what a kernel does not write shows.
+
+    With torch's deterministic mode, which is what fills `torch.empty`.
+    """
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of operations of torch's own that have no deterministic form
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            if not torch.empty(8, device="cpu").isnan().all():
+                raise RuntimeError("torch.utils.deterministic.fill_uninitialized_memory is off")
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def incorrect(case: testing.Case, backend: str, dtype: torch.dtype, device: torch.device | str) -> str:
+    """Which result of a backend breaks the error rule and how, forward and backward; "" if none does.
+
+    Memory that the backend does not write is NaN.
+    """
+    with poisoned():
+        rows = testing.run_case(case, backend, dtype, device)
+    return "; ".join(f"{row.quantity}: {row.reason}" for row in rows if not row.passed)
+
+
+def contexts(names: Iterable[str], op: str) -> dict[str, Callable[[], contextlib.AbstractContextManager]]:
+    """Backend -> what pins it: the pin holds for the whole process, so it is set around each sample."""
+    return {name: functools.partial(dispatch.use_backend, **{op: name}) for name in names}
+
+
 def bench_case(
-    case: testing.Case, workload: str, dtype: torch.dtype, device: torch.device, backward: bool, roofs: Roofs
+    case: testing.Case,
+    workload: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    backward: bool,
+    roofs: Roofs,
+    *,
+    backends: Iterable[str] | None = None,
+    plain_row: bool = False,
+    samples: int = 7,
 ) -> Iterator[dict]:
-    """A row for every backend that runs this case here; one that fails is a row with the reason."""
+    """A row for every backend that runs this case here, all timed turn by turn with the plain PyTorch call.
+
+    Args:
+        case: what is computed.
+        workload: its name, for the rows.
+        dtype: of the floating tensors.
+        device: where it runs.
+        backward: the gradients alone, instead of forward.
+        roofs: of this machine.
+        backends: which; None: those of `timed_backends`.
+        plain_row: whether the plain PyTorch call has a row of its own, as candidate "torch".
+        samples: the fewest of each candidate.
+
+    Yields:
+        Rows as bench/results/README.md says. A backend that fails is a row with the reason.
+    """
     tag = TAGS[dtype]
     sets = [case.inputs(dtype, device, s) for s in range(rotations(case.bytes(dtype), device, limit=4))]
     flops, moved = work(case, dtype, sets[0], backward)
@@ -173,7 +217,22 @@ def bench_case(
     part = "activation" if getattr(case, "activation", None) else ""
     served_by = serving.choice(case.op, part, device, dtype).backend
     label = case.id if len(case.id) <= 30 else workload
-    for name in timed_backends(case.op, device, dtype):
+    names = timed_backends(case.op, device, dtype) if backends is None else list(backends)
+    pins, failed, candidates = contexts(names, case.op), {}, {"torch": plain}
+    for name in names:
+        try:
+            with pins[name]():
+                calls = [case.call if backward else our_call(case, inputs) for inputs in sets]
+                ours = [one_call(c, case, inputs, backward) for c, inputs in zip(calls, sets, strict=True)]
+                ours[0]()
+            candidates[name] = ours
+        except Exception as error:
+            failed[name] = reason_of(error)
+    try:
+        timed = interleave(candidates, device, seconds=0.15, samples=(samples, max(50, samples)), within=pins)
+    except Exception as error:  # whose, is not known
+        failed |= dict.fromkeys(candidates, f"one of {', '.join(candidates)}: {reason_of(error)}")
+    for name in [*names, *(["torch"] if plain_row else [])]:
         row = {
             "step": "kernels",
             "name": "-".join([case.op, name, tag, label, *(["backward"] if backward else [])]),
@@ -187,21 +246,17 @@ def bench_case(
             "dtype": tag,
             "backend": name,
             "serves": served_by == name,
+            "candidate": f"{name}-{tag}",
         }
-        try:
-            # a pin holds for the whole process, so each run has one backend, beside PyTorch
-            with dispatch.use_backend(**{case.op: name}):
-                calls = [case.call if backward else our_call(case, inputs) for inputs in sets]
-                ours = [one_call(c, case, inputs, backward) for c, inputs in zip(calls, sets, strict=True)]
-                timed = interleave({"torch": plain, name: ours}, device, seconds=0.15, samples=(7, 50))
-        except Exception as error:
-            text = reason_of(error)
-            yield {**row, "status": "error", "error": text, **facts}
+        if name in failed:
+            yield {**row, "status": "error", "error": failed[name], **facts}
             continue
         seconds = timed[name].median_ms * 1e-3
         yield {
             **row,
             **{key: value for key, value in asdict(timed[name]).items() if value is not None},
+            "flops": flops,
+            "moved_bytes": moved,
             "gflops": flops / seconds * 1e-9,
             "gbs": moved / seconds * 1e-9,
             "of_roof": least / seconds,
@@ -237,56 +292,3 @@ def bench_workload(
                         name = f"{op}-{TAGS[dtype]}-{case.id}-{which}"[:200]
                         row = {"step": "kernels", "name": name, "status": "skipped", "workload": workload}
                         yield row | {"error": "the budget is spent"}
-
-
-def seconds_left(begin: float, budget: float) -> float:
-    """Seconds left of a budget that began at `begin` on time.monotonic()."""
-    return budget - (time.monotonic() - begin)
-
-
-def main() -> int:
-    """Time what the arguments name; print and record each row at once."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--op", choices=dispatch.OPS, action="append", help="only this op (may be repeated)")
-    parser.add_argument("--device", default="cpu")
-    known = workloads.names()
-    parser.add_argument("--workload", choices=known, action="append", help="a batch (may be repeated)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), action="append")
-    parser.add_argument("--pass", choices=PASSES, action="append", dest="passes", help="default: both")
-    parser.add_argument("--threads", type=count, help="threads on a CPU")
-    parser.add_argument("--json", type=Path, help="write the rows here, after each one (*.jsonl: appended)")
-    parser.add_argument("--roofs", type=Path, help="the probe's file: its roofs are not measured again")
-    parser.add_argument("--budget", type=float, default=math.inf, help="seconds in all")
-    parser.add_argument("--smoke", action="store_true", help="tiny roofs: tries the code only")
-    args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    device = torch.device(args.device)
-    begin = time.monotonic()
-    batches = args.workload or ["full" if device.type == "cuda" else "8x128"]
-    settings = {key: value for key, value in vars(args).items() if key not in ("json", "roofs")}
-    settings |= {"workload": batches}
-    report = Report(args.json, settings, None, line)
-    report.data["environment"] = describe(device)
-    print(
-        f"# {report.data['environment']['device']}; torch {torch.__version__}; {', '.join(batches)}",
-        flush=True,
-    )
-    roofs = machine_roofs.known_or_measured(args.roofs, device, args.smoke, report.row)
-    report.data["roofs"] = asdict(roofs)
-    print(HEAD, flush=True)
-    dtypes = tuple(getattr(torch, name) for name in args.dtype or ("float32", "bfloat16"))
-    chosen = tuple(args.op or dispatch.OPS), dtypes, tuple(args.passes or PASSES)
-    for workload in batches:
-        left = functools.partial(seconds_left, begin, args.budget)
-        for row in bench_workload(workload, device, roofs, *chosen, left):
-            report.row(row)
-    report.data["finished"] = True
-    report.save()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`bench_kernels`: every op has cases, and calls that compute the same."""
+"""`bench/lib/kernels.py`: every op has cases, and calls that compute the same."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ import json
 import pytest
 import torch
 
-from bench import bench_kernels
-from bench.lib import roofs, timing
+from bench.lib import kernels, roofs, timing
 from fastbert import testing
 from fastbert.runtime import dispatch
 from tests.support.benches import ROOFS, run
 
 
-def test_bench_kernels(tmp_path):
+def test_the_step_prints_and_records_every_row(tmp_path):
     path = tmp_path / "kernels.json"
     options = ("--op", "packing", "--workload", "1x128", "--dtype", "float32", "--threads", 1, "--smoke")
-    printed = run("bench_kernels.py", *options, "--json", path)
+    printed = run("gpu/kernels.py", *options, "--json", path)
     data = json.loads(path.read_text())
     rows = [row for row in data["rows"] if row["step"] == "kernels"]
-    backends = bench_kernels.timed_backends("packing", torch.device("cpu"), torch.float32)
+    backends = kernels.timed_backends("packing", torch.device("cpu"), torch.float32)
     assert [(row["pass"], row["backend"]) for row in rows] == [
-        (which, name) for which in bench_kernels.PASSES for name in backends
+        (which, name) for which in kernels.PASSES for name in backends
     ]
     for row in rows:
         assert row["n"] >= 7
         assert row["of_roof"] == pytest.approx(row["gbs"] / data["roofs"]["gbytes"])
         assert row["times_torch"] == pytest.approx(row["torch_ms"] / row["median_ms"])
-        assert bench_kernels.line(row) in printed
+        assert kernels.line(row) in printed
     assert [row["serves"] for row in rows].count(True) == 2
 
 
@@ -41,7 +40,7 @@ def test_every_op_has_cases_to_time(op):
         assert case.flops() >= 0
         assert case.bytes(torch.float32) > 0
         inputs = case.inputs(torch.float32, "cpu", 0)
-        forward, backward = (bench_kernels.work(case, torch.float32, inputs, b) for b in (False, True))
+        forward, backward = (kernels.work(case, torch.float32, inputs, b) for b in (False, True))
         assert forward == (case.flops(), case.bytes(torch.float32))
         assert backward[0] >= forward[0]
         assert backward[1] > 0
@@ -53,8 +52,8 @@ def test_the_plain_call_computes_what_ours_does(op, lengths):
     for case in testing.bench_cases(op, lengths):
         inputs = case.inputs(torch.float32, "cpu", 0)
         with torch.no_grad():
-            plain = bench_kernels.torch_call(case)(**bench_kernels.torch_inputs(case, inputs))
-            ours = bench_kernels.our_call(case, inputs)(**inputs)
+            plain = kernels.torch_call(case)(**kernels.torch_inputs(case, inputs))
+            ours = kernels.our_call(case, inputs)(**inputs)
         if op == "attention":  # (batch, nheads, seqlen, headdim), padded
             plain = torch.cat([b.transpose(0, 1)[:n] for b, n in zip(plain, lengths, strict=True)])
         tolerance = 0.05 if op == "linear_int8" else 1e-4
@@ -64,7 +63,7 @@ def test_the_plain_call_computes_what_ours_does(op, lengths):
 def test_a_backward_has_every_gradient():
     [case] = testing.bench_cases("attention", (5, 3))
     inputs = case.inputs(torch.float32, "cpu", 0)
-    call = bench_kernels.one_call(case.call, case, inputs, backward=True)
+    call = kernels.one_call(case.call, case, inputs, backward=True)
     for again in (call(), call()):
         [dqkv] = again
         assert dqkv.shape == inputs["qkv"].shape
@@ -82,7 +81,7 @@ def test_packed_weights_are_used_where_a_backend_packs(monkeypatch):
         linear_int8, "panel_maker", lambda device, dtype: lambda weight: weight.view(torch.uint8)
     )
     monkeypatch.setattr(linear_int8, "linear_int8", lambda **kwargs: seen.append(kwargs))
-    bench_kernels.our_call(case, inputs)(**inputs)
+    kernels.our_call(case, inputs)(**inputs)
     assert torch.equal(seen[0]["panels"], inputs["weight"].view(torch.uint8))
     assert seen[0]["activation"] == case.activation
     assert set(inputs) < set(seen[0])
@@ -95,10 +94,10 @@ def test_a_backend_that_fails_is_a_row(monkeypatch):
         raise RuntimeError("planted")
 
     monkeypatch.setattr(type(case), "call", fails)
-    rows = list(bench_kernels.bench_case(case, "w", torch.float32, torch.device("cpu"), False, ROOFS))
+    rows = list(kernels.bench_case(case, "w", torch.float32, torch.device("cpu"), False, ROOFS))
     assert rows
     assert all((row["status"], row["error"]) == ("error", "RuntimeError: planted") for row in rows)
-    assert "planted" in bench_kernels.line(rows[0])
+    assert "planted" in kernels.line(rows[0])
 
 
 def test_roofs_that_a_file_does_not_tell_are_measured(tmp_path, monkeypatch, capsys):
@@ -110,10 +109,10 @@ def test_roofs_that_a_file_does_not_tell_are_measured(tmp_path, monkeypatch, cap
 
 def test_a_spent_kernel_budget_leaves_rows_that_say_so():
     options = (("packing", "linear"), (torch.bfloat16,), ("forward",))
-    rows = list(bench_kernels.bench_workload("1x128", torch.device("cpu"), ROOFS, *options, lambda: 0.0))
+    rows = list(kernels.bench_workload("1x128", torch.device("cpu"), ROOFS, *options, lambda: 0.0))
     assert [row["status"] for row in rows] == ["skipped"] * 5
     assert all(row["error"] == "the budget is spent" for row in rows)
-    assert all("skipped: the budget is spent" in bench_kernels.line(row) for row in rows)
+    assert all("skipped: the budget is spent" in kernels.line(row) for row in rows)
 
 
 def test_a_single_call_a_sample():

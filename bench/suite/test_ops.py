@@ -1,0 +1,69 @@
+"""Every op with BERT-base's shapes, forward and backward: each backend beside the plain PyTorch call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from bench.lib import kernels, workloads
+from fastbert import testing
+from fastbert.runtime import dispatch
+
+CPU = torch.device("cpu")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# what `make bench` has time for; --everything adds the rest
+SHORT, WORKLOADS = ("8x128",), ("1x128", "1x512", "8x128", "ragged16")
+
+
+def cases() -> Iterator[object]:
+    """(op, workload, place among the op's cases, dtype, pass, candidate)."""
+    for op in dispatch.OPS:
+        for workload in WORKLOADS:
+            for index, case in enumerate(testing.bench_cases(op, workloads.lengths(workload))):
+                for tag, dtype in DTYPES.items():
+                    for which in kernels.PASSES:
+                        if which == "backward" and op in dispatch.INFERENCE_ONLY:
+                            continue
+                        for backend in [*kernels.timed_backends(op, CPU, dtype), "torch"]:
+                            marks = [] if workload in SHORT else [pytest.mark.long]
+                            yield pytest.param(
+                                op,
+                                workload,
+                                index,
+                                tag,
+                                which,
+                                f"{backend}-{tag}",
+                                marks=marks,
+                                id=f"{op}-{backend}-{tag}-{case.id}-{which}",
+                            )
+
+
+@pytest.fixture(scope="session")
+def correctness() -> dict[tuple, str]:
+    """(op, workload, case, dtype, backend) -> why it is incorrect; "" for one that is correct."""
+    return {}
+
+
+@pytest.mark.parametrize(("op", "workload", "case", "dtype", "which", "candidate"), list(cases()))
+def test_ops(in_turns, peak, correctness, request, op, workload, case, dtype, which, candidate):
+    found = testing.bench_cases(op, workloads.lengths(workload))[case]
+
+    def rows(wanted: tuple[str, ...]) -> Iterator[dict]:
+        backends = [name.split("-")[0] for name in wanted]
+        options = {
+            "backends": [name for name in backends if name != "torch"],
+            "plain_row": "torch" in backends,
+            "samples": request.config.getoption("samples"),
+        }
+        measured = kernels.bench_case(
+            found, workload, DTYPES[dtype], CPU, which == "backward", peak, **options
+        )
+        for row in measured:
+            key = (op, workload, case, dtype, row["backend"])
+            if row["backend"] != "torch" and key not in correctness:
+                correctness[key] = kernels.incorrect(found, row["backend"], DTYPES[dtype], CPU)
+            yield row | {"incorrect": correctness.get(key, "")}
+
+    in_turns(rows)
