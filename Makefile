@@ -61,9 +61,10 @@ lint: $(READY)
 docs: $(PAGES)
 	$(BIN)mkdocs build --strict -q
 
-# about 20 minutes on two cores; `make bench ARGS="--budget 0"` leaves nothing out
+# the suite, under 12 minutes on two cores, kept in bench/results/<machine>; `make bench ARGS=--everything` takes hours
 bench: $(PEERS)
-	$(PY) bench/bench_cpu.py $(ARGS)
+	$(PY) -m fastbert bench all --save $(ARGS)
+	$(PY) bench/plot.py
 
 # builds, proves and measures on this machine's GPU, in three calls of under ten minutes: PART=a, b, c; its first step
 # builds in place, so that a build that fails is recorded like any other step.

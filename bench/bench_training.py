@@ -201,14 +201,14 @@ def estimate(
         slower = 2.0 if model == "large" else 1.0
         return slower * sum(GPU_SECONDS[COMPILED if name == COMPILED else step] for name in who)
     if step == "training":
-        units = plan.training_units(model, (workload,), who, args.samples + 1, roof, (tag,), (head,))
+        calls = args.samples + 1
+        each = (plan.training_seconds(model, workload, f"{name}-{tag}", calls, roof, head) for name in who)
     elif step == "attention":
         work = attention.flops(workloads.lengths(workload), plan.MODELS[model])
         return len(who) * (attention.SECONDS + args.samples * work / (0.1 * roof.gflops[tag] * 1e9))
     else:
-        engines = [f"{name}-{tag}" for name in who]
-        units = plan.training_memory_units(model, (workload,), engines, roof, (head,))
-    return plan.cost(units)
+        each = (plan.memory_seconds(model, workload, f"{name}-{tag}", roof, head) for name in who)
+    return sum(each)
 
 
 class Benchmark:

@@ -6,6 +6,7 @@ import functools
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
@@ -27,6 +28,29 @@ def build(bank: Bank, wanted: tuple[str, ...]) -> dict[str, Forward | str]:
         except Exception as error:
             found[name] = reason_of(error)
     return found
+
+
+class Engines:
+    """The engines of one model at a time, each built once: a model that is asked for replaces the one before.
+
+    Args:
+        folder: for exported models.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._bank: Bank | None = None
+        self._built: dict[str, Forward | str] = {}
+
+    def of(self, model: workloads.Model, wanted: tuple[str, ...]) -> dict[str, Forward | str]:
+        """Engine -> its forward, or the reason why there is none."""
+        if self._bank is None or self._bank.model != model:
+            self._bank, self._built = None, {}
+            folder = self.folder / model.name
+            folder.mkdir(exist_ok=True)
+            self._bank = Bank(model, torch.get_num_threads(), folder)
+        self._built |= build(self._bank, tuple(name for name in wanted if name not in self._built))
+        return {name: self._built[name] for name in wanted}
 
 
 def kept(hidden: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:

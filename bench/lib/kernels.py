@@ -1,8 +1,9 @@
 """Every op, case, pass, dtype and backend beside the plain PyTorch call: what is timed, and what it moves.
 
 The shapes are BERT-base's for a workload of bench/lib/workloads.py, from the `testing.Case`s that the tests
-use too. All backends of a case are timed turn by turn with what a PyTorch user would call: F.linear and F.gelu,
-F.layer_norm, SDPA on the padded batch with its mask, …; for `linear_int8` the product in floating point.
+use too. All backends of a case are timed turn by turn with what a PyTorch user would call: F.linear and
+F.gelu, F.layer_norm, SDPA on the padded batch with its mask, …; for `linear_int8` the product in floating
+point.
 """
 
 from __future__ import annotations

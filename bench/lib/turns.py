@@ -105,14 +105,12 @@ def ratios(row: dict, rows: Mapping[str, dict]) -> dict[str, float | str]:
 
 
 def wrong(row: Mapping) -> str | None:
-    """Why a row's result is wrong, or None: by the error rule where the row has it, by its cosine otherwise."""
+    """Why a row's result is wrong, or None: by the error rule if it was applied, by the cosine otherwise."""
     if row.get("incorrect"):
         return row["incorrect"]
+    least = LEAST_COSINE.get(precision(row["candidate"]))
     for key in ("cosine", "grad_cosine"):
         value = row.get(key)
-        least = LEAST_COSINE.get(
-            precision(row["candidate"]).split()[0] if precision(row["candidate"]) else ""
-        )
         if value is not None and least is not None and not value >= least:  # a NaN is wrong
             return f"{key} {value:.5f}, at least {least} expected"
     return None

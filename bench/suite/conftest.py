@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.lib import machine, roofs, turns
+from bench.lib import encoder, machine, roofs, turns
 from bench.lib.engines import PACKAGES
 from bench.lib.report import count
 
@@ -131,6 +132,13 @@ def peak(run: Run, request: pytest.FixtureRequest) -> roofs.Roofs:
         say(request.config, "# the roofs of this machine")
         run.roofs = roofs.known_or_measured(option("roofs"), "cpu", option("smoke"), lambda row: None)
     return run.roofs
+
+
+@pytest.fixture(scope="session")
+def engines() -> Iterator[encoder.Engines]:
+    """The encoders' engines, those of one model at a time."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield encoder.Engines(Path(folder))
 
 
 @pytest.fixture

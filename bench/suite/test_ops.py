@@ -18,10 +18,10 @@ SHORT, WORKLOADS = ("8x128",), ("1x128", "1x512", "8x128", "ragged16")
 
 
 def cases() -> Iterator[object]:
-    """(op, workload, place among the op's cases, dtype, pass, candidate)."""
+    """(op, workload, the case's id, dtype, pass, candidate)."""
     for op in dispatch.OPS:
         for workload in WORKLOADS:
-            for index, case in enumerate(testing.bench_cases(op, workloads.lengths(workload))):
+            for case in testing.bench_cases(op, workloads.lengths(workload)):
                 for tag, dtype in DTYPES.items():
                     for which in kernels.PASSES:
                         if which == "backward" and op in dispatch.INFERENCE_ONLY:
@@ -31,7 +31,7 @@ def cases() -> Iterator[object]:
                             yield pytest.param(
                                 op,
                                 workload,
-                                index,
+                                case.id,
                                 tag,
                                 which,
                                 f"{backend}-{tag}",
@@ -48,7 +48,7 @@ def correctness() -> dict[tuple, str]:
 
 @pytest.mark.parametrize(("op", "workload", "case", "dtype", "which", "candidate"), list(cases()))
 def test_ops(in_turns, peak, correctness, request, op, workload, case, dtype, which, candidate):
-    found = testing.bench_cases(op, workloads.lengths(workload))[case]
+    (found,) = (c for c in testing.bench_cases(op, workloads.lengths(workload)) if c.id == case)
 
     def rows(wanted: tuple[str, ...]) -> Iterator[dict]:
         backends = [name.split("-")[0] for name in wanted]

@@ -151,7 +151,7 @@ def build_parser() -> argparse.ArgumentParser:
     warm.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
     bench = commands.add_parser("bench", help="list or run the benchmarks of a source checkout")
-    bench.add_argument("name", nargs="?", help="such as kernels; none: list them")
+    bench.add_argument("name", nargs="?", help="such as encoder, or all; none: list them")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the benchmark")
     return parser
 

@@ -1,4 +1,4 @@
-"""The engines of `bench_cpu`: each computes the same, and one that fails is a row."""
+"""The engines of a CPU: each computes the same, and one that fails is a row."""
 
 from __future__ import annotations
 

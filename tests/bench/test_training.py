@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from bench import bench_cpu, bench_training, footprint, memory
+from bench import bench_training, footprint, memory
 from bench.gpu import prove, records
 from bench.lib import attention, lines, plan, roofs, timing, training, workloads
 from fastbert.models.heads import masked_lm
@@ -580,30 +580,19 @@ def test_a_gpu_run_is_kept_and_told(tmp_path):
 
 
 def test_the_plan_counts_the_vocabulary():
-    names, options = ("fastbert", "transformers"), {"tags": ("fp32",), "heads": training.HEADS}
-    units = plan.training_units("base", ("8x128",), names, 8, ROOFS, **options)
-    seconds = {(unit.head, unit.who): unit.seconds for unit in units}
-    more = [
-        seconds["pretraining", who] - seconds["classification", who]
-        for who in ("fastbert-fp32", "transformers-fp32")
-    ]
+    more = []
+    for who in ("fastbert-fp32", "transformers-fp32"):
+        seconds = [plan.training_seconds("base", "8x128", who, 8, ROOFS, head) for head in training.HEADS]
+        more.append(abs(seconds[0] - seconds[1]))
     assert more[0] == pytest.approx(0.15 * more[1])
     assert more[1] == pytest.approx(8 * 6 * 1024 * 768 * 30522 / (0.49 * 100e9))
 
 
-def test_make_bench_trains_and_measures_its_memory(monkeypatch):
-    benchmark = object.__new__(bench_cpu.Benchmark)
-    benchmark.args = bench_cpu.parse([])
-    benchmark.roofs, benchmark.engines = ROOFS, bench_cpu.ENGINES
-    units = [unit for unit in benchmark.planned() if unit.step == "training_memory"]
-    assert [(unit.model, unit.workload, unit.head, unit.who) for unit in units] == [
-        ("base", "8x128", head, who) for head in training.HEADS for who in memory.TRAINED
-    ]
-    assert all(plan.START_SECONDS < unit.seconds < 10000 for unit in units)
-    asked = []
-    monkeypatch.setattr(memory, "bench_memory", lambda *a, **k: asked.append((a, k)))
-    benchmark.training_memory(units[:2])
-    threads, engines = benchmark.args.threads, ("fastbert-fp32", "transformers-fp32")
-    assert asked == [(("base", "8x128", engines, threads), {"head": "pretraining"})]
-    benchmark.memory([plan.Unit("memory", "base", "8x128", engines[0], 1.0, 1)])
-    assert asked[1] == (("base", "8x128", engines[:1], threads), {"head": None})
+def test_the_plan_counts_padding_for_the_peers_only():
+    def seconds(workload: str, who: str) -> float:
+        return plan.training_seconds("base", workload, who, 8, ROOFS, "classification")
+
+    assert seconds("ragged16", "transformers-fp32") > 1.5 * seconds("ragged16", "fastbert-fp32")
+    assert seconds("8x128", "transformers-fp32") == seconds("8x128", "fastbert-fp32")
+    memory_of = plan.memory_seconds("base", "8x128", "fastbert-fp32", ROOFS, "classification")
+    assert plan.START_SECONDS < memory_of < seconds("8x128", "fastbert-fp32")

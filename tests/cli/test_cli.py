@@ -765,18 +765,53 @@ def test_verify_of_nothing_is_an_error(run):
     assert "nothing to verify on cpu: layer_norm by cuda in float32: " in err
 
 
-def test_bench_lists_and_runs_the_scripts(monkeypatch, tmp_path, capfd):
-    (tmp_path / "bench").mkdir()
-    monkeypatch.setattr(bench, "FOLDER", tmp_path / "bench")
+@pytest.fixture
+def checkout(monkeypatch, tmp_path):
+    """A source checkout's bench/ with one script and one file of the suite."""
+    folder = tmp_path / "bench"
+    (folder / "suite").mkdir(parents=True)
+    monkeypatch.setattr(bench, "FOLDER", folder)
+    (folder / "helper.py").write_text("x = 1\n")
+    script = "import sys\nif __name__ == '__main__':\n    print(sys.argv[1:])\n    sys.exit(7)\n"
+    (folder / "bench_kernels.py").write_text('"""Kernels.\n\nMore."""\n' + script)
+    (folder / "suite" / "test_ops.py").write_text(
+        '"""Ops."""\n\ndef test_ops(benchmark):\n    benchmark(len, "")\n'
+    )
+    (tmp_path / "pyproject.toml").write_text("")
+    return folder
+
+
+def test_bench_lists_and_runs_the_scripts(checkout, capfd):
+    assert cli.main(["bench"]) == 0
+    assert capfd.readouterr().out.splitlines() == [
+        f"fastbert bench {'ops':<12} Ops.",
+        f"fastbert bench {'kernels':<12} Kernels.",
+    ]
+    for name in ("kernels", "bench_kernels"):
+        assert cli.main(["bench", name, "--json", "x"]) == 7
+        assert capfd.readouterr().out == "['--json', 'x']\n"
+    assert cli.main(["bench", "nothing"]) == 2
+    assert "bench nothing: not among ops, kernels, all" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["ops", "all"])
+def test_bench_runs_the_suite(checkout, tmp_path, name):
+    file = tmp_path / "found.json"
+    options = ["--benchmark-min-rounds=1", "--benchmark-max-time=0.001"]
+    assert cli.main(["bench", name, f"--json={file}", "--save", *options]) == 0
+    (found,) = json.loads(file.read_text())["benchmarks"]
+    assert found["fullname"] == "bench/suite/test_ops.py::test_ops"
+    (saved,) = (checkout / "results").rglob("*.json")
+    assert [each["fullname"] for each in json.loads(saved.read_text())["benchmarks"]] == [found["fullname"]]
+    with_a_fault = '"""Ops."""\n\ndef test_ops(benchmark):\n    assert not benchmark(int, 1)\n'
+    (checkout / "suite" / "test_ops.py").write_text(with_a_fault)
+    assert cli.main(["bench", name]) == 1
+
+
+def test_bench_needs_a_checkout_and_pytest_benchmark(checkout, monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["bench", "ops"]) == 2
+    assert "bench: needs pytest: pip install '.[test,bench]'" in capfd.readouterr().err
+    monkeypatch.setattr(bench, "FOLDER", tmp_path / "nothing")
     assert cli.main(["bench"]) == 2
     assert "the benchmarks are in the source checkout" in capfd.readouterr().err
-    (tmp_path / "bench" / "helper.py").write_text("x = 1\n")
-    script = "import sys\nif __name__ == '__main__':\n    print(sys.argv[1:])\n    sys.exit(7)\n"
-    (tmp_path / "bench" / "bench_kernels.py").write_text(script)
-    assert cli.main(["bench"]) == 0
-    out = capfd.readouterr().out
-    assert out.splitlines() == [
-        f"fastbert bench {'bench_kernels':<16} {tmp_path / 'bench' / 'bench_kernels.py'}"
-    ]
-    assert cli.main(["bench", "kernels", "--json", "x"]) == 7
-    assert capfd.readouterr().out == "['--json', 'x']\n"

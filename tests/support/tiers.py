@@ -49,8 +49,7 @@ WHOLE = {
         test_a_process_that_fails_or_hangs_is_a_row test_a_replay_must_draw_the_mask_of_the_seed_it_finds
         test_a_step_of_bert_base_needs_at_most_the_goal_of_transformers_memory test_a_whole_run
         test_all_steps test_an_encoder_budget_leaves_out_torch_compile_first
-        test_an_engine_that_fails_is_an_error_row test_bench_cpu_encoder test_bench_cpu_training
-        test_correctness_of_a_small_training_step test_every_row_has_its_figures
+        test_an_engine_that_fails_is_an_error_row test_correctness_of_a_small_training_step test_every_row_has_its_figures
         test_gpu_bandwidth_step test_gpu_gemm_step_covers_every_shape
         test_gpu_matrix_step_covers_every_dtype_at_full_size test_gpu_peer_steps
         test_gpu_sdpa_step_covers_every_backend

@@ -1,0 +1,161 @@
+"""Whether a run of the suite is slower than another: `python bench/compare.py BEFORE.json AFTER.json`.
+
+A benchmark is slower if every one of these ratios, after over before, is above the threshold (1.10 with
+`--threshold 10`, in percent):
+
+- of its medians;
+- of its least times, which a busy machine disturbs least;
+- of its medians, each over the median of the peers of its group in the same run. A machine that has become
+  slower as a whole slows its peers down too. A group without peers has no such ratio.
+
+So a drift of the machine or one disturbed run raises no flag, and a slower kernel does. The exit status is 1 if
+a benchmark of ours is slower, incorrect or gone; peers are printed and never fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
+    sys.path[0] = str(ROOT)
+
+from bench.lib.turns import is_ours, precision  # noqa: E402
+
+THRESHOLD = 12.0  # percent
+
+
+@dataclass(frozen=True)
+class Change:
+    """A benchmark in two runs; times in seconds.
+
+    Attributes:
+        name: of the benchmark.
+        group: what it is compared with.
+        candidate: who computes.
+        before, after: the medians; None where a run does not have it.
+        ratios: after over before of each kind: "median", "least", "beside its peers".
+    """
+
+    name: str
+    group: str
+    candidate: str
+    before: float | None
+    after: float | None
+    ratios: dict[str, float]
+
+    def is_slower(self, threshold: float) -> bool:
+        """Whether every ratio is above 1 + threshold / 100."""
+        return bool(self.ratios) and min(self.ratios.values()) > 1 + threshold / 100
+
+    def is_faster(self, threshold: float) -> bool:
+        """Whether every ratio is below 1 / (1 + threshold / 100)."""
+        return bool(self.ratios) and max(self.ratios.values()) < 1 / (1 + threshold / 100)
+
+
+def read(path: Path) -> dict[str, dict]:
+    """Name -> benchmark of a file of the suite. Raises ValueError where it is none."""
+    try:
+        data = json.loads(path.read_text())
+        return {each["fullname"]: each for each in data["benchmarks"] if each["stats"]["median"] > 0}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: expected a JSON file of the benchmark suite ({error!r})") from error
+
+
+def candidate_of(benchmark: dict) -> str:
+    """Who computes; "" for a benchmark of one candidate."""
+    return benchmark["extra_info"].get("candidate") or (benchmark["params"] or {}).get("candidate", "")
+
+
+def beside_peers(benchmark: dict, run: Iterable[dict]) -> float | None:
+    """The median over that of the peers of the same group and precision; None without peers.
+
+    A peer itself is held beside the others.
+    """
+    mine = candidate_of(benchmark)
+    peers = [
+        other["stats"]["median"]
+        for other in run
+        if other["group"] == benchmark["group"]
+        and other["fullname"] != benchmark["fullname"]
+        and precision(candidate_of(other)) == precision(mine)
+        and not is_ours(candidate_of(other))
+    ]
+    return benchmark["stats"]["median"] / statistics.median(peers) if peers else None
+
+
+def changes(before: dict[str, dict], after: dict[str, dict]) -> list[Change]:
+    """Every benchmark of either run, in the order of the later one."""
+    found = []
+    for name in [*after, *(name for name in before if name not in after)]:
+        old, new = before.get(name), after.get(name)
+        one = new or old
+        ratios = {}
+        if old is not None and new is not None:
+            ratios["median"] = new["stats"]["median"] / old["stats"]["median"]
+            ratios["least"] = new["stats"]["min"] / old["stats"]["min"]
+            beside = beside_peers(old, before.values()), beside_peers(new, after.values())
+            if None not in beside:
+                ratios["beside its peers"] = beside[1] / beside[0]
+        medians = [None if each is None else each["stats"]["median"] for each in (old, new)]
+        found.append(Change(one["name"], one["group"], candidate_of(one), *medians, ratios))
+    return found
+
+
+def line(change: Change, threshold: float) -> str:
+    """The printed form of a change."""
+    times = ["-" if s is None else f"{s * 1e3:,.3f} ms" for s in (change.before, change.after)]
+    ratios = "  ".join(f"{kind} {ratio:.2f}" for kind, ratio in change.ratios.items())
+    verdict = ""
+    if change.after is None:
+        verdict = "GONE"
+    elif change.is_slower(threshold):
+        verdict = "SLOWER"
+    elif change.is_faster(threshold):
+        verdict = "faster"
+    return f"{verdict:7} {change.name:<70} {times[0]:>14} {times[1]:>14}  {ratios}".rstrip()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the table; 1 if a benchmark of ours is slower or gone."""
+    parser = argparse.ArgumentParser(
+        prog="compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path)
+    parser.add_argument("--threshold", type=float, default=THRESHOLD, help="percent (default: %(default)g)")
+    parser.add_argument("--only-changes", action="store_true", help="print what is slower, faster or gone")
+    args = parser.parse_args(argv)
+    if not args.threshold > 0:
+        parser.error(f"--threshold: got {args.threshold:g}, expected more than 0 percent")
+    try:
+        found = changes(read(args.before), read(args.after))
+    except ValueError as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 2
+    if not any(change.ratios for change in found):
+        print(f"compare: {args.before} and {args.after} have no benchmark in common", file=sys.stderr)
+        return 2
+    for change in found:
+        text = line(change, args.threshold)
+        if not args.only_changes or not text.startswith(" "):
+            print(text)
+    ours = [change for change in found if is_ours(change.candidate) or not change.candidate]
+    bad = [change for change in ours if change.after is None or change.is_slower(args.threshold)]
+    print(
+        f"{len(found)} benchmarks, {len(ours)} of them ours; at {args.threshold:g}% "
+        f"{sum(change.is_slower(args.threshold) for change in ours)} of ours are slower, "
+        f"{sum(change.is_faster(args.threshold) for change in ours)} faster, "
+        f"{sum(change.after is None for change in ours)} gone"
+    )
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
