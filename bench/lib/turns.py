@@ -95,8 +95,8 @@ def ratios(row: dict, rows: Mapping[str, dict]) -> dict[str, float | str]:
             continue
         if other["status"] != "ok":
             found[name] = other["status"]
-        elif why := wrong(other) or wrong(row):
-            found[name] = f"incorrect: {why}"
+        elif wrong(other) or wrong(row):
+            found[name] = "incorrect"
         elif noisy := [r["candidate"] for r in (row, other) if is_noisy(r)]:
             found[name] = f"too noisy: {', '.join(noisy)}"
         else:

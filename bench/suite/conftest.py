@@ -65,11 +65,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[RUN] = Run()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(config.getoption("threads") or len(os.sched_getaffinity(0)))
-    # results/<device>/ is the storage's folder, not the name of the interpreter
-    session = getattr(config, "_benchmarksession", None)
-    if session is not None:
-        slug = machine.describe(torch.device("cpu"))["slug"]
-        session.machine_id = session.storage.default_machine_id = slug
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Runs are kept in results/<device>/, not in a folder with the interpreter's name."""
+    benchmarks = session.config._benchmarksession
+    slug = machine.describe(torch.device("cpu"))["slug"]
+    benchmarks.machine_id = benchmarks.storage.default_machine_id = slug
 
 
 def chosen(option: str | None, value: str) -> bool:
@@ -159,10 +161,11 @@ def in_turns(request: pytest.FixtureRequest, run: Run) -> Callable[[turns.Rows],
         run.recorded.append((group.name, item.name, row))
         if row["status"] != "ok":
             # a peer that is not installed or cannot run here stops nothing; ours has to run
-            (pytest.fail if turns.is_ours(candidate) else pytest.skip)(f"{candidate}: {row['error']}")
+            text = f"{candidate}: {row['error']}"
+            pytest.fail(text, pytrace=False) if turns.is_ours(candidate) else pytest.skip(text)
         why = turns.wrong(row)
         if why is not None:  # and so it has no line of speed
-            pytest.fail(f"{candidate}: incorrect: {why}")
+            pytest.fail(f"{candidate}: incorrect: {why}", pytrace=False)
         seconds = [ms * 1e-3 for ms in row["samples_ms"]]
         item.add_marker(pytest.mark.benchmark(group=group.name, timer=turns.ReplayClock(seconds)))
         benchmark = request.getfixturevalue("benchmark")

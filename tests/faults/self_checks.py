@@ -86,6 +86,13 @@ FAULTS = (
 
 SUITE = Suite(
     FAULTS,
-    ("tests/testing", "tests/runtime/test_first_use.py", "tests/runtime/test_dispatch.py"),
+    (
+        *(
+            f"tests/testing/test_{name}.py"
+            for name in ("verdicts", "processes", "warmup", "speed", "error_rule")
+        ),
+        "tests/runtime/test_first_use.py",
+        "tests/runtime/test_dispatch.py",
+    ),
     timeout_s=600.0,
 )

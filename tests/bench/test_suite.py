@@ -1,0 +1,292 @@
+"""The benchmark suite: candidates in turns, what a row may claim, the comparison of two runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import compare
+from bench.lib import kernels, timing, turns
+from fastbert import testing
+from fastbert.backends import aten
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def row(candidate: str, ms: float = 1.0, **facts: object) -> dict:
+    """A measured row."""
+    samples = facts.pop("samples_ms", [ms, ms, ms])
+    timed = {"median_ms": ms, "min_ms": min(samples), "spread": 0.0, "n": len(samples), "inner": 1}
+    return {"candidate": candidate, "status": "ok", "samples_ms": samples} | timed | facts
+
+
+def test_the_replayed_clock_returns_what_was_measured():
+    clock = turns.ReplayClock([0.5, 1e-9, 3.0])
+    found = []
+    for _ in range(3):
+        start = clock()
+        found.append(clock() - start)
+    assert found == [0.5, 1e-9, 3.0]
+    with pytest.raises(RuntimeError, match="every measured duration has been read"):
+        clock()
+
+
+def test_samples_are_kept_in_their_order():
+    timed = timing.summarise([3.0, 1.0, 2.0], 1, "wall")
+    assert timed.samples_ms == (3.0, 1.0, 2.0)
+    assert timed.median_ms == 2.0
+
+
+def test_each_sample_is_taken_within_its_candidates_context():
+    events = []
+
+    class Pin:
+        def __enter__(self):
+            events.append("in")
+
+        def __exit__(self, *error):
+            events.append("out")
+
+    calls = {name: lambda name=name: events.append(name) for name in "ab"}
+    timing.interleave(calls, "cpu", samples=(2, 2), warmup=0, inner=1, within={"b": Pin})
+    inside = ["in", "out", "a", "in", "b", "out", "a", "in", "b", "out"]
+    assert events == inside  # first its warm-up, of no call
+
+
+def test_ratios_are_of_one_precision_and_honest():
+    rows = [
+        row("fastbert-fp32", 2.0),
+        row("transformers-fp32", 5.0),
+        row("openvino-fp32", 3.0, spread=0.5),
+        row("onnxruntime-fp32", 1.0, cosine=0.5),
+        {"candidate": "torch_compile-fp32", "status": "error", "error": "none"},
+        row("transformers-bf16", 1.0),
+        row("fastbert-bf16", 1.0),
+    ]
+    group = turns.Group("g", [each["candidate"] for each in rows])
+    group.measure(lambda wanted: rows)
+    assert group.rows["fastbert-fp32"]["over"] == {
+        "transformers-fp32": 2.5,
+        "openvino-fp32": "too noisy: openvino-fp32",
+        "onnxruntime-fp32": "incorrect",
+        "torch_compile-fp32": "error",
+    }
+    assert group.rows["fastbert-bf16"]["over"] == {"transformers-bf16": 1.0}
+    assert group.rows["transformers-fp32"]["over"] == {}
+
+
+def test_a_group_is_measured_once_and_a_failure_is_told_to_all():
+    asked = []
+
+    def rows(wanted):
+        asked.append(wanted)
+        raise RuntimeError("planted")
+
+    group = turns.Group("g", ["a-fp32", "b-fp32"])
+    for _ in range(2):
+        group.measure(rows)
+    assert asked == [("a-fp32", "b-fp32")]
+    assert str(group.error) == "planted"
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({"cosine": 0.99995}, None),
+        ({"cosine": float("nan")}, "cosine nan"),
+        ({"cosine": 0.99}, "cosine 0.99"),
+        ({"grad_cosine": 0.5}, "grad_cosine 0.5"),
+        ({"incorrect": "dx: max error 3"}, "dx: max error 3"),
+        ({"incorrect": "", "cosine": 1.0}, None),
+    ],
+)
+def test_what_counts_as_wrong(facts, why):
+    found = turns.wrong(row("fastbert-fp32", **facts))
+    assert found is None if why is None else found.startswith(why)
+
+
+def test_the_parts_of_a_line():
+    plain = row("cpu-fp32", 0.5, gflops=12.0, of_roof=0.5, over={"aten-fp32": 2.0, "torch-fp32": "error"})
+    expected = "500.0 us | 12.0 GFLOP/s | 50% of roof | ±0% | 2.00 x aten-fp32, torch-fp32: error"
+    assert " | ".join(part.strip() for part in turns.told(plain)) == expected
+
+
+def test_a_wrong_kernel_is_reported(monkeypatch):
+    case = testing.bench_cases("packing", (5, 3))[0]
+    assert kernels.incorrect(case, "aten", torch.float32, "cpu") == ""
+    right = aten.packing_fwd
+    monkeypatch.setattr(aten, "packing_fwd", lambda *a, **k: right(*a, **k) * 1.5)
+    assert "max error" in kernels.incorrect(case, "aten", torch.float32, "cpu")
+
+
+def test_a_hole_in_an_output_is_reported(monkeypatch):
+    case = testing.bench_cases("packing", (5, 3))[0]
+    monkeypatch.setattr(aten, "packing_fwd", lambda x, indices: x.new_empty(len(indices), *x.shape[1:]))
+    assert "NaN" in kernels.incorrect(case, "aten", torch.float32, "cpu")
+
+
+# ---- the suite as pytest runs it ----
+
+PLANTED = """
+import pytest
+ROWS = {ROWS}
+@pytest.mark.parametrize("candidate", [r["candidate"] for r in ROWS])
+def test_planted(in_turns, candidate):
+    in_turns(lambda wanted: (r for r in ROWS if r["candidate"] in wanted))
+"""
+
+
+def run_suite(folder: Path, rows: list[dict], *options: str) -> tuple[str, dict]:
+    """What pytest prints for a suite of planted rows, and its JSON."""
+    (folder / "test_planted.py").write_text(PLANTED.replace("{ROWS}", repr(rows)))
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "bench.suite.conftest", "--benchmark-quiet"]
+    command += ["--benchmark-json=found.json", f"--benchmark-storage=file://{folder / 'kept'}", *options]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    file = folder / "found.json"
+    return done.stdout + done.stderr, json.loads(file.read_text()) if file.exists() else {}
+
+
+def test_pytest_benchmark_has_the_samples_and_wrong_rows_have_no_time(tmp_path):
+    rows = [
+        row("fastbert-fp32", 2.0, samples_ms=[1.0, 2.0, 4.0], tokens_per_s=7.0),
+        row("transformers-fp32", 5.0),
+        row("fastbert-bf16", 1.0, cosine=0.5),
+        {"candidate": "openvino-fp32", "status": "error", "error": "not installed"},
+        {"candidate": "fastbert-int8", "status": "error", "error": "planted"},
+    ]
+    text, data = run_suite(tmp_path, rows, "--benchmark-autosave")
+    assert "2 failed, 2 passed, 1 skipped" in text
+    found = {each["extra_info"]["candidate"]: each for each in data["benchmarks"]}
+    assert set(found) == {"fastbert-fp32", "transformers-fp32"}
+    assert found["fastbert-fp32"]["stats"]["data"] == [0.001, 0.002, 0.004]
+    assert found["fastbert-fp32"]["group"] == "planted"
+    assert found["fastbert-fp32"]["extra_info"]["over"]["transformers-fp32"] == 2.5
+    without = {each["name"]: each["why"] for each in data["fastbert"]["without_a_time"]}
+    assert without == {
+        "test_planted[fastbert-bf16]": "incorrect: cosine 0.50000, at least 0.995 expected",
+        "test_planted[openvino-fp32]": "not installed",
+        "test_planted[fastbert-int8]": "planted",
+    }
+    assert "incorrect: cosine" in text
+    assert "# planted: fastbert-fp32, transformers-fp32" in text  # progress
+    (kept,) = (tmp_path / "kept").rglob("*.json")
+    assert kept.parent.name == data["machine_info"]["slug"]
+    assert data["fastbert"]["commit"] is None or len(data["fastbert"]["commit"]) == 40
+
+
+@pytest.mark.parametrize(
+    ("options", "candidates"),
+    [
+        (["--peers"], ["fastbert-bf16", "fastbert-fp32"]),
+        (["--peers=none"], ["fastbert-bf16", "fastbert-fp32"]),
+        (["--peers=openv"], ["fastbert-bf16", "fastbert-fp32", "openvino-fp32"]),
+        (["--dtype=bf16"], ["fastbert-bf16"]),
+    ],
+)
+def test_options_choose(tmp_path, options, candidates):
+    names = ("fastbert-fp32", "fastbert-bf16", "transformers-fp32", "openvino-fp32")
+    _, data = run_suite(tmp_path, [row(name) for name in names], *options)
+    assert sorted(each["extra_info"]["candidate"] for each in data["benchmarks"]) == candidates
+
+
+def test_files_of_the_suite_are_collected_with_unique_names():
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "bench/suite", "--everything"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    names = [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
+    assert len(names) > 500, done.stdout[-2000:]
+    assert len(set(names)) == len(names)
+    assert any("layer_norm-cpu-bf16-" in name for name in names)
+
+
+def test_a_planted_wrong_kernel_has_no_line_of_speed(tmp_path):
+    (tmp_path / "planted.py").write_text(
+        "import fastbert.backends.aten as aten\n"
+        "right = aten.packing_fwd\n"
+        "aten.packing_fwd = lambda *a, **k: right(*a, **k) + 1\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "planted", "--smoke", "-k", "packing and fp32-"]
+    command += ["bench/suite/test_ops.py", "--samples=1", f"--benchmark-json={tmp_path / 'found.json'}"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    data = json.loads((tmp_path / "found.json").read_text())
+    timed = {each["extra_info"]["backend"] for each in data["benchmarks"]}
+    assert "aten" not in timed, done.stdout[-3000:]
+    assert "torch" in timed
+    assert "aten-fp32: incorrect: pack: max error" in done.stdout, done.stdout[-3000:]
+    assert all("aten" in each["name"] for each in data["fastbert"]["without_a_time"])
+
+
+# ---- two runs compared ----
+
+
+def file_of(path: Path, times: dict[str, float], noise: float = 0.0) -> Path:
+    """A file of the suite; name -> median in seconds, of candidates in one group."""
+    benchmarks = [
+        {
+            "name": name,
+            "fullname": f"suite::{name}",
+            "group": "g",
+            "params": {"candidate": name},
+            "stats": {"median": seconds, "min": seconds * (1 - noise)},
+            "extra_info": {"candidate": name},
+        }
+        for name, seconds in times.items()
+    ]
+    path.write_text(json.dumps({"benchmarks": benchmarks}))
+    return path
+
+
+BEFORE = {"cpu-fp32": 1.0, "cpu-bf16": 0.5, "torch-fp32": 2.0, "aten-fp32": 2.2}
+
+
+@pytest.mark.parametrize(
+    ("after", "status", "verdict"),
+    [
+        (BEFORE, 0, "0 of ours are slower, 0 faster, 0 gone"),
+        (BEFORE | {"cpu-fp32": 1.2}, 1, "1 of ours are slower"),
+        (BEFORE | {"cpu-fp32": 1.1}, 0, "0 of ours are slower"),
+        (
+            {name: 1.3 * t for name, t in BEFORE.items() if name != "cpu-bf16"} | {"cpu-bf16": 0.5},
+            0,
+            "0 of ours",
+        ),
+        (BEFORE | {"torch-fp32": 4.0}, 0, "0 of ours are slower"),  # a peer's own matter
+        (BEFORE | {"cpu-fp32": 0.7}, 0, "1 faster"),
+        ({name: t for name, t in BEFORE.items() if name != "cpu-fp32"}, 1, "1 gone"),
+        (BEFORE | {"cpu-fp16": 1.0}, 0, "0 gone"),
+    ],
+)
+def test_a_slower_kernel_is_flagged_and_a_slower_machine_is_not(tmp_path, capsys, after, status, verdict):
+    files = [str(file_of(tmp_path / f"{i}.json", times)) for i, times in enumerate((BEFORE, after))]
+    assert compare.main(files) == status
+    out = capsys.readouterr().out
+    assert verdict in out.splitlines()[-1]
+    assert ("SLOWER" in out) == ("1 of ours are slower" in verdict)
+
+
+def test_one_disturbed_run_raises_no_flag(tmp_path):
+    before = file_of(tmp_path / "before.json", {"cpu-fp32": 1.0})
+    after = file_of(tmp_path / "after.json", {"cpu-fp32": 1.4}, noise=0.3)  # its least time is 0.98
+    assert compare.main([str(before), str(after)]) == 0
+
+
+def test_bad_files_and_thresholds_are_named(tmp_path, capsys):
+    good = str(file_of(tmp_path / "good.json", {"cpu-fp32": 1.0}))
+    other = str(file_of(tmp_path / "other.json", {"cpu-bf16": 1.0}))
+    (tmp_path / "bad.json").write_text("{}")
+    for path in ("bad.json", "none.json"):
+        assert compare.main([good, str(tmp_path / path)]) == 2
+        assert f"{path}: expected a JSON file of the benchmark suite" in capsys.readouterr().err
+    assert compare.main([good, other]) == 2
+    assert "have no benchmark in common" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        compare.main([good, good, "--threshold", "0"])
+    assert "--threshold: got 0, expected more than 0 percent" in capsys.readouterr().err
