@@ -34,7 +34,6 @@ import contextlib
 import functools
 import importlib
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -51,11 +50,11 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 
 import torch  # noqa: E402
 
-from bench.lib import lines  # noqa: E402
 from bench.lib.machine import describe  # noqa: E402
 from bench.lib.probe_steps import reason_of  # noqa: E402
 from bench.lib.report import Report, write_atomically  # noqa: E402
 from bench.lib.timing import interleave, rotations, synchronize  # noqa: E402
+from bench.lib.tuned import merge, read_table, with_entry  # noqa: E402
 from bench.lib.workloads import MODELS  # noqa: E402
 from fastbert import testing  # noqa: E402
 from fastbert.kernels import tuning  # noqa: E402
@@ -738,50 +737,7 @@ def label(config: Any) -> str:
     return "_".join("n" if value is None else str(int(value)) for value in config)
 
 
-# ---- The table ----
-
-
-def read_table(path: Path, name: str) -> dict:
-    """What the file holds. Raises if it belongs to another device."""
-    if not path.exists():
-        return {"device": name}
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"--out {path}: is no JSON: {error}") from error
-    if not isinstance(table, dict) or table.get("device") != name:
-        whose = table.get("device") if isinstance(table, dict) else None
-        raise ValueError(f"--out {path}: is the table of {whose!r}, not of {name!r}")
-    return table
-
-
-def with_entry(table: dict, entry: list, config: dict) -> dict:
-    """The table with one more entry, or a newer one; sorted, so that two runs differ in configs only."""
-    op, key, bucket = entry
-    buckets = table.get(op, {}).get(key, {}) | {str(bucket): config}
-    keys = table.get(op, {}) | {key: {b: buckets[b] for b in sorted(buckets, key=int)}}
-    table = table | {op: {key: keys[key] for key in sorted(keys)}}
-    return {"device": table["device"], **{op: table[op] for op in sorted(table) if op != "device"}}
-
-
-def merge(record: Path, path: Path | None = None) -> tuple[Path, int]:
-    """Take the entries of a run's `--json` file into the table; the table's path and how many there were.
-
-    Raises:
-        ValueError: the file is of no run on a GPU, or the table is of another one.
-    """
-    data = lines.read(record) if record.suffix == ".jsonl" else json.loads(record.read_text(encoding="utf-8"))
-    where = data.get("environment", {})
-    if where.get("device_type") != "cuda":
-        raise ValueError(f"--merge {record}: is of no run on a GPU")
-    path = path or tuning.file_of(where["device"])
-    table = read_table(path, where["device"])
-    entries = [row for row in data["rows"] if row.get("step") == "tuning" and "config" in row]
-    for row in entries:
-        table = with_entry(table, row["entry"], row["config"])
-    if entries:
-        write_atomically(path, table)
-    return path, len(entries)
+# ---- The command ----
 
 
 def line(row: dict) -> str:

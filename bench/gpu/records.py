@@ -13,9 +13,10 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from bench import bench_training, tune
+from bench import bench_training
 from bench.gpu.encoder import ratios
 from bench.lib import lines, served
+from bench.lib import tuned as tuned_table
 from bench.lib.machine import commit_here
 from bench.lib.report import write_atomically
 from bench.lib.roofs import TAGS
@@ -139,7 +140,7 @@ def merge(paths: Path | Iterable[Path], results: Path = RESULTS, tuned: Path | N
         written = [written_run(name, run, environments[0], results) for name, run in runs.items()]
         for folder in folders:
             if (folder / "tuning.jsonl").is_file():
-                path, count = tune.merge(folder / "tuning.jsonl", tuned)
+                path, count = tuned_table.merge(folder / "tuning.jsonl", tuned)
                 written += [path] * (count > 0 and path not in written)
     return written
 

@@ -256,7 +256,7 @@ def test_large_scores_do_not_overflow(scale, with_bias):
     call.check(0.25)  # dS sums to 0, and is rounded before it meets keys of 28
 
 
-SHAPES = itertools.product([1, 3], [1, 2], [1, 70], [1, 70])
+SHAPES = list(itertools.product([1, 3], [1, 2], [1, 70], [1, 70]))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -321,7 +321,7 @@ ADD = "atom.global.gpu.acq_rel.add.u32"
 ATOMICS = [ADD, "atom.global.add.u32", "red.global.add.u32", "atom.shared.add.u32", "atom.global.add.f32"]
 
 
-@pytest.mark.parametrize(("form", "blocks"), itertools.product(ATOMICS, (1, 3)))
+@pytest.mark.parametrize(("form", "blocks"), list(itertools.product(ATOMICS, (1, 3))))
 def test_atomics_count(form, blocks):
     """Every lane gets another number, and the sum counts all; for those that the emulator knows."""
     shared = ".shared" in form
