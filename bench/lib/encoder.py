@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
@@ -34,21 +34,21 @@ class Engines:
     """The engines of one model at a time, each built once: a model that is asked for replaces the one before.
 
     Args:
-        folder: for exported models.
+        bank_of: makes what builds a model's engines by name: a `Bank`, or that of bench/gpu/engines.py.
     """
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, bank_of: Callable[[workloads.Model], Bank]):
+        self.bank_of = bank_of
+        self._model: workloads.Model | None = None
         self._bank: Bank | None = None
         self._built: dict[str, Forward | str] = {}
 
     def of(self, model: workloads.Model, wanted: tuple[str, ...]) -> dict[str, Forward | str]:
         """Engine -> its forward, or the reason why there is none."""
-        if self._bank is None or self._bank.model != model:
-            self._bank, self._built = None, {}
-            folder = self.folder / model.name
-            folder.mkdir(exist_ok=True)
-            self._bank = Bank(model, torch.get_num_threads(), folder)
+        if self._model != model:
+            self._bank, self._built = None, {}  # the old weights go before the new ones come
+            gc.collect()
+            self._bank, self._model = self.bank_of(model), model
         self._built |= build(self._bank, tuple(name for name in wanted if name not in self._built))
         return {name: self._built[name] for name in wanted}
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 NOISY = 0.15
 # The least mean cosine of an encoder's vectors, or of a gradient, to fp32's that counts as right.
 LEAST_COSINE = {"fp32": 0.9999, "bf16": 0.995, "int8": 0.97}
-OURS = ("fastbert", "accelerated", "cpu", "triton", "cuda", "shared")
+OURS = ("fastbert", "fastbert_graphs", "accelerated", "cpu", "triton", "cuda", "shared")
 
 Rows = Callable[[tuple[str, ...]], Iterable[dict]]
 

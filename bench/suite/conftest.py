@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.lib import encoder, machine, roofs, turns
-from bench.lib.engines import PACKAGES
+from bench.gpu import engines as gpu_engines
+from bench.lib import encoder, machine, roofs, served, turns, workloads
+from bench.lib.engines import PACKAGES, Bank, compile_cache
 from bench.lib.report import count
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +32,7 @@ class Run:
 
     groups: dict[str, turns.Group] = field(default_factory=dict)
     roofs: roofs.Roofs | None = None
+    self_checks: list[dict] = field(default_factory=list)  # on a GPU
     recorded: list[tuple[str, str, dict]] = field(default_factory=list)  # (group, test, row)
     begin: float = field(default_factory=time.monotonic)
 
@@ -50,6 +52,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         ("--dtype", "fp32, bf16, int8; by commas"),
     ):
         group.addoption(name, help=help_ + " (default: all that the suite has)")
+    group.addoption(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     group.addoption("--threads", type=count, help="of everybody (default: the cores of this process)")
     group.addoption("--samples", type=count, default=7, help="of each candidate of a group")
     group.addoption("--everything", action="store_true", help="also what takes long: over an hour in all")
@@ -61,7 +66,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """One run, on as many threads for everybody as the process may use cores."""
     config.addinivalue_line("markers", "long: left out unless --everything is given")
-    config.addinivalue_line("markers", "cuda: needs a GPU")
+    if config.getoption("device") == "cuda" and not (torch.cuda.is_available() or config.option.collectonly):
+        raise pytest.UsageError("--device: got cuda, but torch finds no CUDA device here")
     config.stash[RUN] = Run()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(config.getoption("threads") or len(os.sched_getaffinity(0)))
@@ -69,8 +75,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Runs are kept in results/<device>/, not in a folder with the interpreter's name."""
+    if session.config.option.collectonly:  # where the device may be missing
+        return
     benchmarks = session.config._benchmarksession
-    slug = machine.describe(torch.device("cpu"))["slug"]
+    slug = machine.describe(torch.device(session.config.getoption("device")))["slug"]
     benchmarks.machine_id = benchmarks.storage.default_machine_id = slug
 
 
@@ -83,8 +91,6 @@ def wanted(item: pytest.Item, config: pytest.Config) -> bool:
     """Whether the command line asks for this test."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     if item.get_closest_marker("long") and not config.getoption("everything"):
-        return False
-    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         return False
     candidate, peers = params.get("candidate", ""), config.getoption("peers")
     if peers is not None and candidate and not turns.is_ours(candidate):
@@ -127,20 +133,37 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 @pytest.fixture(scope="session")
-def peak(run: Run, request: pytest.FixtureRequest) -> roofs.Roofs:
-    """The roofs of this machine, measured once per run."""
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where everything runs."""
+    return torch.device(request.config.getoption("device"))
+
+
+@pytest.fixture(scope="session")
+def peak(run: Run, device: torch.device, request: pytest.FixtureRequest) -> roofs.Roofs:
+    """The roofs of this machine, measured once per run; on a GPU after every kernel's self-check."""
     if run.roofs is None:
         option = request.config.getoption
+        if device.type == "cuda":
+            say(request.config, "# the self-checks of all kernels")
+            run.self_checks = served.prove(device)
         say(request.config, "# the roofs of this machine")
-        run.roofs = roofs.known_or_measured(option("roofs"), "cpu", option("smoke"), lambda row: None)
+        run.roofs = roofs.known_or_measured(option("roofs"), device, option("smoke"), lambda row: None)
     return run.roofs
 
 
 @pytest.fixture(scope="session")
-def engines() -> Iterator[encoder.Engines]:
+def engines(device: torch.device) -> Iterator[encoder.Engines]:
     """The encoders' engines, those of one model at a time."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield encoder.Engines(Path(folder))
+    with tempfile.TemporaryDirectory() as scratch, compile_cache():
+
+        def bank_of(model: workloads.Model) -> Bank | gpu_engines.Bank:
+            if device.type == "cuda":
+                return gpu_engines.Bank(model, device)
+            folder = Path(scratch, model.name)
+            folder.mkdir(exist_ok=True)
+            return Bank(model, torch.get_num_threads(), folder)
+
+        yield encoder.Engines(bank_of)
 
 
 @pytest.fixture
@@ -148,7 +171,7 @@ def in_turns(request: pytest.FixtureRequest, run: Run) -> Callable[[turns.Rows],
     """Measure this test's group if it is the first of it, and record this test's candidate."""
 
     def record(rows: turns.Rows) -> dict:
-        config, item = request.config, request.node
+        config, item, option = request.config, request.node, request.config.getoption
         candidate, group = item.callspec.params["candidate"], run.groups[group_of(item)]
         if not group.rows and group.error is None:
             say(config, f"# {group.name}: {', '.join(group.candidates)}")
@@ -170,6 +193,9 @@ def in_turns(request: pytest.FixtureRequest, run: Run) -> Callable[[turns.Rows],
         item.add_marker(pytest.mark.benchmark(group=group.name, timer=turns.ReplayClock(seconds)))
         benchmark = request.getfixturevalue("benchmark")
         benchmark.extra_info.update(turns.facts(row))
+        if turns.precision(candidate) in served.DTYPES:  # which backend served each op
+            by = served.backends(candidate, option("device"), turns.precision(candidate))
+            benchmark.extra_info |= {"backends": by} if by else {}
         benchmark.pedantic(lambda: None, rounds=len(seconds), iterations=1)
         return row
 
@@ -185,7 +211,7 @@ def say(config: pytest.Config, text: str) -> None:
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict) -> None:
     """The facts of the machine that the other benchmarks keep, in place of names of hosts."""
-    environment = machine.describe(torch.device("cpu"))
+    environment = machine.describe(torch.device(config.getoption("device")))
     environment["versions"] = {name: machine.package_version(name) for name in PACKAGES}
     machine_info.clear()
     machine_info.update(environment)
@@ -194,13 +220,14 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 def pytest_benchmark_update_json(config: pytest.Config, benchmarks: list, output_json: dict) -> None:
     """What belongs to the run as a whole, and the rows without a time."""
     run, option = config.stash[RUN], config.getoption
-    names = ("peers", "model", "workload", "dtype", "threads", "samples", "everything", "smoke")
+    names = ("device", "peers", "model", "workload", "dtype", "threads", "samples", "everything", "smoke")
     output_json["fastbert"] = {
         "schema": SCHEMA,
         **machine.commit_here(),
         "note": option("note"),
         "settings": {name: option(name) for name in names},
         "roofs": None if run.roofs is None else asdict(run.roofs),
+        "self_checks": run.self_checks,
         "seconds": round(time.monotonic() - run.begin, 1),
         "without_a_time": [
             {"group": group, "name": name, "why": row.get("error") or f"incorrect: {turns.wrong(row)}"}

@@ -7,35 +7,46 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from bench.gpu.engines import ENGINES as GPU_ENGINES
 from bench.lib import encoder, workloads
 from bench.lib.engines import ENGINES, MODELS
 
-# what `make bench` has time for; --everything adds the rest
-SHORT = {"base": ("8x128", "ragged16"), "minilm": ("8x128", "ragged64")}
-WORKLOADS = ("1x128", "1x512", "8x128", "ragged16", "ragged64")
+WORKLOADS = {"cpu": ("1x128", "1x512", "8x128", "ragged16", "ragged64"), "cuda": ("full", "squad")}
+# device -> model -> what `make bench` has time for; --everything adds the rest
+SHORT = {
+    "cpu": {"base": ("8x128", "ragged16"), "minilm": ("8x128", "ragged64")},
+    "cuda": {"base": ("full", "squad"), "large": ("full", "squad")},
+}
+CANDIDATES = {"cpu": ENGINES, "cuda": GPU_ENGINES}
 COMPILED = "torch_compile"
+SETS = {"cpu": 1, "cuda": 4}  # batches that the samples rotate through
 
 
-def cases() -> Iterator[object]:
+def cases(device: str) -> Iterator[object]:
     """(model, workload, candidate), the workloads of one model together: its engines are built once."""
-    for model in ("base", "minilm"):
-        for workload in WORKLOADS:
-            for candidate in ENGINES:
-                rare = workload not in SHORT[model] or candidate.startswith(COMPILED)
+    for model, short in SHORT[device].items():
+        for workload in WORKLOADS[device]:
+            for candidate in CANDIDATES[device]:
+                rare = workload not in short or candidate.startswith(COMPILED)
                 marks = [pytest.mark.long] if rare else []
                 yield pytest.param(
                     model, workload, candidate, marks=marks, id=f"encoder-{candidate}-{model}-{workload}"
                 )
 
 
-@pytest.mark.parametrize(("model", "workload", "candidate"), list(cases()))
-def test_encoder(in_turns, peak, engines, request, model, workload, candidate):
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    found = list(cases(metafunc.config.getoption("device")))
+    metafunc.parametrize(("model", "workload", "candidate"), found)
+
+
+def test_encoder(in_turns, peak, engines, device, request, model, workload, candidate):
     option = request.config.getoption
     size = workloads.TINY if option("smoke") else MODELS[model]
 
     def rows(wanted: tuple[str, ...]) -> Iterator[dict]:
         forwards = engines.of(size, wanted)
-        yield from encoder.bench_encoder(size, workload, forwards, peak, samples=option("samples"))
+        options = {"device": device, "samples": option("samples"), "sets": SETS[device.type]}
+        yield from encoder.bench_encoder(size, workload, forwards, peak, **options)
         torch._dynamo.reset()  # every shape is compiled for itself, and kept until here
 
     in_turns(rows)

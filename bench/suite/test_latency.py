@@ -7,19 +7,25 @@ from collections.abc import Iterator
 
 import pytest
 
+from bench.gpu.engines import ENGINES as GPU_ENGINES
 from bench.lib import encoder, workloads
 from bench.lib.engines import ENGINES, MODELS
 
 SAMPLES = 4  # times --samples: the last percentiles need more of them
-# one sequence, by its length in tokens; --everything adds the longer ones
-LENGTHS, SHORT = (16, 128, 384), {"base": (128,), "minilm": (16, 128)}
+LENGTHS = (16, 128, 384)  # of the one sequence, in tokens
+# device -> model -> lengths that `make bench` has time for; --everything adds the rest
+SHORT = {
+    "cpu": {"base": (128,), "minilm": (16, 128)},
+    "cuda": {"base": (128, 384), "large": (128, 384)},
+}
+CANDIDATES = {"cpu": ENGINES, "cuda": GPU_ENGINES}
 
 
-def cases() -> Iterator[object]:
-    """(model, length, candidate); torch.compile is measured by the encoder's benchmark."""
-    for model, short in SHORT.items():
+def cases(device: str) -> Iterator[object]:
+    """(model, workload, candidate); torch.compile is measured by the encoder's benchmark."""
+    for model, short in SHORT[device].items():
         for length in LENGTHS:
-            for candidate in ENGINES:
+            for candidate in CANDIDATES[device]:
                 if not candidate.startswith("torch_compile"):
                     marks = [] if length in short else [pytest.mark.long]
                     yield pytest.param(
@@ -31,8 +37,12 @@ def cases() -> Iterator[object]:
                     )
 
 
-@pytest.mark.parametrize(("model", "workload", "candidate"), list(cases()))
-def test_latency(in_turns, peak, engines, request, model, workload, candidate):
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    found = list(cases(metafunc.config.getoption("device")))
+    metafunc.parametrize(("model", "workload", "candidate"), found)
+
+
+def test_latency(in_turns, peak, engines, device, request, model, workload, candidate):
     option = request.config.getoption
     size = workloads.TINY if option("smoke") else MODELS[model]
     lengths = (int(workload.removeprefix("1x")),)
@@ -45,6 +55,7 @@ def test_latency(in_turns, peak, engines, request, model, workload, candidate):
             peak,
             samples=SAMPLES * option("samples"),
             lengths=lengths,
+            device=device,
         )
         for row in found:
             if row["status"] == "ok":

@@ -11,23 +11,23 @@ from bench.lib import kernels, workloads
 from fastbert import testing
 from fastbert.runtime import dispatch
 
-CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WORKLOADS = {"cpu": ("1x128", "1x512", "8x128", "ragged16"), "cuda": ("full", "squad", "latency-128")}
 # what `make bench` has time for; --everything adds the rest
-SHORT, WORKLOADS = ("8x128",), ("1x128", "1x512", "8x128", "ragged16")
+SHORT = {"cpu": ("8x128",), "cuda": ("full", "squad")}
 
 
-def cases() -> Iterator[object]:
+def cases(device: torch.device) -> Iterator[object]:
     """(op, workload, the case's id, dtype, pass, candidate)."""
     for op in dispatch.OPS:
-        for workload in WORKLOADS:
+        for workload in WORKLOADS[device.type]:
             for case in testing.bench_cases(op, workloads.lengths(workload)):
                 for tag, dtype in DTYPES.items():
                     for which in kernels.PASSES:
                         if which == "backward" and op in dispatch.INFERENCE_ONLY:
                             continue
-                        for backend in [*kernels.timed_backends(op, CPU, dtype), "torch"]:
-                            marks = [] if workload in SHORT else [pytest.mark.long]
+                        for backend in [*kernels.timed_backends(op, device, dtype), "torch"]:
+                            marks = [] if workload in SHORT[device.type] else [pytest.mark.long]
                             yield pytest.param(
                                 op,
                                 workload,
@@ -46,8 +46,12 @@ def correctness() -> dict[tuple, str]:
     return {}
 
 
-@pytest.mark.parametrize(("op", "workload", "case", "dtype", "which", "candidate"), list(cases()))
-def test_ops(in_turns, peak, correctness, request, op, workload, case, dtype, which, candidate):
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    found = list(cases(torch.device(metafunc.config.getoption("device"))))
+    metafunc.parametrize(("op", "workload", "case", "dtype", "which", "candidate"), found)
+
+
+def test_ops(in_turns, peak, correctness, device, request, op, workload, case, dtype, which, candidate):
     (found,) = (c for c in testing.bench_cases(op, workloads.lengths(workload)) if c.id == case)
 
     def rows(wanted: tuple[str, ...]) -> Iterator[dict]:
@@ -58,12 +62,12 @@ def test_ops(in_turns, peak, correctness, request, op, workload, case, dtype, wh
             "samples": request.config.getoption("samples"),
         }
         measured = kernels.bench_case(
-            found, workload, DTYPES[dtype], CPU, which == "backward", peak, **options
+            found, workload, DTYPES[dtype], device, which == "backward", peak, **options
         )
         for row in measured:
             key = (op, workload, case, dtype, row["backend"])
             if row["backend"] != "torch" and key not in correctness:
-                correctness[key] = kernels.incorrect(found, row["backend"], DTYPES[dtype], CPU)
+                correctness[key] = kernels.incorrect(found, row["backend"], DTYPES[dtype], device)
             yield row | {"incorrect": correctness.get(key, "")}
 
     in_turns(rows)

@@ -197,13 +197,17 @@ def test_options_choose(tmp_path, options, candidates):
     assert sorted(each["extra_info"]["candidate"] for each in data["benchmarks"]) == candidates
 
 
-def test_files_of_the_suite_are_collected_with_unique_names():
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_files_of_the_suite_are_collected_with_unique_names(device):
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "bench/suite", "--everything"]
+    command += ["--device", device]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     names = [line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line]
     assert len(names) > 500, done.stdout[-2000:]
     assert len(set(names)) == len(names)
-    assert any("layer_norm-cpu-bf16-" in name for name in names)
+    ours = {"cpu": "cpu", "cuda": "triton"}[device]
+    assert any(f"layer_norm-{ours}-bf16-" in name for name in names)
+    assert any("encoder-fastbert-bf16-base-" in name for name in names)
 
 
 def test_a_planted_wrong_kernel_has_no_line_of_speed(tmp_path):
