@@ -192,7 +192,12 @@ def pytest_benchmark_update_json(config: pytest.Config, benchmarks: list, output
         "roofs": None if run.roofs is None else asdict(run.roofs),
         "seconds": round(time.monotonic() - run.begin, 1),
         "without_a_time": [
-            {"group": group, "name": name, "why": row.get("error") or f"incorrect: {turns.wrong(row)}"}
+            {
+                "group": group,
+                "name": name,
+                "candidate": row["candidate"],
+                "why": row.get("error") or f"incorrect: {turns.wrong(row)}",
+            }
             for group, name, row in run.recorded
             if row["status"] != "ok" or turns.wrong(row)
         ],
