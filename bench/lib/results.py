@@ -61,6 +61,7 @@ class Run:
         changed: whether tracked files differed from the commit; None where git could not tell.
         machine: as bench/lib/machine.describe returns it.
         without_a_time: {"group", "candidate", "why"} of each that failed or was wrong.
+        memory: {"group", "candidate", "peak_mib", "above_mib", "over"} of each process that was measured.
     """
 
     path: Path
@@ -73,6 +74,7 @@ class Run:
     roofs: Roofs | None
     benchmarks: tuple[Benchmark, ...]
     without_a_time: tuple[Mapping[str, str], ...] = ()
+    memory: tuple[Mapping[str, Any], ...] = ()
 
     def of(self, kind: str) -> list[Benchmark]:
         """The benchmarks of one kind."""
@@ -124,6 +126,7 @@ def read(path: Path) -> Run:
             for each in data["benchmarks"]
         ),
         without_a_time=tuple(ours["without_a_time"]),
+        memory=tuple(ours.get("memory", ())),
     )
 
 

@@ -41,8 +41,8 @@ def short_names(benchmarks: Iterable[Benchmark]) -> dict[tuple[str, str], str]:
 def roofline(run: Run, workload: str) -> matplotlib.figure.Figure:
     """Arithmetic intensity against the rate achieved, of every op of one workload.
 
-    A panel per pass and dtype. A thin line joins those that did the same work; its number is explained in the
-    panel. The last column has the ops that do no arithmetic, by bytes per second.
+    A panel per pass and dtype. A thin line joins those that did the same work; the key below says what its
+    number means. The last column has the ops that do no arithmetic, by bytes per second.
 
     Raises:
         ValueError: the run has no roofs.
@@ -76,7 +76,6 @@ def roofline(run: Run, workload: str) -> matplotlib.figure.Figure:
             axes.grid(alpha=0.25)
             roofs = _roof_lines(axes, run, tag, some)
             panels.append((axes, _points(axes, some, numbers), roofs))
-            _key(axes, [f"{numbers[key]}  {names[key]}" for key in numbers if key in _cases(some)])
             axes.set_xlabel("operations per byte moved", fontsize=9)
         if dtypes:
             line[0].set_ylabel("GFLOP/s", fontsize=9)
@@ -84,7 +83,10 @@ def roofline(run: Run, workload: str) -> matplotlib.figure.Figure:
             _moved(line[-1], [each for each in movers if each.extra["pass"] == which], run, names, which)
     present = [name for name in charts.BACKENDS if any(each.extra["backend"] == name for each in rows)]
     handles = [_marker(name) for name in present]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    options = {"frameon": False, "fontsize": 9, "handletextpad": 0.5}
+    grid[0, 0].legend(handles=handles, loc="lower right", **options)
+    meanings = [_number(number, names[key]) for key, number in numbers.items()]
+    figure.legend(handles=meanings, loc="outside lower center", ncols=max(1, len(dtypes) * 2 + 1), **options)
     figure.suptitle(
         f"Every op of {workload} beside the roofs of {charts.machine(run)}\n"
         f"{charts.made(run)}; {charts.batch(rows)}",
@@ -105,6 +107,16 @@ def _marker(backend: str, **options: object) -> Any:
     face = colour if filled else "white"
     return Line2D(
         [], [], ls="none", marker=marker, color=colour, markerfacecolor=face, label=label, **options
+    )
+
+
+def _number(number: int, name: str) -> Any:
+    """A line of the key: what a number in the panels means."""
+    from matplotlib.lines import Line2D
+
+    size = 3.5 + 3 * len(str(number))
+    return Line2D(
+        [], [], ls="none", marker=f"${number}$", color="black", markersize=size, mew=0.3, label=name
     )
 
 
@@ -152,15 +164,6 @@ def _cases(rows: Iterable[Benchmark]) -> dict[tuple[str, str], list[Benchmark]]:
     for each in rows:
         found.setdefault((each.extra["op"], each.extra["case"]), []).append(each)
     return found
-
-
-def _key(axes: matplotlib.axes.Axes, entries: Sequence[str]) -> None:
-    """What the numbers mean, in the corner below the roofs."""
-    box = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 2}
-    where = {"transform": axes.transAxes, "ha": "right", "va": "bottom"}
-    axes.text(
-        0.985, 0.02, "\n".join(entries), fontsize=7.5, bbox=box, zorder=2.5, multialignment="left", **where
-    )
 
 
 def _point(axes: matplotlib.axes.Axes, x: float, y: float, each: Benchmark) -> None:

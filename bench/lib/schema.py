@@ -88,6 +88,9 @@ SUITE = {
         "roofs": Or(ROOFS),
         "seconds": AMOUNT,
         "without_a_time": [{"group": TEXT, "name": TEXT, "candidate": TEXT, "why": TEXT}],
+        "memory?": [
+            {"group": TEXT, "candidate": TEXT, "peak_mib": ABOVE, "above_mib": NUMBER, "over": Each(RATIO)}
+        ],
     },
     "benchmarks": [
         {
@@ -105,6 +108,10 @@ SUITE = {
                 "noisy": FLAG,
                 "spread": AMOUNT,
                 "over": Each(RATIO),
+                **dict.fromkeys(("model?", "workload?"), TEXT),
+                **dict.fromkeys(("tokens?", "padded_tokens?"), WHOLE),
+                **dict.fromkeys(("tokens_per_s?", "samples_per_s?", "floor_ms?"), ABOVE),
+                **dict.fromkeys(("gflops?", "gbs?", "of_roof?", "of_floor?"), AMOUNT),
             },
         }
     ],
@@ -243,15 +250,26 @@ def check(data: Any) -> None:
                 of = f"{amount} and stats.median"
                 _near(f"{at}.extra_info.{rate}", extra[rate], extra[amount] / stats["median"] / unit, of)
     for i, each in enumerate(data["benchmarks"]):
-        for peer, ratio in each["extra_info"]["over"].items():
-            at = f"benchmarks[{i}].extra_info.over.{peer}"
-            if isinstance(ratio, str):
-                continue
-            if (each["group"], peer) not in medians:
-                raise ValueError(f"{at}: a ratio, and {each['group']} has no time of {peer}")
-            if each["group"].split("-")[0] in EXTRA:
-                expected = medians[each["group"], peer] / each["stats"]["median"]
-                _near(at, ratio, expected, f"the medians of {peer} and {each['extra_info']['candidate']}")
+        rate = 1 / each["stats"]["median"] if each["stats"]["median"] else math.inf
+        rates = {key: 1 / median for key, median in medians.items() if median}
+        _check_ratios(f"benchmarks[{i}].extra_info.over", each["group"], each["extra_info"], rate, rates)
+    memory = data["fastbert"].get("memory", [])
+    peaks = {(each["group"], each["candidate"]): each["peak_mib"] for each in memory}
+    for i, each in enumerate(memory):
+        _check_ratios(f"fastbert.memory[{i}].over", each["group"], each, each["peak_mib"], peaks)
+
+
+def _check_ratios(
+    at: str, group: str, row: dict, figure: float, figures: dict[tuple[str, str], float]
+) -> None:
+    """Hold the ratios of one row to the figures of which they are: speeds, or peaks of memory."""
+    for peer, ratio in row["over"].items():
+        if isinstance(ratio, str):
+            continue
+        if (group, peer) not in figures:
+            raise ValueError(f"{at}.{peer}: a ratio, and {group} has no figure of {peer}")
+        of = f"the figures of {row['candidate']} and {peer}"
+        _near(f"{at}.{peer}", ratio, figure / figures[group, peer], of)
 
 
 def check_rows(data: Any) -> None:

@@ -7,13 +7,25 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from bench.lib import results
 from bench.lib.results import Benchmark, Run
+from bench.lib.turns import is_ours
 
 PAGE = Path(__file__).resolve().parents[1] / "README.md"
 COMMAND = "python bench/plot.py tables"
 SECTION = "suite results"
+# key of extra_info -> (decimals, unit): a row shows the first that it has
+RATES = {
+    "samples_per_s": (2, "samples/s"),
+    "packs_per_s": (3, "packs/s"),
+    "sentences_per_s": (0, "sentences/s"),
+    "tokens_per_s": (0, "tokens/s"),
+    "us_per_layer": (2, "µs per layer"),
+    "gflops": (1, "GFLOP/s"),
+    "gbs": (1, "GB/s"),
+}
 
 
 # ---- Markdown ----
@@ -76,13 +88,11 @@ def time_of(each: Benchmark) -> str:
 
 
 def rate_of(each: Benchmark) -> str:
-    """Tokens, arithmetic or bytes per second."""
-    extra = each.extra
-    if "tokens_per_s" in extra:
-        return f"{extra['tokens_per_s']:,.0f} tokens/s"
-    if extra.get("gflops"):
-        return f"{extra['gflops']:,.1f} GFLOP/s"
-    return f"{extra['gbs']:,.1f} GB/s" if extra.get("gbs") else "–"
+    """What was done per second: tokens, sentences, arithmetic, bytes."""
+    for key, (decimals, unit) in RATES.items():
+        if each.extra.get(key):
+            return f"{each.extra[key]:,.{decimals}f} {unit}"
+    return "–"
 
 
 def ratio_cell(value: float | str | None) -> str:
@@ -116,6 +126,20 @@ def kind_table(rows: Iterable[Benchmark]) -> list[str]:
     return table(["group", "ours", "time", "rate", "of roof", *(f"× {name}" for name in peers)], body)
 
 
+def memory_table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A row per process of ours: the peak of its memory, and that over each peer's."""
+    ours = [each for each in rows if is_ours(each["candidate"])]
+    peers = list(dict.fromkeys(name.partition("-")[0] for each in ours for name in each["over"]))
+    body = []
+    for each in ours:
+        over = {name.partition("-")[0]: ratio for name, ratio in each["over"].items()}
+        sizes = [f"{each[key]:,.0f} MiB" for key in ("peak_mib", "above_mib")]
+        group = each["group"].removeprefix("memory-")
+        body.append([group, each["candidate"], *sizes, *(ratio_cell(over.get(name)) for name in peers)])
+    head = ["group", "ours", "peak", "above the loaded model", *(f"of {name}'s" for name in peers)]
+    return table(head, body)
+
+
 def absent(run: Run) -> list[str]:
     """Who has no time and why, those of one reason together."""
     found: dict[tuple[str, str], list[str]] = {}
@@ -140,6 +164,13 @@ def of_run(run: Run) -> list[str]:
             text += [summary, "", *rows, "", "</details>", ""]
         else:
             text += [f"{kind}:", "", *rows, ""]
+    if run.memory:
+        text += [
+            "memory: the peak of the process, and that over the peer's:",
+            "",
+            *memory_table(run.memory),
+            "",
+        ]
     without = absent(run)
     return [*text, *without, ""] if without else text
 

@@ -131,10 +131,13 @@ def test_the_roofline_has_every_op_at_its_place(run):
     assert roof[1:] == [[5.0, 100.0], [roof[2][0], 100.0]]  # the ridge: 100 GFLOP/s at 20 GB/s
     assert roof[0][1] == pytest.approx(20 * roof[0][0])
     texts = [text.get_text() for text in counted.texts]
-    assert texts == ["fp32: 100 GFLOP/s", "memory: 20 GB/s", "1  linear 768\n2  linear 2304-gelu", "1", "2"]
+    assert texts == ["fp32: 100 GFLOP/s", "memory: 20 GB/s", "1", "2"]
     assert [line.get_xdata()[0] for line in moved.lines] == [10.0, 5.0, 20.0]  # packing twice, the memory
     assert [text.get_text() for text in moved.get_yticklabels()] == ["packing\nfp32"]
-    named = [text.get_text() for text in figure.legends[0].get_texts()]
+    meanings = figure.legends[0]
+    assert [handle.get_marker() for handle in meanings.legend_handles] == ["$1$", "$2$"]
+    assert [text.get_text() for text in meanings.get_texts()] == ["linear 768", "linear 2304-gelu"]
+    named = [text.get_text() for text in counted.get_legend().get_texts()]
     assert named == [charts.BACKENDS["cpu"][3], "plain PyTorch"]
 
 

@@ -102,7 +102,7 @@ FAULTS = [
     (
         "benchmarks.0.extra_info.over.transformers-fp32",
         3.0,
-        "got 3, expected 2 from the medians of transform",
+        "got 3, expected 2 from the figures of fastbert",
     ),
     (
         "benchmarks.0.extra_info.over.nobody-fp32",
@@ -114,6 +114,18 @@ FAULTS = [
         True,
         "over.nobody-fp32: got True, expected a ratio above 0",
     ),
+    ("fastbert.memory.0.peak_mib", None, r"fastbert.memory\[0\].peak_mib: missing"),
+    (
+        "fastbert.memory.0.over.transformers-fp32",
+        2.0,
+        r"memory\[0\].over.transformers-fp32: got 2, expected 0.5",
+    ),
+    (
+        "fastbert.memory.1.candidate",
+        "x",
+        r"memory\[0\].over.transformers-fp32: a ratio, and memory-base-ragged",
+    ),
+    ("benchmarks.0.extra_info.gbs", -1.0, r"extra_info.gbs: got -1.0, expected a number of at least 0"),
     ("benchmarks.0.stats.rounds", 7, r"benchmarks\[0\].stats.data: 3 samples, expected stats.rounds"),
     ("benchmarks.0.stats.data.0", 0.5, r"stats.median: got 1, expected 0.99 from stats.data"),
     ("benchmarks.4.extra_info.pass", "sideways", r"pass: got 'sideways', expected forward or backward"),
@@ -218,8 +230,9 @@ def test_tables_of_a_run(tmp_path, capsys):
     assert "| base-ragged16 | fastbert-fp32 | 2,000.0 ms | 1,024 tokens/s | 50% | 4.00 |" in text
     assert "| linear-1024x768x768-fp32-forward | cpu-fp32 | 12.5 ms | 80.0 GFLOP/s | 80% | 1.60 |" in text
     assert "| packing-8x128-fp32-forward | cpu-fp32 | 1,000 µs | 10.0 GB/s | 80% | noisy |" in text
+    assert "| base-ragged64 | fastbert-fp32 | 500 MiB | 100 MiB | 0.50 | error |" in text
     assert "- no time of `openvino-fp32` in encoder-base-8x128: not installed" in text
-    assert "| transformers" not in text  # a peer has no row of its own
+    assert "| transformers-fp32 |" not in text  # a peer has no row of its own
 
 
 def test_tables_say_what_is_noisy_or_wrong():

@@ -65,6 +65,12 @@ def benchmark(group: str, params: dict, extra: dict, seconds: float, over: dict)
     }
 
 
+def memory(candidate: str, peak: float, over: dict) -> dict:
+    """The memory of one process."""
+    sizes = {"peak_mib": peak, "above_mib": peak - 400.0}
+    return {"group": "memory-base-ragged64", "name": "test", "candidate": candidate, "over": over} | sizes
+
+
 def suite_file(
     commit: str = COMMIT, date: str = "2026-11-01T10:00:00+00:00", ours: float = 1.0, slug: str = SLUG
 ) -> dict:
@@ -101,6 +107,10 @@ def suite_file(
             "settings": {"smoke": False, "samples": 3},
             "roofs": ROOFS,
             "seconds": 1.5,
+            "memory": [
+                memory("fastbert-fp32", 500.0, {"transformers-fp32": 0.5, "onnxruntime-fp32": "error"}),
+                memory("transformers-fp32", 1000.0, {}),
+            ],
             "without_a_time": [lost | {"why": "not installed: pip install openvino"}],
         },
         "benchmarks": benchmarks,
