@@ -81,8 +81,9 @@ def roofline(run: Run, workload: str) -> matplotlib.figure.Figure:
             line[0].set_ylabel("GFLOP/s", fontsize=9)
         if movers:
             _moved(line[-1], [each for each in movers if each.extra["pass"] == which], run, names, which)
-    present = [name for name in charts.BACKENDS if any(each.extra["backend"] == name for each in rows)]
-    handles = [_marker(name) for name in present]
+    present = {each.extra["backend"] for each in rows}
+    known = [name for name in charts.BACKENDS if name in present]
+    handles = [_marker(name) for name in (*known, *sorted(present - {*known}))]
     options = {"frameon": False, "fontsize": 9, "handletextpad": 0.5}
     grid[0, 0].legend(handles=handles, loc="lower right", **options)
     meanings = [_number(number, names[key]) for key, number in numbers.items()]

@@ -139,7 +139,7 @@ EXTRA = {
         "dtype": TEXT,
         "backend": TEXT,
         "flops": AMOUNT,
-        "moved_bytes": AMOUNT,
+        "moved_bytes": ABOVE,
         "gflops": AMOUNT,
         "gbs": AMOUNT,
         "of_roof?": AMOUNT,

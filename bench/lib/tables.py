@@ -88,7 +88,9 @@ def time_of(each: Benchmark) -> str:
 
 
 def rate_of(each: Benchmark) -> str:
-    """What was done per second: tokens, sentences, arithmetic, bytes."""
+    """What was done per second: tokens, sentences, arithmetic, bytes; of a latency the 90th percentile."""
+    if "p90_ms" in each.extra:
+        return f"p90 {each.extra['p90_ms']:,.2f} ms"
     for key, (decimals, unit) in RATES.items():
         if each.extra.get(key):
             return f"{each.extra[key]:,.{decimals}f} {unit}"
@@ -136,7 +138,7 @@ def memory_table(rows: Iterable[Mapping[str, Any]]) -> list[str]:
         sizes = [f"{each[key]:,.0f} MiB" for key in ("peak_mib", "above_mib")]
         group = each["group"].removeprefix("memory-")
         body.append([group, each["candidate"], *sizes, *(ratio_cell(over.get(name)) for name in peers)])
-    head = ["group", "ours", "peak", "above the loaded model", *(f"of {name}'s" for name in peers)]
+    head = ["group", "ours", "peak", "above the loaded model", *(f"of that of {name}" for name in peers)]
     return table(head, body)
 
 

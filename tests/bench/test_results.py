@@ -242,7 +242,9 @@ def test_tables_say_what_is_noisy_or_wrong():
     each = results.Benchmark(first["group"], "fastbert-fp32", {}, 1.0, 3, first["extra_info"])
     head, _, row = tables.kind_table([each])
     assert head == "| group | ours | time | rate | of roof | × transformers |"
-    assert row.startswith("| base-8x128 | fastbert-fp32 (incorrect) | ~1,000.0 ms |")
+    assert row.startswith("| base-8x128 | fastbert-fp32 (incorrect) | ~1,000.0 ms | 1,024 tokens/s |")
+    first["extra_info"]["p90_ms"] = 1234.5
+    assert "| p90 1,234.50 ms |" in tables.kind_table([each])[2]
 
 
 def test_without_a_run_the_section_says_so(tmp_path):
