@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import bench_cpu, plot
+from bench import plot
 from bench.lib import charts, labels, results, roofline
 from tests.support import suite_files
 
@@ -253,10 +253,3 @@ def test_without_matplotlib_there_is_a_message(without_matplotlib, tmp_path, cap
         plot.charts(old_rows(), tmp_path)
     assert plot.main([str(tmp_path / "x.json")]) == 2
     assert "no chart: matplotlib is not installed" in capsys.readouterr().err
-
-
-def test_a_run_of_bench_cpu_needs_no_matplotlib(without_matplotlib, tmp_path, capsys):
-    data = old_rows()
-    report = type("Report", (), {"data": data | {"rows": data["rows"][1:4]}})()
-    bench_cpu.finish(report, tmp_path)
-    assert "no chart: matplotlib is not installed" in capsys.readouterr().out
