@@ -1,131 +1,173 @@
-"""One bar chart per model from a file of bench_cpu.py: `python bench/plot.py FILE.json`.
+"""Charts and the page of tables from what the benchmarks keep in bench/results.
 
-One group of bars per workload, one bar per engine: real tokens per second. A line across each group shows the
-floor of each dtype: the tokens per second at which the matrix products of the real tokens alone
-would keep the processor at its measured peak. Needs matplotlib.
+    python bench/plot.py [FILE.json ...] [--out DIR] [--what bars roofline ragged history]
+    python bench/plot.py tables [--check]
+
+The first draws from files of the suite, without a FILE from the newest of this machine, beside the file:
+
+| chart | what |
+|---|---|
+| `bars-MODEL` | real tokens per second of the forward, a bar per candidate, the floors |
+| `roofline-WORKLOAD` | every op: operations per byte against the rate achieved, beside the machine's roofs |
+| `ragged-MODEL` | time against real tokens: who pays for padding |
+| `history-KIND` | speed of each benchmark in all runs of FILE's folder, as a multiple of that in its first |
+
+Of a file of bench_cpu.py it draws the bars, and what else `--what` names except the history. The second
+writes the table in bench/README.md from the newest file of each device; --check writes nothing, and its exit
+status is 1 if the page would change. Charts need matplotlib.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+ROOT = Path(__file__).resolve().parent.parent
+if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
+    sys.path[0] = str(ROOT)
+
+import torch  # noqa: E402
+
+from bench.lib import charts as drawn  # noqa: E402
+from bench.lib import results, roofline, schema, tables  # noqa: E402
+from bench.lib.machine import describe  # noqa: E402
 
 if TYPE_CHECKING:
     import matplotlib.figure
 
-COLOURS = {
-    "fastbert-fp32": "#0b4f8a",
-    "fastbert-bf16": "#2a86d1",
-    "fastbert-int8": "#7fbdf0",
-    "transformers-fp32": "#8a4b0b",
-    "transformers-bf16": "#d9903d",
-    "torch_compile-fp32": "#8a7a0b",
-    "torch_compile-bf16": "#d9c83d",
-    "onnxruntime-fp32": "#2f6b2f",
-    "onnxruntime-int8": "#84c184",
-    "openvino-fp32": "#5c2f7a",
-    "openvino-bf16": "#a97fc6",
-}
-FLOORS = {"fp32": "-", "bf16": "--", "int8": ":"}  # the line of each dtype's floor
-TITLES = {"base": "BERT-base", "large": "BERT-large", "minilm": "MiniLM-L6", "tiny": "a tiny BERT"}
+WHAT = ("bars", "roofline", "ragged", "history")
 
 
-def charts(data: dict, folder: Path, stem: str = "bench_cpu") -> list[Path]:
-    """Draw a PNG for each model that has rows; returns the files.
+def of_run(run: results.Run, what: Iterable[str] = WHAT) -> Iterator[tuple[str, matplotlib.figure.Figure]]:
+    """(name, figure) of each chart of one run that `what` asks for and the run has rows for."""
+    for model in drawn.models(run):
+        if "bars" in what:
+            yield f"bars-{model}", drawn.bars(run, model)
+        rows = [each for each in run.of("encoder") if each.params["model"] == model]
+        if "ragged" in what and not all(map(drawn.is_dense, rows)):
+            yield f"ragged-{model}", drawn.ragged(run, model)
+    for workload in roofline.workloads(run) if "roofline" in what and run.roofs else ():
+        yield f"roofline-{workload}", roofline.roofline(run, workload)
 
-    Args:
-        data: what bench_cpu.py wrote.
-        folder: where the files go, as `<stem>-<model>.png`.
-        stem: the files' first part.
 
-    Raises:
-        RuntimeError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise RuntimeError(
-            f"no chart: matplotlib is not installed: pip install .[bench] ({error})"
-        ) from error
-    rows = [row for row in data["rows"] if row["step"] == "encoder" and row["status"] == "ok"]
+def save(figures: Iterable[tuple[str, matplotlib.figure.Figure]], folder: Path) -> list[Path]:
+    """Write each figure as `<name>.png`; returns the files."""
     written = []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        path = folder / f"{stem}-{model}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        chart(data, model, [row for row in rows if row["model"] == model]).savefig(path, dpi=130)
+    for name, figure in figures:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{name}.png"
+        figure.savefig(path, dpi=130)
         written.append(path)
     return written
 
 
-def chart(data: dict, model: str, rows: list[dict]) -> matplotlib.figure.Figure:
-    """The figure of one model's rows."""
-    from matplotlib.figure import Figure
+def charts(data: dict, folder: Path, stem: str = "bench_cpu", what: Sequence[str] = ("bars",)) -> list[Path]:
+    """Draw what bench_cpu.py wrote, a PNG for each model; returns the files.
 
-    names = list(dict.fromkeys(row["workload"] for row in rows))
-    engines = [name for name in COLOURS if any(row["candidate"] == name for row in rows)]
-    speed = {(row["workload"], row["candidate"]): row["tokens_per_s"] for row in rows}
-    width = 0.86 / len(engines)
-    figure = Figure(figsize=(3.4 + 2.6 * len(names), 6.2), layout="constrained")
-    axes = figure.subplots()
-    for i, engine in enumerate(engines):
-        places = [x - 0.43 + (i + 0.5) * width for x in range(len(names))]
-        heights = [speed.get((name, engine), 0.0) for name in names]
-        axes.bar(places, heights, width * 0.94, label=engine.replace("-", " "), color=COLOURS[engine])
-        for place, height in zip(places, heights, strict=True):
-            if height:
-                axes.text(
-                    place,
-                    height,
-                    f" {height:,.0f}",
-                    rotation=90,
-                    ha="center",
-                    va="bottom",
-                    fontsize=7.5,
-                    bbox={"facecolor": "white", "alpha": 0.7, "pad": 0.5, "edgecolor": "none"},
-                    zorder=3,
-                )
-    floors = {row["workload"]: row["floor_tokens_per_s"] for row in rows}
-    # a floor far above the bars would make them too short to read: an arrow names it instead
-    top = 1.22 * max(*speed.values(), *(floor[tag] for floor in floors.values() for tag in ("fp32", "bf16")))
-    for x, name in enumerate(names):
-        beyond = []
-        for tag, style in FLOORS.items():
-            label = f"floor {tag}: {data['roofs']['gflops'][tag]:,.0f} GFLOP/s" if x == 0 else None
-            height = floors[name][tag]
-            axes.hlines(height, x - 0.46, x + 0.46, "black", style, lw=1.3, label=label)
-            if height > top:
-                beyond.append(f"floor {tag} {height:,.0f} ↑")
-        axes.text(x, 0.985 * top, "\n".join(beyond), ha="center", va="top", fontsize=8.5)
-    axes.set_xticks(range(len(names)), names)
-    axes.set_ylabel("real tokens per second (padding does not count)")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.margins(x=0.01)
-    axes.set_ylim(0, top)
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
-    environment = data["environment"]
-    samples = min(row["n"] for row in rows)
-    axes.set_title(
-        f"{TITLES.get(model, model)} forward on {environment['threads']} threads of {environment['device']}\n"
-        f"one run, interleaved, medians of at least {samples}; {data['date'][:10]}",
-        fontsize=11,
-    )
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9, frameon=False)
-    return figure
+    Args:
+        data: the file's content.
+        folder: where the charts go, as `<stem>-<model>.png`.
+        stem: the files' first part.
+        what: also "roofline", "ragged".
+
+    Raises:
+        RuntimeError: matplotlib is not installed.
+    """
+    drawn.require_matplotlib()
+    run = results.of_rows(data, folder / f"{stem}.json")
+    names = ((name.removeprefix("bars-"), figure) for name, figure in of_run(run, what))
+    return save(((f"{stem}-{name}", figure) for name, figure in names), folder)
 
 
-def main() -> int:
-    """Draw the charts of a file beside it."""
+def here() -> Path:
+    """The newest file of the suite on this machine. Raises ValueError where there is none."""
+    folder = results.RESULTS / str(describe(torch.device("cpu"))["slug"])
+    runs = results.read_all(folder)
+    if not runs:
+        raise ValueError(f"{folder}: no run of the suite there, expected {results.SUITE_FILES} or a FILE")
+    return runs[-1].path
+
+
+def draw(files: Sequence[Path], out: Path | None, what: Sequence[str] | None) -> list[Path]:
+    """Draw the charts of files; returns the pictures.
+
+    Args:
+        files: of the suite, or of bench_cpu.py.
+        out: instead of each file's own folder.
+        what: of WHAT; None: all, or of a file of bench_cpu.py the bars.
+
+    Raises:
+        RuntimeError: matplotlib is not installed.
+        ValueError: naming a file and the key that is wrong in it.
+    """
+    drawn.require_matplotlib()
+    written: list[Path] = []
+    runs: dict[Path, results.Run] = {}
+    for path in files:
+        folder = out or path.parent
+        data = results.load(path)
+        if isinstance(data, dict) and "rows" in data:
+            try:
+                schema.check_rows(data)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
+            written += charts(data, folder, path.stem, what or ("bars",))
+            continue
+        run = runs[path.resolve()] = results.read(path)
+        before = f"{path.stem}-" if len(files) > 1 else ""
+        found = of_run(run, what or WHAT)
+        pictures = save(((before + name, figure) for name, figure in found), folder)
+        if not pictures and what and "history" not in what:
+            raise ValueError(f"{path}: it has no rows for --what {' '.join(what)}")
+        written += pictures
+    if "history" in (what or WHAT):
+        written += histories(runs, out)
+    return written
+
+
+def histories(runs: dict[Path, results.Run], out: Path | None) -> list[Path]:
+    """The histories of the runs, and of all others in their folders: a chart of each kind.
+
+    Runs on other machines or with other threads, and smoke runs, have histories of their own.
+    """
+    found = dict(runs)
+    for folder in dict.fromkeys(path.parent for path in runs):
+        found |= {run.path.resolve(): run for run in results.read_all(folder)}
+    written: list[Path] = []
+    alike: dict[str, list[results.Run]] = {}
+    for run in found.values():
+        conditions = f"{run.machine['slug']}-{run.machine['threads']}t{'-smoke' * run.smoke}"
+        alike.setdefault(conditions, []).append(run)
+    for conditions, some in alike.items():
+        if len(some) < 2:
+            print(f"plot: no history: {some[0].path} is the only run of {conditions}", file=sys.stderr)
+            continue
+        some = results.in_order(some)
+        before = f"{conditions}-" if len(alike) > 1 else ""
+        figures = ((f"{before}history-{kind}", drawn.history(some, kind)) for kind in drawn.kinds(some))
+        written += save(figures, out or some[-1].path.parent)
+    return written
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Draw the charts of files, or write the tables."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["tables"]:
+        return tables.main(argv[1:])
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", type=Path, help="what bench_cpu.py wrote")
-    args = parser.parse_args()
+    parser.add_argument(
+        "files", type=Path, nargs="*", metavar="FILE", help="of the suite, or of bench_cpu.py"
+    )
+    parser.add_argument("--out", type=Path, help="folder of the pictures (default: the file's)")
+    parser.add_argument("--what", nargs="+", choices=WHAT, help="which charts (default: all)")
+    args = parser.parse_args(argv)
     try:
-        for path in charts(json.loads(args.file.read_text()), args.file.parent, args.file.stem):
+        for path in draw(args.files or [here()], args.out, args.what):
             print(path)
     except (OSError, ValueError, RuntimeError) as error:
         print(f"plot: {error}", file=sys.stderr)

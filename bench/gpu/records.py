@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import datetime
 import json
-import re
 import sys
 import tarfile
 import tempfile
@@ -15,11 +14,12 @@ from pathlib import Path
 
 from bench import bench_training
 from bench.gpu.encoder import ratios
-from bench.lib import lines, served
+from bench.lib import lines, served, tables
 from bench.lib import tuned as tuned_table
 from bench.lib.machine import commit_here
 from bench.lib.report import write_atomically
 from bench.lib.roofs import TAGS
+from bench.lib.tables import table
 from fastbert.runtime import dispatch
 from fastbert.testing.verdicts import proves
 
@@ -175,12 +175,6 @@ def where(data: dict, path: Path, results: Path) -> str:
     return f"`{file}`, commit {commit}, {data['date'][:10]}, {', '.join(versions)}"
 
 
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """A Markdown table."""
-    text = [f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in (head, *rows)]
-    return [text[0], "|" + "---|" * len(head), *text[1:]]
-
-
 def cpu_table(data: dict) -> list[str]:
     """Real tokens per second of BERT-base by every engine, dtype by dtype."""
     rows = {
@@ -323,22 +317,8 @@ def proven(results: Path = RESULTS) -> dict[str, list[str]]:
 
 
 def filled(text: str, made: dict[str, list[str]]) -> str:
-    """`text` with each generated section between its two markers replaced.
-
-    Raises:
-        ValueError: naming the section whose markers are not there once each, in order.
-    """
-    for name, section in made.items():
-        begin, end = (
-            f"<!-- {name}: made by `python bench/gpu/prove.py readme` -->\n",
-            f"<!-- end of {name} -->\n",
-        )
-        if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
-            raise ValueError(f"expected {begin.strip()} and {end.strip()}, once each, in this order")
-        pattern = re.escape(begin) + r".*?" + re.escape(end)
-        body = begin + "\n" + "\n".join(section).strip() + "\n\n" + end
-        text = re.sub(pattern, lambda _, body=body: body, text, flags=re.DOTALL)
-    return text
+    """`text` with each generated section between its two markers replaced. Raises as `tables.filled`."""
+    return tables.filled(text, made, "python bench/gpu/prove.py readme")
 
 
 def main(argv: list[str]) -> int:

@@ -230,7 +230,12 @@ def pytest_benchmark_update_json(config: pytest.Config, benchmarks: list, output
         "self_checks": run.self_checks,
         "seconds": round(time.monotonic() - run.begin, 1),
         "without_a_time": [
-            {"group": group, "name": name, "why": row.get("error") or f"incorrect: {turns.wrong(row)}"}
+            {
+                "group": group,
+                "name": name,
+                "candidate": row["candidate"],
+                "why": row.get("error") or f"incorrect: {turns.wrong(row)}",
+            }
             for group, name, row in run.recorded
             if row["status"] != "ok" or turns.wrong(row)
         ],

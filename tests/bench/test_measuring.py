@@ -1,4 +1,4 @@
-"""Memory, roofs and timing: what is measured, and the chart of it."""
+"""Memory, roofs and timing: what is measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from bench import memory, plot
+from bench import memory
 from bench.lib import roofs, timing
 from bench.lib.probe_steps import Bench
 from tests.support.benches import ROOT
@@ -55,69 +55,6 @@ def test_a_process_that_fails_or_hangs_is_a_row():
     [row] = memory.bench_memory("tiny", "a", ("fastbert-fp32",), lengths=(4,), timeout=0.01)
     assert row["status"] == "error"
     assert "timed out" in row["error"]
-
-
-# --- the chart ----------------------------------------------------------------------------------------------
-
-
-def chart_data(**first: object) -> dict:
-    floors = {"fp32": 100.0, "bf16": 150.0, "fp16": 100.0, "int8": 900.0}
-    rows = [
-        {
-            "step": "encoder",
-            "status": "ok",
-            "model": model,
-            "workload": workload,
-            "candidate": candidate,
-            "tokens_per_s": speed,
-            "n": 7,
-            "floor_tokens_per_s": floors,
-        }
-        for model in ("base", "minilm")
-        for workload in ("1x128", "ragged16")
-        for candidate, speed in (("openvino-bf16", 40.0), ("fastbert-bf16", 80.0))
-    ]
-    rows[0] |= first
-    return {
-        "rows": [{"step": "matrix", "status": "ok"}, *rows],
-        "roofs": {"gflops": {"fp32": 1.0, "bf16": 1.5, "int8": 9.0}},
-        "environment": {"threads": 2, "device": "a processor"},
-        "date": "2026-01-02T03:04:05",
-    }
-
-
-def test_a_chart_for_each_model(tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install .[bench]")
-    data = chart_data(status="error", error="no")
-    del data["rows"][1]["tokens_per_s"]
-    paths = plot.charts(data, tmp_path / "new", "x")
-    assert [path.name for path in paths] == ["x-base.png", "x-minilm.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
-
-
-def test_a_chart_shows_bars_floors_and_units():
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install .[bench]")
-    data = chart_data(status="error")
-    rows = [r for r in data["rows"] if r["status"] == "ok" and r.get("model") == "base"]
-    [axes] = plot.chart(data, "base", rows).axes
-    heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
-    assert heights == {"fastbert bf16": [80.0, 80.0], "openvino bf16": [0.0, 40.0]}
-    lines = [tuple(c.get_segments()[0][0]) for c in axes.collections]
-    assert sorted(y for _, y in lines) == [100.0, 100.0, 150.0, 150.0, 900.0, 900.0]
-    assert sum("floor int8 900 ↑" in t.get_text() for t in axes.texts) == 2  # it lies above the picture
-    assert axes.get_ylim()[1] < 300
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert "floor fp32: 1 GFLOP/s" in labels[0]
-    assert "tokens per second" in axes.get_ylabel()
-    assert [t.get_text() for t in axes.get_xticklabels()] == ["1x128", "ragged16"]
-    assert "BERT-base forward on 2 threads of a processor" in axes.get_title()
-
-
-def test_without_matplotlib_there_is_a_message(monkeypatch, tmp_path):
-    for name in ("matplotlib", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(RuntimeError, match=r"no chart: matplotlib is not installed: pip install \.\[bench\]"):
-        plot.charts(chart_data(), tmp_path)
 
 
 # --- the roofs ----------------------------------------------------------------------------------------------

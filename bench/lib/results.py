@@ -1,0 +1,192 @@
+"""Reads the runs of the suite that bench/results keeps, each held to bench/lib/schema.py."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.lib import schema, turns
+from bench.lib.roofs import Roofs
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+SUITE_FILES = "[0-9]*_*.json"  # pytest-benchmark's storage names them NNNN_<commit>_<date>.json
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One candidate's line in a group.
+
+    Attributes:
+        group: all that did the same work, such as "encoder-base-8x128".
+        candidate: who, and in which precision, such as "fastbert-fp32".
+        params: of the test.
+        seconds: median of one call.
+        rounds: how many samples the median is of.
+        extra: what bench/results/README.md lists as `extra_info`.
+    """
+
+    group: str
+    candidate: str
+    params: Mapping[str, Any]
+    seconds: float
+    rounds: int
+    extra: Mapping[str, Any]
+
+    @property
+    def kind(self) -> str:
+        """The group's file in the suite: "encoder", "ops", …."""
+        return self.group.split("-")[0]
+
+    @property
+    def ours(self) -> bool:
+        """Whether the candidate is of this project."""
+        return turns.is_ours(self.candidate)
+
+    @property
+    def share(self) -> float | None:
+        """The part of the machine's roof that was reached, or None where the row has none."""
+        return self.extra.get("of_roof", self.extra.get("of_floor"))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run on one machine at one commit.
+
+    Attributes:
+        date: when the file was written, ISO 8601, UTC.
+        changed: whether tracked files differed from the commit; None where git could not tell.
+        machine: as bench/lib/machine.describe returns it.
+        without_a_time: {"group", "candidate", "why"} of each that failed or was wrong.
+        memory: {"group", "candidate", "peak_mib", "above_mib", "over"} of each process that was measured.
+    """
+
+    path: Path
+    date: str
+    commit: str
+    changed: bool | None
+    note: str | None
+    smoke: bool
+    machine: Mapping[str, Any]
+    roofs: Roofs | None
+    benchmarks: tuple[Benchmark, ...]
+    without_a_time: tuple[Mapping[str, str], ...] = ()
+    memory: tuple[Mapping[str, Any], ...] = ()
+
+    def of(self, kind: str) -> list[Benchmark]:
+        """The benchmarks of one kind."""
+        return [each for each in self.benchmarks if each.kind == kind]
+
+
+def _constant(text: str) -> float:
+    raise ValueError(f"{text} is no JSON")
+
+
+def load(path: Path) -> Any:
+    """The content of a JSON file. Raises ValueError naming the file, OSError where it cannot be opened."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_constant)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read(path: Path) -> Run:
+    """A run of the suite.
+
+    Raises:
+        ValueError: naming the file and the key that is missing or wrong.
+        OSError: the file cannot be opened.
+    """
+    data = load(path)
+    try:
+        schema.check(data)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    ours = data["fastbert"]
+    found = ours["roofs"]
+    return Run(
+        path=path,
+        date=data["datetime"],
+        **{key: ours[key] for key in ("commit", "changed", "note")},
+        smoke=ours["settings"]["smoke"],
+        machine=data["machine_info"],
+        roofs=None if found is None else Roofs(found["gflops"], found["gbytes"]),
+        benchmarks=tuple(
+            Benchmark(
+                group=each["group"],
+                candidate=each["params"]["candidate"],
+                params=each["params"],
+                seconds=each["stats"]["median"],
+                rounds=each["stats"]["rounds"],
+                extra=each["extra_info"],
+            )
+            for each in data["benchmarks"]
+        ),
+        without_a_time=tuple(ours["without_a_time"]),
+        memory=tuple(ours.get("memory", ())),
+    )
+
+
+def read_all(folder: Path) -> list[Run]:
+    """Every run of the suite that a folder keeps, the earliest first. Raises as `read`."""
+    return in_order(read(path) for path in folder.glob(SUITE_FILES))
+
+
+def in_order(runs: Iterable[Run]) -> list[Run]:
+    """Runs by their date, the earliest first."""
+    return sorted(runs, key=lambda run: (datetime.datetime.fromisoformat(run.date), run.path.name))
+
+
+def newest(results: Path = RESULTS) -> Iterator[Run]:
+    """Of each device's folder the latest run of the suite, by the folders' names. Raises as `read`."""
+    for folder in sorted(path for path in results.iterdir() if path.is_dir()):
+        yield from read_all(folder)[-1:]
+
+
+def of_rows(data: Mapping[str, Any], path: Path) -> Run:
+    """The encoder's and the ops' rows of bench_cpu.py as the suite would keep them, for the charts."""
+    found: list[Benchmark] = []
+    without: list[dict[str, str]] = []
+    with_plain: set[str] = set()  # groups that have PyTorch's own time, which every row of the group repeats
+    for row in data["rows"]:
+        if row["step"] == "encoder":
+            params = {key: row[key] for key in ("model", "workload", "candidate")}
+            candidate = row["candidate"]
+            group, extra = f"encoder-{row['model']}-{row['workload']}", row
+        elif row["step"] == "kernels" and row["status"] == "ok":
+            params = {key: row[key] for key in ("op", "case", "dtype", "pass")}
+            candidate = f"{row['backend']}-{row['dtype']}"
+            group = "-".join(("ops", *params.values(), row["workload"]))
+            seconds = row["median_ms"] * 1e-3
+            work = {"flops": row["gflops"] * seconds * 1e9, "moved_bytes": row["gbs"] * seconds * 1e9}
+            extra = row | work
+            if group not in with_plain:
+                with_plain.add(group)
+                plain = row["torch_ms"] * 1e-3
+                rates = {"gflops": work["flops"] / plain * 1e-9, "gbs": work["moved_bytes"] / plain * 1e-9}
+                torch = extra | rates | {"backend": "torch", "serves": False}
+                name = f"torch-{row['dtype']}"
+                found.append(Benchmark(group, name, params | {"candidate": name}, plain, row["n"], torch))
+            params = params | {"candidate": candidate}
+        else:
+            continue
+        if row["status"] == "ok":
+            found.append(Benchmark(group, candidate, params, row["median_ms"] * 1e-3, row["n"], extra))
+        else:
+            without.append({"group": group, "candidate": candidate, "why": row["error"]})
+    roofs = data.get("roofs")
+    return Run(
+        path=path,
+        date=data["date"],
+        commit=data.get("commit") or "unknown",
+        changed=data.get("changed"),
+        note=data.get("note"),
+        smoke=bool(data["settings"].get("smoke")),
+        machine=data["environment"],
+        roofs=Roofs(roofs["gflops"], roofs["gbytes"]) if roofs else None,
+        benchmarks=tuple(found),
+        without_a_time=tuple(without),
+    )
