@@ -42,11 +42,11 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import fastbert  # noqa: E402
-from bench.bench_accelerate import docstrings  # noqa: E402
 from bench.lib import workloads  # noqa: E402
 from bench.lib.engines import config_of, minilm_directory  # noqa: E402
 from bench.lib.machine import describe, package_version  # noqa: E402
 from bench.lib.report import Report, count  # noqa: E402
+from bench.lib.texts import docstrings  # noqa: E402
 from fastbert.runtime import dispatch  # noqa: E402
 
 TRUTH = "reference-fp32"

@@ -19,6 +19,15 @@ NOISY = 0.15
 LEAST_COSINE = {"fp32": 0.9999, "bf16": 0.995, "int8": 0.97}
 OURS = ("fastbert", "fastbert_graphs", "accelerated", "cpu", "triton", "cuda", "shared")
 
+# key of a row -> (decimals, unit): the rate that its line shows, the first that it has
+RATES = {
+    "samples_per_s": (2, "samples/s"),
+    "packs_per_s": (3, "packs/s"),
+    "sentences_per_s": (0, "sentences/s"),
+    "tokens_per_s": (0, "tokens/s"),
+    "us_per_layer": (2, "us per layer"),
+}
+
 Rows = Callable[[tuple[str, ...]], Iterable[dict]]
 
 
@@ -77,15 +86,21 @@ def precision(candidate: str) -> str:
     return candidate.partition("-")[2]
 
 
+def is_timed(row: Mapping) -> bool:
+    """Whether a row has times. One without has the memory that its candidate needed, `peak_mib`."""
+    return "samples_ms" in row
+
+
 def is_noisy(row: Mapping) -> bool:
-    """Whether a row's samples are too far apart for a claim."""
-    return row["spread"] > NOISY
+    """Whether a row's samples are too far apart for a claim; a peak of memory is one number."""
+    return row.get("spread", 0.0) > NOISY
 
 
 def ratios(row: dict, rows: Mapping[str, dict]) -> dict[str, float | str]:
     """Peer -> how many times as fast as it one of our candidates is, or the reason why nobody can say.
 
-    Peers are the others of the group in the same precision. A peer's own row has no ratios.
+    Peers are the others of the group in the same precision. A peer's own row has no ratios. Of two rows of
+    memory it is our peak over the peer's.
     """
     found: dict[str, float | str] = {}
     if row["status"] != "ok" or not is_ours(row["candidate"]):
@@ -99,6 +114,8 @@ def ratios(row: dict, rows: Mapping[str, dict]) -> dict[str, float | str]:
             found[name] = "incorrect"
         elif noisy := [r["candidate"] for r in (row, other) if is_noisy(r)]:
             found[name] = f"too noisy: {', '.join(noisy)}"
+        elif not is_timed(row):
+            found[name] = row["peak_mib"] / other["peak_mib"]
         else:
             found[name] = other["median_ms"] / row["median_ms"]
     return found
@@ -127,12 +144,18 @@ def facts(row: Mapping) -> dict:
 
 def told(row: Mapping) -> Iterator[str]:
     """The parts of a row's line after its name: time, rate, share of the roof, ratios."""
+    of = "" if is_timed(row) else "the memory of "
+    over = row.get("over", {}).items()
+    over = [f"{v:.2f} x {of}{k}" if isinstance(v, float) else f"{k}: {v}" for k, v in over]
+    if not is_timed(row):
+        yield f"{row['peak_mib']:>11,.0f} MiB at most, {row['above_mib']:,.0f} MiB above the loaded model"
+        yield ", ".join(over)
+        return
     ms = row["median_ms"]
     yield f"{ms * 1e3:>11,.1f} us" if ms < 1 else f"{ms:>11,.2f} ms"
-    if "tokens_per_s" in row:
-        yield f"{row['tokens_per_s']:>9,.0f} tokens/s"
-    elif "samples_per_s" in row:
-        yield f"{row['samples_per_s']:>9,.1f} /s"
+    key = next((key for key in RATES if key in row), None)
+    if key is not None:
+        yield f"{row[key]:>9,.{RATES[key][0]}f} {RATES[key][1]}"
     elif row.get("gflops"):
         yield f"{row['gflops']:>9,.1f} GFLOP/s"
     elif row.get("gbs"):
@@ -142,5 +165,4 @@ def told(row: Mapping) -> Iterator[str]:
     share = row.get("of_roof", row.get("of_floor"))
     yield "" if share is None else f"{share:>5.0%} of roof"
     yield f"±{row['spread']:.0%}"
-    over = [f"{v:.2f} x {k}" if isinstance(v, float) else f"{k}: {v}" for k, v in row.get("over", {}).items()]
     yield ", ".join(over)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -40,6 +41,13 @@ class Run:
 RUN = pytest.StashKey[Run]()
 
 
+class Saved(list):
+    """A run's benchmarks. pytest-benchmark saves no empty list, but rows without a time are results too."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """What every benchmark of the suite takes."""
     group = parser.getgroup("fastbert", "fastbert's benchmarks")
@@ -56,7 +64,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
     )
     group.addoption("--threads", type=count, help="of everybody (default: the cores of this process)")
-    group.addoption("--samples", type=count, default=7, help="of each candidate of a group")
+    group.addoption(
+        "--samples", type=count, default=7, help="of each candidate; half as many where one takes seconds"
+    )
     group.addoption("--everything", action="store_true", help="also what takes long: over an hour in all")
     group.addoption("--note", help="a remark to keep with the results, such as 'shared machine'")
     group.addoption("--roofs", type=Path, help="the probe's file: the roofs are not measured again")
@@ -80,6 +90,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     benchmarks = session.config._benchmarksession
     slug = machine.describe(torch.device(session.config.getoption("device")))["slug"]
     benchmarks.machine_id = benchmarks.storage.default_machine_id = slug
+    benchmarks.benchmarks = Saved()
 
 
 def chosen(option: str | None, value: str) -> bool:
@@ -185,10 +196,13 @@ def in_turns(request: pytest.FixtureRequest, run: Run) -> Callable[[turns.Rows],
         if row["status"] != "ok":
             # a peer that is not installed or cannot run here stops nothing; ours has to run
             text = f"{candidate}: {row['error']}"
-            pytest.fail(text, pytrace=False) if turns.is_ours(candidate) else pytest.skip(text)
+            ours_failed = turns.is_ours(candidate) and row["status"] != "skipped"
+            pytest.fail(text, pytrace=False) if ours_failed else pytest.skip(text)
         why = turns.wrong(row)
         if why is not None:  # and so it has no line of speed
             pytest.fail(f"{candidate}: incorrect: {why}", pytrace=False)
+        if not turns.is_timed(row):
+            return row
         seconds = [ms * 1e-3 for ms in row["samples_ms"]]
         item.add_marker(pytest.mark.benchmark(group=group.name, timer=turns.ReplayClock(seconds)))
         benchmark = request.getfixturevalue("benchmark")
@@ -200,6 +214,12 @@ def in_turns(request: pytest.FixtureRequest, run: Run) -> Callable[[turns.Rows],
         return row
 
     return record
+
+
+@pytest.fixture
+def few(request: pytest.FixtureRequest) -> int:
+    """Samples of each candidate where one takes seconds: half of --samples, at least 1."""
+    return max(1, request.config.getoption("samples") // 2)
 
 
 def say(config: pytest.Config, text: str) -> None:
@@ -239,6 +259,11 @@ def pytest_benchmark_update_json(config: pytest.Config, benchmarks: list, output
             for group, name, row in run.recorded
             if row["status"] != "ok" or turns.wrong(row)
         ],
+        "memory": [
+            {"group": group, "name": name, **turns.facts(row)}
+            for group, name, row in run.recorded
+            if row["status"] == "ok" and not turns.is_timed(row)
+        ],
     }
 
 
@@ -248,6 +273,8 @@ def lines_of(run: Run) -> Iterator[str]:
     for group, _, row in run.recorded:
         if group != last:
             yield f"{group}"
+            for remark in row.get("remarks", ()):
+                yield textwrap.fill(remark, 110, initial_indent="  ", subsequent_indent="    ")
             last = group
         name = f"  {row['candidate']:<22}"
         if row["status"] != "ok":

@@ -321,7 +321,8 @@ def check_command(words: list[str], folder: Path) -> None:
         extras = re.findall(r"\[(.*?)\]", " ".join(rest[1:]))
         project = (ROOT / "pyproject.toml").read_text()
         assert all(re.search(rf"^{extra} = \[", project, re.M) for extra in extras), extras
-    elif program == "fastbert":
+    elif program == "fastbert" or (program in ("python", "python3") and rest[:2] == ["-m", "fastbert"]):
+        rest = rest if program == "fastbert" else rest[2:]
         from fastbert.cli.main import build_parser
 
         try:
@@ -355,6 +356,7 @@ def test_commands_exist(page, folder):
         "make demo NOTHING=1",
         'pip install ".[nothing]"',
         "fastbert encode --nothing",
+        "python -m fastbert nothing",
         "python bench/nothing.py",
         "python bench/bench_cpu.py --nothing-like-it",
         "unknown",

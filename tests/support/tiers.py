@@ -43,7 +43,7 @@ WHOLE = {
         test_a_dry_run_checks_every_triton_kernel test_a_dry_run_is_no_result
         test_a_dry_run_leaves_eight_files_at_most_and_one_has_all
         test_a_dry_run_passes_every_step test_a_dry_run_times_every_engine test_a_dry_run_trains
-        test_a_dry_run_tunes test_a_group_that_fails_costs_the_next_nothing
+        test_a_dry_run_tunes test_a_file_of_the_suite test_a_group_that_fails_costs_the_next_nothing
         test_a_hang_a_crash_and_an_ending_process_are_rows test_a_kill_loses_nothing_and_leaves_no_worker
         test_a_peak_is_forgotten test_a_planted_wrong_kernel_has_no_line_of_speed
         test_a_process_needs_what_its_step_saves
@@ -51,7 +51,8 @@ WHOLE = {
         test_a_step_of_bert_base_needs_at_most_the_goal_of_transformers_memory test_a_whole_run
         test_all_steps test_an_encoder_budget_leaves_out_torch_compile_first
         test_an_engine_that_fails_is_an_error_row test_correctness_of_a_small_training_step
-        test_every_row_has_its_figures test_gpu_bandwidth_step test_gpu_gemm_step_covers_every_shape
+        test_encode_compares_the_vectors_and_counts_the_texts test_every_row_has_its_figures
+        test_gpu_bandwidth_step test_gpu_gemm_step_covers_every_shape
         test_gpu_matrix_step_covers_every_dtype_at_full_size test_gpu_peer_steps
         test_gpu_sdpa_step_covers_every_backend
         test_graphs_see_stale_weights_and_calls_that_are_not_replayed test_json_says_what_was_measured_where
@@ -59,8 +60,10 @@ WHOLE = {
         test_paragraphs_are_prose_distinct_and_the_same_again test_smoke
         test_the_check_writes_one_archive_that_this_machine_confirms
         test_the_command_records_what_it_prints test_the_exported_peers_compute_the_same
-        test_the_goal_is_printed_beside_ours_on_a_gpu test_what_a_hanging_step_has_started_ends_with_it
-        test_what_does_not_run_is_a_row_with_the_reason test_without_a_compiler_the_roofs_are_torchs
+        test_the_encode_file_of_the_suite_says_that_the_weights_are_missing
+        test_the_goal_is_printed_beside_ours_on_a_gpu
+        test_the_memory_file_of_the_suite_is_saved_without_a_time
+        test_what_a_hanging_step_has_started_ends_with_it test_without_a_compiler_the_roofs_are_torchs
     """,
     "checkpoint": """
         test_a_deep_model_still_loads test_every_state_that_a_kill_leaves_is_old_or_new test_killed_saves

