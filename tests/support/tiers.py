@@ -59,7 +59,8 @@ WHOLE = {
         test_paragraphs_are_prose_distinct_and_the_same_again test_smoke
         test_the_check_writes_one_archive_that_this_machine_confirms
         test_the_command_records_what_it_prints test_the_exported_peers_compute_the_same
-        test_the_goal_is_printed_beside_ours_on_a_gpu test_what_a_hanging_step_has_started_ends_with_it
+        test_the_goal_is_printed_beside_ours_on_a_gpu test_the_picture_of_the_cost_model
+        test_what_a_hanging_step_has_started_ends_with_it
         test_what_does_not_run_is_a_row_with_the_reason test_without_a_compiler_the_roofs_are_torchs
     """,
     "checkpoint": """
