@@ -62,7 +62,7 @@ WHOLE = {
         test_the_command_records_what_it_prints test_the_exported_peers_compute_the_same
         test_the_encode_file_of_the_suite_says_that_the_weights_are_missing
         test_the_goal_is_printed_beside_ours_on_a_gpu
-        test_the_memory_file_of_the_suite_is_saved_without_a_time
+        test_the_memory_file_of_the_suite_is_saved_without_a_time test_the_picture_of_the_cost_model
         test_what_a_hanging_step_has_started_ends_with_it test_without_a_compiler_the_roofs_are_torchs
     """,
     "checkpoint": """

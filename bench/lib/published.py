@@ -1,0 +1,210 @@
+"""Published figures of others on GPUs beside the model's projections.
+
+A figure is compared in its own unit. `fitted` marks those that the constants of `devices.GPU` come from; they
+check nothing. The others were not fitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench.lib import costs, devices, workloads
+from bench.lib.workloads import BASE, LARGE, Model
+
+INFERENCE = "MLPerf Inference v4.1, closed, H200-SXM-141GB, BERT-large SQuAD offline, per GPU"
+TRAINING = "MLPerf Training v4.1, BERT-large, packs of 512 tokens, per GPU"
+TENSORRT = "TensorRT's demo/BERT"
+BYTES = "ByteTransformer's README"
+CHARTS = "FlashAttention-3's charts"
+
+
+@dataclass(frozen=True)
+class Published:
+    """One published figure.
+
+    Attributes:
+        source: who published it.
+        value, unit: "samples/s", "packs/s", "ms" or "TFLOP/s".
+        device: of devices.DATASHEETS.
+        model, lengths, tag, train: what the model projects for it.
+        op: if only one op of a layer is compared, its name and pass.
+        note: what is comparable.
+        fitted: whether the constants come from it.
+    """
+
+    source: str
+    value: float
+    unit: str
+    device: str
+    model: Model
+    lengths: tuple[int, ...]
+    tag: str
+    note: str
+    train: bool = False
+    op: tuple[str, str] | None = None
+    fitted: bool = False
+
+    def unit_of(self, seconds: float, flops: float) -> float:
+        """A time in this figure's unit."""
+        if self.unit == "ms":
+            return seconds * 1e3
+        return flops / seconds * 1e-12 if self.unit == "TFLOP/s" else len(self.lengths) / seconds
+
+
+# 16 lengths from a fifth of 512 to 512, evenly spread: their mean is 0.6 of the longest
+SPREAD = tuple(round(512 * (0.2 + 0.8 * (i + 0.5) / 16)) for i in range(16))
+
+
+def figures() -> tuple[Published, ...]:
+    """All of them."""
+    squad, packs, full = map(workloads.lengths, ("squad", "train", "full"))
+    # a product's figure does not depend on what its op is called: one of (65536, 1024, 1024)
+    square = (512,) * 128
+    half = "theirs in 8 bits, ours in bf16: how far bf16 is from it"
+    eight = "8-bit products, attention in bf16; a projection, no fp8 kernel of ours exists"
+    return (
+        Published(INFERENCE + ", 99.9%, FP8 (Dell)", 8165, "samples/s", "h200", LARGE, squad, "bf16", half),
+        Published(INFERENCE + ", 99.9%, FP8 (Dell)", 8165, "samples/s", "h200", LARGE, squad, "fp8", eight),
+        Published(INFERENCE + ", 99.9%, FP8 (NVIDIA)", 7994, "samples/s", "h200", LARGE, squad, "fp8", eight),
+        Published(
+            INFERENCE + ", 99%, INT8",
+            9224,
+            "samples/s",
+            "h200",
+            LARGE,
+            squad,
+            "int8",
+            "theirs may have attention in 8 bits too",
+        ),
+        Published(TRAINING + ", FP8", 516, "packs/s", "h200", LARGE, packs, "bf16", half, train=True),
+        Published(
+            TRAINING + ", FP8",
+            516,
+            "packs/s",
+            "h200",
+            LARGE,
+            packs,
+            "fp8",
+            "theirs with LAMB over 8 GPUs or more; ours one GPU, AdamW, fp8 products only",
+            train=True,
+        ),
+        Published(
+            CHARTS,
+            340,
+            "TFLOP/s",
+            "h100",
+            LARGE,
+            full,
+            "bf16",
+            "forward, 512 tokens, head_dim 64",
+            op=("attention", costs.FORWARD),
+            fitted=True,
+        ),
+        Published(
+            CHARTS,
+            272,
+            "TFLOP/s",
+            "h100",
+            LARGE,
+            full,
+            "bf16",
+            "backward, without dropout",
+            op=("attention", costs.BACKWARD),
+            fitted=True,
+        ),
+        Published(
+            "cuBLAS at (65536, 1024, 1024)",
+            584,
+            "TFLOP/s",
+            "h100",
+            LARGE,
+            square,
+            "bf16",
+            "K = 1024",
+            op=("attention output", costs.FORWARD),
+            fitted=True,
+        ),
+        Published(
+            TENSORRT,
+            0.67,
+            "ms",
+            "a100",
+            BASE,
+            (128,),
+            "fp16",
+            "batch 1; a launch's time comes from it",
+            fitted=True,
+        ),
+        Published(TENSORRT, 1.64, "ms", "a100", LARGE, (128,), "fp16", "batch 1"),
+        Published(
+            "TensorRT-class engine, from its share of an A100's peak",
+            5.8,
+            "ms",
+            "h200",
+            BASE,
+            full,
+            "bf16",
+            "derived, nobody measured it",
+        ),
+        Published(
+            "TensorRT-class engine, from its share of an A100's peak",
+            18.3,
+            "ms",
+            "h200",
+            LARGE,
+            full,
+            "bf16",
+            "derived, nobody measured it",
+        ),
+        Published(
+            BYTES,
+            9.22,
+            "ms",
+            "a100",
+            BASE,
+            SPREAD,
+            "fp16",
+            "16 sequences, mean 0.6 of 512; its kernels are of 2022, before the rates projected here",
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A published figure, the projection, and the floor at the roofs, all in its unit."""
+
+    figure: Published
+    predicted: float
+    floor: float
+    word: str
+
+    @property
+    def verdict(self) -> str:
+        """What the three say about each other."""
+        sign = -1 if self.figure.unit == "ms" else 1
+        value, predicted, floor = (sign * x for x in (self.figure.value, self.predicted, self.floor))
+        if self.figure.fitted:
+            return "what constants were fitted to"
+        if value > floor:
+            return "faster than the floor: this dtype cannot meet it at the rate of large products"
+        return "faster than the model predicts" if value > predicted else "slower than the model predicts"
+
+
+def beside(results: Path = devices.RESULTS) -> Iterator[Beside]:
+    """Each figure beside the model's."""
+    for figure in figures():
+        device = devices.find(figure.device, results)
+        build = costs.training if figure.train else costs.forward
+        if figure.op is not None:
+            # one op of each layer, without its launches
+            op, which = figure.op
+            works = costs.training(figure.model, figure.lengths, figure.tag, on_gpu=True)
+            works = [replace(work, calls=0) for work in works if (work.op, work.which) == (op, which)]
+        else:
+            works = build(figure.model, figure.lengths, figure.tag, on_gpu=True)
+        flops = sum(work.flops for work in works)
+        least = 0 if figure.op else costs.least_bytes(figure.model, figure.lengths, figure.tag, on_gpu=True)
+        seconds, floor = device.seconds(works), device.floor(works, least)
+        yield Beside(figure, figure.unit_of(seconds, flops), figure.unit_of(floor, flops), device.word)
