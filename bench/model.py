@@ -5,9 +5,10 @@
     python bench/model.py check [--plot FILE.png]   # predicted beside measured, for every committed row
     python bench/model.py fit                       # the CPU's constants, from the rows they were fitted to
 
-Operations and bytes are counted (lib/costs.py). The roofs are a device's measured ones or, for a GPU without
-a probe, its datasheet's, which is then marked as projected (lib/devices.py). `check` ends with status 1 if a
-forward or training row of a CPU is off by more than 25% and is not in `committed.KNOWN`, which it prints.
+Operations and bytes are counted (lib/costs/counts.py). The roofs are a device's measured ones or, for a GPU
+without a probe, its datasheet's, which is then marked as projected (lib/costs/devices.py). `check` ends with
+status 1 if a forward or training row of a CPU is off by more than 25% and is not in `committed.KNOWN`, which
+it prints.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ ROOT = Path(__file__).resolve().parent.parent
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
     sys.path[0] = str(ROOT)
 
-from bench.lib import committed, costs, devices, fleet, published, scatter, workloads  # noqa: E402
-from bench.lib.committed import WITHIN, Compared  # noqa: E402
-from bench.lib.costs import Work  # noqa: E402
-from bench.lib.devices import GIB, Device  # noqa: E402
+from bench.lib import workloads  # noqa: E402
+from bench.lib.costs import committed, devices, fleet, published, scatter  # noqa: E402
+from bench.lib.costs import counts as costs  # noqa: E402
+from bench.lib.costs.committed import WITHIN, Compared  # noqa: E402
+from bench.lib.costs.counts import Work  # noqa: E402
+from bench.lib.costs.devices import GIB, Device  # noqa: E402
 from bench.lib.engines import MODELS  # noqa: E402
 
 PREDICTING = ("device", "workload", "lengths", "train", "gpus", "want")

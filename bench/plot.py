@@ -31,8 +31,9 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 
 import torch  # noqa: E402
 
-from bench.lib import charts as drawn  # noqa: E402
-from bench.lib import results, roofline, schema, tables  # noqa: E402
+from bench.lib import results, schema, tables  # noqa: E402
+from bench.lib.charts import roofline  # noqa: E402
+from bench.lib.charts import suite as drawn  # noqa: E402
 from bench.lib.machine import describe  # noqa: E402
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ class Unit:
 
 
 def units(tiny: bool) -> list[Unit]:
-    """The batches of gpu/encoder.py and bench_training.py on a GPU; training first, which takes longest."""
+    """The batches of gpu/encoder.py and gpu/training.py on a GPU; training first, which takes longest."""
     if tiny:
         return [Unit("tiny", "1x128", True), Unit("tiny", "1x128")]
     trained = [Unit("base", "full", True), Unit("large", "train", True)]

@@ -158,7 +158,7 @@ def training(*candidates: str) -> Callable[[Run, float], list[str]]:
     """A step of pretraining and its memory, base and large."""
 
     def command(run: Run, seconds: float) -> list[str]:
-        line = script(run, "bench_training.py", "training.jsonl", seconds)
+        line = script(run, "gpu/training.py", "training.jsonl", seconds)
         line += ["--roofs", str(run.file("probe.jsonl")), "--heads", "pretraining"]
         line += ["--candidates", *candidates]
         if run.tiny:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from bench import bench_training
+from bench.gpu import training as gpu_training
 from bench.gpu.encoder import ratios
 from bench.lib import lines, served, tables
 from bench.lib import tuned as tuned_table
@@ -155,7 +155,7 @@ def written_run(name: str, run: dict, environment: dict, results: Path) -> Path:
     if name == "encoder":
         run["ratios"] = ratios(run["rows"])
     if name == "training":
-        run["ratios"] = bench_training.ratios(run["rows"])
+        run["ratios"] = gpu_training.ratios(run["rows"])
     target = results / environment["slug"] / f"{name}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, run | {"merged": now})

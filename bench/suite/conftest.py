@@ -78,6 +78,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "long: left out unless --everything is given")
     if config.getoption("device") == "cuda" and not (torch.cuda.is_available() or config.option.collectonly):
         raise pytest.UsageError("--device: got cuda, but torch finds no CUDA device here")
+    if not hasattr(config, "workerinput"):  # inherited, where a test of ours starts the suite
+        os.environ.pop("PYTEST_XDIST_WORKER", None)
     config.stash[RUN] = Run()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(config.getoption("threads") or len(os.sched_getaffinity(0)))

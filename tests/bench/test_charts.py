@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from bench import plot
-from bench.lib import charts, labels, results, roofline
+from bench.lib import results
+from bench.lib.charts import labels, roofline
+from bench.lib.charts import suite as charts
 from tests.support import suite_files
 
 needs_matplotlib = pytest.mark.skipif(

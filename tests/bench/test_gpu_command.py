@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import bench_training
 from bench.gpu import encoder as gpu_encoder
 from bench.gpu import prove
+from bench.gpu import training as gpu_training
 from bench.lib import attention, lines, roofs
 from fastbert.backends import triton as backend
 from fastbert.kernels import tuning
@@ -168,7 +168,7 @@ def test_the_first_part_has_the_proof_and_the_headline_rows(tmp_path):
     assert "--build" in commands["build"]
     models = gpu_encoder.parse([*commands["encoder"][2:], "--device", "cpu"]).models
     assert models == ["base", "large"]
-    parsed = bench_training.parse([*commands["training"][2:], "--device", "cpu"])
+    parsed = gpu_training.parse([*commands["training"][2:], "--device", "cpu"])
     assert (parsed.models, parsed.heads) == (["base", "large"], ["pretraining"])
     # nothing is timed before every kernel has its verdict
     order = [step.name for step in prove.PARTS["b"]]

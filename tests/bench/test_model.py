@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from bench import model as cost_model
-from bench.lib import committed, costs, devices, fleet, published, roofs, training, workloads
-from bench.lib.costs import BACKWARD, FORWARD, OPTIMIZER
+from bench.lib import roofs, training, workloads
+from bench.lib.costs import committed, devices, fleet, published
+from bench.lib.costs import counts as costs
+from bench.lib.costs.counts import BACKWARD, FORWARD, OPTIMIZER
 from bench.lib.encoder import floor_seconds
 from bench.lib.engines import MINILM
 from bench.lib.workloads import BASE, LARGE, TINY, Model

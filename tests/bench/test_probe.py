@@ -399,14 +399,14 @@ def test_graph_clock_captures_the_rotation_and_times_replays(fake_cuda):
         "synchronize",
         *["spin", "event", "replay", "event"] * 2,
     ]
-    assert result == timing.Timing(1 / 3, 1 / 3, 0.0, 2, 3, "graph")
+    assert result == timing.Timing(1 / 3, 1 / 3, 0.0, 2, 3, "graph", samples_ms=(1 / 3, 1 / 3))
 
 
 def test_event_clock_spins_before_the_first_event(fake_cuda):
     log = fake_cuda
     result = timing.measure(lambda: log.append("call"), "cuda", seconds=0.0, samples=(1, 1), warmup=1)
     assert log == ["spin", "event", "call", "event", "spin", "event", "call", "call", "event"]
-    assert result == timing.Timing(0.5, 0.5, 0.0, 1, 2, "event")
+    assert result == timing.Timing(0.5, 0.5, 0.0, 1, 2, "event", samples_ms=(0.5,))
 
 
 def test_gpu_launch_step(untimed, fake_cuda):

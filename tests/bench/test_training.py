@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from bench import bench_training, footprint, memory
+from bench import footprint, memory
 from bench.gpu import prove, records
+from bench.gpu import training as gpu_training
 from bench.lib import attention, lines, plan, roofs, timing, training, workloads
 from fastbert.models.heads import masked_lm
 from fastbert.runtime import dispatch
@@ -309,7 +310,7 @@ def test_attentions_goal_stands_beside_base_on_a_gpu(monkeypatch):
         lengths = workloads.lengths(workload)
         [row] = attention.rows(workloads.BASE, workload, lengths, "bf16", "cuda", 3, ROOFS)
         assert row.get("goal_tflops") == goal
-        assert ("goal: 250 TFLOP/s" in bench_training.line(row)) == (goal is not None)
+        assert ("goal: 250 TFLOP/s" in gpu_training.line(row)) == (goal is not None)
         assert row["tflops"] == pytest.approx(attention.flops(lengths, workloads.BASE) / 2e-3 * 1e-12)
         assert row["of_floor"] == pytest.approx(row["tflops"] * 1e3 / ROOFS.gflops["bf16"])
 
@@ -320,11 +321,11 @@ def test_attentions_goal_stands_beside_base_on_a_gpu(monkeypatch):
 def arguments(monkeypatch, *options: str):
     """Parse arguments as on a machine with a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    return bench_training.parse([*options])
+    return gpu_training.parse([*options])
 
 
 def test_a_gpu_measures_the_goals_first_and_torch_compile_last(monkeypatch):
-    everything = bench_training.groups(arguments(monkeypatch), ROOFS)
+    everything = gpu_training.groups(arguments(monkeypatch), ROOFS)
     alone = [g for g in everything if g.step == "attention"]
     assert [(g.model, g.workload, g.tag) for g in alone] == [
         ("base", "full", "bf16"),
@@ -338,17 +339,17 @@ def test_a_gpu_measures_the_goals_first_and_torch_compile_last(monkeypatch):
         for step in ("training", "training_memory")
         for model, workload in (("base", "full"), ("large", "train"))
     ]
-    assert all((g.model, g.workload) in bench_training.GOAL_MS for g in found[:4])
+    assert all((g.model, g.workload) in gpu_training.GOAL_MS for g in found[:4])
     assert all(g.candidates == ("fastbert", "transformers") for g in found[:-8])
     assert all(g.candidates == training.CANDIDATES and g.step == "training" for g in found[-8:-4])
     assert all(g.candidates == ("torch_compile",) and g.step == "training_memory" for g in found[-4:])
-    assert {(g.model, g.workload) for g in found if g.step == "footprint"} == set(bench_training.GOAL_MS)
+    assert {(g.model, g.workload) for g in found if g.step == "footprint"} == set(gpu_training.GOAL_MS)
     assert {g.head for g in found} == set(training.HEADS)
     assert all(g.seconds > 0 for g in everything)
 
 
 def test_a_cpu_trains_both_dtypes_on_its_batches(monkeypatch):
-    found = bench_training.groups(arguments(monkeypatch, "--device", "cpu"), ROOFS)
+    found = gpu_training.groups(arguments(monkeypatch, "--device", "cpu"), ROOFS)
     timed = {(g.model, g.workload, g.tag) for g in found if g.step == "training"}
     assert ("torch_compile",) not in {g.candidates for g in found}  # no memory of a compiler
     batches = (("base", "8x128"), ("base", "ragged16"), ("large", "8x128"))
@@ -357,7 +358,7 @@ def test_a_cpu_trains_both_dtypes_on_its_batches(monkeypatch):
     base = [g.seconds for g in found if (g.model, g.workload, g.step) == ("base", "8x128", "training")]
     assert sum(large) > 2 * sum(base)
     only = ("--device", "cpu", "--workloads", "1x128", "--models", "base", "--heads", "classification")
-    [group] = bench_training.groups(
+    [group] = gpu_training.groups(
         arguments(monkeypatch, *only, "--candidates", "fastbert", "--steps", "training", "--dtypes", "fp32"),
         ROOFS,
     )
@@ -366,7 +367,7 @@ def test_a_cpu_trains_both_dtypes_on_its_batches(monkeypatch):
 
 def test_a_small_budget_leaves_rows_that_say_so(monkeypatch):
     args = arguments(monkeypatch, "--budget", "0.5", "--models", "base", "--heads", "pretraining")
-    rows = list(bench_training.Benchmark(args, ROOFS).rows())
+    rows = list(gpu_training.Benchmark(args, ROOFS).rows())
     assert all(row["status"] == "skipped" for row in rows)
     assert [row["candidate"] for row in rows if row["step"] == "training_memory"][-1:] == [
         "torch_compile-bf16"
@@ -377,7 +378,7 @@ def test_a_small_budget_leaves_rows_that_say_so(monkeypatch):
         "torch_compile-bf16",
     ]
     assert re.match(r"[01] s left of --budget 0, about 14 s needed", rows[0]["error"])
-    assert "skipped: " in bench_training.line(rows[0])
+    assert "skipped: " in gpu_training.line(rows[0])
     assert rows[0]["name"] == "training-fastbert-bf16-base-full-pretraining"
 
 
@@ -387,13 +388,13 @@ def test_the_command_records_what_it_prints(tmp_path, capsys, monkeypatch):
     options = ["--device", "cpu", "--models", "tiny", "--workloads", "8x128", "--samples", "2", "--smoke"]
     options += ["--steps", "training", "attention", "footprint", "--candidates", "fastbert", "transformers"]
     threads = ["--threads", str(torch.get_num_threads())]
-    assert bench_training.main([*options, *threads, "--dtypes", "bf16", "--json", str(path)]) == 0
+    assert gpu_training.main([*options, *threads, "--dtypes", "bf16", "--json", str(path)]) == 0
     data, printed = lines.read(path), capsys.readouterr().out
-    rows = [row for row in data["rows"] if row["step"] in bench_training.STEPS]
+    rows = [row for row in data["rows"] if row["step"] in gpu_training.STEPS]
     alone = [row for row in rows if row["step"] == "attention"]
     assert [row["candidate"] for row in alone] == [f"{name}-bf16" for name in attention.CANDIDATES]
     assert [row["saves_bits"] for row in alone] == [True, False, False]
-    assert all(row["tflops"] > 0 and bench_training.line(row) in printed for row in alone)
+    assert all(row["tflops"] > 0 and gpu_training.line(row) in printed for row in alone)
     rows = [row for row in rows if row["step"] != "attention"]
     assert [(row["step"], row["head"], row["candidate"]) for row in rows] == [
         (step, head, f"{name}-bf16")
@@ -403,11 +404,11 @@ def test_the_command_records_what_it_prints(tmp_path, capsys, monkeypatch):
     ]
     for row in rows:
         assert row["status"] == "ok", row
-        assert bench_training.line(row) in printed
+        assert gpu_training.line(row) in printed
     assert all(row["of_floor"] > 0 and row["n"] == 2 for row in rows if row["step"] == "training")
     assert data["finished"] is True
     for ratio in data["ratios"]:
-        assert bench_training.ratio_line(ratio) in printed
+        assert gpu_training.ratio_line(ratio) in printed
     assert len(data["ratios"]) == 2 * (1 + 2) + 2
 
 
@@ -419,7 +420,7 @@ def test_a_group_that_fails_costs_the_next_nothing(monkeypatch):
     args = arguments(monkeypatch, "--device", "cpu", "--models", "tiny", "--heads", "pretraining")
     args.steps, args.candidates, args.dtypes = ["training", "footprint"], ["fastbert"], ["bf16"]
     monkeypatch.setattr(training, "bench_training", fails)
-    rows = list(bench_training.Benchmark(args, ROOFS).rows())
+    rows = list(gpu_training.Benchmark(args, ROOFS).rows())
     assert [(row["step"], row["status"]) for row in rows] == [("training", "error"), ("footprint", "ok")]
     assert rows[0]["error"] == "MemoryError: planted"
 
@@ -429,7 +430,7 @@ def test_memory_is_measured_where_the_step_runs(monkeypatch):
     monkeypatch.setattr(memory, "bench_memory", lambda *a, **k: asked.append((a, k)) or iter(()))
     args = arguments(monkeypatch, "--threads", "3", "--models", "base", "--heads", "pretraining")
     args.steps, args.candidates = ["training_memory"], ["fastbert", "transformers"]
-    assert list(bench_training.Benchmark(args, ROOFS).rows()) == []
+    assert list(gpu_training.Benchmark(args, ROOFS).rows()) == []
     lengths, engines = workloads.lengths("full"), ("fastbert-bf16", "transformers-bf16")
     options = {"timeout": memory.TIMEOUT_SECONDS, "head": "pretraining", "device": "cuda"}
     assert asked == [(("base", "full", engines, 3, lengths), options)]
@@ -459,13 +460,13 @@ def test_the_goal_is_printed_beside_ours_on_a_gpu(monkeypatch, device, goal):
     args = arguments(monkeypatch, "--device", device, "--models", "base", "--steps", "training")
     args.workloads, args.heads, args.dtypes = ["full"], ["pretraining"], ["bf16"]
     # there is no GPU here to ask
-    monkeypatch.setattr(bench_training.served, "backends", lambda *_: {})
-    ours, theirs = list(bench_training.Benchmark(args, ROOFS).rows())[:2]
+    monkeypatch.setattr(gpu_training.served, "backends", lambda *_: {})
+    ours, theirs = list(gpu_training.Benchmark(args, ROOFS).rows())[:2]
     assert ours.get("goal_ms") == goal
     assert (asked[0]["device"], asked[0]["roofs"], asked[0]["head"]) == (device, ROOFS, "pretraining")
     assert asked[0]["lengths"] == (512,) * 32
-    assert bench_training.line(ours).endswith("goal: 22 ms") == (goal is not None)
-    assert "goal" not in bench_training.line(theirs)
+    assert gpu_training.line(ours).endswith("goal: 22 ms") == (goal is not None)
+    assert "goal" not in gpu_training.line(theirs)
     assert ours["group"] == "plain"
 
 
@@ -488,7 +489,7 @@ def test_ratios_stand_beside_their_goals():
     ]
     found = {
         (r["step"], r["theirs"], r["of"], round(r["ratio"], 3)): r["goal"]
-        for r in bench_training.ratios(measured)
+        for r in gpu_training.ratios(measured)
     }
     assert found == {
         ("training", "transformers", "median_ms", 2.5): None,
@@ -497,13 +498,13 @@ def test_ratios_stand_beside_their_goals():
         ("training_memory", "transformers", "peak_mib", 0.65): 0.6,
         ("training_memory", "transformers", "above_mib", 1.0): None,
     }
-    text = [bench_training.ratio_line(r) for r in bench_training.ratios(measured)]
+    text = [gpu_training.ratio_line(r) for r in gpu_training.ratios(measured)]
     assert sum("goal: at least 1.5, missed" in t for t in text) == 1
     assert sum("goal: at most 0.6, missed" in t for t in text) == 1
     measured[-2]["peak_mib"] = 60.0
-    assert any("at most 0.6, met" in bench_training.ratio_line(r) for r in bench_training.ratios(measured))
+    assert any("at most 0.6, met" in gpu_training.ratio_line(r) for r in gpu_training.ratios(measured))
     other = [row | {"head": "classification"} for row in measured]
-    assert {r["goal"] for r in bench_training.ratios(other)} == {None}
+    assert {r["goal"] for r in gpu_training.ratios(other)} == {None}
 
 
 @pytest.mark.parametrize(
@@ -518,7 +519,7 @@ def test_ratios_stand_beside_their_goals():
 def test_bad_arguments_are_named(options, message, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
-        bench_training.parse(["--device", "cpu", *options])
+        gpu_training.parse(["--device", "cpu", *options])
     assert message in capsys.readouterr().err
 
 
@@ -529,7 +530,7 @@ def test_make_gpu_trains(monkeypatch, tmp_path):
     [step] = [step for step in prove.STEPS if step.name == "training"]
     for device in ("cuda", "cpu"):
         _, script, *options = step.command(prove.Run(tmp_path, device), 50.0)
-        assert script.endswith("bench/bench_training.py")
+        assert script.endswith("bench/gpu/training.py")
         args = arguments(monkeypatch, *options)
         assert (args.device, args.budget) == (device, 50.0)
         assert (args.json, args.roofs) == (tmp_path / "training.jsonl", tmp_path / "probe.jsonl")

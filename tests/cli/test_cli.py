@@ -771,6 +771,7 @@ def checkout(monkeypatch, tmp_path):
     folder = tmp_path / "bench"
     (folder / "suite").mkdir(parents=True)
     monkeypatch.setattr(bench, "FOLDER", folder)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # with it pytest-benchmark measures nothing
     (folder / "helper.py").write_text("x = 1\n")
     script = "import sys\nif __name__ == '__main__':\n    print(sys.argv[1:])\n    sys.exit(7)\n"
     (folder / "bench_kernels.py").write_text('"""Kernels.\n\nMore."""\n' + script)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.lib.committed import WITHIN, Compared
+from bench.lib.costs.committed import WITHIN, Compared
 
 # the colour of each step of `Compared` that is drawn
 COLOURS = {

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bench.lib import charts, labels
+from bench.lib.charts import labels
+from bench.lib.charts import suite as charts
 from bench.lib.results import Benchmark, Run
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """A training step beside transformers', on a GPU or a CPU: time, peak memory, share of the floor.
 
-    python bench/bench_training.py [--device cpu] [--models base large] [--budget SECONDS]
+    python bench/gpu/training.py [--device cpu] [--models base large] [--budget SECONDS]
 
 | step | what |
 |---|---|
@@ -32,7 +32,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
     sys.path[0] = str(ROOT)
 
@@ -297,7 +297,9 @@ class Benchmark:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="bench_training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="bench/gpu/training.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     known = tuple(plan.MODELS)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

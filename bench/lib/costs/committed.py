@@ -17,9 +17,10 @@ from pathlib import Path
 
 import torch
 
-from bench.lib import costs, workloads
-from bench.lib.costs import BACKWARD, FORWARD, OPTIMIZER, Work
-from bench.lib.devices import GIB, Device, of_file
+from bench.lib import workloads
+from bench.lib.costs import counts as costs
+from bench.lib.costs.counts import BACKWARD, FORWARD, OPTIMIZER, Work
+from bench.lib.costs.devices import GIB, Device, of_file
 from bench.lib.engines import MODELS
 
 # the most that a forward or a training step may be off

@@ -1,6 +1,6 @@
 """What one forward or training step of an encoder computes and moves, counted op by op.
 
-Only sizes, lengths and dtypes go in; no device, no time. `bench/lib/devices.py` turns a `Work` into time.
+Only sizes, lengths and dtypes go in; no device, no time. `devices.py` turns a `Work` into time.
 
 - Operations are those of the real tokens: nothing is counted for padding.
 - Bytes are the fewest that an op can move if its inputs and results lie in memory: each one once, as the

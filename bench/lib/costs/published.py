@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.lib import costs, devices, workloads
+from bench.lib import workloads
+from bench.lib.costs import counts as costs
+from bench.lib.costs import devices
 from bench.lib.workloads import BASE, LARGE, Model
 
 INFERENCE = "MLPerf Inference v4.1, closed, H200-SXM-141GB, BERT-large SQuAD offline, per GPU"

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bench.lib import labels
+from bench.lib.charts import labels
 from bench.lib.results import Benchmark, Run
 from bench.lib.turns import is_ours
 

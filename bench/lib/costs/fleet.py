@@ -13,9 +13,9 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from bench.lib import costs
-from bench.lib.costs import BACKWARD, OPTIMIZER, STATE_BYTES
-from bench.lib.devices import GIB, Device
+from bench.lib.costs import counts as costs
+from bench.lib.costs.counts import BACKWARD, OPTIMIZER, STATE_BYTES
+from bench.lib.costs.devices import GIB, Device
 from bench.lib.workloads import Model
 
 # of the all-reduce that can run beside backward: the word table's gradient, 9% of large and 21% of base, is

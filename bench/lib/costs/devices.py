@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.lib import lines, roofs
-from bench.lib.costs import BACKWARD, EIGHT_BIT, LIBRARY, Work
+from bench.lib.costs.counts import BACKWARD, EIGHT_BIT, LIBRARY, Work
 
-RESULTS = Path(__file__).resolve().parent.parent / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "results"
 GIB = 2.0**30
 
 # Shares of the roofs that our kernels reach on a CPU: printed by `python bench/model.py fit`, from single ops
