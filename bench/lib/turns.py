@@ -1,8 +1,8 @@
 """Candidates timed turn by turn, and told to pytest-benchmark one test at a time.
 
-pytest-benchmark times one function per test. Here a test is one candidate of a group: all that do the same work
-on the same inputs, ours and the peers'. The first test of a group measures all of them turn by turn, as
-`bench.lib.timing.interleave` does. Each test of the group then hands its own samples to the `benchmark` fixture,
+pytest-benchmark times one function per test. Here a test is one candidate of a group: all that do the same
+work on the same inputs, ours and the peers'. The first test of a group measures all of them turn by turn, by
+`bench.lib.timing.interleave`. Each test of the group then hands its own samples to the `benchmark` fixture,
 through a clock that returns what was measured. So storage, comparison, groups and histograms are
 pytest-benchmark's own.
 """
@@ -97,7 +97,7 @@ def is_noisy(row: Mapping) -> bool:
 
 
 def ratios(row: dict, rows: Mapping[str, dict]) -> dict[str, float | str]:
-    """Peer -> how many times as fast as the peer one of our candidates is; a reason where that cannot be said.
+    """Peer -> how many times as fast as it one of our candidates is, or the reason why nobody can say.
 
     Peers are the others of the group in the same precision. A peer's own row has no ratios. Of two rows of
     memory it is our peak over the peer's.
@@ -122,14 +122,12 @@ def ratios(row: dict, rows: Mapping[str, dict]) -> dict[str, float | str]:
 
 
 def wrong(row: Mapping) -> str | None:
-    """Why a row's result is wrong, or None: by the error rule where the row has it, by its cosine otherwise."""
+    """Why a row's result is wrong, or None: by the error rule if it was applied, by the cosine otherwise."""
     if row.get("incorrect"):
         return row["incorrect"]
+    least = LEAST_COSINE.get(precision(row["candidate"]))
     for key in ("cosine", "grad_cosine"):
         value = row.get(key)
-        least = LEAST_COSINE.get(
-            precision(row["candidate"]).split()[0] if precision(row["candidate"]) else ""
-        )
         if value is not None and least is not None and not value >= least:  # a NaN is wrong
             return f"{key} {value:.5f}, at least {least} expected"
     return None

@@ -74,12 +74,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[RUN] = Run()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(config.getoption("threads") or len(os.sched_getaffinity(0)))
-    # results/<device>/ is the storage's folder, not the name of the interpreter
-    session = getattr(config, "_benchmarksession", None)
-    if session is not None:
-        slug = machine.describe(torch.device("cpu"))["slug"]
-        session.machine_id = session.storage.default_machine_id = slug
-        session.benchmarks = Saved()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Runs are kept in results/<device>/, not in a folder with the interpreter's name."""
+    benchmarks = session.config._benchmarksession
+    slug = machine.describe(torch.device("cpu"))["slug"]
+    benchmarks.machine_id = benchmarks.storage.default_machine_id = slug
+    benchmarks.benchmarks = Saved()
 
 
 def chosen(option: str | None, value: str) -> bool:
