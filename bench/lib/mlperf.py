@@ -10,7 +10,7 @@ from bench.lib import encoder, records, training, workloads
 from bench.lib.engines import Bank
 from bench.lib.roofs import Roofs
 
-WINDOWS, PACKS = 8, 2
+WINDOWS, PACKS = 4, 2
 
 
 def with_rate(rows: Iterator[dict], workload: str, sequences: int) -> Iterator[dict]:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from bench.lib import encode
 from bench.lib.texts import TEXTS
 
 TEXTS_EACH = 1000
+SHORT = ("sentences",)
 
 
-@pytest.mark.parametrize(
-    ("model", "workload", "candidate"),
-    [("minilm", f"{kind}{TEXTS_EACH}", name) for kind in TEXTS for name in encode.CANDIDATES],
-)
+def cases() -> Iterator[object]:
+    """(model, workload, candidate)."""
+    for kind in TEXTS:
+        marks = [] if kind in SHORT else [pytest.mark.long]
+        for candidate in encode.CANDIDATES:
+            yield pytest.param("minilm", f"{kind}{TEXTS_EACH}", candidate, marks=marks)
+
+
+@pytest.mark.parametrize(("model", "workload", "candidate"), list(cases()))
 def test_encode(in_turns, few, request, model, workload, candidate):
     kind = workload.removesuffix(str(TEXTS_EACH))
     count = 8 if request.config.getoption("smoke") else TEXTS_EACH
