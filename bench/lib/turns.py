@@ -144,5 +144,7 @@ def told(row: Mapping) -> Iterator[str]:
     share = row.get("of_roof", row.get("of_floor"))
     yield "" if share is None else f"{share:>5.0%} of roof"
     yield f"±{row['spread']:.0%}"
+    if "loss" in row:  # under load (bench/lib/load.py)
+        yield f"loss {row['loss']:.2f}" + (f" ({row['promise']})" if "promise" in row else "")
     over = [f"{v:.2f} x {k}" if isinstance(v, float) else f"{k}: {v}" for k, v in row.get("over", {}).items()]
     yield ", ".join(over)
