@@ -78,9 +78,7 @@ def checkout(text: str) -> Path:
 def pytest_configure(config: pytest.Config) -> None:
     """One run, on as many threads for everybody as the process may use cores."""
     if "--other" in config.invocation_params.args:  # pytest has loaded that checkout's conftest.py
-        raise pytest.UsageError(
-            "--other: expected --other=DIR: pytest takes a DIR alone for tests to run"
-        )
+        raise pytest.UsageError("--other: expected --other=DIR: pytest takes a DIR alone for tests to run")
     config.addinivalue_line("markers", "long: left out unless --everything is given")
     config.addinivalue_line("markers", "cuda: needs a GPU")
     config.stash[RUN] = Run()
