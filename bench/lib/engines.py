@@ -14,6 +14,7 @@ import importlib.util
 import logging
 import os
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -178,8 +179,9 @@ def onnxruntime_forward(path: Path, threads: int, int8: bool) -> Forward:
         from onnxruntime.quantization import QuantType, quantize_dynamic
 
         target = path.with_name("int8.onnx")
-        with quiet():
-            quantize_dynamic(str(path), str(target), per_channel=True, weight_type=QuantType.QInt8)
+        if not target.exists():
+            with quiet():
+                quantize_dynamic(str(path), str(target), per_channel=True, weight_type=QuantType.QInt8)
         path = target
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
@@ -205,7 +207,14 @@ def openvino_forward(path: Path, threads: int, precision: str) -> Forward:
     chosen = compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
     if chosen != {"f32": "f32", "bf16": "bf16"}[precision]:
         raise RuntimeError(f"OpenVINO was asked for {precision} and computes in {chosen} on this processor")
-    return lambda inputs: torch.from_numpy(compiled(arrays(inputs))[0])
+    local = threading.local()  # a request serves one call at a time, so each calling thread has its own
+
+    def forward(inputs):
+        if not hasattr(local, "request"):
+            local.request = compiled.create_infer_request()
+        return torch.from_numpy(local.request.infer(arrays(inputs))[0])
+
+    return forward
 
 
 class Bank:

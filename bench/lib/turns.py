@@ -165,4 +165,6 @@ def told(row: Mapping) -> Iterator[str]:
     share = row.get("of_roof", row.get("of_floor"))
     yield "" if share is None else f"{share:>5.0%} of roof"
     yield f"±{row['spread']:.0%}"
+    if "loss" in row:  # under load (bench/lib/load.py)
+        yield f"loss {row['loss']:.2f}" + (f" ({row['promise']})" if "promise" in row else "")
     yield ", ".join(over)

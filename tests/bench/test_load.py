@@ -1,7 +1,8 @@
-"""The benchmark beside a busy neighbour runs and says what it measured; speeds are not checked here."""
+"""The benchmarks under load run, say what they measured and leave no process; speeds are not checked here."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pathlib
@@ -13,83 +14,380 @@ import time
 import pytest
 import torch
 
-from bench import bench_load
+from bench.lib import load, load_engine, turns
+from bench.suite import conftest
+from tests.support.benches import ROOT
+from tests.support.processes import python
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a stopped neighbour stays")
 
 
-def test_a_whole_run(tmp_path, capsys):
-    options = [
-        "--smoke",
-        "--models",
-        "tiny",
-        "--candidates",
-        "fastbert-fp32",
-        "fastbert-int8",
-        "--samples",
-        "2",
-    ]
-    threads = str(torch.get_num_threads())
-    status = bench_load.main(
-        [*options, "--threads", threads, "--out", str(tmp_path), "--other", str(bench_load.ROOT)]
-    )
-    data = json.loads((tmp_path / "bench_load.json").read_text())
-    printed = capsys.readouterr().out
-    assert (status, data["finished"], data["other"]) == (0, True, True)
-    names = ["fastbert-fp32", "fastbert-int8", "other-fp32", "other-int8"]
-    assert [row["candidate"] for row in data["rows"]] == names
-    for row in data["rows"]:
-        assert row["status"] == "ok"
-        assert row["n"] == 2
-        assert min(row["quiet_ms"], row["busy_ms"]) > 0
-        assert row["loss"] == row["busy_ms"] / row["quiet_ms"]
-        assert bench_load.line(row) in printed
-    assert {row["of"] for row in data["verdicts"]} == {"other"}
+def suite(*options: object, **environment: str) -> subprocess.CompletedProcess:
+    """Run the suite's file in a process of its own, on tiny models."""
+    command = [sys.executable, "-m", "pytest", "-q", "bench/suite/test_load.py", "-p", "no:cacheprovider"]
+    command += ["--smoke", "--threads", str(torch.get_num_threads()), *map(str, options)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=300)
 
 
-def test_an_engine_that_fails_is_an_error_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_load, "PAUSE_SECONDS", 0.0)
-    arguments = ["--models", "tiny", "--candidates", "fastbert-fp32", "--samples", "1", "--smoke"]
-    missing = tmp_path / "nothing"
-    missing.mkdir()
-    status = bench_load.main([*arguments, "--out", str(tmp_path), "--other", str(missing)])
-    rows = json.loads((tmp_path / "bench_load.json").read_text())["rows"]
-    assert status == 1
-    assert [(row["status"], row["name"]) for row in rows if row["status"] == "error"] == [
-        ("error", "load-other-fp32-tiny")
-    ]
+def row(name: str, loss: float, spread: float = 0.02, **facts: object) -> dict:
+    """A measured row of the kind `neighbour`."""
+    sizes = {
+        "median_ms": 10.0 * loss,
+        "min_ms": 9.0,
+        "samples_ms": [10.0 * loss] * 4,
+        "n": 4,
+        "quiet_ms": 10.0,
+    }
+    row = {"candidate": name, "status": "ok", "loss": loss, "spread": spread, "quiet_spread": 0.02}
+    return {**row, **sizes, "cosine": 1.0, **facts}
 
 
-def test_verdicts_compare_with_the_best_peer_of_the_precision():
-    def row(name, quiet, busy):
-        what = {"model": "base", "workload": "1x128", "status": "ok", "candidate": name}
-        return {**what, "quiet_ms": quiet, "busy_ms": busy, "loss": busy / quiet}
-
-    rows = [
-        row("fastbert-fp32", 10.0, 18.0),
-        row("openvino-fp32", 12.0, 24.0),
-        row("onnxruntime-fp32", 20.0, 22.0),
-        row("fastbert-int8", 5.0, 9.0),
-        row("other-fp32", 11.0, 36.0),
-    ]
-    first, second = bench_load.verdicts(rows)
-    assert (first["best_peer"], first["best_peer_loss"]) == ("onnxruntime-fp32", 1.1)
-    assert (first["busy_ratio_to"], first["busy_ratio"]) == ("onnxruntime-fp32", 22.0 / 18.0)
-    assert (second["quiet_ratio"], second["busy_ratio"]) == (1.1, 2.0)
+def ended(pid: int) -> bool:
+    """Whether a process has ended; a zombie has."""
+    try:
+        return pathlib.Path("/proc", str(pid), "stat").read_text().split(") ")[1][0] == "Z"
+    except FileNotFoundError:
+        return True
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a stopped neighbour stays")
-@pytest.mark.parametrize("state", ["pause", "resume"])
-def test_the_neighbour_ends_with_a_benchmark_that_is_killed(state):
-    script = (
-        "import sys, time; from bench import bench_load; n = bench_load.Neighbour(False); time.sleep(0.5); "
-    )
-    script += f"n.{state}(); print(n.process.pid, flush=True); time.sleep(60)"
-    with subprocess.Popen(
-        [sys.executable, "-c", script], cwd=bench_load.ROOT, stdout=subprocess.PIPE, text=True
-    ) as run:
-        neighbour = pathlib.Path("/proc", run.stdout.readline().strip(), "stat")
-        assert neighbour.exists()
-        os.kill(run.pid, signal.SIGKILL)
-    end = time.monotonic() + 20
-    while neighbour.exists() and neighbour.read_text().split(") ")[1][0] != "Z":  # a zombie has ended
+def wait_until(true, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+# ---- the suite's file ----
+
+
+def test_a_whole_run(tmp_path):
+    saved = tmp_path / "load.json"
+    options = ["--model", "minilm", "--peers", "other", "--samples", 2, f"--other={ROOT}"]
+    done = suite(*options, "--benchmark-json", saved)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    data = json.loads(saved.read_text())
+    groups: dict[str, set[str]] = {}
+    for benchmark in data["benchmarks"]:
+        facts = benchmark["extra_info"]
+        groups.setdefault(benchmark["group"], set()).add(facts["candidate"])
+        assert benchmark["stats"]["rounds"] == 2
+        assert min(benchmark["stats"]["median"], facts["quiet_ms"]) > 0
+        loaded_ms = benchmark["stats"]["median"] * 1e3
+        assert facts["loss"] == pytest.approx(loaded_ms / (facts["quiet_ms"] * facts["factor"]))
+        assert facts["cosine"] > 0.97
+        assert f"loss {facts['loss']:.2f}" in done.stdout
+    both = {"fastbert-fp32", "other-fp32", "fastbert-int8", "other-int8"}
+    assert groups == {
+        "load-neighbour-minilm-1x16": both,
+        "load-processes-minilm-1x16": {"fastbert-fp32", "other-fp32"},
+        "load-threads-minilm-1x16": both,
+    }
+    assert data["fastbert"]["without_a_time"] == []
+
+
+def test_a_broken_promise_fails_the_test_of_ours(tmp_path):
+    plugin = """
+import tests.bench.test_load
+from bench.lib import load
+
+class Bench:
+    def __init__(self, *args, **options): pass
+    def close(self): pass
+    def rows(self, kind, workload, names, samples):
+        losses = {"fastbert-fp32": 2.0, "openvino-fp32": 1.5}
+        rows = [tests.bench.test_load.row(n, losses.get(n, 3.0)) for n in names]
+        return [row | load.judge(row, rows) for row in rows]
+
+load.Bench = Bench
+def pytest_configure(config): config.option.smoke = False
+"""
+    (tmp_path / "fake_load.py").write_text(plugin)
+    done = suite("-p", "fake_load", "--workload", "1x16", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "loss 2.00, expected at most 1.50 as openvino-fp32, and 5% for noise" in done.stdout
+    assert "loss 2.00 (best peer openvino 1.50: promise broken)" in done.stdout
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    assert len(failed) == 3  # fp32 by each kind of load; int8 holds
+    assert all("fastbert-fp32" in line for line in failed)
+
+
+def test_other_is_a_checkout(tmp_path):
+    assert conftest.checkout(str(ROOT)) == ROOT
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a checkout with the folder fastbert/"):
+        conftest.checkout(str(tmp_path))
+
+
+def test_other_needs_its_equals_sign():
+    done = suite("--collect-only", "--other", ROOT)
+    assert (done.returncode, "expected --other=DIR" in done.stderr) == (pytest.ExitCode.USAGE_ERROR, True)
+
+
+# ---- what is measured ----
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock of seconds that stands still but for `sleep`."""
+
+    class Clock:
+        now = 0.0
+
+        def perf_counter(self) -> float:
+            return self.now
+
+        def sleep(self, seconds: float) -> None:
+            self.now += seconds
+
+    clock = Clock()
+    monkeypatch.setattr(load_engine, "time", clock)
+    monkeypatch.setattr(load, "time", clock)
+    return clock
+
+
+def test_calls_alone_count_after_the_first_and_to_the_end_of_the_last(clock):
+    assert load_engine.timed(lambda: clock.sleep(2.0), 0.0, 5.0, alone=True) == (3, 6.0)
+    assert load_engine.timed(lambda: clock.sleep(2.0), 0.0, 0.0, alone=True) == (1, 2.0)
+
+
+def test_calls_beside_others_count_while_all_run(clock):
+    # begun at 0 and 2: before 3. At 4, 6, 8: they count. At 10: ends after 11
+    assert load_engine.timed(lambda: clock.sleep(2.0), 3.0, 8.0, alone=False) == (3, 6.0)
+    assert clock.now == 12.0
+
+
+def test_at_least_one_call_beside_others_counts(clock):
+    assert load_engine.timed(lambda: clock.sleep(7.0), 3.0, 1.0, alone=False) == (1, 7.0)
+
+
+class Fake:
+    """An engine without a process: `quiet` seconds per call alone, `loaded` ones otherwise."""
+
+    def __init__(self, name: str, quiet: float, loaded: float, log: list):
+        self.name, self.quiet, self.loaded, self.log = name, quiet, loaded, log
+
+    def ask(self, **asked):
+        self.asked = asked
+
+    def answer(self) -> dict:
+        self.log.append((self.name, self.asked["alone"], self.asked["callers"]))
+        if self.quiet == 0.0:
+            raise RuntimeError("it is broken")
+        seconds = self.quiet if self.asked["alone"] else self.loaded
+        return {"rate": self.asked["callers"] / seconds, "cosine": 0.5 if seconds == 9.0 else 1.0}
+
+
+def test_a_sample_of_several_callers_is_from_the_throughput_of_all(clock):
+    engines = [Fake("a", 1.0, 2.0, []), Fake("a", 1.0, 4.0, [])]
+    seconds, cosine = load.sample(engines, "1x16")
+    assert (seconds, cosine) == (pytest.approx(2 / (1 / 2 + 1 / 4)), 1.0)
+    assert load.sample([Fake("a", 1.0, 9.0, [])], "1x16", callers=2) == (pytest.approx(9.0), 0.5)
+
+
+class Paused:
+    """A neighbour without a process, which writes what happens into a log."""
+
+    def __init__(self, log: list):
+        self.log = log
+
+    def pause(self):
+        self.log.append("pause")
+
+    def resume(self):
+        self.log.append("resume")
+
+
+def bench_of(log: list) -> load.Bench:
+    """A Bench without processes."""
+    bench = object.__new__(load.Bench)
+    bench.seconds, bench.neighbour = 0.0, Paused(log)
+    return bench
+
+
+def test_all_are_quiet_before_any_is_loaded_and_another_begins_each_turn(clock):
+    log: list = []
+    parties = [load.Party([Fake(name, 1.0, 2.0, log)]) for name in "ab"]
+    bench_of(log)._alternate("threads", "1x16", parties, 2)
+    quiet, loaded = (True, 1), (False, 2)
+    first = [("a", *quiet)] * 2 + [("b", *quiet)] * 2 + [("a", *loaded), ("b", *loaded)]
+    assert log == [*first, ("b", *quiet), ("a", *quiet), ("b", *loaded), ("a", *loaded)]
+    assert parties[0].quiet_ms == [1000.0, 1000.0]
+    assert parties[0].loaded_ms == [2000.0, 2000.0]
+
+
+def test_the_neighbour_runs_only_beside_loaded_samples(clock):
+    log: list = []
+    parties = [load.Party([Fake("a", 1.0, 2.0, log)]), load.Party([Fake("broken", 0.0, 0.0, log)])]
+    bench_of(log)._alternate("neighbour", "1x16", parties, 1)
+    a, broken = ("a", True, 1), ("broken", True, 1)
+    assert log == [a, a, broken, "resume", a, "pause"]
+    assert (parties[0].error, parties[1].error) == (None, "RuntimeError: it is broken")
+
+
+def test_loss_is_beside_a_perfect_sharing(monkeypatch):
+    monkeypatch.setattr(load, "cores", lambda: 2)
+    party = load.Party([], quiet_ms=[10.0, 10.0, 11.0], loaded_ms=[30.0, 33.0, 36.0])
+    rows = {kind: load.row_of(kind, "base", "1x128", "fastbert-fp32", party) for kind in load.KINDS}
+    assert [rows[kind]["loss"] for kind in load.KINDS] == [3.3, 1.65, 1.65]
+    monkeypatch.setattr(load, "cores", lambda: 8)
+    assert load.factor("processes") == 1.0
+    failed = load.row_of("threads", "base", "1x128", "a-fp32", load.Party([], error="why"))
+    assert (failed["status"], failed["error"]) == ("error", "why")
+
+
+@pytest.mark.parametrize(
+    ("ours", "spread", "peers", "holds", "best"),
+    [
+        (1.5, 0.02, [row("openvino-fp32", 1.6), row("onnxruntime-fp32", 3.0)], True, "openvino-fp32"),
+        (1.65, 0.02, [row("openvino-fp32", 1.6)], True, "openvino-fp32"),
+        (1.8, 0.02, [row("openvino-fp32", 1.6)], False, "openvino-fp32"),
+        # two standard errors of 4 samples with this spread are above 12%
+        (1.8, 0.14, [row("openvino-fp32", 1.6)], True, "openvino-fp32"),
+        (2.5, 0.14, [row("openvino-fp32", 1.6)], False, "openvino-fp32"),
+        (2.5, 0.5, [row("openvino-fp32", 1.6)], None, "openvino-fp32"),
+        (2.5, 0.02, [row("openvino-fp32", 1.6, spread=0.5)], None, "openvino-fp32"),
+        (2.5, 0.02, [row("openvino-fp32", 1.6, quiet_spread=0.5)], None, "openvino-fp32"),
+        # broken beside a peer without noise, whatever a noisy one does
+        (2.5, 0.02, [row("openvino-fp32", 1.6, spread=0.5), row("b-fp32", 1.7)], False, "b-fp32"),
+        # no peers: another precision, another checkout, a wrong result, an error
+        (2.5, 0.02, [row("a-int8", 1.0), row("b-fp32", 3.0), row("other-fp32", 1.0)], True, "b-fp32"),
+        (2.5, 0.02, [row("a-fp32", 1.0, cosine=0.5), row("b-fp32", 3.0)], True, "b-fp32"),
+        (2.5, 0.02, [{"candidate": "a-fp32", "status": "error"}, row("b-fp32", 3.0)], True, "b-fp32"),
+    ],
+)
+def test_the_promise_is_beside_the_best_peer_of_the_precision(ours, spread, peers, holds, best):
+    mine = row("fastbert-fp32", ours, spread)
+    found = load.judge(mine, [*peers, mine])
+    assert (found["holds"], found["best_peer"]) == (holds, best)
+    assert found["best_peer_loss"] == next(p["loss"] for p in peers if p["candidate"] == best)
+    end = {True: ")", False: ": promise broken)", None: ": too noisy)"}[holds]
+    engine, loss = best.split("-")[0], found["best_peer_loss"]
+    told = f"loss {ours:.2f} (best peer {engine} {loss:.2f}{end}"
+    assert told in list(turns.told(mine | found))
+
+
+def test_peers_and_rows_without_a_peer_have_no_verdict():
+    mine, peer = row("fastbert-fp32", 1.5), row("openvino-fp32", 1.6)
+    assert load.judge(peer, [mine, peer]) == {}
+    assert load.judge(mine, [mine, row("openvino-int8", 1.6)]) == {}
+    assert "loss 1.60" in list(turns.told(peer))
+
+
+# ---- the processes ----
+
+
+@linux
+def test_the_neighbour_stops_and_runs_when_told():
+    beside = load.Neighbour(False)
+    state = pathlib.Path("/proc", str(beside.process.pid), "stat")
+
+    def is_one_of(states: str) -> bool:
+        return state.read_text().split(") ")[1][0] in states
+
+    try:
+        wait_until(lambda: is_one_of("T"))
+        beside.resume()
+        wait_until(lambda: is_one_of("RS"))
+        beside.pause()
+        wait_until(lambda: is_one_of("T"))
+    finally:
+        beside.close()
+    assert ended(beside.process.pid)
+
+
+@linux
+@pytest.mark.parametrize("same", [False, True])
+def test_the_neighbour_is_of_another_session_unless_asked(same):
+    beside = load.Neighbour(same)
+    try:
+        assert (os.getsid(beside.process.pid) == os.getsid(0)) == same
+    finally:
+        beside.close()
+
+
+@linux
+@pytest.mark.parametrize("state", ["pause", "resume"])
+def test_the_neighbour_ends_with_a_benchmark_that_is_killed(state):
+    script = "import time; from bench.lib import load; n = load.Neighbour(False); time.sleep(0.5); "
+    script += f"n.{state}(); print(n.process.pid, flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+        pid = int(run.stdout.readline())
+        assert not ended(pid)
+        os.kill(run.pid, signal.SIGKILL)
+    wait_until(lambda: ended(pid))
+
+
+def test_a_process_whose_parent_has_ended_ends():
+    assert python(f"from bench.lib import neighbour; neighbour.end_with({os.getpid()})").returncode == 0
+    assert python(f"from bench.lib import neighbour; neighbour.end_with({os.getppid()})").returncode == 1
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """The processes of a tiny model, without peers."""
+    missing = tmp_path / "missing"
+    missing.mkdir()
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    threads = torch.get_num_threads()
+    bench = load.Bench("tiny", folder, threads, ["fastbert-fp32"], ["1x16"], other=missing, seconds=0.0)
+    yield bench
+    bench.close()
+
+
+def test_an_engine_that_fails_is_an_error_row(tiny):
+    names = ("fastbert-fp32", "other-fp32", "fastbert-fp64")
+    good, other, unknown = tiny.rows("threads", "1x16", names, 1)
+    assert good["status"] == "ok"
+    assert (other["status"], unknown["status"]) == ("error", "error")
+    assert "expected that of" in other["error"]  # never the installed package in its place
+    assert "fp64" in unknown["error"]
+    # one that ends later
+    tiny.engines["fastbert-fp32"].process.kill()
+    for _ in range(2):
+        (row,) = tiny.rows("neighbour", "1x16", ("fastbert-fp32",), 1)
+        assert (row["status"], "ended with" in row["error"]) == ("error", True)
+    (row,) = tiny.rows("processes", "1x16", ("other-fp32",), 1)
+    assert "expected that of" in row["error"]
+    with pytest.raises(ValueError, match="kind: got 'rain', expected one of neighbour, processes, threads"):
+        next(tiny.rows("rain", "1x16", ("fastbert-fp32",), 1))
+
+
+def test_no_process_is_left(tiny, monkeypatch):
+    begun = []
+    popen = subprocess.Popen
+
+    def counted(*args, **options):
+        begun.append(popen(*args, **options))
+        return begun[-1]
+
+    monkeypatch.setattr(load.subprocess, "Popen", counted)
+    list(tiny.rows("processes", "1x16", ("fastbert-fp32",), 1))
+    assert len(begun) == load.PROCESSES
+    assert all(process.poll() is not None for process in begun)
+    list(tiny.rows("threads", "1x16", ("fastbert-fp32",), 1))
+    assert begun[-1].poll() is None
+    tiny.close()
+    assert begun[-1].poll() is not None
+    assert tiny.neighbour.process.poll() is not None
+
+
+@linux
+def test_an_engine_ends_with_a_benchmark_that_is_killed(tiny):
+    """While it is at work: it reads no more input, and its parent's end does not reach it that way."""
+    script = f"""
+import time
+from pathlib import Path
+from bench.lib import load
+engine = load.Engine("fastbert-fp32", "tiny", Path({str(tiny.folder)!r}), 1, load.OURS)
+engine.answer()
+engine.ask(workload="1x16", callers=1, begin=0.0, seconds=600.0, alone=True)
+time.sleep(0.5)
+print(engine.process.pid, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+        pid = int(run.stdout.readline())
+        assert not ended(pid)
+        os.kill(run.pid, signal.SIGKILL)
+    wait_until(lambda: ended(pid))

@@ -49,14 +49,17 @@ WHOLE = {
         test_a_process_needs_what_its_step_saves
         test_a_process_that_fails_or_hangs_is_a_row test_a_replay_must_draw_the_mask_of_the_seed_it_finds
         test_a_step_of_bert_base_needs_at_most_the_goal_of_transformers_memory test_a_whole_run
+        test_a_broken_promise_fails_the_test_of_ours
         test_all_steps test_an_encoder_budget_leaves_out_torch_compile_first
+        test_an_engine_ends_with_a_benchmark_that_is_killed
         test_an_engine_that_fails_is_an_error_row test_correctness_of_a_small_training_step
         test_encode_compares_the_vectors_and_counts_the_texts test_every_row_has_its_figures
         test_gpu_bandwidth_step test_gpu_gemm_step_covers_every_shape
         test_gpu_matrix_step_covers_every_dtype_at_full_size test_gpu_peer_steps
         test_gpu_sdpa_step_covers_every_backend
         test_graphs_see_stale_weights_and_calls_that_are_not_replayed test_json_says_what_was_measured_where
-        test_memory_grows_with_the_batch test_memory_sees_growth test_options_choose
+        test_memory_grows_with_the_batch test_memory_sees_growth test_no_process_is_left
+        test_options_choose test_other_needs_its_equals_sign
         test_paragraphs_are_prose_distinct_and_the_same_again test_smoke
         test_the_check_writes_one_archive_that_this_machine_confirms
         test_the_command_records_what_it_prints test_the_exported_peers_compute_the_same

@@ -1,0 +1,98 @@
+"""Engines under load: a busy neighbour, 4 processes of one thread, 2 Python threads that call one model.
+
+A row's time is that under load; `loss` says what the load costs (bench/lib/load.py). A test of ours fails if
+it loses more than the best peer of its precision, beyond noise. `--other=DIR` adds `other-…`: the fastbert of
+another checkout, built in place.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.lib import load, turns
+
+CASES = (("minilm", "1x16"), ("base", "1x128"), ("base", "8x128"), ("base", "ragged16"))
+# (kind, model, workload): the candidates that `make bench` has time for; --everything adds the rest
+SHORT = {
+    ("neighbour", "minilm", "1x16"): load.CANDIDATES[:6],
+    # four processes of transformers take the longest to start
+    ("processes", "minilm", "1x16"): ("fastbert-fp32", "openvino-fp32", "onnxruntime-fp32"),
+    ("threads", "minilm", "1x16"): load.CANDIDATES[:6],
+    # transformers takes seconds per call beside a neighbour
+    ("neighbour", "base", "1x128"): ("fastbert-fp32", "openvino-fp32", "onnxruntime-fp32"),
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """(kind, model, workload, candidate), the loads of one model together; `other-…` with --other=DIR."""
+    found = []
+    for model, workload in CASES:
+        for kind in load.KINDS:
+            candidates = list(load.CANDIDATES)
+            if metafunc.config.getoption("other") is not None:
+                candidates += [f"other-{turns.precision(n)}" for n in candidates if turns.is_ours(n)]
+            for candidate in candidates:
+                short = SHORT.get((kind, model, workload), ())
+                rare = candidate.replace("other-", "fastbert-") not in short
+                marks = [pytest.mark.long] if rare else []
+                found.append(pytest.param(kind, model, workload, candidate, marks=marks))
+    metafunc.parametrize(("kind", "model", "workload", "candidate"), found)
+
+
+@pytest.fixture(scope="module")
+def processes(request: pytest.FixtureRequest) -> Iterator[Callable[[str], load.Bench]]:
+    """model -> its processes; those of the model before end."""
+    option = request.config.getoption
+    kept: dict[str, load.Bench] = {}
+    with tempfile.TemporaryDirectory() as folder:
+
+        def of(model: str) -> load.Bench:
+            if model not in kept:
+                for last in kept.values():
+                    last.close()
+                kept.clear()
+                place = Path(folder, model)
+                place.mkdir()
+                asked = [item.callspec.params for item in request.session.items if is_of(item, model)]
+                kept[model] = load.Bench(
+                    "tiny" if option("smoke") else model,
+                    place,
+                    torch.get_num_threads(),
+                    {params["candidate"] for params in asked},
+                    {params["workload"] for params in asked},
+                    other=option("other"),
+                    same_session=option("same_session"),
+                    seconds=0.0 if option("smoke") else load.LEAST_SECONDS,
+                )
+            return kept[model]
+
+        try:
+            yield of
+        finally:
+            for last in kept.values():
+                last.close()
+
+
+def is_of(item: pytest.Item, model: str) -> bool:
+    """Whether a test of this file is of a model."""
+    return item.path == Path(__file__) and item.callspec.params["model"] == model
+
+
+def test_load(in_turns, processes, request, kind, model, workload, candidate):
+    option = request.config.getoption
+
+    def rows(wanted: tuple[str, ...]) -> Iterator[dict]:
+        yield from processes(model).rows(kind, workload, wanted, option("samples"))
+
+    row = in_turns(rows)
+    if row.get("holds") is False and not option("smoke"):
+        pytest.fail(
+            f"{candidate}: loss {row['loss']:.2f}, expected at most {row['best_peer_loss']:.2f} as "
+            f"{row['best_peer']}, and {row['allowance']:.0%} for noise",
+            pytrace=False,
+        )
