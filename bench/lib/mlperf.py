@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.lib import encoder, records, training, workloads
+from bench.lib import encoder, mlperf_records, training, workloads
 from bench.lib.engines import Bank
 from bench.lib.roofs import Roofs
 
@@ -15,7 +15,7 @@ WINDOWS, PACKS = 4, 2
 
 def with_rate(rows: Iterator[dict], workload: str, sequences: int) -> Iterator[dict]:
     """The rows, those with a time also with the rate that the records have, and all with the remarks."""
-    asked = records.WORKLOADS[workload]
+    asked = mlperf_records.WORKLOADS[workload]
     for row in rows:
         row["remarks"] = asked.remarks()
         if row["status"] == "ok":

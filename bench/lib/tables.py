@@ -11,21 +11,11 @@ from typing import Any
 
 from bench.lib import results
 from bench.lib.results import Benchmark, Run
-from bench.lib.turns import is_ours
+from bench.lib.turns import RATES, is_ours
 
 PAGE = Path(__file__).resolve().parents[1] / "README.md"
 COMMAND = "python bench/plot.py tables"
 SECTION = "suite results"
-# key of extra_info -> (decimals, unit): a row shows the first that it has
-RATES = {
-    "samples_per_s": (2, "samples/s"),
-    "packs_per_s": (3, "packs/s"),
-    "sentences_per_s": (0, "sentences/s"),
-    "tokens_per_s": (0, "tokens/s"),
-    "us_per_layer": (2, "µs per layer"),
-    "gflops": (1, "GFLOP/s"),
-    "gbs": (1, "GB/s"),
-}
 
 
 # ---- Markdown ----

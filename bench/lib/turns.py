@@ -25,7 +25,9 @@ RATES = {
     "packs_per_s": (3, "packs/s"),
     "sentences_per_s": (0, "sentences/s"),
     "tokens_per_s": (0, "tokens/s"),
-    "us_per_layer": (2, "us per layer"),
+    "us_per_layer": (2, "µs per layer"),
+    "gflops": (1, "GFLOP/s"),
+    "gbs": (1, "GB/s"),
 }
 
 Rows = Callable[[tuple[str, ...]], Iterable[dict]]
@@ -153,15 +155,8 @@ def told(row: Mapping) -> Iterator[str]:
         return
     ms = row["median_ms"]
     yield f"{ms * 1e3:>11,.1f} us" if ms < 1 else f"{ms:>11,.2f} ms"
-    key = next((key for key in RATES if key in row), None)
-    if key is not None:
-        yield f"{row[key]:>9,.{RATES[key][0]}f} {RATES[key][1]}"
-    elif row.get("gflops"):
-        yield f"{row['gflops']:>9,.1f} GFLOP/s"
-    elif row.get("gbs"):
-        yield f"{row['gbs']:>9,.1f} GB/s"
-    else:
-        yield ""
+    key = next((key for key in RATES if row.get(key)), None)
+    yield "" if key is None else f"{row[key]:>9,.{RATES[key][0]}f} {RATES[key][1]}"
     share = row.get("of_roof", row.get("of_floor"))
     yield "" if share is None else f"{share:>5.0%} of roof"
     yield f"±{row['spread']:.0%}"

@@ -89,7 +89,7 @@ def test_the_guard_is_told_per_layer(check, tmp_path):
     row = accelerate.bench_guard(engines.Bank(TINY, 1, tmp_path), check, samples=3)
     assert (row["status"], row["layers"], row["check"]) == ("ok", TINY.layers, check)
     assert row["us_per_layer"] == pytest.approx(row["median_ms"] * 1e3 / TINY.layers)
-    assert f"{row['us_per_layer']:.2f} us per layer" in " ".join(turns.told(row))
+    assert f"{row['us_per_layer']:.2f} µs per layer" in " ".join(turns.told(row))
 
 
 def test_the_guard_of_an_unfit_model_is_not_timed(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.lib import mlperf, records, turns, workloads
+from bench.lib import mlperf, mlperf_records, turns, workloads
 from tests.support.benches import ROOFS, ROOT, TINY
 
 # --- memory -------------------------------------------------------------------------------------------------
@@ -50,8 +50,8 @@ def test_memory_beside_a_peer_that_failed_has_no_share():
 
 
 def test_every_record_has_a_source_and_its_conditions():
-    assert set(records.WORKLOADS) == {"squad", "train"}
-    for name, asked in records.WORKLOADS.items():
+    assert set(mlperf_records.WORKLOADS) == {"squad", "train"}
+    for name, asked in mlperf_records.WORKLOADS.items():
         assert name in workloads.names()
         values = [record.value for record in asked.records]
         assert values == sorted(values)
@@ -75,7 +75,7 @@ def test_squad_rows_have_the_records_rate_and_the_remarks(tmp_path):
         assert (row["status"], row["sequences"], row["tokens"]) == ("ok", 3, sum(workloads.draw_squad(3)))
         assert row["samples_per_s"] == pytest.approx(3e3 / row["median_ms"])
         assert row["cosine_to"] == "fastbert-fp32"
-        assert row["remarks"] == records.WORKLOADS["squad"].remarks()
+        assert row["remarks"] == mlperf_records.WORKLOADS["squad"].remarks()
         assert "samples/s" in " ".join(turns.told(row))
 
 
