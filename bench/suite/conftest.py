@@ -96,6 +96,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "--other" in config.invocation_params.args:  # pytest has loaded that checkout's conftest.py
         raise pytest.UsageError("--other: expected --other=DIR: pytest takes a DIR alone for tests to run")
     config.addinivalue_line("markers", "long: left out unless --everything is given")
+    config.addinivalue_line("markers", "cpu: measured on a CPU only")
     if config.getoption("device") == "cuda" and not (torch.cuda.is_available() or config.option.collectonly):
         raise pytest.UsageError("--device: got cuda, but torch finds no CUDA device here")
     if not hasattr(config, "workerinput"):  # inherited, where a test of ours starts the suite
@@ -124,6 +125,8 @@ def wanted(item: pytest.Item, config: pytest.Config) -> bool:
     """Whether the command line asks for this test."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     if item.get_closest_marker("long") and not config.getoption("everything"):
+        return False
+    if item.get_closest_marker("cpu") and config.getoption("device") != "cpu":
         return False
     candidate, peers = params.get("candidate", ""), config.getoption("peers")
     if peers is not None and candidate and not turns.is_ours(candidate):

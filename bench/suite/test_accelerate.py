@@ -12,6 +12,8 @@ import torch
 from bench.lib import accelerate, workloads
 from bench.lib.engines import MODELS, Bank
 
+pytestmark = pytest.mark.cpu
+
 
 @pytest.fixture(scope="module")
 def bank(request: pytest.FixtureRequest) -> Iterator[Bank]:

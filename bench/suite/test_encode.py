@@ -9,6 +9,8 @@ import pytest
 from bench.lib import encode
 from bench.lib.texts import TEXTS
 
+pytestmark = pytest.mark.cpu
+
 TEXTS_EACH = 1000
 SHORT = ("sentences",)
 

@@ -16,6 +16,8 @@ import torch
 
 from bench.lib import load, turns
 
+pytestmark = pytest.mark.cpu
+
 CASES = (("minilm", "1x16"), ("base", "1x128"), ("base", "8x128"), ("base", "ragged16"))
 # (kind, model, workload): the candidates that `make bench` has time for; --everything adds the rest
 SHORT = {

@@ -10,6 +10,8 @@ import torch
 from bench import memory
 from bench.lib import training
 
+pytestmark = pytest.mark.cpu
+
 FORWARD = "forward"
 SHORT = ("fastbert-fp32", "transformers-fp32")
 

@@ -14,6 +14,8 @@ import torch
 
 from bench.lib import mlperf, workloads
 
+pytestmark = pytest.mark.cpu
+
 SHORT = ("fastbert-fp32", "fastbert-int8", "transformers-fp32")
 ENGINES = (*SHORT, "fastbert-bf16", "transformers-bf16")
 TRAINED = ("fastbert-fp32", "transformers-fp32", "fastbert-bf16", "transformers-bf16")

@@ -11,31 +11,40 @@ import torch
 from bench.lib import training, workloads
 from bench.lib.engines import MODELS, compile_cache
 
-CANDIDATES = tuple(f"{name}-{tag}" for name in training.CANDIDATES for tag in ("fp32", "bf16"))
+TAGS = {"cpu": ("fp32", "bf16"), "cuda": ("bf16",)}
+BATCHES = {
+    "cpu": (("base", "8x128"), ("base", "ragged16")),
+    "cuda": (("base", "full"), ("large", "train")),
+}
+# what `make bench` has time for, but for torch.compile; --everything adds the rest
+SHORT = {"cpu": ("8x128",), "cuda": ("full", "train")}
 
 
-def cases() -> Iterator[object]:
-    """(model, workload, head, candidate); what takes long is left to --everything."""
-    for workload in ("8x128", "ragged16"):
+def cases(device: str) -> Iterator[object]:
+    """(model, workload, head, candidate)."""
+    for model, workload in BATCHES[device]:
         for head in training.HEADS:
-            for candidate in CANDIDATES:
-                rare = workload != "8x128" or candidate.startswith("torch_compile")
-                yield pytest.param(
-                    "base", workload, head, candidate, marks=[pytest.mark.long] if rare else []
-                )
+            for candidate in (f"{name}-{tag}" for name in training.CANDIDATES for tag in TAGS[device]):
+                rare = workload not in SHORT[device] or candidate.startswith("torch_compile")
+                marks = [pytest.mark.long] if rare else []
+                yield pytest.param(model, workload, head, candidate, marks=marks)
 
 
-@pytest.mark.parametrize(("model", "workload", "head", "candidate"), list(cases()))
-def test_training(in_turns, peak, few, request, model, workload, head, candidate):
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    found = list(cases(metafunc.config.getoption("device")))
+    metafunc.parametrize(("model", "workload", "head", "candidate"), found)
+
+
+def test_training(in_turns, peak, few, device, request, model, workload, head, candidate):
     size = workloads.TINY if request.config.getoption("smoke") else MODELS[model]
 
     def rows(wanted: tuple[str, ...]) -> Iterator[dict]:
         with compile_cache():
-            for tag in ("fp32", "bf16"):
+            for tag in TAGS[device.type]:
                 names = tuple(name.removesuffix(f"-{tag}") for name in wanted if name.endswith(tag))
                 if not names:
                     continue
-                options = {"wanted": names, "head": head, "samples": few, "roofs": peak}
+                options = {"wanted": names, "head": head, "samples": few, "roofs": peak, "device": device}
                 yield from training.bench_training(size, workload, tag, **options)
                 torch._dynamo.reset()
                 gc.collect()
