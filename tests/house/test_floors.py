@@ -124,9 +124,53 @@ def test_wanted_arrows_are_there():
     assert {(file, f"<{argument}>") for file, argument in COMPUTED} <= found
 
 
-def test_benchmarks_do_not_import_tests():
-    wrong = {str(a).split(": ")[1] for a in arrows(ROOT, "bench") if a.target.split(".")[0] == "tests"}
-    assert not wrong, wrong
+BENCH = ("lib", "scripts", "gpu", "suite")
+
+
+def bench_floor(module: str) -> int:
+    """The floor of a module of bench/: `scripts` are the files on top."""
+    room = (
+        module.split(".")[1] if module.count(".") > 1 or module in ("bench.lib", "bench.gpu") else "scripts"
+    )
+    return BENCH.index(room)
+
+
+def bench_faults(root: Path) -> list[str]:
+    """Imports of bench/ that go up, or to the tests."""
+    found = []
+    for arrow in arrows(root, "bench"):
+        top = arrow.target.split(".")[0]
+        if top == "tests":
+            found.append(f"{arrow}, which benchmarks may not")
+        elif top == "bench" and bench_floor(arrow.target) > bench_floor(arrow.source):
+            found.append(f"{arrow}, up to {BENCH[bench_floor(arrow.target)]}")
+    return found
+
+
+def test_benchmarks_import_what_is_below_them():
+    assert not bench_faults(ROOT)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "why"),
+    [
+        ("bench/lib/timing.py", "from bench import memory", "up to scripts"),
+        ("bench/lib/costs/counts.py", "from bench.gpu import tools", "up to gpu"),
+        ("bench/tune.py", "def f():\n    from bench.gpu.tools import program", "up to gpu"),
+        ("bench/gpu/tools.py", "import bench.suite.conftest", "up to suite"),
+        ("bench/memory.py", "from tests.support import benches", "which benchmarks may not"),
+    ],
+)
+def test_an_import_up_in_bench_is_found(tmp_path, file, text, why):
+    shutil.copytree(
+        ROOT / "bench", tmp_path / "bench", ignore=shutil.ignore_patterns("results", "__pycache__")
+    )
+    assert not bench_faults(tmp_path)
+    path = tmp_path / file
+    path.write_text(path.read_text() + f"\n\n{text}\n")
+    (found,) = bench_faults(tmp_path)
+    assert found.startswith(file)
+    assert why in found
 
 
 # --- the rule is shown to fail ------------------------------------------------------------------------
