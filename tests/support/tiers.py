@@ -120,13 +120,16 @@ WHOLE = {
     """,
     "triton": """
         test_a_sharp_softmax test_a_spill_is_seen test_a_stack_is_a_spill_but_for_one test_attention
-        test_attention_backward test_attention_that_may_be_tuned test_bits_beyond_2_to_31_words
+        test_attention_backward test_attention_places test_attention_that_may_be_tuned
+        test_bits_beyond_2_to_31_words
         test_cross_entropy test_dropout_bits_are_the_definitions test_embedding
-        test_every_length_of_small_tiles test_feed_forward test_fuzz
+        test_every_length_of_small_tiles test_feed_forward test_first_attention
+        test_fuzz
         test_in_a_process_of_its_own test_kernels_that_may_be_tuned test_layer_norm test_linear
         test_linear_backward test_linear_norm test_linear_that_may_be_tuned
         test_more_sequences_than_are_ranked test_neighbours_and_unused_cells_may_be_nan
         test_norms_gradients_of_few_tokens test_offsets_beyond_2_to_31_elements test_padding
+        test_pooling
         test_products_in_every_config test_registers_are_those_of_nvdisasm
         test_repeats_are_bit_equal_without_atomics test_rows_wider_than_one_block
         test_runs_of_many_chunks_by_the_error_rule test_saved_bits_and_drawn_ones_are_one
