@@ -50,7 +50,7 @@ WHOLE = {
         test_a_process_that_fails_or_hangs_is_a_row test_a_replay_must_draw_the_mask_of_the_seed_it_finds
         test_a_step_of_bert_base_needs_at_most_the_goal_of_transformers_memory test_a_whole_run
         test_a_broken_promise_fails_the_test_of_ours
-        test_all_steps test_an_encoder_budget_leaves_out_torch_compile_first
+        test_an_encoder_budget_leaves_out_torch_compile_first
         test_an_engine_ends_with_a_benchmark_that_is_killed
         test_an_engine_that_fails_is_an_error_row test_correctness_of_a_small_training_step
         test_encode_compares_the_vectors_and_counts_the_texts test_every_row_has_its_figures
