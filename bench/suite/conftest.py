@@ -243,8 +243,9 @@ def in_turns(request: pytest.FixtureRequest, run: Run) -> Callable[[turns.Rows],
 
 @pytest.fixture
 def few(request: pytest.FixtureRequest) -> int:
-    """Samples of each candidate where one takes seconds: half of --samples, at least 1."""
-    return max(1, request.config.getoption("samples") // 2)
+    """Samples of each candidate where one takes seconds: half of --samples, but 2 if there may be as many."""
+    samples = request.config.getoption("samples")
+    return min(samples, max(2, samples // 2))
 
 
 def say(config: pytest.Config, text: str) -> None:
@@ -300,7 +301,8 @@ def lines_of(run: Run) -> Iterator[str]:
         if group != last:
             yield f"{group}"
             for remark in row.get("remarks", ()):
-                yield textwrap.fill(remark, 110, initial_indent="  ", subsequent_indent="    ")
+                options = {"break_long_words": False, "break_on_hyphens": False}
+                yield textwrap.fill(remark, 110, initial_indent="  ", subsequent_indent="    ", **options)
             last = group
         name = f"  {row['candidate']:<22}"
         if row["status"] != "ok":
