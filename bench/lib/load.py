@@ -58,8 +58,8 @@ CANDIDATES = (
 PAUSE_SECONDS = 0.05  # before each sample: idle threads fall asleep, the scheduler sees the neighbour
 LEAST_SECONDS = 0.1  # of a sample: many turns of the scheduler
 LEAST_ALLOWANCE = 0.05
-# What an engine's process runs: the package of checkout 1, the benchmarks of checkout 2.
-SERVE = """
+# What a process runs: the package of checkout 1, the benchmarks of checkout 2.
+CODE = """
 import sys
 sys.path[0] = sys.argv[1]
 import fastbert
@@ -81,13 +81,13 @@ def factor(kind: str) -> float:
 
 def started(function: str, root: Path, *arguments: object, **options) -> subprocess.Popen:
     """A process that runs `function` of load_engine.py with the package of the checkout `root`."""
-    code = SERVE.format(function=function)
+    code = CODE.format(function=function)
     command = [sys.executable, "-c", code, str(root), str(ROOT), str(os.getpid()), *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
 
 
 class Engine:
-    """A candidate's process. It is being built while others are; `ready` waits for it.
+    """A candidate's process. It is being built while others are: its first `answer` is that it is ready.
 
     Args:
         name: `other-…` is fastbert of the checkout `root`.
