@@ -246,8 +246,12 @@ class Bank:
 
     @functools.cached_property
     def exported(self) -> Path:
-        """The ONNX file."""
-        return export(self.peer, self.folder)
+        """The ONNX file. One that an earlier bank of this folder has finished is taken as it is."""
+        done = self.folder / "exported"
+        if not done.exists():
+            export(self.peer, self.folder)
+            done.touch()
+        return self.folder / "model.onnx"
 
     def forward(self, name: str) -> Forward:
         """The engine `name` of ENGINES, ready to run. Raises with the reason where it cannot be built."""
