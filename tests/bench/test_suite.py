@@ -256,7 +256,7 @@ BEFORE = {"cpu-fp32": 1.0, "cpu-bf16": 0.5, "torch-fp32": 2.0, "aten-fp32": 2.2}
     [
         (BEFORE, 0, "0 of ours are slower, 0 faster, 0 gone"),
         (BEFORE | {"cpu-fp32": 1.2}, 1, "1 of ours are slower"),
-        (BEFORE | {"cpu-fp32": 1.1}, 0, "0 of ours are slower"),
+        (BEFORE | {"cpu-fp32": 1.14}, 0, "0 of ours are slower"),
         (
             {name: 1.3 * t for name, t in BEFORE.items() if name != "cpu-bf16"} | {"cpu-bf16": 0.5},
             0,
@@ -280,6 +280,22 @@ def test_one_disturbed_run_raises_no_flag(tmp_path):
     before = file_of(tmp_path / "before.json", {"cpu-fp32": 1.0})
     after = file_of(tmp_path / "after.json", {"cpu-fp32": 1.4}, noise=0.3)  # its least time is 0.98
     assert compare.main([str(before), str(after)]) == 0
+
+
+def test_several_runs_per_side_are_one(tmp_path, capsys):
+    """The best run of each side counts, so one slow run of three is no slower kernel, and three are."""
+
+    def side(name: str, *seconds: float) -> str:
+        files = [
+            file_of(tmp_path / f"{name}{i}.json", BEFORE | {"cpu-fp32": s}) for i, s in enumerate(seconds)
+        ]
+        return ",".join(map(str, files))
+
+    assert compare.main([side("a", 1.0, 1.1, 1.05), side("b", 1.4, 1.05, 1.5)]) == 0
+    assert compare.main([side("a", 1.0, 1.1, 1.05), side("b", 1.4, 1.25, 1.5)]) == 1
+    out = capsys.readouterr().out
+    assert "at best beside them 1.25" in out
+    assert "beside its peers 1.33" in out
 
 
 def test_bad_files_and_thresholds_are_named(tmp_path, capsys):
