@@ -41,25 +41,25 @@ WHOLE = {
     """,
     "bench": """
         test_a_dry_run_checks_every_triton_kernel test_a_dry_run_is_no_result
-        test_a_dry_run_leaves_eight_files_at_most_and_one_has_all
-        test_a_dry_run_passes_every_step test_a_dry_run_times_every_engine test_a_dry_run_trains
-        test_a_dry_run_tunes test_a_file_of_the_suite test_a_group_that_fails_costs_the_next_nothing
-        test_a_hang_a_crash_and_an_ending_process_are_rows test_a_kill_loses_nothing_and_leaves_no_worker
-        test_a_peak_is_forgotten test_a_planted_wrong_kernel_has_no_line_of_speed
-        test_a_process_needs_what_its_step_saves
-        test_a_process_that_fails_or_hangs_is_a_row test_a_replay_must_draw_the_mask_of_the_seed_it_finds
+        test_a_dry_run_leaves_eight_files_at_most_and_one_has_all test_a_dry_run_passes_every_step
+        test_a_dry_run_times_every_engine test_a_dry_run_trains test_a_dry_run_tunes
+        test_a_file_of_the_suite test_a_group_that_fails_costs_the_next_nothing
+        test_a_hang_a_crash_and_an_ending_process_are_rows
+        test_a_kill_loses_nothing_and_leaves_no_worker test_a_peak_is_forgotten
+        test_a_planted_wrong_kernel_has_no_line_of_speed test_a_process_needs_what_its_step_saves
+        test_a_process_that_fails_or_hangs_is_a_row
+        test_a_replay_must_draw_the_mask_of_the_seed_it_finds
         test_a_step_of_bert_base_needs_at_most_the_goal_of_transformers_memory test_a_whole_run
         test_a_broken_promise_fails_the_test_of_ours
         test_an_encoder_budget_leaves_out_torch_compile_first
-        test_an_engine_ends_with_a_benchmark_that_is_killed
-        test_an_engine_that_fails_is_an_error_row test_correctness_of_a_small_training_step
-        test_encode_compares_the_vectors_and_counts_the_texts test_every_row_has_its_figures
-        test_gpu_bandwidth_step test_gpu_gemm_step_covers_every_shape
+        test_an_engine_ends_with_a_benchmark_that_is_killed test_an_engine_that_fails_is_an_error_row
+        test_correctness_of_a_small_training_step test_encode_compares_the_vectors_and_counts_the_texts
+        test_every_row_has_its_figures test_gpu_bandwidth_step test_gpu_gemm_step_covers_every_shape
         test_gpu_matrix_step_covers_every_dtype_at_full_size test_gpu_peer_steps
         test_gpu_sdpa_step_covers_every_backend
-        test_graphs_see_stale_weights_and_calls_that_are_not_replayed test_json_says_what_was_measured_where
-        test_memory_grows_with_the_batch test_memory_sees_growth test_no_process_is_left
-        test_options_choose test_other_needs_its_equals_sign
+        test_graphs_see_stale_weights_and_calls_that_are_not_replayed
+        test_json_says_what_was_measured_where test_memory_grows_with_the_batch test_memory_sees_growth
+        test_no_process_is_left test_options_choose test_other_needs_its_equals_sign
         test_paragraphs_are_prose_distinct_and_the_same_again test_smoke
         test_the_check_writes_one_archive_that_this_machine_confirms
         test_the_command_records_what_it_prints test_the_exported_peers_compute_the_same
@@ -121,20 +121,16 @@ WHOLE = {
     "triton": """
         test_a_sharp_softmax test_a_spill_is_seen test_a_stack_is_a_spill_but_for_one test_attention
         test_attention_backward test_attention_places test_attention_that_may_be_tuned
-        test_bits_beyond_2_to_31_words
-        test_cross_entropy test_dropout_bits_are_the_definitions test_embedding
-        test_every_length_of_small_tiles test_feed_forward test_first_attention
-        test_fuzz
+        test_bits_beyond_2_to_31_words test_cross_entropy test_dropout_bits_are_the_definitions
+        test_embedding test_every_length_of_small_tiles test_feed_forward test_first_attention test_fuzz
         test_in_a_process_of_its_own test_kernels_that_may_be_tuned test_layer_norm test_linear
         test_linear_backward test_linear_norm test_linear_that_may_be_tuned
         test_more_sequences_than_are_ranked test_neighbours_and_unused_cells_may_be_nan
         test_norms_gradients_of_few_tokens test_offsets_beyond_2_to_31_elements test_padding
-        test_pooling
-        test_products_in_every_config test_registers_are_those_of_nvdisasm
-        test_repeats_are_bit_equal_without_atomics test_rows_wider_than_one_block
-        test_runs_of_many_chunks_by_the_error_rule test_saved_bits_and_drawn_ones_are_one
-        test_strided_inputs_with_poisoned_gaps test_strided_rows_with_poisoned_padding
-        test_the_last_to_arrive_sees_what_all_have_stored
+        test_pooling test_registers_are_those_of_nvdisasm test_repeats_are_bit_equal_without_atomics
+        test_rows_wider_than_one_block test_runs_of_many_chunks_by_the_error_rule
+        test_saved_bits_and_drawn_ones_are_one test_strided_inputs_with_poisoned_gaps
+        test_strided_rows_with_poisoned_padding test_the_last_to_arrive_sees_what_all_have_stored
         test_wide_tokens_by_the_error_rule
     """,
 }

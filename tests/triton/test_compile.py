@@ -317,7 +317,8 @@ def test_attention_backward(full):
 PRODUCTS = {"_attention_fwd_kernel", "_attention_bwd_dq_kernel", "_attention_bwd_dkdv_kernel"}
 
 
-@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow  # 100 seconds; test_sass.py has BERT-base's configs in the sweep
+@pytest.mark.parametrize("full", [False, True])
 def test_products_in_every_config(full):
     """Each config that the heuristic or the tuner may choose; test_sass.py takes those of BERT-base."""
     with tempfile.TemporaryDirectory() as folder:
