@@ -63,8 +63,8 @@ docs: $(PAGES)
 
 # the suite, under 12 minutes on two cores, kept in bench/results/<machine>; `make bench ARGS=--everything` takes hours
 bench: $(PEERS)
-	$(PY) -m fastbert bench all --save $(ARGS)
-	$(PY) bench/plot.py
+	$(PY) -m fastbert bench all --save $(ARGS); status=$$?; \
+	$(PY) bench/plot.py && $(PY) bench/plot.py tables && exit $$status
 
 # builds, proves and measures on this machine's GPU, in three calls of under ten minutes: PART=a, b, c; its first step
 # builds in place, so that a build that fails is recorded like any other step.

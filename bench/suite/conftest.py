@@ -1,7 +1,7 @@
 """Fixtures of the benchmark suite: `make bench`, `fastbert bench NAME`, or pytest on a file of this folder.
 
 A test is parametrised by `candidate` and by what its group is: (model, workload), (op, case, dtype, pass), …
-It asks for `turns` and hands it a function that measures a group. See bench/lib/turns.py.
+It asks for `in_turns` and hands it a function that measures a group. See bench/lib/turns.py.
 """
 
 from __future__ import annotations
@@ -45,8 +45,12 @@ RUN = pytest.StashKey[Run]()
 class Saved(list):
     """A run's benchmarks. pytest-benchmark saves no empty list, but rows without a time are results too."""
 
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+
     def __bool__(self) -> bool:
-        return True
+        return bool(self.run.recorded)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -113,7 +117,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     benchmarks = session.config._benchmarksession
     slug = machine.describe(torch.device(session.config.getoption("device")))["slug"]
     benchmarks.machine_id = benchmarks.storage.default_machine_id = slug
-    benchmarks.benchmarks = Saved()
+    benchmarks.benchmarks = Saved(session.config.stash[RUN])
 
 
 def chosen(option: str | None, value: str) -> bool:
@@ -139,6 +143,25 @@ def wanted(item: pytest.Item, config: pytest.Config) -> bool:
     ) and (not dtype or chosen(config.getoption("dtype"), dtype))
 
 
+def check_names(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Every name on the command line must be one of the tests to choose from."""
+    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    candidates = {each["candidate"] for each in params if "candidate" in each}
+    known = {name: {each[name] for each in params if name in each} for name in ("model", "workload", "dtype")}
+    known["dtype"] |= {turns.precision(name) for name in candidates} - {""}
+    for name, names in known.items():
+        for value in filter(None, (config.getoption(name) or "").split(",")):
+            if value not in names:
+                raise pytest.UsageError(f"--{name}: got {value}, expected one of {', '.join(sorted(names))}")
+    peers = sorted(name for name in candidates if not turns.is_ours(name))
+    for value in filter(None, (config.getoption("peers") or "").split(",")):
+        if value != "none" and not any(name.startswith(value) for name in peers):
+            expected = ", ".join(peers)
+            raise pytest.UsageError(
+                f"--peers: got {value}, expected none or the beginning of one of {expected}"
+            )
+
+
 def group_of(item: pytest.Item) -> str:
     """The group's name: the file's, and every parameter but the candidate."""
     name = Path(item.fspath).stem.removeprefix("test_")
@@ -150,6 +173,7 @@ def group_of(item: pytest.Item) -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what was not asked for, and note who is in which group."""
+    check_names(config, items)
     kept = [item for item in items if wanted(item, config)]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
@@ -158,8 +182,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if hasattr(item, "callspec") and "candidate" in item.callspec.params:
             group = groups.setdefault(group_of(item), turns.Group(group_of(item)))
             group.candidates.append(item.callspec.params["candidate"])
-    if config.getoption("workload") and not items:
-        raise pytest.UsageError(f"--workload: no benchmark for {config.getoption('workload')}")
 
 
 @pytest.fixture(scope="session")

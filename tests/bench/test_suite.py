@@ -197,6 +197,23 @@ def test_options_choose(tmp_path, options, candidates):
     assert sorted(each["extra_info"]["candidate"] for each in data["benchmarks"]) == candidates
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--peers=openwino", "--peers: got openwino, expected none or the beginning of one of openvino-fp32"),
+        ("--dtype=fp16,bf16", "--dtype: got fp16, expected one of bf16, fp32"),
+        ("--model=base", "--model: got base, expected one of "),
+        ("--device=cuda", "--device: got cuda, but torch finds no CUDA device here"),
+    ],
+)
+def test_a_wrong_name_is_named(tmp_path, option, message):
+    if "cuda" in option and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    text, data = run_suite(tmp_path, [row("fastbert-bf16"), row("openvino-fp32")], option)
+    assert message in text
+    assert not data
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_files_of_the_suite_are_collected_with_unique_names(device):
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "bench/suite", "--everything"]

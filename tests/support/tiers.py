@@ -48,7 +48,7 @@ WHOLE = {
         test_a_kill_loses_nothing_and_leaves_no_worker test_a_peak_is_forgotten
         test_a_planted_wrong_kernel_has_no_line_of_speed test_a_process_needs_what_its_step_saves
         test_a_process_that_fails_or_hangs_is_a_row
-        test_a_replay_must_draw_the_mask_of_the_seed_it_finds
+        test_a_wrong_name_is_named test_a_replay_must_draw_the_mask_of_the_seed_it_finds
         test_a_step_of_bert_base_needs_at_most_the_goal_of_transformers_memory test_a_whole_run
         test_a_broken_promise_fails_the_test_of_ours
         test_an_encoder_budget_leaves_out_torch_compile_first
