@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 NOISY = 0.15
 # The least mean cosine of an encoder's vectors, or of a gradient, to fp32's that counts as right.
 LEAST_COSINE = {"fp32": 0.9999, "bf16": 0.995, "int8": 0.97}
-OURS = ("fastbert", "fastbert_graphs", "accelerated", "cpu", "triton", "cuda", "shared")
+OURS = ("fastbert", "fastbert_graphs", "accelerated", "cpu", "triton", "cuda")
 
 # key of a row -> (decimals, unit): the rate that its line shows, the first that it has
 RATES = {
@@ -58,20 +58,24 @@ class Group:
         name: of the group in the results, such as "encoder-base-8x128".
         candidates: in the order of collection.
         rows: candidate -> its row, once measured.
-        error: why the measurement of the whole group failed.
+        error: why the measurement ended early; the rows before it are kept.
+        measured: whether it has been tried.
     """
 
     name: str
     candidates: list[str] = field(default_factory=list)
     rows: dict[str, dict] = field(default_factory=dict)
-    error: BaseException | None = None
+    error: Exception | None = None
+    measured: bool = False
 
     def measure(self, rows: Rows) -> None:
-        """Measure all candidates, once."""
-        if self.rows or self.error is not None:
+        """Measure all candidates, once. What is raised is kept, for every candidate without a row."""
+        if self.measured:
             return
+        self.measured = True
         try:
-            self.rows = {row["candidate"]: row for row in rows(tuple(self.candidates))}
+            for row in rows(tuple(self.candidates)):
+                self.rows[row["candidate"]] = row
         except Exception as error:
             self.error = error
         for row in self.rows.values():

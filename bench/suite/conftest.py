@@ -231,12 +231,12 @@ def in_turns(request: pytest.FixtureRequest, run: Run) -> Callable[[turns.Rows],
     def record(rows: turns.Rows) -> dict:
         config, item, option = request.config, request.node, request.config.getoption
         candidate, group = item.callspec.params["candidate"], run.groups[group_of(item)]
-        if not group.rows and group.error is None:
+        if not group.measured:
             say(config, f"# {group.name}: {', '.join(group.candidates)}")
         group.measure(rows)
-        if group.error is not None:
-            raise group.error
         row = group.rows.get(candidate)
+        if row is None and group.error is not None:
+            raise group.error
         if row is None:
             pytest.fail(f"{group.name}: no row of {candidate} among {', '.join(group.rows)}")
         run.recorded.append((group.name, item.name, row))

@@ -81,18 +81,26 @@ def test_ratios_are_of_one_precision_and_honest():
     assert group.rows["transformers-fp32"]["over"] == {}
 
 
-def test_a_group_is_measured_once_and_a_failure_is_told_to_all():
+def test_a_group_is_measured_once_and_a_failure_costs_no_row_before_it():
     asked = []
 
     def rows(wanted):
         asked.append(wanted)
+        yield row("fastbert-fp32", 2.0)
         raise RuntimeError("planted")
 
-    group = turns.Group("g", ["a-fp32", "b-fp32"])
+    group = turns.Group("g", ["fastbert-fp32", "b-fp32"])
     for _ in range(2):
         group.measure(rows)
-    assert asked == [("a-fp32", "b-fp32")]
+    assert asked == [("fastbert-fp32", "b-fp32")]
     assert str(group.error) == "planted"
+    assert list(group.rows) == ["fastbert-fp32"]
+    assert group.rows["fastbert-fp32"]["over"] == {}
+
+    empty = turns.Group("g", ["a-fp32"])
+    for _ in range(2):
+        empty.measure(lambda wanted: asked.append(wanted) or ())
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize(
@@ -136,9 +144,15 @@ def test_a_hole_in_an_output_is_reported(monkeypatch):
 PLANTED = """
 import pytest
 ROWS = {ROWS}
+def rows(wanted):
+    for row in ROWS:
+        if row["status"] == "raises":
+            raise RuntimeError(row["error"])
+        if row["candidate"] in wanted:
+            yield row
 @pytest.mark.parametrize("candidate", [r["candidate"] for r in ROWS])
 def test_planted(in_turns, candidate):
-    in_turns(lambda wanted: (r for r in ROWS if r["candidate"] in wanted))
+    in_turns(rows)
 """
 
 
@@ -161,9 +175,11 @@ def test_pytest_benchmark_has_the_samples_and_wrong_rows_have_no_time(tmp_path):
         row("fastbert-bf16", 1.0, cosine=0.5),
         {"candidate": "openvino-fp32", "status": "error", "error": "not installed"},
         {"candidate": "fastbert-int8", "status": "error", "error": "planted"},
+        {"candidate": "onnxruntime-int8", "status": "raises", "error": "the group ends here"},
     ]
     text, data = run_suite(tmp_path, rows, "--benchmark-autosave")
-    assert "2 failed, 2 passed, 1 skipped" in text
+    assert "3 failed, 2 passed, 1 skipped" in text
+    assert "RuntimeError: the group ends here" in text
     found = {each["extra_info"]["candidate"]: each for each in data["benchmarks"]}
     assert set(found) == {"fastbert-fp32", "transformers-fp32"}
     assert found["fastbert-fp32"]["stats"]["data"] == [0.001, 0.002, 0.004]
