@@ -85,7 +85,8 @@ def unfit_arguments(config: EncoderConfig, given: dict[str, Any]) -> str | None:
         if given.get(name) or (given.get(name) is None and getattr(config, name)):
             return f"{name} is asked for"
     for name, value in given.items():
-        if value is not None and value is not False and name not in _RECORDED:
+        # causal=False is more than nothing: it overrides the config
+        if value is not None and (value is not False or name == "causal") and name not in _RECORDED:
             return f"{name} is given"
     if isinstance(mask, Tensor) and mask.dim() == 4:
         return "attention_mask has four dimensions"

@@ -54,6 +54,7 @@ class Sequences:
         arrivals: the counters of `ops.linear_norm`, once a layer has needed them.
         places: where attention's kernels work, made once per call by `ops.attention_places` for these very
             cu_seqlens, or None.
+        causal: whether a token sees only those up to itself.
     """
 
     cu_seqlens: Tensor
@@ -65,6 +66,7 @@ class Sequences:
     blocks: dict[bool, list[tuple[int, int]]] = field(default_factory=dict)
     arrivals: list[Tensor] = field(default_factory=list)
     places: Places | None = None
+    causal: bool = False
 
     def fitting_places(self) -> Places | None:
         """`places`, or None if `replace` or a wrapper has changed the tensor of the lengths since."""
@@ -164,6 +166,7 @@ class LayerMath(FusedLayer):
                 sequences.cu_seqlens,
                 sequences.max_seqlen,
                 softmax_scale=form.head_dim**-0.5,
+                causal=sequences.causal,
                 bias=sequences.bias,
                 gate=gate,
                 dropout_p=attention_p,
@@ -216,6 +219,7 @@ class LayerMath(FusedLayer):
             and has_float_weight(value)
             and checks.autocast_dtype(x) is None
             and not torch.compiler.is_compiling()
+            and not sequences.causal
             and pays(x, starts.shape[0])
         ):
             return first_attention(
@@ -241,6 +245,7 @@ class LayerMath(FusedLayer):
             sequences.cu_seqlens,
             sequences.max_seqlen,
             softmax_scale=self.form.head_dim**-0.5,
+            causal=sequences.causal,
             bias=sequences.bias,
             gate=gate,
             dropout_p=dropout_p,

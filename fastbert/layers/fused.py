@@ -76,6 +76,7 @@ class FusedLayer:
             or x.shape[0] == 0
             or x.device.type != "cpu"
             or sequences.return_probs
+            or sequences.causal
             or torch.compiler.is_compiling()
             or checks.autocast_dtype(x) is not None
         ):

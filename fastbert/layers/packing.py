@@ -31,6 +31,8 @@ class Packing:
             are kept.
         mask: (batch, seqlen) bool, True = keep; None if all tokens are kept.
         capacity: the layout has a row for every padded position; see the module.
+        flat: the caller's own tokens are packed: `pack` and `unpack` change nothing, and `seqlen` is
+            `max_seqlen`.
     """
 
     batch: int
@@ -40,9 +42,12 @@ class Packing:
     indices: Tensor | None = None
     mask: Tensor | None = None
     capacity: bool = False
+    flat: bool = False
 
     def pack(self, x: Tensor) -> Tensor:
         """(batch, seqlen, …) -> (rows, …)."""
+        if self.flat:
+            return x
         if self.indices is None:
             return x.reshape(self.batch * self.seqlen, *x.shape[2:])
         if self.capacity:
@@ -51,6 +56,8 @@ class Packing:
 
     def unpack(self, x: Tensor) -> Tensor:
         """(rows, …) -> (batch, seqlen, …), zeros at masked tokens."""
+        if self.flat:
+            return x
         if self.indices is None:
             return x.reshape(self.batch, self.seqlen, *x.shape[1:])
         if self.capacity:
@@ -60,6 +67,17 @@ class Packing:
             keep = self.mask.reshape(self.batch, self.seqlen, *(1,) * (x.dim() - 1))
             return torch.where(keep, padded, torch.zeros((), dtype=x.dtype, device=x.device))
         return unpack(x, self.indices, self.batch, self.seqlen)
+
+    def grid(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(rows, …) -> ((batch, seqlen, …), which of its tokens are kept), zeros at the others.
+
+        As `unpack`, but also of tokens that the caller has packed: each sequence from column 0 on.
+        """
+        if not self.flat:
+            return self.unpack(x), self.mask
+        sequence, position = positions_of(self.cu_seqlens, x.shape[0])
+        kept = torch.arange(self.seqlen, device=x.device) < self.cu_seqlens.diff()[:, None]
+        return unpack(x, sequence * self.seqlen + position, self.batch, self.seqlen), kept
 
     def first_rows(self, x: Tensor) -> Tensor:
         """(rows, hidden) -> (batch, hidden): the token at position 0 of each sequence, zeros if masked."""

@@ -95,9 +95,14 @@ class AlbertForPreTraining(BertForPreTraining):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        causal: bool | None = None,
         output_logits: bool | None = None,
     ) -> AlbertPreTrainingOutput | tuple:
-        """Encode a padded batch and run both heads; see the class.
+        """Encode a padded or packed batch and run both heads; see the class.
+
+        With `cu_seqlens` labels and prediction_logits are (total, …), those of the pair stay (batch, …).
 
         Args:
             output_logits: as in `BertForMaskedLM.forward`, of the prediction_logits.
@@ -117,5 +122,8 @@ class AlbertForPreTraining(BertForPreTraining):
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
             return_dict=return_dict,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            causal=causal,
             output_logits=output_logits,
         )

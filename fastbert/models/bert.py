@@ -90,10 +90,13 @@ class BertModel(PreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        causal: bool | None = None,
         first_token_only: bool = False,
         packed: bool = False,
     ) -> BaseModelOutputWithPooling | tuple:
-        """Encode a padded batch; the padding itself is never computed.
+        """Encode a padded batch, whose padding is never computed, or a packed one (`cu_seqlens`).
 
         Args:
             input_ids: (batch, seqlen) int64 or int32; or pass `inputs_embeds`, (batch, seqlen, embedding
@@ -108,6 +111,13 @@ class BertModel(PreTrainedModel):
             output_attentions: return the probabilities of every layer, (batch, nheads, seqlen, seqlen).
             output_hidden_states: return the embedding output and every layer's output.
             return_dict: False returns a tuple.
+            cu_seqlens: (batch + 1,) int32: the sequences are packed, one after another, and this is where
+                each starts; the last entry is total. Then tokens lie in one dimension, (total,) instead of
+                (batch, seqlen), in all arguments and results; attention_mask is None or 4-D, with
+                max_seqlen for seqlen. Positions are counted from each sequence's start.
+            max_seqlen: beside cu_seqlens: the longest length, or more. None: the longest, read from
+                cu_seqlens (not under `torch.compile`).
+            causal: whether a token attends only to itself and the tokens before it. None: config is_decoder.
             first_token_only: only position 0 of each sequence is wanted (CLS pooling, pooler_output):
                 last_hidden_state is (batch, 1, hidden). The last layer then computes only those rows, also in
                 training, unless hidden states or attentions are asked for, or a hook watches that layer or a
@@ -119,7 +129,9 @@ class BertModel(PreTrainedModel):
         Returns:
             last_hidden_state (batch, seqlen, hidden), pooler_output (batch, hidden) or None, hidden_states,
             attentions. Rows of masked tokens are zeros, and so are their rows and columns of the attentions.
-            The pooler reads position 0; a batch of no sequences gives empty tensors.
+            The pooler reads position 0; a batch of no sequences gives empty tensors. Of packed tokens:
+            (total, hidden), with `first_token_only` (batch, hidden); attentions (batch, nheads, max_seqlen,
+            max_seqlen).
 
         A call on a GPU waits for it once: for the smallest and largest ids, which are checked, and for the
         number of kept tokens. It does not wait if the host knows that number:
@@ -143,15 +155,23 @@ class BertModel(PreTrainedModel):
                 )
         config = self.config
         device = self.device
-        inputs = check_inputs(
-            config, device, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
-        ).to(device)
+        if cu_seqlens is None:
+            if max_seqlen is not None:
+                raise ValueError(f"max_seqlen: expected None without cu_seqlens, got {max_seqlen!r}")
+            inputs = check_inputs(
+                config, device, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
+            ).to(device)
+        else:
+            inputs = Inputs.from_packed(
+                *(config, device, input_ids, cu_seqlens, max_seqlen, token_type_ids, position_ids),
+                *(inputs_embeds, attention_mask),
+            ).to(device)
         gates = head_gates(config, head_mask, device)
         want_attentions = config.output_attentions if output_attentions is None else output_attentions
         want_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
 
         hidden, states, attentions = self.encode_inputs(
-            inputs, gates, want_attentions, want_states, first_token_only
+            inputs, gates, want_attentions, want_states, first_token_only, causal
         )
         states, attentions = states if want_states else None, attentions if want_attentions else None
         if packed:
@@ -173,12 +193,16 @@ class BertModel(PreTrainedModel):
         `states` and `attentions` are None if not asked for; `pooled` is the pooler's output if it has run.
         """
         packing = inputs.packing
-        last = hidden.unsqueeze(1) if first_token_only else packing.unpack(hidden)
+        if first_token_only:
+            last, first = (hidden if packing.flat else hidden.unsqueeze(1)), hidden
+        else:
+            last = packing.unpack(hidden)
+            first = packing.first_rows(hidden) if packing.flat else last[:, 0]
         if states is not None:
             whole = packing.unpack(states[-1]) if first_token_only else last
             states = (*(packing.unpack(s) for s in states[:-1]), whole)
         if self.has_pooler and pooled is None:
-            pooled = pool(self, self.family, last[:, 0])
+            pooled = pool(self, self.family, first)
         output = BaseModelOutputWithPooling(
             last_hidden_state=last,
             pooler_output=pooled,
@@ -195,15 +219,17 @@ class BertModel(PreTrainedModel):
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         *,
+        causal: bool | None = None,
         first_token_only: bool = False,
     ) -> Tensor:
-        """Encode sequences that are packed already.
+        """Encode sequences that are packed already; only the last hidden states are returned.
 
         Args:
             input_ids: (total,) ids of all sequences, one after another.
             cu_seqlens: (batch + 1,) int32, where each sequence starts; the last entry is total.
             max_seqlen: the longest length, or more.
             token_type_ids, position_ids: (total,); by default 0, and counted from each sequence's start.
+            causal: see `forward`.
             first_token_only: only the first token of each sequence is wanted; see `forward`.
 
         The tensors are on the model's device, and a GPU is waited for once to check them. There is no wait if
@@ -220,7 +246,7 @@ class BertModel(PreTrainedModel):
         inputs = Inputs.from_packed(
             self.config, device, input_ids, cu_seqlens, max_seqlen, token_type_ids, position_ids
         ).to(device)
-        return self.encode_inputs(inputs, None, False, False, first_token_only)[0]
+        return self.encode_inputs(inputs, None, False, False, first_token_only, causal)[0]
 
     def encode_inputs(
         self,
@@ -229,6 +255,7 @@ class BertModel(PreTrainedModel):
         want_attentions: bool,
         want_states: bool,
         first_only: bool,
+        causal: bool | None = None,
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Packed tokens through embeddings and layers; see `run_encoder`.
 
@@ -237,8 +264,13 @@ class BertModel(PreTrainedModel):
             gates: (layers, nheads) factors of the heads' outputs, or None.
             want_attentions, want_states: fill the lists that are returned.
             first_only: only the first token of each sequence is wanted.
+            causal: see `forward`.
         """
         config = self.config
+        if causal is None:
+            causal = bool(config.is_decoder)
+        elif not isinstance(causal, bool):
+            raise TypeError(f"causal: expected True, False or None, got {causal!r}")
 
         def embed(seed: Tensor | None) -> Tensor:
             return self.embeddings(
@@ -257,6 +289,7 @@ class BertModel(PreTrainedModel):
             want_states=want_states,
             first_only=first_only,
             recompute_every=self.checkpoint_every,
+            causal=causal,
         )
 
 

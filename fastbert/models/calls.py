@@ -39,6 +39,9 @@ class EncoderCall(Protocol):
         output_attentions: Any = None,
         output_hidden_states: Any = None,
         return_dict: Any = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: Any = None,
+        causal: Any = None,
         first_token_only: Any = False,
     ) -> BaseModelOutputWithPooling: ...
 
@@ -59,6 +62,32 @@ class LabelsCall(Protocol):
         output_attentions: Any = None,
         output_hidden_states: Any = None,
         return_dict: Any = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: Any = None,
+        causal: Any = None,
+    ) -> LogitsOutput: ...
+
+
+class ChoicesCall(Protocol):
+    """Of `BertForMultipleChoice`."""
+
+    def __call__(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        head_mask: Tensor | None = None,
+        output_attentions: Any = None,
+        output_hidden_states: Any = None,
+        return_dict: Any = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: Any = None,
+        causal: Any = None,
+        choices: Any = None,
     ) -> LogitsOutput: ...
 
 
@@ -78,6 +107,9 @@ class MaskedLMCall(Protocol):
         output_attentions: Any = None,
         output_hidden_states: Any = None,
         return_dict: Any = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: Any = None,
+        causal: Any = None,
         output_logits: Any = None,
     ) -> LogitsOutput: ...
 
@@ -99,6 +131,9 @@ class PreTrainingCall(Protocol):
         output_attentions: Any = None,
         output_hidden_states: Any = None,
         return_dict: Any = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: Any = None,
+        causal: Any = None,
         output_logits: Any = None,
     ) -> PreTrainingOutput: ...
 
@@ -120,6 +155,9 @@ class AlbertPreTrainingCall(Protocol):
         output_attentions: Any = None,
         output_hidden_states: Any = None,
         return_dict: Any = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: Any = None,
+        causal: Any = None,
         output_logits: Any = None,
     ) -> AlbertPreTrainingOutput: ...
 
@@ -141,4 +179,7 @@ class SpanCall(Protocol):
         output_attentions: Any = None,
         output_hidden_states: Any = None,
         return_dict: Any = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: Any = None,
+        causal: Any = None,
     ) -> QuestionAnsweringOutput: ...

@@ -166,6 +166,8 @@ class EncoderConfig:
         }
         if self.family.pad_positions:
             values["pad_token_id"] = self.pad_token_id
+        if self.family.may_be_causal:
+            values["is_decoder"] = bool(self.is_decoder)
         return values
 
     # -- checks ----------------------------------------------------------------------------------------------

@@ -118,9 +118,15 @@ def _refuse_other_mathematics(config: EncoderConfig) -> None:
     position = config.__dict__.get("position_embedding_type", "absolute")
     if position not in (None, "absolute"):
         raise ValueError(f"config position_embedding_type: {position!r} is not supported; only 'absolute' is")
-    for key in ("is_decoder", "add_cross_attention", "is_encoder_decoder", "use_task_id"):
+    for key in ("add_cross_attention", "is_encoder_decoder", "use_task_id"):
         if config.__dict__.get(key):
             raise ValueError(f"config {key}: True is not supported; this is an encoder without that part")
+    if config.is_decoder not in (None, False, True):
+        raise TypeError(f"config is_decoder: expected a boolean, got {config.is_decoder!r}")
+    if config.is_decoder and not config.family.may_be_causal:
+        raise ValueError(
+            f"config is_decoder: True is not supported; transformers' {config.model_type} is never causal"
+        )
     # transformers computes 32 whatever it says
     if config.__dict__.get("relative_attention_num_buckets", 32) != 32:
         raise ValueError(

@@ -48,6 +48,7 @@ def run_encoder(
     want_states: bool = False,
     first_only: bool = False,
     recompute_every: int = 0,
+    causal: bool = False,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Packed tokens through the embeddings, the projection (if the encoder has one) and all layers.
 
@@ -63,6 +64,7 @@ def run_encoder(
         first_only: only the first token of each sequence is wanted. The last layer then skips the other rows
             if it may, unless states or attentions are asked for.
         recompute_every: in training, recompute every n-th layer in backward; 0 recomputes none.
+        causal: whether a token sees only those up to itself.
 
     Returns:
         (last hidden, hidden states, probabilities). The last hidden is (rows, hidden), with `first_only`
@@ -79,7 +81,7 @@ def run_encoder(
     places = None
     if len(layers) > 0:
         places = attention_places(*lengths, hidden.shape[0], autocast_dtype(hidden) or hidden.dtype)
-    sequences = Sequences(*lengths, bias, seed, want_attentions, places=places)
+    sequences = Sequences(*lengths, bias, seed, want_attentions, places=places, causal=causal)
     attentions: list[Tensor] = []
     states = [hidden] if want_states else []
     skip = (

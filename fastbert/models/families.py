@@ -44,6 +44,7 @@ class Family:
             and after the feed-forward block.
         stock_layer, stock_model: what the layer and the encoder in transformers have beside ours.
         own_heads: first parts of the keys of heads that only this family has.
+        may_be_causal: whether transformers' classes of this family attend causally if config is_decoder.
         positional: name of a class's task ("" for all) -> how many leading arguments of forward are in
             BERT's order in transformers; the others must be passed by name.
     """
@@ -74,6 +75,7 @@ class Family:
     token_dropout_key: str = "classifier_dropout"
     qa_dropout_key: str | None = None
     own_heads: tuple[str, ...] = ()
+    may_be_causal: bool = True
     stock_layer: StockLayer = field(default_factory=StockLayer)
     stock_model: StockModel = field(default_factory=StockModel)
     positional: dict[str, int] = field(default_factory=dict)
@@ -180,6 +182,7 @@ FAMILIES: dict[str, Family] = {
                 num_hidden_layers=6, qa_dropout=0.1, seq_classif_dropout=0.2, sinusoidal_pos_embds=False
             ),
             attention_output_dropout=False,
+            may_be_causal=False,
             segments=False,
             pooler=None,
             norm_eps=1e-12,
@@ -255,6 +258,7 @@ FAMILIES: dict[str, Family] = {
             ),
             layers="encoder.albert_layer_groups",
             group_layers="albert_layers",
+            may_be_causal=False,
             pooler="pooler",
             projection="encoder.embedding_hidden_mapping_in",
             projection_always=True,
@@ -313,6 +317,7 @@ FAMILIES: dict[str, Family] = {
             ),
             pad_positions=True,
             position_padding_idx=True,
+            may_be_causal=False,
             segments=False,
             relative_bias="encoder.relative_attention_bias",
             defaults=dict(

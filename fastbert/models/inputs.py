@@ -67,30 +67,37 @@ class Inputs:
         cls,
         config: EncoderConfig,
         device: torch.device,
-        input_ids: Tensor,
+        input_ids: Tensor | None,
         cu_seqlens: Tensor,
-        max_seqlen: int,
-        token_type_ids: Tensor | None,
-        position_ids: Tensor | None,
+        max_seqlen: int | None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        attention_mask: Tensor | None = None,
     ) -> Inputs:
-        """The checked inputs of `forward_packed`, on the device of `input_ids`."""
-        home = _home("input_ids", checks.int_tensor, input_ids, device)
-        if input_ids.dim() != 1:
-            raise ValueError(f"input_ids: expected shape (total,), got {tuple(input_ids.shape)}")
-        total = input_ids.shape[0]
-        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
-            came = (
-                f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
-                if isinstance(cu_seqlens, Tensor)
-                else type(cu_seqlens).__name__
-            )
-            raise TypeError(
-                f"cu_seqlens: expected a one-dimensional int32 tensor of batch + 1 entries, got {came}"
-            )
-        if not (cu_seqlens.device.type == "cpu" and _may_be_on_host(home)):
-            _on("cu_seqlens", cu_seqlens, home)
-        if cu_seqlens.shape[0] < 1:
-            raise ValueError("cu_seqlens: expected batch + 1 entries, got none")
+        """The checked inputs of a call with packed tokens, on the device of the tokens.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what came and what was expected.
+        """
+        _check_either(input_ids, inputs_embeds)
+        if input_ids is not None:
+            source, tokens = "input_ids", input_ids
+            home = _home("input_ids", checks.int_tensor, input_ids, device)
+            if input_ids.dim() != 1:
+                raise ValueError(f"input_ids: expected shape (total,), got {tuple(input_ids.shape)}")
+        else:
+            source, tokens = "inputs_embeds", inputs_embeds
+            home = _home("inputs_embeds", checks.float_tensor, inputs_embeds, device)
+            if inputs_embeds.dim() != 2 or inputs_embeds.shape[1] != config.embedding_width:
+                raise ValueError(
+                    f"inputs_embeds: expected shape (total, {config.embedding_width}), "
+                    f"got {tuple(inputs_embeds.shape)}"
+                )
+        total = tokens.shape[0]
+        if token_type_ids is not None and not config.family.segments:
+            raise ValueError(f"token_type_ids: {config.model_type} has no segment embeddings; expected None")
+        _check_lengths(cu_seqlens, max_seqlen, home)
         for name, ids in (("token_type_ids", token_type_ids), ("position_ids", position_ids)):
             if ids is not None:
                 _ids(name, ids, home)
@@ -112,21 +119,48 @@ class Inputs:
                     f"with a smallest step of {facts['lengths'][0]}"
                 )
             longest = facts["lengths"][1]
+            max_seqlen = longest if max_seqlen is None else max_seqlen
             if longest > max_seqlen:
                 raise ValueError(f"max_seqlen: {max_seqlen} is below the longest sequence, {longest}")
-            _check_length(config, longest, "input_ids")
+            if position_ids is None:
+                _check_length(config, longest, source)
             _check_ranges(config, facts)
         cu_seqlens = packing.send(cu_seqlens, home)
-        packed = Packing(cu_seqlens.shape[0] - 1, max_seqlen, cu_seqlens, max_seqlen)
+        packed = Packing(cu_seqlens.shape[0] - 1, max_seqlen, cu_seqlens, max_seqlen, flat=True)
+        if isinstance(attention_mask, Tensor) and attention_mask.dim() != 4:
+            raise ValueError(
+                "attention_mask: expected None or a 4-D mask beside cu_seqlens, because packed tokens have "
+                f"no padding; got shape {tuple(attention_mask.shape)}"
+            )
+        _, bias = _masks(config, attention_mask, packed.batch, max_seqlen, home)
         if position_ids is None:
             position_ids = packing.positions_of(cu_seqlens, total)[1]
             if config.family.pad_positions:
                 position_ids = position_ids + (config.pad_token_id + 1)
         if token_type_ids is None and config.family.segments:
-            token_type_ids = torch.zeros_like(input_ids)
-        return cls(
-            input_ids, position_ids, token_type_ids if config.family.segments else None, None, None, packed
+            token_type_ids = torch.zeros_like(position_ids)
+        return cls(input_ids, position_ids, token_type_ids, inputs_embeds, bias, packed)
+
+
+def _check_lengths(cu_seqlens: object, max_seqlen: object, home: torch.device) -> None:
+    if max_seqlen is None:
+        if torch.compiler.is_compiling():
+            raise ValueError("max_seqlen: expected an integer under torch.compile, got None")
+    elif isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
+        raise TypeError(f"max_seqlen: expected an integer or None, got {max_seqlen!r}")
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+        came = (
+            f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
+            if isinstance(cu_seqlens, Tensor)
+            else type(cu_seqlens).__name__
         )
+        raise TypeError(
+            f"cu_seqlens: expected a one-dimensional int32 tensor of batch + 1 entries, got {came}"
+        )
+    if not (cu_seqlens.device.type == "cpu" and _may_be_on_host(home)):
+        _on("cu_seqlens", cu_seqlens, home)
+    if cu_seqlens.shape[0] < 1:
+        raise ValueError("cu_seqlens: expected batch + 1 entries, got none")
 
 
 def check_inputs(
@@ -143,9 +177,7 @@ def check_inputs(
     Raises:
         TypeError, ValueError: naming the argument, what came and what was expected.
     """
-    if (input_ids is None) == (inputs_embeds is None):
-        given = "neither" if input_ids is None else "both"
-        raise ValueError(f"input_ids, inputs_embeds: expected exactly one of the two, got {given}")
+    _check_either(input_ids, inputs_embeds)
     if input_ids is not None:
         home = _home("input_ids", checks.int_tensor, input_ids, device)
         if input_ids.dim() != 2:
@@ -214,6 +246,12 @@ def check_inputs(
         first_masked,
         holes,
     )
+
+
+def _check_either(input_ids: object, inputs_embeds: object) -> None:
+    if (input_ids is None) == (inputs_embeds is None):
+        given = "neither" if input_ids is None else "both"
+        raise ValueError(f"input_ids, inputs_embeds: expected exactly one of the two, got {given}")
 
 
 def head_gates(config: EncoderConfig, head_mask: Tensor | None, device: torch.device) -> Tensor | None:

@@ -163,7 +163,7 @@ def test_every_family_has_each_class_that_berts_classes_say_it_has():
     (
         (fastbert.BertModel, calls.EncoderCall),
         (fastbert.BertForNextSentencePrediction, calls.LabelsCall),
-        (fastbert.BertForMultipleChoice, calls.LabelsCall),
+        (fastbert.BertForMultipleChoice, calls.ChoicesCall),
         (fastbert.BertForMaskedLM, calls.MaskedLMCall),
         (fastbert.BertForPreTraining, calls.PreTrainingCall),
         (fastbert.AlbertForPreTraining, calls.AlbertPreTrainingCall),

@@ -47,7 +47,9 @@ CONFIG = [
         hidden_act="mish"),
     config("relative", ValueError, r"position_embedding_type: 'relative_key'",
         position_embedding_type="relative_key"),
-    config("decoder", ValueError, r"is_decoder: True is not supported", is_decoder=True),
+    config("decoder", ValueError, r"is_decoder: True is not supported; transformers' albert is never causal",
+        model_type="albert", is_decoder=True),
+    config("decoder-text", TypeError, r"is_decoder: expected a boolean, got 'no'", is_decoder="no"),
     config("cross-attention", ValueError, r"add_cross_attention: True is not", add_cross_attention=True),
     config("negative-hidden", ValueError, r"hidden_size: expected an integer >= 1, got -32", hidden_size=-32),
     config("no-vocabulary", ValueError, r"vocab_size: expected an integer >= 1, got 0", vocab_size=0),
@@ -362,6 +364,7 @@ def packed(name, error, match, cu_seqlens, max_seqlen=12, ids=None):
     )
 
 
+ENDS = torch.tensor([0, 6, 12], dtype=torch.int32)
 FIRST_ONLY = torch.tensor([[1] * 6, [1, 0, 0, 0, 0, 0]])  # the second sequence keeps one token
 FORWARD = [
     forward("id-negative", ValueError, r"input_ids: token id -1 is outside \[0, 61\).*vocab_size",
@@ -491,6 +494,27 @@ FORWARD = [
     packed("padded-ids", ValueError, r"input_ids: expected shape \(total,\)", [0, 4, 12], ids=IDS),
     packed("id-too-big", ValueError, r"input_ids: token id 61 is outside", [0, 4, 12],
         ids=ids_with(61).reshape(-1)),
+    packed("max-seqlen-float", TypeError, r"max_seqlen: expected an integer or None, got 12.0", [0, 4, 12],
+        12.0),
+    forward("max-seqlen-alone", ValueError, r"max_seqlen: expected None without cu_seqlens, got 6",
+        max_seqlen=6),
+    forward("packed-mask", ValueError, r"attention_mask: expected None or a 4-D mask beside cu_seqlens",
+        ids=IDS.reshape(-1), cu_seqlens=ENDS, attention_mask=torch.ones(2, 6)),
+    forward("packed-mask-shape", ValueError, r"attention_mask: expected shape \(2 or 1, 4 or 1, 6 or 1, 6\)",
+        ids=IDS.reshape(-1), cu_seqlens=ENDS, attention_mask=torch.ones(2, 1, 6, 5)),
+    forward("packed-embeds", ValueError, r"inputs_embeds: expected shape \(total, 32\), got \(2, 6, 32\)",
+        ids=None, cu_seqlens=ENDS, inputs_embeds=torch.zeros(2, 6, 32)),
+    forward("packed-types", ValueError, r"token_type_ids: distilbert has no segment", "DistilBertModel",
+        ids=IDS.reshape(-1), cu_seqlens=ENDS, token_type_ids=IDS.reshape(-1)),
+    forward("causal-text", TypeError, r"causal: expected True, False or None, got 'yes'", causal="yes"),
+    forward("packed-labels", ValueError, r"labels: expected shape \(12,\), got \(2, 6\)", "BertForMaskedLM",
+        ids=IDS.reshape(-1), cu_seqlens=ENDS, labels=IDS),
+    forward("choices-missing", ValueError, r"choices: expected an integer >= 1 beside cu_seqlens, got None",
+        "BertForMultipleChoice", ids=IDS.reshape(-1), cu_seqlens=ENDS),
+    forward("choices-divide", ValueError, r"choices: 3 do not divide the 2 packed sequences",
+        "BertForMultipleChoice", ids=IDS.reshape(-1), cu_seqlens=ENDS, choices=3),
+    forward("choices-padded", ValueError, r"choices: expected None without cu_seqlens, got 2",
+        "BertForMultipleChoice", ids=IDS[:, None], choices=2),
 ]  # fmt: skip
 
 

@@ -175,10 +175,13 @@ class BertForMaskedLM(MaskedLMModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        causal: bool | None = None,
         output_logits: bool | None = None,
     ) -> LogitsOutput | tuple:
-        """Encode a padded batch and run the head; see the class for `labels`, and `BertModel.forward` for the
-        rest.
+        """Encode a padded or packed batch and run the head; see the class for `labels`, and
+        `BertModel.forward` for the rest. With `cu_seqlens` labels and logits are (total, …).
 
         Args:
             output_logits: True computes the logits, False returns only the loss. None computes them, but in
@@ -204,6 +207,9 @@ class BertForMaskedLM(MaskedLMModel):
             head_mask,
             output_attentions,
             output_hidden_states,
+            cu_seqlens,
+            max_seqlen,
+            causal,
         )
         logits, loss = self.logits_and_loss(encoded, labels, count, output_logits, "logits")
         return self._output(LogitsOutput, (loss, logits), encoded, return_dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -12,6 +12,9 @@ from fastbert.models.heads.task_model import TaskModel
 from fastbert.models.labels import check_classes, check_tensor, sequence_loss
 from fastbert.models.outputs import LogitsOutput
 
+if TYPE_CHECKING:
+    from fastbert.models.calls import ChoicesCall
+
 
 class BertForMultipleChoice(TaskModel):
     """Chooses among several sequences.
@@ -19,12 +22,14 @@ class BertForMultipleChoice(TaskModel):
     Inputs have a dimension more: input_ids, attention_mask, token_type_ids and position_ids (batch, choices,
     seqlen), inputs_embeds (batch, choices, seqlen, embedding size). Labels: (batch,), the right choice; loss:
     mean cross-entropy. Logits: (batch, choices). hidden_states and attentions have batch x choices sequences.
+    Packed inputs are those of batch x choices sequences (`cu_seqlens`).
 
     Source: Devlin et al. 2018, "BERT", sec. 4.4.
     """
 
     task = "ForMultipleChoice"
     reads_first_only = True
+    __call__: ChoicesCall
 
     def __init__(self, config: EncoderConfig):
         super().__init__(config)
@@ -50,8 +55,16 @@ class BertForMultipleChoice(TaskModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        causal: bool | None = None,
+        choices: int | None = None,
     ) -> LogitsOutput | tuple:
         """Encode all choices as one batch and compare them; see the class.
+
+        Args:
+            choices: beside `cu_seqlens`, how many sequences each example has; they follow one another. None
+                otherwise.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
@@ -63,27 +76,49 @@ class BertForMultipleChoice(TaskModel):
             "position_ids": position_ids,
             "inputs_embeds": inputs_embeds,
         }
-        choices, flat = None, {}
-        for name, t in named.items():
-            if t is not None:
-                check_tensor(name, t)
-                dims = 4 if name == "inputs_embeds" else 3
-                if t.dim() != dims or t.shape[1] == 0:
-                    shape = "(batch, choices, seqlen" + (", embedding size)" if dims == 4 else ")")
-                    raise ValueError(
-                        f"{name}: expected shape {shape} with choices >= 1, got {tuple(t.shape)}"
-                    )
-                if name in ("input_ids", "inputs_embeds"):
-                    choices = t.shape[1]
-                flat[name] = t.flatten(0, 1)
+        if cu_seqlens is None:
+            if choices is not None:
+                raise ValueError(f"choices: expected None without cu_seqlens, got {choices!r}")
+            named, choices = _flattened(named)
+        else:
+            _check_choices(choices, cu_seqlens)
         if labels is not None and choices is not None:
             check_classes("labels", labels, choices)
         encoded = self.encode(
-            *(flat.get(name) for name in named), head_mask, output_attentions, output_hidden_states
+            *named.values(),
+            head_mask,
+            output_attentions,
+            output_hidden_states,
+            cu_seqlens,
+            max_seqlen,
+            causal,
         )
         logits = self.classify(self.family.choice, encoded).reshape(-1, choices)
         loss = None if labels is None else sequence_loss("labels", logits, labels)
         return self._output(LogitsOutput, (loss, logits), encoded, return_dict)
+
+
+def _flattened(named: dict[str, Tensor | None]) -> tuple[dict[str, Tensor | None], int | None]:
+    """The inputs as one batch of all choices, and the number of choices."""
+    choices, flat = None, dict.fromkeys(named)
+    for name, t in named.items():
+        if t is not None:
+            check_tensor(name, t)
+            dims = 4 if name == "inputs_embeds" else 3
+            if t.dim() != dims or t.shape[1] == 0:
+                shape = "(batch, choices, seqlen" + (", embedding size)" if dims == 4 else ")")
+                raise ValueError(f"{name}: expected shape {shape} with choices >= 1, got {tuple(t.shape)}")
+            if name in ("input_ids", "inputs_embeds"):
+                choices = t.shape[1]
+            flat[name] = t.flatten(0, 1)
+    return flat, choices
+
+
+def _check_choices(choices: object, cu_seqlens: object) -> None:
+    if not isinstance(choices, int) or isinstance(choices, bool) or choices < 1:
+        raise ValueError(f"choices: expected an integer >= 1 beside cu_seqlens, got {choices!r}")
+    if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1 and (cu_seqlens.shape[0] - 1) % choices:
+        raise ValueError(f"choices: {choices} do not divide the {cu_seqlens.shape[0] - 1} packed sequences")
 
 
 def _check_fixed(config: EncoderConfig, fixed: dict[str, Any]) -> None:

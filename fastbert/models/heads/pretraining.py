@@ -59,9 +59,14 @@ class BertForPreTraining(MaskedLMModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        causal: bool | None = None,
         output_logits: bool | None = None,
     ) -> PreTrainingOutput | tuple:
-        """Encode a padded batch and run both heads; see the class.
+        """Encode a padded or packed batch and run both heads; see the class.
+
+        With `cu_seqlens` labels and prediction_logits are (total, …), those of the pair stay (batch, …).
 
         Args:
             output_logits: as in `BertForMaskedLM.forward`, of the prediction_logits.
@@ -85,6 +90,9 @@ class BertForPreTraining(MaskedLMModel):
             head_mask,
             output_attentions,
             output_hidden_states,
+            cu_seqlens,
+            max_seqlen,
+            causal,
         )
         words, words_loss = self.logits_and_loss(
             encoded, labels if both else None, count, output_logits, "prediction_logits"

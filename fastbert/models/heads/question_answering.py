@@ -51,8 +51,14 @@ class BertForQuestionAnswering(TaskModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        causal: bool | None = None,
     ) -> QuestionAnsweringOutput | tuple:
-        """Encode a padded batch and score every token as start and as end; see the class.
+        """Encode a padded or packed batch and score every token as start and as end; see the class.
+
+        With `cu_seqlens` the logits are (total,); positions are counted from the sequence's start, and from
+        its length on they are not counted.
 
         Raises:
             TypeError, ValueError: naming the argument, what came and what was expected.
@@ -70,17 +76,26 @@ class BertForQuestionAnswering(TaskModel):
             head_mask,
             output_attentions,
             output_hidden_states,
+            cu_seqlens,
+            max_seqlen,
+            causal,
         )
         logits = apply_linear(self.qa_outputs, self.dropout(encoded.hidden, self.family.qa_dropout_key))
-        logits = encoded.unpack(logits)
-        scores = [s.contiguous() for s in logits.unbind(-1)]
-        if encoded.mask is not None:
-            scores = [without_masked(s, encoded.mask) for s in scores]
-        batch, seqlen = encoded.shape
+        packing = encoded.inputs.packing
+        padded, kept = packing.grid(logits)
+        scores = [s.contiguous() for s in padded.unbind(-1)]
+        if kept is not None:
+            scores = [without_masked(s, kept) for s in scores]
+        seqlen = packing.seqlen
         losses = []
         for (name, p), s in zip(positions.items(), scores, strict=True):
             if p is not None:
-                check_one_per_sequence(name, p, batch, s)
-                losses.append(cross_entropy(s, p.reshape(-1).clamp(0, seqlen), ignore_index=seqlen))
+                check_one_per_sequence(name, p, packing.batch, s)
+                p = p.reshape(-1).clamp(0, seqlen)
+                if packing.flat:
+                    p = p.masked_fill(p >= packing.cu_seqlens.diff(), seqlen)
+                losses.append(cross_entropy(s, p, ignore_index=seqlen))
         loss = (losses[0] + losses[1]) / 2 if len(losses) == 2 else None
+        if packing.flat:
+            scores = [s.contiguous() for s in logits.unbind(-1)]
         return self._output(QuestionAnsweringOutput, (loss, *scores), encoded, return_dict)

@@ -46,9 +46,12 @@ class Encoded:
     first_only: bool
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(batch, seqlen)."""
-        return self.inputs.packing.batch, self.inputs.packing.seqlen
+    def shape(self) -> tuple[int, ...]:
+        """(batch, seqlen), the shape of the labels of tokens; (total,) if the caller's tokens are packed."""
+        packing = self.inputs.packing
+        if packing.flat:
+            return (self.inputs.position_ids.shape[0],)
+        return packing.batch, packing.seqlen
 
     @property
     def mask(self) -> Tensor | None:
@@ -56,11 +59,11 @@ class Encoded:
         return self.inputs.packing.mask
 
     def unpack(self, x: Tensor) -> Tensor:
-        """(rows, …) -> (batch, seqlen, …), zeros at masked tokens."""
+        """(rows, …) -> (*shape, …), zeros at masked tokens."""
         return self.inputs.packing.unpack(x)
 
     def packed_labels(self, labels: Tensor) -> Tensor:
-        """(batch, seqlen) -> (rows,), checked for shape and device."""
+        """(*shape) -> (rows,), checked for shape and device."""
         checks.same_device("labels", labels, self.hidden)
         checks.shape("labels", labels, self.shape)
         # There are rows after the kept ones
@@ -69,7 +72,7 @@ class Encoded:
         return self.inputs.packing.pack(labels)
 
     def token_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross-entropy of packed logits (rows, classes) against labels (batch, seqlen)."""
+        """Mean cross-entropy of packed logits (rows, classes) against labels (*shape)."""
         return cross_entropy(logits, self.packed_labels(labels), ignore_index=IGNORED)
 
     def labelled(self, labels: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
@@ -163,9 +166,14 @@ class TaskModel(PreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        causal: bool | None = None,
     ) -> LogitsOutput | tuple:
-        """Encode a padded batch and run the head; see the class for `labels`, and `BertModel.forward` for the
-        rest.
+        """Encode a padded or packed batch and run the head; see the class for `labels`, and
+        `BertModel.forward` for the rest.
+
+        With `cu_seqlens` labels and logits of tokens are (total, …) too; those of sequences stay (batch, …).
 
         Returns:
             loss (if labels are given), logits, hidden_states, attentions.
@@ -184,6 +192,9 @@ class TaskModel(PreTrainedModel):
             head_mask,
             output_attentions,
             output_hidden_states,
+            cu_seqlens,
+            max_seqlen,
+            causal,
         )
         logits, padded = self.logits(encoded)
         loss = None if labels is None else self.loss(logits, labels, encoded)
@@ -213,6 +224,9 @@ class TaskModel(PreTrainedModel):
         head_mask: Tensor | None,
         output_attentions: bool | None,
         output_hidden_states: bool | None,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+        causal: bool | None,
     ) -> Encoded:
         """The packed tokens, encoded."""
         hidden, states, probs, inputs = self.base_model(
@@ -224,6 +238,9 @@ class TaskModel(PreTrainedModel):
             head_mask=head_mask,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            causal=causal,
             first_token_only=self.reads_first_only,
             packed=True,
         )
