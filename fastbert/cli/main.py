@@ -1,4 +1,4 @@
-"""The `fastbert` command: encode, env, verify, warmup, bench. A command's file is imported when it is chosen.
+"""The `fastbert` command: encode, prepare, env, verify, … A command's file is imported when it is chosen.
 
 Exit status: 0 done; 1 a check failed; 2 a mistake in the call or its input, named in one line
 (FASTBERT_LOG=debug adds the traceback); 128 + n stopped by signal n.
@@ -150,10 +150,65 @@ def build_parser() -> argparse.ArgumentParser:
     )
     warm.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
+    _add_pretraining(commands)
+
     bench = commands.add_parser("bench", help="list or run the benchmarks of a source checkout")
     bench.add_argument("name", nargs="?", help="such as encoder, or all; none: list them")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the benchmark")
     return parser
+
+
+def _add_pretraining(commands: Any) -> None:
+    """The commands from raw text to a pre-trained model."""
+    train = commands.add_parser(
+        "train-tokenizer",
+        help="train a WordPiece vocabulary on text",
+        description="Train a WordPiece tokenizer. One text gives one vocabulary, bit for bit.",
+    )
+    prepare = commands.add_parser(
+        "prepare",
+        help="tokenize text into a corpus for pre-training",
+        description="Tokenize text into memory-mapped files. The result does not depend on --workers.",
+    )
+    for command in (train, prepare):
+        command.add_argument(
+            "text",
+            nargs="+",
+            metavar="TEXT",
+            help="files: .txt (a sentence per line, an empty line "
+            'between documents), .jsonl (objects with a "text") or .parquet (a column "text")',
+        )
+        command.add_argument("--output", required=True, metavar="DIR", help="is created")
+        command.add_argument(
+            "--format", choices=("text", "jsonl", "parquet"), help="of all files; default: by their suffixes"
+        )
+        command.add_argument("--overwrite", action="store_true", help="replace what is in --output")
+        command.add_argument(
+            "--progress",
+            action=argparse.BooleanOptionalAction,
+            help="show progress on stderr; default: if stderr is a terminal",
+        )
+    train.add_argument(
+        "--vocab-size", type=int, default=30_528, metavar="N", help="most tokens (default 30528, 64 x 477)"
+    )
+    train.add_argument("--cased", action="store_true", help="keep case and accents")
+    train.add_argument(
+        "--min-frequency", type=int, default=2, metavar="N", help="fewest times a pair occurs (default 2)"
+    )
+    train.add_argument(
+        "--alphabet", type=int, default=1000, metavar="N", help="most characters (default 1000)"
+    )
+    prepare.add_argument("--tokenizer", required=True, metavar="DIR", help="a directory with a tokenizer")
+    prepare.add_argument(
+        "--workers", type=int, metavar="N", help="threads of the tokenizer; default: one per CPU"
+    )
+    prepare.add_argument(
+        "--shard-tokens",
+        type=int,
+        default=1 << 28,
+        metavar="N",
+        help="tokens per file, a multiple of 8 (default 268435456)",
+    )
 
 
 @contextlib.contextmanager
@@ -201,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.basicConfig(level=level.upper(), format="%(name)s: %(levelname)s: %(message)s")
         args = build_parser().parse_args(argv)
         # Imported before our handlers are set: a module being imported could swallow what they raise
-        command = importlib.import_module(f"fastbert.cli.{args.command}")
+        command = importlib.import_module(f"fastbert.cli.{args.command.replace('-', '_')}")
         with _signals():
             return command.run(args)
     except _Stopped as stopped:

@@ -25,7 +25,7 @@ FLOORS = (
     ("checkpoint",),
     ("models",),
     ("graphs", "sentences"),
-    ("acceleration",),
+    ("acceleration", "pretraining"),
     ("cli",),
     ("__init__", "__main__"),
 )

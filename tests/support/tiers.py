@@ -109,6 +109,9 @@ WHOLE = {
         test_every_op test_every_op_on_sm_90 test_larger_tiles_on_sm_90 test_one_number_a_row_has_no_gradient
         test_tutorials
     """,
+    "pretraining": """
+        test_a_full_disk_and_a_kill_leave_no_corpus test_threads_of_the_tokenizer_change_nothing
+    """,
     "runtime": """
         test_the_table_of_gpus_trains_a_model
     """,

@@ -1,0 +1,35 @@
+"""`fastbert train-tokenizer`: a WordPiece vocabulary from text."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+from pathlib import Path
+
+from fastbert.cli.progress import Progress
+from fastbert.cli.usage import UsageError, say
+from fastbert.pretraining import vocabulary
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train and save the tokenizer; returns the exit status."""
+    output = Path(args.output)
+    found = [name for name in ("vocab.txt", "tokenizer.json") if (output / name).exists()]
+    if found and not args.overwrite:
+        raise UsageError(f"--output {output}: {' and '.join(found)} are there; add --overwrite")
+    progress = Progress(args.text, "words", args.progress)
+    with contextlib.closing(progress):
+        tokenizer = vocabulary.train(
+            args.text,
+            output,
+            vocab_size=args.vocab_size,
+            lowercase=not args.cased,
+            min_frequency=args.min_frequency,
+            alphabet=args.alphabet,
+            format=args.format,
+            progress=progress,
+        )
+    digest = hashlib.sha256((output / "tokenizer.json").read_bytes()).hexdigest()
+    say(f"{output}: a vocabulary of {tokenizer.get_vocab_size():,}; SHA-256 of tokenizer.json {digest}")
+    return 0

@@ -1,0 +1,487 @@
+"""A corpus on disk: the token ids of documents, memory-mapped.
+
+A directory:
+
+    index.json           counts, dtypes, sizes and SHA-256 of every file; written last
+    tokenizer.json       the tokenizer that made the ids
+    tokens-00000.bin …   ids, uint16 (uint32 for a vocabulary above 65,535), `shard_tokens` of them per file
+    words-00000.bin …    one bit per token, the lowest first: whether a word starts there
+    sentences.bin        int64, the first token of each sentence, and the number of tokens
+    documents.bin        int64, the first sentence of each document, and the number of sentences
+
+All arrays are little-endian. The files of an array, one after the other, hold the same bytes however they are
+cut and however many threads made them; `hash` is of those bytes and of the tokenizer. Text is stored, not
+masked examples, so that masks can differ from epoch to epoch.
+
+A corpus is written beside its place, synced and renamed: there is a whole corpus, or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from fastbert.checkpoint.files import cause, is_dead, own_tag, read_json
+from fastbert.pretraining.documents import documents
+from fastbert.sentences.tokenizer import load_tokenizer
+
+INDEX, TOKENIZER = "index.json", "tokenizer.json"
+FORMAT, VERSION = "fastbert corpus", 1
+SHARD_TOKENS = 1 << 28  # half a gigabyte of uint16
+_CHUNK_CHARACTERS = 4 << 20  # of text that is tokenized at a time
+# Names of BERT's and of RoBERTa's special tokens
+_SPECIAL = {
+    "pad": ("[PAD]", "<pad>"),
+    "unk": ("[UNK]", "<unk>"),
+    "cls": ("[CLS]", "<s>"),
+    "sep": ("[SEP]", "</s>"),
+    "mask": ("[MASK]", "<mask>"),
+}
+_COUNTS = ("tokens", "sentences", "documents", "vocab_size", "shard_tokens", "longest_sentence")
+
+
+class CorpusError(ValueError):
+    """A corpus that cannot be read or written: names the file and the cause."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus that has been opened; see the module.
+
+    Attributes:
+        directory: where it lies.
+        hash: SHA-256 of all arrays and of the tokenizer, hexadecimal.
+        num_tokens, num_sentences, num_documents: counts.
+        longest_sentence: tokens of the longest sentence.
+        vocab_size: of the tokenizer; ids are below it.
+        special_ids: "pad", "unk", "cls", "sep" and "mask" -> id.
+        shard_tokens: tokens per file, but for the last one.
+    """
+
+    directory: Path
+    hash: str
+    num_tokens: int
+    num_sentences: int
+    num_documents: int
+    longest_sentence: int
+    vocab_size: int
+    special_ids: dict[str, int]
+    shard_tokens: int
+    token_dtype: np.dtype
+
+    # -- open ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(cls, directory: str | Path, verify: bool = True) -> Corpus:
+        """The corpus in a directory.
+
+        Args:
+            verify: read all of it once and compare its SHA-256 (about 1 s per GB). Without, only sizes are
+                compared.
+
+        Raises:
+            CorpusError: no corpus, a file that is missing, too short, too long or changed.
+        """
+        directory = Path(directory)
+        path = directory / INDEX
+        if not path.is_file():
+            raise CorpusError(f"{directory}: no corpus there (no {INDEX}); `fastbert prepare` makes one")
+        try:
+            index = read_json(path)
+        except ValueError as error:
+            raise CorpusError(str(error)) from None
+        _check_index(path, index)
+        for entry in index["files"]:
+            _check_file(directory / entry["name"], entry, verify)
+        return cls(
+            directory,
+            index["hash"],
+            *(index[name] for name in ("tokens", "sentences", "documents", "longest_sentence", "vocab_size")),
+            index["special_ids"],
+            index["shard_tokens"],
+            np.dtype(index["token_dtype"]).newbyteorder("<"),
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Corpus.open, (self.directory, False)  # a worker maps the files itself
+
+    @cached_property
+    def sentence_starts(self) -> np.ndarray:
+        """(num_sentences + 1,) int64: the first token of each sentence; at the end num_tokens."""
+        return self._map("sentences.bin", np.dtype("<i8"))
+
+    @cached_property
+    def document_starts(self) -> np.ndarray:
+        """(num_documents + 1,) int64: the first sentence of each document; at the end num_sentences."""
+        return self._map("documents.bin", np.dtype("<i8"))
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the ids."""
+        return load_tokenizer(self.directory)
+
+    @cached_property
+    def _shards(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        count = -(-self.num_tokens // self.shard_tokens)
+        tokens = [self._map(f"tokens-{i:05d}.bin", self.token_dtype) for i in range(count)]
+        return tokens, [self._map(f"words-{i:05d}.bin", np.dtype("u1")) for i in range(count)]
+
+    def _map(self, name: str, dtype: np.dtype) -> np.ndarray:
+        return np.memmap(self.directory / name, dtype, "r").view(np.ndarray)
+
+    # -- read ------------------------------------------------------------------------------------------------
+
+    def tokens(self, begin: int, end: int) -> np.ndarray:
+        """(end - begin,) ids of the tokens [begin, end); a view of the file where one file has them all."""
+        parts = [self._shards[0][i][a:b] for i, a, b in self._pieces(begin, end)]
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, self.token_dtype)
+
+    def word_starts(self, begin: int, end: int) -> np.ndarray:
+        """(end - begin,) bool: whether a word starts at each of the tokens [begin, end)."""
+        found = np.empty(end - begin, bool)
+        done = 0
+        for i, a, b in self._pieces(begin, end):
+            bits = np.unpackbits(self._shards[1][i][a // 8 : -(-b // 8)], bitorder="little")
+            found[done : done + b - a] = bits[a % 8 : a % 8 + b - a]
+            done += b - a
+        return found
+
+    def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """(file, first, last) of the pieces of the tokens [begin, end)."""
+        if not 0 <= begin <= end <= self.num_tokens:
+            raise IndexError(f"tokens [{begin}, {end}): expected a range within [0, {self.num_tokens}]")
+        while begin < end:
+            shard, first = divmod(begin, self.shard_tokens)
+            last = min(self.shard_tokens, first + end - begin)
+            yield shard, first, last
+            begin += last - first
+
+    def sentence(self, index: int) -> np.ndarray:
+        """The ids of a sentence."""
+        return self.tokens(*(int(at) for at in self.sentence_starts[index : index + 2]))
+
+    # -- write -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def write(
+        cls,
+        files: Sequence[str | Path],
+        tokenizer: str | Path | Tokenizer,
+        directory: str | Path,
+        *,
+        format: str | None = None,
+        shard_tokens: int = SHARD_TOKENS,
+        overwrite: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Corpus:
+        """Tokenize files of text into a new corpus.
+
+        Text that looks like a special token ("[MASK]") is text. A sentence without a token and a document
+        without a sentence are left out. The tokenizer's threads (RAYON_NUM_THREADS) change no byte.
+
+        Args:
+            files, format: see `documents`.
+            tokenizer: a directory with one, or the tokenizer.
+            directory: of the corpus; must not exist.
+            shard_tokens: tokens per file, a multiple of 8.
+            overwrite: replace a corpus that is there.
+            progress: is told (bytes of input, tokens) since its last call.
+
+        Raises:
+            CorpusError, ValueError: naming the file or the argument; nothing is left behind.
+        """
+        if type(shard_tokens) is not int or shard_tokens < 8 or shard_tokens % 8:
+            raise ValueError(f"shard_tokens: expected a multiple of 8, got {shard_tokens!r}")
+        directory = Path(directory)
+        _check_place(directory, overwrite)
+        if isinstance(tokenizer, Tokenizer):
+            tokenizer = Tokenizer.from_str(tokenizer.to_str())  # its own settings stay as they are
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
+        else:
+            tokenizer = load_tokenizer(tokenizer)
+        special_ids = _special_ids(tokenizer)
+        description = tokenizer.to_str(pretty=True)
+        tokenizer.encode_special_tokens = True  # a setting that is not saved: "[MASK]" in a text is text
+        vocab_size = 1 + max(tokenizer.get_vocab().values())
+
+        seen = 0
+
+        def count(size: int) -> None:
+            nonlocal seen
+            seen += size
+
+        with _place_beside(directory, overwrite) as folder:
+            writer = _Writer(folder, "<u2" if vocab_size <= 1 << 16 else "<u4", shard_tokens)
+            for chunk in _chunks(documents(files, format, count)):
+                added = writer.add(chunk, tokenizer)
+                if progress is not None:
+                    progress(seen, added)
+                    seen = 0
+            if writer.documents.count == 0:
+                raise CorpusError(f"{', '.join(map(str, files))}: no sentence in any document")
+            index = writer.close(description)
+            index |= {"vocab_size": vocab_size, "special_ids": special_ids}
+            _write(folder / INDEX, json.dumps(index, indent=1).encode() + b"\n")
+        return cls.open(directory, verify=False)
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+
+def _check_index(path: Path, index: dict[str, Any]) -> None:
+    if index.get("format") != FORMAT:
+        raise CorpusError(f"{path}: format: expected {FORMAT!r}, got {index.get('format')!r}")
+    if index.get("version") != VERSION:
+        raise CorpusError(f"{path}: version: expected {VERSION}, got {index.get('version')!r}")
+    for name in _COUNTS:
+        if type(index.get(name)) is not int or index[name] < 1:
+            raise CorpusError(f"{path}: {name}: expected an integer >= 1, got {index.get(name)!r}")
+    if index.get("token_dtype") not in ("<u2", "<u4"):
+        raise CorpusError(f"{path}: token_dtype: expected <u2 or <u4, got {index.get('token_dtype')!r}")
+    ids, size = index.get("special_ids"), index["vocab_size"]
+    if not (
+        isinstance(ids, dict)
+        and ids.keys() == _SPECIAL.keys()
+        and all(type(i) is int and 0 <= i < size for i in ids.values())
+    ):
+        raise CorpusError(
+            f"{path}: special_ids: expected ids of {', '.join(_SPECIAL)} below {size}, got {ids!r}"
+        )
+    entries = index.get("files")
+    shards = -(-index["tokens"] // index["shard_tokens"])
+    expected = [TOKENIZER, "sentences.bin", "documents.bin"]
+    expected += [f"{kind}-{i:05d}.bin" for kind in ("tokens", "words") for i in range(min(shards, 10**6))]
+    if not (
+        isinstance(entries, list)
+        and all(
+            isinstance(e, dict) and type(e.get("bytes")) is int and isinstance(e.get("sha256"), str)
+            for e in entries
+        )
+        and sorted(str(e.get("name")) for e in entries) == sorted(expected)
+    ):
+        raise CorpusError(f"{path}: files: expected name, bytes and sha256 of {', '.join(expected[:6])} …")
+    if index.get("hash") != _hash_of(index):
+        raise CorpusError(f"{path}: hash: does not belong to the other entries; the file was changed")
+
+
+def _hash_of(index: dict[str, Any]) -> str:
+    """The corpus's hash: of the digests of its arrays and of the tokenizer, however the arrays are cut."""
+    digests = index.get("arrays")
+    kept = {name: index.get(name) for name in ("token_dtype", "tokens", "sentences", "documents")}
+    return hashlib.sha256(json.dumps([digests, kept], sort_keys=True).encode()).hexdigest()
+
+
+def _check_file(path: Path, entry: dict[str, Any], verify: bool) -> None:
+    if not path.is_file():
+        raise CorpusError(f"{path}: is missing")
+    size = path.stat().st_size
+    if size != entry["bytes"]:
+        raise CorpusError(f"{path}: {size} bytes, but the corpus was written with {entry['bytes']}")
+    if verify:
+        with path.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if digest != entry["sha256"]:
+            raise CorpusError(f"{path}: was changed since it was written (its SHA-256 is another one)")
+
+
+# --- writing ------------------------------------------------------------------------------------------------
+
+
+def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    found = {}
+    for name, spellings in _SPECIAL.items():
+        ids = [i for i in map(tokenizer.token_to_id, spellings) if i is not None]
+        if not ids:
+            raise ValueError(f"tokenizer: has no {name} token ({' or '.join(spellings)})")
+        found[name] = ids[0]
+    return found
+
+
+def _chunks(source: Iterable[list[str]]) -> Iterator[list[list[str]]]:
+    """Lists of documents of about `_CHUNK_CHARACTERS` characters."""
+    chunk, size = [], 0
+    for document in source:
+        chunk.append(document)
+        size += sum(map(len, document))
+        if size >= _CHUNK_CHARACTERS:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+class _Array:
+    """An array that grows on disk, cut into files of at most `most` bytes."""
+
+    def __init__(self, folder: Path, name: str, dtype: str, most: int | None = None) -> None:
+        self._folder, self._name, self._dtype, self._most = folder, name, np.dtype(dtype), most
+        self._file, self._room = None, 0
+        self._whole, self._part = hashlib.sha256(), hashlib.sha256()
+        self.count, self.files = 0, []
+
+    def add(self, values: np.ndarray) -> None:
+        data = memoryview(np.ascontiguousarray(values, self._dtype)).cast("B")
+        self.count += len(values)
+        self._whole.update(data)
+        while len(data):
+            if self._file is None:
+                number = "" if self._most is None else f"-{len(self.files):05d}"
+                self._file = (self._folder / f"{self._name}{number}.bin").open("xb")
+                self._room = self._most or (1 << 62)
+            piece = data[: self._room]
+            self._file.write(piece)
+            self._part.update(piece)
+            self._room -= len(piece)
+            data = data[len(piece) :]
+            if self._room == 0:
+                self._close_file()
+
+    def _close_file(self) -> None:
+        name, size = Path(self._file.name).name, self._file.tell()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self.files.append({"name": name, "bytes": size, "sha256": self._part.hexdigest()})
+        self._file, self._part = None, hashlib.sha256()
+
+    def close(self) -> str:
+        """The digest of the whole array."""
+        if self._file is not None:
+            self._close_file()
+        return self._whole.hexdigest()
+
+    def abandon(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class _Writer:
+    """The arrays of a corpus under way."""
+
+    def __init__(self, folder: Path, token_dtype: str, shard_tokens: int) -> None:
+        self._folder, self._dtype, self._shard_tokens = folder, token_dtype, shard_tokens
+        self.tokens = _Array(folder, "tokens", token_dtype, shard_tokens * np.dtype(token_dtype).itemsize)
+        self.words = _Array(folder, "words", "u1", shard_tokens // 8)
+        self.sentences = _Array(folder, "sentences", "<i8")
+        self.documents = _Array(folder, "documents", "<i8")
+        self._bits = np.empty(0, bool)  # of the last tokens, fewer than 8
+        self._longest = 0
+
+    def add(self, chunk: list[list[str]], tokenizer: Tokenizer) -> int:
+        """Append documents; returns how many tokens they have."""
+        try:
+            encoded = tokenizer.encode_batch([s for d in chunk for s in d], add_special_tokens=False)
+        except Exception as error:  # the Rust side raises a bare Exception
+            raise CorpusError(f"the tokenizer failed: {cause(error)}") from error
+        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+        total = int(lengths.sum())
+        ids = np.fromiter((i for e in encoded for i in e.ids), self._dtype, total)
+        words = np.fromiter((-1 if w is None else w for e in encoded for w in e.word_ids), np.int64, total)
+        ends = np.cumsum(lengths)
+        begins = np.ones(total, bool)
+        begins[1:] = (words[1:] != words[:-1]) | (words[1:] < 0)
+        filled = lengths > 0
+        begins[(ends - lengths)[filled]] = True
+
+        kept = np.add.reduceat(filled, np.cumsum([0, *map(len, chunk)])[:-1].astype(np.int64), dtype=np.int64)
+        kept = kept[kept > 0]
+        self.documents.add(self.sentences.count + np.cumsum(kept) - kept)
+        self.sentences.add(self.tokens.count + (ends - lengths)[filled])
+        self.tokens.add(ids)
+        bits = np.concatenate([self._bits, begins])
+        whole = len(bits) // 8 * 8
+        self.words.add(np.packbits(bits[:whole], bitorder="little"))
+        self._bits = bits[whole:]
+        self._longest = max(self._longest, int(lengths.max(initial=0)))
+        return total
+
+    def close(self, tokenizer: str) -> dict[str, Any]:
+        """End all files; returns what index.json says of them."""
+        self.words.add(np.packbits(self._bits, bitorder="little"))
+        index = {
+            "format": FORMAT,
+            "version": VERSION,
+            "token_dtype": self._dtype,
+            "tokens": self.tokens.count,
+            "sentences": self.sentences.count,
+            "documents": self.documents.count,
+            "longest_sentence": self._longest,
+            "shard_tokens": self._shard_tokens,
+        }
+        self.documents.add(np.array([self.sentences.count]))
+        self.sentences.add(np.array([self.tokens.count]))
+        arrays = {name: getattr(self, name).close() for name in ("tokens", "words", "sentences", "documents")}
+        content = tokenizer.encode()
+        _write(self._folder / TOKENIZER, content)
+        arrays["tokenizer"] = hashlib.sha256(content).hexdigest()
+        entry = {"name": TOKENIZER, "bytes": len(content), "sha256": arrays["tokenizer"]}
+        lists = (self.tokens, self.words, self.sentences, self.documents)
+        index |= {"arrays": arrays, "files": [entry, *(f for array in lists for f in array.files)]}
+        return index | {"hash": _hash_of(index)}
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _check_place(directory: Path, overwrite: bool) -> None:
+    if not os.path.lexists(directory):
+        return
+    if not overwrite:
+        raise CorpusError(f"{directory}: exists already; remove it, or ask to overwrite it")
+    if not (directory / INDEX).is_file():
+        raise CorpusError(f"{directory}: is no corpus (no {INDEX}), so it is not overwritten")
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _place_beside(directory: Path, overwrite: bool) -> Iterator[Path]:
+    """A new folder that takes the place of `directory` if all goes well, and is removed otherwise."""
+    parent = directory.absolute().parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for left in parent.glob(f".{directory.name}.*.tmp"):  # by a process that was killed
+            if is_dead(left.name[len(directory.name) + 2 : -len(".tmp")]):
+                shutil.rmtree(left, ignore_errors=True)
+        tag = own_tag()
+        folder = parent / f".{directory.name}.{tag}.tmp"
+        folder.mkdir()
+        try:
+            yield folder
+            _sync_folder(folder)
+            if overwrite and directory.exists():
+                os.rename(directory, parent / f".{directory.name}.old.{tag}.tmp")
+            os.rename(folder, directory)
+            _sync_folder(parent)
+            shutil.rmtree(parent / f".{directory.name}.old.{tag}.tmp", ignore_errors=True)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    except OSError as error:
+        of_input = error.errno is None or not str(error.filename or folder).startswith(str(parent))
+        if of_input and not isinstance(error, CorpusError):
+            raise
+        raise CorpusError(f"{directory}: could not be written: {cause(error)}") from error

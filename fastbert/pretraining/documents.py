@@ -1,0 +1,159 @@
+"""Text files -> documents, each a list of sentences.
+
+Formats:
+
+    text     google-research/bert's: one sentence per line, an empty line between documents
+    jsonl    one JSON object per line, {"text": …}: a document, split into sentences by rule
+    parquet  a column "text" of documents, likewise (needs pyarrow)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+FORMATS = ("text", "jsonl", "parquet")
+_SUFFIXES = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
+
+# An end of a sentence: its mark and closing quotes, then white space, then what can begin a sentence
+_END = re.compile(r"[.!?…][\"'”’»)\]]*(?=\s+[\"'“‘«(\[]?[^\Wa-z_])|[。！？]+[」』”’]*")
+# Words before a full stop that ends no sentence; single letters (initials, "U.S.") are none either
+_SHORT = (
+    r"mr|mrs|ms|dr|prof|rev|gen|col|lt|sgt|capt|st|sr|jr|vs|etc|eg|ie|cf|al|figs?|nos?|vol|pp|ed|eds|dept|"
+    r"univ|inc|ltd|co|corp|approx|est|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec"
+)
+_ABBREVIATION = re.compile(rf"(?:^|[\s(\[\"'“‘])(?:{_SHORT}|[^\W\d_]|(?:\w\.)+\w+)$", re.IGNORECASE)
+
+
+def split_sentences(text: str) -> list[str]:
+    """Sentences of a text by rule: a line break ends one, and so does a mark before a capital or a digit.
+
+    A full stop after a title, a month, a single letter or another usual abbreviation ends none.
+    """
+    sentences = []
+    for line in text.splitlines():
+        start = 0
+        for end in _END.finditer(line):
+            if end[0].startswith(".") and _ABBREVIATION.search(line[start : end.start()]):
+                continue
+            sentences.append(line[start : end.end()].strip())
+            start = end.end()
+        sentences.append(line[start:].strip())
+    return [sentence for sentence in sentences if sentence]
+
+
+def format_of(path: Path, chosen: str | None = None) -> str:
+    """The format of a file: the chosen one, or by its suffix.
+
+    Raises:
+        ValueError: no such format, or a suffix of none.
+    """
+    if chosen is not None:
+        if chosen not in FORMATS:
+            raise ValueError(f"format: expected one of {', '.join(FORMATS)}, got {chosen!r}")
+        return chosen
+    found = _SUFFIXES.get(path.suffix.lower())
+    if found is None:
+        raise ValueError(
+            f"{path}: a suffix of no format; name the format ({', '.join(FORMATS)}), "
+            f"or use {', '.join(_SUFFIXES)}"
+        )
+    return found
+
+
+def documents(
+    files: Sequence[str | Path], format: str | None = None, seen: Callable[[int], None] | None = None
+) -> Iterator[list[str]]:
+    """The documents of files, in their order; a document is its sentences, at least one.
+
+    Args:
+        files: paths.
+        format: of all files; None: by each file's suffix.
+        seen: is told the bytes of each piece of input, for progress.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a file that is not what its format says; names file and line.
+    """
+    if isinstance(files, (str, Path)) or not files:
+        raise ValueError(f"files: expected a list of at least one path, got {files!r}")
+    paths = [(Path(path), format_of(Path(path), format)) for path in files]
+    for path, _ in paths:  # before hours of work
+        if not path.exists():
+            raise FileNotFoundError(f"{path}: no such file")
+        if path.is_dir():
+            raise ValueError(f"{path}: is a directory; expected files")
+    for path, kind in paths:
+        read = {"text": _of_lines, "jsonl": _of_json, "parquet": _of_parquet}[kind]
+        for document in read(path, seen or _nobody):
+            if document:
+                yield document
+
+
+def _nobody(size: int) -> None:
+    pass
+
+
+def _lines(path: Path, seen: Callable[[int], None]) -> Iterator[tuple[int, str]]:
+    """(number from 1, text without its end) of each line; a BOM is dropped."""
+    with path.open("rb") as stream:
+        for number, raw in enumerate(stream, 1):
+            try:
+                line = raw.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{path}: line {number}: not UTF-8 (byte {error.start + 1} is 0x{raw[error.start]:02x})"
+                ) from None
+            seen(len(raw))
+            yield number, (line.removeprefix("\ufeff") if number == 1 else line).rstrip("\r\n")
+
+
+def _of_lines(path: Path, seen: Callable[[int], None]) -> Iterator[list[str]]:
+    document: list[str] = []
+    for _, line in _lines(path, seen):
+        sentence = line.strip()
+        if sentence:
+            document.append(sentence)
+        elif document:
+            yield document
+            document = []
+    yield document
+
+
+def _of_json(path: Path, seen: Callable[[int], None]) -> Iterator[list[str]]:
+    for number, line in _lines(path, seen):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: line {number}: not JSON: {error}") from None
+        text = value.get("text") if isinstance(value, dict) else None
+        if not isinstance(text, str):
+            raise ValueError(f'{path}: line {number}: expected an object with a text in "text"')
+        yield split_sentences(text)
+
+
+def _of_parquet(path: Path, seen: Callable[[int], None]) -> Iterator[list[str]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ImportError(f"{path}: reading Parquet needs pyarrow (pip install pyarrow)") from None
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path}: not a Parquet file ({error})") from None
+    with file:
+        if "text" not in file.schema_arrow.names:
+            raise ValueError(f'{path}: expected a column "text", got {", ".join(file.schema_arrow.names)}')
+        row, size = 0, path.stat().st_size
+        for batch in file.iter_batches(1024, columns=["text"]):
+            for text in batch.column(0).to_pylist():
+                row += 1
+                if not isinstance(text, str):
+                    raise ValueError(f'{path}: row {row}: expected a text in "text", got {text!r}')
+                yield split_sentences(text)
+            seen(size * len(batch) // max(file.metadata.num_rows, 1))

@@ -1,0 +1,258 @@
+"""The corpus on disk: what it holds, that nothing but text and tokenizer shape it, that damage is named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from fastbert.cli.main import main
+from fastbert.pretraining import corpus as module
+from fastbert.pretraining.corpus import Corpus, CorpusError
+from fastbert.pretraining.documents import documents
+from fastbert.sentences.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def corpus(text_file, tokenizer_dir, tmp_path_factory) -> Corpus:
+    return Corpus.write([text_file], tokenizer_dir, tmp_path_factory.mktemp("corpus") / "shards")
+
+
+def test_it_holds_what_the_tokenizer_makes(corpus, text_file, tokenizer_dir):
+    tokenizer = load_tokenizer(tokenizer_dir)
+    found = list(documents([text_file]))
+    assert corpus.num_documents == len(found)
+    assert corpus.num_sentences == sum(map(len, found))
+    sentence = 0
+    for document, first in zip(found, corpus.document_starts, strict=False):
+        assert first == sentence
+        for text in document:
+            encoding = tokenizer.encode(text, add_special_tokens=False)
+            begin, end = (int(at) for at in corpus.sentence_starts[sentence : sentence + 2])
+            assert corpus.sentence(sentence).tolist() == encoding.ids
+            words = encoding.word_ids
+            starts = [i == 0 or words[i] != words[i - 1] for i in range(len(words))]
+            assert corpus.word_starts(begin, end).tolist() == starts
+            sentence += 1
+    assert corpus.document_starts[-1] == corpus.num_sentences
+    assert corpus.sentence_starts[-1] == corpus.num_tokens
+    lengths = np.diff(corpus.sentence_starts)
+    assert lengths.min() > 0
+    assert lengths.max() == corpus.longest_sentence
+    assert corpus.vocab_size == 600
+    assert corpus.special_ids == {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
+    assert corpus.tokenizer.encode("a b").ids == tokenizer.encode("a b").ids
+    assert not np.isin(corpus.tokens(0, corpus.num_tokens), [0, 2, 3, 4]).any()
+
+
+def arrays(corpus: Corpus) -> dict[str, bytes]:
+    found = {}
+    for name in ("tokens", "words", "sentences", "documents"):
+        files = sorted(corpus.directory.glob(f"{name}*.bin"))
+        found[name] = b"".join(file.read_bytes() for file in files)
+    return found
+
+
+@pytest.mark.parametrize("shard_tokens", [8, 4096])
+def test_the_cut_into_files_changes_nothing(
+    corpus, text_file, tokenizer_dir, tmp_path, shard_tokens, monkeypatch
+):
+    monkeypatch.setattr(module, "_CHUNK_CHARACTERS", 5000)  # other chunks as well
+    files = [text_file]
+    if shard_tokens == 8:  # a hundred files are enough
+        short = tmp_path / "short.txt"
+        short.write_text("\n".join(text_file.read_text().splitlines()[:20]))
+        files, corpus = [short], Corpus.write([short], tokenizer_dir, tmp_path / "whole")
+    cut = Corpus.write(files, tokenizer_dir, tmp_path / "cut", shard_tokens=shard_tokens)
+    assert len(list(cut.directory.glob("tokens-*"))) == -(-corpus.num_tokens // shard_tokens)
+    assert arrays(cut) == arrays(corpus)
+    assert cut.hash == corpus.hash
+    Corpus.open(cut.directory)
+    for begin, end in ((0, corpus.num_tokens), (3, 29), (16, 16), (5, 6), (7, 8), (8, 24)):
+        assert np.array_equal(cut.tokens(begin, end), corpus.tokens(begin, end))
+        assert np.array_equal(cut.word_starts(begin, end), corpus.word_starts(begin, end))
+    for bad in ((-1, 3), (4, 3), (0, corpus.num_tokens + 1)):
+        with pytest.raises(IndexError, match="expected a range within"):
+            cut.tokens(*bad)
+
+
+def test_threads_of_the_tokenizer_change_nothing(corpus, text_file, tokenizer_dir, tmp_path):
+    command = [sys.executable, "-m", "fastbert", "prepare", str(text_file), "--tokenizer", str(tokenizer_dir)]
+    for workers in ("1", "3"):
+        output = tmp_path / workers
+        subprocess.run([*command, "--output", str(output), "--workers", workers], check=True)
+        assert arrays(Corpus.open(output)) == arrays(corpus)
+
+
+def test_a_worker_gets_the_same(corpus):
+    again = pickle.loads(pickle.dumps(corpus))
+    assert again == corpus
+    assert np.array_equal(again.tokens(10, 500), corpus.tokens(10, 500))
+
+
+def test_a_special_token_in_a_text_is_text(tokenizer_dir, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("a [SEP] b\nplain")
+    made = Corpus.write([path], tokenizer_dir, tmp_path / "c")
+    assert not np.isin(made.tokens(0, made.num_tokens), list(made.special_ids.values())[2:]).any()
+
+
+def test_sentences_and_documents_without_tokens_are_left_out(tokenizer_dir, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("\u200b\none two\n\u200b\n\n\u200b\n\nthree\n")  # BERT's normalisation drops U+200B
+    made = Corpus.write([path], tokenizer_dir, tmp_path / "c")
+    assert (made.num_documents, made.num_sentences) == (2, 2)
+    assert made.document_starts.tolist() == [0, 1, 2]
+
+
+def test_a_vocabulary_above_65536_ids(tmp_path):
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(70_000))]
+    tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    path = tmp_path / "a.txt"
+    path.write_text("w0 w69999\nw65531 never")
+    made = Corpus.write([path], tokenizer, tmp_path / "c")
+    assert made.tokens(0, 4).tolist() == [5, 70_004, 65_536, 1]
+    assert made.tokens(0, 4).dtype == np.uint32
+
+
+# --- damage -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copy(corpus, tmp_path):
+    return shutil.copytree(corpus.directory, tmp_path / "copy")
+
+
+@pytest.mark.parametrize("name", ["tokens-00000.bin", "words-00000.bin", "sentences.bin", "documents.bin"])
+def test_a_flipped_byte_a_short_and_a_missing_file_are_named(copy, name):
+    path = copy / name
+    good = path.read_bytes()
+    for content, match in (
+        (good[:-1] + bytes([good[-1] ^ 1]), "was changed since it was written"),
+        (good[:-1], f"{len(good) - 1} bytes, but the corpus was written with {len(good)}"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(CorpusError, match=f"{name}: {match}"):
+            Corpus.open(copy)
+    path.unlink()
+    with pytest.raises(CorpusError, match=f"{name}: is missing"):
+        Corpus.open(copy, verify=False)
+
+
+def test_another_tokenizer_is_named(copy):
+    path = copy / "tokenizer.json"
+    path.write_bytes(path.read_bytes().replace(b'"lowercase": true', b'"lowercase": null'))
+    with pytest.raises(CorpusError, match=r"tokenizer\.json: was changed since it was written"):
+        Corpus.open(copy)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("format", "other"), ("version", 2), ("tokens", 0), ("tokens", "9"), ("documents", 5)),
+        *(("token_dtype", "<i2"), ("special_ids", {}), ("files", []), ("hash", "0"), ("shard_tokens", 8)),
+        ("files", [{"name": "../../etc/passwd", "bytes": 1, "sha256": ""}]),
+    ],
+)
+def test_a_changed_index_is_named(copy, key, value):
+    path = copy / "index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(CorpusError, match=r"index\.json: (\w+): "):
+        Corpus.open(copy)
+    path.write_text("{")
+    with pytest.raises(CorpusError, match=r"index\.json: is not valid JSON"):
+        Corpus.open(copy)
+
+
+def test_what_is_there_is_kept(corpus, text_file, tokenizer_dir, tmp_path, monkeypatch):
+    place = tmp_path / "c"
+    kept = Corpus.write([text_file], tokenizer_dir, place)
+    with pytest.raises(CorpusError, match="exists already"):
+        Corpus.write([text_file], tokenizer_dir, place)
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes(b"fine\n\n" * 3000 + b"\xff")
+    monkeypatch.setattr(module, "_CHUNK_CHARACTERS", 1000)  # much is written before the fault is seen
+    with pytest.raises(ValueError, match=r"bad\.txt: line 6001: not UTF-8"):
+        Corpus.write([bad], tokenizer_dir, place, overwrite=True)
+    with pytest.raises(FileNotFoundError, match=r"gone\.txt: no such file"):
+        Corpus.write([tmp_path / "gone.txt"], tokenizer_dir, place, overwrite=True)
+    assert arrays(Corpus.open(place)) == arrays(kept)
+    (tmp_path / "other").mkdir()
+    with pytest.raises(CorpusError, match=r"other: is no corpus"):
+        Corpus.write([text_file], tokenizer_dir, tmp_path / "other", overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.txt", "c", "other"]
+    short = tmp_path / "short.txt"
+    short.write_text("one\n\ntwo")
+    Corpus.write([short], tokenizer_dir, place, overwrite=True)
+    assert Corpus.open(place).num_documents == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.txt", "c", "other", "short.txt"]
+
+
+def test_a_full_disk_and_a_kill_leave_no_corpus(text_file, tokenizer_dir, tmp_path):
+    code = (
+        "import resource, signal, sys; from fastbert.cli.main import main; "
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "  # as a full disk: a write fails
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "prepare", str(text_file), "--tokenizer", str(tokenizer_dir)]
+    done = subprocess.run([*command, "--output", str(tmp_path / "c")], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "c: could not be written: OSError: [Errno 27]" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+    left = tmp_path / f".c.ab.{module.own_tag().split('.', 1)[1].rpartition('.')[0]}.999999999.tmp"
+    left.mkdir()  # of a process that was killed
+    Corpus.write([text_file], tokenizer_dir, tmp_path / "c")
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_bad_arguments_are_named(text_file, tokenizer_dir, tmp_path):
+    unmasked = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3}, "[UNK]"))
+    with pytest.raises(ValueError, match="shard_tokens: expected a multiple of 8, got 12"):
+        Corpus.write([text_file], tokenizer_dir, tmp_path / "c", shard_tokens=12)
+    with pytest.raises(ValueError, match=r"tokenizer: has no mask token \(\[MASK\] or <mask>\)"):
+        Corpus.write([text_file], unmasked, tmp_path / "c")
+    with pytest.raises(CorpusError, match="no corpus there"):
+        Corpus.open(tmp_path)
+    (tmp_path / "e.txt").write_text("\n")
+    with pytest.raises(CorpusError, match=r"e\.txt: no sentence in any document"):
+        Corpus.write([tmp_path / "e.txt"], tokenizer_dir, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+# --- the commands -------------------------------------------------------------------------------------------
+
+
+def test_commands(json_file, tokenizer_dir, corpus, tmp_path, capsys):
+    tokenizer, shards = str(tmp_path / "tok"), str(tmp_path / "shards")
+    train = ["train-tokenizer", str(json_file), "--vocab-size", "600", "--output", tokenizer]
+    assert main([*train, "--progress"]) == 0
+    seen = capsys.readouterr().err
+    digest = hashlib.sha256((tokenizer_dir / "tokenizer.json").read_bytes()).hexdigest()
+    assert f"a vocabulary of 600; SHA-256 of tokenizer.json {digest}" in seen
+    assert "words, " in seen
+    assert "100%" in seen
+    assert main(train) == 2
+    assert "vocab.txt and tokenizer.json are there; add --overwrite" in capsys.readouterr().err
+    assert main([*train, "--overwrite", "--cased"]) == 0
+    assert "Python" in (tmp_path / "tok" / "vocab.txt").read_text().split()
+    prepare = ["prepare", str(json_file), "--tokenizer", str(tokenizer_dir), "--output", shards]
+    assert main(prepare) == 0
+    assert f"hash {corpus.hash}" in capsys.readouterr().err
+    for options, status, lines in (
+        ([], 2, 1),
+        (["--workers", "0"], 2, 1),
+        (["--overwrite", "--format", "text"], 0, 2),
+    ):
+        assert main([*prepare, *options]) == status
+        assert len(capsys.readouterr().err.splitlines()) == lines
+    assert Corpus.open(shards).num_documents == 1  # JSON read as text, of which a second line warns

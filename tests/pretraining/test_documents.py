@@ -1,0 +1,98 @@
+"""Text files as documents and sentences."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fastbert.pretraining.documents import documents, split_sentences
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("One. Two! Three? Four", ["One.", "Two!", "Three?", "Four"]),
+        ("Dr. Who met Mrs. Jones on Jan. 5 at 3.14 p.m. sharp.", None),
+        ("J. S. Bach lived in the U.S. Army barracks, e.g. in No. 4.", None),
+        ('He said "Stop." Then he left.', ['He said "Stop."', "Then he left."]),
+        ("It ended (at last.) Nobody knew.", ["It ended (at last.)", "Nobody knew."]),
+        ("call foo.bar() or file.txt now", None),
+        ("one line\nanother line. And more", ["one line", "another line.", "And more"]),
+        ("It is done. 12 were left.", ["It is done.", "12 were left."]),
+        ("nothing here. but lower case", None),
+        ("これは文です。これも文です。", ["これは文です。", "これも文です。"]),
+        ("Wait... What? Élan.", ["Wait...", "What?", "Élan."]),
+        (" \n\t\n", []),
+        ("", []),
+    ],
+)
+def test_sentences_by_rule(text, sentences):
+    assert split_sentences(text) == ([text] if sentences is None else sentences)
+
+
+def test_formats_hold_the_same_documents(text_file, json_file, texts):
+    expected = [split_sentences(text) for text in texts]
+    assert list(documents([json_file])) == expected
+    assert list(documents([text_file])) == expected
+    assert list(documents([text_file, json_file])) == expected * 2
+    assert list(documents([text_file], "text")) == expected
+
+
+def test_what_a_line_may_end_with(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeff  one \r\ntwo\n \t \n\n\nthree".encode())
+    sizes = []
+    assert list(documents([path], seen=sizes.append)) == [["one", "two"], ["three"]]
+    assert sum(sizes) == path.stat().st_size
+
+
+def test_parquet(tmp_path, texts, json_file):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": texts, "id": list(range(len(texts)))}), path)
+    sizes = []
+    assert list(documents([path], seen=sizes.append)) == list(documents([json_file]))
+    assert 0 < sum(sizes) <= path.stat().st_size
+    parquet.write_table(pyarrow.table({"body": texts}), path)
+    with pytest.raises(ValueError, match=r'a\.parquet: expected a column "text", got body'):
+        list(documents([path]))
+    path.write_bytes(b"PAR1 is not enough")
+    with pytest.raises(ValueError, match=r"a\.parquet: not a Parquet file"):
+        list(documents([path]))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("a.txt", b"fine\nbad \xff byte", r"a\.txt: line 2: not UTF-8 \(byte 5 is 0xff\)"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": ', r"a\.jsonl: line 2: not JSON"),
+        ("a.jsonl", b'["x"]', r'a\.jsonl: line 1: expected an object with a text in "text"'),
+        ("a.jsonl", b'{"text": 3}', r"a\.jsonl: line 1: expected an object"),
+        ("a.jsonl", b'{"body": "x"}', r"a\.jsonl: line 1: expected an object"),
+        ("a.csv", b"x", r"a\.csv: a suffix of no format"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, name, content, match):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=match):
+        list(documents([tmp_path / name]))
+
+
+def test_bad_arguments_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.txt: no such file"):
+        list(documents([tmp_path / "nowhere.txt"]))
+    (tmp_path / "d.txt").mkdir()
+    with pytest.raises(ValueError, match=r"d\.txt: is a directory"):
+        list(documents([tmp_path / "d.txt"]))
+    with pytest.raises(ValueError, match="files: expected a list"):
+        list(documents("a.txt"))
+    with pytest.raises(ValueError, match=r"files: expected a list of at least one path, got \[\]"):
+        list(documents([]))
+    with pytest.raises(ValueError, match="format: expected one of text, jsonl, parquet, got 'csv'"):
+        list(documents([tmp_path / "a.txt"], "csv"))
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"deep\.jsonl: line 1: not JSON"):
+        list(documents([tmp_path / "deep.jsonl"]))
+    assert json.loads('{"text": "x"}') == {"text": "x"}
