@@ -112,6 +112,13 @@ def test_sentences_and_documents_without_tokens_are_left_out(tokenizer_dir, tmp_
     assert made.document_starts.tolist() == [0, 1, 2]
 
 
+def test_a_sentence_starts_a_word(tokenizer_dir, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("the\nin\na")  # one word each, the tokenizer's word 0
+    made = Corpus.write([path], tokenizer_dir, tmp_path / "c")
+    assert made.word_starts(0, 3).tolist() == [True] * 3
+
+
 def test_a_vocabulary_above_65536_ids(tmp_path):
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(70_000))]
     tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token="[UNK]"))

@@ -1,0 +1,236 @@
+"""Which tokens of a sequence are predicted, and what the model sees in their place.
+
+    unit     what is chosen as a whole
+    token    a token
+    word     all tokens of a word, by the tokenizer's own words
+    ngram    up to `max_ngram` words in a row; n words with a probability in proportion to 1 / n (ALBERT)
+    span     a geometric number of words, at most `max_span` (SpanBERT)
+
+Candidates are all tokens but special ones. Of the chosen tokens 80% become [MASK], 10% a random token and 10%
+stay; all of them are predicted. `choose` says how many:
+
+    exact      min(max_predictions, max(1, round(share * length))) tokens, special ones counted in the
+               length. Units are taken in random order; one that exceeds what is left is passed over (a longer
+               one of several words is made shorter).
+    bernoulli  each token or word with probability `share`
+
+Source: Devlin et al. 2018, "BERT", sec. 3.1 and google-research/bert's create_pretraining_data.py; Lan et al.
+2019, "ALBERT", sec. 3.1; Joshi et al. 2019, "SpanBERT", sec. 3.1; fairseq's word budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastbert.pretraining.draws import Draws
+
+IGNORED = -100  # the label of a token that is not predicted
+UNITS = ("token", "word", "ngram", "span")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The ids that masking writes.
+
+    Attributes:
+        size: ids are in [0, size).
+        mask: the id of [MASK].
+        special: ids that are never chosen and, unless asked for, never drawn.
+    """
+
+    size: int
+    mask: int
+    special: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        special = sorted({*self.special, self.mask})
+        if not all(0 <= i < self.size for i in special) or len(special) >= self.size:
+            raise ValueError(f"special: expected ids of a vocabulary of {self.size}, got {special}")
+        object.__setattr__(self, "special", tuple(special))
+
+    def random(self, draws: Draws, count: int, with_special: bool = False) -> np.ndarray:
+        """(count,) ids, uniform, special ones left out unless `with_special`."""
+        if with_special:
+            return draws.below(self.size, count)
+        found = draws.below(self.size - len(self.special), count)
+        for i in self.special:  # in ascending order: step over each
+            found += found >= i
+        return found
+
+
+@dataclass(frozen=True)
+class Masked:
+    """A masked sequence.
+
+    Attributes:
+        ids: (length,) int64, what the model sees.
+        labels: (length,) int64, the original ids of the predicted tokens, `IGNORED` elsewhere.
+        spans: (n, 2) int64, first token and end of each chosen unit, in ascending order; units may touch.
+    """
+
+    ids: np.ndarray
+    labels: np.ndarray
+    spans: np.ndarray
+
+
+@dataclass(frozen=True)
+class Masking:
+    """A masking rule; see the module.
+
+    Attributes:
+        unit: "token", "word", "ngram" or "span".
+        choose: "exact" or "bernoulli" (tokens and words only).
+        share: of the tokens, in (0, 1].
+        max_predictions: most tokens; None: no limit.
+        mask_share, random_share: of the chosen tokens, the shares that become [MASK] and a random token.
+        word_budget: with unit "word" and "exact", whether `share` and `max_predictions` count "tokens"
+            (Google's rule) or "words". With "words" a word's tokens also share their fate (fairseq's rule).
+        random_specials: whether a random token may be a special one, as in Google's code and transformers.
+        max_ngram, max_span, span_p: see the module; `span_p` is the geometric distribution's.
+
+    Raises:
+        ValueError: naming the attribute.
+    """
+
+    unit: str = "token"
+    choose: str = "exact"
+    share: float = 0.15
+    max_predictions: int | None = None
+    mask_share: float = 0.8
+    random_share: float = 0.1
+    word_budget: str = "tokens"
+    random_specials: bool = False
+    max_ngram: int = 3
+    max_span: int = 10
+    span_p: float = 0.2
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("unit", UNITS),
+            ("choose", ("exact", "bernoulli")),
+            ("word_budget", ("tokens", "words")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
+        for name in ("share", "span_p"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name}: expected a number in (0, 1], got {getattr(self, name)!r}")
+        for name in ("mask_share", "random_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}: expected a number in [0, 1], got {getattr(self, name)!r}")
+        if self.mask_share + self.random_share > 1:
+            raise ValueError(
+                f"random_share: {self.random_share} and mask_share {self.mask_share} are more than 1 together"
+            )
+        for name in ("max_predictions", "max_ngram", "max_span"):
+            value = getattr(self, name)
+            if not (value is None and name == "max_predictions") and (type(value) is not int or value < 1):
+                raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
+        if self.choose == "bernoulli" and self.unit not in ("token", "word"):
+            raise ValueError(f"choose: bernoulli is for tokens and words; {self.unit}s need exact")
+        if self.choose == "bernoulli" and self.max_predictions is not None:
+            raise ValueError("max_predictions: expected None with choose = bernoulli, which has no limit")
+        if self.word_budget == "words" and (self.unit, self.choose) != ("word", "exact"):
+            raise ValueError("word_budget: words needs unit = word and choose = exact")
+
+    def __call__(
+        self, ids: np.ndarray, word_starts: np.ndarray, vocabulary: Vocabulary, draws: Draws
+    ) -> Masked:
+        """Mask one sequence.
+
+        Args:
+            ids: (length,), special tokens included.
+            word_starts: (length,) bool, whether a word starts at each token. A special token is a word.
+            vocabulary: the ids.
+            draws: the sequence's stream.
+        """
+        ids = np.asarray(ids).astype(np.int64)
+        starts = np.asarray(word_starts, bool).copy()
+        candidate = ~np.isin(ids, vocabulary.special)
+        # a word ends where a special token is
+        starts |= ~candidate
+        starts[1:] |= ~candidate[:-1]
+        starts[:1] = True
+        spans = self._spans(candidate, starts, draws)
+        unit = np.full(len(ids), -1)
+        for i, (begin, end) in enumerate(spans):
+            unit[begin:end] = i
+        chosen = np.flatnonzero(unit >= 0)
+        labels = np.full(len(ids), IGNORED)
+        labels[chosen] = ids[chosen]
+        seen = ids.copy()
+        if len(chosen):
+            together = self.unit == "span" or self.word_budget == "words"
+            # one draw per unit, or one per token
+            fate = draws.words(len(spans))[unit[chosen]] if together else draws.words(len(chosen))
+            fate = (fate >> np.uint64(11)).astype(np.float64) / (1 << 53)
+            seen[chosen[fate < self.mask_share]] = vocabulary.mask
+            drawn = chosen[(fate >= self.mask_share) & (fate < self.mask_share + self.random_share)]
+            seen[drawn] = vocabulary.random(draws, len(drawn), self.random_specials)
+        return Masked(seen, labels, spans)
+
+    def _spans(self, candidate: np.ndarray, starts: np.ndarray, draws: Draws) -> np.ndarray:
+        """(n, 2) first token and end of the chosen units, in ascending order."""
+        if self.unit == "token":
+            begins = np.flatnonzero(candidate)
+            ends = begins + 1
+        else:
+            begins = np.flatnonzero(starts)
+            ends = np.append(begins[1:], len(starts))
+            kept = candidate[begins]
+            begins, ends = begins[kept], ends[kept]
+        if len(begins) == 0:
+            return np.empty((0, 2), np.int64)
+        if self.choose == "bernoulli":
+            chosen = np.flatnonzero(draws.chance(self.share, len(begins)))
+            return np.stack([begins[chosen], ends[chosen]], 1)
+        by_words = self.word_budget == "words"
+        length = len(begins) if by_words else len(candidate)
+        budget = max(1, round(self.share * length))
+        if self.max_predictions is not None:
+            budget = min(budget, self.max_predictions)
+        order = draws.shuffled(len(begins))
+        if self.unit == "token" or by_words:
+            chosen = np.sort(order[:budget])
+            return np.stack([begins[chosen], ends[chosen]], 1)
+        return self._longer(begins, ends, order, budget, draws)
+
+    def _longer(
+        self, begins: np.ndarray, ends: np.ndarray, order: np.ndarray, budget: int, draws: Draws
+    ) -> np.ndarray:
+        """Units of one or more words, from each word in `order`, within a budget of tokens."""
+        count = len(begins)
+        sizes = self._sizes(draws, count)
+        taken = np.zeros(count, bool)
+        # words of which one follows the other without a special token between
+        joined = np.append(begins[1:] == ends[:-1], False)
+        chosen = []
+        for word, size in zip(order.tolist(), sizes.tolist(), strict=True):
+            if budget == 0:
+                break
+            last = word
+            while last - word + 1 < size and joined[last]:
+                last += 1
+            # a shorter unit where this one meets another or exceeds the budget
+            while last >= word and (taken[word : last + 1].any() or ends[last] - begins[word] > budget):
+                last -= 1
+            if last < word:
+                continue
+            taken[word : last + 1] = True
+            budget -= int(ends[last] - begins[word])
+            chosen.append((begins[word], ends[last]))
+        return np.array(sorted(chosen), np.int64).reshape(-1, 2)
+
+    def _sizes(self, draws: Draws, count: int) -> np.ndarray:
+        """(count,) words that each unit wants."""
+        if self.unit == "word":
+            return np.ones(count, np.int64)
+        if self.unit == "ngram":
+            weights = 1.0 / np.arange(1, self.max_ngram + 1)
+        else:  # a geometric distribution cut at max_span and made to sum to 1
+            weights = self.span_p * (1 - self.span_p) ** np.arange(self.max_span)
+        limits = np.cumsum(weights / weights.sum())[:-1]
+        uniform = (draws.words(count) >> np.uint64(11)).astype(np.float64) / (1 << 53)
+        return 1 + np.searchsorted(limits, uniform, side="right")

@@ -1,0 +1,130 @@
+"""Faults of the corpus, of draws and orders, and of the masking rules."""
+
+from tests.support.mutation import Fault, Suite
+
+_CORPUS = "fastbert/pretraining/corpus.py"
+_DOCUMENTS = "fastbert/pretraining/documents.py"
+_DRAWS = "fastbert/pretraining/draws.py"
+_MASKING = "fastbert/pretraining/masking.py"
+_VOCABULARY = "fastbert/pretraining/vocabulary.py"
+
+FAULTS = (
+    Fault("the epoch is not in the counter", _DRAWS, "int(epoch) << 64 | ", ""),
+    Fault("the low half of a product dropped", _DRAWS, "* limit + low >>", "* limit >>"),
+    Fault("one round", _DRAWS, "_ROUNDS = 6", "_ROUNDS = 1"),
+    Fault(
+        "no cycle walking",
+        _DRAWS,
+        "            outside = found >= self.size\n",
+        "            found %= np.uint64(self.size)\n            outside[:] = False\n",
+    ),
+    Fault(
+        "the order ignores its key",
+        _DRAWS,
+        "np.random.Philox(key=key).random_raw(_ROUNDS)",
+        "np.random.Philox(key=1).random_raw(_ROUNDS)",
+    ),
+    Fault(
+        "special tokens are candidates",
+        _MASKING,
+        "candidate = ~np.isin(ids, vocabulary.special)",
+        "candidate = np.ones(len(ids), bool)",
+    ),
+    Fault("specials not stepped over", _MASKING, "            found += found >= i\n", "            pass\n"),
+    Fault(
+        "the share of the candidates alone",
+        _MASKING,
+        "len(begins) if by_words else len(candidate)",
+        "len(begins)",
+    ),
+    Fault(
+        "no prediction in a short sequence",
+        _MASKING,
+        "max(1, round(self.share * length))",
+        "round(self.share * length)",
+    ),
+    Fault("rounded down", _MASKING, "round(self.share * length)", "int(self.share * length)"),
+    Fault("max_predictions ignored", _MASKING, "budget = min(budget, self.max_predictions)", "pass"),
+    Fault(
+        "random tokens where [MASK] belongs", _MASKING, "fate < self.mask_share]", "fate < self.random_share]"
+    ),
+    Fault("a fate per token in a span", _MASKING, 'together = self.unit == "span" or', "together ="),
+    Fault(
+        "a fate per token in a word of the word budget",
+        _MASKING,
+        'self.unit == "span" or self.word_budget == "words"',
+        'self.unit == "span"',
+    ),
+    Fault(
+        "the label is what the model sees",
+        _MASKING,
+        "labels[chosen] = ids[chosen]",
+        "labels[chosen] = vocabulary.mask",
+    ),
+    Fault(
+        "a word that exceeds the budget is cut",
+        _MASKING,
+        "taken[word : last + 1].any() or",
+        "taken[word : last + 1].any() and",
+    ),
+    Fault("units overlap", _MASKING, "            taken[word : last + 1] = True\n", ""),
+    Fault(
+        "a unit crosses a special token",
+        _MASKING,
+        "np.append(begins[1:] == ends[:-1], False)",
+        "np.append(begins[1:] > 0, False)",
+    ),
+    Fault(
+        "n-grams of equal chance",
+        _MASKING,
+        "1.0 / np.arange(1, self.max_ngram + 1)",
+        "np.ones(self.max_ngram)",
+    ),
+    Fault(
+        "spans clipped, not cut",
+        _MASKING,
+        "limits = np.cumsum(weights / weights.sum())[:-1]",
+        "limits = np.cumsum(weights)[:-1]",
+    ),
+    Fault("a word goes on past a special token", _MASKING, "        starts[1:] |= ~candidate[:-1]\n", ""),
+    Fault(
+        "special text becomes a special token",
+        _CORPUS,
+        "        tokenizer.encode_special_tokens = True",
+        "        pass",
+    ),
+    Fault("words of two sentences run on", _CORPUS, "        begins[(ends - lengths)[filled]] = True\n", ""),
+    Fault("an empty sentence kept", _CORPUS, "filled = lengths > 0", "filled = lengths >= 0"),
+    Fault("bits between two chunks dropped", _CORPUS, "        self._bits = bits[whole:]\n", ""),
+    Fault("bits from the byte's start", _CORPUS, "bits[a % 8 : a % 8 + b - a]", "bits[: b - a]"),
+    Fault("sizes not compared", _CORPUS, '    if size != entry["bytes"]:', "    if False:"),
+    Fault("digests not compared", _CORPUS, '        if digest != entry["sha256"]:', "        if False:"),
+    Fault("a changed index passes", _CORPUS, 'if index.get("hash") != _hash_of(index):', "if False:"),
+    Fault("ids of 17 bits in 16", _CORPUS, "vocab_size <= 1 << 16", "vocab_size <= 1 << 17"),
+    Fault(
+        "what was there is lost if the text is bad",
+        _CORPUS,
+        "        folder.mkdir()\n",
+        "        folder.mkdir()\n        shutil.rmtree(directory, ignore_errors=True)\n",
+    ),
+    Fault(
+        "documents run together", _DOCUMENTS, "        elif document:\n", "        elif len(document) > 3:\n"
+    ),
+    Fault(
+        "abbreviations end sentences", _DOCUMENTS, "_ABBREVIATION.search(line[start : end.start()])", "False"
+    ),
+    Fault("a BOM is text", _DOCUMENTS, 'line.removeprefix("\\ufeff") if number == 1 else line', "line"),
+    Fault(
+        "ties by the order of words",
+        _VOCABULARY,
+        "return -pairs[pair], pieces[pair[0]], pieces[pair[1]], pair",
+        "return -pairs[pair], pair[1], pair[0], pair",
+    ),
+    Fault("counts of merged pairs stay", _VOCABULARY, "                    pairs[old] -= count\n", ""),
+    Fault("## kept inside a piece", _VOCABULARY, 'left + right.removeprefix("##")', "left + right"),
+    Fault("rare pairs merged", _VOCABULARY, "        if -negative < min_frequency:", "        if False:"),
+)
+
+SUITE = Suite(
+    FAULTS, tests=("tests/pretraining", "-k", "not another_process and not full_disk and not threads")
+)

@@ -1,0 +1,250 @@
+"""Masking rules: what they choose, by definition and by exact binomial intervals over 100,000 draws."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from fastbert.pretraining.draws import Draws
+from fastbert.pretraining.masking import IGNORED, UNITS, Masking, Vocabulary
+
+VOCABULARY = Vocabulary(1000, 4, (0, 2, 3))
+CLS, SEP, MASK = 2, 3, 4
+
+
+def sequence(length: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """([CLS] … [SEP] … [SEP], where words start); words of one to four tokens."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(5, 1000, length)
+    ids[[0, length // 2, -1]] = CLS, SEP, SEP
+    starts = rng.random(length) < 0.5
+    starts[1] = True
+    return ids, starts
+
+
+def masked(rule: Masking, length: int, count: int, seed: int = 1):
+    for i in range(count):
+        ids, starts = sequence(length, i)
+        yield ids, starts, rule(ids, starts, VOCABULARY, Draws(seed, 0, i))
+
+
+def inside(hits: int, draws: int, p: float) -> bool:
+    """Whether the exact 99.9% interval of a binomial share has `p`."""
+    interval = stats.binomtest(int(hits), int(draws)).proportion_ci(0.999, "exact")
+    return interval.low <= p <= interval.high
+
+
+RULES = [
+    Masking(),
+    Masking(max_predictions=7),
+    Masking(choose="bernoulli"),
+    Masking("word"),
+    Masking("word", "bernoulli"),
+    Masking("word", word_budget="words"),
+    Masking("ngram"),
+    Masking("span"),
+]
+
+
+@pytest.mark.parametrize(
+    "rule", RULES, ids=lambda r: f"{r.unit}-{r.choose}-{r.word_budget}-{r.max_predictions}"
+)
+def test_what_every_rule_promises(rule):
+    for ids, starts, found in masked(rule, 60, 200):
+        chosen = found.labels != IGNORED
+        assert not chosen[np.isin(ids, [0, CLS, SEP, MASK])].any()
+        assert np.array_equal(found.labels[chosen], ids[chosen])
+        assert np.array_equal(found.ids[~chosen], ids[~chosen])
+        assert not np.isin(found.ids[chosen], [0, CLS, SEP]).any()
+        covered = np.zeros(60, bool)
+        for begin, end in found.spans:
+            assert not covered[begin:end].any()  # units do not overlap
+            covered[begin:end] = True
+        assert np.array_equal(covered, chosen)
+        assert (np.diff(found.spans[:, 0]) > 0).all()
+        if rule.unit != "token":  # whole words only
+            word = np.cumsum(starts | np.isin(ids, [CLS, SEP]) | np.roll(np.isin(ids, [CLS, SEP]), 1))
+            for w in np.unique(word[chosen]):
+                assert chosen[word == w].all()
+        if rule.choose == "exact" and rule.word_budget == "tokens":
+            budget = min(max(1, round(0.15 * 60)), rule.max_predictions or 99)
+            assert chosen.sum() <= budget
+            if rule.unit == "token":
+                assert chosen.sum() == budget
+
+
+@pytest.mark.parametrize(
+    ("length", "most", "count"),
+    [(128, 20, 19), (512, 77, 77), (600, 77, 77), (4, 20, 1), (10, 20, 2), (3, 20, 1)],
+)
+def test_the_number_of_predictions(length, most, count):
+    """BERT's: 15% of the length with special tokens, at most 20 of 128 and 77 of 512; round(1.5) is 2."""
+    ids = np.full(length, 9)
+    ids[0] = CLS
+    found = Masking(max_predictions=most)(ids, np.ones(length, bool), VOCABULARY, Draws(1, 0, 0))
+    assert (found.labels != IGNORED).sum() == count
+
+
+@pytest.mark.parametrize(
+    "rule", [Masking(), Masking("word"), Masking("word", "bernoulli")], ids=lambda r: r.unit + r.choose
+)
+def test_shares_of_mask_random_and_kept(rule):
+    masks = randoms = kept = total = 0
+    drawn = []
+    for ids, _, found in masked(rule, 512, 1600):
+        chosen = found.labels != IGNORED
+        total += chosen.sum()
+        is_mask = found.ids[chosen] == MASK
+        changed = (found.ids[chosen] != ids[chosen]) & ~is_mask
+        masks, randoms = masks + is_mask.sum(), randoms + changed.sum()
+        kept += (found.ids[chosen] == ids[chosen]).sum()
+        drawn.append(found.ids[chosen][changed])
+    assert total > 1e5
+    same = 0.1 / 996  # a random token may be the original one
+    assert inside(masks, total, 0.8)
+    assert inside(randoms, total, 0.1 - same)
+    assert inside(kept, total, 0.1 + same)
+    counts = np.bincount(np.concatenate(drawn), minlength=1000)
+    assert counts[[0, CLS, SEP, MASK]].sum() == 0
+    assert stats.chisquare(np.delete(counts, [0, CLS, SEP, MASK])).pvalue > 0.001
+
+
+def test_positions_are_chosen_uniformly():
+    counts = np.zeros(128)
+    for _, _, found in masked(Masking(), 128, 6000):
+        counts[found.labels != IGNORED] += 1
+    assert counts.sum() > 1e5
+    candidate = ~np.isin(sequence(128)[0], [CLS, SEP])
+    assert stats.chisquare(counts[candidate]).pvalue > 0.001
+
+
+def test_bernoulli_share():
+    chosen = total = 0
+    for ids, _, found in masked(Masking(choose="bernoulli"), 512, 400):
+        chosen += (found.labels != IGNORED).sum()
+        total += (~np.isin(ids, [CLS, SEP])).sum()
+    assert total > 1e5
+    assert inside(chosen, total, 0.15)
+
+
+@pytest.mark.parametrize(
+    ("unit", "shares"),
+    [
+        ("ngram", np.array([6, 3, 2]) / 11),  # 1, 1/2, 1/3
+        ("span", 0.2 * 0.8 ** np.arange(10) / (1 - 0.8**10)),
+    ],
+)
+def test_lengths_in_words(unit, shares):
+    """Of the first unit of each sequence, which nothing makes shorter; spans have 3.8 words on average."""
+    sizes = Masking(unit)._sizes(Draws(3, 0, 0), 120_000)
+    for words, share in enumerate(shares, 1):
+        assert inside((sizes == words).sum(), len(sizes), share), words
+    assert sizes.max() == len(shares)
+    if unit == "span":
+        assert round(float(np.dot(shares, np.arange(1, 11))), 1) == 3.8
+    # each word one token: the first unit is as long as it wants, if the budget and the sequence allow
+    ids, starts = np.full(2000, 9), np.ones(2000, bool)
+    found = [Masking(unit)(ids, starts, VOCABULARY, Draws(5, 0, i)) for i in range(20)]
+    lengths = np.concatenate([f.spans[:, 1] - f.spans[:, 0] for f in found])
+    assert lengths.max() == len(shares)
+    assert abs(lengths.mean() - np.dot(shares, np.arange(1, len(shares) + 1))) < 0.35
+    assert all((f.labels != IGNORED).sum() == 300 for f in found)
+
+
+def test_a_spans_tokens_share_their_fate():
+    for rule in (Masking("span"), Masking("word", word_budget="words")):
+        kinds = set()
+        for ids, _, found in masked(rule, 200, 60):
+            for begin, end in found.spans:
+                masks = found.ids[begin:end] == MASK
+                assert masks.all() or not masks.any()
+                kinds.add((bool(masks.all()), bool((found.ids[begin:end] == ids[begin:end]).all())))
+        assert kinds == {(True, False), (False, True), (False, False)}
+    mixed = [
+        f.ids[b:e] == MASK for _, _, f in masked(Masking("ngram"), 200, 60) for b, e in f.spans if e - b > 1
+    ]
+    assert any(m.any() and not m.all() for m in mixed)  # token by token elsewhere
+
+
+def test_words_of_the_word_budget():
+    ids, starts = np.full(200, 9), np.arange(200) % 4 == 0
+    found = Masking("word", word_budget="words")(ids, starts, VOCABULARY, Draws(1, 0, 0))
+    assert len(found.spans) == round(0.15 * 50)
+    assert (found.spans[:, 1] - found.spans[:, 0] == 4).all()
+    found = Masking("word")(ids, starts, VOCABULARY, Draws(1, 0, 0))
+    assert len(found.spans) == 30 // 4  # 30 tokens
+
+
+def test_random_specials_are_drawn_if_asked():
+    rule = Masking(share=1.0, mask_share=0.0, random_share=1.0, random_specials=True)
+    ids = np.full(20_000, 9)
+    found = rule(ids, np.ones(len(ids), bool), VOCABULARY, Draws(1, 0, 0))
+    assert (np.bincount(found.ids, minlength=1000)[[0, CLS, SEP, MASK]] > 0).all()
+    plain = Masking(share=1.0, mask_share=0.0, random_share=1.0)(
+        ids, np.ones(len(ids), bool), VOCABULARY, Draws(1, 0, 0)
+    )
+    assert not np.isin(plain.ids, [0, CLS, SEP, MASK]).any()
+
+
+def test_a_special_token_ends_a_word():
+    ids, starts = np.array([CLS, 9, SEP, 8, 8, SEP]), np.zeros(6, bool)  # no word starts anywhere
+    found = Masking("word", share=1.0)(ids, starts, VOCABULARY, Draws(1, 0, 0))
+    assert found.spans.tolist() == [[1, 2], [3, 5]]
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_mask_depends_on_its_key_alone(unit):
+    ids, starts = sequence(100)
+    rule = Masking(unit)
+    first = rule(ids, starts, VOCABULARY, Draws(1, 2, 3))
+    list(masked(rule, 50, 3))
+    again = rule(ids, starts, VOCABULARY, Draws(1, 2, 3))
+    assert np.array_equal(first.ids, again.ids)
+    assert np.array_equal(first.labels, again.labels)
+    other = rule(ids, starts, VOCABULARY, Draws(1, 3, 3))  # another epoch
+    assert not np.array_equal(first.labels, other.labels)
+
+
+def test_nothing_to_choose():
+    for rule in RULES:
+        for ids in (np.array([CLS, SEP]), np.empty(0, np.int64)):
+            found = rule(ids, np.ones(len(ids), bool), VOCABULARY, Draws(1, 0, 0))
+            assert np.array_equal(found.ids, ids)
+            assert found.spans.shape == (0, 2)
+            assert (found.labels == IGNORED).all()
+    whole = Masking("word")(
+        np.array([CLS, 7, 8, 9, SEP]), np.array([1, 1, 0, 0, 1], bool), VOCABULARY, Draws(1, 0, 0)
+    )
+    assert (whole.labels == IGNORED).all()  # the only word is longer than the budget of one token
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"unit": "letter"}, "unit: expected one of token, word, ngram, span, got 'letter'"),
+        ({"choose": "some"}, "choose: expected one of exact, bernoulli"),
+        ({"word_budget": "lines"}, "word_budget: expected one of tokens, words"),
+        ({"share": 0}, r"share: expected a number in \(0, 1\], got 0"),
+        ({"span_p": 1.5}, "span_p: expected"),
+        ({"mask_share": -0.1}, "mask_share: expected"),
+        ({"mask_share": 0.95}, r"random_share: 0\.1 and mask_share 0\.95 are more than 1"),
+        ({"max_predictions": 0}, "max_predictions: expected an integer >= 1, got 0"),
+        ({"max_ngram": 1.5}, "max_ngram: expected an integer"),
+        ({"unit": "span", "choose": "bernoulli"}, "choose: bernoulli is for tokens and words"),
+        (
+            {"choose": "bernoulli", "max_predictions": 3},
+            "max_predictions: expected None with choose = bernoulli",
+        ),
+        ({"word_budget": "words"}, "word_budget: words needs unit = word"),
+    ],
+)
+def test_bad_rules_are_named(values, match):
+    with pytest.raises(ValueError, match=match):
+        Masking(**values)
+
+
+def test_a_vocabulary_of_special_tokens_alone():
+    for size, mask, special in ((3, 2, (0, 1)), (5, 9, ()), (5, 1, (-1,))):
+        with pytest.raises(ValueError, match=f"special: expected ids of a vocabulary of {size}"):
+            Vocabulary(size, mask, special)
