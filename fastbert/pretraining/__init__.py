@@ -1,1 +1,1 @@
-"""Pre-training: text to a vocabulary and a corpus. Start with `corpus.py`."""
+"""Pre-training: text, a vocabulary, a corpus, masking rules. Start with `corpus.py`."""
