@@ -75,8 +75,8 @@ class FusedLayer:
             or torch.is_grad_enabled()
             or x.shape[0] == 0
             or x.device.type != "cpu"
-            or sequences.return_probs
             or sequences.causal
+            or sequences.return_probs
             or torch.compiler.is_compiling()
             or checks.autocast_dtype(x) is not None
         ):

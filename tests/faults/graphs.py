@@ -210,7 +210,7 @@ FAULTS = (
     ),
     _fault(
         "other arguments ignored",
-        "if value is not None and value is not False and name not in _RECORDED:",
+        'if value is not None and (value is not False or name == "causal") and name not in _RECORDED:',
         "if False:",
         _CALLS,
     ),
