@@ -25,7 +25,8 @@ FLOORS = (
     ("checkpoint",),
     ("models",),
     ("graphs", "sentences"),
-    ("acceleration", "pretraining"),
+    ("acceleration", "training"),
+    ("pretraining",),
     ("cli",),
     ("__init__", "__main__"),
 )

@@ -1,7 +1,7 @@
 """Drawn shapes of the CUDA kernels, as nvcc compiles them for sm_80, in the PTX emulator.
 
-`make sweep` runs the first part of each, `make exhaustive` the rest: 512 calls of attention, 520 of linear,
-forward and backward, each with its own schedule of copies and order of warps.
+512 calls of attention and 520 of linear, forward and backward, each with its own schedule of copies and order
+of warps.
 """
 
 import random
@@ -15,16 +15,12 @@ from tests.support.cuda_draws import HALF, check_drawn_products, drawn_case, luc
 pytest_plugins = ("tests.support.ptx_fixtures",)
 
 
-def parts(n: int) -> list:
-    return [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, n))]
-
-
 def draw_order(emulated, rng: random.Random) -> str:
     emulated.schedule, emulated.seed = rng.choice(("late", "early")), rng.randint(0, 2**31)
     return f"schedule {emulated.schedule}, seed {emulated.seed}"
 
 
-@pytest.mark.parametrize("part", parts(32))
+@pytest.mark.parametrize("part", range(32))
 def test_attention(emulated, part):
     """16 calls, by the error rule."""
     rng = random.Random(1000 + part)
@@ -37,7 +33,7 @@ def test_attention(emulated, part):
     assert len(emulated.launches) >= 3 * 16
 
 
-@pytest.mark.parametrize("part", parts(26))
+@pytest.mark.parametrize("part", range(26))
 def test_linear(emulated, part):
     """20 calls of integers, whose results must be exact."""
     rng = random.Random(1000 + part)

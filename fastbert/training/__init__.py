@@ -1,0 +1,1 @@
+"""Training: optimizers and learning rates. For every trainer, whatever it trains on."""

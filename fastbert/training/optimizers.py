@@ -1,0 +1,200 @@
+"""Optimizers of BERT's recipes, and which parameters decay.
+
+With g the gradient, m and v its running mean and square, t the step from 1 on:
+
+    m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g²
+
+    m̂ = m / (1 - beta1ᵗ)               v̂ = v / (1 - beta2ᵗ)
+
+    adamw          w -= lr (m̂ / (√v̂ + eps) + weight_decay w): torch.optim.AdamW
+    adamw-google   w -= lr (m / (√v + eps) + weight_decay w): no correction of the bias
+    lamb           r = m̂ / (√v̂ + eps) + weight_decay w;   w -= lr (‖w‖ / ‖r‖) r, per tensor; the ratio is 1
+                   where a norm is 0 and for parameters without decay
+
+LAMB's recipe also clips the norm of all gradients together to 1, which is the loop's task: clipping per layer
+and clamping the ratio, as some implementations do, are not the published algorithm.
+
+Source: Loshchilov & Hutter 2017, "Decoupled weight decay regularization"; google-research/bert,
+optimization.py; You et al. 2019, "Large batch optimization for deep learning: training BERT in 76 minutes",
+algorithm 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+KINDS = ("adamw", "adamw-google", "lamb")
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer: biases and the parameters of LayerNorm do not decay.
+
+    A shared parameter is in one group. Parameters that need no gradient are left out.
+
+    Args:
+        model: whose parameters are optimized.
+        weight_decay: of the others; >= 0.
+    """
+    decayed: dict[Tensor, None] = {}
+    plain: dict[Tensor, None] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                free = name == "bias" or isinstance(module, nn.LayerNorm)
+                (plain if free else decayed)[parameter] = None
+    groups = [
+        {"params": [p for p in decayed if p not in plain], "weight_decay": weight_decay},
+        {"params": list(plain), "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def optimizer(
+    kind: str,
+    groups: Iterable[Any],
+    lr: float = 1e-4,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6,
+    weight_decay: float = 0.01,
+) -> Optimizer:
+    """An optimizer of `KINDS`; see the module.
+
+    Args:
+        groups: parameters, or groups such as `decay_groups` makes.
+        lr, betas, eps, weight_decay: where a group does not say.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+    _check(lr, betas, eps, weight_decay)
+    options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    if kind == "adamw":
+        return torch.optim.AdamW(groups, **options, fused=True)
+    return (Lamb if kind == "lamb" else GoogleAdamW)(groups, **options)
+
+
+def _check(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name}: expected a finite number >= 0, got {value!r}")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas: expected two numbers in [0, 1), got {betas!r}")
+
+
+class _Moments(Optimizer):
+    """What both optimizers here share: the running mean and square of each gradient."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+    ) -> None:
+        _check(lr, betas, eps, weight_decay)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step. Parameters without a gradient stay as they are.
+
+        Returns:
+            What `closure` returns, if one is given; it computes the loss anew, with gradients.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            for p in params:
+                if p.grad.is_sparse:
+                    raise TypeError(f"{type(self).__name__}: expected dense gradients, got a sparse one")
+                if not self.state[p]:
+                    self.state[p].update(
+                        step=torch.zeros((), dtype=torch.float32),  # on the host: nothing waits for it
+                        exp_avg=torch.zeros_like(p, memory_format=torch.preserve_format),
+                        exp_avg_sq=torch.zeros_like(p, memory_format=torch.preserve_format),
+                    )
+            means = [self.state[p]["exp_avg"] for p in params]
+            squares = [self.state[p]["exp_avg_sq"] for p in params]
+            grads = [p.grad for p in params]
+            torch._foreach_lerp_(means, grads, 1 - beta1)
+            torch._foreach_mul_(squares, beta2)
+            torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+            steps = []
+            for p in params:
+                self.state[p]["step"] += 1
+                steps.append(int(self.state[p]["step"]))
+            self._apply(group, params, means, squares, steps)
+        return loss
+
+    def _apply(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        means: list[Tensor],
+        squares: list[Tensor],
+        steps: list[int],
+    ) -> None:
+        raise NotImplementedError
+
+
+class GoogleAdamW(_Moments):
+    """AdamW as google-research/bert has it, without correction of the bias; see the module.
+
+    Args:
+        params: parameters or groups.
+        lr, betas, eps, weight_decay: see `optimizer`.
+    """
+
+    def _apply(self, group, params, means, squares, steps):
+        scale = torch._foreach_sqrt(squares)
+        torch._foreach_add_(scale, group["eps"])
+        updates = torch._foreach_div(means, scale)
+        if group["weight_decay"]:
+            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+        torch._foreach_add_(params, updates, alpha=-group["lr"])
+
+
+class Lamb(_Moments):
+    """LAMB; see the module. The norms of a sharded parameter are those of the whole.
+
+    Args:
+        params: parameters or groups.
+        lr, betas, eps, weight_decay: see `optimizer`.
+    """
+
+    def _apply(self, group, params, means, squares, steps):
+        beta1, beta2 = group["betas"]
+        scale = torch._foreach_div(squares, [1 - beta2**t for t in steps])
+        torch._foreach_sqrt_(scale)
+        torch._foreach_add_(scale, group["eps"])
+        updates = torch._foreach_div(means, scale)
+        torch._foreach_div_(updates, [1 - beta1**t for t in steps])
+        if not group["weight_decay"]:
+            torch._foreach_add_(params, updates, alpha=-group["lr"])
+            return
+        torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+        for p, update in zip(params, updates, strict=True):
+            of_weight, of_update = _norm(p), _norm(update)
+            ratio = torch.where((of_weight > 0) & (of_update > 0), of_weight / of_update, 1.0)
+            p.sub_(update * (group["lr"] * ratio).to(update.dtype))
+
+
+def _norm(t: Tensor) -> Tensor:
+    """The Euclidean norm, of all shards of a sharded tensor."""
+    norm = torch.linalg.vector_norm(t, dtype=torch.float64 if t.dtype == torch.float64 else torch.float32)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
