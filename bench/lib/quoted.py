@@ -26,7 +26,7 @@ PEERS = {
     "sentence_transformers": "sentence-transformers",
 }
 MODELS = {"base": "BERT-base", "large": "BERT-large", "minilm": "MiniLM"}
-OURS = {"fastbert": "", "accelerated": ", accelerated in place"}
+OURS = {"fastbert": "", "fastbert_graphs": ", CUDA graphs", "accelerated": ", accelerated in place"}
 HEADS = {"classification": "classification", "pretraining": "masked tokens and next sentence"}
 LOADS = {"neighbour": "a busy neighbour", "processes": "four processes", "threads": "two Python threads"}
 # what README.md shows: words, group, and candidates of it
