@@ -298,7 +298,7 @@ def test_a_training_step_says_who_serves_under_autocast(tmp_path):
             ["accelerated", "fastbert", "fastbert_graphs", "transformers_sdpa"],
         ),
         ("test_training.py", ["--model=base", "-k", "classification"], ["fastbert", "transformers"]),
-        ("test_ops.py", ["--workload=full", "-k", "packing and bf16"], ["aten", "torch"]),
+        ("test_ops.py", ["--workload=full", "-k", "packing and bf16 and forward"], ["aten", "torch"]),
     ],
 )
 def test_smoke_on_cuda_that_computes_on_the_cpu(tmp_path, file, options, expected):
