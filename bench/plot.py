@@ -84,8 +84,13 @@ def charts(data: dict, folder: Path, stem: str = "bench_cpu", what: Sequence[str
 
 
 def here() -> Path:
-    """The newest file of the suite on this machine. Raises ValueError where there is none."""
-    folder = results.RESULTS / str(describe(torch.device("cpu"))["slug"])
+    """The newest file of the suite on this machine: of its GPU, as the suite's default is, or of its CPU.
+
+    Raises:
+        ValueError: there is none.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    folder = results.RESULTS / str(describe(torch.device(device))["slug"])
     runs = results.read_all(folder)
     if not runs:
         raise ValueError(f"{folder}: no run of the suite there, expected {results.SUITE_FILES} or a FILE")

@@ -21,25 +21,19 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
-import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 if not __package__:  # run as a script: bench/ must not be on the path, its files could shadow packages
     sys.path[0] = str(ROOT)
 
-import torch  # noqa: E402
-
 from bench.gpu import engines as gpu_engines  # noqa: E402
+from bench.gpu import groups  # noqa: E402
 from bench.lib import encoder, roofs, served, workloads  # noqa: E402
-from bench.lib.engines import PACKAGES, compile_cache  # noqa: E402
-from bench.lib.machine import describe, package_version  # noqa: E402
-from bench.lib.probe_steps import reason_of  # noqa: E402
-from bench.lib.report import Report, count, row_line  # noqa: E402
+from bench.lib.engines import PACKAGES  # noqa: E402
+from bench.lib.report import row_line  # noqa: E402
 
 WORKLOADS = ("full", "squad", "latency")
 COMPILED = "torch_compile-bf16"
@@ -72,12 +66,12 @@ def line(row: dict) -> str:
 
 def ratios(rows: Iterable[dict]) -> list[dict]:
     """Our better engine's speed over each peer's, from rows that were timed turn by turn."""
-    groups: dict[tuple, dict[str, dict]] = {}
+    timed: dict[tuple, dict[str, dict]] = {}
     for row in rows:
         if row["step"] == "encoder" and row["status"] == "ok":
-            groups.setdefault((row["model"], row["workload"], row["group"]), {})[row["candidate"]] = row
+            timed.setdefault((row["model"], row["workload"], row["group"]), {})[row["candidate"]] = row
     found = []
-    for (model, workload, _), group in groups.items():
+    for (model, workload, _), group in timed.items():
         own = [name for name in group if name.startswith("fastbert")]
         best = min(own, key=lambda name: group[name]["median_ms"], default=None)
         for name, row in group.items():
@@ -88,99 +82,65 @@ def ratios(rows: Iterable[dict]) -> list[dict]:
     return found
 
 
-@dataclass
-class Group:
+class Forwards(groups.Group):
     """Engines that are timed together on one batch."""
 
-    model: str
-    workload: str
-    engines: tuple[str, ...]
-    least: float  # seconds that must be left of the budget
-
-    @property
-    def compiled(self) -> bool:
-        """Whether something is compiled for it."""
-        return COMPILED in self.engines
+    def facts(self, candidate: str) -> dict:
+        """Step, name, model, workload, candidate."""
+        facts = {"model": self.model, "workload": self.workload, "candidate": candidate}
+        return {"step": "encoder", "name": f"encoder-{candidate}-{self.model}-{self.workload}", **facts}
 
 
-def groups(models: Iterable[str], names: Iterable[str], engines: tuple[str, ...]) -> list[Group]:
+def plan(models: Iterable[str], names: Iterable[str], engines: tuple[str, ...]) -> list[Forwards]:
     """What is timed together, the most important first: everything but torch.compile, then torch.compile."""
     batches = [batch for name in names for batch in workloads.expand(name)]
     plain = tuple(name for name in engines if name != COMPILED)
-    found = [
-        Group(model, batch, plain, PLAIN_SECONDS.get(model, 0.0))
-        for model in models
-        for batch in batches
-        if plain
-    ]
-    if COMPILED in engines:
+    found = []
+    for wanted, together, seconds in (
+        (bool(plain), plain, PLAIN_SECONDS),
+        (COMPILED in engines, BESIDE_COMPILED, COMPILE_SECONDS),
+    ):
         found += [
-            Group(model, batch, BESIDE_COMPILED, COMPILE_SECONDS.get(model, 0.0))
+            Forwards(model=model, workload=batch, candidates=together, seconds=seconds.get(model, 0.0))
             for model in models
             for batch in batches
+            if wanted
         ]
     return found
 
 
-class Benchmark:
+class Run(groups.Run):
     """One run over the groups; a bank of weights is held for one model at a time."""
 
     def __init__(self, args: argparse.Namespace, roof: roofs.Roofs):
-        self.args, self.roofs, self.begin = args, roof, time.monotonic()
+        super().__init__(args, roof)
         self.bank: gpu_engines.Bank | None = None
         self.built: dict[str, encoder.Forward | str] = {}
 
-    def left(self) -> float:
-        """Seconds of the budget that are not spent; without a budget there is no end."""
-        return self.args.budget - (time.monotonic() - self.begin) if self.args.budget else float("inf")
+    def groups(self) -> list[Forwards]:
+        """What the arguments name."""
+        return plan(self.args.models, self.args.workloads, self.args.engines)
 
-    def rows(self) -> Iterator[dict]:
-        """Every row of the run."""
-        for group in groups(self.args.models, self.args.workloads, self.args.engines):
-            if self.left() < group.least:
-                reason = f"{max(0.0, self.left()):.0f} s left of --budget {self.args.budget:.0f}"
-                yield from self.failed(group, "skipped", f"{reason}, about {group.least:.0f} s needed")
-                continue
-            try:
-                yield from self.group(group)
-            # for example, the batch itself does not fit
-            except Exception as error:
-                yield from self.failed(group, "error", reason_of(error))
-            torch._dynamo.reset()
-            gc.collect()
-
-    @staticmethod
-    def failed(group: Group, status: str, reason: str) -> Iterator[dict]:
-        """A row for every engine of a group that was not timed."""
-        for name in group.engines if not group.compiled else (COMPILED,):
-            facts = {"model": group.model, "workload": group.workload, "candidate": name}
-            name = f"encoder-{name}-{group.model}-{group.workload}"
-            yield {"step": "encoder", "name": name, "status": status, "error": reason, **facts}
-
-    def group(self, group: Group) -> Iterator[dict]:
+    def measure(self, group: Forwards) -> Iterator[dict]:
         """Rows of one group."""
         model = workloads.MODELS[group.model]
         if self.bank is None or self.bank.model is not model:
             self.bank, self.built = None, {}  # the old weights go before the new ones come
             gc.collect()
             self.bank = gpu_engines.Bank(model, self.args.device)
-        for name in group.engines:
+        for name in group.candidates:
             if name not in self.built or name == COMPILED:  # what is compiled was reset
                 self.built |= encoder.build(self.bank, (name,))
-        lengths = workloads.lengths(group.workload)
-        if self.args.smoke:
-            lengths = tuple(max(2, n // 32) for n in lengths[:3])
-        forwards = {name: self.built[name] for name in group.engines}
+        forwards = {name: self.built[name] for name in group.candidates}
         options = {
             "device": self.args.device,
             "samples": self.args.samples,
             "sets": 2 if self.args.smoke else 4,
+            "lengths": self.lengths(workloads.lengths(group.workload)),
         }
-        for row in encoder.bench_encoder(
-            model, group.workload, forwards, self.roofs, lengths=lengths, **options
-        ):
+        for row in encoder.bench_encoder(model, group.workload, forwards, self.roofs, **options):
             served_by = served.backends(row["candidate"], self.args.device, "bf16")
-            yield row | {"group": "compile" if group.compiled else "plain", "backends": served_by}
+            yield row | {"group": group.kind, "backends": served_by}
 
 
 def wanted_engines(prefixes: Iterable[str] | None) -> tuple[str, ...]:
@@ -199,22 +159,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="bench/gpu/encoder.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     models = tuple(workloads.MODELS)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    groups.add_options(parser, samples=25)
     parser.add_argument("--models", nargs="+", choices=models, default=["base", "large"], metavar="MODEL")
     known = (*WORKLOADS, *workloads.names())
     parser.add_argument("--workloads", nargs="+", choices=known, default=list(WORKLOADS), metavar="WORKLOAD")
     parser.add_argument("--engines", nargs="+", metavar="NAME", help="beginnings of names (default: all)")
-    parser.add_argument("--samples", type=count, default=25, help="of each engine on each workload")
-    parser.add_argument("--budget", type=float, default=0.0, help="seconds in all; 0: no end")
-    parser.add_argument("--roofs", type=Path, help="the probe's file: its roofs are not measured again")
-    parser.add_argument("--json", type=Path, help="write the rows here, after each one (*.jsonl: appended)")
-    parser.add_argument("--note", help="a remark to keep with the results, such as 'shared machine'")
-    parser.add_argument("--smoke", action="store_true", help="tiny batches and roofs: tries the code only")
     args = parser.parse_args(argv)
-    if not 0 <= args.budget < float("inf"):
-        parser.error(f"--budget: got {args.budget}, expected seconds, or 0 for no end")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device: got cuda, but torch finds no CUDA device here")
+    groups.check_options(parser, args)
     try:
         args.engines = wanted_engines(args.engines)
     except ValueError as error:
@@ -222,38 +173,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def ratio_line(row: dict) -> str:
+    """The printed form of a ratio."""
+    where = f"{row['model']} {row['workload']}"
+    return f"# {where:<18} {row['ours']:22} / {row['theirs']:28} {row['ratio']:.2f}"
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Time what the arguments name; every row is printed and recorded at once."""
-    args = parse(argv)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    report = Report(
-        args.json,
-        {k: v for k, v in vars(args).items() if k not in ("json", "roofs", "note")},
-        args.note,
-        line,
+    """Time what the arguments name."""
+    return groups.record(
+        parse(argv),
+        Run,
+        head=LINE.format(*COLUMNS),
+        line=line,
+        ratios=ratios,
+        ratio_line=ratio_line,
+        packages=(*PACKAGES, "flash_attn"),
     )
-    environment = describe(torch.device(args.device))
-    environment["versions"] = {name: package_version(name) for name in (*PACKAGES, "flash_attn")}
-    report.data |= {"environment": environment, "weights": "random"}
-    report.save()
-    print(f"# {environment['device']}: torch {torch.__version__}", flush=True)
-    report.data["self_checks"] = served.prove(args.device)
-    roof = roofs.known_or_measured(args.roofs, args.device, args.smoke, report.row)
-    report.data["roofs"] = asdict(roof)
-    report.save()
-    print(LINE.format(*COLUMNS), flush=True)
-    with compile_cache():
-        for row in Benchmark(args, roof).rows():
-            report.row(row)
-    report.data["ratios"] = ratios(report.data["rows"])
-    if others := served.told((row.get("backends", {}) for row in report.data["rows"]), args.device):
-        print(f"# not by the first backend: {others}", flush=True)
-    for row in report.data["ratios"]:
-        where = f"{row['model']} {row['workload']}"
-        print(f"# {where:<18} {row['ours']:22} / {row['theirs']:28} {row['ratio']:.2f}", flush=True)
-    report.data["finished"] = True
-    report.save()
-    return 0
 
 
 if __name__ == "__main__":

@@ -29,14 +29,6 @@ PAGE = ROOT / "docs" / "numbers.md"
 MATRIX = ROOT / "docs" / "op-matrix.md"
 FILES = ("steps", "probe", "checks", "kernels", "encoder", "training", "tuning")
 
-CPU_WORKLOADS = ("1x128", "1x512", "8x128", "ragged16")
-CPU_NAMES = {
-    "fastbert": "**fastbert {}**",
-    "transformers": "transformers sdpa {}",
-    "onnxruntime": "ONNX Runtime {}",
-    "openvino": "OpenVINO {}",
-    "torch_compile": "transformers, torch.compile {}",
-}
 GPU_WORKLOADS = {"full": "32x512", "squad": "squad", "latency-128": "1x128", "latency-384": "1x384"}
 TRAINING_WORKLOADS = {"full": "32x512", "train": "48x512"}
 TRAINING_NAMES = {
@@ -175,23 +167,6 @@ def where(data: dict, path: Path, results: Path) -> str:
     return f"`{file}`, commit {commit}, {data['date'][:10]}, {', '.join(versions)}"
 
 
-def cpu_table(data: dict) -> list[str]:
-    """Real tokens per second of BERT-base by every engine, dtype by dtype."""
-    rows = {
-        (row["candidate"], row["workload"]): f"{row['tokens_per_s']:,.0f}"
-        for row in data["rows"]
-        if row["step"] == "encoder" and row["model"] == "base" and row["status"] == "ok"
-    }
-    body = []
-    for tag in ("fp32", "bf16", "int8"):
-        for engine, label in CPU_NAMES.items():
-            cells = [rows.get((f"{engine}-{tag}", workload)) for workload in CPU_WORKLOADS]
-            if any(cells):
-                dynamic = " (dynamic)" if (engine, tag) == ("onnxruntime", "int8") else ""
-                body.append([label.format(tag) + dynamic, *(cell or "–" for cell in cells)])
-    return table(["", *CPU_WORKLOADS], body)
-
-
 def dagger(row: dict) -> str:
     """A mark on a row of ours whose ops were not all served by the dispatch table's first backends."""
     return " †" if served.others(row.get("backends", {}), "cuda") else ""
@@ -264,10 +239,7 @@ def checks_line(data: dict) -> str:
 
 def sections(results: Path = RESULTS) -> dict[str, list[str]]:
     """Name of a generated section -> its lines."""
-    found: dict[str, list[str]] = {"cpu numbers": [], "gpu numbers": []}
-    for path in sorted(results.glob("*/bench_cpu.json")):
-        data = json.loads(path.read_text())
-        found["cpu numbers"] += [f"From {where(data, path, results)}:", "", *cpu_table(data), ""]
+    found: dict[str, list[str]] = {"gpu numbers": []}
     for path in sorted(results.glob("*/encoder.json")):
         data = json.loads(path.read_text())
         device, roofs = data["environment"]["device"], data.get("roofs")

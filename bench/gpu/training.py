@@ -24,12 +24,10 @@ The most important groups come first; `--budget` leaves out the rest and says so
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import sys
-import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,11 +37,12 @@ if not __package__:  # run as a script: bench/ must not be on the path, its file
 import torch  # noqa: E402
 
 from bench import footprint, memory  # noqa: E402
-from bench.lib import attention, plan, roofs, served, training, workloads  # noqa: E402
-from bench.lib.engines import PACKAGES, compile_cache  # noqa: E402
-from bench.lib.machine import describe, package_version  # noqa: E402
-from bench.lib.probe_steps import reason_of  # noqa: E402
-from bench.lib.report import Report, count, row_line  # noqa: E402
+from bench.gpu import groups  # noqa: E402
+from bench.gpu.groups import COMPILED  # noqa: E402
+from bench.lib import attention, roofs, served, training, workloads  # noqa: E402
+from bench.lib import plan as costs  # noqa: E402
+from bench.lib.engines import PACKAGES  # noqa: E402
+from bench.lib.report import count, row_line  # noqa: E402
 
 STEPS = ("training", "training_memory", "attention", "footprint")
 BATCHES = {
@@ -51,7 +50,6 @@ BATCHES = {
     "cpu": {"base": ("8x128", "ragged16"), "large": ("8x128",), "minilm": ("8x128",)},
 }
 DTYPES = {"cuda": ("bf16",), "cpu": ("bf16", "fp32")}
-COMPILED = "torch_compile"
 PLAIN = tuple(name for name in training.CANDIDATES if name != COMPILED)
 # goals on an H200 for a step of pretraining in bf16: milliseconds, and ratios to the peer that is named
 GOAL_MS = {("base", "full"): 22.0, ("large", "train"): 110.0}
@@ -99,14 +97,14 @@ def ratios(rows: Iterable[dict]) -> list[dict]:
     """Our speed over each peer's, or our share of its memory; with the goal, if there is one."""
     keys = {"training": ("median_ms",), "training_memory": ("peak_mib", "above_mib")}
     keys |= {"footprint": ("peak_mib", "saved_mib"), "attention": ("median_ms",)}
-    groups: dict[tuple, dict[str, dict]] = {}
+    measured: dict[tuple, dict[str, dict]] = {}
     for row in rows:
         if row["step"] in keys and row["status"] == "ok":
             name, tag = row["candidate"].split("-")
             what = (row["step"], row["model"], row["workload"], row["head"], tag, row.get("group"))
-            groups.setdefault(what, {})[name] = row
+            measured.setdefault(what, {})[name] = row
     found = []
-    for (step, model, workload, head, tag, _), group in groups.items():
+    for (step, model, workload, head, tag, _), group in measured.items():
         for name, key in (
             (n, k) for n in group if n != "fastbert" and "fastbert" in group for k in keys[step]
         ):
@@ -136,28 +134,30 @@ def ratio_line(row: dict) -> str:
     return f"{text}; goal: at {'least' if least else 'most'} {row['goal']:g}, {'met' if met else 'missed'}"
 
 
-@dataclass(frozen=True)
-class Group:
+@dataclass(frozen=True, kw_only=True)
+class Steps(groups.Group):
     """Candidates that are compared on one batch.
 
     Attributes:
         step: of STEPS.
         tag: "fp32" or "bf16".
-        seconds: estimated.
     """
 
     step: str
-    model: str
-    workload: str
     head: str
     tag: str
-    candidates: tuple[str, ...]
-    seconds: float
+
+    def facts(self, candidate: str) -> dict:
+        """Step, name, model, workload, candidate, head."""
+        who = f"{candidate}-{self.tag}"
+        facts = {"model": self.model, "workload": self.workload, "candidate": who, "head": self.head}
+        name = f"{self.step}-{who}-{self.model}-{self.workload}-{self.head}"
+        return {"step": self.step, "name": name, **facts}
 
 
-def groups(args: argparse.Namespace, roof: roofs.Roofs) -> list[Group]:
+def plan(args: argparse.Namespace, roof: roofs.Roofs) -> list[Steps]:
     """What is measured together, the most important first."""
-    found: list[tuple[int, Group]] = []
+    found: list[tuple[int, Steps]] = []
     plain = tuple(name for name in args.candidates if name in PLAIN)
     for model in args.models:
         for workload in args.workloads or BATCHES[args.device].get(model, ("1x128",)):
@@ -168,20 +168,37 @@ def groups(args: argparse.Namespace, roof: roofs.Roofs) -> list[Group]:
                         wanted.append((7 + i, "training", (*PLAIN, COMPILED)))
                         if args.device == "cuda":  # a CPU's resident memory would be the compiler's
                             wanted.append((9 + i, "training_memory", (COMPILED,)))
-                    for priority, step, who in wanted:
-                        if step in args.steps and who:
-                            seconds = estimate(step, model, workload, head, tag, who, args, roof)
-                            found.append((priority, Group(step, model, workload, head, tag, who, seconds)))
+                    found += [
+                        (priority, planned(args, roof, step, model, workload, head, tag, who))
+                        for priority, step, who in wanted
+                        if step in args.steps and who
+                    ]
             for tag in args.dtypes if "attention" in args.steps else ():
                 who = attention.CANDIDATES
-                seconds = estimate("attention", model, workload, "dropout", tag, who, args, roof)
-                found.append((2, Group("attention", model, workload, "dropout", tag, who, seconds)))
+                found.append((2, planned(args, roof, "attention", model, workload, "dropout", tag, who)))
         for i, head in enumerate(args.heads if "footprint" in args.steps else ()):
-            seconds = GPU_SECONDS["footprint"] * len(plain)
             where = FOOTPRINT.get(model, footprint.WORKLOAD)
-            found.append((3 * i + 2, Group("footprint", model, where, head, "bf16", plain, seconds)))
+            seconds = GPU_SECONDS["footprint"] * len(plain)
+            what = dict(step="footprint", model=model, workload=where, head=head, tag="bf16")
+            found.append((3 * i + 2, Steps(**what, candidates=plain, seconds=seconds)))
     # groups of one priority keep their order
     return [group for _, group in sorted(found, key=lambda item: item[0])]
+
+
+def planned(
+    args: argparse.Namespace,
+    roof: roofs.Roofs,
+    step: str,
+    model: str,
+    workload: str,
+    head: str,
+    tag: str,
+    who: tuple[str, ...],
+) -> Steps:
+    """A group with the seconds that it takes."""
+    seconds = estimate(step, model, workload, head, tag, who, args, roof)
+    what = dict(step=step, model=model, workload=workload, head=head, tag=tag)
+    return Steps(**what, candidates=who, seconds=seconds)
 
 
 def estimate(
@@ -202,61 +219,29 @@ def estimate(
         return slower * sum(GPU_SECONDS[COMPILED if name == COMPILED else step] for name in who)
     if step == "training":
         calls = args.samples + 1
-        each = (plan.training_seconds(model, workload, f"{name}-{tag}", calls, roof, head) for name in who)
+        each = (costs.training_seconds(model, workload, f"{name}-{tag}", calls, roof, head) for name in who)
     elif step == "attention":
-        work = attention.flops(workloads.lengths(workload), plan.MODELS[model])
+        work = attention.flops(workloads.lengths(workload), costs.MODELS[model])
         return len(who) * (attention.SECONDS + args.samples * work / (0.1 * roof.gflops[tag] * 1e9))
     else:
-        each = (plan.memory_seconds(model, workload, f"{name}-{tag}", roof, head) for name in who)
+        each = (costs.memory_seconds(model, workload, f"{name}-{tag}", roof, head) for name in who)
     return sum(each)
 
 
-class Benchmark:
+class Run(groups.Run):
     """One run over the groups."""
 
-    def __init__(self, args: argparse.Namespace, roof: roofs.Roofs):
-        self.args, self.roofs, self.begin = args, roof, time.monotonic()
+    def groups(self) -> list[Steps]:
+        """What the arguments name."""
+        return plan(self.args, self.roofs)
 
-    def left(self) -> float:
-        """Seconds of the budget that are not spent; without a budget there is no end."""
-        return self.args.budget - (time.monotonic() - self.begin) if self.args.budget else float("inf")
-
-    def rows(self) -> Iterator[dict]:
-        """Every row of the run."""
-        for group in groups(self.args, self.roofs):
-            if self.left() < group.seconds:
-                reason = f"{max(0.0, self.left()):.0f} s left of --budget {self.args.budget:.0f}"
-                yield from self.failed(group, "skipped", f"{reason}, about {group.seconds:.0f} s needed")
-                continue
-            try:
-                yield from self.group(group)
-            # for example, the batch itself does not fit
-            except Exception as error:
-                yield from self.failed(group, "error", reason_of(error))
-            torch._dynamo.reset()
-            gc.collect()
-            if self.args.device == "cuda":
-                torch.cuda.empty_cache()  # the memory of the next group's processes
-
-    @staticmethod
-    def failed(group: Group, status: str, reason: str) -> Iterator[dict]:
-        """A row for every candidate of a group that was not measured."""
-        compiled = COMPILED in group.candidates
-        for name in (COMPILED,) if compiled else group.candidates:
-            who = f"{name}-{group.tag}"
-            facts = {"model": group.model, "workload": group.workload, "candidate": who, "head": group.head}
-            name = f"{group.step}-{who}-{group.model}-{group.workload}-{group.head}"
-            yield {"step": group.step, "name": name, "status": status, "error": reason, **facts}
-
-    def group(self, group: Group) -> Iterator[dict]:
+    def measure(self, group: Steps) -> Iterator[dict]:
         """Rows of one group."""
-        args, model = self.args, plan.MODELS[group.model]
+        args, model = self.args, costs.MODELS[group.model]
         if group.step == "footprint":
             yield from footprint.rows(model, group.workload, group.head, group.tag, group.candidates)
             return
-        lengths = workloads.lengths(group.workload)
-        if args.smoke:
-            lengths = tuple(max(2, n // 32) for n in lengths[:3])
+        lengths = self.lengths(workloads.lengths(group.workload))
         if group.step == "attention":
             yield from attention.rows(
                 model, group.workload, lengths, group.tag, args.device, args.samples, self.roofs
@@ -270,7 +255,6 @@ class Benchmark:
                 group.model, group.workload, engines, args.threads, lengths, **options
             )
             return
-        compiled = COMPILED in group.candidates
         for row in training.bench_training(
             model,
             group.workload,
@@ -291,7 +275,7 @@ class Benchmark:
                 row["goal_ms"] = goal
             tag = "bf16 autocast" if group.tag == "bf16" else group.tag
             served_by = served.backends(row["candidate"], args.device, tag)
-            yield row | {"group": "compile" if compiled else "plain", "backends": served_by}
+            yield row | {"group": group.kind, "backends": served_by}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -301,8 +285,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    known = tuple(plan.MODELS)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    known = tuple(costs.MODELS)
+    groups.add_options(parser, samples=7)
     parser.add_argument("--models", nargs="+", choices=known, default=["base", "large"], metavar="MODEL")
     parser.add_argument("--workloads", nargs="+", choices=workloads.names(), metavar="WORKLOAD")
     parser.add_argument("--heads", nargs="+", choices=tuple(training.HEADS), default=list(training.HEADS))
@@ -310,51 +294,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     candidates = training.CANDIDATES
     parser.add_argument("--candidates", nargs="+", choices=candidates, default=list(candidates))
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP")
-    parser.add_argument("--samples", type=count, default=7, help="steps of each candidate that count")
     threads = len(os.sched_getaffinity(0))
     parser.add_argument("--threads", type=count, default=threads, help="of every candidate, on a CPU")
-    parser.add_argument("--budget", type=float, default=0.0, help="seconds in all; 0: no end")
-    parser.add_argument("--roofs", type=Path, help="the probe's file: its roofs are not measured again")
-    parser.add_argument("--json", type=Path, help="write the rows here, after each one (*.jsonl: appended)")
-    parser.add_argument("--note", help="a remark to keep with the results, such as 'shared machine'")
-    parser.add_argument("--smoke", action="store_true", help="tiny batches and roofs: tries the code only")
     args = parser.parse_args(argv)
-    if not 0 <= args.budget < float("inf"):
-        parser.error(f"--budget: got {args.budget}, expected seconds, or 0 for no end")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device: got cuda, but torch finds no CUDA device here")
+    groups.check_options(parser, args)
     args.dtypes = args.dtypes or list(DTYPES[args.device])
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure what the arguments name; every row is printed and recorded at once."""
+    """Measure what the arguments name."""
     args = parse(argv)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(args.threads)
-    settings = {key: value for key, value in vars(args).items() if key not in ("json", "roofs", "note")}
-    report = Report(args.json, settings, args.note, line)
-    environment = describe(torch.device(args.device))
-    environment["versions"] = {name: package_version(name) for name in PACKAGES}
-    report.data |= {"environment": environment, "weights": "random"}
-    report.save()
-    print(f"# {environment['device']}: torch {torch.__version__}", flush=True)
-    report.data["self_checks"] = served.prove(args.device)
-    roof = roofs.known_or_measured(args.roofs, args.device, args.smoke, report.row)
-    report.data["roofs"] = asdict(roof)
-    report.save()
-    print(HEAD, flush=True)
-    with compile_cache():
-        for row in Benchmark(args, roof).rows():
-            report.row(row)
-    report.data["ratios"] = ratios(report.data["rows"])
-    if others := served.told((row.get("backends", {}) for row in report.data["rows"]), args.device):
-        print(f"# not by the first backend: {others}", flush=True)
-    for row in report.data["ratios"]:
-        print(ratio_line(row), flush=True)
-    report.data["finished"] = True
-    report.save()
-    return 0
+    return groups.record(
+        args, Run, head=HEAD, line=line, ratios=ratios, ratio_line=ratio_line, packages=PACKAGES
+    )
 
 
 if __name__ == "__main__":

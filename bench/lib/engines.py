@@ -88,12 +88,16 @@ def theirs(config: fastbert.EncoderConfig, attention: str = "sdpa") -> torch.nn.
     return transformers.BertModel(other, add_pooling_layer=False).eval()
 
 
+class NotInstalled(RuntimeError):
+    """A package that an engine needs is missing."""
+
+
 def needed(package: str):
-    """The imported package. Raises RuntimeError saying how to install it."""
+    """The imported package. Raises NotInstalled saying how to install it."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise RuntimeError(f"{package} is not installed: pip install .[bench] ({error})") from error
+        raise NotInstalled(f"{package} is not installed: pip install .[bench] ({error})") from error
 
 
 @contextlib.contextmanager

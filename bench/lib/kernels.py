@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
@@ -45,6 +46,11 @@ def line(row: dict) -> str:
     figures = (f"{row['median_ms'] * 1e3:,.1f}", *(f"{row[k]:,.1f}" for k in ("gflops", "gbs")))
     shares = f"{row['of_roof']:.0%}", f"{row['times_torch']:.2f}"
     return LINE.format("*" if row["serves"] else "", *names, *figures, *shares)
+
+
+def short_id(case_id: str, workload: str) -> str:
+    """A case's id with the workload's name in place of the lengths of more than 16 sequences."""
+    return re.sub(r"\d+(?:_\d+){16,}", workload, case_id)
 
 
 def torch_inputs(case: testing.Case, inputs: dict) -> dict:
@@ -170,10 +176,13 @@ def poisoned() -> Iterator[None]:
 def incorrect(case: testing.Case, backend: str, dtype: torch.dtype, device: torch.device | str) -> str:
     """Which result of a backend breaks the error rule and how, forward and backward; "" if none does.
 
-    Memory that the backend does not write is NaN.
+    Memory that the backend does not write is NaN. What the backend raises is the reason.
     """
     with poisoned():
-        rows = testing.run_case(case, backend, dtype, device)
+        try:
+            rows = testing.run_case(case, backend, dtype, device)
+        except Exception as error:
+            return reason_of(error)
     return "; ".join(f"{row.quantity}: {row.reason}" for row in rows if not row.passed)
 
 

@@ -21,7 +21,7 @@ import torch
 
 from bench.gpu import engines as gpu_engines
 from bench.lib import encoder, machine, roofs, served, turns, workloads
-from bench.lib.engines import PACKAGES, Bank, compile_cache
+from bench.lib.engines import ENGINES, PACKAGES, Bank, NotInstalled, compile_cache
 from bench.lib.report import count
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +36,7 @@ class Run:
     roofs: roofs.Roofs | None = None
     self_checks: list[dict] = field(default_factory=list)  # on a GPU
     recorded: list[tuple[str, str, dict]] = field(default_factory=list)  # (group, test, row)
+    left_out: dict[str, str] = field(default_factory=dict)  # benchmark or peer -> why not on this device
     begin: float = field(default_factory=time.monotonic)
 
 
@@ -162,6 +163,23 @@ def check_names(config: pytest.Config, items: list[pytest.Item]) -> None:
             )
 
 
+def left_out(config: pytest.Config, items: list[pytest.Item], kept: list[pytest.Item]) -> dict[str, str]:
+    """Benchmark or peer -> why the device has none of it, though it was collected."""
+    device = config.getoption("device")
+    why = f"measured on a CPU only, not on {device}"
+    found = {}
+    for item in items:
+        if item.get_closest_marker("cpu") and device != "cpu":
+            found[Path(item.fspath).stem.removeprefix("test_")] = why
+    if device != "cpu" and any(Path(item.fspath).stem == "test_encoder" for item in kept):
+        there = {name.partition("-")[0] for name in gpu_engines.ENGINES}
+        for name in ENGINES:
+            peer = name.partition("-")[0]
+            if peer not in there and f"transformers_{peer}" not in there and peer != "transformers":
+                found[peer] = why
+    return found
+
+
 def group_of(item: pytest.Item) -> str:
     """The group's name: the file's, and every parameter but the candidate."""
     name = Path(item.fspath).stem.removeprefix("test_")
@@ -174,9 +192,11 @@ def group_of(item: pytest.Item) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what was not asked for, and note who is in which group."""
     check_names(config, items)
+    collected = [*items]
     kept = [item for item in items if wanted(item, config)]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
+    config.stash[RUN].left_out = left_out(config, collected, kept)
     groups = config.stash[RUN].groups
     for item in items:
         if hasattr(item, "callspec") and "candidate" in item.callspec.params:
@@ -197,15 +217,19 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture(scope="session")
-def peak(run: Run, device: torch.device, request: pytest.FixtureRequest) -> roofs.Roofs:
+def proven(run: Run, device: torch.device, request: pytest.FixtureRequest) -> None:
+    """On a GPU every kernel's self-check, so that none runs while something is timed or its memory read."""
+    if device.type == "cuda":
+        say(request.config, "# the self-checks of all kernels")
+        run.self_checks = served.prove(device)
+
+
+@pytest.fixture(scope="session")
+def peak(run: Run, device: torch.device, proven: None, request: pytest.FixtureRequest) -> roofs.Roofs:
     """The roofs of this machine, measured once per run; on a GPU after every kernel's self-check."""
-    if run.roofs is None:
-        option = request.config.getoption
-        if device.type == "cuda":
-            say(request.config, "# the self-checks of all kernels")
-            run.self_checks = served.prove(device)
-        say(request.config, "# the roofs of this machine")
-        run.roofs = roofs.known_or_measured(option("roofs"), device, option("smoke"), lambda row: None)
+    option = request.config.getoption
+    say(request.config, "# the roofs of this machine")
+    run.roofs = roofs.known_or_measured(option("roofs"), device, option("smoke"), lambda row: None)
     return run.roofs
 
 
@@ -241,9 +265,10 @@ def in_turns(request: pytest.FixtureRequest, run: Run) -> Callable[[turns.Rows],
             pytest.fail(f"{group.name}: no row of {candidate} among {', '.join(group.rows)}")
         run.recorded.append((group.name, item.name, row))
         if row["status"] != "ok":
-            # a peer that is not installed or cannot run here stops nothing; ours has to run
+            # what is not installed stops nothing, nor does a peer that cannot run here; ours has to run
             text = f"{candidate}: {row['error']}"
-            ours_failed = turns.is_ours(candidate) and row["status"] != "skipped"
+            missing = row["status"] == "skipped" or row["error"].startswith(NotInstalled.__name__)
+            ours_failed = turns.is_ours(candidate) and not missing
             pytest.fail(text, pytrace=False) if ours_failed else pytest.skip(text)
         why = turns.wrong(row)
         if why is not None:  # and so it has no line of speed
@@ -255,7 +280,9 @@ def in_turns(request: pytest.FixtureRequest, run: Run) -> Callable[[turns.Rows],
         benchmark = request.getfixturevalue("benchmark")
         benchmark.extra_info.update(turns.facts(row))
         if turns.precision(candidate) in served.DTYPES:  # which backend served each op
-            by = served.backends(candidate, option("device"), turns.precision(candidate))
+            tag = turns.precision(candidate)
+            autocast = row.get("step") == "training" and tag == "bf16"
+            by = served.backends(candidate, option("device"), "bf16 autocast" if autocast else tag)
             benchmark.extra_info |= {"backends": by} if by else {}
         benchmark.pedantic(lambda: None, rounds=len(seconds), iterations=1)
         return row
@@ -280,7 +307,8 @@ def say(config: pytest.Config, text: str) -> None:
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict) -> None:
     """The facts of the machine that the other benchmarks keep, in place of names of hosts."""
     environment = machine.describe(torch.device(config.getoption("device")))
-    environment["versions"] = {name: machine.package_version(name) for name in PACKAGES}
+    packages = (*PACKAGES, "flash_attn") if config.getoption("device") == "cuda" else PACKAGES
+    environment["versions"] = {name: machine.package_version(name) for name in packages}
     machine_info.clear()
     machine_info.update(environment)
 
@@ -297,6 +325,7 @@ def pytest_benchmark_update_json(config: pytest.Config, benchmarks: list, output
         "settings": {name: option(name) for name in names},
         "roofs": None if run.roofs is None else asdict(run.roofs),
         "self_checks": run.self_checks,
+        "left_out": run.left_out,
         "seconds": round(time.monotonic() - run.begin, 1),
         "without_a_time": [
             {
@@ -338,6 +367,8 @@ def lines_of(run: Run) -> Iterator[str]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print the table."""
     run = config.stash[RUN]
+    for name, why in run.left_out.items():
+        terminalreporter.write_line(f"# no {name}: {why}")
     if run.recorded:
         terminalreporter.section("benchmarks")
         for line in lines_of(run):

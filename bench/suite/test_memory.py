@@ -1,4 +1,7 @@
-"""Peak memory of a forward or of two training steps, each engine in its own process: see bench/memory.py."""
+"""Peak memory of a forward or of two training steps, each engine in its own process: see bench/memory.py.
+
+On a CPU it is the process's resident memory, on a GPU what torch's allocator had given out at most.
+"""
 
 from __future__ import annotations
 
@@ -10,28 +13,40 @@ import torch
 from bench import memory
 from bench.lib import training
 
-pytestmark = pytest.mark.cpu
-
 FORWARD = "forward"
+# device -> (model, batch) of a forward, and those of training
+FORWARDS = {"cpu": ("base", memory.WORKLOAD), "cuda": ("base", "full")}
+TRAINED = {"cpu": (("base", "8x128"),), "cuda": (("base", "full"), ("large", "train"))}
+ENGINES = {"cpu": memory.ENGINES, "cuda": ("fastbert-bf16", "transformers-bf16")}
 SHORT = ("fastbert-fp32", "transformers-fp32")
 
 
-def cases() -> Iterator[object]:
-    """(model, workload, what runs, candidate)."""
-    for candidate in memory.ENGINES:
-        marks = [] if candidate in SHORT else [pytest.mark.long]
-        yield pytest.param("base", memory.WORKLOAD, FORWARD, candidate, marks=marks)
-    for head in training.HEADS:
-        for candidate in memory.TRAINED:
-            yield pytest.param("base", "8x128", head, candidate, marks=[pytest.mark.long])
+def cases(device: str) -> Iterator[object]:
+    """(model, workload, what runs, candidate); a GPU has time for all, a CPU for one forward."""
+    for candidate in ENGINES[device]:
+        marks = [] if device == "cuda" or candidate in SHORT else [pytest.mark.long]
+        yield pytest.param(*FORWARDS[device], FORWARD, candidate, marks=marks)
+    for model, workload in TRAINED[device]:
+        for head in training.HEADS:
+            for candidate in ENGINES[device]:
+                if candidate in memory.TRAINED:
+                    marks = [] if device == "cuda" else [pytest.mark.long]
+                    yield pytest.param(model, workload, head, candidate, marks=marks)
 
 
-@pytest.mark.parametrize(("model", "workload", "what", "candidate"), list(cases()))
-def test_memory(in_turns, request, model, workload, what, candidate):
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    found = list(cases(metafunc.config.getoption("device")))
+    metafunc.parametrize(("model", "workload", "what", "candidate"), found)
+
+
+def test_memory(in_turns, proven, request, device, model, workload, what, candidate):
     size = "tiny" if request.config.getoption("smoke") else model
     head = None if what == FORWARD else what
 
     def rows(wanted: tuple[str, ...]) -> Iterator[dict]:
-        return memory.bench_memory(size, workload, wanted, torch.get_num_threads(), head=head)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the processes need what earlier benchmarks have left in the allocator
+        options = {"head": head, "device": device.type}
+        return memory.bench_memory(size, workload, wanted, torch.get_num_threads(), **options)
 
     in_turns(rows)

@@ -18,7 +18,7 @@ SHORT = {"cpu": ("8x128",), "cuda": ("full", "squad")}
 
 
 def cases(device: torch.device) -> Iterator[object]:
-    """(op, workload, the case's id, dtype, pass, candidate)."""
+    """(op, workload, the case's short id, dtype, pass, candidate)."""
     for op in dispatch.OPS:
         for workload in WORKLOADS[device.type]:
             for case in testing.bench_cases(op, workloads.lengths(workload)):
@@ -28,15 +28,16 @@ def cases(device: torch.device) -> Iterator[object]:
                             continue
                         for backend in [*kernels.timed_backends(op, device, dtype), "torch"]:
                             marks = [] if workload in SHORT[device.type] else [pytest.mark.long]
+                            name = kernels.short_id(case.id, workload)
                             yield pytest.param(
                                 op,
                                 workload,
-                                case.id,
+                                name,
                                 tag,
                                 which,
                                 f"{backend}-{tag}",
                                 marks=marks,
-                                id=f"{op}-{backend}-{tag}-{case.id}-{which}",
+                                id=f"{op}-{backend}-{tag}-{name}-{which}",
                             )
 
 
@@ -52,7 +53,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_ops(in_turns, peak, correctness, device, request, op, workload, case, dtype, which, candidate):
-    (found,) = (c for c in testing.bench_cases(op, workloads.lengths(workload)) if c.id == case)
+    every = testing.bench_cases(op, workloads.lengths(workload))
+    (found,) = (c for c in every if kernels.short_id(c.id, workload) == case)
 
     def rows(wanted: tuple[str, ...]) -> Iterator[dict]:
         backends = [name.split("-")[0] for name in wanted]

@@ -255,3 +255,14 @@ def test_without_matplotlib_there_is_a_message(without_matplotlib, tmp_path, cap
         plot.charts(old_rows(), tmp_path)
     assert plot.main([str(tmp_path / "x.json")]) == 2
     assert "no chart: matplotlib is not installed" in capsys.readouterr().err
+
+
+def test_the_newest_run_is_of_the_device_that_the_suite_prefers(tmp_path, monkeypatch):
+    for slug in ("a-gpu", "a-cpu"):
+        (tmp_path / slug).mkdir()
+        (tmp_path / slug / "0001_x.json").write_text(json.dumps(suite_files.suite_file(slug=slug)))
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr(plot, "describe", lambda device: {"slug": f"a-{device.type}".replace("cuda", "gpu")})
+    for there, slug in ((True, "a-gpu"), (False, "a-cpu")):
+        monkeypatch.setattr(plot.torch.cuda, "is_available", lambda there=there: there)
+        assert plot.here().parent.name == slug

@@ -76,17 +76,17 @@ def test_the_floor_counts_bytes_where_they_take_longer():
 
 
 def test_torch_compile_is_timed_last_and_beside_ours():
-    found = gpu_encoder.groups(["base", "large"], ["full", "latency"], gpu_engines.ENGINES)
+    found = gpu_encoder.plan(["base", "large"], ["full", "latency"], gpu_engines.ENGINES)
     plain = [(group.model, group.workload) for group in found if not group.compiled]
     assert plain == [
         (model, batch) for model in ("base", "large") for batch in ("full", "latency-128", "latency-384")
     ]
     assert [group.compiled for group in found] == [False] * 6 + [True] * 6
     beside = ("fastbert-bf16", "fastbert_graphs-bf16", "transformers_sdpa-bf16")
-    assert found[-1].engines == (*beside, "torch_compile-bf16")
-    assert all("torch_compile-bf16" not in group.engines for group in found[:6])
-    alone = gpu_encoder.groups(["base"], ["full"], ("torch_compile-bf16",))
-    assert [group.engines for group in alone] == [found[-1].engines]
+    assert found[-1].candidates == (*beside, "torch_compile-bf16")
+    assert all("torch_compile-bf16" not in group.candidates for group in found[:6])
+    alone = gpu_encoder.plan(["base"], ["full"], ("torch_compile-bf16",))
+    assert [group.candidates for group in alone] == [found[-1].candidates]
 
 
 def test_an_encoder_budget_leaves_out_torch_compile_first(tmp_path, capsys):

@@ -124,11 +124,8 @@ def test_merge_refuses_what_is_no_result(finished, tmp_path, pages, capsys):
 
 
 MARKED = """# Title
-<!-- cpu numbers: made by `python bench/gpu/prove.py readme` -->
-old
-<!-- end of cpu numbers -->
-between
 <!-- gpu numbers: made by `python bench/gpu/prove.py readme` -->
+old
 <!-- end of gpu numbers -->
 end
 """
@@ -140,7 +137,7 @@ def test_merge_puts_the_numbers_into_the_readme(finished, tmp_path, pages):
     assert prove.main(["merge", str(finished), *options, "--tuned", str(tmp_path / "tuned.json")]) == 0
     text = readme.read_text()
     assert "old" not in text
-    assert text.startswith("# Title\n<!-- cpu numbers")
+    assert text.startswith("# Title\n<!-- gpu numbers")
     assert text.endswith("<!-- end of gpu numbers -->\nend\n")
     assert "NVIDIA H999, bf16" in text
     assert "788 TFLOP/s and 4.3 TB/s" in text

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from bench import compare
-from bench.lib import kernels, timing, turns
+from bench.lib import engines, kernels, results, tables, timing, turns
+from bench.lib.probe_steps import reason_of
 from fastbert import testing
 from fastbert.backends import aten
 
@@ -133,6 +134,16 @@ def test_a_wrong_kernel_is_reported(monkeypatch):
     assert "max error" in kernels.incorrect(case, "aten", torch.float32, "cpu")
 
 
+def test_a_kernel_that_raises_is_incorrect(monkeypatch):
+    case = testing.bench_cases("packing", (5, 3))[0]
+
+    def fails(*_, **__):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(aten, "packing_fwd", fails)
+    assert kernels.incorrect(case, "aten", torch.float32, "cpu") == "RuntimeError: planted"
+
+
 def test_a_hole_in_an_output_is_reported(monkeypatch):
     case = testing.bench_cases("packing", (5, 3))[0]
     monkeypatch.setattr(aten, "packing_fwd", lambda x, indices: x.new_empty(len(indices), *x.shape[1:]))
@@ -241,6 +252,81 @@ def test_files_of_the_suite_are_collected_with_unique_names(device):
     ours = {"cpu": "cpu", "cuda": "aten"}[device]  # Triton's need a GPU
     assert any(f"layer_norm-{ours}-bf16-" in name for name in names)
     assert any("encoder-fastbert-bf16-base-" in name for name in names)
+    assert max(map(len, names)) < 120  # no list of the lengths of 96 sequences
+    memory = {name for name in names if name.startswith("test_memory")}
+    assert any("-bf16" in name for name in memory)
+    assert any("-int8" in name for name in memory) == (device == "cpu")
+    left_out = {line.split()[2] for line in done.stdout.splitlines() if line.startswith("# no ")}
+    there_is_none = {"accelerate:", "encode:", "load:", "mlperf:", "onnxruntime:", "openvino:"}
+    assert left_out == (there_is_none if device == "cuda" else set()), done.stdout[-2000:]
+    assert ("# no load: measured on a CPU only, not on cuda" in done.stdout) == (device == "cuda")
+
+
+def test_many_lengths_are_named_by_their_workload():
+    few, many = "170_146x12x64-packed_qkv", "_".join(["170"] * 96) + "x12x64-packed_qkv"
+    assert kernels.short_id(few, "squad") == few
+    assert kernels.short_id(many, "squad") == "squadx12x64-packed_qkv"
+
+
+def test_what_is_not_installed_fails_nothing(tmp_path):
+    """`fastbert.accelerate` is ours and needs transformers."""
+    missing = {"candidate": "accelerated-bf16", "status": "error"}
+    rows = [
+        row("fastbert-bf16"),
+        missing | {"error": reason_of(engines.NotInstalled("transformers is not installed"))},
+    ]
+    text, data = run_suite(tmp_path, rows)
+    assert "1 passed, 1 skipped" in text
+    (why,) = (each["why"] for each in data["fastbert"]["without_a_time"])
+    assert why == "NotInstalled: transformers is not installed"
+
+
+def test_a_training_step_says_who_serves_under_autocast(tmp_path):
+    rows = [row("fastbert-bf16", step="training"), row("fastbert-fp32", step="encoder")]
+    _, data = run_suite(tmp_path, rows)
+    found = {each["params"]["candidate"]: each["extra_info"]["backends"] for each in data["benchmarks"]}
+    assert {name.split()[-1] for name in found["fastbert-bf16"]} == {"bf16", "fp32"}
+    assert {name.split()[-1] for name in found["fastbert-fp32"]} == {"fp32"}
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "expected"),
+    [
+        (
+            "test_latency.py",
+            ["--model=base", "--workload=1x128", "--peers=transformers_sdpa"],
+            ["accelerated", "fastbert", "fastbert_graphs", "transformers_sdpa"],
+        ),
+        ("test_training.py", ["--model=base", "-k", "classification", "--peers=none"], ["fastbert"]),
+        (
+            "test_ops.py",
+            ["--workload=latency-128", "--everything", "-k", "packing and bf16"],
+            ["aten", "torch"],
+        ),
+    ],
+)
+def test_smoke_on_cuda_that_computes_on_the_cpu(tmp_path, file, options, expected):
+    """The suite's ways on a GPU: its engines, clocks and dtypes (tests/support/fake_cuda.py)."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    path = tmp_path / "found.json"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.fake_cuda", f"bench/suite/{file}"]
+    command += ["--device=cuda", "--smoke", "--samples=2", f"--benchmark-json={path}", "--benchmark-quiet"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "FASTBERT_CACHE": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)  # a GPU has none
+    done = subprocess.run(
+        [*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    data = json.loads(path.read_text())
+    timed = [each["params"]["candidate"] for each in data["benchmarks"]]
+    assert sorted({name.partition("-")[0] for name in timed}) == expected, done.stdout[-3000:]
+    assert all(name.endswith("-bf16") for name in timed)
+    assert data["machine_info"]["slug"] == "nvidia-h999"
+    run = results.read(path) if data["fastbert"]["commit"] else None
+    if run is not None:
+        assert tables.of_run(run)
+    if file == "test_ops.py":  # Triton's kernels cannot run here, and cost the others nothing
+        assert {each["candidate"] for each in data["fastbert"]["without_a_time"]} == {"triton-bf16"}
 
 
 def test_a_planted_wrong_kernel_has_no_line_of_speed(tmp_path):

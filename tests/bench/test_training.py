@@ -325,7 +325,7 @@ def arguments(monkeypatch, *options: str):
 
 
 def test_a_gpu_measures_the_goals_first_and_torch_compile_last(monkeypatch):
-    everything = gpu_training.groups(arguments(monkeypatch), ROOFS)
+    everything = gpu_training.plan(arguments(monkeypatch), ROOFS)
     alone = [g for g in everything if g.step == "attention"]
     assert [(g.model, g.workload, g.tag) for g in alone] == [
         ("base", "full", "bf16"),
@@ -349,7 +349,7 @@ def test_a_gpu_measures_the_goals_first_and_torch_compile_last(monkeypatch):
 
 
 def test_a_cpu_trains_both_dtypes_on_its_batches(monkeypatch):
-    found = gpu_training.groups(arguments(monkeypatch, "--device", "cpu"), ROOFS)
+    found = gpu_training.plan(arguments(monkeypatch, "--device", "cpu"), ROOFS)
     timed = {(g.model, g.workload, g.tag) for g in found if g.step == "training"}
     assert ("torch_compile",) not in {g.candidates for g in found}  # no memory of a compiler
     batches = (("base", "8x128"), ("base", "ragged16"), ("large", "8x128"))
@@ -358,7 +358,7 @@ def test_a_cpu_trains_both_dtypes_on_its_batches(monkeypatch):
     base = [g.seconds for g in found if (g.model, g.workload, g.step) == ("base", "8x128", "training")]
     assert sum(large) > 2 * sum(base)
     only = ("--device", "cpu", "--workloads", "1x128", "--models", "base", "--heads", "classification")
-    [group] = gpu_training.groups(
+    [group] = gpu_training.plan(
         arguments(monkeypatch, *only, "--candidates", "fastbert", "--steps", "training", "--dtypes", "fp32"),
         ROOFS,
     )
@@ -367,7 +367,7 @@ def test_a_cpu_trains_both_dtypes_on_its_batches(monkeypatch):
 
 def test_a_small_budget_leaves_rows_that_say_so(monkeypatch):
     args = arguments(monkeypatch, "--budget", "0.5", "--models", "base", "--heads", "pretraining")
-    rows = list(gpu_training.Benchmark(args, ROOFS).rows())
+    rows = list(gpu_training.Run(args, ROOFS).rows())
     assert all(row["status"] == "skipped" for row in rows)
     assert [row["candidate"] for row in rows if row["step"] == "training_memory"][-1:] == [
         "torch_compile-bf16"
@@ -420,7 +420,7 @@ def test_a_group_that_fails_costs_the_next_nothing(monkeypatch):
     args = arguments(monkeypatch, "--device", "cpu", "--models", "tiny", "--heads", "pretraining")
     args.steps, args.candidates, args.dtypes = ["training", "footprint"], ["fastbert"], ["bf16"]
     monkeypatch.setattr(training, "bench_training", fails)
-    rows = list(gpu_training.Benchmark(args, ROOFS).rows())
+    rows = list(gpu_training.Run(args, ROOFS).rows())
     assert [(row["step"], row["status"]) for row in rows] == [("training", "error"), ("footprint", "ok")]
     assert rows[0]["error"] == "MemoryError: planted"
 
@@ -430,7 +430,7 @@ def test_memory_is_measured_where_the_step_runs(monkeypatch):
     monkeypatch.setattr(memory, "bench_memory", lambda *a, **k: asked.append((a, k)) or iter(()))
     args = arguments(monkeypatch, "--threads", "3", "--models", "base", "--heads", "pretraining")
     args.steps, args.candidates = ["training_memory"], ["fastbert", "transformers"]
-    assert list(gpu_training.Benchmark(args, ROOFS).rows()) == []
+    assert list(gpu_training.Run(args, ROOFS).rows()) == []
     lengths, engines = workloads.lengths("full"), ("fastbert-bf16", "transformers-bf16")
     options = {"timeout": memory.TIMEOUT_SECONDS, "head": "pretraining", "device": "cuda"}
     assert asked == [(("base", "full", engines, 3, lengths), options)]
@@ -461,7 +461,7 @@ def test_the_goal_is_printed_beside_ours_on_a_gpu(monkeypatch, device, goal):
     args.workloads, args.heads, args.dtypes = ["full"], ["pretraining"], ["bf16"]
     # there is no GPU here to ask
     monkeypatch.setattr(gpu_training.served, "backends", lambda *_: {})
-    ours, theirs = list(gpu_training.Benchmark(args, ROOFS).rows())[:2]
+    ours, theirs = list(gpu_training.Run(args, ROOFS).rows())[:2]
     assert ours.get("goal_ms") == goal
     assert (asked[0]["device"], asked[0]["roofs"], asked[0]["head"]) == (device, ROOFS, "pretraining")
     assert asked[0]["lengths"] == (512,) * 32

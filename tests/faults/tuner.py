@@ -5,6 +5,7 @@
 from tests.support.mutation import Fault, Suite
 
 _TUNE = "bench/tune.py"
+_ENTRIES = "bench/lib/entries.py"
 _TUNING = "kernels/tuning.py"
 _LINEAR = "kernels/linear.py"
 _LINEAR_BACKWARD = "kernels/linear_backward.py"
@@ -58,20 +59,20 @@ FAULTS = (
     _fault(_BLOCK, "tiles without room for pre", "more = 2 * config.block_m * config.block_n // config.split if capability[0] in (9, 10) else 0", "more = 0"),
     _fault(_BLOCK, "tiles of few rows in training", "(c.block_m >= 32 and shared", "(shared"),
     # the tool
-    _fault(_TUNE, "the worst tiles first", "sorted(rivals, key=works.get)", "sorted(rivals, key=works.get, reverse=True)"),
-    _fault(_TUNE, "tiles of any work", "if works[tile] <= NEAR * min(works.values())]", "if works[tile] >= 0]"),
-    _fault(_TUNE, "all candidates are timed", "sorted(places, key=places.get)]))[:MOST]", "sorted(places, key=places.get)]))"),
-    _fault(_TUNE, "the heuristic is not timed", "dict.fromkeys([heuristic(task, device), *sorted", "dict.fromkeys([*sorted"),
-    _fault(_TUNE, "one form of each tile", "place + 2 * at for", "place + 99 * at for"),
-    _fault(_TUNE, "small batches first", "(dtypes.index(t.dtype), is_later(t), t.rank,", "(dtypes.index(t.dtype), is_later(t), -t.rank,"),
-    _fault(_TUNE, "no few rows", "ROWS = (14, 12, 10, 8, 7, 6, 13, 5, 4, 0)", "ROWS = (14, 12, 10, 8, 7, 13)"),
-    _fault(_TUNE, "sizes compiled once for all", "        return *shape_of(case), case.bias\n", "        return case.activation, case.bias\n"),
-    _fault(_TUNE, "all numbers of parts are one tile", "return config.block_m, config.block_n, config.split_k", "return config.block_m, config.block_n"),
-    _fault(_TUNE, "few rows in a dtype without a kernel", "if dtype not in testing.HALF:\n            # no kernel", "if dtype == torch.float64:\n            # no kernel"),
-    _fault(_TUNE, "few rows after all others", "yield ROWS.index(bucket), LinearNormCase(", "yield 9, LinearNormCase("),
+    _fault(_ENTRIES, "the worst tiles first", "sorted(rivals, key=works.get)", "sorted(rivals, key=works.get, reverse=True)"),
+    _fault(_ENTRIES, "tiles of any work", "if works[tile] <= NEAR * min(works.values())]", "if works[tile] >= 0]"),
+    _fault(_ENTRIES, "all candidates are timed", "sorted(places, key=places.get)]))[:MOST]", "sorted(places, key=places.get)]))"),
+    _fault(_ENTRIES, "the heuristic is not timed", "dict.fromkeys([heuristic(task, device), *sorted", "dict.fromkeys([*sorted"),
+    _fault(_ENTRIES, "one form of each tile", "place + 2 * at for", "place + 99 * at for"),
+    _fault(_ENTRIES, "small batches first", "(dtypes.index(t.dtype), is_later(t), t.rank,", "(dtypes.index(t.dtype), is_later(t), -t.rank,"),
+    _fault(_ENTRIES, "no few rows", "ROWS = (14, 12, 10, 8, 7, 6, 13, 5, 4, 0)", "ROWS = (14, 12, 10, 8, 7, 13)"),
+    _fault(_ENTRIES, "sizes compiled once for all", "        return *shape_of(case), case.bias\n", "        return case.activation, case.bias\n"),
+    _fault(_ENTRIES, "all numbers of parts are one tile", "return config.block_m, config.block_n, config.split_k", "return config.block_m, config.block_n"),
+    _fault(_ENTRIES, "few rows in a dtype without a kernel", "if dtype not in testing.HALF:\n            # no kernel", "if dtype == torch.float64:\n            # no kernel"),
+    _fault(_ENTRIES, "few rows after all others", "yield ROWS.index(bucket), LinearNormCase(", "yield 9, LinearNormCase("),
     _fault(_TUNE, "inference for training", "return KINDS[task.op].backward or getattr(task.case, \"dropout_p\", 0.0) > 0", "return KINDS[task.op].backward"),
     _fault(_TUNE, "gradients are not compared", "    return {name: value for name, value in found.items() if name not in case.output_names}\n", "    return {name: value for name, value in found.items() if name in case.output_names}\n"),
-    _fault(_TUNE, "the other kernel timed with it", "return default._replace(**{part_of(task): config})", "return default._replace(dq=config, dkdv=config)"),
+    _fault(_ENTRIES, "the other kernel timed with it", "return default._replace(**{part_of(task): config})", "return default._replace(dq=config, dkdv=config)"),
 )  # fmt: skip
 
 # what catches most comes first

@@ -61,6 +61,7 @@ WHOLE = {
         test_json_says_what_was_measured_where test_memory_grows_with_the_batch test_memory_sees_growth
         test_no_process_is_left test_options_choose test_other_needs_its_equals_sign
         test_paragraphs_are_prose_distinct_and_the_same_again test_smoke
+        test_smoke_on_cuda_that_computes_on_the_cpu
         test_the_check_writes_one_archive_that_this_machine_confirms
         test_the_command_records_what_it_prints test_the_exported_peers_compute_the_same
         test_the_encode_file_of_the_suite_says_that_the_weights_are_missing

@@ -15,6 +15,7 @@ from fastbert.testing import triton_interpreter
 pytest.importorskip("triton")
 
 from bench import tune
+from bench.lib import entries
 from bench.lib.timing import Timing
 from fastbert.kernels import (
     attention,
@@ -152,7 +153,7 @@ def test_entries_come_once_and_what_matters_most_first():
     assert len({task.name for task in tasks}) == len(tasks)
     assert [task.dtype for task in tasks] == sorted((t.dtype for t in tasks), key=[BF16, FP16].index)
     half = [task for task in tasks if task.dtype == BF16]
-    order = [(tune.is_later(task), task.rank) for task in half]
+    order = [(entries.is_later(task), task.rank) for task in half]
     assert order == sorted(order)
     # batches of 16,384 tokens, or of sequences of 512, of what Triton serves
     first = [(task.op, task.key.removeprefix("bfloat16 "), task.bucket) for task in half[:17]]
@@ -175,7 +176,7 @@ def test_entries_come_once_and_what_matters_most_first():
         ("layer_norm_bwd", "1024 dropout", 14),
         ("linear", "768x3072 gelu", 12),
     ]
-    later = {(task.op, task.key) for task in half if tune.is_later(task)}
+    later = {(task.op, task.key) for task in half if entries.is_later(task)}
     assert later == {
         ("linear", "bfloat16 768x2304"),
         ("linear", "bfloat16 768x768"),
@@ -285,10 +286,10 @@ def test_an_entry_of_one_launch_serves_no_two(monkeypatch, tmp_path):
     device = tuning.Device("GPU", (9, 0), 132)
     case = LinearNormCase(128, 3072, 768)
     (one,), (two,) = (
-        tune.tasks_of("linear_norm", dataclasses.replace(case, arrivals=a), BF16) for a in (True, False)
+        entries.tasks_of("linear_norm", dataclasses.replace(case, arrivals=a), BF16) for a in (True, False)
     )
     assert (one.key, two.key) == ("bfloat16 3072x768", "bfloat16 3072x768 two_launches")
-    assert tune.tasks_of("linear_norm", case, FP32) == []  # no kernel
+    assert entries.tasks_of("linear_norm", case, FP32) == []  # no kernel
     configs = linear_norm.candidates(3072, device.capability)
     first, last, second = configs[0], configs[-1], configs[1]
     low = dataclasses.replace(one, bucket=4)
@@ -335,7 +336,7 @@ def test_few_candidates_are_timed_the_heuristics_first(capability):
         configs = tune.candidates(task, device)
         kind = tune.KINDS[task.op]
         assert configs[0] == tune.heuristic(task, device)
-        assert len(configs) == len(set(configs)) <= tune.MOST
+        assert len(configs) == len(set(configs)) <= entries.MOST
         assert set(configs) <= set(kind.candidates(task, device))
         assert configs == tune.candidates(task, device)
         works = [kind.work(c, task, device) for c in kind.candidates(task, device)]
@@ -459,7 +460,7 @@ def timing(ms):
 
 @pytest.fixture
 def task():
-    return tune.tasks_of("linear", LinearCase(40, 48, 96, "gelu"), FP32)[0]
+    return entries.tasks_of("linear", LinearCase(40, 48, 96, "gelu"), FP32)[0]
 
 
 @pytest.fixture
@@ -619,7 +620,7 @@ CAPABILITIES = ((8, 0), (9, 0), (10, 0), (12, 0))
 def drawn(op, dtype):
     """(task, config) of every config that a table may hold for the tasks of DRAWN, each once."""
     for case in DRAWN[op]:
-        for task in tune.tasks_of(op, case, dtype):
+        for task in entries.tasks_of(op, case, dtype):
             devices = [tuning.Device("GPU", capability, 100) for capability in CAPABILITIES]
             configs = [c for device in devices for c in tune.KINDS[op].candidates(task, device)]
             yield from ((task, config) for config in dict.fromkeys(configs))
@@ -646,7 +647,7 @@ def test_the_launcher_runs_what_the_table_says(monkeypatch, tmp_path, op):
     monkeypatch.setattr(tuning, "device_of", lambda _: tuning.Device("GPU", (0, 0), 2))
     for case in tune.KINDS[op].tiny:
         marked, others = {}, {}
-        for task in tune.tasks_of(op, case, BF16):
+        for task in entries.tasks_of(op, case, BF16):
             usual = tune.heuristic(task, tuning.device_of(CPU))
             # warps count for nothing in the interpreter
             marked[task] = usual._replace(num_warps=2 * usual.num_warps)
@@ -678,7 +679,7 @@ def test_the_launcher_runs_what_the_table_says(monkeypatch, tmp_path, op):
 @interpreted
 def test_the_other_kernels_of_a_backward_keep_their_config(monkeypatch):
     """An entry of attention's backward is of one kernel; all run when it is timed."""
-    (dq, dkdv) = tune.tasks_of("attention_bwd", DRAWN["attention_bwd"][1], BF16)
+    (dq, dkdv) = entries.tasks_of("attention_bwd", DRAWN["attention_bwd"][1], BF16)
     assert [tune.part_of(task) for task in (dq, dkdv)] == ["dq", "dkdv"]
     kind, config = tune.KINDS["attention_bwd"], attention_backward.Config(16, 16, 64, 4, 1)
     default = attention_backward.ladder(64, BF16, False, True, (9, 0))[0]
@@ -700,7 +701,7 @@ def test_the_other_kernels_of_a_backward_keep_their_config(monkeypatch):
 @interpreted
 @pytest.mark.parametrize("op", ["attention_bwd", "feed_forward_bwd", "layer_norm_bwd", "linear_bwd"])
 def test_a_wrong_gradient_cannot_win(monkeypatch, op):
-    task = tune.tasks_of(op, tune.KINDS[op].tiny[0], BF16)[0]
+    task = entries.tasks_of(op, tune.KINDS[op].tiny[0], BF16)[0]
     usual = tune.heuristic(task, tuning.device_of(CPU))
     configs = [usual, usual._replace(num_warps=8)]
     monkeypatch.setattr(tune, "candidates", lambda task, device: configs)
@@ -731,7 +732,7 @@ def test_training_is_timed_as_training_runs_it(monkeypatch):
             saved.append([each for each in args if isinstance(each, bool)][-1])
             return real(config, *args)
 
-        task = tune.tasks_of(op, case, BF16)[0]
+        task = entries.tasks_of(op, case, BF16)[0]
         with tune.launcher_of(task, record):
             tune.evaluate(task, case.call, case.inputs(BF16, CPU))
 

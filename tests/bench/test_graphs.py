@@ -6,30 +6,33 @@ import json
 
 import pytest
 
-from bench import bench_graphs
+from bench import graphs
+from bench.lib import report, schema
 
 
 def test_a_whole_run(tmp_path, capsys):
-    options = ["--rounds", "1", "--calls", "2", "--out", str(tmp_path), "--other", str(bench_graphs.HERE)]
-    assert bench_graphs.main(options) == 0
-    data = json.loads((tmp_path / "bench_graphs.json").read_text())
+    options = ["--rounds", "1", "--calls", "2", "--out", str(tmp_path), "--other", str(graphs.HERE)]
+    assert graphs.main(options) == 0
+    data = json.loads((tmp_path / "graphs.json").read_text())
     assert data["finished"]
     lanes = [("fastbert", "host"), ("fastbert", "device"), ("other", "host")]
-    expected = [(who, lane, case) for who, lane in lanes for case in bench_graphs.cases()]
+    expected = [(who, lane, case) for who, lane in lanes for case in graphs.cases()]
     assert [(r["candidate"], r["lane"], r["case"]) for r in data["rows"]] == expected
     printed = capsys.readouterr().out
     for row in data["rows"]:
-        assert 0 < row["least_us"] <= row["median_us"]
-        assert bench_graphs.line(row) in printed
+        assert 0 < row["min_ms"] <= row["median_ms"]
+        assert (row["n"], row["inner"]) == (1, 2)
+        assert report.row_line(row) in printed
+    schema.check_rows(data)
 
 
 def test_a_checkout_that_fails_is_named(tmp_path):
     with pytest.raises(RuntimeError, match=f"(?s){tmp_path}, host: .*there is no package fastbert"):
-        bench_graphs.ask(tmp_path, "host", 1)
+        graphs.ask(tmp_path, "host", 1)
 
 
 @pytest.mark.parametrize("option", ["--rounds", "--calls"])
 def test_counts_below_one_are_refused(option, capsys):
     with pytest.raises(SystemExit):
-        bench_graphs.parse([option, "0"])
+        graphs.parse([option, "0"])
     assert f"{option}: expected an integer >= 1, got 0" in capsys.readouterr().err

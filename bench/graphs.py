@@ -1,4 +1,4 @@
-"""What a call of a graphed model costs the host: `python bench/bench_graphs.py`.
+"""What a call of a graphed model costs the host: `python bench/graphs.py`.
 
 The recorder here replays nothing, so only the host's work is left: checks of the inputs and weights, packing,
 copies of inputs and outputs. It is counted on a CPU, where no GPU is waited for. The model has BERT-base's 12
@@ -10,7 +10,8 @@ The lanes:
 - `device`: they count as a GPU's, so the host first copies them to itself. A real copy waits for the GPU.
 
 `--other DIR` also measures another checkout, built in place, by the lane `host`: before and after a change in
-one run. Each checkout has its own processes, in turn. Rows go to bench/results/<machine>/bench_graphs.json.
+one run. Each checkout has its own processes, in turn; a sample is the median call of one process. Rows go to
+bench/results/<machine>/graphs.json.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
@@ -103,7 +105,7 @@ def microseconds(call: Callable[[], object], calls: int) -> list[float]:
 
 
 def serve(lane: str, calls: int) -> dict[str, dict]:
-    """Measure this process's checkout: case -> least and median microseconds."""
+    """Measure this process's checkout: case -> least and median milliseconds."""
     torch.set_num_threads(1)
     graphed, found = graphed_model(), {}
     if lane == "device":
@@ -115,7 +117,7 @@ def serve(lane: str, calls: int) -> dict[str, dict]:
             times = microseconds(lambda given=given: graphed(**given), calls)
             if graphed.last_fallback is not None:
                 raise RuntimeError(f"{name}: {graphed.last_fallback}")
-            found[name] = {"least_us": times[0], "median_us": statistics.median(times)}
+            found[name] = {"min_ms": times[0] / 1e3, "median_ms": statistics.median(times) / 1e3}
     return found
 
 
@@ -130,18 +132,10 @@ def ask(root: Path, lane: str, calls: int) -> dict[str, dict]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def line(row: dict) -> str:
-    """A row for the screen."""
-    return (
-        f"{row['name']:34} least {row['least_us']:7.1f} us  median {row['median_us']:7.1f} us  "
-        f"n={row['rounds']} x {row['calls']}"
-    )
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="bench_graphs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="bench/graphs.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--other", type=Path, help="another checkout of this project, built in place")
     parser.add_argument("--rounds", type=int, default=5, help="processes of each checkout and lane, in turn")
@@ -165,11 +159,12 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     from bench.lib.machine import describe
     from bench.lib.report import Report
+    from bench.lib.timing import summarise
 
     environment = describe(torch.device("cpu"))
     folder = args.out or HERE / "bench" / "results" / environment["slug"]
     settings = {"rounds": args.rounds, "calls": args.calls}
-    report = Report(folder / "bench_graphs.json", settings, args.note, line)
+    report = Report(folder / "graphs.json", settings, args.note)
     report.data |= {"environment": environment, "other": args.other is not None}
     runs = [("fastbert", HERE, lane) for lane in LANES]
     if args.other is not None:
@@ -182,6 +177,7 @@ def main(argv: list[str] | None = None) -> int:
     for (who, lane), rounds in found.items():
         for case in cases():
             times = [measured[case] for measured in rounds]
+            timing = asdict(summarise([each["median_ms"] for each in times], args.calls, "wall"))
             report.row(
                 {
                     "step": "graphed call",
@@ -190,10 +186,8 @@ def main(argv: list[str] | None = None) -> int:
                     "candidate": who,
                     "lane": lane,
                     "case": case,
-                    "least_us": min(t["least_us"] for t in times),
-                    "median_us": statistics.median(t["median_us"] for t in times),
-                    "rounds": args.rounds,
-                    "calls": args.calls,
+                    **timing,
+                    "min_ms": min(each["min_ms"] for each in times),
                 }
             )
     report.data["finished"] = True
