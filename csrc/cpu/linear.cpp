@@ -22,6 +22,9 @@ extern const LinearKernels linear_kernels;
 namespace avx512 {
 extern const LinearKernels linear_kernels;
 }
+namespace avx512_bf16 {
+extern const LinearKernels linear_kernels;
+}
 #endif
 
 namespace {
@@ -30,12 +33,14 @@ constexpr const char* kNoKernels =
     "no SIMD kernels: FASTBERT_ISA=none, or the processor lacks AVX2, FMA, F16C";
 // Rows per task: with a depth of 768 floats they fill a quarter of a 2 MB L2 cache.
 constexpr std::int64_t kBlockRows = 160;
+// Rows of a task's first panel that are prefetched.
+constexpr std::int64_t kFetched = 1024;
 // Multiply-adds that pay for waking a thread.
 constexpr std::int64_t kGrain = 1 << 17;
 
 const LinearKernels* kernels() {
 #if FASTBERT_X86
-    return pick(&avx2::linear_kernels, &avx512::linear_kernels);
+    return pick(&avx2::linear_kernels, &avx512::linear_kernels, &avx512_bf16::linear_kernels);
 #else
     return nullptr;
 #endif
@@ -77,7 +82,7 @@ const char* cpu_linear_product(const Product& args, int threads) {
     const std::int64_t wanted = team == 1 ? 1 : ceil_div(4 * team, row_blocks);
     const std::int64_t column_blocks = std::min(wanted, ceil_div(panels, 2));
     const std::int64_t columns = ceil_div(panels, column_blocks) * kPanel;
-    const std::int64_t scratch = (product_scratch(args, rows, std::min(columns, kMaxColumns)) + 15) / 16 * 16;
+    const std::int64_t scratch = (simd->product_scratch(args, rows, columns) + 15) / 16 * 16;
     const std::int64_t padded = panels * kPanel;
     const Workspace workspace(padded + team * scratch);
     if (workspace.data() == nullptr) return kOutOfMemory;
@@ -94,8 +99,8 @@ const char* cpu_linear_product(const Product& args, int threads) {
         if (task < team && args.panels != nullptr) {
             // The first panels have not been prefetched.
             const std::int64_t size = args.dtype == DType::kFloat32 ? 4 : 2;
-            fetch(static_cast<const char*>(args.panels) + column * args.depth * size,
-                  depth_of_pass(args.depth) * kPanel * size);
+            fetch(static_cast<const char*>(args.panels) + column * even(args.depth) * size,
+                  std::min(even(args.depth), kFetched) * kPanel * size);
         }
         const std::int64_t next = std::min(task + team, tasks - 1) / row_blocks * columns;
         simd->product(args, bias, row, std::min(args.rows, row + rows), column,

@@ -36,6 +36,12 @@ FASTBERT_INLINE Vec load(const bf16* p, int n) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_words(p, n)), 16));
 }
 FASTBERT_INLINE Vec load(const fp16* p, int n) { return _mm512_cvtph_ps(load_words(p, n)); }
+FASTBERT_INLINE Vec first_of_pairs(Vec pairs) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs), 16));
+}
+FASTBERT_INLINE Vec second_of_pairs(Vec pairs) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(pairs), _mm512_set1_epi32(-0x10000)));
+}
 
 FASTBERT_INLINE void store(float* p, Vec v, int n) {
     if (n == kLanes)
