@@ -21,8 +21,6 @@ namespace FASTBERT_ISA {
 namespace {
 
 constexpr int kVectors = kPanel / kLanes;
-// Bytes of a run of a panel, in lines of the cache per pair of rows.
-constexpr int kLine = 64;
 
 FASTBERT_INLINE Pairs broadcast_pair(const bf16* p) {
     Pair pair;
@@ -66,19 +64,18 @@ using Tile = void (*)(const bf16*, std::int64_t, std::int64_t, const Pair*, std:
                       const char*, std::int64_t);
 constexpr Tile kTiles[kTileRows] = {tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>};
 
-// Columns j … j + 15 of a row of `columns` elements, zeros from there on.
-FASTBERT_INLINE Words words_of(const bf16* row, std::int64_t j, std::int64_t columns) {
-    const std::int64_t n = less(columns - j, kLanes);
-    return n > 0 ? load_words(row + j, static_cast<int>(n)) : _mm256_setzero_si256();
-}
-
 // Rows of b as a run of a panel: pairs of rows, with zeros after the last column and an odd last row.
 void pair_rows(const bf16* b, std::int64_t stride, std::int64_t depth, std::int64_t columns, Pair* out) {
-    for (std::int64_t k = 0; k < depth; k += 2, b += 2 * stride, out += kPanel)
-        for (int j = 0; j < kPanel; j += kLanes)
-            store(out + j,
-                  interleave(words_of(b, j, columns),
-                             k + 1 < depth ? words_of(b + stride, j, columns) : _mm256_setzero_si256()));
+    constexpr int kTwo = 2 * kLanes;
+    for (std::int64_t k = 0; k < depth; k += 2, b += 2 * stride, out += kPanel) {
+        const int odd_rows = k + 1 < depth;
+        for (int j = 0; j < kPanel; j += kTwo) {
+            const int n = static_cast<int>(less(kTwo, columns - j));
+            const __m512i first = load_two(b + j, n), second = load_two(b + stride + j, odd_rows ? n : 0);
+            store(out + j, lower_pairs(first, second));
+            store(out + j + kLanes, upper_pairs(first, second));
+        }
+    }
 }
 
 // Rows of a one after the other, an odd depth filled with a zero.
@@ -105,6 +102,27 @@ void pair_columns(const bf16* a, std::int64_t depth_stride, std::int64_t rows, s
                              k + 1 < depth ? load_words(line + depth_stride, wide) : _mm256_setzero_si256()));
     }
 }
+
+// What tiles prefetch of the next run. Two rows of a panel fill four lines of the cache; each of the first
+// four tiles takes one line of every two rows, the others none.
+struct Ahead {
+    const char* from;
+    std::int64_t step;
+    // `stride`: of b, or 0 in panels.
+    Ahead(const bf16* run, std::int64_t stride)
+        : from(reinterpret_cast<const char*>(run)),
+          step(stride == 0 ? 4 * kLine : 4 * stride),
+          across_(stride == 0 ? kLine : 2 * stride - kLine) {}
+    void next_quarter() {
+        if (++quarter_ == 4) step = 0;
+        if (quarter_ < 4) from += quarter_ == 2 ? across_ : kLine;
+    }
+
+  private:
+    static constexpr std::int64_t kLine = 64;
+    std::int64_t across_;  // from the second line to the third
+    int quarter_ = 0;
+};
 
 // Where a task's copies lie: sums [rows][kPanel], a run of a panel, and a.
 struct Scratch {
@@ -146,33 +164,33 @@ void product(const Product& args, const float* bias, std::int64_t row, std::int6
     if (places.a != 0) a = reinterpret_cast<const bf16*>(copied);
     for (std::int64_t j = column; j < column_end; j += kPanel) {
         const std::int64_t columns = less(kPanel, args.columns - j);
-        for (std::int64_t k = 0; k < args.depth; k += kSumDepth) {
+        for (std::int64_t k = 0; k < padded; k += kSumDepth) {
             const std::int64_t depth = less(kSumDepth, padded - k);
             const bool last = k + depth == padded;
             // The next run: of this panel, of the next one, or of the next task's.
+            const std::int64_t next_k = last ? 0 : k + depth;
+            const std::int64_t next_j = !last ? j : j + kPanel < column_end ? j + kPanel : next_column;
             const Pair* panel = run;
-            const char* ahead;
-            std::int64_t ahead_step = kLine;
+            const bf16* next;
             if (args.panels != nullptr) {
-                const bf16* const stored = static_cast<const bf16*>(args.panels) + j * padded + k * kPanel;
-                const bool leaves = last && j + kPanel >= column_end;
-                panel = reinterpret_cast<const Pair*>(stored);
-                ahead = reinterpret_cast<const char*>(leaves ? static_cast<const bf16*>(args.panels) +
-                                                                   next_column * padded
-                                                             : stored + depth * kPanel);
+                const bf16* const panels = static_cast<const bf16*>(args.panels);
+                panel = reinterpret_cast<const Pair*>(panels + j * padded + k * kPanel);
+                next = panels + next_j * padded + next_k * kPanel;
             } else {
-                const bf16* const b = static_cast<const bf16*>(args.b) + k * args.b_stride + j;
-                pair_rows(b, args.b_stride, less(depth, args.depth - k), columns, run);
-                ahead = reinterpret_cast<const char*>(b);
+                const bf16* const b = static_cast<const bf16*>(args.b);
+                pair_rows(b + k * args.b_stride + j, args.b_stride, less(depth, args.depth - k), columns,
+                          run);
+                next = b + next_k * args.b_stride + next_j;
             }
             std::int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+            Ahead ahead(next, args.panels != nullptr ? 0 : args.b_stride);
             for (std::int64_t i = 0, n; i < rows; i += n, --tiles) {
                 n = tile_height(rows - i, tiles);
                 const bf16* const tile_a = by_rows ? a + i * row_stride + k : a + i * padded + k * n;
-                float* const c = sums + i * kPanel;
-                kTiles[n - 1](tile_a, row_stride, by_rows ? 2 : 2 * n, panel, depth, c, k > 0, ahead,
-                              ahead_step);
-                ahead += depth / 2 * kLine;
+                float* const c = sums + (padded > kSumDepth ? i * kPanel : 0);
+                kTiles[n - 1](tile_a, row_stride, by_rows ? 2 : 2 * n, panel, depth, c, k > 0, ahead.from,
+                              ahead.step);
+                ahead.next_quarter();
                 if (last)
                     kFinish<bf16>[static_cast<int>(args.activation)](args, bias, c, kPanel, row + i, n, j,
                                                                      columns);
