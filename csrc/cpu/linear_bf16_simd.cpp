@@ -87,22 +87,19 @@ void copy_rows(const bf16* a, std::int64_t stride, std::int64_t rows, std::int64
 }
 
 // A transposed a, tile after tile: each is [pairs of the depth][height of the tile], one run of memory. Whole
-// vectors are read where `readable` elements of a line allow it. They may overwrite only places that are
-// written later.
+// vectors are read where `readable` elements of a line allow it. What is stored too much is overwritten by
+// the next pairs or the next tile, or lies in the spare vector behind them.
 void pair_columns(const bf16* a, std::int64_t depth_stride, std::int64_t rows, std::int64_t readable,
                   std::int64_t depth, Pair* out) {
-    const std::int64_t pairs = even(depth) / 2;
-    for (std::int64_t k = 0; k < pairs; ++k, a += 2 * depth_stride) {
-        const bool partner = 2 * k + 1 < depth;
-        std::int64_t tiles = (rows + kTileRows - 1) / kTileRows;
-        for (std::int64_t i = 0, n; i < rows; i += n, --tiles) {
-            n = tile_height(rows - i, tiles);
-            const int wide = static_cast<int>(i + kLanes <= readable ? kLanes : n);
-            const Words second = partner ? load_words(a + depth_stride + i, wide) : _mm256_setzero_si256();
-            Pair* const to = out + i * pairs + k * n;
-            const int stored = static_cast<int>((pairs - k) * n >= kLanes ? kLanes : n);
-            store(to, interleave(load_words(a + i, wide), second), stored);
-        }
+    std::int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+    for (std::int64_t i = 0, n; i < rows; i += n, --tiles) {
+        n = tile_height(rows - i, tiles);
+        const int wide = static_cast<int>(i + kLanes <= readable ? kLanes : n);
+        const bf16* line = a + i;
+        for (std::int64_t k = 0; k < depth; k += 2, line += 2 * depth_stride, out += n)
+            store(out,
+                  interleave(load_words(line, wide),
+                             k + 1 < depth ? load_words(line + depth_stride, wide) : _mm256_setzero_si256()));
     }
 }
 
@@ -134,7 +131,7 @@ struct Scratch {
         const bool in_place = args.depth_stride == 1 && args.depth % 2 == 0;
         sums = rows * kPanel;
         run = args.panels != nullptr ? 0 : kSumDepth / 2 * kPanel;
-        a = in_place ? 0 : rows * even(args.depth) / 2;
+        a = in_place ? 0 : rows * even(args.depth) / 2 + kLanes;
     }
 };
 

@@ -25,12 +25,7 @@ using Words = __m256i;  // kLanes bf16
 using Pairs = __m512bh;
 
 FASTBERT_INLINE Pairs load(const Pair* p, int) { return (Pairs)_mm512_loadu_si512(p); }
-FASTBERT_INLINE void store(Pair* p, __m512i pairs, int n = kLanes) {
-    if (n == kLanes)
-        _mm512_storeu_si512(p, pairs);
-    else
-        _mm512_mask_storeu_epi32(p, mask_of(n), pairs);
-}
+FASTBERT_INLINE void store(Pair* p, __m512i pairs) { _mm512_storeu_si512(p, pairs); }
 FASTBERT_INLINE Pairs broadcast(Pair pair) {
     std::uint32_t bits;
     std::memcpy(&bits, &pair, sizeof bits);

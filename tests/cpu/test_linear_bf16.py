@@ -42,8 +42,8 @@ def by_pairs(monkeypatch):
 
 
 def test_every_row_count(guarded):
-    """Tiles of every height; blocks of 160 rows and their edges."""
-    for rows in (*range(1, 15), 31, 65, 159, 160, 161, 321):
+    """Tiles of every height; blocks of 320 rows and their edges."""
+    for rows in (*range(1, 15), 31, 65, 319, 320, 321, 641):
         both_ways(rows, 36 + rows % 2, 70, BF16, OPTIONS[rows % 7])
 
 
