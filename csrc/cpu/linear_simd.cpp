@@ -25,7 +25,7 @@ std::int64_t product_scratch(const Product& args, std::int64_t rows, std::int64_
     const std::int64_t depth = depth_of_pass(args.depth);
     const std::int64_t a = wide && args.depth_stride == 1 ? 0 : rows * depth;
     const std::int64_t b = wide && args.panels != nullptr ? 0 : kPanel * depth;
-    return a + b + (passes(args.depth) > 1 ? rows * columns : 0) + 64;
+    return a + b + (passes(args.depth) > 1 ? rows * less(columns, kMaxColumns) : 0) + 64;
 }
 
 // c (kRows x kTileColumns) = or += a times `depth` rows of a panel. The new sum starts from zero: float loses
