@@ -40,7 +40,7 @@ FAULTS = (
     _fault("the row behind an odd last one read", "odd_rows ? n : 0)", "n)"),
     _fault("the line behind an odd last one read", "k + 1 < depth ? load_words(line + depth_stride, wide) : _mm256_setzero_si256()", "load_words(line + depth_stride, wide)"),
     _fault("a line paired with itself", "load_words(line + depth_stride, wide)", "load_words(line, wide)"),
-    _fault("lines of a read past the matrix", "i + kLanes <= readable ? kLanes : n", "kLanes"),
+    _fault("lines of a read past the matrix", "i + kLanes <= readable ? kLanes : n", "i < readable ? kLanes : n"),
     _fault("columns past the last of b read", "load_two(b + j, n), second", "load_two(b + j, kTwo), second"),
     _fault("scratch without the copy of a", "in_place ? 0 : rows * even(args.depth) / 2 + kLanes;", "in_place ? 0 : kLanes;"),
     # vectors
