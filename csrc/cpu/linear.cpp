@@ -22,23 +22,34 @@ extern const LinearKernels linear_kernels;
 namespace avx512 {
 extern const LinearKernels linear_kernels;
 }
+namespace avx512_bf16 {
+extern const LinearKernels linear_kernels;
+}
 #endif
 
 namespace {
 
 constexpr const char* kNoKernels =
     "no SIMD kernels: FASTBERT_ISA=none, or the processor lacks AVX2, FMA, F16C";
-// Rows per task: with a depth of 768 floats they fill a quarter of a 2 MB L2 cache.
+// Rows per task: with a depth of 768 floats they fill a quarter of a 2 MB L2 cache. Twice as many where bf16
+// is not widened.
 constexpr std::int64_t kBlockRows = 160;
+// Rows of a task's first panel that are prefetched.
+constexpr std::int64_t kFetched = 1024;
 // Multiply-adds that pay for waking a thread.
 constexpr std::int64_t kGrain = 1 << 17;
 
 const LinearKernels* kernels() {
 #if FASTBERT_X86
-    return pick(&avx2::linear_kernels, &avx512::linear_kernels);
+    return pick(&avx2::linear_kernels, &avx512::linear_kernels, &avx512_bf16::linear_kernels);
 #else
     return nullptr;
 #endif
+}
+
+std::int64_t block_rows(DType dtype) {
+    const bool widened = dtype != DType::kBFloat16 || current_isa() != Isa::kAvx512Bf16;
+    return widened ? kBlockRows : 2 * kBlockRows;
 }
 
 // Prefetches many lines at a time: the processor itself prefetches only a few, and stops at the end of a
@@ -72,12 +83,12 @@ const char* cpu_linear_product(const Product& args, int threads) {
     // columns.
     const std::int64_t fewest =
         args.depth_stride == 1 ? 1 : std::min<std::int64_t>(4 * team, ceil_div(args.rows, 48));
-    const std::int64_t row_blocks = std::max(fewest, ceil_div(args.rows, kBlockRows));
+    const std::int64_t row_blocks = std::max(fewest, ceil_div(args.rows, block_rows(args.dtype)));
     const std::int64_t rows = ceil_div(args.rows, row_blocks);
     const std::int64_t wanted = team == 1 ? 1 : ceil_div(4 * team, row_blocks);
     const std::int64_t column_blocks = std::min(wanted, ceil_div(panels, 2));
     const std::int64_t columns = ceil_div(panels, column_blocks) * kPanel;
-    const std::int64_t scratch = (product_scratch(args, rows, std::min(columns, kMaxColumns)) + 15) / 16 * 16;
+    const std::int64_t scratch = (simd->product_scratch(args, rows, columns) + 15) / 16 * 16;
     const std::int64_t padded = panels * kPanel;
     const Workspace workspace(padded + team * scratch);
     if (workspace.data() == nullptr) return kOutOfMemory;
@@ -94,8 +105,8 @@ const char* cpu_linear_product(const Product& args, int threads) {
         if (task < team && args.panels != nullptr) {
             // The first panels have not been prefetched.
             const std::int64_t size = args.dtype == DType::kFloat32 ? 4 : 2;
-            fetch(static_cast<const char*>(args.panels) + column * args.depth * size,
-                  depth_of_pass(args.depth) * kPanel * size);
+            fetch(static_cast<const char*>(args.panels) + column * even(args.depth) * size,
+                  std::min(even(args.depth), kFetched) * kPanel * size);
         }
         const std::int64_t next = std::min(task + team, tasks - 1) / row_blocks * columns;
         simd->product(args, bias, row, std::min(args.rows, row + rows), column,

@@ -16,10 +16,13 @@ enum class Activation : int { kNone = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kS
 
 constexpr std::int64_t kPanel = 64;  // columns
 
-// Elements of b (depth x columns) in panels [columns / kPanel][depth][kPanel], the last one filled with
-// zeros.
+static inline constexpr std::int64_t even(std::int64_t depth) { return (depth + 1) / 2 * 2; }
+
+// Elements of b (depth x columns) in panels [columns / kPanel][even(depth)][kPanel], filled with zeros. In
+// bf16 a panel is [even(depth) / 2][kPanel][2]: the pairs {b[2 k][j], b[2 k + 1][j]} that vdpbf16ps
+// multiplies. The layout is the same for every instruction set.
 static inline constexpr std::int64_t panels_size(std::int64_t depth, std::int64_t columns) {
-    return (columns + kPanel - 1) / kPanel * kPanel * depth;
+    return (columns + kPanel - 1) / kPanel * kPanel * even(depth);
 }
 
 struct ToPanels {
@@ -61,35 +64,17 @@ const char* cpu_linear_activation_bwd(const ActivationBwd& args, int threads);
 
 // --- per instruction set ---
 
-constexpr std::int64_t kMaxDepth = 1024;  // depth of one pass over a panel: in float it stays in the L2 cache
-constexpr std::int64_t kMaxColumns = 1024;  // columns whose partial sums are kept over several passes
-
 struct LinearKernels {
     void (*make_panel)(const ToPanels& args, std::int64_t panel);
+    // Floats of scratch that one task of `rows` x `columns` needs.
+    std::int64_t (*product_scratch)(const Product& args, std::int64_t rows, std::int64_t columns);
     // Rows [row, row_end) of columns [column, column_end), column a multiple of kPanel. bias (or null) is
-    // widened and padded; scratch holds product_scratch() floats. next_column is this thread's probable next
-    // column: the kernel prefetches its panel.
+    // widened and padded. next_column is this thread's probable next column: the kernel prefetches its
+    // panel.
     void (*product)(const Product& args, const float* bias, std::int64_t row, std::int64_t row_end,
                     std::int64_t column, std::int64_t column_end, std::int64_t next_column, float* scratch);
     // Rows [begin, end); their column sums go to partial (or null).
     void (*activation_bwd)(const ActivationBwd& args, std::int64_t begin, std::int64_t end, float* partial);
 };
-
-// Passes over the depth, and floats of scratch that one task of `rows` x `columns` needs.
-static inline constexpr std::int64_t passes(std::int64_t depth) {
-    return (depth + kMaxDepth - 1) / kMaxDepth;
-}
-static inline constexpr std::int64_t depth_of_pass(std::int64_t depth) {
-    const std::int64_t n = passes(depth);
-    return ((depth + n - 1) / n + 15) / 16 * 16;
-}
-static inline constexpr std::int64_t product_scratch(const Product& args, std::int64_t rows,
-                                                     std::int64_t columns) {
-    const bool wide = args.dtype == DType::kFloat32;
-    const std::int64_t depth = depth_of_pass(args.depth);
-    const std::int64_t a = wide && args.depth_stride == 1 ? 0 : rows * depth;
-    const std::int64_t b = wide && args.panels != nullptr ? 0 : kPanel * depth;
-    return a + b + (passes(args.depth) > 1 ? rows * columns : 0) + 64;
-}
 
 }  // namespace fastbert

@@ -1,7 +1,7 @@
 // Linear layers: panels, the product of a block, the gradient of the activation. Compiled once per
 // instruction set.
-#include "activation.h"
-#include "linear.h"
+#include "linear_simd.h"
+
 #include "transpose.h"
 
 namespace fastbert {
@@ -9,17 +9,24 @@ namespace FASTBERT_ISA {
 namespace {
 
 // A tile of c is held in registers: 6 x 64 in 24 of AVX-512's 32, 6 x 16 in 12 of AVX2's 16.
-constexpr int kTileRows = 6;
 constexpr int kTileVectors = kLanes == 16 ? 4 : 2;
 constexpr int kTileColumns = kTileVectors * kLanes;
-// The depth of one float sum; longer sums are added up from these.
-constexpr std::int64_t kSumDepth = 256;
 static_assert(kPanel % kTileColumns == 0, "a panel is a whole number of tiles wide");
+constexpr std::int64_t kMaxDepth = 1024;  // depth of one pass over a panel: in float it stays in the L2 cache
+constexpr std::int64_t kMaxColumns = 1024;  // columns whose partial sums are kept over several passes
 
-FASTBERT_INLINE std::int64_t less(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
-
-template <class T>
-constexpr bool kIsFloat = sizeof(T) == 4;
+FASTBERT_INLINE std::int64_t passes(std::int64_t depth) { return (depth + kMaxDepth - 1) / kMaxDepth; }
+FASTBERT_INLINE std::int64_t depth_of_pass(std::int64_t depth) {
+    const std::int64_t n = passes(depth);
+    return ((depth + n - 1) / n + 15) / 16 * 16;
+}
+std::int64_t product_scratch(const Product& args, std::int64_t rows, std::int64_t columns) {
+    const bool wide = args.dtype == DType::kFloat32;
+    const std::int64_t depth = depth_of_pass(args.depth);
+    const std::int64_t a = wide && args.depth_stride == 1 ? 0 : rows * depth;
+    const std::int64_t b = wide && args.panels != nullptr ? 0 : kPanel * depth;
+    return a + b + (passes(args.depth) > 1 ? rows * less(columns, kMaxColumns) : 0) + 64;
+}
 
 // c (kRows x kTileColumns) = or += a times `depth` rows of a panel. The new sum starts from zero: float loses
 // less in many short sums than in a long one. Meanwhile it prefetches the next panel from `ahead` on,
@@ -58,40 +65,24 @@ using Tile = void (*)(const float*, std::int64_t, std::int64_t, const float*, st
                       std::int64_t, bool, const char*, std::int64_t);
 constexpr Tile kTiles[kTileRows] = {tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>};
 
-// Bias, activation, residual and rounding of `rows` rows of c from `row` on, columns [column, column + n).
-template <class T, Activation kind>
-void finish(const Product& args, const float* bias, const float* c, std::int64_t c_stride, std::int64_t row,
-            std::int64_t rows, std::int64_t column, std::int64_t columns) {
-    for (std::int64_t r = 0; r < rows; ++r, c += c_stride) {
-        const std::int64_t at = (row + r) * args.columns + column;
-        for (std::int64_t j = 0; j < columns; j += kLanes) {
-            const int n = static_cast<int>(less(columns - j, kLanes));
-            Vec z = load(c + j, kLanes);
-            if (bias != nullptr) z = add(z, load(bias + column + j, kLanes));
-            if (args.pre != nullptr) store(static_cast<T*>(args.pre) + at + j, z, n);
-            z = activate<kind>(z, kIsFloat<T>);
-            if (args.residual != nullptr) {
-                const T* residual = static_cast<const T*>(args.residual);
-                z = add(z, load(residual + (row + r) * args.residual_stride + column + j, n));
-            }
-            store(static_cast<T*>(args.c) + at + j, z, n);
-        }
-    }
-}
-
-template <class T>
-using Finish = void (*)(const Product&, const float*, const float*, std::int64_t, std::int64_t, std::int64_t,
-                        std::int64_t, std::int64_t);
-template <class T>
-constexpr Finish<T> kFinish[] = {finish<T, Activation::kNone>,     finish<T, Activation::kGelu>,
-                                 finish<T, Activation::kGeluTanh>, finish<T, Activation::kRelu>,
-                                 finish<T, Activation::kSilu>,     finish<T, Activation::kTanh>};
-
 template <class T>
 FASTBERT_INLINE void widen(const T* from, std::int64_t count, float* to) {
     std::int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i, kLanes), kLanes);
     if (i < count) store(to + i, load(from + i, static_cast<int>(count - i)), static_cast<int>(count - i));
+}
+
+// A panel of a half-precision weight, widened. bf16 lies in pairs of rows (linear.h).
+FASTBERT_INLINE void widen_panel(const fp16* panel, std::int64_t depth, float* out) {
+    widen(panel, depth * kPanel, out);
+}
+FASTBERT_INLINE void widen_panel(const bf16* panel, std::int64_t depth, float* out) {
+    for (std::int64_t k = 0; k < depth; k += 2, panel += 2 * kPanel, out += 2 * kPanel)
+        for (int j = 0; j < kPanel; j += kLanes) {
+            const Vec pairs = load(reinterpret_cast<const float*>(panel + 2 * j), kLanes);
+            store(out + j, first_of_pairs(pairs), kLanes);
+            store(out + kPanel + j, second_of_pairs(pairs), kLanes);
+        }
 }
 
 // Rows of b as a panel, with zeros after its last column.
@@ -102,11 +93,6 @@ void copy_panel(const T* b, std::int64_t stride, std::int64_t depth, std::int64_
             const int n = static_cast<int>(less(columns - j, kLanes));
             store(out + j, n == kLanes ? load(b + j, kLanes) : n > 0 ? load(b + j, n) : zero(), kLanes);
         }
-}
-
-// Tiles of nearly equal height: a tile of one row would wait for its own sums.
-FASTBERT_INLINE std::int64_t tile_height(std::int64_t rows, std::int64_t tiles) {
-    return (rows + tiles - 1) / tiles;
 }
 
 // A transposed a, tile after tile: each is [depth][height of the tile], one run of memory. Whole vectors are
@@ -130,7 +116,7 @@ void gather_columns(const T* a, std::int64_t depth_stride, std::int64_t rows, st
 template <class T>
 void product_of(const Product& args, const float* bias, std::int64_t row, std::int64_t row_end,
                 std::int64_t column, std::int64_t column_end, std::int64_t next_column, float* scratch) {
-    const std::int64_t rows = row_end - row, step = depth_of_pass(args.depth);
+    const std::int64_t rows = row_end - row, step = depth_of_pass(args.depth), padded = even(args.depth);
     const bool once = step >= args.depth, by_rows = args.depth_stride == 1;
     const T* const a = static_cast<const T*>(args.a) + row * args.row_stride;
     alignas(64) float buffer[kTileRows * kPanel];
@@ -156,7 +142,7 @@ void product_of(const Product& args, const float* bias, std::int64_t row, std::i
             }
             for (std::int64_t j = first; j < end; j += kPanel) {
                 const std::int64_t columns = less(kPanel, args.columns - j);
-                const T* const stored = static_cast<const T*>(args.panels) + j * args.depth + k * kPanel;
+                const T* const stored = static_cast<const T*>(args.panels) + j * padded + k * kPanel;
                 const T* next = stored;
                 const float* panel = wide_b;
                 if (args.panels == nullptr) {
@@ -165,15 +151,15 @@ void product_of(const Product& args, const float* bias, std::int64_t row, std::i
                     next = b;
                 } else {
                     if (j + kPanel < end)
-                        next += kPanel * args.depth;
+                        next += kPanel * padded;
                     else if (k + step < args.depth)
-                        next += (first - j) * args.depth + step * kPanel;
+                        next += (first - j) * padded + step * kPanel;
                     else
-                        next += ((end < column_end ? end : next_column) - j) * args.depth - k * kPanel;
+                        next += ((end < column_end ? end : next_column) - j) * padded - k * kPanel;
                     if constexpr (kIsFloat<T>)
                         panel = stored;
                     else
-                        widen(stored, depth * kPanel, wide_b);
+                        widen_panel(stored, depth, wide_b);
                 }
                 std::int64_t tiles = (rows + kTileRows - 1) / kTileRows;
                 const std::int64_t pace =
@@ -213,39 +199,50 @@ void product(const Product& args, const float* bias, std::int64_t row, std::int6
     }
 }
 
-template <class T>
+// Lines of a panel are rows of b, or pairs of rows, whose two elements lie side by side (bf16). `Line` is a
+// type of that size: the 4 bytes of a pair are moved like those of a float.
+template <class T, class Line>
 void make_panel_of(const ToPanels& args, std::int64_t panel) {
+    constexpr int kRows = sizeof(Line) / sizeof(T);  // of b per line
     const std::int64_t first = panel * kPanel, columns = less(kPanel, args.columns - first);
+    const std::int64_t lines = args.depth / kRows;  // complete ones
     const T* const b = static_cast<const T*>(args.b) + first * args.column_stride;
-    T* const out = static_cast<T*>(args.panels) + first * args.depth;
-    if (args.column_stride == 1) {
-        for (std::int64_t k = 0; k < args.depth; ++k) {
-            T* const line = out + k * kPanel;
-            __builtin_memcpy(line, b + k * args.depth_stride, static_cast<std::size_t>(columns) * sizeof(T));
-            __builtin_memset(line + columns, 0, static_cast<std::size_t>(kPanel - columns) * sizeof(T));
+    T* const out = static_cast<T*>(args.panels) + first * even(args.depth);
+    const auto copy = [&](std::int64_t begin, std::int64_t end) {  // rows, element by element
+        for (std::int64_t k = begin; k < end; ++k) {
+            T* const line = out + k / kRows * kRows * kPanel + k % kRows;
+            const bool given = k < args.depth;
+            for (std::int64_t j = 0; j < kPanel; ++j)
+                line[j * kRows] =
+                    given && j < columns ? b[k * args.depth_stride + j * args.column_stride] : T{};
         }
-        return;
-    }
+    };
+    if (args.column_stride == 1) return copy(0, even(args.depth));
     for (std::int64_t j = 0; j < kPanel; j += kLanes) {
-        for (std::int64_t k = 0; k < args.depth; k += kLanes) {
-            const int n = static_cast<int>(less(kLanes, args.depth - k));
+        for (std::int64_t k = 0; k < lines; k += kLanes) {
+            const int n = static_cast<int>(less(kLanes, lines - k));
             Vec block[kLanes];
             for (int i = 0; i < kLanes; ++i)
-                block[i] = j + i < columns ? load(b + (j + i) * args.column_stride + k, n) : zero();
+                block[i] =
+                    j + i < columns
+                        ? load(reinterpret_cast<const Line*>(b + (j + i) * args.column_stride + k * kRows), n)
+                        : zero();
             transpose(block);
-            for (int i = 0; i < n; ++i) store(out + (k + i) * kPanel + j, block[i], kLanes);
+            for (int i = 0; i < n; ++i)
+                store(reinterpret_cast<Line*>(out + (k + i) * kRows * kPanel) + j, block[i], kLanes);
         }
     }
+    copy(lines * kRows, even(args.depth));
 }
 
 void make_panel(const ToPanels& args, std::int64_t panel) {
     switch (args.dtype) {
         case DType::kFloat32:
-            return make_panel_of<float>(args, panel);
+            return make_panel_of<float, float>(args, panel);
         case DType::kBFloat16:
-            return make_panel_of<bf16>(args, panel);
+            return make_panel_of<bf16, float>(args, panel);
         case DType::kFloat16:
-            return make_panel_of<fp16>(args, panel);
+            return make_panel_of<fp16, fp16>(args, panel);
     }
 }
 
@@ -287,7 +284,7 @@ void activation_bwd(const ActivationBwd& args, std::int64_t begin, std::int64_t 
 }  // namespace
 
 extern const LinearKernels linear_kernels;
-const LinearKernels linear_kernels = {make_panel, product, activation_bwd};
+const LinearKernels linear_kernels = {make_panel, product_scratch, product, activation_bwd};
 
 }  // namespace FASTBERT_ISA
 }  // namespace fastbert

@@ -49,6 +49,12 @@ FASTBERT_INLINE Vec load(const bf16* p, int n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_words(p, n)), 16));
 }
 FASTBERT_INLINE Vec load(const fp16* p, int n) { return _mm256_cvtph_ps(load_words(p, n)); }
+FASTBERT_INLINE Vec first_of_pairs(Vec pairs) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(pairs), 16));
+}
+FASTBERT_INLINE Vec second_of_pairs(Vec pairs) {
+    return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(pairs), _mm256_set1_epi32(-0x10000)));
+}
 
 FASTBERT_INLINE void store(float* p, Vec v, int n) {
     if (n == kLanes)

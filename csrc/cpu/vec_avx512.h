@@ -36,6 +36,12 @@ FASTBERT_INLINE Vec load(const bf16* p, int n) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_words(p, n)), 16));
 }
 FASTBERT_INLINE Vec load(const fp16* p, int n) { return _mm512_cvtph_ps(load_words(p, n)); }
+FASTBERT_INLINE Vec first_of_pairs(Vec pairs) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(pairs), 16));
+}
+FASTBERT_INLINE Vec second_of_pairs(Vec pairs) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(pairs), _mm512_set1_epi32(-0x10000)));
+}
 
 FASTBERT_INLINE void store(float* p, Vec v, int n) {
     if (n == kLanes)
@@ -50,8 +56,13 @@ FASTBERT_INLINE void store_words(void* p, __m256i words, int n) {
         _mm256_mask_storeu_epi16(p, mask_of(n), words);
 }
 FASTBERT_INLINE void store(bf16* p, Vec v, int n) {
-    // vcvtneps2bf16 would flush subnormals, so the rounding is done by hand: add half a step, less one for
-    // even.
+#ifdef __AVX512BF16__
+    // vcvtneps2bf16 rounds the same, except that subnormals become 0.
+    constexpr int kSubnormal = 0x20;
+    if (__builtin_expect(_mm512_fpclass_ps_mask(v, kSubnormal) == 0, 1))
+        return store_words(p, (__m256i)_mm512_cvtneps_pbh(v), n);
+#endif
+    // The rounding by hand: add half a step, less one for even.
     const __m512i bits = _mm512_castps_si512(v);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));

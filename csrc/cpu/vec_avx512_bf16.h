@@ -8,6 +8,9 @@
 //   narrow(v)          rounded to bf16 (nearest even), by vcvtneps2bf16: subnormals become 0, as fma reads
 //                      them; NaN stays NaN
 //   interleave(a, b)   lane i is {a[i], b[i]}
+//   load_two(p, n)     the first n of 2 kLanes bf16, zeros if n <= 0; lower_pairs and upper_pairs interleave
+//   the
+//                      lower and the upper halves of two such vectors
 //   transpose(block)   of 16 x 16 pairs
 #pragma once
 
@@ -33,6 +36,21 @@ FASTBERT_INLINE Words narrow(Vec v) { return (Words)_mm512_cvtneps_pbh(v); }
 FASTBERT_INLINE __m512i interleave(Words first, Words second) {
     return _mm512_or_si512(_mm512_cvtepu16_epi32(first),
                            _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16));
+}
+FASTBERT_INLINE __m512i load_two(const bf16* p, int n) {
+    if (n >= 2 * kLanes) return _mm512_loadu_si512(p);
+    return n <= 0 ? _mm512_setzero_si512()
+                  : _mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << n) - 1), p);
+}
+// Word 2 i is word i of the first vector (from `start` on), word 2 i + 1 that of the second.
+FASTBERT_INLINE __m512i pairs_from(int start, __m512i first, __m512i second) {
+    const __m512i words = _mm512_add_epi32(_mm512_set1_epi32(0x00200000 + 0x00010001 * start),
+                                           _mm512_mullo_epi32(iota(0), _mm512_set1_epi32(0x00010001)));
+    return _mm512_permutex2var_epi16(first, words, second);
+}
+FASTBERT_INLINE __m512i lower_pairs(__m512i first, __m512i second) { return pairs_from(0, first, second); }
+FASTBERT_INLINE __m512i upper_pairs(__m512i first, __m512i second) {
+    return pairs_from(kLanes, first, second);
 }
 
 FASTBERT_INLINE void transpose(__m512i (&block)[16]) {

@@ -445,8 +445,9 @@ def test_every_bias_is_widened_exactly(isa, dtype):
 def panels(b):
     """The layout of csrc/cpu/linear.h in plain PyTorch."""
     depth, columns = b.shape
-    padded = F.pad(b, (0, -columns % 64))
-    return padded.view(depth, -1, 64).transpose(0, 1).reshape(-1)
+    padded = F.pad(b, (0, -columns % 64, 0, depth % 2))
+    lines = 2 if b.dtype == torch.bfloat16 else 1
+    return padded.view(-1, lines, padded.shape[1] // 64, 64).permute(2, 0, 3, 1).reshape(-1)
 
 
 def random_bits(rows, columns, dtype, gap, seed):

@@ -11,6 +11,7 @@ _TASKS = "csrc/cpu/linear.cpp"
 _TRANSPOSE = "csrc/cpu/transpose.h"
 _ACTIVATION = "csrc/cpu/activation.h"
 _WIDENED = "csrc/cpu/widened.h"
+_SHARED = "csrc/cpu/linear_simd.h"
 
 
 def _fault(name: str, old: str, new: str, file: str = _SIMD) -> Fault:
@@ -21,10 +22,10 @@ FAULTS = (
     # the product: tiles, sums, passes
     _fault("a product left out of a long sum", "less(kSumDepth, depth - d)", "less(kSumDepth - 1, depth - d)"),
     _fault("long sums overwritten", "c_stride, k + d > 0, ahead", "c_stride, d > 0, ahead"),
-    _fault("one long sum in float", "kSumDepth = 256;", "kSumDepth = 1 << 20;"),
+    _fault("one long sum in float", "kSumDepth = 256;", "kSumDepth = 1 << 20;", _SHARED),
     _fault("second run of a sum from the first panel row", "panel + d * kPanel + part", "panel + part"),
     _fault("second run of a sum from a's first element", "kTiles[n - 1](tile_a + d * depth_stride,", "kTiles[n - 1](tile_a,"),
-    _fault("later passes from b's first row", "+ j * args.depth + k * kPanel;", "+ j * args.depth;"),
+    _fault("later passes from b's first row", "+ j * padded + k * kPanel;", "+ j * padded;"),
     _fault("later passes from b's first row, unpacked", "static_cast<const T*>(args.b) + k * args.b_stride + j;", "static_cast<const T*>(args.b) + j;"),
     _fault("later passes from a's first column", "left = reinterpret_cast<const float*>(a + k);", "left = reinterpret_cast<const float*>(a);"),
     _fault("later passes from a's first column, widened", "widen(a + i * args.row_stride + k, depth,", "widen(a + i * args.row_stride, depth,"),
@@ -41,19 +42,22 @@ FAULTS = (
     _fault("lines of a one row apart", "gather_columns(a + k * args.depth_stride, args.depth_stride,", "gather_columns(a + k * args.depth_stride, args.rows,"),
     _fault("columns behind the panel's last read", "n == kLanes ? load(b + j, kLanes) : n > 0 ? load(b + j, n) : zero()", "n > 0 ? load(b + j, kLanes) : zero()"),
     _fault("last elements not widened", "if (i < count) store(to + i,", "if (i + 1 < count) store(to + i,"),
-    _fault("scratch without the partial sums", "return a + b + (passes(args.depth) > 1 ? rows * columns : 0) + 64;", "return a + b + 64;", "csrc/cpu/linear.h"),
+    _fault("scratch without the partial sums", "return a + b + (passes(args.depth) > 1 ? rows * less(columns, kMaxColumns) : 0) + 64;", "return a + b + 64;"),
     # the epilogue
-    _fault("bias of the first panel", "load(bias + column + j, kLanes));\n            if (args.pre", "load(bias + j, kLanes));\n            if (args.pre"),
-    _fault("pre behind the activation", "if (args.pre != nullptr) store(static_cast<T*>(args.pre) + at + j, z, n);\n            z = activate<kind>(z, kIsFloat<T>);", "z = activate<kind>(z, kIsFloat<T>);\n            if (args.pre != nullptr) store(static_cast<T*>(args.pre) + at + j, z, n);"),
-    _fault("activation of pre rounded", "store(static_cast<T*>(args.pre) + at + j, z, n);", "{ store(static_cast<T*>(args.pre) + at + j, z, n); z = load(static_cast<T*>(args.pre) + at + j, n); }"),
+    _fault("bias of the first panel", "load(bias + column + j, kLanes));\n            if (args.pre", "load(bias + j, kLanes));\n            if (args.pre", _SHARED),
+    _fault("pre behind the activation", "if (args.pre != nullptr) store(static_cast<T*>(args.pre) + at + j, z, n);\n            z = activate<kind>(z, kIsFloat<T>);", "z = activate<kind>(z, kIsFloat<T>);\n            if (args.pre != nullptr) store(static_cast<T*>(args.pre) + at + j, z, n);", _SHARED),
+    _fault("activation of pre rounded", "store(static_cast<T*>(args.pre) + at + j, z, n);", "{ store(static_cast<T*>(args.pre) + at + j, z, n); z = load(static_cast<T*>(args.pre) + at + j, n); }", _SHARED),
     _fault("residual before the activation", "z = activate<kind>(z, kIsFloat<T>);\n            if (args.residual != nullptr) {\n                const T* residual = static_cast<const T*>(args.residual);\n                z = add(z, load(residual + (row + r) * args.residual_stride + column + j, n));\n            }",
-           "if (args.residual != nullptr) {\n                const T* residual = static_cast<const T*>(args.residual);\n                z = add(z, load(residual + (row + r) * args.residual_stride + column + j, n));\n            }\n            z = activate<kind>(z, kIsFloat<T>);"),
-    _fault("residual read past the row's end", "args.residual_stride + column + j, n));", "args.residual_stride + column + j, kLanes));"),
-    _fault("output written past the row's end", "store(static_cast<T*>(args.c) + at + j, z, n);", "store(static_cast<T*>(args.c) + at + j, z, kLanes);"),
+           "if (args.residual != nullptr) {\n                const T* residual = static_cast<const T*>(args.residual);\n                z = add(z, load(residual + (row + r) * args.residual_stride + column + j, n));\n            }\n            z = activate<kind>(z, kIsFloat<T>);", _SHARED),
+    _fault("residual read past the row's end", "args.residual_stride + column + j, n));", "args.residual_stride + column + j, kLanes));", _SHARED),
+    _fault("output written past the row's end", "store(static_cast<T*>(args.c) + at + j, z, n);", "store(static_cast<T*>(args.c) + at + j, z, kLanes);", _SHARED),
     # packing
-    _fault("panel not filled with zeros", "__builtin_memset(line + columns, 0,", "if (false) __builtin_memset(line + columns, 0,"),
-    _fault("transposed panel not filled with zeros", "j + i < columns ? load(b + (j + i) * args.column_stride + k, n) : zero()", "load(b + (j + i < columns ? j + i : columns - 1) * args.column_stride + k, n)"),
-    _fault("last rows of a panel left out", "for (int i = 0; i < n; ++i) store(out + (k + i) * kPanel + j,", "for (int i = 0; i < n - (n < kLanes); ++i) store(out + (k + i) * kPanel + j,"),
+    _fault("panel not filled with zeros", "given && j < columns ?", "given ?"),
+    _fault("transposed panel not filled with zeros", "block[i] =\n                    j + i < columns\n", "block[i] =\n                    true\n"),
+    _fault("last lines of a panel left out", "for (int i = 0; i < n; ++i)\n                store(reinterpret_cast<Line*>", "for (int i = 0; i < n - (n < kLanes); ++i)\n                store(reinterpret_cast<Line*>"),
+    _fault("rows of pairs one after the other", "out + k / kRows * kRows * kPanel + k % kRows;", "out + k * kPanel;"),
+    _fault("first of a pair not shifted", "_mm512_slli_epi32(_mm512_castps_si512(pairs), 16)", "_mm512_castps_si512(pairs)", "csrc/cpu/vec_avx512.h"),
+    _fault("second of a pair keeps the first", "_mm256_set1_epi32(-0x10000)", "_mm256_set1_epi32(-1)", "csrc/cpu/vec_avx2.h"),
     _fault("quarters of the transposition swapped", "w[i + 8] = _mm512_shuffle_f32x4(a, c, 0xdd);", "w[i + 8] = _mm512_shuffle_f32x4(a, c, 0xd7);", _TRANSPOSE),
     # gradient of the activation, bias gradient
     _fault("first row counted twice", "row == begin ? g : add(load(partial + j, n), g)", "row == begin ? add(g, g) : add(load(partial + j, n), g)"),

@@ -26,7 +26,7 @@ def needs(name: str) -> None:
         cpu_build.compiler()
     if name.startswith("ptx_cuda_"):
         cuda_build.nvcc()
-    if name == "cpu_attention_bf16" and getattr(loader.extension, "best_cpu_isa", str)() != "avx512_bf16":
+    if name.endswith("_bf16") and getattr(loader.extension, "best_cpu_isa", str)() != "avx512_bf16":
         pytest.skip("needs the extension and a processor with AVX-512-BF16")
     if name.startswith("cpu_") and loader.cpu_gap() is not None:
         pytest.skip(loader.cpu_gap())

@@ -407,7 +407,7 @@ def test_bad_inputs(call, error, message):
 @pytest.mark.parametrize("rows", [63, 64, 130])
 def test_bfloat16_through_float32_where_that_is_faster(monkeypatch, slow, rows):
     """The processor decides which path runs. Both must be right; the float32 path rounds once."""
-    monkeypatch.setattr(aten_linear, "_bf16_is_slow", lambda: slow)
+    monkeypatch.setattr(aten_linear, "bf16_is_slow", lambda: slow)
     for activation in (None, "gelu"):
         for row in testing.run_case(LinearCase(rows, 96, 72, activation), "aten", torch.bfloat16):
             assert row.passed, f"{row.quantity}: {row.reason}"

@@ -24,7 +24,7 @@ _WIDE_ROWS = 64
 
 
 @lru_cache(maxsize=1)
-def _bf16_is_slow() -> bool:
+def bf16_is_slow() -> bool:
     """Whether this CPU multiplies bfloat16 slower than float32: x86 without AMX, except AMD's AVX512-BF16.
 
     Intel's vdpbf16ps has half the issue rate of its float32 multiply-add, so the two are equal at best.
@@ -42,7 +42,7 @@ def _bf16_is_slow() -> bool:
 
 
 def _widened(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
-    return dtype == torch.bfloat16 and device.type == "cpu" and rows >= _WIDE_ROWS and _bf16_is_slow()
+    return dtype == torch.bfloat16 and device.type == "cpu" and rows >= _WIDE_ROWS and bf16_is_slow()
 
 
 def linear_fwd(x, weight, bias, activation, residual, save, panels=None):

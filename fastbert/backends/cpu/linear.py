@@ -90,7 +90,7 @@ def linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias
             dbias.data_ptr() if need_dbias else 0,
             torch.get_num_threads(),
         )
-    # float32 needs no widening, and then copying for one product does not pay
+    # float32 needs neither widening nor pairs, and then copying for one product does not pay
     if dy.dtype == torch.float32:
         dx, dweight = g @ weight if need_dx else None, g.t() @ x if need_dweight else None
     else:

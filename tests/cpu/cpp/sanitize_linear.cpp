@@ -149,7 +149,7 @@ void check(std::int64_t rows, std::int64_t depth, std::int64_t columns, DType dt
     const Buffer dy = random_buffer(rows * columns, dtype), pre = random_buffer(rows * columns, dtype);
     const Options plain{Activation::kNone, false, false, false, gap};
     std::vector<Buffer> first;
-    for (const char* isa : {"avx2", "avx512"}) {
+    for (const char* isa : {"avx2", "avx512", "avx512_bf16"}) {
         if (!set_isa(isa)) continue;
         for (const int threads : {1, 3}) {
             std::vector<Buffer> results;

@@ -1,0 +1,214 @@
+// The product of linear layers in bf16, by AVX-512-BF16's product of pairs. Everything else is AVX-512's.
+//
+// Math       As in linear_simd.cpp: c = act(a b + bias) + residual. An element of a sum is a pair of bf16,
+//            {a[i][2 k], a[i][2 k + 1]} times {b[2 k][j], b[2 k + 1][j]}.
+// Tiling     A tile of 6 rows x 64 columns of c is held in 24 registers. A run of kSumDepth rows of a panel
+// (32
+//            KiB) stays in the L1 cache while all tiles of the task pass over it; meanwhile the next run is
+//            prefetched. Rows of a are read where they lie. A transposed a is copied in pairs, tile after
+//            tile; rows of an odd depth are copied too, since the element after the last one belongs to
+//            someone else and must weigh 0. Rows of b that are not in panels are copied run by run.
+// Precision  Sums in float, in runs of kSumDepth; an element is the same sum in every tile. Bias, activation
+//            and residual in float, rounded once. Subnormal elements count as 0 (vec_avx512_bf16.h).
+// Source     Intel, "Intel Architecture Instruction Set Extensions Programming Reference", VDPBF16PS.
+#include "linear_simd.h"
+
+namespace fastbert {
+namespace avx512 {
+extern const LinearKernels linear_kernels;
+}
+namespace FASTBERT_ISA {
+namespace {
+
+constexpr int kVectors = kPanel / kLanes;
+
+FASTBERT_INLINE Pairs broadcast_pair(const bf16* p) {
+    Pair pair;
+    __builtin_memcpy(&pair, p, sizeof pair);
+    return broadcast(pair);
+}
+
+// c (kRows x kPanel) = or += a times `depth` rows of a panel, an even number. Meanwhile it prefetches from
+// `ahead` on, `ahead_step` bytes per pair of rows.
+template <int kRows>
+__attribute__((noinline)) void tile(const bf16* a, std::int64_t row_stride, std::int64_t pair_stride,
+                                    const Pair* b, std::int64_t depth, float* c, bool accumulate,
+                                    const char* ahead, std::int64_t ahead_step) {
+    Vec sums[kRows][kVectors];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) sums[r][v] = zero();
+    for (std::int64_t k = 0; k < depth; k += 2, a += pair_stride, b += kPanel, ahead += ahead_step) {
+        __builtin_prefetch(ahead, 0, 2);
+        Pairs right[kVectors];
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) right[v] = load(b + v * kLanes, kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+            const Pairs left = broadcast_pair(a + r * row_stride);
+#pragma GCC unroll 8
+            for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(left, right[v], sums[r][v]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) {
+            float* const at = c + r * kPanel + v * kLanes;
+            store(at, accumulate ? add(load(at, kLanes), sums[r][v]) : sums[r][v], kLanes);
+        }
+}
+
+using Tile = void (*)(const bf16*, std::int64_t, std::int64_t, const Pair*, std::int64_t, float*, bool,
+                      const char*, std::int64_t);
+constexpr Tile kTiles[kTileRows] = {tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>};
+
+// Rows of b as a run of a panel: pairs of rows, with zeros after the last column and an odd last row.
+void pair_rows(const bf16* b, std::int64_t stride, std::int64_t depth, std::int64_t columns, Pair* out) {
+    constexpr int kTwo = 2 * kLanes;
+    for (std::int64_t k = 0; k < depth; k += 2, b += 2 * stride, out += kPanel) {
+        const int odd_rows = k + 1 < depth;
+        for (int j = 0; j < kPanel; j += kTwo) {
+            const int n = static_cast<int>(less(kTwo, columns - j));
+            const __m512i first = load_two(b + j, n), second = load_two(b + stride + j, odd_rows ? n : 0);
+            store(out + j, lower_pairs(first, second));
+            store(out + j + kLanes, upper_pairs(first, second));
+        }
+    }
+}
+
+// Rows of a one after the other, an odd depth filled with a zero.
+void copy_rows(const bf16* a, std::int64_t stride, std::int64_t rows, std::int64_t depth, bf16* out) {
+    for (std::int64_t i = 0; i < rows; ++i, a += stride, out += even(depth)) {
+        __builtin_memcpy(out, a, static_cast<std::size_t>(depth) * sizeof(bf16));
+        __builtin_memset(out + depth, 0, static_cast<std::size_t>(even(depth) - depth) * sizeof(bf16));
+    }
+}
+
+// A transposed a, tile after tile: each is [pairs of the depth][height of the tile], one run of memory. Whole
+// vectors are read where `readable` elements of a line allow it. What is stored too much is overwritten by
+// the next pairs or the next tile, or lies in the spare vector behind them.
+void pair_columns(const bf16* a, std::int64_t depth_stride, std::int64_t rows, std::int64_t readable,
+                  std::int64_t depth, Pair* out) {
+    std::int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+    for (std::int64_t i = 0, n; i < rows; i += n, --tiles) {
+        n = tile_height(rows - i, tiles);
+        const int wide = static_cast<int>(i + kLanes <= readable ? kLanes : n);
+        const bf16* line = a + i;
+        for (std::int64_t k = 0; k < depth; k += 2, line += 2 * depth_stride, out += n)
+            store(out,
+                  interleave(load_words(line, wide),
+                             k + 1 < depth ? load_words(line + depth_stride, wide) : _mm256_setzero_si256()));
+    }
+}
+
+// What tiles prefetch of the next run. Two rows of a panel fill four lines of the cache; each of the first
+// four tiles takes one line of every two rows, the others none.
+struct Ahead {
+    const char* from;
+    std::int64_t step;
+    // `stride`: of b, or 0 in panels.
+    Ahead(const bf16* run, std::int64_t stride)
+        : from(reinterpret_cast<const char*>(run)),
+          step(stride == 0 ? 4 * kLine : 4 * stride),
+          across_(stride == 0 ? kLine : 2 * stride - kLine) {}
+    void next_quarter() {
+        if (++quarter_ == 4) step = 0;
+        if (quarter_ < 4) from += quarter_ == 2 ? across_ : kLine;
+    }
+
+  private:
+    static constexpr std::int64_t kLine = 64;
+    std::int64_t across_;  // from the second line to the third
+    int quarter_ = 0;
+};
+
+// Where a task's copies lie: sums [rows][kPanel], a run of a panel, and a.
+struct Scratch {
+    std::int64_t sums, run, a;
+    Scratch(const Product& args, std::int64_t rows) {
+        const bool in_place = args.depth_stride == 1 && args.depth % 2 == 0;
+        sums = rows * kPanel;
+        run = args.panels != nullptr ? 0 : kSumDepth / 2 * kPanel;
+        a = in_place ? 0 : rows * even(args.depth) / 2 + kLanes;
+    }
+};
+
+std::int64_t product_scratch(const Product& args, std::int64_t rows, std::int64_t columns) {
+    if (args.dtype != DType::kBFloat16) return avx512::linear_kernels.product_scratch(args, rows, columns);
+    const Scratch scratch(args, rows);
+    return scratch.sums + scratch.run + scratch.a;
+}
+
+void product(const Product& args, const float* bias, std::int64_t row, std::int64_t row_end,
+             std::int64_t column, std::int64_t column_end, std::int64_t next_column, float* scratch) {
+    if (args.dtype != DType::kBFloat16)
+        return avx512::linear_kernels.product(args, bias, row, row_end, column, column_end, next_column,
+                                              scratch);
+    const std::int64_t rows = row_end - row, padded = even(args.depth);
+    const Scratch places(args, rows);
+    float* const sums = scratch;
+    Pair* const run = reinterpret_cast<Pair*>(sums + places.sums);
+    Pair* const copied = run + places.run;
+    const bool by_rows = args.depth_stride == 1;
+    const bf16* a = static_cast<const bf16*>(args.a) + row * args.row_stride;
+    std::int64_t row_stride = args.row_stride;
+    if (!by_rows) {
+        pair_columns(a, args.depth_stride, rows, args.rows - row, args.depth, copied);
+        row_stride = 2;
+    } else if (places.a != 0) {
+        copy_rows(a, row_stride, rows, args.depth, reinterpret_cast<bf16*>(copied));
+        row_stride = padded;
+    }
+    if (places.a != 0) a = reinterpret_cast<const bf16*>(copied);
+    for (std::int64_t j = column; j < column_end; j += kPanel) {
+        const std::int64_t columns = less(kPanel, args.columns - j);
+        for (std::int64_t k = 0; k < padded; k += kSumDepth) {
+            const std::int64_t depth = less(kSumDepth, padded - k);
+            const bool last = k + depth == padded;
+            // The next run: of this panel, of the next one, or of the next task's.
+            const std::int64_t next_k = last ? 0 : k + depth;
+            const std::int64_t next_j = !last ? j : j + kPanel < column_end ? j + kPanel : next_column;
+            const Pair* panel = run;
+            const bf16* next;
+            if (args.panels != nullptr) {
+                const bf16* const panels = static_cast<const bf16*>(args.panels);
+                panel = reinterpret_cast<const Pair*>(panels + j * padded + k * kPanel);
+                next = panels + next_j * padded + next_k * kPanel;
+            } else {
+                const bf16* const b = static_cast<const bf16*>(args.b);
+                pair_rows(b + k * args.b_stride + j, args.b_stride, less(depth, args.depth - k), columns,
+                          run);
+                next = b + next_k * args.b_stride + next_j;
+            }
+            std::int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+            Ahead ahead(next, args.panels != nullptr ? 0 : args.b_stride);
+            for (std::int64_t i = 0, n; i < rows; i += n, --tiles) {
+                n = tile_height(rows - i, tiles);
+                const bf16* const tile_a = by_rows ? a + i * row_stride + k : a + i * padded + k * n;
+                float* const c = sums + (padded > kSumDepth ? i * kPanel : 0);
+                kTiles[n - 1](tile_a, row_stride, by_rows ? 2 : 2 * n, panel, depth, c, k > 0, ahead.from,
+                              ahead.step);
+                ahead.next_quarter();
+                if (last)
+                    kFinish<bf16>[static_cast<int>(args.activation)](args, bias, c, kPanel, row + i, n, j,
+                                                                     columns);
+            }
+        }
+    }
+}
+
+void make_panel(const ToPanels& args, std::int64_t panel) { avx512::linear_kernels.make_panel(args, panel); }
+
+void activation_bwd(const ActivationBwd& args, std::int64_t begin, std::int64_t end, float* partial) {
+    avx512::linear_kernels.activation_bwd(args, begin, end, partial);
+}
+
+}  // namespace
+
+extern const LinearKernels linear_kernels;
+const LinearKernels linear_kernels = {make_panel, product_scratch, product, activation_bwd};
+
+}  // namespace FASTBERT_ISA
+}  // namespace fastbert

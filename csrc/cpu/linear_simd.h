@@ -1,0 +1,58 @@
+// What both products of linear layers share: the height of tiles, the length of float sums, and the epilogue.
+// Included by linear_simd.cpp, which multiplies floats, and by linear_bf16_simd.cpp, which multiplies pairs
+// of bf16.
+#pragma once
+
+#include "activation.h"
+#include "linear.h"
+
+namespace fastbert {
+namespace FASTBERT_ISA {
+namespace {
+
+constexpr int kTileRows = 6;
+// The depth of one float sum; longer sums are added up from these.
+constexpr std::int64_t kSumDepth = 256;
+
+FASTBERT_INLINE std::int64_t less(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+
+template <class T>
+constexpr bool kIsFloat = sizeof(T) == 4;
+
+// Tiles of nearly equal height: a tile of one row would wait for its own sums.
+FASTBERT_INLINE std::int64_t tile_height(std::int64_t rows, std::int64_t tiles) {
+    return (rows + tiles - 1) / tiles;
+}
+
+// Bias, activation, residual and rounding of `rows` rows of c from `row` on, columns [column, column + n).
+template <class T, Activation kind>
+void finish(const Product& args, const float* bias, const float* c, std::int64_t c_stride, std::int64_t row,
+            std::int64_t rows, std::int64_t column, std::int64_t columns) {
+    for (std::int64_t r = 0; r < rows; ++r, c += c_stride) {
+        const std::int64_t at = (row + r) * args.columns + column;
+        for (std::int64_t j = 0; j < columns; j += kLanes) {
+            const int n = static_cast<int>(less(columns - j, kLanes));
+            Vec z = load(c + j, kLanes);
+            if (bias != nullptr) z = add(z, load(bias + column + j, kLanes));
+            if (args.pre != nullptr) store(static_cast<T*>(args.pre) + at + j, z, n);
+            z = activate<kind>(z, kIsFloat<T>);
+            if (args.residual != nullptr) {
+                const T* residual = static_cast<const T*>(args.residual);
+                z = add(z, load(residual + (row + r) * args.residual_stride + column + j, n));
+            }
+            store(static_cast<T*>(args.c) + at + j, z, n);
+        }
+    }
+}
+
+template <class T>
+using Finish = void (*)(const Product&, const float*, const float*, std::int64_t, std::int64_t, std::int64_t,
+                        std::int64_t, std::int64_t);
+template <class T>
+constexpr Finish<T> kFinish[] = {finish<T, Activation::kNone>,     finish<T, Activation::kGelu>,
+                                 finish<T, Activation::kGeluTanh>, finish<T, Activation::kRelu>,
+                                 finish<T, Activation::kSilu>,     finish<T, Activation::kTanh>};
+
+}  // namespace
+}  // namespace FASTBERT_ISA
+}  // namespace fastbert
