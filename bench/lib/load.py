@@ -56,7 +56,7 @@ CANDIDATES = (
     "openvino-bf16",
 )
 PAUSE_SECONDS = 0.05  # before each sample: idle threads fall asleep, the scheduler sees the neighbour
-LEAST_SECONDS = 0.1  # of a sample: many turns of the scheduler
+LEAST_SECONDS = 0.4  # of a sample: many turns of the scheduler. With 0.1 half of the rows were too noisy
 LEAST_ALLOWANCE = 0.05
 # What a process runs: the package of checkout 1, the benchmarks of checkout 2.
 CODE = """
