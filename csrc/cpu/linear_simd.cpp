@@ -11,6 +11,8 @@ namespace {
 // A tile of c is held in registers: 6 x 64 in 24 of AVX-512's 32, 6 x 16 in 12 of AVX2's 16.
 constexpr int kTileVectors = kLanes == 16 ? 4 : 2;
 constexpr int kTileColumns = kTileVectors * kLanes;
+// The depth of one float sum; longer sums are added up from these.
+constexpr std::int64_t kSumDepth = 128;
 static_assert(kPanel % kTileColumns == 0, "a panel is a whole number of tiles wide");
 constexpr std::int64_t kMaxDepth = 1024;  // depth of one pass over a panel: in float it stays in the L2 cache
 constexpr std::int64_t kMaxColumns = 1024;  // columns whose partial sums are kept over several passes
@@ -58,6 +60,17 @@ __attribute__((noinline)) void tile(const float* a, std::int64_t row_stride, std
         for (int v = 0; v < kTileVectors; ++v) {
             float* const at = c + r * c_stride + v * kLanes;
             store(at, accumulate ? add(load(at, kLanes), sums[r][v]) : sums[r][v], kLanes);
+        }
+}
+
+// c (rows x kPanel) = or += the sums of one pass over the depth. Passes have sums of their own for the same
+// reason as tiles.
+FASTBERT_INLINE void add_pass(const float* pass, std::int64_t rows, bool accumulate, float* c,
+                              std::int64_t c_stride) {
+    for (std::int64_t r = 0; r < rows; ++r, pass += kPanel, c += c_stride)
+        for (int j = 0; j < kPanel; j += kLanes) {
+            const Vec v = load(pass + j, kLanes);
+            store(c + j, accumulate ? add(load(c + j, kLanes), v) : v, kLanes);
         }
 }
 
@@ -170,14 +183,19 @@ void product_of(const Product& args, const float* bias, std::int64_t row, std::i
                     const std::int64_t row_stride = !by_rows ? 1 : kIsFloat<T> ? args.row_stride : step;
                     const std::int64_t depth_stride = by_rows ? 1 : n;
                     const float* const tile_a = left + i * (by_rows ? row_stride : depth);
-                    float* c = once ? buffer : sums + i * width + j - first;
-                    const std::int64_t c_stride = once ? kPanel : width;
+                    float* c = buffer;
+                    std::int64_t c_stride = kPanel;
                     for (std::int64_t d = 0; d < depth; d += kSumDepth)
                         for (int part = 0; part < kPanel; part += kTileColumns)
                             kTiles[n - 1](tile_a + d * depth_stride, row_stride, depth_stride,
                                           panel + d * kPanel + part, less(kSumDepth, depth - d), c + part,
-                                          c_stride, k + d > 0, ahead + d * pace, pace);
+                                          c_stride, d > 0, ahead + d * pace, pace);
                     ahead += depth * pace;
+                    if (!once) {
+                        c = sums + i * width + j - first;
+                        c_stride = width;
+                        add_pass(buffer, n, k > 0, c, c_stride);
+                    }
                     if (k + step >= args.depth)
                         kFinish<T>[static_cast<int>(args.activation)](args, bias, c, c_stride, row + i, n, j,
                                                                       columns);

@@ -11,8 +11,6 @@ namespace FASTBERT_ISA {
 namespace {
 
 constexpr int kTileRows = 6;
-// The depth of one float sum; longer sums are added up from these.
-constexpr std::int64_t kSumDepth = 256;
 
 FASTBERT_INLINE std::int64_t less(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 

@@ -21,8 +21,10 @@ def _fault(name: str, old: str, new: str, file: str = _SIMD) -> Fault:
 FAULTS = (
     # the product: tiles, sums, passes
     _fault("a product left out of a long sum", "less(kSumDepth, depth - d)", "less(kSumDepth - 1, depth - d)"),
-    _fault("long sums overwritten", "c_stride, k + d > 0, ahead", "c_stride, d > 0, ahead"),
-    _fault("one long sum in float", "kSumDepth = 256;", "kSumDepth = 1 << 20;", _SHARED),
+    _fault("sums of a pass overwritten", "c_stride, d > 0, ahead", "c_stride, false, ahead"),
+    _fault("long sums overwritten", "add_pass(buffer, n, k > 0, c", "add_pass(buffer, n, false, c"),
+    _fault("passes run on in one sum", "c_stride, d > 0, ahead", "c_stride, k + d > 0, ahead"),
+    _fault("one long sum in float", "kSumDepth = 128;", "kSumDepth = 1 << 20;"),
     _fault("second run of a sum from the first panel row", "panel + d * kPanel + part", "panel + part"),
     _fault("second run of a sum from a's first element", "kTiles[n - 1](tile_a + d * depth_stride,", "kTiles[n - 1](tile_a,"),
     _fault("later passes from b's first row", "+ j * padded + k * kPanel;", "+ j * padded;"),

@@ -24,7 +24,7 @@ FAULTS = (
     _fault("gathered pairs of another height", "by_rows ? 2 : 2 * n, panel", "by_rows ? 2 : 2 * kTileRows, panel"),
     _fault("runs overwrite each other", "panel, depth, c, k > 0,", "panel, depth, c, false,"),
     _fault("first run added to old sums", "panel, depth, c, k > 0,", "panel, depth, c, true,"),
-    _fault("sums of all tiles in one place", "sums + (padded > kSumDepth ? i * kPanel : 0)", "sums"),
+    _fault("sums of all tiles in one place", "sums + (padded > kRunDepth ? i * kPanel : 0)", "sums"),
     _fault("later runs from a's first column", "by_rows ? a + i * row_stride + k :", "by_rows ? a + i * row_stride :"),
     _fault("later runs from a's first column, gathered", "a + i * padded + k * n;", "a + i * padded;"),
     _fault("later runs from the panel's first row", "panels + j * padded + k * kPanel);", "panels + j * padded);"),
@@ -36,7 +36,7 @@ FAULTS = (
     # odd depths, copies
     _fault("an odd last element's partner read", "args.depth_stride == 1 && args.depth % 2 == 0;", "args.depth_stride == 1;"),
     _fault("an odd last element's partner not zeroed", "__builtin_memset(out + depth, 0,", "__builtin_memset(out + depth, 0xff,"),
-    _fault("an odd last row dropped", "k < padded; k += kSumDepth", "k < args.depth / 2 * 2; k += kSumDepth"),
+    _fault("an odd last row dropped", "k < padded; k += kRunDepth", "k < args.depth / 2 * 2; k += kRunDepth"),
     _fault("the row behind an odd last one read", "odd_rows ? n : 0)", "n)"),
     _fault("the line behind an odd last one read", "k + 1 < depth ? load_words(line + depth_stride, wide) : _mm256_setzero_si256()", "load_words(line + depth_stride, wide)"),
     _fault("a line paired with itself", "load_words(line + depth_stride, wide)", "load_words(line, wide)"),

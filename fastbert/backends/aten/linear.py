@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import platform
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
 from fastbert.ops.activation import activate_eager, slope_ref
 from fastbert.ops.checks import FLOATS, compute_dtype
+from fastbert.runtime.processor import amd_family
 
 DTYPES = FLOATS
 
@@ -36,9 +36,7 @@ def bf16_is_slow() -> bool:
     )
     if amx is None or bf16 is None:  # private names of PyTorch >= 2.6
         return False
-    cpuinfo = Path("/proc/cpuinfo")
-    amd = cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text()
-    return not amx() and not (amd and bf16())
+    return not amx() and not (amd_family() is not None and bf16())
 
 
 def _widened(rows: int, dtype: torch.dtype, device: torch.device) -> bool:

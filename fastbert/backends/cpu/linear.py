@@ -14,11 +14,21 @@ from fastbert.ops.activation import CODES
 from fastbert.runtime.dispatch import plain
 from fastbert.runtime.loader import address
 from fastbert.runtime.loader import extension as _C
+from fastbert.runtime.processor import amd_family
 
 DTYPES = STORED
 
 # The fewest rows for which making panels for one product costs less than it gains.
 _PANEL_ROWS = 32
+
+
+def mkl_leads() -> bool:
+    """Whether MKL's products in float32 are faster than ours where nothing is prepared (csrc/cpu/NOTES.md).
+
+    On AMD's processors MKL uses no AVX-512. From Zen 5 on that is half the rate.
+    """
+    family = amd_family()
+    return family is None or family < 26 or not _C.cpu_isa().startswith("avx512")
 
 
 def _strides(m: torch.Tensor) -> tuple[int, int]:
@@ -90,8 +100,8 @@ def linear_bwd(dy, x, weight, pre, activation, need_dx, need_dweight, need_dbias
             dbias.data_ptr() if need_dbias else 0,
             torch.get_num_threads(),
         )
-    # float32 needs neither widening nor pairs, and then copying for one product does not pay
-    if dy.dtype == torch.float32:
+    # float32 needs neither widening nor pairs, and then copying for one product pays beside a slow MKL only
+    if dy.dtype == torch.float32 and mkl_leads():
         dx, dweight = g @ weight if need_dx else None, g.t() @ x if need_dweight else None
     else:
         dx = _product(g, weight, weight.shape[1]) if need_dx else None
