@@ -1,5 +1,7 @@
 """The rows of `bench/results` beside what the model predicts for them, and the fit of its constants.
 
+Of the suite's runs the newest row of each benchmark, unless it is too noisy for a claim or wrong.
+
 Ours only: rows of other engines are not predicted, nor are ops that one of torch's backends serves, nor rows
 whose file records no roofs or whose lengths are not in it. FITTED says which rows the constants come from;
 all others are a check.
@@ -17,12 +19,14 @@ from pathlib import Path
 
 import torch
 
-from bench.lib import workloads
+from bench.lib import results, workloads
 from bench.lib.costs import counts as costs
 from bench.lib.costs.counts import BACKWARD, FORWARD, OPTIMIZER, Work
-from bench.lib.costs.devices import GIB, Device, of_file
+from bench.lib.costs.devices import GIB, Device, of_file, of_run
 from bench.lib.engines import MODELS
 
+# what stands for the file of a row of the suite, whose files follow one another
+SUITE = "the suite"
 # the most that a forward or a training step may be off
 WITHIN = 0.25
 ENGINES = ("fastbert", "fastbert_graphs", "accelerated")
@@ -51,6 +55,9 @@ KNOWN = {
         "fp32 took 20.1 ms and bf16 11.9 ms, though this processor computes both in fp32; the row's spread "
         "is 24%; why fp32 is slow there is not known"
     ),
+    (SUITE, "encoder-minilm-8x128-fastbert-fp32"): "REASON",
+    (SUITE, "latency-minilm-1x128-fastbert-bf16"): "REASON",
+    (SUITE, "latency-minilm-1x128-fastbert-int8"): "REASON",
 }
 
 
@@ -102,7 +109,8 @@ def read(paths: Iterable[Path]) -> tuple[list[Compared], Counter]:
     """(every row of these result files that can be predicted, how many could not, per reason)."""
     found: list[Compared] = []
     left_out: Counter = Counter()
-    for path in paths:
+    suite = [path for path in paths if path.match(results.SUITE_FILES)]
+    for path in (path for path in paths if path not in suite):
         data = json.loads(path.read_text())
         ok = [row for row in data.get("rows", ()) if row.get("status") == "ok" and of_ours(row)]
         device = device_of(path)
@@ -113,7 +121,24 @@ def read(paths: Iterable[Path]) -> tuple[list[Compared], Counter]:
                 reason = "no roofs recorded" if device is None else "the model has no prediction for it"
                 left_out[f"{row['step']} {where}: {reason}"] += 1
             found += compared
+    for row, run in newest(map(results.read, suite)):
+        try:
+            found += compare(SUITE, row, of_run(run))
+        except ValueError as error:
+            left_out[f"{row['step']} in {run.path.parent.name}: {error}"] += 1
     return found, left_out
+
+
+def newest(runs: Iterable[results.Run]) -> Iterator[tuple[dict, results.Run]]:
+    """(row as a script's file has it, its run): of each machine the newest one of each benchmark of ours."""
+    last: dict[tuple[str, str, str], tuple[dict, results.Run]] = {}
+    for run in sorted(runs, key=lambda run: run.date):
+        for each in () if run.smoke else run.benchmarks:
+            row = {**each.extra, "name": f"{each.group}-{each.candidate}", "median_ms": each.seconds * 1e3}
+            # of MLPerf's workloads the suite times a part of the batch
+            if of_ours(row) and each.extra["correct"] and each.kind != "mlperf":
+                last[run.path.parent.name, each.group, each.candidate] = row, run
+    return (found for found in last.values() if not found[0]["noisy"])
 
 
 def of_ours(row: dict) -> bool:
@@ -237,7 +262,7 @@ def drawing(rows: list[Compared]) -> Iterator[float]:
     for row in rows:
         if row.fitted and row.step == "attention":
             same = row.workload, row.tag
-            plain = [r for r in rows if r.step == "op, attention"]
+            plain = [r for r in rows if r.step == "op, attention" and r.fitted]
             without = sum(r.measured for r in plain if (r.workload, r.tag) == same)
             draw = next(work for work in row.works if work.kind == "draw")
             yield (row.measured - without) * 1e-3 / row.device.terms(draw)[0][1]

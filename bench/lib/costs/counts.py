@@ -23,6 +23,8 @@ ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1}
 EIGHT_BIT = ("int8", "fp8")
 # not a dtype: products of fp32 that the cpu backend leaves to torch's library, which has a roof of its own
 LIBRARY = "fp32 library"
+# not a dtype: products of bf16 on a CPU; their roof is bf16's where pairs are multiplied, else fp32's
+PAIRS = "bf16 pairs"
 # BERT's table of positions and of token types
 POSITIONS, TYPES = 512, 2
 # share of the tokens that have a label in pre-training
@@ -96,9 +98,9 @@ class Precision:
 def precision(tag: str, on_gpu: bool, train: bool) -> Precision:
     """The dtypes that `tag` means.
 
-    8-bit products read and write fp32 on a CPU, bf16 on a GPU; attention is never 8-bit. On a CPU the
-    products of half precision are those of fp32: csrc/cpu/linear_simd.cpp widens both factors. There fp32's
-    own gradients and vocabularies are LIBRARY's.
+    8-bit products read and write fp32 on a CPU, bf16 on a GPU; attention is never 8-bit. On a CPU fp16's
+    products are those of fp32, because csrc/cpu/linear_simd.cpp widens both factors, and bf16's are PAIRS.
+    There fp32's own gradients and vocabularies are LIBRARY's.
 
     Raises:
         ValueError: for a dtype that is unknown or cannot train.
@@ -112,7 +114,7 @@ def precision(tag: str, on_gpu: bool, train: bool) -> Precision:
         attention, io = ("bf16", 2) if on_gpu else ("fp32", 4)
         return Precision(tag, attention, io, 1, 4 if train else io, tag)
     io = ITEMSIZE[tag]
-    arithmetic = tag if on_gpu else "fp32"
+    arithmetic = tag if on_gpu else PAIRS if tag == "bf16" else "fp32"
     gradients = LIBRARY if tag == "fp32" and not on_gpu else arithmetic
     return Precision(arithmetic, tag, io, io, 4 if train else io, gradients)
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.lib import lines, roofs
-from bench.lib.costs.counts import BACKWARD, EIGHT_BIT, LIBRARY, Work
+from bench.lib.costs.counts import BACKWARD, EIGHT_BIT, LIBRARY, PAIRS, Work
+from bench.lib.results import Run
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 GIB = 2.0**30
@@ -116,7 +117,7 @@ class Device:
     Attributes:
         name: of the device.
         kind: "cpu" or "gpu".
-        gflops, gbytes: the roofs: GFLOP/s by dtype, on a CPU also of LIBRARY; GB/s of memory.
+        gflops, gbytes: the roofs: GFLOP/s by dtype, on a CPU also of LIBRARY and PAIRS; GB/s of memory.
         measured: whether the roofs were measured.
         source: the file or datasheet.
         memory_gib: of one GPU, or None.
@@ -218,7 +219,7 @@ def of_file(path: Path) -> Device:
         if rates and (tag == "fp8" or kind == "cpu"):
             gflops[tag] = max(rates)
     if kind == "cpu":
-        gflops.setdefault(LIBRARY, gflops["fp32"])
+        gflops = _of_cpu(gflops)
     sheet = next((s for key, s in DATASHEETS.items() if key in name.lower()), None)
     memory = environment.get("memory_bytes", 0) / GIB if kind == "gpu" else 0
     return Device(
@@ -231,6 +232,30 @@ def of_file(path: Path) -> Device:
         memory_gib=memory or (gib(sheet) if sheet and kind == "gpu" else None),
         link=sheet.nvlink / 2 if sheet and kind == "gpu" else None,
         shares=SHARES[kind],
+    )
+
+
+def _of_cpu(gflops: dict[str, float]) -> dict[str, float]:
+    """A CPU's roofs with those of LIBRARY and PAIRS."""
+    fp32, bf16 = gflops["fp32"], gflops.get("bf16", 0.0)
+    # as csrc/cpu/isa.cpp chooses: where pairs are hardly faster, they are widened
+    return {LIBRARY: fp32, PAIRS: bf16 if bf16 > 1.5 * fp32 else fp32} | gflops
+
+
+def of_run(run: Run) -> Device:
+    """The CPU of a run of the suite. Raises ValueError where it recorded no roofs, or is of a GPU."""
+    if run.roofs is None or run.machine["device_type"] != "cpu":
+        raise ValueError(f"run: got {run.path.name}, expected one of a CPU with its roofs")
+    return Device(
+        name=run.machine["device"],
+        kind="cpu",
+        gflops=_of_cpu(dict(run.roofs.gflops)),
+        gbytes=run.roofs.gbytes,
+        measured=True,
+        source=run.path.name,
+        memory_gib=None,
+        link=None,
+        shares=CPU,
     )
 
 

@@ -29,8 +29,10 @@ def close_team():
 
 def encoder_layer_weights(linears, norms, scratch=None):
     """What `encoder_layer_fwd` takes: the numbers for csrc/bindings/encoder_layer.cpp, the instruction set
-    that 8-bit panels were made for, the tensors behind the numbers, and `scratch`.
+    that 8-bit panels were made for, the tensors behind the numbers, `scratch`, and (hidden, inner): panels
+    are rounded up, so their size does not tell.
     """
+    sizes = tuple(linears[-1][0].shape)
     linears, norms = (
         [[t if t is None else plain(t) for t in one] for one in all_of_them]
         for all_of_them in (_with_panels(linears, scratch), norms)
@@ -42,7 +44,7 @@ def encoder_layer_weights(linears, norms, scratch=None):
             numbers += 2 * _NOTHING
     for weight, bias in norms:
         numbers += (*vector(weight), *vector(bias))
-    return tuple(numbers), isa, tuple(chain(*linears, *norms)), scratch
+    return tuple(numbers), isa, tuple(chain(*linears, *norms)), scratch, sizes
 
 
 def _with_panels(linears, scratch):
@@ -73,13 +75,13 @@ def _memory(scratch, place, size, like):
 def encoder_layer_fwd(
     x, weights, cu_seqlens, max_seqlen, nheads, inner, softmax_scale, bias, gate, activation, eps, out=None
 ):
-    numbers, isa, held, scratch = weights
+    numbers, isa, held, scratch, made_for = weights
     if isa != _C.cpu_isa():
         raise RuntimeError(f"weights: panels made for {isa}, and {_C.cpu_isa()} is in use now")
     total, hidden = x.shape
     last, scale, _, norm = held[-7:-3]  # of the output layer, and of the norm after attention
     size_of = _C.cpu_linear_panels_size if scale is None else _C.cpu_linear_int8_panels_size
-    if norm.shape != (hidden,) or last.numel() != size_of(inner, hidden):
+    if made_for != (hidden, inner) or norm.shape != (hidden,) or last.numel() != size_of(inner, hidden):
         raise ValueError(f"weights: expected those of a layer from {hidden} to {inner} columns and back")
     batch = cu_seqlens.shape[0] - 1
     cu_seqlens = cu_seqlens.contiguous()
