@@ -141,9 +141,14 @@ def in_order(runs: Iterable[Run]) -> list[Run]:
 
 
 def newest(results: Path = RESULTS) -> Iterator[Run]:
-    """Of each device's folder the latest run of the suite, by the folders' names. Raises as `read`."""
+    """Of each device's folder the latest run of the suite, by the folders' names. Raises as `read`.
+
+    A run of a part of it does not count: one with less than half of the benchmarks of the largest.
+    """
     for folder in sorted(path for path in results.iterdir() if path.is_dir()):
-        yield from read_all(folder)[-1:]
+        runs = read_all(folder)
+        most = max((len(run.benchmarks) for run in runs), default=0)
+        yield from [run for run in runs if 2 * len(run.benchmarks) >= most][-1:]
 
 
 def of_rows(data: Mapping[str, Any], path: Path) -> Run:

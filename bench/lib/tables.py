@@ -1,4 +1,4 @@
-"""The generated table of bench/README.md: of each device the newest run of the suite in bench/results."""
+"""The generated table of bench/README.md: of each device the newest run of the whole suite."""
 
 from __future__ import annotations
 
@@ -173,7 +173,8 @@ def sections(folder: Path = results.RESULTS) -> dict[str, list[str]]:
     if not runs:
         return {SECTION: ["`bench/results/` holds no run of the suite yet."]}
     text = [
-        "Of each device the newest run. `×`: times the peer's speed, in the same precision and run. "
+        "Of each device the newest run of the whole suite. "
+        "`×`: times the peer's speed, in the same precision and run. "
         "`~`, `noisy`: the quartiles are too far apart for a claim. "
         "Of ops: the backend that serves by default.",
         "",

@@ -75,6 +75,17 @@ def test_the_newest_run_of_each_device(tmp_path):
     assert [run.date for run in results.read_all(tmp_path / "b")] == [days[0], days[2]]
 
 
+def test_a_run_of_a_part_is_not_the_newest(tmp_path):
+    first = written(tmp_path / "a", 1, date="2026-11-01T10:00:00+00:00")
+    part = json.loads(first.read_text())
+    last = part["benchmarks"][-1]["group"]
+    part["benchmarks"] = [each for each in part["benchmarks"] if each["group"] == last]
+    part["datetime"] = "2026-11-02T10:00:00+00:00"
+    (first.parent / first.name.replace("0001", "0002")).write_text(json.dumps(part))
+    assert len(results.read_all(tmp_path / "a")) == 2
+    assert [run.date for run in results.newest(tmp_path)] == ["2026-11-01T10:00:00+00:00"]
+
+
 # each: where a value is put, or None to take the key away, and what the error says
 FAULTS = [
     ("commit_info.id", "unversioned", "commit_info.id: got 'unversioned', expected a commit"),
