@@ -382,6 +382,9 @@ BEFORE = {"cpu-fp32": 1.0, "cpu-bf16": 0.5, "torch-fp32": 2.0, "aten-fp32": 2.2}
             "0 of ours",
         ),
         (BEFORE | {"torch-fp32": 4.0}, 0, "0 of ours are slower"),  # a peer's own matter
+        # peers that drift by 8% hide nothing; where they are 15% slower it is the machine
+        (BEFORE | {"cpu-fp32": 1.2, "torch-fp32": 2.16, "aten-fp32": 2.376}, 1, "1 of ours are slower"),
+        (BEFORE | {"cpu-fp32": 1.2, "torch-fp32": 2.3, "aten-fp32": 2.53}, 0, "0 of ours are slower"),
         (BEFORE | {"cpu-fp32": 0.7}, 0, "1 faster"),
         ({name: t for name, t in BEFORE.items() if name != "cpu-fp32"}, 1, "1 gone"),
         (BEFORE | {"cpu-fp16": 1.0}, 0, "0 gone"),
