@@ -481,7 +481,8 @@ def _place_beside(directory: Path, overwrite: bool) -> Iterator[Path]:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
-        of_input = error.errno is None or not str(error.filename or folder).startswith(str(parent))
-        if of_input and not isinstance(error, CorpusError):
+        # of an input file, which the error names; a full disk names none
+        ours = str(parent / f".{directory.name}.")
+        if error.errno is None or not str(error.filename or ours).startswith(ours):
             raise
         raise CorpusError(f"{directory}: could not be written: {cause(error)}") from error
