@@ -189,8 +189,12 @@ def group_of(item: pytest.Item) -> str:
     return "-".join([name, *others])
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what was not asked for, and note who is in which group."""
+    """Leave out what was not asked for, and note who is in which group.
+
+    Last, after pytest's own `-k`: what that deselects is not measured either.
+    """
     check_names(config, items)
     collected = [*items]
     kept = [item for item in items if wanted(item, config)]
