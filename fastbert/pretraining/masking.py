@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastbert.pretraining.draws import Draws
+from fastbert.training.draws import Draws
 
 IGNORED = -100  # the label of a token that is not predicted
 UNITS = ("token", "word", "ngram", "span")

@@ -1,1 +1,1 @@
-"""Training: optimizers and learning rates. For every trainer, whatever it trains on."""
+"""Training: the loop and what it stands on, for every trainer, whatever it trains on. Start with `loop.py`."""

@@ -4,7 +4,7 @@ from tests.support.mutation import Fault, Suite
 
 _CORPUS = "fastbert/pretraining/corpus.py"
 _DOCUMENTS = "fastbert/pretraining/documents.py"
-_DRAWS = "fastbert/pretraining/draws.py"
+_DRAWS = "fastbert/training/draws.py"
 _MASKING = "fastbert/pretraining/masking.py"
 _VOCABULARY = "fastbert/pretraining/vocabulary.py"
 

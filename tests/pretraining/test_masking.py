@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fastbert.pretraining.draws import Draws
+from fastbert.training.draws import Draws
 from fastbert.pretraining.masking import IGNORED, UNITS, Masking, Vocabulary
 
 VOCABULARY = Vocabulary(1000, 4, (0, 2, 3))

@@ -11,6 +11,7 @@ from fastbert.layers.modules import attach, part
 from fastbert.models.config import EncoderConfig
 from fastbert.models.families import Family
 from fastbert.models.heads.masked_lm import MaskedLMModel
+from fastbert.models.heads.task_model import Encoded
 from fastbert.models.labels import check_classes, sequence_loss
 from fastbert.models.outputs import ModelOutput, PreTrainingOutput
 
@@ -44,6 +45,16 @@ class BertForPreTraining(MaskedLMModel):
     def reads_pooler(family: Family) -> bool:
         """Always."""
         return True
+
+    @property
+    def pair_head(self) -> nn.Module:
+        """The layer whose outputs are the classes of a pair."""
+        return part(self, self.family.next_sentence)
+
+    def pair_logits(self, encoded: Encoded) -> Tensor:
+        """(batch, 2)."""
+        pooled = self.dropout(self.pooled(encoded), self.family.next_sentence_dropout_key)
+        return apply_linear(self.pair_head, pooled)
 
     def forward(
         self,
@@ -97,8 +108,7 @@ class BertForPreTraining(MaskedLMModel):
         words, words_loss = self.logits_and_loss(
             encoded, labels if both else None, count, output_logits, "prediction_logits"
         )
-        pooled = self.dropout(self.pooled(encoded), self.family.next_sentence_dropout_key)
-        pair = apply_linear(part(self, self.family.next_sentence), pooled)
+        pair = self.pair_logits(encoded)
         loss = None
         if next_sentence_label is not None:
             pair_loss = sequence_loss(self.pair_label, pair, next_sentence_label)

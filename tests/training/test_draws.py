@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fastbert.pretraining.draws import Draws, Order, key_of
+from fastbert.training.draws import Draws, Order, key_of
 
 
 def test_the_stream_is_philox_and_stays_so():
@@ -93,7 +93,7 @@ def test_a_huge_order_needs_no_memory():
 
 def test_another_process_draws_the_same():
     code = (
-        "from fastbert.pretraining.draws import *; "
+        "from fastbert.training.draws import *; "
         "print(Draws(key_of('a', 1), 2, 3).below(1000, 5).tolist(), [Order(77, 5)[i] for i in range(5)])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,0 +1,244 @@
+"""Masked-language modelling, with or without a class per pair of sentences. BERT's, RoBERTa's and ALBERT's.
+
+An objective has two halves. `Objective` makes examples, of arrays alone; worker processes run it. `Losses` is
+the module that is trained: a model, and heads that only this objective needs.
+
+    loss = mean over the predicted tokens of -log p(token)  +  mean over the pairs of -log p(class)
+
+Both means are over all of a step's tokens and pairs; the loop sees to that (training/loop.py).
+
+Source: Devlin et al. 2018, "BERT", sec. 3.1; Liu et al. 2019, "RoBERTa"; Lan et al. 2019, "ALBERT".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fastbert.layers.linear import apply_linear
+from fastbert.layers.modules import part
+from fastbert.models.base import PreTrainedModel, class_of
+from fastbert.models.config import EncoderConfig
+from fastbert.models.heads.pretraining import BertForPreTraining
+from fastbert.models.heads.task_model import Encoded
+from fastbert.ops.cross_entropy import cross_entropy
+from fastbert.pretraining.formats import Example, Format, Plan
+from fastbert.pretraining.masking import IGNORED, Masked, Masking, Vocabulary
+from fastbert.training.draws import Draws, key_of
+from fastbert.training.stream import Batch
+from fastbert.training.work import encoder_work, vocabulary_work
+
+
+@dataclass(frozen=True)
+class MaskedExample:
+    """A sequence whose masks are drawn.
+
+    Attributes:
+        masked: what the model sees, and its labels.
+        token_types: (length,).
+        label: of the pair of sentences; -100 for none.
+        more: what an objective adds.
+    """
+
+    masked: Masked
+    token_types: np.ndarray
+    label: int
+    more: Any = None
+
+
+class Losses(nn.Module):
+    """The module that is trained. Its `forward` returns a mean for each loss, and how many were right.
+
+    Attributes:
+        model: the model that is saved.
+        exports: folder -> model: the models of a checkpoint, as HuggingFace directories. All other parameters
+            are heads of the objective, which only its checkpoints have.
+        weights: loss -> its weight in the sum; 1 for those that are not named.
+    """
+
+    exports: Mapping[str, PreTrainedModel]
+    weights: Mapping[str, float]
+
+    def forward(
+        self, inputs: dict[str, Any], measure: bool = False
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(loss -> mean, loss -> number of right predictions if `measure`).
+
+        Args:
+            inputs: of a `Batch`, as tensors.
+        """
+        raise NotImplementedError
+
+    def work(self, batch: Batch) -> float:
+        """Floating-point operations of a training step on a micro-batch (training/work.py)."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Examples of masked-language modelling; see the module.
+
+    Attributes:
+        format: which sentences make a sequence.
+        masking: which tokens are predicted.
+        seed: of the masks.
+        static: None: new masks in every epoch; n: those of an epoch modulo n, pairs of sentences included, as
+            Google's `dupe_factor`.
+    """
+
+    format: Format
+    masking: Masking = field(default_factory=Masking)
+    seed: int = 0
+    static: int | None = None
+
+    causal: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.static is not None and (type(self.static) is not int or self.static < 1):
+            raise ValueError(f"static: expected an integer >= 1 or None, got {self.static!r}")
+
+    # -- examples: training.stream.Source ----------------------------------------------------------------------
+
+    @cached_property
+    def hash(self) -> str:
+        """Of all that examples depend on."""
+        described = {key: value for key, value in vars(self.format).items() if key != "corpus"}
+        parts = [type(self).__name__, type(self.format).__name__, described, asdict(self.masking)]
+        own = {key: getattr(self, key) for key in ("seed", "static")}
+        text = json.dumps([*parts, own], sort_keys=True, default=str)
+        return f"{key_of(self.format.corpus.hash, text):032x}"
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The ids that masking writes."""
+        corpus = self.format.corpus
+        return Vocabulary(corpus.vocab_size, corpus.special_ids["mask"], tuple(corpus.special_ids.values()))
+
+    def plan(self, epoch: int) -> Plan:
+        """The sequences of an epoch."""
+        return self.format.plan(self._epoch(epoch))
+
+    def example(self, plan: Plan, epoch: int, index: int) -> MaskedExample:
+        """One sequence with its masks."""
+        draws = Draws(key_of(self.format.corpus.hash, self.seed, "mask"), self._epoch(epoch), index)
+        return self.mask(self.format.build(plan, index), draws)
+
+    def mask(self, example: Example, draws: Draws) -> MaskedExample:
+        """Draw the masks of a sequence."""
+        masked = self.masking(example.ids, example.word_starts, self.vocabulary, draws)
+        return MaskedExample(masked, example.token_types, example.label)
+
+    def collate(self, examples: Sequence[MaskedExample]) -> Batch:
+        """Pack sequences."""
+        lengths = np.array([len(each.masked.ids) for each in examples], np.int32)
+        labels = np.concatenate([each.masked.labels for each in examples])
+        inputs = {
+            "input_ids": np.concatenate([each.masked.ids for each in examples]),
+            "token_type_ids": np.concatenate([each.token_types for each in examples]),
+            "cu_seqlens": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+            "max_seqlen": int(lengths.max()),
+            "labels": labels,
+            "labelled": int((labels != IGNORED).sum()),
+        }
+        counts = {"mlm": inputs["labelled"]}
+        if self.format.num_labels:
+            inputs["sentence_labels"] = np.array([each.label for each in examples])
+            counts["sentence"] = len(examples)
+        return Batch(inputs, counts, lengths)
+
+    def _epoch(self, epoch: int) -> int:
+        return epoch if self.static is None else epoch % self.static
+
+    # -- the model ---------------------------------------------------------------------------------------------
+
+    def model(self, config: EncoderConfig) -> PreTrainedModel:
+        """A new model for this objective, of the config's family."""
+        with_pairs = class_of(config.family, "ForPreTraining")
+        if self.format.num_labels and with_pairs is not None and issubclass(with_pairs, BertForPreTraining):
+            return with_pairs(config)
+        return class_of(config.family, "ForMaskedLM")(config)
+
+    def losses(self, model: PreTrainedModel) -> MaskedLosses:
+        """The module that is trained."""
+        return MaskedLosses(model, self.format.num_labels, self.causal)
+
+
+class MaskedLosses(Losses):
+    """Masked tokens ("mlm") and the class of a pair of sentences ("sentence").
+
+    A model that has a head for pairs with as many classes is trained with it; any other gets one of this
+    module, on the model's pooler if it has one.
+
+    Args:
+        model: a model with a masked-LM head.
+        num_labels: classes of a pair; 0: none.
+        causal: whether a token sees only those up to itself.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_labels: int = 0, causal: bool = False) -> None:
+        super().__init__()
+        self.model, self.causal, self.num_labels = model, causal, num_labels
+        self.exports, self.weights = {"model": model}, {}
+        self.sentence_dense = self.sentence_out = None
+        pair = getattr(model, "pair_head", None)
+        if pair is not None and num_labels == pair.out_features:
+            return
+        if pair is not None:  # what no loss reads is saved as it is
+            pair.requires_grad_(False)
+            part(model.base_model, model.family.pooler).requires_grad_(num_labels > 0)
+        if num_labels:
+            hidden = model.config.hidden_size
+            if pair is None:
+                self.sentence_dense = nn.Linear(hidden, hidden)
+                model.init_weights(self.sentence_dense)
+            self.sentence_out = nn.Linear(hidden, num_labels)
+            model.init_weights(self.sentence_out)
+
+    def encode(self, inputs: dict[str, Any]) -> Encoded:
+        """The packed tokens, encoded."""
+        types = inputs["token_type_ids"] if self.model.config.get("type_vocab_size", 0) > 1 else None
+        lengths = inputs["cu_seqlens"], inputs["max_seqlen"]
+        ids = inputs["input_ids"]
+        return self.model.encode(
+            ids, None, types, inputs.get("position_ids"), None, None, None, None, *lengths, self.causal
+        )
+
+    def sentence_logits(self, encoded: Encoded) -> Tensor:
+        """(sequences, num_labels)."""
+        if self.sentence_out is None:
+            return self.model.pair_logits(encoded)
+        if self.sentence_dense is None:
+            pooled = self.model.pooled(encoded)
+        else:
+            pooled = apply_linear(self.sentence_dense, encoded.first(), "tanh")
+        return apply_linear(self.sentence_out, self.model.dropout(pooled, "hidden_dropout_prob"))
+
+    def forward(self, inputs, measure=False):
+        encoded = self.encode(inputs)
+        labels = inputs["labels"]
+        losses = {"mlm": self.model.lm_loss(encoded, labels, inputs["labelled"])}
+        correct = {}
+        if measure:
+            with torch.no_grad():
+                hidden, targets = encoded.labelled(labels, inputs["labelled"])
+                correct["mlm"] = (self.model.lm_logits(hidden).argmax(-1) == targets).sum()
+        if self.num_labels:
+            logits = self.sentence_logits(encoded)
+            losses["sentence"] = cross_entropy(logits, inputs["sentence_labels"])
+            if measure:
+                correct["sentence"] = (logits.argmax(-1) == inputs["sentence_labels"]).sum()
+        return losses, correct
+
+    def work(self, batch):
+        config = self.model.config
+        sizes = config.hidden_size, config.num_hidden_layers, config.intermediate_size
+        return encoder_work(batch.lengths, *sizes) + vocabulary_work(
+            batch.counts["mlm"], config.hidden_size, config.vocab_size
+        )

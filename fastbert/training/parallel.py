@@ -1,0 +1,165 @@
+"""One process, or several started by torchrun: which one this is, and what they exchange.
+
+    none    one process
+    ddp     every process has all weights; gradients are averaged (DistributedDataParallel)
+    fsdp    every process has a share of each weight, gradient and moment (FSDP2, `fully_shard`), layer by layer
+
+Integers that decide something (counts, whether to stop) go through a group of their own on the host, so no
+GPU is waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fastbert.layers.encoder import LayerMath
+
+KINDS = ("none", "ddp", "fsdp")
+
+
+class Parallel:
+    """This process among those that train together.
+
+    Args:
+        kind: of `KINDS`; None: ddp if torchrun has started several processes, else none.
+        device: where the model is; None: a GPU of this process's own if there is one, else the CPU.
+        dtype: of the products, for fsdp, which gathers the weights in it.
+
+    Attributes:
+        kind, device: as chosen.
+        rank, world: number of this process, and of all.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+
+    def __init__(
+        self,
+        kind: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        self.world = int(os.environ["WORLD_SIZE"]) if started else 1
+        self.rank = int(os.environ["RANK"]) if started else 0
+        self.kind = kind or ("ddp" if self.world > 1 else "none")
+        if self.kind not in KINDS:
+            raise ValueError(f"parallel: expected one of {', '.join(KINDS)}, got {kind!r}")
+        if self.kind == "none" and self.world > 1:
+            raise ValueError(f"parallel: none, but torchrun has started {self.world} processes")
+        if self.kind != "none" and not started:
+            raise ValueError(f"parallel: {self.kind} is for processes that torchrun starts; RANK is not set")
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        self.dtype = dtype
+        self._mesh, self._host, self._began = None, None, False
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.kind != "none":
+            self._began = not dist.is_initialized()
+            if self._began:
+                dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+            on_host = self.device.type == "cpu"
+            self._host = dist.group.WORLD if on_host else dist.new_group(backend="gloo")
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes files and says what happens."""
+        return self.rank == 0
+
+    def close(self) -> None:
+        """End what `__init__` has begun."""
+        if self._began:
+            dist.destroy_process_group()
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        """The module to call: `module` itself, with its gradients averaged over all processes."""
+        if self.kind == "ddp":
+            ids = [self.device.index] if self.device.type == "cuda" else None
+            return nn.parallel.DistributedDataParallel(module, ids, gradient_as_bucket_view=True)
+        if self.kind == "fsdp":
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+            if self._mesh is None:
+                self._mesh = init_device_mesh(self.device.type, (self.world,))
+            policy = MixedPrecisionPolicy(
+                param_dtype=None if self.dtype == torch.float32 else self.dtype, reduce_dtype=torch.float32
+            )
+            for each in module.modules():
+                if isinstance(each, LayerMath):
+                    fully_shard(each, mesh=self._mesh, mp_policy=policy)
+            fully_shard(module, mesh=self._mesh, mp_policy=policy)
+        return module
+
+    @contextlib.contextmanager
+    def exchanging(self, wrapped: nn.Module, exchange: bool) -> Iterator[None]:
+        """Whether a backward in this block exchanges its gradients, or only adds them to those it finds."""
+        if self.kind == "ddp" and not exchange:
+            with wrapped.no_sync():
+                yield
+            return
+        if self.kind == "fsdp":
+            wrapped.set_requires_gradient_sync(exchange)
+        yield
+
+    def summed(self, numbers: Sequence[int]) -> list[int]:
+        """The sum over all processes of each of some integers."""
+        if self.kind == "none":
+            return list(numbers)
+        values = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(values, group=self._host)
+        return values.tolist()
+
+    def added(self, values: Tensor) -> Tensor:
+        """The sum over all processes of a tensor on the device."""
+        if self.kind != "none":
+            dist.all_reduce(values)
+        return values
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """A tensor that may be sharded, whole, on the CPU. All processes call it."""
+        tensor = tensor.detach()
+        if hasattr(tensor, "full_tensor"):
+            tensor = tensor.full_tensor()
+        return tensor.to("cpu")
+
+    def fill(self, target: Tensor, value: Tensor) -> None:
+        """Copy a whole value into a tensor that may be sharded."""
+        with torch.no_grad():
+            if hasattr(target, "device_mesh"):
+                from torch.distributed.tensor import distribute_tensor
+
+                value = value.to(device=self.device, dtype=target.dtype)
+                # every process has read the value itself
+                value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+            target.copy_(value)
+
+    def like(self, value: Tensor, parameter: Tensor) -> Tensor:
+        """A whole value as `parameter` is: on its device, and sharded as it is."""
+        made = torch.empty_like(parameter, dtype=value.dtype)
+        self.fill(made, value)
+        return made
+
+    def wait(self) -> None:
+        """Wait until all processes are here."""
+        if self.kind != "none":
+            dist.barrier(group=self._host)
+
+    def told(self, value: Any) -> Any:
+        """What the first process says."""
+        if self.kind == "none":
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._host)
+        return values[0]

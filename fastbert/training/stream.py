@@ -1,0 +1,235 @@
+"""What is trained on: the examples of all epochs in one stream, cut into micro-batches.
+
+    source      makes the examples of an epoch; knows their lengths before it makes any
+    stream      epoch after epoch, each in an order of its own; what an epoch leaves over begins with the next
+    micro-batch number m of the stream: `sequences` examples, or all that begin among `tokens` tokens
+
+Everything is a function of (source, seed, m). So which process or worker makes a micro-batch changes nothing,
+and a run that goes on at step s asks for the micro-batches from s x (micro-batches per step) on.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from fastbert.training.draws import Order, key_of
+
+
+class Plan(Protocol):
+    """One epoch of a source.
+
+    Attributes:
+        lengths: (n,) integers, the tokens of each example.
+    """
+
+    lengths: np.ndarray
+
+
+@dataclass
+class Batch:
+    """A micro-batch.
+
+    Attributes:
+        inputs: what the trained module's `forward` takes: arrays and numbers.
+        counts: loss -> of how many tokens or sequences it is the mean.
+        lengths: (n,) integers, the tokens of each sequence.
+    """
+
+    inputs: dict[str, Any]
+    counts: dict[str, int]
+    lengths: np.ndarray
+
+
+class Source(Protocol):
+    """Where examples come from. It is copied to worker processes, so it holds arrays and files, no model.
+
+    Attributes:
+        hash: of everything that the examples depend on besides the seed.
+    """
+
+    hash: str
+
+    def plan(self, epoch: int) -> Plan:
+        """The epoch's examples and their lengths."""
+
+    def example(self, plan: Plan, epoch: int, index: int) -> Any:
+        """One example of the epoch."""
+
+    def collate(self, examples: Sequence[Any]) -> Batch:
+        """A micro-batch of examples."""
+
+
+@dataclass
+class _Epoch:
+    """An epoch within the stream.
+
+    Attributes:
+        number: from 0 on.
+        plan: the source's.
+        order: place -> example.
+        first: place of its first example in the stream.
+        begins: (n,) the token of the stream at which the example at each place begins; None if not needed.
+    """
+
+    number: int
+    plan: Plan
+    order: Order
+    first: int
+    begins: np.ndarray | None
+
+
+@dataclass
+class Stream:
+    """The micro-batches of a source; see the module.
+
+    Attributes:
+        source: of the examples.
+        seed: of the order; the source has the seed of the examples.
+        sequences: examples in a micro-batch; or
+        tokens: in a micro-batch, on average: it has the examples that begin among its tokens, so it can be
+            longer or shorter by less than one example.
+        sizes: (examples, tokens) of the epochs that are known. They follow from the source; a checkpoint
+            keeps them, because to count the examples of an epoch takes a plan.
+
+    Raises:
+        ValueError: naming the attribute.
+    """
+
+    source: Source
+    seed: int
+    sequences: int | None = None
+    tokens: int | None = None
+    sizes: list[tuple[int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if (self.sequences is None) == (self.tokens is None):
+            raise ValueError("sequences, tokens: expected one of the two")
+        name = "tokens" if self.sequences is None else "sequences"
+        value = getattr(self, name)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
+        if type(self.seed) is not int:
+            raise ValueError(f"seed: expected an integer, got {self.seed!r}")
+        self.sizes = [(int(examples), int(tokens)) for examples, tokens in self.sizes]
+        self._kept: list[_Epoch] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": []}  # a worker makes its own plans
+
+    def examples(self, number: int) -> list[tuple[int, int]]:
+        """(epoch, index) of the examples of a micro-batch, in order.
+
+        Raises:
+            ValueError: an epoch without examples, or an example longer than `tokens`.
+        """
+        if number < 0:
+            raise IndexError(f"number: expected an integer >= 0, got {number}")
+        found = []
+        if self.sequences is not None:
+            at, end = number * self.sequences, (number + 1) * self.sequences
+            while at < end:
+                epoch = self._at(at, 0)
+                places = np.arange(at - epoch.first, min(end - epoch.first, len(epoch.order)))
+                found += [(epoch.number, int(i)) for i in epoch.order[places]]
+                at += len(places)
+            return found
+        begin, end = number * self.tokens, (number + 1) * self.tokens
+        at = begin
+        while at < end:
+            epoch = self._at(at, 1)
+            first, last = np.searchsorted(epoch.begins, [begin, end])
+            found += [(epoch.number, int(i)) for i in epoch.order[np.arange(first, last)]]
+            at = sum(size[1] for size in self.sizes[: epoch.number + 1])
+        return found
+
+    def batch(self, number: int) -> Batch:
+        """A micro-batch."""
+        made = []
+        for epoch, index in self.examples(number):
+            plan = self._epoch(epoch).plan
+            made.append(self.source.example(plan, epoch, index))
+        return self.source.collate(made)
+
+    def _at(self, position: int, unit: int) -> _Epoch:
+        """The epoch of a position, counted in examples (unit 0) or tokens (unit 1)."""
+        ends = list(itertools.accumulate(size[unit] for size in self.sizes))
+        while not ends or ends[-1] <= position:
+            self._epoch(len(self.sizes))
+            ends.append((ends[-1] if ends else 0) + self.sizes[-1][unit])
+        return self._epoch(bisect.bisect_right(ends, position))
+
+    def _epoch(self, number: int) -> _Epoch:
+        """An epoch; the last two that were asked for are kept."""
+        for kept in self._kept:
+            if kept.number == number:
+                return kept
+        plan = self.source.plan(number)
+        lengths = np.asarray(plan.lengths)
+        size = (len(lengths), int(lengths.sum()))
+        if not size[0] or lengths.min() < 1:
+            raise ValueError(f"source: epoch {number}: expected examples of at least one token")
+        if self.tokens is not None and lengths.max() > self.tokens:
+            raise ValueError(
+                f"tokens: expected at least the longest example, {lengths.max()}, got {self.tokens}"
+            )
+        if number < len(self.sizes) and self.sizes[number] != size:
+            raise ValueError(f"sizes: epoch {number} has {size}, but {self.sizes[number]} was kept of it")
+        if number == len(self.sizes):
+            self.sizes.append(size)
+        order = Order(size[0], key_of(self.source.hash, self.seed, "order", number))
+        begins = None
+        if self.tokens is not None:
+            ordered = lengths[order[np.arange(size[0])]].astype(np.int64)
+            begins = np.cumsum(ordered) - ordered + sum(tokens for _, tokens in self.sizes[:number])
+        first = sum(examples for examples, _ in self.sizes[:number])
+        self._kept = [*self._kept[-1:], _Epoch(number, plan, order, first, begins)]
+        return self._kept[-1]
+
+
+class _Numbered(torch.utils.data.Dataset):
+    """Micro-batches by number, for a DataLoader."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def __getitem__(self, number: int) -> Batch:
+        return self.stream.batch(number)
+
+
+def loaded(stream: Stream, numbers: Iterable[int], workers: int = 0) -> Iterator[Batch]:
+    """The micro-batches of some numbers, in order.
+
+    Args:
+        workers: processes that make them ahead; 0: this one makes each when it is asked for.
+    """
+    if workers == 0:
+        yield from map(stream.batch, numbers)
+        return
+    yield from torch.utils.data.DataLoader(
+        _Numbered(stream),
+        batch_size=None,
+        sampler=numbers,
+        num_workers=workers,
+        collate_fn=_unchanged,
+        worker_init_fn=_begin_worker,
+        generator=torch.Generator(),  # the workers' seeds, which nothing reads, are not the model's draws
+        prefetch_factor=4,
+    )
+
+
+def _unchanged(batch: Batch) -> Batch:
+    return batch
+
+
+def _begin_worker(number: int) -> None:
+    """A worker leaves signals to its parent, which ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,0 +1,66 @@
+"""How near a step is to what the machine could do: its work, over a measured roof and a datasheet's peak.
+
+Work counts the products of real tokens only, never padding, and three forwards per step (forward, and twice
+as much backward):
+
+    3 [Σ layers (2 (4 h² + 2 h f) Σ n + 4 h Σ n²) + 2 labelled h (h + V)]
+
+The roof is the rate of one large product in the same dtype on this device, measured when the run starts. MFU
+is work over the datasheet's peak, where the device is one of `PEAKS`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import numpy as np
+import torch
+
+# Name of a device -> dense matrix products in bfloat16 and float16, FLOP/s, without sparsity (datasheets).
+PEAKS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "V100": 125e12,
+    "T4": 65e12,
+}
+
+
+def encoder_work(lengths: np.ndarray, hidden: int, layers: int, intermediate: int) -> float:
+    """Floating-point operations of a training step of an encoder on sequences of some lengths."""
+    n = np.asarray(lengths, np.float64)
+    per_token = 2 * (4 * hidden**2 + 2 * hidden * intermediate)
+    return float(3 * layers * (per_token * n.sum() + 4 * hidden * (n**2).sum()))
+
+
+def vocabulary_work(labelled: int, hidden: int, vocabulary: int) -> float:
+    """Floating-point operations of a training step of a masked-LM head on the labelled tokens."""
+    return 3.0 * 2 * labelled * hidden * (hidden + vocabulary)
+
+
+def roof(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of one large product, the median of five."""
+    size = 4096 if device.type == "cuda" else 1024
+    a = torch.ones(size, size, device=device, dtype=dtype)
+    seconds = []
+    for _ in range(6):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+    return 2 * size**3 / statistics.median(seconds[1:])
+
+
+def peak(device: torch.device, dtype: torch.dtype) -> float | None:
+    """The datasheet's FLOP/s of a device; None if it is not known."""
+    if device.type != "cuda" or dtype == torch.float32:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((value for key, value in PEAKS.items() if key in name), None)
