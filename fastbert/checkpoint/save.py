@@ -21,6 +21,7 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -244,8 +245,24 @@ def _write_safetensors(file: Path, tensors: dict[str, Tensor], stamp: Stamp) -> 
     save_file(whole, file, metadata={"format": "pt", **stamp.metadata()})
     # safetensors lets only the owner read it
     file.chmod(file.parent.stat().st_mode & 0o666)
-    with open(file, "rb") as handle:
+    with open(file, "r+b") as handle:
+        _order_metadata(handle)
+        handle.flush()
         os.fsync(handle.fileno())
+
+
+def _order_metadata(handle: BinaryIO) -> None:
+    """Put the metadata's entries in order: safetensors writes them in another one each time.
+
+    So one model gives one sequence of bytes.
+    """
+    size = int.from_bytes(handle.read(8), "little")
+    header = json.loads(handle.read(size))
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    if len(text) <= size:  # always, unless the library's spelling of JSON changes
+        handle.seek(8)
+        handle.write(text.ljust(size))
 
 
 def _flush_directory(directory: Path) -> None:

@@ -1,1 +1,1 @@
-"""Training: the loop and what it stands on, for every trainer, whatever it trains on. Start with `loop.py`."""
+"""Training: the loop and what it stands on, whatever is trained. Start with `loop.py`."""

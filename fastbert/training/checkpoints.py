@@ -17,6 +17,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from fastbert.checkpoint.files import CheckpointError, cause, is_dead, own_tag, read_json
 
 MANIFEST = "manifest.json"
@@ -67,13 +69,10 @@ def save(run: Path, step: int, write: Callable[[Path], None], keep: int) -> Path
             _flush_folder(run)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-    except CheckpointError as error:
+    except (OSError, CheckpointError, SafetensorError) as error:
+        why = str(error) if isinstance(error, CheckpointError) else cause(error)
         raise CheckpointError(
-            f"{place}: could not be saved, older checkpoints are unchanged: {error}"
-        ) from error
-    except OSError as error:
-        raise CheckpointError(
-            f"{place}: could not be saved, older checkpoints are unchanged: {cause(error)}"
+            f"{place}: could not be saved, older checkpoints are unchanged: {why}"
         ) from error
     for old in steps_in(run)[:-keep]:
         _remove(run, old)

@@ -2,7 +2,7 @@
 
     none    one process
     ddp     every process has all weights; gradients are averaged (DistributedDataParallel)
-    fsdp    every process has a share of each weight, gradient and moment (FSDP2, `fully_shard`), layer by layer
+    fsdp    every process has a share of each weight, gradient and moment (FSDP2: `fully_shard` of each layer)
 
 Integers that decide something (counts, whether to stop) go through a group of their own on the host, so no
 GPU is waited for.

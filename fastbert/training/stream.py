@@ -200,8 +200,8 @@ class _Numbered(torch.utils.data.Dataset):
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
 
-    def __getitem__(self, number: int) -> Batch:
-        return self.stream.batch(number)
+    def __getitem__(self, number: int) -> tuple[Batch, list[tuple[int, int]]]:
+        return self.stream.batch(number), self.stream.sizes
 
 
 def loaded(stream: Stream, numbers: Iterable[int], workers: int = 0) -> Iterator[Batch]:
@@ -213,7 +213,7 @@ def loaded(stream: Stream, numbers: Iterable[int], workers: int = 0) -> Iterator
     if workers == 0:
         yield from map(stream.batch, numbers)
         return
-    yield from torch.utils.data.DataLoader(
+    batches = torch.utils.data.DataLoader(
         _Numbered(stream),
         batch_size=None,
         sampler=numbers,
@@ -223,10 +223,14 @@ def loaded(stream: Stream, numbers: Iterable[int], workers: int = 0) -> Iterator
         generator=torch.Generator(),  # the workers' seeds, which nothing reads, are not the model's draws
         prefetch_factor=4,
     )
+    for batch, sizes in batches:
+        if len(sizes) > len(stream.sizes):
+            stream.sizes[:] = sizes
+        yield batch
 
 
-def _unchanged(batch: Batch) -> Batch:
-    return batch
+def _unchanged(item: Any) -> Any:
+    return item
 
 
 def _begin_worker(number: int) -> None:

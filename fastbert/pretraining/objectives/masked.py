@@ -104,7 +104,7 @@ class Objective:
         if self.static is not None and (type(self.static) is not int or self.static < 1):
             raise ValueError(f"static: expected an integer >= 1 or None, got {self.static!r}")
 
-    # -- examples: training.stream.Source ----------------------------------------------------------------------
+    # -- examples: training.stream.Source --------------------------------------------------------------------
 
     @cached_property
     def hash(self) -> str:
@@ -156,7 +156,7 @@ class Objective:
     def _epoch(self, epoch: int) -> int:
         return epoch if self.static is None else epoch % self.static
 
-    # -- the model ---------------------------------------------------------------------------------------------
+    # -- the model -------------------------------------------------------------------------------------------
 
     def model(self, config: EncoderConfig) -> PreTrainedModel:
         """A new model for this objective, of the config's family."""
@@ -221,6 +221,7 @@ class MaskedLosses(Losses):
         return apply_linear(self.sentence_out, self.model.dropout(pooled, "hidden_dropout_prob"))
 
     def forward(self, inputs, measure=False):
+        """See `Losses.forward`."""
         encoded = self.encode(inputs)
         labels = inputs["labels"]
         losses = {"mlm": self.model.lm_loss(encoded, labels, inputs["labelled"])}
@@ -237,6 +238,7 @@ class MaskedLosses(Losses):
         return losses, correct
 
     def work(self, batch):
+        """See `Losses.work`."""
         config = self.model.config
         sizes = config.hidden_size, config.num_hidden_layers, config.intermediate_size
         return encoder_work(batch.lengths, *sizes) + vocabulary_work(

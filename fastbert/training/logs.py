@@ -1,0 +1,103 @@
+"""What a run says of itself.
+
+log.jsonl     a line per `log_every` steps: what was computed. The same run writes the same bytes, on
+              whatever day and after however many interruptions
+speed.jsonl   a line for the same steps: how fast. Times differ from run to run
+tensorboard/  both, if the package is installed
+stderr        one line that is written over, on a terminal
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+LOG, SPEED = "log.jsonl", "speed.jsonl"
+
+
+class Logs:
+    """The logs of a run.
+
+    Args:
+        run: its directory.
+        step: the step that it begins with.
+        steps: of the whole run.
+        offsets: the bytes of each file that belong to the steps before; the rest is cut off.
+        tensorboard: None: if the package is installed.
+        progress: None: if stderr is a terminal.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        step: int,
+        steps: int,
+        offsets: Mapping[str, int],
+        tensorboard: bool | None = None,
+        progress: bool | None = None,
+    ) -> None:
+        self._files = {}
+        for name in (LOG, SPEED):
+            file = open(run / name, "ab")  # noqa: SIM115 - closed by `close`
+            file.truncate(min(offsets.get(name, 0), file.tell()))
+            file.seek(0, os.SEEK_END)
+            self._files[name] = file
+        there = importlib.util.find_spec("tensorboard") is not None
+        if tensorboard and not there:
+            raise ImportError("tensorboard: is not installed: pip install tensorboard")
+        self._board = None
+        if there if tensorboard is None else tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(run / "tensorboard", purge_step=step or None)
+        self._in_place = sys.stderr.isatty()
+        self._shown = self._in_place if progress is None else progress
+        self._first, self._steps = step, steps
+        self._begin = self._last = time.perf_counter()
+
+    def write(self, step: int, computed: Mapping[str, Any], speed: Mapping[str, Any]) -> None:
+        """A line in each file, after `step` steps."""
+        for name, values in ((LOG, computed), (SPEED, speed)):
+            line = json.dumps({"step": step, **values}, allow_nan=False) + "\n"
+            self._files[name].write(line.encode())
+            self._files[name].flush()
+        if self._board is not None:
+            for key, value in {**computed, **speed}.items():
+                if isinstance(value, (int, float)):
+                    self._board.add_scalar(key, value, step)
+
+    def show(self, step: int, values: Mapping[str, Any], *, last: bool = False) -> None:
+        """The line on stderr, at most five times per second."""
+        now = time.perf_counter()
+        if not self._shown or (now - self._last < 0.2 and not last):
+            return
+        self._last = now
+        done = step - self._first
+        left = ""
+        if done > 0 and step < self._steps:
+            seconds = round((now - self._begin) / done * (self._steps - step))
+            left = f", {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
+        told = ", ".join(f"{key} {value}" for key, value in values.items())
+        line = f"step {step:,} of {self._steps:,}: {told}{left}"
+        end = "\r" if self._in_place and not last else "\n"
+        print(line.ljust(99) if self._in_place else line, end=end, file=sys.stderr, flush=True)
+
+    def offsets(self) -> dict[str, int]:
+        """The bytes of each file, which are on the disk now."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        return {name: file.tell() for name, file in self._files.items()}
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+        if self._board is not None:
+            self._board.close()

@@ -1,0 +1,697 @@
+"""The training loop: for pre-training and fine-tuning, on one process or many, and through any interruption.
+
+A step:
+
+    1. load the step's J micro-batches; process r of W takes those with j % W == r
+    2. add up the counts of each loss over all micro-batches and processes
+    3. for each micro-batch: seed torch by (seed, step, j); loss = Σ weight · mean · count · W / all counts
+    4. clip the norm of all gradients together; stop if it is not finite; take the optimizer's step
+
+So a loss is the mean over the step's whole batch, however it is cut; and data, masks and dropout depend on
+(seed, step, j) alone: on no process, worker or interruption. No state of a generator is kept.
+
+**The promise.** The same command goes on where the run was interrupted. With the same code, device, dtype and
+number of processes the weights and log.jsonl are the same bits as those of a run without interruption. With
+another number of processes the data are the same, and sums differ by rounding.
+
+A module that is trained has `forward(inputs, measure) -> ({loss: mean}, {loss: right predictions})`,
+`exports` (folder -> model that is saved as a HuggingFace directory) and `weights` (loss -> weight). It may
+have `work(batch)`, its floating-point operations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import platform
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import fastbert.checkpoint.save as model_files
+from fastbert.checkpoint.files import SAFETENSORS, CheckpointError, read_json, replace
+from fastbert.runtime.version import VERSION
+from fastbert.training import checkpoints, work
+from fastbert.training.draws import key_of
+from fastbert.training.logs import Logs
+from fastbert.training.optimizers import decay_groups, optimizer
+from fastbert.training.parallel import Parallel
+from fastbert.training.schedules import Schedule
+from fastbert.training.stream import Batch, Source, Stream, loaded
+
+CONFIG = "config.json"
+STATE, HEADS, MOMENTS = "trainer.json", "heads.safetensors", "optimizer.safetensors"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class TrainingError(ValueError):
+    """A run that cannot go on, or cannot begin: says what and where."""
+
+
+class Interrupted(Exception):
+    """A signal has ended the run, after a step and its checkpoint.
+
+    Attributes:
+        number: the signal.
+    """
+
+    def __init__(self, number: int, where: Path | None) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}; saved {where}")
+        self.number = number
+
+
+@dataclass
+class Stage:
+    """Some steps with one module, one source and one size of batch.
+
+    Attributes:
+        steps: how many.
+        source: of the examples.
+        build: makes the module that is trained, with its first weights; see the module's text.
+        schedule: the learning rate of a step.
+        micro_batches: of each step, all processes together.
+        sequences, tokens: of a micro-batch; see `Stream`.
+        first_micro_batch: of the stream. A stage that goes on with the stage before's source goes on there.
+        first_step: of `schedule` at the stage's first step.
+        enter: fills the new module from the stage before's, or None: the stage before's module goes on.
+        fresh_optimizer: whether the optimizer begins anew.
+        options: of `optimizers.optimizer`: kind, betas, eps, weight_decay.
+        groups: the parameter groups of a module; a group may have an `lr_scale`.
+        clip: the largest norm of all gradients together; None: not clipped.
+    """
+
+    steps: int
+    source: Source
+    build: Callable[[], nn.Module]
+    schedule: Schedule
+    micro_batches: int = 1
+    sequences: int | None = None
+    tokens: int | None = None
+    first_micro_batch: int = 0
+    first_step: int = 0
+    enter: Callable[[nn.Module, nn.Module], None] | None = None
+    fresh_optimizer: bool = False
+    options: Mapping[str, Any] = field(default_factory=lambda: {"kind": "adamw"})
+    groups: Callable[[nn.Module, float], list[dict[str, Any]]] = decay_groups
+    clip: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "micro_batches"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise ValueError(f"clip: expected a number > 0, or None, got {self.clip!r}")
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run has ended.
+
+    Attributes:
+        step: steps taken.
+        checkpoint: the last one.
+        last: the last line of the log.
+    """
+
+    step: int
+    checkpoint: Path
+    last: dict[str, Any]
+
+
+class Trainer:
+    """Trains a module through stages; see the module's text.
+
+    Args:
+        stages: in order.
+        output: the run's directory; is created.
+        config: what the run's result depends on, for `config.json`; JSON values. A run that is there already
+            must have the same.
+        seed: of dropout, the first weights and the order of the examples.
+        dtype: "fp32", "bf16" (autocast) or "fp16" (autocast and a scaler of the gradients).
+        parallel: the processes; see `Parallel`.
+        save_every, keep: a checkpoint after so many steps; how many remain.
+        log_every: a line in the log after so many steps.
+        workers: processes that make micro-batches ahead; 0: none.
+        finish: writes more files into a checkpoint's folder, such as tokenizers.
+        tensorboard, progress: see `Logs`.
+        say: what is told to a person, a line at a time.
+
+    Raises:
+        TrainingError, ValueError: naming the argument.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        output: str | Path,
+        config: Mapping[str, Any] | None = None,
+        *,
+        seed: int = 0,
+        dtype: str = "fp32",
+        parallel: Parallel | None = None,
+        save_every: int = 1000,
+        keep: int = 2,
+        log_every: int = 10,
+        workers: int = 0,
+        finish: Callable[[Path], None] | None = None,
+        tensorboard: bool | None = None,
+        progress: bool | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        if not stages:
+            raise ValueError("stages: expected at least one")
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+        for name, value, least in (
+            ("save_every", save_every, 1),
+            ("keep", keep, 1),
+            ("log_every", log_every, 1),
+            ("workers", workers, 0),
+        ):
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
+        self.stages, self.output = list(stages), Path(output)
+        self.config = json.loads(json.dumps(dict(config or {})))
+        self.seed, self.dtype = seed, DTYPES[dtype]
+        self.parallel = parallel or Parallel(dtype=self.dtype)
+        for stage in self.stages:
+            if stage.micro_batches % self.parallel.world:
+                raise ValueError(
+                    f"micro_batches: {stage.micro_batches} per step cannot be shared equally by "
+                    f"{self.parallel.world} processes"
+                )
+        self.save_every, self.keep, self.log_every, self.workers = save_every, keep, log_every, workers
+        self._finish, self._tensorboard, self._progress = finish, tensorboard, progress
+        self._say = say if self.parallel.is_first else lambda text: None
+        self.steps = sum(stage.steps for stage in self.stages)
+        self._ends = list(itertools.accumulate(stage.steps for stage in self.stages))
+        self._signal: int | None = None
+
+    # -- the run ---------------------------------------------------------------------------------------------
+
+    def run(self) -> Result:
+        """Train to the end, from the newest checkpoint if there is one.
+
+        Raises:
+            Interrupted: SIGTERM, SIGINT or SIGHUP came; a checkpoint was written.
+            TrainingError, CheckpointError: what cannot go on, and where.
+        """
+        first = self.parallel.is_first
+        if first:
+            self.output.mkdir(parents=True, exist_ok=True)
+        with checkpoints.locked(self.output) if first else contextlib.nullcontext(), self._signals():
+            if first:
+                checkpoints.clear(self.output)
+            self._check_config()
+            found, rejected = checkpoints.newest(self.output) if first else (None, [])
+            found = self.parallel.told(found)
+            for why in rejected:
+                self._say(f"not usable: {why}")
+            state = read_json(found / STATE) if found else {}
+            self._begin(found, state)
+            logs = None
+            if first:
+                offsets = state.get("log_bytes", {})
+                logs = Logs(self.output, self.step, self.steps, offsets, self._tensorboard, self._progress)
+            try:
+                return self._train(found, logs)
+            finally:
+                if logs is not None:
+                    logs.close()
+
+    def _check_config(self) -> None:
+        """Compare the run's config with the one of the directory, or write it."""
+        path = self.output / CONFIG
+        problem = None
+        if self.parallel.is_first:
+            if path.exists():
+                problem = _difference(read_json(path), self.config, path)
+            elif checkpoints.steps_in(self.output):
+                problem = f"{path}: is missing beside checkpoints; it says what they were trained with"
+            else:
+                replace(path, (json.dumps(self.config, indent=1, sort_keys=True) + "\n").encode())
+        problem = self.parallel.told(problem)
+        if problem:
+            raise TrainingError(problem)
+
+    def _begin(self, found: Path | None, state: Mapping[str, Any]) -> None:
+        """Set up the module and the optimizer of the step to begin with."""
+        self.step = int(state.get("step", 0))
+        self.totals = {key: int(state.get(key, 0)) for key in ("tokens", "sequences", "skipped")}
+        if self.step > self.steps:
+            raise TrainingError(f"{found}: step {self.step}, but the run has {self.steps}")
+        if found:
+            self._say(f"{found}: goes on from step {self.step:,}")
+            versions, now = state.get("versions", {}), _versions()
+            changed = [
+                f"{key} {versions.get(key)} -> {now[key]}" for key in now if versions.get(key) != now[key]
+            ]
+            if changed:
+                self._say(f"versions have changed, bits may differ: {', '.join(changed)}")
+        number = self._stage = int(state.get("stage", 0))
+        self._sizes = {int(key): value for key, value in state.get("sizes", {}).items()}
+        self.scaler = torch.amp.GradScaler(self.parallel.device.type, enabled=self.dtype == torch.float16)
+        self._set_up(self._new_module(number))
+        if found:
+            self._load(found)
+            if state.get("scaler"):
+                self.scaler.load_state_dict(state["scaler"])
+
+    def _new_module(self, number: int) -> nn.Module:
+        """The module of a stage with its first weights; of an earlier stage if that one's goes on."""
+        while self.stages[number].enter is None and number > 0:
+            number -= 1
+        torch.manual_seed(_seed(self.seed, "weights", number))
+        return self.stages[number].build().to(self.parallel.device).train()
+
+    def _set_up(self, module: nn.Module) -> None:
+        """Wrap a module for the processes, and make its optimizer."""
+        self.module = module
+        self._wrapped = self.parallel.wrap(module)
+        self.names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+        self._new_optimizer()
+        self._warm = False
+
+    def _new_optimizer(self) -> None:
+        stage = self.stages[self._stage]
+        options = dict(stage.options)
+        groups = stage.groups(self.module, options.get("weight_decay", 0.01))
+        self.optimizer = optimizer(options.pop("kind", "adamw"), groups, **options)
+
+    def _enter(self, number: int) -> None:
+        """Go over to the next stage."""
+        stage, self._stage = self.stages[number], number
+        if stage.enter is not None:
+            module = self._new_module(number)
+            whole = self._whole_state()  # all processes fill their own copy
+            source = self._new_module(number - 1)
+            for key, parameter in source.named_parameters():
+                parameter.data.copy_(whole[key])
+            stage.enter(source, module)
+            self._set_up(module)
+        elif stage.fresh_optimizer:
+            self._new_optimizer()
+
+    def _stage_at(self, step: int) -> int:
+        """The number of the stage of a step."""
+        return next((i for i, end in enumerate(self._ends) if step < end), len(self.stages) - 1)
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def _train(self, found: Path | None, logs: Logs | None) -> Result:
+        last: dict[str, Any] = {}
+        saved = found if found and self.step else None
+        roof = work.roof(self.parallel.device, self.dtype) if self.parallel.is_first else 0.0
+        peak = work.peak(self.parallel.device, self.dtype)
+        while self.step < self.steps:
+            number = self._stage_at(self.step)
+            if number != self._stage:
+                self._enter(number)
+                if self.stages[number].enter is not None:
+                    saved = self._save(logs)
+            stage = self.stages[number]
+            self._stream = self._stream_of(number)
+            done = self.step - (self._ends[number] - stage.steps)
+            begin = stage.first_micro_batch + done * stage.micro_batches
+            end = stage.first_micro_batch + stage.steps * stage.micro_batches
+            numbers = range(begin + self.parallel.rank, end, self.parallel.world)
+            per_step = stage.micro_batches // self.parallel.world
+            with contextlib.closing(loaded(self._stream, numbers, self.workers)) as batches:
+                clock = _Clock()
+                while self.step < self._ends[number]:
+                    micro = clock.waiting(batches, per_step)
+                    counts, stop = self._counted(micro)
+                    if stop:
+                        if saved is None or saved.name != checkpoints.name_of(self.step):
+                            saved = self._save(logs)
+                        raise Interrupted(stop, saved)
+                    logged = (self.step + 1) % self.log_every == 0 or self.step + 1 == self.steps
+                    computed = self._step(stage, micro, counts, logged)
+                    clock.count(self.module, micro, counts)
+                    self.step += 1
+                    if logged:
+                        last = computed
+                        if logs is not None:
+                            logs.write(self.step, computed, clock.speed(roof, peak))
+                    if logs is not None:
+                        shown = {"loss": f"{last['loss']:.4f}"} if last else {}
+                        rate = f"{clock.tokens_per_second:,.0f}"
+                        logs.show(self.step, {**shown, "tokens/s": rate}, last=self.step == self.steps)
+                    if self._is_saved(self.step):
+                        saved = self._save(logs)
+        return Result(self.step, saved, last)
+
+    def _is_saved(self, step: int) -> bool:
+        """Whether there is a checkpoint after a step. Before another module is entered, that one is saved."""
+        following = self._stage_at(step)
+        if step < self.steps and following != self._stage and self.stages[following].enter is not None:
+            return False
+        return step % self.save_every == 0 or step == self.steps
+
+    def _stream_of(self, number: int) -> Stream:
+        stage = self.stages[number]
+        sizes = self._sizes.get(number, [])
+        return Stream(stage.source, self.seed, stage.sequences, stage.tokens, sizes)
+
+    def _counted(self, micro: Sequence[Batch]) -> tuple[dict[str, int], int]:
+        """(loss -> count over all of the step's micro-batches, "tokens" and "sequences" too; signal or 0)."""
+        names = list(micro[0].counts)
+        values = [sum(batch.counts[name] for batch in micro) for name in names]
+        values += [sum(int(batch.lengths.sum()) for batch in micro), sum(len(b.lengths) for b in micro)]
+        values.append(0 if self._signal is None else int(self._signal))
+        *summed, stop = self.parallel.summed(values)
+        if stop:  # of this process or of another one
+            stop = self._signal or signal.SIGTERM
+        return dict(zip([*names, "tokens", "sequences"], summed, strict=True)), stop
+
+    def _step(
+        self, stage: Stage, micro: Sequence[Batch], counts: Mapping[str, int], measure: bool
+    ) -> dict[str, Any]:
+        """One step of the optimizer; what the log says of it, if `measure`."""
+        if self.parallel.kind == "ddp" and self.parallel.world > 1 and not self._warm:
+            # DDP settles the order of its sums by its first backward, so every beginning has one more
+            self._backward(micro[0], 0, counts, {}, False, exchange=True)
+            self.optimizer.zero_grad(set_to_none=True)
+        self._warm = True
+        lr = stage.schedule(stage.first_step + self.step - (self._ends[self._stage] - stage.steps))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
+        sums: dict[str, Tensor] = {}
+        for i, batch in enumerate(micro):
+            j = self.parallel.rank + i * self.parallel.world
+            self._backward(batch, j, counts, sums, measure, exchange=i + 1 == len(micro))
+        self.scaler.unscale_(self.optimizer)
+        norm = self._clip(stage.clip)
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.totals["skipped"] += self.scaler.get_scale() < before
+        self.totals["tokens"] += counts["tokens"]
+        self.totals["sequences"] += counts["sequences"]
+        return self._computed(sums, counts, lr, norm) if measure else {}
+
+    def _backward(
+        self,
+        batch: Batch,
+        j: int,
+        counts: Mapping[str, int],
+        sums: dict[str, Tensor],
+        measure: bool,
+        exchange: bool,
+    ) -> None:
+        """Forward and backward of micro-batch j of the step; `sums` gets its losses and right predictions."""
+        torch.manual_seed(_seed(self.seed, "step", self.step, j))
+        device = self.parallel.device
+        inputs = {key: _on(value, device) for key, value in batch.inputs.items()}
+        with self.parallel.exchanging(self._wrapped, exchange):
+            with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
+                losses, correct = self._wrapped(inputs, measure)
+            missing = losses.keys() ^ batch.counts.keys()
+            if missing:
+                raise TrainingError(f"losses: {', '.join(sorted(missing))}: not both a loss and a count")
+            total = None
+            for name, loss in losses.items():
+                share = batch.counts[name] * self.parallel.world / max(counts[name], 1)
+                part = loss * (self.module.weights.get(name, 1.0) * share)
+                total = part if total is None else total + part
+            self.scaler.scale(total).backward()
+        if measure:
+            for name, loss in losses.items():
+                value = loss.detach().double() * batch.counts[name]
+                sums[name] = sums.get(name, 0) + value
+            for name, value in correct.items():
+                sums[f"right {name}"] = sums.get(f"right {name}", 0) + value.double()
+
+    def _clip(self, most: float | None) -> float:
+        """Clip the norm of all gradients together; the norm before.
+
+        Raises:
+            TrainingError: it is not finite, and no scaler is there to deal with it.
+        """
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        value = float(norm)
+        if not math.isfinite(value):
+            if self.scaler.is_enabled():
+                return value
+            raise TrainingError(
+                f"step {self.step + 1}: the gradient of {self._not_finite(parameters)} is not finite; "
+                "nothing was updated"
+            )
+        if most is not None and value > most:
+            torch._foreach_mul_(gradients, most / (value + 1e-6))
+        return value
+
+    def _not_finite(self, parameters: Sequence[Tensor]) -> str:
+        for p in parameters:
+            if p.grad is not None and not bool(torch.isfinite(_local(p.grad)).all()):
+                return self.names[id(p)]
+        return "a parameter on another process"
+
+    def _computed(
+        self, sums: Mapping[str, Tensor], counts: Mapping[str, int], lr: float, norm: float
+    ) -> dict[str, Any]:
+        """What the log says of a step."""
+        keys = list(sums)
+        values = self.parallel.added(torch.stack([sums[key].to(torch.float64) for key in keys])).tolist()
+        found = dict(zip(keys, values, strict=True))
+        losses = {key: found[key] / max(counts[key], 1) for key in keys if key in counts}
+        total = sum(self.module.weights.get(key, 1.0) * value for key, value in losses.items())
+        accuracy = {
+            f"{key[6:]}_accuracy": found[key] / max(counts[key[6:]], 1)
+            for key in keys
+            if key.startswith("right ")
+        }
+        return {
+            "loss": _number(total),
+            **{f"{key}_loss": _number(value) for key, value in losses.items()},
+            **accuracy,
+            "lr": lr,
+            "grad_norm": _number(norm),
+            "tokens": self.totals["tokens"],
+            "sequences": self.totals["sequences"],
+            **({"skipped": self.totals["skipped"]} if self.scaler.is_enabled() else {}),
+        }
+
+    # -- checkpoints -----------------------------------------------------------------------------------------
+
+    def _whole_state(self) -> dict[str, Tensor]:
+        """name -> value of each parameter, whole, on the CPU; a shared one under its first name."""
+        return {name: self.parallel.whole(p) for name, p in self.module.named_parameters()}
+
+    def _whole_moments(self) -> dict[str, Tensor]:
+        """ "name/key" -> value of the optimizer's state, whole, on the CPU."""
+        found = {}
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                for key, value in self.optimizer.state.get(p, {}).items():
+                    found[f"{self.names[id(p)]}/{key}"] = self.parallel.whole(value)
+        return found
+
+    def _save(self, logs: Logs | None) -> Path:
+        """Write a checkpoint of the current step."""
+        state, moments = self._whole_state(), self._whole_moments()
+        failed, place = None, self.output / checkpoints.name_of(self.step)
+        if logs is not None:
+            described = {
+                "step": self.step,
+                "stage": self._stage,
+                **self.totals,
+                "log_bytes": logs.offsets(),
+                "sizes": {**self._sizes, **self._known_sizes()},
+                "scaler": self.scaler.state_dict(),
+                "versions": _versions(),
+            }
+
+            def write(folder: Path) -> None:
+                shared = self._write_models(folder, state)
+                heads = {key: value for key, value in state.items() if key not in shared}
+                save_file({key: value.contiguous() for key, value in heads.items()}, folder / HEADS)
+                save_file({key: value.contiguous() for key, value in moments.items()}, folder / MOMENTS)
+                (folder / STATE).write_text(json.dumps(described, indent=1, sort_keys=True) + "\n")
+                if self._finish is not None:
+                    self._finish(folder)
+
+            try:
+                checkpoints.save(self.output, self.step, write, self.keep)
+            except CheckpointError as error:
+                failed = str(error)
+        failed = self.parallel.told(failed)
+        if failed:
+            raise CheckpointError(failed)
+        return place
+
+    def _known_sizes(self) -> dict[int, list[tuple[int, int]]]:
+        stream = getattr(self, "_stream", None)
+        return {} if stream is None else {self._stage: stream.sizes}
+
+    def _write_models(self, folder: Path, state: Mapping[str, Tensor]) -> set[str]:
+        """Write the models that are exported; the names of their parameters within the module."""
+        by_parameter = {id(p): name for name, p in self.module.named_parameters()}
+        written = set()
+        for name, model in self.module.exports.items():
+            values = {}
+            for key, p in model.named_parameters(remove_duplicate=False):
+                values[key] = state[by_parameter[id(p)]]
+                written.add(by_parameter[id(p)])
+            for key, buffer in model.state_dict().items():
+                values.setdefault(key, self.parallel.whole(buffer))
+            model_files.save(model, folder / name, max_shard_size=1 << 60, state_dict=values)
+        return written
+
+    def _load(self, folder: Path) -> None:
+        """Fill the module and the optimizer from a checkpoint."""
+        values: dict[int, Tensor] = {}
+        for name, model in self.module.exports.items():
+            stored = load_file(folder / name / SAFETENSORS)
+            for key, p in model.named_parameters(remove_duplicate=False):
+                if key in stored:
+                    values[id(p)] = stored[key]
+        heads = load_file(folder / HEADS)
+        for name, p in self.module.named_parameters():
+            value = heads.get(name, values.get(id(p)))
+            if value is None or value.shape != p.shape:
+                shape = None if value is None else tuple(value.shape)
+                raise CheckpointError(f"{folder}: {name}: expected shape {tuple(p.shape)}, got {shape}")
+            self.parallel.fill(p, value)
+        moments = load_file(folder / MOMENTS)
+        state, number = {}, 0
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                prefix = f"{self.names[id(p)]}/"
+                own = {key.removeprefix(prefix): v for key, v in moments.items() if key.startswith(prefix)}
+                if own:
+                    state[number] = {
+                        key: self.parallel.like(value, p) if value.shape == p.shape and value.dim() else value
+                        for key, value in own.items()
+                    }
+                number += 1
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    # -- signals ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """A signal that ends a process is noted, and the run ends after the step."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(number: int, frame: object) -> None:
+            self._signal = number
+            signal.signal(number, before[number])  # a second one does what it did before
+
+        before: dict[int, Any] = {}
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, note)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class _Clock:
+    """The times of a run, since its last line in the log."""
+
+    def __init__(self) -> None:
+        self._begin = time.perf_counter()
+        self._waited = self._work = 0.0
+        self._tokens = self._sequences = self._steps = 0
+
+    def waiting(self, batches: Iterator[Batch], count: int) -> list[Batch]:
+        """The next batches; the time is waiting for data."""
+        begin = time.perf_counter()
+        found = list(itertools.islice(batches, count))
+        self._waited += time.perf_counter() - begin
+        return found
+
+    def count(self, module: nn.Module, micro: Sequence[Batch], counts: Mapping[str, int]) -> None:
+        """A step is done."""
+        self._steps += 1
+        self._tokens += counts["tokens"]
+        self._sequences += counts["sequences"]
+        if hasattr(module, "work"):
+            self._work += sum(module.work(batch) for batch in micro)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self._tokens / max(time.perf_counter() - self._begin, 1e-9)
+
+    def speed(self, roof: float, peak: float | None) -> dict[str, Any]:
+        """The line of speed.jsonl; begins anew. Work, roof and peak are those of this process."""
+        seconds = max(time.perf_counter() - self._begin, 1e-9)
+        found = {
+            "step_ms": seconds / self._steps * 1e3,
+            "sequences_per_s": self._sequences / seconds,
+            "tokens_per_s": self._tokens / seconds,
+            "data_wait": self._waited / seconds,
+        }
+        if self._work:
+            found["gflops"] = self._work / seconds / 1e9
+            found["of_roof"] = self._work / seconds / roof
+            if peak is not None:
+                found["mfu"] = self._work / seconds / peak
+        self.__init__()
+        return found
+
+
+def _seed(*parts: object) -> int:
+    """A seed for torch."""
+    return key_of(*parts) & (1 << 63) - 1
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    """An array of a batch as a tensor on the device; anything else as it is."""
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
+        if device.type == "cuda":
+            return value.pin_memory().to(device, non_blocking=True)
+    return value
+
+
+def _local(t: Tensor) -> Tensor:
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
+def _number(value: float) -> float | None:
+    """A number for JSON, which has no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "fastbert": VERSION,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _difference(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> str | None:
+    """The first field in which a run's config differs from that of its directory, or None."""
+    for key in sorted({*old, *new}):
+        if old.get(key) != new.get(key):
+            return (
+                f"{key}: the run in {path.parent} has {old.get(key)!r}, got {new.get(key)!r}; "
+                "go on with its own value, or use another directory"
+            )
+    return None
