@@ -66,16 +66,16 @@ def numbered(directory, sizes: list[list[int]]) -> Corpus:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Corpus:
     """300 documents of 1 to 30 sentences of 1 to 12 tokens."""
-    rng = np.random.default_rng(0)
-    sizes = [rng.integers(1, 13, rng.integers(1, 31)).tolist() for _ in range(300)]
+    draws = Draws(0, 0, 0)  # whose numbers are the same in every version of NumPy
+    sizes = [(1 + draws.below(12, int(n))).tolist() for n in 1 + draws.below(30, 300)]
     return numbered(tmp_path_factory.mktemp("numbered"), sizes)
 
 
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory) -> Corpus:
     """30 documents of 1 to 5 sentences, of which some have hundreds of tokens."""
-    rng = np.random.default_rng(1)
-    sizes = [rng.choice([1, 3, 18, 40, 58, 300], rng.integers(1, 6)).tolist() for _ in range(30)]
+    draws, lengths = Draws(1, 0, 0), np.array([1, 3, 18, 40, 58, 300])
+    sizes = [lengths[draws.below(6, int(n))].tolist() for n in 1 + draws.below(5, 30)]
     return numbered(tmp_path_factory.mktemp("uneven"), sizes)
 
 
@@ -156,7 +156,7 @@ def test_what_every_format_promises(format):
         assert np.array_equal(
             example.word_starts[~special], [format.corpus.word_starts(t, t + 1)[0] for t in tokens.tolist()]
         )
-        assert not example.word_starts.all() or length < 8
+        assert not example.word_starts.all() or length < 12
         parts = segments(example)
         if format.num_labels:
             assert type(example.label) is int
@@ -343,14 +343,12 @@ def replay(format: SegmentPairs, plan: Plan, epoch: int) -> dict[str, list]:
 
 
 @pytest.mark.parametrize("relation", RELATIONS)
-@pytest.mark.parametrize("block", [1, 7, 1 << 16])
+@pytest.mark.parametrize("block", [3, 64, 1 << 16])
 def test_a_plan_is_what_googles_loop_makes(corpus, uneven, relation, block, monkeypatch):
     monkeypatch.setattr(formats, "BLOCK", block)
     for text, max_length, short_share in ((corpus, 64, 0.1), (corpus, 11, 1.0), (uneven, 30, 0.5)):
-        if block == 1 and text is corpus and max_length == 64:
-            continue  # a second
         format = SegmentPairs(text, max_length, 3, relation, short_share)
-        assert len(replay(format, format.plan(2), 2)["label"]) > 20
+        assert len(replay(format, format.plan(2), 2)["label"]) > 10
 
 
 @pytest.mark.parametrize("relation", RELATIONS)
@@ -392,7 +390,7 @@ def test_shares_of_the_draws(corpus, relation):
     assert cuts.sum() > 1000
     assert inside(cuts[0], cuts.sum(), 0.5)
     if relation != "order":
-        assert documents.sum() > 50_000
+        assert documents.sum() > 30_000
         assert is_uniform(documents)
     assert sentences.max() > 20
 
@@ -407,7 +405,7 @@ def test_where_the_draws_of_googles_loop_fall(corpus):
     assert is_uniform(ends)
     # ten sentences per document, so that each tenth is one sentence
     chosen = np.diff(corpus.document_starts) == 10
-    assert chosen.sum() > 5
+    assert chosen.any()
     for epoch in range(60):
         plan = format.plan(epoch)
         b = plan.second[plan.labels == 1]
@@ -511,8 +509,6 @@ def test_rows_have_every_token_once_in_whole_sentences(name, max_length, block, 
             size = sizes[sentence_of(corpus, row[-1].start)]
             assert size > room == used
             assert following[0].start == row[-1].stop
-        elif row[-1].start not in bounds:
-            pass  # the rest of a long one, and what fits after it
         if following is None or (ends_document and kind is DocSentences):
             continue
         # the next sentence, or as much of it as a row can hold, did not fit
@@ -547,7 +543,13 @@ def test_plans_stay_as_they_are(corpus):
         ids = np.concatenate([format.build(plan, i).ids for i in range(40)])
         content = plan.lengths.astype("<i4").tobytes() + ids.astype("<i8").tobytes()
         digests[kind(format)] = hashlib.sha256(content).hexdigest()[:16]
-    assert digests == {}
+    assert digests == {
+        "next": "ad0b1b6f0f0214b7",
+        "order": "002cf56597845ce6",
+        "three": "fc693ed98f66ff49",
+        "FullSentences": "d55da26c8a95ec05",
+        "DocSentences": "0ba36db81dee4bd9",
+    }
 
 
 def test_bad_arguments_are_named(corpus, tmp_path):
@@ -599,4 +601,5 @@ def test_corpora_that_a_relation_cannot_use_are_named(tmp_path):
                     SegmentPairs(made, 64, 0, relation)
             else:
                 assert len(SegmentPairs(made, 64, 0, relation).plan(0)) > 0
-        assert [len(f.plan(0)) for f in formats_of(made)[3:]] == [1, made.num_documents]
+        for kind, count in ((FullSentences, 1), (DocSentences, made.num_documents)):
+            assert len(kind(made, 64, 0).plan(0)) == count
