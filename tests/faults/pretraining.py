@@ -4,8 +4,15 @@ from tests.support.mutation import Fault, Suite
 
 _CORPUS = "fastbert/pretraining/corpus.py"
 _DOCUMENTS = "fastbert/pretraining/documents.py"
+<<<<<<< HEAD
 _DRAWS = "fastbert/training/draws.py"
+=======
+_DRAWS = "fastbert/training/draws.py"
+_FORMATS = "fastbert/pretraining/formats.py"
+>>>>>>> refs/heads/formats
 _MASKING = "fastbert/pretraining/masking.py"
+_PLANS = "fastbert/pretraining/plans.py"
+_ROWS = "fastbert/pretraining/rows.py"
 _VOCABULARY = "fastbert/pretraining/vocabulary.py"
 
 FAULTS = (
@@ -122,6 +129,102 @@ FAULTS = (
     ),
     Fault("counts of merged pairs stay", _VOCABULARY, "                    pairs[old] -= count\n", ""),
     Fault("## kept inside a piece", _VOCABULARY, 'left + right.removeprefix("##")', "left + right"),
+    Fault("a random segment of the same document", _FORMATS, "        chosen += chosen >= document\n", ""),
+    Fault(
+        "a random segment starts with its document",
+        _FORMATS,
+        "begin = begin + draws.below",
+        "begin = begin + 0 * draws.below",
+    ),
+    Fault(
+        "a random segment runs on into the next document",
+        _FORMATS,
+        "np.minimum(np.searchsorted(sentences, first + wanted), end)",
+        "np.searchsorted(sentences, first + wanted).clip(0, len(sentences) - 1)",
+    ),
+    Fault(
+        "a random segment as long as a whole pair",
+        _FORMATS,
+        "np.maximum(target[found] - first_size, 1)",
+        "np.maximum(target[found], 1)",
+    ),
+    Fault("unused sentences lost", _FORMATS, "np.where(label == other, cut, stop)", "stop"),
+    Fault("a sentence alone has a next one", _FORMATS, "            label[alone] = other\n", ""),
+    Fault("the label of a swap the other way", _FORMATS, "swapped = label ==", "swapped = label !="),
+    Fault("no swap", _FORMATS, "first, second = np.where(swapped, second, first), ", "_ = "),
+    Fault(
+        "one sentence is enough for an order",
+        _FORMATS,
+        "np.minimum(np.maximum(stop, here + 2), last)",
+        "np.minimum(stop, last)",
+    ),
+    Fault(
+        "a pair of nothing and a sentence",
+        _FORMATS,
+        "            found = found[~alone[found]]\n",
+        "            pass\n",
+    ),
+    Fault(
+        "A is half of the sentences",
+        _FORMATS,
+        "draws.below(np.maximum(stop - here - 1, 1), count)",
+        "(stop - here) // 2 - (stop - here > 1)",
+    ),
+    Fault(
+        "pairs cross documents",
+        _FORMATS,
+        "np.minimum(np.searchsorted(tokens, tokens[:count] + target), last)",
+        "np.minimum(np.searchsorted(tokens, tokens[:count] + target), len(tokens) - 1)",
+    ),
+    Fault(
+        "a sentence more than the target",
+        _FORMATS,
+        "tokens[:count] + target)",
+        "tokens[:count] + target, 'right')",
+    ),
+    Fault(
+        "a target of one token", _FORMATS, "2 + draws.below(most - 1, count)", "1 + draws.below(most, count)"
+    ),
+    Fault(
+        "more short targets",
+        _FORMATS,
+        "draws.chance(self.short_share, count)",
+        "draws.chance(1.1 * self.short_share, count)",
+    ),
+    Fault("pairs of all epochs alike", _FORMATS, 'self._key("pairs"), epoch,', 'self._key("pairs"), 0,'),
+    Fault("blocks of sentences with the same draws", _FORMATS, "epoch, begin // BLOCK)", "epoch, 0)"),
+    Fault("pairs cut with the same draws", _FORMATS, "plan.epoch, index)", "plan.epoch, 0)"),
+    Fault("segments cut at the back alone", _FORMATS, "draws.chance(0.5, sizes", "draws.chance(0.0, sizes"),
+    Fault("segments cut to halves", _FORMATS, "max(room - sizes[1], (room + 1) // 2)", "(room + 1) // 2"),
+    Fault("the odd token is B's", _FORMATS, "(room + 1) // 2)", "room // 2)"),
+    Fault("one document is enough", _FORMATS, "corpus.num_documents < 2", "corpus.num_documents < 1"),
+    Fault("the corpus does not matter", _PLANS, "key_of(self.corpus.hash, self.seed,", "key_of(self.seed,"),
+    Fault("the separator is of the second segment", _PLANS, "types[at:] = 1", "types[at - 1 :] = 1"),
+    Fault(
+        "word starts of the tokens before",
+        _PLANS,
+        "starts[at : at + end - begin]",
+        "starts[at - 1 : at - 1 + end - begin]",
+    ),
+    Fault("a number after the last", _PLANS, "0 <= index < len(plan)", "0 <= index <= len(plan)"),
+    Fault("separators take no room", _ROWS, "separator=1)", "separator=0)"),
+    Fault("rows cross documents", _ROWS, "separator=room)", "separator=1)"),
+    Fault("a separator before the first document", _ROWS, " - before[found] + 2", " + 2"),
+    Fault("rows end with a block", _ROWS, "len(after) if stop == ends[-1] else", "len(after) if True else"),
+    Fault(
+        "the rest of a long sentence is lost",
+        _ROWS,
+        "count = -(-size // room)",
+        "count = np.maximum(size // room, 1)",
+    ),
+    Fault("each piece begins a document", _ROWS, "first[whole] & (skipped == 0)", "first[whole]"),
+    Fault("one order of documents", _ROWS, '"documents", epoch))', '"documents"))'),
+    Fault(
+        "the next document of the text",
+        _ROWS,
+        "documents[plan.order[place]]",
+        "documents[plan.order[place - 1] + 1]",
+    ),
     Fault("rare pairs merged", _VOCABULARY, "        if -negative < min_frequency:", "        if False:"),
 )
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fastbert.training.draws import Draws
 from fastbert.pretraining.masking import IGNORED, UNITS, Masking, Vocabulary
+from fastbert.training.draws import Draws
 
 VOCABULARY = Vocabulary(1000, 4, (0, 2, 3))
 CLS, SEP, MASK = 2, 3, 4

@@ -1,0 +1,235 @@
+"""How the sentences of a corpus become the sequences of an epoch, before masking.
+
+    SegmentPairs    [CLS] A [SEP] B [SEP]; A and B are consecutive, swapped, or of two documents
+    FullSentences   [CLS] sentences [SEP], as many as fit; a further [SEP] between two documents
+    DocSentences    the same within one document
+
+A format plans an epoch, which reads where sentences begin but no token, and then builds any sequence of the
+plan by its number. All of it is a function of (corpus, seed, epoch, number) alone.
+
+Source: Devlin et al. 2018, "BERT", sec. 3.1 and google-research/bert's create_pretraining_data.py; Lan et al.
+2019, "ALBERT", sec. 3.1; Wang et al. 2019, "StructBERT", sec. 2.3; Liu et al. 2019, "RoBERTa", sec. 4.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from fastbert.pretraining.plans import BLOCK, NO_LABEL, Example, Format, Plan, chain, checked_epoch
+from fastbert.pretraining.rows import DocSentences, FullPlan, FullSentences, RowPlan
+from fastbert.training.draws import Draws
+
+__all__ = [
+    "NO_LABEL",
+    "DocSentences",
+    "Example",
+    "Format",
+    "FullPlan",
+    "FullSentences",
+    "PairPlan",
+    "Plan",
+    "RowPlan",
+    "SegmentPairs",
+]
+
+# relation -> what the pairs of label 0, 1, … are
+RELATIONS = {
+    "next": ("next", "random"),
+    "order": ("in_order", "swapped"),
+    "three": ("next", "previous", "other"),
+}
+# relation -> the label of a swapped pair, and of one from two documents
+_SWAPPED = {"next": None, "order": 1, "three": 1}
+_OTHER = {"next": 1, "order": None, "three": 2}
+
+
+@dataclass(frozen=True, eq=False)
+class PairPlan(Plan):
+    """The pairs of an epoch.
+
+    Attributes:
+        first_size, second_size: (n,) int32, tokens of each segment before it is cut to fit.
+        first, second: (n,) int64, first token of each segment.
+        labels: (n,) int8.
+        shortened: (n,) bool, whether its target was a random shorter one.
+    """
+
+    first_size: np.ndarray
+    second_size: np.ndarray
+    first: np.ndarray
+    second: np.ndarray
+    labels: np.ndarray
+    shortened: np.ndarray
+
+
+@dataclass(frozen=True)
+class SegmentPairs(Format):
+    """Two segments of a document, or of two: [CLS] A [SEP] B [SEP], at least 5 tokens.
+
+    Sentences of a document are gathered until they reach a target: max_length - 3 tokens, but for a share of
+    the documents (`short_share`) a number from 2 to that. A random number of the sentences, at least one and
+    not all, is A and the rest is B. `relation` says what may be done to B:
+
+        next    label 0: nothing. Label 1, with probability 1/2: B is from a random sentence on of another
+                document, until the target is reached, and the rest of A's document is gathered anew. So are
+                all pairs of which only one sentence was gathered. (BERT)
+        order   label 1, with probability 1/2: A and B change places. At least two sentences are gathered;
+                the last one of a document is left out if it is alone. (ALBERT, without its random text)
+        three   with probability 1/3 each: label 0: nothing; label 1: A and B change places, so that B comes
+                before A in the text; label 2: B from another document, as above, and so are all pairs of
+                which only one sentence was gathered. (StructBERT)
+
+    A pair that is too long loses tokens of its longer segment, at the front or at the back at random.
+
+    As in Google's code the target is drawn per document, not per pair. Its code may pick A's own document
+    for B; this one cannot.
+
+    Attributes:
+        relation: "next", "order" or "three".
+        short_share: of the documents, in [0, 1].
+    """
+
+    relation: str = "next"
+    short_share: float = 0.1
+
+    _least: ClassVar[int] = 5
+    _plan: ClassVar[type[Plan]] = PairPlan
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.relation not in RELATIONS:
+            raise ValueError(f"relation: expected one of {', '.join(RELATIONS)}, got {self.relation!r}")
+        if isinstance(self.short_share, bool) or not 0 <= self.short_share <= 1:
+            raise ValueError(f"short_share: expected a number in [0, 1], got {self.short_share!r}")
+        corpus = self.corpus
+        if _OTHER[self.relation] is not None and corpus.num_documents < 2:
+            raise ValueError(
+                f"corpus: {corpus.directory} has one document, but relation = {self.relation} takes segments "
+                "of another document; expected two documents or more"
+            )
+        if self.relation == "order" and corpus.num_sentences == corpus.num_documents:
+            raise ValueError(
+                f"corpus: {corpus.directory} has one sentence per document, but relation = order needs two "
+                "that follow each other"
+            )
+
+    @property
+    def num_labels(self) -> int:
+        """2, or 3 for the relation "three"."""
+        return len(RELATIONS[self.relation])
+
+    def plan(self, epoch: int) -> PairPlan:
+        """The pairs of an epoch, an integer in [0, 2**64)."""
+        epoch = checked_epoch(epoch)
+        targets = self._targets(epoch)
+        parts, at = [], 0
+        for begin in range(0, self.corpus.num_sentences, BLOCK):
+            part, at = self._block(epoch, begin, at, targets)
+            parts.append(part)
+        return PairPlan(*map(np.concatenate, zip(*parts, strict=True)), epoch=epoch)
+
+    def _targets(self, epoch: int) -> np.ndarray:
+        """(documents,) int32: tokens to be gathered for a pair."""
+        draws = Draws(self._key("targets"), epoch, 0)
+        count, most = self.corpus.num_documents, self.max_length - 3
+        short = draws.chance(self.short_share, count)
+        return np.where(short, 2 + draws.below(most - 1, count), most).astype(np.int32)
+
+    def _block(
+        self, epoch: int, begin: int, at: int, targets: np.ndarray
+    ) -> tuple[tuple[np.ndarray, ...], int]:
+        """The pairs that start with one of `BLOCK` sentences, and the sentence at which the next pair starts.
+
+        Where a pair that starts with a sentence would end, and which sentence would follow, is computed for
+        all sentences at once. Then the pairs that do occur are a chain from the sentence `at` on.
+        """
+        sentences, documents = self.corpus.sentence_starts, self.corpus.document_starts
+        count = min(BLOCK, self.corpus.num_sentences - begin)
+        draws = Draws(self._key("pairs"), epoch, begin // BLOCK)
+        low, high = np.searchsorted(documents, [begin, begin + count - 1], "right") - 1
+        borders = np.clip(documents[low : high + 2], begin, begin + count)
+        document = np.repeat(np.arange(low, high + 1), np.diff(borders))
+
+        # sentences by their number in the block: gathered are [here, stop), of which [here, cut) are A
+        here, last = np.arange(count), documents[document + 1] - begin
+        tokens = sentences[begin : begin + count + self.max_length + 1]  # a sentence has one token or more
+        target = targets[document]
+        stop = np.minimum(np.searchsorted(tokens, tokens[:count] + target), last)
+        if self.relation == "order":
+            stop = np.minimum(np.maximum(stop, here + 2), last)
+        alone = stop - here == 1
+        cut = here + 1 + draws.below(np.maximum(stop - here - 1, 1), count)
+        label = draws.below(self.num_labels, count)
+        after, other = stop, _OTHER[self.relation]
+        if other is not None:
+            label[alone] = other
+            after = np.where(label == other, cut, stop)
+        found, at = chain(after, at - begin)
+        if self.relation == "order":
+            found = found[~alone[found]]
+
+        cut, stop, label = cut[found], stop[found], label[found]
+        first, second = tokens[found], tokens[cut]
+        first_size, second_size = second - first, tokens[stop] - second
+        if other is not None:
+            mixed = label == other
+            wanted = np.maximum(target[found] - first_size, 1)[mixed]
+            second[mixed], second_size[mixed] = self._elsewhere(draws, document[found][mixed], wanted)
+        if _SWAPPED[self.relation] is not None:
+            swapped = label == _SWAPPED[self.relation]
+            first, second = np.where(swapped, second, first), np.where(swapped, first, second)
+            first_size, second_size = (
+                np.where(swapped, second_size, first_size),
+                np.where(swapped, first_size, second_size),
+            )
+        room = self.max_length - 3
+        lengths = 3 + np.minimum(first_size + second_size, room)
+        sizes = (each.astype(np.int32) for each in (lengths, first_size, second_size))
+        return (*sizes, first, second, label.astype(np.int8), target[found] < room), at + begin
+
+    def _elsewhere(
+        self, draws: Draws, document: np.ndarray, wanted: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(first tokens, sizes) of segments of at least `wanted` tokens, if there are, outside `document`."""
+        sentences, documents = self.corpus.sentence_starts, self.corpus.document_starts
+        chosen = draws.below(self.corpus.num_documents - 1, len(document))
+        chosen += chosen >= document
+        begin, end = documents[chosen], documents[chosen + 1]
+        begin = begin + draws.below(end - begin, len(document))
+        first = sentences[begin]
+        stop = np.minimum(np.searchsorted(sentences, first + wanted), end)
+        return first, sentences[stop] - first
+
+    def build(self, plan: Plan, index: int) -> Example:
+        """The pair of a number in [0, len(plan))."""
+        self._check(plan, index)
+        room = self.max_length - 3
+        sizes = int(plan.first_size[index]), int(plan.second_size[index])
+        # the longer one is cut until both are equal, then the second and the first in turn
+        kept = min(sizes[0], max(room - sizes[1], (room + 1) // 2))
+        kept = kept, min(sizes[1], room - kept)
+        begins = [int(plan.first[index]), int(plan.second[index])]
+        if kept != sizes:
+            draws = Draws(self._key("cut"), plan.epoch, index)
+            for i in range(2):
+                begins[i] += int(draws.chance(0.5, sizes[i] - kept[i]).sum())
+        pieces = [(begins[i], begins[i] + kept[i]) for i in range(2)]
+        return self._example(pieces, 1, int(plan.labels[index]))
+
+    def statistics(self, plan: Plan) -> dict[str, float]:
+        """`Format.statistics`, the share of each label by its name, of shortened targets and of cut pairs.
+
+        For the relation "order" also `left_out`, the share of the corpus's tokens in no pair.
+        """
+        found = super().statistics(plan)
+        for label, name in enumerate(RELATIONS[self.relation]):
+            found[name] = float((plan.labels == label).mean())
+        total = plan.first_size.astype(np.int64) + plan.second_size
+        found["shortened"] = float(plan.shortened.mean())
+        found["cut"] = float((total > self.max_length - 3).mean())
+        if self.relation == "order":
+            found["left_out"] = 1 - float(total.sum()) / self.corpus.num_tokens
+        return found
