@@ -4,12 +4,8 @@ from tests.support.mutation import Fault, Suite
 
 _CORPUS = "fastbert/pretraining/corpus.py"
 _DOCUMENTS = "fastbert/pretraining/documents.py"
-<<<<<<< HEAD
-_DRAWS = "fastbert/training/draws.py"
-=======
 _DRAWS = "fastbert/training/draws.py"
 _FORMATS = "fastbert/pretraining/formats.py"
->>>>>>> refs/heads/formats
 _MASKING = "fastbert/pretraining/masking.py"
 _PLANS = "fastbert/pretraining/plans.py"
 _ROWS = "fastbert/pretraining/rows.py"
