@@ -1,0 +1,256 @@
+"""Recipes: the numbers of a pre-training as published, as data (`recipes/*.json`), and what overrides them.
+
+A recipe is a JSON object:
+
+    objective     of `OBJECTIVES`; `options` go to it
+    format        {"kind": "segment-pairs", "full-sentences" or "doc-sentences", …}; the rest goes to it
+    masking       of `Masking`
+    phases        one after the other: max_length, batch_size (sequences), steps, lr, warmup (steps, or a share
+                  of them below 1), max_predictions
+    optimizer     kind, betas, eps, weight_decay
+    schedule      kind, and what it takes; over all phases, or over each one if `fresh_optimizer` is set
+    clip          the largest norm of the gradients; null: none
+    dropout       of the model; null: the config's
+    static        null, or Google's `dupe_factor`
+    micro_batch   sequences of max_length tokens that are computed at a time; null: as many as have 8,192 tokens
+    published     tables to be printed beside a run
+
+Formats that make sequences of different lengths (doc-sentences) have batches of batch_size · max_length tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from fastbert.checkpoint.files import read_json
+from fastbert.pretraining.formats import DocSentences, Format, FullSentences, SegmentPairs
+from fastbert.pretraining.masking import Masking
+from fastbert.training.schedules import Schedule
+
+FOLDER = Path(__file__).parent / "recipes"
+FORMATS = {"segment-pairs": SegmentPairs, "full-sentences": FullSentences, "doc-sentences": DocSentences}
+MICRO_TOKENS = 8192
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be used: names the field."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a recipe with one length of sequences.
+
+    Attributes:
+        max_length: tokens of a sequence, special ones included.
+        batch_size: sequences of a step, all processes together.
+        steps: how many.
+        lr: the largest learning rate.
+        warmup: steps, or a share of the steps below 1.
+        max_predictions: most predicted tokens of a sequence; None: no limit but the share.
+    """
+
+    max_length: int
+    batch_size: int
+    steps: int
+    lr: float
+    warmup: float = 0
+    max_predictions: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_length", "batch_size", "steps"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise RecipeError(f"{name}: expected an integer >= 1, got {value!r}")
+        if self.max_predictions is not None and (
+            type(self.max_predictions) is not int or self.max_predictions < 1
+        ):
+            raise RecipeError(f"max_predictions: expected an integer >= 1, got {self.max_predictions!r}")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe; see the module."""
+
+    source: str
+    objective: str
+    format: Mapping[str, Any]
+    phases: tuple[Phase, ...]
+    masking: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=lambda: {"kind": "adamw"})
+    schedule: Mapping[str, Any] = field(default_factory=lambda: {"kind": "linear"})
+    clip: float | None = 1.0
+    dropout: float | None = None
+    static: int | None = None
+    fresh_optimizer: bool = False
+    micro_batch: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    published: tuple[Mapping[str, Any], ...] = ()
+
+    # -- read ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load(cls, name: str) -> Recipe:
+        """A recipe by name, or from a JSON file.
+
+        Raises:
+            RecipeError: there is none, or a field is wrong.
+        """
+        path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
+        if not path.is_file():
+            raise RecipeError(f"recipe: {name!r} is neither a file nor one of {', '.join(names())}")
+        try:
+            return cls.of(read_json(path))
+        except ValueError as error:
+            raise RecipeError(f"recipe {name}: {error}") from None
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Recipe:
+        """A recipe from a JSON object.
+
+        Raises:
+            RecipeError: naming the field.
+        """
+        known = {each.name for each in fields(cls)}
+        unknown = sorted(values.keys() - known)
+        if unknown:
+            raise RecipeError(f"{unknown[0]}: is no field; expected {', '.join(sorted(known))}")
+        for name in ("source", "objective", "format", "phases"):
+            if name not in values:
+                raise RecipeError(f"{name}: is missing")
+        for name in ("format", "masking", "optimizer", "schedule", "options"):
+            if not isinstance(values.get(name, {}), dict):
+                raise RecipeError(f"{name}: expected an object, got {values[name]!r}")
+        phases = values["phases"]
+        if not isinstance(phases, list) or not phases or not all(isinstance(p, dict) for p in phases):
+            raise RecipeError("phases: expected a list of objects")
+        made = []
+        for number, phase in enumerate(phases):
+            try:
+                made.append(Phase(**phase))
+            except (TypeError, RecipeError) as error:
+                raise RecipeError(f"phases.{number}: {error}") from None
+        values = {**copy.deepcopy(dict(values)), "phases": tuple(made)}
+        values["published"] = tuple(values.get("published", ()))
+        recipe = cls(**values)
+        recipe.check()
+        return recipe
+
+    def check(self) -> None:
+        """Raise RecipeError for a field that no part of a run can use."""
+        if self.format.get("kind") not in FORMATS:
+            raise RecipeError(f"format.kind: expected one of {', '.join(FORMATS)}, got {self.format.get('kind')!r}")
+        for number, phase in enumerate(self.phases):
+            for name, make in (("masking", self.masking_of), ("schedule", self.schedule_of)):
+                try:
+                    make(phase)
+                except (TypeError, ValueError) as error:
+                    raise RecipeError(f"{name} (phase {number}): {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object."""
+        return json.loads(json.dumps(asdict(self)))
+
+    # -- override --------------------------------------------------------------------------------------------
+
+    def changed(self, path: str, value: Any) -> Recipe:
+        """The recipe with another value at a dotted path: "masking.share", "phases.0.lr", "phases.lr" (all).
+
+        Raises:
+            RecipeError: there is no such field, or the value is wrong.
+        """
+        values = self.to_dict()
+        at, *rest = path.split(".")
+        if at not in values:
+            raise RecipeError(f"{path}: is no field of a recipe; expected {', '.join(sorted(values))}")
+        if at == "phases" and rest and not rest[0].isdigit():
+            for phase in values["phases"]:
+                _put(phase, rest, value, path, {each.name for each in fields(Phase)})
+        elif rest:
+            _put(values[at], rest, value, path)
+        else:
+            values[at] = value
+        return Recipe.of(values)
+
+    def with_steps(self, steps: int) -> Recipe:
+        """The recipe in another number of steps; phases and warm-ups keep their shares."""
+        if type(steps) is not int or steps < len(self.phases):
+            raise RecipeError(f"steps: expected an integer >= {len(self.phases)}, got {steps!r}")
+        whole, phases, done, ended = sum(p.steps for p in self.phases), [], 0, 0
+        for number, phase in enumerate(self.phases):
+            done += phase.steps
+            end = max(round(steps * done / whole), ended + 1)
+            end = min(end, steps - (len(self.phases) - 1 - number))
+            warmup = phase.warmup if phase.warmup < 1 else round(phase.warmup * steps / whole)
+            phases.append(replace(phase, steps=end - ended, warmup=warmup))
+            ended = end
+        return replace(self, phases=tuple(phases))
+
+    # -- use -------------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Of all phases."""
+        return sum(phase.steps for phase in self.phases)
+
+    @property
+    def by_tokens(self) -> bool:
+        """Whether batches are measured in tokens."""
+        return self.format["kind"] == "doc-sentences"
+
+    def format_of(self, phase: Phase, corpus: Any, seed: int) -> Format:
+        """The sequences of a phase."""
+        options = dict(self.format)
+        kind = FORMATS[options.pop("kind")]
+        return kind(corpus, phase.max_length, seed, **options)
+
+    def masking_of(self, phase: Phase) -> Masking:
+        """The masks of a phase."""
+        limit = {} if phase.max_predictions is None else {"max_predictions": phase.max_predictions}
+        return Masking(**{**limit, **self.masking})
+
+    def schedule_of(self, phase: Phase) -> Schedule:
+        """The learning rates of a phase: its own, or those of all phases together."""
+        steps = phase.steps if self.fresh_optimizer else self.steps
+        options = dict(self.schedule)
+        return Schedule(options.pop("kind", "linear"), phase.lr, steps, phase.warmup, **options)
+
+    def cut(self, phase: Phase) -> tuple[int, int]:
+        """(micro-batches of a step, sequences of max_length tokens in each).
+
+        Raises:
+            RecipeError: batch_size is not a multiple of micro_batch.
+        """
+        size = self.micro_batch
+        if size is None:
+            most = max(1, MICRO_TOKENS // phase.max_length)
+            size = max(n for n in range(1, phase.batch_size + 1) if phase.batch_size % n == 0 and n <= most)
+        if type(size) is not int or size < 1 or phase.batch_size % size:
+            raise RecipeError(
+                f"micro_batch: expected a divisor of batch_size, {phase.batch_size}, got {size!r}"
+            )
+        return phase.batch_size // size, size
+
+
+def names() -> list[str]:
+    """The recipes that come with the package."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def _put(values: Any, path: list[str], value: Any, whole: str, known: set[str] | None = None) -> None:
+    """Set the value at a path within JSON."""
+    *above, last = path
+    for key in above:
+        if isinstance(values, list) and key.isdigit() and int(key) < len(values):
+            values = values[int(key)]
+        elif isinstance(values, dict) and key in values:
+            values = values[key]
+        else:
+            raise RecipeError(f"{whole}: there is no {key}")
+    if not isinstance(values, dict) or (known is not None and last not in known):
+        raise RecipeError(f"{whole}: there is no {last}")
+    values[last] = value

@@ -1,0 +1,362 @@
+"""A run of pre-training: a corpus, a model and a recipe become the stages of the training loop.
+
+A stage is a part of a phase with one depth of the model: `grow` cuts phases where layers are added
+(`growth.py`). The examples of a phase go on through its stages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastbert.checkpoint.files import CONFIG, SAFETENSORS, digest, read_json
+from fastbert.models.base import PreTrainedModel
+from fastbert.models.config import EncoderConfig
+from fastbert.pretraining.corpus import TOKENIZER, Corpus
+from fastbert.pretraining.growth import grow, grow_moments, newest_layers
+from fastbert.pretraining.objectives.entities import Staged
+from fastbert.pretraining.objectives.left_to_right import LeftToRight
+from fastbert.pretraining.objectives.masked import Losses, Objective
+from fastbert.pretraining.objectives.permutation import Permutation
+from fastbert.pretraining.objectives.replaced_tokens import ReplacedTokens
+from fastbert.pretraining.objectives.span_boundary import SpanBoundary
+from fastbert.pretraining.objectives.word_order import WordOrder
+from fastbert.pretraining.recipe import Phase, Recipe, RecipeError
+from fastbert.training.loop import Result, Stage, Trainer
+from fastbert.training.parallel import Parallel
+
+OBJECTIVES: dict[str, type[Objective]] = {
+    "masked": Objective,
+    "replaced-tokens": ReplacedTokens,
+    "span-boundary": SpanBoundary,
+    "word-order": WordOrder,
+    "entities": Staged,
+    "permutation": Permutation,
+    "left-to-right": LeftToRight,
+}
+
+
+@dataclass(frozen=True)
+class Growth:
+    """When layers are added; see `growth.py`.
+
+    Attributes:
+        stages: (layers, last step) in order; None: to the end.
+        moments: "fresh" or "copied": those of the optimizer where layers are added.
+        freeze: whether only new layers train, in all stages but the first and the last (MSLT).
+    """
+
+    stages: tuple[tuple[int, int | None], ...]
+    moments: str = "fresh"
+    freeze: bool = False
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Steps [begin, end) of the run, within one phase and with one number of layers."""
+
+    begin: int
+    end: int
+    phase: int
+    phase_begin: int
+    layers: int | None
+
+
+def pretrain(
+    data: str | Path | Corpus,
+    model: str | Path | EncoderConfig,
+    recipe: str | Recipe,
+    output: str | Path,
+    *,
+    seed: int = 0,
+    dtype: str = "fp32",
+    growth: Growth | None = None,
+    parallel: Parallel | None = None,
+    verify: bool = True,
+    **options: Any,
+) -> Result:
+    """Pre-train a model. The same call goes on where it was interrupted; see `fastbert/training/loop.py`.
+
+    Args:
+        data: a corpus of `fastbert prepare`.
+        model: a config, a config.json, or a HuggingFace directory; with weights, training begins with them.
+        recipe: a name of `recipes/`, a JSON file, or a recipe.
+        output: the run's directory. Each checkpoint in it, `step-…`, has `model/`, which transformers loads.
+        seed: of everything that is drawn.
+        dtype: "fp32", "bf16" or "fp16" (autocast).
+        growth: layers that are added on the way.
+        parallel: the processes; None: those of torchrun, or this one.
+        verify: read the corpus once and compare its SHA-256.
+        options: of `Trainer`: save_every, keep, log_every, workers, tensorboard, progress, say.
+
+    Raises:
+        ValueError: naming what is wrong.
+        Interrupted: a signal came.
+    """
+    corpus = data if isinstance(data, Corpus) else Corpus.open(data, verify)
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+    config, weights = model_of(model, corpus, recipe)
+    described = describe(corpus, config, weights, recipe, seed, dtype, growth)
+    made = stages(corpus, config, weights, recipe, seed, growth)
+    trainer = Trainer(
+        made,
+        output,
+        described,
+        seed=seed,
+        dtype=dtype,
+        parallel=parallel,
+        finish=lambda folder: add_tokenizer(corpus, folder, recipe),
+        **options,
+    )
+    return trainer.run()
+
+
+def model_of(
+    model: str | Path | EncoderConfig, corpus: Corpus, recipe: Recipe
+) -> tuple[EncoderConfig, Path | None]:
+    """(the model's config, the directory with its first weights or None).
+
+    Raises:
+        ValueError: it does not fit the corpus or the recipe.
+    """
+    weights = None
+    if isinstance(model, EncoderConfig):
+        values = model.to_dict()
+    else:
+        path = Path(model)
+        if path.is_dir():
+            weights = path if (path / SAFETENSORS).is_file() else None
+            _check_tokenizer(path, corpus)
+            path = path / CONFIG
+        if not path.is_file():
+            raise ValueError(f"model: {model}: expected a config.json, or a directory with one")
+        values = read_json(path)
+    values.setdefault("vocab_size", corpus.vocab_size)
+    values.setdefault("pad_token_id", corpus.special_ids["pad"])
+    if recipe.dropout is not None:
+        rates = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
+        for name in rates[:2] if values.get("model_type") != "distilbert" else rates[2:]:
+            values[name] = recipe.dropout
+    config = EncoderConfig.from_dict(values)
+    if config.vocab_size < corpus.vocab_size:
+        raise ValueError(
+            f"model: vocab_size is {config.vocab_size}, but the corpus {corpus.directory} has ids below "
+            f"{corpus.vocab_size}"
+        )
+    longest = max(phase.max_length for phase in recipe.phases)
+    most = config.max_length
+    if most is not None and longest > most:
+        raise ValueError(f"model: has {most} positions, but the recipe has sequences of {longest} tokens")
+    return config, weights
+
+
+def _check_tokenizer(directory: Path, corpus: Corpus) -> None:
+    """A directory with a tokenizer must have the corpus's words."""
+    from tokenizers import Tokenizer
+
+    path = directory / TOKENIZER
+    if path.is_file() and Tokenizer.from_file(str(path)).get_vocab() != corpus.tokenizer.get_vocab():
+        raise ValueError(f"model: {path} is another tokenizer than the one that made {corpus.directory}")
+
+
+def describe(
+    corpus: Corpus,
+    config: EncoderConfig,
+    weights: Path | None,
+    recipe: Recipe,
+    seed: int,
+    dtype: str,
+    growth: Growth | None,
+) -> dict[str, Any]:
+    """What a run's result depends on: its config.json."""
+    described = recipe.to_dict()
+    described.pop("published")
+    grown = None
+    if growth is not None:
+        grown = {"stages": [list(s) for s in growth.stages], "moments": growth.moments, "freeze": growth.freeze}
+    return {
+        "corpus": corpus.hash,
+        "tokenizer": digest((corpus.directory / TOKENIZER).read_bytes()),
+        "model": config.to_dict(),
+        "first_weights": None if weights is None else digest((weights / SAFETENSORS).read_bytes()),
+        "seed": seed,
+        "dtype": dtype,
+        "growth": grown,
+        **described,
+    }
+
+
+def objective_of(recipe: Recipe, phase: Phase, corpus: Corpus, seed: int) -> Objective:
+    """The examples of a phase.
+
+    Raises:
+        RecipeError: naming the field.
+    """
+    kind = OBJECTIVES.get(recipe.objective)
+    if kind is None:
+        raise RecipeError(f"objective: expected one of {', '.join(OBJECTIVES)}, got {recipe.objective!r}")
+    try:
+        form = recipe.format_of(phase, corpus, seed)
+    except TypeError as error:
+        raise RecipeError(f"format: {error}") from None
+    try:
+        return kind(form, recipe.masking_of(phase), seed, recipe.static, **_as_tuples(recipe.options))
+    except TypeError as error:
+        raise RecipeError(f"options: {error}") from None
+
+
+def _as_tuples(options: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON's lists as tuples, which frozen dataclasses have."""
+    made = {}
+    for key, value in options.items():
+        made[key] = tuple(map(tuple, value)) if isinstance(value, list) else value
+    return made
+
+
+def segments(recipe: Recipe, growth: Growth | None) -> list[Segment]:
+    """The run's steps, cut at the ends of phases and where layers are added.
+
+    Raises:
+        ValueError: layers are added after the last step.
+    """
+    steps = recipe.steps
+    depths = [(0, None)] if growth is None else []
+    if growth is not None:
+        begin = 0
+        for layers, end in growth.stages:
+            depths.append((begin, layers))
+            begin = steps if end is None else end
+            if begin > steps or (begin == steps and (layers, end) != growth.stages[-1]):
+                raise ValueError(f"grow: step {begin}: expected one before the run's last, {steps}")
+        if begin < steps:
+            raise ValueError(f"grow: ends with step {begin}, but the run has {steps}; expected LAYERS:* at the end")
+    made, phase_begin = [], 0
+    for number, phase in enumerate(recipe.phases):
+        phase_end = phase_begin + phase.steps
+        cuts = {phase_begin, phase_end, *(at for at, _ in depths if phase_begin < at < phase_end)}
+        for begin, end in zip(sorted(cuts), sorted(cuts)[1:], strict=False):
+            layers = [layers for at, layers in depths if at <= begin][-1]
+            made.append(Segment(begin, end, number, phase_begin, layers))
+        phase_begin = phase_end
+    return made
+
+
+def stages(
+    corpus: Corpus,
+    config: EncoderConfig,
+    weights: Path | None,
+    recipe: Recipe,
+    seed: int,
+    growth: Growth | None = None,
+) -> list[Stage]:
+    """The stages of the training loop."""
+    if growth is not None and weights is not None:
+        raise ValueError("grow: needs a model without weights, because its layers come from smaller ones")
+    made: list[Stage] = []
+    parts = segments(recipe, growth)
+    objectives = [objective_of(recipe, phase, corpus, seed) for phase in recipe.phases]
+    for number, part in enumerate(parts):
+        phase, objective = recipe.phases[part.phase], objectives[part.phase]
+        before = parts[number - 1] if number else None
+        grows = before is not None and before.layers != part.layers
+        frozen = before.layers if grows and growth.freeze and part is not parts[-1] else None
+        micro_batches, size = recipe.cut(phase)
+        batch = {"tokens": size * phase.max_length} if recipe.by_tokens else {"sequences": size}
+        done = part.begin - part.phase_begin
+        made.append(
+            Stage(
+                part.end - part.begin,
+                objective,
+                builder(objective, config, weights, part.layers, frozen),
+                recipe.schedule_of(phase),
+                micro_batches,
+                **batch,
+                first_micro_batch=done * micro_batches,
+                first_step=done if recipe.fresh_optimizer else part.begin,
+                enter=_fill if grows else None,
+                moments=_moments(before.layers, part.layers) if grows and growth.moments == "copied" else None,
+                fresh_optimizer=recipe.fresh_optimizer and before is not None and before.phase != part.phase,
+                options=recipe.optimizer,
+                clip=recipe.clip,
+            )
+        )
+    return made
+
+
+def builder(
+    objective: Objective, config: EncoderConfig, weights: Path | None, layers: int | None, frozen: int | None
+) -> Callable[[], Losses]:
+    """What makes the module that is trained: with some number of layers, the first of them frozen."""
+
+    def build() -> Losses:
+        values = config.to_dict()
+        if layers is not None:
+            values["num_hidden_layers"] = layers
+        sized = EncoderConfig.from_dict(values)
+        if weights is None:
+            model = objective.model(sized)
+        else:
+            with torch.device("meta"):
+                kind = type(objective.model(sized))
+            model = kind.from_pretrained(weights, config=sized)
+        module = objective.losses(model)
+        if frozen is not None:
+            trained = newest_layers(model, frozen)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name in trained and parameter.requires_grad)
+        return module
+
+    return build
+
+
+def _fill(small: nn.Module, large: nn.Module) -> None:
+    """Grow each exported model, and copy the objective's own heads."""
+    for name, model in small.exports.items():
+        grow(model, large.exports[name])
+    inside = {id(p) for model in large.exports.values() for p in model.parameters()}
+    own = dict(small.named_parameters())
+    with torch.no_grad():
+        for name, parameter in large.named_parameters():
+            if id(parameter) not in inside:
+                parameter.copy_(own[name])
+
+
+def _moments(before: int, after: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda state: grow_moments(state, before, after)
+
+
+def add_tokenizer(corpus: Corpus, folder: Path, recipe: Recipe) -> None:
+    """Put the corpus's tokenizer into each exported directory, as transformers reads it."""
+    content = (corpus.directory / TOKENIZER).read_bytes()
+    by_id = {i: token for token, i in corpus.tokenizer.get_vocab().items()}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max(phase.max_length for phase in recipe.phases),
+        **{f"{name}_token": by_id[i] for name, i in sorted(corpus.special_ids.items())},
+    }
+    text = json.dumps(settings, indent=1, ensure_ascii=False) + "\n"
+    for config in folder.glob(f"*/{CONFIG}"):
+        (config.parent / TOKENIZER).write_bytes(content)
+        (config.parent / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def published(recipe: Recipe) -> Sequence[str]:
+    """The recipe's tables as lines of text."""
+    lines = []
+    for table in recipe.published:
+        width = max(map(len, table["rows"]))
+        lines.append(table["source"])
+        lines.append(f"  {'':{width}}  " + "  ".join(table["columns"]))
+        for name, row in table["rows"].items():
+            cells = (f"{value:>{len(head)}}" for head, value in zip(table["columns"], row, strict=True))
+            lines.append(f"  {name:{width}}  " + "  ".join(cells))
+    return lines
+
+
+__all__ = ["Growth", "PreTrainedModel", "pretrain"]
