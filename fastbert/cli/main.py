@@ -209,6 +209,23 @@ def _add_pretraining(commands: Any) -> None:
         metavar="N",
         help="tokens per file, a multiple of 8 (default 268435456)",
     )
+    prepare.add_argument(
+        "--spans",
+        action="append",
+        metavar="FILE",
+        help='mark phrases and entities, which a masking rule takes as a whole: a file of lines {"text": …, '
+        '"kind": "entity" or "phrase"}, or "pmi" for phrases found in the text; may be repeated, the first '
+        "has priority",
+    )
+    prepare.add_argument(
+        "--min-pmi",
+        type=float,
+        metavar="BITS",
+        help="with --spans pmi: least pointwise mutual information of a phrase (default 6)",
+    )
+    prepare.add_argument(
+        "--min-count", type=int, metavar="N", help="with --spans pmi: fewest times it occurs (default 10)"
+    )
 
 
 @contextlib.contextmanager

@@ -8,6 +8,9 @@ A directory:
     words-00000.bin …    one bit per token, the lowest first: whether a word starts there
     sentences.bin        int64, the first token of each sentence, and the number of tokens
     documents.bin        int64, the first sentence of each document, and the number of sentences
+    spans.bin            int64, the first token of each span; spans are optional, see `spans.py`
+    lengths.bin          uint32, the number of tokens of each span
+    kinds.bin            uint8, the kind of each span, a place in index.json's `span_kinds`
 
 All arrays are little-endian. The files of an array, one after the other, hold the same bytes however they are
 cut and however many threads made them; `hash` is of those bytes and of the tokenizer. Text is stored, not
@@ -34,6 +37,7 @@ from tokenizers import Tokenizer
 
 from fastbert.checkpoint.files import cause, is_dead, own_tag, read_json
 from fastbert.pretraining.documents import documents
+from fastbert.pretraining.spans import KINDS, Source, find, sources_of
 from fastbert.sentences.tokenizer import load_tokenizer
 
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
@@ -48,6 +52,7 @@ _SPECIAL = {
     "sep": ("[SEP]", "</s>"),
     "mask": ("[MASK]", "<mask>"),
 }
+_SPANS = {"spans": "<i8", "lengths": "<u4", "kinds": "u1"}  # array -> dtype
 _COUNTS = ("tokens", "sentences", "documents", "vocab_size", "shard_tokens", "longest_sentence")
 
 
@@ -67,6 +72,8 @@ class Corpus:
         vocab_size: of the tokenizer; ids are below it.
         special_ids: "pad", "unk", "cls", "sep" and "mask" -> id.
         shard_tokens: tokens per file, but for the last one.
+        span_kinds: names of the kinds of spans; empty if the corpus was made without spans.
+        num_spans: count.
     """
 
     directory: Path
@@ -79,6 +86,8 @@ class Corpus:
     special_ids: dict[str, int]
     shard_tokens: int
     token_dtype: np.dtype
+    span_kinds: tuple[str, ...] = ()
+    num_spans: int = 0
 
     # -- open ------------------------------------------------------------------------------------------------
 
@@ -104,6 +113,11 @@ class Corpus:
         _check_index(path, index)
         for entry in index["files"]:
             _check_file(directory / entry["name"], entry, verify)
+        return cls._of(directory, index)
+
+    @classmethod
+    def _of(cls, directory: Path, index: dict[str, Any]) -> Corpus:
+        """The corpus that an index says to be in a directory."""
         return cls(
             directory,
             index["hash"],
@@ -111,6 +125,8 @@ class Corpus:
             index["special_ids"],
             index["shard_tokens"],
             np.dtype(index["token_dtype"]).newbyteorder("<"),
+            tuple(index.get("span_kinds", ())),
+            index.get("spans", 0),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -159,6 +175,33 @@ class Corpus:
             done += b - a
         return found
 
+    @cached_property
+    def _span_arrays(self) -> list[np.ndarray]:
+        if not self.span_kinds:
+            raise CorpusError(
+                f"{self.directory}: has no phrases or entities; `fastbert prepare --spans` finds them"
+            )
+        if self.num_spans == 0:  # an empty file cannot be mapped
+            return [np.empty(0, dtype) for dtype in _SPANS.values()]
+        return [self._map(f"{name}.bin", np.dtype(dtype)) for name, dtype in _SPANS.items()]
+
+    def spans(self, begin: int, end: int) -> np.ndarray:
+        """(n, 3) int64: first token, end and kind of the spans within the tokens [begin, end), ascending.
+
+        Tokens are numbered as in the whole corpus. A span that only begins or ends in the range is not in it.
+
+        Raises:
+            CorpusError: the corpus was made without spans.
+        """
+        if not 0 <= begin <= end <= self.num_tokens:
+            raise IndexError(f"tokens [{begin}, {end}): expected a range within [0, {self.num_tokens}]")
+        starts, lengths, kinds = self._span_arrays
+        first, last = np.searchsorted(starts, [begin, end])
+        found = np.empty((last - first, 3), np.int64)
+        found[:, 0], found[:, 2] = starts[first:last], kinds[first:last]
+        found[:, 1] = found[:, 0] + lengths[first:last]
+        return found[found[:, 1] <= end]
+
     def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
         """(file, first, last) of the pieces of the tokens [begin, end)."""
         if not 0 <= begin <= end <= self.num_tokens:
@@ -183,6 +226,7 @@ class Corpus:
         directory: str | Path,
         *,
         format: str | None = None,
+        spans: str | Path | Source | Sequence[str | Path | Source] | None = None,
         shard_tokens: int = SHARD_TOKENS,
         overwrite: bool = False,
         progress: Callable[[int, int], None] | None = None,
@@ -196,6 +240,8 @@ class Corpus:
             files, format: see `documents`.
             tokenizer: a directory with one, or the tokenizer.
             directory: of the corpus; must not exist.
+            spans: where phrases and entities come from: the path of a gazetteer, "pmi", or a source of
+                `spans.py`; of a list, an earlier one has priority. None: the corpus has none.
             shard_tokens: tokens per file, a multiple of 8.
             overwrite: replace a corpus that is there.
             progress: is told (bytes of input, tokens) since its last call.
@@ -213,10 +259,13 @@ class Corpus:
             tokenizer.no_truncation()
         else:
             tokenizer = load_tokenizer(tokenizer)
+        sources = [] if spans is None else sources_of(spans)
         special_ids = _special_ids(tokenizer)
         description = tokenizer.to_str(pretty=True)
         tokenizer.encode_special_tokens = True  # a setting that is not saved: "[MASK]" in a text is text
         vocab_size = 1 + max(tokenizer.get_vocab().values())
+        for source in sources:  # before hours of work
+            source.prepare(tokenizer, sorted(special_ids.values()))
 
         seen = 0
 
@@ -235,6 +284,8 @@ class Corpus:
                 raise CorpusError(f"{', '.join(map(str, files))}: no sentence in any document")
             index = writer.close(description)
             index |= {"vocab_size": vocab_size, "special_ids": special_ids}
+            if sources:
+                index = _with_spans(folder, index, find(cls._of(folder, index), sources))
             _write(folder / INDEX, json.dumps(index, indent=1).encode() + b"\n")
         return cls.open(directory, verify=False)
 
@@ -264,6 +315,12 @@ def _check_index(path: Path, index: dict[str, Any]) -> None:
     entries = index.get("files")
     shards = -(-index["tokens"] // index["shard_tokens"])
     expected = [TOKENIZER, "sentences.bin", "documents.bin"]
+    if "span_kinds" in index:
+        if index["span_kinds"] != list(KINDS):
+            raise CorpusError(f"{path}: span_kinds: expected {list(KINDS)}, got {index['span_kinds']!r}")
+        if type(index.get("spans")) is not int or index["spans"] < 0:
+            raise CorpusError(f"{path}: spans: expected an integer >= 0, got {index.get('spans')!r}")
+        expected += [f"{name}.bin" for name in _SPANS if index["spans"]]
     expected += [f"{kind}-{i:05d}.bin" for kind in ("tokens", "words") for i in range(min(shards, 10**6))]
     if not (
         isinstance(entries, list)
@@ -282,6 +339,7 @@ def _hash_of(index: dict[str, Any]) -> str:
     """The corpus's hash: of the digests of its arrays and of the tokenizer, however the arrays are cut."""
     digests = index.get("arrays")
     kept = {name: index.get(name) for name in ("token_dtype", "tokens", "sentences", "documents")}
+    kept |= {name: index[name] for name in ("span_kinds", "spans") if name in index}
     return hashlib.sha256(json.dumps([digests, kept], sort_keys=True).encode()).hexdigest()
 
 
@@ -432,6 +490,22 @@ class _Writer:
         lists = (self.tokens, self.words, self.sentences, self.documents)
         index |= {"arrays": arrays, "files": [entry, *(f for array in lists for f in array.files)]}
         return index | {"hash": _hash_of(index)}
+
+
+def _with_spans(folder: Path, index: dict[str, Any], found: Iterable[np.ndarray]) -> dict[str, Any]:
+    """Write spans beside the other arrays; returns the index with them."""
+    arrays = [_Array(folder, name, dtype) for name, dtype in _SPANS.items()]
+    starts, lengths, kinds = arrays
+    for spans in found:
+        starts.add(spans[:, 0])
+        lengths.add(spans[:, 1] - spans[:, 0])
+        kinds.add(spans[:, 2])
+    index = index | {"span_kinds": list(KINDS), "spans": starts.count}
+    index["arrays"] = index["arrays"] | {
+        name: array.close() for name, array in zip(_SPANS, arrays, strict=True)
+    }
+    index["files"] = [*index["files"], *(file for array in arrays for file in array.files)]
+    return index | {"hash": _hash_of(index)}
 
 
 def _write(path: Path, content: bytes) -> None:

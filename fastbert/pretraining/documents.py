@@ -96,8 +96,12 @@ def _nobody(size: int) -> None:
     pass
 
 
-def _lines(path: Path, seen: Callable[[int], None]) -> Iterator[tuple[int, str]]:
-    """(number from 1, text without its end) of each line; a BOM is dropped."""
+def lines(path: Path, seen: Callable[[int], None] = _nobody) -> Iterator[tuple[int, str]]:
+    """(number from 1, text without its end) of each line; a BOM is dropped.
+
+    Raises:
+        ValueError: a line that is not UTF-8; names file and line.
+    """
     with path.open("rb") as stream:
         for number, raw in enumerate(stream, 1):
             try:
@@ -112,7 +116,7 @@ def _lines(path: Path, seen: Callable[[int], None]) -> Iterator[tuple[int, str]]
 
 def _of_lines(path: Path, seen: Callable[[int], None]) -> Iterator[list[str]]:
     document: list[str] = []
-    for _, line in _lines(path, seen):
+    for _, line in lines(path, seen):
         sentence = line.strip()
         if sentence:
             document.append(sentence)
@@ -123,7 +127,7 @@ def _of_lines(path: Path, seen: Callable[[int], None]) -> Iterator[list[str]]:
 
 
 def _of_json(path: Path, seen: Callable[[int], None]) -> Iterator[list[str]]:
-    for number, line in _lines(path, seen):
+    for number, line in lines(path, seen):
         if not line.strip():
             continue
         try:

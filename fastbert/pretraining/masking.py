@@ -5,6 +5,8 @@
     word     all tokens of a word, by the tokenizer's own words
     ngram    up to `max_ngram` words in a row; n words with a probability in proportion to 1 / n (ALBERT)
     span     a geometric number of words, at most `max_span` (SpanBERT)
+    phrase   a phrase or an entity of the corpus, or else a word (ERNIE 1.0, second stage)
+    entity   an entity of the corpus, or else a word (ERNIE 1.0, third stage; the first one's unit is word)
 
 Candidates are all tokens but special ones. Of the chosen tokens 80% become [MASK], 10% a random token and 10%
 stay; all of them are predicted. `choose` says how many:
@@ -12,10 +14,15 @@ stay; all of them are predicted. `choose` says how many:
     exact      min(max_predictions, max(1, round(share * length))) tokens, special ones counted in the
                length. Units are taken in random order; one that exceeds what is left is passed over (a longer
                one of several words is made shorter).
-    bernoulli  each token or word with probability `share`
+    bernoulli  each token, word, phrase or entity with probability `share`
+
+ERNIE's three stages mask words, then phrases, then entities; each goes on with the weights of the one before.
+Its own code draws per unit, as bernoulli does, and the fate per token, as here. An entity is a phrase too: a
+segmentation into phrases does not cut through a name.
 
 Source: Devlin et al. 2018, "BERT", sec. 3.1 and google-research/bert's create_pretraining_data.py; Lan et al.
-2019, "ALBERT", sec. 3.1; Joshi et al. 2019, "SpanBERT", sec. 3.1; fairseq's word budget.
+2019, "ALBERT", sec. 3.1; Joshi et al. 2019, "SpanBERT", sec. 3.1; fairseq's word budget; Sun et al. 2019,
+"ERNIE: Enhanced Representation through Knowledge Integration", sec. 3.2, and PaddlePaddle/ERNIE's batching.
 """
 
 from __future__ import annotations
@@ -24,10 +31,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fastbert.pretraining.spans import ENTITY, KINDS, PHRASE
 from fastbert.training.draws import Draws
 
 IGNORED = -100  # the label of a token that is not predicted
-UNITS = ("token", "word", "ngram", "span")
+UNITS = ("token", "word", "ngram", "span", "phrase", "entity")
+# unit -> the kinds of spans of the corpus that it takes as a whole
+SPAN_UNITS = {"phrase": (PHRASE, ENTITY), "entity": (ENTITY,)}
+_BERNOULLI = ("token", "word", *SPAN_UNITS)
 
 
 @dataclass(frozen=True)
@@ -80,8 +91,8 @@ class Masking:
     """A masking rule; see the module.
 
     Attributes:
-        unit: "token", "word", "ngram" or "span".
-        choose: "exact" or "bernoulli" (tokens and words only).
+        unit: "token", "word", "ngram", "span", "phrase" or "entity".
+        choose: "exact" or "bernoulli" (not for n-grams and spans).
         share: of the tokens, in (0, 1].
         max_predictions: most tokens; None: no limit.
         mask_share, random_share: of the chosen tokens, the shares that become [MASK] and a random token.
@@ -128,15 +139,22 @@ class Masking:
             value = getattr(self, name)
             if not (value is None and name == "max_predictions") and (type(value) is not int or value < 1):
                 raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
-        if self.choose == "bernoulli" and self.unit not in ("token", "word"):
-            raise ValueError(f"choose: bernoulli is for tokens and words; {self.unit}s need exact")
+        if self.choose == "bernoulli" and self.unit not in _BERNOULLI:
+            raise ValueError(
+                f"choose: bernoulli is for the units {', '.join(_BERNOULLI)}; {self.unit} needs exact"
+            )
         if self.choose == "bernoulli" and self.max_predictions is not None:
             raise ValueError("max_predictions: expected None with choose = bernoulli, which has no limit")
         if self.word_budget == "words" and (self.unit, self.choose) != ("word", "exact"):
             raise ValueError("word_budget: words needs unit = word and choose = exact")
 
     def __call__(
-        self, ids: np.ndarray, word_starts: np.ndarray, vocabulary: Vocabulary, draws: Draws
+        self,
+        ids: np.ndarray,
+        word_starts: np.ndarray,
+        vocabulary: Vocabulary,
+        draws: Draws,
+        spans: np.ndarray | None = None,
     ) -> Masked:
         """Mask one sequence.
 
@@ -145,7 +163,17 @@ class Masking:
             word_starts: (length,) bool, whether a word starts at each token. A special token is a word.
             vocabulary: the ids.
             draws: the sequence's stream.
+            spans: (n, 3) integers, first token, end and kind of the phrases and entities within the
+                sequence, ascending; needed by the units phrase and entity, and by no other.
+
+        Raises:
+            ValueError: spans that are missing, not wanted, out of order or not of whole words.
         """
+        if (spans is not None) != (self.unit in SPAN_UNITS):
+            raise ValueError(
+                f"spans: unit = {self.unit} "
+                + ("needs the phrases and entities of the sequence" if spans is None else "takes none")
+            )
         ids = np.asarray(ids).astype(np.int64)
         starts = np.asarray(word_starts, bool).copy()
         candidate = ~np.isin(ids, vocabulary.special)
@@ -153,6 +181,8 @@ class Masking:
         starts |= ~candidate
         starts[1:] |= ~candidate[:-1]
         starts[:1] = True
+        if spans is not None:
+            starts = self._joined(candidate, starts, np.asarray(spans))
         spans = self._spans(candidate, starts, draws)
         unit = np.full(len(ids), -1)
         for i, (begin, end) in enumerate(spans):
@@ -170,6 +200,30 @@ class Masking:
             drawn = chosen[(fate >= self.mask_share) & (fate < self.mask_share + self.random_share)]
             seen[drawn] = vocabulary.random(draws, len(drawn), self.random_specials)
         return Masked(seen, labels, spans)
+
+    def _joined(self, candidate: np.ndarray, starts: np.ndarray, spans: np.ndarray) -> np.ndarray:
+        """(length,) bool: where units start, if a span of this rule's kinds is one unit."""
+        if spans.ndim != 2 or spans.shape[1] != 3 or spans.dtype.kind not in "iu":
+            raise ValueError(f"spans: expected (n, 3) integers, got {spans.dtype} of the shape {spans.shape}")
+        begins, ends, kinds = spans.T
+        if len(spans) and not (
+            begins[0] >= 0
+            and ends[-1] <= len(starts)
+            and (begins < ends).all()
+            and (ends[:-1] <= begins[1:]).all()
+            and np.isin(kinds, range(len(KINDS))).all()
+        ):
+            raise ValueError(
+                "spans: expected first tokens, ends and kinds, ascending and not overlapping, within "
+                f"{len(starts)} tokens and {len(KINDS)} kinds, got {spans.tolist()}"
+            )
+        whole, special = np.append(starts, True), np.append(0, np.cumsum(~candidate))
+        if not (whole[begins] & whole[ends] & (special[begins] == special[ends])).all():
+            raise ValueError("spans: one begins or ends within a word, or has a special token")
+        starts = starts.copy()
+        for begin, end in spans[np.isin(kinds, SPAN_UNITS[self.unit]), :2].tolist():
+            starts[begin + 1 : end] = False
+        return starts
 
     def _spans(self, candidate: np.ndarray, starts: np.ndarray, draws: Draws) -> np.ndarray:
         """(n, 2) first token and end of the chosen units, in ascending order."""
@@ -225,7 +279,7 @@ class Masking:
 
     def _sizes(self, draws: Draws, count: int) -> np.ndarray:
         """(count,) words that each unit wants."""
-        if self.unit == "word":
+        if self.unit == "word" or self.unit in SPAN_UNITS:
             return np.ones(count, np.int64)
         if self.unit == "ngram":
             weights = 1.0 / np.arange(1, self.max_ngram + 1)

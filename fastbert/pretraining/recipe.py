@@ -143,7 +143,9 @@ class Recipe:
     def check(self) -> None:
         """Raise RecipeError for a field that no part of a run can use."""
         if self.format.get("kind") not in FORMATS:
-            raise RecipeError(f"format.kind: expected one of {', '.join(FORMATS)}, got {self.format.get('kind')!r}")
+            raise RecipeError(
+                f"format.kind: expected one of {', '.join(FORMATS)}, got {self.format.get('kind')!r}"
+            )
         for number, phase in enumerate(self.phases):
             for name, make in (("masking", self.masking_of), ("schedule", self.schedule_of)):
                 try:

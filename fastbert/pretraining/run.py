@@ -179,7 +179,11 @@ def describe(
     described.pop("published")
     grown = None
     if growth is not None:
-        grown = {"stages": [list(s) for s in growth.stages], "moments": growth.moments, "freeze": growth.freeze}
+        grown = {
+            "stages": [list(s) for s in growth.stages],
+            "moments": growth.moments,
+            "freeze": growth.freeze,
+        }
     return {
         "corpus": corpus.hash,
         "tokenizer": digest((corpus.directory / TOKENIZER).read_bytes()),
@@ -235,7 +239,9 @@ def segments(recipe: Recipe, growth: Growth | None) -> list[Segment]:
             if begin > steps or (begin == steps and (layers, end) != growth.stages[-1]):
                 raise ValueError(f"grow: step {begin}: expected one before the run's last, {steps}")
         if begin < steps:
-            raise ValueError(f"grow: ends with step {begin}, but the run has {steps}; expected LAYERS:* at the end")
+            raise ValueError(
+                f"grow: ends with step {begin}, but the run has {steps}; expected LAYERS:* at the end"
+            )
     made, phase_begin = [], 0
     for number, phase in enumerate(recipe.phases):
         phase_end = phase_begin + phase.steps
@@ -280,7 +286,9 @@ def stages(
                 first_micro_batch=done * micro_batches,
                 first_step=done if recipe.fresh_optimizer else part.begin,
                 enter=_fill if grows else None,
-                moments=_moments(before.layers, part.layers) if grows and growth.moments == "copied" else None,
+                moments=_moments(before.layers, part.layers)
+                if grows and growth.moments == "copied"
+                else None,
                 fresh_optimizer=recipe.fresh_optimizer and before is not None and before.phase != part.phase,
                 options=recipe.optimizer,
                 clip=recipe.clip,

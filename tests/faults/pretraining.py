@@ -9,6 +9,7 @@ _FORMATS = "fastbert/pretraining/formats.py"
 _MASKING = "fastbert/pretraining/masking.py"
 _PLANS = "fastbert/pretraining/plans.py"
 _ROWS = "fastbert/pretraining/rows.py"
+_SPANS = "fastbert/pretraining/spans.py"
 _VOCABULARY = "fastbert/pretraining/vocabulary.py"
 
 FAULTS = (
@@ -124,6 +125,61 @@ FAULTS = (
         "return -pairs[pair], pair[1], pair[0], pair",
     ),
     Fault("counts of merged pairs stay", _VOCABULARY, "                    pairs[old] -= count\n", ""),
+    Fault(
+        "a span crosses sentences",
+        _SPANS,
+        "len(self) + count) <= self.stops",
+        "len(self) + count) <= len(self)",
+    ),
+    Fault(
+        "equal hashes are equal words",
+        _SPANS,
+        "            same[maybe] = np.logical_and.reduceat(theirs == ours, starts)\n",
+        "",
+    ),
+    Fault("one entry per hash", _SPANS, "left, at = left[~same], at[~same] + 1", "break"),
+    Fault("the shortest entry", _SPANS, "(longest[words] == 0) &", ""),
+    Fault("spans overlap", _SPANS, "        if begin >= end:\n", "        if True:\n"),
+    Fault("sources overlap", _SPANS, "                free[begin:end] = False\n", "                pass\n"),
+    Fault("the last kind wins", _SPANS, "max(kind, same.get(ids, kind))", "kind"),
+    Fault(
+        "unknown words are searched for",
+        _SPANS,
+        "if ids and not any(each in ids for each in special)",
+        "if ids",
+    ),
+    Fault("no word behind a space", _SPANS, '(texts, [f" {text}" for text in texts])', "(texts,)"),
+    Fault("three words apart not looked at", _SPANS, "np.minimum(score, apart) >= least", "score >= least"),
+    Fault("a phrase and its last word not looked at", _SPANS, "(pairs[pair] * words[third])", "pairs[last]"),
+    Fault(
+        "a word and its last phrase not looked at",
+        _SPANS,
+        "triples * total / (words[first] * pairs[last]),",
+        "np.inf,",
+    ),
+    Fault("rarer phrases", _SPANS, "return keys[counts >= least]", "return keys[counts >= least - 1]"),
+    Fault("punctuation counts as words", _SPANS, "total += len(words)", "total += len(part)"),
+    Fault("counts of two runs not added", _SPANS, "np.concatenate([counts, others])", "1"),
+    Fault("a span that ends outside", _CORPUS, "return found[found[:, 1] <= end]", "return found"),
+    Fault(
+        "the number of spans not in the hash",
+        _CORPUS,
+        'for name in ("span_kinds", "spans")',
+        "for name in ()",
+    ),
+    Fault(
+        "a corpus without spans has none", _CORPUS, "        if not self.span_kinds:\n", "        if False:\n"
+    ),
+    Fault("entities and phrases alike", _MASKING, '"entity": (ENTITY,)', '"entity": (PHRASE, ENTITY)'),
+    Fault("an entity is no phrase", _MASKING, '"phrase": (PHRASE, ENTITY)', '"phrase": (PHRASE,)'),
+    Fault("two words of a phrase", _MASKING, "starts[begin + 1 : end]", "starts[begin + 1 : begin + 2]"),
+    Fault("a special token in a phrase", _MASKING, " & (special[begins] == special[ends])", ""),
+    Fault(
+        "a fate per phrase",
+        _MASKING,
+        'together = self.unit == "span"',
+        'together = self.unit in ("span", "phrase")',
+    ),
     Fault("## kept inside a piece", _VOCABULARY, 'left + right.removeprefix("##")', "left + right"),
     Fault("a random segment of the same document", _FORMATS, "        chosen += chosen >= document\n", ""),
     Fault(

@@ -85,10 +85,16 @@ def test_the_cut_into_files_changes_nothing(
 
 def test_threads_of_the_tokenizer_change_nothing(corpus, text_file, tokenizer_dir, tmp_path):
     command = [sys.executable, "-m", "fastbert", "prepare", str(text_file), "--tokenizer", str(tokenizer_dir)]
+    command += ["--spans", "pmi", "--min-count", "4"]
+    hashes = set()
     for workers in ("1", "3"):
         output = tmp_path / workers
         subprocess.run([*command, "--output", str(output), "--workers", workers], check=True)
-        assert arrays(Corpus.open(output)) == arrays(corpus)
+        made = Corpus.open(output)
+        assert arrays(made) == arrays(corpus)
+        assert made.num_spans > 0
+        hashes.add(made.hash)
+    assert len(hashes) == 1
 
 
 def test_a_worker_gets_the_same(corpus):

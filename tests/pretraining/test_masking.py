@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 from scipy import stats
 
-from fastbert.pretraining.masking import IGNORED, UNITS, Masking, Vocabulary
+from fastbert.pretraining.masking import IGNORED, SPAN_UNITS, UNITS, Masking, Vocabulary
 from fastbert.training.draws import Draws
 
 VOCABULARY = Vocabulary(1000, 4, (0, 2, 3))
@@ -23,10 +25,32 @@ def sequence(length: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return ids, starts
 
 
+def spans_of(ids: np.ndarray, starts: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Phrases and entities of one to three words, about every second word in one."""
+    rng, found = np.random.default_rng(seed), []
+    special = np.isin(ids, [CLS, SEP])
+    bounds = [*np.flatnonzero(starts | special | np.roll(special, 1)).tolist(), len(ids)]
+    at = 0
+    while at < len(bounds) - 1:
+        size = min(int(rng.integers(1, 4)), len(bounds) - 1 - at)
+        begin, end = bounds[at], bounds[at + size]
+        if rng.random() < 0.4 and not special[begin:end].any():
+            found.append((begin, end, int(rng.integers(2))))
+            at += size
+        else:
+            at += 1
+    return np.array(found, np.int64).reshape(-1, 3)
+
+
+def spans_for(rule: Masking, ids: np.ndarray, starts: np.ndarray, seed: int = 0) -> dict:
+    """The argument `spans` of a rule that takes it."""
+    return {"spans": spans_of(ids, starts, seed)} if rule.unit in SPAN_UNITS else {}
+
+
 def masked(rule: Masking, length: int, count: int, seed: int = 1):
     for i in range(count):
         ids, starts = sequence(length, i)
-        yield ids, starts, rule(ids, starts, VOCABULARY, Draws(seed, 0, i))
+        yield ids, starts, rule(ids, starts, VOCABULARY, Draws(seed, 0, i), **spans_for(rule, ids, starts, i))
 
 
 def inside(hits: int, draws: int, p: float) -> bool:
@@ -44,6 +68,9 @@ RULES = [
     Masking("word", word_budget="words"),
     Masking("ngram"),
     Masking("span"),
+    Masking("phrase"),
+    Masking("entity"),
+    Masking("phrase", "bernoulli"),
 ]
 
 
@@ -87,7 +114,9 @@ def test_the_number_of_predictions(length, most, count):
 
 
 @pytest.mark.parametrize(
-    "rule", [Masking(), Masking("word"), Masking("word", "bernoulli")], ids=lambda r: r.unit + r.choose
+    "rule",
+    [Masking(), Masking("word"), Masking("word", "bernoulli"), Masking("phrase")],
+    ids=lambda r: r.unit + r.choose,
 )
 def test_shares_of_mask_random_and_kept(rule):
     masks = randoms = kept = total = 0
@@ -126,6 +155,118 @@ def test_bernoulli_share():
         total += (~np.isin(ids, [CLS, SEP])).sum()
     assert total > 1e5
     assert inside(chosen, total, 0.15)
+
+
+@pytest.mark.parametrize("unit", SPAN_UNITS)
+def test_a_unit_is_a_whole_span_or_a_word(unit):
+    """Each with probability 0.15; the unit entity takes a phrase of the corpus as single words."""
+    hits, counts = {}, {}
+    cut = mixed = 0
+    for i, (ids, starts, found) in enumerate(masked(Masking(unit, "bernoulli"), 512, 700)):
+        rows = spans_of(ids, starts, i)
+        chosen = found.labels != IGNORED
+        units = {(b, e): ("phrase", "entity")[k] for b, e, k in rows.tolist() if k in SPAN_UNITS[unit]}
+        later = np.zeros(512, bool)  # of a unit, behind its first token
+        for begin, end in units:
+            later[begin + 1 : end] = True
+        special = np.isin(ids, [CLS, SEP])
+        begins = np.flatnonzero((starts | special | np.roll(special, 1)) & ~later)
+        for begin, end in zip(begins.tolist(), [*begins[1:].tolist(), 512], strict=True):
+            if not special[begin]:
+                kind = units.get((begin, end), "word")
+                counts[kind] = counts.get(kind, 0) + 1
+                hits[kind] = hits.get(kind, 0) + chosen[begin]
+                assert chosen[begin:end].all() or not chosen[begin:end].any()
+        for begin, end, kind in rows.tolist():
+            if kind not in SPAN_UNITS[unit]:
+                cut += chosen[begin:end].any() and not chosen[begin:end].all()
+        for begin, end in found.spans.tolist():
+            masks = found.ids[begin:end] == MASK
+            mixed += masks.any() and not masks.all()
+    assert counts.keys() == ({"phrase", "entity", "word"} if unit == "phrase" else {"entity", "word"})
+    assert sum(counts.values()) > 1e5
+    assert min(counts.values()) > 1e4
+    for kind, count in counts.items():
+        assert inside(hits[kind], count, 0.15), kind
+    assert (cut > 100) == (unit == "entity")
+    assert mixed > 100  # 80/10/10 token by token
+
+
+def test_spans_and_words_of_one_length_are_chosen_alike():
+    """Five phrases of two words and five words of two tokens, and room for one of them."""
+    ids = np.arange(5, 25)
+    starts = np.append(np.ones(10, bool), np.arange(10) % 2 == 0)
+    spans = np.array([(i, i + 2, i // 2 % 2) for i in range(0, 10, 2)])
+    rule, counts = Masking("phrase", share=0.1), np.zeros(20)
+    for i in range(10_000):
+        counts += rule(ids, starts, VOCABULARY, Draws(4, 0, i), spans).labels != IGNORED
+    assert counts.sum() == 20_000
+    assert (counts[::2] == counts[1::2]).all()
+    assert stats.chisquare(counts[::2]).pvalue > 0.001
+
+
+def test_a_span_longer_than_the_budget_is_passed_over():
+    ids, starts = np.full(40, 9), np.ones(40, bool)
+    for i in range(50):
+        rows = np.array([(3, 10, 0), (12, 18, 1)])  # the budget is six tokens
+        found = Masking("phrase")(ids, starts, VOCABULARY, Draws(1, 0, i), rows)
+        assert (found.labels != IGNORED).sum() == 6
+        assert (found.labels[3:10] == IGNORED).all()
+
+
+@pytest.mark.parametrize(
+    ("spans", "match"),
+    [
+        (None, "spans: unit = phrase needs the phrases and entities of the sequence"),
+        ([[1, 3]], r"spans: expected \(n, 3\) integers, got int64 of the shape \(1, 2\)"),
+        ([[1.0, 3.0, 0.0]], r"spans: expected \(n, 3\) integers, got float64"),
+        ([[1, 3, 2]], "spans: expected first tokens, ends and kinds"),
+        ([[3, 3, 0]], "spans: expected first tokens, ends and kinds"),
+        ([[-1, 1, 0]], "spans: expected first tokens, ends and kinds"),
+        ([[4, 6, 0], [1, 3, 0]], "spans: expected first tokens, ends and kinds"),
+        ([[1, 4, 0], [3, 4, 0]], "spans: expected first tokens, ends and kinds"),
+        ([[6, 9, 0]], r"ascending and not overlapping, within 8 tokens and 2 kinds, got \[\[6, 9, 0\]\]"),
+        ([[2, 3, 0]], "spans: one begins or ends within a word"),
+        ([[1, 2, 0]], "spans: one begins or ends within a word"),
+        ([[3, 5, 0]], "spans: one begins or ends within a word, or has a special token"),
+    ],
+)
+def test_bad_spans_are_named(spans, match):
+    ids = np.array([CLS, 9, 9, 9, SEP, 9, 9, SEP])
+    starts = np.array([1, 1, 0, 1, 1, 1, 1, 1], bool)
+    rows = None if spans is None else np.array(spans)
+    with pytest.raises(ValueError, match=match):
+        Masking("phrase")(ids, starts, VOCABULARY, Draws(1, 0, 0), rows)
+    fine = np.array([[1, 4, 0], [5, 7, 1]])
+    Masking("phrase")(ids, starts, VOCABULARY, Draws(1, 0, 0), fine)
+    with pytest.raises(ValueError, match="spans: unit = word takes none"):
+        Masking("word")(ids, starts, VOCABULARY, Draws(1, 0, 0), fine)
+
+
+@pytest.mark.parametrize(
+    ("values", "digest"),
+    [
+        ({}, "a949a20885e11053"),
+        ({"max_predictions": 7}, "88b9f1dd51214d8b"),
+        ({"choose": "bernoulli"}, "10867b80e8e75042"),
+        ({"unit": "word"}, "fe15647063698059"),
+        ({"unit": "word", "choose": "bernoulli"}, "416adf3b74ea611f"),
+        ({"unit": "word", "word_budget": "words"}, "0aa16907b95688dd"),
+        ({"unit": "ngram"}, "c1686c68046ee1ac"),
+        ({"unit": "span"}, "149a5267977d2b38"),
+    ],
+)
+def test_masks_are_the_ones_of_before(values, digest):
+    """A run that goes on after an update sees the same masks."""
+    rule, seen = Masking(**values), hashlib.sha256()
+    for i in range(50):
+        words = np.random.Philox(key=7, counter=i).random_raw(240)
+        ids = (words[:120] % 995 + 5).astype(np.int64)
+        ids[[0, 60, -1]] = CLS, SEP, SEP
+        found = rule(ids, words[120:] % 2 == 0, VOCABULARY, Draws(1, 2, i))
+        for array in (found.ids, found.labels, found.spans):
+            seen.update(array.astype("<i8").tobytes())
+    assert seen.hexdigest()[:16] == digest
 
 
 @pytest.mark.parametrize(
@@ -197,19 +338,22 @@ def test_a_special_token_ends_a_word():
 def test_a_mask_depends_on_its_key_alone(unit):
     ids, starts = sequence(100)
     rule = Masking(unit)
-    first = rule(ids, starts, VOCABULARY, Draws(1, 2, 3))
+    more = spans_for(rule, ids, starts)
+    first = rule(ids, starts, VOCABULARY, Draws(1, 2, 3), **more)
     list(masked(rule, 50, 3))
-    again = rule(ids, starts, VOCABULARY, Draws(1, 2, 3))
+    again = rule(ids, starts, VOCABULARY, Draws(1, 2, 3), **more)
     assert np.array_equal(first.ids, again.ids)
     assert np.array_equal(first.labels, again.labels)
-    other = rule(ids, starts, VOCABULARY, Draws(1, 3, 3))  # another epoch
+    other = rule(ids, starts, VOCABULARY, Draws(1, 3, 3), **more)  # another epoch
     assert not np.array_equal(first.labels, other.labels)
 
 
 def test_nothing_to_choose():
     for rule in RULES:
         for ids in (np.array([CLS, SEP]), np.empty(0, np.int64)):
-            found = rule(ids, np.ones(len(ids), bool), VOCABULARY, Draws(1, 0, 0))
+            starts = np.ones(len(ids), bool)
+            more = {"spans": np.empty((0, 3), np.int64)} if rule.unit in SPAN_UNITS else {}
+            found = rule(ids, starts, VOCABULARY, Draws(1, 0, 0), **more)
             assert np.array_equal(found.ids, ids)
             assert found.spans.shape == (0, 2)
             assert (found.labels == IGNORED).all()
@@ -222,7 +366,7 @@ def test_nothing_to_choose():
 @pytest.mark.parametrize(
     ("values", "match"),
     [
-        ({"unit": "letter"}, "unit: expected one of token, word, ngram, span, got 'letter'"),
+        ({"unit": "letter"}, "unit: expected one of token, word, ngram, span, phrase, entity, got 'letter'"),
         ({"choose": "some"}, "choose: expected one of exact, bernoulli"),
         ({"word_budget": "lines"}, "word_budget: expected one of tokens, words"),
         ({"share": 0}, r"share: expected a number in \(0, 1\], got 0"),
@@ -231,7 +375,10 @@ def test_nothing_to_choose():
         ({"mask_share": 0.95}, r"random_share: 0\.1 and mask_share 0\.95 are more than 1"),
         ({"max_predictions": 0}, "max_predictions: expected an integer >= 1, got 0"),
         ({"max_ngram": 1.5}, "max_ngram: expected an integer"),
-        ({"unit": "span", "choose": "bernoulli"}, "choose: bernoulli is for tokens and words"),
+        (
+            {"unit": "span", "choose": "bernoulli"},
+            "choose: bernoulli is for the units token, word, phrase, entity; span",
+        ),
         (
             {"choose": "bernoulli", "max_predictions": 3},
             "max_predictions: expected None with choose = bernoulli",
