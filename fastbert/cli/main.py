@@ -151,6 +151,7 @@ def build_parser() -> argparse.ArgumentParser:
     warm.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
     _add_pretraining(commands)
+    _add_pretrain(commands)
 
     bench = commands.add_parser("bench", help="list or run the benchmarks of a source checkout")
     bench.add_argument("name", nargs="?", help="such as encoder, or all; none: list them")
@@ -226,6 +227,52 @@ def _add_pretraining(commands: Any) -> None:
     prepare.add_argument(
         "--min-count", type=int, metavar="N", help="with --spans pmi: fewest times it occurs (default 10)"
     )
+
+
+def _add_pretrain(commands: Any) -> None:
+    """The training itself."""
+    command = commands.add_parser(
+        "pretrain",
+        help="pre-train a model on a corpus",
+        description="Pre-train a model. The same command goes on where it was interrupted, bit for bit. "
+        "Several processes: torchrun --nproc-per-node N -m fastbert pretrain …",
+    )
+    add = command.add_argument
+    add("--data", required=True, metavar="DIR", help="a corpus of fastbert prepare")
+    add("--model", required=True, metavar="CONFIG", help="a config.json, or a HuggingFace directory")
+    add("--recipe", required=True, metavar="NAME", help="such as bert, roberta or electra-small; or a .json")
+    add("--output", metavar="DIR", help="of the run: checkpoints, log.jsonl, speed.jsonl, curves.png")
+    add("--print-config", action="store_true", help="print what the result depends on, and end")
+    for name, kind, text in (
+        ("steps", int, "all steps; the recipe's phases and warm-ups keep their shares"),
+        ("batch-size", int, "sequences of a step"),
+        ("micro-batch", int, "sequences that are computed at a time"),
+        ("max-length", int, "most tokens of a sequence"),
+        ("lr", float, "the largest learning rate"),
+        ("warmup", float, "steps, or a share of them below 1"),
+        ("dropout", float, "probability"),
+        ("static", int, "masks repeat after so many epochs"),
+    ):
+        add(f"--{name}", type=kind, metavar="N", help=f"{text}; default: the recipe's")
+    add("--word-budget", choices=("tokens", "words"), help="what masking whole words counts")
+    add("--random-specials", action="store_true", help="a random token may be a special one")
+    add("--pack", action="store_true", help="pack sequences of whole sentences of one document")
+    add("--set", action="append", metavar="FIELD=VALUE", help="a field of the recipe: masking.share=0.3")
+    add("--seed", type=int, default=0, metavar="N", help="of everything that is drawn (default 0)")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="bf16, fp16: autocast")
+    add("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
+    add("--parallel", choices=("none", "ddp", "fsdp"), help="default: ddp for several processes")
+    add("--grow", metavar="LAYERS:STEP,…", help="add layers on the way: 3:50000,6:70000,12:*")
+    add("--grow-freeze", action="store_true", help="train only new layers, but for the last stage")
+    add("--grow-moments", action="store_true", help="copy the optimizer's moments, too")
+    add("--workers", type=int, default=1, metavar="N", help="processes that make batches (default 1)")
+    add("--save-every", type=int, default=1000, metavar="N", help="steps between checkpoints (default 1000)")
+    add("--keep", type=int, default=2, metavar="N", help="checkpoints that remain (default 2)")
+    add("--log-every", type=int, default=10, metavar="N", help="steps between lines of the log (default 10)")
+    add("--verify", action=argparse.BooleanOptionalAction, default=True, help="check the corpus's SHA-256")
+    add("--tensorboard", action=argparse.BooleanOptionalAction, help="default: if it is installed")
+    add("--progress", action=argparse.BooleanOptionalAction, help="default: if stderr is a terminal")
+    add("--json", action="store_true", help="print one JSON object at the end")
 
 
 @contextlib.contextmanager

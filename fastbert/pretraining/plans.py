@@ -26,12 +26,15 @@ class Example:
         word_starts: (length,) bool; true at special tokens.
         token_types: (length,) int64: 0, and 1 from the second segment's first token on.
         label: the class of the pair of segments; `NO_LABEL` if the format has no classes.
+        spans: (n, 3) int64, first token, end and kind of the corpus's spans in it; None if the corpus was
+            made without spans.
     """
 
     ids: np.ndarray
     word_starts: np.ndarray
     token_types: np.ndarray
     label: int
+    spans: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,14 +125,16 @@ class Format(ABC):
         ids = np.full(length, special["sep"], np.int64)
         ids[0] = special["cls"]
         starts, types = np.ones(length, bool), np.zeros(length, np.int64)
-        at = 1
+        at, spans = 1, []
         for i, (begin, end) in enumerate(pieces):
             if i == second:
                 types[at:] = 1
             ids[at : at + end - begin] = self.corpus.tokens(begin, end)
             starts[at : at + end - begin] = self.corpus.word_starts(begin, end)
+            if self.corpus.span_kinds:
+                spans.append(self.corpus.spans(begin, end) + np.array([at - begin, at - begin, 0]))
             at += end - begin + 1
-        return Example(ids, starts, types, label)
+        return Example(ids, starts, types, label, np.concatenate(spans) if spans else None)
 
 
 def checked_epoch(value: int) -> int:

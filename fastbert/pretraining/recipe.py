@@ -5,17 +5,17 @@ A recipe is a JSON object:
     objective     of `OBJECTIVES`; `options` go to it
     format        {"kind": "segment-pairs", "full-sentences" or "doc-sentences", …}; the rest goes to it
     masking       of `Masking`
-    phases        one after the other: max_length, batch_size (sequences), steps, lr, warmup (steps, or a share
-                  of them below 1), max_predictions
+    phases        one after the other: max_length, batch_size (sequences), steps, lr, warmup (steps, or a
+                  share of them below 1), max_predictions
     optimizer     kind, betas, eps, weight_decay
     schedule      kind, and what it takes; over all phases, or over each one if `fresh_optimizer` is set
     clip          the largest norm of the gradients; null: none
     dropout       of the model; null: the config's
     static        null, or Google's `dupe_factor`
-    micro_batch   sequences of max_length tokens that are computed at a time; null: as many as have 8,192 tokens
+    micro_batch   sequences of max_length tokens computed at a time; null: as many as have 8,192 tokens
     published     tables to be printed beside a run
 
-Formats that make sequences of different lengths (doc-sentences) have batches of batch_size · max_length tokens.
+A format with sequences of different lengths (doc-sentences) has batches of batch_size · max_length tokens.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fastbert.checkpoint.files import CONFIG, SAFETENSORS, digest, read_json
 from fastbert.models.base import PreTrainedModel
@@ -47,7 +47,7 @@ class Growth:
     """When layers are added; see `growth.py`.
 
     Attributes:
-        stages: (layers, last step) in order; None: to the end.
+        stages: (layers, steps) in order; None: all that are left.
         moments: "fresh" or "copied": those of the optimizer where layers are added.
         freeze: whether only new layers train, in all stages but the first and the last (MSLT).
     """
@@ -150,7 +150,7 @@ def model_of(
             f"{corpus.vocab_size}"
         )
     longest = max(phase.max_length for phase in recipe.phases)
-    most = config.max_length
+    most = config.max_tokens
     if most is not None and longest > most:
         raise ValueError(f"model: has {most} positions, but the recipe has sequences of {longest} tokens")
     return config, weights
@@ -233,14 +233,12 @@ def segments(recipe: Recipe, growth: Growth | None) -> list[Segment]:
     depths = [(0, None)] if growth is None else []
     if growth is not None:
         begin = 0
-        for layers, end in growth.stages:
+        for layers, count in growth.stages:
             depths.append((begin, layers))
-            begin = steps if end is None else end
-            if begin > steps or (begin == steps and (layers, end) != growth.stages[-1]):
-                raise ValueError(f"grow: step {begin}: expected one before the run's last, {steps}")
-        if begin < steps:
+            begin = steps if count is None else begin + count
+        if depths[-1][0] >= steps:
             raise ValueError(
-                f"grow: ends with step {begin}, but the run has {steps}; expected LAYERS:* at the end"
+                f"grow: {depths[-1][1]} layers begin after {depths[-1][0]} steps, but the run has {steps}"
             )
     made, phase_begin = [], 0
     for number, phase in enumerate(recipe.phases):
@@ -286,9 +284,7 @@ def stages(
                 first_micro_batch=done * micro_batches,
                 first_step=done if recipe.fresh_optimizer else part.begin,
                 enter=_fill if grows else None,
-                moments=_moments(before.layers, part.layers)
-                if grows and growth.moments == "copied"
-                else None,
+                moments=_moments if grows and growth.moments == "copied" else None,
                 fresh_optimizer=recipe.fresh_optimizer and before is not None and before.phase != part.phase,
                 options=recipe.optimizer,
                 clip=recipe.clip,
@@ -335,8 +331,24 @@ def _fill(small: nn.Module, large: nn.Module) -> None:
                 parameter.copy_(own[name])
 
 
-def _moments(before: int, after: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    return lambda state: grow_moments(state, before, after)
+def _moments(state: dict[str, Tensor], small: nn.Module, large: nn.Module) -> dict[str, Tensor]:
+    """The optimizer's state, copied as `_fill` copies weights."""
+    by_name: dict[str, dict[str, Tensor]] = {}
+    for path, value in state.items():
+        name, _, key = path.rpartition("/")
+        by_name.setdefault(name, {})[key] = value
+    grown = {}
+    before = {id(p): name for name, p in small.named_parameters()}
+    after = {id(p): name for name, p in large.named_parameters()}
+    for name, model in small.exports.items():
+        own = {}
+        for key, p in model.named_parameters():
+            if before[id(p)] in by_name:
+                own[key] = by_name.pop(before[id(p)])
+        parameters = dict(large.exports[name].named_parameters())
+        for key, value in grow_moments(own, model, large.exports[name]).items():
+            grown[after[id(parameters[key])]] = value
+    return {f"{name}/{key}": v for name, kept in {**by_name, **grown}.items() for key, v in kept.items()}
 
 
 def add_tokenizer(corpus: Corpus, folder: Path, recipe: Recipe) -> None:
@@ -365,6 +377,3 @@ def published(recipe: Recipe) -> Sequence[str]:
             cells = (f"{value:>{len(head)}}" for head, value in zip(table["columns"], row, strict=True))
             lines.append(f"  {name:{width}}  " + "  ".join(cells))
     return lines
-
-
-__all__ = ["Growth", "PreTrainedModel", "pretrain"]

@@ -85,7 +85,9 @@ class Stage:
         first_micro_batch: of the stream. A stage that goes on with the stage before's source goes on there.
         first_step: of `schedule` at the stage's first step.
         enter: fills the new module from the stage before's, or None: the stage before's module goes on.
-        fresh_optimizer: whether the optimizer begins anew.
+        moments: with `enter`: (the optimizer's state as {"name/key": value}, old module, new module) -> the
+            state to begin with; None: the optimizer begins anew.
+        fresh_optimizer: whether the optimizer begins anew without `enter`.
         options: of `optimizers.optimizer`: kind, betas, eps, weight_decay.
         groups: the parameter groups of a module; a group may have an `lr_scale`.
         clip: the largest norm of all gradients together; None: not clipped.
@@ -101,6 +103,7 @@ class Stage:
     first_micro_batch: int = 0
     first_step: int = 0
     enter: Callable[[nn.Module, nn.Module], None] | None = None
+    moments: Callable[[dict[str, Tensor], nn.Module, nn.Module], dict[str, Tensor]] | None = None
     fresh_optimizer: bool = False
     options: Mapping[str, Any] = field(default_factory=lambda: {"kind": "adamw"})
     groups: Callable[[nn.Module, float], list[dict[str, Any]]] = decay_groups
@@ -296,11 +299,15 @@ class Trainer:
         if stage.enter is not None:
             module = self._new_module(number)
             whole = self._whole_state()  # all processes fill their own copy
+            moments = self._whole_moments() if stage.moments is not None else {}
             source = self._new_module(number - 1)
             for key, parameter in source.named_parameters():
                 parameter.data.copy_(whole[key])
             stage.enter(source, module)
+            if stage.moments is not None:
+                moments = stage.moments(moments, source, module)
             self._set_up(module)
+            self._fill_moments(moments)
         elif stage.fresh_optimizer:
             self._new_optimizer()
 
@@ -569,7 +576,10 @@ class Trainer:
                 shape = None if value is None else tuple(value.shape)
                 raise CheckpointError(f"{folder}: {name}: expected shape {tuple(p.shape)}, got {shape}")
             self.parallel.fill(p, value)
-        moments = load_file(folder / MOMENTS)
+        self._fill_moments(load_file(folder / MOMENTS))
+
+    def _fill_moments(self, moments: Mapping[str, Tensor]) -> None:
+        """Give the optimizer a state, "name/key" -> whole value; names without one begin anew."""
         state, number = {}, 0
         for group in self.optimizer.param_groups:
             for p in group["params"]:

@@ -30,7 +30,7 @@ from fastbert.models.heads.pretraining import BertForPreTraining
 from fastbert.models.heads.task_model import Encoded
 from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.pretraining.formats import Example, Format, Plan
-from fastbert.pretraining.masking import IGNORED, Masked, Masking, Vocabulary
+from fastbert.pretraining.masking import IGNORED, SPAN_UNITS, Masked, Masking, Vocabulary
 from fastbert.training.draws import Draws, key_of
 from fastbert.training.stream import Batch
 from fastbert.training.work import encoder_work, vocabulary_work
@@ -132,7 +132,8 @@ class Objective:
 
     def mask(self, example: Example, draws: Draws) -> MaskedExample:
         """Draw the masks of a sequence."""
-        masked = self.masking(example.ids, example.word_starts, self.vocabulary, draws)
+        spans = example.spans if self.masking.unit in SPAN_UNITS else None
+        masked = self.masking(example.ids, example.word_starts, self.vocabulary, draws, spans)
         return MaskedExample(masked, example.token_types, example.label)
 
     def collate(self, examples: Sequence[MaskedExample]) -> Batch:

@@ -1,0 +1,80 @@
+"""A run's log as a picture: losses, accuracies and the learning rate over steps.
+
+`python -m fastbert.training.curves RUN` draws `RUN/curves.png`, also while the run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from fastbert.training.logs import LOG
+
+PICTURE = "curves.png"
+
+
+def read(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log."""
+    with open(run / LOG, encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def draw(run: str | Path) -> Path | None:
+    """Draw the curves of a run.
+
+    Returns:
+        The picture; None if matplotlib is not installed or the log is empty.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    run = Path(run)
+    lines = read(run)
+    if not lines:
+        return None
+    steps = [line["step"] for line in lines]
+    panels = {
+        "loss (nats)": [name for name in lines[-1] if name.endswith("_loss")],
+        "accuracy": [name for name in lines[-1] if name.endswith("_accuracy")],
+        "learning rate": ["lr"],
+    }
+    panels = {title: names for title, names in panels.items() if names}
+    figure = Figure(figsize=(4.2 * len(panels), 3.4), layout="constrained")
+    for axes, (title, names) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
+    ):
+        for name in names:
+            values = [line.get(name) for line in lines]
+            label = name.removesuffix("_loss").removesuffix("_accuracy")
+            (drawn,) = axes.plot(steps, values, linewidth=0.8, alpha=0.35 if len(steps) > 40 else 1.0)
+            if len(steps) > 40:
+                axes.plot(steps, _smooth(values), color=drawn.get_color(), linewidth=1.8, label=label)
+            else:
+                drawn.set_label(label)
+        if title == "accuracy":
+            axes.set_ylim(0, 1)
+        if len(names) > 1:
+            axes.legend(frameon=False)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.25)
+    path = run / PICTURE
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _smooth(values: list[float | None]) -> list[float | None]:
+    """The mean of the last twentieth of all values, at each."""
+    width, found, recent = max(len(values) // 20, 2), [], []
+    for value in values:
+        recent = [*recent, value][-width:]
+        known = [v for v in recent if v is not None]
+        found.append(sum(known) / len(known) if known else None)
+    return found
+
+
+if __name__ == "__main__":
+    print(draw(sys.argv[1]))
