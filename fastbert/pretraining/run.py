@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.checkpoint.files import CONFIG, SAFETENSORS, digest, read_json
-from fastbert.models.base import PreTrainedModel
 from fastbert.models.config import EncoderConfig
 from fastbert.pretraining.corpus import TOKENIZER, Corpus
 from fastbert.pretraining.growth import grow, grow_moments, newest_layers
