@@ -5,6 +5,8 @@ as much backward):
 
     3 [Σ layers (2 (4 h² + 2 h f) Σ n + 4 h Σ n²) + 2 labelled h (h + V)]
 
+Where a token attends to some of the others only, such as those before it, these pairs stand for the n².
+
 The roof is the rate of one large product in the same dtype on this device, measured when the run starts. MFU
 is work over the datasheet's peak, where the device is one of `PEAKS`.
 """
@@ -30,11 +32,26 @@ PEAKS = {
 }
 
 
-def encoder_work(lengths: np.ndarray, hidden: int, layers: int, intermediate: int) -> float:
-    """Floating-point operations of a training step of an encoder on sequences of some lengths."""
+def encoder_work(
+    lengths: np.ndarray,
+    hidden: int,
+    layers: int,
+    intermediate: int,
+    *,
+    rows: int | None = None,
+    pairs: float | None = None,
+) -> float:
+    """Floating-point operations of a training step of an encoder on sequences of some lengths.
+
+    Args:
+        rows: that the layers compute; None: one per token.
+        pairs: of a row and a row that it attends to; None: each token attends to all of its sequence.
+    """
     n = np.asarray(lengths, np.float64)
-    per_token = 2 * (4 * hidden**2 + 2 * hidden * intermediate)
-    return float(3 * layers * (per_token * n.sum() + 4 * hidden * (n**2).sum()))
+    per_row = 2 * (4 * hidden**2 + 2 * hidden * intermediate)
+    rows = n.sum() if rows is None else rows
+    pairs = (n**2).sum() if pairs is None else pairs
+    return float(3 * layers * (per_row * rows + 4 * hidden * pairs))
 
 
 def vocabulary_work(labelled: int, hidden: int, vocabulary: int) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -99,6 +99,7 @@ class Objective:
     static: int | None = None
 
     causal: ClassVar[bool] = False
+    token_loss: ClassVar[str] = "mlm"  # the name of the loss of tokens
 
     def __post_init__(self) -> None:
         if self.static is not None and (type(self.static) is not int or self.static < 1):
@@ -111,7 +112,7 @@ class Objective:
         """Of all that examples depend on."""
         described = {key: value for key, value in vars(self.format).items() if key != "corpus"}
         parts = [type(self).__name__, type(self.format).__name__, described, asdict(self.masking)]
-        own = {key: getattr(self, key) for key in ("seed", "static")}
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("format", "masking")}
         text = json.dumps([*parts, own], sort_keys=True, default=str)
         return f"{key_of(self.format.corpus.hash, text):032x}"
 
@@ -148,7 +149,7 @@ class Objective:
             "labels": labels,
             "labelled": int((labels != IGNORED).sum()),
         }
-        counts = {"mlm": inputs["labelled"]}
+        counts = {self.token_loss: inputs["labelled"]}
         if self.format.num_labels:
             inputs["sentence_labels"] = np.array([each.label for each in examples])
             counts["sentence"] = len(examples)
@@ -168,7 +169,7 @@ class Objective:
 
     def losses(self, model: PreTrainedModel) -> MaskedLosses:
         """The module that is trained."""
-        return MaskedLosses(model, self.format.num_labels, self.causal)
+        return MaskedLosses(model, self.format.num_labels, self.causal, self.token_loss)
 
 
 class MaskedLosses(Losses):
@@ -181,11 +182,14 @@ class MaskedLosses(Losses):
         model: a model with a masked-LM head.
         num_labels: classes of a pair; 0: none.
         causal: whether a token sees only those up to itself.
+        token_loss: the name of the loss of tokens.
     """
 
-    def __init__(self, model: PreTrainedModel, num_labels: int = 0, causal: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, num_labels: int = 0, causal: bool = False, token_loss: str = "mlm"
+    ) -> None:
         super().__init__()
-        self.model, self.causal, self.num_labels = model, causal, num_labels
+        self.model, self.causal, self.num_labels, self.token_loss = model, causal, num_labels, token_loss
         self.exports, self.weights = {"model": model}, {}
         self.sentence_dense = self.sentence_out = None
         pair = getattr(model, "pair_head", None)
@@ -208,7 +212,8 @@ class MaskedLosses(Losses):
         lengths = inputs["cu_seqlens"], inputs["max_seqlen"]
         ids = inputs["input_ids"]
         return self.model.encode(
-            ids, None, types, inputs.get("position_ids"), None, None, None, None, *lengths, self.causal
+            *(ids, inputs.get("attention_mask"), types, inputs.get("position_ids"), None),
+            *(None, None, None, *lengths, self.causal),
         )
 
     def sentence_logits(self, encoded: Encoded) -> Tensor:
@@ -221,16 +226,27 @@ class MaskedLosses(Losses):
             pooled = apply_linear(self.sentence_dense, encoded.first(), "tanh")
         return apply_linear(self.sentence_out, self.model.dropout(pooled, "hidden_dropout_prob"))
 
+    def token_mean(self, encoded: Encoded, labels: Tensor, count: int) -> Tensor:
+        """Mean of -log p over the `count` labelled tokens; 0 if there is none."""
+        return self.model.lm_loss(encoded, labels, count) if count else encoded.hidden.sum() * 0.0
+
+    @torch.no_grad()
+    def token_hits(self, encoded: Encoded, labels: Tensor, count: int) -> Tensor:
+        """How many of the `count` labelled tokens are predicted right."""
+        hidden, targets = encoded.labelled(labels, count)
+        return (self.model.lm_logits(hidden).argmax(-1) == targets).sum()
+
     def forward(self, inputs, measure=False):
         """See `Losses.forward`."""
-        encoded = self.encode(inputs)
-        labels = inputs["labels"]
-        losses = {"mlm": self.model.lm_loss(encoded, labels, inputs["labelled"])}
-        correct = {}
-        if measure:
-            with torch.no_grad():
-                hidden, targets = encoded.labelled(labels, inputs["labelled"])
-                correct["mlm"] = (self.model.lm_logits(hidden).argmax(-1) == targets).sum()
+        return self.losses_of(self.encode(inputs), inputs, measure)
+
+    def losses_of(
+        self, encoded: Encoded, inputs: dict[str, Any], measure: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What `forward` returns, from the encoded tokens."""
+        labelled = encoded, inputs["labels"], inputs["labelled"]
+        losses = {self.token_loss: self.token_mean(*labelled)}
+        correct = {self.token_loss: self.token_hits(*labelled)} if measure else {}
         if self.num_labels:
             logits = self.sentence_logits(encoded)
             losses["sentence"] = cross_entropy(logits, inputs["sentence_labels"])
@@ -242,6 +258,8 @@ class MaskedLosses(Losses):
         """See `Losses.work`."""
         config = self.model.config
         sizes = config.hidden_size, config.num_hidden_layers, config.intermediate_size
-        return encoder_work(batch.lengths, *sizes) + vocabulary_work(
-            batch.counts["mlm"], config.hidden_size, config.vocab_size
+        n = batch.lengths.astype(np.float64)
+        pairs = (n * (n + 1)).sum() / 2 if self.causal else None
+        return encoder_work(batch.lengths, *sizes, pairs=pairs) + vocabulary_work(
+            batch.counts[self.token_loss], config.hidden_size, config.vocab_size
         )

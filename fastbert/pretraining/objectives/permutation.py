@@ -1,0 +1,207 @@
+"""Permutation language modelling on BERT's layer: tokens are predicted in a random order. XLNet's objective.
+
+A share of the tokens are targets, the last ones of a random order z; the others are context. A target is
+predicted from the context and from the targets that come before it in z:
+
+    loss = mean over the targets t of -log p(token of t | context, targets before t in z, place of t)
+
+A sequence of n tokens with k targets becomes n + k rows of one sequence:
+
+    content row   a token at its place, which sees the context; if it is a target, also itself and the targets
+                  before it
+    query row     [MASK] at a target's place and of its token type, which sees the context and the targets
+                  before its own
+
+Nothing sees a query row, and query rows are what is predicted from. So no row that a target is predicted from
+depends on that target, however many layers there are, and one pass predicts all of them. XLNet computes the
+same by two streams; its query stream begins with a trained vector, ours with [MASK], so that the result is a
+plain BERT.
+
+Targets are 1 / `k` of the tokens that are not special, rounded, at least one. They are chosen as XLNet
+chooses them: with a length L from 1 to `max_span`, one span of L tokens at a random place among the next k L
+tokens, and so on; the last, shorter piece has its share in one span. Special tokens are no targets and are
+stepped over, so that a span can end before one and go on behind it. All orders of the targets have equal
+chance.
+
+Transformers' DataCollatorForPermutationLanguageModeling differs in one thing. It lets special tokens see the
+targets before them in z, and lets all rows see special tokens. So from the second layer on a prediction can
+depend on its own target. Here special tokens are context and see context alone.
+
+Families whose attention has relative positions (MPNet) are refused: the distance of two rows is not that of
+their tokens.
+
+Source: Yang et al. 2019, "XLNet", sec. 2.2, 2.3 and 3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from fastbert.models.base import PreTrainedModel
+from fastbert.pretraining.formats import Example
+from fastbert.pretraining.masking import IGNORED, Masked, Masking
+from fastbert.pretraining.objectives.masked import MaskedExample, MaskedLosses, Objective
+from fastbert.training.draws import Draws
+from fastbert.training.stream import Batch
+from fastbert.training.work import encoder_work, vocabulary_work
+
+_QUERY = 1 << 30  # above every limit: nothing sees a query row
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a sequence's rows see: row i sees row j if ranks[j] <= limits[i].
+
+    Attributes:
+        places: (n + k,) int64, the token of each row, from 0 on.
+        ranks: (n + k,) int64: of a context token 0, of a target its place in the order, from 1 on.
+        limits: (n + k,) int64: of a content row its rank, of a query row the rank before its target's.
+    """
+
+    places: np.ndarray
+    ranks: np.ndarray
+    limits: np.ndarray
+
+    @classmethod
+    def of(cls, length: int, targets: np.ndarray, order: np.ndarray) -> Rows:
+        """The rows of a sequence.
+
+        Args:
+            length: of the sequence.
+            targets: (k,) places of the targets, in ascending order; so are the query rows.
+            order: (k,) the rank of each target, the numbers from 0 to k - 1.
+        """
+        ranks = np.zeros(length, np.int64)
+        ranks[targets] = 1 + order
+        return cls(
+            np.concatenate([np.arange(length), targets]),
+            np.concatenate([ranks, np.full(len(targets), _QUERY)]),
+            np.concatenate([ranks, order]),
+        )
+
+
+@dataclass(frozen=True)
+class Permutation(Objective):
+    """Examples of permutation language modelling; see the module.
+
+    Attributes:
+        masking: the default; `k` and `max_span` say what is predicted.
+        seed: of targets and orders.
+        k: one of so many tokens is predicted.
+        max_span: most targets in a row that are chosen together.
+
+    Raises:
+        ValueError: naming the attribute.
+    """
+
+    k: int = 6
+    max_span: int = 5
+
+    token_loss: ClassVar[str] = "permutation"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("k", "max_span"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
+        if self.masking != Masking():
+            raise ValueError(f"masking: k and max_span choose; expected the default, got {self.masking}")
+
+    def mask(self, example: Example, draws: Draws) -> MaskedExample:
+        """Draw targets and order; the result has a row per content token, then one per target."""
+        ids = np.asarray(example.ids).astype(np.int64)
+        candidates = np.flatnonzero(~np.isin(ids, self.vocabulary.special))
+        spans = self.spans(len(candidates), draws)
+        chosen = np.zeros(len(candidates), bool)
+        for begin, end in spans:
+            chosen[begin:end] = True
+        targets = candidates[chosen]
+        rows = Rows.of(len(ids), targets, draws.shuffled(len(targets)))
+        masked = Masked(
+            np.append(ids, np.full(len(targets), self.vocabulary.mask)),
+            np.append(np.full(len(ids), IGNORED), ids[targets]),
+            np.stack([targets, targets + 1], 1),
+        )
+        return MaskedExample(masked, np.asarray(example.token_types)[rows.places], example.label, rows)
+
+    def spans(self, count: int, draws: Draws) -> list[tuple[int, int]]:
+        """(first, end) of the targets among `count` candidates, in ascending order."""
+        found, at = [], 0
+        # no more spans than whole pieces of the shortest kind, and the rest
+        most = count // self.k + 1
+        sizes = 1 + draws.below(self.max_span, most)
+        for number in range(most):
+            size = int(sizes[number])
+            piece = min(self.k * size, count - at)
+            if piece < self.k * size:
+                size = (2 * piece + self.k) // (2 * self.k)  # piece / k, rounded
+                if not found and count:
+                    size = max(size, 1)
+            if size:
+                begin = at + int(draws.below(piece - size + 1, 1)[0])
+                found.append((begin, begin + size))
+            at += piece
+            if at == count:
+                break
+        return found
+
+    def collate(self, examples: Sequence[MaskedExample]) -> Batch:
+        """Pack sequences of content and query rows. The lengths are those of the content."""
+        batch = super().collate(examples)
+        rows: list[Rows] = [each.more for each in examples]
+        most = batch.inputs["max_seqlen"]
+        ranks = np.full((len(rows), most), _QUERY, np.int32)
+        limits = np.zeros((len(rows), most), np.int32)
+        for i, each in enumerate(rows):
+            ranks[i, : len(each.ranks)] = each.ranks
+            limits[i, : len(each.limits)] = each.limits
+        batch.inputs |= {
+            "position_ids": np.concatenate([each.places for each in rows]),
+            "ranks": ranks,
+            "limits": limits,
+        }
+        content = np.array([1 + each.places.max() for each in rows], np.int32)
+        return Batch(batch.inputs, batch.counts, content)
+
+    def losses(self, model: PreTrainedModel) -> PermutationLosses:
+        """The module that is trained.
+
+        Raises:
+            ValueError: a family with relative positions.
+        """
+        if model.family.relative_bias is not None:
+            raise ValueError(
+                f"model: {model.config.model_type} has relative positions, but the distance of two rows is "
+                "not that of their tokens; expected a family with absolute positions alone"
+            )
+        return PermutationLosses(model, self.format.num_labels, False, self.token_loss)
+
+
+class PermutationLosses(MaskedLosses):
+    """Targets of a random order ("permutation") and the class of a pair ("sentence")."""
+
+    def encode(self, inputs):
+        """The packed rows, encoded."""
+        config = self.model.config
+        # RoBERTa's positions begin behind that of padding
+        first = config.pad_token_id + 1 if config.family.pad_positions else 0
+        sees = inputs["ranks"][:, None, None, :] <= inputs["limits"][:, None, :, None]
+        return super().encode(
+            {**inputs, "position_ids": inputs["position_ids"] + first, "attention_mask": sees}
+        )
+
+    def work(self, batch):
+        """Of all rows, and of the pairs of rows that see each other."""
+        config, targets = self.model.config, batch.counts[self.token_loss]
+        sizes = config.hidden_size, config.num_hidden_layers, config.intermediate_size
+        # what n - k context rows, k targets and k query rows see: (n - k)², k (n - k) + k (k + 1) / 2 and
+        # k (n - k) + k (k - 1) / 2 rows, n² together
+        rows = int(batch.lengths.sum()) + targets
+        return encoder_work(batch.lengths, *sizes, rows=rows) + vocabulary_work(
+            targets, config.hidden_size, config.vocab_size
+        )

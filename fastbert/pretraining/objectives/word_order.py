@@ -1,0 +1,119 @@
+"""Masked-language modelling, the order of words, and the order of segments. StructBERT's.
+
+    loss = "mlm", mean over the masked tokens of -log p(token)
+         + "order", mean over the tokens of the shuffled trigrams of -log p(token that was at this place)
+         + "sentence", mean over the pairs of -log p(class)
+
+First tokens are masked, by any rule. Then trigrams are chosen among those that can be: three tokens in a row
+of which none is special and none is predicted by the masked-LM. A trigram can be of one word or of several.
+The rule is the paper's "5% of trigrams are selected for random shuffling", read as 5% of those that can be,
+rounded, at least one. They are taken in random order, and one that shares a token with an earlier one is
+passed over. With 15% of 512 tokens masked this makes about 16 trigrams, 9% of the tokens.
+
+The tokens of each chosen trigram are shuffled, with equal chance for each of the 6 orders. That includes the
+order they had, so of 6 trigrams 1 stays as it is and is predicted all the same, as are the tokens that
+masking keeps. Both predictions go through the masked-LM head, with equal weight.
+
+The paper's pairs are `SegmentPairs(relation="three")`: next, previous, or of another document. With other
+formats there is another loss "sentence", or none.
+
+Source: Wang et al. 2019, "StructBERT", sec. 2.2 and 2.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastbert.models.base import PreTrainedModel
+from fastbert.pretraining.formats import Example
+from fastbert.pretraining.masking import IGNORED, Masked
+from fastbert.pretraining.objectives.masked import MaskedExample, MaskedLosses, Objective
+from fastbert.training.draws import Draws
+from fastbert.training.stream import Batch
+from fastbert.training.work import vocabulary_work
+
+SIZE = 3  # tokens that are shuffled together
+
+
+@dataclass(frozen=True)
+class WordOrder(Objective):
+    """Examples of masked-language modelling with shuffled trigrams; see the module.
+
+    Attributes:
+        shuffled_share: of the trigrams that can be shuffled, in [0, 1]; 0 shuffles none.
+
+    Raises:
+        ValueError: naming the attribute.
+    """
+
+    shuffled_share: float = 0.05
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.shuffled_share, bool) or not 0 <= self.shuffled_share <= 1:
+            raise ValueError(f"shuffled_share: expected a number in [0, 1], got {self.shuffled_share!r}")
+
+    def mask(self, example: Example, draws: Draws) -> MaskedExample:
+        """Draw the masks of a sequence, then its trigrams; `more` is the labels of these."""
+        found = super().mask(example, draws)
+        masked = found.masked
+        ids, labels = masked.ids.copy(), np.full(len(masked.ids), IGNORED)
+        for begin in self.trigrams(example.ids, masked, draws).tolist():
+            places = np.arange(begin, begin + SIZE)
+            labels[places] = masked.ids[places]
+            ids[places] = masked.ids[places[draws.shuffled(SIZE)]]
+        seen = Masked(ids, masked.labels, masked.spans)
+        return MaskedExample(seen, found.token_types, found.label, labels)
+
+    def trigrams(self, ids: np.ndarray, masked: Masked, draws: Draws) -> np.ndarray:
+        """(n,) first tokens of the chosen trigrams, in random order."""
+        free = ~np.isin(ids, self.vocabulary.special) & (masked.labels == IGNORED)
+        starts = np.flatnonzero(free[:-2] & free[1:-1] & free[2:])
+        if len(starts) == 0 or self.shuffled_share == 0:
+            return starts[:0]
+        budget = max(1, round(self.shuffled_share * len(starts)))
+        taken = np.zeros(len(ids), bool)
+        chosen = []
+        for begin in starts[draws.shuffled(len(starts))].tolist():
+            if len(chosen) == budget:
+                break
+            if not taken[begin : begin + SIZE].any():
+                taken[begin : begin + SIZE] = True
+                chosen.append(begin)
+        return np.array(chosen)
+
+    def collate(self, examples: Sequence[MaskedExample]) -> Batch:
+        """Pack sequences."""
+        batch = super().collate(examples)
+        labels = np.concatenate([each.more for each in examples])
+        count = int((labels != IGNORED).sum())
+        batch.inputs |= {"order_labels": labels, "order_labelled": count}
+        batch.counts["order"] = count
+        return batch
+
+    def losses(self, model: PreTrainedModel) -> WordOrderLosses:
+        """The module that is trained."""
+        return WordOrderLosses(model, self.format.num_labels)
+
+
+class WordOrderLosses(MaskedLosses):
+    """Masked tokens ("mlm"), tokens of shuffled trigrams ("order") and the class of a pair ("sentence")."""
+
+    def losses_of(self, encoded, inputs, measure):
+        """What `forward` returns, from the encoded tokens."""
+        losses, correct = super().losses_of(encoded, inputs, measure)
+        labelled = encoded, inputs["order_labels"], inputs["order_labelled"]
+        losses["order"] = self.token_mean(*labelled)
+        if measure:
+            correct["order"] = self.token_hits(*labelled)
+        return losses, correct
+
+    def work(self, batch):
+        """Of masked-language modelling, and of the tokens of trigrams."""
+        config = self.model.config
+        return super().work(batch) + vocabulary_work(
+            batch.counts["order"], config.hidden_size, config.vocab_size
+        )

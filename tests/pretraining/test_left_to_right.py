@@ -1,0 +1,191 @@
+"""Left-to-right language modelling: labels, what a token sees, transformers' losses and models."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from fastbert import testing
+from fastbert.models.auto import AutoModelForMaskedLM
+from fastbert.pretraining.formats import DocSentences, FullSentences, SegmentPairs
+from fastbert.pretraining.masking import IGNORED, Masking
+from fastbert.pretraining.objectives.left_to_right import LeftToRight
+from fastbert.pretraining.objectives.masked import Objective
+from tests.support.objectives import (
+    CLS,
+    SEP,
+    batch_of,
+    built,
+    english,
+    gradients,
+    learned,
+    logits_of,
+    numbered,
+    pieces,
+    tensors,
+    tiny,
+)
+
+
+def objective(form=DocSentences, length: int = 40) -> LeftToRight:
+    return LeftToRight(form(numbered(), length, 0))
+
+
+@pytest.mark.parametrize("form", [DocSentences, FullSentences])
+def test_every_token_is_told_by_the_one_before(form):
+    batch = batch_of(objective(form), 20)
+    ids, labels = batch.inputs["input_ids"], batch.inputs["labels"]
+    inner = 0
+    for rows in pieces(batch):
+        seen, told = ids[rows].tolist(), labels[rows].tolist()
+        assert seen[0] == CLS
+        assert seen[-1] == SEP
+        assert told[-1] == IGNORED
+        assert CLS not in told
+        assert told[-2] == SEP  # a separator is predicted like any token
+        for i in range(len(seen) - 1):
+            assert told[i] == seen[i + 1]
+            if seen[i] > SEP and seen[i + 1] > SEP:
+                assert told[i] == seen[i] + 1  # the text is numbered
+                inner += 1
+            if seen[i] == SEP and seen[i + 1] != SEP:
+                assert told[i] > SEP
+    assert inner > 400
+    assert batch.counts == {"left_to_right": len(ids) - 20}
+    assert batch.inputs["labelled"] == (labels != IGNORED).sum() == len(ids) - 20
+
+
+def test_nothing_is_drawn():
+    one, other = (LeftToRight(DocSentences(numbered(), 40, 0), seed=seed) for seed in (1, 2))
+    for name, value in batch_of(one).inputs.items():
+        assert np.array_equal(value, batch_of(other, epoch=3).inputs[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_leak_from_later_tokens_or_other_sequences(dtype):
+    ours = objective()
+    batch, losses = batch_of(ours, 3), built(ours, dtype)
+    inputs = tensors(batch)
+    before = logits_of(losses, inputs)
+    ends = batch.inputs["cu_seqlens"].tolist()
+    for at in (0, 1, 7, ends[1] - 1, ends[1] + 5, ends[3] - 1):
+        changed = inputs["input_ids"].clone()
+        changed[at] = 50
+        same = (logits_of(losses, {**inputs, "input_ids": changed}) == before).all(1)
+        end = next(e for e in ends if e > at)
+        assert same[:at].all()
+        assert not same[at:end].any()  # itself and all later ones of its sequence
+        assert same[end:].all()
+
+
+def test_attention_is_the_lower_triangle():
+    losses = built(objective())
+    inputs = tensors(batch_of(objective(), 1))
+    output = losses.model(inputs["input_ids"][None], output_attentions=True)
+    for probs in output.attentions:
+        sees = probs[0] > 0
+        assert torch.equal(sees, torch.ones_like(sees).tril())
+
+
+def stock(losses, cls=transformers.BertLMHeadModel) -> torch.nn.Module:
+    """Transformers' model with the weights of ours."""
+    model = losses.model
+    config = transformers.BertConfig(**model.config.to_dict())
+    hf = cls._from_config(config, attn_implementation="eager").to(model.dtype)
+    hf.load_state_dict(model.state_dict(), strict=False)
+    hf.tie_weights()
+    return hf.eval()
+
+
+def stock_loss(hf, batch) -> torch.Tensor:
+    """The mean of all next-token losses, sequence by sequence."""
+    inputs, total = tensors(batch), 0.0
+    for rows in pieces(batch):
+        ids, types = inputs["input_ids"][rows][None], inputs["token_type_ids"][rows][None]
+        logits = hf(ids, token_type_ids=types).logits[0, :-1]
+        total = total + torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
+    return total / batch.counts["left_to_right"]
+
+
+def test_losses_and_gradients_are_transformers():
+    ours, batch = objective(FullSentences), batch_of(objective(FullSentences), 4)
+    exact, found = {}, {}
+    for dtype in (torch.float64, torch.float32):
+        losses = built(ours, torch.float32).to(dtype)
+        hf = stock(losses)
+        mean, correct = losses(tensors(batch), True)
+        expected = stock_loss(hf, batch)
+        mean["left_to_right"].backward(), expected.backward()
+        exact[dtype] = expected.detach(), gradients(hf)
+        found[dtype] = mean["left_to_right"].detach(), gradients(losses.model)
+        logits = logits_of(losses, tensors(batch))
+        right = logits.argmax(-1) == tensors(batch)["labels"]
+        assert correct["left_to_right"] == right.sum()
+    assert {n for n, _ in losses.model.named_parameters()} == {n for n, _ in hf.named_parameters()}
+    for ours64, truth, eager, ours32 in zip(
+        found[torch.float64], exact[torch.float64], exact[torch.float32], found[torch.float32], strict=True
+    ):
+        torch.testing.assert_close(ours64, truth, rtol=1e-10, atol=1e-12)
+        reason = testing.compare(ours32, eager, truth, torch.float32, 1e-6)[-1]
+        assert not reason, reason
+
+
+def test_it_is_saved_as_a_decoder(tmp_path):
+    losses = built(objective(), torch.float32)
+    assert set(losses.exports) == {"model"}
+    losses.exports["model"].save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["is_decoder"] is True
+    ids = tensors(batch_of(objective(), 1))["input_ids"][None]
+    expected = logits_of(losses, tensors(batch_of(objective(), 1)))
+    for cls in (transformers.BertLMHeadModel, transformers.BertForMaskedLM, AutoModelForMaskedLM):
+        with torch.no_grad():
+            again = cls.from_pretrained(tmp_path).eval()(ids).logits[0]
+        torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-4)
+    encoder = transformers.AutoModel.from_pretrained(tmp_path).eval()  # stays causal in fine-tuning
+    with torch.no_grad():
+        first = encoder(ids).last_hidden_state[0, :5]
+        again = encoder(ids[:, :5]).last_hidden_state[0]
+    torch.testing.assert_close(first, again)
+
+
+def test_a_model_that_was_not_causal_becomes_so():
+    ours = objective()
+    plain = Objective(ours.format).model(tiny(numbered().vocab_size))
+    assert not plain.config.is_decoder
+    config = tiny(numbered().vocab_size)
+    assert ours.model(config).config.is_decoder
+    assert not config.is_decoder  # the caller's stays as it is
+    assert ours.losses(plain).model.config.is_decoder is True
+    never = Objective(ours.format).model(tiny(numbered().vocab_size, "albert", embedding_size=16))
+    for call in (lambda: ours.losses(never), lambda: ours.model(never.config)):
+        with pytest.raises(ValueError, match="is_decoder: True is not supported; transformers' albert"):
+            call()
+    assert not never.config.is_decoder
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="format: expected one without classes of pairs"):
+        objective(SegmentPairs)
+    with pytest.raises(ValueError, match="masking: nothing is masked left to right"):
+        LeftToRight(DocSentences(numbered(), 40, 0), Masking("word"))
+
+
+def test_work_is_that_of_a_triangle():
+    ours, batch = objective(), batch_of(objective(), 3)
+    h, f, layers, vocabulary = 32, 64, 2, numbered().vocab_size
+    tokens = int(batch.lengths.sum())
+    pairs = sum(i + 1 for n in batch.lengths for i in range(n))
+    expected = layers * (2 * (4 * h * h + 2 * h * f) * tokens + 4 * h * pairs)
+    expected += 2 * (tokens - 3) * h * (h + vocabulary)
+    assert built(ours).work(batch) == pytest.approx(3 * expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_left_to_right_learns(seed):
+    text, held = (LeftToRight(DocSentences(corpus, 64, 0)) for corpus in english())
+    for mean, unigram in learned(text, held, seed).values():
+        assert mean < unigram - 0.3
