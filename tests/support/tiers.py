@@ -111,7 +111,8 @@ WHOLE = {
         test_tutorials
     """,
     "pretraining": """
-        test_a_full_disk_and_a_kill_leave_no_corpus test_threads_of_the_tokenizer_change_nothing
+        test_a_full_disk_and_a_kill_leave_no_corpus test_it_learns test_the_discriminator_learns
+        test_threads_of_the_tokenizer_change_nothing
     """,
     "runtime": """
         test_the_table_of_gpus_trains_a_model

@@ -27,7 +27,7 @@ from fastbert.layers.modules import part
 from fastbert.models.base import PreTrainedModel, class_of
 from fastbert.models.config import EncoderConfig
 from fastbert.models.heads.pretraining import BertForPreTraining
-from fastbert.models.heads.task_model import Encoded
+from fastbert.models.heads.task_model import Encoded, TaskModel
 from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.pretraining.formats import Example, Format, Plan
 from fastbert.pretraining.masking import IGNORED, Masked, Masking, Vocabulary
@@ -71,6 +71,9 @@ class Losses(nn.Module):
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(loss -> mean, loss -> number of right predictions if `measure`).
 
+        The second may have more names: numbers of tokens or sequences, to be logged as their share of the
+        batch's count of the same name.
+
         Args:
             inputs: of a `Batch`, as tensors.
         """
@@ -104,7 +107,7 @@ class Objective:
         if self.static is not None and (type(self.static) is not int or self.static < 1):
             raise ValueError(f"static: expected an integer >= 1 or None, got {self.static!r}")
 
-    # -- examples: training.stream.Source ----------------------------------------------------------------------
+    # -- examples: training.stream.Source --------------------------------------------------------------------
 
     @cached_property
     def hash(self) -> str:
@@ -156,7 +159,7 @@ class Objective:
     def _epoch(self, epoch: int) -> int:
         return epoch if self.static is None else epoch % self.static
 
-    # -- the model ---------------------------------------------------------------------------------------------
+    # -- the model -------------------------------------------------------------------------------------------
 
     def model(self, config: EncoderConfig) -> PreTrainedModel:
         """A new model for this objective, of the config's family."""
@@ -168,6 +171,20 @@ class Objective:
     def losses(self, model: PreTrainedModel) -> MaskedLosses:
         """The module that is trained."""
         return MaskedLosses(model, self.format.num_labels, self.causal)
+
+
+def encode(model: TaskModel, inputs: dict[str, Any], causal: bool = False) -> Encoded:
+    """The packed tokens of a batch, encoded.
+
+    Args:
+        model: the encoder and its head.
+        inputs: of a `Batch`, as tensors.
+        causal: whether a token sees only those up to itself.
+    """
+    types = inputs["token_type_ids"] if model.config.get("type_vocab_size", 0) > 1 else None
+    lengths = inputs["cu_seqlens"], inputs["max_seqlen"]
+    positions = inputs.get("position_ids")
+    return model.encode(inputs["input_ids"], None, types, positions, None, None, None, None, *lengths, causal)
 
 
 class MaskedLosses(Losses):
@@ -203,12 +220,7 @@ class MaskedLosses(Losses):
 
     def encode(self, inputs: dict[str, Any]) -> Encoded:
         """The packed tokens, encoded."""
-        types = inputs["token_type_ids"] if self.model.config.get("type_vocab_size", 0) > 1 else None
-        lengths = inputs["cu_seqlens"], inputs["max_seqlen"]
-        ids = inputs["input_ids"]
-        return self.model.encode(
-            ids, None, types, inputs.get("position_ids"), None, None, None, None, *lengths, self.causal
-        )
+        return encode(self.model, inputs, self.causal)
 
     def sentence_logits(self, encoded: Encoded) -> Tensor:
         """(sequences, num_labels)."""
@@ -221,7 +233,13 @@ class MaskedLosses(Losses):
         return apply_linear(self.sentence_out, self.model.dropout(pooled, "hidden_dropout_prob"))
 
     def forward(self, inputs, measure=False):
-        encoded = self.encode(inputs)
+        """See `Losses.forward`."""
+        return self.predictions(self.encode(inputs), inputs, measure)
+
+    def predictions(
+        self, encoded: Encoded, inputs: dict[str, Any], measure: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What `forward` returns, of encoded tokens."""
         labels = inputs["labels"]
         losses = {"mlm": self.model.lm_loss(encoded, labels, inputs["labelled"])}
         correct = {}
@@ -237,6 +255,7 @@ class MaskedLosses(Losses):
         return losses, correct
 
     def work(self, batch):
+        """See `Losses.work`."""
         config = self.model.config
         sizes = config.hidden_size, config.num_hidden_layers, config.intermediate_size
         return encoder_work(batch.lengths, *sizes) + vocabulary_work(
