@@ -27,7 +27,16 @@ from fastbert.pretraining.objectives.replaced_tokens import (
 from fastbert.testing import compare
 from fastbert.training.optimizers import decay_groups, optimizer
 from tests.support import learning_text
-from tests.support.numbered_text import MASK, VOCAB, Numbered, batch_of, originals, padded, tensors
+from tests.support.numbered_text import (
+    MASK,
+    VOCAB,
+    Numbered,
+    batch_of,
+    originals,
+    padded,
+    relative_error,
+    tensors,
+)
 from tests.support.vocabulary_rows import VocabularyRows
 
 SIZES = dict(
@@ -232,6 +241,26 @@ def test_losses_and_gradients_are_the_papers(share, config, batch, monkeypatch):
             *_, reason = compare(actual[name], theirs[name], value, torch.float32, floor)
             assert not reason, f"{name}: {reason}"
             assert (exact[name] - value).abs().max() <= 1e-10 * largest, name
+
+
+def test_autocast_gradients_are_no_worse_than_transformers_own(monkeypatch):
+    mine, theirs = [], []
+    for seed in range(3):
+        inputs = tensors(batch_of(ReplacedTokens(Numbered(), seed=seed)).inputs)
+        module = module_of(seed=seed)
+        models = stock(module)
+        double = copy.deepcopy(models).double()
+        with torch.autocast("cpu", torch.bfloat16):
+            losses, tokens = recorded(module, inputs, monkeypatch)
+            plain = paper(models, inputs, tokens)
+        assert all(loss.dtype == torch.float32 for loss in losses.values())
+        exact = paper(double, inputs, tokens)
+        (exact["mlm"] + 50 * exact["rtd"]).backward()
+        (plain["mlm"] + 50 * plain["rtd"]).backward()
+        truth = gradients(double)
+        mine.append(relative_error(backward(module, losses), truth))
+        theirs.append(relative_error(gradients(models), truth))
+    assert sum(mine) <= 1.1 * sum(theirs), f"{mine} against {theirs}"
 
 
 def test_no_gradient_passes_through_what_was_drawn(batch):

@@ -30,6 +30,7 @@ from tests.support.numbered_text import (
     Numbered,
     batch_of,
     padded,
+    relative_error,
     tensors,
 )
 from tests.support.vocabulary_rows import VocabularyRows
@@ -212,12 +213,28 @@ def test_losses_and_gradients_are_the_papers(family, max_targets, config):
             assert (exact[name] - value).abs().max() <= 1e-10 * largest, name
 
 
+def test_autocast_gradients_are_no_worse_than_eager():
+    mine, theirs = [], []
+    for seed in range(3):
+        inputs = tensors(batch_of(SpanBoundary(Numbered(), WIDE, seed=seed)).inputs)
+        module = module_of(seed=seed)
+        eager = Paper(module, 20).train()
+        double = copy.deepcopy(eager).double()
+        truth = gradients(double, double(inputs))
+        with torch.autocast("cpu", torch.bfloat16):
+            losses, plain = module(inputs)[0], eager(inputs)
+        assert all(loss.dtype == torch.float32 for loss in losses.values())
+        mine.append(relative_error(gradients(module, losses), truth))
+        theirs.append(relative_error(gradients(eager, plain), truth))
+    assert sum(mine) <= 1.1 * sum(theirs), f"{mine} against {theirs}"
+
+
 def test_what_is_counted():
     batch = batch_of(SpanBoundary(Numbered()))
     module, inputs = module_of(), tensors(batch.inputs)
     with VocabularyRows(VOCAB) as seen:
         assert module(inputs)[1] == {}
-    assert max(seen.rows) == VOCAB or max(seen.rows) <= batch.counts["mlm"]
+    assert 0 < max(seen.rows) <= batch.counts["mlm"]
     with torch.no_grad():  # a bias makes two tokens nearly certain, one for each loss
         module.boundary.bias[inputs["boundary_labels"][3]] = 1e4
         module.model.cls.predictions.bias[inputs["boundary_labels"][0]] = 1e4

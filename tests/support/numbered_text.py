@@ -1,4 +1,4 @@
-"""Text whose ids say where each token belongs, and padded copies of packed batches."""
+"""Text whose ids say where each token belongs, padded copies of packed batches, and errors of gradients."""
 
 from __future__ import annotations
 
@@ -74,3 +74,10 @@ def padded(inputs: dict[str, Any]) -> dict[str, Tensor]:
 
     mask = pad(torch.ones_like(inputs["input_ids"]), 0)
     return {**{key: pad(inputs[key], value) for key, value in pads.items()}, "attention_mask": mask}
+
+
+def relative_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The relative error of all gradients as one vector."""
+    assert actual.keys() == expected.keys()
+    wrong = torch.stack([(actual[name].double() - g).norm() for name, g in expected.items()])
+    return (wrong.norm() / torch.stack([g.norm() for g in expected.values()]).norm()).item()

@@ -186,6 +186,7 @@ class ReplacedTokenLosses(Losses):
             counted.
         """
         budget = CHUNK_BYTES.get(hidden.device.type, 2**27)
+        # a number has at most 4 bytes in the logits and 4 in the noise; twice that in float64
         rows = max(1, budget // (8 * self.generator.config.vocab_size))
         tokens, right = [], []
         for some, truth in zip(hidden.split(rows), originals.split(rows), strict=True):
