@@ -59,6 +59,11 @@ def vocabulary_work(labelled: int, hidden: int, vocabulary: int) -> float:
     return 3.0 * 2 * labelled * hidden * (hidden + vocabulary)
 
 
+def linear_work(tokens: int, inputs: int, outputs: int) -> float:
+    """Floating-point operations of a training step of a linear layer on some tokens."""
+    return 3.0 * 2 * tokens * inputs * outputs
+
+
 def roof(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of one large product, the median of five."""
     size = 4096 if device.type == "cuda" else 1024

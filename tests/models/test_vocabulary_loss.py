@@ -7,35 +7,18 @@ import pickle
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fastbert.models.deferred import DeferredTensor
 from fastbert.ops import linear_cross_entropy
 from fastbert.ops.cross_entropy import cross_entropy as ops_cross_entropy
 from tests.support.model_pairs import CASES, NO_DROPOUT, build, close, inputs_for, labels_for
+from tests.support.vocabulary_rows import VocabularyRows
 
 VOCABULARY_TASKS = [
     (n, t)
     for n, t in CASES
     if t == "ForMaskedLM" or (t == "ForPreTraining" and n in ("bert", "albert", "ernie"))
 ]
-
-
-class Vocabulary(TorchDispatchMode):
-    """The row counts of all tensors with one column per class that are made."""
-
-    def __init__(self, classes):
-        super().__init__()
-        self.classes, self.rows = classes, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            of_classes = isinstance(t, torch.Tensor) and t.dim() > 1 and t.shape[-1] == self.classes
-            if of_classes and t.is_contiguous():  # which a transposed weight is not
-                self.rows.append(t.numel() // self.classes)
-        return out
 
 
 @pytest.mark.parametrize(
@@ -54,7 +37,7 @@ def test_training_computes_only_the_labelled_tokens(monkeypatch, name, task, chu
     results, logits = [], []
     for asked in (None, True):
         model.zero_grad(set_to_none=True)
-        with Vocabulary(333) as seen:
+        with VocabularyRows(333) as seen:
             output = model(**inputs, **labels, output_logits=asked)
             output.loss.backward()
         results.append([output.loss, *(p.grad for p in model.parameters() if p.grad is not None)])

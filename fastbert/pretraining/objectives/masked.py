@@ -27,7 +27,7 @@ from fastbert.layers.modules import part
 from fastbert.models.base import PreTrainedModel, class_of
 from fastbert.models.config import EncoderConfig
 from fastbert.models.heads.pretraining import BertForPreTraining
-from fastbert.models.heads.task_model import Encoded
+from fastbert.models.heads.task_model import Encoded, TaskModel
 from fastbert.ops.cross_entropy import cross_entropy
 from fastbert.pretraining.formats import Example, Format, Plan
 from fastbert.pretraining.masking import IGNORED, SPAN_UNITS, Masked, Masking, Vocabulary
@@ -70,6 +70,9 @@ class Losses(nn.Module):
         self, inputs: dict[str, Any], measure: bool = False
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(loss -> mean, loss -> number of right predictions if `measure`).
+
+        The second may have more names: numbers of tokens or sequences, to be logged as their share of the
+        batch's count of the same name.
 
         Args:
             inputs: of a `Batch`, as tensors.
@@ -172,6 +175,20 @@ class Objective:
         return MaskedLosses(model, self.format.num_labels, self.causal, self.token_loss)
 
 
+def encode(model: TaskModel, inputs: dict[str, Any], causal: bool = False) -> Encoded:
+    """The packed tokens of a batch, encoded.
+
+    Args:
+        model: the encoder and its head.
+        inputs: of a `Batch`, as tensors.
+        causal: whether a token sees only those up to itself.
+    """
+    types = inputs["token_type_ids"] if model.config.get("type_vocab_size", 0) > 1 else None
+    lengths = inputs["cu_seqlens"], inputs["max_seqlen"]
+    given = inputs["input_ids"], inputs.get("attention_mask"), types, inputs.get("position_ids")
+    return model.encode(*given, None, None, None, None, *lengths, causal)
+
+
 class MaskedLosses(Losses):
     """Masked tokens ("mlm") and the class of a pair of sentences ("sentence").
 
@@ -208,13 +225,7 @@ class MaskedLosses(Losses):
 
     def encode(self, inputs: dict[str, Any]) -> Encoded:
         """The packed tokens, encoded."""
-        types = inputs["token_type_ids"] if self.model.config.get("type_vocab_size", 0) > 1 else None
-        lengths = inputs["cu_seqlens"], inputs["max_seqlen"]
-        ids = inputs["input_ids"]
-        return self.model.encode(
-            *(ids, inputs.get("attention_mask"), types, inputs.get("position_ids"), None),
-            *(None, None, None, *lengths, self.causal),
-        )
+        return encode(self.model, inputs, self.causal)
 
     def sentence_logits(self, encoded: Encoded) -> Tensor:
         """(sequences, num_labels)."""

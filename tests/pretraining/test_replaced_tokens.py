@@ -1,0 +1,546 @@
+"""Replaced tokens: labels, draws, losses and gradients against transformers' models, one embedding block."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from scipy import stats
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import fastbert
+from fastbert.models.config import EncoderConfig
+from fastbert.pretraining.formats import FullSentences
+from fastbert.pretraining.masking import IGNORED, Masking
+from fastbert.pretraining.objectives import replaced_tokens
+from fastbert.pretraining.objectives.replaced_tokens import (
+    ReplacedTokenLosses,
+    ReplacedTokens,
+    drawn,
+    generator_config,
+)
+from fastbert.testing import compare
+from fastbert.training.optimizers import decay_groups, optimizer
+from tests.support import learning_text
+from tests.support.numbered_text import (
+    MASK,
+    VOCAB,
+    Numbered,
+    batch_of,
+    originals,
+    padded,
+    relative_error,
+    tensors,
+)
+from tests.support.vocabulary_rows import VocabularyRows
+
+SIZES = dict(
+    vocab_size=VOCAB,
+    embedding_size=24,
+    hidden_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=80,
+    max_position_embeddings=64,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+)
+
+
+def module_of(share: float = 1 / 4, seed: int = 0, **config) -> ReplacedTokenLosses:
+    """Both models, weights at unit scale, so that every part matters; in training."""
+    torch.manual_seed(seed)
+    objective = ReplacedTokens(Numbered(), generator_share=share)
+    module = objective.losses(objective.model(EncoderConfig("electra", **{**SIZES, **config}))).train()
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, 0.0, 1.2 / parameter.shape[-1] ** 0.5)
+        else:
+            torch.nn.init.normal_(parameter, 0.5, 0.3)
+    return module
+
+
+@pytest.fixture
+def batch():
+    return batch_of(ReplacedTokens(Numbered()))
+
+
+# --- examples -----------------------------------------------------------------------------------------------
+
+
+def test_what_the_generator_reads():
+    """85% of the predicted tokens are [MASK], the others the original; of 10**5."""
+    format = Numbered([40] * 5)
+    truth, masks, kept = originals(format), 0, 0
+    for seed in range(3400):
+        found = batch_of(ReplacedTokens(format, seed=seed)).inputs
+        predicted = found["labels"] != IGNORED
+        assert predicted.sum() == 30
+        assert np.array_equal(found["labels"][predicted], truth[predicted])
+        assert np.array_equal(found["input_ids"][~predicted], truth[~predicted])
+        is_mask = found["input_ids"][predicted] == MASK
+        masks += is_mask.sum()
+        kept += (found["input_ids"][predicted] == truth[predicted]).sum()
+    assert masks + kept == 30 * 3400 > 1e5
+    interval = stats.binomtest(int(masks), 30 * 3400).proportion_ci(0.999, "exact")
+    assert interval.low <= 0.85 <= interval.high
+
+
+def test_the_counts_of_a_batch(batch):
+    labelled = int((batch.inputs["labels"] != IGNORED).sum())
+    assert batch.counts == {"mlm": labelled, "rtd": 111, "replaced": labelled}
+    assert batch.inputs["labelled"] == labelled == 5 + 2 + 6 + 1 + 4
+
+
+def test_labels_are_readable_from_the_ids(batch, monkeypatch):
+    """The discriminator reads the originals and what was drawn; the label is 1 where the two differ."""
+    module, truth = module_of(), torch.from_numpy(originals(Numbered()))
+    predicted = torch.from_numpy(batch.inputs["labels"] != IGNORED)
+    written = truth[predicted].clone()
+    written[::3] += 1  # two of three draws are right
+    monkeypatch.setattr(replaced_tokens, "drawn", lambda logits: written)
+    read, given = [], []
+    plain_encode, plain_loss = replaced_tokens.encode, type(module.model).loss
+
+    def encode(model, inputs, *more):
+        read.append(inputs["input_ids"])
+        return plain_encode(model, inputs, *more)
+
+    def loss(self, logits, labels, encoded):
+        given.append((logits, labels))
+        return plain_loss(self, logits, labels, encoded)
+
+    monkeypatch.setattr(replaced_tokens, "encode", encode)
+    monkeypatch.setattr(type(module.model), "loss", loss)
+    inputs = tensors(batch.inputs)
+    kept = inputs["input_ids"].clone()
+    _, counted = module(inputs, measure=True)
+    masked, filled = read
+    assert torch.equal(masked, kept)
+    assert torch.equal(inputs["input_ids"], kept)  # the caller's ids are as they were
+    assert torch.equal(filled[~predicted], truth[~predicted])
+    assert torch.equal(filled[predicted], written)
+    ((logits, labels),) = given
+    assert torch.equal(labels.bool(), filled != truth)
+    assert labels.sum() == len(written[::3])
+    assert counted["replaced"] == len(written[::3])
+    assert counted["rtd"] == ((logits > 0) == (filled != truth)).sum()
+    assert 0 < counted["rtd"] < 111
+    with torch.no_grad():
+        every = module.generator(input_ids=masked, **lengths_of(inputs)).logits
+    assert counted["mlm"] == (every.argmax(-1) == truth)[predicted].sum()
+
+
+def lengths_of(inputs) -> dict:
+    return {key: inputs[key] for key in ("token_type_ids", "cu_seqlens", "max_seqlen")}
+
+
+def test_accuracy_of_a_generator_that_knows(batch):
+    """A bias makes one token certain: it is drawn everywhere, and the argmax."""
+    module = module_of()
+    with torch.no_grad():
+        module.generator.generator_lm_head.bias[batch.inputs["labels"].max()] = 1e4
+    _, counted = module(tensors(batch.inputs), measure=True)
+    assert counted["mlm"] == 1
+    assert counted["replaced"] == batch.counts["replaced"] - 1
+    assert module(tensors(batch.inputs))[1] == {}
+
+
+# --- losses -------------------------------------------------------------------------------------------------
+
+
+def stock(module: ReplacedTokenLosses) -> torch.nn.ModuleDict:
+    """transformers' models with the same weights and one embedding block."""
+    made = {}
+    for name, kind in (("model", "ElectraForPreTraining"), ("generator", "ElectraForMaskedLM")):
+        own = getattr(module, name)
+        config = transformers.ElectraConfig(**own.config.to_dict())
+        made[name] = getattr(transformers, kind)(config)
+        made[name].set_attn_implementation("eager")
+        made[name].load_state_dict(own.state_dict(), strict=True)
+    made["generator"].electra.embeddings = made["model"].electra.embeddings
+    made["generator"].generator_lm_head.weight = made["model"].electra.embeddings.word_embeddings.weight
+    return torch.nn.ModuleDict(made).train()
+
+
+def paper(models: torch.nn.ModuleDict, inputs: dict, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The losses as the paper has them, on a padded batch, with what was drawn."""
+    given = padded(inputs)
+    mask, labels = given["attention_mask"], given["labels"]
+    chosen = labels != IGNORED
+    shape = {key: given[key] for key in ("attention_mask", "token_type_ids")}
+    hidden = models["generator"].electra(given["input_ids"], **shape).last_hidden_state[chosen]
+    generator = models["generator"]
+    logits = generator.generator_lm_head(generator.generator_predictions(hidden))
+    mlm = F.cross_entropy(logits, labels[chosen])
+    filled, truth = given["input_ids"].clone(), given["input_ids"].clone()
+    filled[chosen], truth[chosen] = tokens, labels[chosen]
+    scores = models["model"](filled, **shape).logits
+    each = F.binary_cross_entropy_with_logits(scores, (filled != truth).to(scores.dtype), reduction="none")
+    return {"mlm": mlm, "rtd": (each * mask).sum() / mask.sum()}
+
+
+def recorded(module: ReplacedTokenLosses, inputs: dict, monkeypatch) -> tuple[dict, torch.Tensor]:
+    """(losses, what was drawn)."""
+    seen = []
+    with monkeypatch.context() as patched:
+        patched.setattr(replaced_tokens, "drawn", lambda logits: seen.append(drawn(logits)) or seen[-1])
+        losses, _ = module(inputs)
+    return losses, torch.cat(seen)
+
+
+def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def backward(module: ReplacedTokenLosses, losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradients of the weighted sum, as the loop has it."""
+    module.zero_grad()
+    sum(module.weights.get(name, 1.0) * loss for name, loss in losses.items()).backward()
+    return gradients(module)
+
+
+@pytest.mark.parametrize(
+    ("share", "config"),
+    [(1 / 4, {}), (1 / 2, {"embedding_size": 48}), (1 / 2, {"embedding_size": 24}), (1.0, {})],
+    ids=["projected", "unprojected", "generator-unprojected", "as-wide"],
+)
+def test_losses_and_gradients_are_the_papers(share, config, batch, monkeypatch):
+    module, inputs = module_of(share, **config), tensors(batch.inputs)
+    assert module.weights == {"rtd": 50.0}
+    single = stock(module)
+    double = copy.deepcopy(single).double()
+    torch.manual_seed(5)
+    losses, tokens = recorded(module, inputs, monkeypatch)
+    assert not torch.equal(tokens, inputs["labels"][inputs["labels"] != IGNORED])
+    found = []
+    for models in (single, double):
+        theirs = paper(models, inputs, tokens)
+        (theirs["mlm"] + 50 * theirs["rtd"]).backward()
+        found.append((theirs, gradients(models)))
+    (eager, eager_gradients), (truth, true_gradients) = found
+    own = backward(module, losses)
+    assert own.keys() == true_gradients.keys()
+    assert len(own) == len(list(module.parameters()))
+    wide = copy.deepcopy(module).double()
+    monkeypatch.setattr(replaced_tokens, "drawn", lambda logits: tokens)
+    wide_losses, _ = wide(inputs)
+    wide_own = backward(wide, wide_losses)
+    for actual, exact, theirs, expected in (
+        (losses, wide_losses, eager, truth),
+        (own, wide_own, eager_gradients, true_gradients),
+    ):
+        largest = max(value.abs().max().item() for value in expected.values())
+        for name, value in expected.items():
+            floor = 8 * torch.finfo(torch.float32).eps * largest
+            *_, reason = compare(actual[name], theirs[name], value, torch.float32, floor)
+            assert not reason, f"{name}: {reason}"
+            assert (exact[name] - value).abs().max() <= 1e-10 * largest, name
+
+
+def test_autocast_gradients_are_no_worse_than_transformers_own(monkeypatch):
+    mine, theirs = [], []
+    for seed in range(3):
+        inputs = tensors(batch_of(ReplacedTokens(Numbered(), seed=seed)).inputs)
+        module = module_of(seed=seed)
+        models = stock(module)
+        double = copy.deepcopy(models).double()
+        with torch.autocast("cpu", torch.bfloat16):
+            losses, tokens = recorded(module, inputs, monkeypatch)
+            plain = paper(models, inputs, tokens)
+        assert all(loss.dtype == torch.float32 for loss in losses.values())
+        exact = paper(double, inputs, tokens)
+        (exact["mlm"] + 50 * exact["rtd"]).backward()
+        (plain["mlm"] + 50 * plain["rtd"]).backward()
+        truth = gradients(double)
+        mine.append(relative_error(backward(module, losses), truth))
+        theirs.append(relative_error(gradients(models), truth))
+    assert sum(mine) <= 1.1 * sum(theirs), f"{mine} against {theirs}"
+
+
+def test_no_gradient_passes_through_what_was_drawn(batch):
+    """The discriminator's loss moves of the generator only what is shared with it."""
+    module = module_of()
+    losses, _ = module(tensors(batch.inputs))
+    losses["rtd"].backward(retain_graph=True)
+    shared = {id(p) for p in module.model.parameters()}
+    assert all(p.grad is None for p in module.generator.parameters() if id(p) not in shared)
+    assert all(p.grad is not None for p in module.model.parameters())
+    module.zero_grad()
+    losses["mlm"].backward()
+    of_generator = {id(p) for p in module.generator.parameters()}
+    assert all((p.grad is not None) == (id(p) in of_generator) for p in module.parameters())
+
+
+def test_no_prediction_at_all():
+    format = Numbered([2, 2])
+    batch = batch_of(ReplacedTokens(format))
+    assert batch.counts == {"mlm": 0, "rtd": 4, "replaced": 0}
+    module = module_of()
+    losses, counted = module(tensors(batch.inputs), measure=True)
+    assert losses["mlm"] == 0
+    assert counted["mlm"] == counted["replaced"] == 0
+    (losses["mlm"] + losses["rtd"]).backward()
+    assert all(p.grad.isfinite().all() for p in module.parameters() if p.grad is not None)
+
+
+# --- draws --------------------------------------------------------------------------------------------------
+
+
+def agrees(tokens: torch.Tensor, shares: torch.Tensor) -> bool:
+    """Whether χ² over all classes, and the exact 99.9% interval of each of the likeliest, hold the shares."""
+    counts = np.bincount(tokens.numpy(), minlength=len(shares))
+    shares = shares.double().numpy()
+    large = shares * len(tokens) >= 5  # the others are one class
+    observed = np.append(counts[large], counts[~large].sum())
+    expected = np.append(shares[large], shares[~large].sum()) * len(tokens)
+    if expected[-1] == 0:
+        observed, expected = observed[:-1], expected[:-1]
+    expected *= observed.sum() / expected.sum()
+    for c in np.argsort(shares)[-3:]:
+        interval = stats.binomtest(int(counts[c]), len(tokens)).proportion_ci(0.999, "exact")
+        if not interval.low <= shares[c] <= interval.high:
+            return False
+    return stats.chisquare(observed, expected).pvalue > 0.001
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_draws_have_the_probabilities_of_the_softmax(dtype):
+    torch.manual_seed(11)
+    logits = (3 * torch.randn(2, 60)).to(dtype)
+    logits[0, :5] -= 9  # rare ones
+    for row in logits:
+        tokens = drawn(row.expand(120_000, 60).contiguous())
+        assert agrees(tokens, row.double().softmax(-1))
+        pairs = tokens.view(-1, 2)  # rows are independent of their neighbours
+        likely = int(row.argmax())
+        first, second = (pairs == likely).unbind(1)
+        table = [[int((first & second).sum()), int((first & ~second).sum())]]
+        table.append([int((~first & second).sum()), int((~first & ~second).sum())])
+        assert stats.chi2_contingency(table).pvalue > 0.001
+    one = torch.full((1000, 60), -torch.inf, dtype=dtype)
+    one[:, 7] = 0.0
+    assert drawn(one).eq(7).all()
+
+
+def test_the_generator_draws_from_its_softmax(monkeypatch):
+    """Chunk by chunk, at two positions; V columns are never made for more rows than a chunk has."""
+    monkeypatch.setitem(replaced_tokens.CHUNK_BYTES, "cpu", 8 * VOCAB * 10_000)
+    module = module_of()
+    torch.manual_seed(3)
+    two = torch.randn(2, 12)
+    with torch.no_grad():
+        shares = module.generator.lm_logits(two).softmax(-1)
+    for hidden, share in zip(two, shares, strict=True):
+        with VocabularyRows(VOCAB) as seen:
+            tokens, right = module.fill(
+                hidden.expand(105_000, 12).contiguous(), share.argmax().expand(105_000), True
+            )
+        assert max(seen.rows) == 10_000
+        assert agrees(tokens, share)
+        assert right == 105_000
+        likely = share.argsort()[-2]
+        assert module.fill(hidden[None], likely[None], True)[1] == 0
+
+
+def test_draws_follow_the_seed(batch):
+    module, inputs = module_of(hidden_dropout_prob=0.1), tensors(batch.inputs)
+    results = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        losses, _ = module(inputs)
+        results.append([*losses.values(), *backward(module, losses).values()])
+    first, again, other = results
+    assert all(map(torch.equal, first, again))
+    assert not torch.equal(first[1], other[1])
+
+
+# --- one embedding block ------------------------------------------------------------------------------------
+
+
+def tied(module: ReplacedTokenLosses) -> None:
+    """Assert that both models have one embedding block, and the generator's decoder its word embeddings."""
+    own, other = module.model.electra.embeddings, module.generator.electra.embeddings
+    named = dict(own.named_parameters())
+    assert len(named) == 5
+    assert "LayerNorm.weight" in named
+    assert all(p is q for p, q in zip(named.values(), other.parameters(), strict=True))
+    assert module.generator.generator_lm_head.weight is own.word_embeddings.weight
+    parameters = list(module.parameters())
+    assert len({id(p) for p in parameters}) == len(parameters)
+    shared = len(named)
+    separate = len(list(module.model.parameters())) + len(list(module.generator.parameters()))
+    assert len(parameters) == separate - shared
+
+
+def test_the_embedding_block_is_one(batch):
+    module = module_of()
+    tied(module)
+    groups = decay_groups(module, 0.01)
+    assert sum(len(group["params"]) for group in groups) == len(list(module.parameters()))
+    made = optimizer("adamw", groups, 1e-2)
+    before = module.model.electra.embeddings.LayerNorm.bias.clone()
+    losses, _ = module(tensors(batch.inputs))
+    (losses["mlm"] + losses["rtd"]).backward()
+    made.step()
+    tied(module)
+    assert not torch.equal(module.model.electra.embeddings.LayerNorm.bias, before)
+    tied(module.double())
+    other = module_of(seed=1).double()
+    other.load_state_dict(module.state_dict())
+    tied(other)
+    tied(copy.deepcopy(other))
+    for name, p in module.named_parameters():
+        assert torch.equal(p, other.get_parameter(name))
+
+
+def test_both_folders_load_in_transformers_with_equal_outputs(batch, tmp_path):
+    module, inputs = module_of().eval(), tensors(batch.inputs)
+    assert list(module.exports) == ["model", "generator"]
+    exported = {id(p) for model in module.exports.values() for p in model.parameters()}
+    assert exported == {id(p) for p in module.parameters()}  # no heads remain
+    given = padded(inputs)
+    labels = given.pop("labels")
+    for (folder, model), kind in zip(
+        module.exports.items(), ("ElectraForPreTraining", "ElectraForMaskedLM"), strict=True
+    ):
+        model.save_pretrained(tmp_path / folder)
+        back, info = getattr(transformers, kind).from_pretrained(
+            tmp_path / folder, output_loading_info=True, attn_implementation="eager"
+        )
+        assert not any(info.values())
+        auto = getattr(transformers, "AutoModel" + kind.removeprefix("Electra")).from_pretrained(
+            tmp_path / folder
+        )
+        assert type(auto).__name__ == kind
+        kept = given["attention_mask"].bool()
+        with torch.no_grad():
+            ours, theirs = model(**given).logits[kept], back.eval()(**given).logits[kept]
+        assert (ours - theirs).abs().max() < 2e-5
+        again = getattr(fastbert, kind).from_pretrained(tmp_path / folder)
+        with torch.no_grad():
+            assert torch.equal(again(**given).logits, model(**given).logits)
+    assert labels.shape == given["input_ids"].shape
+    # filled as the loop does it: through each export in turn
+    other = module_of(seed=1)
+    for folder, model in other.exports.items():
+        state = type(model).from_pretrained(tmp_path / folder).state_dict()
+        for name, p in model.named_parameters():
+            p.data.copy_(state[name])
+    tied(other)
+    for p, q in zip(other.parameters(), module.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+# --- configs and errors -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads", "intermediate", "embedding", "share", "expected"),
+    [
+        (256, 4, 1024, 128, 1 / 4, (64, 1, 256, 128)),  # small
+        (768, 12, 3072, 768, 1 / 3, (256, 4, 1024, 768)),  # base
+        (1024, 16, 4096, 1024, 1 / 4, (256, 4, 1024, 1024)),  # large
+        (48, 4, 80, 24, 1 / 8, (6, 1, 10, 24)),  # narrower than a head
+    ],
+)
+def test_the_generators_config(hidden, heads, intermediate, embedding, share, expected):
+    config = EncoderConfig(
+        "electra",
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        intermediate_size=intermediate,
+        embedding_size=embedding,
+        num_hidden_layers=5,
+        hidden_act="relu",
+    )
+    found = generator_config(config, share)
+    names = ("hidden_size", "num_attention_heads", "intermediate_size", "embedding_size")
+    assert tuple(getattr(found, name) for name in names) == expected
+    changed = {key for key, value in found.to_dict().items() if config.to_dict()[key] != value}
+    assert changed <= set(names)
+    assert config.hidden_size == hidden  # unchanged
+
+
+def test_a_config_without_embedding_size():
+    config = EncoderConfig("electra", hidden_size=64, embedding_size=None)
+    assert generator_config(config, 0.5).embedding_size == 64
+
+
+def test_errors_are_named(batch):
+    with pytest.raises(
+        ValueError, match=r"generator_share: 0\.25 of hidden_size 384 is 96; expected a multiple .* 64"
+    ):
+        generator_config(EncoderConfig("electra", hidden_size=384, num_attention_heads=6), 0.25)
+    for values, match in (
+        ({"generator_share": 0.0}, r"generator_share: expected a number in \(0, 1\], got 0\.0"),
+        ({"generator_share": 1.5}, "generator_share: expected"),
+        ({"weight": -1.0}, r"weight: expected a number >= 0, got -1\.0"),
+        ({"weight": float("nan")}, "weight: expected"),
+        ({"static": 0}, "static: expected"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            ReplacedTokens(Numbered(), **values)
+    with pytest.raises(ValueError, match="format: replaced tokens have no loss for the 2 classes of a pair"):
+        ReplacedTokens(Numbered(num_labels=2))
+    objective = ReplacedTokens(Numbered())
+    with pytest.raises(
+        ValueError, match="model_type: replaced tokens need electra's discriminator, got 'bert'"
+    ):
+        objective.model(EncoderConfig("bert"))
+    with pytest.raises(TypeError, match="model: expected an ElectraForPreTraining, got BertForMaskedLM"):
+        objective.losses(fastbert.BertForMaskedLM(EncoderConfig("bert", **{**SIZES, "embedding_size": 48})))
+
+
+def test_what_examples_depend_on():
+    objective = ReplacedTokens(Numbered())
+    assert ReplacedTokens(Numbered(), generator_share=0.5, weight=1.0).hash == objective.hash
+    for other in (ReplacedTokens(Numbered(), Masking(share=0.25)), ReplacedTokens(Numbered(), seed=1)):
+        assert other.hash != objective.hash
+    module = ReplacedTokens(Numbered(), weight=3.0).losses(module_of().model)
+    assert module.weights == {"rtd": 3.0}
+
+
+@pytest.mark.parametrize("embedding", [24, 48])
+def test_work_is_that_of_the_products(embedding, monkeypatch):
+    """Of all products of both models on one sequence, counted by PyTorch; a step is three forwards."""
+    batch = batch_of(ReplacedTokens(Numbered([40])))
+    module, inputs = module_of(embedding_size=embedding), tensors(batch.inputs)
+    models = stock(module)
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        paper(models, inputs, inputs["labels"][inputs["labels"] != IGNORED])
+    assert module.work(batch) == 3 * counted.get_total_flops()
+
+
+# --- learning -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_discriminator_learns(seed, tokenizer_dir, tmp_path):
+    """300 steps: its loss is below that of always saying the share of replaced tokens."""
+    corpus = learning_text.corpus_of_docstrings(tokenizer_dir, tmp_path)
+    objective = ReplacedTokens(FullSentences(corpus, 64, seed), seed=seed, generator_share=1 / 2)
+    torch.manual_seed(seed)
+    config = EncoderConfig("electra", **{**SIZES, "vocab_size": corpus.vocab_size, "hidden_size": 64})
+    module = objective.losses(objective.model(config))
+    rows = [
+        SimpleNamespace(batch=b, **losses, n=n)
+        for b, losses, n in learning_text.trained(objective, module, seed)
+    ]
+    total = {name: sum(row.batch.counts[name] for row in rows[-50:]) for name in ("mlm", "rtd")}
+    replaced = sum(row.n["replaced"] for row in rows[-50:])
+    labels = np.concatenate([row.batch.inputs["labels"] for row in rows[-50:]])
+    baseline = learning_text.majority_loss(replaced / total["rtd"])
+    unigram = learning_text.unigram_loss(corpus, labels[labels != IGNORED])
+    loss, generator = (np.mean([getattr(row, name) for row in rows[-50:]]) for name in ("rtd", "mlm"))
+    print(f"rtd {loss:.4f} of {baseline:.4f}, mlm {generator:.3f} of {unigram:.3f}")
+    assert loss < 0.98 * baseline
+    assert generator < unigram - 0.1
+    assert replaced / total["mlm"] < np.mean([row.n["replaced"] for row in rows[:10]]) / np.mean(
+        [row.batch.counts["mlm"] for row in rows[:10]]
+    )

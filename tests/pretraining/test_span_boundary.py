@@ -1,0 +1,387 @@
+"""The span-boundary objective: targets and neighbours, and losses and gradients against plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import fastbert
+from fastbert.models.config import EncoderConfig
+from fastbert.pretraining.formats import FullSentences
+from fastbert.pretraining.masking import IGNORED, Masked, Masking
+from fastbert.pretraining.objectives.masked import MaskedExample
+from fastbert.pretraining.objectives.span_boundary import SpanBoundary, SpanBoundaryLosses, boundaries
+from fastbert.testing import compare
+from tests.support import learning_text
+from tests.support.numbered_text import (
+    CLS,
+    FIRST,
+    MASK,
+    SEP,
+    STEP,
+    VOCAB,
+    Numbered,
+    batch_of,
+    padded,
+    relative_error,
+    tensors,
+)
+from tests.support.vocabulary_rows import VocabularyRows
+
+SIZES = dict(
+    vocab_size=VOCAB,
+    hidden_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=80,
+    max_position_embeddings=64,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+)
+WIDE = Masking("span", share=0.5)  # more and longer spans
+
+
+def module_of(family: str = "bert", max_targets: int = 20, seed: int = 0, **config) -> SpanBoundaryLosses:
+    """The model and its head, weights at unit scale, so that every part matters; in training."""
+    torch.manual_seed(seed)
+    objective = SpanBoundary(Numbered(), max_targets=max_targets)
+    module = objective.losses(objective.model(EncoderConfig(family, **{**SIZES, **config}))).train()
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, 0.0, 1.2 / parameter.shape[-1] ** 0.5)
+        else:
+            torch.nn.init.normal_(parameter, 0.5, 0.3)
+    return module
+
+
+# --- examples -----------------------------------------------------------------------------------------------
+
+
+def test_neighbours_are_readable_from_the_ids():
+    """For 10**4 targets and more: the target's number less its place less 1 is the left neighbour's."""
+    format, targets, places = Numbered([40, 25, 38, 31, 40]), 0, set()
+    for seed in range(140):
+        batch = batch_of(SpanBoundary(format, WIDE, seed=seed))
+        found, labels = batch.inputs, batch.inputs["labels"]
+        left, right, place = found["left"], found["right"], found["place"]
+        aims = found["boundary_labels"]
+        assert batch.counts == {"mlm": found["labelled"], "sbo": len(aims)}
+        sequence, at = np.divmod(aims - FIRST, STEP)
+        first = found["cu_seqlens"][sequence]
+        assert np.array_equal(first + at, left + 1 + place)  # the row of the target itself
+        assert np.array_equal(labels[left + 1 + place], aims)
+        for side in (left, right):
+            assert (labels[side] == IGNORED).all()  # a neighbour is not masked
+            assert (found["cu_seqlens"][sequence] <= side).all()
+            assert (side < found["cu_seqlens"][sequence + 1]).all()
+            number = found["input_ids"][side]  # nor changed: its own number, or a special token
+            own = FIRST + STEP * sequence + side - first
+            assert np.isin(number[number != own], [CLS, SEP]).all()
+        for low, high in set(zip(left.tolist(), right.tolist(), strict=True)):
+            assert (labels[low + 1 : high] != IGNORED).all()  # all between them is masked
+            mine = (left == low) & (right == high)
+            assert place[mine].tolist() == list(range(min(high - low - 1, 20)))
+        assert len(aims) == sum(
+            min(high - low - 1, 20) for low, high in set(zip(left.tolist(), right.tolist(), strict=True))
+        )
+        targets, places = targets + len(aims), places | set(place.tolist())
+    assert targets > 1e4
+    assert max(places) >= 10  # spans that touch are one: no single one has eleven words of one token
+
+
+def test_spans_that_touch_are_one():
+    masked = np.zeros(14, bool)
+    masked[[1, 2, 3, 4, 6, 9, 10, 11]] = True
+    left, right, place, rows = boundaries(masked, 3)
+    assert rows.tolist() == [1, 2, 3, 6, 9, 10, 11]  # the fourth of the first span has no target
+    assert left.tolist() == [0, 0, 0, 5, 8, 8, 8]
+    assert right.tolist() == [5, 5, 5, 7, 12, 12, 12]
+    assert place.tolist() == [0, 1, 2, 0, 0, 1, 2]
+    assert [len(each) for each in boundaries(np.zeros(5, bool), 3)] == [0] * 4
+    # as the masking rule draws them
+    ids = np.array([CLS, 9, 10, 11, 12, SEP])
+    labels = np.array([IGNORED, 9, 10, 11, IGNORED, IGNORED])
+    spans = np.array([[1, 2], [2, 4]])
+    seen = np.array([CLS, MASK, 100, 101, 12, SEP])
+    example = MaskedExample(Masked(seen, labels, spans), np.zeros(6, np.int64), -100)
+    batch = SpanBoundary(Numbered()).collate([example, example])
+    assert batch.inputs["left"].tolist() == [0, 0, 0, 6, 6, 6]
+    assert batch.inputs["right"].tolist() == [4, 4, 4, 10, 10, 10]
+    assert batch.inputs["boundary_labels"].tolist() == [9, 10, 11] * 2
+    assert ids[labels != IGNORED].tolist() == [9, 10, 11]
+
+
+@pytest.mark.parametrize("at", [0, 5])
+def test_a_span_without_a_neighbour_is_an_error(at):
+    labels = np.full(6, IGNORED)
+    labels[at] = 9
+    whole = MaskedExample(Masked(np.arange(6), np.full(6, IGNORED), np.empty((0, 2))), np.zeros(6), -100)
+    example = MaskedExample(Masked(np.arange(6), labels, np.array([[at, at + 1]])), np.zeros(6), -100)
+    for examples in ([example, whole], [whole, example]):
+        with pytest.raises(ValueError, match="examples: a sequence begins or ends with a masked token"):
+            SpanBoundary(Numbered()).collate(examples)
+
+
+# --- losses -------------------------------------------------------------------------------------------------
+
+
+class Paper(nn.Module):
+    """The paper's equations on a padded batch, around transformers' model."""
+
+    def __init__(self, module: SpanBoundaryLosses, max_targets: int) -> None:
+        super().__init__()
+        own, head = module.model, module.boundary
+        config = transformers.AutoConfig.for_model(**own.config.to_dict())
+        self.model = transformers.AutoModelForMaskedLM.from_config(config)
+        self.model.set_attn_implementation("eager")
+        self.model.load_state_dict(own.state_dict(), strict=True)
+        self.boundary = copy.deepcopy(head)  # only its parameters are used
+        self.max_targets = max_targets
+
+    def forward(self, inputs: dict) -> dict[str, torch.Tensor]:
+        given, head = padded(inputs), self.boundary
+        labels, base = given.pop("labels"), self.model.base_model
+        hidden = base(**given).last_hidden_state
+        logits = self.model(**given).logits
+        vectors, targets = [], []
+        for row, marks in zip(hidden, labels.tolist(), strict=True):
+            begin = None
+            for i, label in enumerate(marks):
+                if label == IGNORED:
+                    begin = None
+                    continue
+                if begin is None:
+                    begin = i
+                    end = next(k for k in range(i, len(marks) + 1) if marks[k] == IGNORED) - 1
+                if i - begin < self.max_targets:
+                    place = head.places.weight[i - begin]
+                    vectors.append(torch.cat([row[begin - 1], row[end + 1], place]))
+                    targets.append(label)
+        x = torch.stack(vectors)
+        for linear, norm in ((head.first, head.first_norm), (head.second, head.second_norm)):
+            x = F.gelu(x @ linear.weight.T + linear.bias)
+            x = F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
+        scores = x @ base.embeddings.word_embeddings.weight.T + head.bias
+        mlm = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        return {"mlm": mlm, "sbo": F.cross_entropy(scores, torch.tensor(targets))}
+
+
+def gradients(module: nn.Module, losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    sum(losses.values()).backward()
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("family", "max_targets", "config"),
+    [
+        ("bert", 20, {}),
+        ("bert", 4, {"layer_norm_eps": 1e-3}),
+        ("roberta", 20, {"type_vocab_size": 1}),
+        ("electra", 20, {"embedding_size": 24}),
+    ],
+)
+def test_losses_and_gradients_are_the_papers(family, max_targets, config):
+    batch = batch_of(SpanBoundary(Numbered(), WIDE, max_targets=max_targets))
+    assert (batch.counts["sbo"] < batch.counts["mlm"]) == (max_targets == 4)
+    assert batch.inputs["token_type_ids"].any()
+    if family == "roberta":  # it has one type
+        batch.inputs["token_type_ids"] = np.zeros_like(batch.inputs["token_type_ids"])
+    module, inputs = module_of(family, max_targets, **config), tensors(batch.inputs)
+    assert module.weights == {}
+    single = Paper(module, max_targets).train()
+    double = copy.deepcopy(single).double()
+    wide = copy.deepcopy(module).double()
+    found = []
+    for trained in (module, single, wide, double):
+        losses = trained(inputs)[0] if isinstance(trained, SpanBoundaryLosses) else trained(inputs)
+        found.append((losses, gradients(trained, losses)))
+    assert found[0][1].keys() == found[3][1].keys()
+    assert len(found[0][1]) == len(list(module.parameters()))
+    for own, eager, exact, truth in zip(*found, strict=True):
+        largest = max(value.abs().max().item() for value in truth.values())
+        for name, value in truth.items():
+            floor = 8 * torch.finfo(torch.float32).eps * largest
+            *_, reason = compare(own[name], eager[name], value, torch.float32, floor)
+            assert not reason, f"{name}: {reason}"
+            assert (exact[name] - value).abs().max() <= 1e-10 * largest, name
+
+
+def test_autocast_gradients_are_no_worse_than_eager():
+    mine, theirs = [], []
+    for seed in range(3):
+        inputs = tensors(batch_of(SpanBoundary(Numbered(), WIDE, seed=seed)).inputs)
+        module = module_of(seed=seed)
+        eager = Paper(module, 20).train()
+        double = copy.deepcopy(eager).double()
+        truth = gradients(double, double(inputs))
+        with torch.autocast("cpu", torch.bfloat16):
+            losses, plain = module(inputs)[0], eager(inputs)
+        assert all(loss.dtype == torch.float32 for loss in losses.values())
+        mine.append(relative_error(gradients(module, losses), truth))
+        theirs.append(relative_error(gradients(eager, plain), truth))
+    assert sum(mine) <= 1.1 * sum(theirs), f"{mine} against {theirs}"
+
+
+def test_what_is_counted():
+    batch = batch_of(SpanBoundary(Numbered()))
+    module, inputs = module_of(), tensors(batch.inputs)
+    with VocabularyRows(VOCAB) as seen:
+        assert module(inputs)[1] == {}
+    assert 0 < max(seen.rows) <= batch.counts["mlm"]
+    with torch.no_grad():  # a bias makes two tokens nearly certain, one for each loss
+        module.boundary.bias[inputs["boundary_labels"][3]] = 1e4
+        module.model.cls.predictions.bias[inputs["boundary_labels"][0]] = 1e4
+    losses, counted = module(inputs, measure=True)
+    assert counted == {"mlm": 1, "sbo": 1}
+    assert losses.keys() == {"mlm", "sbo"}
+
+
+def test_each_loss_depends_on_its_own_head():
+    module, inputs = module_of(), tensors(batch_of(SpanBoundary(Numbered())).inputs)
+    before, _ = module(inputs)
+    with torch.no_grad():
+        module.boundary.bias[7] += 1.0
+        after, _ = module(inputs)
+        assert after["mlm"] == before["mlm"]
+        assert after["sbo"] > before["sbo"]
+        module.model.cls.predictions.bias[7] += 1.0
+        last, _ = module(inputs)
+    assert last["sbo"] == after["sbo"]  # the decoder's bias is its own
+    assert last["mlm"] > after["mlm"]
+
+
+def test_a_target_sees_its_neighbours_and_no_token_between():
+    """The head's input is the rows of the neighbours: no other row has a gradient, but through the model."""
+    module = module_of()
+    hidden = torch.randn(9, 48, requires_grad=True)
+    rows = torch.tensor([2, 2]), torch.tensor([5, 5]), torch.tensor([0, 1])
+    found = module.boundary(hidden, *rows)
+    assert found.shape == (2, 48)
+    assert not torch.equal(found[0], found[1])
+    (slope,) = torch.autograd.grad(found.square().sum(), hidden)
+    assert [i for i in range(9) if slope[i].any()] == [2, 5]
+
+
+def test_no_prediction_at_all():
+    batch = batch_of(SpanBoundary(Numbered([2, 2])))
+    assert batch.counts == {"mlm": 0, "sbo": 0}
+    module = module_of()
+    losses, counted = module(tensors(batch.inputs), measure=True)
+    assert losses == {"mlm": 0, "sbo": 0}
+    assert counted == {"mlm": 0, "sbo": 0}
+    sum(losses.values()).backward()
+    assert all(p.grad is None or p.grad.eq(0).all() for p in module.parameters())
+
+
+def test_a_step_repeated_is_bit_equal():
+    module, inputs = (
+        module_of(hidden_dropout_prob=0.1),
+        tensors(batch_of(SpanBoundary(Numbered(), WIDE)).inputs),
+    )
+    results = []
+    for _ in range(2):
+        module.zero_grad()
+        torch.manual_seed(1)
+        losses, _ = module(inputs)
+        results.append([*losses.values(), *gradients(module, losses).values()])
+    assert all(map(torch.equal, *results))
+
+
+# --- the model that is saved --------------------------------------------------------------------------------
+
+
+def test_the_export_is_the_model_alone(tmp_path):
+    objective = SpanBoundary(Numbered())
+    module = objective.losses(objective.model(EncoderConfig("bert", **SIZES))).eval()
+    assert type(module.model) is fastbert.BertForMaskedLM
+    assert list(module.exports) == ["model"]
+    own = {id(p) for p in module.exports["model"].parameters()}
+    heads = {name for name, p in module.named_parameters() if id(p) not in own}
+    parts = ("first", "first_norm", "second", "second_norm")
+    weights = {f"boundary.{part}.{kind}" for part in parts for kind in ("weight", "bias")}
+    assert heads == weights | {"boundary.places.weight", "boundary.bias"}
+    # new heads begin as BERT does
+    assert module.boundary.places.weight.shape == (20, 200)
+    for weight in (
+        module.boundary.places.weight,
+        module.boundary.first.weight,
+        module.boundary.second.weight,
+    ):
+        assert 0.015 < weight.std() < 0.025
+    assert module.boundary.first_norm.weight.eq(1).all()
+    for bias in (module.boundary.first.bias, module.boundary.second.bias, module.boundary.bias):
+        assert bias.eq(0).all()
+    module.exports["model"].save_pretrained(tmp_path)
+    back, info = transformers.BertForMaskedLM.from_pretrained(
+        tmp_path, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(info.values())
+    given = padded(tensors(batch_of(objective).inputs))
+    given.pop("labels")
+    kept = given["attention_mask"].bool()
+    with torch.no_grad():
+        assert (module.model(**given).logits - back.eval()(**given).logits)[kept].abs().max() < 2e-5
+
+
+def test_errors_are_named():
+    with pytest.raises(ValueError, match="format: span boundaries have no loss for the 3 classes of a pair"):
+        SpanBoundary(Numbered(num_labels=3))
+    for bad in (0, 2.5, True):
+        with pytest.raises(ValueError, match=f"max_targets: expected an integer >= 1, got {bad}"):
+            SpanBoundary(Numbered(), max_targets=bad)
+    with pytest.raises(ValueError, match="static: expected"):
+        SpanBoundary(Numbered(), static=0)
+
+
+def test_what_examples_depend_on():
+    first = SpanBoundary(Numbered())
+    assert SpanBoundary(Numbered()).hash == first.hash
+    assert first.masking.unit == "span"
+    others = (
+        SpanBoundary(Numbered(), max_targets=10),
+        SpanBoundary(Numbered(), seed=1),
+        SpanBoundary(Numbered(), WIDE),
+    )
+    assert len({first.hash, *(other.hash for other in others)}) == 4
+
+
+def test_work_is_that_of_the_products():
+    """Of the head's products on one sequence, counted by PyTorch; a step is three forwards."""
+    batch = batch_of(SpanBoundary(Numbered([40]), WIDE, max_targets=4))
+    module, n = module_of(max_targets=4), batch.counts["sbo"]
+    assert 0 < n < batch.counts["mlm"]
+    head, x = module.boundary, torch.randn(n, 2 * 48 + 200)
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        words = module.model.get_input_embeddings().weight
+        F.linear(F.linear(F.linear(x, head.first.weight), head.second.weight), words)
+    plain = super(SpanBoundaryLosses, module).work(batch)
+    assert module.work(batch) - plain == 3 * counted.get_total_flops()
+
+
+# --- learning -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_it_learns(seed, tokenizer_dir, tmp_path):
+    """300 steps: the masked tokens cost less than by their shares in the text."""
+    corpus = learning_text.corpus_of_docstrings(tokenizer_dir, tmp_path)
+    objective = SpanBoundary(FullSentences(corpus, 64, seed), seed=seed)
+    torch.manual_seed(seed)
+    config = EncoderConfig("bert", **{**SIZES, "vocab_size": corpus.vocab_size, "hidden_size": 64})
+    module = objective.losses(objective.model(config))
+    rows = [(batch, losses) for batch, losses, _ in learning_text.trained(objective, module, seed)][-50:]
+    labels = np.concatenate([batch.inputs["labels"] for batch, _ in rows])
+    aims = np.concatenate([batch.inputs["boundary_labels"] for batch, _ in rows])
+    unigram = learning_text.unigram_loss(corpus, labels[labels != IGNORED])
+    of_aims = learning_text.unigram_loss(corpus, aims)
+    mlm, sbo = (np.mean([losses[name] for _, losses in rows]) for name in ("mlm", "sbo"))
+    print(f"mlm {mlm:.3f} of {unigram:.3f}, sbo {sbo:.3f} of {of_aims:.3f}")
+    assert mlm < unigram - 0.1
+    assert sbo < of_aims - 0.1

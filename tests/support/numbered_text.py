@@ -1,0 +1,83 @@
+"""Text whose ids say where each token belongs, padded copies of packed batches, and errors of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastbert.pretraining.formats import Example
+from fastbert.pretraining.masking import IGNORED
+from fastbert.pretraining.objectives.masked import Objective
+from fastbert.training.stream import Batch
+
+CLS, SEP, MASK = 2, 3, 4
+FIRST, STEP = 5, 40  # place i of sequence s has the id FIRST + STEP * s + i
+LENGTHS = (31, 12, 40, 3, 25)
+VOCAB = 208
+
+
+class Numbered:
+    """A format without files: [CLS], numbered tokens, [SEP]. Words have one to three tokens.
+
+    Args:
+        lengths: with special tokens, at most `STEP`.
+        num_labels: classes of a pair.
+    """
+
+    def __init__(self, lengths: Sequence[int] = LENGTHS, num_labels: int = 0) -> None:
+        special = {"pad": 0, "unk": 1, "cls": CLS, "sep": SEP, "mask": MASK}
+        self.corpus = SimpleNamespace(hash="numbered", vocab_size=VOCAB, special_ids=special)
+        self.lengths, self.num_labels = tuple(lengths), num_labels
+
+    def plan(self, epoch: int) -> SimpleNamespace:
+        """The same in every epoch."""
+        return SimpleNamespace(lengths=np.array(self.lengths))
+
+    def build(self, plan: SimpleNamespace, index: int) -> Example:
+        """One sequence; the second half of its tokens has type 1."""
+        length = self.lengths[index]
+        ids = FIRST + STEP * index + np.arange(length)
+        ids[[0, -1]] = CLS, SEP
+        places = np.arange(length)
+        return Example(ids, places % 4 != 2, (places > length // 2).astype(np.int64), -100)
+
+
+def batch_of(objective: Objective, epoch: int = 0) -> Batch:
+    """All sequences of an epoch as one micro-batch."""
+    plan = objective.plan(epoch)
+    return objective.collate([objective.example(plan, epoch, i) for i in range(len(plan.lengths))])
+
+
+def originals(format: Numbered) -> np.ndarray:
+    """(total,) the ids before masking, packed."""
+    plan = format.plan(0)
+    return np.concatenate([format.build(plan, i).ids for i in range(len(format.lengths))])
+
+
+def tensors(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs as the loop passes them."""
+    return {key: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for key, v in inputs.items()}
+
+
+def padded(inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """Packed inputs as transformers takes them: input_ids, token_type_ids, attention_mask, labels."""
+    cuts = inputs["cu_seqlens"].diff().tolist()
+    pads = {"input_ids": 0, "token_type_ids": 0, "labels": IGNORED}
+
+    def pad(t: Tensor, value: int) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(t.split(cuts), batch_first=True, padding_value=value)
+
+    mask = pad(torch.ones_like(inputs["input_ids"]), 0)
+    return {**{key: pad(inputs[key], value) for key, value in pads.items()}, "attention_mask": mask}
+
+
+def relative_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The relative error of all gradients as one vector."""
+    assert actual.keys() == expected.keys()
+    wrong = torch.stack([(actual[name].double() - g).norm() for name, g in expected.items()])
+    return (wrong.norm() / torch.stack([g.norm() for g in expected.values()]).norm()).item()
