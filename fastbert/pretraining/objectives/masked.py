@@ -103,6 +103,7 @@ class Objective:
 
     causal: ClassVar[bool] = False
     token_loss: ClassVar[str] = "mlm"  # the name of the loss of tokens
+    of_model: ClassVar[tuple[str, ...]] = ()  # attributes on which no example depends
 
     def __post_init__(self) -> None:
         if self.static is not None and (type(self.static) is not int or self.static < 1):
@@ -115,7 +116,8 @@ class Objective:
         """Of all that examples depend on."""
         described = {key: value for key, value in vars(self.format).items() if key != "corpus"}
         parts = [type(self).__name__, type(self.format).__name__, described, asdict(self.masking)]
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("format", "masking")}
+        told = ("format", "masking", *self.of_model)
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in told}
         text = json.dumps([*parts, own], sort_keys=True, default=str)
         return f"{key_of(self.format.corpus.hash, text):032x}"
 

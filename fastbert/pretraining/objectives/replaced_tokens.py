@@ -50,6 +50,8 @@ class ReplacedTokens(Objective):
     generator_share: float = 1 / 4
     weight: float = 50.0
 
+    of_model: ClassVar[tuple[str, ...]] = ("generator_share", "weight")
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.format.num_labels:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -34,7 +33,6 @@ from fastbert.ops.linear import linear
 from fastbert.ops.linear_cross_entropy import linear_cross_entropy
 from fastbert.pretraining.masking import IGNORED, Masking
 from fastbert.pretraining.objectives.masked import MaskedExample, MaskedLosses, Objective
-from fastbert.training.draws import key_of
 from fastbert.training.stream import Batch
 from fastbert.training.work import linear_work
 
@@ -61,11 +59,6 @@ class SpanBoundary(Objective):
             )
         if type(self.max_targets) is not int or self.max_targets < 1:
             raise ValueError(f"max_targets: expected an integer >= 1, got {self.max_targets!r}")
-
-    @cached_property
-    def hash(self) -> str:
-        """Of all that examples depend on."""
-        return f"{key_of(super().hash, self.max_targets):032x}"
 
     def collate(self, examples: Sequence[MaskedExample]) -> Batch:
         """Pack sequences, and list the targets of their spans.
