@@ -5,6 +5,7 @@ from tests.support.mutation import Fault, Suite
 _CORPUS = "fastbert/pretraining/corpus.py"
 _DOCUMENTS = "fastbert/pretraining/documents.py"
 _DRAWS = "fastbert/pretraining/draws.py"
+_GROWTH = "fastbert/pretraining/growth.py"
 _MASKING = "fastbert/pretraining/masking.py"
 _SPANS = "fastbert/pretraining/spans.py"
 _VOCABULARY = "fastbert/pretraining/vocabulary.py"
@@ -176,6 +177,33 @@ FAULTS = (
         _MASKING,
         'together = self.unit == "span"',
         'together = self.unit in ("span", "phrase")',
+    ),
+    Fault("each layer twice in a row", _GROWTH, "old[i % len(old)]", "old[i * len(old) // len(new)]"),
+    Fault("layer 1 for layer 10", _GROWTH, 'name.startswith(f"{prefix}.")', "name.startswith(prefix)"),
+    Fault(
+        "a shared layer has the first one's weights",
+        _GROWTH,
+        "if sources.setdefault(name, source) != source:",
+        "if sources.setdefault(name, source) is None:",
+    ),
+    Fault("any number of layers", _GROWTH, "if not old or len(new) % len(old):", "if not old:"),
+    Fault("widths not compared", _GROWTH, 'key != "num_hidden_layers" and ours[key] != theirs[key]', "False"),
+    Fault("moments shared by layers", _GROWTH, "v.clone() if isinstance(v, Tensor) else v", "v"),
+    Fault("moments of the old layers alone", _GROWTH, "if names[name] in moments", "if name in moments"),
+    Fault(
+        "embeddings train",
+        _GROWTH,
+        "model.base_model.parameters()}",
+        "model.base_model.layers()[0].parameters()}",
+    ),
+    Fault("the pooler is frozen", _GROWTH, " - new - above", " - new"),
+    Fault("heads are frozen", _GROWTH, "if id(parameter) not in frozen", "if id(parameter) in new | above"),
+    Fault("no growth from stage to stage", _GROWTH, "layers == before or ", ""),
+    Fault(
+        "two ends of the training",
+        _GROWTH,
+        "(steps is None) != (number == len(parts))",
+        "steps is None and number < len(parts)",
     ),
     Fault("## kept inside a piece", _VOCABULARY, 'left + right.removeprefix("##")', "left + right"),
     Fault("rare pairs merged", _VOCABULARY, "        if -negative < min_frequency:", "        if False:"),
