@@ -139,14 +139,14 @@ FAULTS = (
     Fault("the shortest entry", _SPANS, "(longest[words] == 0) &", ""),
     Fault("spans overlap", _SPANS, "        if begin >= end:\n", "        if True:\n"),
     Fault("sources overlap", _SPANS, "                free[begin:end] = False\n", "                pass\n"),
-    Fault("the last kind wins", _SPANS, "max(kind, same.get(ids, kind))", "kind"),
+    Fault("the last kind wins", _SPANS, "max(kinds[i], same.get(ids, kinds[i]))", "kinds[i]"),
     Fault(
         "unknown words are searched for",
         _SPANS,
         "if ids and not any(each in ids for each in special)",
         "if ids",
     ),
-    Fault("no word behind a space", _SPANS, '(texts, [f" {text}" for text in texts])', "(texts,)"),
+    Fault("no word behind a space", _SPANS, '(batch, [f" {text}" for text in batch])', "(batch,)"),
     Fault("three words apart not looked at", _SPANS, "np.minimum(score, apart) >= least", "score >= least"),
     Fault("a phrase and its last word not looked at", _SPANS, "(pairs[pair] * words[third])", "pairs[last]"),
     Fault(
