@@ -48,7 +48,9 @@ def documents() -> Iterator[str]:
 
     for folder in folders():
         for path in sorted(folder.rglob("*.py")):
-            if "site-packages" not in path.relative_to(folder).parts and "test" not in str(path.relative_to(folder)):
+            if "site-packages" not in path.relative_to(folder).parts and "test" not in str(
+                path.relative_to(folder)
+            ):
                 yield docstrings(path)
     for name in sorted(topics):
         yield inspect.cleandoc(topics[name])

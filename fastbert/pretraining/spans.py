@@ -46,6 +46,7 @@ PHRASE, ENTITY = range(2)
 PMI = "pmi"  # the name of Collocations on the command line
 MIN_PMI, MIN_COUNT = 6.0, 10
 _PART_TOKENS = 1 << 20  # of a corpus, looked at together
+_BATCH = 1 << 14  # lines of a gazetteer that are tokenized together
 _BASE = 0x9E3779B97F4A7C15  # of the hash of words; odd
 _SPREAD = np.uint64(0xD6E8FEB86659FD93)  # odd; moves low bits up
 
@@ -214,16 +215,17 @@ class Gazetteer:
         texts, kinds = self._read()
         kept = np.zeros(len(texts), bool)
         found: dict[int, dict[tuple[int, ...], int]] = {}  # number of words -> ids -> kind
-        # A byte-level tokenizer has other ids for a word at the start of a text than for one behind a space
-        for form in (texts, [f" {text}" for text in texts]):
-            encoded = tokenizer.encode_batch(form, add_special_tokens=False)
-            for i, (encoding, kind) in enumerate(zip(encoded, kinds, strict=True)):
-                ids, words = tuple(encoding.ids), encoding.word_ids
-                if ids and not any(each in ids for each in special):
-                    kept[i] = True
-                    count = sum(j == 0 or w is None or w != words[j - 1] for j, w in enumerate(words))
-                    same = found.setdefault(count, {})
-                    same[ids] = max(kind, same.get(ids, kind))
+        for first in range(0, len(texts), _BATCH):
+            batch = texts[first : first + _BATCH]
+            # A byte-level tokenizer has other ids for a word at the start of a text than behind a space
+            for form in (batch, [f" {text}" for text in batch]):
+                for i, encoding in enumerate(tokenizer.encode_batch(form, add_special_tokens=False), first):
+                    ids, words = tuple(encoding.ids), encoding.word_ids
+                    if ids and not any(each in ids for each in special):
+                        kept[i] = True
+                        count = sum(j == 0 or w is None or w != words[j - 1] for j, w in enumerate(words))
+                        same = found.setdefault(count, {})
+                        same[ids] = max(kinds[i], same.get(ids, kinds[i]))
         self.num_entries, self.num_left_out = int(kept.sum()), int((~kept).sum())
         self._tables = {count: _Entries(found[count]) for count in sorted(found, reverse=True)}
 

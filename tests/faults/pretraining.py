@@ -6,6 +6,8 @@ _CORPUS = "fastbert/pretraining/corpus.py"
 _DOCUMENTS = "fastbert/pretraining/documents.py"
 _DRAWS = "fastbert/training/draws.py"
 _FORMATS = "fastbert/pretraining/formats.py"
+_DRAWS = "fastbert/training/draws.py"
+_GROWTH = "fastbert/pretraining/growth.py"
 _MASKING = "fastbert/pretraining/masking.py"
 _PLANS = "fastbert/pretraining/plans.py"
 _ROWS = "fastbert/pretraining/rows.py"
@@ -141,14 +143,14 @@ FAULTS = (
     Fault("the shortest entry", _SPANS, "(longest[words] == 0) &", ""),
     Fault("spans overlap", _SPANS, "        if begin >= end:\n", "        if True:\n"),
     Fault("sources overlap", _SPANS, "                free[begin:end] = False\n", "                pass\n"),
-    Fault("the last kind wins", _SPANS, "max(kind, same.get(ids, kind))", "kind"),
+    Fault("the last kind wins", _SPANS, "max(kinds[i], same.get(ids, kinds[i]))", "kinds[i]"),
     Fault(
         "unknown words are searched for",
         _SPANS,
         "if ids and not any(each in ids for each in special)",
         "if ids",
     ),
-    Fault("no word behind a space", _SPANS, '(texts, [f" {text}" for text in texts])', "(texts,)"),
+    Fault("no word behind a space", _SPANS, '(batch, [f" {text}" for text in batch])', "(batch,)"),
     Fault("three words apart not looked at", _SPANS, "np.minimum(score, apart) >= least", "score >= least"),
     Fault("a phrase and its last word not looked at", _SPANS, "(pairs[pair] * words[third])", "pairs[last]"),
     Fault(
@@ -179,6 +181,33 @@ FAULTS = (
         _MASKING,
         'together = self.unit == "span"',
         'together = self.unit in ("span", "phrase")',
+    ),
+    Fault("each layer twice in a row", _GROWTH, "old[i % len(old)]", "old[i * len(old) // len(new)]"),
+    Fault("layer 1 for layer 10", _GROWTH, 'name.startswith(f"{prefix}.")', "name.startswith(prefix)"),
+    Fault(
+        "a shared layer has the first one's weights",
+        _GROWTH,
+        "if sources.setdefault(name, source) != source:",
+        "if sources.setdefault(name, source) is None:",
+    ),
+    Fault("any number of layers", _GROWTH, "if not old or len(new) % len(old):", "if not old:"),
+    Fault("widths not compared", _GROWTH, 'key != "num_hidden_layers" and ours[key] != theirs[key]', "False"),
+    Fault("moments shared by layers", _GROWTH, "v.clone() if isinstance(v, Tensor) else v", "v"),
+    Fault("moments of the old layers alone", _GROWTH, "if names[name] in moments", "if name in moments"),
+    Fault(
+        "embeddings train",
+        _GROWTH,
+        "model.base_model.parameters()}",
+        "model.base_model.layers()[0].parameters()}",
+    ),
+    Fault("the pooler is frozen", _GROWTH, " - new - above", " - new"),
+    Fault("heads are frozen", _GROWTH, "if id(parameter) not in frozen", "if id(parameter) in new | above"),
+    Fault("no growth from stage to stage", _GROWTH, "layers == before or ", ""),
+    Fault(
+        "two ends of the training",
+        _GROWTH,
+        "(steps is None) != (number == len(parts))",
+        "steps is None and number < len(parts)",
     ),
     Fault("## kept inside a piece", _VOCABULARY, 'left + right.removeprefix("##")', "left + right"),
     Fault("a random segment of the same document", _FORMATS, "        chosen += chosen >= document\n", ""),

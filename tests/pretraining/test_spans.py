@@ -128,7 +128,7 @@ def test_a_gazetteers_spans_are_the_longest_from_the_left(marked, gazetteer):
     assert len(lengths) > 5
 
 
-@pytest.mark.parametrize(("name", "value"), [("_PART_TOKENS", 40), ("_BASE", 1)])
+@pytest.mark.parametrize(("name", "value"), [("_PART_TOKENS", 40), ("_BASE", 1), ("_BATCH", 7)])
 def test_neither_parts_nor_equal_hashes_change_a_span(
     marked, gazetteer, text_file, tokenizer_dir, tmp_path, monkeypatch, name, value
 ):
