@@ -620,9 +620,17 @@ class Trainer:
 
 
 class _Clock:
-    """The times of a run, since its last line in the log."""
+    """The times of a run, since its last line in the log.
+
+    Attributes:
+        tokens_per_second: of the last line, or since the beginning if there is none yet.
+    """
 
     def __init__(self) -> None:
+        self._rate: float | None = None
+        self._restart()
+
+    def _restart(self) -> None:
         self._begin = time.perf_counter()
         self._waited = self._work = 0.0
         self._tokens = self._sequences = self._steps = 0
@@ -644,7 +652,9 @@ class _Clock:
 
     @property
     def tokens_per_second(self) -> float:
-        return self._tokens / max(time.perf_counter() - self._begin, 1e-9)
+        """See the class."""
+        seconds = max(time.perf_counter() - self._begin, 1e-9)
+        return self._tokens / seconds if self._rate is None else self._rate
 
     def speed(self, roof: float, peak: float | None) -> dict[str, Any]:
         """The line of speed.jsonl; begins anew. Work, roof and peak are those of this process."""
@@ -660,7 +670,8 @@ class _Clock:
             found["of_roof"] = self._work / seconds / roof
             if peak is not None:
                 found["mfu"] = self._work / seconds / peak
-        self.__init__()
+        self._rate = found["tokens_per_s"]
+        self._restart()
         return found
 
 
