@@ -204,6 +204,10 @@ def check_wheel(wheel: Path, tmp_path: Path) -> None:
     assert "fastbert/py.typed" in names
     tuned = {f"fastbert/kernels/tuned/{p.name}" for p in (ROOT / "kernels" / "tuned").glob("*.json")}
     assert tuned <= names
+    recipes = {
+        f"fastbert/pretraining/recipes/{p.name}" for p in (ROOT / "fastbert/pretraining/recipes").iterdir()
+    }
+    assert recipes <= names
     assert [n for n in names if n.endswith((".cpp", ".cu", ".h", ".o"))] == []
     assert len([n for n in names if n.startswith("fastbert/_C.") and n.endswith(".so")]) == 1
     metadata = (tmp_path / "installed" / "fastbert_kernels-0.1.0.dist-info" / "METADATA").read_text()

@@ -86,7 +86,7 @@ CHANGED = {
 }
 
 # Commands that are new as a whole.
-NEW_COMMANDS = ("fastbert train-tokenizer ", "fastbert prepare ")
+NEW_COMMANDS = ("fastbert train-tokenizer ", "fastbert prepare ", "fastbert pretrain ")
 # Parameters that models' calls have got since -> reason.
 ADDED = {
     ", cu_seqlens=None, max_seqlen=None, causal=None": "heads take packed tokens; causal models",

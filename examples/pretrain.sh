@@ -1,0 +1,24 @@
+#!/bin/sh
+# Pre-trains a small BERT on the text that this Python installation has, in about five minutes on two CPU cores:
+#
+#     sh examples/pretrain.sh [FOLDER]
+#
+# Then FOLDER/run has the checkpoints, which transformers loads, and curves.png. The same command goes on where it
+# was interrupted. Three million words show that it learns; they do not make a good model.
+set -eu
+
+here=$(dirname "$0")
+folder=${1:-pretraining}
+python=${PYTHON:-python}
+mkdir -p "$folder"
+
+test -f "$folder/text.jsonl" || "$python" "$here/python_text.py" "$folder/text.jsonl"
+test -d "$folder/tokenizer" ||
+    "$python" -m fastbert train-tokenizer "$folder/text.jsonl" --vocab-size 8192 --output "$folder/tokenizer"
+test -d "$folder/shards" ||
+    "$python" -m fastbert prepare "$folder/text.jsonl" --tokenizer "$folder/tokenizer" --output "$folder/shards"
+
+# BERT's recipe, with fewer, shorter and faster steps
+"$python" -m fastbert pretrain --data "$folder/shards" --model "$here/bert-small.json" --recipe bert \
+    --steps 600 --batch-size 32 --max-length 128 --lr 1e-3 --warmup 0.1 --dtype bf16 \
+    --log-every 5 --save-every 100 --output "$folder/run"
