@@ -148,6 +148,7 @@ class Trainer:
         log_every: a line in the log after so many steps.
         workers: processes that make micro-batches ahead; 0: none.
         finish: writes more files into a checkpoint's folder, such as tokenizers.
+        on_step: is called after each step with the number of steps taken, such as for an evaluation.
         tensorboard, progress: see `Logs`.
         say: what is told to a person, a line at a time.
 
@@ -169,6 +170,7 @@ class Trainer:
         log_every: int = 10,
         workers: int = 0,
         finish: Callable[[Path], None] | None = None,
+        on_step: Callable[[int], None] | None = None,
         tensorboard: bool | None = None,
         progress: bool | None = None,
         say: Callable[[str], None] = lambda text: None,
@@ -197,6 +199,7 @@ class Trainer:
                 )
         self.save_every, self.keep, self.log_every, self.workers = save_every, keep, log_every, workers
         self._finish, self._tensorboard, self._progress = finish, tensorboard, progress
+        self._on_step = on_step or (lambda step: None)
         self._say = say if self.parallel.is_first else lambda text: None
         self.steps = sum(stage.steps for stage in self.stages)
         self._ends = list(itertools.accumulate(stage.steps for stage in self.stages))
@@ -358,6 +361,7 @@ class Trainer:
                         logs.show(self.step, {**shown, "tokens/s": rate}, last=self.step == self.steps)
                     if self._is_saved(self.step):
                         saved = self._save(logs)
+                    self._on_step(self.step)
         return Result(self.step, saved, last)
 
     def _is_saved(self, step: int) -> bool:
