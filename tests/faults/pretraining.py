@@ -298,7 +298,6 @@ FAULTS = (
         "count = -(-size // room)",
         "count = np.maximum(size // room, 1)",
     ),
-    Fault("each piece begins a document", _ROWS, "first[whole] & (skipped == 0)", "first[whole]"),
     Fault("one order of documents", _ROWS, '"documents", epoch))', '"documents"))'),
     Fault(
         "the next document of the text",

@@ -484,9 +484,11 @@ def test_cuts_fall_at_both_ends_alike(uneven):
 
 
 @pytest.mark.parametrize("kind", [FullSentences, DocSentences])
-@pytest.mark.parametrize("block", [1, 7, 1 << 16])
-@pytest.mark.parametrize("max_length", [3, 4, 20, 60, 400])
-@pytest.mark.parametrize("name", ["corpus", "uneven"])
+@pytest.mark.parametrize("block", [7, 1 << 16])
+@pytest.mark.parametrize(
+    ("name", "max_length"),
+    [("corpus", 5), ("corpus", 20), ("corpus", 400), ("uneven", 3), ("uneven", 5), ("uneven", 60)],
+)
 def test_rows_have_every_token_once_in_whole_sentences(name, max_length, block, kind, request, monkeypatch):
     corpus = request.getfixturevalue(name)
     monkeypatch.setattr(rows, "BLOCK", block)
@@ -495,11 +497,11 @@ def test_rows_have_every_token_once_in_whole_sentences(name, max_length, block, 
     shown = [segments(example) for example in every(kind(corpus, max_length, 1), 4)]
     assert sorted(t for row in shown for part in row for t in part) == list(range(corpus.num_tokens))
     room = max_length - 2
+    ends = np.array([(part[0], part[-1]) for row in shown for part in row])
+    assert (np.diff(document_of(corpus, ends)) == 0).all()  # one document per segment
     for row, following in pairwise([*shown, None]):
         used = sum(map(len, row)) + len(row) - 1
         assert used <= room
-        for part in row:  # one document per segment, and a separator nowhere else
-            assert len(set(document_of(corpus, np.array(part)).tolist())) == 1
         for before, after in pairwise(row):
             assert before.stop in document_ends
             assert after.start in document_ends
