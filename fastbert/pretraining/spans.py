@@ -154,8 +154,10 @@ def find(corpus: Corpus, sources: Sequence[Source]) -> Iterator[np.ndarray]:
         kept = [np.empty((0, 3), np.int64)]
         for source in sources:
             kept.append(_chosen(part, source, free))
-            for begin, end, _ in kept[-1].tolist():
-                free[begin:end] = False
+            edges = np.zeros(len(part) + 1, np.int64)
+            edges[kept[-1][:, 0]] += 1
+            edges[kept[-1][:, 1]] -= 1
+            free &= np.cumsum(edges[:-1]) == 0
         spans = np.concatenate(kept)
         spans = spans[np.argsort(spans[:, 0])]
         spans[:, :2] = part.bounds[spans[:, :2]] + part.first
@@ -171,14 +173,14 @@ def _chosen(part: Part, source: Source, free: np.ndarray) -> np.ndarray:
         fit = (longest[words] == 0) & (taken[words + count] == taken[words])
         longest[words[fit]], kinds[words[fit]] = count, kind[fit]
     begins = np.flatnonzero(longest)
-    spans, end = [], 0
-    for begin, count, kind in zip(
-        begins.tolist(), longest[begins].tolist(), kinds[begins].tolist(), strict=True
-    ):
-        if begin >= end:
-            end = begin + count
-            spans.append((begin, end, kind))
-    return np.array(spans, np.int64).reshape(-1, 3)
+    ends = begins + longest[begins]
+    kept, last = [], 0
+    for i, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
+        if begin >= last:
+            kept.append(i)
+            last = end
+    kept = np.array(kept, np.int64)
+    return np.stack([begins[kept], ends[kept], kinds[begins[kept]]], 1)
 
 
 # --- a gazetteer --------------------------------------------------------------------------------------------

@@ -141,8 +141,8 @@ FAULTS = (
     ),
     Fault("one entry per hash", _SPANS, "left, at = left[~same], at[~same] + 1", "break"),
     Fault("the shortest entry", _SPANS, "(longest[words] == 0) &", ""),
-    Fault("spans overlap", _SPANS, "        if begin >= end:\n", "        if True:\n"),
-    Fault("sources overlap", _SPANS, "                free[begin:end] = False\n", "                pass\n"),
+    Fault("spans overlap", _SPANS, "        if begin >= last:\n", "        if True:\n"),
+    Fault("sources overlap", _SPANS, "            free &= np.cumsum(edges[:-1]) == 0\n", ""),
     Fault("the last kind wins", _SPANS, "max(kinds[i], same.get(ids, kinds[i]))", "kinds[i]"),
     Fault(
         "unknown words are searched for",
