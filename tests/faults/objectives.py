@@ -35,8 +35,8 @@ FAULTS = (
     Fault(
         "one noise for all rows",
         _REPLACED,
-        "noise = torch.empty_like(logits, dtype=checks.compute_dtype(logits))",
-        "noise = torch.empty_like(logits[:1], dtype=checks.compute_dtype(logits)).expand_as(logits).clone()",
+        "torch.empty_like(logits, dtype=checks.compute_dtype(logits)).exponential_().log_()",
+        "torch.empty_like(logits[:1]).exponential_().log_().expand_as(logits).clone()",
     ),
     Fault(
         "noise in the logits' own dtype",

@@ -34,7 +34,7 @@ def corpus_of_docstrings(tokenizer: Path, folder: Path) -> Corpus:
 
 
 def trained(
-    objective: Objective, module: Losses, seed: int, steps: int = 300, sequences: int = 16, lr: float = 2e-3
+    objective: Objective, module: Losses, seed: int, steps: int = 300, sequences: int = 32, lr: float = 2e-3
 ) -> Iterator[tuple[Batch, dict[str, float], dict[str, float]]]:
     """Train; of each step its batch, its losses and what was counted.
 
