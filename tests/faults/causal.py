@@ -39,6 +39,7 @@ FAULTS = (
         'for f in fields(self) if f.name in ("seed", "static")',
     ),
     Fault("a mean of nothing", _MASKED, " if count else encoded.hidden.sum() * 0.0", ""),
+    Fault("the first rows counted alone", _MASKED, "torch.stack(right).sum()", "right[0]"),
     Fault("trigrams overlap", _ORDER, "if not taken[begin : begin + SIZE].any():", "if True:"),
     Fault("masked tokens shuffled", _ORDER, " & (masked.labels == IGNORED)", ""),
     Fault("special tokens shuffled", _ORDER, "~np.isin(ids, self.vocabulary.special) & ", "(ids >= 0) & "),

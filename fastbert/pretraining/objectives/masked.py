@@ -35,6 +35,8 @@ from fastbert.training.draws import Draws, key_of
 from fastbert.training.stream import Batch
 from fastbert.training.work import encoder_work, vocabulary_work
 
+_ROWS = 4096  # whose logits are in memory at a time, to see which predictions are right
+
 
 @dataclass(frozen=True)
 class MaskedExample:
@@ -232,8 +234,11 @@ class MaskedLosses(Losses):
     @torch.no_grad()
     def token_hits(self, encoded: Encoded, labels: Tensor, count: int) -> Tensor:
         """How many of the `count` labelled tokens are predicted right."""
-        hidden, targets = encoded.labelled(labels, count)
-        return (self.model.lm_logits(hidden).argmax(-1) == targets).sum()
+        hidden, targets = (x.split(_ROWS) for x in encoded.labelled(labels, count))
+        right = [
+            (self.model.lm_logits(h).argmax(-1) == t).sum() for h, t in zip(hidden, targets, strict=True)
+        ]
+        return torch.stack(right).sum()
 
     def forward(self, inputs, measure=False):
         return self.losses_of(self.encode(inputs), inputs, measure)
