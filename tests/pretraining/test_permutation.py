@@ -383,4 +383,4 @@ def test_bad_arguments_are_named():
 def test_permutation_learns(seed):
     text, held = (Permutation(DocSentences(corpus, 64, 0)) for corpus in english())
     ((mean, unigram),) = learned(text, held, seed).values()
-    assert mean < unigram - 0.05
+    assert mean < unigram - 0.1

@@ -262,6 +262,9 @@ def test_word_order_learns(seed):
     text, held = (WordOrder(SegmentPairs(corpus, 64, 0, relation="three")) for corpus in english())
     found = learned(text, held, seed)
     assert set(found) == {"mlm", "order", "sentence"}
-    for name, margin in (("mlm", 0.1), ("order", 1.0)):
+    for name, margin in (("mlm", 0.3), ("order", 1.0)):
         mean, unigram = found[name]
         assert mean < unigram - margin, name
+    # the order of segments needs more than 300 steps: it learns no more than a little
+    mean, shares = found["sentence"]
+    assert mean < shares + 0.05
