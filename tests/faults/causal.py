@@ -46,14 +46,14 @@ FAULTS = (
     Fault(
         "always the same order",
         _ORDER,
-        "masked.ids[places[draws.shuffled(SIZE)]]",
-        "masked.ids[np.roll(places, 1)]",
+        "np.take_along_axis(places, shuffled, axis=1)",
+        "np.roll(places, 1, axis=1)",
     ),
     Fault(
         "the label is shuffled too",
         _ORDER,
         "labels[places] = masked.ids[places]",
-        "labels[places] = masked.ids[places[::-1]]",
+        "labels[places] = masked.ids[places[:, ::-1]]",
     ),
     Fault(
         "a share of all tokens", _ORDER, "self.shuffled_share * len(starts)", "self.shuffled_share * len(ids)"
@@ -115,17 +115,22 @@ FAULTS = (
     Fault(
         "spans of one length",
         _PERMUTATION,
-        "1 + draws.below(self.max_span, most)",
-        "np.full(most, self.max_span)",
+        "1 + draws.below(self.max_span, count // self.k + 1)",
+        "np.full(count // self.k + 1, self.max_span)",
     ),
     Fault(
         "no span at a piece's end",
         _PERMUTATION,
-        "draws.below(piece - size + 1, 1)",
-        "draws.below(max(piece - size, 1), 1)",
+        "draws.below(pieces - sizes + 1, whole + 1)",
+        "draws.below(np.maximum(pieces - sizes, 1), whole + 1)",
     ),
-    Fault("the rest rounded down", _PERMUTATION, "(2 * piece + self.k) // (2 * self.k)", "piece // self.k"),
-    Fault("no target in a short sequence", _PERMUTATION, "size = max(size, 1)", "pass"),
+    Fault("the rest rounded down", _PERMUTATION, "(2 * rest + self.k) // (2 * self.k)", "rest // self.k"),
+    Fault(
+        "no target in a short sequence",
+        _PERMUTATION,
+        "max(last, 1) if whole == 0 and count else last",
+        "last",
+    ),
     Fault(
         "special tokens predicted",
         _PERMUTATION,

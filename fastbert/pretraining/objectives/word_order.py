@@ -61,10 +61,10 @@ class WordOrder(Objective):
         found = super().mask(example, draws)
         masked = found.masked
         ids, labels = masked.ids.copy(), np.full(len(masked.ids), IGNORED)
-        for begin in self.trigrams(example.ids, masked, draws).tolist():
-            places = np.arange(begin, begin + SIZE)
-            labels[places] = masked.ids[places]
-            ids[places] = masked.ids[places[draws.shuffled(SIZE)]]
+        places = self.trigrams(example.ids, masked, draws)[:, None] + np.arange(SIZE)
+        shuffled = np.argsort(draws.words(places.size).reshape(places.shape), axis=1, kind="stable")
+        labels[places] = masked.ids[places]
+        ids[places] = masked.ids[np.take_along_axis(places, shuffled, axis=1)]
         seen = Masked(ids, masked.labels, masked.spans)
         return MaskedExample(seen, found.token_types, found.label, labels)
 
