@@ -38,7 +38,6 @@ FAULTS = (
         'for f in fields(self) if f.name not in ("format", "masking")',
         'for f in fields(self) if f.name in ("seed", "static")',
     ),
-    Fault("a mean of nothing", _MASKED, " if count else encoded.hidden.sum() * 0.0", ""),
     Fault("the first rows counted alone", _MASKED, "torch.stack(right).sum()", "right[0]"),
     Fault("trigrams overlap", _ORDER, "if not taken[begin : begin + SIZE].any():", "if True:"),
     Fault("masked tokens shuffled", _ORDER, " & (masked.labels == IGNORED)", ""),
@@ -68,8 +67,8 @@ FAULTS = (
     Fault(
         "half the weight of the order",
         _ORDER,
-        'losses["order"] = self.token_mean(*labelled)',
-        'losses["order"] = self.token_mean(*labelled) / 2',
+        'losses["order"] = self.model.lm_loss(*labelled)',
+        'losses["order"] = self.model.lm_loss(*labelled) / 2',
     ),
     Fault(
         "masked tokens told twice",

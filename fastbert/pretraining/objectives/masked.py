@@ -227,10 +227,6 @@ class MaskedLosses(Losses):
             pooled = apply_linear(self.sentence_dense, encoded.first(), "tanh")
         return apply_linear(self.sentence_out, self.model.dropout(pooled, "hidden_dropout_prob"))
 
-    def token_mean(self, encoded: Encoded, labels: Tensor, count: int) -> Tensor:
-        """Mean of -log p over the `count` labelled tokens; 0 if there is none."""
-        return self.model.lm_loss(encoded, labels, count) if count else encoded.hidden.sum() * 0.0
-
     @torch.no_grad()
     def token_hits(self, encoded: Encoded, labels: Tensor, count: int) -> Tensor:
         """How many of the `count` labelled tokens are predicted right."""
@@ -248,7 +244,7 @@ class MaskedLosses(Losses):
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """What `forward` returns, from the encoded tokens."""
         labelled = encoded, inputs["labels"], inputs["labelled"]
-        losses = {self.token_loss: self.token_mean(*labelled)}
+        losses = {self.token_loss: self.model.lm_loss(*labelled)}
         correct = {self.token_loss: self.token_hits(*labelled)} if measure else {}
         if self.num_labels:
             logits = self.sentence_logits(encoded)
