@@ -38,21 +38,21 @@ FAULTS = (
         'for f in fields(self) if f.name not in ("format", "masking")',
         'for f in fields(self) if f.name in ("seed", "static")',
     ),
-    Fault("a mean of nothing", _MASKED, " if count else encoded.hidden.sum() * 0.0", ""),
+    Fault("the first rows counted alone", _MASKED, "torch.stack(right).sum()", "right[0]"),
     Fault("trigrams overlap", _ORDER, "if not taken[begin : begin + SIZE].any():", "if True:"),
     Fault("masked tokens shuffled", _ORDER, " & (masked.labels == IGNORED)", ""),
     Fault("special tokens shuffled", _ORDER, "~np.isin(ids, self.vocabulary.special) & ", "(ids >= 0) & "),
     Fault(
         "always the same order",
         _ORDER,
-        "masked.ids[places[draws.shuffled(SIZE)]]",
-        "masked.ids[np.roll(places, 1)]",
+        "np.take_along_axis(places, shuffled, axis=1)",
+        "np.roll(places, 1, axis=1)",
     ),
     Fault(
         "the label is shuffled too",
         _ORDER,
         "labels[places] = masked.ids[places]",
-        "labels[places] = masked.ids[places[::-1]]",
+        "labels[places] = masked.ids[places[:, ::-1]]",
     ),
     Fault(
         "a share of all tokens", _ORDER, "self.shuffled_share * len(starts)", "self.shuffled_share * len(ids)"
@@ -67,8 +67,8 @@ FAULTS = (
     Fault(
         "half the weight of the order",
         _ORDER,
-        'losses["order"] = self.token_mean(*labelled)',
-        'losses["order"] = self.token_mean(*labelled) / 2',
+        'losses["order"] = self.model.lm_loss(*labelled)',
+        'losses["order"] = self.model.lm_loss(*labelled) / 2',
     ),
     Fault(
         "masked tokens told twice",
@@ -114,17 +114,22 @@ FAULTS = (
     Fault(
         "spans of one length",
         _PERMUTATION,
-        "1 + draws.below(self.max_span, most)",
-        "np.full(most, self.max_span)",
+        "1 + draws.below(self.max_span, count // self.k + 1)",
+        "np.full(count // self.k + 1, self.max_span)",
     ),
     Fault(
         "no span at a piece's end",
         _PERMUTATION,
-        "draws.below(piece - size + 1, 1)",
-        "draws.below(max(piece - size, 1), 1)",
+        "draws.below(pieces - sizes + 1, whole + 1)",
+        "draws.below(np.maximum(pieces - sizes, 1), whole + 1)",
     ),
-    Fault("the rest rounded down", _PERMUTATION, "(2 * piece + self.k) // (2 * self.k)", "piece // self.k"),
-    Fault("no target in a short sequence", _PERMUTATION, "size = max(size, 1)", "pass"),
+    Fault("the rest rounded down", _PERMUTATION, "(2 * rest + self.k) // (2 * self.k)", "rest // self.k"),
+    Fault(
+        "no target in a short sequence",
+        _PERMUTATION,
+        "max(last, 1) if whole == 0 and count else last",
+        "last",
+    ),
     Fault(
         "special tokens predicted",
         _PERMUTATION,

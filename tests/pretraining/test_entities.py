@@ -133,4 +133,4 @@ def test_stages_learn(seed):
     ours = Staged(DocSentences(train, 64, 0), stages=(("token", 0), ("word", 1), ("ngram", 2)))
     last = Objective(DocSentences(held, 64, 0), Masking("ngram"))
     ((mean, unigram),) = learned(ours, last, seed).values()
-    assert mean < unigram - 0.05
+    assert mean < unigram - 0.1

@@ -13,6 +13,7 @@ from fastbert import testing
 from fastbert.models.auto import AutoModelForMaskedLM
 from fastbert.pretraining.formats import DocSentences, FullSentences, SegmentPairs
 from fastbert.pretraining.masking import IGNORED, Masking
+from fastbert.pretraining.objectives import masked
 from fastbert.pretraining.objectives.left_to_right import LeftToRight
 from fastbert.pretraining.objectives.masked import Objective
 from tests.support.objectives import (
@@ -132,6 +133,18 @@ def test_losses_and_gradients_are_transformers():
         torch.testing.assert_close(ours64, truth, rtol=1e-10, atol=1e-12)
         reason = testing.compare(ours32, eager, truth, torch.float32, 1e-6)[-1]
         assert not reason, reason
+
+
+def test_right_predictions_are_counted_piece_by_piece(monkeypatch):
+    ours, batch = objective(), batch_of(objective(), 4)
+    losses, inputs = built(ours), tensors(batch)
+    # about every third label is what the model says
+    best = logits_of(losses, inputs).argmax(-1)
+    said = (torch.arange(len(best)) % 3 == 0) & (inputs["labels"] != IGNORED)
+    inputs["labels"] = torch.where(said, best, inputs["labels"])
+    for rows in (1 << 12, 16, 1):
+        monkeypatch.setattr(masked, "_ROWS", rows)
+        assert losses(inputs, True)[1]["left_to_right"] == said.sum() > 16
 
 
 def test_it_is_saved_as_a_decoder(tmp_path):

@@ -88,7 +88,7 @@ def test_a_sixth_of_the_tokens_in_spans_of_at_most_five():
             assert spans[0][0] >= 0
             assert spans[-1][1] <= count
             assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
-    assert ours.spans(0, Draws(1, 0, 0)) == []
+    assert ours.spans(0, Draws(1, 0, 0)).shape == (0, 2)
     assert sum(b - a for a, b in objective(k=3).spans(510, Draws(1, 0, 0))) == 170
     assert sum(b - a for a, b in objective(k=1).spans(9, Draws(1, 0, 0))) == 9
     assert max(b - a for a, b in objective(max_span=2).spans(510, Draws(1, 0, 0))) == 2
@@ -97,8 +97,8 @@ def test_a_sixth_of_the_tokens_in_spans_of_at_most_five():
 def test_lengths_places_and_orders_have_equal_chance():
     spans = objective().spans(1_900_000, Draws(2, 0, 0))[:-1]
     assert len(spans) > 1e5
-    sizes = np.array([end - begin for begin, end in spans])
-    offsets = np.array([begin for begin, _ in spans]) - 6 * (np.cumsum(sizes) - sizes)
+    sizes = spans[:, 1] - spans[:, 0]
+    offsets = spans[:, 0] - 6 * (np.cumsum(sizes) - sizes)
     for size in range(1, 6):
         assert inside((sizes == size).sum(), len(sizes), 0.2), size
         counts = np.bincount(offsets[sizes == size], minlength=5 * size + 1)
@@ -383,4 +383,4 @@ def test_bad_arguments_are_named():
 def test_permutation_learns(seed):
     text, held = (Permutation(DocSentences(corpus, 64, 0)) for corpus in english())
     ((mean, unigram),) = learned(text, held, seed).values()
-    assert mean < unigram - 0.05
+    assert mean < unigram - 0.1

@@ -119,10 +119,10 @@ def test_orders_and_places_have_equal_chance():
     short = Example(ids[:22].copy(), np.ones(22, bool), np.zeros(22, np.int64), 0)
     ours = objective(0.05, masking=Masking(choose="bernoulli", share=1e-9))
     begins = np.zeros(22)
-    for number in range(20_000):
+    for number in range(8_000):
         begins[np.flatnonzero(ours.mask(short, Draws(5, 0, number)).more != IGNORED)[0]] += 1
     assert begins[0] == begins[20:].sum() == 0
-    assert begins[19] == 20_000 - begins[:19].sum()
+    assert begins[19] == 8_000 - begins[:19].sum()
     assert stats.chisquare(begins[1:20]).pvalue > 0.001
 
 
@@ -262,6 +262,9 @@ def test_word_order_learns(seed):
     text, held = (WordOrder(SegmentPairs(corpus, 64, 0, relation="three")) for corpus in english())
     found = learned(text, held, seed)
     assert set(found) == {"mlm", "order", "sentence"}
-    for name, margin in (("mlm", 0.1), ("order", 1.0)):
+    for name, margin in (("mlm", 0.3), ("order", 1.0)):
         mean, unigram = found[name]
         assert mean < unigram - margin, name
+    # the order of segments needs more than 300 steps: it learns no more than a little
+    mean, shares = found["sentence"]
+    assert mean < shares + 0.05

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,47 +124,69 @@ def english() -> tuple[Corpus, Corpus]:
     return tuple(Corpus.write([folder / f"{name}.txt"], tokenizer, folder / name) for name in parts)
 
 
-def train_steps(losses: Losses, objective: Objective, seed: int, steps: int = 300) -> None:
-    """AdamW with a warm-up and a linear decay, batches of 32 sequences."""
-    stream = Stream(objective, seed, sequences=32)
-    optimizer = torch.optim.AdamW(losses.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01)
+class Labels:
+    """Counts of the labels of each loss, and what they say of others."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, np.ndarray] = {}
+
+    def add(self, batch: Batch, vocab_size: int) -> None:
+        """Count a batch's."""
+        for name, labels in self.of(batch).items():
+            if name not in self.counts:
+                self.counts[name] = np.zeros(vocab_size)
+            self.counts[name] += np.bincount(labels, minlength=vocab_size)
+
+    @staticmethod
+    def of(batch: Batch) -> dict[str, np.ndarray]:
+        """Loss -> labels."""
+        keys = {"order": "order_labels", "sentence": "sentence_labels"}
+        found = {name: batch.inputs[keys.get(name, "labels")] for name in batch.counts}
+        return {name: labels[labels >= 0] for name, labels in found.items()}
+
+    def loss(self, name: str, labels: np.ndarray) -> float:
+        """Sum of -log p of labels, p their share of what was counted; one is added to every count."""
+        known = self.counts[name] + (1 if name != "sentence" else 0)
+        return float(-np.log(known[labels] / known.sum()).sum())
+
+
+def train_steps(losses: Losses, objective: Objective, seed: int, steps: int = 300) -> Labels:
+    """AdamW, a warm-up and a linear decay. Returns the labels that were trained on."""
+    stream, labels = Stream(objective, seed, sequences=64), Labels()
+    optimizer = torch.optim.AdamW(losses.parameters(), lr=6e-3, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / 30, 1 - s / (steps + 1)))
     losses.train()
     for step in range(steps):
-        means, _ = losses(tensors(stream.batch(step)))
+        batch = stream.batch(step)
+        labels.add(batch, objective.format.corpus.vocab_size)
+        means, _ = losses(tensors(batch))
         loss = sum(losses.weights.get(name, 1.0) * mean for name, mean in means.items())
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(losses.parameters(), 1.0)
         optimizer.step()
         schedule.step()
+    return labels
 
 
 def learned(objective: Objective, held: Objective, seed: int) -> dict[str, tuple[float, float]]:
-    """Loss -> (mean on text that was held out, the least that a guess without the text can have there)."""
+    """Loss -> (of the model, of the shares of the labels alone), means over text that was held out."""
     torch.manual_seed(seed)
     config = tiny(objective.format.corpus.vocab_size, hidden_size=64, intermediate_size=128)
     losses = objective.losses(objective.model(config))
-    train_steps(losses, objective, seed)
+    known = train_steps(losses, objective, seed)
     losses.eval()
-    sums: dict[str, float] = {}
+    ours: dict[str, float] = {}
+    shares: dict[str, float] = {}
     counts: dict[str, int] = {}
-    labels: dict[str, list[np.ndarray]] = {}
     stream = Stream(held, 0, sequences=32)
-    for number in range(8):
+    for number in range(12):
         batch = stream.batch(number)
         with torch.no_grad():
             means, _ = losses(tensors(batch))
-        for name, mean in means.items():
-            sums[name] = sums.get(name, 0.0) + mean.item() * batch.counts[name]
-            counts[name] = counts.get(name, 0) + batch.counts[name]
-            key = {"order": "order_labels", "sentence": "sentence_labels"}.get(name, "labels")
-            labels.setdefault(name, []).append(batch.inputs[key])
-    found = {}
-    for name, total in sums.items():
-        joined = np.concatenate(labels[name])
-        _, shares = np.unique(joined[joined >= 0], return_counts=True)
-        entropy = math.log(shares.sum()) - float((shares * np.log(shares)).sum() / shares.sum())
-        assert shares.sum() == counts[name]
-        found[name] = total / counts[name], entropy
-    return found
+        for name, labels in Labels.of(batch).items():
+            assert len(labels) == batch.counts[name]
+            ours[name] = ours.get(name, 0.0) + means[name].item() * len(labels)
+            shares[name] = shares.get(name, 0.0) + known.loss(name, labels)
+            counts[name] = counts.get(name, 0) + len(labels)
+    return {name: (ours[name] / counts[name], shares[name] / counts[name]) for name in ours}

@@ -35,6 +35,8 @@ from fastbert.training.draws import Draws, key_of
 from fastbert.training.stream import Batch
 from fastbert.training.work import encoder_work, vocabulary_work
 
+_ROWS = 4096  # whose logits are in memory at a time, to see which predictions are right
+
 
 @dataclass(frozen=True)
 class MaskedExample:
@@ -239,15 +241,14 @@ class MaskedLosses(Losses):
             pooled = apply_linear(self.sentence_dense, encoded.first(), "tanh")
         return apply_linear(self.sentence_out, self.model.dropout(pooled, "hidden_dropout_prob"))
 
-    def token_mean(self, encoded: Encoded, labels: Tensor, count: int) -> Tensor:
-        """Mean of -log p over the `count` labelled tokens; 0 if there is none."""
-        return self.model.lm_loss(encoded, labels, count) if count else encoded.hidden.sum() * 0.0
-
     @torch.no_grad()
     def token_hits(self, encoded: Encoded, labels: Tensor, count: int) -> Tensor:
         """How many of the `count` labelled tokens are predicted right."""
-        hidden, targets = encoded.labelled(labels, count)
-        return (self.model.lm_logits(hidden).argmax(-1) == targets).sum()
+        hidden, targets = (x.split(_ROWS) for x in encoded.labelled(labels, count))
+        right = [
+            (self.model.lm_logits(h).argmax(-1) == t).sum() for h, t in zip(hidden, targets, strict=True)
+        ]
+        return torch.stack(right).sum()
 
     def forward(self, inputs, measure=False):
         """See `Losses.forward`."""
@@ -258,7 +259,7 @@ class MaskedLosses(Losses):
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """What `forward` returns, from the encoded tokens."""
         labelled = encoded, inputs["labels"], inputs["labelled"]
-        losses = {self.token_loss: self.token_mean(*labelled)}
+        losses = {self.token_loss: self.model.lm_loss(*labelled)}
         correct = {self.token_loss: self.token_hits(*labelled)} if measure else {}
         if self.num_labels:
             logits = self.sentence_logits(encoded)

@@ -129,26 +129,19 @@ class Permutation(Objective):
         )
         return MaskedExample(masked, np.asarray(example.token_types)[rows.places], example.label, rows)
 
-    def spans(self, count: int, draws: Draws) -> list[tuple[int, int]]:
-        """(first, end) of the targets among `count` candidates, in ascending order."""
-        found, at = [], 0
-        # no more spans than whole pieces of the shortest kind, and the rest
-        most = count // self.k + 1
-        sizes = 1 + draws.below(self.max_span, most)
-        for number in range(most):
-            size = int(sizes[number])
-            piece = min(self.k * size, count - at)
-            if piece < self.k * size:
-                size = (2 * piece + self.k) // (2 * self.k)  # piece / k, rounded
-                if not found and count:
-                    size = max(size, 1)
-            if size:
-                begin = at + int(draws.below(piece - size + 1, 1)[0])
-                found.append((begin, begin + size))
-            at += piece
-            if at == count:
-                break
-        return found
+    def spans(self, count: int, draws: Draws) -> np.ndarray:
+        """(m, 2) first and end of the targets among `count` candidates, in ascending order."""
+        # no more pieces than whole ones of the shortest kind, and the rest
+        sizes = 1 + draws.below(self.max_span, count // self.k + 1)
+        ends = np.cumsum(self.k * sizes)
+        whole = int(np.searchsorted(ends, count, side="right"))  # pieces that fit
+        sizes, begins = sizes[: whole + 1], np.append(0, ends[:whole])
+        rest = count - int(begins[-1])
+        last = (2 * rest + self.k) // (2 * self.k)  # rest / k, rounded
+        sizes[whole:] = max(last, 1) if whole == 0 and count else last
+        pieces = np.append(self.k * sizes[:whole], rest)
+        begins = begins + draws.below(pieces - sizes + 1, whole + 1)
+        return np.stack([begins, begins + sizes], 1)[sizes > 0]
 
     def collate(self, examples: Sequence[MaskedExample]) -> Batch:
         """Pack sequences of content and query rows. The lengths are those of the content."""

@@ -61,10 +61,10 @@ class WordOrder(Objective):
         found = super().mask(example, draws)
         masked = found.masked
         ids, labels = masked.ids.copy(), np.full(len(masked.ids), IGNORED)
-        for begin in self.trigrams(example.ids, masked, draws).tolist():
-            places = np.arange(begin, begin + SIZE)
-            labels[places] = masked.ids[places]
-            ids[places] = masked.ids[places[draws.shuffled(SIZE)]]
+        places = self.trigrams(example.ids, masked, draws)[:, None] + np.arange(SIZE)
+        shuffled = np.argsort(draws.words(places.size).reshape(places.shape), axis=1, kind="stable")
+        labels[places] = masked.ids[places]
+        ids[places] = masked.ids[np.take_along_axis(places, shuffled, axis=1)]
         seen = Masked(ids, masked.labels, masked.spans)
         return MaskedExample(seen, found.token_types, found.label, labels)
 
@@ -106,7 +106,7 @@ class WordOrderLosses(MaskedLosses):
         """What `forward` returns, from the encoded tokens."""
         losses, correct = super().losses_of(encoded, inputs, measure)
         labelled = encoded, inputs["order_labels"], inputs["order_labelled"]
-        losses["order"] = self.token_mean(*labelled)
+        losses["order"] = self.model.lm_loss(*labelled)
         if measure:
             correct["order"] = self.token_hits(*labelled)
         return losses, correct
