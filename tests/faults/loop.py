@@ -318,7 +318,7 @@ FAULTS = (
 SUITE = Suite(
     FAULTS,
     tests=(
-        *(f"tests/training/test_{name}.py" for name in ("stream", "logs", "checkpoints", "loop", "kills")),
+        *(f"tests/training/test_{name}.py" for name in ("stream", "logs", "loop", "checkpoints", "kills")),
         *("-k", "not random_moments and not every_file_operation and not every_writing_operation"),
     ),
 )

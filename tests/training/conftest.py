@@ -1,5 +1,9 @@
 """Settings of the tests of the training loop."""
 
+import os
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -16,3 +20,12 @@ def tiny_models_on_one_thread(monkeypatch):
     monkeypatch.setattr(work, "roof", lambda device, dtype: ROOF)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def tmp_path():
+    """A folder in memory, if the system has one: a kill loses nothing on any disk, and these tests flush."""
+    memory = "/dev/shm"
+    free = os.statvfs(memory).f_bavail * os.statvfs(memory).f_frsize if os.path.isdir(memory) else 0
+    with tempfile.TemporaryDirectory(dir=memory if free > 200e6 else None) as folder:
+        yield Path(folder)

@@ -247,10 +247,10 @@ def test_everybody_may_read_who_may_read_the_folder(tmp_path):
 # --- a trainer among damage ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+@pytest.fixture
+def whole(tmp_path):
     """A run of six steps with checkpoints of 2, 4 and 6, and its digests; tests copy it."""
-    run = tmp_path_factory.mktemp("whole") / "run"
+    run = tmp_path / "whole"
     trainer(run, keep=3).run()
     return run, digests(run)
 

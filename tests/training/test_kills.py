@@ -8,6 +8,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import time
 from dataclasses import dataclass
@@ -151,6 +152,7 @@ def test_a_kill_at_every_file_operation(tmp_path):
         assert lives.killed_at(run, again, two_saves).code in (-signal.SIGKILL, 0)
         assert finished(run, two_saves) == expected, end.said
         assert hidden(run) == []
+        shutil.rmtree(run)
     saves = [i for i, name in enumerate(names) if name.startswith("os.mkdir .saving-step")]
     ends = [i for i, name in enumerate(names) if name.startswith("os.rename .saving-step")]
     print(f"{len(names)} operations, {ends[1] - saves[1] + 1} of the second save up to its rename")
@@ -165,6 +167,7 @@ def test_a_kill_at_every_file_operation_of_growth(tmp_path):
         run = tmp_path / str(number)
         assert lives.killed_at(run, number, growing).code == -signal.SIGKILL
         assert finished(run, growing) == expected, names[number - 1]
+        shutil.rmtree(run)
 
 
 @dataclass(frozen=True)
@@ -321,6 +324,7 @@ def test_a_full_disk_at_every_writing_operation(tmp_path):
         step = newest_step(run)
         assert step <= 1 or "fsync ." in told[0]
         assert finished(run, two_saves) == expected, end.said
+        shutil.rmtree(run)
     print(f"{refused} of {number - 1} operations were refused")
     assert refused > 40
 
