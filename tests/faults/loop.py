@@ -25,12 +25,6 @@ FAULTS = (
         'np.searchsorted(epoch.begins, [begin, end], "right")',
     ),
     Fault(
-        "places of an epoch counted from the stream's start",
-        _STREAM,
-        "first = sum(examples for examples, _ in self.sizes[:number])",
-        "first = 0",
-    ),
-    Fault(
         "sizes not compared",
         _STREAM,
         "number < len(self.sizes) and self.sizes[number] != size",

@@ -7,11 +7,13 @@ with one thread, because the threads of OpenMP do not survive a fork.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -43,15 +45,21 @@ class End:
     said: str
 
 
-def begun(run: Path, make: Callable[[Path], loop.Trainer], before: Callable[[], None] | None = None) -> int:
-    """Start a life; its process number. Its words are in RUN.txt."""
+def begun(
+    run: Path,
+    make: Callable[[Path], loop.Trainer],
+    before: Callable[[], None] | None = None,
+    words: Path | None = None,
+) -> int:
+    """Start a life; its process number. Its words go to the file `words`, or RUN.txt."""
+    _imported()
     pid = os.fork()
     if pid:
         return pid
     code = 70
     try:
         os.setpgid(0, 0)
-        said = os.open(run.with_suffix(".txt"), os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+        said = os.open(words or run.with_suffix(".txt"), os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
         os.dup2(said, 1)
         os.dup2(said, 2)
         torch.set_num_threads(1)
@@ -72,18 +80,29 @@ def begun(run: Path, make: Callable[[Path], loop.Trainer], before: Callable[[], 
         os._exit(code)
 
 
-def ended(pid: int, run: Path, seconds: float = 60.0) -> End:
+@functools.cache
+def _imported() -> None:
+    """Let this process import what a run needs: each fork would import it anew, for a second."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_training.trainer(Path(folder), 1).run()
+    torch.set_num_threads(threads)
+
+
+def ended(pid: int, run: Path, words: Path | None = None, seconds: float = 60.0) -> End:
     """Wait for the end of a life."""
     deadline = time.monotonic() + seconds
     while True:
         found, status = os.waitpid(pid, os.WNOHANG)
         if found:
-            return End(os.waitstatus_to_exitcode(status), run.with_suffix(".txt").read_text())
+            said = words or run.with_suffix(".txt")
+            return End(os.waitstatus_to_exitcode(status), said.read_text() if said.exists() else "")
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             pytest.fail(f"a life did not end in {seconds} s")
-        time.sleep(0.001)
+        time.sleep(0.003)
 
 
 def life(
@@ -92,14 +111,15 @@ def life(
     *,
     kill_after: float | None = None,
     before: Callable[[], None] | None = None,
+    words: Path | None = None,
 ) -> End:
     """One life, killed after some seconds if it still runs then."""
-    pid = begun(run, make, before)
+    pid = begun(run, make, before, words)
     if kill_after is not None:
         time.sleep(kill_after)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return ended(pid, run)
+    return ended(pid, run, words)
 
 
 def finished(run: Path, make: Callable[[Path], loop.Trainer] = tiny_training.trainer) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import random
 import re
 import resource
 import shutil
 import signal
+import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,21 +172,20 @@ def test_a_kill_at_every_file_operation_of_growth(tmp_path):
 
 @dataclass(frozen=True)
 class Signalling:
-    """A schedule that sends a signal in the middle of a step, to this process or to its group."""
+    """A schedule that sends a signal to this process in the middle of a step."""
 
     number: int
     step: int = 3
-    group: bool = False
 
     def __call__(self, step: int) -> float:
         if step == self.step:
-            (os.killpg if self.group else os.kill)(0 if self.group else os.getpid(), self.number)
+            os.kill(os.getpid(), self.number)
         return 1e-3 * (step + 1)
 
 
-def signalled(number: int, run: Path, group: bool = False, **options):
+def signalled(number: int, run: Path, **options):
     """A trainer that gets a signal during its fourth step; 0: none."""
-    return trainer(run, 7, schedule=Signalling(number, group=group), **options)
+    return trainer(run, 7, schedule=Signalling(number), **options)
 
 
 def quiet(run: Path, **options):
@@ -248,16 +247,27 @@ def test_a_second_signal_does_what_it_did_before(tmp_path):
     assert newest_step(tmp_path / "run") == -1
 
 
+def long(run: Path):
+    return trainer(run, 60, save_every=100, workers=2)
+
+
+def wait_for_the_log(run: Path) -> None:
+    while not (run / "log.jsonl").exists() or not (run / "log.jsonl").stat().st_size:
+        time.sleep(0.001)
+
+
 def test_a_signal_to_the_whole_group_leaves_the_workers_to_the_parent(tmp_path):
     """As torchrun and terminals send it."""
-    make = functools.partial(quiet, workers=2)
-    expected = finished(tmp_path / "unbroken", make)
-    for name in ("SIGTERM", "SIGINT"):
-        number, run = getattr(signal, name), tmp_path / name
-        end = life(run, lambda run, number=number: signalled(number, run, group=True, workers=2))
+    expected = finished(tmp_path / "unbroken", long)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        run = tmp_path / str(number)
+        pid = lives.begun(run, long)
+        wait_for_the_log(run)
+        os.killpg(pid, number)
+        end = lives.ended(pid, run)
         assert end.code == 128 + number, end.said
-        assert newest_step(run) == 4
-        assert finished(run, make) == expected
+        assert 0 < newest_step(run) < 60
+        assert finished(run, long) == expected
 
 
 class Wide(Numbered):
@@ -289,8 +299,7 @@ def test_workers_end_after_a_parent_that_was_killed(tmp_path):
     """Though nobody reads what they have made; and they do not hinder the next life."""
     expected, run = finished(tmp_path / "unbroken", wide), tmp_path / "run"
     pid = lives.begun(run, wide)
-    while not (run / "log.jsonl").exists() or not (run / "log.jsonl").stat().st_size:
-        time.sleep(0.001)
+    wait_for_the_log(run)
     assert len(alive(pid)) >= 3
     os.kill(pid, signal.SIGKILL)
     assert lives.ended(pid, run).code == -signal.SIGKILL
@@ -327,6 +336,38 @@ def test_a_full_disk_at_every_writing_operation(tmp_path):
         shutil.rmtree(run)
     print(f"{refused} of {number - 1} operations were refused")
     assert refused > 40
+
+
+def test_small_disks(tmp_path):
+    """A real disk that is full sooner or later; what it holds then goes on where there is room."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only an administrator can mount a disk")
+    try:
+        expected, codes = finished(tmp_path / "unbroken", two_saves), []
+        for size in (4, 20, 60, 100, 120, 140, 160, 200, 240, 260, 280, 300, 800):
+            subprocess.run(["mount", "-o", f"remount,size={size}k", str(disk)], check=True)
+            run = disk / "run"
+            end = life(run, two_saves, words=tmp_path / "words")
+            codes.append(end.code)
+            assert end.code in (0, 2), end.said
+            assert len(end.said.splitlines()) == (end.code == 2), end.said
+            assert ("No space left on device" in end.said) == (end.code == 2)
+            if run.is_dir():
+                assert hidden(run) == []
+                newest_step(run)
+                elsewhere = copied(run, tmp_path / str(size))
+                assert finished(elsewhere, two_saves) == expected
+                shutil.rmtree(elsewhere)
+                shutil.rmtree(run)
+        assert codes == sorted(codes, reverse=True)
+        assert codes[0] == 2
+        assert codes[-1] == 0
+        assert codes.count(2) > 5
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_limit_of_the_system_on_a_file(tmp_path):
