@@ -4,27 +4,35 @@ A checkpoint is written in a hidden folder beside its place. All of its files ar
 `manifest.json` with the SHA-256 of each, then the folder; then the folder is renamed and the run's directory
 flushed. Older checkpoints are removed only after that. So a kill or a full disk at any moment leaves the
 checkpoint before it, and a file that was damaged later is found: it is read only if its manifest agrees.
+
+A checkpoint that is damaged stays, unless one of the same step replaces it. It never counts as one of those
+that remain.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from fastbert.checkpoint.files import CheckpointError, cause, is_dead, own_tag, read_json
+from fastbert.checkpoint.files import CONFIG, CheckpointError, cause, is_dead, own_tag, read_json
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 _NAME = re.compile(r"step-(\d{6,})$")
-_HIDDEN = re.compile(r"\.(?:saving|removing)-step-\d+-(.+)$")
+_HIDDEN = re.compile(rf"\.(?:(?:saving|removing)-step-\d+-(.+)|{re.escape(CONFIG)}\.(.+)\.tmp)$")
+# of a file system that cannot flush a folder, or a folder that only its owner may read
+_CANNOT_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
+_held: set[Path] = set()
 
 
 def name_of(step: int) -> str:
@@ -36,7 +44,28 @@ def steps_in(run: Path) -> list[int]:
     """The steps of the checkpoints in a run's directory, whole or damaged, in rising order."""
     if not run.is_dir():
         return []
-    return sorted(int(found[1]) for entry in run.iterdir() if (found := _NAME.match(entry.name)))
+    found = [match for entry in run.iterdir() if (match := _NAME.match(entry.name))]
+    return sorted(int(match[1]) for match in found if match[0] == name_of(int(match[1])))
+
+
+def begin(run: Path) -> None:
+    """Create a run's directory, in a way that a power cut does not take it away with all that it holds.
+
+    Raises:
+        CheckpointError: it is a file, or cannot be created.
+    """
+    missing, place = [], run.absolute()
+    try:
+        while not place.exists():
+            missing.append(place)
+            place = place.parent
+        if not place.is_dir():
+            raise CheckpointError(f"{run}: cannot be created: {place} is not a directory")
+        run.mkdir(parents=True, exist_ok=True)
+        for made in missing:
+            _flush_folder(made.parent)
+    except OSError as error:
+        raise CheckpointError(f"{run}: cannot be created: {cause(error)}") from error
 
 
 def save(run: Path, step: int, write: Callable[[Path], None], keep: int) -> Path:
@@ -57,7 +86,10 @@ def save(run: Path, step: int, write: Callable[[Path], None], keep: int) -> Path
         try:
             folder.mkdir()
             write(folder)
-            entries = {str(path.relative_to(folder)): _flushed(path) for path in _files(folder)}
+            readable = folder.stat().st_mode & 0o666  # safetensors lets only the owner read its files
+            for path in _files(folder):
+                path.chmod(readable)
+            entries = {path.relative_to(folder).as_posix(): _flushed(path) for path in _files(folder)}
             text = json.dumps({"step": step, "sha256": entries}, indent=1, sort_keys=True) + "\n"
             (folder / MANIFEST).write_text(text)
             _flushed(folder / MANIFEST)
@@ -74,7 +106,8 @@ def save(run: Path, step: int, write: Callable[[Path], None], keep: int) -> Path
         raise CheckpointError(
             f"{place}: could not be saved, older checkpoints are unchanged: {why}"
         ) from error
-    for old in steps_in(run)[:-keep]:
+    older = [old for old in steps_in(run) if old < step]  # a later one is damaged
+    for old in older[: max(0, len(older) - keep + 1)]:
         _remove(run, old)
     return place
 
@@ -93,9 +126,13 @@ def newest(run: Path) -> tuple[Path | None, list[str]]:
 def fault_of(folder: Path) -> str | None:
     """What is wrong with a checkpoint: "FILE: why", or None."""
     try:
-        entries = read_json(folder / MANIFEST).get("sha256")
+        manifest = read_json(folder / MANIFEST)
+        entries = manifest.get("sha256")
         if not isinstance(entries, dict) or not entries:
             return f"{folder / MANIFEST}: lists no files"
+        step = manifest.get("step")
+        if type(step) is not int or name_of(step) != folder.name:
+            return f"{folder / MANIFEST}: is of step {step!r}"
         for name, expected in entries.items():
             path = folder / name
             if not path.is_file():
@@ -108,11 +145,24 @@ def fault_of(folder: Path) -> str | None:
 
 
 def clear(run: Path) -> None:
-    """Remove what processes that have ended left behind."""
+    """Remove what processes that have ended left behind. Whoever calls it holds the lock.
+
+    A process that has not begun to write owns none of it, though a container that starts again often gives it
+    the number of the one before.
+    """
+    own = f".{socket.gethostname()}.{os.getpid()}"
     for entry in run.iterdir():
         found = _HIDDEN.match(entry.name)
-        if found and is_dead(found[1]):
+        if found is None:
+            continue
+        tag = found[1] or found[2]
+        if not is_dead(tag) and not tag.endswith(own):
+            continue
+        if found[1]:
             shutil.rmtree(entry, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                entry.unlink()
 
 
 @contextlib.contextmanager
@@ -120,19 +170,38 @@ def locked(run: Path) -> Iterator[None]:
     """Only one process at a time trains into a directory.
 
     Raises:
-        CheckpointError: another one does.
+        CheckpointError: another one does, or the directory cannot be written.
     """
+    place = run.resolve()
+    if place in _held:
+        raise CheckpointError(f"{run}: this process is training into it already")
+    _held.add(place)
+    try:
+        with _locked_file(run):
+            yield
+    finally:
+        _held.discard(place)
+
+
+@contextlib.contextmanager
+def _locked_file(run: Path) -> Iterator[None]:
     try:
         import fcntl
     except ImportError:  # Windows
         yield
         return
-    with open(run / LOCK, "a") as file:
+    try:
+        file = open(run / LOCK, "a")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise CheckpointError(f"{run}: cannot be written: {cause(error)}") from error
+    with file:
         try:
             # of this process alone: a worker that outlives it for a moment does not hold it
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise CheckpointError(f"{run}: another process is training into it ({cause(error)})") from None
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise CheckpointError(f"{run}: another process is training into it") from None
+            raise CheckpointError(f"{run / LOCK}: cannot be locked: {cause(error)}") from error
         yield
 
 
@@ -161,9 +230,15 @@ def _digest(path: Path) -> str:
 
 
 def _flush_folder(folder: Path) -> None:
-    if os.name == "posix":  # elsewhere a folder cannot be opened
+    """Make the names in a folder survive a power cut."""
+    if os.name != "posix":  # elsewhere a folder cannot be opened
+        return
+    try:
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:
             os.close(handle)
+    except OSError as error:
+        if error.errno not in _CANNOT_FLUSH:
+            raise

@@ -9,14 +9,17 @@ stderr        one line that is written over, on a terminal
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from fastbert.checkpoint.files import CheckpointError, cause, parse_json
 
 LOG, SPEED = "log.jsonl", "speed.jsonl"
 
@@ -31,6 +34,12 @@ class Logs:
         offsets: the bytes of each file that belong to the steps before; the rest is cut off.
         tensorboard: None: if the package is installed.
         progress: None: if stderr is a terminal.
+
+    Attributes:
+        lost: a text for each file that is shorter than its offset.
+
+    Raises:
+        CheckpointError: a file cannot be written; so do all methods that write.
     """
 
     def __init__(
@@ -42,12 +51,17 @@ class Logs:
         tensorboard: bool | None = None,
         progress: bool | None = None,
     ) -> None:
-        self._files = {}
-        for name in (LOG, SPEED):
-            file = open(run / name, "ab")  # noqa: SIM115 - closed by `close`
-            file.truncate(min(offsets.get(name, 0), file.tell()))
-            file.seek(0, os.SEEK_END)
-            self._files[name] = file
+        self._files: dict[Path, BinaryIO] = {}
+        self.lost: list[str] = []
+        for path in (run / LOG, run / SPEED):
+            kept = offsets.get(path.name, 0)
+            with _told(path):
+                file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
+                self._files[path] = file
+                if file.tell() < kept:
+                    self.lost.append(f"{path}: expected {kept} bytes, got {file.tell()}: lines are missing")
+                file.truncate(min(kept, file.tell()))
+                file.seek(0, os.SEEK_END)
         there = importlib.util.find_spec("tensorboard") is not None
         if tensorboard and not there:
             raise ImportError("tensorboard: is not installed: pip install tensorboard")
@@ -55,7 +69,7 @@ class Logs:
         if there if tensorboard is None else tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(run / "tensorboard", purge_step=step or None)
+            self._board = SummaryWriter(run / "tensorboard", purge_step=step + 1)
         self._in_place = sys.stderr.isatty()
         self._shown = self._in_place if progress is None else progress
         self._first, self._steps = step, steps
@@ -63,10 +77,11 @@ class Logs:
 
     def write(self, step: int, computed: Mapping[str, Any], speed: Mapping[str, Any]) -> None:
         """A line in each file, after `step` steps."""
-        for name, values in ((LOG, computed), (SPEED, speed)):
-            line = json.dumps({"step": step, **values}, allow_nan=False) + "\n"
-            self._files[name].write(line.encode())
-            self._files[name].flush()
+        for (path, file), values in zip(self._files.items(), (computed, speed), strict=True):
+            line = (json.dumps({"step": step, **values}, allow_nan=False) + "\n").encode()
+            with _told(path):
+                while line:
+                    line = line[file.write(line) :]
         if self._board is not None:
             for key, value in {**computed, **speed}.items():
                 if isinstance(value, (int, float)):
@@ -90,10 +105,18 @@ class Logs:
 
     def offsets(self) -> dict[str, int]:
         """The bytes of each file, which are on the disk now."""
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-        return {name: file.tell() for name, file in self._files.items()}
+        for path, file in self._files.items():
+            with _told(path):
+                os.fsync(file.fileno())
+        if self._board is not None:
+            self._board.flush()
+        return {path.name: file.tell() for path, file in self._files.items()}
+
+    def last(self) -> dict[str, Any]:
+        """The last line of log.jsonl; empty if there is none."""
+        path = next(iter(self._files))
+        lines = path.read_bytes().splitlines()
+        return parse_json(lines[-1], path) if lines else {}
 
     def close(self) -> None:
         """Close the files."""
@@ -101,3 +124,12 @@ class Logs:
             file.close()
         if self._board is not None:
             self._board.close()
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Turn an error of the system into one that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: could not be written: {cause(error)}") from error

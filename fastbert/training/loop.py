@@ -53,6 +53,8 @@ from fastbert.training.stream import Batch, Source, Stream, loaded
 CONFIG = "config.json"
 STATE, HEADS, MOMENTS = "trainer.json", "heads.safetensors", "optimizer.safetensors"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# of fp16's scaler: forty skips in a row from its first one
+_LEAST_SCALE = 2.0**-24
 
 
 class TrainingError(ValueError):
@@ -114,6 +116,12 @@ class Stage:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
+        for name in ("first_micro_batch", "first_step"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise ValueError(f"{name}: expected an integer >= 0, got {value!r}")
+        Stream(self.source, 0, self.sequences, self.tokens)  # what is wrong is said now, not at this stage
+        optimizer(**{"kind": "adamw", **self.options}, groups=[nn.Parameter(torch.zeros(1))])
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(f"clip: expected a number > 0, or None, got {self.clip!r}")
 
@@ -188,7 +196,13 @@ class Trainer:
             if type(value) is not int or value < least:
                 raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
         self.stages, self.output = list(stages), Path(output)
-        self.config = json.loads(json.dumps(dict(config or {})))
+        try:
+            self.config = json.loads(json.dumps(dict(config or {}), allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"config: expected values of JSON: {error}") from None
+        if type(seed) is not int:
+            raise ValueError(f"seed: expected an integer, got {seed!r}")
+        _check_order(stages)
         self.seed, self.dtype = seed, DTYPES[dtype]
         self.parallel = parallel or Parallel(dtype=self.dtype)
         for stage in self.stages:
@@ -216,7 +230,7 @@ class Trainer:
         """
         first = self.parallel.is_first
         if first:
-            self.output.mkdir(parents=True, exist_ok=True)
+            checkpoints.begin(self.output)
         with checkpoints.locked(self.output) if first else contextlib.nullcontext(), self._signals():
             if first:
                 checkpoints.clear(self.output)
@@ -225,12 +239,19 @@ class Trainer:
             found = self.parallel.told(found)
             for why in rejected:
                 self._say(f"not usable: {why}")
+            if self.parallel.told(bool(rejected)) and not found:
+                raise TrainingError(
+                    f"{self.output}: no checkpoint is usable: {'; '.join(rejected)}; "
+                    "remove them to begin anew, or use another directory"
+                )
             state = read_json(found / STATE) if found else {}
             self._begin(found, state)
             logs = None
             if first:
                 offsets = state.get("log_bytes", {})
                 logs = Logs(self.output, self.step, self.steps, offsets, self._tensorboard, self._progress)
+                for text in logs.lost:
+                    self._say(text)
             try:
                 return self._train(found, logs)
             finally:
@@ -254,6 +275,10 @@ class Trainer:
 
     def _begin(self, found: Path | None, state: Mapping[str, Any]) -> None:
         """Set up the module and the optimizer of the step to begin with."""
+        mine = {key: value for key, value in self._decisive().items() if key in state}
+        problem = _difference({key: state[key] for key in mine}, mine, self.output / CONFIG)
+        if problem:
+            raise TrainingError(problem)
         self.step = int(state.get("step", 0))
         self.totals = {key: int(state.get(key, 0)) for key in ("tokens", "sequences", "skipped")}
         if self.step > self.steps:
@@ -291,7 +316,10 @@ class Trainer:
         self._warm = False
 
     def _new_optimizer(self) -> None:
-        stage = self.stages[self._stage]
+        number = self._stage
+        while number and self.stages[number].enter is None and not self.stages[number].fresh_optimizer:
+            number -= 1  # that stage's goes on
+        stage = self.stages[number]
         options = dict(stage.options)
         groups = stage.groups(self.module, options.get("weight_decay", 0.01))
         self.optimizer = optimizer(options.pop("kind", "adamw"), groups, **options)
@@ -322,17 +350,17 @@ class Trainer:
 
     def _train(self, found: Path | None, logs: Logs | None) -> Result:
         last: dict[str, Any] = {}
-        saved = found if found and self.step else None
+        saved = found
         roof = work.roof(self.parallel.device, self.dtype) if self.parallel.is_first else 0.0
         peak = work.peak(self.parallel.device, self.dtype)
         while self.step < self.steps:
             number = self._stage_at(self.step)
+            self._stream = self._stream_of(number)
             if number != self._stage:
                 self._enter(number)
                 if self.stages[number].enter is not None:
                     saved = self._save(logs)
             stage = self.stages[number]
-            self._stream = self._stream_of(number)
             done = self.step - (self._ends[number] - stage.steps)
             begin = stage.first_micro_batch + done * stage.micro_batches
             end = stage.first_micro_batch + stage.steps * stage.micro_batches
@@ -352,7 +380,7 @@ class Trainer:
                     clock.count(self.module, micro, counts)
                     self.step += 1
                     if logged:
-                        last = computed
+                        last = {"step": self.step, **computed}
                         if logs is not None:
                             logs.write(self.step, computed, clock.speed(roof, peak))
                     if logs is not None:
@@ -362,6 +390,8 @@ class Trainer:
                     if self._is_saved(self.step):
                         saved = self._save(logs)
                     self._on_step(self.step)
+        if not last:  # nothing was left to do
+            last = self.parallel.told(logs.last() if logs is not None else None)
         return Result(self.step, saved, last)
 
     def _is_saved(self, step: int) -> bool:
@@ -450,7 +480,7 @@ class Trainer:
         """Clip the norm of all gradients together; the norm before.
 
         Raises:
-            TrainingError: it is not finite, and no scaler is there to deal with it.
+            TrainingError: it is not finite, and no smaller scale can help.
         """
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -458,7 +488,7 @@ class Trainer:
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         value = float(norm)
         if not math.isfinite(value):
-            if self.scaler.is_enabled():
+            if self.scaler.is_enabled() and self.scaler.get_scale() > _LEAST_SCALE:
                 return value
             raise TrainingError(
                 f"step {self.step + 1}: the gradient of {self._not_finite(parameters)} is not finite; "
@@ -469,10 +499,11 @@ class Trainer:
         return value
 
     def _not_finite(self, parameters: Sequence[Tensor]) -> str:
+        """The parameter whose gradient is not finite."""
         for p in parameters:
             if p.grad is not None and not bool(torch.isfinite(_local(p.grad)).all()):
                 return self.names[id(p)]
-        return "a parameter on another process"
+        return "a parameter on another process" if self.parallel.world > 1 else "all parameters together"
 
     def _computed(
         self, sums: Mapping[str, Tensor], counts: Mapping[str, int], lr: float, norm: float
@@ -527,6 +558,7 @@ class Trainer:
                 "sizes": {**self._sizes, **self._known_sizes()},
                 "scaler": self.scaler.state_dict(),
                 "versions": _versions(),
+                **self._decisive(),
             }
 
             def write(folder: Path) -> None:
@@ -546,6 +578,11 @@ class Trainer:
         if failed:
             raise CheckpointError(failed)
         return place
+
+    def _decisive(self) -> dict[str, Any]:
+        """What the result depends on, whatever `config` says."""
+        hashes = [stage.source.hash for stage in self.stages]
+        return {"seed": self.seed, "dtype": str(self.dtype).removeprefix("torch."), "sources": hashes}
 
     def _known_sizes(self) -> dict[int, list[tuple[int, int]]]:
         stream = getattr(self, "_stream", None)
@@ -603,6 +640,7 @@ class Trainer:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         """A signal that ends a process is noted, and the run ends after the step."""
+        self._signal = None
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -614,7 +652,7 @@ class Trainer:
         before: dict[int, Any] = {}
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)
-            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+            if number is not None and signal.getsignal(number) not in (signal.SIG_IGN, None):
                 before[number] = signal.signal(number, note)
         try:
             yield
@@ -714,9 +752,27 @@ def _versions() -> dict[str, str]:
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> str | None:
     """The first field in which a run's config differs from that of its directory, or None."""
     for key in sorted({*old, *new}):
-        if old.get(key) != new.get(key):
+        before, now = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(now, dict):
+            inner = _difference(before, now, path)
+            if inner:
+                return f"{key}.{inner}"
+        elif before != now:
             return (
-                f"{key}: the run in {path.parent} has {old.get(key)!r}, got {new.get(key)!r}; "
+                f"{key}: the run in {path.parent} has {before!r}, got {now!r}; "
                 "go on with its own value, or use another directory"
             )
     return None
+
+
+def _check_order(stages: Sequence[Stage]) -> None:
+    """Raise ValueError unless each stage can follow the one before."""
+    if stages[0].enter is not None:
+        raise ValueError("enter: expected None in the first stage, which follows no other")
+    for before, stage in itertools.pairwise(stages):
+        fresh = stage.enter is not None or stage.fresh_optimizer
+        if not fresh and dict(stage.options) != dict(before.options):
+            raise ValueError(
+                "options: expected those of the stage before, whose optimizer goes on, "
+                f"{dict(before.options)!r}, got {dict(stage.options)!r}"
+            )

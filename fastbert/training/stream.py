@@ -12,7 +12,12 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import multiprocessing
+import os
+import pickle
 import signal
+import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -200,8 +205,22 @@ class _Numbered(torch.utils.data.Dataset):
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
 
-    def __getitem__(self, number: int) -> tuple[Batch, list[tuple[int, int]]]:
-        return self.stream.batch(number), self.stream.sizes
+    def __getitem__(self, number: int) -> tuple[Batch, list[tuple[int, int]]] | Exception:
+        """The micro-batch and the sizes of the stream; or an error, which the parent raises as it is."""
+        try:
+            return self.stream.batch(number), self.stream.sizes
+        except Exception as error:
+            if not _travels(error):
+                raise
+            return error
+
+
+def _travels(error: Exception) -> bool:
+    """Whether an error is the same in another process."""
+    try:
+        return str(pickle.loads(pickle.dumps(error))) == str(error)
+    except Exception:
+        return False
 
 
 def loaded(stream: Stream, numbers: Iterable[int], workers: int = 0) -> Iterator[Batch]:
@@ -223,7 +242,10 @@ def loaded(stream: Stream, numbers: Iterable[int], workers: int = 0) -> Iterator
         generator=torch.Generator(),  # the workers' seeds, which nothing reads, are not the model's draws
         prefetch_factor=4,
     )
-    for batch, sizes in batches:
+    for made in batches:
+        if isinstance(made, Exception):
+            raise made
+        batch, sizes = made
         if len(sizes) > len(stream.sizes):
             stream.sizes[:] = sizes
         yield batch
@@ -234,6 +256,36 @@ def _unchanged(item: Any) -> Any:
 
 
 def _begin_worker(number: int) -> None:
-    """A worker leaves signals to its parent, which ends it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    """A worker leaves signals to its parent, and ends with it.
+
+    A terminal and torchrun send theirs to all processes of a group. A worker that ended would take the step
+    and the checkpoint of its parent with it.
+    """
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent has ended.
+
+    PyTorch's own watch does not help a worker whose micro-batch fills the pipe: nobody reads it any more, and
+    the other workers hold it open.
+    """
+    above, parent = os.getppid(), multiprocessing.parent_process()
+    while os.getppid() == above and (parent is None or _runs(parent.pid)):
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _runs(pid: int) -> bool:
+    if os.name != "posix":  # there the signal 0 would end it
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

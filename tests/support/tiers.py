@@ -125,6 +125,12 @@ WHOLE = {
         test_it_ends_with_its_parent test_processes_that_check_at_once
         test_whatever_one_kernel_does_the_others_are_checked
     """,
+    "training": """
+        test_a_full_disk_at_every_writing_operation test_a_kill_at_every_file_operation
+        test_a_kill_at_every_file_operation_of_growth
+        test_a_signal_to_the_whole_group_leaves_the_workers_to_the_parent
+        test_kills_at_random_moments test_small_disks test_workers_end_after_a_parent_that_was_killed
+    """,
     "triton": """
         test_a_sharp_softmax test_a_spill_is_seen test_a_stack_is_a_spill_but_for_one test_attention
         test_attention_backward test_attention_places test_attention_that_may_be_tuned

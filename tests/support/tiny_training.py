@@ -93,7 +93,7 @@ class Classes(nn.Module):
 def stages(steps: int = 6, *, micro_batches: int = 2, dropout: float = 0.1, **options: Any) -> list[Stage]:
     """One stage with batches of 8."""
     size = {} if "tokens" in options else {"sequences": 8 // micro_batches}
-    schedule = Schedule("linear", 1e-2, steps, 0.2)
+    schedule = options.pop("schedule", Schedule("linear", 1e-2, steps, 0.2))
     source = options.pop("source", Numbered())
     return [Stage(steps, source, lambda: Classes(dropout), schedule, micro_batches, **{**size, **options})]
 

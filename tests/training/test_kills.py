@@ -1,0 +1,390 @@
+"""Runs that are killed, and go on: the SHA-256 of weights, moments and log are those of the unbroken run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastbert.training.loop import Interrupted
+from tests.support import lives, tiny_training
+from tests.support.lives import copied, finished, life, newest_step
+from tests.support.tiny_training import Classes, Numbered, trainer
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+
+
+def plain(run: Path):
+    return trainer(run, 24, save_every=1, keep=1)
+
+
+def half(run: Path):
+    return trainer(run, 24, save_every=2, dtype="fp16")
+
+
+def bfloat(run: Path):
+    return trainer(run, 24, save_every=2, dtype="bf16", log_every=3)
+
+
+def ahead(run: Path):
+    return trainer(run, 24, save_every=2, workers=2, tokens=40)
+
+
+def fill(old, new):
+    """New layer i is old layer i mod 2; everything else is copied."""
+    state, count = dict(old.named_parameters()), len(old.model.bert.encoder.layer)
+    for name, p in new.named_parameters():
+        parts = name.split(".")
+        if "layer" in parts:
+            at = parts.index("layer") + 1
+            parts[at] = str(int(parts[at]) % count)
+        p.data.copy_(state[".".join(parts)])
+
+
+def grown_stages(first: int, second: int):
+    small, grown = (tiny_training.stages(steps)[0] for steps in (first, second))
+    grown.build, grown.enter = lambda: Classes(layers=4), fill
+    grown.source, grown.first_micro_batch = Numbered(size=11, seed=8), 3
+    return [small, grown]
+
+
+def growth(run: Path):
+    return trainer(run, stages=grown_stages(9, 15), save_every=2, keep=3)
+
+
+KINDS = {f.__name__: f for f in (plain, half, bfloat, ahead, growth)}
+
+
+def killed_until(run: Path, make, kills: int, seconds: tuple[float, float], draw: random.Random) -> int:
+    """Kill lives of a run until it ends or enough have died; how many have."""
+    died, step = 0, -1
+    while died < kills:
+        end = life(run, make, kill_after=draw.uniform(0.0, draw.choice(seconds)))
+        if end.code == 0:
+            return died
+        assert end.code == -signal.SIGKILL, end.said
+        died += 1
+        before, step = step, newest_step(run) if run.is_dir() else -1
+        assert step >= before, "a checkpoint was lost"
+    return died
+
+
+def test_a_run_that_is_killed_twice(tmp_path):
+    """At a random moment each; the run has a whole checkpoint at each."""
+    begin = time.perf_counter()
+    expected = finished(tmp_path / "unbroken", plain)
+    seconds = time.perf_counter() - begin
+    died, draw, run = 0, random.Random(1), tmp_path / "run"
+    while died < 2:  # a life that was too quick begins again
+        if (tmp_path / "run").exists():
+            run = tmp_path / f"run{died}"
+        died = killed_until(run, plain, 2, (seconds / 2, seconds), draw)
+        assert finished(run, plain) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "kills"), [("plain", 100), ("half", 15), ("bfloat", 15), ("ahead", 15), ("growth", 25)]
+)
+def test_kills_at_random_moments(kind, kills, tmp_path):
+    make, draw = KINDS[kind], random.Random(kind)
+    expected = finished(tmp_path / "unbroken", make)
+    begin = time.perf_counter()
+    finished(copied(tmp_path / "unbroken", tmp_path / "twice"), make)  # how long it takes to begin
+    startup = time.perf_counter() - begin
+    begin = time.perf_counter()
+    finished(tmp_path / "again", make)
+    whole = time.perf_counter() - begin
+    died, runs, first = 0, 0, time.perf_counter()
+    while died < kills:
+        run = tmp_path / f"run{runs}"
+        died += killed_until(run, make, kills - died, (whole, startup + whole / 4), draw)
+        assert finished(run, make) == expected
+        runs += 1
+        assert runs < kills
+    print(f"{kind}: {died} kills in {runs} runs, {(died + runs) / (time.perf_counter() - first):.1f} lives/s")
+
+
+def hidden(run: Path) -> list[str]:
+    """What was left behind."""
+    return [
+        entry.name for entry in run.iterdir() if entry.name.startswith((".saving", ".removing", ".config"))
+    ]
+
+
+def two_saves(run: Path):
+    return trainer(run, 2, save_every=1, keep=1)
+
+
+def growing(run: Path):
+    return trainer(run, stages=grown_stages(1, 1), save_every=1, keep=1)
+
+
+def test_a_kill_at_every_file_operation(tmp_path):
+    """Of a run with two checkpoints, the second of which removes the first, and of the run after the kill."""
+    expected = finished(tmp_path / "unbroken", two_saves)
+    names = lives.recorded(tmp_path / "counted", two_saves)
+    assert tiny_training.digests(tmp_path / "counted") == expected
+    kinds = {name.split()[0] for name in names}
+    assert kinds == {
+        *("open", "write", "append", "truncate", "fsync"),
+        *("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod"),
+    }
+    died = 0
+    for number in range(1, len(names) + 1):
+        run = tmp_path / str(number)
+        end = lives.killed_at(run, number, two_saves)
+        assert end.code == -signal.SIGKILL, (number, names[number - 1], end.said)
+        died += 1
+        renamed = [i for i, n in enumerate(names, 1) if n.startswith("os.rename .saving-step") and i < number]
+        assert newest_step(run) == (len(renamed) or -1), end.said
+        again = number * 7 % len(names) + 1  # the next life is killed elsewhere, or ends before
+        assert lives.killed_at(run, again, two_saves).code in (-signal.SIGKILL, 0)
+        assert finished(run, two_saves) == expected, end.said
+        assert hidden(run) == []
+        shutil.rmtree(run)
+    saves = [i for i, name in enumerate(names) if name.startswith("os.mkdir .saving-step")]
+    ends = [i for i, name in enumerate(names) if name.startswith("os.rename .saving-step")]
+    print(f"{len(names)} operations, {ends[1] - saves[1] + 1} of the second save up to its rename")
+    assert died == len(names) > 100
+
+
+def test_a_kill_at_every_file_operation_of_growth(tmp_path):
+    """The checkpoint between two stages is of the new module."""
+    expected = finished(tmp_path / "unbroken", growing)
+    names = lives.recorded(tmp_path / "counted", growing)
+    for number in range(40, len(names) + 1, 3):
+        run = tmp_path / str(number)
+        assert lives.killed_at(run, number, growing).code == -signal.SIGKILL
+        assert finished(run, growing) == expected, names[number - 1]
+        shutil.rmtree(run)
+
+
+@dataclass(frozen=True)
+class Signalling:
+    """A schedule that sends a signal to this process in the middle of a step."""
+
+    number: int
+    step: int = 3
+
+    def __call__(self, step: int) -> float:
+        if step == self.step:
+            os.kill(os.getpid(), self.number)
+        return 1e-3 * (step + 1)
+
+
+def signalled(number: int, run: Path, **options):
+    """A trainer that gets a signal during its fourth step; 0: none."""
+    return trainer(run, 7, schedule=Signalling(number), **options)
+
+
+def quiet(run: Path, **options):
+    return signalled(0, run, **options)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_a_signal_ends_the_run_after_the_step_and_its_checkpoint(name, tmp_path):
+    number = getattr(signal, name)
+    before = signal.getsignal(number)
+    make = signalled(number, tmp_path / "run", save_every=100)
+    with pytest.raises(Interrupted, match=rf"stopped by {name}; saved .*run/step-000004$") as error:
+        make.run()
+    assert error.value.number == number
+    assert signal.getsignal(number) is before
+    assert newest_step(tmp_path / "run") == 4
+    assert len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == 4
+    # the same object can go on too
+    made = make.run()
+    assert made.step == 7
+    assert quiet(tmp_path / "unbroken", save_every=100).run().last == made.last
+    assert tiny_training.digests(tmp_path / "run") == tiny_training.digests(tmp_path / "unbroken")
+
+
+def test_a_signal_before_the_first_step(tmp_path):
+    """The run goes on from step 0. Its checkpoint is not written again by a second one."""
+
+    def build():
+        os.kill(os.getpid(), signal.SIGTERM)
+        return Classes()
+
+    times = []
+    for _ in range(2):
+        (stage,) = tiny_training.stages()
+        stage.build = build
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            trainer(tmp_path / "run", stages=[stage]).run()
+        assert newest_step(tmp_path / "run") == 0
+        times.append((tmp_path / "run" / "step-000000").stat().st_ctime_ns)
+    assert times[0] == times[1]
+    trainer(tmp_path / "run").run(), trainer(tmp_path / "unbroken").run()
+    assert tiny_training.digests(tmp_path / "run") == tiny_training.digests(tmp_path / "unbroken")
+
+
+def test_a_second_signal_does_what_it_did_before(tmp_path):
+    """The first one waits for the step; if that never ends, the second one ends the process."""
+
+    def twice(run: Path):
+        def build():
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return Classes()
+
+        (stage,) = tiny_training.stages(3)
+        stage.build = build
+        return trainer(run, stages=[stage])
+
+    assert life(tmp_path / "run", twice).code == -signal.SIGTERM
+    assert newest_step(tmp_path / "run") == -1
+
+
+def long(run: Path):
+    return trainer(run, 60, save_every=100, workers=2)
+
+
+def wait_for_the_log(run: Path) -> None:
+    while not (run / "log.jsonl").exists() or not (run / "log.jsonl").stat().st_size:
+        time.sleep(0.001)
+
+
+def test_a_signal_to_the_whole_group_leaves_the_workers_to_the_parent(tmp_path):
+    """As torchrun and terminals send it."""
+    expected = finished(tmp_path / "unbroken", long)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        run = tmp_path / str(number)
+        pid = lives.begun(run, long)
+        wait_for_the_log(run)
+        os.killpg(pid, number)
+        end = lives.ended(pid, run)
+        assert end.code == 128 + number, end.said
+        assert 0 < newest_step(run) < 60
+        assert finished(run, long) == expected
+
+
+class Wide(Numbered):
+    """Micro-batches that fill a pipe."""
+
+    def collate(self, examples):
+        made = super().collate(examples)
+        made.padding = np.zeros(1 << 20, np.uint8)
+        return made
+
+
+def wide(run: Path):
+    return trainer(run, 24, workers=2, source=Wide())
+
+
+def alive(group: int) -> list[int]:
+    """The processes of a group that have not ended."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
+def test_workers_end_after_a_parent_that_was_killed(tmp_path):
+    """Though nobody reads what they have made; and they do not hinder the next life."""
+    expected, run = finished(tmp_path / "unbroken", wide), tmp_path / "run"
+    pid = lives.begun(run, wide)
+    wait_for_the_log(run)
+    assert len(alive(pid)) >= 3
+    os.kill(pid, signal.SIGKILL)
+    assert lives.ended(pid, run).code == -signal.SIGKILL
+    assert finished(run, wide) == expected
+    deadline = time.monotonic() + 20
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert alive(pid) == []
+
+
+def test_a_full_disk_at_every_writing_operation(tmp_path):
+    """Each is one line that names a file; what was there stays, nothing is left behind, the run goes on."""
+    expected = finished(tmp_path / "unbroken", two_saves)
+    refused, number = 0, 0
+    while True:
+        number += 1
+        run = tmp_path / str(number)
+        end = lives.full_at(run, number, two_saves)
+        *told, line = end.said.splitlines() or [""]
+        if end.code == 0:  # an older checkpoint could not be removed, or no operation was left
+            if not line.startswith("full at"):
+                break
+            assert "step-000001" in line
+            continue
+        assert end.code == 2, end.said
+        refused += 1
+        assert len(told) == 1, end.said
+        assert "No space left on device" in line
+        assert str(run) in line
+        assert hidden(run) == []
+        step = newest_step(run)
+        assert step <= 1 or "fsync ." in told[0]
+        assert finished(run, two_saves) == expected, end.said
+        shutil.rmtree(run)
+    print(f"{refused} of {number - 1} operations were refused")
+    assert refused > 40
+
+
+def test_small_disks(tmp_path):
+    """A real disk that is full sooner or later; what it holds then goes on where there is room."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only an administrator can mount a disk")
+    try:
+        expected, codes = finished(tmp_path / "unbroken", two_saves), []
+        for size in (4, 20, 60, 100, 120, 140, 160, 200, 240, 260, 280, 300, 800):
+            subprocess.run(["mount", "-o", f"remount,size={size}k", str(disk)], check=True)
+            run = disk / "run"
+            end = life(run, two_saves, words=tmp_path / "words")
+            codes.append(end.code)
+            assert end.code in (0, 2), end.said
+            assert len(end.said.splitlines()) == (end.code == 2), end.said
+            assert ("No space left on device" in end.said) == (end.code == 2)
+            if run.is_dir():
+                assert hidden(run) == []
+                newest_step(run)
+                elsewhere = copied(run, tmp_path / str(size))
+                assert finished(elsewhere, two_saves) == expected
+                shutil.rmtree(elsewhere)
+                shutil.rmtree(run)
+        assert codes == sorted(codes, reverse=True)
+        assert codes[0] == 2
+        assert codes[-1] == 0
+        assert codes.count(2) > 5
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_limit_of_the_system_on_a_file(tmp_path):
+    """A write that fails for real, in the middle of the moments."""
+
+    def before():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+
+    expected, run = finished(tmp_path / "unbroken", two_saves), tmp_path / "run"
+    assert lives.killed_at(run, 120, two_saves).code == -signal.SIGKILL
+    steps = newest_step(run)
+    end = life(run, two_saves, before=before)
+    assert end.code == 2, end.said
+    assert re.fullmatch(
+        r".*step-00000\d: could not be saved, older checkpoints are unchanged: .*\n", end.said
+    )
+    assert newest_step(run) == steps
+    assert hidden(run) == []
+    assert finished(run, two_saves) == expected

@@ -1,0 +1,208 @@
+"""Logs: bytes that repeat, offsets, TensorBoard, a line on the terminal."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import itertools
+import json
+import sys
+import types
+from typing import ClassVar
+
+import pytest
+
+from fastbert.checkpoint.files import CheckpointError
+from fastbert.training import logs
+from fastbert.training.logs import Logs
+from tests.support.tiny_training import trainer
+from tests.training.conftest import ROOF
+
+
+def opened(run, step=0, offsets=None, **options) -> Logs:
+    return Logs(run, step, 10, offsets or {}, **{"tensorboard": False, "progress": False, **options})
+
+
+def test_lines_and_offsets(tmp_path):
+    made = opened(tmp_path)
+    assert made.offsets() == {"log.jsonl": 0, "speed.jsonl": 0}
+    assert made.last() == {}
+    made.write(1, {"loss": 0.5, "lr": None}, {"step_ms": 3})
+    made.write(2, {"loss": 0.25, "lr": 1e-05}, {"step_ms": 4})
+    offsets = made.offsets()
+    assert (tmp_path / "log.jsonl").read_text() == (
+        '{"step": 1, "loss": 0.5, "lr": null}\n{"step": 2, "loss": 0.25, "lr": 1e-05}\n'
+    )
+    assert (tmp_path / "speed.jsonl").read_text() == '{"step": 1, "step_ms": 3}\n{"step": 2, "step_ms": 4}\n'
+    assert offsets == {name: (tmp_path / name).stat().st_size for name in offsets}
+    made.write(3, {"loss": 9}, {})  # after the checkpoint: is cut off
+    made.close()
+    again = opened(tmp_path, 2, offsets)
+    assert again.lost == []
+    assert again.last() == {"step": 2, "loss": 0.25, "lr": 1e-05}
+    again.write(3, {"loss": 0.125}, {})
+    assert again.last() == {"step": 3, "loss": 0.125}
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
+    again.close()
+    opened(tmp_path).close()  # a run that begins anew
+    assert (tmp_path / "log.jsonl").read_bytes() == b""
+
+
+def test_numbers_that_json_does_not_have(tmp_path):
+    made = opened(tmp_path)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        made.write(1, {"loss": float("nan")}, {})
+    assert (tmp_path / "log.jsonl").read_bytes() == b""
+
+
+def test_each_write_goes_to_the_end_at_once(tmp_path, monkeypatch):
+    """A system may take a part of a line only; nothing waits in a buffer that a kill would lose."""
+
+    class Slow(io.FileIO):
+        def write(self, line):
+            return super().write(line[:7])
+
+    monkeypatch.setattr(logs, "open", lambda path, mode, buffering: Slow(path, "a"), raising=False)
+    made = opened(tmp_path)
+    made.write(1, {"loss": 0.123456789}, {})
+    assert json.loads((tmp_path / "log.jsonl").read_text()) == {"step": 1, "loss": 0.123456789}
+
+
+def test_offsets_are_on_the_disk(tmp_path, monkeypatch):
+    made, flushed = opened(tmp_path), []
+    monkeypatch.setattr(logs.os, "fsync", flushed.append)
+    made.offsets()
+    assert flushed == [file.fileno() for file in made._files.values()]
+
+
+def test_a_log_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "speed.jsonl").mkdir()
+    with pytest.raises(CheckpointError, match=r"speed\.jsonl: could not be written: IsADirectoryError"):
+        trainer(tmp_path).run()
+    (tmp_path / "speed.jsonl").rmdir()
+    made = opened(tmp_path)
+
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(logs.os, "fsync", full)
+    with pytest.raises(CheckpointError, match=r"log\.jsonl: could not be written: OSError: .*No space left"):
+        made.offsets()
+
+
+def test_the_speed_of_a_run(tmp_path):
+    trainer(tmp_path, 6, log_every=2).run()
+    lines = [json.loads(line) for line in (tmp_path / "speed.jsonl").read_text().splitlines()]
+    computed = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4, 6] == [line["step"] for line in computed]
+    counts = [0, *(line["tokens"] for line in computed)]
+    tokens = [b - a for a, b in itertools.pairwise(counts)]
+    for line, count in zip(lines, tokens, strict=True):
+        seconds = 2 * line["step_ms"] / 1e3
+        assert line["sequences_per_s"] == pytest.approx(16 / seconds)
+        assert line["tokens_per_s"] == pytest.approx(count / seconds)
+        assert line["gflops"] == pytest.approx(count / seconds / 1e9)  # the tiny module's work is its tokens
+        assert line["of_roof"] == pytest.approx(count / seconds / ROOF)
+        assert 0 <= line["data_wait"] <= 1
+        assert "mfu" not in line  # a processor has no datasheet here
+
+
+class Writer:
+    """What TensorBoard's writer would get; it is not installed everywhere."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self, folder, purge_step=None):
+        self.folder, self.purge_step, self.scalars, self.flushed = folder, purge_step, [], 0
+        Writer.made.append(self)
+
+    def add_scalar(self, key, value, step):
+        self.scalars.append((key, value, step))
+
+    def flush(self):
+        self.flushed = len(self.scalars)
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def writers(monkeypatch):
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = Writer
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "tensorboard" or find(name))
+    monkeypatch.setattr(Writer, "made", [])
+    return Writer.made
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_tensorboard(asked, writers, tmp_path):
+    """What a killed life wrote after its checkpoint is purged; the checkpoint's own step is not."""
+    trainer(tmp_path, 4, save_every=4, tensorboard=asked).run()
+    (writer,) = writers
+    assert writer.folder == tmp_path / "tensorboard"
+    assert writer.closed
+    assert writer.flushed == len(writer.scalars)  # at the checkpoint, before its offsets are kept
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    for line in lines:
+        for key in ("loss", "lr", "grad_norm", "class_accuracy"):
+            assert (key, line[key], line["step"]) in writer.scalars
+    assert {key for key, _, _ in writer.scalars} >= {"step_ms", "tokens_per_s"}
+    assert writer.purge_step == 1  # a killed run that had no checkpoint yet begins anew
+    trainer(tmp_path, 4, save_every=4, tensorboard=asked).run()
+    # a reader hides all events of `purge_step` and later
+    assert writers[1].purge_step == 5
+
+
+def test_tensorboard_that_is_not_wanted_or_not_there(writers, tmp_path, monkeypatch):
+    trainer(tmp_path, 1, tensorboard=False).run()
+    assert writers == []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    opened(tmp_path, tensorboard=None).close()
+    with pytest.raises(ImportError, match="tensorboard: is not installed: pip install tensorboard"):
+        opened(tmp_path, tensorboard=True)
+    assert writers == []
+
+
+def test_the_line_for_a_person(tmp_path, capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(logs.time, "perf_counter", lambda: now[0])
+    made = opened(tmp_path, 2, progress=True)
+    now[0] += 0.1
+    made.show(3, {"loss": "0.5"})
+    assert capsys.readouterr().err == ""  # at most five per second
+    now[0] += 0.9
+    made.show(4, {"loss": "0.5", "tokens/s": "9"})
+    # two steps took a second, six are left
+    assert capsys.readouterr().err == "step 4 of 10: loss 0.5, tokens/s 9, 0:00:03 left\n"
+    made.show(10, {}, last=True)
+    assert capsys.readouterr().err == "step 10 of 10: \n"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    made = opened(tmp_path, 2, progress=None)
+    now[0] += 7200
+    made.show(6, {"loss": "0.5"})
+    shown = capsys.readouterr().err
+    assert shown == "step 6 of 10: loss 0.5, 2:00:00 left".ljust(99) + "\r"
+    made.show(10, {}, last=True)
+    assert capsys.readouterr().err.endswith("\n")
+    quiet = opened(tmp_path, progress=False)
+    quiet.show(10, {}, last=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_log_repeats_to_the_byte(tmp_path):
+    for name in ("a", "b"):
+        trainer(tmp_path / name, 3).run()
+    assert (tmp_path / "a" / "log.jsonl").read_bytes() == (tmp_path / "b" / "log.jsonl").read_bytes()
+
+
+def test_the_last_line_of_a_finished_run(tmp_path):
+    made = trainer(tmp_path, 5, log_every=3).run()
+    line = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
+    assert made.last == line
+    assert line["step"] == 5  # the last step is always logged
+    again = trainer(tmp_path, 5, log_every=3).run()
+    assert again == made
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 2
