@@ -52,6 +52,8 @@ from fastbert.training.stream import Batch, Source, Stream, loaded
 
 CONFIG = "config.json"
 STATE, HEADS, MOMENTS = "trainer.json", "heads.safetensors", "optimizer.safetensors"
+# What ends a run after its step, where the system has it
+_SIGNALS = [int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -198,6 +200,7 @@ class Trainer:
         self.steps = sum(stage.steps for stage in self.stages)
         self._ends = list(itertools.accumulate(stage.steps for stage in self.stages))
         self._signal: int | None = None
+        self._failure: Exception | None = None
 
     # -- the run ---------------------------------------------------------------------------------------------
 
@@ -208,41 +211,38 @@ class Trainer:
             Interrupted: SIGTERM, SIGINT or SIGHUP came; a checkpoint was written.
             TrainingError, CheckpointError: what cannot go on, and where.
         """
-        first = self.parallel.is_first
-        if first:
-            self.output.mkdir(parents=True, exist_ok=True)
-        with checkpoints.locked(self.output) if first else contextlib.nullcontext(), self._signals():
-            if first:
-                checkpoints.clear(self.output)
-            self._check_config()
-            found, rejected = checkpoints.newest(self.output) if first else (None, [])
+        found = logs = None
+        with contextlib.ExitStack() as held, self._signals():
+            with self.parallel.alike():
+                if self.parallel.is_first:
+                    self.output.mkdir(parents=True, exist_ok=True)
+                    held.enter_context(checkpoints.locked(self.output))
+                    checkpoints.clear(self.output)
+                    self._check_config()
+                    found, rejected = checkpoints.newest(self.output)
+                    for why in rejected:
+                        self._say(f"not usable: {why}")
             found = self.parallel.told(found)
-            for why in rejected:
-                self._say(f"not usable: {why}")
-            state = read_json(found / STATE) if found else {}
-            self._begin(found, state)
-            logs = None
-            if first:
-                offsets = state.get("log_bytes", {})
-                logs = Logs(self.output, self.step, self.steps, offsets, self._tensorboard, self._progress)
-            try:
-                return self._train(found, logs)
-            finally:
-                if logs is not None:
-                    logs.close()
+            with self.parallel.alike():
+                state = read_json(found / STATE) if found else {}
+                self._begin(found, state)
+                if self.parallel.is_first:
+                    offsets = state.get("log_bytes", {})
+                    options = self._tensorboard, self._progress
+                    logs = Logs(self.output, self.step, self.steps, offsets, *options)
+                    held.callback(logs.close)
+            return self._train(found, logs)
 
     def _check_config(self) -> None:
         """Compare the run's config with the one of the directory, or write it."""
         path = self.output / CONFIG
         problem = None
-        if self.parallel.is_first:
-            if path.exists():
-                problem = _difference(read_json(path), self.config, path)
-            elif checkpoints.steps_in(self.output):
-                problem = f"{path}: is missing beside checkpoints; it says what they were trained with"
-            else:
-                replace(path, (json.dumps(self.config, indent=1, sort_keys=True) + "\n").encode())
-        problem = self.parallel.told(problem)
+        if path.exists():
+            problem = _difference(read_json(path), self.config, path)
+        elif checkpoints.steps_in(self.output):
+            problem = f"{path}: is missing beside checkpoints; it says what they were trained with"
+        else:
+            replace(path, (json.dumps(self.config, indent=1, sort_keys=True) + "\n").encode())
         if problem:
             raise TrainingError(problem)
 
@@ -331,7 +331,9 @@ class Trainer:
             with contextlib.closing(loaded(self._stream, numbers, self.workers)) as batches:
                 clock = _Clock()
                 while self.step < self._ends[number]:
-                    micro = clock.waiting(batches, per_step)
+                    micro = []
+                    with self._failing_later():
+                        micro = clock.waiting(batches, per_step)
                     counts, stop = self._counted(micro)
                     if stop:
                         if saved is None or saved.name != checkpoints.name_of(self.step):
@@ -344,7 +346,8 @@ class Trainer:
                     if logged:
                         last = computed
                         if logs is not None:
-                            logs.write(self.step, computed, clock.speed(roof, peak))
+                            with self._failing_later():
+                                logs.write(self.step, computed, clock.speed(roof, peak))
                     if logs is not None:
                         shown = {"loss": f"{last['loss']:.4f}"} if last else {}
                         rate = f"{clock.tokens_per_second:,.0f}"
@@ -366,15 +369,30 @@ class Trainer:
         return Stream(stage.source, self.seed, stage.sequences, stage.tokens, sizes)
 
     def _counted(self, micro: Sequence[Batch]) -> tuple[dict[str, int], int]:
-        """(loss -> count over all of the step's micro-batches, "tokens" and "sequences" too; signal or 0)."""
-        names = list(micro[0].counts)
+        """(loss -> count over all of the step's micro-batches, "tokens" and "sequences" too; signal or 0).
+
+        Raises:
+            Exception: what `_failing_later` has kept of this process or of another one.
+        """
+        names = sorted(micro[0].counts) if micro else []
         values = [sum(batch.counts[name] for batch in micro) for name in names]
         values += [sum(int(batch.lengths.sum()) for batch in micro), sum(len(b.lengths) for b in micro)]
-        values.append(0 if self._signal is None else int(self._signal))
-        *summed, stop = self.parallel.summed(values)
-        if stop:  # of this process or of another one
-            stop = self._signal or signal.SIGTERM
+        # first what says whether the rest has a meaning
+        flags = [int(self._failure is not None), *(int(self._signal == number) for number in _SIGNALS)]
+        failed, *signals = self.parallel.summed(flags)
+        if failed:
+            self.parallel.raise_any(self._failure)
+        summed = self.parallel.summed(values)
+        stop = next((number for number, count in zip(_SIGNALS, signals, strict=True) if count), 0)
         return dict(zip([*names, "tokens", "sequences"], summed, strict=True)), stop
+
+    @contextlib.contextmanager
+    def _failing_later(self) -> Iterator[None]:
+        """A block without exchange. What it raises, all processes raise where they exchange counts next."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = self._failure or error
 
     def _step(
         self, stage: Stage, micro: Sequence[Batch], counts: Mapping[str, int], measure: bool
@@ -449,19 +467,21 @@ class Trainer:
         if not math.isfinite(value):
             if self.scaler.is_enabled():
                 return value
+            name = self._not_finite(parameters)
             raise TrainingError(
-                f"step {self.step + 1}: the gradient of {self._not_finite(parameters)} is not finite; "
-                "nothing was updated"
+                f"step {self.step + 1}: the gradient of {name} is not finite; nothing was updated"
             )
         if most is not None and value > most:
             torch._foreach_mul_(gradients, most / (value + 1e-6))
         return value
 
     def _not_finite(self, parameters: Sequence[Tensor]) -> str:
-        for p in parameters:
-            if p.grad is not None and not bool(torch.isfinite(_local(p.grad)).all()):
-                return self.names[id(p)]
-        return "a parameter on another process"
+        """The first parameter whose gradient is not finite, in a share of any process."""
+        wrong = [
+            int(p.grad is not None and not bool(torch.isfinite(_local(p.grad)).all())) for p in parameters
+        ]
+        places = [i for i, count in enumerate(self.parallel.summed(wrong)) if count]
+        return self.names[id(parameters[places[0]])] if places else "all parameters together"
 
     def _computed(
         self, sums: Mapping[str, Tensor], counts: Mapping[str, int], lr: float, norm: float
@@ -506,35 +526,31 @@ class Trainer:
     def _save(self, logs: Logs | None) -> Path:
         """Write a checkpoint of the current step."""
         state, moments = self._whole_state(), self._whole_moments()
-        failed, place = None, self.output / checkpoints.name_of(self.step)
-        if logs is not None:
-            described = {
-                "step": self.step,
-                "stage": self._stage,
-                **self.totals,
-                "log_bytes": logs.offsets(),
-                "sizes": {**self._sizes, **self._known_sizes()},
-                "scaler": self.scaler.state_dict(),
-                "versions": _versions(),
-            }
 
-            def write(folder: Path) -> None:
-                shared = self._write_models(folder, state)
-                heads = {key: value for key, value in state.items() if key not in shared}
-                save_file({key: value.contiguous() for key, value in heads.items()}, folder / HEADS)
-                save_file({key: value.contiguous() for key, value in moments.items()}, folder / MOMENTS)
-                (folder / STATE).write_text(json.dumps(described, indent=1, sort_keys=True) + "\n")
-                if self._finish is not None:
-                    self._finish(folder)
+        def write(folder: Path) -> None:
+            shared = self._write_models(folder, state)
+            heads = {key: value for key, value in state.items() if key not in shared}
+            save_file({key: value.contiguous() for key, value in heads.items()}, folder / HEADS)
+            save_file({key: value.contiguous() for key, value in moments.items()}, folder / MOMENTS)
+            (folder / STATE).write_text(json.dumps(described, indent=1, sort_keys=True) + "\n")
+            if self._finish is not None:
+                self._finish(folder)
 
-            try:
+        with self.parallel.alike():
+            if self._failure is not None:
+                raise self._failure
+            if logs is not None:
+                described = {
+                    "step": self.step,
+                    "stage": self._stage,
+                    **self.totals,
+                    "log_bytes": logs.offsets(),
+                    "sizes": {**self._sizes, **self._known_sizes()},
+                    "scaler": self.scaler.state_dict(),
+                    "versions": _versions(),
+                }
                 checkpoints.save(self.output, self.step, write, self.keep)
-            except CheckpointError as error:
-                failed = str(error)
-        failed = self.parallel.told(failed)
-        if failed:
-            raise CheckpointError(failed)
-        return place
+        return self.output / checkpoints.name_of(self.step)
 
     def _known_sizes(self) -> dict[int, list[tuple[int, int]]]:
         stream = getattr(self, "_stream", None)
@@ -549,8 +565,9 @@ class Trainer:
             for key, p in model.named_parameters(remove_duplicate=False):
                 values[key] = state[by_parameter[id(p)]]
                 written.add(by_parameter[id(p)])
-            for key, buffer in model.state_dict().items():
-                values.setdefault(key, self.parallel.whole(buffer))
+            for key, value in model.state_dict().items():
+                if key not in values:  # a buffer, which no process shares with others
+                    values[key] = value.cpu()
             model_files.save(model, folder / name, max_shard_size=1 << 60, state_dict=values)
         return written
 
@@ -598,9 +615,8 @@ class Trainer:
             signal.signal(number, before[number])  # a second one does what it did before
 
         before: dict[int, Any] = {}
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)
-            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
                 before[number] = signal.signal(number, note)
         try:
             yield

@@ -31,6 +31,7 @@ class Parallel:
         kind: of `KINDS`; None: ddp if torchrun has started several processes, else none.
         device: where the model is; None: a GPU of this process's own if there is one, else the CPU.
         dtype: of the products, for fsdp, which gathers the weights in it.
+        bucket_mb: of the gradients that ddp sends together, in MiB; None: PyTorch's choice.
 
     Attributes:
         kind, device: as chosen.
@@ -45,6 +46,7 @@ class Parallel:
         kind: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
+        bucket_mb: float | None = None,
     ) -> None:
         started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
         self.world = int(os.environ["WORLD_SIZE"]) if started else 1
@@ -61,7 +63,9 @@ class Parallel:
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        self.dtype = dtype
+        if bucket_mb is not None and not 0 < bucket_mb < float("inf"):
+            raise ValueError(f"bucket_mb: expected a number > 0, or None, got {bucket_mb!r}")
+        self.dtype, self.bucket_mb = dtype, bucket_mb
         self._mesh, self._host, self._began = None, None, False
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -86,7 +90,9 @@ class Parallel:
         """The module to call: `module` itself, with its gradients averaged over all processes."""
         if self.kind == "ddp":
             ids = [self.device.index] if self.device.type == "cuda" else None
-            return nn.parallel.DistributedDataParallel(module, ids, gradient_as_bucket_view=True)
+            return nn.parallel.DistributedDataParallel(
+                module, ids, bucket_cap_mb=self.bucket_mb, gradient_as_bucket_view=True
+            )
         if self.kind == "fsdp":
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -151,11 +157,6 @@ class Parallel:
         self.fill(made, value)
         return made
 
-    def wait(self) -> None:
-        """Wait until all processes are here."""
-        if self.kind != "none":
-            dist.barrier(group=self._host)
-
     def told(self, value: Any) -> Any:
         """What the first process says."""
         if self.kind == "none":
@@ -163,3 +164,30 @@ class Parallel:
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self._host)
         return values[0]
+
+    @contextlib.contextmanager
+    def alike(self) -> Iterator[None]:
+        """A block without exchange, which ends for all processes alike: what one raises, all raise."""
+        error = None
+        try:
+            yield
+        except Exception as found:
+            error = found
+        self.raise_any(error)
+
+    def raise_any(self, error: Exception | None) -> None:
+        """Raise the error of this process, or that of the first process that has one. All processes call it.
+
+        Raises:
+            Exception: `error`, or another process's: the same type and text where the type is made from a text
+                alone, else a RuntimeError.
+        """
+        if self.kind != "none":
+            plain = error is not None and error.args == (str(error),)
+            kind = type(error) if plain else RuntimeError
+            told: list[Any] = [None] * self.world
+            dist.all_gather_object(told, None if error is None else (kind, str(error)), group=self._host)
+            if error is None:
+                error = next((kind(text) for kind, text in filter(None, told)), None)
+        if error is not None:
+            raise error

@@ -234,6 +234,11 @@ def _unchanged(item: Any) -> Any:
 
 
 def _begin_worker(number: int) -> None:
-    """A worker leaves signals to its parent, which ends it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    """A worker leaves signals to its parent, which ends it; it also ends with its parent.
+
+    A terminal sends SIGINT to all processes. torchrun and Slurm send SIGTERM to all, and the parent still
+    wants the rest of its step.
+    """
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -95,9 +95,7 @@ def stages(steps: int = 6, *, micro_batches: int = 2, dropout: float = 0.1, **op
     size = {} if "tokens" in options else {"sequences": 8 // micro_batches}
     schedule = Schedule("linear", 1e-2, steps, 0.2)
     source = options.pop("source", Numbered())
-    return [
-        Stage(steps, source, lambda: Classes(dropout), schedule, micro_batches, **{**size, **options})
-    ]
+    return [Stage(steps, source, lambda: Classes(dropout), schedule, micro_batches, **{**size, **options})]
 
 
 def trainer(output: Path, steps: int = 6, *, seed: int = 3, **options: Any) -> Trainer:
