@@ -40,7 +40,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fastbert.checkpoint.save as model_files
-from fastbert.checkpoint.files import SAFETENSORS, CheckpointError, read_json, replace
+from fastbert.checkpoint.files import SAFETENSORS, CheckpointError, cause, read_json, replace
 from fastbert.runtime.version import VERSION
 from fastbert.training import checkpoints, work
 from fastbert.training.draws import key_of
@@ -215,7 +215,8 @@ class Trainer:
         with contextlib.ExitStack() as held, self._signals():
             with self.parallel.alike():
                 if self.parallel.is_first:
-                    self.output.mkdir(parents=True, exist_ok=True)
+                    with self._writing():
+                        self.output.mkdir(parents=True, exist_ok=True)
                     held.enter_context(checkpoints.locked(self.output))
                     checkpoints.clear(self.output)
                     self._check_config()
@@ -346,10 +347,10 @@ class Trainer:
                     if logged:
                         last = computed
                         if logs is not None:
-                            with self._failing_later():
+                            with self._failing_later(), self._writing():
                                 logs.write(self.step, computed, clock.speed(roof, peak))
                     if logs is not None:
-                        shown = {"loss": f"{last['loss']:.4f}"} if last else {}
+                        shown = {"loss": f"{last['loss']:.4f}"} if last.get("loss") is not None else {}
                         rate = f"{clock.tokens_per_second:,.0f}"
                         logs.show(self.step, {**shown, "tokens/s": rate}, last=self.step == self.steps)
                     if self._is_saved(self.step):
@@ -510,6 +511,14 @@ class Trainer:
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A block that writes into the run's directory; a full disk is a CheckpointError."""
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(f"{self.output}: could not be written: {cause(error)}") from error
+
     def _whole_state(self) -> dict[str, Tensor]:
         """name -> value of each parameter, whole, on the CPU; a shared one under its first name."""
         return {name: self.parallel.whole(p) for name, p in self.module.named_parameters()}
@@ -540,11 +549,13 @@ class Trainer:
             if self._failure is not None:
                 raise self._failure
             if logs is not None:
+                with self._writing():
+                    offsets = logs.offsets()
                 described = {
                     "step": self.step,
                     "stage": self._stage,
                     **self.totals,
-                    "log_bytes": logs.offsets(),
+                    "log_bytes": offsets,
                     "sizes": {**self._sizes, **self._known_sizes()},
                     "scaler": self.scaler.state_dict(),
                     "versions": _versions(),

@@ -6,6 +6,12 @@
 
 Integers that decide something (counts, whether to stop) go through a group of their own on the host, so no
 GPU is waited for.
+
+All processes see the run's directory. An error of one in loading, logging or saving is raised by all. An
+error inside of a step ends its own process, and torchrun ends the others, which wait for it.
+
+fsdp hooks each layer, and a hooked layer computes all of its rows. So a classifier that needs only the first
+tokens of its last layer draws other dropout masks there under fsdp than under ddp.
 """
 
 from __future__ import annotations
@@ -72,7 +78,10 @@ class Parallel:
         if self.kind != "none":
             self._began = not dist.is_initialized()
             if self._began:
-                dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+                on_gpu = self.device.type == "cuda"
+                dist.init_process_group(
+                    "nccl" if on_gpu else "gloo", device_id=self.device if on_gpu else None
+                )
             on_host = self.device.type == "cpu"
             self._host = dist.group.WORLD if on_host else dist.new_group(backend="gloo")
 
@@ -179,8 +188,8 @@ class Parallel:
         """Raise the error of this process, or that of the first process that has one. All processes call it.
 
         Raises:
-            Exception: `error`, or another process's: the same type and text where the type is made from a text
-                alone, else a RuntimeError.
+            Exception: `error`, or one of another process's text; of its type, if a text is all it takes, else
+                a RuntimeError.
         """
         if self.kind != "none":
             plain = error is not None and error.args == (str(error),)

@@ -26,12 +26,12 @@ from fastbert.checkpoint.files import CheckpointError
 from fastbert.testing.error_rule import compare
 from fastbert.training import loop as loop_module
 from fastbert.training.logs import Logs
-from fastbert.training.loop import Interrupted, Stage, Trainer, TrainingError
+from fastbert.training.loop import DTYPES, Interrupted, Stage, Trainer, TrainingError
 from fastbert.training.parallel import Parallel
 from fastbert.training.schedules import Schedule
 from fastbert.training.stream import Batch, Stream
-from tests.support.tiny_training import CONFIG, Classes, Numbered, NumberedPlan, digests
 from tests.support.processes import ROOT
+from tests.support.tiny_training import CONFIG, Classes, Numbered, NumberedPlan, digests
 
 STEPS = 4
 MICRO_BATCHES = 6
@@ -80,11 +80,12 @@ class Words(Numbered):
 class TwoLosses(nn.Module):
     """Words and classes, with a head of its own and tied weights."""
 
-    def __init__(self, dropout: float = 0.1, family: str = "Bert") -> None:
+    def __init__(self, dropout: float = 0.1, albert: bool = False) -> None:
         super().__init__()
         rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-        made = getattr(fastbert, f"{family}Config")(**{**CONFIG, **rates})
-        self.model = getattr(fastbert, f"{family}ForMaskedLM")(made)
+        kind = fastbert.AlbertForMaskedLM if albert else fastbert.BertForMaskedLM
+        size = {"model_type": "albert", "embedding_size": 16} if albert else {"model_type": "bert"}
+        self.model = kind(fastbert.EncoderConfig.from_dict({**CONFIG, **rates, **size}))
         self.head = nn.Linear(CONFIG["hidden_size"], 2)
         self.exports, self.weights = {"model": self.model}, {"class": 0.5}
 
@@ -193,7 +194,7 @@ def train(
     optimizer: str = "adamw",
     eps: float = 1e-4,
     clip: float | None = 1.0,
-    family: str | None = None,
+    albert: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Be one process of a run; how it ended ("done", or the error's type and text), and what was seen.
@@ -204,7 +205,7 @@ def train(
         others: see `Disturbance`, `MODULES`, `Parallel`, `Stage` and `Trainer`.
     """
     build, source = MODULES[module]
-    named = {} if family is None else {"family": family}
+    named = {"albert": True} if albert else {}
     kept = []
 
     def made() -> nn.Module:
@@ -213,19 +214,9 @@ def train(
 
     schedule = Schedule("linear", 1e-2, 50, 1)
     sequences = {"sequences": 2} if "tokens" not in options else {"tokens": options.pop("tokens")}
-    stage = Stage(
-        steps,
-        source(),
-        made,
-        schedule,
-        micro_batches,
-        options={"kind": optimizer, "eps": eps},
-        clip=clip,
-        **sequences,
-    )
-    parallel = Parallel(
-        kind, "cpu", parallel_dtype(dtype), **({} if bucket_mb is None else {"bucket_mb": bucket_mb})
-    )
+    of_stage = {"options": {"kind": optimizer, "eps": eps}, "clip": clip, **sequences}
+    stage = Stage(steps, source(), made, schedule, micro_batches, **of_stage)
+    parallel = Parallel(kind, "cpu", DTYPES[dtype], bucket_mb)
     own = {"save_every": 2, "log_every": 1, "tensorboard": False, "progress": False, "keep": 9}
     said: list[str] = []
     loop_module.work.roof = lambda *device_and_dtype: 1e9  # measuring it takes longer than the run
@@ -272,21 +263,14 @@ def read(output: Path, world: int, workers: int) -> dict[tuple[int, int], tuple[
     }
     found: dict[tuple[int, int], tuple[str, list[list[int]]]] = {}
     for rank in range(world):
-        kept: list[Recording] = []
+        module = Recording()
         schedule = Schedule("constant", 1e-3, steps)
-        stage = Stage(
-            steps,
-            Placed(),
-            lambda: kept.append(Recording()) or kept[-1],
-            schedule,
-            micro_batches,
-            sequences=2,
-        )
+        stage = Stage(steps, Placed(), lambda m=module: m, schedule, micro_batches, sequences=2)
         options = {"tensorboard": False, "progress": False, "workers": workers, "seed": seed}
         Trainer([stage], output / str(rank), parallel=Alone(rank, world), **options).run()
-        places = [numbers[seen[0]] for seen in kept[0].seen]
+        places = [numbers[seen[0]] for seen in module.seen]
         assert places == [(step, j) for step in range(steps) for j in range(rank, micro_batches, world)]
-        found |= dict(zip(places, [seen[1:] for seen in kept[0].seen], strict=True))
+        found |= dict(zip(places, [seen[1:] for seen in module.seen], strict=True))
     return found
 
 
@@ -314,11 +298,6 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def parallel_dtype(name: str) -> torch.dtype:
-    """The dtype of a name that `Trainer` takes."""
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-
-
 def newest(run: Path) -> Path:
     """The newest checkpoint's folder."""
     return max(entry for entry in run.iterdir() if entry.name.startswith("step-"))
@@ -340,7 +319,7 @@ def bits(run: Path) -> dict[str, str]:
 
 
 def misses(run: Path, one: Path, truth: Path, dtype: torch.dtype = torch.float32) -> list[str]:
-    """Where a run breaks the error rule beside a run of one process, given the same in float64; names and why.
+    """Where a run breaks the error rule: names and why, beside one process in float32 and in float64.
 
     Some true gradients are 0, such as those of the keys' biases, and rounding is all that is left of them.
     The floor is for them.

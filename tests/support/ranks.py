@@ -1,6 +1,6 @@
 """Processes that train together, each with the variables that torchrun sets.
 
-They are forks of one server that has imported PyTorch and has run nothing, so a start costs a tenth of a second.
+They are forks of one server that has imported PyTorch and has run nothing, so they start at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Ended(Exception):
     """A process ended without an answer.
 
     Attributes:
-        codes: exit code by rank; negative: a signal's number.
+        codes: exit code by rank, None of one that was still running; negative: a signal's number.
     """
 
     def __init__(self, codes: list[int | None], said: str) -> None:
@@ -98,10 +98,11 @@ class Ranks:
                 said += f"ranks {sorted(left)}: no answer in {seconds} s\n"
         if said:
             for process in self.processes:
-                process.join(0.5 if process.is_alive() else None)
+                process.join(0.5)
+        codes = [process.exitcode for process in self.processes]
         self.kill()
         if said:
-            raise Ended([process.exitcode for process in self.processes], said)
+            raise Ended(codes, said)
         return [found[rank] for rank in range(len(self.processes))]
 
     def kill(self) -> None:
