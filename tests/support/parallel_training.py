@@ -111,7 +111,8 @@ class Disturbance:
 
     Attributes:
         what: "raise" an error, "kill", a "full" disk, or one that is full for the "log" alone, a "batch" that
-            cannot be made, a factor of the step's loss ("nan", "inf"), or the name of a signal.
+            cannot be made, "nan" or "inf" in one number of the head's gradient, or the name of a signal. The
+            "inf" needs a scaler, and leaves the loss as it is.
         step: how many steps come before it.
         ranks: to whom; None: to all.
     """
@@ -153,7 +154,8 @@ class Disturbed(Trainer):
             Logs.write = _full
         forward = self.module.forward
         if what in ("nan", "inf"):
-            self.module.forward = lambda *given: _times(forward(*given), float(what))
+            factor = float("nan") if what == "nan" else 3e38
+            self.module.forward = lambda *given: _spoiled(self.module, forward(*given), factor)
         try:
             return super()._step(*args)
         finally:
@@ -166,9 +168,10 @@ class Disturbed(Trainer):
         return d.what if now else ""
 
 
-def _times(found: tuple[dict, dict], factor: float) -> tuple[dict, dict]:
+def _spoiled(module: nn.Module, found: tuple[dict, dict], factor: float) -> tuple[dict, dict]:
     losses, right = found
-    return {key: value * factor for key, value in losses.items()}, right
+    number = module.head.bias[0].float()
+    return {**losses, "class": losses["class"] + (number - number.detach()) * factor}, right
 
 
 def _raise(error: Exception) -> None:
