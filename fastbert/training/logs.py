@@ -9,6 +9,7 @@ stderr        one line that is written over, on a terminal
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -96,8 +97,9 @@ class Logs:
         return {name: file.tell() for name, file in self._files.items()}
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files. What `write` could not write is lost: it has said so."""
         for file in self._files.values():
-            file.close()
+            with contextlib.suppress(OSError):
+                file.close()
         if self._board is not None:
             self._board.close()

@@ -226,7 +226,11 @@ class Trainer:
             found = self.parallel.told(found)
             with self.parallel.alike():
                 state = read_json(found / STATE) if found else {}
-                self._begin(found, state)
+                module = self._begin(found, state)
+            self._set_up(module)
+            with self.parallel.alike():
+                if found:
+                    self._load(found)
                 if self.parallel.is_first:
                     offsets = state.get("log_bytes", {})
                     options = self._tensorboard, self._progress
@@ -247,8 +251,8 @@ class Trainer:
         if problem:
             raise TrainingError(problem)
 
-    def _begin(self, found: Path | None, state: Mapping[str, Any]) -> None:
-        """Set up the module and the optimizer of the step to begin with."""
+    def _begin(self, found: Path | None, state: Mapping[str, Any]) -> nn.Module:
+        """Take over what a checkpoint says of the run; the module of the step to begin with, not filled."""
         self.step = int(state.get("step", 0))
         self.totals = {key: int(state.get(key, 0)) for key in ("tokens", "sequences", "skipped")}
         if self.step > self.steps:
@@ -264,11 +268,9 @@ class Trainer:
         number = self._stage = int(state.get("stage", 0))
         self._sizes = {int(key): value for key, value in state.get("sizes", {}).items()}
         self.scaler = torch.amp.GradScaler(self.parallel.device.type, enabled=self.dtype == torch.float16)
-        self._set_up(self._new_module(number))
-        if found:
-            self._load(found)
-            if state.get("scaler"):
-                self.scaler.load_state_dict(state["scaler"])
+        if state.get("scaler"):
+            self.scaler.load_state_dict(state["scaler"])
+        return self._new_module(number)
 
     def _new_module(self, number: int) -> nn.Module:
         """The module of a stage with its first weights; of an earlier stage if that one's goes on."""
@@ -402,6 +404,11 @@ class Trainer:
         if self.parallel.kind == "ddp" and self.parallel.world > 1 and not self._warm:
             # DDP settles the order of its sums by its first backward, so every beginning has one more
             self._backward(micro[0], 0, counts, {}, False, exchange=True)
+            unused = [
+                name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None
+            ]
+            if unused:
+                raise TrainingError(f"{unused[0]}: no loss depends on it; ddp needs requires_grad=False")
             self.optimizer.zero_grad(set_to_none=True)
         self._warm = True
         lr = stage.schedule(stage.first_step + self.step - (self._ends[self._stage] - stage.steps))
@@ -519,22 +526,32 @@ class Trainer:
         except OSError as error:
             raise CheckpointError(f"{self.output}: could not be written: {cause(error)}") from error
 
-    def _whole_state(self) -> dict[str, Tensor]:
-        """name -> value of each parameter, whole, on the CPU; a shared one under its first name."""
-        return {name: self.parallel.whole(p) for name, p in self.module.named_parameters()}
+    def _whole_state(self, everywhere: bool = True) -> dict[str, Tensor]:
+        """name -> value of each parameter, whole, on the CPU; a shared one under its first name.
+
+        All processes call it. Unless `everywhere`, only the first one gets the values.
+        """
+        found = {}
+        for name, p in self.module.named_parameters():
+            value = self.parallel.whole(p)
+            if everywhere or self.parallel.is_first:
+                found[name] = value.cpu()
+        return found
 
     def _whole_moments(self) -> dict[str, Tensor]:
-        """ "name/key" -> value of the optimizer's state, whole, on the CPU."""
+        """ "name/key" -> value of the optimizer's state, whole, on the CPU, for the first process."""
         found = {}
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 for key, value in self.optimizer.state.get(p, {}).items():
-                    found[f"{self.names[id(p)]}/{key}"] = self.parallel.whole(value)
+                    value = self.parallel.whole(value)
+                    if self.parallel.is_first:
+                        found[f"{self.names[id(p)]}/{key}"] = value.cpu()
         return found
 
     def _save(self, logs: Logs | None) -> Path:
         """Write a checkpoint of the current step."""
-        state, moments = self._whole_state(), self._whole_moments()
+        state, moments = self._whole_state(everywhere=False), self._whole_moments()
 
         def write(folder: Path) -> None:
             shared = self._write_models(folder, state)

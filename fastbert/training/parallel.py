@@ -143,11 +143,11 @@ class Parallel:
         return values
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """A tensor that may be sharded, whole, on the CPU. All processes call it."""
+        """A tensor that may be sharded, whole. All processes call it."""
         tensor = tensor.detach()
         if hasattr(tensor, "full_tensor"):
             tensor = tensor.full_tensor()
-        return tensor.to("cpu")
+        return tensor
 
     def fill(self, target: Tensor, value: Tensor) -> None:
         """Copy a whole value into a tensor that may be sharded."""
@@ -188,12 +188,14 @@ class Parallel:
         """Raise the error of this process, or that of the first process that has one. All processes call it.
 
         Raises:
-            Exception: `error`, or one of another process's text; of its type, if a text is all it takes, else
-                a RuntimeError.
+            Exception: `error`, or one of another process's text; of its type, if it is Python's or ours and
+                takes a text alone, else a RuntimeError.
         """
         if self.kind != "none":
-            plain = error is not None and error.args == (str(error),)
-            kind = type(error) if plain else RuntimeError
+            kind = type(error)
+            known = kind.__module__.partition(".")[0] in ("builtins", "fastbert")
+            if error is not None and not (known and error.args == (str(error),)):
+                kind = RuntimeError
             told: list[Any] = [None] * self.world
             dist.all_gather_object(told, None if error is None else (kind, str(error)), group=self._host)
             if error is None:

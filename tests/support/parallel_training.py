@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -25,7 +26,6 @@ import fastbert
 from fastbert.checkpoint.files import CheckpointError
 from fastbert.testing.error_rule import compare
 from fastbert.training import loop as loop_module
-from fastbert.training.logs import Logs
 from fastbert.training.loop import DTYPES, Interrupted, Stage, Trainer, TrainingError
 from fastbert.training.parallel import Parallel
 from fastbert.training.schedules import Schedule
@@ -102,7 +102,15 @@ class TwoLosses(nn.Module):
         return losses, right
 
 
-MODULES = {"classes": (Classes, Numbered), "recording": (Recording, Placed), "two": (TwoLosses, Words)}
+class Unused(TwoLosses):
+    """`TwoLosses` with a parameter that no loss depends on."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.spare = nn.Parameter(torch.ones(3))
+
+
+MODULES = {"recording": (Recording, Placed), "two": (TwoLosses, Words), "unused": (Unused, Words)}
 
 
 @dataclass(frozen=True)
@@ -110,7 +118,7 @@ class Disturbance:
     """What happens to some ranks before a step.
 
     Attributes:
-        what: "raise" an error, "kill", a "full" disk, or one that is full for the "log" alone, a "batch" that
+        what: "raise" an error, "kill", a "full" disk, no more room for the "log", a "batch" that
             cannot be made, "nan" or "inf" in one number of the head's gradient, or the name of a signal. The
             "inf" needs a scaler, and leaves the loss as it is.
         step: how many steps come before it.
@@ -151,7 +159,7 @@ class Disturbed(Trainer):
         if what == "full":
             os.fsync = _full
         if what == "log":
-            Logs.write = _full
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
         forward = self.module.forward
         if what in ("nan", "inf"):
             factor = float("nan") if what == "nan" else 3e38
@@ -166,6 +174,12 @@ class Disturbed(Trainer):
         d = self.disturbance
         now = d is not None and d.step == self.step and (d.ranks is None or self.parallel.rank in d.ranks)
         return d.what if now else ""
+
+
+def _fill(source: nn.Module, target: nn.Module) -> None:
+    target.load_state_dict(source.state_dict())
+    with torch.no_grad():
+        target.head.weight.mul_(0.5)
 
 
 def _spoiled(module: nn.Module, found: tuple[dict, dict], factor: float) -> tuple[dict, dict]:
@@ -198,6 +212,7 @@ def train(
     eps: float = 1e-4,
     clip: float | None = 1.0,
     albert: bool = False,
+    grown: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Be one process of a run; how it ended ("done", or the error's type and text), and what was seen.
@@ -205,6 +220,8 @@ def train(
     Args:
         double: whether the module is in float64: the truth of the error rule.
         bucket_mb: megabytes of DDP's buckets.
+        grown: whether two stages follow: a module that is filled from the first one, with twice the
+            micro-batches, and then a new optimizer.
         others: see `Disturbance`, `MODULES`, `Parallel`, `Stage` and `Trainer`.
     """
     build, source = MODULES[module]
@@ -218,7 +235,13 @@ def train(
     schedule = Schedule("linear", 1e-2, 50, 1)
     sequences = {"sequences": 2} if "tokens" not in options else {"tokens": options.pop("tokens")}
     of_stage = {"options": {"kind": optimizer, "eps": eps}, "clip": clip, **sequences}
-    stage = Stage(steps, source(), made, schedule, micro_batches, **of_stage)
+    stages = [Stage(steps, source(), made, schedule, micro_batches, **of_stage)]
+    if grown:
+        later = {**of_stage, "first_micro_batch": steps * micro_batches}
+        stages += [
+            Stage(2, source(), made, schedule, 2 * micro_batches, enter=_fill, **later),
+            Stage(1, source(), made, schedule, micro_batches, fresh_optimizer=True, **later),
+        ]
     parallel = Parallel(kind, "cpu", DTYPES[dtype], bucket_mb)
     own = {"save_every": 2, "log_every": 1, "tensorboard": False, "progress": False, "keep": 9}
     said: list[str] = []
@@ -226,7 +249,7 @@ def train(
     ended, last = "done", {}
     try:
         trainer = Disturbed(
-            [stage],
+            stages,
             output,
             {"module": module},
             seed=3,
