@@ -161,7 +161,7 @@ def test_stages(tmp_path, reference, name):
     assert ends(train(tmp_path / "run", name, grown=True)) == ["done"] * 2
     assert runs.misses(tmp_path / "run", *reference(grown=True)) == []
     expected = runs.bits(tmp_path / "run")
-    for step in (7, 6, 4):
+    for step in (7, 6):
         shutil.rmtree(tmp_path / "run" / f"step-{step:06d}", ignore_errors=True)
         assert ends(train(tmp_path / "run", name, grown=True)) == ["done"] * 2
         assert runs.bits(tmp_path / "run") == expected
@@ -256,7 +256,8 @@ def test_a_signal_to_one_or_all(tmp_path, name, ranks, what):
 @pytest.mark.parametrize("name", ["ddp2", "fsdp2"])
 def test_a_full_disk_ends_all(tmp_path, name):
     found = ends(train(tmp_path / "run", name, disturbance=Disturbance("full", 2, (0,))))
-    said = f"CheckpointError: {tmp_path / 'run'}: could not be written: No space left on device"
+    why = "OSError: [Errno 28] No space left on device"
+    said = f"CheckpointError: {tmp_path / 'run'}: could not be written: {why}"
     assert found == [said] * 2
     assert runs.newest(tmp_path / "run").name == "step-000002"
     expected = unbroken(tmp_path, name)
@@ -274,8 +275,8 @@ def test_an_error_of_one_process_outside_a_step_ends_all(tmp_path, rank):
 
 def test_a_log_that_cannot_be_written_ends_all(tmp_path):
     found = ends(train(tmp_path / "log", "ddp2", disturbance=Disturbance("log", 2, (0,))))
-    assert len(set(found)) == 1
-    assert found[0] == f"CheckpointError: {tmp_path / 'log'}: could not be written: File too large"
+    why = "OSError: [Errno 27] File too large"
+    assert found == [f"CheckpointError: {tmp_path / 'log'}: could not be written: {why}"] * 2
 
 
 def test_a_parameter_without_a_loss_is_named(tmp_path):
