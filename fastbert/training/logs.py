@@ -119,9 +119,10 @@ class Logs:
         return parse_json(lines[-1], path) if lines else {}
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files. What `write` could not write is lost: it has said so."""
         for file in self._files.values():
-            file.close()
+            with contextlib.suppress(OSError):
+                file.close()
         if self._board is not None:
             self._board.close()
 

@@ -40,7 +40,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fastbert.checkpoint.save as model_files
-from fastbert.checkpoint.files import SAFETENSORS, CheckpointError, read_json, replace
+from fastbert.checkpoint.files import SAFETENSORS, CheckpointError, cause, read_json, replace
 from fastbert.runtime.version import VERSION
 from fastbert.training import checkpoints, work
 from fastbert.training.draws import key_of
@@ -52,6 +52,8 @@ from fastbert.training.stream import Batch, Source, Stream, loaded
 
 CONFIG = "config.json"
 STATE, HEADS, MOMENTS = "trainer.json", "heads.safetensors", "optimizer.safetensors"
+# What ends a run after its step, where the system has it
+_SIGNALS = [int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # of fp16's scaler: forty skips in a row from its first one
 _LEAST_SCALE = 2.0**-24
@@ -218,6 +220,7 @@ class Trainer:
         self.steps = sum(stage.steps for stage in self.stages)
         self._ends = list(itertools.accumulate(stage.steps for stage in self.stages))
         self._signal: int | None = None
+        self._failure: Exception | None = None
 
     # -- the run ---------------------------------------------------------------------------------------------
 
@@ -228,53 +231,54 @@ class Trainer:
             Interrupted: SIGTERM, SIGINT or SIGHUP came; a checkpoint was written.
             TrainingError, CheckpointError: what cannot go on, and where.
         """
-        first = self.parallel.is_first
-        if first:
-            checkpoints.begin(self.output)
-        with checkpoints.locked(self.output) if first else contextlib.nullcontext(), self._signals():
-            if first:
-                checkpoints.clear(self.output)
-            self._check_config()
-            found, rejected = checkpoints.newest(self.output) if first else (None, [])
+        found = logs = None
+        with contextlib.ExitStack() as held, self._signals():
+            with self.parallel.alike():
+                if self.parallel.is_first:
+                    checkpoints.begin(self.output)
+                    held.enter_context(checkpoints.locked(self.output))
+                    checkpoints.clear(self.output)
+                    self._check_config()
+                    found, rejected = checkpoints.newest(self.output)
+                    for why in rejected:
+                        self._say(f"not usable: {why}")
+                    if rejected and not found:
+                        raise TrainingError(
+                            f"{self.output}: no checkpoint is usable: {'; '.join(rejected)}; "
+                            "remove them to begin anew, or use another directory"
+                        )
             found = self.parallel.told(found)
-            for why in rejected:
-                self._say(f"not usable: {why}")
-            if self.parallel.told(bool(rejected)) and not found:
-                raise TrainingError(
-                    f"{self.output}: no checkpoint is usable: {'; '.join(rejected)}; "
-                    "remove them to begin anew, or use another directory"
-                )
-            state = read_json(found / STATE) if found else {}
-            self._begin(found, state)
-            logs = None
-            if first:
-                offsets = state.get("log_bytes", {})
-                logs = Logs(self.output, self.step, self.steps, offsets, self._tensorboard, self._progress)
-                for text in logs.lost:
-                    self._say(text)
-            try:
-                return self._train(found, logs)
-            finally:
-                if logs is not None:
-                    logs.close()
+            with self.parallel.alike():
+                state = read_json(found / STATE) if found else {}
+                module = self._begin(found, state)
+            self._set_up(module)
+            with self.parallel.alike():
+                if found:
+                    self._load(found)
+                if self.parallel.is_first:
+                    offsets = state.get("log_bytes", {})
+                    options = self._tensorboard, self._progress
+                    logs = Logs(self.output, self.step, self.steps, offsets, *options)
+                    held.callback(logs.close)
+                    for text in logs.lost:
+                        self._say(text)
+            return self._train(found, logs)
 
     def _check_config(self) -> None:
         """Compare the run's config with the one of the directory, or write it."""
         path = self.output / CONFIG
         problem = None
-        if self.parallel.is_first:
-            if path.exists():
-                problem = _difference(read_json(path), self.config, path)
-            elif checkpoints.steps_in(self.output):
-                problem = f"{path}: is missing beside checkpoints; it says what they were trained with"
-            else:
-                replace(path, (json.dumps(self.config, indent=1, sort_keys=True) + "\n").encode())
-        problem = self.parallel.told(problem)
+        if path.exists():
+            problem = _difference(read_json(path), self.config, path)
+        elif checkpoints.steps_in(self.output):
+            problem = f"{path}: is missing beside checkpoints; it says what they were trained with"
+        else:
+            replace(path, (json.dumps(self.config, indent=1, sort_keys=True) + "\n").encode())
         if problem:
             raise TrainingError(problem)
 
-    def _begin(self, found: Path | None, state: Mapping[str, Any]) -> None:
-        """Set up the module and the optimizer of the step to begin with."""
+    def _begin(self, found: Path | None, state: Mapping[str, Any]) -> nn.Module:
+        """Take over what a checkpoint says of the run; the module of the step to begin with, not filled."""
         mine = {key: value for key, value in self._decisive().items() if key in state}
         problem = _difference({key: state[key] for key in mine}, mine, self.output / CONFIG)
         if problem:
@@ -294,11 +298,9 @@ class Trainer:
         number = self._stage = int(state.get("stage", 0))
         self._sizes = {int(key): value for key, value in state.get("sizes", {}).items()}
         self.scaler = torch.amp.GradScaler(self.parallel.device.type, enabled=self.dtype == torch.float16)
-        self._set_up(self._new_module(number))
-        if found:
-            self._load(found)
-            if state.get("scaler"):
-                self.scaler.load_state_dict(state["scaler"])
+        if state.get("scaler"):
+            self.scaler.load_state_dict(state["scaler"])
+        return self._new_module(number)
 
     def _new_module(self, number: int) -> nn.Module:
         """The module of a stage with its first weights; of an earlier stage if that one's goes on."""
@@ -369,7 +371,9 @@ class Trainer:
             with contextlib.closing(loaded(self._stream, numbers, self.workers)) as batches:
                 clock = _Clock()
                 while self.step < self._ends[number]:
-                    micro = clock.waiting(batches, per_step)
+                    micro = []
+                    with self._failing_later():
+                        micro = clock.waiting(batches, per_step)
                     counts, stop = self._counted(micro)
                     if stop:
                         if saved is None or saved.name != checkpoints.name_of(self.step):
@@ -382,9 +386,10 @@ class Trainer:
                     if logged:
                         last = {"step": self.step, **computed}
                         if logs is not None:
-                            logs.write(self.step, computed, clock.speed(roof, peak))
+                            with self._failing_later(), self._writing():
+                                logs.write(self.step, computed, clock.speed(roof, peak))
                     if logs is not None:
-                        shown = {"loss": f"{last['loss']:.4f}"} if last else {}
+                        shown = {"loss": f"{last['loss']:.4f}"} if last.get("loss") is not None else {}
                         rate = f"{clock.tokens_per_second:,.0f}"
                         logs.show(self.step, {**shown, "tokens/s": rate}, last=self.step == self.steps)
                     if self._is_saved(self.step):
@@ -407,15 +412,30 @@ class Trainer:
         return Stream(stage.source, self.seed, stage.sequences, stage.tokens, sizes)
 
     def _counted(self, micro: Sequence[Batch]) -> tuple[dict[str, int], int]:
-        """(loss -> count over all of the step's micro-batches, "tokens" and "sequences" too; signal or 0)."""
-        names = list(micro[0].counts)
+        """(loss -> count over all of the step's micro-batches, "tokens" and "sequences" too; signal or 0).
+
+        Raises:
+            Exception: what `_failing_later` has kept of this process or of another one.
+        """
+        names = sorted(micro[0].counts) if micro else []
         values = [sum(batch.counts[name] for batch in micro) for name in names]
         values += [sum(int(batch.lengths.sum()) for batch in micro), sum(len(b.lengths) for b in micro)]
-        values.append(0 if self._signal is None else int(self._signal))
-        *summed, stop = self.parallel.summed(values)
-        if stop:  # of this process or of another one
-            stop = self._signal or signal.SIGTERM
+        # first what says whether the rest has a meaning
+        flags = [int(self._failure is not None), *(int(self._signal == number) for number in _SIGNALS)]
+        failed, *signals = self.parallel.summed(flags)
+        if failed:
+            self.parallel.raise_any(self._failure)
+        summed = self.parallel.summed(values)
+        stop = next((number for number, count in zip(_SIGNALS, signals, strict=True) if count), 0)
         return dict(zip([*names, "tokens", "sequences"], summed, strict=True)), stop
+
+    @contextlib.contextmanager
+    def _failing_later(self) -> Iterator[None]:
+        """A block without exchange. What it raises, all processes raise where they exchange counts next."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = self._failure or error
 
     def _step(
         self, stage: Stage, micro: Sequence[Batch], counts: Mapping[str, int], measure: bool
@@ -424,6 +444,11 @@ class Trainer:
         if self.parallel.kind == "ddp" and self.parallel.world > 1 and not self._warm:
             # DDP settles the order of its sums by its first backward, so every beginning has one more
             self._backward(micro[0], 0, counts, {}, False, exchange=True)
+            unused = [
+                name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None
+            ]
+            if unused:
+                raise TrainingError(f"{unused[0]}: no loss depends on it; ddp needs requires_grad=False")
             self.optimizer.zero_grad(set_to_none=True)
         self._warm = True
         lr = stage.schedule(stage.first_step + self.step - (self._ends[self._stage] - stage.steps))
@@ -490,20 +515,21 @@ class Trainer:
         if not math.isfinite(value):
             if self.scaler.is_enabled() and self.scaler.get_scale() > _LEAST_SCALE:
                 return value
+            name = self._not_finite(parameters)
             raise TrainingError(
-                f"step {self.step + 1}: the gradient of {self._not_finite(parameters)} is not finite; "
-                "nothing was updated"
+                f"step {self.step + 1}: the gradient of {name} is not finite; nothing was updated"
             )
         if most is not None and value > most:
             torch._foreach_mul_(gradients, most / (value + 1e-6))
         return value
 
     def _not_finite(self, parameters: Sequence[Tensor]) -> str:
-        """The parameter whose gradient is not finite."""
-        for p in parameters:
-            if p.grad is not None and not bool(torch.isfinite(_local(p.grad)).all()):
-                return self.names[id(p)]
-        return "a parameter on another process" if self.parallel.world > 1 else "all parameters together"
+        """The first parameter whose gradient is not finite, in a share of any process."""
+        wrong = [
+            int(p.grad is not None and not bool(torch.isfinite(_local(p.grad)).all())) for p in parameters
+        ]
+        places = [i for i, count in enumerate(self.parallel.summed(wrong)) if count]
+        return self.names[id(parameters[places[0]])] if places else "all parameters together"
 
     def _computed(
         self, sums: Mapping[str, Tensor], counts: Mapping[str, int], lr: float, norm: float
@@ -532,52 +558,68 @@ class Trainer:
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
-    def _whole_state(self) -> dict[str, Tensor]:
-        """name -> value of each parameter, whole, on the CPU; a shared one under its first name."""
-        return {name: self.parallel.whole(p) for name, p in self.module.named_parameters()}
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A block that writes into the run's directory; a full disk is a CheckpointError."""
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(f"{self.output}: could not be written: {cause(error)}") from error
+
+    def _whole_state(self, everywhere: bool = True) -> dict[str, Tensor]:
+        """name -> value of each parameter, whole, on the CPU; a shared one under its first name.
+
+        All processes call it. Unless `everywhere`, only the first one gets the values.
+        """
+        found = {}
+        for name, p in self.module.named_parameters():
+            value = self.parallel.whole(p)
+            if everywhere or self.parallel.is_first:
+                found[name] = value.cpu()
+        return found
 
     def _whole_moments(self) -> dict[str, Tensor]:
-        """ "name/key" -> value of the optimizer's state, whole, on the CPU."""
+        """ "name/key" -> value of the optimizer's state, whole, on the CPU, for the first process."""
         found = {}
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 for key, value in self.optimizer.state.get(p, {}).items():
-                    found[f"{self.names[id(p)]}/{key}"] = self.parallel.whole(value)
+                    value = self.parallel.whole(value)
+                    if self.parallel.is_first:
+                        found[f"{self.names[id(p)]}/{key}"] = value.cpu()
         return found
 
     def _save(self, logs: Logs | None) -> Path:
         """Write a checkpoint of the current step."""
-        state, moments = self._whole_state(), self._whole_moments()
-        failed, place = None, self.output / checkpoints.name_of(self.step)
-        if logs is not None:
-            described = {
-                "step": self.step,
-                "stage": self._stage,
-                **self.totals,
-                "log_bytes": logs.offsets(),
-                "sizes": {**self._sizes, **self._known_sizes()},
-                "scaler": self.scaler.state_dict(),
-                "versions": _versions(),
-                **self._decisive(),
-            }
+        state, moments = self._whole_state(everywhere=False), self._whole_moments()
 
-            def write(folder: Path) -> None:
-                shared = self._write_models(folder, state)
-                heads = {key: value for key, value in state.items() if key not in shared}
-                save_file({key: value.contiguous() for key, value in heads.items()}, folder / HEADS)
-                save_file({key: value.contiguous() for key, value in moments.items()}, folder / MOMENTS)
-                (folder / STATE).write_text(json.dumps(described, indent=1, sort_keys=True) + "\n")
-                if self._finish is not None:
-                    self._finish(folder)
+        def write(folder: Path) -> None:
+            shared = self._write_models(folder, state)
+            heads = {key: value for key, value in state.items() if key not in shared}
+            save_file({key: value.contiguous() for key, value in heads.items()}, folder / HEADS)
+            save_file({key: value.contiguous() for key, value in moments.items()}, folder / MOMENTS)
+            (folder / STATE).write_text(json.dumps(described, indent=1, sort_keys=True) + "\n")
+            if self._finish is not None:
+                self._finish(folder)
 
-            try:
+        with self.parallel.alike():
+            if self._failure is not None:
+                raise self._failure
+            if logs is not None:
+                with self._writing():
+                    offsets = logs.offsets()
+                described = {
+                    "step": self.step,
+                    "stage": self._stage,
+                    **self.totals,
+                    "log_bytes": offsets,
+                    "sizes": {**self._sizes, **self._known_sizes()},
+                    "scaler": self.scaler.state_dict(),
+                    "versions": _versions(),
+                    **self._decisive(),
+                }
                 checkpoints.save(self.output, self.step, write, self.keep)
-            except CheckpointError as error:
-                failed = str(error)
-        failed = self.parallel.told(failed)
-        if failed:
-            raise CheckpointError(failed)
-        return place
+        return self.output / checkpoints.name_of(self.step)
 
     def _decisive(self) -> dict[str, Any]:
         """What the result depends on, whatever `config` says."""
@@ -597,8 +639,9 @@ class Trainer:
             for key, p in model.named_parameters(remove_duplicate=False):
                 values[key] = state[by_parameter[id(p)]]
                 written.add(by_parameter[id(p)])
-            for key, buffer in model.state_dict().items():
-                values.setdefault(key, self.parallel.whole(buffer))
+            for key, value in model.state_dict().items():
+                if key not in values:  # a buffer, which no process shares with others
+                    values[key] = value.cpu()
             model_files.save(model, folder / name, max_shard_size=1 << 60, state_dict=values)
         return written
 
@@ -650,9 +693,8 @@ class Trainer:
             signal.signal(number, before[number])  # a second one does what it did before
 
         before: dict[int, Any] = {}
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)
-            if number is not None and signal.getsignal(number) not in (signal.SIG_IGN, None):
+        for number in _SIGNALS:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
                 before[number] = signal.signal(number, note)
         try:
             yield

@@ -6,6 +6,12 @@
 
 Integers that decide something (counts, whether to stop) go through a group of their own on the host, so no
 GPU is waited for.
+
+All processes see the run's directory. An error of one in loading, logging or saving is raised by all. An
+error inside of a step ends its own process, and torchrun ends the others, which wait for it.
+
+fsdp hooks each layer, and a hooked layer computes all of its rows. So a classifier that needs only the first
+tokens of its last layer draws other dropout masks there under fsdp than under ddp.
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ class Parallel:
         kind: of `KINDS`; None: ddp if torchrun has started several processes, else none.
         device: where the model is; None: a GPU of this process's own if there is one, else the CPU.
         dtype: of the products, for fsdp, which gathers the weights in it.
+        bucket_mb: of the gradients that ddp sends together, in MiB; None: PyTorch's choice.
 
     Attributes:
         kind, device: as chosen.
@@ -45,6 +52,7 @@ class Parallel:
         kind: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
+        bucket_mb: float | None = None,
     ) -> None:
         started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
         self.world = int(os.environ["WORLD_SIZE"]) if started else 1
@@ -61,14 +69,19 @@ class Parallel:
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        self.dtype = dtype
+        if bucket_mb is not None and not 0 < bucket_mb < float("inf"):
+            raise ValueError(f"bucket_mb: expected a number > 0, or None, got {bucket_mb!r}")
+        self.dtype, self.bucket_mb = dtype, bucket_mb
         self._mesh, self._host, self._began = None, None, False
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self.kind != "none":
             self._began = not dist.is_initialized()
             if self._began:
-                dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+                on_gpu = self.device.type == "cuda"
+                dist.init_process_group(
+                    "nccl" if on_gpu else "gloo", device_id=self.device if on_gpu else None
+                )
             on_host = self.device.type == "cpu"
             self._host = dist.group.WORLD if on_host else dist.new_group(backend="gloo")
 
@@ -86,7 +99,9 @@ class Parallel:
         """The module to call: `module` itself, with its gradients averaged over all processes."""
         if self.kind == "ddp":
             ids = [self.device.index] if self.device.type == "cuda" else None
-            return nn.parallel.DistributedDataParallel(module, ids, gradient_as_bucket_view=True)
+            return nn.parallel.DistributedDataParallel(
+                module, ids, bucket_cap_mb=self.bucket_mb, gradient_as_bucket_view=True
+            )
         if self.kind == "fsdp":
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -128,11 +143,11 @@ class Parallel:
         return values
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """A tensor that may be sharded, whole, on the CPU. All processes call it."""
+        """A tensor that may be sharded, whole. All processes call it."""
         tensor = tensor.detach()
         if hasattr(tensor, "full_tensor"):
             tensor = tensor.full_tensor()
-        return tensor.to("cpu")
+        return tensor
 
     def fill(self, target: Tensor, value: Tensor) -> None:
         """Copy a whole value into a tensor that may be sharded."""
@@ -151,11 +166,6 @@ class Parallel:
         self.fill(made, value)
         return made
 
-    def wait(self) -> None:
-        """Wait until all processes are here."""
-        if self.kind != "none":
-            dist.barrier(group=self._host)
-
     def told(self, value: Any) -> Any:
         """What the first process says."""
         if self.kind == "none":
@@ -163,3 +173,32 @@ class Parallel:
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self._host)
         return values[0]
+
+    @contextlib.contextmanager
+    def alike(self) -> Iterator[None]:
+        """A block without exchange, which ends for all processes alike: what one raises, all raise."""
+        error = None
+        try:
+            yield
+        except Exception as found:
+            error = found
+        self.raise_any(error)
+
+    def raise_any(self, error: Exception | None) -> None:
+        """Raise the error of this process, or that of the first process that has one. All processes call it.
+
+        Raises:
+            Exception: `error`, or one of another process's text; of its type, if it is Python's or ours and
+                takes a text alone, else a RuntimeError.
+        """
+        if self.kind != "none":
+            kind = type(error)
+            known = kind.__module__.partition(".")[0] in ("builtins", "fastbert")
+            if error is not None and not (known and error.args == (str(error),)):
+                kind = RuntimeError
+            told: list[Any] = [None] * self.world
+            dist.all_gather_object(told, None if error is None else (kind, str(error)), group=self._host)
+            if error is None:
+                error = next((kind(text) for kind, text in filter(None, told)), None)
+        if error is not None:
+            raise error

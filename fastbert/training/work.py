@@ -66,7 +66,8 @@ def linear_work(tokens: int, inputs: int, outputs: int) -> float:
 
 def roof(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of one large product, the median of five."""
-    size = 4096 if device.type == "cuda" else 1024
+    # float16 on a CPU may be a hundred times as slow as float32
+    size = 4096 if device.type == "cuda" else 256 if dtype == torch.float16 else 1024
     a = torch.ones(size, size, device=device, dtype=dtype)
     seconds = []
     for _ in range(6):

@@ -126,10 +126,18 @@ WHOLE = {
         test_whatever_one_kernel_does_the_others_are_checked
     """,
     "training": """
-        test_a_full_disk_at_every_writing_operation test_a_kill_at_every_file_operation
-        test_a_kill_at_every_file_operation_of_growth
-        test_a_signal_to_the_whole_group_leaves_the_workers_to_the_parent
-        test_kills_at_random_moments test_small_disks test_workers_end_after_a_parent_that_was_killed
+        test_a_checkpoint_goes_on_under_another_kind test_a_full_disk_at_every_writing_operation
+        test_a_full_disk_ends_all[fsdp test_a_gradient_of_one_process_is_not_finite[fsdp
+        test_a_kill_at_every_file_operation test_a_kill_at_every_file_operation_of_growth
+        test_a_signal_to_one_or_all[SIGINT test_a_signal_to_one_or_all[SIGTERM-None
+        test_a_signal_to_one_or_all[SIGTERM-ranks0 test_a_signal_to_one_or_all[SIGTERM-ranks1-fsdp3
+        test_a_signal_to_the_whole_group_leaves_the_workers_to_the_parent test_bfloat16
+        test_float16_and_its_scaler test_kills_at_random_moments test_layers_that_share_their_weights
+        test_micro_batches_by_tokens test_other_optimizers test_processes_equal_one[ddp3
+        test_processes_equal_one[fsdp3 test_processes_read_what_one_reads test_resumed_bits_equal[kill
+        test_resumed_bits_equal[raise-ddp3 test_resumed_bits_equal[raise-fsdp
+        test_saved_models_are_whole_directories test_small_disks test_stages test_torchrun
+        test_torchrun_is_terminated test_workers_end_after_a_parent_that_was_killed
     """,
     "triton": """
         test_a_sharp_softmax test_a_spill_is_seen test_a_stack_is_a_spill_but_for_one test_attention
