@@ -62,6 +62,8 @@ def begun(
         said = os.open(words or run.with_suffix(".txt"), os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
         os.dup2(said, 1)
         os.dup2(said, 2)
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # a shell ignores some for what runs in the background
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
         torch.set_num_threads(1)
         work.roof = lambda device, dtype: 1e12  # it is measured for a tenth of a second
         if before is not None:
@@ -142,8 +144,9 @@ def newest_step(run: Path) -> int:
 class Operations:
     """Counts the file operations of this process below a folder, and calls `act` at one of them.
 
-    An operation is an open, a chmod, a flush, a rename, a removal, a new folder, half of a write and its
-    other half. Audit hooks see most of them; the others are wrapped. Never undone: for a process of its own.
+    An operation is an open to write, a chmod, a flush, a rename, a removal, a new folder, half of a write and
+    its other half. Audit hooks see most of them; the others are wrapped. Never undone: for a process of its
+    own.
 
     Args:
         folder: of the files.
@@ -180,7 +183,7 @@ class Operations:
             else ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod")
         ):
             return
-        if event == "open" and self.writing and not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        if event == "open" and not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             return
         path, inside = str(args[0]), args[-1] if event in ("os.remove", "os.rmdir") else -1
         if inside != -1:  # relative to an open folder

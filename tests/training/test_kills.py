@@ -122,6 +122,10 @@ def hidden(run: Path) -> list[str]:
     ]
 
 
+# a checkpoint gets its name
+PLACED = re.compile(r"os\.rename \.saving-step-[^/]*$")
+
+
 def two_saves(run: Path):
     return trainer(run, 2, save_every=1, keep=1)
 
@@ -146,24 +150,26 @@ def test_a_kill_at_every_file_operation(tmp_path):
         end = lives.killed_at(run, number, two_saves)
         assert end.code == -signal.SIGKILL, (number, names[number - 1], end.said)
         died += 1
-        renamed = [i for i, n in enumerate(names, 1) if n.startswith("os.rename .saving-step") and i < number]
+        renamed = [name for name in names[: number - 1] if PLACED.match(name)]
         assert newest_step(run) == (len(renamed) or -1), end.said
-        again = number * 7 % len(names) + 1  # the next life is killed elsewhere, or ends before
-        assert lives.killed_at(run, again, two_saves).code in (-signal.SIGKILL, 0)
+        if number % 3 == 0:  # the next life is killed elsewhere, or ends before
+            again = lives.killed_at(run, number * 7 % len(names) + 1, two_saves)
+            assert again.code in (-signal.SIGKILL, 0), again.said
         assert finished(run, two_saves) == expected, end.said
         assert hidden(run) == []
         shutil.rmtree(run)
     saves = [i for i, name in enumerate(names) if name.startswith("os.mkdir .saving-step")]
-    ends = [i for i, name in enumerate(names) if name.startswith("os.rename .saving-step")]
-    print(f"{len(names)} operations, {ends[1] - saves[1] + 1} of the second save up to its rename")
-    assert died == len(names) > 100
+    ends = [i for i, name in enumerate(names) if PLACED.match(name)]
+    first = next(i for i in saves if i > ends[0])
+    print(f"{len(names)} operations, {ends[1] - first + 1} of the second save up to its rename")
+    assert died == len(names) > 80
 
 
 def test_a_kill_at_every_file_operation_of_growth(tmp_path):
     """The checkpoint between two stages is of the new module."""
     expected = finished(tmp_path / "unbroken", growing)
     names = lives.recorded(tmp_path / "counted", growing)
-    for number in range(40, len(names) + 1, 3):
+    for number in range(20, len(names) + 1, 3):
         run = tmp_path / str(number)
         assert lives.killed_at(run, number, growing).code == -signal.SIGKILL
         assert finished(run, growing) == expected, names[number - 1]
@@ -193,14 +199,15 @@ def quiet(run: Path, **options):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
-def test_a_signal_ends_the_run_after_the_step_and_its_checkpoint(name, tmp_path):
+def test_a_signal_ends_the_run_after_the_step_and_its_checkpoint(name, tmp_path, request):
     number = getattr(signal, name)
-    before = signal.getsignal(number)
+    before = signal.signal(number, signal.default_int_handler)  # a shell may have it ignored
+    request.addfinalizer(lambda: signal.signal(number, before))
     make = signalled(number, tmp_path / "run", save_every=100)
     with pytest.raises(Interrupted, match=rf"stopped by {name}; saved .*run/step-000004$") as error:
         make.run()
     assert error.value.number == number
-    assert signal.getsignal(number) is before
+    assert signal.getsignal(number) is signal.default_int_handler
     assert newest_step(tmp_path / "run") == 4
     assert len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == 4
     # the same object can go on too
