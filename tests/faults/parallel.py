@@ -25,7 +25,7 @@ FAULTS = (
     _fault(
         "a process reads neighbours",
         "numbers = range(begin + self.parallel.rank, end, self.parallel.world)",
-        "numbers = range(begin + self.parallel.rank * per_step, end)",
+        "numbers = range(begin + self.parallel.rank * (stage.micro_batches // self.parallel.world), end)",
     ),
     _fault(
         "counts of one process", "        dist.all_reduce(values, group=self._host)\n", "", file=_PARALLEL
