@@ -523,7 +523,7 @@ def test_work_is_that_of_the_products(embedding, monkeypatch):
 def test_the_discriminator_learns(seed, tokenizer_dir, tmp_path):
     """300 steps: its loss is below that of always saying the share of replaced tokens.
 
-    The generator's is below that of the tokens' shares in the text, so it replaces fewer tokens than at first.
+    The generator's is below that of the tokens' shares in the text, and it replaces fewer than at first.
     """
     corpus = learning_text.corpus_of_docstrings(tokenizer_dir, tmp_path)
     objective = ReplacedTokens(FullSentences(corpus, 64, seed), seed=seed)
