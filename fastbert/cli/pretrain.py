@@ -27,6 +27,7 @@ def run(args: argparse.Namespace) -> int:
     config, weights = pretraining.model_of(args.model, corpus, recipe)
     if args.print_config:
         described = pretraining.describe(corpus, config, weights, recipe, args.seed, args.dtype, growth)
+        pretraining.stages(corpus, config, weights, recipe, args.seed, growth)  # what cannot run is an error
         print(json.dumps(described, indent=1, sort_keys=True))
         return 0
     if args.output is None:
@@ -84,6 +85,12 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
             raise UsageError(f"--pack: {args.recipe} has pairs of sentences, which are not packed further")
         changes.append(("format", {"kind": "doc-sentences"}))
     if args.max_length is not None:
+        longest = max(phase.max_length for phase in recipe.phases)
+        if args.max_length > longest:
+            raise UsageError(
+                f"--max-length {args.max_length}: {args.recipe} has sequences of {longest} tokens at most; "
+                f"--set phases.max_length={args.max_length} makes all of them longer"
+            )
         for number, phase in enumerate(recipe.phases):
             changes.append((f"phases.{number}.max_length", min(phase.max_length, args.max_length)))
     for text in args.set or ():
@@ -118,12 +125,13 @@ def growth_of(args: argparse.Namespace) -> pretraining.Growth | None:
 def report(output: Path, recipe: Recipe, result: Result, as_json: bool) -> None:
     """Say how the run has ended."""
     picture = curves.draw(output)
+    last = result.last or curves.read(output)[-1]  # nothing was left to do
     if as_json:
-        print(json.dumps({"step": result.step, "checkpoint": str(result.checkpoint), **result.last}))
+        print(json.dumps({**last, "step": result.step, "checkpoint": str(result.checkpoint)}))
         return
     print(f"{result.checkpoint / 'model'}: after {result.step:,} steps")
-    for name, value in result.last.items():
-        if name.endswith(("loss", "_accuracy")):
+    for name, value in last.items():
+        if name.endswith(("loss", "_accuracy")) and value is not None:
             print(f"  {name:24} {value:.4f}")
     if picture is not None:
         print(f"{picture}: the curves")

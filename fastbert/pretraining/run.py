@@ -6,6 +6,7 @@ A stage is a part of a phase with one depth of the model: `grow` cuts phases whe
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastbert.checkpoint.files import CONFIG, SAFETENSORS, digest, read_json
+from fastbert.checkpoint.files import (
+    BIN,
+    BIN_INDEX,
+    CONFIG,
+    SAFETENSORS,
+    SAFETENSORS_INDEX,
+    digest,
+    read_json,
+)
+from fastbert.checkpoint.read import weights_of
 from fastbert.models.config import EncoderConfig
 from fastbert.pretraining.corpus import TOKENIZER, Corpus
 from fastbert.pretraining.growth import grow, grow_moments, newest_layers
@@ -30,6 +40,7 @@ from fastbert.pretraining.recipe import Phase, Recipe, RecipeError
 from fastbert.training.loop import Result, Stage, Trainer
 from fastbert.training.parallel import Parallel
 
+WEIGHTS = (SAFETENSORS, SAFETENSORS_INDEX, BIN, BIN_INDEX)
 OBJECTIVES: dict[str, type[Objective]] = {
     "masked": Objective,
     "replaced-tokens": ReplacedTokens,
@@ -54,6 +65,12 @@ class Growth:
     stages: tuple[tuple[int, int | None], ...]
     moments: str = "fresh"
     freeze: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.stages or any(steps is None for _, steps in self.stages[:-1]):
+            raise ValueError(f"stages: expected the steps of all stages but the last, got {self.stages!r}")
+        if self.moments not in ("fresh", "copied"):
+            raise ValueError(f"moments: expected fresh or copied, got {self.moments!r}")
 
 
 @dataclass(frozen=True)
@@ -130,7 +147,7 @@ def model_of(
     else:
         path = Path(model)
         if path.is_dir():
-            weights = path if (path / SAFETENSORS).is_file() else None
+            weights = path if any((path / name).is_file() for name in WEIGHTS) else None
             _check_tokenizer(path, corpus)
             path = path / CONFIG
         if not path.is_file():
@@ -187,12 +204,21 @@ def describe(
         "corpus": corpus.hash,
         "tokenizer": digest((corpus.directory / TOKENIZER).read_bytes()),
         "model": config.to_dict(),
-        "first_weights": None if weights is None else digest((weights / SAFETENSORS).read_bytes()),
+        "first_weights": None if weights is None else _digest_of(weights),
         "seed": seed,
         "dtype": dtype,
         "growth": grown,
         **described,
     }
+
+
+def _digest_of(weights: Path) -> str:
+    """SHA-256 of all files of weights in a directory."""
+    found = hashlib.sha256()
+    for path in weights_of(weights, None, None)[0]:
+        with open(path, "rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()
 
 
 def objective_of(recipe: Recipe, phase: Phase, corpus: Corpus, seed: int) -> Objective:
@@ -261,6 +287,10 @@ def stages(
     """The stages of the training loop."""
     if growth is not None and weights is not None:
         raise ValueError("grow: needs a model without weights, because its layers come from smaller ones")
+    if growth is not None and growth.stages[-1][0] != config.num_hidden_layers:
+        raise ValueError(
+            f"grow: ends with {growth.stages[-1][0]} layers, but the model has {config.num_hidden_layers}"
+        )
     made: list[Stage] = []
     parts = segments(recipe, growth)
     objectives = [objective_of(recipe, phase, corpus, seed) for phase in recipe.phases]
@@ -268,7 +298,9 @@ def stages(
         phase, objective = recipe.phases[part.phase], objectives[part.phase]
         before = parts[number - 1] if number else None
         grows = before is not None and before.layers != part.layers
-        frozen = before.layers if grows and growth.freeze and part is not parts[-1] else None
+        last = part.layers == parts[-1].layers
+        frozen = before.layers if grows and growth.freeze and not last else None
+        fresh = recipe.fresh_optimizer and before is not None and before.phase != part.phase
         micro_batches, size = recipe.cut(phase)
         batch = {"tokens": size * phase.max_length} if recipe.by_tokens else {"sequences": size}
         done = part.begin - part.phase_begin
@@ -283,8 +315,8 @@ def stages(
                 first_micro_batch=done * micro_batches,
                 first_step=done if recipe.fresh_optimizer else part.begin,
                 enter=_fill if grows else None,
-                moments=_moments if grows and growth.moments == "copied" else None,
-                fresh_optimizer=recipe.fresh_optimizer and before is not None and before.phase != part.phase,
+                moments=_moments if grows and growth.moments == "copied" and not fresh else None,
+                fresh_optimizer=fresh,
                 options=recipe.optimizer,
                 clip=recipe.clip,
             )

@@ -14,7 +14,8 @@ So a loss is the mean over the step's whole batch, however it is cut; and data, 
 number of processes the weights and log.jsonl are the same bits as those of a run without interruption. With
 another number of processes the data are the same, and sums differ by rounding.
 
-A module that is trained has `forward(inputs, measure) -> ({loss: mean}, {loss: right predictions})`,
+A module that is trained has `forward(inputs, measure) -> ({loss: mean}, {loss: right predictions})`, where the
+second may also count what has no loss, to be logged as its share,
 `exports` (folder -> model that is saved as a HuggingFace directory) and `weights` (loss -> weight). It may
 have `work(batch)`, its floating-point operations.
 """
@@ -426,9 +427,9 @@ class Trainer:
         with self.parallel.exchanging(self._wrapped, exchange):
             with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
                 losses, correct = self._wrapped(inputs, measure)
-            missing = losses.keys() ^ batch.counts.keys()
+            missing = losses.keys() - batch.counts.keys()
             if missing:
-                raise TrainingError(f"losses: {', '.join(sorted(missing))}: not both a loss and a count")
+                raise TrainingError(f"losses: {', '.join(sorted(missing))}: a loss without a count")
             total = None
             for name, loss in losses.items():
                 share = batch.counts[name] * self.parallel.world / max(counts[name], 1)
@@ -480,7 +481,7 @@ class Trainer:
         losses = {key: found[key] / max(counts[key], 1) for key in keys if key in counts}
         total = sum(self.module.weights.get(key, 1.0) * value for key, value in losses.items())
         accuracy = {
-            f"{key[6:]}_accuracy": found[key] / max(counts[key[6:]], 1)
+            f"{key[6:]}_{'accuracy' if key[6:] in losses else 'share'}": found[key] / max(counts[key[6:]], 1)
             for key in keys
             if key.startswith("right ")
         }
