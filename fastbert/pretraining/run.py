@@ -29,6 +29,7 @@ from fastbert.checkpoint.read import weights_of
 from fastbert.models.config import EncoderConfig
 from fastbert.pretraining.corpus import TOKENIZER, Corpus
 from fastbert.pretraining.growth import grow, grow_moments, newest_layers
+from fastbert.pretraining.masking import SPAN_UNITS
 from fastbert.pretraining.objectives.entities import Staged
 from fastbert.pretraining.objectives.left_to_right import LeftToRight
 from fastbert.pretraining.objectives.masked import Losses, Objective
@@ -154,12 +155,18 @@ def model_of(
             raise ValueError(f"model: {model}: expected a config.json, or a directory with one")
         values = read_json(path)
     values.setdefault("vocab_size", corpus.vocab_size)
-    values.setdefault("pad_token_id", corpus.special_ids["pad"])
+    pad = corpus.special_ids["pad"]
+    if weights is None:  # RoBERTa's places of tokens depend on it
+        values["pad_token_id"] = pad
+    elif values.get("pad_token_id", pad) != pad:
+        raise ValueError(f"model: pad_token_id is {values['pad_token_id']}, but that of the corpus is {pad}")
     if recipe.dropout is not None:
         rates = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
         for name in rates[:2] if values.get("model_type") != "distilbert" else rates[2:]:
             values[name] = recipe.dropout
     config = EncoderConfig.from_dict(values)
+    if config.model_type == "mpnet" and pad != 1:  # transformers has the number in its code
+        raise ValueError(f"model: mpnet's [PAD] must have the id 1, but that of the corpus is {pad}")
     if config.vocab_size < corpus.vocab_size:
         raise ValueError(
             f"model: vocab_size is {config.vocab_size}, but the corpus {corpus.directory} has ids below "
@@ -235,9 +242,16 @@ def objective_of(recipe: Recipe, phase: Phase, corpus: Corpus, seed: int) -> Obj
     except TypeError as error:
         raise RecipeError(f"format: {error}") from None
     try:
-        return kind(form, recipe.masking_of(phase), seed, recipe.static, **_as_tuples(recipe.options))
+        made = kind(form, recipe.masking_of(phase), seed, recipe.static, **_as_tuples(recipe.options))
     except TypeError as error:
         raise RecipeError(f"options: {error}") from None
+    units = {made.masking.unit, *(unit for unit, _ in getattr(made, "stages", ()))}
+    if units & SPAN_UNITS.keys() and not corpus.span_kinds:  # else it would be found when their epoch begins
+        raise RecipeError(
+            f"objective: {recipe.objective} masks phrases or entities, but {corpus.directory} has none; "
+            "`fastbert prepare --spans` finds them"
+        )
+    return made
 
 
 def _as_tuples(options: Mapping[str, Any]) -> dict[str, Any]:
