@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fastbert.cli.usage import UsageError, say
+from fastbert.cli.usage import UsageError, device_of, say
 from fastbert.pretraining import run as pretraining
 from fastbert.pretraining.corpus import Corpus
 from fastbert.pretraining.growth import parse_growth
-from fastbert.pretraining.recipe import Recipe, RecipeError
+from fastbert.pretraining.recipe import Recipe
 from fastbert.training import curves
 from fastbert.training.loop import DTYPES, Interrupted, Result
 from fastbert.training.parallel import Parallel
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.output is None:
         raise UsageError("--output: expected a directory for the run")
-    parallel = Parallel(args.parallel, args.device, DTYPES[args.dtype])
+    parallel = Parallel(args.parallel, device_of(args.device), DTYPES[args.dtype])
     try:
         result = pretraining.pretrain(
             corpus,
@@ -103,12 +103,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
             changes.append((path, value))
     if args.steps is not None:
         recipe = recipe.with_steps(args.steps)
-    for path, value in changes:
-        try:
-            recipe = recipe.changed(path, value)
-        except RecipeError as error:
-            raise UsageError(f"{path} = {value!r}: {error}") from None
-    return recipe
+    return recipe.with_changes(changes)
 
 
 def growth_of(args: argparse.Namespace) -> pretraining.Growth | None:

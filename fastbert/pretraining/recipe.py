@@ -23,7 +23,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -191,18 +191,27 @@ class Recipe:
         Raises:
             RecipeError: there is no such field, or the value is wrong.
         """
+        return self.with_changes([(path, value)])
+
+    def with_changes(self, changes: Iterable[tuple[str, Any]]) -> Recipe:
+        """The recipe with other values at dotted paths, of which a later one wins; checked when all are made.
+
+        Raises:
+            RecipeError: as `changed`.
+        """
         values = self.to_dict()
-        at, *rest = path.split(".")
-        if at not in values:
-            raise RecipeError(f"{path}: is no field of a recipe; expected {', '.join(sorted(values))}")
-        value = copy.deepcopy(value)
-        if at == "phases" and rest and not rest[0].isdigit():
-            for phase in values["phases"]:
-                _put(phase, rest, value, path, {each.name for each in fields(Phase)})
-        elif rest:
-            _put(values[at], rest, value, path)
-        else:
-            values[at] = value
+        for path, value in changes:
+            at, *rest = path.split(".")
+            if at not in values:
+                raise RecipeError(f"{path}: is no field of a recipe; expected {', '.join(sorted(values))}")
+            value = copy.deepcopy(value)
+            if at == "phases" and rest and not rest[0].isdigit():
+                for phase in values["phases"]:
+                    _put(phase, rest, value, path, {each.name for each in fields(Phase)})
+            elif rest:
+                _put(values[at], rest, value, path)
+            else:
+                values[at] = value
         return Recipe.of(values)
 
     def with_steps(self, steps: int) -> Recipe:

@@ -116,6 +116,8 @@ def pretrain(
         ValueError: naming what is wrong.
         Interrupted: a signal came.
     """
+    if Path(output).exists() and not Path(output).is_dir():
+        raise ValueError(f"output: expected a directory, or a new one's place; {output} is a file")
     corpus = data if isinstance(data, Corpus) else Corpus.open(data, verify)
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
     config, weights = model_of(model, corpus, recipe)

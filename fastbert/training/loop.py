@@ -14,10 +14,9 @@ So a loss is the mean over the step's whole batch, however it is cut; and data, 
 number of processes the weights and log.jsonl are the same bits as those of a run without interruption. With
 another number of processes the data are the same, and sums differ by rounding.
 
-A module that is trained has `forward(inputs, measure) -> ({loss: mean}, {loss: right predictions})`, where the
-second may also count what has no loss, to be logged as its share,
+A module that is trained has `forward(inputs, measure) -> ({loss: mean}, {loss: right predictions})`,
 `exports` (folder -> model that is saved as a HuggingFace directory) and `weights` (loss -> weight). It may
-have `work(batch)`, its floating-point operations.
+have `work(batch)`, its floating-point operations. What it counts without a loss is logged as a share.
 """
 
 from __future__ import annotations
@@ -711,9 +710,22 @@ def _versions() -> dict[str, str]:
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> str | None:
     """The first field in which a run's config differs from that of its directory, or None."""
     for key in sorted({*old, *new}):
-        if old.get(key) != new.get(key):
+        was, now = old.get(key), new.get(key)
+        if was != now:
+            name, was, now = _innermost(key, was, now)
             return (
-                f"{key}: the run in {path.parent} has {old.get(key)!r}, got {new.get(key)!r}; "
+                f"{name}: the run in {path.parent} has {was!r}, got {now!r}; "
                 "go on with its own value, or use another directory"
             )
     return None
+
+
+def _innermost(name: str, old: Any, new: Any) -> tuple[str, Any, Any]:
+    """The first difference within two JSON values: its dotted name, and both values there."""
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        old, new = (dict(enumerate(value)) for value in (old, new))
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted({*old, *new}):
+            if old.get(key) != new.get(key):
+                return _innermost(f"{name}.{key}", old.get(key), new.get(key))
+    return name, old, new

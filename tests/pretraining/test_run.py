@@ -76,7 +76,7 @@ def plain(text_file, tokenizer_dir, tmp_path_factory) -> Corpus:
 @pytest.fixture(scope="module")
 def texts_of(text_file) -> list[str]:
     """Some sentences."""
-    return [line for line in text_file.read_text().splitlines() if line][:40] + ["A [MASK] and a [SEP]."]
+    return [*list(filter(None, text_file.read_text().splitlines()))[:40], "A [MASK] and a [SEP]."]
 
 
 def same_logits(folder, corpus: Corpus) -> None:
@@ -347,9 +347,9 @@ def test_a_finished_run_is_left_as_it_is(corpus, tmp_path):
         ("seed", {"seed": 1}),
         ("dtype", {"dtype": "bf16"}),
         ("clip", {"recipe": small("bert", 2, clip=2.0)}),
-        ("phases", {"recipe": small("bert", 2, phases__lr=2e-3)}),
-        ("masking", {"recipe": small("bert", 2, masking__share=0.2)}),
-        ("model", {"layers": 3}),
+        ("phases.0.lr", {"recipe": small("bert", 2, phases__lr=2e-3)}),
+        ("masking.share", {"recipe": small("bert", 2, masking__share=0.2)}),
+        ("model.num_hidden_layers", {"layers": 3}),
         ("growth", {"growth": Growth(((1, 1), (2, None)))}),
         ("corpus", {"plain": True}),
     ],
