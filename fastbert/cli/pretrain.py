@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fastbert.cli.usage import UsageError, say
+from fastbert.cli.usage import UsageError, device_of, say
 from fastbert.pretraining import run as pretraining
 from fastbert.pretraining.corpus import Corpus
 from fastbert.pretraining.growth import parse_growth
-from fastbert.pretraining.recipe import Recipe, RecipeError
+from fastbert.pretraining.recipe import Recipe
 from fastbert.training import curves
 from fastbert.training.loop import DTYPES, Interrupted, Result
 from fastbert.training.parallel import Parallel
@@ -27,11 +27,12 @@ def run(args: argparse.Namespace) -> int:
     config, weights = pretraining.model_of(args.model, corpus, recipe)
     if args.print_config:
         described = pretraining.describe(corpus, config, weights, recipe, args.seed, args.dtype, growth)
+        pretraining.stages(corpus, config, weights, recipe, args.seed, growth)  # what cannot run is an error
         print(json.dumps(described, indent=1, sort_keys=True))
         return 0
     if args.output is None:
         raise UsageError("--output: expected a directory for the run")
-    parallel = Parallel(args.parallel, args.device, DTYPES[args.dtype])
+    parallel = Parallel(args.parallel, device_of(args.device), DTYPES[args.dtype])
     try:
         result = pretraining.pretrain(
             corpus,
@@ -84,6 +85,12 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
             raise UsageError(f"--pack: {args.recipe} has pairs of sentences, which are not packed further")
         changes.append(("format", {"kind": "doc-sentences"}))
     if args.max_length is not None:
+        longest = max(phase.max_length for phase in recipe.phases)
+        if args.max_length > longest:
+            raise UsageError(
+                f"--max-length {args.max_length}: {args.recipe} has sequences of {longest} tokens at most; "
+                f"--set phases.max_length={args.max_length} makes all of them longer"
+            )
         for number, phase in enumerate(recipe.phases):
             changes.append((f"phases.{number}.max_length", min(phase.max_length, args.max_length)))
     for text in args.set or ():
@@ -96,12 +103,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
             changes.append((path, value))
     if args.steps is not None:
         recipe = recipe.with_steps(args.steps)
-    for path, value in changes:
-        try:
-            recipe = recipe.changed(path, value)
-        except RecipeError as error:
-            raise UsageError(f"{path} = {value!r}: {error}") from None
-    return recipe
+    return recipe.with_changes(changes)
 
 
 def growth_of(args: argparse.Namespace) -> pretraining.Growth | None:
@@ -118,12 +120,13 @@ def growth_of(args: argparse.Namespace) -> pretraining.Growth | None:
 def report(output: Path, recipe: Recipe, result: Result, as_json: bool) -> None:
     """Say how the run has ended."""
     picture = curves.draw(output)
+    last = result.last or curves.read(output)[-1]  # nothing was left to do
     if as_json:
-        print(json.dumps({"step": result.step, "checkpoint": str(result.checkpoint), **result.last}))
+        print(json.dumps({**last, "step": result.step, "checkpoint": str(result.checkpoint)}))
         return
     print(f"{result.checkpoint / 'model'}: after {result.step:,} steps")
-    for name, value in result.last.items():
-        if name.endswith(("loss", "_accuracy")):
+    for name, value in last.items():
+        if name.endswith(("loss", "_accuracy")) and value is not None:
             print(f"  {name:24} {value:.4f}")
     if picture is not None:
         print(f"{picture}: the curves")

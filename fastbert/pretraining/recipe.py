@@ -22,14 +22,18 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fastbert.checkpoint.files import read_json
 from fastbert.pretraining.formats import DocSentences, Format, FullSentences, SegmentPairs
 from fastbert.pretraining.masking import Masking
+from fastbert.training.optimizers import optimizer as _optimizer
 from fastbert.training.schedules import Schedule
 
 FOLDER = Path(__file__).parent / "recipes"
@@ -66,6 +70,10 @@ class Phase:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise RecipeError(f"{name}: expected an integer >= 1, got {value!r}")
+        for name in ("lr", "warmup"):
+            value = getattr(self, name)
+            if not _is_number(value):
+                raise RecipeError(f"{name}: expected a finite number >= 0, got {value!r}")
         if self.max_predictions is not None and (
             type(self.max_predictions) is not int or self.max_predictions < 1
         ):
@@ -130,10 +138,10 @@ class Recipe:
             raise RecipeError("phases: expected a list of objects")
         made = []
         for number, phase in enumerate(phases):
-            try:
-                made.append(Phase(**phase))
-            except (TypeError, RecipeError) as error:
-                raise RecipeError(f"phases.{number}: {error}") from None
+            made.append(_phase(number, phase))
+        published = values.get("published", ())
+        if not isinstance(published, (list, tuple)) or not all(isinstance(t, dict) for t in published):
+            raise RecipeError(f"published: expected a list of objects, got {published!r}")
         values = {**copy.deepcopy(dict(values)), "phases": tuple(made)}
         values["published"] = tuple(values.get("published", ()))
         recipe = cls(**values)
@@ -142,6 +150,23 @@ class Recipe:
 
     def check(self) -> None:
         """Raise RecipeError for a field that no part of a run can use."""
+        for name in ("source", "objective"):
+            if not isinstance(getattr(self, name), str):
+                raise RecipeError(f"{name}: expected a text, got {getattr(self, name)!r}")
+        for name in ("static", "micro_batch"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise RecipeError(f"{name}: expected an integer >= 1, or null, got {value!r}")
+        if self.clip is not None and not (_is_number(self.clip) and self.clip > 0):
+            raise RecipeError(f"clip: expected a number > 0, or null, got {self.clip!r}")
+        if self.dropout is not None and not (_is_number(self.dropout) and self.dropout < 1):
+            raise RecipeError(f"dropout: expected a number in [0, 1), or null, got {self.dropout!r}")
+        if type(self.fresh_optimizer) is not bool:
+            raise RecipeError(f"fresh_optimizer: expected true or false, got {self.fresh_optimizer!r}")
+        try:
+            _optimizer(groups=[torch.zeros(1)], **{"kind": "adamw", **self.optimizer})
+        except (TypeError, ValueError) as error:
+            raise RecipeError(f"optimizer: {error}") from None
         if self.format.get("kind") not in FORMATS:
             raise RecipeError(
                 f"format.kind: expected one of {', '.join(FORMATS)}, got {self.format.get('kind')!r}"
@@ -152,6 +177,7 @@ class Recipe:
                     make(phase)
                 except (TypeError, ValueError) as error:
                     raise RecipeError(f"{name} (phase {number}): {error}") from None
+            self.cut(phase)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object."""
@@ -165,21 +191,35 @@ class Recipe:
         Raises:
             RecipeError: there is no such field, or the value is wrong.
         """
+        return self.with_changes([(path, value)])
+
+    def with_changes(self, changes: Iterable[tuple[str, Any]]) -> Recipe:
+        """The recipe with other values at dotted paths, of which a later one wins; checked when all are made.
+
+        Raises:
+            RecipeError: as `changed`.
+        """
         values = self.to_dict()
-        at, *rest = path.split(".")
-        if at not in values:
-            raise RecipeError(f"{path}: is no field of a recipe; expected {', '.join(sorted(values))}")
-        if at == "phases" and rest and not rest[0].isdigit():
-            for phase in values["phases"]:
-                _put(phase, rest, value, path, {each.name for each in fields(Phase)})
-        elif rest:
-            _put(values[at], rest, value, path)
-        else:
-            values[at] = value
+        for path, value in changes:
+            at, *rest = path.split(".")
+            if at not in values:
+                raise RecipeError(f"{path}: is no field of a recipe; expected {', '.join(sorted(values))}")
+            value = copy.deepcopy(value)
+            if at == "phases" and rest and not rest[0].isdigit():
+                for phase in values["phases"]:
+                    _put(phase, rest, value, path, {each.name for each in fields(Phase)})
+            elif rest:
+                _put(values[at], rest, value, path)
+            else:
+                values[at] = value
         return Recipe.of(values)
 
     def with_steps(self, steps: int) -> Recipe:
-        """The recipe in another number of steps; phases and warm-ups keep their shares."""
+        """The recipe in another number of steps; phases and warm-ups keep their shares.
+
+        Raises:
+            RecipeError: fewer steps than phases.
+        """
         if type(steps) is not int or steps < len(self.phases):
             raise RecipeError(f"steps: expected an integer >= {len(self.phases)}, got {steps!r}")
         whole, phases, done, ended = sum(p.steps for p in self.phases), [], 0, 0
@@ -187,7 +227,11 @@ class Recipe:
             done += phase.steps
             end = max(round(steps * done / whole), ended + 1)
             end = min(end, steps - (len(self.phases) - 1 - number))
-            warmup = phase.warmup if phase.warmup < 1 else round(phase.warmup * steps / whole)
+            warmup = phase.warmup
+            if warmup >= 1:
+                # a share of what the schedule covers
+                share = (end - ended) / phase.steps if self.fresh_optimizer else steps / whole
+                warmup = round(warmup * share)
             phases.append(replace(phase, steps=end - ended, warmup=warmup))
             ended = end
         return replace(self, phases=tuple(phases))
@@ -219,6 +263,9 @@ class Recipe:
         """The learning rates of a phase: its own, or those of all phases together."""
         steps = phase.steps if self.fresh_optimizer else self.steps
         options = dict(self.schedule)
+        for name in ("lr", "steps", "warmup"):
+            if name in options:
+                raise ValueError(f"{name}: is a field of phases")
         return Schedule(options.pop("kind", "linear"), phase.lr, steps, phase.warmup, **options)
 
     def cut(self, phase: Phase) -> tuple[int, int]:
@@ -230,12 +277,31 @@ class Recipe:
         size = self.micro_batch
         if size is None:
             most = max(1, MICRO_TOKENS // phase.max_length)
-            size = max(n for n in range(1, phase.batch_size + 1) if phase.batch_size % n == 0 and n <= most)
+            size = max(n for n in range(1, min(phase.batch_size, most) + 1) if phase.batch_size % n == 0)
         if type(size) is not int or size < 1 or phase.batch_size % size:
             raise RecipeError(
                 f"micro_batch: expected a divisor of batch_size, {phase.batch_size}, got {size!r}"
             )
         return phase.batch_size // size, size
+
+
+def _phase(number: int, values: Mapping[str, Any]) -> Phase:
+    """A phase from a JSON object; RecipeError naming the field."""
+    known = {each.name: each for each in fields(Phase)}
+    if unknown := sorted(values.keys() - known.keys()):
+        raise RecipeError(f"phases.{number}.{unknown[0]}: is no field; expected {', '.join(sorted(known))}")
+    for name, each in known.items():
+        if name not in values and each.default is MISSING:
+            raise RecipeError(f"phases.{number}.{name}: is missing")
+    try:
+        return Phase(**values)
+    except RecipeError as error:
+        raise RecipeError(f"phases.{number}.{error}") from None
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a finite number >= 0."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def names() -> list[str]:

@@ -6,6 +6,7 @@ A stage is a part of a phase with one depth of the model: `grow` cuts phases whe
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastbert.checkpoint.files import CONFIG, SAFETENSORS, digest, read_json
+from fastbert.checkpoint.files import (
+    BIN,
+    BIN_INDEX,
+    CONFIG,
+    SAFETENSORS,
+    SAFETENSORS_INDEX,
+    digest,
+    read_json,
+)
+from fastbert.checkpoint.read import weights_of
 from fastbert.models.config import EncoderConfig
 from fastbert.pretraining.corpus import TOKENIZER, Corpus
 from fastbert.pretraining.growth import grow, grow_moments, newest_layers
+from fastbert.pretraining.masking import SPAN_UNITS
 from fastbert.pretraining.objectives.entities import Staged
 from fastbert.pretraining.objectives.left_to_right import LeftToRight
 from fastbert.pretraining.objectives.masked import Losses, Objective
@@ -30,6 +41,7 @@ from fastbert.pretraining.recipe import Phase, Recipe, RecipeError
 from fastbert.training.loop import Result, Stage, Trainer
 from fastbert.training.parallel import Parallel
 
+WEIGHTS = (SAFETENSORS, SAFETENSORS_INDEX, BIN, BIN_INDEX)
 OBJECTIVES: dict[str, type[Objective]] = {
     "masked": Objective,
     "replaced-tokens": ReplacedTokens,
@@ -54,6 +66,12 @@ class Growth:
     stages: tuple[tuple[int, int | None], ...]
     moments: str = "fresh"
     freeze: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.stages or any(steps is None for _, steps in self.stages[:-1]):
+            raise ValueError(f"stages: expected the steps of all stages but the last, got {self.stages!r}")
+        if self.moments not in ("fresh", "copied"):
+            raise ValueError(f"moments: expected fresh or copied, got {self.moments!r}")
 
 
 @dataclass(frozen=True)
@@ -98,6 +116,8 @@ def pretrain(
         ValueError: naming what is wrong.
         Interrupted: a signal came.
     """
+    if Path(output).exists() and not Path(output).is_dir():
+        raise ValueError(f"output: expected a directory, or a new one's place; {output} is a file")
     corpus = data if isinstance(data, Corpus) else Corpus.open(data, verify)
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
     config, weights = model_of(model, corpus, recipe)
@@ -130,19 +150,25 @@ def model_of(
     else:
         path = Path(model)
         if path.is_dir():
-            weights = path if (path / SAFETENSORS).is_file() else None
+            weights = path if any((path / name).is_file() for name in WEIGHTS) else None
             _check_tokenizer(path, corpus)
             path = path / CONFIG
         if not path.is_file():
             raise ValueError(f"model: {model}: expected a config.json, or a directory with one")
         values = read_json(path)
     values.setdefault("vocab_size", corpus.vocab_size)
-    values.setdefault("pad_token_id", corpus.special_ids["pad"])
+    pad = corpus.special_ids["pad"]
+    if weights is None:  # RoBERTa's places of tokens depend on it
+        values["pad_token_id"] = pad
+    elif values.get("pad_token_id", pad) != pad:
+        raise ValueError(f"model: pad_token_id is {values['pad_token_id']}, but that of the corpus is {pad}")
     if recipe.dropout is not None:
         rates = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
         for name in rates[:2] if values.get("model_type") != "distilbert" else rates[2:]:
             values[name] = recipe.dropout
     config = EncoderConfig.from_dict(values)
+    if config.model_type == "mpnet" and pad != 1:  # transformers has the number in its code
+        raise ValueError(f"model: mpnet's [PAD] must have the id 1, but that of the corpus is {pad}")
     if config.vocab_size < corpus.vocab_size:
         raise ValueError(
             f"model: vocab_size is {config.vocab_size}, but the corpus {corpus.directory} has ids below "
@@ -187,12 +213,21 @@ def describe(
         "corpus": corpus.hash,
         "tokenizer": digest((corpus.directory / TOKENIZER).read_bytes()),
         "model": config.to_dict(),
-        "first_weights": None if weights is None else digest((weights / SAFETENSORS).read_bytes()),
+        "first_weights": None if weights is None else _digest_of(weights),
         "seed": seed,
         "dtype": dtype,
         "growth": grown,
         **described,
     }
+
+
+def _digest_of(weights: Path) -> str:
+    """SHA-256 of all files of weights in a directory."""
+    found = hashlib.sha256()
+    for path in weights_of(weights, None, None)[0]:
+        with open(path, "rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()
 
 
 def objective_of(recipe: Recipe, phase: Phase, corpus: Corpus, seed: int) -> Objective:
@@ -209,9 +244,16 @@ def objective_of(recipe: Recipe, phase: Phase, corpus: Corpus, seed: int) -> Obj
     except TypeError as error:
         raise RecipeError(f"format: {error}") from None
     try:
-        return kind(form, recipe.masking_of(phase), seed, recipe.static, **_as_tuples(recipe.options))
+        made = kind(form, recipe.masking_of(phase), seed, recipe.static, **_as_tuples(recipe.options))
     except TypeError as error:
         raise RecipeError(f"options: {error}") from None
+    units = {made.masking.unit, *(unit for unit, _ in getattr(made, "stages", ()))}
+    if units & SPAN_UNITS.keys() and not corpus.span_kinds:  # else it would be found when their epoch begins
+        raise RecipeError(
+            f"objective: {recipe.objective} masks phrases or entities, but {corpus.directory} has none; "
+            "`fastbert prepare --spans` finds them"
+        )
+    return made
 
 
 def _as_tuples(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,6 +303,10 @@ def stages(
     """The stages of the training loop."""
     if growth is not None and weights is not None:
         raise ValueError("grow: needs a model without weights, because its layers come from smaller ones")
+    if growth is not None and growth.stages[-1][0] != config.num_hidden_layers:
+        raise ValueError(
+            f"grow: ends with {growth.stages[-1][0]} layers, but the model has {config.num_hidden_layers}"
+        )
     made: list[Stage] = []
     parts = segments(recipe, growth)
     objectives = [objective_of(recipe, phase, corpus, seed) for phase in recipe.phases]
@@ -268,7 +314,9 @@ def stages(
         phase, objective = recipe.phases[part.phase], objectives[part.phase]
         before = parts[number - 1] if number else None
         grows = before is not None and before.layers != part.layers
-        frozen = before.layers if grows and growth.freeze and part is not parts[-1] else None
+        last = part.layers == parts[-1].layers
+        frozen = before.layers if grows and growth.freeze and not last else None
+        fresh = recipe.fresh_optimizer and before is not None and before.phase != part.phase
         micro_batches, size = recipe.cut(phase)
         batch = {"tokens": size * phase.max_length} if recipe.by_tokens else {"sequences": size}
         done = part.begin - part.phase_begin
@@ -283,8 +331,8 @@ def stages(
                 first_micro_batch=done * micro_batches,
                 first_step=done if recipe.fresh_optimizer else part.begin,
                 enter=_fill if grows else None,
-                moments=_moments if grows and growth.moments == "copied" else None,
-                fresh_optimizer=recipe.fresh_optimizer and before is not None and before.phase != part.phase,
+                moments=_moments if grows and growth.moments == "copied" and not fresh else None,
+                fresh_optimizer=fresh,
                 options=recipe.optimizer,
                 clip=recipe.clip,
             )

@@ -10,15 +10,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fastbert.training.logs import LOG
 
 PICTURE = "curves.png"
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log."""
+    """The lines of a run's log that are whole: the last one may be being written."""
     with open(run / LOG, encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+        return [json.loads(line) for line in file if line.endswith("\n")]
 
 
 def draw(run: str | Path) -> Path | None:
@@ -66,15 +68,34 @@ def draw(run: str | Path) -> Path | None:
     return path
 
 
-def _smooth(values: list[float | None]) -> list[float | None]:
-    """The mean of the last twentieth of all values, at each."""
-    width, found, recent = max(len(values) // 20, 2), [], []
-    for value in values:
-        recent = [*recent, value][-width:]
-        known = [v for v in recent if v is not None]
-        found.append(sum(known) / len(known) if known else None)
-    return found
+def _smooth(values: list[float | None]) -> np.ndarray:
+    """The mean of the last twentieth of all values, at each; NaN where there is none."""
+    width = max(len(values) // 20, 2)
+    found = np.array(values, float)
+    known = np.isfinite(found)
+    total, count = _last(np.where(known, found, 0.0), width), _last(known, width)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def _last(values: np.ndarray, width: int) -> np.ndarray:
+    """The sum of the last `width` values, at each."""
+    sums = np.cumsum(np.append(np.zeros(width), values))
+    return sums[width:] - sums[:-width]
+
+
+def main(arguments: list[str]) -> int:
+    """Draw the curves of the run that is named; the exit status."""
+    if len(arguments) != 1:
+        print("expected one argument, a run's directory", file=sys.stderr)
+        return 2
+    try:
+        picture = draw(arguments[0])
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(picture or "nothing drawn: matplotlib is not installed, or the log is empty")
+    return 0 if picture else 1
 
 
 if __name__ == "__main__":
-    print(draw(sys.argv[1]))
+    sys.exit(main(sys.argv[1:]))

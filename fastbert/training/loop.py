@@ -16,7 +16,7 @@ another number of processes the data are the same, and sums differ by rounding.
 
 A module that is trained has `forward(inputs, measure) -> ({loss: mean}, {loss: right predictions})`,
 `exports` (folder -> model that is saved as a HuggingFace directory) and `weights` (loss -> weight). It may
-have `work(batch)`, its floating-point operations.
+have `work(batch)`, its floating-point operations. What it counts without a loss is logged as a share.
 """
 
 from __future__ import annotations
@@ -485,9 +485,9 @@ class Trainer:
         with self.parallel.exchanging(self._wrapped, exchange):
             with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
                 losses, correct = self._wrapped(inputs, measure)
-            missing = losses.keys() ^ batch.counts.keys()
+            missing = losses.keys() - batch.counts.keys()
             if missing:
-                raise TrainingError(f"losses: {', '.join(sorted(missing))}: not both a loss and a count")
+                raise TrainingError(f"losses: {', '.join(sorted(missing))}: a loss without a count")
             total = None
             for name, loss in losses.items():
                 share = batch.counts[name] * self.parallel.world / max(counts[name], 1)
@@ -541,7 +541,7 @@ class Trainer:
         losses = {key: found[key] / max(counts[key], 1) for key in keys if key in counts}
         total = sum(self.module.weights.get(key, 1.0) * value for key, value in losses.items())
         accuracy = {
-            f"{key[6:]}_accuracy": found[key] / max(counts[key[6:]], 1)
+            f"{key[6:]}_{'accuracy' if key[6:] in losses else 'share'}": found[key] / max(counts[key[6:]], 1)
             for key in keys
             if key.startswith("right ")
         }
@@ -794,14 +794,11 @@ def _versions() -> dict[str, str]:
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> str | None:
     """The first field in which a run's config differs from that of its directory, or None."""
     for key in sorted({*old, *new}):
-        before, now = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(now, dict):
-            inner = _difference(before, now, path)
-            if inner:
-                return f"{key}.{inner}"
-        elif before != now:
+        was, now = old.get(key), new.get(key)
+        if was != now:
+            name, was, now = _innermost(key, was, now)
             return (
-                f"{key}: the run in {path.parent} has {before!r}, got {now!r}; "
+                f"{name}: the run in {path.parent} has {was!r}, got {now!r}; "
                 "go on with its own value, or use another directory"
             )
     return None
@@ -818,3 +815,14 @@ def _check_order(stages: Sequence[Stage]) -> None:
                 "options: expected those of the stage before, whose optimizer goes on, "
                 f"{dict(before.options)!r}, got {dict(stage.options)!r}"
             )
+
+
+def _innermost(name: str, old: Any, new: Any) -> tuple[str, Any, Any]:
+    """The first difference within two JSON values: its dotted name, and both values there."""
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        old, new = (dict(enumerate(value)) for value in (old, new))
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted({*old, *new}):
+            if old.get(key) != new.get(key):
+                return _innermost(f"{name}.{key}", old.get(key), new.get(key))
+    return name, old, new

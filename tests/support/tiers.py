@@ -73,7 +73,8 @@ WHOLE = {
         test_a_deep_model_still_loads test_every_state_that_a_kill_leaves_is_old_or_new test_killed_saves
     """,
     "cli": """
-        test_leftovers_of_killed_runs_are_removed
+        test_a_process_that_is_ended_saves test_leftovers_of_killed_runs_are_removed
+        test_only_one_process_at_a_time_trains_into_a_run
     """,
     "cpu": """
         test_cuda_kernels_on_the_host test_cuda_makes_only_what_is_wanted
@@ -114,7 +115,8 @@ WHOLE = {
         test_a_full_disk_and_a_kill_leave_no_corpus test_it_learns test_left_to_right_learns
         test_orders_and_places_have_equal_chance
         test_permutation_learns test_stages_learn test_the_discriminator_learns
-        test_threads_of_the_tokenizer_change_nothing test_word_order_learns
+        test_thirty_steps_are_those_of_transformers test_threads_of_the_tokenizer_change_nothing
+        test_word_order_learns
     """,
     "runtime": """
         test_the_table_of_gpus_trains_a_model

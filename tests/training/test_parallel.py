@@ -257,7 +257,7 @@ def test_a_signal_to_one_or_all(tmp_path, name, ranks, what):
 def test_a_full_disk_ends_all(tmp_path, name):
     found = ends(train(tmp_path / "run", name, disturbance=Disturbance("full", 2, (0,))))
     why = "OSError: [Errno 28] No space left on device"
-    said = f"CheckpointError: {tmp_path / 'run'}: could not be written: {why}"
+    said = f"CheckpointError: {tmp_path / 'run' / 'log.jsonl'}: could not be written: {why}"
     assert found == [said] * 2
     assert runs.newest(tmp_path / "run").name == "step-000002"
     expected = unbroken(tmp_path, name)
@@ -276,7 +276,7 @@ def test_an_error_of_one_process_outside_a_step_ends_all(tmp_path, rank):
 def test_a_log_that_cannot_be_written_ends_all(tmp_path):
     found = ends(train(tmp_path / "log", "ddp2", disturbance=Disturbance("log", 2, (0,))))
     why = "OSError: [Errno 27] File too large"
-    assert found == [f"CheckpointError: {tmp_path / 'log'}: could not be written: {why}"] * 2
+    assert found == [f"CheckpointError: {tmp_path / 'log' / 'log.jsonl'}: could not be written: {why}"] * 2
 
 
 def test_a_parameter_without_a_loss_is_named(tmp_path):

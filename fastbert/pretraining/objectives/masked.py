@@ -187,7 +187,8 @@ def encode(model: TaskModel, inputs: dict[str, Any], causal: bool = False) -> En
         inputs: of a `Batch`, as tensors.
         causal: whether a token sees only those up to itself.
     """
-    types = inputs["token_type_ids"] if model.config.get("type_vocab_size", 0) > 1 else None
+    has_types = model.config.family.segments and model.config.type_vocab_size > 1
+    types = inputs["token_type_ids"] if has_types else None
     lengths = inputs["cu_seqlens"], inputs["max_seqlen"]
     given = inputs["input_ids"], inputs.get("attention_mask"), types, inputs.get("position_ids")
     return model.encode(*given, None, None, None, None, *lengths, causal)

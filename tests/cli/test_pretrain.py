@@ -1,0 +1,421 @@
+"""`fastbert pretrain` from raw text on: the same command goes on, and every mistake is one line."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+import transformers
+
+from fastbert.cli import pretrain as command
+from fastbert.cli.main import main
+from fastbert.pretraining.corpus import Corpus
+from fastbert.training import checkpoints, curves
+from fastbert.training.loop import Trainer
+from tests.support.small_runs import log
+from tests.support.tiny_training import digests
+
+DRAW = curves.draw
+QUICK = ["--batch-size", "4", "--steps", "6", "--max-length", "32", "--lr", "1e-3", "--warmup", "0.2"]
+QUICK += ["--workers", "0", "--log-every", "1", "--save-every", "2", "--device", "cpu"]
+CONFIG = {
+    "model_type": "bert",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A folder with text.jsonl, tokenizer/, shards/ and config.json, made by the commands."""
+    folder = tmp_path_factory.mktemp("made")
+    texts = [" ".join(topics[name].split()) for name in sorted(topics)[:12]]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    text, tokenizer = str(folder / "text.jsonl"), str(folder / "tokenizer")
+    assert main(["train-tokenizer", text, "--vocab-size", "400", "--output", tokenizer]) == 0
+    assert main(["prepare", text, "--tokenizer", tokenizer, "--output", str(folder / "shards")]) == 0
+    return folder
+
+
+@pytest.fixture
+def call(made):
+    """The command with a recipe and a place for the run; the last of several equal options counts."""
+
+    def arguments(output: object, *more: str, recipe: str = "bert") -> list[str]:
+        given = ["pretrain", "--data", made / "shards", "--model", made / "config.json", "--recipe", recipe]
+        return [str(each) for each in (*given, "--output", output, *QUICK, *more)]
+
+    return arguments
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch):
+    """No pictures, which take longer than a run."""
+    monkeypatch.setattr(curves, "draw", lambda run: None)
+
+
+def failed(arguments: list[str], capsys) -> str:
+    """The one line of a call that exits with 2."""
+    capsys.readouterr()
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    lines = said.err.splitlines()
+    assert len(lines) == 1, said.err
+    assert lines[0].startswith("fastbert: error: ")
+    return lines[0].removeprefix("fastbert: error: ")
+
+
+# --- from text to a model -----------------------------------------------------------------------------------
+
+
+def test_from_text_to_a_model_that_transformers_loads(call, made, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(curves, "draw", DRAW)
+    run = tmp_path / "run"
+    assert main(call(run)) == 0
+    said = capsys.readouterr()
+    last = log(run)[-1]
+    assert f"{run / 'step-000006' / 'model'}: after 6 steps" in said.out
+    for name in ("loss", "mlm_loss", "sentence_accuracy"):
+        assert re.search(rf"^  {name} +{last[name]:.4f}$", said.out, re.M)
+    assert "Published figures of this recipe" in said.out
+    assert "84.4" in said.out
+    assert said.err == ""
+    names = {path.name for path in run.iterdir()}
+    there = {"config.json", "log.jsonl", "speed.jsonl", "step-000004", "step-000006", ".lock"}
+    assert names - {"curves.png", "tensorboard"} == there  # two checkpoints are kept
+    model = transformers.AutoModelForPreTraining.from_pretrained(run / "step-000006" / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "step-000006" / "model")
+    text = "The [MASK] statement."
+    assert tokenizer(text)["input_ids"] == Corpus.open(made / "shards").tokenizer.encode(text).ids
+    assert model(**tokenizer(text, return_tensors="pt")).prediction_logits.shape[-1] == 400
+    # the same call has nothing left to do
+    before = digests(run)
+    assert main(call(run, "--json")) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == {**last, "step": 6, "checkpoint": str(run / "step-000006")}
+    assert digests(run) == before
+
+
+def test_the_config_is_printed_and_kept(call, tmp_path, capsys):
+    """What is printed is what a run's config.json has; nothing is written for it."""
+    options = ["--static", "5", "--set", "masking.share=0.2", "--set", "optimizer.kind=lamb", "--seed", "3"]
+    assert main(call(tmp_path / "run", *options, "--print-config")) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert not (tmp_path / "run").exists()
+    assert printed["masking"] == {"share": 0.2}
+    assert printed["optimizer"]["kind"] == "lamb"
+    assert (printed["static"], printed["seed"], printed["dtype"]) == (5, 3, "fp32")
+    assert [phase["max_length"] for phase in printed["phases"]] == [32, 32]
+    assert [phase["steps"] for phase in printed["phases"]] == [5, 1]
+    assert {phase["batch_size"] for phase in printed["phases"]} == {4}
+    assert {(phase["lr"], phase["warmup"]) for phase in printed["phases"]} == {(1e-3, 0.2)}
+    assert printed["model"]["vocab_size"] == 400
+    assert main(call(tmp_path / "run", *options)) == 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text()) == printed
+    lr = [line["lr"] for line in log(tmp_path / "run")]
+    assert lr[:2] == [0.0, pytest.approx(1e-3 / 1.2)]
+    # no output is needed
+    given = call(tmp_path / "run", "--print-config")
+    at = given.index("--output")
+    assert main(given[:at] + given[at + 2 :]) == 0
+
+
+def test_options_of_masks_and_formats(call, capsys):
+    for options, expected in (
+        (["--random-specials"], {"masking": {"random_specials": True}}),
+        (
+            ["--set", "masking.unit=word", "--word-budget", "words", "--set", "masking.max_predictions=9"],
+            {"masking": {"unit": "word", "word_budget": "words", "max_predictions": 9}},
+        ),
+        (["--dropout", "0.3"], {"dropout": 0.3}),
+        (["--micro-batch", "2"], {"micro_batch": 2}),
+        (["--pack"], {"format": {"kind": "doc-sentences"}}),
+        (["--dtype", "bf16"], {"dtype": "bf16"}),
+        (
+            ["--grow", "1:3,2:*", "--grow-moments"],
+            {"growth": {"stages": [[1, 3], [2, None]], "moments": "copied", "freeze": False}},
+        ),
+    ):
+        recipe = "roberta" if "--pack" in options or "masking.unit=word" in options else "bert"
+        assert main([*call("x", *options, recipe=recipe), "--print-config"]) == 0, options
+        printed = json.loads(capsys.readouterr().out)
+        for key, value in expected.items():
+            assert printed[key] == value
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--pack", "--workers", "1"],
+        ["--grow", "1:3,2:*", "--grow-freeze", "--grow-moments"],
+        ["--dtype", "bf16"],
+        ["--no-verify", "--progress"],
+    ],
+    ids=["packed", "grown", "bf16", "progress"],
+)
+def test_runs_with_options(options, call, tmp_path, capsys):
+    assert main(call(tmp_path / "run", *options, recipe="roberta")) == 0
+    said = capsys.readouterr()
+    assert "after 6 steps" in said.out
+    assert ("step 6 of 6" in said.err) == ("--progress" in options)
+    model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "run" / "step-000006" / "model")
+    assert model.config.num_hidden_layers == 2
+
+
+# --- interruptions ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_same_call_goes_on(number, call, tmp_path, capsys, monkeypatch):
+    assert main(call(tmp_path / "whole")) == 0
+    whole = Trainer._step
+
+    def step(self, *given):
+        if self.step == 2:
+            os.kill(os.getpid(), number)
+        return whole(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", step)
+        capsys.readouterr()
+        assert main(call(tmp_path / "run")) == 128 + number
+    said = capsys.readouterr().err
+    place = tmp_path / "run" / "step-000003"
+    assert said == f"fastbert: stopped by {number.name}; saved {place}\n"
+    assert checkpoints.fault_of(place) is None
+    assert main(call(tmp_path / "run")) == 0
+    assert capsys.readouterr().err == f"fastbert: {place}: goes on from step 3\n"
+    assert digests(tmp_path / "run") == digests(tmp_path / "whole")
+
+
+def test_a_process_that_is_ended_saves(call, tmp_path):
+    """A real SIGTERM, with a worker that makes batches: status 143, one line, and a whole checkpoint."""
+    run = tmp_path / "run"
+    arguments = call(run, "--steps", "100000", "--workers", "1", "--save-every", "100000")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fastbert", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    try:
+        end = time.monotonic() + 120
+        while not ((run / "log.jsonl").exists() and (run / "log.jsonl").stat().st_size > 500):
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 143
+    (place,) = run.glob("step-*")
+    assert said == f"fastbert: stopped by SIGTERM; saved {place}\n"
+    assert checkpoints.fault_of(place) is None
+    assert log(run)[-1]["step"] == int(place.name.removeprefix("step-"))
+
+
+def test_what_changes_the_result_cannot_be_changed(call, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(call(run)) == 0
+    for options, message in (
+        (
+            ["--lr", "2e-3"],
+            r"phases\.0\.lr: the run in .*run has 0\.001, got 0\.002; go on with its own value",
+        ),
+        (["--steps", "8"], r"phases\.0\.steps: the run in .* has 5, got 7"),
+        (["--seed", "1"], "seed: the run in .* has 0, got 1"),
+        (["--dtype", "bf16"], "dtype: the run in .* has 'fp32', got 'bf16'"),
+        (["--micro-batch", "1"], "micro_batch: the run in .* has None, got 1"),
+        (["--grow", "1:2,2:*"], "growth: the run in .* has None, got {"),
+    ):
+        assert re.match(message, failed(call(run, *options), capsys))
+    # what does not may be
+    more = ["--save-every", "3", "--keep", "1", "--log-every", "2", "--workers", "1", "--no-verify"]
+    assert main(call(run, *more)) == 0
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(call, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert main(call(run)) == 0
+    expected = digests(run)
+    path = run / "step-000006" / "model" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)
+    capsys.readouterr()
+    assert main(call(run)) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        f"fastbert: not usable: {path}: was changed since it was written (its SHA-256 is another one)",
+        f"fastbert: {run / 'step-000004'}: goes on from step 4",
+    ]
+    assert digests(run) == expected
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(call, tmp_path, capsys, monkeypatch):
+    flushed, count = checkpoints._flushed, []
+
+    def full(path):
+        count.append(path)
+        if "step-000004" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return flushed(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "_flushed", full)
+        said = failed(call(tmp_path / "run"), capsys)
+    assert re.search(
+        r"step-000004: could not be saved, older checkpoints are unchanged: .*No space left", said
+    )
+    assert count
+    assert [path.name for path in (tmp_path / "run").glob("*step-*")] == ["step-000002"]
+    assert main(call(tmp_path / "run")) == 0
+    assert main(call(tmp_path / "whole")) == 0
+    assert digests(tmp_path / "run") == digests(tmp_path / "whole")
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--recipe", "berd"], r"recipe: 'berd' is neither a file nor one of albert, bert, bert-lamb"),
+        (["--data", "gone"], r"gone/index\.json: no such file|.*no corpus there"),
+        (["--model", "gone"], r"model: gone: expected a config\.json, or a directory with one"),
+        (["--set", "masking.share"], r"--set masking\.share: expected FIELD=VALUE"),
+        (["--set", "mask.share=1"], r"mask\.share: is no field of a recipe; expected"),
+        (["--set", "masking.share=2"], r"masking .*share: expected a number in \(0, 1\]"),
+        (["--set", "phases.1.lr=fast"], r"phases\.1\.lr: expected a finite number"),
+        (["--set", "options.speed=1"], r"options: .*speed"),
+        (["--steps", "1"], "steps: expected an integer >= 2, got 1"),
+        (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
+        (["--batch-size", "0"], r"phases\.0\.batch_size: expected an integer >= 1"),
+        (["--micro-batch", "3"], "micro_batch: expected a divisor of batch_size, 4, got 3"),
+        (["--warmup", "-1"], r"phases\.0\.warmup: expected a finite number >= 0"),
+        (["--warmup", "70"], r"schedule .*warmup: expected steps in \[0, 6\]"),
+        (
+            ["--max-length", "513"],
+            r"--max-length 513: bert has sequences of 512 tokens at most; --set phases",
+        ),
+        (["--max-length", "4"], r"max_length: expected an integer >= 5, got 4"),
+        (["--dropout", "1.5"], r"dropout: expected a number in \[0, 1\)"),
+        (["--grow", "2"], r"grow: stage 1: expected LAYERS:STEPS, such as 3:50000, got '2'"),
+        (["--grow", "1:9,2:*"], "grow: 2 layers begin after 9 steps, but the run has 6"),
+        (["--grow", "1:3,3:*"], "grow: ends with 3 layers, but the model has 2"),
+        (["--grow", "2:3,3:*"], "grow: stage 2: expected a multiple of the 2 layers before, got 3"),
+        (["--grow-freeze"], "--grow-freeze: needs --grow"),
+        (["--grow-moments"], "--grow-moments: needs --grow"),
+        (["--pack"], "--pack: bert has pairs of sentences, which are not packed further"),
+        (["--keep", "0"], "keep: expected an integer >= 1, got 0"),
+        (["--workers", "-1"], "workers: expected an integer >= 0, got -1"),
+        (["--parallel", "ddp"], "parallel: ddp is for processes that torchrun starts; RANK is not set"),
+        (["--device", "tpu"], "--device tpu: "),
+        (["--speed", "1"], "unrecognized arguments: --speed 1"),
+    ],
+)
+def test_mistakes_are_one_line(options, message, call, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    said = failed(call(tmp_path / "run", *options), capsys)
+    assert re.match(message, said), said
+    assert not list((tmp_path).rglob("step-*"))
+
+
+def test_what_is_wrong_with_the_data_is_one_line(call, made, tmp_path, capsys):
+    tokens = next(path for path in (made / "shards").iterdir() if "tokens" in path.name)
+    for change in ("flipped", "short", "gone"):
+        shards = tmp_path / change
+        shutil.copytree(made / "shards", shards)
+        file = shards / tokens.name
+        content = bytearray(file.read_bytes())
+        if change == "flipped":
+            content[100] ^= 1
+            file.write_bytes(content)
+        elif change == "short":
+            file.write_bytes(content[:-2])
+        else:
+            file.unlink()
+        said = failed(call(tmp_path / "run", "--data", str(shards)), capsys)
+        assert str(file) in said
+    one = tmp_path / "one.txt"
+    one.write_text("A first sentence.\nA second one.\nA third one.\n")
+    prepare = ["prepare", str(one), "--tokenizer", str(made / "tokenizer"), "--output", str(tmp_path / "one")]
+    assert main(prepare) == 0
+    said = failed(call(tmp_path / "run", "--data", str(tmp_path / "one")), capsys)
+    assert "has one document, but relation = next takes segments of another document" in said
+    assert main(call(tmp_path / "alone", "--data", str(tmp_path / "one"), recipe="roberta")) == 0
+    train = ["train-tokenizer", str(made / "text.jsonl"), "--vocab-size", "300"]
+    assert main([*train, "--output", str(tmp_path / "model")]) == 0
+    shutil.copy(made / "config.json", tmp_path / "model")
+    said = failed(call(tmp_path / "run", "--model", str(tmp_path / "model")), capsys)
+    assert "is another tokenizer than the one that made" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_where_the_run_cannot_be(call, tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    assert failed(call(tmp_path / "file"), capsys).startswith("output: expected a directory")
+    given = call(tmp_path)
+    at = given.index("--output")
+    assert failed(given[:at] + given[at + 2 :], capsys) == "--output: expected a directory for the run"
+    (tmp_path / "run" / "step-000001").mkdir(parents=True)
+    assert re.search(r"config\.json: is missing beside checkpoints", failed(call(tmp_path / "run"), capsys))
+
+
+def test_only_one_process_at_a_time_trains_into_a_run(call, tmp_path):
+    with checkpoints.locked(tmp_path):
+        code = "import sys; from fastbert.cli.main import main; sys.exit(main(sys.argv[1:]))"
+        other = subprocess.run([sys.executable, "-c", code, *call(tmp_path)], capture_output=True, text=True)
+    assert other.returncode == 2
+    assert "another process is training into it" in other.stderr
+    assert len(other.stderr.splitlines()) == 1
+
+
+def test_a_loss_that_is_not_finite_is_one_line(call, tmp_path, capsys):
+    said = failed(call(tmp_path / "run", "--lr", "1e30", "--warmup", "0", "--set", "clip=null"), capsys)
+    assert re.match(r"step \d: the gradient of \S+ is not finite; nothing was updated", said)
+
+
+def test_tensorboard_that_is_not_there(call, tmp_path, capsys):
+    if importlib.util.find_spec("tensorboard") is not None:
+        assert main(call(tmp_path / "run", "--tensorboard")) == 0
+        assert list((tmp_path / "run" / "tensorboard").iterdir())
+    else:
+        said = failed(call(tmp_path / "run", "--tensorboard"), capsys)
+        assert said == "tensorboard: is not installed: pip install tensorboard"
+
+
+def test_only_the_first_process_speaks(call, tmp_path, capsys, monkeypatch):
+    """Of several, the others read the corpus without its checks, and print nothing."""
+    opened = []
+    monkeypatch.setattr(command.Corpus, "open", lambda path, verify: opened.append(verify) or 1 / 0)
+    for rank, options, expected in ((0, [], True), (1, [], False), (0, ["--no-verify"], False)):
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(ZeroDivisionError):
+            main(call(tmp_path, *options))
+        assert opened.pop() is expected
+
+
+def test_the_picture_is_named_if_it_is_drawn(call, tmp_path, capsys, monkeypatch):
+    assert main(call(tmp_path / "a")) == 0
+    assert "the curves" not in capsys.readouterr().out
+    monkeypatch.setattr(curves, "draw", lambda run: Path(run) / "curves.png")
+    assert main(call(tmp_path / "a", recipe="bert")) == 0
+    assert f"{tmp_path / 'a' / 'curves.png'}: the curves\n" in capsys.readouterr().out
