@@ -63,8 +63,8 @@ FAULTS = (
     ),
     _fault(
         "no discarded backward",
-        "            self._backward(micro[0], 0, counts, {}, False, exchange=True)\n",
-        "",
+        "self.parallel.world > 1 and not self._warm:",
+        "self.parallel.world > 1 and self.step < 0:",
     ),
     _fault(
         "the discarded backward counts",
