@@ -81,8 +81,8 @@ FAULTS = (
     ),
     _fault(
         "the clipped norm is that of a share",
-        'norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm\n        value',
-        "norm = _local(norm)\n        value",
+        "gradients = [p.grad for p in parameters if p.grad is not None]",
+        "gradients = [_local(p.grad) for p in parameters if p.grad is not None]",
     ),
     _fault(
         "an error outside a step is raised at once",
