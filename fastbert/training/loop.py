@@ -578,20 +578,20 @@ class Trainer:
                 found[name] = value.cpu()
         return found
 
-    def _whole_moments(self) -> dict[str, Tensor]:
-        """ "name/key" -> value of the optimizer's state, whole, on the CPU, for the first process."""
+    def _whole_moments(self, everywhere: bool = True) -> dict[str, Tensor]:
+        """ "name/key" -> value of the optimizer's state, whole, on the CPU; as `_whole_state`."""
         found = {}
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 for key, value in self.optimizer.state.get(p, {}).items():
                     value = self.parallel.whole(value)
-                    if self.parallel.is_first:
+                    if everywhere or self.parallel.is_first:
                         found[f"{self.names[id(p)]}/{key}"] = value.cpu()
         return found
 
     def _save(self, logs: Logs | None) -> Path:
         """Write a checkpoint of the current step."""
-        state, moments = self._whole_state(everywhere=False), self._whole_moments()
+        state, moments = self._whole_state(everywhere=False), self._whole_moments(everywhere=False)
 
         def write(folder: Path) -> None:
             shared = self._write_models(folder, state)

@@ -63,8 +63,8 @@ FAULTS = (
     ),
     _fault(
         "no discarded backward",
-        "            self._backward(micro[0], 0, counts, {}, False, exchange=True)\n",
-        "",
+        "self.parallel.world > 1 and not self._warm:",
+        "self.parallel.world > 1 and self.step < 0:",
     ),
     _fault(
         "the discarded backward counts",
@@ -81,8 +81,8 @@ FAULTS = (
     ),
     _fault(
         "the clipped norm is that of a share",
-        'norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm\n        value',
-        "norm = _local(norm)\n        value",
+        "gradients = [p.grad for p in parameters if p.grad is not None]",
+        "gradients = [_local(p.grad) for p in parameters if p.grad is not None]",
     ),
     _fault(
         "an error outside a step is raised at once",
