@@ -52,12 +52,15 @@ def test_a_unit_is_masked_whole():
 def test_masks_that_come_again_have_the_stage_of_their_epoch():
     ours = objective(static=2)
     plan = ours.plan(1)
-    token = [ours.example(plan, epoch, 3).masked for epoch in (1, 3, 5)]
-    assert np.array_equal(token[1].labels, token[2].labels)  # both n-grams, of the draws of epoch 1
+    masked = [ours.example(plan, epoch, 3).masked for epoch in (1, 3, 5)]
+    assert np.array_equal(masked[1].labels, masked[2].labels)  # both n-grams, of the draws of epoch 1
+    ngrams = Objective(ours.format, Masking("ngram"), static=2)
+    assert np.array_equal(masked[2].labels, ngrams.example(plan, 1, 3).masked.labels)
+    assert not np.array_equal(masked[2].labels, masked[0].labels)
     assert ours.stage(5).masking.unit == "ngram"
     assert ours.stage(1).masking.unit == "token"
     plain = Objective(ours.format, Masking("token"), static=2)
-    assert np.array_equal(token[0].labels, plain.example(plan, 1, 3).masked.labels)
+    assert np.array_equal(masked[0].labels, plain.example(plan, 1, 3).masked.labels)
 
 
 def test_the_hash_covers_the_stages():
