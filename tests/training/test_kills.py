@@ -117,6 +117,8 @@ def test_kills_at_random_moments(kind, kills, tmp_path):
 
 def hidden(run: Path) -> list[str]:
     """What was left behind."""
+    if not run.is_dir():
+        return []
     return [
         entry.name for entry in run.iterdir() if entry.name.startswith((".saving", ".removing", ".config"))
     ]
