@@ -105,9 +105,16 @@ FAULTS = (
     Fault(
         "sizes of the source before are saved for the next",
         _LOOP,
-        "            self._stream = self._stream_of(number)\n            if number != self._stage:\n"
-        "                self._enter(number)\n",
-        "            if number != self._stage:\n                self._enter(number)\n",
+        "            self._stream = self._stream_of(number)\n"
+        "            if number != self._stage:\n"
+        "                self._enter(number)\n"
+        "                if self.stages[number].enter is not None:\n"
+        "                    saved = self._save(logs)\n",
+        "            if number != self._stage:\n"
+        "                self._enter(number)\n"
+        "                if self.stages[number].enter is not None:\n"
+        "                    saved = self._save(logs)\n"
+        "            self._stream = self._stream_of(number)\n",
     ),
     Fault(
         "the optimizer never begins anew",

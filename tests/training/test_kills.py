@@ -117,6 +117,8 @@ def test_kills_at_random_moments(kind, kills, tmp_path):
 
 def hidden(run: Path) -> list[str]:
     """What was left behind."""
+    if not run.is_dir():
+        return []
     return [
         entry.name for entry in run.iterdir() if entry.name.startswith((".saving", ".removing", ".config"))
     ]
@@ -329,7 +331,8 @@ def test_a_full_disk_at_every_writing_operation(tmp_path):
         if end.code == 0:  # an older checkpoint could not be removed, or no operation was left
             if not line.startswith("full at"):
                 break
-            assert "step-000001" in line
+            # or a folder of the model, which is flushed again as one of the checkpoint
+            assert re.search(r"step-000001|fsync \S*/model(/\.saving-[^/]*)?$", line), line
             continue
         assert end.code == 2, end.said
         refused += 1
