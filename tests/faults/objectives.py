@@ -102,7 +102,7 @@ FAULTS = (
     Fault("80% masks", _REPLACED, "mask_share=0.85", "mask_share=0.8"),
     Fault("a pair's class is forgotten", _REPLACED, "if self.format.num_labels:", "if False:"),
     Fault(
-        "accuracy against 1/2 of a logit",
+        "the accuracy counts what is wrong",
         _REPLACED,
         "((logits > 0) == replaced)",
         "((logits < 0) == replaced)",
