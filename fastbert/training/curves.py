@@ -38,9 +38,10 @@ def draw(run: str | Path) -> Path | None:
     if not lines:
         return None
     steps = [line["step"] for line in lines]
+    parts = [name for name in lines[-1] if name.endswith("_loss")]
     panels = {
-        "loss (nats)": [name for name in lines[-1] if name.endswith("_loss")],
-        "accuracy": [name for name in lines[-1] if name.endswith("_accuracy")],
+        "loss (nats)": parts if len(parts) == 1 else ["loss", *parts],
+        "accuracy": [name for name in lines[-1] if name.endswith(("_accuracy", "_share"))],
         "learning rate": ["lr"],
     }
     panels = {title: names for title, names in panels.items() if names}
@@ -50,7 +51,7 @@ def draw(run: str | Path) -> Path | None:
     ):
         for name in names:
             values = [line.get(name) for line in lines]
-            label = name.removesuffix("_loss").removesuffix("_accuracy")
+            label = "total" if name == "loss" else name.rpartition("_")[0]
             (drawn,) = axes.plot(steps, values, linewidth=0.8, alpha=0.35 if len(steps) > 40 else 1.0)
             if len(steps) > 40:
                 axes.plot(steps, _smooth(values), color=drawn.get_color(), linewidth=1.8, label=label)
