@@ -48,11 +48,14 @@ def test_a_picture_has_the_lines_of_the_log(steps, tmp_path, monkeypatch):
     panels = drawn(tmp_path, monkeypatch)
     assert [axes.get_title() for axes in panels] == ["loss (nats)", "accuracy", "learning rate"]
     names = {"loss (nats)": ["loss", "mlm_loss", "sentence_loss"], "accuracy": ["mlm_accuracy"]}
+    colors: dict[str, set] = {}
     for axes in panels:
         own = names.get(axes.get_title(), ["lr"])
         drawn_lines = axes.get_lines()
-        assert len(drawn_lines) == len(own) * (2 if steps > 40 else 1)  # the values, and their mean
-        for name, line in zip(own, drawn_lines[:: 2 if steps > 40 else 1], strict=True):
+        each = 2 if steps > 40 and own != ["lr"] else 1  # the values, and their mean
+        assert len(drawn_lines) == len(own) * each
+        for name, line in zip(own, drawn_lines[::each], strict=True):
+            colors.setdefault(name.rpartition("_")[0], set()).add(line.get_color())
             assert list(line.get_xdata()) == list(range(1, steps + 1))
             expected = [math.nan if row[name] is None else row[name] for row in lines]
             assert np.allclose(np.array(line.get_ydata(), float), expected, equal_nan=True)
@@ -60,6 +63,8 @@ def test_a_picture_has_the_lines_of_the_log(steps, tmp_path, monkeypatch):
     legend = [text.get_text() for text in panels[0].get_legend().get_texts()]
     assert legend == ["total", "mlm", "sentence"]
     assert panels[1].get_ylim() == (0, 1)
+    assert len(colors["mlm"]) == 1  # of its loss and its accuracy
+    assert len({color for each in colors.values() for color in each}) == 3 + 1  # and the learning rate
 
 
 def test_a_log_without_accuracies(tmp_path, monkeypatch):
