@@ -1,4 +1,4 @@
-"""The generated parts of README and docs: numbers from bench/results, op matrix and floors from the package.
+"""The generated parts of README and docs: numbers from bench/results, tables from the package.
 
     python docs/make.py            write them
     python docs/make.py --check    write nothing; exit status 1 if something would change
@@ -23,6 +23,7 @@ if __name__ == "__main__":  # run as a script: docs/ need not be on the path, be
 
 from bench.lib import older, quoted  # noqa: E402
 from bench.lib.tables import table  # noqa: E402
+from fastbert.pretraining import recipe  # noqa: E402
 from fastbert.runtime import dispatch  # noqa: E402
 
 DTYPES = {
@@ -79,6 +80,46 @@ def order() -> list[str]:
     return table(["op, or a part of its calls", "device", "backends, best first"], body)
 
 
+def recipes() -> list[str]:
+    """A row per recipe: its objective and sequences, its phases, its optimizer."""
+    body = []
+    for name in recipe.names():
+        made = recipe.Recipe.load(name)
+        kind = made.format["kind"] + (f" ({made.format['relation']})" if "relation" in made.format else "")
+        phases = made.phases
+        warm = [f"{p.warmup:,}" if p.warmup >= 1 else f"{p.warmup:.4g} of them" for p in phases]
+        body.append(
+            [
+                f"`{name}`",
+                made.objective,
+                kind,
+                _each([str(p.max_length) for p in phases]),
+                _each([f"{p.batch_size:,}" for p in phases]),
+                " + ".join(f"{p.steps:,}" for p in phases),
+                _each([f"{p.lr:g}" for p in phases]),
+                _each(warm),
+                f"{made.optimizer['kind']}, {made.schedule['kind']}",
+            ]
+        )
+    head = [
+        "recipe",
+        "objective",
+        "sequences",
+        "tokens",
+        "batch",
+        "steps",
+        "lr",
+        "warm-up",
+        "optimizer, schedule",
+    ]
+    return table(head, body)
+
+
+def _each(values: list[str]) -> str:
+    """One value per phase, or the one that all have."""
+    return values[0] if len(set(values)) == 1 else ", ".join(values)
+
+
 KERNELS = "Triton kernels and their launchers: `fastbert/kernels` is a link to `kernels/`"
 IMPORT = re.compile(r"^(?:from fastbert import|from fastbert\.|import fastbert\.)(\w+)", re.MULTILINE)
 
@@ -123,6 +164,7 @@ PARTS: dict[str, list[tuple[str, Callable[[], list[str]]]]] = {
     ],
     "docs/op-matrix.md": [("op matrix", matrix), ("dispatch table", order)],
     "docs/floors.md": [("floors", floors)],
+    "docs/pretrain.md": [("recipes", recipes)],
 }
 
 

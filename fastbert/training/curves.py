@@ -38,22 +38,26 @@ def draw(run: str | Path) -> Path | None:
     if not lines:
         return None
     steps = [line["step"] for line in lines]
+    parts = [name for name in lines[-1] if name.endswith("_loss")]
     panels = {
-        "loss (nats)": [name for name in lines[-1] if name.endswith("_loss")],
-        "accuracy": [name for name in lines[-1] if name.endswith("_accuracy")],
+        "loss (nats)": parts if len(parts) == 1 else ["loss", *parts],
+        "accuracy": [name for name in lines[-1] if name.endswith(("_accuracy", "_share"))],
         "learning rate": ["lr"],
     }
     panels = {title: names for title, names in panels.items() if names}
+    colors: dict[str, str] = {}  # a loss and its accuracy have one
     figure = Figure(figsize=(4.2 * len(panels), 3.4), layout="constrained")
     for axes, (title, names) in zip(
         figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
     ):
         for name in names:
             values = [line.get(name) for line in lines]
-            label = name.removesuffix("_loss").removesuffix("_accuracy")
-            (drawn,) = axes.plot(steps, values, linewidth=0.8, alpha=0.35 if len(steps) > 40 else 1.0)
-            if len(steps) > 40:
-                axes.plot(steps, _smooth(values), color=drawn.get_color(), linewidth=1.8, label=label)
+            label = "total" if name == "loss" else name.rpartition("_")[0]
+            color = colors.setdefault(label, f"C{len(colors)}")
+            noisy = len(steps) > 40 and name != "lr"
+            (drawn,) = axes.plot(steps, values, color=color, linewidth=0.8, alpha=0.35 if noisy else 1.0)
+            if noisy:
+                axes.plot(steps, _smooth(values), color=color, linewidth=1.8, label=label)
             else:
                 drawn.set_label(label)
         if title == "accuracy":

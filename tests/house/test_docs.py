@@ -313,6 +313,8 @@ def check_command(words: list[str], folder: Path) -> None:
     """Fail with the reason if this checkout has no such command or option."""
     while "=" in words[0]:  # variables before the command
         words = words[1:]
+    if words[0] == "torchrun":
+        words = ["python", *words[words.index("-m") :]]
     program, rest = words[0].removeprefix(".venv/bin/"), words[1:]
     if program == "make":
         asked = [word for word in rest if "=" not in word]
@@ -340,6 +342,8 @@ def check_command(words: list[str], folder: Path) -> None:
             source = "".join(path.read_text() for path in (ROOT / "bench").rglob("*.py"))
         for option in (word.partition("=")[0] for word in rest[1:] if word.startswith("--")):
             assert option in source, option
+    elif program == "sh":
+        assert (ROOT / rest[0]).is_file(), rest[0]
     else:
         assert program in ("mkdir", "git", "cd", "mkdocs"), f"unknown command {program!r}"
 
@@ -363,6 +367,8 @@ def test_commands_exist(page, folder):
         "python -m fastbert nothing",
         "python bench/nothing.py",
         "python bench/bench_cpu.py --nothing-like-it",
+        "torchrun --nproc-per-node 2 -m fastbert pretrain --nothing",
+        "sh examples/nothing.sh",
         "unknown",
     ],
 )

@@ -55,6 +55,8 @@ NEW_MEMBERS = {
     "layer_class",
     "logits_and_loss",
     "padded_output",
+    "pair_head",
+    "pair_logits",
 }
 # What is new outside the ops (a new function of an op breaks no caller): name -> reason.
 NEW = {

@@ -346,9 +346,9 @@ def test_a_finished_run_is_left_as_it_is(corpus, tmp_path):
     [
         ("seed", {"seed": 1}),
         ("dtype", {"dtype": "bf16"}),
-        ("clip", {"recipe": small("bert", 2, clip=2.0)}),
-        ("phases.0.lr", {"recipe": small("bert", 2, phases__lr=2e-3)}),
-        ("masking.share", {"recipe": small("bert", 2, masking__share=0.2)}),
+        ("clip", {"recipe": {"clip": 2.0}}),
+        ("phases.0.lr", {"recipe": {"phases__lr": 2e-3}}),
+        ("masking.share", {"recipe": {"masking__share": 0.2}}),
         ("model.num_hidden_layers", {"layers": 3}),
         ("growth", {"growth": Growth(((1, 1), (2, None)))}),
         ("corpus", {"plain": True}),
@@ -359,7 +359,7 @@ def test_what_a_run_depends_on_must_stay(field, options, corpus, plain, tmp_path
     options = dict(options)
     model = config(corpus, num_hidden_layers=options.pop("layers", 2))
     text = plain if options.pop("plain", False) else corpus
-    recipe = options.pop("recipe", small("bert", 2))
+    recipe = small("bert", 2, **options.pop("recipe", {}))
     with pytest.raises(TrainingError, match=rf"^{field}: the run in {re.escape(str(tmp_path))} has "):
         ran(text, model, recipe, tmp_path, **options)
 

@@ -1,0 +1,114 @@
+"""The picture of a run's log, with and without matplotlib, whole or while the run goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+
+from fastbert.training import curves
+
+
+def written(run, steps: int, **more) -> list[dict]:
+    """A log with losses that fall, of which one is not finite."""
+    lines = []
+    for step in range(1, steps + 1):
+        loss = 1 + 5 * math.exp(-step / 30)
+        line = {"step": step, "loss": loss, "mlm_loss": loss - 0.5, "sentence_loss": 0.5}
+        line |= {"mlm_accuracy": 1 - loss / 7, "lr": 1e-3 * min(1, step / 20), "tokens": step, **more}
+        lines.append(line)
+    lines[0]["loss"] = None
+    (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return lines
+
+
+def drawn(run, monkeypatch) -> list:
+    """The panels of the picture."""
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    kept, save = [], figure.savefig
+
+    def keep(self, *given, **options):
+        kept.append(self)
+        return save(self, *given, **options)
+
+    monkeypatch.setattr(figure, "savefig", keep)
+    assert curves.draw(run) == run / "curves.png"
+    content = (run / "curves.png").read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    assert len(content) > 5000
+    return kept[0].axes
+
+
+@pytest.mark.parametrize("steps", [1, 30, 200])
+def test_a_picture_has_the_lines_of_the_log(steps, tmp_path, monkeypatch):
+    lines = written(tmp_path, steps)
+    panels = drawn(tmp_path, monkeypatch)
+    assert [axes.get_title() for axes in panels] == ["loss (nats)", "accuracy", "learning rate"]
+    names = {"loss (nats)": ["loss", "mlm_loss", "sentence_loss"], "accuracy": ["mlm_accuracy"]}
+    colors: dict[str, set] = {}
+    for axes in panels:
+        own = names.get(axes.get_title(), ["lr"])
+        drawn_lines = axes.get_lines()
+        each = 2 if steps > 40 and own != ["lr"] else 1  # the values, and their mean
+        assert len(drawn_lines) == len(own) * each
+        for name, line in zip(own, drawn_lines[::each], strict=True):
+            colors.setdefault(name.rpartition("_")[0], set()).add(line.get_color())
+            assert list(line.get_xdata()) == list(range(1, steps + 1))
+            expected = [math.nan if row[name] is None else row[name] for row in lines]
+            assert np.allclose(np.array(line.get_ydata(), float), expected, equal_nan=True)
+        assert axes.get_xlabel() == "step"
+    legend = [text.get_text() for text in panels[0].get_legend().get_texts()]
+    assert legend == ["total", "mlm", "sentence"]
+    assert panels[1].get_ylim() == (0, 1)
+    assert len(colors["mlm"]) == 1  # of its loss and its accuracy
+    assert len({color for each in colors.values() for color in each}) == 3 + 1  # and the learning rate
+
+
+def test_a_log_without_accuracies(tmp_path, monkeypatch):
+    lines = [{"step": 1, "loss": 2.0, "lr": 0.1}, {"step": 2, "loss": 1.0, "lr": 0.2}]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [axes.get_title() for axes in drawn(tmp_path, monkeypatch)] == ["loss (nats)", "learning rate"]
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path, monkeypatch):
+    written(tmp_path, 3)
+    with open(tmp_path / "log.jsonl", "a") as file:
+        file.write('{"step": 4, "lo')
+    assert [line["step"] for line in curves.read(tmp_path)] == [1, 2, 3]
+    assert list(drawn(tmp_path, monkeypatch)[0].get_lines()[0].get_xdata()) == [1, 2, 3]
+
+
+def test_no_picture(tmp_path, monkeypatch):
+    (tmp_path / "log.jsonl").write_text("")
+    pytest.importorskip("matplotlib")
+    assert curves.draw(tmp_path) is None
+    written(tmp_path, 3)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not installed
+    assert curves.draw(tmp_path) is None
+    assert not (tmp_path / "curves.png").exists()
+
+
+def test_the_mean_of_the_last_values():
+    """Of a twentieth of all, those without a value left out."""
+    values = [float(i) for i in range(100)]
+    values[50] = None
+    found = curves._smooth(values)
+    for i in range(100):
+        last = [value for value in values[max(0, i - 4) : i + 1] if value is not None]
+        assert found[i] == pytest.approx(sum(last) / len(last))
+    assert np.isnan(curves._smooth([None, None, 1.0])[:2]).all()
+
+
+def test_as_a_script(tmp_path, capsys):
+    assert curves.main([]) == 2
+    assert curves.main([str(tmp_path / "gone")]) == 2
+    assert "gone" in capsys.readouterr().err
+    written(tmp_path, 3)
+    pytest.importorskip("matplotlib")
+    assert curves.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'curves.png'}\n"
+    (tmp_path / "log.jsonl").write_text("")
+    assert curves.main([str(tmp_path)]) == 1
