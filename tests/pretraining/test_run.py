@@ -337,7 +337,8 @@ def test_a_finished_run_is_left_as_it_is(corpus, tmp_path):
     ran(corpus, model, recipe, tmp_path)
     before = digests(tmp_path)
     result = ran(corpus, model, recipe, tmp_path)
-    assert (result.step, result.checkpoint.name, result.last) == (2, "step-000002", {})
+    last = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
+    assert (result.step, result.checkpoint.name, result.last) == (2, "step-000002", last)
     assert digests(tmp_path) == before
 
 

@@ -550,24 +550,34 @@ def test_in_a_thread_signals_are_left_alone(tmp_path):
 # --- what is refused ----------------------------------------------------------------------------------------
 
 
-def test_losses_without_counts_and_counts_without_losses(tmp_path):
-    class Uncounted(Numbered):
+def test_a_count_without_a_loss_is_that_of_a_share(tmp_path):
+    class Counted(Numbered):
         def collate(self, examples):
             made = super().collate(examples)
-            made.counts = {"class": made.counts["class"], "next": 3}
+            made.counts["long"] = 8
             return made
 
-    with pytest.raises(TrainingError, match="losses: next: not both a loss and a count"):
-        trainer(tmp_path / "a", source=Uncounted()).run()
+    class Shares(Classes):
+        def forward(self, inputs, measure=False):
+            losses, correct = super().forward(inputs, measure)
+            return losses, {**correct, "long": torch.tensor(3)} if measure else {}
 
+    made = tiny_training.stages(2, source=Counted())
+    made[0].build = Shares
+    last = trainer(tmp_path, 2, stages=made).run().last
+    assert last["long_share"] == 3 / 8
+    assert last["loss"] == last["class_loss"]
+
+
+def test_a_loss_without_a_count(tmp_path):
     class Renamed(Numbered):
         def collate(self, examples):
             made = super().collate(examples)
             made.counts = {}
             return made
 
-    with pytest.raises(TrainingError, match="losses: class: not both a loss and a count"):
-        trainer(tmp_path / "b", source=Renamed()).run()
+    with pytest.raises(TrainingError, match="losses: class: a loss without a count"):
+        trainer(tmp_path, source=Renamed()).run()
 
 
 def test_bad_arguments_are_named(tmp_path):
