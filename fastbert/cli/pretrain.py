@@ -21,6 +21,8 @@ from fastbert.training.parallel import Parallel
 
 def run(args: argparse.Namespace) -> int:
     """Train, or print the config; returns the exit status."""
+    if args.output is None and not args.print_config:
+        raise UsageError("--output: expected a directory for the run")
     recipe, growth = recipe_of(args), growth_of(args)
     is_first = os.environ.get("RANK", "0") == "0"
     corpus = Corpus.open(args.data, verify=args.verify and is_first and not args.print_config)
@@ -30,8 +32,6 @@ def run(args: argparse.Namespace) -> int:
         pretraining.stages(corpus, config, weights, recipe, args.seed, growth)  # what cannot run is an error
         print(json.dumps(described, indent=1, sort_keys=True))
         return 0
-    if args.output is None:
-        raise UsageError("--output: expected a directory for the run")
     parallel = Parallel(args.parallel, device_of(args.device), DTYPES[args.dtype])
     try:
         result = pretraining.pretrain(

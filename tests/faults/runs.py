@@ -113,8 +113,8 @@ FAULTS = (
     Fault(
         "the directory's weights are left aside",
         _RUN,
-        "                model = kind.from_pretrained(weights, config=sized)",
-        "                model = kind(sized)",
+        "model = kind.from_pretrained(weights, config=sized)",
+        "model = kind(sized)",
     ),
     Fault(
         "weights in shards are not seen",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 import fastbert
 from fastbert.pretraining.corpus import Corpus
@@ -492,9 +493,19 @@ def test_other_objectives_grow(name, corpus, tmp_path):
     broken_at(3, corpus, model, constant(name, 4), tmp_path / "broken", growth=growth, save_every=2)
     ran(corpus, model, constant(name, 4), tmp_path / "broken", growth=growth, save_every=2)
     assert digests(tmp_path / "broken") == digests(tmp_path / "whole")
-    state = moments(tmp_path / "whole", 2)
-    assert state
-    assert {int(value) for key, value in state.items() if key.endswith("/step")} == {2}
+    # what the objective has besides the models, and the moments of it
+    shallow = config(corpus, family_of(name), num_hidden_layers=1, **groups)
+    ran(corpus, shallow, constant(name, 2), tmp_path / "one")
+    own = [run / "step-000002" / "heads.safetensors" for run in (tmp_path / "one", tmp_path / "whole")]
+    old, new = map(load_file, own)
+    assert old.keys() == new.keys()
+    assert all(torch.equal(value, new[key]) for key, value in old.items())
+    assert bool(old) == (name == "spanbert")
+    before, after = (moments(tmp_path / run, 2) for run in ("one", "whole"))
+    assert {int(value) for key, value in after.items() if key.endswith("/step")} == {2}
+    outside = [key for key in before if ".layer." not in key and "_layers" not in key]
+    assert len(outside) > 10
+    assert all(torch.equal(before[key], after[key]) for key in outside)
 
 
 def test_growth_that_cannot_be(corpus, stock, tmp_path):

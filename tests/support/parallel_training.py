@@ -238,8 +238,9 @@ def train(
     stages = [Stage(steps, source(), made, schedule, micro_batches, **of_stage)]
     if grown:
         later = {**of_stage, "first_micro_batch": steps * micro_batches}
+        grows = {"enter": _fill, "moments": lambda moments, before, after: moments}
         stages += [
-            Stage(2, source(), made, schedule, 2 * micro_batches, enter=_fill, **later),
+            Stage(2, source(), made, schedule, 2 * micro_batches, **grows, **later),
             Stage(1, source(), made, schedule, micro_batches, fresh_optimizer=True, **later),
         ]
     parallel = Parallel(kind, "cpu", DTYPES[dtype], bucket_mb)
