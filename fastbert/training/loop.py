@@ -25,33 +25,31 @@ import contextlib
 import itertools
 import json
 import math
-import platform
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import fastbert.checkpoint.save as model_files
-from fastbert.checkpoint.files import SAFETENSORS, CheckpointError, cause, read_json, replace
-from fastbert.runtime.version import VERSION
+from fastbert.checkpoint.files import CheckpointError, cause, read_json, replace
 from fastbert.training import checkpoints, work
+from fastbert.training.clock import Clock
 from fastbert.training.draws import key_of
+from fastbert.training.identity import difference, versions
 from fastbert.training.logs import Logs
-from fastbert.training.optimizers import decay_groups, optimizer
+from fastbert.training.optimizers import optimizer
 from fastbert.training.parallel import Parallel
-from fastbert.training.schedules import Schedule
-from fastbert.training.stream import Batch, Source, Stream, loaded
+from fastbert.training.stages import Stage, check_order
+from fastbert.training.state import State
+from fastbert.training.stream import Batch, Stream, loaded
 
 CONFIG = "config.json"
-STATE, HEADS, MOMENTS = "trainer.json", "heads.safetensors", "optimizer.safetensors"
+STATE = "trainer.json"
 # What ends a run after its step, where the system has it
 _SIGNALS = [int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -73,59 +71,6 @@ class Interrupted(Exception):
     def __init__(self, number: int, where: Path | None) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}; saved {where}")
         self.number = number
-
-
-@dataclass
-class Stage:
-    """Some steps with one module, one source and one size of batch.
-
-    Attributes:
-        steps: how many.
-        source: of the examples.
-        build: makes the module that is trained, with its first weights; see the module's text.
-        schedule: the learning rate of a step.
-        micro_batches: of each step, all processes together.
-        sequences, tokens: of a micro-batch; see `Stream`.
-        first_micro_batch: of the stream. A stage that goes on with the stage before's source goes on there.
-        first_step: of `schedule` at the stage's first step.
-        enter: fills the new module from the stage before's, or None: the stage before's module goes on.
-        moments: with `enter`: (the optimizer's state as {"name/key": value}, old module, new module) -> the
-            state to begin with; None: the optimizer begins anew.
-        fresh_optimizer: whether the optimizer begins anew without `enter`.
-        options: of `optimizers.optimizer`: kind, betas, eps, weight_decay.
-        groups: the parameter groups of a module; a group may have an `lr_scale`.
-        clip: the largest norm of all gradients together; None: not clipped.
-    """
-
-    steps: int
-    source: Source
-    build: Callable[[], nn.Module]
-    schedule: Schedule
-    micro_batches: int = 1
-    sequences: int | None = None
-    tokens: int | None = None
-    first_micro_batch: int = 0
-    first_step: int = 0
-    enter: Callable[[nn.Module, nn.Module], None] | None = None
-    moments: Callable[[dict[str, Tensor], nn.Module, nn.Module], dict[str, Tensor]] | None = None
-    fresh_optimizer: bool = False
-    options: Mapping[str, Any] = field(default_factory=lambda: {"kind": "adamw"})
-    groups: Callable[[nn.Module, float], list[dict[str, Any]]] = decay_groups
-    clip: float | None = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "micro_batches"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name}: expected an integer >= 1, got {value!r}")
-        for name in ("first_micro_batch", "first_step"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise ValueError(f"{name}: expected an integer >= 0, got {value!r}")
-        Stream(self.source, 0, self.sequences, self.tokens)  # what is wrong is said now, not at this stage
-        optimizer(**{"kind": "adamw", **self.options}, groups=[nn.Parameter(torch.zeros(1))])
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ValueError(f"clip: expected a number > 0, or None, got {self.clip!r}")
 
 
 @dataclass(frozen=True)
@@ -204,7 +149,7 @@ class Trainer:
             raise ValueError(f"config: expected values of JSON: {error}") from None
         if type(seed) is not int:
             raise ValueError(f"seed: expected an integer, got {seed!r}")
-        _check_order(stages)
+        check_order(stages)
         self.seed, self.dtype = seed, DTYPES[dtype]
         self.parallel = parallel or Parallel(dtype=self.dtype)
         for stage in self.stages:
@@ -254,7 +199,7 @@ class Trainer:
             self._set_up(module)
             with self.parallel.alike():
                 if found:
-                    self._load(found)
+                    self._state().load(found)
                 if self.parallel.is_first:
                     offsets = state.get("log_bytes", {})
                     options = self._tensorboard, self._progress
@@ -269,7 +214,7 @@ class Trainer:
         path = self.output / CONFIG
         problem = None
         if path.exists():
-            problem = _difference(read_json(path), self.config, path)
+            problem = difference(read_json(path), self.config, path)
         elif checkpoints.steps_in(self.output):
             problem = f"{path}: is missing beside checkpoints; it says what they were trained with"
         else:
@@ -280,7 +225,7 @@ class Trainer:
     def _begin(self, found: Path | None, state: Mapping[str, Any]) -> nn.Module:
         """Take over what a checkpoint says of the run; the module of the step to begin with, not filled."""
         mine = {key: value for key, value in self._decisive().items() if key in state}
-        problem = _difference({key: state[key] for key in mine}, mine, self.output / CONFIG)
+        problem = difference({key: state[key] for key in mine}, mine, self.output / CONFIG)
         if problem:
             raise TrainingError(problem)
         self.step = int(state.get("step", 0))
@@ -289,10 +234,8 @@ class Trainer:
             raise TrainingError(f"{found}: step {self.step}, but the run has {self.steps}")
         if found:
             self._say(f"{found}: goes on from step {self.step:,}")
-            versions, now = state.get("versions", {}), _versions()
-            changed = [
-                f"{key} {versions.get(key)} -> {now[key]}" for key in now if versions.get(key) != now[key]
-            ]
+            before, now = state.get("versions", {}), versions()
+            changed = [f"{key} {before.get(key)} -> {now[key]}" for key in now if before.get(key) != now[key]]
             if changed:
                 self._say(f"versions have changed, bits may differ: {', '.join(changed)}")
         number = self._stage = int(state.get("stage", 0))
@@ -331,8 +274,8 @@ class Trainer:
         stage, self._stage = self.stages[number], number
         if stage.enter is not None:
             module = self._new_module(number)
-            whole = self._whole_state()  # all processes fill their own copy
-            moments = self._whole_moments() if stage.moments is not None else {}
+            whole = self._state().parameters()  # all processes fill their own copy
+            moments = self._state().moments() if stage.moments is not None else {}
             source = self._new_module(number - 1)
             for key, parameter in source.named_parameters():
                 parameter.data.copy_(whole[key])
@@ -340,7 +283,7 @@ class Trainer:
             if stage.moments is not None:
                 moments = stage.moments(moments, source, module)
             self._set_up(module)
-            self._fill_moments(moments)
+            self._state().fill_moments(moments)
         elif stage.fresh_optimizer:
             self._new_optimizer()
 
@@ -369,7 +312,7 @@ class Trainer:
             numbers = range(begin + self.parallel.rank, end, self.parallel.world)
             per_step = stage.micro_batches // self.parallel.world
             with contextlib.closing(loaded(self._stream, numbers, self.workers)) as batches:
-                clock = _Clock()
+                clock = Clock()
                 while self.step < self._ends[number]:
                     micro = []
                     with self._failing_later():
@@ -566,38 +509,16 @@ class Trainer:
         except OSError as error:
             raise CheckpointError(f"{self.output}: could not be written: {cause(error)}") from error
 
-    def _whole_state(self, everywhere: bool = True) -> dict[str, Tensor]:
-        """name -> value of each parameter, whole, on the CPU; a shared one under its first name.
-
-        All processes call it. Unless `everywhere`, only the first one gets the values.
-        """
-        found = {}
-        for name, p in self.module.named_parameters():
-            value = self.parallel.whole(p)
-            if everywhere or self.parallel.is_first:
-                found[name] = value.cpu()
-        return found
-
-    def _whole_moments(self, everywhere: bool = True) -> dict[str, Tensor]:
-        """ "name/key" -> value of the optimizer's state, whole, on the CPU; as `_whole_state`."""
-        found = {}
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                for key, value in self.optimizer.state.get(p, {}).items():
-                    value = self.parallel.whole(value)
-                    if everywhere or self.parallel.is_first:
-                        found[f"{self.names[id(p)]}/{key}"] = value.cpu()
-        return found
+    def _state(self) -> State:
+        return State(self.parallel, self.module, self.optimizer, self.names)
 
     def _save(self, logs: Logs | None) -> Path:
         """Write a checkpoint of the current step."""
-        state, moments = self._whole_state(everywhere=False), self._whole_moments(everywhere=False)
+        whole = self._state()
+        state, moments = whole.parameters(everywhere=False), whole.moments(everywhere=False)
 
         def write(folder: Path) -> None:
-            shared = self._write_models(folder, state)
-            heads = {key: value for key, value in state.items() if key not in shared}
-            save_file({key: value.contiguous() for key, value in heads.items()}, folder / HEADS)
-            save_file({key: value.contiguous() for key, value in moments.items()}, folder / MOMENTS)
+            whole.write(folder, state, moments)
             (folder / STATE).write_text(json.dumps(described, indent=1, sort_keys=True) + "\n")
             if self._finish is not None:
                 self._finish(folder)
@@ -615,7 +536,7 @@ class Trainer:
                     "log_bytes": offsets,
                     "sizes": {**self._sizes, **self._known_sizes()},
                     "scaler": self.scaler.state_dict(),
-                    "versions": _versions(),
+                    "versions": versions(),
                     **self._decisive(),
                 }
                 checkpoints.save(self.output, self.step, write, self.keep)
@@ -629,54 +550,6 @@ class Trainer:
     def _known_sizes(self) -> dict[int, list[tuple[int, int]]]:
         stream = getattr(self, "_stream", None)
         return {} if stream is None else {self._stage: stream.sizes}
-
-    def _write_models(self, folder: Path, state: Mapping[str, Tensor]) -> set[str]:
-        """Write the models that are exported; the names of their parameters within the module."""
-        by_parameter = {id(p): name for name, p in self.module.named_parameters()}
-        written = set()
-        for name, model in self.module.exports.items():
-            values = {}
-            for key, p in model.named_parameters(remove_duplicate=False):
-                values[key] = state[by_parameter[id(p)]]
-                written.add(by_parameter[id(p)])
-            for key, value in model.state_dict().items():
-                if key not in values:  # a buffer, which no process shares with others
-                    values[key] = value.cpu()
-            model_files.save(model, folder / name, max_shard_size=1 << 60, state_dict=values)
-        return written
-
-    def _load(self, folder: Path) -> None:
-        """Fill the module and the optimizer from a checkpoint."""
-        values: dict[int, Tensor] = {}
-        for name, model in self.module.exports.items():
-            stored = load_file(folder / name / SAFETENSORS)
-            for key, p in model.named_parameters(remove_duplicate=False):
-                if key in stored:
-                    values[id(p)] = stored[key]
-        heads = load_file(folder / HEADS)
-        for name, p in self.module.named_parameters():
-            value = heads.get(name, values.get(id(p)))
-            if value is None or value.shape != p.shape:
-                shape = None if value is None else tuple(value.shape)
-                raise CheckpointError(f"{folder}: {name}: expected shape {tuple(p.shape)}, got {shape}")
-            self.parallel.fill(p, value)
-        self._fill_moments(load_file(folder / MOMENTS))
-
-    def _fill_moments(self, moments: Mapping[str, Tensor]) -> None:
-        """Give the optimizer a state, "name/key" -> whole value; names without one begin anew."""
-        state, number = {}, 0
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                prefix = f"{self.names[id(p)]}/"
-                own = {key.removeprefix(prefix): v for key, v in moments.items() if key.startswith(prefix)}
-                if own:
-                    state[number] = {
-                        key: self.parallel.like(value, p) if value.shape == p.shape and value.dim() else value
-                        for key, value in own.items()
-                    }
-                number += 1
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     # -- signals ---------------------------------------------------------------------------------------------
 
@@ -703,62 +576,6 @@ class Trainer:
                 signal.signal(number, handler)
 
 
-class _Clock:
-    """The times of a run, since its last line in the log.
-
-    Attributes:
-        tokens_per_second: of the last line, or since the beginning if there is none yet.
-    """
-
-    def __init__(self) -> None:
-        self._rate: float | None = None
-        self._restart()
-
-    def _restart(self) -> None:
-        self._begin = time.perf_counter()
-        self._waited = self._work = 0.0
-        self._tokens = self._sequences = self._steps = 0
-
-    def waiting(self, batches: Iterator[Batch], count: int) -> list[Batch]:
-        """The next batches; the time is waiting for data."""
-        begin = time.perf_counter()
-        found = list(itertools.islice(batches, count))
-        self._waited += time.perf_counter() - begin
-        return found
-
-    def count(self, module: nn.Module, micro: Sequence[Batch], counts: Mapping[str, int]) -> None:
-        """A step is done."""
-        self._steps += 1
-        self._tokens += counts["tokens"]
-        self._sequences += counts["sequences"]
-        if hasattr(module, "work"):
-            self._work += sum(module.work(batch) for batch in micro)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """See the class."""
-        seconds = max(time.perf_counter() - self._begin, 1e-9)
-        return self._tokens / seconds if self._rate is None else self._rate
-
-    def speed(self, roof: float, peak: float | None) -> dict[str, Any]:
-        """The line of speed.jsonl; begins anew. Work, roof and peak are those of this process."""
-        seconds = max(time.perf_counter() - self._begin, 1e-9)
-        found = {
-            "step_ms": seconds / self._steps * 1e3,
-            "sequences_per_s": self._sequences / seconds,
-            "tokens_per_s": self._tokens / seconds,
-            "data_wait": self._waited / seconds,
-        }
-        if self._work:
-            found["gflops"] = self._work / seconds / 1e9
-            found["of_roof"] = self._work / seconds / roof
-            if peak is not None:
-                found["mfu"] = self._work / seconds / peak
-        self._rate = found["tokens_per_s"]
-        self._restart()
-        return found
-
-
 def _seed(*parts: object) -> int:
     """A seed for torch."""
     return key_of(*parts) & (1 << 63) - 1
@@ -780,49 +597,3 @@ def _local(t: Tensor) -> Tensor:
 def _number(value: float) -> float | None:
     """A number for JSON, which has no infinity."""
     return value if math.isfinite(value) else None
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "fastbert": VERSION,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def _difference(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> str | None:
-    """The first field in which a run's config differs from that of its directory, or None."""
-    for key in sorted({*old, *new}):
-        was, now = old.get(key), new.get(key)
-        if was != now:
-            name, was, now = _innermost(key, was, now)
-            return (
-                f"{name}: the run in {path.parent} has {was!r}, got {now!r}; "
-                "go on with its own value, or use another directory"
-            )
-    return None
-
-
-def _check_order(stages: Sequence[Stage]) -> None:
-    """Raise ValueError unless each stage can follow the one before."""
-    if stages[0].enter is not None:
-        raise ValueError("enter: expected None in the first stage, which follows no other")
-    for before, stage in itertools.pairwise(stages):
-        fresh = stage.enter is not None or stage.fresh_optimizer
-        if not fresh and dict(stage.options) != dict(before.options):
-            raise ValueError(
-                "options: expected those of the stage before, whose optimizer goes on, "
-                f"{dict(before.options)!r}, got {dict(stage.options)!r}"
-            )
-
-
-def _innermost(name: str, old: Any, new: Any) -> tuple[str, Any, Any]:
-    """The first difference within two JSON values: its dotted name, and both values there."""
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        old, new = (dict(enumerate(value)) for value in (old, new))
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted({*old, *new}):
-            if old.get(key) != new.get(key):
-                return _innermost(f"{name}.{key}", old.get(key), new.get(key))
-    return name, old, new

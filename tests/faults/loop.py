@@ -4,7 +4,9 @@ from tests.support.mutation import Fault, Suite
 
 _CHECKPOINTS = "fastbert/training/checkpoints.py"
 _LOGS = "fastbert/training/logs.py"
+_IDENTITY = "fastbert/training/identity.py"
 _LOOP = "fastbert/training/loop.py"
+_STATE = "fastbert/training/state.py"
 _STREAM = "fastbert/training/stream.py"
 
 FAULTS = (
@@ -136,21 +138,21 @@ FAULTS = (
     ),
     Fault("the new module is not filled", _LOOP, "            stage.enter(source, module)\n", ""),
     # resume
-    Fault("moments are not loaded", _LOOP, "                if own:\n", "                if False:\n"),
+    Fault("moments are not loaded", _STATE, "                if own:\n", "                if False:\n"),
     Fault("the scaler is not loaded", _LOOP, 'if state.get("scaler"):', "if False:"),
     Fault("totals begin anew", _LOOP, "key: int(state.get(key, 0)) for key", "key: 0 for key"),
     Fault(
         "heads are not loaded",
-        _LOOP,
+        _STATE,
         "value = heads.get(name, values.get(id(p)))",
         "value = values.get(id(p), p.data)",
     ),
     Fault("another seed goes on", _LOOP, "                **self._decisive(),\n", ""),
-    Fault("a changed config goes on", _LOOP, "        elif before != now:", "        elif False:"),
+    Fault("a changed config goes on", _IDENTITY, "        if was != now:", "        if False:"),
     Fault(
         "damage of all checkpoints begins anew",
         _LOOP,
-        "if self.parallel.told(bool(rejected)) and not found:",
+        "if rejected and not found:",
         "if False:",
     ),
     Fault(

@@ -171,7 +171,12 @@ FAULTS = (
         "F.embedding(right, hidden)",
         "F.embedding(left, hidden)",
     ),
-    Fault("the hash forgets the targets", _SPAN, "super().hash, self.max_targets", "super().hash, 0"),
+    Fault(
+        "the hash forgets the targets",
+        "fastbert/pretraining/objectives/masked.py",
+        '("format", "masking", *self.of_model)',
+        '("format", "masking", "max_targets", *self.of_model)',
+    ),
     Fault("token masks instead of spans", _SPAN, 'Masking("span")', "Masking()"),
     Fault(
         "the first layer is not counted",

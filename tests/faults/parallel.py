@@ -4,6 +4,7 @@ from tests.support.mutation import Fault, Suite
 
 _LOOP = "fastbert/training/loop.py"
 _PARALLEL = "fastbert/training/parallel.py"
+_STATE = "fastbert/training/state.py"
 
 
 def _fault(name: str, old: str, new: str, file: str = _LOOP) -> Fault:
