@@ -95,6 +95,7 @@ FAULTS = (
         "moments are not shared out",
         "self.parallel.like(value, p) if value.shape == p.shape and value.dim() else value",
         "value",
+        _STATE,
     ),
     _fault(
         "LAMB's norms are those of a share",

@@ -238,7 +238,7 @@ class Operations:
 
             return wrapper
 
-        loop.save_file = halved(loop.save_file)
+        state.save_file = halved(state.save_file)
         # fastbert.checkpoint.save imports it at each use
         safetensors.torch.save_file = halved(safetensors.torch.save_file)
 

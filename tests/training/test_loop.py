@@ -17,7 +17,7 @@ from torch import nn
 
 import fastbert
 from fastbert.testing.error_rule import compare
-from fastbert.training import loop, work
+from fastbert.training import identity, work
 from fastbert.training.draws import Draws, key_of
 from fastbert.training.loop import Stage, Trainer, TrainingError
 from fastbert.training.optimizers import decay_groups
@@ -523,7 +523,7 @@ def test_log_every_and_the_last_step(tmp_path):
 def test_a_versions_change_is_told(tmp_path, monkeypatch):
     trainer(tmp_path, 4, save_every=2).run()
     shutil.rmtree(tmp_path / "step-000004")
-    monkeypatch.setattr(loop, "VERSION", "9.9")
+    monkeypatch.setattr(identity, "VERSION", "9.9")
     said: list[str] = []
     trainer(tmp_path, 4, save_every=2, say=said.append).run()
     assert said == [
