@@ -26,7 +26,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from fastbert.training import checkpoints, logs, loop, work
+from fastbert.training import checkpoints, logs, loop, state, work
 from tests.support import tiny_training
 
 ENOSPC = OSError(28, "No space left on device")
