@@ -42,6 +42,8 @@ from fastbert.training.loop import Result, Stage, Trainer
 from fastbert.training.parallel import Parallel
 
 WEIGHTS = (SAFETENSORS, SAFETENSORS_INDEX, BIN, BIN_INDEX)
+# the keys of dropout, and DistilBERT's names of them
+DROPOUTS = (("hidden_dropout_prob", "dropout"), ("attention_probs_dropout_prob", "attention_dropout"))
 OBJECTIVES: dict[str, type[Objective]] = {
     "masked": Objective,
     "replaced-tokens": ReplacedTokens,
@@ -163,8 +165,8 @@ def model_of(
     elif values.get("pad_token_id", pad) != pad:
         raise ValueError(f"model: pad_token_id is {values['pad_token_id']}, but that of the corpus is {pad}")
     if recipe.dropout is not None:
-        rates = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
-        for name in rates[:2] if values.get("model_type") != "distilbert" else rates[2:]:
+        for name, other in DROPOUTS:
+            values.pop(other, None)
             values[name] = recipe.dropout
     config = EncoderConfig.from_dict(values)
     if config.model_type == "mpnet" and pad != 1:  # transformers has the number in its code

@@ -125,7 +125,7 @@ FAULTS = (
     Fault(
         "dropout is the config's", _RUN, "            values[name] = recipe.dropout\n", "            pass\n"
     ),
-    Fault("DistilBERT's dropout is the config's", _RUN, 'values.get("model_type") != "distilbert"', "True"),
+    Fault("DistilBERT's dropout is the config's", _RUN, "            values.pop(other, None)\n", ""),
     Fault("padding is the family's", _RUN, '        values["pad_token_id"] = pad\n', "        pass\n"),
     Fault("another tokenizer will do", _RUN, "            _check_tokenizer(path, corpus)\n", ""),
     Fault("too few positions will do", _RUN, "    if most is not None and longest > most:", "    if False:"),

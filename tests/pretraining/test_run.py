@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -314,23 +315,53 @@ def test_a_config_file_takes_its_vocabulary_from_the_corpus(corpus, tmp_path):
     assert told["first_weights"] is None
 
 
+@pytest.mark.parametrize("family", ["bert", "distilbert"])
+def test_dropout_is_the_recipes_under_either_name(family, corpus, tmp_path):
+    own = ("dropout", "attention_dropout")
+    shared = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+    names = dict.fromkeys(shared + own if family == "distilbert" else shared, 0.1)
+    values = {"model_type": family, "num_attention_heads": 2, "hidden_size": 32, **names}
+    for order in (values, dict(reversed(values.items()))):
+        (tmp_path / "config.json").write_text(json.dumps(order))
+        found, _ = model_of(tmp_path / "config.json", corpus, small("roberta", dropout=0.4))
+        assert (found.hidden_dropout_prob, found.attention_probs_dropout_prob) == (0.4, 0.4)
+        kept, _ = model_of(tmp_path / "config.json", corpus, small("roberta", dropout=None))
+        assert kept.hidden_dropout_prob == 0.1
+
+
 # --- going on -----------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def whole_run(corpus, tmp_path_factory):
+    """The directory of a run without interruption, by its recipe."""
+    found = {}
+
+    def of(name: str) -> Path:
+        if name not in found:
+            found[name] = tmp_path_factory.mktemp("whole") / "run"
+            ran(corpus, config(corpus, family_of(name)), small(name), found[name])
+        return found[name]
+
+    return of
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
 @pytest.mark.parametrize("name", ["bert", "bert-lamb", "electra-small", "spanbert"])
-def test_a_run_that_goes_on_from_any_checkpoint_has_the_same_bits(name, corpus, tmp_path):
-    recipe, model = small(name), config(corpus, family_of(name))
-    ran(corpus, model, recipe, tmp_path / "whole")
-    expected = digests(tmp_path / "whole")
+def test_a_run_that_goes_on_from_any_checkpoint_has_the_same_bits(name, step, whole_run, corpus, tmp_path):
+    expected = digests(whole_run(name))
     assert expected["step"] == 4
-    for step in (1, 2, 3):
-        run = cut_after(tmp_path / "whole", step, tmp_path / str(step))
-        said = []
-        ran(corpus, model, recipe, run, say=said.append, workers=int(step == 2))
-        assert f"{run / f'step-{step:06d}'}: goes on from step {step}" in said
-        assert digests(run) == expected
-    ran(corpus, model, recipe, tmp_path / "seed", seed=1)
-    assert digests(tmp_path / "seed") != expected
+    run, said = cut_after(whole_run(name), step, tmp_path / "run"), []
+    ran(corpus, config(corpus, family_of(name)), small(name), run, say=said.append, workers=int(step == 2))
+    assert f"{run / f'step-{step:06d}'}: goes on from step {step}" in said
+    assert digests(run) == expected
+
+
+def test_another_seed_is_another_run(whole_run, corpus, tmp_path):
+    ran(corpus, config(corpus), small("bert"), tmp_path, seed=1)
+    ours, other = digests(whole_run("bert")), digests(tmp_path)
+    assert ours.keys() == other.keys()
+    assert all(ours[key] != other[key] for key in ours if key.endswith(("log.jsonl", "model.safetensors")))
 
 
 def test_a_finished_run_is_left_as_it_is(corpus, tmp_path):
