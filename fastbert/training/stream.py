@@ -235,5 +235,6 @@ def _unchanged(item: Any) -> Any:
 
 def _begin_worker(number: int) -> None:
     """A worker leaves signals to its parent, which ends it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # a terminal, a scheduler or `timeout` may send them to all processes of a group
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)

@@ -213,6 +213,7 @@ def test_a_process_that_is_ended_saves(call, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
     )
     try:
         end = time.monotonic() + 120
@@ -220,7 +221,7 @@ def test_a_process_that_is_ended_saves(call, tmp_path):
             assert process.poll() is None
             assert time.monotonic() < end
             time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGTERM)  # as a scheduler does, to the worker too
         _, said = process.communicate(timeout=120)
     finally:
         process.kill()
