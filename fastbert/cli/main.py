@@ -216,7 +216,7 @@ def _add_pretraining(commands: Any) -> None:
         metavar="FILE",
         help='mark phrases and entities, which a masking rule takes as a whole: a file of lines {"text": …, '
         '"kind": "entity" or "phrase"}, or "pmi" for phrases found in the text; may be repeated, the first '
-        "has priority",
+        "has priority; default: none are marked",
     )
     prepare.add_argument(
         "--min-pmi",
@@ -241,7 +241,11 @@ def _add_pretrain(commands: Any) -> None:
     add("--data", required=True, metavar="DIR", help="a corpus of fastbert prepare")
     add("--model", required=True, metavar="CONFIG", help="a config.json, or a HuggingFace directory")
     add("--recipe", required=True, metavar="NAME", help="such as bert, roberta or electra-small; or a .json")
-    add("--output", metavar="DIR", help="of the run: checkpoints, log.jsonl, speed.jsonl, curves.png")
+    add(
+        "--output",
+        metavar="DIR",
+        help="of the run: checkpoints, log.jsonl, speed.jsonl, curves.png; no default",
+    )
     add("--print-config", action="store_true", help="print what the result depends on, and end")
     for name, kind, text in (
         ("steps", int, "all steps; the recipe's phases and warm-ups keep their shares"),
@@ -254,15 +258,29 @@ def _add_pretrain(commands: Any) -> None:
         ("static", int, "masks repeat after so many epochs"),
     ):
         add(f"--{name}", type=kind, metavar="N", help=f"{text}; default: the recipe's")
-    add("--word-budget", choices=("tokens", "words"), help="what masking whole words counts")
+    add(
+        "--word-budget",
+        choices=("tokens", "words"),
+        help="what masking whole words counts; default: the recipe's",
+    )
     add("--random-specials", action="store_true", help="a random token may be a special one")
     add("--pack", action="store_true", help="pack sequences of whole sentences of one document")
-    add("--set", action="append", metavar="FIELD=VALUE", help="a field of the recipe: masking.share=0.3")
+    add(
+        "--set",
+        action="append",
+        metavar="FIELD=VALUE",
+        help="a field of the recipe: masking.share=0.3; default: none",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of everything that is drawn (default 0)")
-    add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="bf16, fp16: autocast")
+    add(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="bf16, fp16: autocast (default fp32)",
+    )
     add("--device", metavar="DEV", help="cpu, cuda or cuda:N; default: a GPU if there is one")
     add("--parallel", choices=("none", "ddp", "fsdp"), help="default: ddp for several processes")
-    add("--grow", metavar="LAYERS:STEP,…", help="add layers on the way: 3:50000,6:70000,12:*")
+    add("--grow", metavar="LAYERS:STEP,…", help="add layers on the way: 3:50000,6:70000,12:*; default: none")
     add("--grow-freeze", action="store_true", help="train only new layers, but for the last stage")
     add("--grow-moments", action="store_true", help="copy the optimizer's moments, too")
     add("--workers", type=int, default=1, metavar="N", help="processes that make batches (default 1)")

@@ -257,7 +257,15 @@ def test_files_of_the_suite_are_collected_with_unique_names(device):
     assert any("-bf16" in name for name in memory)
     assert any("-int8" in name for name in memory) == (device == "cpu")
     left_out = {line.split()[2] for line in done.stdout.splitlines() if line.startswith("# no ")}
-    there_is_none = {"accelerate:", "encode:", "load:", "mlperf:", "onnxruntime:", "openvino:"}
+    there_is_none = {
+        "accelerate:",
+        "encode:",
+        "load:",
+        "mlperf:",
+        "onnxruntime:",
+        "openvino:",
+        "pretraining:",
+    }
     assert left_out == (there_is_none if device == "cuda" else set()), done.stdout[-2000:]
     assert ("# no load: measured on a CPU only, not on cuda" in done.stdout) == (device == "cuda")
 

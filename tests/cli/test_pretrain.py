@@ -191,10 +191,14 @@ def test_a_signal_saves_and_the_same_call_goes_on(number, call, tmp_path, capsys
             os.kill(os.getpid(), number)
         return whole(self, *given)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", step)
-        capsys.readouterr()
-        assert main(call(tmp_path / "run")) == 128 + number
+    before = signal.signal(number, signal.default_int_handler)  # a shell's background job ignores SIGINT
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "_step", step)
+            capsys.readouterr()
+            assert main(call(tmp_path / "run")) == 128 + number
+    finally:
+        signal.signal(number, before)
     said = capsys.readouterr().err
     place = tmp_path / "run" / "step-000003"
     assert said == f"fastbert: stopped by {number.name}; saved {place}\n"
@@ -213,6 +217,7 @@ def test_a_process_that_is_ended_saves(call, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
     )
     try:
         end = time.monotonic() + 120
@@ -220,7 +225,7 @@ def test_a_process_that_is_ended_saves(call, tmp_path):
             assert process.poll() is None
             assert time.monotonic() < end
             time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGTERM)  # as a scheduler does, to the worker too
         _, said = process.communicate(timeout=120)
     finally:
         process.kill()
