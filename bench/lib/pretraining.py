@@ -36,14 +36,19 @@ LOOP = ("fastbert", "transformers", "torch_compile")
 LENGTH, SEQUENCES = 128, 8
 
 
+DOCUMENT_WORDS = 2000
+
+
 def write_text(path: Path, most: int) -> None:
-    """Docstrings of Python's library as JSONL, a document per docstring, with about `most` words."""
-    words = 0
+    """Docstrings of Python's library as JSONL, documents of about 2,000 words, `most` words in all."""
+    words, document = 0, []
     with path.open("w", encoding="utf-8") as file:
         for text in texts.docstrings():
             if len(text.split()) >= 8:
-                file.write(json.dumps({"text": " ".join(text.split())}) + "\n")
-                words += len(text.split())
+                document += text.split()
+            if len(document) >= DOCUMENT_WORDS:
+                file.write(json.dumps({"text": " ".join(document)}) + "\n")
+                words, document = words + len(document), []
             if words >= most:
                 return
 
@@ -184,7 +189,7 @@ def _turns(
     workers: int,
 ) -> tuple[dict[str, list[float]], dict[str, str], dict]:
     """(candidate -> milliseconds of each step, candidate -> why not, facts of the batches)."""
-    steps = samples + 2
+    steps = samples + 3  # the first two warm up, and the last one also saves a checkpoint
     recipe = Recipe.load("bert").changed("phases.max_length", LENGTH).changed("phases.batch_size", SEQUENCES)
     recipe = replace(recipe, phases=(replace(recipe.phases[0], steps=steps, warmup=0),))
     config = config_of(model, vocab_size=max(model.vocab, corpus.vocab_size))
@@ -218,11 +223,11 @@ def _turns(
     with contextlib.chdir(place.parent):
         begin = time.perf_counter()
         trainer.run()
-    speed = [json.loads(line) for line in (place / "speed.jsonl").read_text().splitlines()][2:]
+    speed = [json.loads(line) for line in (place / "speed.jsonl").read_text().splitlines()][2:-1]
     waits = [line["data_wait"] * line["step_ms"] for line in speed]
-    kept = {name: found[2:] for name, found in times.items()}  # the first ones warm up
+    kept = {name: found[2:-1] for name, found in times.items()}
     wait = float(np.median(waits) / np.median(kept["fastbert"]))
-    middle = sorted(range(2, steps), key=lambda i: int(lengths[i].sum()))[samples // 2]
+    middle = sorted(range(2, steps - 1), key=lambda i: int(lengths[i].sum()))[samples // 2]
     facts = {"data_wait": wait, "lengths": tuple(map(int, lengths[middle])), "labelled": labelled[middle]}
     gc.collect()
     return kept, failed, facts

@@ -34,7 +34,12 @@ FAULTS = (
         "torch._foreach_mul_(squares, beta2)",
         "torch._foreach_mul_(squares, beta1)",
     ),
-    _fault("no decay in Google's AdamW", '        if group["weight_decay"]:\n', "        if False:\n"),
+    _fault(
+        "no decay in Google's AdamW",
+        "        super().__init__(params, **options, fused=True)",
+        '        super().__init__(params, **{**options, "weight_decay": 0.0}, fused=True)',
+    ),
+    _fault("Google's AdamW corrects the bias", "_LATE = 2.0**30", "_LATE = 0.0"),
     _fault("the closure's loss is lost", "                loss = closure()", "                closure()"),
     _fault("steps are not counted", '                self.state[p]["step"] += 1\n', ""),
     _fault(
