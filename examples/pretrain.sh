@@ -20,5 +20,5 @@ test -d "$folder/shards" ||
 
 # BERT's recipe, with fewer, shorter and faster steps
 "$python" -m fastbert pretrain --data "$folder/shards" --model "$here/bert-small.json" --recipe bert \
-    --steps 600 --batch-size 32 --max-length 128 --lr 1e-3 --warmup 0.1 --dtype bf16 \
-    --log-every 5 --save-every 100 --output "$folder/run"
+    --steps 1200 --batch-size 32 --max-length 128 --lr 1e-3 --warmup 0.1 --dtype bf16 \
+    --log-every 10 --save-every 200 --output "$folder/run"
