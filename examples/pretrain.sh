@@ -14,11 +14,11 @@ mkdir -p "$folder"
 
 test -f "$folder/text.jsonl" || "$python" "$here/python_text.py" "$folder/text.jsonl"
 test -d "$folder/tokenizer" ||
-    "$python" -m fastbert train-tokenizer "$folder/text.jsonl" --vocab-size 8192 --output "$folder/tokenizer"
+    "$python" -m fastbert train-tokenizer "$folder/text.jsonl" --vocab-size 2000 --output "$folder/tokenizer"
 test -d "$folder/shards" ||
     "$python" -m fastbert prepare "$folder/text.jsonl" --tokenizer "$folder/tokenizer" --output "$folder/shards"
 
-# BERT's recipe, with fewer, shorter and faster steps
+# BERT's recipe, in fewer, shorter and faster steps. A small vocabulary, so that each token is seen often
 "$python" -m fastbert pretrain --data "$folder/shards" --model "$here/bert-small.json" --recipe bert \
-    --steps 1200 --batch-size 32 --max-length 128 --lr 1e-3 --warmup 0.1 --dtype bf16 \
-    --log-every 10 --save-every 200 --output "$folder/run"
+    --steps 5000 --batch-size 32 --max-length 64 --lr 1e-3 --warmup 0.1 --dtype bf16 \
+    --log-every 20 --save-every 500 --output "$folder/run"
