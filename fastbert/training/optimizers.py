@@ -188,15 +188,28 @@ class GoogleAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 found = closure()
+        late: dict[torch.device, Tensor] = {}
+        states = []
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None and not self.state[p]:
-                    self.state[p].update(
-                        step=torch.full((), self._LATE, dtype=torch.float32, device=p.device),
-                        exp_avg=torch.zeros_like(p, memory_format=torch.preserve_format),
-                        exp_avg_sq=torch.zeros_like(p, memory_format=torch.preserve_format),
-                    )
-        super().step()
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+                    state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                    state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                if p.device not in late:
+                    late[p.device] = torch.full((), self._LATE, dtype=torch.float32, device=p.device)
+                states.append((state, state["step"]))
+                state["step"] = late[p.device]
+        try:
+            super().step()
+        finally:
+            for state, step in states:
+                state["step"] = step
+        if states:
+            torch._foreach_add_([step for _, step in states], 1)
         return found
 
 
