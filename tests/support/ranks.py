@@ -9,6 +9,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import time
 import traceback
@@ -125,6 +126,7 @@ def _run(pipe: Any, variables: dict[str, str], function: Callable[..., Any], arg
     os.environ.update(variables)
     multiprocessing.set_start_method("fork", force=True)  # of a DataLoader's workers, as usual
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:
         answer = True, function(*args)
     except BaseException:

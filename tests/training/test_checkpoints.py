@@ -399,7 +399,7 @@ def test_what_must_not_change(whole, tmp_path):
         with pytest.raises(TrainingError) as error:
             trainer(run, **options).run()
         assert str(error.value) == says
-    with pytest.raises(TrainingError, match=r"sources: the run .* has \['numbered 37 5 12'\], got \['numb"):
+    with pytest.raises(TrainingError, match=r"sources\.0: the run .* has 'numbered 37 5 12', got 'numb"):
         trainer(run, source=Numbered(size=38)).run()
     trainer(tmp_path / "nested", config=config).run()
     with pytest.raises(TrainingError, match=r"^model\.layers: the run in .* has 2, got 3; "):
