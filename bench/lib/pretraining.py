@@ -75,8 +75,8 @@ def bench_prepare(words: int, *, wanted: tuple[str, ...] = PREPARE, samples: int
         failed, tokens = {}, {}
         for name in wanted:
             make = _prepare_ours if name.startswith("fastbert") else _prepare_by_datasets
-            call = make(text, directory, Path(folder, name))
             try:
+                call = make(text, directory, Path(folder, name))
                 tokens[name] = call()  # also warms up
                 calls[name] = call
             except Exception as error:
