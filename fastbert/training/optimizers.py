@@ -89,69 +89,6 @@ def _check(lr: float, betas: tuple[float, float], eps: float, weight_decay: floa
         raise ValueError(f"betas: expected two numbers in [0, 1), got {betas!r}")
 
 
-class _Moments(Optimizer):
-    """The running mean and square of each gradient."""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-    ) -> None:
-        _check(lr, betas, eps, weight_decay)
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Parameters without a gradient stay as they are.
-
-        Returns:
-            What `closure` returns, if one is given; it computes the loss anew, with gradients.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            params = [p for p in group["params"] if p.grad is not None]
-            if not params:
-                continue
-            for p in params:
-                if p.grad.is_sparse:
-                    raise TypeError(f"{type(self).__name__}: expected dense gradients, got a sparse one")
-                if not self.state[p]:
-                    self.state[p].update(
-                        step=torch.zeros((), dtype=torch.float32),  # on the host: nothing waits for it
-                        exp_avg=torch.zeros_like(p, memory_format=torch.preserve_format),
-                        exp_avg_sq=torch.zeros_like(p, memory_format=torch.preserve_format),
-                    )
-            means = [self.state[p]["exp_avg"] for p in params]
-            squares = [self.state[p]["exp_avg_sq"] for p in params]
-            grads = [p.grad for p in params]
-            torch._foreach_lerp_(means, grads, 1 - beta1)
-            torch._foreach_mul_(squares, beta2)
-            torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
-            steps = []
-            for p in params:
-                self.state[p]["step"] += 1
-                steps.append(int(self.state[p]["step"]))
-            self._apply(group, params, means, squares, steps)
-        return loss
-
-    def _apply(
-        self,
-        group: dict[str, Any],
-        params: list[Tensor],
-        means: list[Tensor],
-        squares: list[Tensor],
-        steps: list[int],
-    ) -> None:
-        raise NotImplementedError
-
-
 class GoogleAdamW(torch.optim.AdamW):
     """AdamW as google-research/bert has it, without correction of the bias; see the module.
 
@@ -213,7 +150,7 @@ class GoogleAdamW(torch.optim.AdamW):
         return found
 
 
-class Lamb(_Moments):
+class Lamb(Optimizer):
     """LAMB; see the module. The norms of a sharded parameter are those of the whole.
 
     Args:
@@ -221,7 +158,63 @@ class Lamb(_Moments):
         lr, betas, eps, weight_decay: see `optimizer`.
     """
 
-    def _apply(self, group, params, means, squares, steps):
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+    ) -> None:
+        _check(lr, betas, eps, weight_decay)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step. Parameters without a gradient stay as they are.
+
+        Returns:
+            What `closure` returns, if one is given; it computes the loss anew, with gradients.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            for p in params:
+                if p.grad.is_sparse:
+                    raise TypeError(f"{type(self).__name__}: expected dense gradients, got a sparse one")
+                if not self.state[p]:
+                    self.state[p].update(
+                        step=torch.zeros((), dtype=torch.float32),  # on the host: nothing waits for it
+                        exp_avg=torch.zeros_like(p, memory_format=torch.preserve_format),
+                        exp_avg_sq=torch.zeros_like(p, memory_format=torch.preserve_format),
+                    )
+            means = [self.state[p]["exp_avg"] for p in params]
+            squares = [self.state[p]["exp_avg_sq"] for p in params]
+            grads = [p.grad for p in params]
+            torch._foreach_lerp_(means, grads, 1 - beta1)
+            torch._foreach_mul_(squares, beta2)
+            torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+            steps = []
+            for p in params:
+                self.state[p]["step"] += 1
+                steps.append(int(self.state[p]["step"]))
+            self._apply(group, params, means, squares, steps)
+        return loss
+
+    def _apply(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        means: list[Tensor],
+        squares: list[Tensor],
+        steps: list[int],
+    ) -> None:
         beta1, beta2 = group["betas"]
         scale = torch._foreach_div(squares, [1 - beta2**t for t in steps])
         torch._foreach_sqrt_(scale)
