@@ -51,10 +51,12 @@ from fastbert import testing  # noqa: E402
 from fastbert.runtime import dispatch  # noqa: E402
 
 BACKENDS = ("triton", "cuda")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 REPEATS, REPLAYS, LENGTHS = 250, 20, 300
 GRAPH_ERROR = 1e-2  # of two bf16 encoders that sum in different orders, as a share of the norm
 DELAY_CYCLES = 20_000_000  # about 10 ms: what does not wait for its stream comes too early
+CASES = 4  # of an op that one process checks for correctness
+UNIT_BYTES = 5 << 30  # of a GPU's memory that a process may take, so many run side by side
 TRAINING = (512, 300, 500, 257) * 4  # lengths that take the tiles of real work, whole ones and last ones
 UNIT_SECONDS = 120.0  # most a unit may take
 FAILED = 17  # exit status of a unit's process that has recorded what failed
@@ -64,16 +66,27 @@ RSS_BYTES = 96 << 20  # host memory; compiled kernels lie there
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """What one process checks; with `backend` None, the whole encoder."""
+    """What one process checks; with `backend` None, the whole encoder.
+
+    Attributes:
+        part: (which, of how many) shares of the op's cases; each has a process of its own.
+    """
 
     op: str
     backend: str | None
     dtype: torch.dtype
+    part: tuple[int, int] = (0, 1)
 
     @property
     def name(self) -> str:
         """As rows name it."""
         return "-".join(filter(None, (self.op, self.backend, TAGS[self.dtype])))
+
+    @property
+    def process(self) -> str:
+        """As rows name its process, where that did not end well."""
+        which, count = self.part
+        return self.name if count == 1 else f"{self.name}-part-{which + 1}-of-{count}"
 
 
 def op_units(dtypes: tuple[torch.dtype, ...]) -> list[Unit]:
@@ -87,7 +100,17 @@ def op_units(dtypes: tuple[torch.dtype, ...]) -> list[Unit]:
         for op in dispatch.OPS
         if op in dispatch.backend_module(backend).DTYPES
     ]
-    return sorted(units, key=lambda unit: unit.op not in ("attention", "linear"))  # the longest first
+    # by dtype, and of each the longest first
+    return sorted(units, key=lambda unit: (dtypes.index(unit.dtype), unit.op not in ("attention", "linear")))
+
+
+def shares(units: list[Unit]) -> list[Unit]:
+    """The units in parts of a few cases each: kernels compile in as many processes as there are cores."""
+    found = []
+    for unit in units:
+        count = math.ceil(len(cases_of(unit)) / CASES)
+        found += [dataclasses.replace(unit, part=(which, count)) for which in range(count)]
+    return found
 
 
 @dataclasses.dataclass
@@ -124,15 +147,21 @@ def gap(check: Check, unit: Unit) -> str | None:
     return dispatch.unsupported_reason(unit.backend, unit.op, check.device.type, unit.dtype)
 
 
-def cases(check: Check, unit: Unit) -> list[testing.Case]:
+def cases_of(unit: Unit) -> list[testing.Case]:
     """Every case of the op, those of a self-check on a GPU, what training calls with its dropout, and
-    BERT-base's shapes for some SQuAD lengths; interpreted, a tiny one.
+    BERT-base's shapes for some SQuAD lengths.
     """
-    if check.tiny:
-        return testing.small_cases(unit.op)[:1]
     found = [*testing.cases(unit.op), *testing.gpu_cases(unit.op)]
     found += testing.training_cases(unit.op, TRAINING)
     return [*found, *testing.bench_cases(unit.op, workloads.lengths("squad")[:24])]
+
+
+def cases(check: Check, unit: Unit) -> list[testing.Case]:
+    """The unit's part of the cases of its op; interpreted, a tiny one."""
+    if check.tiny:
+        return testing.small_cases(unit.op)[:1]
+    which, count = unit.part
+    return cases_of(unit)[which::count]
 
 
 def one_case(check: Check, unit: Unit) -> testing.Case:
@@ -449,14 +478,14 @@ def tiny_cases() -> int:
 # ---- Each unit in a process of its own ----
 
 CHECKS: dict[str, tuple[Callable[[Check, Unit], Iterator[None]], Callable[[bool], list[Unit]]]] = {
-    "correctness": (correctness, lambda tiny: op_units(DTYPES[:1] if tiny else DTYPES)),
+    "correctness": (correctness, lambda tiny: op_units(DTYPES[:1]) if tiny else shares(op_units(DTYPES))),
     "determinism": (determinism, lambda tiny: op_units(DTYPES[:1])),
     "graphs": (graphs, lambda tiny: [Unit("encoder", None, torch.bfloat16), *op_units(DTYPES[:1])]),
     "stream": (stream, lambda tiny: op_units(DTYPES[:1])),
     "memory": (memory, lambda tiny: [Unit("encoder", None, torch.bfloat16)]),
     "sanitizer": (sanitizer, lambda tiny: [Unit("sanitizer", None, torch.bfloat16)]),
     "profile": (profile, lambda tiny: [Unit("profile", None, torch.bfloat16)]),
-    "golden": (vectors, lambda tiny: op_units(DTYPES[:1] if tiny else DTYPES[:2])),
+    "golden": (vectors, lambda tiny: op_units((torch.bfloat16,) if tiny else (torch.bfloat16, torch.float16))),
 }
 
 
@@ -494,7 +523,7 @@ def in_processes(check: Check, units: list[Unit], at_once: int, run=run_unit) ->
         while waiting and len(running) < at_once:
             unit = waiting.pop(0)
             if check.left() < 1.0:
-                check.row(unit.name, "skipped", "the budget is spent")
+                check.row(unit.process, "skipped", "the budget is spent")
                 continue
             process = context.Process(target=run, args=(check, unit))
             process.start()
@@ -506,9 +535,9 @@ def in_processes(check: Check, units: list[Unit], at_once: int, run=run_unit) ->
             if process.exitcode is None:
                 process.kill()
                 process.join(10)
-                check.row(unit.name, "timeout", "its process did not end in its time")
+                check.row(unit.process, "timeout", "its process did not end in its time")
             elif process.exitcode not in (0, FAILED):
-                check.row(unit.name, "crashed", f"its process ended with {process.exitcode}")
+                check.row(unit.process, "crashed", f"its process ended with {process.exitcode}")
             wrong += process.exitcode != 0
             del running[unit]
     return wrong
@@ -554,6 +583,8 @@ def main(argv: list[str] | None = None) -> int:
             lines.append(args.json, "row", row)
         print(f"{row['status']:8} {row['step']}-{row['name']} {row.get('error', '')[:300]}", flush=True)
 
+    memory = multiprocessing.get_context("fork").Value("q", 0)
+
     def tell_where(check: Check, unit: Unit) -> None:
         try:
             environment = describe(check.device)
@@ -563,13 +594,15 @@ def main(argv: list[str] | None = None) -> int:
         report = Report(args.json, {"device": args.device}, None)
         report.data["environment"] = environment
         report.save()
+        memory.value = environment["memory_bytes"]
 
     check = Check(args.check, torch.device(args.device), emit, end)
     if args.check == "golden":
         # not beside FILE: what a killed step leaves must not count as files of the run
         check.folder = Path(tempfile.mkdtemp(prefix="golden-"))
     wrong = in_processes(check, [Unit("environment", None, torch.float32)], 1, tell_where)
-    at_once = 1 if check.tiny else min(8, len(os.sched_getaffinity(0)))
+    fitting = max(1, memory.value // UNIT_BYTES)
+    at_once = 1 if check.tiny else min(fitting, len(os.sched_getaffinity(0)))
     wrong += in_processes(check, CHECKS[args.check][1](check.tiny), at_once)
     if check.folder is not None:
         print(f"{golden.join(check.folder, args.json.with_name('golden.zip'))} calls in golden.zip")

@@ -7,7 +7,7 @@
 
 | part | what |
 |---|---|
-| a | the extension and all kernels compiled; roofs; self-checks; correctness; forward and training |
+| a | the extension and all kernels compiled; roofs; correctness; self-checks; forward, training, time by kernel |
 | b | determinism, graphs, streams, memory; tuning; every op beside PyTorch; the forward as tuned |
 | c | golden vectors; profiler and sanitizer on single kernels; the other roofs; torch.compile's peers |
 
@@ -170,15 +170,23 @@ def training(*candidates: str) -> Callable[[Run, float], list[str]]:
     return command
 
 
+def breakdown(run: Run, seconds: float) -> list[str]:
+    """The time of a forward and of a training step by kernel."""
+    tiny = ["--models", "tiny", "--samples", "2"] if run.tiny else []
+    return [*script(run, "gpu/breakdown.py", "breakdown.jsonl", seconds), *tiny]
+
+
 # The seconds of a part's steps add up to no more than the budget: no step is shortened for a later one.
 PARTS = {
     "a": (
         Step("build", 75, 20, build),
         Step("probe", 40, 10, probe("matrix", "bandwidth")),
-        Step("selfcheck", 45, 10, selfcheck),
+        # on all cores: it compiles what the self-checks would compile one after the other
         Step("correctness", 120, 30, check("correctness")),
+        Step("selfcheck", 45, 10, selfcheck),
         Step("encoder", 115, 40, encoder("fastbert", "accelerated", "transformers", "torch_encoder")),
-        Step("training", 175, 40, training("fastbert", "transformers")),
+        Step("training", 140, 40, training("fastbert", "transformers")),
+        Step("breakdown", 35, 10, breakdown),
     ),
     "b": (
         Step("determinism", 50, 10, check("determinism")),

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "numbers.md"
 MATRIX = ROOT / "docs" / "op-matrix.md"
-FILES = ("steps", "probe", "checks", "kernels", "encoder", "training", "tuning")
+FILES = ("steps", "probe", "checks", "kernels", "encoder", "training", "breakdown", "tuning")
 
 GPU_WORKLOADS = {"full": "32x512", "squad": "squad", "latency-128": "1x128", "latency-384": "1x384"}
 TRAINING_WORKLOADS = {"full": "32x512", "train": "48x512"}
