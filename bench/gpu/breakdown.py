@@ -2,10 +2,10 @@
 
     python bench/gpu/breakdown.py [--models base large] [--budget SECONDS] [--json FILE]
 
-Each model and batch is run by ours and by transformers (sdpa): the forward in bf16, the training step in bf16
-autocast with dropout. torch's profiler (CUPTI) tells each kernel's time on the device. A row has the wall time
-of a call without the profiler (`wall_ms`), the time that kernels take in it (`busy_ms`), their number, and the
-kernels by time. Where `busy_ms` is far below `wall_ms`, the GPU waits for Python.
+Each model and batch is run by ours and by transformers (sdpa): the forward in bf16, the training step in
+bf16 autocast with dropout. torch's profiler (CUPTI) tells each kernel's time on the device. A row has the
+wall time of a call without the profiler (`wall_ms`), the time that kernels take in it (`busy_ms`), their
+number, and the kernels by time. Where `busy_ms` is far below `wall_ms`, the GPU waits for Python.
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ def line(row: dict) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Measure what the arguments name."""
     parser = argparse.ArgumentParser(
-        prog="bench/gpu/breakdown.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="bench/gpu/breakdown.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     groups.add_options(parser, samples=7)
     known = tuple(STEPS)

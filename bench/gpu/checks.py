@@ -485,7 +485,10 @@ CHECKS: dict[str, tuple[Callable[[Check, Unit], Iterator[None]], Callable[[bool]
     "memory": (memory, lambda tiny: [Unit("encoder", None, torch.bfloat16)]),
     "sanitizer": (sanitizer, lambda tiny: [Unit("sanitizer", None, torch.bfloat16)]),
     "profile": (profile, lambda tiny: [Unit("profile", None, torch.bfloat16)]),
-    "golden": (vectors, lambda tiny: op_units((torch.bfloat16,) if tiny else (torch.bfloat16, torch.float16))),
+    "golden": (
+        vectors,
+        lambda tiny: op_units((torch.bfloat16,) if tiny else (torch.bfloat16, torch.float16)),
+    ),
 }
 
 

@@ -7,7 +7,7 @@
 
 | part | what |
 |---|---|
-| a | the extension and all kernels compiled; roofs; correctness; self-checks; forward, training, time by kernel |
+| a | the extension and all kernels compiled; roofs; correctness; self-checks; forward; training; breakdown |
 | b | determinism, graphs, streams, memory; tuning; every op beside PyTorch; the forward as tuned |
 | c | golden vectors; profiler and sanitizer on single kernels; the other roofs; torch.compile's peers |
 

@@ -129,6 +129,12 @@ def merge(paths: Path | Iterable[Path], results: Path = RESULTS, tuned: Path | N
         devices = sorted({each["device"] for each in environments})
         if len(devices) > 1:
             raise ValueError(f"{where}: runs on {' and '.join(devices)}: merge them one by one")
+        known = [run for run in runs.values() if run.get("commit")]
+        for run in runs.values():
+            # the file of the steps is written without torch, and names no commit
+            first = known[0] if known and not run.get("commit") else run
+            run |= {key: first[key] for key in ("commit", "changed") if key in first}
+            run |= {"note": run.get("note"), "settings": run.get("settings", {})}
         written = [written_run(name, run, environments[0], results) for name, run in runs.items()]
         for folder in folders:
             if (folder / "tuning.jsonl").is_file():

@@ -1,7 +1,9 @@
 """The sizes of recorded graphs: how many tokens and sequences each has room for.
 
-There are four buckets per doubling of the tokens: from 32 tokens on, at most a fifth of the rows is padding.
-Two sizes follow from a bucket's tokens:
+From 32 tokens on there are four buckets per doubling of the tokens, so that at most a fifth of the rows is
+padding; from 2,048 on eight, a ninth; from 8,192 on sixteen, a seventeenth: a large batch takes as long as
+its rows, a small one as long as its launches. Measured with four everywhere (H100, BERT-large, 17,178 tokens
+in a bucket of 20,480): 27.4 ms, without graphs 23.9. Two sizes follow from a bucket's tokens:
     sequences  one per 8 tokens, at least 8, at most `max_batch` (`sequence_rooms`). A batch of more, shorter
                sequences uses the next bucket that holds them. An absent sequence costs the attention one
                program per head, which returns at once. With room for more than 64 sequences, tiles start in
@@ -19,6 +21,8 @@ from typing import NamedTuple
 
 # The smallest default bucket
 _SMALLEST = 32
+# From so many tokens on -> default buckets per doubling
+_PER_DOUBLING = {8192: 16, 2048: 8, 0: 4}
 # The fewest sequences that a bucket holds; also tokens per sequence
 _ROOM = 8
 
@@ -40,10 +44,11 @@ class Bucket(NamedTuple):
 
 
 def token_buckets(max_tokens: int) -> tuple[int, ...]:
-    """The default buckets, in tokens: 32, then four per doubling; the last one is `max_tokens`."""
+    """The default buckets, in tokens: 32, then four to sixteen per doubling; the last one is `max_tokens`."""
     sizes, size = [], _SMALLEST
     while size < max_tokens:
-        sizes += [size * quarters // 4 for quarters in (4, 5, 6, 7)]
+        steps = next(steps for least, steps in _PER_DOUBLING.items() if size >= least)
+        sizes += [size + size * step // steps for step in range(steps)]
         size *= 2
     return (*(s for s in sizes if s < max_tokens), max_tokens)
 

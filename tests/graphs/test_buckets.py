@@ -21,8 +21,9 @@ def test_token_buckets():
         sizes = token_buckets(last)
         assert sizes[-1] == last
         assert list(sizes) == sorted(set(sizes))
-        assert all(b <= 1.25 * a for a, b in itertools.pairwise(sizes))
-    assert len(sizes) == 37
+        for a, b in itertools.pairwise(sizes):
+            assert b <= a * (1.25 if a < 2048 else 1.125 if a < 8192 else 1.0625)
+    assert len(sizes) == 24 + 2 * 8 + 16 + 1
 
 
 def test_sequence_rooms():

@@ -1,0 +1,73 @@
+"""Time by kernel: the rows of a whole run on a CPU, and what a failing candidate leaves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.gpu import breakdown
+from bench.lib import lines, schema
+from tests.support.triton_fixtures import interpreted
+
+OPTIONS = ["--device", "cpu", "--models", "tiny", "--samples", "1"]
+
+
+@interpreted
+def test_a_whole_run_has_the_kernels_of_every_call(tmp_path, capsys):
+    file = tmp_path / "breakdown.jsonl"
+    assert breakdown.main([*OPTIONS, "--json", str(file)]) == 0
+    data = lines.read(file)
+    assert data["finished"]
+    batches = [("forward", batch) for batch in breakdown.FORWARDS] + [("training", "1x128")]
+    expected = [(*what, who) for what in batches for who in ("fastbert", "transformers")]
+    found = [(r["pass"], r["workload"], r["candidate"].split("-")[0].split("_")[0]) for r in data["rows"]]
+    assert found == expected
+    printed = capsys.readouterr().out
+    for row in data["rows"]:
+        times = [kernel["us"] for kernel in row["kernels"]]
+        assert times == sorted(times, reverse=True)
+        assert row["busy_ms"] * 1e3 >= sum(times) - 1e-6 > 0
+        assert row["launches"] >= sum(kernel["launches"] for kernel in row["kernels"]) > 0
+        assert row["wall_ms"] > 0
+        assert bool(row["backends"]) is row["candidate"].startswith("fastbert")
+        assert row["name"] in printed
+    schema.check_rows(data)
+
+
+def test_launches_and_times_are_of_one_call():
+    x = torch.ones(64, 64)
+    row = breakdown.measured(lambda: torch.mm(torch.mm(x, x), x), torch.device("cpu"), 1)
+    launches = {kernel["kernel"]: kernel["launches"] for kernel in row["kernels"]}
+    assert launches["aten::mm"] == 2
+
+
+def test_a_call_that_fails_is_a_row_and_the_next_is_measured(monkeypatch, tmp_path):
+    real = breakdown.forwards
+
+    def failing(model, batch, device):
+        if batch == "squad":
+            raise RuntimeError("planted")
+        return real(model, batch, device)
+
+    monkeypatch.setattr(breakdown, "forwards", failing)
+    args = breakdown.argparse.Namespace(models=["tiny"], samples=1, budget=0.0)
+    monkeypatch.setattr(breakdown, "steps", lambda *_: iter(()))
+    rows = list(breakdown.rows(args, torch.device("cpu")))
+    by_batch = {row["workload"]: row["status"] for row in rows}
+    assert by_batch == {"full": "ok", "squad": "error", "latency-128": "ok"}
+    assert "planted" in next(row["error"] for row in rows if row["status"] == "error")
+
+
+def test_a_spent_budget_skips_with_the_reason():
+    args = breakdown.argparse.Namespace(models=["tiny"], samples=1, budget=1e-9)
+    rows = list(breakdown.rows(args, torch.device("cpu")))
+    assert {row["status"] for row in rows} == {"skipped"}
+    assert all("is spent" in row["error"] for row in rows)
+
+
+def test_a_gpu_that_is_missing_is_refused(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("has a GPU")
+    with pytest.raises(SystemExit):
+        breakdown.main(["--device", "cuda"])
+    assert "torch finds no CUDA device here" in capsys.readouterr().err
