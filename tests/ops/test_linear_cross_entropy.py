@@ -471,3 +471,44 @@ X, W, B = inputs(grad=False)
 def test_bad_inputs(change, error, message):
     with pytest.raises(error, match=message):
         linear_cross_entropy(**{"x": X, "weight": W, "bias": B, "labels": LABELS, **change})
+
+
+# --- classes brought to a multiple --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("rows", [2, 100])
+@pytest.mark.parametrize("needs", [(True, True, True), (False, True, False), (True, False, False)])
+def test_added_classes_change_neither_loss_nor_gradients(biased, rows, needs):
+    """6 classes as 8, in one part and in several; what is kept for backward has them too."""
+    x, weight, bias = inputs(dtype=torch.bfloat16, grad=False)
+    given = op.LossInputs(x, weight, bias if biased else None, LABELS, 5, IGNORE, 0.0, rows)
+    needs = op.LossNeeds(needs[0], needs[1], needs[2] and biased)
+    found = []
+    for multiple in (1, 8):
+        forward, backward = composed.chunked(composed.linear, composed.cross_entropy, multiple)
+        loss, lse, count, logits = forward(given, True)
+        if rows == 100:
+            assert logits.shape == (5, 6)
+            assert logits.stride(0) == (6 if multiple == 1 else 8)
+        again = logits.dim() == 1
+        kept = given._replace(
+            x=x if again or needs.dweight else None, weight=weight if again or needs.dx else None
+        )
+        grads = backward(torch.ones(()), kept, lse, count, logits, needs)
+        assert [g.shape for g in grads] == [
+            t.shape if needed else (0,) for t, needed in zip((x, weight, bias), needs, strict=True)
+        ]
+        found.append([loss, lse, *grads])
+    for plain, wide in zip(*found, strict=True):
+        tolerance = (1e-5, 1e-6) if plain.dtype == torch.float32 else (0.02, 1e-3)
+        torch.testing.assert_close(wide, plain, rtol=tolerance[0], atol=tolerance[1])
+
+
+def test_smoothed_labels_and_float32_keep_their_classes():
+    _x, weight, bias = inputs(dtype=torch.bfloat16, grad=False)
+    for smoothing, wide in ((0.1, weight), (0.0, weight.float())):
+        assert composed._widened(wide, bias, 8, smoothing)[0] is wide
+    wider, other = composed._widened(weight, None, 8, 0.0)
+    assert (wider.shape, other.tolist()) == ((8, 4), [0.0] * 6 + [-torch.inf] * 2)
+    assert not wider[6:].any()
