@@ -182,6 +182,18 @@ def heuristic(rungs: tuple[Configs, ...], max_seqlen: int, rows: int, multiproce
     return rungs[-1]
 
 
+def _gradients(q: Tensor, k: Tensor, v: Tensor, need: "AttentionNeeds") -> tuple[Tensor, ...]:
+    """Memory for dq, dk and dv: side by side where q, k and v are, so that nobody must copy them there."""
+    total, nheads, headdim = q.shape
+    size = nheads * headdim * q.element_size()
+    aside = k.data_ptr() - q.data_ptr() == v.data_ptr() - k.data_ptr() == size
+    strides = (3 * nheads * headdim, headdim, 1)
+    if all(need[:3]) and total > 0 and aside and q.stride() == k.stride() == v.stride() == strides:
+        return torch.empty((total, 3, nheads, headdim), dtype=q.dtype, device=q.device).unbind(1)
+    shapes = (q.shape if needed else (0,) for needed in need[:3])
+    return tuple(torch.empty(shape, dtype=q.dtype, device=q.device) for shape in shapes)
+
+
 def attention_bwd(
     dout: Tensor,
     inputs: "AttentionInputs",
@@ -225,10 +237,7 @@ def attention_bwd_with(
     total, nheads, headdim = q.shape
     batch = cu_seqlens.shape[0] - 1
     seed, keep_bits = (seed, keep_bits) if dropout_p > 0 else (None, None)
-    dq, dk, dv = (
-        torch.empty(q.shape if needed else (0,), dtype=q.dtype, device=q.device)
-        for needed in (need_dq, need_dk, need_dv)
-    )
+    dq, dk, dv = _gradients(q, k, v, need)
     if total == 0:
         sizes = bias.shape if need_dbias else (0,), gate.shape if need_dgate else (0,)
         return dq, dk, dv, *(torch.zeros(size, dtype=torch.float32, device=q.device) for size in sizes)

@@ -266,7 +266,38 @@ class LayerMath(FusedLayer):
         joined = apply_joined(self, modules, x)
         if joined is None:
             return tuple(apply_linear(m, x).reshape(shape) for m in modules)
-        return joined.reshape(x.shape[0], 3, *shape[1:]).unbind(1)
+        return split(joined.reshape(x.shape[0], 3, *shape[1:]))
+
+
+class _Split(torch.autograd.Function):
+    """`unbind(1)` whose gradients are not copied where attention's backward has written them side by side."""
+
+    @staticmethod
+    def forward(ctx, qkv: Tensor) -> tuple[Tensor, ...]:
+        return qkv.unbind(1)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> Tensor:
+        whole = grads[0]._base
+        if (
+            whole is None
+            or torch.is_grad_enabled()
+            or any(g._base is not whole for g in grads)
+            or whole.shape != (grads[0].shape[0], 3, *grads[0].shape[1:])
+            or any(
+                g.data_ptr() != own.data_ptr() or g.stride() != own.stride()
+                for g, own in zip(grads, whole.unbind(1), strict=True)
+            )
+        ):
+            return torch.stack(grads, 1)
+        return whole
+
+
+def split(qkv: Tensor) -> tuple[Tensor, ...]:
+    """(total, 3, nheads, head_dim) -> query, key and value, views of it."""
+    if qkv.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _Split.apply(qkv)
+    return qkv.unbind(1)
 
 
 def together(layers: list[nn.Module], hidden: Tensor) -> contextlib.AbstractContextManager:

@@ -209,7 +209,8 @@ def attention_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias, dgate), each of shape (0,) where not needed.
 
-    dq, dk and dv are contiguous, in q's dtype; dbias has bias' shape, dgate is (nheads,), both in float32
+    dq, dk and dv are contiguous, in q's dtype (a backend's own may be side by side where q, k and v are,
+    each with their strides); dbias has bias' shape, dgate is (nheads,), both in float32
     (float64 for float64). `dout` is contiguous. `keep_bits` are those that forward saved; with None they are
     drawn again.
     """
@@ -228,7 +229,9 @@ def attention_bwd(
     for name, t, needed in (("bias", bias, need_dbias), ("gate", gate, need_dgate)):
         if needed and t is None:
             raise ValueError(f"{name}: expected a torch.Tensor, whose gradient is asked for, got None")
-    return dispatch.call("attention_bwd", q, dout, inputs, out, lse, keep_bits, need, places)
+    grads = dispatch.call("attention_bwd", q, dout, inputs, out, lse, keep_bits, need, places)
+    dqkv, others = grads[:3], grads[3:]
+    return *(grad.contiguous() for grad in dqkv), *others
 
 
 @attention_bwd.register_fake
