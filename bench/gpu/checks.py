@@ -552,7 +552,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         prog="bench/gpu/checks.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("check", choices=(*CHECKS, "tiny-cases", "one-call"))
-    parser.add_argument("--op", choices=sorted(set(tools.PROFILED.values())), help="of one-call")
+    parser.add_argument("--op", choices=dispatch.OPS, action="append", help="only this op (may be repeated)")
+    tags = [TAGS[dtype] for dtype in DTYPES]
+    parser.add_argument("--dtype", choices=tags, action="append", help="only this one (may be repeated)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=Path, help="a file *.jsonl to append to")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds in all")
@@ -561,9 +563,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--json: got {args.json}, expected a name ending in .jsonl: several processes write it")
     if args.check == "golden" and args.json is None:
         parser.error("--json: golden needs it; golden.zip is written beside it")
-    if (args.check == "one-call") is not (args.op is not None):
-        parser.error(f"--op: got {args.op} for {args.check}; one-call needs it, and nothing else takes it")
+    profiled = sorted(set(tools.PROFILED.values()))
+    if args.check == "one-call" and (len(args.op or ()) != 1 or args.op[0] not in profiled):
+        parser.error(f"--op: got {args.op} for one-call, expected one of {', '.join(profiled)}")
     return args
+
+
+def wanted(units: list[Unit], args: argparse.Namespace) -> list[Unit]:
+    """The units that `--op` and `--dtype` leave."""
+    ops, tags = args.op or [unit.op for unit in units], args.dtype or list(TAGS.values())
+    return [unit for unit in units if unit.op in ops and TAGS[unit.dtype] in tags]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -573,7 +582,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.check == "tiny-cases":
         return tiny_cases()
     if args.check == "one-call":
-        return one_call(args.op)
+        return one_call(args.op[0])
     if args.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
         from fastbert.testing import triton_interpreter  # without it the interpreter computes bfloat16 wrong
@@ -606,7 +615,7 @@ def main(argv: list[str] | None = None) -> int:
     wrong = in_processes(check, [Unit("environment", None, torch.float32)], 1, tell_where)
     fitting = max(1, memory.value // UNIT_BYTES)
     at_once = 1 if check.tiny else min(fitting, len(os.sched_getaffinity(0)))
-    wrong += in_processes(check, CHECKS[args.check][1](check.tiny), at_once)
+    wrong += in_processes(check, wanted(CHECKS[args.check][1](check.tiny), args), at_once)
     if check.folder is not None:
         print(f"{golden.join(check.folder, args.json.with_name('golden.zip'))} calls in golden.zip")
     return int(wrong > 0)

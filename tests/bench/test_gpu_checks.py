@@ -458,11 +458,39 @@ def test_the_profiler_gets_a_row_per_kernel(monkeypatch, tmp_path):
     assert {row["status"] for row in rows} == {"skipped"}
 
 
-def test_one_call_needs_an_op(capsys):
-    for arguments in (["one-call"], ["graphs", "--op", "linear"]):
-        with pytest.raises(SystemExit):
-            checks.main(arguments)
-        assert "one-call needs it, and nothing else takes it" in capsys.readouterr().err
+@pytest.mark.parametrize("ops", [[], ["linear", "attention"], ["pooling"]])
+def test_one_call_needs_one_op_that_is_profiled(ops, capsys):
+    with pytest.raises(SystemExit):
+        checks.main(["one-call", *(word for op in ops for word in ("--op", op))])
+    assert "for one-call, expected one of attention, feed_forward, layer_norm, linear" in (
+        capsys.readouterr().err
+    )
+
+
+def test_ops_and_dtypes_can_be_chosen():
+    units = checks.shares(checks.op_units(checks.DTYPES))
+    assert checks.wanted(units, checks.parse(["stream"])) == units
+    args = checks.parse(["stream", "--op", "linear", "--op", "packing", "--dtype", "fp16"])
+    found = checks.wanted(units, args)
+    assert {(unit.op, unit.dtype) for unit in found} == {
+        ("linear", torch.float16),
+        ("packing", torch.float16),
+    }
+    assert len(found) == len([u for u in units if u.op in args.op and u.dtype == torch.float16])
+
+
+@pytest.mark.parametrize("op", ["attention", "linear"])
+def test_the_parts_of_an_op_are_all_of_its_cases(op):
+    """Each case once, and few in a process."""
+    units = [
+        u for u in checks.shares(checks.op_units((torch.bfloat16,))) if (u.op, u.backend) == (op, "triton")
+    ]
+    on_gpu = checks.Check("correctness", torch.device("cuda"), print)
+    parts = [checks.cases(on_gpu, unit) for unit in units]
+    assert all(0 < len(part) <= checks.CASES for part in parts)
+    ids = [case.id for part in parts for case in part]
+    assert sorted(ids) == sorted(case.id for case in checks.cases_of(units[0]))
+    assert units[1].process == f"{units[1].name}-part-2-of-{len(units)}"
 
 
 def test_the_checks_file_is_one_that_many_may_append_to(tmp_path, capsys):
