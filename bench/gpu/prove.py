@@ -9,7 +9,7 @@
 |---|---|
 | a | the extension and all kernels compiled; roofs; correctness; self-checks; forward; training; breakdown |
 | b | determinism, graphs, streams, memory; tuning; every op beside PyTorch; the forward as tuned |
-| c | golden vectors; profiler and sanitizer on single kernels; the other roofs; torch.compile's peers |
+| c | golden vectors; profiler and sanitizer on single kernels; pre-training; roofs; torch.compile's peers |
 
 Each step is its own process with a time limit. What it measures is appended to `DIR/*.jsonl`, line by line
 and written to the disk at once, and what it prints to `DIR/log.txt`: a kill loses nothing. A step that
@@ -176,6 +176,11 @@ def breakdown(run: Run, seconds: float) -> list[str]:
     return [*script(run, "gpu/breakdown.py", "breakdown.jsonl", seconds), *tiny]
 
 
+def pretraining(run: Run, seconds: float) -> list[str]:
+    """Runs of `fastbert pretrain`: killed, with a loss scaler, under torchrun."""
+    return [*script(run, "gpu/pretraining.py", "checks.jsonl", seconds), *(["--smoke"] if run.tiny else [])]
+
+
 # The seconds of a part's steps add up to no more than the budget: no step is shortened for a later one.
 PARTS = {
     "a": (
@@ -201,10 +206,11 @@ PARTS = {
     "c": (
         Step("golden", 60, 20, check("golden")),
         Step("profile", 75, 20, check("profile")),
-        Step("sanitizer", 100, 20, check("sanitizer")),
-        Step("probe-rest", 80, 20, probe("launch", "cluster", "gemm", "sdpa")),
-        Step("compile", 140, 60, encoder("torch_compile")),
-        Step("training-compile", 115, 60, training("fastbert", "torch_compile")),
+        Step("sanitizer", 80, 20, check("sanitizer")),
+        Step("pretraining", 75, 30, pretraining),
+        Step("probe-rest", 60, 20, probe("launch", "cluster", "gemm", "sdpa")),
+        Step("compile", 115, 60, encoder("torch_compile")),
+        Step("training-compile", 105, 60, training("fastbert", "torch_compile")),
     ),
 }
 STEPS = tuple(step for part in PARTS.values() for step in part)

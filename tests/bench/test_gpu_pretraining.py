@@ -1,0 +1,85 @@
+"""Pre-training on a GPU, tried on a CPU: what each row checks, and the whole command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.gpu import pretraining
+from bench.lib import lines
+
+SECONDS = 60.0
+
+
+def place(folder: Path) -> pretraining.Place:
+    return pretraining.Place(folder, "cpu", 4, time.monotonic() + SECONDS)
+
+
+def run_of(folder: Path, name: str, losses: list[float], weights: str = "one") -> None:
+    """What a run leaves behind."""
+    (folder / name / "step-000004").mkdir(parents=True)
+    (folder / name / "log.jsonl").write_text("".join(json.dumps({"loss": loss}) + "\n" for loss in losses))
+    sums = {"model.safetensors": weights, "trainer.json": name}
+    (folder / name / "step-000004" / "manifest.json").write_text(json.dumps({"sha256": sums}))
+
+
+@pytest.fixture
+def there(tmp_path, monkeypatch):
+    """A place whose runs have ended already."""
+    done = [sys.executable, "-c", ""]
+    monkeypatch.setattr(pretraining.Place, "command", lambda *_, **__: done)
+    run_of(tmp_path, "whole", [3.0, 2.0])
+    return place(tmp_path)
+
+
+def test_a_killed_run_must_leave_what_another_left(there):
+    run_of(there.folder, "killed", [3.0, 2.0])
+    assert pretraining.killed(there) == {"run": "whole", "killed_after": 4}
+
+
+@pytest.mark.parametrize(
+    ("losses", "weights", "why"),
+    [([3.0, 2.0], "other", "model.safetensors differ"), ([3.0, 2.1], "one", "the logs differ")],
+)
+def test_a_killed_run_that_leaves_something_else_is_told(there, losses, weights, why):
+    run_of(there.folder, "killed", losses, weights)
+    with pytest.raises(RuntimeError, match=why):
+        pretraining.killed(there)
+
+
+def test_losses_must_fall_and_agree(there):
+    run_of(there.folder, "fp16", [2.0, 3.0])
+    with pytest.raises(RuntimeError, match=r"does not fall: 2\.000, then 3\.000"):
+        pretraining.fp16(there)
+    run_of(there.folder, "ddp", [3.0, 2.1])
+    with pytest.raises(RuntimeError, match=r"differ by 0\.05 of themselves, 0\.02 allowed"):
+        pretraining.parallel("ddp")(there)
+    run_of(there.folder, "fsdp", [3.0, 2.01])
+    assert pretraining.parallel("fsdp")(there)["loss_gap"] == pytest.approx(0.005)
+
+
+def test_a_run_that_fails_is_told_with_its_output(tmp_path):
+    here = place(tmp_path)
+    with pytest.raises(RuntimeError, match=r"(?s)ended with 3: .*planted"):
+        here.finish(here.start([sys.executable, "-c", "print('planted'); raise SystemExit(3)"]))
+    late = pretraining.Place(tmp_path, "cpu", 4, time.monotonic())
+    process = late.start([sys.executable, "-c", "import time; time.sleep(600)"])
+    with pytest.raises(RuntimeError, match="no time left"):
+        late.finish(process)
+    assert process.poll() is not None
+
+
+@pytest.mark.sweep
+def test_the_whole_command(tmp_path):
+    file = tmp_path / "checks.jsonl"
+    script = Path(pretraining.__file__)
+    subprocess.run([sys.executable, script, "--device", "cpu", "--smoke", "--json", file], check=True)
+    rows = lines.read(file)["rows"]
+    assert [row["name"] for row in rows] == [f"pretrain-{what}" for what in pretraining.ROWS]
+    assert {row["status"] for row in rows} == {"ok"}, rows
+    assert all(row["tokens_per_s"] > 0 for row in rows)
