@@ -16,6 +16,8 @@ from bench.gpu import training as gpu_training
 from bench.gpu.encoder import ratios
 from bench.lib import lines, served, tables
 from bench.lib import tuned as tuned_table
+from bench.lib.charts import gpu as charts
+from bench.lib.charts.suite import require_matplotlib
 from bench.lib.machine import commit_here
 from bench.lib.report import write_atomically
 from bench.lib.roofs import TAGS
@@ -185,6 +187,22 @@ def daggers(data: dict) -> list[str]:
     return [f"† not by the first backend of every op: {others}.", ""] if others else []
 
 
+def picture(path: Path) -> Path:
+    """Where the picture of a device's results is, next to the page that shows it."""
+    return PAGE.parent / f"gpu-{path.parent.name}.png"
+
+
+def draw(path: Path) -> Path | None:
+    """Draw a device's time by kernel for the page; None where matplotlib is missing."""
+    try:
+        require_matplotlib()
+    except RuntimeError as error:
+        print(f"gpu: {error}", file=sys.stderr)
+        return None
+    charts.breakdown(json.loads(path.read_text())).savefig(picture(path), dpi=110)
+    return picture(path)
+
+
 def gpu_table(data: dict) -> list[str]:
     """Milliseconds of one forward and share of the floor by every engine; then ours over the best peer."""
     ok = [row for row in data["rows"] if row["step"] == "encoder" and row["status"] == "ok"]
@@ -263,6 +281,8 @@ def sections(results: Path = RESULTS) -> dict[str, list[str]]:
             )
             found["gpu numbers"] += [f"{caption}, peak memory; {where(steps, trained, results)}:", ""]
             found["gpu numbers"] += [*training_table(steps), "", *daggers(steps)]
+        if path.with_name("breakdown.json").exists():
+            found["gpu numbers"] += [f"![Where the time goes]({picture(path).name})", ""]
         checks = path.with_name("checks.json")
         if checks.exists():
             found["gpu numbers"] += [checks_line(json.loads(checks.read_text())), ""]
@@ -319,6 +339,8 @@ def main(argv: list[str]) -> int:
         if args.command == "merge":
             for path in merge(args.paths, args.results, args.tuned):
                 print(path)
+                if path.name == "breakdown.json" and args.results == RESULTS:
+                    print(draw(path) or "no picture")
         made = {args.readme: sections(args.results), args.matrix: proven(args.results)}
         before = {path: path.read_text() for path in made}
         after = {path: filled(before[path], found) for path, found in made.items()}
