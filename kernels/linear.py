@@ -5,8 +5,8 @@ Tiling     A program walks over every num_programs-th output tile of [BLOCK_M, B
            row tiles before it takes the next column tile, so that its inputs stay in the L2 cache. Rows after
            the last one read the last row again and are not stored; columns after IN are 0. The accumulator is
            cut into SPLIT parts before the epilogue: in one piece it spills.
-Precision  float32 accumulators ("ieee": float32 inputs are not cut to TF32); bias, activation and residual in
-           float32; one rounding at each store.
+Precision  float32 accumulators ("ieee": float32 inputs are not cut to TF32); deep sums of float32 in parts;
+           bias, activation and residual in float32; one rounding at each store.
 Saved      pre in storage dtype, where backward will ask for it.
 Transport  With compute capability 9.x, 10.x and 12.x, tiles move by TMA, through tensor descriptors made on
            the host. Other GPUs, and matrices that TMA cannot describe (16-byte alignment), use pointers.

@@ -5,6 +5,10 @@ import triton.language as tl
 
 from fastbert.kernels.activation import activate
 
+# The depth of a sum of float32 products, a multiple of every BLOCK_K. A second accumulator takes the sums of
+# this depth: in one chain of 3072 the rounding errors are 2.4 times as large.
+PART = tl.constexpr(512)
+
 
 @triton.jit
 def _tile_at(index, row_tiles, COL_TILES: tl.constexpr, GROUP_M: tl.constexpr):
@@ -114,6 +118,47 @@ def _epilogue(
             tl.store(y + at, acc.to(DTYPE), mask=mask)
 
 
+@triton.jit
+def _add_product(
+    acc,
+    x,
+    weight,
+    x_stride,
+    weight_stride,
+    row_start,
+    col_start,
+    n_rows,
+    first,
+    last,
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """`acc` = [BLOCK_M, BLOCK_N] plus the product over [first, last) of the depth; `last` ends a tile."""
+    if TMA:
+        for k in range(first, last, BLOCK_K):
+            x_tile = x.load([row_start, k])  # [BLOCK_M, BLOCK_K]
+            weight_tile = weight.load([col_start, k])  # [BLOCK_N, BLOCK_K]
+            acc = tl.dot(x_tile, weight_tile.T, acc, input_precision="ieee")
+    else:
+        rows = tl.minimum(row_start + tl.arange(0, acc.shape[0]), n_rows - 1).to(tl.int64)
+        outs = tl.minimum(col_start + tl.arange(0, acc.shape[1]), OUT - 1).to(tl.int64)
+        ks = tl.arange(0, BLOCK_K)
+        x_at = x + rows[:, None] * x_stride + ks[None, :]
+        weight_at = weight + outs[None, :] * weight_stride + ks[:, None]
+        for k in range(first, last, BLOCK_K):
+            if IN % BLOCK_K == 0:
+                x_tile = tl.load(x_at + k)  # [BLOCK_M, BLOCK_K]
+                weight_tile = tl.load(weight_at + k)  # [BLOCK_K, BLOCK_N]
+            else:
+                inside = ks < IN - k
+                x_tile = tl.load(x_at + k, mask=inside[None, :], other=0.0)
+                weight_tile = tl.load(weight_at + k, mask=inside[:, None], other=0.0)
+            acc = tl.dot(x_tile, weight_tile, acc, input_precision="ieee")
+    return acc
+
+
 @triton.jit(do_not_specialize=("n_rows",))
 def _linear_fwd_kernel(
     x,
@@ -149,26 +194,14 @@ def _linear_fwd_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if bias_ptr is not None and BIAS_FIRST:
             acc += _bias(bias_ptr, col_start + tl.arange(0, BLOCK_N), OUT)
-        if TMA:
-            for k in range(0, IN, BLOCK_K):
-                x_tile = x.load([row_start, k])  # [BLOCK_M, BLOCK_K]
-                weight_tile = weight.load([col_start, k])  # [BLOCK_N, BLOCK_K]
-                acc = tl.dot(x_tile, weight_tile.T, acc, input_precision="ieee")
+        operands = x, weight, x_stride, weight_stride, row_start, col_start, n_rows
+        if DTYPE == tl.float32 and IN > PART:  # noqa: SIM300
+            for first in range(0, IN, PART):
+                last = tl.minimum(first + PART, IN)
+                part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                acc += _add_product(part, *operands, first, last, IN, OUT, BLOCK_K, TMA)
         else:
-            rows = tl.minimum(row_start + tl.arange(0, BLOCK_M), n_rows - 1).to(tl.int64)
-            outs = tl.minimum(col_start + tl.arange(0, BLOCK_N), OUT - 1).to(tl.int64)
-            ks = tl.arange(0, BLOCK_K)
-            x_at = x + rows[:, None] * x_stride + ks[None, :]
-            weight_at = weight + outs[None, :] * weight_stride + ks[:, None]
-            for k in range(0, IN, BLOCK_K):
-                if IN % BLOCK_K == 0:
-                    x_tile = tl.load(x_at + k)  # [BLOCK_M, BLOCK_K]
-                    weight_tile = tl.load(weight_at + k)  # [BLOCK_K, BLOCK_N]
-                else:
-                    inside = ks < IN - k
-                    x_tile = tl.load(x_at + k, mask=inside[None, :], other=0.0)
-                    weight_tile = tl.load(weight_at + k, mask=inside[:, None], other=0.0)
-                acc = tl.dot(x_tile, weight_tile, acc, input_precision="ieee")
+            acc = _add_product(acc, *operands, 0, IN, IN, OUT, BLOCK_K, TMA)
         _epilogue(
             acc,
             bias_ptr,

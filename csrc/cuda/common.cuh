@@ -36,6 +36,11 @@ __device__ __forceinline__ void narrow(float x, bf16& out) {
 __device__ __forceinline__ void narrow(float x, fp16& out) {
     out.bits = __half_as_ushort(__float2half_rn(x));
 }
+// The rounded product: never part of a multiply-add.
+__device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+#else
+// The host is compiled without contraction.
+inline float rounded_product(float a, float b) { return a * b; }
 #endif
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ void narrow(float x, float& out) { out = x; }

@@ -154,6 +154,8 @@ __global__ void __launch_bounds__(kMaxThreads, kMaxThreads == 256 ? kResident<si
 }
 
 // Any hidden size, any alignment. A thread owns its columns of the block's partial sums, which are in memory.
+// In a row of one column g - mean(g) must be 0: so g is rounded in both, where a multiply-add would keep g's
+// rounding, times an rstd of 1 / sqrt(eps).
 template <class T>
 __global__ void __launch_bounds__(kRowThreads) backward_looped_kernel(LayerNormBwd args, float* partial) {
     __shared__ float slots[2][kRowThreads / kWarp][2];
@@ -170,7 +172,7 @@ __global__ void __launch_bounds__(kRowThreads) backward_looped_kernel(LayerNormB
         const float mean = args.mean[row], rstd = args.rstd[row];
         float mean_g = 0.0f, mean_gx = 0.0f;
         for (std::int64_t j = threadIdx.x; j < args.hidden; j += kRowThreads) {
-            const float g = widen(dy[j]) * load_param(args.weight, j);
+            const float g = rounded_product(widen(dy[j]), load_param(args.weight, j));
             mean_g += g;
             mean_gx += g * ((widen(z[j]) - mean) * rstd);
         }
@@ -179,7 +181,8 @@ __global__ void __launch_bounds__(kRowThreads) backward_looped_kernel(LayerNormB
         mean_gx *= inverse;
         for (std::int64_t j = threadIdx.x; j < args.hidden; j += kRowThreads) {
             const float grad = widen(dy[j]), x_hat = (widen(z[j]) - mean) * rstd;
-            const float dz = (grad * load_param(args.weight, j) - mean_g - x_hat * mean_gx) * rstd;
+            const float g = rounded_product(grad, load_param(args.weight, j));
+            const float dz = (g - mean_g - x_hat * mean_gx) * rstd;
             const float dx = args.dropout.seed != nullptr ? drop_one(args.dropout, row, j, dz) : dz;
             if (args.dresidual != nullptr) narrow(dz, static_cast<T*>(args.dresidual)[row * args.hidden + j]);
             if (args.dx != nullptr) narrow(dx, static_cast<T*>(args.dx)[row * args.hidden + j]);

@@ -58,7 +58,8 @@ __device__ __forceinline__ float drop_one(const DropoutArgs& dropout, std::int64
     const std::uint32_t first = place == 0 ? bits.word[0] : bits.word[1];
     const std::uint32_t last = place == 2 ? bits.word[2] : bits.word[3];
     const std::uint32_t word = place < 2 ? first : last;
-    return kept_lane(word, column & 1, dropout.threshold) ? value * dropout.scale : 0.0f;
+    // Rounded, as the sum takes it: a difference from the mean of one column is 0.
+    return kept_lane(word, column & 1, dropout.threshold) ? rounded_product(value, dropout.scale) : 0.0f;
 }
 
 // --- host ---

@@ -52,6 +52,7 @@ class Emulation:
     schedule: str = "late"
     seed: int = 0
     check_overlap: bool = True
+    contract: bool = False
     kernels: dict[str, Compiled] = field(default_factory=dict)
     launched: list[str] = field(default_factory=list)
 
@@ -63,7 +64,7 @@ class Emulation:
         if key not in self.kernels:
             made = triton.compile(src, target=GPUTarget("cuda", self.arch, 32), options=options)
             text = made.asm["ptx"]
-            program = Program(text)
+            program = Program(text, self.contract)
             (name,) = program.kernels
             wanted = [i for i, p in enumerate(kernel.params) if src.signature[p.name] != "constexpr"]
             metadata = made.metadata

@@ -89,8 +89,9 @@ def main() -> None:
     parser.add_argument("--only", help="cases whose name has this in it")
     parser.add_argument("--first", type=int, help="only so many cases of each op")
     parser.add_argument("--arch", type=int, default=80)
+    parser.add_argument("--contract", action="store_true", help="sums of products as multiply-adds")
     options = parser.parse_args()
-    emulation = Emulation(arch=options.arch)
+    emulation = Emulation(arch=options.arch, contract=options.contract)
     with emulated(emulation):
         for op in options.ops:
             chosen = error_rule.gpu_cases if options.gpu else error_rule.small_cases

@@ -10,9 +10,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from fastbert.testing import error_rule
 from tests.ptx.emulator import library
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -72,13 +74,28 @@ def test_every_op(op):
     assert_right(rows_of("emulated_ops", op, *options), OPS[op])
 
 
+@pytest.mark.parametrize("contract", ((), ("--contract",)), ids=("as Triton", "as ptxas may"))
 @pytest.mark.parametrize(("op", "case"), (("layer_norm", "9x1-residual"), ("embedding", "7x11x1-dropout")))
-def test_one_number_a_row_has_no_gradient(op, case):
+def test_one_number_a_row_has_no_gradient(op, case, contract):
     """What becomes one fma must not leave the rounding of a product; the interpreter has no fma."""
-    options = [word for dtype in DTYPES for word in ("--dtype", dtype)]
+    options = [*contract, *(word for dtype in DTYPES for word in ("--dtype", dtype))]
     rows = rows_of("emulated_ops", op, "--all", "--only", case, *options)
     assert [r for r in rows if r["reason"] or r["differs"]] == []
     assert {r["dtype"] for r in rows} == set(DTYPES)
+
+
+def test_a_deep_sum_of_float32_is_made_in_parts():
+    """Its errors are half of one chain's, whose products and sums are rounded in order."""
+    rows = rows_of("emulated_ops", "linear", "--all", "--only", "16x3072", "--dtype", "float32")
+    assert [r for r in rows if r["reason"] or r["differs"]] == []
+    (mean,) = (r["errors"][2] for r in rows if r["quantity"] == "y")
+    case = next(c for c in error_rule.cases("linear") if "16x3072" in c.id)
+    inputs = case.inputs(torch.float32, "cpu")
+    chain = torch.zeros(16, 64)
+    for x, weight in zip(inputs["x"].T, inputs["weight"].T, strict=True):
+        chain = (chain.double() + x[:, None].double() * weight.double()).float()
+    truth = inputs["x"].double() @ inputs["weight"].double().T
+    assert mean < 0.6 * (chain - truth).abs().mean().item()
 
 
 @pytest.mark.slow

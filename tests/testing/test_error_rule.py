@@ -60,6 +60,29 @@ def test_truncation_instead_of_rounding_is_caught(dtype):
     assert "mean error" in reason(truncated, eager, oracle, dtype)
 
 
+@pytest.mark.parametrize("n", [32, 100, 500])
+@pytest.mark.parametrize("dtype", HALF)
+def test_truncation_is_caught_in_few_elements(dtype, n):
+    """What is called chance grows as elements become fewer."""
+    oracle, eager = tensors(dtype, n)
+    step = testing.rounding_step(oracle, dtype)
+    truncated = (torch.trunc(oracle / step) * step).to(dtype)
+    assert "mean error" in reason(truncated, eager, oracle, dtype)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_mean_that_few_elements_make_may_differ_by_chance(dtype):
+    """14 of 4096 errors and 10 of them, all else alike: as good; but not 60."""
+    oracle = torch.zeros(4096, dtype=torch.float64)
+    eager, actual, worse = (torch.full_like(oracle, 2.0**-24) for _ in range(3))
+    eager[:10], actual[100:114], worse[100:160] = 2.0**-8, 2.0**-8, 2.0**-8
+    assert reason(actual.to(dtype), eager.to(dtype), oracle, dtype) == ""
+    assert "mean error" in reason(worse.to(dtype), eager.to(dtype), oracle, dtype)
+    # all a little larger: no chance
+    larger = (eager * 1.25).to(dtype)
+    assert reason(larger, eager.to(dtype), oracle, dtype) != ""
+
+
 def test_float32_is_held_to_eager_and_the_floor():
     oracle, eager = tensors(torch.float32)
     actual = eager.clone()

@@ -113,6 +113,15 @@ def test_slopes_everywhere(activation, dtype):
     assert_pass_right(arguments(*z.shape, 16, dtype, activation) | {"pre": z, "dy": torch.ones_like(z)})
 
 
+def test_gelu_near_0_is_rounded_about_once_in_float32():
+    """To a step of 0.5 to 1: PyTorch's gradient is, and most pre-activations lie there."""
+    pre = torch.linspace(-1.0, 1.0, 4096, device=DEVICE).reshape(64, 64)
+    g, _ = passed(torch.ones_like(pre), pre, "gelu")
+    error = (g.double() - slope_ref(pre.double(), "gelu")).abs()
+    assert error.max() <= 1.25e-7
+    assert error.mean() <= 2e-8
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_limits_and_nan(activation, dtype):

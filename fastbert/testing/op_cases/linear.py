@@ -64,7 +64,8 @@ class LinearCase(Case):
         """Cauchy-Schwarz: a sum of products is off by some eps times the product of the two norms."""
         eps = torch.finfo(inputs["x"].dtype).eps
         if name in ("dweight", "dbias"):  # sums over rows of products of two unit normals
-            return eps * (1 + self.rows)
+            # with an activation the product inherits the slope's error, which is the pre-activation's
+            return eps * (1 + self.rows) * (2 if self.activation else 1)
         x, weight = inputs["x"], inputs["weight"]
         if name == "dx":
             return eps * (1 + self.out_features**0.5 * weight.norm(dim=0).max().item())
@@ -102,6 +103,7 @@ CASES = [
     LinearCase(33, 96, 192, "tanh"),
     LinearCase(130, 31, 65, bias=False),  # no multiple of a vector or a tile
     LinearCase(48, 768, 768),  # BERT-base's projections
+    LinearCase(16, 3072, 64, bias=False),  # the depth of its second product in the feed-forward
 ]
 
 

@@ -87,9 +87,9 @@ class Library:
         return entries(ctypes.string_at(start, size.value).decode().rstrip("\0"))
 
     @functools.cache  # noqa: B019 (one library per process)
-    def program(self, name: str) -> emulator.Program:
+    def program(self, name: str, contract: bool = False) -> emulator.Program:
         """The kernel, parsed at its first launch."""
-        return emulator.Program(self.texts[name])
+        return emulator.Program(self.texts[name], contract)
 
 
 class Extension(Library):
@@ -206,6 +206,7 @@ class Emulation:
     memory: list[torch.Tensor] = field(default_factory=list)
     backend: ModuleType = cuda
     launches: list[Launch] = field(default_factory=list)
+    contract: bool = False
     _dynamic_shared: dict[str, int] = field(default_factory=dict)
     _scopes: list[Memory] = field(default_factory=list)
     _raised: BaseException | None = None
@@ -272,7 +273,7 @@ class Emulation:
             if error:
                 return error
             self.launches.append(launch)
-            program = self.library.program(name)
+            program = self.library.program(name, self.contract)
             seen = [*self.memory, *(t for scope in self._scopes for t in scope.tensors)]
             program.launch(
                 name,

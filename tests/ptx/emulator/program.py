@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.ptx.emulator import library
+from tests.ptx.emulator.contraction import contracted
 from tests.ptx.emulator.decode import Decoded, decode, in_global_memory
 from tests.ptx.emulator.parse import BYTES, Parameter, parse
 from tests.ptx.emulator.reports import KINDS, EmulatorError, ProxyWarning
@@ -52,9 +53,9 @@ def merged(extents: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class Program:
-    """The kernels of PTX text."""
+    """The kernels of PTX text; with `contract`, sums of products are multiply-adds (contraction.py)."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, contract: bool = False) -> None:
         self.lines = text.splitlines()
         module = parse(text)
         self.target = module.target
@@ -69,6 +70,8 @@ class Program:
         self.kernels: dict[str, KernelInfo] = {}
         self.handles: dict[str, int] = {}
         for name, kernel in module.kernels.items():
+            if contract:
+                kernel = contracted(kernel)
             made = self.decoded[name] = decode(module, kernel, addresses)
             self.kernels[name] = KernelInfo(name, tuple(kernel.parameters), kernel.reqntid, made.shared_bytes)
             self.handles[name] = self.handle(made)
