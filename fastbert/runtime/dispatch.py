@@ -42,7 +42,10 @@ HALF = (torch.bfloat16, torch.float16)
 # `cuda` (CUDA C++) stands first where it has a kernel: a self-check times it beside the next backend, so that
 # it serves only on the devices where it is not slower.
 # A key may name one kind of call: "linear activation" is for calls with an activation, "linear half" for
-# calls in half precision, "linear activation half" for both. The most specific key counts.
+# calls in half precision, "linear activation half" for both. The most specific key counts. "attention
+# training" is for calls that save for backward, and for their backward. With such a key a self-check judges
+# the op's kernels in training by forward and backward together, and in inference by forward alone; without
+# one by all times together.
 TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {
         "attention": ("cpu", "aten", "reference"),
@@ -67,6 +70,9 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "attention": ("triton", "aten", "reference"),
         # The same passes without a compiler at run time, and a launch that costs the host less.
         "attention half": ("cuda", "triton", "aten", "reference"),
+        "attention training": ("triton", "aten", "reference"),
+        # Where CUDA's forward is faster, its backward may not be.
+        "attention training half": ("cuda", "triton", "aten", "reference"),
         # Reads the labelled logits once, and once more in backward; aten copies all rows in float32 first.
         "cross_entropy": ("triton", "aten", "reference"),
         # One pass; aten writes and reads three float32 sums. Backward writes a table's gradient once; aten
@@ -263,7 +269,8 @@ def serving_function(
 
     Args:
         function: name in the backend's namespace, such as "encoder_layer_fwd".
-        ops: the ops that the function belongs to.
+        ops: the ops that the function belongs to; a kind of call follows behind a space, as in
+            "attention training".
         device, dtype: of the tensors.
 
     Returns:
@@ -388,7 +395,8 @@ def _one_serving(
     ops: tuple[str, ...], device: torch.device, dtype: torch.dtype
 ) -> tuple[ModuleType | None, bool]:
     """(the one backend that serves the forward of all `ops` or None, whether that choice will last)."""
-    chosen = [_serving(f"{op}_fwd", device, dtype) for op in ops]
+    calls = (op.partition(" ") for op in ops)
+    chosen = [_serving(f"{op}_fwd {kind}".rstrip(), device, dtype) for op, _, kind in calls]
     names = {name for name, _ in chosen}
     backend = backend_module(names.pop()) if len(names) == 1 else None
     return backend, all(lasting for _, lasting in chosen)
@@ -424,7 +432,8 @@ def _first_proven(
         if unsupported_reason(name, op, device.type, dtype, function.partition(" ")[0]) is not None:
             continue
         if name in SELF_CHECKED:
-            proven = importlib.import_module(_PROVER).is_proven(name, op, device, dtype)
+            kind = function.partition(" ")[2]
+            proven = importlib.import_module(_PROVER).is_proven(name, op, device, dtype, kind)
             if proven is None:
                 # nothing can be known now: this call takes the next backend
                 lasting = False

@@ -52,7 +52,8 @@ def test_every_line_of_the_table_is_of_known_ops_and_backends_and_ends_in_refere
         assert {name for name in lines if " " not in name} == set(dispatch.OPS)
         for line, names in lines.items():
             assert line.split()[0] in dispatch.OPS
-            assert " ".join(line.split()[1:]) in ("", "half", "activation", "activation half")
+            kind = " ".join(line.split()[1:]).removesuffix("half").strip()
+            assert kind in ("", "activation", "training")
             assert names[-1] == "reference"
             assert set(names) <= set(dispatch.BACKENDS)
             for name in names:
@@ -72,6 +73,9 @@ def test_every_line_of_the_table_is_of_known_ops_and_backends_and_ends_in_refere
         ("attention_fwd", torch.float32, "triton"),
         ("attention_fwd", torch.float16, "cuda"),
         ("attention_bwd", torch.bfloat16, "cuda"),
+        ("attention_fwd training", torch.bfloat16, "cuda"),
+        ("attention_bwd training", torch.float32, "triton"),
+        ("layer_norm_fwd training", torch.bfloat16, "cuda"),
         ("feed_forward_bwd", torch.bfloat16, "cuda"),
         ("layer_norm_fwd", torch.float32, "cuda"),
         ("packing_fwd", torch.int64, "triton"),
