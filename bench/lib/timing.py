@@ -34,7 +34,7 @@ Within = Callable[[], contextlib.AbstractContextManager]
 CLOCKS = ("wall", "event", "graph")
 SAMPLE_MS = {"wall": 1.0, "event": 2.0, "graph": 2.0}  # calls shorter than this are repeated within a sample
 MAX_INNER = 1000
-ENQUEUE_MS = 5.0  # of a sample on the clock `event`: how long the host may take for its calls
+ENQUEUE_MS = 3.0  # of a sample on the clock `event`: how long the host may take for its calls
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ HALF = (torch.bfloat16, torch.float16)
 # calls in half precision, "linear activation half" for both. The most specific key counts. "attention
 # training" is for calls that save for backward, and for their backward. With such a key a self-check judges
 # the op's kernels in training by forward and backward together, and in inference by forward alone; without
-# one by all times together.
+# one by all times together. A kernel whose forward is faster may have a slower backward.
 TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {
         "attention": ("cpu", "aten", "reference"),
@@ -71,7 +71,6 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         # The same passes without a compiler at run time, and a launch that costs the host less.
         "attention half": ("cuda", "triton", "aten", "reference"),
         "attention training": ("triton", "aten", "reference"),
-        # Where CUDA's forward is faster, its backward may not be.
         "attention training half": ("cuda", "triton", "aten", "reference"),
         # Reads the labelled logits once, and once more in backward; aten copies all rows in float32 first.
         "cross_entropy": ("triton", "aten", "reference"),
@@ -82,17 +81,20 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "feed_forward": ("aten", "reference"),
         # The gradient between the two products is neither written nor read.
         "feed_forward half": ("cuda", "triton", "aten", "reference"),
+        "feed_forward training half": ("cuda", "triton", "aten", "reference"),
         "first_attention": ("aten", "reference"),
         # No keys and values: for 32 x 512 tokens of BERT-base 1.3 GFLOP and 34 MB instead of the 64 GFLOP and
         # 279 MB of all rows (kernels/NOTES.md, "First tokens").
         "first_attention half": ("triton", "aten", "reference"),
         # One pass over z instead of three.
         "layer_norm": ("cuda", "triton", "aten", "reference"),
+        "layer_norm training": ("cuda", "triton", "aten", "reference"),
         # cuBLAS moves not one byte more.
         "linear": ("aten", "reference"),
         # The activation moves once, not three times; backward reads its gradient once less, for the bias. In
         # float32 that is little compared with the products themselves.
         "linear activation half": ("cuda", "triton", "aten", "reference"),
+        "linear activation training half": ("cuda", "triton", "aten", "reference"),
         # cuBLAS's products with cross_entropy's kernels.
         "linear_cross_entropy": ("triton", "aten", "reference"),
         "linear_int8": ("aten", "reference"),
@@ -195,7 +197,7 @@ def call(function: str, key: torch.Tensor, *args):
 
     Args:
         function: the launcher's name, such as "layer_norm_fwd"; a kind of call that the table knows follows
-            behind a space, as in "linear_fwd activation".
+            behind a space, as in "linear_fwd activation" or "linear_bwd activation training".
         key: the tensor whose device and dtype choose the backend.
         args: the contract's arguments, passed on as they are; some ops pass several as one NamedTuple.
     """
@@ -249,17 +251,19 @@ def ranking(function: str, device_type: str, dtype: torch.dtype) -> tuple[str, .
     """The backends for calls of `function` ("linear_fwd", "linear_fwd activation"), best first."""
     op, kind = _op_of(function), function.partition(" ")[2]
     rankings = TABLE.get(device_type, {})
-    half = " half" if dtype in HALF else ""
-    for name in (f"{op} {kind}{half}", f"{op} {kind}", f"{op}{half}", op):
-        if name in rankings:
-            return rankings[name]
+    half = ("half",) if dtype in HALF else ()
+    # a call in training without a line of its own is ranked as one in inference
+    for each in (kind.split(), kind.removesuffix("training").split(), []):
+        for name in (" ".join((op, *each, *half)), " ".join((op, *each))):
+            if name in rankings:
+                return rankings[name]
     return ("aten", "reference")
 
 
 def call_kinds(op: str, device_type: str) -> tuple[str, ...]:
-    """The kinds of the op's calls that the table ranks apart: "" for all calls, then such as "activation"."""
+    """The kinds of the op's calls that the table has apart: "" for all calls, then such as "activation"."""
     keys = [key.split()[1:] for key in TABLE.get(device_type, {}) if key.split()[0] == op]
-    return "", *sorted({words[0] for words in keys if words and words[0] != "half"})
+    return "", *sorted({" ".join(word for word in words if word != "half") for words in keys} - {""})
 
 
 def serving_function(

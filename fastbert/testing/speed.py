@@ -58,12 +58,15 @@ def compare(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> 
 
 def judged_passes(op: str, device_type: str) -> tuple[str, ...]:
     """The passes by which a kernel of the op is judged, each for itself: "forward", "training"; "" is all."""
-    return (FORWARD, TRAINING) if TRAINING in dispatch.call_kinds(op, device_type) else ("",)
+    apart = any(TRAINING in kind.split() for kind in dispatch.call_kinds(op, device_type))
+    return (FORWARD, TRAINING) if apart else ("",)
 
 
 def passes_of(op: str, kind: str, device_type: str) -> str:
     """The one of `judged_passes` that counts for a kind of call, such as "training"."""
-    return "" if judged_passes(op, device_type) == ("",) else TRAINING if kind == TRAINING else FORWARD
+    if judged_passes(op, device_type) == ("",):
+        return ""
+    return TRAINING if TRAINING in kind.split() else FORWARD
 
 
 def why_slower(times: tuple[Time, ...], passes: str = "") -> str | None:
@@ -111,8 +114,7 @@ def _next(
 
     A kernel that needs a self-check itself counts where it has passed it; `proving` checks it first.
     """
-    kinds = dispatch.call_kinds(case.op, device.type)
-    kind = TRAINING if training and TRAINING in kinds else case.kind
+    kind = f"{case.kind} {TRAINING}".lstrip() if training else case.kind
     ranking = dispatch.ranking(f"{case.op}_fwd {kind}".rstrip(), device.type, dtype)
     if backend not in ranking:
         return None

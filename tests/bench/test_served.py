@@ -57,6 +57,8 @@ def test_on_a_gpu_kinds_of_calls_are_apart(monkeypatch):
         ("linear bf16", "triton", True),
         ("linear activation bf16", "triton", False),
         ("linear activation bf16", "aten", True),
+        ("linear activation training bf16", "triton", False),
+        ("linear activation training bf16", "aten", True),
         ("linear activation fp32", "aten", False),
         ("feed_forward bf16", "aten", True),
         ("feed_forward fp32", "aten", False),

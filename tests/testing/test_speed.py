@@ -9,6 +9,9 @@ import torch
 
 from fastbert.backends import aten
 from fastbert.ops.attention import attention
+from fastbert.ops.feed_forward import feed_forward
+from fastbert.ops.layer_norm import layer_norm
+from fastbert.ops.linear import linear
 from fastbert.runtime import dispatch
 from fastbert.testing import checking, proving, serving, speed, verdict_keys, verdicts
 from fastbert.testing.op_cases.layer_norm import LayerNormCase
@@ -236,7 +239,7 @@ def test_what_slower_means(times, slower):
     found = tuple(Time("x", "forward", ms, "aten", other) for ms, other in times)
     assert (speed.why_slower(found) is not None) is slower
     assert speed.why_slower(found, "training") is None
-    assert speed.why_never("layer_norm", "cuda", found) == speed.why_slower(found)
+    assert speed.why_never("packing", "cuda", found) == speed.why_slower(found)
 
 
 def test_both_take_turns_and_each_is_the_one_that_runs(monkeypatch, clock):
@@ -292,6 +295,7 @@ def attend(grad):
         # faster than Triton's in training, which is slower than aten there; and nothing is faster than aten
         ((1, 15), (2, 22), "cuda", "cuda"),
         ((1, 25), (2, 22), "cuda", "aten"),
+        ((1, 21), (2, 22), "cuda", "aten"),
     ],
 )
 def test_a_kernel_may_serve_in_inference_alone_or_in_training_alone(
@@ -378,3 +382,35 @@ def test_the_places_are_those_of_the_backend_that_serves(monkeypatch, clock):
     with torch.no_grad():
         # CUDA's kernels have none here
         assert attention_places(cu_seqlens, 4, 4, torch.float32) is None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("op", ["feed_forward", "layer_norm", "linear"])
+def test_both_passes_of_training_ask_for_one_backend(monkeypatch, op, compiled):
+    """Forward and backward are told to `dispatch` as training, and a forward alone is not."""
+    asked, real = [], dispatch._serving
+    monkeypatch.setattr(dispatch, "_serving", lambda call, *rest: asked.append(call) or real(call, *rest))
+    x, w = torch.randn(3, 8), torch.randn(8, 8)
+    call = {
+        "feed_forward": lambda x: feed_forward(x, w, None, w, "gelu"),
+        "layer_norm": lambda x: layer_norm(x, w[0], w[1]),
+        "linear": lambda x: linear(x, w, activation="gelu"),
+    }[op]
+    kind = " activation" if op == "linear" else ""
+    call = torch.compile(call, backend="aot_eager") if compiled else call
+    call(x)
+    assert [each for each in asked if each.startswith(f"{op}_")] == [f"{op}_fwd{kind}"]
+    asked.clear()
+    dispatch._resolved.clear()
+    call(x.clone().requires_grad_()).sum().backward()
+    found = [each for each in asked if each.startswith(f"{op}_")]
+    assert found == [f"{op}_{name}{kind} training" for name in ("fwd", "bwd")]
+
+
+def test_an_activation_in_training_is_judged_by_training():
+    times = (Time("x", "forward", 1.0, "aten", 2.0), Time("x", "training", 3.0, "aten", 2.0))
+    found = Verdict(None, times=times)
+    for op, kind in (("linear", "activation"), ("layer_norm", ""), ("feed_forward", ""), ("attention", "")):
+        assert speed.why_not(found, op, kind, "cuda") is None
+        assert speed.why_not(found, op, f"{kind} training".lstrip(), "cuda").startswith("slower in training")
+    assert speed.why_not(found, "embedding", "training", "cuda") is None
