@@ -225,7 +225,8 @@ def bench_case(
     least = roofs.seconds(flops, moved, "int8" if case.op == "linear_int8" else tag)
     plain = [one_call(torch_call(case), case, torch_inputs(case, inputs), backward) for inputs in sets]
     part = "activation" if getattr(case, "activation", None) else ""
-    served_by = serving.choice(case.op, part, device, dtype).backend
+    kind = f"{part} training".lstrip() if backward else part
+    served_by = serving.choice(case.op, kind, device, dtype).backend
     label = case.id if len(case.id) <= 30 else workload
     names = timed_backends(case.op, device, dtype) if backends is None else list(backends)
     pins, failed, candidates = contexts(names, case.op), {}, {"torch": plain}

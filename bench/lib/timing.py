@@ -3,8 +3,9 @@
 Three clocks:
 
 - `wall`: host time with the device idle before and after: how long a caller waits. The only clock on a CPU.
-- `event`: device time between two CUDA events, behind a short spin so that the queue is full when the first
-  event fires. What the device needs when launches are hidden.
+- `event`: device time between two CUDA events, behind a spin that lasts until the host has enqueued all calls
+  (fastbert/testing/device_time.py). What the device needs when launches are hidden. `launch_bound` counts the
+  samples in which they were not.
 - `graph`: the calls captured into one CUDA graph and replayed between two events. What small kernels need
   when no launch gap is left.
 
@@ -20,18 +21,20 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+
+from fastbert.testing.device_time import DeviceClock
 
 Call = Callable[[], object]
 Within = Callable[[], contextlib.AbstractContextManager]
 
 CLOCKS = ("wall", "event", "graph")
-SPIN_CYCLES = 1_000_000  # about 0.5 ms on a GPU: the host enqueues ahead meanwhile
 SAMPLE_MS = {"wall": 1.0, "event": 2.0, "graph": 2.0}  # calls shorter than this are repeated within a sample
 MAX_INNER = 1000
+ENQUEUE_MS = 3.0  # of a sample on the clock `event`: how long the host may take for its calls
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,9 @@ class Timing:
     # median processor time of the process, all its threads; with one thread, the time without interruptions
     cpu_ms: float | None = None
     samples_ms: tuple[float, ...] = ()  # in the order in which they were taken
+    # on the clocks of a GPU: the host's median time to enqueue a call; how many samples waited for the host
+    host_ms: float | None = None
+    launch_bound: int | None = None
 
 
 def summarise(
@@ -81,20 +87,33 @@ class _Sampler:
         if not self.calls:
             raise ValueError("calls: got an empty sequence, expected at least 1 callable")
         self.device, self.clock, self.next, self.graph = device, clock, 0, None
+        self.device_clock = DeviceClock()
         self.times_ms: list[float] = []
         self.cpu_times_ms: list[float] = []
+        self.host_times_ms: list[float] = []
+        self.launch_bound = 0
+        self.host_ms = math.inf
         with within():
             estimate = min((self._timed(1) for _ in range(warmup)), default=SAMPLE_MS[clock])
+        self.fewer = inner is None and clock == "event"
         if inner is None:
             inner = min(MAX_INNER, math.ceil(SAMPLE_MS[clock] / max(estimate, 1e-6)))
+            if clock == "event" and warmup:
+                inner = min(inner, int(ENQUEUE_MS / max(self.host_ms, 1e-6)))
             inner = max(inner, 1 if clock == "wall" else len(self.calls))
         self.inner = inner
         self.sample_ms = estimate * self.inner
+        if clock == "event" and warmup:
+            self.device_clock.spin_for(self.host_ms * inner)
+            self.sample_ms += self.device_clock.spin_ms
         if clock == "graph":
             with within():
                 self._capture()
 
     def _run(self, count: int) -> None:
+        if self.graph is not None:
+            self.graph.replay()
+            return
         for _ in range(count):
             self.calls[self.next % len(self.calls)]()
             self.next += 1
@@ -123,25 +142,30 @@ class _Sampler:
             synchronize(self.device)
             self.cpu_ms = (time.process_time() - cpu_start) * 1e3 / count
             return (time.perf_counter() - start) * 1e3 / count
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(SPIN_CYCLES)
-        begin.record()
-        if self.graph is not None:
-            self.graph.replay()
-        else:
-            self._run(count)
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / count
+        # to warm up, one try is enough
+        found = self.device_clock.once(self._run, count)
+        self.host_ms = min(self.host_ms, found.host_ms)
+        return found.ms
 
     def sample(self) -> None:
         with self.within():
-            self.times_ms.append(self._timed(self.inner))
+            if self.clock == "wall":
+                self.times_ms.append(self._timed(self.inner))
+            else:
+                found = self.device_clock.sample(self._run, self.inner, fewer=self.fewer)
+                self.inner = found.count
+                self.times_ms.append(found.ms)
+                self.host_times_ms.append(found.host_ms)
+                self.launch_bound += found.launch_bound
         if self.device.type == "cpu":
             self.cpu_times_ms.append(self.cpu_ms)
 
     def timing(self) -> Timing:
-        return summarise(self.times_ms, self.inner, self.clock, self.cpu_times_ms)
+        found = summarise(self.times_ms, self.inner, self.clock, self.cpu_times_ms)
+        if self.clock == "wall":
+            return found
+        host_ms = statistics.median(self.host_times_ms)
+        return replace(found, host_ms=host_ms, launch_bound=self.launch_bound)
 
 
 def interleave(

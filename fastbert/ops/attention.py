@@ -128,11 +128,14 @@ def attention_ref(
 
 
 _INPUTS = len(AttentionInputs._fields)
+# What `dispatch` calls the passes of training: one backend serves both.
+_FORWARD_OF_TRAINING, _BACKWARD = "attention_fwd training", "attention_bwd training"
 
 
 def _grouped(args) -> tuple[AttentionInputs, bool, bool, Tensor | None]:
     """(inputs, return_probs, save_bits, places) of the custom op's arguments."""
-    return AttentionInputs(*args[:_INPUTS]), *args[_INPUTS:], *(None,) * (_INPUTS + 3 - len(args))
+    rest = args[_INPUTS : _INPUTS + 3]
+    return AttentionInputs(*args[:_INPUTS]), *rest, *(None,) * (3 - len(rest))
 
 
 @torch.library.custom_op("fastbert::attention_fwd", mutates_args=())
@@ -152,20 +155,23 @@ def attention_fwd(
     return_probs: bool,
     save_bits: bool,
     places: Tensor | None = None,
+    training: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out, lse, probs, keep_bits); see the module for keep_bits.
 
     out is contiguous, with the shape and dtype of `q`; lse (nheads, total) in float32 (float64 for float64);
     probs (batch, nheads, max_seqlen, max_seqlen) in q's dtype, before dropout. probs and keep_bits are of
     shape (0,) unless `return_probs` and `save_bits`. `save_bits` needs dropout. `bias` is 4-D; sizes of 1
-    broadcast. `places` is the table of fastbert/ops/attention_places.py for these lengths.
+    broadcast. `places` is the table of fastbert/ops/attention_places.py for these lengths. `training` says
+    that backward follows: the backend is then the one that serves backward.
     """
     inputs = AttentionInputs(
         q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset
     )
     check_operands(inputs)
     check_table(places, cu_seqlens, max_seqlen, q)
-    return dispatch.call("attention_fwd", q, inputs, return_probs, save_bits, places)
+    function = _FORWARD_OF_TRAINING if training else "attention_fwd"
+    return dispatch.call(function, q, inputs, return_probs, save_bits, places)
 
 
 @attention_fwd.register_fake
@@ -229,7 +235,7 @@ def attention_bwd(
     for name, t, needed in (("bias", bias, need_dbias), ("gate", gate, need_dgate)):
         if needed and t is None:
             raise ValueError(f"{name}: expected a torch.Tensor, whose gradient is asked for, got None")
-    grads = dispatch.call("attention_bwd", q, dout, inputs, out, lse, keep_bits, need, places)
+    grads = dispatch.call(_BACKWARD, q, dout, inputs, out, lse, keep_bits, need, places)
     dqkv, others = grads[:3], grads[3:]
     return *(grad.contiguous() for grad in dqkv), *others
 
@@ -285,7 +291,7 @@ class AttentionFunction(torch.autograd.Function):
     def forward(ctx, *args):
         # a separate setup_context would cost an inspect.signature at every call
         inputs, return_probs, save_bits, places = _grouped(args)
-        output = dispatch.call("attention_fwd", inputs.q, inputs, return_probs, save_bits, places)
+        output = dispatch.call(_FORWARD_OF_TRAINING, inputs.q, inputs, return_probs, save_bits, places)
         ctx.mark_non_differentiable(*output[1:])
         _setup_context(ctx, inputs, save_bits, places, output)
         return output
@@ -293,7 +299,7 @@ class AttentionFunction(torch.autograd.Function):
     @staticmethod
     @checks.once_differentiable
     def backward(ctx, dout, *_):
-        return _backward(lambda *args: dispatch.call("attention_bwd", args[1].q, *args), ctx, dout)
+        return _backward(lambda *args: dispatch.call(_BACKWARD, args[1].q, *args), ctx, dout)
 
 
 def _setup_compiled(ctx, inputs, output):
@@ -302,7 +308,7 @@ def _setup_compiled(ctx, inputs, output):
 
 
 attention_fwd.register_autograd(
-    lambda ctx, dout, *_: _backward(_compiled_bwd, ctx, dout), setup_context=_setup_compiled
+    lambda ctx, dout, *_: (*_backward(_compiled_bwd, ctx, dout), None), setup_context=_setup_compiled
 )
 
 
@@ -407,7 +413,7 @@ def attention(
         with torch.autocast(q.device.type, enabled=False):
             out, lse, probs = attention_ref(*inputs[:9], dropout_p, keep)
     elif torch.compiler.is_compiling():
-        out, lse, probs, _ = attention_fwd(*inputs, return_probs, save_bits, table)
+        out, lse, probs, _ = attention_fwd(*inputs, return_probs, save_bits, table, differentiable)
         lse, probs = lse.detach(), probs.detach()
     elif differentiable:
         out, lse, probs, _ = AttentionFunction.apply(*inputs, return_probs, save_bits, table)

@@ -184,5 +184,9 @@ def attention_places(cu_seqlens: Tensor, max_seqlen: int, total: int, dtype: tor
 
 
 def _maker(device: torch.device, dtype: torch.dtype):
-    """`attention_places` of the backend that serves attention there, or None."""
-    return dispatch.serving_function("attention_places", ("attention",), device, dtype)
+    """`attention_places` of the backend that serves attention there, or None.
+
+    With gradients on, of the one that serves in training.
+    """
+    call = "attention training" if torch.is_grad_enabled() else "attention"
+    return dispatch.serving_function("attention_places", (call,), device, dtype)

@@ -66,6 +66,10 @@ def _check_activation(activation: str | None) -> None:
     check_activation(activation)
 
 
+# What `dispatch` calls the passes of training: one backend serves both.
+_FORWARD_OF_TRAINING, _BACKWARD = "feed_forward_fwd training", "feed_forward_bwd training"
+
+
 @torch.library.custom_op("fastbert::feed_forward_fwd", mutates_args=())
 def feed_forward_fwd(
     x: Tensor,
@@ -83,7 +87,8 @@ def feed_forward_fwd(
     checks.operand("up_weight", up_weight, (inner, hidden), (x.dtype,), x, strided=True)
     checks.operand("up_bias", up_bias, (inner,), (x.dtype,), x)
     checks.operand("down_weight", down_weight, (out, inner), (x.dtype,), x, strided=True)
-    return dispatch.call("feed_forward_fwd", x, x, up_weight, up_bias, down_weight, activation, save)
+    function = _FORWARD_OF_TRAINING if save else "feed_forward_fwd"
+    return dispatch.call(function, x, x, up_weight, up_bias, down_weight, activation, save)
 
 
 @feed_forward_fwd.register_fake
@@ -125,7 +130,7 @@ def feed_forward_bwd(
     checks.operand("up_weight", up_weight, (*columns, *hidden), (dy.dtype,), dy, strided=True, needed=need_dx)
     checks.operand("x", x, (rows, *hidden), (dy.dtype,), dy, strided=True, needed=need_dup_weight)
     args = (dy, x, up_weight, down_weight, pre, inner, activation, need)
-    return dispatch.call("feed_forward_bwd", dy, *args)
+    return dispatch.call(_BACKWARD, dy, *args)
 
 
 @feed_forward_bwd.register_fake
@@ -171,14 +176,14 @@ class FeedForwardFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         # a separate setup_context would cost an inspect.signature at every call
-        output = dispatch.call("feed_forward_fwd", args[0], *args)
+        output = dispatch.call(_FORWARD_OF_TRAINING, args[0], *args)
         _setup_context(ctx, args, output)
         return output[0]
 
     @staticmethod
     @checks.once_differentiable
     def backward(ctx, dy):
-        return _backward(lambda *args: dispatch.call("feed_forward_bwd", args[0], *args), ctx, dy)
+        return _backward(lambda *args: dispatch.call(_BACKWARD, args[0], *args), ctx, dy)
 
 
 feed_forward_fwd.register_autograd(

@@ -109,6 +109,10 @@ def layer_norm_ref(
 # --- custom ops: what torch.compile sees --------------------------------------------------------------------
 
 
+# What `dispatch` calls the passes of training: one backend serves both.
+_FORWARD_OF_TRAINING, _BACKWARD = "layer_norm_fwd training", "layer_norm_bwd training"
+
+
 @torch.library.custom_op("fastbert::layer_norm_fwd", mutates_args=())
 def layer_norm_fwd(
     x: Tensor,
@@ -129,7 +133,7 @@ def layer_norm_fwd(
     checks.operand("residual", residual, x.shape, (x.dtype,), x, strided=True)
     checks.dropout(dropout_p, seed, offset, x)
     inputs = LayerNormInputs(x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset)
-    return dispatch.call("layer_norm_fwd", x, inputs, save)
+    return dispatch.call(_FORWARD_OF_TRAINING if save else "layer_norm_fwd", x, inputs, save)
 
 
 @layer_norm_fwd.register_fake
@@ -173,7 +177,7 @@ def layer_norm_bwd(
     checks.dropout(dropout_p, seed, offset, z)
     saved = LayerNormSaved(z, weight, mean, rstd, dropout_p, seed, offset)
     need = LayerNormNeeds(need_dx, need_dweight, need_dxbias, need_dresidual)
-    return dispatch.call("layer_norm_bwd", dy, dy, saved, need)
+    return dispatch.call(_BACKWARD, dy, dy, saved, need)
 
 
 @layer_norm_bwd.register_fake
@@ -228,14 +232,14 @@ class LayerNormFunction(torch.autograd.Function):
     def forward(ctx, *args):
         # a separate setup_context would cost an inspect.signature at every call
         inputs = LayerNormInputs(*args[:-1])
-        output = dispatch.call("layer_norm_fwd", inputs.x, inputs, args[-1])
+        output = dispatch.call(_FORWARD_OF_TRAINING, inputs.x, inputs, args[-1])
         _setup_context(ctx, inputs, output)
         return output[0]
 
     @staticmethod
     @checks.once_differentiable
     def backward(ctx, dy):
-        return _backward(lambda *args: dispatch.call("layer_norm_bwd", args[0], *args), ctx, dy)
+        return _backward(lambda *args: dispatch.call(_BACKWARD, args[0], *args), ctx, dy)
 
 
 def _compiled_bwd(dy, saved, need):

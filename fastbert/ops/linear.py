@@ -56,14 +56,16 @@ def linear_ref(
     return y.to(x.dtype)
 
 
-def _forward(activation: str | None) -> str:
+def _forward(activation: str | None, save: bool) -> str:
     """What `dispatch` calls it: products with an activation may have a backend of their own."""
-    return "linear_fwd" if activation is None else "linear_fwd activation"
+    if activation is None:
+        return "linear_fwd"
+    return "linear_fwd activation training" if save else "linear_fwd activation"
 
 
 def _backward_of(activation: str | None) -> str:
     """The same for backward."""
-    return "linear_bwd" if activation is None else "linear_bwd activation"
+    return "linear_bwd" if activation is None else "linear_bwd activation training"
 
 
 # --- custom ops: what torch.compile sees --------------------------------------------------------------------
@@ -85,7 +87,7 @@ def linear_fwd(
     checks.operand("weight", weight, (out, depth), (x.dtype,), x, strided=True)
     checks.operand("bias", bias, (out,), (x.dtype,), x)
     checks.operand("residual", residual, (rows, out), (x.dtype,), x, strided=True)
-    return dispatch.call(_forward(activation), x, x, weight, bias, activation, residual, save)
+    return dispatch.call(_forward(activation, save), x, x, weight, bias, activation, residual, save)
 
 
 @linear_fwd.register_fake
@@ -174,7 +176,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         # a separate setup_context would cost an inspect.signature at every call
-        output = dispatch.call(_forward(args[3]), args[0], *args)
+        output = dispatch.call(_forward(args[3], args[5]), args[0], *args)
         inputs = args[:-1]  # without `panels`
         _setup_context(ctx, inputs, output)
         return output[0]
@@ -269,5 +271,5 @@ def linear(
     elif save or (grad and residual is not None and residual.requires_grad):
         y = LinearFunction.apply(*args, panels)
     else:
-        y = dispatch.call(_forward(activation), x, *args, panels)[0]
+        y = dispatch.call(_forward(activation, save), x, *args, panels)[0]
     return y if len(shape) == 2 else y.view(shape)

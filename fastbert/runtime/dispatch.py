@@ -42,7 +42,10 @@ HALF = (torch.bfloat16, torch.float16)
 # `cuda` (CUDA C++) stands first where it has a kernel: a self-check times it beside the next backend, so that
 # it serves only on the devices where it is not slower.
 # A key may name one kind of call: "linear activation" is for calls with an activation, "linear half" for
-# calls in half precision, "linear activation half" for both. The most specific key counts.
+# calls in half precision, "linear activation half" for both. The most specific key counts. "attention
+# training" is for calls that save for backward, and for their backward. With such a key a self-check judges
+# the op's kernels in training by forward and backward together, and in inference by forward alone; without
+# one by all times together. A kernel whose forward is faster may have a slower backward.
 TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {
         "attention": ("cpu", "aten", "reference"),
@@ -67,6 +70,8 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "attention": ("triton", "aten", "reference"),
         # The same passes without a compiler at run time, and a launch that costs the host less.
         "attention half": ("cuda", "triton", "aten", "reference"),
+        "attention training": ("triton", "aten", "reference"),
+        "attention training half": ("cuda", "triton", "aten", "reference"),
         # Reads the labelled logits once, and once more in backward; aten copies all rows in float32 first.
         "cross_entropy": ("triton", "aten", "reference"),
         # One pass; aten writes and reads three float32 sums. Backward writes a table's gradient once; aten
@@ -76,17 +81,20 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "feed_forward": ("aten", "reference"),
         # The gradient between the two products is neither written nor read.
         "feed_forward half": ("cuda", "triton", "aten", "reference"),
+        "feed_forward training half": ("cuda", "triton", "aten", "reference"),
         "first_attention": ("aten", "reference"),
         # No keys and values: for 32 x 512 tokens of BERT-base 1.3 GFLOP and 34 MB instead of the 64 GFLOP and
         # 279 MB of all rows (kernels/NOTES.md, "First tokens").
         "first_attention half": ("triton", "aten", "reference"),
         # One pass over z instead of three.
         "layer_norm": ("cuda", "triton", "aten", "reference"),
+        "layer_norm training": ("cuda", "triton", "aten", "reference"),
         # cuBLAS moves not one byte more.
         "linear": ("aten", "reference"),
         # The activation moves once, not three times; backward reads its gradient once less, for the bias. In
         # float32 that is little compared with the products themselves.
         "linear activation half": ("cuda", "triton", "aten", "reference"),
+        "linear activation training half": ("cuda", "triton", "aten", "reference"),
         # cuBLAS's products with cross_entropy's kernels.
         "linear_cross_entropy": ("triton", "aten", "reference"),
         "linear_int8": ("aten", "reference"),
@@ -189,7 +197,7 @@ def call(function: str, key: torch.Tensor, *args):
 
     Args:
         function: the launcher's name, such as "layer_norm_fwd"; a kind of call that the table knows follows
-            behind a space, as in "linear_fwd activation".
+            behind a space, as in "linear_fwd activation" or "linear_bwd activation training".
         key: the tensor whose device and dtype choose the backend.
         args: the contract's arguments, passed on as they are; some ops pass several as one NamedTuple.
     """
@@ -243,17 +251,19 @@ def ranking(function: str, device_type: str, dtype: torch.dtype) -> tuple[str, .
     """The backends for calls of `function` ("linear_fwd", "linear_fwd activation"), best first."""
     op, kind = _op_of(function), function.partition(" ")[2]
     rankings = TABLE.get(device_type, {})
-    half = " half" if dtype in HALF else ""
-    for name in (f"{op} {kind}{half}", f"{op} {kind}", f"{op}{half}", op):
-        if name in rankings:
-            return rankings[name]
+    half = ("half",) if dtype in HALF else ()
+    # a call in training without a line of its own is ranked as one in inference
+    for each in (kind.split(), kind.removesuffix("training").split(), []):
+        for name in (" ".join((op, *each, *half)), " ".join((op, *each))):
+            if name in rankings:
+                return rankings[name]
     return ("aten", "reference")
 
 
 def call_kinds(op: str, device_type: str) -> tuple[str, ...]:
-    """The kinds of the op's calls that the table ranks apart: "" for all calls, then such as "activation"."""
+    """The kinds of the op's calls that the table has apart: "" for all calls, then such as "activation"."""
     keys = [key.split()[1:] for key in TABLE.get(device_type, {}) if key.split()[0] == op]
-    return "", *sorted({words[0] for words in keys if words and words[0] != "half"})
+    return "", *sorted({" ".join(word for word in words if word != "half") for words in keys} - {""})
 
 
 def serving_function(
@@ -263,7 +273,8 @@ def serving_function(
 
     Args:
         function: name in the backend's namespace, such as "encoder_layer_fwd".
-        ops: the ops that the function belongs to.
+        ops: the ops that the function belongs to; a kind of call follows behind a space, as in
+            "attention training".
         device, dtype: of the tensors.
 
     Returns:
@@ -388,7 +399,8 @@ def _one_serving(
     ops: tuple[str, ...], device: torch.device, dtype: torch.dtype
 ) -> tuple[ModuleType | None, bool]:
     """(the one backend that serves the forward of all `ops` or None, whether that choice will last)."""
-    chosen = [_serving(f"{op}_fwd", device, dtype) for op in ops]
+    calls = (op.partition(" ") for op in ops)
+    chosen = [_serving(f"{op}_fwd {kind}".rstrip(), device, dtype) for op, _, kind in calls]
     names = {name for name, _ in chosen}
     backend = backend_module(names.pop()) if len(names) == 1 else None
     return backend, all(lasting for _, lasting in chosen)
@@ -424,7 +436,8 @@ def _first_proven(
         if unsupported_reason(name, op, device.type, dtype, function.partition(" ")[0]) is not None:
             continue
         if name in SELF_CHECKED:
-            proven = importlib.import_module(_PROVER).is_proven(name, op, device, dtype)
+            kind = function.partition(" ")[2]
+            proven = importlib.import_module(_PROVER).is_proven(name, op, device, dtype, kind)
             if proven is None:
                 # nothing can be known now: this call takes the next backend
                 lasting = False

@@ -84,7 +84,7 @@ def _checked(name: str, op: str, device: torch.device, dtype: torch.dtype) -> tu
             reason = error_rule.self_check(op, name, device, dtype)
             if reason is None and device.type in TIMED:
                 times = speed.compare(op, name, device, dtype)
-                reason = speed.why_slower(times, Verdict(None, times=times).ratio)
+                reason = speed.why_never(op, device.type, times)
                 outcome = SLOWER if reason else ""
     except Exception as error:
         reason, times = f"{type(error).__name__}: {error}", ()

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from fastbert.runtime import dispatch
-from fastbert.testing import checking, processes, verdict_keys, verdicts
+from fastbert.testing import checking, processes, speed, verdict_keys, verdicts
 from fastbert.testing.processes import Unit
 from fastbert.testing.verdicts import KILLED, SLOWER, UNDECIDED, Verdict
 
@@ -38,13 +38,14 @@ _alone: set[torch.device] = set()
 _checking = threading.RLock()
 
 
-def is_proven(name: str, op: str, device: torch.device, dtype: torch.dtype) -> bool | None:
+def is_proven(name: str, op: str, device: torch.device, dtype: torch.dtype, kind: str = "") -> bool | None:
     """Whether a kernel passed its self-check on the device, which runs now if it has not run yet.
 
-    None where no verdict is known and no check can run now.
+    None where no verdict is known and no check can run now. `kind` is that of the calls, such as "training":
+    a kernel may be fast enough for some of an op's calls alone.
     """
     verdict = _verdict(name, op, device, dtype)
-    return None if verdict is None else verdict.passed
+    return None if verdict is None else speed.why_not(verdict, op, kind, device.type) is None
 
 
 def to_check(op: str, device_type: str) -> Iterator[tuple[str, torch.dtype]]:

@@ -11,9 +11,11 @@ from pathlib import Path
 import torch
 
 from fastbert.runtime import dispatch
-from fastbert.testing import proving, verdict_keys, verdicts
+from fastbert.testing import proving, speed, verdict_keys, verdicts
 from fastbert.testing.proving import is_ranked, known_verdict
 from fastbert.testing.verdicts import KILLED, SLOWER, Verdict
+
+UNCHECKED = "to be self-checked at first use"
 
 
 @dataclass(frozen=True)
@@ -77,14 +79,14 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 def choice(op: str, kind: str, device: torch.device, dtype: torch.dtype) -> Choice:
-    """One row of `explain()`; `kind` is "" or a kind of call, such as "activation"."""
+    """One row of `explain()`; `kind` is "" or a kind of call, such as "activation" or "training"."""
     passed_over = []
     for name in dispatch.ranking(f"{op}_fwd {kind}".rstrip(), device.type, dtype):
         reason = dispatch.unsupported_reason(name, op, device.type, dtype)
         if reason is None and name in dispatch.SELF_CHECKED:
             verdict = known_verdict(name, op, device, dtype)
             due = proving.is_due(verdict, device)
-            reason = "to be self-checked at first use" if due else verdict.reason
+            reason = UNCHECKED if due else speed.why_not(verdict, op, kind, device.type)
         if reason is None:
             break
         passed_over.append(f"{name}: {reason}")
@@ -130,7 +132,7 @@ def _proof(
     verdict = known_verdict(name, op, device, dtype)
     if verdict is not None and not proving.is_due(verdict, device):
         if verdict.passed:
-            return "proven here", f"{verdict.date}{beside(verdict)}", verdict.times
+            return "proven here", f"{verdict.date}{beside(verdict, op, device.type)}", verdict.times
         state = verdict.outcome if verdict.outcome in (SLOWER, KILLED) else "failed"
         return f"{state} here", verdict.reason or "", verdict.times
     capability = verdict_keys.key_of(op, name, device, dtype)["capability"]
@@ -143,9 +145,18 @@ def _proof(
     return "unverified", detail, ()
 
 
-def beside(verdict: Verdict) -> str:
-    """The kernel's time beside the next backend's, to be put behind something; "" without times."""
-    if verdict.ratio is None:
-        return ""
-    others = ", ".join(dict.fromkeys(time.other for time in verdict.times))
-    return f", {verdict.ratio:.2f} x the time of {others}"
+def beside(verdict: Verdict, op: str, device_type: str) -> str:
+    """The kernel's time beside the next backend's, to be put behind something; "" without times.
+
+    Where calls in training are judged apart, their time stands beside that of forward alone.
+    """
+    found = ""
+    for passes in speed.judged_passes(op, device_type):
+        ratio = verdicts.ratio_of(verdict.times, passes)
+        if ratio is None:
+            continue
+        others = ", ".join(dict.fromkeys(t.other for t in verdict.times if passes in ("", t.passes)))
+        found += f", {f'{passes} ' if passes else ''}{ratio:.2f} x the time of {others}"
+        if verdict.passed and speed.why_slower(verdict.times, passes) is not None:
+            found += " (does not serve)"
+    return found

@@ -1,9 +1,13 @@
 """Part of a self-check on a GPU: is the kernel slower than the backend that would serve without it?
 
 BERT-base's calls of the op are timed at three sizes: forward alone, and forward and backward as in training
-where both backends have a backward. Both backends take turns. A sample is as many calls, queued one after
-the other as a model queues them, as last a few milliseconds; the host waits at its end. The kernel counts as
-slower if the geometric mean of its times over the other's is above `SLOWER`.
+where both backends have a backward. Both backends take turns. A sample is a row of calls that the host has
+enqueued before the first one runs (`device_time`), so the times are the device's; the host's own are kept
+beside them. The kernel counts as slower if the geometric mean of its times over the other's is above
+`SLOWER`.
+
+The kernel is judged by all times of an op together, except where the dispatch table has a line for the op's
+calls in training: then those are judged by the times in training, and the others by those of forward alone.
 """
 
 from __future__ import annotations
@@ -19,14 +23,17 @@ import torch
 
 from fastbert.runtime import dispatch
 from fastbert.testing import error_rule, verdict_keys, verdicts
-from fastbert.testing.verdicts import Time
+from fastbert.testing.device_time import DeviceClock, Sample
+from fastbert.testing.verdicts import FORWARD, TRAINING, Time, Verdict, ratio_of
 
 # Lengths of the sequences of a batch, in tokens: one short question; lengths as in SQuAD; a full batch.
-SIZES = ((128,), (384, 272, 210, 178, 164, 150, 128, 96), (512,) * 8)
+SIZES = ((128,), (384, 272, 210, 178, 164, 150, 128, 96), (512,) * 16)
 # Of the other backend's time: what a repeated measurement may differ by.
 SLOWER = 1.03
 SAMPLES = 7
-SAMPLE_SECONDS = 0.003
+SAMPLE_MS = 2.0
+# How long the host may take to enqueue the calls of a sample.
+ENQUEUE_MS = 2.0
 MOST_CALLS = 64
 
 
@@ -41,23 +48,54 @@ def compare(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> 
             for case, training in _calls(op, lengths, dtype):
                 other = _next(backend, case, device, dtype, training)
                 if other is not None:
-                    ms, other_ms = _times(case, (backend, other), device, dtype, training)
-                    passes = "training" if training else "forward"
-                    found.append(Time(case.id, passes, ms, other, other_ms))
+                    (ms, host_ms), (other_ms, other_host_ms) = _times(
+                        case, (backend, other), device, dtype, training
+                    )
+                    passes = TRAINING if training else FORWARD
+                    found.append(Time(case.id, passes, ms, other, other_ms, host_ms, other_host_ms))
     return tuple(found)
 
 
-def why_slower(times: tuple[Time, ...], ratio: float | None) -> str | None:
-    """What a verdict says of a kernel that is slower than the next backend; None where it is not.
+def judged_passes(op: str, device_type: str) -> tuple[str, ...]:
+    """The passes by which a kernel of the op is judged, each for itself: "forward", "training"; "" is all."""
+    apart = any(TRAINING in kind.split() for kind in dispatch.call_kinds(op, device_type))
+    return (FORWARD, TRAINING) if apart else ("",)
+
+
+def passes_of(op: str, kind: str, device_type: str) -> str:
+    """The one of `judged_passes` that counts for a kind of call, such as "training"."""
+    if judged_passes(op, device_type) == ("",):
+        return ""
+    return TRAINING if TRAINING in kind.split() else FORWARD
+
+
+def why_slower(times: tuple[Time, ...], passes: str = "") -> str | None:
+    """What is said of a kernel that is slower than the next backend; None where it is not.
 
     Args:
         times: of the kernel.
-        ratio: their geometric mean, as in `Verdict.ratio`.
+        passes: which of them count; "" = all.
     """
+    ratio = ratio_of(times, passes)
     if ratio is None or ratio <= SLOWER:
         return None
-    others = ", ".join(dict.fromkeys(t.other for t in times))
-    return f"slower than {others}: {ratio:.2f} x its time (geometric mean of {len(times)})"
+    counted = [t for t in times if passes in ("", t.passes)]
+    others = ", ".join(dict.fromkeys(t.other for t in counted))
+    of = f" in {passes}" if passes else ""
+    return f"slower{of} than {others}: {ratio:.2f} x its time (geometric mean of {len(counted)})"
+
+
+def why_never(op: str, device_type: str, times: tuple[Time, ...]) -> str | None:
+    """Why a kernel serves no call of the op, because it is slower wherever it is timed; None if it may."""
+    timed = [p for p in judged_passes(op, device_type) if ratio_of(times, p) is not None]
+    reasons = [why_slower(times, passes) for passes in timed]
+    return "; ".join(reasons) if reasons and None not in reasons else None
+
+
+def why_not(verdict: Verdict, op: str, kind: str, device_type: str) -> str | None:
+    """Why a kernel of that verdict may not serve a kind of the op's calls; None if it may."""
+    passes = passes_of(op, kind, device_type)
+    return verdict.reason or (why_slower(verdict.times, passes) if passes else None)
 
 
 def _calls(op: str, lengths: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[error_rule.Case, bool]]:
@@ -76,14 +114,15 @@ def _next(
 
     A kernel that needs a self-check itself counts where it has passed it; `proving` checks it first.
     """
-    ranking = dispatch.ranking(f"{case.op}_fwd {case.kind}".rstrip(), device.type, dtype)
+    kind = f"{case.kind} {TRAINING}".lstrip() if training else case.kind
+    ranking = dispatch.ranking(f"{case.op}_fwd {kind}".rstrip(), device.type, dtype)
     if backend not in ranking:
         return None
     for name in ranking[ranking.index(backend) + 1 :]:
         if dispatch.unsupported_reason(name, case.op, device.type, dtype) is None:
             if name in dispatch.SELF_CHECKED:
                 verdict = verdicts.load(verdict_keys.key_of(case.op, name, device, dtype))
-                if verdict is None or not verdict.passed:
+                if verdict is None or why_not(verdict, case.op, kind, device.type) is not None:
                     continue
             both = all(dispatch.has_backward(each, case.op) for each in (backend, name))
             return name if both or not training else None
@@ -92,18 +131,17 @@ def _next(
 
 def _times(
     case: error_rule.Case, backends: tuple[str, str], device: torch.device, dtype: torch.dtype, training: bool
-) -> list[float]:
-    """Median milliseconds per call of each backend."""
+) -> list[tuple[float, float | None]]:
+    """(median milliseconds per call, those of the host) of each backend."""
     inputs = error_rule.with_grad(case.inputs(dtype, device), case.grad_inputs if training else (), None)
     call = functools.partial(case.call, **inputs)
     if training:
         call = _step(call, [t for t in inputs.values() if isinstance(t, torch.Tensor) and t.requires_grad])
-    counts = [_count(call, case.op, backend, device, training) for backend in backends]
-    samples: list[list[float]] = [[] for _ in backends]
+    timed = [_Timed(call, case.op, backend, device, training) for backend in backends]
     for _ in range(SAMPLES):
-        for backend, count, mine in zip(backends, counts, samples, strict=True):
-            mine.append(_seconds(call, case.op, backend, count, device, training) / count * 1e3)
-    return [statistics.median(each) for each in samples]
+        for each in timed:
+            each.sample()
+    return [each.medians() for each in timed]
 
 
 def _step(call: Callable, wanted: list[torch.Tensor]) -> Callable[[], object]:
@@ -118,26 +156,52 @@ def _step(call: Callable, wanted: list[torch.Tensor]) -> Callable[[], object]:
     return step
 
 
-def _count(call: Callable, op: str, backend: str, device: torch.device, training: bool) -> int:
-    """How many calls a sample takes, after those that compile and warm up."""
-    _seconds(call, op, backend, 2, device, training)
-    each = _seconds(call, op, backend, 3, device, training) / 3
-    return max(1, min(MOST_CALLS, math.ceil(SAMPLE_SECONDS / max(each, 1e-9))))
+class _HostClock:
+    """`DeviceClock` where the calls run on the host."""
 
+    def spin_for(self, host_ms: float) -> None:
+        """Nothing: what the host does is what is timed."""
 
-def _seconds(
-    call: Callable, op: str, backend: str, count: int, device: torch.device, training: bool
-) -> float:
-    """Seconds of `count` calls that `backend` serves."""
-    with dispatch.trial(**{op: backend}), torch.set_grad_enabled(training):
-        _wait(device)
+    def once(self, run: Callable[[int], object], count: int) -> Sample:
         begin = time.perf_counter()
+        run(count)
+        ms = (time.perf_counter() - begin) * 1e3 / count
+        return Sample(ms, ms, count, False)
+
+    sample = once
+
+
+class _Timed:
+    """The calls of one backend: warmed up, and as many per sample as are worth it."""
+
+    def __init__(self, call: Callable, op: str, backend: str, device: torch.device, training: bool):
+        self.call, self.op, self.backend, self.training = call, op, backend, training
+        self.on_gpu = device.type == "cuda"
+        self.clock = DeviceClock() if self.on_gpu else _HostClock()
+        self.samples: list[Sample] = []
+        # to compile
+        self._timed(self.clock.once, 2)
+        warm = self._timed(self.clock.once, 3)
+        wanted = [math.ceil(SAMPLE_MS / max(warm.ms, 1e-6)), MOST_CALLS]
+        if self.on_gpu:
+            wanted.append(int(ENQUEUE_MS / max(warm.host_ms, 1e-6)))
+        self.count = max(1, min(wanted))
+        self.clock.spin_for(warm.host_ms * self.count)
+
+    def _timed(self, clock: Callable[[Callable, int], Sample], count: int) -> Sample:
+        with dispatch.trial(**{self.op: self.backend}), torch.set_grad_enabled(self.training):
+            return clock(self._run, count)
+
+    def _run(self, count: int) -> None:
         for _ in range(count):
-            call()
-        _wait(device)
-        return time.perf_counter() - begin
+            self.call()
 
+    def sample(self) -> None:
+        found = self._timed(self.clock.sample, self.count)
+        # the device clock may have found that fewer can be enqueued in time
+        self.count = found.count
+        self.samples.append(found)
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    def medians(self) -> tuple[float, float | None]:
+        host_ms = statistics.median(each.host_ms for each in self.samples) if self.on_gpu else None
+        return statistics.median(each.ms for each in self.samples), host_ms

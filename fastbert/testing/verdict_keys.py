@@ -116,7 +116,7 @@ _KERNELS = {
 def _sources(op: str, backend: str, package: Path) -> list[Path]:
     backends = package / "backends"
     checks = package / "testing"
-    files = [checks / "error_rule.py", checks / "speed.py", checks / "op_cases" / f"{op}.py"]
+    files = [checks / f"{name}.py" for name in ("error_rule", "speed", "device_time", f"op_cases/{op}")]
     files += [package / "ops" / f"{name}.py" for name in _CONTRACTS.get(op, (op,))]
     if backend == "triton":
         starts = [backends / "triton" / f"{name}.py" for name in ("forwarders", op)]

@@ -46,6 +46,7 @@ FOREIGN_SECONDS = 900.0
 DIED = "a process ended while the kernel was being checked: it crashed, or it was killed"
 
 PASSED, FAILED, SLOWER, KILLED, UNDECIDED = OUTCOMES = "passed", "failed", "slower", "killed", "undecided"
+FORWARD, TRAINING = PASSES = "forward", "training"
 
 
 class Time(NamedTuple):
@@ -54,9 +55,10 @@ class Time(NamedTuple):
     Attributes:
         case: the shapes and options.
         passes: "forward", or "training": forward and backward.
-        ms: of the kernel.
+        ms: of the kernel, on the device alone.
         other: the other backend.
         other_ms: of the other backend.
+        host_ms, other_host_ms: the host's time to enqueue a call of each; None where the host computes.
     """
 
     case: str
@@ -64,6 +66,19 @@ class Time(NamedTuple):
     ms: float
     other: str
     other_ms: float
+    host_ms: float | None = None
+    other_host_ms: float | None = None
+
+
+def ratio_of(times: tuple[Time, ...], passes: str = "") -> float | None:
+    """The kernel's time over the other backend's, the geometric mean of `times`; None without any.
+
+    Args:
+        times: of a kernel.
+        passes: which of them count, "forward" or "training"; "" = all.
+    """
+    logs = [math.log(t.ms / t.other_ms) for t in times if passes in ("", t.passes)]
+    return math.exp(sum(logs) / len(logs)) if logs else None
 
 
 @dataclass(frozen=True)
@@ -75,8 +90,9 @@ class Verdict:
         seconds: how long the check took.
         date: when it ended, UTC.
         kept: whether it was read from disk rather than found by this process.
-        outcome: "passed"; "failed"; "slower": right, but slower than the next backend; "killed": the process
-            ended from outside, or nobody knows why; "undecided": an error that may be the machine's.
+        outcome: "passed"; "failed"; "slower": right, but slower than the next backend in all that is judged;
+            "killed": the process ended from outside, or nobody knows why; "undecided": an error that may be
+            the machine's.
         times: what was timed, of a kernel that is right.
         deaths: how many processes have ended during its check, in a row.
     """
@@ -95,15 +111,13 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether the kernel may serve."""
+        """Whether the kernel may serve; `speed.why_not` says which calls."""
         return self.reason is None
 
     @property
     def ratio(self) -> float | None:
-        """The kernel's time over the other backend's, the geometric mean of `times`; None without times."""
-        if not self.times:
-            return None
-        return math.exp(sum(math.log(t.ms / t.other_ms) for t in self.times) / len(self.times))
+        """`ratio_of` all `times`."""
+        return ratio_of(self.times)
 
 
 def now() -> str:
@@ -296,8 +310,9 @@ def times_of(rows: Any) -> tuple[Time, ...]:
     found = []
     for row in rows if isinstance(rows, list) else []:
         with contextlib.suppress(TypeError, ValueError):
-            case, passes, ms, other, other_ms = row
-            time = Time(str(case), str(passes), float(ms), str(other), float(other_ms))
+            case, passes, ms, other, other_ms, *host = row
+            hosts = [None if each is None else float(each) for each in host]
+            time = Time(str(case), str(passes), float(ms), str(other), float(other_ms), *hosts)
             if 0 < time.ms < math.inf and 0 < time.other_ms < math.inf:
                 found.append(time)
     return tuple(found)
@@ -320,7 +335,7 @@ def store(key: Key, verdict: Verdict) -> None:
         "seconds": round(verdict.seconds, 3),
         "date": verdict.date,
         "deaths": verdict.deaths,
-        "times": [[t.case, t.passes, round(t.ms, 6), t.other, round(t.other_ms, 6)] for t in verdict.times],
+        "times": [[round(each, 6) if isinstance(each, float) else each for each in t] for t in verdict.times],
         "key": key,
     }
     _write(path, data)

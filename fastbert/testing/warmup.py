@@ -99,4 +99,5 @@ def run(
 def _result(unit: Unit, device: torch.device, found: Verdict) -> Result:
     name = str(unit.dtype).removeprefix("torch.")
     facts = found.passed, found.outcome, found.reason, found.seconds, found.kept, found.date
-    return Result(unit.op, unit.backend, name, str(device), *facts, found.times, serving.beside(found))
+    beside = serving.beside(found, unit.op, device.type)
+    return Result(unit.op, unit.backend, name, str(device), *facts, found.times, beside)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from bench import memory
 from bench.lib import roofs, timing
 from bench.lib.probe_steps import Bench
 from tests.support.benches import ROOT
+from tests.support.stand_in_stream import Stream
 
 # --- memory -------------------------------------------------------------------------------------------------
 
@@ -120,3 +122,44 @@ def test_without_warm_up_a_sample_is_a_call(monkeypatch):
     found = timing.interleave(calls, "cpu", seconds=0.0, samples=(2, 2), warmup=0, pause=0.5)
     assert log == ["pause 0.5", "a", "pause 0.5", "b"] * 2
     assert all((t.n, t.inner) == (2, 1) for t in found.values())
+
+
+def test_events_measure_the_device_alone(monkeypatch):
+    stream = Stream().install(monkeypatch)
+    candidates = {
+        "small": [lambda: stream.kernel(0.1, 0.01)] * 3,
+        "large": lambda: stream.kernel(0.02, 0.5),
+        "waits": lambda: (stream.kernel(0.1, 0.01), stream.wait()),
+    }
+    found = timing.interleave(candidates, "cuda", samples=(5, 20), seconds=0.05)
+    assert {t.clock for t in found.values()} == {"event"}
+    small, large, waits = found.values()
+    assert (small.median_ms, small.host_ms) == (pytest.approx(0.01), pytest.approx(0.1))
+    assert small.spread == pytest.approx(0.0, abs=1e-9)
+    # as many calls as the host enqueues in time, and a spin that lasts a little longer
+    assert small.inner in (int(timing.ENQUEUE_MS / 0.1), int(timing.ENQUEUE_MS / 0.1) - 1)
+    assert (small.launch_bound, large.launch_bound) == (0, 0)
+    assert (large.median_ms, large.inner) == (pytest.approx(0.5), 4)
+    assert waits.launch_bound == waits.n
+    # the spin counts as time: 0.05 s are 10 samples of 4.5 ms for it and 0.3 ms for the calls
+    assert small.n == 10
+    row = asdict(large)
+    assert {"host_ms", "launch_bound"} <= {name for name, value in row.items() if value is not None}
+
+
+def test_a_number_of_calls_that_was_asked_for_is_kept(monkeypatch):
+    stream = Stream(room=10).install(monkeypatch)
+    found = timing.measure(lambda: stream.kernel(0.1, 0.01), "cuda", inner=40, samples=(5, 5))
+    assert (found.inner, found.launch_bound) == (40, 5)
+    free = timing.measure(lambda: stream.kernel(0.1, 0.01), "cuda", samples=(5, 5))
+    assert free.inner < 11
+    assert free.median_ms == pytest.approx(0.01)
+
+
+def test_without_warm_up_the_spin_grows(monkeypatch):
+    stream = Stream().install(monkeypatch)
+    found = timing.measure(
+        [lambda: stream.kernel(0.3, 0.01)] * 4, "cuda", warmup=0, samples=(3, 3), seconds=0.0
+    )
+    assert (found.inner, found.launch_bound) == (4, 0)
+    assert found.median_ms == pytest.approx(0.01)

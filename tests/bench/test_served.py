@@ -37,6 +37,8 @@ def test_on_a_gpu_kinds_of_calls_are_apart(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     found = served.backends("fastbert-bf16", "cuda", "bf16")
     assert {"linear bf16", "linear activation bf16", "feed_forward bf16"} <= set(found)
+    assert {"attention bf16", "attention training bf16"} <= set(found)
+    assert ("attention_fwd training", torch.device("cuda", 2), torch.bfloat16) in asked
     assert ("linear_fwd activation", torch.device("cuda", 2), torch.bfloat16) in asked
     assert {device for _, device, _ in asked} == {torch.device("cuda", 2)}
 
@@ -48,10 +50,15 @@ def test_on_a_gpu_kinds_of_calls_are_apart(monkeypatch):
         ("attention bf16", "triton", False),
         ("attention fp32", "triton", False),
         ("attention bf16", "aten", True),
+        ("attention training bf16", "triton", False),
+        ("attention training bf16", "aten", True),
+        ("attention training fp32", "triton", False),
         ("linear bf16", "aten", False),
         ("linear bf16", "triton", True),
         ("linear activation bf16", "triton", False),
         ("linear activation bf16", "aten", True),
+        ("linear activation training bf16", "triton", False),
+        ("linear activation training bf16", "aten", True),
         ("linear activation fp32", "aten", False),
         ("feed_forward bf16", "aten", True),
         ("feed_forward fp32", "aten", False),
@@ -80,6 +87,7 @@ def test_every_kernel_is_checked_before_anything_is_timed(monkeypatch):
     assert asked == [(torch.device("cuda", 1), None, {torch.bfloat16, torch.float32})]
     assert row["times"] == [
         {"case": "5x96", "passes": "forward", "ms": 1.0, "other": "aten", "other_ms": 2.0}
+        | {"host_ms": None, "other_host_ms": None}
     ]
     assert {name: row[name] for name in ("op", "backend", "dtype", "outcome", "reason")} == {
         "op": "linear",

@@ -8,6 +8,7 @@ _PROVING = "fastbert/testing/proving.py"
 _PROCESSES = "fastbert/testing/processes.py"
 _CHECKING = "fastbert/testing/checking.py"
 _SPEED = "fastbert/testing/speed.py"
+_CLOCK = "fastbert/testing/device_time.py"
 _VERDICTS = "fastbert/testing/verdicts.py"
 _KEYS = "fastbert/testing/verdict_keys.py"
 _SERVING = "fastbert/testing/serving.py"
@@ -55,7 +56,7 @@ FAULTS = (
     _fault(_PROCESSES, "the user's folder shadows modules", "sys.path[:1] = []; ", ""),
     _fault(_PROCESSES, "a broken process goes on", 'return found, not message["broken"]', "return found, True"),
     # the verdict
-    _fault(_CHECKING, "a slower kernel passes", "reason = speed.why_slower(times, Verdict(None, times=times).ratio)", "reason = None"),
+    _fault(_CHECKING, "a slower kernel passes", "reason = speed.why_never(op, device.type, times)", "reason = None"),
     _fault(_CHECKING, "slower is taken for wrong", 'outcome = SLOWER if reason else ""', 'outcome = ""'),
     _fault(_CHECKING, "an error of the machine is kept", "outcome = UNDECIDED if compiled and not lost else FAILED", "outcome = FAILED"),
     _fault(_CHECKING, "a broken context is not kept", "outcome = UNDECIDED if compiled and not lost else FAILED", "outcome = UNDECIDED if compiled else FAILED"),
@@ -63,18 +64,56 @@ FAULTS = (
     _fault(_VERDICTS, "deaths begin anew", "deaths = len(dead) + (found.deaths if found else 0)", "deaths = len(dead)"),
     _fault(_VERDICTS, "any outcome believed", "or outcome not in OUTCOMES:", "or outcome is None:"),
     _fault(_VERDICTS, "an outcome that contradicts believed", "    if (outcome == PASSED) is not (reason is None):\n        return None\n", ""),
-    _fault(_VERDICTS, "a mean of ratios", "return math.exp(sum(math.log(t.ms / t.other_ms) for t in self.times) / len(self.times))", "return sum(t.ms / t.other_ms for t in self.times) / len(self.times)"),
+    _fault(_VERDICTS, "a mean of ratios", "return math.exp(sum(logs) / len(logs)) if logs else None", "return sum(map(math.exp, logs)) / len(logs) if logs else None"),
     _fault(_KEYS, "tuned configs do not count", '"tuned": _tuned(op, backend, name, dtype),', '"tuned": "",'),
     _fault("kernels/tuning.py", "tuned configs of other dtypes count", "if key.split()[0] == first}", "if first}"),
     _fault("kernels/tuning.py", "tuned configs of other ops count", "for kernel in KERNELS.get(op, ())}", "for kernels in KERNELS.values() for kernel in kernels}"),
     # the times
-    _fault(_SPEED, "only one backend is timed", "with dispatch.trial(**{op: backend}), torch", "with dispatch.trial(), torch"),
+    _fault(_SPEED, "only one backend is timed", "with dispatch.trial(**{self.op: self.backend}), torch", "with dispatch.trial(), torch"),
     _fault(_SPEED, "other calls are timed", "    if backend not in ranking:\n        return None\n", "    if backend not in ranking:\n        ranking = (backend, *ranking)\n"),
-    _fault(_SPEED, "kernels are timed beside aten alone", "if verdict is None or not verdict.passed:", "if True:"),
-    _fault(_SPEED, "timed beside a kernel that does not serve", "if verdict is None or not verdict.passed:", "if verdict is None:"),
+    _fault(_SPEED, "kernels are timed beside aten alone", "if verdict is None or why_not(verdict, case.op, kind, device.type) is not None:", "if True:"),
+    _fault(_SPEED, "timed beside a kernel that does not serve", "if verdict is None or why_not(verdict, case.op, kind, device.type) is not None:", "if verdict is None:"),
+    _fault(_SPEED, "timed beside a kernel that serves in inference alone", "if verdict is None or why_not(verdict, case.op, kind, device.type) is not None:", "if verdict is None or not verdict.passed:"),
     _fault(_SPEED, "a lack of memory is a failure", "with contextlib.suppress(torch.OutOfMemoryError):", "with contextlib.nullcontext():"),
     _fault(_SPEED, "backward is not timed", "            yield case, True\n", "            yield case, False\n"),
-    _fault(_SPEED, "compilation is timed", "    _seconds(call, op, backend, 2, device, training)\n", ""),
+    _fault(_SPEED, "compilation is timed", "        self._timed(self.clock.once, 2)\n", ""),
+    _fault(_SPEED, "the host's time is taken for the device's", "DeviceClock() if self.on_gpu else _HostClock()", "_HostClock()"),
+    _fault(_SPEED, "more calls than the host enqueues in time", "            wanted.append(int(ENQUEUE_MS / max(warm.host_ms, 1e-6)))\n", "            pass\n"),
+    _fault(_SPEED, "the first spin is the shortest", "        self.clock.spin_for(warm.host_ms * self.count)\n", ""),
+    _fault(_SPEED, "the host's time is of no use", "if self.on_gpu else None\n        return", "if not self.on_gpu else None\n        return"),
+    # what is judged apart
+    _fault(_VERDICTS, "all times count for each kind of calls", "for t in times if passes in (\"\", t.passes)]", "for t in times]"),
+    _fault(_SPEED, "every op is judged in training apart", "if apart else (\"\",)", "if True else (\"\",)"),
+    _fault(_SPEED, "no op is judged in training apart", "if apart else (\"\",)", "if False else (\"\",)"),
+    _fault(_SPEED, "training is judged by forward", "return TRAINING if TRAINING in kind.split() else FORWARD", "return FORWARD"),
+    _fault(_SPEED, "training with an activation is judged by forward", "return TRAINING if TRAINING in kind.split() else FORWARD", "return TRAINING if kind == TRAINING else FORWARD"),
+    _fault("fastbert/ops/linear.py", "linear's forward of training is served as in inference", "_forward(args[3], args[5]), args[0]", "_forward(args[3], False), args[0]"),
+    _fault("fastbert/ops/linear.py", "linear's backward is served as inference", "else \"linear_bwd activation training\"", "else \"linear_bwd activation\""),
+    _fault("fastbert/ops/feed_forward.py", "feed_forward's forward of training is served as in inference", "dispatch.call(_FORWARD_OF_TRAINING, args[0]", "dispatch.call(\"feed_forward_fwd\", args[0]"),
+    _fault("fastbert/ops/layer_norm.py", "layer_norm's forward of training is served as in inference", "dispatch.call(_FORWARD_OF_TRAINING, inputs.x", "dispatch.call(\"layer_norm_fwd\", inputs.x"),
+    _fault("fastbert/ops/layer_norm.py", "layer_norm's compiled forward of training is served as in inference", "_FORWARD_OF_TRAINING if save else", "_FORWARD_OF_TRAINING if False else"),
+    _fault("fastbert/runtime/dispatch.py", "a kind is one word", "return \"\", *sorted({\" \".join(word for word in words if word != \"half\") for words in keys} - {\"\"})", "return \"\", *sorted({word for words in keys for word in words if word != \"half\"})"),
+    _fault("fastbert/runtime/dispatch.py", "training is ranked by a line of its own alone", "for each in (kind.split(), kind.removesuffix(\"training\").split(), []):", "for each in (kind.split(), []):"),
+    _fault(_SPEED, "slower once is slower", "if reasons and None not in reasons else None", "if any(reasons) else None"),
+    _fault(_PROVING, "the kind of call is not asked", "speed.why_not(verdict, op, kind, device.type) is None", "verdict.passed"),
+    _fault(_SERVING, "the kind of call is not shown", "UNCHECKED if due else speed.why_not(verdict, op, kind, device.type)", "UNCHECKED if due else verdict.reason"),
+    _fault(_SERVING, "what does not serve is not told", "            found += \" (does not serve)\"\n", "            pass\n"),
+    _fault("fastbert/runtime/dispatch.py", "the kind is not told to the prover", ".is_proven(name, op, device, dtype, kind)", ".is_proven(name, op, device, dtype)"),
+    _fault("fastbert/runtime/dispatch.py", "a function's kind of call is lost", "_serving(f\"{op}_fwd {kind}\".rstrip(), device, dtype)", "_serving(f\"{op}_fwd\", device, dtype)"),
+    _fault("fastbert/ops/attention.py", "forward of training is served as in inference", "dispatch.call(_FORWARD_OF_TRAINING, inputs.q", "dispatch.call(\"attention_fwd\", inputs.q"),
+    _fault("fastbert/ops/attention.py", "a compiled forward of training is served as in inference", "save_bits, table, differentiable)", "save_bits, table, False)"),
+    _fault("fastbert/ops/attention.py", "backward is served as inference", "_FORWARD_OF_TRAINING, _BACKWARD = \"attention_fwd training\", \"attention_bwd training\"", "_FORWARD_OF_TRAINING, _BACKWARD = \"attention_fwd training\", \"attention_bwd\""),
+    _fault("fastbert/ops/attention_places.py", "places of inference in training", "\"attention training\" if torch.is_grad_enabled() else \"attention\"", "\"attention\""),
+    # the device's clock
+    _fault(_CLOCK, "launches are timed", "launch_bound = begin.query()", "launch_bound = False"),
+    _fault(_CLOCK, "asked before the calls are enqueued", "        run(count)\n        host_ms = (time.perf_counter() - start) * 1e3\n        launch_bound = begin.query()\n", "        launch_bound = begin.query()\n        run(count)\n        host_ms = (time.perf_counter() - start) * 1e3\n"),
+    _fault(_CLOCK, "the spin does not grow", "self.spin_ms = min(MOST_SPIN_MS, max(2 * self.spin_ms, MARGIN * host_ms))", "pass"),
+    _fault(_CLOCK, "the spin grows without end", "min(MOST_SPIN_MS, max(LEAST_SPIN_MS, MARGIN * host_ms))", "max(LEAST_SPIN_MS, MARGIN * host_ms)"),
+    _fault(_CLOCK, "as many calls although the queue is full", "                count //= 2\n", "                pass\n"),
+    _fault(_CLOCK, "fewer calls than asked for", "elif fewer and count > 1:", "elif count > 1:"),
+    _fault(_CLOCK, "tried in vain for ever", "                self.tries = 1\n", "                pass\n"),
+    _fault(_CLOCK, "the spin counts", "        torch.cuda._sleep(int(self.spin_ms * CYCLES_PER_MS))\n        begin.record()\n", "        begin.record()\n        torch.cuda._sleep(int(self.spin_ms * CYCLES_PER_MS))\n"),
+    _fault(_CLOCK, "cycles of a clock ten times as slow", "CYCLES_PER_MS = 2_000_000", "CYCLES_PER_MS = 200_000"),
     _fault(_SPEED, "slower is faster", "if ratio is None or ratio <= SLOWER:", "if ratio is None or ratio >= SLOWER:"),
     _fault(_SPEED, "every difference counts", "SLOWER = 1.03", "SLOWER = 1.0"),
     # what users see
@@ -90,7 +129,7 @@ SUITE = Suite(
     (
         *(
             f"tests/testing/test_{name}.py"
-            for name in ("verdicts", "processes", "warmup", "speed", "error_rule")
+            for name in ("verdicts", "processes", "warmup", "speed", "device_time", "error_rule")
         ),
         "tests/runtime/test_first_use.py",
         "tests/runtime/test_dispatch.py",

@@ -52,7 +52,7 @@ def schema(name: str) -> list[str]:
 @pytest.mark.parametrize(
     ("inputs", "name", "rest"),
     [
-        (AttentionInputs, "attention_fwd", ["return_probs", "save_bits", "places"]),
+        (AttentionInputs, "attention_fwd", ["return_probs", "save_bits", "places", "training"]),
         (EmbeddingInputs, "embedding_fwd", ["save"]),
         (LayerNormInputs, "layer_norm_fwd", ["save"]),
         (LossInputs, "linear_cross_entropy_fwd", []),

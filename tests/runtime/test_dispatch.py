@@ -52,7 +52,8 @@ def test_every_line_of_the_table_is_of_known_ops_and_backends_and_ends_in_refere
         assert {name for name in lines if " " not in name} == set(dispatch.OPS)
         for line, names in lines.items():
             assert line.split()[0] in dispatch.OPS
-            assert " ".join(line.split()[1:]) in ("", "half", "activation", "activation half")
+            kind = " ".join(line.split()[1:]).removesuffix("half").strip()
+            assert kind in ("", "activation", "training", "activation training")
             assert names[-1] == "reference"
             assert set(names) <= set(dispatch.BACKENDS)
             for name in names:
@@ -72,6 +73,12 @@ def test_every_line_of_the_table_is_of_known_ops_and_backends_and_ends_in_refere
         ("attention_fwd", torch.float32, "triton"),
         ("attention_fwd", torch.float16, "cuda"),
         ("attention_bwd", torch.bfloat16, "cuda"),
+        ("attention_fwd training", torch.bfloat16, "cuda"),
+        ("attention_bwd training", torch.float32, "triton"),
+        ("layer_norm_fwd training", torch.bfloat16, "cuda"),
+        ("linear_bwd activation training", torch.bfloat16, "cuda"),
+        ("linear_fwd activation training", torch.float32, "aten"),
+        ("embedding_bwd training", torch.bfloat16, "triton"),
         ("feed_forward_bwd", torch.bfloat16, "cuda"),
         ("layer_norm_fwd", torch.float32, "cuda"),
         ("packing_fwd", torch.int64, "triton"),
@@ -91,8 +98,16 @@ def test_the_narrowest_line_counts(monkeypatch, calls):
     monkeypatch.setitem(dispatch.TABLE, "cpu", lines | {"linear activation": ("reference",)})
     assert dispatch.call_kinds("linear", "cpu") == ("", "activation")
     assert dispatch.call_kinds("packing", "cpu") == ("",)
+    assert dispatch.call_kinds("linear", "cuda") == ("", "activation", "activation training")
+    assert dispatch.call_kinds("attention", "cuda") == ("", "training")
     assert dispatch.ranking("linear_fwd", "cpu", torch.float16) == ("aten", "reference")
     assert dispatch.ranking("linear_fwd activation", "cpu", torch.float16) == ("reference",)
+    # a call in training has the line of one in inference where there is none of its own
+    assert dispatch.ranking("linear_fwd activation training", "cpu", torch.float16) == ("reference",)
+    assert dispatch.ranking("linear_fwd training", "cpu", torch.float16) == ("aten", "reference")
+    monkeypatch.setitem(dispatch.TABLE["cpu"], "linear activation training", ("cpu", "reference"))
+    assert dispatch.ranking("linear_bwd activation training", "cpu", torch.float16) == ("cpu", "reference")
+    del dispatch.TABLE["cpu"]["linear activation training"]
     linear(x.half(), w.half())
     linear(x.half(), w.half(), activation="gelu")
     linear(x, w, activation="gelu")

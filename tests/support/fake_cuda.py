@@ -39,6 +39,9 @@ class Event:
     def synchronize(self) -> None:
         pass
 
+    def query(self) -> bool:
+        return False
+
     def elapsed_time(self, end: Event) -> float:
         return max((end.at - self.at) * 1e3, 1e-6)
 

@@ -76,13 +76,19 @@ def test_a_verdict_comes_back(cache, reason):
 
 
 def test_times_and_outcome_come_back():
-    times = (Time("5x96", "forward", 0.5, "aten", 0.25), Time("5x96", "training", 0.5, "aten", 2.0))
+    times = (
+        Time("5x96", "forward", 0.5, "aten", 0.25),
+        Time("5x96", "training", 0.5, "aten", 2.0, 0.125, 0.0625),
+    )
     for outcome in ("slower", "killed"):
         verdict = Verdict("why", 1.0, "now", outcome=outcome, times=times, deaths=2)
         verdicts.store(KEY, verdict)
         found = verdicts.load(KEY)
         assert dataclasses.replace(found, kept=False) == verdict
         assert found.ratio == pytest.approx(0.5**0.5)
+        assert verdicts.ratio_of(found.times, "forward") == pytest.approx(2.0)
+        assert verdicts.ratio_of(found.times, "training") == pytest.approx(0.25)
+        assert verdicts.ratio_of(found.times[:1], "training") is None
     assert Verdict(None).ratio is None
 
 
@@ -330,6 +336,9 @@ def test_with_an_empty_name_nothing_is_kept(monkeypatch, tmp_path):
         (None, 0),
         ({"a": 1}, 0),
         ([["5x96", "forward", 0.5, "aten", 0.25]], 1),
+        ([["5x96", "forward", 0.5, "aten", 0.25, None, 0.1]], 1),
+        ([["5x96", "forward", 0.5, "aten", 0.25, "much", 0.1]], 0),
+        ([["5x96", "forward", 0.5, "aten", 0.25, 0.1, 0.1, 0.1]], 0),
         ([["5x96", "forward", 0.5, "aten"], 7, ["5x96", "forward", "much", "aten", 1]], 0),
         ([["5x96", "forward", 0.0, "aten", 1.0], ["5x96", "forward", 1.0, "aten", float("nan")]], 0),
     ],

@@ -54,7 +54,7 @@ def attention_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None)
 def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: AttentionNeeds, places=None):
     q = inputs.q
     if not readable(q, inputs.k, inputs.v):
-        following = dispatch.next_function("cuda", "attention_bwd", q.device, q.dtype)
+        following = dispatch.next_function("cuda", "attention_bwd training", q.device, q.dtype)
         return following(dout, inputs, out, lse, keep_bits, need, places)
     total, nheads, _ = q.shape
     dq, dk, dv = (q.new_empty(q.shape if needed else 0) for needed in need[:3])

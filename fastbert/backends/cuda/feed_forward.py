@@ -39,5 +39,5 @@ feed_forward_fwd, _by_kernels = by_linear(linear, plain, inner_gradient)
 def feed_forward_bwd(dy, x, up_weight, down_weight, pre, inner, activation, need):
     backward = _by_kernels
     if need.g and (dy.shape[0] == 0 or not linear.in_chunks(dy, down_weight, pre)):
-        backward = dispatch.next_function("cuda", "feed_forward_bwd", dy.device, dy.dtype)
+        backward = dispatch.next_function("cuda", "feed_forward_bwd training", dy.device, dy.dtype)
     return backward(dy, x, up_weight, down_weight, pre, inner, activation, need)

@@ -121,10 +121,10 @@ def _gradient(
     return g, add_sums(sums, dy) if need_dbias else dy.new_empty(0)
 
 
-def _following(function: str, x: Tensor, activation: str | None):
+def _following(function: str, x: Tensor, activation: str | None, training: bool):
     """The next backend's launcher, for calls that the kernels cannot read."""
-    kind = function if activation is None else f"{function} activation"
-    return dispatch.next_function("cuda", kind, x.device, x.dtype)
+    kind = "" if activation is None else " activation training" if training else " activation"
+    return dispatch.next_function("cuda", function + kind, x.device, x.dtype)
 
 
 def linear_fwd(x, weight, bias, activation, residual, save, panels=None):
@@ -134,7 +134,7 @@ def linear_fwd(x, weight, bias, activation, residual, save, panels=None):
 def linear_fwd_with(plan, x, weight, bias, activation, residual, save):
     """`linear_fwd` with given rows of a tile and parts of the depth, for tests."""
     if not in_chunks(x, weight):
-        return _following("linear_fwd", x, activation)(x, weight, bias, activation, residual, save)
+        return _following("linear_fwd", x, activation, save)(x, weight, bias, activation, residual, save)
     sizes = x.shape[0], weight.shape[0], x.shape[1]
     return product(FORWARD, sizes, x, weight, bias, activation, residual, save, plan=plan)
 
@@ -151,7 +151,7 @@ def linear_bwd_with(plans, dy, x, weight, pre, activation, need_dx, need_dweight
     rows, out = dy.shape
     if rows == 0 or not in_chunks(*given):
         needs = need_dx, need_dweight, need_dbias
-        return _following("linear_bwd", dy, activation)(dy, x, weight, pre, activation, *needs)
+        return _following("linear_bwd", dy, activation, True)(dy, x, weight, pre, activation, *needs)
     g, dbias = _gradient(dy, pre, activation, need_dx or need_dweight, need_dbias)
     dx = dweight = None
     if need_dx:
