@@ -171,6 +171,28 @@ void cuda_product(int dtype, int layout, std::int64_t rows, std::int64_t columns
     run([&] { return cuda_linear_product(args, device, stream); });
 }
 
+void cuda_hopper_product(int dtype, std::int64_t rows, std::int64_t columns, std::int64_t depth, Address a,
+                         std::int64_t a_stride, Address b, std::int64_t b_stride, Address bias,
+                         int activation, bool exact, Address c, Address pre, int blocks, int device,
+                         std::uintptr_t stream) {
+    check_shape(rows, columns);
+    check_shape(rows, depth);
+    check_shape(columns, depth);
+    LinearProduct args = {};
+    args.dtype = dtype_of(dtype);
+    args.layout = Layout::kForward;
+    args.rows = rows, args.columns = columns, args.depth = depth;
+    args.a = pointer(a), args.a_stride = a_stride;
+    args.b = pointer(b), args.b_stride = b_stride;
+    args.bias = pointer(bias);
+    args.activation = activation_of(activation), args.exact = exact;
+    args.c = pointer(c), args.pre = pointer(pre);
+    check_rows("a", args.a, rows, depth, a_stride);
+    check_rows("b", args.b, columns, depth, b_stride);
+    check_given("c", args.c, rows);
+    run([&] { return cuda_linear_hopper_product(args, blocks, device, stream); });
+}
+
 void cuda_gradient(int dtype, std::int64_t rows, std::int64_t columns, Address dy, Address pre,
                    int activation, bool exact, Address g, Address sums, std::int64_t parts, int device,
                    std::uintptr_t stream) {
@@ -224,6 +246,9 @@ void bind_linear(py::module_& m) {
     m.def("cuda_linear_partial", &cuda_partial, "Floats of scratch");
     m.def("cuda_linear_sums", &cuda_linear_sums, "Rows of the column sums of a product of so many rows");
     m.def("cuda_linear_product", &cuda_product);
+    m.def("cuda_linear_hopper", &cuda_linear_hopper,
+          "Whether a device has compute capability 9.0 and the library code for it");
+    m.def("cuda_linear_hopper_product", &cuda_hopper_product);
     m.def("cuda_linear_gradient", &cuda_gradient);
     m.def("cuda_linear_add_sums", &cuda_add_sums);
 #endif

@@ -62,8 +62,16 @@ struct LinearGradient {
     std::int64_t parts;
 };
 
+// Whether the device has compute capability 9.0 and the library code for it.
+bool cuda_linear_hopper(int device);
+
 // All return nullptr, or the text of the error. Nothing waits for the device.
 const char* cuda_linear_product(const LinearProduct& args, int device, std::uintptr_t stream);
+// By at most `blocks` blocks of the kernel for compute capability 9.0 (linear_hopper.cuh): forward with GELU,
+// without a residual. columns are a multiple of 8, c and pre lie on 16 bytes and bias on 4. It reads neither
+// `partial` nor `tile_rows` and `parts`.
+const char* cuda_linear_hopper_product(const LinearProduct& args, int blocks, int device,
+                                       std::uintptr_t stream);
 const char* cuda_linear_gradient(const LinearGradient& args, int device, std::uintptr_t stream);
 // out (columns,) of `dtype`: the sum of `parts` rows, in order.
 const char* cuda_linear_add_sums(DType dtype, const float* sums, std::int64_t parts, std::int64_t columns,

@@ -20,6 +20,7 @@ from tests.ptx.emulator import (
     run_instruction,
     tensor_map,
 )
+from tests.ptx.emulator.reports import BadLaunch
 
 SCHEDULES = ("late", "early")
 
@@ -334,6 +335,24 @@ def test_elect(members):
     assert len(chosen) == 1
     inside = members >> lanes & 1
     np.testing.assert_array_equal(got["%d"], np.where(inside, chosen[0], 99))
+
+
+# ---- registers of a warp group
+
+
+@pytest.mark.parametrize("way", ["inc", "dec"])
+def test_registers_are_given_and_taken(way):
+    def run(body: str) -> None:
+        program(body, ".param .u64 target").launch("k", (1,), (128,), [np.zeros(1, np.int32)])
+
+    statement = f"setmaxnreg.{way}.sync.aligned.u32"
+    for number in (24, 240, 256):
+        run(f"{statement} {number};")
+    for number in (16, 100, 264):
+        with pytest.raises(BadLaunch, match="setmaxnreg"):
+            run(f"{statement} {number};")
+    with pytest.raises(DivergentBarrier, match="setmaxnreg"):
+        run(f"setp.lt.u32 %p2, %r0, 31; @%p2 {statement} 40;")
 
 
 # ---- mbarrier

@@ -18,8 +18,8 @@ from tests.support import cpu_build
 
 ROOT = cpu_build.ROOT
 RUNTIME = ROOT / "tests" / "ptx" / "cuda" / "cudart.cpp"
-# The architecture whose PTX every build of the extension has (setup.py).
-ARCH = "80"
+# The architecture whose PTX every build of the extension has (setup.py), and that of files named *_hopper.cu.
+ARCH, HOPPER = "80", "90a"
 HOST_FLAGS = "-fPIC,-fvisibility=hidden,-Wall"
 
 
@@ -40,8 +40,12 @@ def cuda_lines(objects: dict[str, tuple[Path, list[str]]]) -> list[str]:
     """
     cxx = cpu_build.compiler()
     base = [nvcc(), "-std=c++17", "-Xcompiler", HOST_FLAGS]
-    ptx = ["-O3", f"-gencode=arch=compute_{ARCH},code=compute_{ARCH}", "--no-compress"]
-    every = {stem: (source, [*ptx, *flags]) for stem, (source, flags) in objects.items()}
+
+    def ptx(source: Path) -> list[str]:
+        arch = HOPPER if source.stem.endswith("_hopper") else ARCH
+        return ["-O3", f"-gencode=arch=compute_{arch},code=compute_{arch}", "--no-compress"]
+
+    every = {stem: (source, [*ptx(source), *flags]) for stem, (source, flags) in objects.items()}
     lines = cpu_build.compile_lines({**every, "cudart": (RUNTIME, ["-O1"])}, base, [])
     for rule, flags in (("complete", ["-Wl,--no-undefined"]), ("link", [])):
         lines += [f"rule {rule}", f"  command = {shlex.join([cxx, '-shared', *flags])} $in -o $out"]

@@ -27,3 +27,9 @@ def place(device: torch.device) -> tuple[int, int]:
 def multiprocessors(device: torch.device) -> int:
     """How many multiprocessors the device has."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device runs the kernels for compute capability 9.0, and the library has them."""
+    return extension.cuda_linear_hopper(device.index)

@@ -25,6 +25,9 @@ FORWARD, INPUTS, WEIGHTS = range(3)
 _CHUNK = 8
 # blocks of the pass over dy per multiprocessor
 _PASS_BLOCKS = 4
+# Rows and depth from which the kernel for compute capability 9.0 serves (csrc/cuda/NOTES.md): with fewer its
+# tiles of 128 x 192 leave most multiprocessors idle, or the ring is not filled once.
+_HOPPER_ROWS, _HOPPER_DEPTH = 512, 256
 
 
 def _wants_exact_gelu() -> bool:
@@ -87,6 +90,40 @@ def product(
     return c, pre
 
 
+def hopper_serves(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> bool:
+    """Whether `hopper_product` is for this call; x and weight lie in chunks."""
+    return (
+        activation == "gelu"
+        and not EXACT_GELU
+        and x.shape[0] >= _HOPPER_ROWS
+        and x.shape[1] >= _HOPPER_DEPTH
+        and weight.shape[0] % _CHUNK == 0
+        and (bias is None or address(bias) % 4 == 0)
+        and device.is_hopper(x.device)
+    )
+
+
+def hopper_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, save: bool, blocks: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """(gelu(x weightT + bias), the activation's argument where `save`) on compute capability 9.0.
+
+    `blocks`: at most so many take tiles; one per multiprocessor by default.
+    """
+    rows, columns = x.shape[0], weight.shape[0]
+    c = x.new_empty(rows, columns)
+    pre = x.new_empty((rows, columns) if save else 0)
+    with torch.cuda.device(x.device):
+        device.extension.cuda_linear_hopper_product(
+            *(DTYPE_CODES[x.dtype], rows, columns, x.shape[1]),
+            *(address(x), _row_stride(x), address(weight), _row_stride(weight)),
+            *(0 if bias is None else address(bias), CODES["gelu"], False),
+            *(c.data_ptr(), pre.data_ptr() if save else 0),
+            *(device.multiprocessors(x.device) if blocks is None else blocks, *device.place(x.device)),
+        )
+    return c, pre
+
+
 def add_sums(sums: Tensor, like: Tensor) -> Tensor:
     """The sum of the rows of `sums` (parts, columns), in `like`'s dtype."""
     parts, columns = sums.shape
@@ -135,6 +172,8 @@ def linear_fwd_with(plan, x, weight, bias, activation, residual, save):
     """`linear_fwd` with given rows of a tile and parts of the depth, for tests."""
     if not in_chunks(x, weight):
         return _following("linear_fwd", x, activation, save)(x, weight, bias, activation, residual, save)
+    if plan is None and residual is None and hopper_serves(x, weight, bias, activation):
+        return hopper_product(x, weight, bias, save)
     sizes = x.shape[0], weight.shape[0], x.shape[1]
     return product(FORWARD, sizes, x, weight, bias, activation, residual, save, plan=plan)
 

@@ -82,7 +82,7 @@ SMALL = [
 ]
 # the rows and columns of op_cases/linear.py: one of these meets the largest tiles of every GPU
 ON_GPU = [
-    FeedForwardCase(2000, 200, 2000, 200),
+    FeedForwardCase(2000, 264, 2000, 200),
     FeedForwardCase(1500, 200, 2000, 200),
     FeedForwardCase(1000, 200, 2000, 96, "gelu_tanh"),
     FeedForwardCase(700, 136, 2000, 200, "silu", bias=False),

@@ -3,6 +3,7 @@
 // It keeps what the host code registers, PTX and kernels, and hands each launch to a function that Python
 // sets (emulator/cudart.py), which runs the kernel in the emulator. There is one device, 0. Only what our
 // host code calls is here: anything else must fail at link time, so that no answer is guessed.
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -73,6 +74,51 @@ using Launch = int (*)(int kernel, const unsigned* grid_and_block, std::size_t s
 using SetAttribute = int (*)(int kernel, int attribute, int value);
 Launch launch_in_python = nullptr;
 SetAttribute set_attribute_in_python = nullptr;
+// Bytes of static shared memory, or minus a cudaError_t.
+using StaticShared = int (*)(int kernel);
+StaticShared static_shared_in_python = nullptr;
+
+// What hopper.h of the emulator takes for a CUtensorMap.
+struct TensorMap {
+    std::uint64_t magic, base;
+    std::uint32_t rank, element_bytes, swizzle, size[5], box[5], padding;
+    std::uint64_t stride[5], unused[2];
+};
+static_assert(sizeof(TensorMap) == sizeof(CUtensorMap), "as large as the driver's");
+
+// Matrices and more of 16-bit elements, and what the driver refuses of them.
+CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address,
+                      const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
+                      const cuuint32_t* steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                      CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
+    constexpr std::uint32_t kElement = 2;
+    const bool halves = type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    if (!halves || rank < 1 || rank > 5 || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||
+        fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE || reinterpret_cast<std::uintptr_t>(address) % 16 != 0)
+        return CUDA_ERROR_INVALID_VALUE;
+    TensorMap own = {0x70616D726F736E65, reinterpret_cast<std::uintptr_t>(address), rank, kElement};
+    own.swizzle = swizzle == CU_TENSOR_MAP_SWIZZLE_NONE   ? 0
+                  : swizzle == CU_TENSOR_MAP_SWIZZLE_32B  ? 32
+                  : swizzle == CU_TENSOR_MAP_SWIZZLE_64B  ? 64
+                  : swizzle == CU_TENSOR_MAP_SWIZZLE_128B ? 128
+                                                          : 1;
+    if (own.swizzle == 1 || (own.swizzle != 0 && box[0] * kElement > own.swizzle))
+        return CUDA_ERROR_INVALID_VALUE;
+    for (std::uint32_t i = 0; i < 5; ++i) {
+        own.size[i] = own.box[i] = 1;
+        own.stride[i] = kElement;
+        if (i >= rank) continue;
+        if (sizes[i] == 0 || sizes[i] > 0xffffffffu || box[i] == 0 || box[i] > 256 || steps[i] != 1)
+            return CUDA_ERROR_INVALID_VALUE;
+        own.size[i] = static_cast<std::uint32_t>(sizes[i]), own.box[i] = box[i];
+        if (i > 0) own.stride[i] = strides[i - 1];
+        if (i > 0 && (strides[i - 1] % 16 != 0 || strides[i - 1] >= std::uint64_t{1} << 40))
+            return CUDA_ERROR_INVALID_VALUE;
+    }
+    if (box[0] * kElement % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
+    std::memcpy(map, &own, sizeof own);
+    return CUDA_SUCCESS;
+}
 
 int index_of(const void* host) {
     for (std::size_t i = 0; i < kernels().size(); ++i)
@@ -101,8 +147,9 @@ Module only_ptx(const char* fat) {
 
 // --- what Python calls ---
 
-EXPORTED void emulator_set_callbacks(Launch launch, SetAttribute set_attribute) {
+EXPORTED void emulator_set_callbacks(Launch launch, SetAttribute set_attribute, StaticShared static_shared) {
     launch_in_python = launch;
+    static_shared_in_python = static_shared;
     set_attribute_in_python = set_attribute;
 }
 EXPORTED int emulator_modules() { return static_cast<int>(modules().size()); }
@@ -183,6 +230,37 @@ cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, 
     if (kernel < 0) return result(cudaErrorInvalidDeviceFunction);
     if (set_attribute_in_python == nullptr) return result(cudaErrorNoDevice);
     return result(static_cast<cudaError_t>(set_attribute_in_python(kernel, attribute, value)));
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* host) {
+    const int kernel = index_of(host);
+    if (kernel < 0) return result(cudaErrorInvalidDeviceFunction);
+    if (static_shared_in_python == nullptr) return result(cudaErrorNoDevice);
+    const int bytes = static_shared_in_python(kernel);
+    if (bytes < 0) return result(static_cast<cudaError_t>(-bytes));
+    *attributes = {};
+    attributes->sharedSizeBytes = static_cast<std::size_t>(bytes);
+    return cudaSuccess;
+}
+
+// The device has compute capability 9.0.
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+    if (device != 0) return result(cudaErrorInvalidDevice);
+    if (attribute == cudaDevAttrComputeCapabilityMajor)
+        *value = 9;
+    else if (attribute == cudaDevAttrComputeCapabilityMinor)
+        *value = 0;
+    else
+        return result(cudaErrorInvalidValue);
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned,
+                                             unsigned long long, cudaDriverEntryPointQueryResult* status) {
+    const bool known = std::strcmp(symbol, "cuTensorMapEncodeTiled") == 0;
+    *function = known ? reinterpret_cast<void*>(&encode_tiled) : nullptr;
+    *status = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+    return cudaSuccess;
 }
 
 cudaError_t cudaPeekAtLastError() { return last_error; }

@@ -39,10 +39,10 @@ from tests.support import cuda_build
 INVALID_VALUE, INVALID_CONFIGURATION, LAUNCH_FAILURE = 1, 9, 719
 # cudaFuncAttribute
 MAX_DYNAMIC_SHARED, PREFERRED_CARVEOUT = 8, 9
-# What an sm_80 device takes: threads of a block, its sides, the grid's sides; bytes of shared memory of a
-# block, without asking and after asking for them.
+# What a device takes: threads of a block, its sides, the grid's sides; bytes of shared memory of a block,
+# without asking, and after asking for them by what the kernel was compiled for.
 THREADS, BLOCK, GRID = 1024, (1024, 1024, 64), (2**31 - 1, 65535, 65535)
-SHARED, SHARED_OPT_IN = 48 * 1024, 163 * 1024
+SHARED, SHARED_OPT_IN = 48 * 1024, {"sm_80": 163 * 1024, "sm_90a": 227 * 1024}
 
 _ENTRY = re.compile(r"^(?:\.visible\s+|\.weak\s+)?\.entry\s+(\w+)", re.MULTILINE)
 _BRACE = re.compile(r"[{}]")
@@ -221,11 +221,12 @@ class Emulation:
         numbers = ctypes.POINTER(ctypes.c_uint), ctypes.c_size_t, ctypes.POINTER(ctypes.c_void_p)
         launch = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, *numbers)(self._launch)
         set_attribute = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int] * 3)(self._set_attribute)
-        self.library.calls.emulator_set_callbacks(launch, set_attribute)
+        static_shared = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(self._get_static_shared)
+        self.library.calls.emulator_set_callbacks(launch, set_attribute, static_shared)
         try:
             yield
         finally:
-            self.library.calls.emulator_set_callbacks(None, None)
+            self.library.calls.emulator_set_callbacks(None, None, None)
 
     def raise_report(self) -> None:
         """Raise what the emulator reported since the last call, if anything."""
@@ -233,14 +234,14 @@ class Emulation:
         if raised is not None:
             raise raised
 
-    # what the stand-in calls; both return a cudaError_t
+    # what the stand-in calls; the first two return a cudaError_t
 
     def _set_attribute(self, kernel: int, attribute: int, value: int) -> int:
         try:
             name = self.library.names[kernel]
             if attribute == PREFERRED_CARVEOUT:
                 return 0 if -1 <= value <= 100 else INVALID_VALUE
-            most = SHARED_OPT_IN - self._static_shared(name)
+            most = SHARED_OPT_IN[self.library.program(name).target] - self._static_shared(name)
             if attribute != MAX_DYNAMIC_SHARED or not 0 <= value <= most:
                 return INVALID_VALUE
             self._dynamic_shared[name] = value
@@ -248,6 +249,14 @@ class Emulation:
             self._raised = error
             return LAUNCH_FAILURE
         return 0
+
+    def _get_static_shared(self, kernel: int) -> int:
+        """Bytes, or minus a cudaError_t."""
+        try:
+            return self._static_shared(self.library.names[kernel])
+        except BaseException as error:
+            self._raised = error
+            return -LAUNCH_FAILURE
 
     def _static_shared(self, name: str) -> int:
         return self.library.program(name).kernels[name].shared_bytes
@@ -373,6 +382,7 @@ def emulated_cuda(
         (cuda.device, "extension", Raising(emulation)),
         (cuda.device, "place", lambda device: (0, 0)),
         (cuda.device, "multiprocessors", lambda device: multiprocessors),
+        (cuda.device, "is_hopper", lambda device: True),
         (torch.cuda, "device", lambda device: contextlib.nullcontext()),
     ]
     patched += [

@@ -338,6 +338,14 @@ void proxy_fence(Warp& w, const Op&, uint32_t) { hopper(w).fenced = w.block->now
 
 void nothing(Warp&, const Op&, uint32_t) {}
 
+// Registers are not counted here: only what every device refuses is.
+void set_registers(Warp& w, const Op& op, uint32_t m) {
+    if (m != ALL || w.live != ALL)
+        fail(Kind::divergent_barrier, ~m, 0, "setmaxnreg is executed by a part of the warp's lanes");
+    if (op.imm[0] < 24 || op.imm[0] > 256 || op.imm[0] % 8 != 0)
+        fail(Kind::bad_launch, m, uint64_t(op.imm[0]), "setmaxnreg: expected 24 to 256 registers, a multiple of 8");
+}
+
 }  // namespace
 
 bool land_copies(Block& block) {
@@ -396,6 +404,8 @@ REGISTERS void hopper_forms() {
     form("cp.async.bulk.wait_group.read", "#", wait_group);
     form("fence.proxy.async", "", proxy_fence);
     form("fence.mbarrier_init.release.cluster", "", nothing);
+    form("setmaxnreg.inc.sync.aligned.u32", "#", set_registers);
+    form("setmaxnreg.dec.sync.aligned.u32", "#", set_registers);
     wgmma_forms();
     on_standstill(land_copies);
     on_end(ended);

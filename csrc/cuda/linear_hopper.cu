@@ -1,0 +1,149 @@
+// Linear layers on compute capability 9.0: the entry points of the kernel in linear_hopper.cuh.
+#include "linear.h"
+
+#ifdef __CUDACC__
+#include <atomic>
+
+#include "linear_hopper.cuh"
+
+namespace fastbert {
+namespace cuda {
+namespace {
+
+struct CheapGelu {
+    template <class T>
+    static __device__ __forceinline__ float of(float z) {
+        return cheap_gelu<T>(z);
+    }
+};
+
+template <class T>
+constexpr auto* kHopperKernel = hopper_kernel<T, CheapGelu>;
+
+// cuTensorMapEncodeTiled, from the driver that runs: the library is not linked with it.
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+Encode find_encode() {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+#else
+    const cudaError_t error =
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
+#endif
+    if (error != cudaSuccess) cudaGetLastError();  // the next launch must not meet it
+    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(found)
+                                                                         : nullptr;
+}
+
+Encode encode() {
+    static const Encode found = find_encode();
+    return found;
+}
+
+// The map of a (rows, columns) matrix in tiles of `box_rows` x 64; false if the driver refuses.
+bool make_map(CUtensorMap& map, DType dtype, const void* data, std::int64_t rows, std::int64_t columns,
+              std::int64_t stride, int box_rows) {
+    const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+    const cuuint64_t strides[] = {static_cast<cuuint64_t>(stride) * 2};
+    const cuuint32_t box[] = {kSwizzled, static_cast<cuuint32_t>(box_rows)}, steps[] = {1, 1};
+    const auto type =
+        dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    return encode()(&map, type, 2, const_cast<void*>(data), sizes, strides, box, steps,
+                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                    CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+template <class T>
+const char* hopper_product(const LinearProduct& args, int blocks, std::uintptr_t stream) {
+    using Tile = HopperTile;
+    const std::int64_t tiles = ((args.rows + Tile::kRows - 1) / Tile::kRows) *
+                               ((args.columns + Tile::kColumns - 1) / Tile::kColumns);
+    if (tiles > 0x3fffffff) return "rows * columns: more than 2**30 - 1 tiles";
+    HopperMaps maps = {};
+    const bool made =
+        make_map(maps.a, args.dtype, args.a, args.rows, args.depth, args.a_stride, Tile::kRows) &&
+        make_map(maps.b, args.dtype, args.b, args.columns, args.depth, args.b_stride, Tile::kColumns) &&
+        make_map(maps.c, args.dtype, args.c, args.rows, args.columns, args.columns, Tile::kPartRows) &&
+        (args.pre == nullptr ||
+         make_map(maps.pre, args.dtype, args.pre, args.rows, args.columns, args.columns, Tile::kPartRows));
+    if (!made) return "a, b, c, pre: the driver makes no tensor map of them";
+    const HopperArguments own{static_cast<int>(args.rows), static_cast<int>(args.columns),
+                              static_cast<int>(args.depth), args.bias, args.pre != nullptr};
+    const auto grid = static_cast<unsigned>(tiles < blocks ? tiles : blocks);
+    return launch_shared(kHopperKernel<T>, dim3(grid), dim3(Tile::kThreads), Tile::kBytes, stream, maps, own);
+}
+
+bool runs_hopper(int device) {
+    int major = 0, minor = 0;
+    cudaFuncAttributes kernel = {};
+    const bool known =
+        cudaSetDevice(device) == cudaSuccess &&
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
+        cudaFuncGetAttributes(&kernel, kHopperKernel<bf16>) == cudaSuccess;
+    if (!known) cudaGetLastError();  // the next launch must not meet it
+    // Compiled for anything but sm_90a, the kernel is empty and has no barriers in shared memory.
+    return known && major == 9 && minor == 0 && kernel.sharedSizeBytes > 0 && encode() != nullptr;
+}
+
+}  // namespace
+}  // namespace cuda
+
+bool cuda_linear_hopper(int device) {
+    // 1 and 2: no and yes. Asking takes microseconds, and the answer does not change.
+    constexpr int kDevices = 64;
+    static std::atomic<int> answers[kDevices];
+    if (device < 0 || device >= kDevices) return cuda::runs_hopper(device);
+    int answer = answers[device].load(std::memory_order_relaxed);
+    if (answer == 0) {
+        answer = cuda::runs_hopper(device) ? 2 : 1;
+        answers[device].store(answer, std::memory_order_relaxed);
+    }
+    return answer == 2;
+}
+
+const char* cuda_linear_hopper_product(const LinearProduct& args, int blocks, int device,
+                                       std::uintptr_t stream) {
+    constexpr std::int64_t kMost = 0x7fffffff - 256;
+    if (args.rows == 0 || args.columns == 0) return nullptr;
+    if (args.rows > kMost || args.columns > kMost || args.depth > kMost)
+        return "rows, columns, depth: less than 2**31 - 256";
+    if (args.layout != Layout::kForward || args.activation != Activation::kGelu || args.exact ||
+        args.residual != nullptr || args.slope_at != nullptr)
+        return "expected a forward product with GELU, not exact, without a residual";
+    if (args.depth < 1 || args.depth % 8 != 0 || args.columns % 8 != 0)
+        return "depth, columns: multiples of 8";
+    if (!cuda::aligned(args.a) || !cuda::aligned(args.b) || !cuda::aligned(args.c) ||
+        !cuda::aligned(args.pre) || args.a_stride % 8 != 0 || args.b_stride % 8 != 0)
+        return "a, b, c, pre: starts and rows on 16 bytes";
+    if (reinterpret_cast<std::uintptr_t>(args.bias) % 4 != 0) return "bias: on 4 bytes";
+    if (blocks < 1) return "blocks: at least 1";
+    if (!cuda_linear_hopper(device)) return "the device or the build has no such kernel";
+    switch (args.dtype) {
+        case DType::kBFloat16:
+            return cuda::hopper_product<bf16>(args, blocks, stream);
+        case DType::kFloat16:
+            return cuda::hopper_product<fp16>(args, blocks, stream);
+        default:
+            return "dtype: bfloat16 or float16";
+    }
+}
+
+}  // namespace fastbert
+
+#else
+
+namespace fastbert {
+
+// The host has no such instructions.
+bool cuda_linear_hopper(int) { return false; }
+const char* cuda_linear_hopper_product(const LinearProduct&, int, int, std::uintptr_t) {
+    return "the device or the build has no such kernel";
+}
+
+}  // namespace fastbert
+
+#endif

@@ -1,0 +1,224 @@
+// A forward product with bias and activation on compute capability 9.0: c = act(a bT + bias).
+//
+// Tiling     A block per multiprocessor owns tiles of 128 x 192 of c, one after another; they go down
+// kGroupRows
+//            row tiles before the next column tile. Two warp groups take them in turns, each with a whole
+//            tile in registers: while one is in its epilogue, the other one keeps the tensor cores busy.
+// Pipeline   A third group's first warp copies 128 x 64 of a and 192 x 64 of b into a ring of 5 slots, ahead
+//            of both. `full` tells that a slot's bytes have come, `empty` that all four warps are done with
+//            it.
+// Precision  float accumulators that begin with the bias; one rounding per store.
+// Saved      pre, where backward asks for it; the activation reads it before the rounding.
+// Epilogue   A warp's 16 x 64 of c go through its own 2 KB of shared memory and leave as a tile: neither
+//            waits for other warps. What lies outside of the matrices comes as 0 and is not written.
+// Source     PTX ISA 8.0, wgmma; Hendrycks and Gimpel 2016, Gaussian Error Linear Units.
+#pragma once
+
+#include "activation.cuh"
+#include "hopper.cuh"
+
+namespace fastbert {
+namespace cuda {
+
+struct HopperTile {
+    static constexpr int kRows = 128, kColumns = 192, kDepth = kSwizzled, kSlots = 5;
+    static constexpr int kHalves = kRows / 64;
+    // Of a warp's part that leaves at once
+    static constexpr int kPartRows = 16, kPartColumns = kSwizzled;
+    static constexpr int kRowBytes = kSwizzled * 2;
+    static constexpr int kSlotBytes = (kRows + kColumns) * kRowBytes;
+    static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * kGroupThreads;
+    static constexpr int kWarps = kGroupThreads / kWarp;
+    static constexpr int kPartBytes = kPartRows * kRowBytes;
+    // Tiles begin on 1,024 bytes.
+    static constexpr int kBytes = kSlots * kSlotBytes + kConsumers * kWarps * kPartBytes + 1024;
+    // Row tiles before the next column tile
+    static constexpr int kGroupRows = 16;
+};
+
+struct HopperMaps {
+    CUtensorMap a, b, c, pre;
+};
+
+struct HopperArguments {
+    int rows, columns, depth;
+    const void* bias;  // may be null
+    bool save;         // whether there is pre
+};
+
+// A place in the ring: its slot, and the parity of the phase in which that is filled.
+struct RingPlace {
+    int slot = 0, parity = 0;
+
+    __device__ __forceinline__ void advance(int steps) {
+        slot += steps;
+        parity ^= slot / HopperTile::kSlots & 1;
+        slot %= HopperTile::kSlots;
+    }
+    __device__ __forceinline__ void next() {
+        if (++slot == HopperTile::kSlots) slot = 0, parity ^= 1;
+    }
+};
+
+// The first row and column of a tile in grouped order
+__device__ __forceinline__ void hopper_tile_at(int tile, const HopperArguments& args, int& row, int& column) {
+    using Tile = HopperTile;
+    const int row_tiles = (args.rows + Tile::kRows - 1) / Tile::kRows;
+    const int column_tiles = (args.columns + Tile::kColumns - 1) / Tile::kColumns;
+    const int wide = Tile::kGroupRows * column_tiles;
+    const int first = tile / wide * Tile::kGroupRows, within = tile % wide;
+    const int height = row_tiles - first < Tile::kGroupRows ? row_tiles - first : Tile::kGroupRows;
+    row = (first + within % height) * Tile::kRows;
+    column = within / height * Tile::kColumns;
+}
+
+// A warp's part of an epilogue: 16 x 64 of a matrix. `c` are 8 fragments of 16 x 8.
+template <class T, int kAt>
+__device__ __forceinline__ void store_part(char* part, const float (&c)[96], const CUtensorMap& map, int row,
+                                           int column) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    std::uint32_t words[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) words[i] = pack_pair<T>(c[kAt + 2 * i], c[kAt + 2 * i + 1]);
+    if (lane == 0) wait_stores();
+    __syncwarp();
+    // Matrices 0 to 3 of an instruction: rows 0 and 8 of one chunk, then of the next
+    const int own_row = lane % 8 + lane / 8 % 2 * 8, own_chunk = lane / 16;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const std::uint32_t four[4] = {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]};
+        store_matrices(part + swizzled_chunk(own_row, own_chunk + 2 * i), four);
+    }
+    fence_shared();
+    __syncwarp();
+    if (lane == 0) store_tile(part, map, row, column);
+}
+
+// The bias of 64 columns, of which `columns` is a multiple of 8; two neighbours lie on 4 bytes.
+template <class T, int kAt>
+__device__ __forceinline__ void add_bias(float (&c)[96], const T* bias, int column, int columns) {
+    const int own = column + 2 * (static_cast<int>(threadIdx.x) % 4);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        std::uint32_t word = 0;
+        if (column + 8 * i < columns) word = *reinterpret_cast<const std::uint32_t*>(bias + own + 8 * i);
+        float low, high;
+        unpack_pair<T>(word, low, high);
+#pragma unroll
+        for (int e = 0; e < 4; e += 2) {
+            c[kAt + 4 * i + e] += low;
+            c[kAt + 4 * i + e + 1] += high;
+        }
+    }
+}
+
+template <class T, class Function>
+__device__ __forceinline__ void hopper_epilogue(char* part, float (&c)[96], const HopperMaps& maps,
+                                                const HopperArguments& args, int row, int column) {
+    const auto block = [&](auto at, int across) {
+        constexpr int kAt = decltype(at)::value;
+        if (column + across >= args.columns) return;
+        if (args.bias != nullptr)
+            add_bias<T, kAt>(c, static_cast<const T*>(args.bias), column + across, args.columns);
+        if (args.save) store_part<T, kAt>(part, c, maps.pre, row, column + across);
+#pragma unroll
+        for (int i = kAt; i < kAt + 32; ++i) c[i] = Function::template of<T>(c[i]);
+        store_part<T, kAt>(part, c, maps.c, row, column + across);
+    };
+    block(std::integral_constant<int, 0>(), 0);
+    block(std::integral_constant<int, 32>(), 64);
+    block(std::integral_constant<int, 64>(), 128);
+}
+
+template <class T, class Function>
+__global__ void __launch_bounds__(HopperTile::kThreads, 1)
+    hopper_kernel(const __grid_constant__ HopperMaps maps, HopperArguments args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using Tile = HopperTile;
+    // The host sees by this variable whether the kernel was compiled for 9.0 (hopper_is_there).
+    __shared__ alignas(8) std::uint64_t full[Tile::kSlots], empty[Tile::kSlots];
+    char* const start = dynamic_shared();
+    char* const ring = start + (0u - shared_address(start)) % 1024;
+    const int group = static_cast<int>(threadIdx.x) / kGroupThreads;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < Tile::kSlots; ++i) {
+            init_barrier(&full[i], 1);
+            init_barrier(&empty[i], Tile::kWarps);
+        }
+        fence_barriers();
+    }
+    __syncthreads();
+    const int steps = (args.depth + Tile::kDepth - 1) / Tile::kDepth;
+    const int tiles =
+        (args.rows + Tile::kRows - 1) / Tile::kRows * ((args.columns + Tile::kColumns - 1) / Tile::kColumns);
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int warp = static_cast<int>(threadIdx.x) % kGroupThreads / kWarp;
+    RingPlace place;
+
+    if (group == Tile::kConsumers) {
+        give_back_registers<24>();
+        if (warp != 0) return;
+        for (int tile = static_cast<int>(blockIdx.x); tile < tiles; tile += static_cast<int>(gridDim.x)) {
+            int row, column;
+            hopper_tile_at(tile, args, row, column);
+            for (int depth = 0; depth < args.depth; depth += Tile::kDepth, place.next()) {
+                char* const slot = ring + place.slot * Tile::kSlotBytes;
+                wait_phase(&empty[place.slot], place.parity ^ 1);
+                if (lane == 0) {
+                    arrive_expecting(&full[place.slot], Tile::kSlotBytes);
+                    load_tile(slot, maps.a, &full[place.slot], row, depth);
+                    load_tile(slot + Tile::kRows * Tile::kRowBytes, maps.b, &full[place.slot], column, depth);
+                }
+                __syncwarp();
+            }
+        }
+        return;
+    }
+
+    take_registers<240>();
+    char* const part =
+        ring + Tile::kSlots * Tile::kSlotBytes + (group * Tile::kWarps + warp) * Tile::kPartBytes;
+    // Barriers 1 and 2: the group's turn at the tensor cores
+    constexpr int kTurn = 1;
+    place.advance(group * steps);
+    for (int turn = group;; turn += Tile::kConsumers) {
+        const int tile = static_cast<int>(blockIdx.x) + turn * static_cast<int>(gridDim.x);
+        if (tile >= tiles) break;
+        int row, column;
+        hopper_tile_at(tile, args, row, column);
+        float c[Tile::kHalves][96];
+        if (turn > 0) sync_threads_at(kTurn + group, 2 * kGroupThreads);
+        int previous = 0;
+        for (int step = 0; step < steps; ++step, place.next()) {
+            const char* const slot = ring + place.slot * Tile::kSlotBytes;
+            wait_phase(&full[place.slot], place.parity);
+            const std::uint64_t a = operand_at(slot), b = operand_at(slot + Tile::kRows * Tile::kRowBytes);
+            constexpr std::uint64_t kHalf = 64 * Tile::kRowBytes >> 4;
+            fence_products();
+#pragma unroll
+            for (int k = 0; k < Tile::kDepth / 16; ++k)
+#pragma unroll
+                for (int half = 0; half < Tile::kHalves; ++half)
+                    group_product<T>(c[half], a + half * kHalf + k * kDepthStep, b + k * kDepthStep,
+                                     step + k > 0);
+            commit_products();
+            wait_products<1>();
+            if (step > 0 && lane == 0) arrive(&empty[previous]);
+            previous = place.slot;
+        }
+        if (tile + static_cast<int>(gridDim.x) < tiles) arrive_at(kTurn + (group ^ 1), 2 * kGroupThreads);
+        wait_products<0>();
+        if (lane == 0) arrive(&empty[previous]);
+        // The other group's tile
+        place.advance(steps);
+#pragma unroll
+        for (int half = 0; half < Tile::kHalves; ++half)
+            hopper_epilogue<T, Function>(part, c[half], maps, args, row + half * 64 + warp * Tile::kPartRows,
+                                         column);
+    }
+    if (lane == 0) wait_stores();
+#endif
+}
+
+}  // namespace cuda
+}  // namespace fastbert
