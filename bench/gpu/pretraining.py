@@ -8,8 +8,8 @@
 | `fp16` | a run with a loss scaler ends, with finite losses that fall |
 | `ddp`, `fsdp` | torchrun with one process on nccl (a CPU: gloo): losses as without it, within 2% |
 
-The text is that of this Python installation (examples/python_text.py), a part of it. Each row has the tokens
-per second of its second half. The runs share the GPU, so these are no measurements of speed.
+The text is that of this Python installation (examples/python_text.py), a part of it. All runs begin at once
+and share the GPU: the tokens per second in their rows are no measurements of speed.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ STEPS, SMOKE_STEPS = 120, 6
 DOCUMENTS, SMOKE_DOCUMENTS = 300, 12
 CLOSE = 0.02  # of a loss: what another order of sums may change in so many steps
 PATIENCE = 0.05  # seconds between two looks at a log
+
+
+Check = Callable[["Place", dict[str, subprocess.Popen]], dict]
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,10 @@ class Place:
     def start(self, command: list[str]) -> subprocess.Popen:
         """A process of its own group, which can be killed with its workers."""
         env = os.environ | {"PYTHONPATH": str(ROOT)}
-        output = open(self.folder / "output.txt", "ab")  # noqa: SIM115
-        return subprocess.Popen(
-            command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        with open(self.folder / "output.txt", "ab") as output:
+            return subprocess.Popen(
+                command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def finish(self, process: subprocess.Popen) -> None:
         """Wait for a run. Raises RuntimeError with the end of its output where it fails or takes too long."""
@@ -139,10 +142,19 @@ def prepare(folder: Path, documents: int) -> None:
         subprocess.run([sys.executable, "-m", "fastbert", *arguments], env=env, check=True)
 
 
-def killed(place: Place) -> dict:
+def commands(place: Place) -> dict[str, list[str]]:
+    """Folder -> the command of a run."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+    found = {name: place.command(name, "--dtype", "bf16") for name in ("whole", "killed")}
+    found["fp16"] = place.command("fp16", "--dtype", "fp16")
+    for kind in ("ddp", "fsdp"):
+        found[kind] = place.command(kind, "--dtype", "bf16", "--parallel", kind, launcher=launcher)
+    return found
+
+
+def killed(place: Place, runs: dict[str, subprocess.Popen]) -> dict:
     """One run to its end, one that is killed after its first checkpoint and goes on."""
-    command = place.command("killed", "--dtype", "bf16")
-    whole, process = place.start(place.command("whole", "--dtype", "bf16")), place.start(command)
+    process = runs["killed"]
     while not list((place.folder / "killed").glob("step-*/manifest.json")) and process.poll() is None:
         time.sleep(PATIENCE)
         if time.monotonic() > place.end:
@@ -150,8 +162,8 @@ def killed(place: Place) -> dict:
     at = len(place.log("killed"))
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    place.finish(place.start(command))
-    place.finish(whole)
+    place.finish(place.start(commands(place)["killed"]))
+    place.finish(runs["whole"])
     mine, other = place.files("killed"), place.files("whole")
     if mine != other:
         names = ", ".join(sorted(file for file in mine.keys() | other if mine.get(file) != other.get(file)))
@@ -161,9 +173,9 @@ def killed(place: Place) -> dict:
     return {"run": "whole", "killed_after": 2 * at}
 
 
-def fp16(place: Place) -> dict:
+def fp16(place: Place, runs: dict[str, subprocess.Popen]) -> dict:
     """Half precision with a scaler."""
-    place.finish(place.start(place.command("fp16", "--dtype", "fp16")))
+    place.finish(runs["fp16"])
     losses = [line["loss"] for line in place.log("fp16")]
     half = len(losses) // 2
     first, last = statistics.fmean(losses[:half]), statistics.fmean(losses[half:])
@@ -172,13 +184,11 @@ def fp16(place: Place) -> dict:
     return {"run": "fp16", "first_loss": first, "last_loss": last}
 
 
-def parallel(kind: str) -> Callable[[Place], dict]:
+def parallel(kind: str) -> Check:
     """One process under torchrun, beside the run without it."""
 
-    def row(place: Place) -> dict:
-        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
-        options = ("--dtype", "bf16", "--parallel", kind)
-        place.finish(place.start(place.command(kind, *options, launcher=launcher)))
+    def row(place: Place, runs: dict[str, subprocess.Popen]) -> dict:
+        place.finish(runs[kind])
         ours, plain = ([line["loss"] for line in place.log(name)] for name in (kind, "whole"))
         gap = max((abs(a - b) / b for a, b in zip(ours, plain, strict=True)), default=float("inf"))
         if not gap <= CLOSE:
@@ -188,7 +198,7 @@ def parallel(kind: str) -> Callable[[Place], dict]:
     return row
 
 
-ROWS: dict[str, Callable[[Place], dict]] = {
+ROWS: dict[str, Check] = {
     "killed": killed,
     "fp16": fp16,
     "ddp": parallel("ddp"),
@@ -214,11 +224,12 @@ def main(argv: list[str] | None = None) -> int:
         end = time.monotonic() + (args.budget or float("inf"))
         place = Place(Path(name), args.device, SMOKE_STEPS if args.smoke else STEPS, end)
         prepare(place.folder, SMOKE_DOCUMENTS if args.smoke else DOCUMENTS)
+        runs = {name: place.start(command) for name, command in commands(place).items()}
         for what, check in ROWS.items():
             row = {"step": "pretrain", "name": f"pretrain-{what}"}
             begin = time.monotonic()
             try:
-                facts = check(place)
+                facts = check(place, runs)
                 speeds = [line["tokens_per_s"] for line in place.log(facts["run"], "speed.jsonl")]
                 row |= {"status": "ok", "error": None, **facts}
                 row["tokens_per_s"] = statistics.median(speeds[len(speeds) // 2 :])
@@ -227,6 +238,10 @@ def main(argv: list[str] | None = None) -> int:
                 row |= {"status": "failed", "error": reason_of(error)}
                 bad += 1
             report.row(row | {"seconds": round(time.monotonic() - begin, 1)})
+        for process in runs.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     return int(bad > 0)
 
 
