@@ -44,12 +44,10 @@ class DeviceClock:
 
     Attributes:
         spin_ms: of the next sample, at least.
-        tries: of the next sample; one alone after a sample that nothing has helped.
     """
 
     def __init__(self) -> None:
         self.spin_ms = LEAST_SPIN_MS
-        self.tries = TRIES
 
     def sample(self, run: Callable[[int], object], count: int, *, fewer: bool = True) -> Sample:
         """Time `count` calls, or fewer where the host cannot enqueue so many ahead of the device.
@@ -60,7 +58,7 @@ class DeviceClock:
             fewer: whether fewer calls will do.
         """
         found = self.once(run, count)
-        for _ in range(self.tries - 1):
+        for _ in range(TRIES - 1):
             if not found.launch_bound:
                 return found
             host_ms = found.host_ms * found.count
@@ -69,7 +67,6 @@ class DeviceClock:
             elif fewer and count > 1:
                 count //= 2
             else:
-                self.tries = 1
                 break
             found = self.once(run, count)
         return found

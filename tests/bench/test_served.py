@@ -128,11 +128,13 @@ def test_units_are_the_batches_that_are_timed():
     assert len(names) == 10
 
 
-def test_on_a_gpu_the_tables_kernels_serve_unchecked(monkeypatch):
+def test_on_a_gpu_tritons_kernels_serve_unchecked():
     from fastbert.testing import proving
 
     with precompile.unproven(torch.device("cuda", 0)):
-        assert proving.is_proven("triton", "attention", torch.device("cuda", 0), torch.bfloat16)
+        facts = "attention", torch.device("cuda", 0), torch.bfloat16, "training"
+        assert proving.is_proven("triton", *facts)
+        assert not proving.is_proven("cuda", *facts)
     assert dispatch.pins() == ()
 
 

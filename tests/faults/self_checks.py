@@ -111,7 +111,6 @@ FAULTS = (
     _fault(_CLOCK, "the spin grows without end", "min(MOST_SPIN_MS, max(LEAST_SPIN_MS, MARGIN * host_ms))", "max(LEAST_SPIN_MS, MARGIN * host_ms)"),
     _fault(_CLOCK, "as many calls although the queue is full", "                count //= 2\n", "                pass\n"),
     _fault(_CLOCK, "fewer calls than asked for", "elif fewer and count > 1:", "elif count > 1:"),
-    _fault(_CLOCK, "tried in vain for ever", "                self.tries = 1\n", "                pass\n"),
     _fault(_CLOCK, "the spin counts", "        torch.cuda._sleep(int(self.spin_ms * CYCLES_PER_MS))\n        begin.record()\n", "        begin.record()\n        torch.cuda._sleep(int(self.spin_ms * CYCLES_PER_MS))\n"),
     _fault(_CLOCK, "cycles of a clock ten times as slow", "CYCLES_PER_MS = 2_000_000", "CYCLES_PER_MS = 200_000"),
     _fault(_SPEED, "slower is faster", "if ratio is None or ratio <= SLOWER:", "if ratio is None or ratio >= SLOWER:"),

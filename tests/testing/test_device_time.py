@@ -72,7 +72,7 @@ def test_a_full_queue_makes_fewer_calls(monkeypatch):
     assert (fixed.count, fixed.launch_bound) == (300, True)
 
 
-def test_calls_that_wait_for_the_device_are_tried_a_few_times_and_then_once(monkeypatch):
+def test_calls_that_wait_for_the_device_are_tried_a_few_times(monkeypatch):
     stream = Stream().install(monkeypatch)
     calls = []
 
