@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import itertools
 import json
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from bench.gpu import training as gpu_training
@@ -86,21 +87,37 @@ def opened(paths: Iterable[Path]) -> Iterator[list[Path]]:
         yield folders
 
 
-def read(name: str, folders: Iterable[Path]) -> list[dict]:
-    """What the folders' files of that name hold."""
-    paths = (folder / f"{name}.jsonl" for folder in folders)
-    return [lines.read(path) for path in paths if path.is_file()]
+def read(name: str, folders: Iterable[Path], commits: Sequence[str] = ()) -> list[dict]:
+    """What the folders' files of that name hold, of the commits that are stated."""
+    found = []
+    for folder, commit in itertools.zip_longest(folders, commits):
+        path = folder / f"{name}.jsonl"
+        if path.is_file():
+            stated = {"commit": commit, "changed": False, "commit_of": "stated when it was merged"}
+            found.append(lines.read(path) | (stated if commit else {}))
+    return found
 
 
 def together(runs: list[dict]) -> dict:
-    """One run: rows and steps one after the other, of all else the last."""
+    """One run: rows and steps one after the other, of all else the last.
+
+    Where the runs are of several commits, each row has its own.
+    """
     found: dict = {"rows": [], "steps": [], "torn": 0}
+    several = len({run.get("commit") for run in runs}) > 1
     for run in runs:
+        if several:
+            run["rows"] = [{"commit": run.get("commit"), **row} for row in run["rows"]]
         found |= run | {name: found[name] + run[name] for name in ("rows", "steps", "torn")}
     return found
 
 
-def merge(paths: Path | Iterable[Path], results: Path = RESULTS, tuned: Path | None = None) -> list[Path]:
+def merge(
+    paths: Path | Iterable[Path],
+    results: Path = RESULTS,
+    tuned: Path | None = None,
+    commits: Sequence[str] = (),
+) -> list[Path]:
     """Write one JSON file per kind of file of the runs, and the configs that they tuned; returns their paths.
 
     A run on a machine without git gets the commit of this checkout, and `commit_of` says so.
@@ -109,14 +126,17 @@ def merge(paths: Path | Iterable[Path], results: Path = RESULTS, tuned: Path | N
         paths: what calls of `make gpu` made on one machine, the earlier first: folders, or their archives.
         results: instead of bench/results.
         tuned: the table of tuned configs, instead of the device's in kernels/tuned.
+        commits: of the trees that ran, one for each of `paths`, where the machine could not know.
 
     Raises:
         ValueError: naming the path, where it holds no run on a GPU, or a run on another one.
     """
     paths = [paths] if isinstance(paths, Path) else list(paths)
+    if commits and len(commits) != len(paths):
+        raise ValueError(f"--commit: got {len(commits)}, expected one for each of {len(paths)} runs")
     with opened(paths) as folders:
         where = ", ".join(map(str, paths))
-        each_run = {name: read(name, folders) for name in FILES}
+        each_run = {name: read(name, folders, commits) for name in FILES}
         environments = [
             run["environment"] for found in each_run.values() for run in found if run.get("environment")
         ]
@@ -167,7 +187,10 @@ def written_run(name: str, run: dict, environment: dict, results: Path) -> Path:
 
 def where(data: dict, path: Path, results: Path) -> str:
     """File, commit, date and versions, as a caption."""
-    commit = (data.get("commit") or "unknown")[:9] + (" and changes" if data.get("changed") else "")
+    own = (data.get("commit") or "unknown")[:9] + (" and changes" if data.get("changed") else "")
+    others = dict.fromkeys((row["commit"] or "unknown")[:9] for row in data["rows"] if "commit" in row)
+    earlier = [commit for commit in others if not own.startswith(commit)]
+    commit = f"{own} (some rows {', '.join(earlier)})" if earlier else own
     file = f"bench/results/{path.relative_to(results)}"
     versions = [f"torch {data['environment']['torch']}"]
     if data["environment"]["device_type"] == "cuda":
@@ -325,6 +348,9 @@ def main(argv: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     merging = commands.add_parser("merge", help="into bench/results, kernels/tuned and the docs")
     merging.add_argument("paths", type=Path, nargs="+", metavar="DIR", help="or run-….tar; the earlier first")
+    merging.add_argument(
+        "--commit", action="append", default=[], help="of a DIR's tree, once for each, where it does not say"
+    )
     merging.add_argument("--tuned", type=Path, help="instead of kernels/tuned/<gpu>.json")
     making = commands.add_parser("readme", help="the docs' tables from bench/results")
     making.add_argument(
@@ -337,7 +363,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     try:
         if args.command == "merge":
-            for path in merge(args.paths, args.results, args.tuned):
+            for path in merge(args.paths, args.results, args.tuned, args.commit):
                 print(path)
                 if path.name == "breakdown.json" and args.results == RESULTS:
                     print(draw(path) or "no picture")

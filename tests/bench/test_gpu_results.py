@@ -106,6 +106,31 @@ def test_a_commit_of_the_run_itself_stays(finished, tmp_path):
     assert (data["commit"], data["changed"], "commit_of" in data) == ("a" * 40, False, False)
 
 
+def test_commits_can_be_stated_and_rows_say_whose_they_are(finished, tmp_path):
+    other = tmp_path / "other"
+    lines.append(
+        other / "checks.jsonl", "head", {"environment": ENVIRONMENT, "date": "2026-12-01T10:00:00+00:00"}
+    )
+    lines.append(other / "checks.jsonl", "row", {"step": "graphs", "name": "g", "status": "ok"})
+    commits = ["a" * 40, "b" * 40]
+    records.merge([finished, other], tmp_path / "results", tmp_path / "tuned.json", commits)
+    data = json.loads((tmp_path / "results" / "nvidia-h999" / "checks.json").read_text())
+    assert (data["commit"], data["changed"], data["commit_of"]) == (
+        "b" * 40,
+        False,
+        "stated when it was merged",
+    )
+    assert [row["commit"][0] for row in data["rows"]] == ["a"] * (len(data["rows"]) - 1) + ["b"]
+    where = records.where(data, tmp_path / "results" / "x.json", tmp_path / "results")
+    assert "commit bbbbbbbbb (some rows aaaaaaaaa), " in where
+    # a file of one run says it once
+    data = json.loads((tmp_path / "results" / "nvidia-h999" / "encoder.json").read_text())
+    assert data["commit"] == "a" * 40
+    assert not any("commit" in row for row in data["rows"])
+    with pytest.raises(ValueError, match="--commit: got 1, expected one for each of 2 runs"):
+        records.merge([finished, other], tmp_path / "results", tmp_path / "tuned.json", commits[:1])
+
+
 def test_merge_refuses_what_is_no_result(finished, tmp_path, pages, capsys):
     results = tmp_path / "results"
     options = ["--results", str(results), *pages[2]]
