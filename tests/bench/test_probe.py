@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import json
 import math
 import os
@@ -373,6 +374,10 @@ def fake_cuda(monkeypatch) -> list[str]:
         def synchronize(self):
             pass
 
+        def query(self):
+            log.append("query")
+            return False
+
         def elapsed_time(self, end):
             return 1.0
 
@@ -397,16 +402,26 @@ def test_graph_clock_captures_the_rotation_and_times_replays(fake_cuda):
     assert log[log.index("captured") + 1 :] == [
         "replay",
         "synchronize",
-        *["spin", "event", "replay", "event"] * 2,
+        *["spin", "event", "replay", "query", "event"] * 2,
     ]
-    assert result == timing.Timing(1 / 3, 1 / 3, 0.0, 2, 3, "graph", samples_ms=(1 / 3, 1 / 3))
+    assert result.host_ms > 0
+    result = dataclasses.replace(result, host_ms=None)
+    assert result == timing.Timing(
+        1 / 3, 1 / 3, 0.0, 2, 3, "graph", samples_ms=(1 / 3, 1 / 3), launch_bound=0
+    )
 
 
 def test_event_clock_spins_before_the_first_event(fake_cuda):
     log = fake_cuda
     result = timing.measure(lambda: log.append("call"), "cuda", seconds=0.0, samples=(1, 1), warmup=1)
-    assert log == ["spin", "event", "call", "event", "spin", "event", "call", "call", "event"]
-    assert result == timing.Timing(0.5, 0.5, 0.0, 1, 2, "event", samples_ms=(0.5,))
+    warm, timed = (
+        ["spin", "event", "call", "query", "event"],
+        ["spin", "event", "call", "call", "query", "event"],
+    )
+    assert log == warm + timed
+    assert result.host_ms > 0
+    result = dataclasses.replace(result, host_ms=None)
+    assert result == timing.Timing(0.5, 0.5, 0.0, 1, 2, "event", samples_ms=(0.5,), launch_bound=0)
 
 
 def test_gpu_launch_step(untimed, fake_cuda):
