@@ -1,7 +1,8 @@
 """`linear` by the `cuda` backend: csrc/cuda/linear.cu; contract in fastbert/ops/linear.py.
 
 A call goes to the next backend where the kernels cannot read it in 16 bytes: where a start or a row's stride
-lies on none, or `in` is no multiple of 8, backward also `out`. float32 has no kernels.
+lies on none, or `in` is no multiple of 8, backward also `out`. float32 has no kernels. On compute capability
+9.0 and newer data-centre GPUs backward's products are PyTorch's: ours use half of those tensor cores.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import torch
 from torch import Tensor
 
+from fastbert.backends.aten import linear as plain
 from fastbert.backends.cuda import device
 from fastbert.backends.extension import DTYPE_CODES
 from fastbert.ops.activation import CODES
@@ -136,7 +138,7 @@ def add_sums(sums: Tensor, like: Tensor) -> Tensor:
     return out
 
 
-def _gradient(
+def gradient(
     dy: Tensor, pre: Tensor | None, activation: str | None, need_g: bool, need_dbias: bool
 ) -> tuple[Tensor, Tensor]:
     """(dy * act'(pre), its column sums); the first is dy itself without an activation."""
@@ -191,7 +193,10 @@ def linear_bwd_with(plans, dy, x, weight, pre, activation, need_dx, need_dweight
     if rows == 0 or not in_chunks(*given):
         needs = need_dx, need_dweight, need_dbias
         return _following("linear_bwd", dy, activation)(dy, x, weight, pre, activation, *needs)
-    g, dbias = _gradient(dy, pre, activation, need_dx or need_dweight, need_dbias)
+    g, dbias = gradient(dy, pre, activation, need_dx or need_dweight, need_dbias)
+    if plans == (None, None) and device.has_group_products(dy.device):
+        dx, dweight, _ = plain.linear_bwd(g, x, weight, None, None, need_dx, need_dweight, False)
+        return dx, dweight, dbias
     dx = dweight = None
     if need_dx:
         sizes = rows, weight.shape[1], out
