@@ -398,6 +398,27 @@ def test_the_next_backend_takes_the_rest(on_host, monkeypatch):
         assert_same_bits(a, b)
 
 
+def test_many_rows_go_on_where_our_products_are_slower(on_host, monkeypatch):
+    """Not an exact GELU that was asked for, nor a few rows."""
+    for op in ("linear", "feed_forward"):
+        monkeypatch.setitem(dispatch.TABLE["cpu"], op, ("cuda", "aten", "reference"))
+    monkeypatch.setattr(dispatch, "_resolved", {})
+    monkeypatch.setattr(cuda.device, "has_group_products", lambda device: True)
+    made = []
+    monkeypatch.setattr(launchers, "product", lambda *given, **_: made.append(given[0]))
+    x, weight = randn(512, 16, dtype=torch.bfloat16), randn(24, 16, dtype=torch.bfloat16, seed=1)
+    residual = randn(512, 24, dtype=torch.bfloat16, seed=2)
+    for activation in ("gelu", "relu", "silu"):
+        given = x, weight, None, activation, residual, True
+        for a, b in zip(launchers.linear_fwd(*given), aten.linear_fwd(*given), strict=True):
+            assert_same_bits(a, b)
+    assert made == []
+    launchers.linear_fwd(x[:511], weight, None, "relu", None, False)
+    monkeypatch.setattr(launchers, "EXACT_GELU", True)
+    launchers.linear_fwd(x, weight, None, "gelu", None, False)
+    assert len(made) == 2
+
+
 @pytest.mark.parametrize("activation", (None, "gelu"))
 def test_backward_products_are_pytorchs_where_ours_are_slower(on_host, monkeypatch, guarded, activation):
     """On tensor cores that mma.sync uses by half; the pass over dy is still ours."""
