@@ -357,7 +357,7 @@ def test_what_is_not_finite_stays_in_its_row(on_host, monkeypatch, dtype, activa
         assert (y[19].float() - low).nan_to_num(0.0).abs().max() < 1e-6
     if activation:
         dy = torch.ones_like(y)
-        g, _ = launchers._gradient(dy, pre, activation, True, False)
+        g, _ = launchers.gradient(dy, pre, activation, True, False)
         assert torch.isfinite(g[:17]).all()
         if activation != "relu":
             assert torch.isnan(g[17]).all()
@@ -396,6 +396,66 @@ def test_the_next_backend_takes_the_rest(on_host, monkeypatch):
     args = x, x, up, down, pre, pre, "gelu", need
     for a, b in zip(feed_forward.feed_forward_bwd(*args), aten.feed_forward_bwd(*args), strict=True):
         assert_same_bits(a, b)
+
+
+def test_many_rows_go_on_where_our_products_are_slower(on_host, monkeypatch):
+    """Not an exact GELU that was asked for, nor a few rows."""
+    for op in ("linear", "feed_forward"):
+        monkeypatch.setitem(dispatch.TABLE["cpu"], op, ("cuda", "aten", "reference"))
+    monkeypatch.setattr(dispatch, "_resolved", {})
+    monkeypatch.setattr(cuda.device, "has_group_products", lambda device: True)
+    made = []
+    monkeypatch.setattr(launchers, "product", lambda *given, **_: made.append(given[0]))
+    x, weight = randn(512, 16, dtype=torch.bfloat16), randn(24, 16, dtype=torch.bfloat16, seed=1)
+    residual = randn(512, 24, dtype=torch.bfloat16, seed=2)
+    for activation in ("gelu", "relu", "silu"):
+        given = x, weight, None, activation, residual, True
+        for a, b in zip(launchers.linear_fwd(*given), aten.linear_fwd(*given), strict=True):
+            assert_same_bits(a, b)
+    assert made == []
+    launchers.linear_fwd(x[:511], weight, None, "relu", None, False)
+    monkeypatch.setattr(launchers, "EXACT_GELU", True)
+    launchers.linear_fwd(x, weight, None, "gelu", None, False)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("activation", (None, "gelu"))
+def test_backward_products_are_pytorchs_where_ours_are_slower(on_host, monkeypatch, guarded, activation):
+    """On tensor cores that mma.sync uses by half; the pass over dy is still ours."""
+    dy, x, pre = (
+        randn(*s, dtype=torch.bfloat16, seed=i) for i, s in enumerate(((70, 72), (70, 40), (70, 72)))
+    )
+    weight = randn(72, 40, dtype=torch.bfloat16, seed=4)
+    own = launchers.linear_bwd(dy, x, weight, pre, activation, True, True, True)
+    monkeypatch.setattr(cuda.device, "has_group_products", lambda device: True)
+    monkeypatch.setattr(launchers, "product", None)
+    given = launchers.linear_bwd(dy, x, weight, pre, activation, True, True, True)
+    g = dy if activation is None else launchers.gradient(dy, pre, activation, True, False)[0]
+    assert_same_bits(given[2], own[2])
+    for a, b, truth in zip(
+        given, own, (g.double() @ weight.double(), g.double().T @ x.double()), strict=False
+    ):
+        assert_rounds_to(a, truth, 64)
+        assert_rounds_to(b, truth, 64)
+    assert [t.shape for t in launchers.linear_bwd(dy, None, weight, pre, activation, True, False, False)] == [
+        (70, 40),
+        (0,),
+        (0,),
+    ]
+
+
+def test_the_gradient_between_is_a_pass_where_our_products_are_slower(on_host, monkeypatch, guarded):
+    dy, down, pre = (
+        randn(*s, dtype=torch.float16, seed=i) for i, s in enumerate(((70, 40), (40, 72), (70, 72)))
+    )
+    monkeypatch.setattr(cuda.device, "has_group_products", lambda device: True)
+    monkeypatch.setattr(launchers, "product", None)
+    g, dbias = feed_forward.inner_gradient(dy, down, pre, "gelu", True)
+    want, want_dbias = launchers.gradient(dy @ down, pre, "gelu", True, True)
+    assert_same_bits(g, want)
+    assert_same_bits(dbias, want_dbias)
+    truth = (dy.double() @ down.double()) * slope_ref(pre.double(), "gelu")
+    assert (g.double() - truth).abs().max() < 2**-8 * truth.abs().max()
 
 
 def test_half_precision_alone(on_host):

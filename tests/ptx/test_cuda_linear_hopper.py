@@ -144,6 +144,8 @@ def test_which_calls_it_serves(emulated, monkeypatch):
     assert not serves(x[:, :248], weight[:, :248], bias, "gelu")
     assert not serves(x, weight[:188], bias[:188], "gelu")
     assert not serves(x, weight, torch.zeros(193, dtype=torch.bfloat16)[1:], "gelu")
+    assert not serves(x[:1].expand(512, -1), weight, bias, "gelu")
+    assert not serves(x, weight[:1].expand(192, -1), bias, "gelu")
     for activation in (None, "relu", "gelu_tanh"):
         assert not serves(x, weight, bias, activation)
     monkeypatch.setattr(launchers, "EXACT_GELU", True)

@@ -30,6 +30,7 @@ def cuda_on_host(emulated_extension, monkeypatch):
     monkeypatch.setattr(cuda.device, "place", lambda device: (0, 0))
     monkeypatch.setattr(cuda.device, "multiprocessors", lambda device: 2)
     monkeypatch.setattr(cuda.device, "is_hopper", lambda device: False)
+    monkeypatch.setattr(cuda.device, "has_group_products", lambda device: False)
     monkeypatch.setattr(cuda, "available", lambda device_type: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     return cuda

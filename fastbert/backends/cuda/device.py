@@ -33,3 +33,9 @@ def multiprocessors(device: torch.device) -> int:
 def is_hopper(device: torch.device) -> bool:
     """Whether the device runs the kernels for compute capability 9.0, and the library has them."""
     return extension.cuda_linear_hopper(device.index)
+
+
+@functools.cache
+def has_group_products(device: torch.device) -> bool:
+    """Whether its tensor cores have more than mma.sync uses: compute capability 9.0 to 11.x."""
+    return 9 <= torch.cuda.get_device_capability(device)[0] <= 11

@@ -18,7 +18,12 @@ DTYPES = linear.DTYPES
 
 
 def inner_gradient(dy, down_weight, pre, activation, need_dbias, plan=None):
-    """((dy @ down_weight) * act'(pre), its column sums), in the product's epilogue."""
+    """((dy @ down_weight) * act'(pre), its column sums), in the product's epilogue.
+
+    With tensor cores that our products do not fill, PyTorch's product and a pass over it are faster.
+    """
+    if plan is None and device.has_group_products(dy.device):
+        return linear.gradient(dy @ down_weight, pre, activation, True, need_dbias)
     rows, out = dy.shape
     inner = down_weight.shape[1]
     parts = device.extension.cuda_linear_sums(rows)

@@ -2,15 +2,20 @@
 
 A call goes to the next backend where the kernels cannot read it in 16 bytes: where a start or a row's stride
 lies on none, or `in` is no multiple of 8, backward also `out`. float32 has no kernels.
+
+Where mma.sync has half of the tensor cores' rate (compute capability 9.0 to 11.x), backward's products are
+PyTorch's, and forward calls with many rows go to the next backend but for those that `hopper_product` makes.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch
 from torch import Tensor
 
+from fastbert.backends.aten import linear as plain
 from fastbert.backends.cuda import device
 from fastbert.backends.extension import DTYPE_CODES
 from fastbert.ops.activation import CODES
@@ -25,9 +30,10 @@ FORWARD, INPUTS, WEIGHTS = range(3)
 _CHUNK = 8
 # blocks of the pass over dy per multiprocessor
 _PASS_BLOCKS = 4
-# Rows and depth from which the kernel for compute capability 9.0 serves (csrc/cuda/NOTES.md): with fewer its
-# tiles of 128 x 192 leave most multiprocessors idle, or the ring is not filled once.
-_HOPPER_ROWS, _HOPPER_DEPTH = 512, 256
+# From so many rows on a product takes longer than a launch, and half of the tensor cores' rate shows.
+_MANY_ROWS = 512
+# The least depth for the kernel of compute capability 9.0: its ring is filled once.
+_HOPPER_DEPTH = 256
 
 
 def _wants_exact_gelu() -> bool:
@@ -53,6 +59,14 @@ def in_chunks(*matrices: Tensor) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    extension, layout: int, rows: int, columns: int, depth: int, multiprocessors: int
+) -> tuple[int, int]:
+    """(rows of a tile, parts of the depth); kept, because the search takes as long as a launch."""
+    return extension.cuda_linear_plan(layout, rows, columns, depth, multiprocessors)
+
+
 def product(
     layout: int,
     sizes: tuple[int, int, int],
@@ -70,7 +84,7 @@ def product(
     rows, columns, depth = sizes
     extension = device.extension
     if plan is None:
-        plan = extension.cuda_linear_plan(layout, *sizes, device.multiprocessors(a.device))
+        plan = _plan(extension, layout, *sizes, device.multiprocessors(a.device))
     c = a.new_empty(rows, columns)
     pre = a.new_empty((rows, columns) if save and activation is not None else 0)
     options = CODES[activation], EXACT_GELU
@@ -95,8 +109,10 @@ def hopper_serves(x: Tensor, weight: Tensor, bias: Tensor | None, activation: st
     return (
         activation == "gelu"
         and not EXACT_GELU
-        and x.shape[0] >= _HOPPER_ROWS
+        and x.shape[0] >= _MANY_ROWS
         and x.shape[1] >= _HOPPER_DEPTH
+        # a tensor map has no rows that overlap
+        and min(_row_stride(x), _row_stride(weight)) >= x.shape[1]
         and weight.shape[0] % _CHUNK == 0
         and (bias is None or address(bias) % 4 == 0)
         and device.is_hopper(x.device)
@@ -136,7 +152,7 @@ def add_sums(sums: Tensor, like: Tensor) -> Tensor:
     return out
 
 
-def _gradient(
+def gradient(
     dy: Tensor, pre: Tensor | None, activation: str | None, need_g: bool, need_dbias: bool
 ) -> tuple[Tensor, Tensor]:
     """(dy * act'(pre), its column sums); the first is dy itself without an activation."""
@@ -174,6 +190,9 @@ def linear_fwd_with(plan, x, weight, bias, activation, residual, save):
         return _following("linear_fwd", x, activation, save)(x, weight, bias, activation, residual, save)
     if plan is None and residual is None and hopper_serves(x, weight, bias, activation):
         return hopper_product(x, weight, bias, save)
+    exact = activation == "gelu" and EXACT_GELU
+    if plan is None and x.shape[0] >= _MANY_ROWS and not exact and device.has_group_products(x.device):
+        return _following("linear_fwd", x, activation, save)(x, weight, bias, activation, residual, save)
     sizes = x.shape[0], weight.shape[0], x.shape[1]
     return product(FORWARD, sizes, x, weight, bias, activation, residual, save, plan=plan)
 
@@ -191,7 +210,10 @@ def linear_bwd_with(plans, dy, x, weight, pre, activation, need_dx, need_dweight
     if rows == 0 or not in_chunks(*given):
         needs = need_dx, need_dweight, need_dbias
         return _following("linear_bwd", dy, activation, True)(dy, x, weight, pre, activation, *needs)
-    g, dbias = _gradient(dy, pre, activation, need_dx or need_dweight, need_dbias)
+    g, dbias = gradient(dy, pre, activation, need_dx or need_dweight, need_dbias)
+    if plans == (None, None) and device.has_group_products(dy.device):
+        dx, dweight, _ = plain.linear_bwd(g, x, weight, None, None, need_dx, need_dweight, False)
+        return dx, dweight, dbias
     dx = dweight = None
     if need_dx:
         sizes = rows, weight.shape[1], out

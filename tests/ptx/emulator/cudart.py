@@ -383,6 +383,7 @@ def emulated_cuda(
         (cuda.device, "place", lambda device: (0, 0)),
         (cuda.device, "multiprocessors", lambda device: multiprocessors),
         (cuda.device, "is_hopper", lambda device: True),
+        (cuda.device, "has_group_products", lambda device: False),
         (torch.cuda, "device", lambda device: contextlib.nullcontext()),
     ]
     patched += [

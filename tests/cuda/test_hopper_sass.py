@@ -1,0 +1,61 @@
+"""What nvcc makes of csrc/cuda/*_hopper.cu for sm_90a: products that run while the warp goes on."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support import sass
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*_hopper.cu"))
+
+pytestmark = pytest.mark.sweep
+
+
+def listing(source: Path, folder: Path) -> str:
+    """The SASS of a source; fails where ptxas says that it makes products wait for each other."""
+    triton = pytest.importorskip("triton")
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("needs nvcc")
+    cubin = folder / "object.cubin"
+    command = [nvcc, "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-o", str(cubin)]
+    made = subprocess.run([*command, str(source)], capture_output=True, text=True, timeout=600)
+    assert made.returncode == 0, made.stderr
+    assert "Performance Loss" not in made.stderr, made.stderr
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return subprocess.run([cuobjdump, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_products_run_beside_the_rest(source, tmp_path):
+    """No register of a product is touched before its wait, and one step's products run while others wait."""
+    text = listing(source, tmp_path)
+    assert sass.hazards(text) == []
+    for kernel, code in sass.parsed(text):
+        opcodes = [".".join(i.parts) for i in code]
+        assert sum(o.startswith("HGMMA.64x192x16.F32") for o in opcodes) == 8, kernel
+        assert sum(o.startswith("UTMALDG.2D") for o in opcodes) == 2, kernel
+        # for c and for pre, per 64 x 64 of a tile
+        assert sum(o.startswith("UTMASTG.2D") for o in opcodes) == 12, kernel
+        waits = [i.operands[-1] for i in code if i.base == "WARPGROUP" and "DEPBAR" in i.parts]
+        assert waits == ["0x1", "0x0"], kernel
+
+
+def test_products_that_wait_for_each_other_are_seen(tmp_path):
+    """A step of the products whose sums are touched before they have been waited for."""
+    text = (ROOT / "csrc" / "cuda" / "linear_hopper.cuh").read_text()
+    wait = "            wait_products<1>();\n"
+    assert text.count(wait) == 1
+    text = text.replace(wait, f"            c[0][0] *= 2.0f;\n{wait}")
+    source = (ROOT / "csrc" / "cuda" / "linear_hopper.cu").read_text()
+    for name, content in (("linear_hopper.cuh", text), ("planted_hopper.cu", source)):
+        found = re.sub(r'#include "(?!linear_hopper\.cuh)', f'#include "{ROOT}/csrc/cuda/', content)
+        (tmp_path / name).write_text(found)
+    with pytest.raises(AssertionError, match="Performance Loss"):
+        listing(tmp_path / "planted_hopper.cu", tmp_path)
