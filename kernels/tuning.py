@@ -19,6 +19,9 @@ from typing import NamedTuple
 
 import torch
 
+# Without a table of its own a GPU reads that of one with the same processor and another memory: the kernels
+# in the tables are bound by arithmetic.
+SAME_PROCESSOR = dict.fromkeys(("nvidia-h200", "nvidia-h800", "nvidia-gh200-480gb"), "nvidia-h100-80gb-hbm3")
 TUNED = Path(__file__).resolve().parent / "tuned"
 # Op -> the keys of a table that its kernels read, forward and backward.
 KERNELS = {
@@ -59,6 +62,13 @@ def file_of(name: str) -> Path:
     return TUNED / ("-".join(re.findall(r"[a-z0-9]+", name.lower())) + ".json")
 
 
+def read_from(name: str) -> Path:
+    """The table that the GPU of that name reads: its own, or that of one with the same processor."""
+    own = file_of(name)
+    other = SAME_PROCESSOR.get(own.stem)
+    return own if other is None or own.exists() else TUNED / f"{other}.json"
+
+
 @cache
 def _table(path: Path) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
@@ -66,7 +76,7 @@ def _table(path: Path) -> dict:
 
 def tuned(device: Device, kernel: str, key: str, rows_bucket: int) -> dict | None:
     """The fields of the config at the bucket nearest to `rows_bucket`; None where nothing is tuned."""
-    buckets = _table(file_of(device.name)).get(kernel, {}).get(key)
+    buckets = _table(read_from(device.name)).get(kernel, {}).get(key)
     if not buckets:
         return None
     # Of two equally near buckets the smaller.
@@ -80,7 +90,7 @@ def entries(name: str, op: str, dtype: torch.dtype) -> dict:
     kernel -> key -> bucket -> config, of the kernels that have any.
     """
     first = str(dtype).removeprefix("torch.")
-    table = {kernel: _table(file_of(name)).get(kernel, {}) for kernel in KERNELS.get(op, ())}
+    table = {kernel: _table(read_from(name)).get(kernel, {}) for kernel in KERNELS.get(op, ())}
     found = {
         kernel: {key: buckets for key, buckets in keys.items() if key.split()[0] == first}
         for kernel, keys in table.items()

@@ -135,6 +135,22 @@ def test_look_up(monkeypatch, tmp_path):
     assert tuning.tuned(H200._replace(name="NVIDIA H100"), "linear", "k", 4) is None
 
 
+def test_a_gpu_without_a_table_reads_that_of_its_processor(monkeypatch, tmp_path):
+    monkeypatch.setattr(tuning, "TUNED", tmp_path)
+    tuning._table.cache_clear()
+    other = {"device": "NVIDIA H100 80GB HBM3", "linear": {"bfloat16 k": {"4": {"at": 4}}}}
+    (tmp_path / "nvidia-h100-80gb-hbm3.json").write_text(json.dumps(other))
+    assert tuning.tuned(H200, "linear", "bfloat16 k", 4) == {"at": 4}
+    assert tuning.entries(H200.name, "linear", BF16) == {"linear": other["linear"]}
+    for name in ("NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB"):
+        assert tuning.tuned(H200._replace(name=name), "linear", "bfloat16 k", 4) is None
+    own = {"device": H200.name, "linear": {}}
+    (tmp_path / "nvidia-h200.json").write_text(json.dumps(own))
+    assert tuning.tuned(H200, "linear", "bfloat16 k", 4) is None
+    assert tuning.file_of(H200.name).name == "nvidia-h200.json"  # where a tuner writes
+    tuning._table.cache_clear()
+
+
 def test_buckets_and_files():
     assert [tuning.bucket(n) for n in (0, 1, 2, 3, 4, 5, 512, 513, 2**31)] == [0, 0, 1, 2, 2, 3, 9, 10, 31]
     assert tuning.file_of("NVIDIA RTX 6000 Ada (Max-Q)").name == "nvidia-rtx-6000-ada-max-q.json"
