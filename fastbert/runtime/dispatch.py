@@ -206,6 +206,11 @@ def call(function: str, key: torch.Tensor, *args):
     return launch(*args)
 
 
+def launcher(function: str, device: torch.device, dtype: torch.dtype) -> Callable:
+    """What `call` would run now, for callers that have made sure what it does: plain tensors, no autocast."""
+    return _resolved.get((function, device, dtype)) or _resolve(function, device, dtype)
+
+
 # What most arguments are that are no tensors: asked first, because `isinstance` of a tensor's class is slow.
 _NUMBERS = frozenset((bool, float, int, str, type(None)))
 
