@@ -200,9 +200,13 @@ def call(function: str, key: torch.Tensor, *args):
     if launch is None:
         launch = _resolve(function, device, key.dtype)
     if torch.is_autocast_enabled(device.type):
-        # the op has cast its inputs already; kernels must not cast them again
-        with torch.autocast(device.type, enabled=False):
+        # The op has cast its inputs already; kernels must not cast them again. The context manager that does
+        # the same takes the host as long as a launch.
+        torch.set_autocast_enabled(device.type, False)
+        try:
             return launch(*args)
+        finally:
+            torch.set_autocast_enabled(device.type, True)
     return launch(*args)
 
 
