@@ -152,6 +152,7 @@ def forward(layer: nn.Module, form: LayerForm, x: Tensor, sequences: Sequences) 
         or x.is_neg()
         or x._is_zerotensor()
         or sequences.return_probs
+        or type(sequences.cu_seqlens) is not Tensor
         or sequences.cu_seqlens.is_neg()
         or checks.autocast_dtype(x) is not None
     ):
