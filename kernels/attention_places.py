@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastbert.kernels.attention_slots import FIELDS, HEIGHTS, RANKED, sections
-from fastbert.kernels.launch import launch
+from fastbert.kernels.launch import cdiv, launch
 
 _LOWEST = tl.constexpr(HEIGHTS[0])
 _FIELDS = tl.constexpr(FIELDS)
@@ -130,7 +130,7 @@ def attention_places(cu_seqlens: Tensor, total: int, max_seqlen: int) -> Tensor:
     table = make((ends[-1], FIELDS), dtype=torch.int32, device=cu_seqlens.device)
     launch(
         _attention_places_kernel,
-        (triton.cdiv(batch, _BLOCK) + 1, len(HEIGHTS)),
+        (cdiv(batch, _BLOCK) + 1, len(HEIGHTS)),
         cu_seqlens.device,
         table,
         cu_seqlens.contiguous(),

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbert.kernels.launch import MOST_REGISTERS, launch
+from fastbert.kernels.launch import MOST_REGISTERS, cdiv, launch, next_power_of_2
 
 # Arguments for which 1 and multiples of 16 compile nothing anew.
 _FIXED_TYPES = ("stride_units", "n_rows", "class_units", "ignore_index")
@@ -143,7 +143,7 @@ def _cross_entropy_bwd_kernel(
 
 def config(classes: int) -> tuple[int, int]:
     """(BLOCK_N, num_warps): 16 elements per thread, fewer for rows of up to 128 classes."""
-    block_n = max(128, min(4096, triton.next_power_of_2(classes)))
+    block_n = max(128, min(4096, next_power_of_2(classes)))
     return block_n, max(1, block_n // 512)
 
 
@@ -211,7 +211,7 @@ def cross_entropy_bwd(
         align = math.gcd(16, classes, logits.stride(0))
         launch(
             _cross_entropy_bwd_kernel,
-            (rows, triton.cdiv(classes, block_n)),
+            (rows, cdiv(classes, block_n)),
             logits.device,
             dloss,
             logits,

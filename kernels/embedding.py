@@ -44,7 +44,7 @@ from fastbert.kernels.embedding_backward import (
     _table_bwd_kernel,
     _wide_embedding_bwd_means_kernel,
 )
-from fastbert.kernels.launch import launch, resident_programs
+from fastbert.kernels.launch import cdiv, launch, next_power_of_2, resident_programs
 from fastbert.kernels.layer_norm import row_of
 from fastbert.kernels.philox import as_int32_bits, philox_keep, threshold_bits
 
@@ -180,7 +180,7 @@ def _embedding_fwd_kernel(
 
 def fwd_config(hidden: int) -> tuple[int, int, int]:
     """(BLOCK_M, BLOCK_N, num_warps): 32 elements per thread. Up to 1024 columns no sum leaves its warp."""
-    block_n = WIDE_BLOCK if hidden > ONE_BLOCK else max(16, triton.next_power_of_2(hidden))
+    block_n = WIDE_BLOCK if hidden > ONE_BLOCK else max(16, next_power_of_2(hidden))
     return max(1, 1024 // block_n), block_n, max(1, block_n // 1024)
 
 
@@ -209,7 +209,7 @@ def embedding_fwd(inputs: "EmbeddingInputs", save: bool) -> tuple[Tensor, Tensor
         block_m, block_n, num_warps = fwd_config(hidden)
         launch(
             _embedding_fwd_kernel,
-            (triton.cdiv(rows, block_m),),
+            (cdiv(rows, block_m),),
             source.device,
             input_ids,
             source,
@@ -245,14 +245,14 @@ def embedding_fwd(inputs: "EmbeddingInputs", save: bool) -> tuple[Tensor, Tensor
 
 def bwd_config(hidden: int) -> tuple[int, int, int]:
     """(BLOCK_M, BLOCK_N, num_warps): 16 elements per thread, because two column sums stay in registers."""
-    block_n = WIDE_BLOCK if hidden > BWD_ONE_BLOCK else max(16, triton.next_power_of_2(hidden))
+    block_n = WIDE_BLOCK if hidden > BWD_ONE_BLOCK else max(16, next_power_of_2(hidden))
     block_m = max(1, min(16, 2048 // block_n))
     return block_m, block_n, max(1, block_m * block_n // 512)
 
 
 def table_config(hidden: int) -> tuple[int, int]:
     """(BLOCK_M, BLOCK_N): 2048 elements per tile, which is 16 for each of 128 threads, in rows of 1 KB."""
-    block_n = max(16, min(256, triton.next_power_of_2(hidden)))
+    block_n = max(16, min(256, next_power_of_2(hidden)))
     return 2048 // block_n, block_n
 
 
@@ -303,7 +303,7 @@ def _dz_and_sums(dy, z, ln_weight, mean, rstd, dropout_p, seed, offset, dz, demb
     rows, hidden = dy.shape
     seed = seed if dropout_p > 0 else None
     block_m, block_n, num_warps = bwd_config(hidden)
-    programs, column_blocks = triton.cdiv(rows, block_m), triton.cdiv(hidden, block_n)
+    programs, column_blocks = cdiv(rows, block_m), cdiv(hidden, block_n)
     if dln is not None:
         programs = min(programs, max(1, resident_programs(dy.device) // column_blocks))
     partials = (None, None) if dln is None else dy.new_empty((2, programs, hidden), dtype=torch.float32)
@@ -357,7 +357,7 @@ def _dz_and_sums(dy, z, ln_weight, mean, rstd, dropout_p, seed, offset, dz, demb
     if dln is not None:
         launch(
             _sum_partials_kernel,
-            (triton.cdiv(hidden, 32), 2),
+            (cdiv(hidden, 32), 2),
             dy.device,
             partials,
             *dln,
@@ -378,7 +378,7 @@ def _table_bwd(dz: Tensor, ids: Tensor, table_rows: int, skipped: int, dtype: to
     starts = torch.searchsorted(sorted_ids, torch.arange(table_rows + 1, device=device), out_int32=True)
     block_m, block_n = table_config(hidden)
     sizes = {"HIDDEN": hidden, "CHUNK": CHUNK, "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 4}
-    chunks, column_blocks = rows // CHUNK, triton.cdiv(hidden, block_n)
+    chunks, column_blocks = rows // CHUNK, cdiv(hidden, block_n)
     sums = dz.new_empty((chunks, hidden))
     if chunks > 0:
         launch(_chunk_sums_kernel, (chunks, column_blocks), device, dz, order, sorted_ids, sums, **sizes)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fastbert.kernels import tuning
 from fastbert.kernels.column_sums import _sum_partials_kernel
-from fastbert.kernels.launch import PROGRAMS, launch, resident_programs
+from fastbert.kernels.launch import PROGRAMS, cdiv, launch, next_power_of_2, resident_programs
 from fastbert.kernels.layer_norm_backward import _layer_norm_bwd_kernel, _wide_bwd_means_kernel
 from fastbert.kernels.philox import as_int32_bits, philox_keep, threshold_bits
 
@@ -242,7 +242,7 @@ class BackwardConfig(NamedTuple):
 
 def columns(hidden: int, one_block: int) -> int:
     """BLOCK_N: the columns of a program, all of them up to `one_block`."""
-    return WIDE_BLOCK if hidden > one_block else max(16, triton.next_power_of_2(hidden))
+    return WIDE_BLOCK if hidden > one_block else max(16, next_power_of_2(hidden))
 
 
 def heuristic(hidden: int) -> Config:
@@ -366,7 +366,7 @@ def layer_norm_fwd_with(
             )
         launch(
             _layer_norm_fwd_kernel,
-            (triton.cdiv(rows, block_m), triton.cdiv(hidden, block_n)),
+            (cdiv(rows, block_m), cdiv(hidden, block_n)),
             x.device,
             *sources,
             weight,
@@ -420,7 +420,7 @@ def layer_norm_bwd_with(
         return dx, dresidual, *sums
 
     (block_m, num_warps, per_multiprocessor), block_n = config, columns(hidden, BWD_ONE_BLOCK)
-    programs, column_blocks = triton.cdiv(rows, block_m), triton.cdiv(hidden, block_n)
+    programs, column_blocks = cdiv(rows, block_m), cdiv(hidden, block_n)
     needed = [s for s in sums if s.numel() > 0]
     if needed:
         resident = resident_programs(dy.device, per_multiprocessor)
@@ -478,7 +478,7 @@ def layer_norm_bwd_with(
         outs = (*needed, None, None)[:3]
         launch(
             _sum_partials_kernel,
-            (triton.cdiv(hidden, 32), len(needed)),
+            (cdiv(hidden, 32), len(needed)),
             dy.device,
             partials,
             *outs,

@@ -20,7 +20,7 @@ Source     Ba, Kiros, Hinton 2016, Layer Normalization, eq. 4; CUTLASS, "Efficie
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastbert.kernels import tuning
-from fastbert.kernels.launch import MOST_REGISTERS, launch
+from fastbert.kernels.launch import MOST_REGISTERS, cdiv, launch, next_power_of_2
 from fastbert.kernels.layer_norm import row_of
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def space(capability: tuple[int, int]) -> tuple[Config, ...]:
 
 def candidates(in_features: int, capability: tuple[int, int]) -> tuple[Config, ...]:
     """What `heuristic` and a tuner may choose from: of `space` what has no more parts than steps."""
-    steps = triton.cdiv(in_features, BLOCK_K)
+    steps = cdiv(in_features, BLOCK_K)
     return tuple(c for c in space(capability) if c.split_k <= steps or capability == (0, 0))
 
 
@@ -236,12 +236,12 @@ def work(
     which its last program reads. With two launches all multiprocessors share these.
     """
     block_m, block_n, _, split_k, *_ = config
-    programs = triton.cdiv(rows, block_m) * triton.cdiv(out_features, block_n) * split_k
-    depth = triton.cdiv(triton.cdiv(in_features, BLOCK_K), split_k) * BLOCK_K
+    programs = cdiv(rows, block_m) * cdiv(out_features, block_n) * split_k
+    depth = cdiv(cdiv(in_features, BLOCK_K), split_k) * BLOCK_K
     operands = (block_m + block_n) * depth * 2
     sums = 4 * split_k * out_features
-    tail = sums * min(rows, block_m) if one_launch else sums * triton.cdiv(rows, device.multiprocessors)
-    return triton.cdiv(programs, device.multiprocessors) * operands + tail
+    tail = sums * min(rows, block_m) if one_launch else sums * cdiv(rows, device.multiprocessors)
+    return cdiv(programs, device.multiprocessors) * operands + tail
 
 
 def tuning_key(in_features: int, out_features: int, one_launch: bool, dtype: torch.dtype) -> str:
@@ -270,13 +270,14 @@ def config_for(
     return heuristic(2**rows_bucket, in_features, out_features, one_launch, device)
 
 
+@cache
 def norm_tile(config: Config, out_features: int) -> tuple[int, int]:
     """(NORM_M, NORM_N) for the last program of a row tile: at most the whole tile.
 
     A thread has 128 elements of all parts, which are loaded together: with 256 it spills. Of one part 64.
     """
-    norm_n = max(16, triton.next_power_of_2(out_features))
-    elements = min(64, 128 // triton.next_power_of_2(config.split_k))
+    norm_n = max(16, next_power_of_2(out_features))
+    elements = min(64, 128 // next_power_of_2(config.split_k))
     return max(1, min(config.block_m, elements * 32 * config.num_warps // norm_n)), norm_n
 
 
@@ -296,12 +297,12 @@ def linear_norm_fwd_with(config: Config, inputs: LinearNormInputs) -> Tensor:
     """`linear_norm_fwd` with a given config, for the tuner and the tests."""
     x, weight, bias, residual, norm_weight, norm_bias, eps, arrivals = inputs
     rows, out_features = x.shape[0], weight.shape[0]
-    y = torch.empty((rows, out_features), dtype=x.dtype, device=x.device)
+    y = x.new_empty((rows, out_features))
     if rows == 0:
         return y
-    partials = torch.empty((config.split_k, rows, out_features), dtype=torch.float32, device=x.device)
+    partials = x.new_empty((config.split_k, rows, out_features), dtype=torch.float32)
     norm_m, norm_n = norm_tile(config, out_features)
-    tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(out_features, config.block_n)
+    tiles = cdiv(rows, config.block_m) * cdiv(out_features, config.block_n)
     launch(
         _linear_norm_kernel,
         (tiles * config.split_k,),
@@ -337,7 +338,7 @@ def linear_norm_fwd_with(config: Config, inputs: LinearNormInputs) -> Tensor:
         norm_m = max(1, 1024 // norm_n)
         launch(
             _normalize_kernel,
-            (triton.cdiv(rows, norm_m),),
+            (cdiv(rows, norm_m),),
             x.device,
             partials,
             norm_weight,

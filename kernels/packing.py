@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastbert.kernels.bad_ids import INDICES, BadIds, bad_ids, tell_bad
-from fastbert.kernels.launch import MOST_REGISTERS, launch
+from fastbert.kernels.launch import MOST_REGISTERS, cdiv, launch, next_power_of_2
 
 _AS_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -95,7 +95,7 @@ def _packing_bwd_kernel(
 
 def config_for(inner: int) -> tuple[int, int]:
     """(BLOCK_M, BLOCK_N): 2048 elements per program, 16 for each of its 128 threads."""
-    block_n = max(16, min(512, triton.next_power_of_2(inner)))
+    block_n = max(16, min(512, next_power_of_2(inner)))
     return max(1, 2048 // block_n), block_n
 
 
@@ -133,7 +133,7 @@ def packing_fwd(x: Tensor, indices: Tensor) -> Tensor:
         block_m, block_n = config_for(inner)
         launch(
             _packing_fwd_kernel,
-            (triton.cdiv(total, block_m), triton.cdiv(inner, block_n)),
+            (cdiv(total, block_m), cdiv(inner, block_n)),
             x.device,
             _integers(x),
             indices,
@@ -165,7 +165,7 @@ def packing_bwd(x: Tensor, indices: Tensor, rows: int) -> Tensor:
         block_m, block_n = config_for(inner)
         launch(
             _packing_bwd_kernel,
-            (triton.cdiv(max(rows, total), block_m), triton.cdiv(inner, block_n)),
+            (cdiv(max(rows, total), block_m), cdiv(inner, block_n)),
             x.device,
             _integers(x),
             indices,

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbert.kernels.launch import launch
+from fastbert.kernels.launch import cdiv, launch, next_power_of_2
 
 
 @triton.jit
@@ -136,7 +136,7 @@ def config(width: int) -> tuple[int, int]:
 
     Rows of a tile have at least 256 bytes where the width allows it; a wide sequence has several programs.
     """
-    block_n = max(16, min(128, triton.next_power_of_2(width)))
+    block_n = max(16, min(128, next_power_of_2(width)))
     return 2048 // block_n, block_n
 
 
@@ -148,7 +148,7 @@ def pooling_fwd(hidden: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
         block_m, block_n = config(width)
         launch(
             _pooling_fwd_kernel,
-            (batch, triton.cdiv(width, block_n)),
+            (batch, cdiv(width, block_n)),
             hidden.device,
             hidden,
             cu_seqlens,
@@ -172,7 +172,7 @@ def pooling_bwd(dy: Tensor, hidden: Tensor, y: Tensor, cu_seqlens: Tensor, mode:
         block_m, block_n = config(width)
         launch(
             _pooling_bwd_kernel,
-            (batch + 1, triton.cdiv(width, block_n)),
+            (batch + 1, cdiv(width, block_n)),
             hidden.device,
             dy,
             hidden,

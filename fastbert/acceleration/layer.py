@@ -317,6 +317,9 @@ class AcceleratedLayer(LayerMath, Accelerated):
                 "first, and with it afterwards"
             )
 
+    def _may_run_directly(self) -> bool:
+        return self.fuses_ffn() and super()._may_run_directly()
+
     def _fused(self, x: Tensor, sequences: Sequences) -> Any:
         if not (self.fuses_norm and self.fuses_ffn()):
             return None

@@ -42,6 +42,11 @@ def bias_args(
     return bias, (bias.data_ptr(), *bias.stride()[:3])
 
 
+def _head_rows(t: torch.Tensor) -> tuple[int, int, int]:
+    """(address, elements from token to token, elements from head to head)."""
+    return t.data_ptr(), *t.stride()[:2]
+
+
 def attention(inputs: AttentionInputs) -> tuple[tuple, list]:
     """(what csrc/bindings/attention.cpp takes, the tensors it points to and that must outlive the call)."""
     q, k, v, cu_seqlens, max_seqlen, softmax_scale, causal, bias, gate, dropout_p, seed, offset = inputs
@@ -52,6 +57,6 @@ def attention(inputs: AttentionInputs) -> tuple[tuple, list]:
     if gate is not None:
         gate = gate.float().contiguous()
     sizes = DTYPE_CODES[q.dtype], batch, nheads, headdim, total, max_seqlen, cu_seqlens.data_ptr()
-    rows = (n for t in (q, k, v) for n in (t.data_ptr(), t.stride(0), t.stride(1)))
+    rows = *_head_rows(q), *_head_rows(k), *_head_rows(v)
     scores = softmax_scale, causal, *bias_numbers, 0 if gate is None else gate.data_ptr()
     return (*sizes, *rows, *scores, *dropout(dropout_p, seed, offset)), [cu_seqlens, bias, gate]

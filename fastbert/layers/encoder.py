@@ -9,6 +9,7 @@ linear layer that `quantize` has replaced counts as plain.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fastbert.layers import packing
+from fastbert.layers import direct, packing
 from fastbert.layers.fused import FusedLayer
 from fastbert.layers.linear import (
     apply_joined,
@@ -54,6 +55,7 @@ class Sequences:
         arrivals: the counters of `ops.linear_norm`, once a layer has needed them.
         places: where attention's kernels work, made once per call by `ops.attention_places` for these very
             cu_seqlens, or None.
+        checked: what `layers.direct` has checked for one layer after the other.
         causal: whether a token sees only those up to itself.
     """
 
@@ -67,6 +69,7 @@ class Sequences:
     arrivals: list[Tensor] = field(default_factory=list)
     places: Places | None = None
     causal: bool = False
+    checked: list[direct.Checked] = field(default_factory=list)
 
     def fitting_places(self) -> Places | None:
         """`places`, or None if `replace` or a wrapper has changed the tensor of the lengths since."""
@@ -89,6 +92,12 @@ class LayerForm:
     nheads: int
     head_dim: int
     activation: str | None
+
+    @functools.cached_property
+    def steps(self) -> tuple[tuple[list[str], type], ...]:
+        """(path, class) of the linear layers and then of the norms, in execution order, if they are plain."""
+        linears = [(path.split("."), nn.Linear) for path in self.names.linears]
+        return *linears, *((path.split("."), nn.LayerNorm) for path in self.names.norms)
 
 
 class LayerMath(FusedLayer):
@@ -124,6 +133,10 @@ class LayerMath(FusedLayer):
         first_only: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """The layer on packed tokens; see `EncoderLayer.forward`."""
+        if not first_only and direct.on_gpu(hidden) and gate is None and self._may_run_directly():
+            y = direct.forward(self, self.form, hidden, sequences)
+            if y is not None:
+                return y, None
         found = None if first_only else self._fused(hidden, sequences)
         if found is None:
             # PyTorch's own ops need the threads too
@@ -146,6 +159,17 @@ class LayerMath(FusedLayer):
             else:
                 self._forward_fused(*found, hidden[rows], some, gate, out[rows])
         return out, None
+
+    def _may_run_directly(self) -> bool:
+        """Whether `layers.direct` may run the layer: in inference, if our ops compute all of it."""
+        return (
+            not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and self.fuses_norm
+            and self.form.activation is not None
+            and not self.int8
+            and not any(self.dropout_rates())
+        )
 
     def _forward(self, hidden, sequences, gate, site, first_only=False):
         hidden, probs = self._attend(hidden, sequences, gate, site, first_only)

@@ -67,13 +67,20 @@ def float_product(
         weight, bias = torch.cat(weights), torch.cat(biases)
     else:
         dtype = checks.autocast_dtype(x) or weights[0].dtype
-        weight, bias = prepared.derived(
-            owner,
-            ("joined", dtype),
-            (*weights, *biases),
-            lambda: (torch.cat(weights).to(dtype), torch.cat(biases).to(dtype)),
-        )
+        weight, bias = joined_weights(owner, weights, biases, dtype)
     return linear(x, weight, bias if with_bias else None, activation)
+
+
+def joined_weights(
+    owner: nn.Module, weights: list[Tensor], biases: list[Tensor], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """([W1; W2; …], [b1; b2; …]) in `dtype`, which `owner` keeps until one of them changes."""
+    return prepared.derived(
+        owner,
+        ("joined", dtype),
+        (*weights, *biases),
+        lambda: (torch.cat(weights).to(dtype), torch.cat(biases).to(dtype)),
+    )
 
 
 def float_joins(x: Tensor, modules: list[nn.Linear]) -> bool:

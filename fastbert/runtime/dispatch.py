@@ -208,10 +208,19 @@ def call(function: str, key: torch.Tensor, *args):
     if launch is None:
         launch = _resolve(function, device, key.dtype)
     if torch.is_autocast_enabled(device.type):
-        # the op has cast its inputs already; kernels must not cast them again
-        with torch.autocast(device.type, enabled=False):
+        # The op has cast its inputs already; kernels must not cast them again. The context manager that does
+        # the same takes the host as long as a launch.
+        torch.set_autocast_enabled(device.type, False)
+        try:
             return launch(*args)
+        finally:
+            torch.set_autocast_enabled(device.type, True)
     return launch(*args)
+
+
+def launcher(function: str, device: torch.device, dtype: torch.dtype) -> Callable:
+    """What `call` would run now, for callers that have made sure what it does: plain tensors, no autocast."""
+    return _resolved.get((function, device, dtype)) or _resolve(function, device, dtype)
 
 
 # What most arguments are that are no tensors: asked first, because `isinstance` of a tensor's class is slow.

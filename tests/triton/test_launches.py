@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fastbert import layers
+from fastbert.layers import direct
 from fastbert.layers import linear as linear_layers
 from fastbert.models.config import EncoderConfig
 from fastbert.ops import attention as attention_op
@@ -44,9 +45,10 @@ class Counted(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.fixture
-def counted(monkeypatch):
+@pytest.fixture(params=["op by op", "directly"])
+def counted(monkeypatch, request):
     """The table of GPUs serves this device, all kernels are proven, and launches are counted."""
+    monkeypatch.setattr(direct, "on_gpu", lambda x: request.param == "directly")
     monkeypatch.setitem(dispatch.TABLE, DEVICE.type, dispatch.TABLE["cuda"])
     monkeypatch.setattr(dispatch, "_resolved", {})
     monkeypatch.setattr(proving, "is_proven", lambda *unit: True)

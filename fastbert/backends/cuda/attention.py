@@ -14,6 +14,7 @@ from fastbert.backends.extension import attention as attention_args
 from fastbert.ops.attention import AttentionInputs, AttentionNeeds
 from fastbert.ops.attention_grid import bits_shape
 from fastbert.runtime import dispatch
+from fastbert.runtime.streams import on
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEADDIMS = (32, 64, 128)
@@ -23,11 +24,12 @@ ROWS = 64
 
 def readable(*tensors: torch.Tensor) -> bool:
     """Whether the kernels can read these (total, nheads, headdim) tensors in place."""
-    # 16 bytes are 8 elements
-    return all(
-        t.shape[2] in HEADDIMS and t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 and t.stride(1) % 8 == 0
-        for t in tensors
-    )
+    for t in tensors:
+        # 16 bytes are 8 elements
+        rows, heads, _ = t.stride()
+        if t.shape[2] not in HEADDIMS or t.data_ptr() % 16 or rows % 8 or heads % 8:
+            return False
+    return True
 
 
 def attention_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None):
@@ -40,7 +42,7 @@ def attention_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None)
     lse = q.new_empty((nheads, total), dtype=torch.float32)
     keep_bits = q.new_empty(bits_shape(nheads, total, inputs.max_seqlen, save_bits), dtype=torch.int32)
     args, _held = attention_args(inputs)
-    with torch.cuda.device(q.device):
+    with on(q.device):
         device.extension.cuda_attention_fwd(
             args,
             out.data_ptr(),
@@ -65,7 +67,7 @@ def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: Atte
     dout, out, lse = _whole(dout), _whole(out), lse.contiguous()
     saved = keep_bits is not None and inputs.dropout_p > 0
     first, slots = _slots(inputs, places)
-    with torch.cuda.device(q.device):
+    with on(q.device):
         device.extension.cuda_attention_bwd(
             args,
             keep_bits.data_ptr() if saved else 0,

@@ -7,6 +7,7 @@ import functools
 import torch
 
 from fastbert.runtime import loader
+from fastbert.runtime.streams import current_stream
 
 extension = loader.extension
 
@@ -20,7 +21,7 @@ def available(device_type: str) -> str | None:
 
 def place(device: torch.device) -> tuple[int, int]:
     """(index of the device, its current stream as an integer)."""
-    return device.index, torch.cuda.current_stream(device).cuda_stream
+    return device.index, current_stream(device.index)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import torch
 from fastbert.backends.cuda import device
 from fastbert.backends.extension import DTYPE_CODES, STORED, dropout, vector
 from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
+from fastbert.runtime.streams import on
 
 DTYPES = STORED
 
@@ -21,7 +22,7 @@ def layer_norm_fwd(inputs: LayerNormInputs, save):
     rstd = x.new_empty(rows if save else 0, dtype=torch.float32)
     added = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
     outputs = y.data_ptr(), z.data_ptr(), mean.data_ptr(), rstd.data_ptr()
-    with torch.cuda.device(x.device):
+    with on(x.device):
         device.extension.cuda_layer_norm_fwd(
             *(DTYPE_CODES[x.dtype], rows, hidden, x.data_ptr(), x.stride(0), *added),
             *(*vector(weight), *vector(bias), *vector(x_bias), eps),
@@ -43,7 +44,7 @@ def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds):
     sizes = DTYPE_CODES[z.dtype], rows, hidden
     parts = device.extension.cuda_layer_norm_bwd_parts(*sizes, device.multiprocessors(z.device))
     partial = mean.new_empty((parts, 3, hidden) if need.dweight or need.dx_bias else 0)
-    with torch.cuda.device(z.device):
+    with on(z.device):
         device.extension.cuda_layer_norm_bwd(
             *(*sizes, dy.data_ptr(), dy.stride(0), z.data_ptr(), z.stride(0)),
             *(*vector(weight), mean.data_ptr(), rstd.data_ptr()),

@@ -21,6 +21,7 @@ from fastbert.backends.extension import DTYPE_CODES
 from fastbert.ops.activation import CODES
 from fastbert.runtime import dispatch
 from fastbert.runtime.loader import address
+from fastbert.runtime.streams import on
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -91,7 +92,7 @@ def product(
     partial = a.new_empty(
         extension.cuda_linear_partial(rows, columns, plan[1], *options), dtype=torch.float32
     )
-    with torch.cuda.device(a.device):
+    with on(a.device):
         extension.cuda_linear_product(
             *(DTYPE_CODES[a.dtype], layout, rows, columns, depth),
             *(address(a), _row_stride(a), address(b), _row_stride(b)),
@@ -144,7 +145,7 @@ def add_sums(sums: Tensor, like: Tensor) -> Tensor:
     """The sum of the rows of `sums` (parts, columns), in `like`'s dtype."""
     parts, columns = sums.shape
     out = like.new_empty(columns)
-    with torch.cuda.device(like.device):
+    with on(like.device):
         device.extension.cuda_linear_add_sums(
             *(DTYPE_CODES[like.dtype], sums.data_ptr(), parts, columns, out.data_ptr()),
             *device.place(like.device),
@@ -163,7 +164,7 @@ def gradient(
         return g, dy.new_empty(0)
     parts = min(rows, _PASS_BLOCKS * device.multiprocessors(dy.device))
     sums = dy.new_empty((parts, out) if need_dbias else 0, dtype=torch.float32)
-    with torch.cuda.device(dy.device):
+    with on(dy.device):
         device.extension.cuda_linear_gradient(
             *(DTYPE_CODES[dy.dtype], rows, out, address(dy)),
             # exact: dy has been rounded already
