@@ -13,6 +13,7 @@ and nothing is NaN or infinite where (a) is finite. Over few elements the bounds
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -216,8 +217,9 @@ def run_case(
     backward: bool = True,
     seed: int = 0,
     pin: Callable[..., AbstractContextManager] = dispatch.use_backend,
+    calls: int = 1,
 ) -> list[Row]:
-    """One case on one backend by the error rule: one row per output and per gradient.
+    """One case on one backend by the error rule: one row per output and per gradient, of each of `calls`.
 
     Gradients are compared only where the backend has the op's backward and the dtype has gradients. `pin` is
     the context manager that makes the backend serve the op.
@@ -234,9 +236,9 @@ def run_case(
     oracle = evaluate(case.oracle, case, inputs, torch.float64, backward, douts)
     eager = evaluate(case.eager, case, inputs, None, backward, douts)
     with pin(**{case.op: backend}):
-        actual = evaluate(case.call, case, inputs, None, backward, douts)
+        found = [evaluate(case.call, case, inputs, None, backward, douts) for _ in range(calls)]
     rows = []
-    for name, truth in oracle.items():
+    for actual, (name, truth) in itertools.product(found, oracle.items()):
         floor = case.floor(inputs, name) if dtype not in HALF else 0.0
         *errors, reason = compare(actual[name], eager[name], truth, dtype, floor)
         rows.append(
@@ -302,7 +304,8 @@ def verify(
 def self_check(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Run the op's tiny cases on one backend and device, with their backward if there is one.
 
-    On a GPU `gpu_cases` run as well. Other threads that call the op during the check do not get the backend
+    On a GPU `gpu_cases` run as well, and all run twice: a launch that is like an earlier one goes another way
+    (kernels/launch.py). Other threads that call the op during the check do not get the backend
     on trial.
 
     Returns:
@@ -311,8 +314,9 @@ def self_check(op: str, backend: str, device: torch.device, dtype: torch.dtype) 
     Raises:
         Exception: whatever the backend raises.
     """
-    for case in small_cases(op) + (gpu_cases(op) if device.type == "cuda" else []):
-        for row in run_case(case, backend, dtype, device, pin=dispatch.trial):
+    on_gpu = device.type == "cuda"
+    for case in small_cases(op) + (gpu_cases(op) if on_gpu else []):
+        for row in run_case(case, backend, dtype, device, pin=dispatch.trial, calls=2 if on_gpu else 1):
             if not row.passed:
                 return f"{row.case} {row.quantity}: {row.reason}"
     return None

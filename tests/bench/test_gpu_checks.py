@@ -125,9 +125,11 @@ def test_poisoned_memory_is_nan_and_only_within():
 
 def test_unwritten_rows_show_even_where_memory_held_the_right_values(check, monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        testing, "run_case", lambda *args, **_: seen.append(torch.are_deterministic_algorithms_enabled()) or []
-    )
+
+    def run_case(*_, **__):
+        return seen.append(torch.are_deterministic_algorithms_enabled()) or []
+
+    monkeypatch.setattr(testing, "run_case", run_case)
     run(checks.correctness, check)
     assert seen == [True]
 

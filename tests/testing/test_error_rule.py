@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fastbert import testing
+from fastbert.testing import error_rule
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -178,3 +179,34 @@ def test_a_broken_backward_fails_its_cases(op, monkeypatch):
         failed = {row.quantity for row in rows if not row.passed}
         exact = {"dresidual"} if op == "linear" else set()  # computed by the op, not by the backend
         assert failed == {row.quantity for row in rows if row.quantity.startswith("d")} - exact
+
+
+def test_a_backend_that_is_wrong_from_its_second_call_on_fails(monkeypatch):
+    """As a kept launch could be: a self-check on a GPU makes two calls of every case."""
+    from fastbert.backends import aten
+
+    good, calls = aten.linear_fwd, []
+
+    def later(*args):
+        calls.append(args)
+        y, pre = good(*args)
+        return (y if len(calls) % 2 else y * 1.01), pre
+
+    monkeypatch.setattr(aten, "linear_fwd", later)
+    case = testing.small_cases("linear")[0]
+    once, twice = (testing.run_case(case, "aten", torch.float32, calls=n, backward=False) for n in (1, 2))
+    assert [row.passed for row in once] == [True]
+    calls.clear()
+    assert [row.passed for row in testing.run_case(case, "aten", torch.float32, calls=2, backward=False)] == [
+        True,
+        False,
+    ]
+    assert [row.quantity for row in twice] == ["y", "y"]
+
+
+@pytest.mark.parametrize(("device", "calls"), [("cpu", 1), ("cuda", 2)])
+def test_a_self_check_on_a_gpu_calls_twice(device, calls, monkeypatch):
+    asked = []
+    monkeypatch.setattr(error_rule, "run_case", lambda *_, **options: asked.append(options["calls"]) or [])
+    assert error_rule.self_check("linear", "aten", torch.device(device), torch.float32) is None
+    assert set(asked) == {calls}
