@@ -67,9 +67,9 @@ bool cuda_linear_hopper(int device);
 
 // All return nullptr, or the text of the error. Nothing waits for the device.
 const char* cuda_linear_product(const LinearProduct& args, int device, std::uintptr_t stream);
-// By at most `blocks` blocks of the kernel for compute capability 9.0 (linear_hopper.cuh): forward with GELU,
-// without a residual. columns are a multiple of 8, c and pre lie on 16 bytes and bias on 4. It reads neither
-// `partial` nor `tile_rows` and `parts`.
+// By at most `blocks` blocks of the kernel for compute capability 9.0 (linear_hopper.cuh): forward with GELU
+// that is not exact, or GELU-tanh, without a residual. columns are a multiple of 8, c and pre lie on 16 bytes
+// and bias on 4. It reads neither `partial` nor `tile_rows` and `parts`.
 const char* cuda_linear_hopper_product(const LinearProduct& args, int blocks, int device,
                                        std::uintptr_t stream);
 const char* cuda_linear_gradient(const LinearGradient& args, int device, std::uintptr_t stream);

@@ -17,8 +17,12 @@ struct CheapGelu {
     }
 };
 
-template <class T>
-constexpr auto* kHopperKernel = hopper_kernel<T, CheapGelu>;
+struct GeluTanh {
+    template <class T>
+    static __device__ __forceinline__ float of(float z) {
+        return gelu_tanh<T>(z);
+    }
+};
 
 // cuTensorMapEncodeTiled, from the driver that runs: the library is not linked with it.
 using Encode = decltype(&cuTensorMapEncodeTiled);
@@ -73,7 +77,9 @@ const char* hopper_product(const LinearProduct& args, int blocks, std::uintptr_t
     const HopperArguments own{static_cast<int>(args.rows), static_cast<int>(args.columns),
                               static_cast<int>(args.depth), args.bias, args.pre != nullptr};
     const auto grid = static_cast<unsigned>(tiles < blocks ? tiles : blocks);
-    return launch_shared(kHopperKernel<T>, dim3(grid), dim3(Tile::kThreads), Tile::kBytes, stream, maps, own);
+    const auto kernel =
+        args.activation == Activation::kGelu ? hopper_kernel<T, CheapGelu> : hopper_kernel<T, GeluTanh>;
+    return launch_shared(kernel, dim3(grid), dim3(Tile::kThreads), Tile::kBytes, stream, maps, own);
 }
 
 bool runs_hopper(int device) {
@@ -83,7 +89,7 @@ bool runs_hopper(int device) {
         cudaSetDevice(device) == cudaSuccess &&
         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
-        cudaFuncGetAttributes(&kernel, kHopperKernel<bf16>) == cudaSuccess;
+        cudaFuncGetAttributes(&kernel, hopper_kernel<bf16, CheapGelu>) == cudaSuccess;
     if (!known) cudaGetLastError();  // the next launch must not meet it
     // Compiled for anything but sm_90a, the kernel is empty and has no barriers in shared memory.
     return known && major == 9 && minor == 0 && kernel.sharedSizeBytes > 0 && encode() != nullptr;
@@ -111,9 +117,10 @@ const char* cuda_linear_hopper_product(const LinearProduct& args, int blocks, in
     if (args.rows == 0 || args.columns == 0) return nullptr;
     if (args.rows > kMost || args.columns > kMost || args.depth > kMost)
         return "rows, columns, depth: less than 2**31 - 256";
-    if (args.layout != Layout::kForward || args.activation != Activation::kGelu || args.exact ||
+    const bool gelu = args.activation == Activation::kGelu && !args.exact;
+    if (args.layout != Layout::kForward || (!gelu && args.activation != Activation::kGeluTanh) ||
         args.residual != nullptr || args.slope_at != nullptr)
-        return "expected a forward product with GELU, not exact, without a residual";
+        return "expected a forward product with GELU, not exact, or GELU-tanh, without a residual";
     if (args.depth < 1 || args.depth % 8 != 0 || args.columns % 8 != 0)
         return "depth, columns: multiples of 8";
     if (!cuda::aligned(args.a) || !cuda::aligned(args.b) || !cuda::aligned(args.c) ||

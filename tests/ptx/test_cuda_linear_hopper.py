@@ -34,9 +34,9 @@ def call(emulated, *args):
     return emulated.launcher(launchers.hopper_product)(*args)
 
 
-def close_to_gelu(y, z):
+def close_to_activated(y, z, activation="gelu"):
     """The cheap GELU is off by at most 7.1e-5, and y is rounded once."""
-    truth = activate_ref(z.double(), "gelu")
+    truth = activate_ref(z.double(), activation)
     step = torch.finfo(y.dtype).eps * truth.abs().clamp_min(torch.finfo(y.dtype).tiny)
     return ((y.double() - truth).abs() <= 1e-4 + step / 2).all()
 
@@ -51,14 +51,16 @@ def test_integers_are_exact(emulated, shape, schedule, seed):
         x, weight = (whole_numbers(n, depth, dtype=dtype, most=1, seed=n) for n in (rows, columns))
         bias = whole_numbers(columns, dtype=dtype, most=1, seed=3)
         z = x.float() @ weight.float().T + bias.float()
-        y, pre = call(emulated, x, weight, bias, True, blocks)
+        y, pre = call(emulated, x, weight, bias, "gelu", True, blocks)
         assert torch.equal(pre, z.to(dtype))
-        assert close_to_gelu(y, z)
-        again, none = call(emulated, x, weight, bias, False, blocks)
+        assert close_to_activated(y, z)
+        again, none = call(emulated, x, weight, bias, "gelu", False, blocks)
         assert_same_bits(again, y)
         assert none.shape == (0,)
         z = x.float() @ weight.float().T
-        assert torch.equal(call(emulated, x, weight, None, True, blocks)[1], z.to(dtype))
+        y, pre = call(emulated, x, weight, None, "gelu_tanh", True, blocks)
+        assert torch.equal(pre, z.to(dtype))
+        assert close_to_activated(y, z, "gelu_tanh")
     tiles = -(-rows // 128) * -(-columns // 192)
     assert {launch.grid for launch in emulated.launches} == {(min(tiles, blocks), 1, 1)}
     assert all("hopper_kernel" in launch.kernel for launch in emulated.launches)
@@ -69,7 +71,7 @@ def test_every_schedule_returns_the_same_bits(emulated):
     found = []
     for schedule, seed, blocks in (("late", 0, 1), ("early", 1, 1), ("late", 3, 2), ("early", 4, 3)):
         emulated.schedule, emulated.seed = schedule, seed
-        found.append(call(emulated, x, weight, None, True, blocks))
+        found.append(call(emulated, x, weight, None, "gelu", True, blocks))
     for y, pre in found[1:]:
         assert_same_bits(y, found[0][0])
         assert_same_bits(pre, found[0][1])
@@ -82,7 +84,7 @@ def test_rows_among_poison(emulated, gap):
     x, _ = strided_rows(133, 72, dtype, gap, seed=1)
     weight, _ = strided_rows(208, 72, dtype, gap, seed=2)
     bias = randn(210, dtype=dtype)[2:]  # on 4 bytes
-    y, pre = call(emulated, x, weight, bias, True, 1)
+    y, pre = call(emulated, x, weight, bias, "gelu", True, 1)
     z = x.double() @ weight.double().T + bias.double()
     assert_rounds_to(pre, z, 64)
     # the cheap GELU is off by at most 7.1e-5
@@ -95,7 +97,7 @@ def test_what_is_not_finite_stays_in_its_row(emulated):
     x[126:, 0] = bad
     weight = torch.zeros(24, 64, dtype=torch.bfloat16)
     weight[:, 0] = 1
-    y, pre = call(emulated, x, weight, None, True, 1)
+    y, pre = call(emulated, x, weight, None, "gelu", True, 1)
     assert torch.isfinite(y[:126]).all()
     assert_same_bits(pre[127:], x[127:, :1].expand(-1, 24))
     assert torch.isnan(pre[126]).all()
@@ -112,6 +114,7 @@ def test_what_is_not_finite_stays_in_its_row(emulated):
     "case",
     (
         linear_cases.LinearCase(520, 264, 200, "gelu"),
+        linear_cases.LinearCase(513, 256, 200, "gelu_tanh"),
         feed_forward_cases.FeedForwardCase(513, 256, 264, 40),
     ),
     ids=repr,
@@ -146,10 +149,12 @@ def test_which_calls_it_serves(emulated, monkeypatch):
     assert not serves(x, weight, torch.zeros(193, dtype=torch.bfloat16)[1:], "gelu")
     assert not serves(x[:1].expand(512, -1), weight, bias, "gelu")
     assert not serves(x, weight[:1].expand(192, -1), bias, "gelu")
-    for activation in (None, "relu", "gelu_tanh"):
+    for activation in (None, "relu", "silu", "tanh"):
         assert not serves(x, weight, bias, activation)
+    assert serves(x, weight, bias, "gelu_tanh")
     monkeypatch.setattr(launchers, "EXACT_GELU", True)
     assert not serves(x, weight, bias, "gelu")
+    assert serves(x, weight, bias, "gelu_tanh")
     monkeypatch.setattr(launchers, "EXACT_GELU", False)
     monkeypatch.setattr(device, "is_hopper", lambda _: False)
     assert not serves(x, weight, bias, "gelu")
@@ -192,6 +197,7 @@ def arguments(a, **changes):
         ({"pre": 8}, "on 16 bytes"),
         ({"bias": 2}, "bias: on 4 bytes"),
         ({"activation": 0}, "expected a forward product with GELU"),
+        ({"activation": CODES["relu"]}, "expected a forward product with GELU"),
         ({"exact": True}, "expected a forward product with GELU"),
         ({"blocks": 0}, "blocks: at least 1"),
         ({"device": 1}, "no such kernel"),
@@ -209,7 +215,7 @@ def test_refusals(emulated, changes, message):
 
 def test_no_rows(emulated):
     x, weight = torch.empty(0, 256, dtype=torch.bfloat16), torch.ones(16, 256, dtype=torch.bfloat16)
-    y, pre = call(emulated, x, weight, None, True)
+    y, pre = call(emulated, x, weight, None, "gelu", True)
     assert y.shape == pre.shape == (0, 16)
     assert emulated.launches == []
 

@@ -35,6 +35,7 @@ _PASS_BLOCKS = 4
 _MANY_ROWS = 512
 # The least depth for the kernel of compute capability 9.0: its ring is filled once.
 _HOPPER_DEPTH = 256
+_HOPPER_ACTIVATIONS = ("gelu", "gelu_tanh")
 
 
 def _wants_exact_gelu() -> bool:
@@ -108,8 +109,8 @@ def product(
 def hopper_serves(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> bool:
     """Whether `hopper_product` is for this call; x and weight lie in chunks."""
     return (
-        activation == "gelu"
-        and not EXACT_GELU
+        activation in _HOPPER_ACTIVATIONS
+        and not (activation == "gelu" and EXACT_GELU)
         and x.shape[0] >= _MANY_ROWS
         and x.shape[1] >= _HOPPER_DEPTH
         # a tensor map has no rows that overlap
@@ -121,9 +122,14 @@ def hopper_serves(x: Tensor, weight: Tensor, bias: Tensor | None, activation: st
 
 
 def hopper_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, save: bool, blocks: int | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    save: bool,
+    blocks: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(gelu(x weightT + bias), the activation's argument where `save`) on compute capability 9.0.
+    """(act(x weightT + bias), the activation's argument where `save`) on compute capability 9.0.
 
     `blocks`: at most so many take tiles; one per multiprocessor by default.
     """
@@ -134,7 +140,7 @@ def hopper_product(
         device.extension.cuda_linear_hopper_product(
             *(DTYPE_CODES[x.dtype], rows, columns, x.shape[1]),
             *(address(x), _row_stride(x), address(weight), _row_stride(weight)),
-            *(0 if bias is None else address(bias), CODES["gelu"], False),
+            *(0 if bias is None else address(bias), CODES[activation], False),
             *(c.data_ptr(), pre.data_ptr() if save else 0),
             *(device.multiprocessors(x.device) if blocks is None else blocks, *device.place(x.device)),
         )
@@ -190,7 +196,7 @@ def linear_fwd_with(plan, x, weight, bias, activation, residual, save):
     if not in_chunks(x, weight):
         return _following("linear_fwd", x, activation, save)(x, weight, bias, activation, residual, save)
     if plan is None and residual is None and hopper_serves(x, weight, bias, activation):
-        return hopper_product(x, weight, bias, save)
+        return hopper_product(x, weight, bias, activation, save)
     exact = activation == "gelu" and EXACT_GELU
     if plan is None and x.shape[0] >= _MANY_ROWS and not exact and device.has_group_products(x.device):
         return _following("linear_fwd", x, activation, save)(x, weight, bias, activation, residual, save)
