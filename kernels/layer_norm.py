@@ -327,7 +327,8 @@ def layer_norm_fwd(inputs: "LayerNormInputs", save: bool) -> tuple[Tensor, Tenso
     """(y, z, mean, rstd): the contract of `fastbert.ops.layer_norm.layer_norm_fwd`."""
     x = inputs.x
     device = tuning.device_of(x.device)
-    config = config_for(tuning.bucket(x.shape[0]), x.shape[1], inputs.dropout_p > 0, x.dtype, device)
+    dtype = x.dtype if inputs.residual is None else inputs.residual.dtype
+    config = config_for(tuning.bucket(x.shape[0]), x.shape[1], inputs.dropout_p > 0, dtype, device)
     return layer_norm_fwd_with(config, inputs, save)
 
 
@@ -340,8 +341,9 @@ def layer_norm_fwd_with(
     seed = seed if dropout_p > 0 else None
     save_z = save and (residual is not None or x_bias is not None or seed is not None)
     wide = hidden > FWD_ONE_BLOCK
-    y = torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
-    z = torch.empty_like(y) if save_z else x.new_empty((0,))
+    dtype = x.dtype if residual is None else residual.dtype
+    y = torch.empty((rows, hidden), dtype=dtype, device=x.device)
+    z = torch.empty_like(y) if save_z else y.new_empty((0,))
     mean = x.new_empty((rows if save or wide else 0,), dtype=torch.float32)
     rstd = torch.empty_like(mean)
     if rows > 0:
@@ -406,11 +408,12 @@ def layer_norm_bwd_with(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`layer_norm_bwd` with a given config, for the tuner and the tests."""
     z, weight, mean, rstd, dropout_p, seed, offset = saved
-    need_dx, need_dweight, need_dxbias, need_dresidual = need
+    need_dx, need_dweight, need_dxbias, need_dresidual, x_dtype = need
+    x_dtype = x_dtype or z.dtype
     rows, hidden = dy.shape
     seed = seed if dropout_p > 0 else None
-    own_dresidual = need_dresidual and (seed is not None or not need_dx)
-    dx = torch.empty((rows, hidden) if need_dx else (0,), dtype=dy.dtype, device=dy.device)
+    own_dresidual = need_dresidual and (seed is not None or not need_dx or x_dtype != z.dtype)
+    dx = torch.empty((rows, hidden) if need_dx else (0,), dtype=x_dtype, device=dy.device)
     dresidual = torch.empty((rows, hidden) if own_dresidual else (0,), dtype=dy.dtype, device=dy.device)
     sums = [
         dy.new_zeros((hidden if needed else 0,), dtype=torch.float32)  # zeros: the sums over no rows

@@ -5,7 +5,8 @@
 // Tiling     Eight columns per thread, as many threads as the row needs (hidden <= 4096). A block walks over
 //            rows in a grid-stride loop, with the next row's loads in flight and its column sums in
 //            registers. A looped kernel takes all other rows.
-// Precision  float.
+// Precision  float. dx is stored as X, all else of the rows as T: X differs where x was of half precision and
+//            the residual float.
 // Saved      nothing; the dropout bits are drawn again.
 // Sums       Each block writes its column sums; a second kernel adds them in a fixed order: no atomics,
 //            repeats are bit-equal.
@@ -46,7 +47,7 @@ template <int kItemSize>
 constexpr int kResident = kItemSize == 4 ? 600 : 800;
 
 // kMaxThreads: 256 for hidden <= 2048, where a block may hold several rows; 512 up to 4096, one row.
-template <class T, int kMaxThreads>
+template <class T, class X, int kMaxThreads>
 __global__ void __launch_bounds__(kMaxThreads, kMaxThreads == 256 ? kResident<sizeof(T)> / 256 : 1)
     backward_kernel(LayerNormBwd args, float* partial) {
     constexpr int N = kPack<T>, kPacks = kColumns / N;
@@ -112,16 +113,9 @@ __global__ void __launch_bounds__(kMaxThreads, kMaxThreads == 256 ? kResident<si
             sums[1][i] += dy[i];
         }
         const std::int64_t at = row * args.hidden + column;
-        if (args.dresidual != nullptr) {
-#pragma unroll
-            for (int p = 0; p < kPacks; ++p)
-                store_pack(static_cast<T*>(args.dresidual) + at + p * N, dz + p * N);
-        }
+        if (args.dresidual != nullptr) store_values<kColumns>(static_cast<T*>(args.dresidual) + at, dz);
         if (args.dropout.seed != nullptr) drop<kColumns>(args.dropout, seed, row, column, dz);
-        if (args.dx != nullptr) {
-#pragma unroll
-            for (int p = 0; p < kPacks; ++p) store_pack(static_cast<T*>(args.dx) + at + p * N, dz + p * N);
-        }
+        if (args.dx != nullptr) store_values<kColumns>(static_cast<X*>(args.dx) + at, dz);
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) sums[2][i] += dz[i];
     }
@@ -156,7 +150,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMaxThreads == 256 ? kResident<si
 // Any hidden size, any alignment. A thread owns its columns of the block's partial sums, which are in memory.
 // In a row of one column g - mean(g) must be 0: so g is rounded in both, where a multiply-add would keep g's
 // rounding, times an rstd of 1 / sqrt(eps).
-template <class T>
+template <class T, class X>
 __global__ void __launch_bounds__(kRowThreads) backward_looped_kernel(LayerNormBwd args, float* partial) {
     __shared__ float slots[2][kRowThreads / kWarp][2];
     const float inverse = 1.0f / static_cast<float>(args.hidden);
@@ -185,7 +179,7 @@ __global__ void __launch_bounds__(kRowThreads) backward_looped_kernel(LayerNormB
             const float dz = (g - mean_g - x_hat * mean_gx) * rstd;
             const float dx = args.dropout.seed != nullptr ? drop_one(args.dropout, row, j, dz) : dz;
             if (args.dresidual != nullptr) narrow(dz, static_cast<T*>(args.dresidual)[row * args.hidden + j]);
-            if (args.dx != nullptr) narrow(dx, static_cast<T*>(args.dx)[row * args.hidden + j]);
+            if (args.dx != nullptr) narrow(dx, static_cast<X*>(args.dx)[row * args.hidden + j]);
             if (sums != nullptr) {
                 sums[j] += grad * x_hat;
                 sums[args.hidden + j] += grad;
@@ -234,7 +228,7 @@ Block backward_block(std::int64_t hidden) {
     return {threads, threads <= 256 ? 256 / threads : 1};
 }
 
-template <class T>
+template <class T, class X = T>
 const char* backward(const LayerNormBwd& args, float* partial, std::int64_t parts, std::uintptr_t stream) {
     const std::int64_t hidden = args.hidden;
     const bool vectors = hidden <= kBackwardHidden && hidden % kColumns == 0 &&
@@ -242,11 +236,11 @@ const char* backward(const LayerNormBwd& args, float* partial, std::int64_t part
                          aligned(args.weight) && cuda::aligned(args.dx) && cuda::aligned(args.dresidual) &&
                          cuda::aligned(partial);
     const dim3 grid(static_cast<unsigned>(parts));
-    if (!vectors) return launch(backward_looped_kernel<T>, grid, dim3(kRowThreads), stream, args, partial);
+    if (!vectors) return launch(backward_looped_kernel<T, X>, grid, dim3(kRowThreads), stream, args, partial);
     const Block block = backward_block(hidden);
     const dim3 threads(block.threads, block.rows);
-    if (block.threads <= 256) return launch(backward_kernel<T, 256>, grid, threads, stream, args, partial);
-    return launch(backward_kernel<T, 512>, grid, threads, stream, args, partial);
+    if (block.threads <= 256) return launch(backward_kernel<T, X, 256>, grid, threads, stream, args, partial);
+    return launch(backward_kernel<T, X, 512>, grid, threads, stream, args, partial);
 }
 
 }  // namespace
@@ -266,14 +260,23 @@ std::int64_t cuda_layer_norm_bwd_parts(int dtype, std::int64_t rows, std::int64_
 }
 
 const char* cuda_layer_norm_bwd(const LayerNormBwd& args, std::uintptr_t partial_address, std::int64_t parts,
-                                int device, std::uintptr_t stream) {
+                                int dx_dtype, int device, std::uintptr_t stream) {
     if (const cudaError_t error = cudaSetDevice(device)) return cudaGetErrorString(error);
     float* partial = reinterpret_cast<float*>(partial_address);
     if (args.rows > 0) {
         const char* reason = nullptr;
         switch (args.dtype) {
             case DType::kFloat32:
-                reason = cuda::backward<float>(args, partial, parts, stream);
+                switch (static_cast<DType>(dx_dtype)) {
+                    case DType::kFloat32:
+                        reason = cuda::backward<float>(args, partial, parts, stream);
+                        break;
+                    case DType::kBFloat16:
+                        reason = cuda::backward<float, bf16>(args, partial, parts, stream);
+                        break;
+                    default:
+                        reason = cuda::backward<float, fp16>(args, partial, parts, stream);
+                }
                 break;
             case DType::kBFloat16:
                 reason = cuda::backward<bf16>(args, partial, parts, stream);

@@ -58,6 +58,32 @@ def test_outputs_are_correctly_rounded(backend, dtype):
     assert (y == right).double().mean() >= 0.999
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", HALF, ids=name)
+@pytest.mark.parametrize("hidden", [8, 33, 96])  # a narrow row is promoted
+def test_half_precision_beside_a_float32_residual(backend, dtype, dropout_p, hidden):
+    """As if it were cast to float32, to the bit; its gradient is in half precision and rounded once."""
+    w, b, xb = (randn(hidden, grad=True) for _ in range(3))
+    x, r = randn(6, hidden, dtype=dtype, grad=True), randn(6, hidden, grad=True)
+    seed, dy = torch.tensor([5]) if dropout_p else None, randn(6, hidden)
+    options = {"residual": r, "x_bias": xb, "eps": 1e-5, "dropout_p": dropout_p, "seed": seed}
+    leaves = (x, r, w, b, xb)
+    results = []
+    for given in (x, x.float()):
+        y = layer_norm(given, w, b, **options)
+        assert y.dtype == torch.float32
+        assert torch.equal(layer_norm(given.detach(), w, b, **options), y)
+        results.append((y, *torch.autograd.grad(y, leaves, dy)))
+    for both, cast in zip(*results, strict=True):
+        assert both.dtype == cast.dtype
+        assert torch.equal(both, cast)
+    # dresidual alone, and dx alone
+    y = layer_norm(x, w, b, **options)
+    for i, leaf in enumerate((x, r)):
+        (alone,) = torch.autograd.grad(y, leaf, dy, retain_graph=True)
+        assert torch.equal(alone, results[0][1 + i])
+
+
 def test_reference_is_what_pytorch_defines():
     x, w, b = (randn(*s, dtype=torch.float64) for s in ((5, 12), (12,), (12,)))
     torch.testing.assert_close(layer_norm_ref(x, w, b, eps=1e-5), F.layer_norm(x, (12,), w, b, 1e-5))

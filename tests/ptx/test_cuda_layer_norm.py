@@ -9,7 +9,7 @@ import torch
 
 from fastbert import testing
 from fastbert.ops.dropout import keep_mask_2d
-from fastbert.ops.layer_norm import layer_norm_ref
+from fastbert.ops.layer_norm import LayerNormNeeds, LayerNormSaved, layer_norm_ref
 from fastbert.testing.op_cases.layer_norm import CASES, LayerNormCase
 from tests.support.cpu_truth import assert_rounds_to, randn, strided_rows
 from tests.support.launchers import layer_norm_bwd, layer_norm_fwd
@@ -50,8 +50,25 @@ def test_error_rule_with_multiply_adds(emulated, case, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("hidden", WIDTHS)
 def test_every_width(emulated, hidden, dtype):
-    case = LayerNormCase(5, hidden, residual=True, x_bias=True, dropout_p=0.25)
-    assert broken_rules(case, dtype) == []
+    for half_x in (False, True)[: 1 + (dtype == torch.float32)]:
+        case = LayerNormCase(5, hidden, residual=True, x_bias=True, dropout_p=0.25, half_x=half_x)
+        assert broken_rules(case, dtype) == []
+
+
+@pytest.mark.parametrize("p", (0.0, 0.25))
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("hidden", (*WIDTHS, 9))
+def test_half_precision_beside_float32_is_as_if_cast(emulated, hidden, dtype, p):
+    """To the bit in each kernel, whose packs of x are 8 values and whose packs of the residual are 4."""
+    x, (residual, dy) = randn(5, hidden, dtype=dtype), (randn(5, hidden, seed=s) for s in (2, 3))
+    mixed, cast = (both_ways(emulated.backend, given, residual, dy, p=p) for given in (x, x.float()))
+    assert mixed[4].dtype == dtype
+    for a, b in zip(mixed, cast, strict=True):
+        # without dropout dresidual is dx where both have one dtype
+        b = cast[4] if b.numel() == 0 else b
+        if hidden % 8 == 0:
+            assert torch.equal(a, b.to(a.dtype))
+        torch.testing.assert_close(a, b.to(a.dtype), rtol=2**-6 if a.dtype == dtype else 1e-5, atol=1e-5)
 
 
 def test_every_kernel_is_launched(emulated):
@@ -63,6 +80,8 @@ def test_every_kernel_is_launched(emulated):
         )
         needs = (True, True, False, False)
         layer_norm_bwd(emulated.backend, x, x, weight, mean, rstd, 0, None, 0, *needs)
+        if dtype != torch.float32:
+            both_ways(emulated.backend, x, x.float(), x.float())
     ours = {name for name in emulated.library.names if "layer_norm" in name}
     assert ours
     assert {launch.kernel for launch in emulated.launches} == ours
@@ -73,7 +92,8 @@ def both_ways(backend, x, residual, dy, parameters=None, *, p=0.25):
     hidden, seed = x.shape[1], SEED if p else None
     weight, bias, x_bias = parameters or (randn(hidden, seed=s) for s in (4, 5, 6))
     y, z, mean, rstd = layer_norm_fwd(backend, x, weight, bias, residual, x_bias, 1e-5, p, seed, 9, True)
-    grads = layer_norm_bwd(backend, dy, z, weight, mean, rstd, p, seed, 9, True, True, True, True)
+    need = LayerNormNeeds(True, True, True, True, x.dtype)
+    grads = backend.layer_norm_bwd(dy, LayerNormSaved(z, weight, mean, rstd, p, seed, 9), need)
     return y, z, mean, rstd, *grads
 
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from fastbert.ops.checks import FLOATS, compute_dtype
 from fastbert.ops.dropout import keep_mask_2d
-from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
+from fastbert.ops.layer_norm import (
+    LayerNormInputs,
+    LayerNormNeeds,
+    LayerNormSaved,
+    own_dresidual,
+    storage_dtype,
+)
 
 DTYPES = FLOATS
 
@@ -26,11 +32,12 @@ def layer_norm_fwd(inputs: LayerNormInputs, save):
     if bias is not None:
         y = y + bias.to(compute)
     empty = x.new_empty(0)
-    y = y.to(x.dtype)
+    dtype = storage_dtype(inputs)
+    y = y.to(dtype)
     if not save:
         return y, empty, mean.new_empty(0), mean.new_empty(0)
     summed = residual is not None or x_bias is not None or dropout_p > 0
-    return y, z.to(x.dtype) if summed else empty, mean, rstd
+    return y, z.to(dtype) if summed else empty, mean, rstd
 
 
 def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds):
@@ -44,8 +51,8 @@ def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds):
     if dropout_p > 0:
         dx = dz * keep_mask_2d(seed, offset, *z.shape, dropout_p) / (1.0 - dropout_p)
     return (
-        dx.to(z.dtype) if need.dx else z.new_empty(0),
-        dz.to(z.dtype) if need.dresidual and (dropout_p > 0 or not need.dx) else z.new_empty(0),
+        dx.to(need.x_dtype or z.dtype) if need.dx else z.new_empty(0),
+        dz.to(z.dtype) if own_dresidual(saved, need) else z.new_empty(0),
         (dy * x_hat).sum(0) if need.dweight else mean.new_empty(0),
         dy.sum(0) if need.dweight else mean.new_empty(0),
         dx.sum(0) if need.dx_bias else mean.new_empty(0),

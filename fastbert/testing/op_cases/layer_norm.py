@@ -25,7 +25,7 @@ def steepness(z: torch.Tensor) -> float:
 
 @dataclass(frozen=True, repr=False)
 class LayerNormCase(Case):
-    """`rows` x `hidden`, with the op's options."""
+    """`rows` x `hidden`, with the op's options; `half_x`: beside float32 `x` alone is in bfloat16."""
 
     rows: int
     hidden: int
@@ -33,6 +33,7 @@ class LayerNormCase(Case):
     x_bias: bool = False
     dropout_p: float = 0.0
     bias: bool = True
+    half_x: bool = False
 
     op = "layer_norm"
     grad_inputs = ("x", "weight", "bias", "residual", "x_bias")
@@ -42,6 +43,7 @@ class LayerNormCase(Case):
         options = [n for n in ("residual", "x_bias") if getattr(self, n)]
         options += ["dropout"] if self.dropout_p else []
         options += [] if self.bias else ["no_bias"]
+        options += ["half_x"] if self.half_x else []
         return "-".join([f"{self.rows}x{self.hidden}", *options])
 
     def inputs(self, dtype, device, seed=0):
@@ -52,7 +54,7 @@ class LayerNormCase(Case):
 
         shape = (self.rows, self.hidden)
         return {
-            "x": randn(*shape),
+            "x": randn(*shape).to(torch.bfloat16 if self.half_x and dtype == torch.float32 else dtype),
             "weight": 1 + 0.1 * randn(self.hidden),
             "bias": 0.1 * randn(self.hidden) if self.bias else None,
             "residual": randn(*shape) if self.residual else None,
@@ -114,8 +116,12 @@ class LayerNormCase(Case):
 SMALL = [
     LayerNormCase(5, 96),
     LayerNormCase(3, 100, residual=True, x_bias=True, dropout_p=0.25),
+    LayerNormCase(4, 72, residual=True, x_bias=True, half_x=True),  # training under autocast
 ]
-ON_GPU = [LayerNormCase(33, 768, residual=True, x_bias=True, dropout_p=0.1)]  # the blocks of base and large
+ON_GPU = [  # the blocks of base and large
+    LayerNormCase(33, 768, residual=True, x_bias=True, dropout_p=0.1),
+    LayerNormCase(33, 768, residual=True, x_bias=True, dropout_p=0.1, half_x=True),
+]
 CASES = [
     *SMALL,
     LayerNormCase(1, 1),  # variance 0: rstd = 1/sqrt(eps)
@@ -130,6 +136,9 @@ CASES = [
     LayerNormCase(33, 1024, residual=True, bias=False),
     LayerNormCase(130, 31, x_bias=True),  # no multiple of a vector
     LayerNormCase(3, 4099),  # beyond one block of most kernels
+    LayerNormCase(64, 768, residual=True, x_bias=True, dropout_p=0.1, half_x=True),
+    LayerNormCase(9, 33, residual=True, x_bias=True, dropout_p=0.25, half_x=True),
+    LayerNormCase(3, 4099, residual=True, half_x=True),
 ]
 
 
