@@ -9,7 +9,7 @@ import torch
 
 from fastbert import testing
 from fastbert.ops.dropout import keep_mask_2d
-from fastbert.ops.layer_norm import LayerNormNeeds, LayerNormSaved, layer_norm_ref
+from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved, layer_norm_ref
 from fastbert.testing.op_cases.layer_norm import CASES, LayerNormCase
 from tests.support.cpu_truth import assert_rounds_to, randn, strided_rows
 from tests.support.launchers import layer_norm_bwd, layer_norm_fwd
@@ -59,16 +59,29 @@ def test_every_width(emulated, hidden, dtype):
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("hidden", (*WIDTHS, 9))
 def test_half_precision_beside_float32_is_as_if_cast(emulated, hidden, dtype, p):
-    """To the bit in each kernel, whose packs of x are 8 values and whose packs of the residual are 4."""
+    """In each kernel; packs of x are 8 values and packs of the residual 4. y twice is y cast."""
     x, (residual, dy) = randn(5, hidden, dtype=dtype), (randn(5, hidden, seed=s) for s in (2, 3))
-    mixed, cast = (both_ways(emulated.backend, given, residual, dy, p=p) for given in (x, x.float()))
-    assert mixed[4].dtype == dtype
-    for a, b in zip(mixed, cast, strict=True):
-        # without dropout dresidual is dx where both have one dtype
-        b = cast[4] if b.numel() == 0 else b
-        if hidden % 8 == 0:
-            assert torch.equal(a, b.to(a.dtype))
-        torch.testing.assert_close(a, b.to(a.dtype), rtol=2**-6 if a.dtype == dtype else 1e-5, atol=1e-5)
+    once = both_ways(emulated.backend, x, residual, dy, p=p)
+    inputs = LayerNormInputs(
+        x, *(randn(hidden, seed=s) for s in (4, 5)), residual, randn(hidden, seed=6), 1e-5
+    )
+    inputs = inputs._replace(dropout_p=p, seed=SEED if p else None, offset=9)
+    *same, rounded = emulated.backend.layer_norm_fwd(inputs, True, True)
+    assert all(torch.equal(a, b) for a, b in zip(same, once[:4], strict=True))
+    assert torch.equal(rounded, same[0].to(dtype))
+    saved = LayerNormSaved(same[1], inputs.weight, *same[2:], p, inputs.seed, 9)
+    need, drounded = LayerNormNeeds(True, True, True, True, dtype), randn(5, hidden, dtype=dtype, seed=7)
+    ours = emulated.backend.layer_norm_bwd(dy, saved, need, drounded)
+    summed = emulated.backend.layer_norm_bwd(dy + drounded, saved, need)
+    assert all(torch.equal(a, b) for a, b in zip(ours, summed, strict=True))
+    # Backward's columns per thread are those of float32: the same bits. Forward adds in another order.
+    cast = emulated.backend.layer_norm_bwd(dy, saved, need._replace(x_dtype=None))
+    cast = cast if p else (cast[0], cast[0], *cast[2:])
+    for a, b in zip(once[4:], cast, strict=True):
+        assert torch.equal(a, b.to(a.dtype))
+    for a, b in zip(same, both_ways(emulated.backend, x.float(), residual, dy, p=p), strict=False):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert torch.equal(same[1], both_ways(emulated.backend, x.float(), residual, dy, p=p)[1])
 
 
 def test_every_kernel_is_launched(emulated):

@@ -19,7 +19,7 @@ from fastbert.ops.layer_norm import (
 DTYPES = FLOATS
 
 
-def layer_norm_fwd(inputs: LayerNormInputs, save):
+def layer_norm_fwd(inputs: LayerNormInputs, save, rounded=False):
     x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset = inputs
     # The sum is taken in float32 and normalised unrounded; native_layer_norm then needs no second cast.
     stats = compute_dtype(x)
@@ -46,18 +46,21 @@ def layer_norm_fwd(inputs: LayerNormInputs, save):
         y[wrong] = repaired if shift is None else repaired + shift
         mean[wrong], rstd[wrong] = row_mean, row_rstd
     dtype = storage_dtype(inputs)
+    more = (y.to(x.dtype),) if rounded else ()
     y = y.to(dtype)
     if not save:
-        return y, x.new_empty(0), mean.new_empty(0), mean.new_empty(0)
-    return y, z.to(dtype) if summed else x.new_empty(0), mean.reshape(-1), rstd.reshape(-1)
+        return y, x.new_empty(0), mean.new_empty(0), mean.new_empty(0), *more
+    return y, z.to(dtype) if summed else x.new_empty(0), mean.reshape(-1), rstd.reshape(-1), *more
 
 
-def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds):
+def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds, drounded=None):
     z, weight, mean, rstd, dropout_p, seed, offset = saved
     if z.shape[1] <= NARROW:
         # PyTorch's z * rstd - mean * rstd cancels where a narrow row makes rstd large.
-        return reference.layer_norm_bwd(dy, saved, need)
+        return reference.layer_norm_bwd(dy, saved, need, drounded)
     stats = compute_dtype(z)
+    if drounded is not None:
+        dy = dy + drounded
     dz, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
         dy.to(stats),
         z.to(stats),

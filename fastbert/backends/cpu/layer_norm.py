@@ -17,10 +17,10 @@ from fastbert.runtime.loader import extension as _C
 DTYPES = STORED
 
 
-def layer_norm_fwd(inputs: LayerNormInputs, save):
+def layer_norm_fwd(inputs: LayerNormInputs, save, rounded=False):
     x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset = inputs
     # the kernel takes one dtype
-    x = x.to(storage_dtype(inputs))
+    x_dtype, x = x.dtype, x.to(storage_dtype(inputs))
     rows, hidden = x.shape
     summed = residual is not None or x_bias is not None or dropout_p > 0
     y = x.new_empty(rows, hidden)
@@ -36,11 +36,13 @@ def layer_norm_fwd(inputs: LayerNormInputs, save):
         *outputs,
         torch.get_num_threads(),
     )
-    return y, z, mean, rstd
+    return (y, z, mean, rstd, y.to(x_dtype)) if rounded else (y, z, mean, rstd)
 
 
-def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds):
+def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds, drounded=None):
     z, weight, mean, rstd, dropout_p, seed, offset = saved
+    if drounded is not None:
+        dy = dy + drounded
     rows, hidden = z.shape
     dx = z.new_empty((rows, hidden) if need.dx else 0)
     dresidual = z.new_empty((rows, hidden) if own_dresidual(saved, need) else 0)

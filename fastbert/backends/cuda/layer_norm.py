@@ -17,7 +17,7 @@ from fastbert.ops.layer_norm import (
 DTYPES = STORED
 
 
-def layer_norm_fwd(inputs: LayerNormInputs, save):
+def layer_norm_fwd(inputs: LayerNormInputs, save, rounded=False):
     x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset = inputs
     rows, hidden = x.shape
     summed = residual is not None or x_bias is not None or dropout_p > 0
@@ -26,6 +26,7 @@ def layer_norm_fwd(inputs: LayerNormInputs, save):
     z = x.new_empty((rows, hidden) if save and summed else 0, dtype=dtype)
     mean = x.new_empty(rows if save else 0, dtype=torch.float32)
     rstd = x.new_empty(rows if save else 0, dtype=torch.float32)
+    more = (torch.empty_like(x, memory_format=torch.contiguous_format),) if rounded else ()
     added = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
     outputs = y.data_ptr(), z.data_ptr(), mean.data_ptr(), rstd.data_ptr()
     with torch.cuda.device(x.device):
@@ -34,13 +35,13 @@ def layer_norm_fwd(inputs: LayerNormInputs, save):
             *(*vector(weight), *vector(bias), *vector(x_bias), eps),
             *dropout(dropout_p, seed, offset),
             *outputs,
-            DTYPE_CODES[x.dtype],
+            *(DTYPE_CODES[x.dtype], more[0].data_ptr() if rounded else 0),
             *device.place(x.device),
         )
-    return y, z, mean, rstd
+    return y, z, mean, rstd, *more
 
 
-def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds):
+def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds, drounded=None):
     z, weight, mean, rstd, dropout_p, seed, offset = saved
     rows, hidden = z.shape
     dx = z.new_empty((rows, hidden) if need.dx else 0, dtype=need.x_dtype)
@@ -58,7 +59,7 @@ def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds):
             *dropout(dropout_p, seed, offset),
             *(t.data_ptr() for t in (dx, dresidual, dweight, dbias, dx_bias, partial)),
             parts,
-            DTYPE_CODES[dx.dtype],
+            *(DTYPE_CODES[dx.dtype], 0 if drounded is None else drounded.data_ptr()),
             *device.place(z.device),
         )
     return dx, dresidual, dweight, dbias, dx_bias

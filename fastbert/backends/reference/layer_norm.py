@@ -15,7 +15,7 @@ from fastbert.ops.layer_norm import (
 DTYPES = FLOATS
 
 
-def layer_norm_fwd(inputs: LayerNormInputs, save):
+def layer_norm_fwd(inputs: LayerNormInputs, save, rounded=False):
     x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset = inputs
     compute = compute_dtype(x)
     z = x.to(compute)
@@ -33,17 +33,20 @@ def layer_norm_fwd(inputs: LayerNormInputs, save):
         y = y + bias.to(compute)
     empty = x.new_empty(0)
     dtype = storage_dtype(inputs)
+    more = (y.to(x.dtype),) if rounded else ()
     y = y.to(dtype)
     if not save:
-        return y, empty, mean.new_empty(0), mean.new_empty(0)
+        return y, empty, mean.new_empty(0), mean.new_empty(0), *more
     summed = residual is not None or x_bias is not None or dropout_p > 0
-    return y, z.to(dtype) if summed else empty, mean, rstd
+    return y, z.to(dtype) if summed else empty, mean, rstd, *more
 
 
-def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds):
+def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds, drounded=None):
     z, weight, mean, rstd, dropout_p, seed, offset = saved
     compute = compute_dtype(z)
     dy, rstd = dy.to(compute), rstd.unsqueeze(1)
+    if drounded is not None:
+        dy = dy + drounded.to(compute)
     x_hat = (z.to(compute) - mean.unsqueeze(1)) * rstd
     g = dy * weight.to(compute)
     dz = rstd * (g - g.mean(1, keepdim=True) - x_hat * (g * x_hat).mean(1, keepdim=True))
