@@ -1,4 +1,4 @@
-"""Faults of the CUDA layer_norm that only its real code shows: races, guards, alignment, launch limits.
+"""Faults of the CUDA layer_norm that only its real code shows: races, guards, alignment, launch limits, fma.
 
 Run on the host with its threads in the order of their indices (tests/cpu/test_layer_norm.py), the kernels
 pass with all of them.
@@ -40,6 +40,8 @@ FAULTS = (
     _fault("rows of any address in registers", "return cuda::aligned(p) && (p == nullptr", "return (p == nullptr", _ROWS),
     _fault("rows of any stride in registers", "(p == nullptr || stride % kPack<T> == 0)", "(p == nullptr || stride != 0)", _ROWS),
     _fault("8 bytes are aligned enough", "reinterpret_cast<std::uintptr_t>(p) % 16 == 0", "reinterpret_cast<std::uintptr_t>(p) % 8 == 0", _COMMON),
+    # what ptxas may make of a product and a sum
+    _fault("g in a multiply-add", "return __fmul_rn(a, b);", "return a * b;", _COMMON),
     # launches that no device takes
     _fault("bounds below the launch: looped", "__global__ void __launch_bounds__(kRowThreads) forward_looped_kernel", "__global__ void __launch_bounds__(kRowThreads / 2) forward_looped_kernel", _FORWARD),
     _fault("bounds below the launch: looped backward", "__launch_bounds__(kRowThreads)\n    backward_looped_kernel", "__launch_bounds__(kWarp)\n    backward_looped_kernel", _BACKWARD),
@@ -59,7 +61,7 @@ SUITE = Suite(
     tests=(
         "tests/ptx/test_cuda_layer_norm.py",
         "-k",
-        "width or order or gaps or addresses or wanted or rows",
+        "width or order or gaps or addresses or wanted or rows or multiply_adds",
     ),
     build=(sys.executable, "-c", _BUILD),
     quick="not slow",

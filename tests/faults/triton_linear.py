@@ -23,8 +23,10 @@ FAULTS = (
     _fault("last tile forgotten", "row_tiles * COL_TILES, tl.num", "row_tiles * COL_TILES - 1, tl.num", _FORWARD),
     _fault("column tiles rounded down", "(OUT + BLOCK_N - 1) // BLOCK_N", "(OUT + BLOCK_N // 2) // BLOCK_N", _FORWARD),
     # masks and offsets
-    _fault("row beyond the last read", "tl.minimum(row_start + tl.arange(0, BLOCK_M), n_rows - 1)", "(row_start + tl.arange(0, BLOCK_M))", _FORWARD),
-    _fault("column beyond the last read", "tl.minimum(col_start + tl.arange(0, BLOCK_N), OUT - 1)", "(col_start + tl.arange(0, BLOCK_N))", _FORWARD),
+    _fault("row beyond the last read", "tl.minimum(row_start + tl.arange(0, acc.shape[0]), n_rows - 1)", "(row_start + tl.arange(0, acc.shape[0]))", _FORWARD),
+    _fault("column beyond the last read", "tl.minimum(col_start + tl.arange(0, acc.shape[1]), OUT - 1)", "(col_start + tl.arange(0, acc.shape[1]))", _FORWARD),
+    _fault("only the last part of a deep sum", "acc += _add_product(", "acc = _add_product(", _FORWARD),
+    _fault("the last part of a deep sum runs on", "last = tl.minimum(first + PART, IN)", "last = tl.minimum(first + PART + BLOCK_K, IN)", _FORWARD),
     _fault("int32 rows of x", "n_rows - 1).to(tl.int64)", "n_rows - 1)", _FORWARD),
     _fault("int32 rows of weight", "OUT - 1).to(tl.int64)", "OUT - 1)", _FORWARD),
     _fault("int32 rows of y", "at = rows.to(tl.int64)[:, None] * y_stride", "at = rows[:, None] * y_stride", _FORWARD),
@@ -120,6 +122,7 @@ FAULTS = (
 # what catches most comes first; node ids keep their order, a whole file would take its own
 _TESTS = (
     "exact_on_small_integers",
+    "parts_of_a_deep_sum",
     "the_heuristic_counts_tiles_of_the_busiest_multiprocessor",
     "only_devices_with_tma_and_aligned_half_precision_get_tma",
     "candidates_are_the_ladder_and_what_fits",

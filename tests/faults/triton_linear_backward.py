@@ -43,8 +43,11 @@ FAULTS = (
     # derivatives
     _fault("gelu without the density", "w = u * 0.3989422804014327 - t * p", "w = 0.0 - t * p", _ACTIVATION),
     _fault("gelu's density without z", "w = u * 0.3989422804014327 - t * p", "w = 0.3989422804014327 - t * p", _ACTIVATION),
-    _fault("gelu's tail with the wrong sign", "z = tl.where(z > 0, 1.0 + d, -d)", "z = tl.where(z > 0, 1.0 + d, d)", _ACTIVATION),
-    _fault("gelu's halves swapped", "z = tl.where(z > 0, 1.0 + d, -d)", "z = tl.where(z < 0, 1.0 + d, -d)", _ACTIVATION),
+    _fault("gelu's tail with the wrong sign", "far = tl.where(z > 0, 1.0 + d, -d)", "far = tl.where(z > 0, 1.0 + d, d)", _ACTIVATION),
+    _fault("gelu's halves swapped", "far = tl.where(z > 0, 1.0 + d, -d)", "far = tl.where(z < 0, 1.0 + d, -d)", _ACTIVATION),
+    _fault("gelu's slope near 0 for bfloat16 alone", "if CHEAP or FEW_DIGITS:", "if CHEAP or not FEW_DIGITS:", _ACTIVATION),
+    _fault("gelu's slope near 0 used too far out", "tl.where(u < 1.0, 0.5 + z", "tl.where(u < 1.5, 0.5 + z", _ACTIVATION),
+    _fault("a coefficient of gelu's slope near 0", "0.0011525692", "0.0011535692", _ACTIVATION),
     _fault("density a thousandth too high", "w = u * 0.3989422804014327", "w = u * 0.3993", _ACTIVATION),
     _fault("infinity not cut off", "    return tl.minimum(tl.abs(z), MOST, propagate_nan=tl.PropagateNan.ALL)", "    return tl.abs(z)", _ACTIVATION),
     _fault("NaN cut off", "    return tl.minimum(tl.abs(z), MOST, propagate_nan=tl.PropagateNan.ALL)", "    return tl.where(tl.abs(z) < MOST, tl.abs(z), MOST)", _ACTIVATION),
@@ -65,6 +68,7 @@ FAULTS = (
 # what catches most comes first
 _TESTS = (
     "limits_and_nan",
+    "gelu_near_0_is_rounded_about_once_in_float32",
     "exact_on_small_integers",
     "no_rows",
     "nothing_is_launched_or_stored_for_nothing",

@@ -135,6 +135,15 @@ def test_exact_on_small_integers(depth, transport):
         assert_bit_equal(actual, ((pre.clamp_min(0) + residual).to(dtype), pre.to(dtype)))
 
 
+@pytest.mark.parametrize("depth", (511, 512, 513, 1024, 1100))
+def test_parts_of_a_deep_sum(depth):
+    """At depths beside multiples of a part's, by pointers and, where rows lie on 16 bytes, by TMA."""
+    g = torch.Generator().manual_seed(3)
+    x, weight = (torch.randint(-2, 3, (rows, depth), generator=g).float().to(DEVICE) for rows in (5, 8))
+    y, _ = kernels.linear_fwd(x, weight, None, None, None, False)
+    assert torch.equal(y, (x.double() @ weight.double().T).float())
+
+
 def test_float32_keeps_its_digits():
     args = forward_args(20, 256, 40, activation=None)
     y = kernels.linear_fwd(*args.values())[0]
