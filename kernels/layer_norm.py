@@ -100,6 +100,7 @@ def _layer_norm_fwd_kernel(
     z_ptr,
     mean_ptr,
     rstd_ptr,
+    rounded_ptr,
     x_stride,
     residual_stride,
     y_stride,
@@ -155,7 +156,10 @@ def _layer_norm_fwd_kernel(
     y = centred * rstd[:, None] * row_of(weight_ptr, cols, HIDDEN)
     if bias_ptr is not None:
         y += row_of(bias_ptr, cols, HIDDEN)
-    tl.store(y_ptr + rows[:, None] * y_stride + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    y_at = rows[:, None] * y_stride + cols[None, :]
+    tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
+    if rounded_ptr is not None:
+        tl.store(rounded_ptr + y_at, y.to(rounded_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=_FIXED_TYPES)
@@ -323,25 +327,28 @@ def _stride(t: Tensor | None) -> int:
     return 0 if t is None else t.stride(0)
 
 
-def layer_norm_fwd(inputs: "LayerNormInputs", save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, z, mean, rstd): the contract of `fastbert.ops.layer_norm.layer_norm_fwd`."""
+def layer_norm_fwd(inputs: "LayerNormInputs", save: bool, rounded: bool = False) -> tuple[Tensor, ...]:
+    """(y, z, mean, rstd), and y in x's dtype if `rounded`: the contract of `fastbert.ops.layer_norm`."""
     x = inputs.x
     device = tuning.device_of(x.device)
-    config = config_for(tuning.bucket(x.shape[0]), x.shape[1], inputs.dropout_p > 0, x.dtype, device)
-    return layer_norm_fwd_with(config, inputs, save)
+    dtype = x.dtype if inputs.residual is None else inputs.residual.dtype
+    config = config_for(tuning.bucket(x.shape[0]), x.shape[1], inputs.dropout_p > 0, dtype, device)
+    return layer_norm_fwd_with(config, inputs, save, rounded)
 
 
 def layer_norm_fwd_with(
-    config: Config, inputs: "LayerNormInputs", save: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    config: Config, inputs: "LayerNormInputs", save: bool, rounded: bool = False
+) -> tuple[Tensor, ...]:
     """`layer_norm_fwd` with a given config, for the tuner and the tests."""
     x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset = inputs
     rows, hidden = x.shape
     seed = seed if dropout_p > 0 else None
     save_z = save and (residual is not None or x_bias is not None or seed is not None)
     wide = hidden > FWD_ONE_BLOCK
-    y = torch.empty((rows, hidden), dtype=x.dtype, device=x.device)
-    z = torch.empty_like(y) if save_z else x.new_empty((0,))
+    dtype = x.dtype if residual is None else residual.dtype
+    y = torch.empty((rows, hidden), dtype=dtype, device=x.device)
+    z = torch.empty_like(y) if save_z else y.new_empty((0,))
+    more = (torch.empty_like(y, dtype=x.dtype),) if rounded else ()
     mean = x.new_empty((rows if save or wide else 0,), dtype=torch.float32)
     rstd = torch.empty_like(mean)
     if rows > 0:
@@ -376,6 +383,7 @@ def layer_norm_fwd_with(
             z if save_z else None,
             mean,
             rstd,
+            more[0] if rounded else None,
             *strides,
             y.stride(0),
             z.stride(0),
@@ -388,29 +396,34 @@ def layer_norm_fwd_with(
         )
     if not save:
         mean, rstd = x.new_empty((0,), dtype=torch.float32), x.new_empty((0,), dtype=torch.float32)
-    return y, z, mean, rstd
+    return y, z, mean, rstd, *more
 
 
 def layer_norm_bwd(
-    dy: Tensor, saved: "LayerNormSaved", need: "LayerNormNeeds"
+    dy: Tensor, saved: "LayerNormSaved", need: "LayerNormNeeds", drounded: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dx, dresidual, dweight, dbias, dx_bias); the contract of `fastbert.ops.layer_norm.layer_norm_bwd`."""
     rows, hidden = dy.shape
     device = tuning.device_of(dy.device)
     config = bwd_config_for(tuning.bucket(rows), hidden, saved.dropout_p > 0, dy.dtype, device)
-    return layer_norm_bwd_with(config, dy, saved, need)
+    return layer_norm_bwd_with(config, dy, saved, need, drounded)
 
 
 def layer_norm_bwd_with(
-    config: BackwardConfig, dy: Tensor, saved: "LayerNormSaved", need: "LayerNormNeeds"
+    config: BackwardConfig,
+    dy: Tensor,
+    saved: "LayerNormSaved",
+    need: "LayerNormNeeds",
+    drounded: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`layer_norm_bwd` with a given config, for the tuner and the tests."""
     z, weight, mean, rstd, dropout_p, seed, offset = saved
-    need_dx, need_dweight, need_dxbias, need_dresidual = need
+    need_dx, need_dweight, need_dxbias, need_dresidual, x_dtype = need
+    x_dtype = x_dtype or z.dtype
     rows, hidden = dy.shape
     seed = seed if dropout_p > 0 else None
-    own_dresidual = need_dresidual and (seed is not None or not need_dx)
-    dx = torch.empty((rows, hidden) if need_dx else (0,), dtype=dy.dtype, device=dy.device)
+    own_dresidual = need_dresidual and (seed is not None or not need_dx or x_dtype != z.dtype)
+    dx = torch.empty((rows, hidden) if need_dx else (0,), dtype=x_dtype, device=dy.device)
     dresidual = torch.empty((rows, hidden) if own_dresidual else (0,), dtype=dy.dtype, device=dy.device)
     sums = [
         dy.new_zeros((hidden if needed else 0,), dtype=torch.float32)  # zeros: the sums over no rows
@@ -436,6 +449,7 @@ def layer_norm_bwd_with(
             (rows,),
             dy.device,
             dy,
+            drounded,
             z,
             weight,
             mean,
@@ -453,6 +467,7 @@ def layer_norm_bwd_with(
         (programs, column_blocks),
         dy.device,
         dy,
+        drounded,
         z,
         weight,
         mean,

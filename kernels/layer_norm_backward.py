@@ -10,9 +10,15 @@ _FIXED_TYPES = ("n_rows", "offset", "threshold")
 
 
 @triton.jit
-def _bwd_tile(dy_ptr, z_ptr, dy_stride, z_stride, rows, cols, mask, mean, rstd):
-    """`dy`, `x_hat` = [BLOCK_M, BLOCK_N] in float32; dy is 0 outside the matrix."""
+def _bwd_tile(
+    dy_ptr, drounded_ptr, z_ptr, dy_stride, z_stride, rows, cols, mask, mean, rstd, HIDDEN: tl.constexpr
+):
+    """`dy`, `x_hat` = [BLOCK_M, BLOCK_N] in float32; dy, that of y twice, is 0 outside the matrix."""
     dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+    if drounded_ptr is not None:
+        dy += tl.load(drounded_ptr + rows[:, None] * HIDDEN + cols[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
     z = tl.load(z_ptr + rows[:, None] * z_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     return dy, (z - mean[:, None]) * rstd[:, None]
 
@@ -34,6 +40,7 @@ def input_gradient(g, x_hat, rstd, g_mean, gx_mean, HIDDEN: tl.constexpr):
 @triton.jit(do_not_specialize=_FIXED_TYPES)
 def _layer_norm_bwd_kernel(
     dy_ptr,
+    drounded_ptr,
     z_ptr,
     weight_ptr,
     mean_ptr,
@@ -75,7 +82,9 @@ def _layer_norm_bwd_kernel(
         mask = row_mask[:, None] & col_mask[None, :]
         mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
-        dy, x_hat = _bwd_tile(dy_ptr, z_ptr, dy_stride, z_stride, rows, cols, mask, mean, rstd)
+        dy, x_hat = _bwd_tile(
+            dy_ptr, drounded_ptr, z_ptr, dy_stride, z_stride, rows, cols, mask, mean, rstd, HIDDEN
+        )
         g = dy * weight
         if HIDDEN <= BLOCK_N:
             g_mean = tl.sum(g, 1) / HIDDEN  # [BLOCK_M]
@@ -109,6 +118,7 @@ def _layer_norm_bwd_kernel(
 @triton.jit(do_not_specialize=_FIXED_TYPES)
 def _wide_bwd_means_kernel(
     dy_ptr,
+    drounded_ptr,
     z_ptr,
     weight_ptr,
     mean_ptr,
@@ -129,7 +139,9 @@ def _wide_bwd_means_kernel(
     for col_start in range(0, HIDDEN, BLOCK_N):
         cols = col_start + tl.arange(0, BLOCK_N)
         mask = cols < HIDDEN
-        dy, x_hat = _bwd_tile(dy_ptr, z_ptr, dy_stride, z_stride, rows, cols, mask[None, :], mean, rstd)
+        dy, x_hat = _bwd_tile(
+            dy_ptr, drounded_ptr, z_ptr, dy_stride, z_stride, rows, cols, mask[None, :], mean, rstd, HIDDEN
+        )
         g = dy * tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)[None, :]
         g_sum += tl.sum(g, 1)
         gx_sum += tl.sum(g * x_hat, 1)

@@ -195,7 +195,8 @@ def _linear_fwd_kernel(
         if bias_ptr is not None and BIAS_FIRST:
             acc += _bias(bias_ptr, col_start + tl.arange(0, BLOCK_N), OUT)
         operands = x, weight, x_stride, weight_stride, row_start, col_start, n_rows
-        if DTYPE == tl.float32 and IN > PART:  # noqa: SIM300
+        # In parts a depth that is no multiple of a tile spills.
+        if DTYPE == tl.float32 and IN > PART and IN % BLOCK_K == 0:  # noqa: SIM300
             for first in range(0, IN, PART):
                 last = tl.minimum(first + PART, IN)
                 part = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

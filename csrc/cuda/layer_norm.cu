@@ -4,7 +4,11 @@
 // Tiling     One row per warp (hidden <= 1024) or per block of 256 threads (hidden <= 8192), with z in
 //            registers and 16-byte loads. A looped kernel takes all other rows.
 // Precision  float. The variance takes two passes over registers; the second also corrects the mean.
-// Saved      z rounded to T, mean and rstd.
+//            x is stored as T, and residual, z and y as R: T, or float for sums of half precision and float.
+//            `rounded` is y as T, or null.
+// Saved      z rounded to R, mean and rstd.
+#include <type_traits>
+
 #include "layer_norm_rows.cuh"
 
 namespace fastbert {
@@ -37,9 +41,9 @@ __device__ __forceinline__ float rstd_of(float square_sum, float correction, flo
 }
 
 // One row: kThreads threads, kPacks packs per thread, z in registers.
-template <class T, int kThreads, int kPacks>
+template <class T, class R, int kThreads, int kPacks>
 __global__ void __launch_bounds__(kThreads == kWarp ? kWarp * kWarpsPerBlock : kThreads,
-                                  kThreads == kWarp ? 4 : 2) forward_kernel(LayerNormFwd args) {
+                                  kThreads == kWarp ? 4 : 2) forward_kernel(LayerNormFwd args, T* rounded) {
     constexpr int N = kPack<T>;
     __shared__ float slots[3][kThreads / kWarp];
     const int thread = static_cast<int>(threadIdx.x) % kThreads;
@@ -49,7 +53,7 @@ __global__ void __launch_bounds__(kThreads == kWarp ? kWarp * kWarpsPerBlock : k
     // A whole warp or a whole block returns.
     if (row >= args.rows) return;
     const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
-    const T* residual = static_cast<const T*>(args.residual) + row * args.residual_stride;
+    const R* residual = static_cast<const R*>(args.residual) + row * args.residual_stride;
     const std::uint64_t seed = args.dropout.seed != nullptr ? *args.dropout.seed : 0;
 
     // Columns from hidden on hold 0.
@@ -71,11 +75,11 @@ __global__ void __launch_bounds__(kThreads == kWarp ? kWarp * kWarpsPerBlock : k
         }
         if (args.dropout.seed != nullptr) drop<N>(args.dropout, seed, row, column, z[p]);
         if (args.residual != nullptr) {
-            widen_pack(load_pack(residual + column), other);
+            load_values<N>(residual + column, other);
 #pragma unroll
             for (int i = 0; i < N; ++i) z[p][i] += other[i];
         }
-        if (args.z != nullptr) store_pack(static_cast<T*>(args.z) + row * args.hidden + column, z[p]);
+        if (args.z != nullptr) store_values<N>(static_cast<R*>(args.z) + row * args.hidden + column, z[p]);
 #pragma unroll
         for (int i = 0; i < N; ++i) total += z[p][i];
     }
@@ -111,17 +115,19 @@ __global__ void __launch_bounds__(kThreads == kWarp ? kWarp * kWarpsPerBlock : k
         if (args.bias.data != nullptr) load_params<T>(args.bias, column, bias);
 #pragma unroll
         for (int i = 0; i < N; ++i) z[p][i] = (z[p][i] - correction) * rstd * weight[i] + bias[i];
-        store_pack(static_cast<T*>(args.y) + row * args.hidden + column, z[p]);
+        store_values<N>(static_cast<R*>(args.y) + row * args.hidden + column, z[p]);
+        if (!std::is_same_v<T, R> && rounded != nullptr)
+            store_values<N>(rounded + row * args.hidden + column, z[p]);
     }
 }
 
 // Any hidden size, any alignment: one block per row; z is computed in each of the three passes.
-template <class T>
-__global__ void __launch_bounds__(kRowThreads) forward_looped_kernel(LayerNormFwd args) {
+template <class T, class R>
+__global__ void __launch_bounds__(kRowThreads) forward_looped_kernel(LayerNormFwd args, T* rounded) {
     __shared__ float slots[3][kRowThreads / kWarp];
     const std::int64_t row = blockIdx.x;
     const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
-    const T* residual = static_cast<const T*>(args.residual) + row * args.residual_stride;
+    const R* residual = static_cast<const R*>(args.residual) + row * args.residual_stride;
     const auto z_at = [&](std::int64_t column) {
         float z = widen(x[column]);
         if (args.x_bias.data != nullptr) z += load_param(args.x_bias, column);
@@ -149,53 +155,62 @@ __global__ void __launch_bounds__(kRowThreads) forward_looped_kernel(LayerNormFw
     for (std::int64_t j = threadIdx.x; j < args.hidden; j += kRowThreads) {
         const float z = z_at(j);
         const float bias = args.bias.data != nullptr ? load_param(args.bias, j) : 0.0f;
-        if (args.z != nullptr) narrow(z, static_cast<T*>(args.z)[row * args.hidden + j]);
-        narrow((z - mean - correction) * rstd * load_param(args.weight, j) + bias,
-               static_cast<T*>(args.y)[row * args.hidden + j]);
+        if (args.z != nullptr) narrow(z, static_cast<R*>(args.z)[row * args.hidden + j]);
+        const float y = (z - mean - correction) * rstd * load_param(args.weight, j) + bias;
+        narrow(y, static_cast<R*>(args.y)[row * args.hidden + j]);
+        if (!std::is_same_v<T, R> && rounded != nullptr) narrow(y, rounded[row * args.hidden + j]);
     }
 }
 
 // --- host ---
 
-template <class T, int kThreads, int kPacks>
-const char* launch_forward(const LayerNormFwd& args, std::uintptr_t stream) {
+template <class T, class R, int kThreads, int kPacks>
+const char* launch_forward(const LayerNormFwd& args, T* rounded, std::uintptr_t stream) {
     const std::int64_t blocks =
         kThreads == kWarp ? (args.rows + kWarpsPerBlock - 1) / kWarpsPerBlock : args.rows;
     const unsigned threads = kThreads == kWarp ? kWarp * kWarpsPerBlock : kThreads;
-    return launch(forward_kernel<T, kThreads, kPacks>, dim3(static_cast<unsigned>(blocks)), dim3(threads),
-                  stream, args);
+    return launch(forward_kernel<T, R, kThreads, kPacks>, dim3(static_cast<unsigned>(blocks)), dim3(threads),
+                  stream, args, rounded);
 }
 
-template <class T>
-const char* forward(const LayerNormFwd& args, std::uintptr_t stream) {
+template <class T, class R = T>
+const char* forward(const LayerNormFwd& args, std::uintptr_t stream, T* rounded = nullptr) {
     constexpr int N = kPack<T>;
     const std::int64_t hidden = args.hidden;
     const bool vectors =
         hidden <= kForwardHidden && hidden % N == 0 && rows_aligned<T>(args.x, args.x_stride) &&
-        rows_aligned<T>(args.residual, args.residual_stride) && aligned(args.weight) && aligned(args.bias) &&
-        aligned(args.x_bias) && cuda::aligned(args.y) && cuda::aligned(args.z);
+        rows_aligned<R>(args.residual, args.residual_stride) && aligned(args.weight) && aligned(args.bias) &&
+        aligned(args.x_bias) && cuda::aligned(args.y) && cuda::aligned(args.z) && cuda::aligned(rounded);
     if (!vectors)
-        return launch(forward_looped_kernel<T>, dim3(static_cast<unsigned>(args.rows)), dim3(kRowThreads),
-                      stream, args);
-    if (hidden <= 256) return launch_forward<T, kWarp, 8 / N>(args, stream);
-    if (hidden <= 512) return launch_forward<T, kWarp, 16 / N>(args, stream);
-    if (hidden <= 768) return launch_forward<T, kWarp, 24 / N>(args, stream);
-    if (hidden <= 1024) return launch_forward<T, kWarp, 32 / N>(args, stream);
-    if (hidden <= 2048) return launch_forward<T, kRowThreads, 8 / N>(args, stream);
-    if (hidden <= 4096) return launch_forward<T, kRowThreads, 16 / N>(args, stream);
-    return launch_forward<T, kRowThreads, 32 / N>(args, stream);
+        return launch(forward_looped_kernel<T, R>, dim3(static_cast<unsigned>(args.rows)), dim3(kRowThreads),
+                      stream, args, rounded);
+    if (hidden <= 256) return launch_forward<T, R, kWarp, 8 / N>(args, rounded, stream);
+    if (hidden <= 512) return launch_forward<T, R, kWarp, 16 / N>(args, rounded, stream);
+    if (hidden <= 768) return launch_forward<T, R, kWarp, 24 / N>(args, rounded, stream);
+    if (hidden <= 1024) return launch_forward<T, R, kWarp, 32 / N>(args, rounded, stream);
+    if (hidden <= 2048) return launch_forward<T, R, kRowThreads, 8 / N>(args, rounded, stream);
+    if (hidden <= 4096) return launch_forward<T, R, kRowThreads, 16 / N>(args, rounded, stream);
+    return launch_forward<T, R, kRowThreads, 32 / N>(args, rounded, stream);
 }
 
 }  // namespace
 }  // namespace cuda
 
-const char* cuda_layer_norm_fwd(const LayerNormFwd& args, int device, std::uintptr_t stream) {
+const char* cuda_layer_norm_fwd(const LayerNormFwd& args, int x_dtype, std::uintptr_t rounded, int device,
+                                std::uintptr_t stream) {
     if (args.rows == 0) return nullptr;
     if (args.rows > 0x7fffffff) return "rows: at most 2**31 - 1";
     if (const cudaError_t error = cudaSetDevice(device)) return cudaGetErrorString(error);
     switch (args.dtype) {
         case DType::kFloat32:
-            return cuda::forward<float>(args, stream);
+            switch (static_cast<DType>(x_dtype)) {
+                case DType::kFloat32:
+                    return cuda::forward<float>(args, stream);
+                case DType::kBFloat16:
+                    return cuda::forward<bf16, float>(args, stream, reinterpret_cast<bf16*>(rounded));
+                default:
+                    return cuda::forward<fp16, float>(args, stream, reinterpret_cast<fp16*>(rounded));
+            }
         case DType::kBFloat16:
             return cuda::forward<bf16>(args, stream);
         default:

@@ -5,10 +5,13 @@
 // Tiling     Eight columns per thread, as many threads as the row needs (hidden <= 4096). A block walks over
 //            rows in a grid-stride loop, with the next row's loads in flight and its column sums in
 //            registers. A looped kernel takes all other rows.
-// Precision  float.
+// Precision  float. dx is stored as X, all else of the rows as T: X differs where x was of half precision and
+//            the residual float. `drounded`, or null, is the gradient of y as X; it is added to dy.
 // Saved      nothing; the dropout bits are drawn again.
 // Sums       Each block writes its column sums; a second kernel adds them in a fixed order: no atomics,
 //            repeats are bit-equal.
+#include <type_traits>
+
 #include "layer_norm_rows.cuh"
 
 namespace fastbert {
@@ -46,9 +49,9 @@ template <int kItemSize>
 constexpr int kResident = kItemSize == 4 ? 600 : 800;
 
 // kMaxThreads: 256 for hidden <= 2048, where a block may hold several rows; 512 up to 4096, one row.
-template <class T, int kMaxThreads>
+template <class T, class X, int kMaxThreads>
 __global__ void __launch_bounds__(kMaxThreads, kMaxThreads == 256 ? kResident<sizeof(T)> / 256 : 1)
-    backward_kernel(LayerNormBwd args, float* partial) {
+    backward_kernel(LayerNormBwd args, const X* drounded, float* partial) {
     constexpr int N = kPack<T>, kPacks = kColumns / N;
     constexpr bool kManyRows = kMaxThreads == 256;
     __shared__ float slots[2][kMaxThreads / kWarp][2];
@@ -64,7 +67,10 @@ __global__ void __launch_bounds__(kMaxThreads, kMaxThreads == 256 ? kResident<si
         for (int p = 0; p < kPacks; ++p) load_params<T>(args.weight, column + p * N, weight + p * N);
     }
 
+    // Half precision has eight values in a pack.
+    constexpr bool kMixed = !std::is_same_v<T, X>;
     Pack<T> next_dy[kPacks] = {}, next_z[kPacks] = {};
+    Pack<X> next_more = {};
     const auto fetch = [&](std::int64_t row) {
         if (!active || row >= args.rows) return;
         const T* dy = static_cast<const T*>(args.dy) + row * args.dy_stride + column;
@@ -74,6 +80,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMaxThreads == 256 ? kResident<si
             next_dy[p] = load_pack(dy + p * N);
             next_z[p] = load_pack(z + p * N);
         }
+        if (kMixed && drounded != nullptr) next_more = load_pack(drounded + row * args.hidden + column);
     };
     const std::int64_t start = static_cast<std::int64_t>(blockIdx.x) * blockDim.y;
     fetch(start + threadIdx.y);
@@ -90,6 +97,13 @@ __global__ void __launch_bounds__(kMaxThreads, kMaxThreads == 256 ? kResident<si
         for (int p = 0; p < kPacks; ++p) {
             widen_pack(next_dy[p], dy + p * N);
             widen_pack(next_z[p], x_hat + p * N);
+        }
+        if constexpr (kMixed) {
+            // Zeros without drounded.
+            float more[kColumns];
+            widen_pack(next_more, more);
+#pragma unroll
+            for (int i = 0; i < kColumns; ++i) dy[i] += more[i];
         }
         fetch(row + step);
         if (inside) {
@@ -112,16 +126,9 @@ __global__ void __launch_bounds__(kMaxThreads, kMaxThreads == 256 ? kResident<si
             sums[1][i] += dy[i];
         }
         const std::int64_t at = row * args.hidden + column;
-        if (args.dresidual != nullptr) {
-#pragma unroll
-            for (int p = 0; p < kPacks; ++p)
-                store_pack(static_cast<T*>(args.dresidual) + at + p * N, dz + p * N);
-        }
+        if (args.dresidual != nullptr) store_values<kColumns>(static_cast<T*>(args.dresidual) + at, dz);
         if (args.dropout.seed != nullptr) drop<kColumns>(args.dropout, seed, row, column, dz);
-        if (args.dx != nullptr) {
-#pragma unroll
-            for (int p = 0; p < kPacks; ++p) store_pack(static_cast<T*>(args.dx) + at + p * N, dz + p * N);
-        }
+        if (args.dx != nullptr) store_values<kColumns>(static_cast<X*>(args.dx) + at, dz);
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) sums[2][i] += dz[i];
     }
@@ -156,8 +163,9 @@ __global__ void __launch_bounds__(kMaxThreads, kMaxThreads == 256 ? kResident<si
 // Any hidden size, any alignment. A thread owns its columns of the block's partial sums, which are in memory.
 // In a row of one column g - mean(g) must be 0: so g is rounded in both, where a multiply-add would keep g's
 // rounding, times an rstd of 1 / sqrt(eps).
-template <class T>
-__global__ void __launch_bounds__(kRowThreads) backward_looped_kernel(LayerNormBwd args, float* partial) {
+template <class T, class X>
+__global__ void __launch_bounds__(kRowThreads)
+    backward_looped_kernel(LayerNormBwd args, const X* drounded, float* partial) {
     __shared__ float slots[2][kRowThreads / kWarp][2];
     const float inverse = 1.0f / static_cast<float>(args.hidden);
     float* sums =
@@ -165,14 +173,18 @@ __global__ void __launch_bounds__(kRowThreads) backward_looped_kernel(LayerNormB
     if (sums != nullptr)
         for (std::int64_t j = threadIdx.x; j < args.hidden; j += kRowThreads)
             for (int k = 0; k < 3; ++k) sums[k * args.hidden + j] = 0.0f;
+    const auto grad_at = [&](std::int64_t row, std::int64_t j) {
+        const float grad = widen(static_cast<const T*>(args.dy)[row * args.dy_stride + j]);
+        return !std::is_same_v<T, X> && drounded != nullptr ? grad + widen(drounded[row * args.hidden + j])
+                                                            : grad;
+    };
     int turn = 0;
     for (std::int64_t row = blockIdx.x; row < args.rows; row += gridDim.x, turn ^= 1) {
-        const T* dy = static_cast<const T*>(args.dy) + row * args.dy_stride;
         const T* z = static_cast<const T*>(args.z) + row * args.z_stride;
         const float mean = args.mean[row], rstd = args.rstd[row];
         float mean_g = 0.0f, mean_gx = 0.0f;
         for (std::int64_t j = threadIdx.x; j < args.hidden; j += kRowThreads) {
-            const float g = rounded_product(widen(dy[j]), load_param(args.weight, j));
+            const float g = rounded_product(grad_at(row, j), load_param(args.weight, j));
             mean_g += g;
             mean_gx += g * ((widen(z[j]) - mean) * rstd);
         }
@@ -180,12 +192,12 @@ __global__ void __launch_bounds__(kRowThreads) backward_looped_kernel(LayerNormB
         mean_g *= inverse;
         mean_gx *= inverse;
         for (std::int64_t j = threadIdx.x; j < args.hidden; j += kRowThreads) {
-            const float grad = widen(dy[j]), x_hat = (widen(z[j]) - mean) * rstd;
+            const float grad = grad_at(row, j), x_hat = (widen(z[j]) - mean) * rstd;
             const float g = rounded_product(grad, load_param(args.weight, j));
             const float dz = (g - mean_g - x_hat * mean_gx) * rstd;
             const float dx = args.dropout.seed != nullptr ? drop_one(args.dropout, row, j, dz) : dz;
             if (args.dresidual != nullptr) narrow(dz, static_cast<T*>(args.dresidual)[row * args.hidden + j]);
-            if (args.dx != nullptr) narrow(dx, static_cast<T*>(args.dx)[row * args.hidden + j]);
+            if (args.dx != nullptr) narrow(dx, static_cast<X*>(args.dx)[row * args.hidden + j]);
             if (sums != nullptr) {
                 sums[j] += grad * x_hat;
                 sums[args.hidden + j] += grad;
@@ -234,19 +246,22 @@ Block backward_block(std::int64_t hidden) {
     return {threads, threads <= 256 ? 256 / threads : 1};
 }
 
-template <class T>
-const char* backward(const LayerNormBwd& args, float* partial, std::int64_t parts, std::uintptr_t stream) {
+template <class T, class X = T>
+const char* backward(const LayerNormBwd& args, float* partial, std::int64_t parts, std::uintptr_t stream,
+                     const X* drounded = nullptr) {
     const std::int64_t hidden = args.hidden;
     const bool vectors = hidden <= kBackwardHidden && hidden % kColumns == 0 &&
                          rows_aligned<T>(args.dy, args.dy_stride) && rows_aligned<T>(args.z, args.z_stride) &&
                          aligned(args.weight) && cuda::aligned(args.dx) && cuda::aligned(args.dresidual) &&
-                         cuda::aligned(partial);
+                         cuda::aligned(partial) && cuda::aligned(drounded);
     const dim3 grid(static_cast<unsigned>(parts));
-    if (!vectors) return launch(backward_looped_kernel<T>, grid, dim3(kRowThreads), stream, args, partial);
+    if (!vectors)
+        return launch(backward_looped_kernel<T, X>, grid, dim3(kRowThreads), stream, args, drounded, partial);
     const Block block = backward_block(hidden);
     const dim3 threads(block.threads, block.rows);
-    if (block.threads <= 256) return launch(backward_kernel<T, 256>, grid, threads, stream, args, partial);
-    return launch(backward_kernel<T, 512>, grid, threads, stream, args, partial);
+    if (block.threads <= 256)
+        return launch(backward_kernel<T, X, 256>, grid, threads, stream, args, drounded, partial);
+    return launch(backward_kernel<T, X, 512>, grid, threads, stream, args, drounded, partial);
 }
 
 }  // namespace
@@ -266,14 +281,25 @@ std::int64_t cuda_layer_norm_bwd_parts(int dtype, std::int64_t rows, std::int64_
 }
 
 const char* cuda_layer_norm_bwd(const LayerNormBwd& args, std::uintptr_t partial_address, std::int64_t parts,
-                                int device, std::uintptr_t stream) {
+                                int dx_dtype, std::uintptr_t drounded, int device, std::uintptr_t stream) {
     if (const cudaError_t error = cudaSetDevice(device)) return cudaGetErrorString(error);
     float* partial = reinterpret_cast<float*>(partial_address);
     if (args.rows > 0) {
         const char* reason = nullptr;
         switch (args.dtype) {
             case DType::kFloat32:
-                reason = cuda::backward<float>(args, partial, parts, stream);
+                switch (static_cast<DType>(dx_dtype)) {
+                    case DType::kFloat32:
+                        reason = cuda::backward<float>(args, partial, parts, stream);
+                        break;
+                    case DType::kBFloat16:
+                        reason = cuda::backward<float, bf16>(args, partial, parts, stream,
+                                                             reinterpret_cast<const bf16*>(drounded));
+                        break;
+                    default:
+                        reason = cuda::backward<float, fp16>(args, partial, parts, stream,
+                                                             reinterpret_cast<const fp16*>(drounded));
+                }
                 break;
             case DType::kBFloat16:
                 reason = cuda::backward<bf16>(args, partial, parts, stream);

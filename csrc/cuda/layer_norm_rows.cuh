@@ -33,6 +33,18 @@ __device__ __forceinline__ void load_params(const Param& param, std::int64_t col
     }
 }
 
+// N consecutive values of `p`, whose packs may be smaller than N.
+template <int N, class T>
+__device__ __forceinline__ void load_values(const T* p, float* out) {
+#pragma unroll
+    for (int i = 0; i < N; i += kPack<T>) widen_pack(load_pack(p + i), out + i);
+}
+template <int N, class T>
+__device__ __forceinline__ void store_values(T* p, const float* values) {
+#pragma unroll
+    for (int i = 0; i < N; i += kPack<T>) store_pack(p + i, values + i);
+}
+
 // Multiplies kCount values, 4 or 8, from `column` (a multiple of kCount) on, by 1 / (1 - p) or by 0.
 template <int kCount>
 __device__ __forceinline__ void drop(const DropoutArgs& dropout, std::uint64_t seed, std::int64_t row,

@@ -326,10 +326,15 @@ class AcceleratedLayer(LayerMath, Accelerated):
         return super()._fused(x, sequences)
 
     def _feed(
-        self, hidden: Tensor, seed: Tensor | None, site: int, arrivals: list[Tensor] | None = None
+        self,
+        hidden: Tensor,
+        seed: Tensor | None,
+        site: int,
+        arrivals: list[Tensor] | None = None,
+        rounded: Tensor | None = None,
     ) -> Tensor:
         fuses = self.fuses_ffn()
-        return super()._feed(hidden, seed, site, arrivals) if fuses else self._stock_feed(hidden)
+        return super()._feed(hidden, seed, site, arrivals, rounded) if fuses else self._stock_feed(hidden)
 
     def _stock_feed(self, hidden: Tensor) -> Tensor:
         block = self.fastbert_state.stock.feed_forward

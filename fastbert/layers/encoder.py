@@ -26,6 +26,7 @@ from fastbert.layers.linear import (
     dense_norm,
     feed_forward_norm,
     has_float_weight,
+    takes_rounded,
 )
 from fastbert.layers.modules import attach, is_hooked, part
 from fastbert.layers.quantized import copy_of
@@ -172,11 +173,11 @@ class LayerMath(FusedLayer):
         )
 
     def _forward(self, hidden, sequences, gate, site, first_only=False):
-        hidden, probs = self._attend(hidden, sequences, gate, site, first_only)
-        return self._feed(hidden, sequences.seed, site + 2, sequences.arrivals), probs
+        hidden, rounded, probs = self._attend(hidden, sequences, gate, site, first_only)
+        return self._feed(hidden, sequences.seed, site + 2, sequences.arrivals, rounded), probs
 
     def _attend(self, hidden, sequences, gate, site, first_only):
-        """Self-attention with its residual sum and norm."""
+        """Self-attention with its residual sum and norm; the result, the same for products, probabilities."""
         form, seed = self.form, sequences.seed
         attention_p, hidden_p, _ = self.dropout_rates()
         if first_only:
@@ -203,10 +204,15 @@ class LayerMath(FusedLayer):
         dense, norm = self.linear_at(form.names.attention_output), part(self, form.names.attention_norm)
         context = context.reshape(hidden.shape)
         how = hidden_p, seed, site + 1, self.fuses_norm, sequences.arrivals
-        return dense_norm(dense, norm, context, hidden, *how), probs
+        if not takes_rounded(self.linear_at(form.names.intermediate), hidden):
+            return dense_norm(dense, norm, context, hidden, *how), None, probs
+        return *dense_norm(dense, norm, context, hidden, *how, rounded=True), probs
 
-    def _feed(self, hidden, seed, site, arrivals=None):
-        """The feed-forward block with its residual sum and norm; `site` is its dropout call site."""
+    def _feed(self, hidden, seed, site, arrivals=None, rounded=None):
+        """The feed-forward block with its residual sum and norm; `site` is its dropout call site.
+
+        `rounded` is `hidden` in the dtype of its products, if that is there already.
+        """
         names = self.form.names
         up, down = self.linear_at(names.intermediate), self.linear_at(names.output)
         return feed_forward_norm(
@@ -220,6 +226,7 @@ class LayerMath(FusedLayer):
             site,
             self.fuses_norm,
             arrivals,
+            rounded,
         )
 
     def _first_context(

@@ -172,16 +172,18 @@ def dense_norm(
     offset: int,
     fuse: bool = True,
     arrivals: list[Tensor] | None = None,
-) -> Tensor:
-    """norm(residual + dropout(dense(x))).
+    rounded: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """norm(residual + dropout(dense(x))); with `rounded` also the same for products, see `layer_norm`.
 
     If the norm is a plain nn.LayerNorm and `fuse` is set, its pass also adds the linear layer's bias, drops,
     and adds the residual; in inference it is one op with the product where that pays. `arrivals` keeps the
     counters of that op from call to call, in the order in which the device runs them.
     """
     if fuse and dropout_p == 0.0 and _joins_norm(dense, norm, x, residual):
-        return _joined_norm(dense, norm, x, residual, arrivals)
-    return _add_norm(norm, *_product_and_bias(dense, x), residual, dropout_p, seed, offset, fuse)
+        y = _joined_norm(dense, norm, x, residual, arrivals)
+        return (y, y) if rounded else y
+    return _add_norm(norm, *_product_and_bias(dense, x), residual, dropout_p, seed, offset, fuse, rounded)
 
 
 def feed_forward_norm(
@@ -195,17 +197,25 @@ def feed_forward_norm(
     offset: int,
     fuse: bool = True,
     arrivals: list[Tensor] | None = None,
+    rounded: Tensor | None = None,
 ) -> Tensor:
     """norm(x + dropout(down(act(up(x))))), as `dense_norm` does it.
 
-    In training the two products are one op where that pays.
+    In training the two products are one op where that pays. `rounded`, if given, is multiplied for `x`.
     """
-    one_op = activation is not None and pays(x) and kind_of(up) is FLOAT and kind_of(down) is FLOAT
-    if one_op and _is_trained(x, up, down):
-        y, bias = feed_forward(x, up.weight, up.bias, down.weight, activation), down.bias
+    rounded = x if rounded is None else rounded
+    one_op = activation is not None and pays(rounded) and kind_of(up) is FLOAT and kind_of(down) is FLOAT
+    if one_op and _is_trained(rounded, up, down):
+        y, bias = feed_forward(rounded, up.weight, up.bias, down.weight, activation), down.bias
         return _add_norm(norm, y, bias, x, dropout_p, seed, offset, fuse)
-    inner = apply_linear(up, x, activation)
+    inner = apply_linear(up, rounded, activation)
     return dense_norm(down, norm, inner, x, dropout_p, seed, offset, fuse, arrivals)
+
+
+def takes_rounded(dense: nn.Module, x: Tensor) -> bool:
+    """Whether the layer multiplies in the autocast dtype, so that it may be given `x` cast already."""
+    half = checks.autocast_dtype(x) in (torch.bfloat16, torch.float16)
+    return half and kind_of(dense) is FLOAT and not torch.compiler.is_compiling()
 
 
 def _is_trained(x: Tensor, *modules: nn.Module) -> bool:
@@ -266,8 +276,9 @@ def _add_norm(
     seed: Tensor | None,
     offset: int,
     fuse: bool,
-) -> Tensor:
-    """norm(residual + dropout(x + x_bias))."""
+    rounded: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """norm(residual + dropout(x + x_bias)); `rounded` as in `dense_norm`."""
     if fuse and is_plain(norm, nn.LayerNorm):
         return layer_norm(
             x,
@@ -279,12 +290,14 @@ def _add_norm(
             dropout_p=dropout_p,
             seed=seed,
             offset=offset,
+            rounded=rounded,
         )
     if x_bias is not None:
         x = x + x_bias
     if dropout_p > 0:
         x = x * (keep_mask_2d(seed, offset, *x.shape, dropout_p).to(x.dtype) * (1.0 / (1.0 - dropout_p)))
-    return norm(x + residual)
+    y = norm(x + residual)
+    return (y, y) if rounded else y
 
 
 def pool_first(dense: nn.Module, first: Tensor) -> Tensor:

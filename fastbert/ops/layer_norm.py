@@ -13,6 +13,9 @@ Backward, with x_hat = (z - mean) * rstd and g = dy * weight:
     dweight = Σ_rows dy * x_hat,  dbias = Σ_rows dy
 
 `z` is rounded to the storage dtype only to be saved for backward; the statistics come from the unrounded sum.
+Where `x` is of half precision and `residual` in float32, as in training under autocast, y, z and dresidual
+are in float32 and dx is in `x`'s dtype: nothing is cast before or after. Then y may be asked for once more,
+rounded to `x`'s dtype, for the products that follow; its gradient is added to dy in float32.
 In narrow rows that rounding is not small compared with the deviation. So half-precision rows of at most
 `NARROW` columns are computed and saved in float32.
 `residual`, `x_bias` and `bias` are optional. Dropout bits: `fastbert.ops.dropout`, plane 0, row and column.
@@ -35,7 +38,7 @@ NARROW = 8
 
 
 class LayerNormInputs(NamedTuple):
-    """What forward computes from; `x` is (rows, hidden)."""
+    """What forward computes from; `x` is (rows, hidden), in `residual`'s dtype or in half precision."""
 
     x: Tensor
     weight: Tensor
@@ -61,12 +64,25 @@ class LayerNormSaved(NamedTuple):
 
 
 class LayerNormNeeds(NamedTuple):
-    """Which gradients backward computes; `dweight` asks for dbias too."""
+    """Which gradients backward computes; `dweight` asks for dbias too. `x_dtype` is dx's, None z's."""
 
     dx: bool
     dweight: bool
     dx_bias: bool
     dresidual: bool
+    x_dtype: torch.dtype | None = None
+
+
+def storage_dtype(inputs: LayerNormInputs) -> torch.dtype:
+    """The dtype of y and z."""
+    return inputs.x.dtype if inputs.residual is None else inputs.residual.dtype
+
+
+def own_dresidual(saved: LayerNormSaved, need: LayerNormNeeds) -> bool:
+    """Whether backward returns dresidual: it is needed, and differs from dx or dx is not needed."""
+    return need.dresidual and (
+        saved.dropout_p > 0 or not need.dx or need.x_dtype not in (None, saved.z.dtype)
+    )
 
 
 def widened(x: Tensor, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -196,24 +212,28 @@ def _(dy, z, weight, mean, rstd, dropout_p, seed, offset, need_dx, need_dweight,
 
 
 def _setup_context(ctx, inputs: LayerNormInputs, output):
-    _y, z, mean, rstd = output
+    _y, z, mean, rstd = output[:4]
     summed = inputs.residual is not None or inputs.x_bias is not None or inputs.dropout_p > 0
     ctx.save_for_backward(z if summed else inputs.x, inputs.weight, mean, rstd, inputs.seed)
     ctx.set_materialize_grads(False)
-    ctx.dropout_p, ctx.offset = inputs.dropout_p, inputs.offset
+    ctx.dropout_p, ctx.offset, ctx.x_dtype = inputs.dropout_p, inputs.offset, inputs.x.dtype
     ctx.bias_dtype = None if inputs.bias is None else inputs.bias.dtype
     ctx.x_bias_dtype = None if inputs.x_bias is None else inputs.x_bias.dtype
 
 
-def _backward(launch, ctx, dy):
-    if dy is None:
+def _backward(launch, ctx, dy, drounded=None):
+    if dy is None and drounded is None:
         return (None,) * 10
+    if dy is None:
+        dy, drounded = drounded.float(), None
     z, weight, mean, rstd, seed = ctx.saved_tensors
     saved = LayerNormSaved(z, weight, mean, rstd, ctx.dropout_p, seed, ctx.offset)
     x, weight_wanted, bias, residual, x_bias = ctx.needs_input_grad[:5]
-    need = LayerNormNeeds(dx=x, dweight=weight_wanted or bias, dx_bias=x_bias, dresidual=residual)
-    dx, dresidual, dweight, dbias, dx_bias = launch(dy.contiguous(), saved, need)
-    if need.dx and ctx.dropout_p == 0:
+    need = LayerNormNeeds(x, weight_wanted or bias, x_bias, residual, ctx.x_dtype)
+    dx, dresidual, dweight, dbias, dx_bias = launch(
+        dy.contiguous(), saved, need, *(() if drounded is None else (drounded.contiguous(),))
+    )
+    if not own_dresidual(saved, need):
         dresidual = dx
     grads = (
         dx if x else None,
@@ -225,32 +245,45 @@ def _backward(launch, ctx, dy):
     return *grads, *(None,) * 5
 
 
+def _asked(rounded: bool) -> tuple[bool, ...]:
+    """The argument that forward takes beside `save`: backends of others need not know it."""
+    return (True,) if rounded else ()
+
+
 class LayerNormFunction(torch.autograd.Function):
     """Eager autograd around the backend's launchers, without the cost of a custom op's dispatch."""
 
     @staticmethod
     def forward(ctx, *args):
         # a separate setup_context would cost an inspect.signature at every call
-        inputs = LayerNormInputs(*args[:-1])
-        output = dispatch.call(_FORWARD_OF_TRAINING, inputs.x, inputs, args[-1])
+        inputs, (save, rounded) = LayerNormInputs(*args[:-2]), args[-2:]
+        key = inputs.x if inputs.residual is None else inputs.residual
+        output = dispatch.call(_FORWARD_OF_TRAINING, key, inputs, save, *_asked(rounded))
         _setup_context(ctx, inputs, output)
-        return output[0]
+        return (output[0], output[4]) if rounded else output[0]
 
     @staticmethod
     @checks.once_differentiable
-    def backward(ctx, dy):
-        return _backward(lambda *args: dispatch.call(_BACKWARD, args[0], *args), ctx, dy)
+    def backward(ctx, dy, drounded=None):
+        grads = _backward(lambda *args: dispatch.call(_BACKWARD, args[0], *args), ctx, dy, drounded)
+        return *grads, None
 
 
 def _compiled_bwd(dy, saved, need):
-    """The custom op, called as a backend's `layer_norm_bwd` is."""
-    return layer_norm_bwd(dy, *saved, *need)
+    """The custom op, called as a backend's `layer_norm_bwd` is; z has x's dtype there."""
+    return layer_norm_bwd(dy, *saved, *need[:4])
 
 
 layer_norm_fwd.register_autograd(
     lambda ctx, dy, *_: _backward(_compiled_bwd, ctx, dy),
     setup_context=lambda ctx, inputs, output: _setup_context(ctx, LayerNormInputs(*inputs[:-1]), output),
 )
+
+
+def _takes_both(x: Tensor, residual: Tensor) -> bool:
+    """Whether backends add the two as they are. torch.compile makes the cast part of what is before it."""
+    mixed = x.dtype.itemsize == 2 and residual.dtype == torch.float32
+    return mixed and x.shape[-1] > NARROW and not torch.compiler.is_compiling()
 
 
 # --- public function ----------------------------------------------------------------------------------------
@@ -267,7 +300,8 @@ def layer_norm(
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     offset: int = 0,
-) -> Tensor:
+    rounded: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """LayerNorm(residual + dropout(x + x_bias)) over the last dimension, in one pass.
 
     Args:
@@ -275,13 +309,15 @@ def layer_norm(
         weight: (hidden,), gamma; its dtype may differ from `x`'s (float32 parameters, half-precision
             activations).
         bias: (hidden,) beta, or None.
-        residual: the shape of `x`, or None. Where its dtype differs, both are promoted, as PyTorch's `+`
-            does.
+        residual: the shape of `x`, or None. Where its dtype differs, the sum is promoted, as PyTorch's `+`
+            does, and the result with it.
         x_bias: (hidden,) bias of the linear layer that made `x`, or None.
         eps: added to the variance, >= 0.
         dropout_p: probability of dropping an element of `x + x_bias`, in [0, 1), exact to 2**-17.
         seed: int64 tensor of one element on `x`'s device; needed where dropout_p > 0.
         offset: the call site, in [0, 2**32): two sites with one seed need two offsets.
+        rounded: whether to return (y, y in `x`'s dtype) where `x` is of half precision and y is in float32;
+            elsewhere the two are one tensor.
 
     Returns:
         y of the shape of `x`. An input of no rows gives an output of no rows.
@@ -302,7 +338,7 @@ def layer_norm(
     if residual is not None:
         checks.float_tensor("residual", residual, x)
         checks.shape("residual", residual, x.shape)
-        if residual.dtype != x.dtype:
+        if residual.dtype != x.dtype and not _takes_both(x, residual):
             promoted = torch.promote_types(x.dtype, residual.dtype)
             x, residual = x.to(promoted), residual.to(promoted)
     elif checks.autocast_dtype(x) is not None:
@@ -310,18 +346,24 @@ def layer_norm(
         x = x.to(torch.promote_types(x.dtype, weight.dtype))
     eps = checks.eps(eps)
     seed = checks.dropout(dropout_p, seed, offset, x)
-    weight, bias, x_bias = (checks.norm_vector(v, x.dtype) for v in (weight, bias, x_bias))
-
-    shape, dtype = x.shape, x.dtype
+    shape, dtype = x.shape, x.dtype if residual is None else residual.dtype
+    weight, bias, x_bias = (checks.norm_vector(v, dtype) for v in (weight, bias, x_bias))
     x, weight, bias, residual, x_bias = widened(x, x, weight, bias, residual, x_bias)
     x = checks.rows(x)
+    twice = rounded and x.dtype != dtype and residual is not None and residual.dtype == dtype
     residual = None if residual is None else checks.rows(residual)
     inputs = LayerNormInputs(x, weight, bias, residual, x_bias, eps, float(dropout_p), seed, offset)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs[:5])
+    if twice and save:
+        return tuple(y.view(shape) for y in LayerNormFunction.apply(*inputs, save, True))
     if torch.compiler.is_compiling():
         y = layer_norm_fwd(*inputs, save)[0]
     elif save:
-        y = LayerNormFunction.apply(*inputs, save)
+        y = LayerNormFunction.apply(*inputs, save, False)
     else:
-        y = dispatch.call("layer_norm_fwd", x, inputs, save)[0]
-    return checks.as_dtype(y if len(shape) == 2 else y.view(shape), dtype)
+        key = x if residual is None else residual
+        y, _, _, _, *more = dispatch.call("layer_norm_fwd", key, inputs, save, *_asked(twice))
+        if more:
+            return y.view(shape), more[0].view(shape)
+    y = checks.as_dtype(y if len(shape) == 2 else y.view(shape), dtype)
+    return (y, y) if rounded else y

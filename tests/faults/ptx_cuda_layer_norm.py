@@ -44,7 +44,7 @@ FAULTS = (
     _fault("g in a multiply-add", "return __fmul_rn(a, b);", "return a * b;", _COMMON),
     # launches that no device takes
     _fault("bounds below the launch: looped", "__global__ void __launch_bounds__(kRowThreads) forward_looped_kernel", "__global__ void __launch_bounds__(kRowThreads / 2) forward_looped_kernel", _FORWARD),
-    _fault("bounds below the launch: looped backward", "__global__ void __launch_bounds__(kRowThreads) backward_looped_kernel", "__global__ void __launch_bounds__(kWarp) backward_looped_kernel", _BACKWARD),
+    _fault("bounds below the launch: looped backward", "__launch_bounds__(kRowThreads)\n    backward_looped_kernel", "__launch_bounds__(kWarp)\n    backward_looped_kernel", _BACKWARD),
     _fault("bounds below the launch: sums", "__launch_bounds__(1024)", "__launch_bounds__(512)", _BACKWARD),
     _fault("bounds below the launch: a warp per row", "kThreads == kWarp ? kWarp * kWarpsPerBlock : kThreads,\n", "kThreads == kWarp ? kWarp : kThreads,\n", _FORWARD),
     _fault("more shared memory than a block gets", "__shared__ float others[kManyRows ? 3 * kColumns * kMaxThreads : 1];", "__shared__ float others[kManyRows ? 8 * kColumns * kMaxThreads : 1];", _BACKWARD),

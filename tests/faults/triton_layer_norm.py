@@ -104,7 +104,7 @@ FAULTS = (
     _fault("z not saved for x_bias alone", "(residual is not None or x_bias is not None or seed is not None)", "(residual is not None or seed is not None)"),
     _fault("statistics returned though not saved", "    if not save:\n        mean, rstd =", "    if False:\n        mean, rstd ="),
     _fault("dx made though not wanted", "(rows, hidden) if need_dx else (0,)", "(rows, hidden)"),
-    _fault("no dresidual without dropout, even where there is no dx", "(seed is not None or not need_dx)", "seed is not None"),
+    _fault("no dresidual without dropout, even where there is no dx", "(seed is not None or not need_dx or x_dtype != z.dtype)", "(seed is not None or x_dtype != z.dtype)"),
     _fault("sums start unset where there are no rows", "dy.new_zeros((hidden if", "dy.new_empty((hidden if"),
 )  # fmt: skip
 

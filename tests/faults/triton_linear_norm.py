@@ -147,7 +147,10 @@ FAULTS = (
         _LAYERS,
     ),
     _fault(
-        "counters are not carried to the feed-forward", "site + 2, sequences.arrivals)", "site + 2)", _ENCODER
+        "counters are not carried to the feed-forward",
+        "site + 2, sequences.arrivals, rounded)",
+        "site + 2, None, rounded)",
+        _ENCODER,
     ),
 )
 

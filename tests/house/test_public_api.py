@@ -95,6 +95,7 @@ ADDED = {
     ", choices=None": "how many sequences of a packed call are one example",
     ", cu_seqlens, max_seqlen, causal)": "of a head's `encode`",
     " causal=None,": "of forward_packed",
+    ", rounded=False)": "a norm's result also for products under autocast",
 }
 
 

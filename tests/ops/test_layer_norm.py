@@ -58,6 +58,65 @@ def test_outputs_are_correctly_rounded(backend, dtype):
     assert (y == right).double().mean() >= 0.999
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", HALF, ids=name)
+@pytest.mark.parametrize("hidden", [8, 33, 96])  # a narrow row is promoted
+def test_half_precision_beside_a_float32_residual(backend, dtype, dropout_p, hidden):
+    """As if it were cast to float32, to the bit; its gradient is in half precision and rounded once."""
+    w, b, xb = (randn(hidden, grad=True) for _ in range(3))
+    x, r = randn(6, hidden, dtype=dtype, grad=True), randn(6, hidden, grad=True)
+    seed, dy = torch.tensor([5]) if dropout_p else None, randn(6, hidden)
+    options = {"residual": r, "x_bias": xb, "eps": 1e-5, "dropout_p": dropout_p, "seed": seed}
+    leaves = (x, r, w, b, xb)
+    results = []
+    for given in (x, x.float()):
+        y = layer_norm(given, w, b, **options)
+        assert y.dtype == torch.float32
+        assert torch.equal(layer_norm(given.detach(), w, b, **options), y)
+        results.append((y, *torch.autograd.grad(y, leaves, dy)))
+    for both, cast in zip(*results, strict=True):
+        assert both.dtype == cast.dtype
+        assert torch.equal(both, cast)
+    # dresidual alone, and dx alone
+    y = layer_norm(x, w, b, **options)
+    for i, leaf in enumerate((x, r)):
+        (alone,) = torch.autograd.grad(y, leaf, dy, retain_graph=True)
+        assert torch.equal(alone, results[0][1 + i])
+
+
+@pytest.mark.parametrize("which", ["both", "y", "rounded"])
+@pytest.mark.parametrize("dtype", HALF, ids=name)
+def test_y_once_more_for_products(backend, dtype, which):
+    """It is y cast, and its gradient is added to y's in float32: to the bit what a cast does."""
+    w, b, xb = (randn(33, grad=True) for _ in range(3))
+    x, r = randn(6, 33, dtype=dtype, grad=True), randn(6, 33, grad=True)
+    dy, drounded = randn(6, 33), randn(6, 33, dtype=dtype)
+    leaves, seed = (x, r, w, b, xb), torch.tensor([5])
+    options = {"residual": r, "x_bias": xb, "dropout_p": 0.3, "seed": seed}
+    twice = layer_norm(x, w, b, **options, rounded=True)
+    y = layer_norm(x, w, b, **options)
+    assert [t.dtype for t in twice] == [torch.float32, dtype]
+    results = []
+    for outputs in (twice, (y, y.to(dtype))):
+        chosen = {"both": (0, 1), "y": (0,), "rounded": (1,)}[which]
+        heads, grads = [outputs[i] for i in chosen], [(dy, drounded)[i] for i in chosen]
+        results.append((*outputs, *torch.autograd.grad(heads, leaves, grads)))
+    for ours, cast in zip(*results, strict=True):
+        assert torch.equal(ours, cast)
+    with torch.no_grad():
+        for ours, without in zip(twice, layer_norm(x, w, b, **options, rounded=True), strict=True):
+            assert torch.equal(ours, without)
+
+
+def test_y_once_more_is_y_where_nothing_is_rounded(backend):
+    x, w = randn(3, 16), randn(16)
+    y, again = layer_norm(x, w, residual=x, rounded=True)
+    assert again is y
+    half = x.bfloat16()
+    y, again = layer_norm(half, w, residual=half, rounded=True)
+    assert again is y
+
+
 def test_reference_is_what_pytorch_defines():
     x, w, b = (randn(*s, dtype=torch.float64) for s in ((5, 12), (12,), (12,)))
     torch.testing.assert_close(layer_norm_ref(x, w, b, eps=1e-5), F.layer_norm(x, (12,), w, b, 1e-5))

@@ -9,7 +9,7 @@ import torch
 
 from fastbert import testing
 from fastbert.ops.dropout import keep_mask_2d
-from fastbert.ops.layer_norm import layer_norm_ref
+from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved, layer_norm_ref
 from fastbert.testing.op_cases.layer_norm import CASES, LayerNormCase
 from tests.support.cpu_truth import assert_rounds_to, randn, strided_rows
 from tests.support.launchers import layer_norm_bwd, layer_norm_fwd
@@ -50,8 +50,38 @@ def test_error_rule_with_multiply_adds(emulated, case, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("hidden", WIDTHS)
 def test_every_width(emulated, hidden, dtype):
-    case = LayerNormCase(5, hidden, residual=True, x_bias=True, dropout_p=0.25)
-    assert broken_rules(case, dtype) == []
+    for half_x in (False, True)[: 1 + (dtype == torch.float32)]:
+        case = LayerNormCase(5, hidden, residual=True, x_bias=True, dropout_p=0.25, half_x=half_x)
+        assert broken_rules(case, dtype) == []
+
+
+@pytest.mark.parametrize("p", (0.0, 0.25))
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("hidden", (*WIDTHS, 9))
+def test_half_precision_beside_float32_is_as_if_cast(emulated, hidden, dtype, p):
+    """In each kernel; packs of x are 8 values and packs of the residual 4. y twice is y cast."""
+    x, (residual, dy) = randn(5, hidden, dtype=dtype), (randn(5, hidden, seed=s) for s in (2, 3))
+    once = both_ways(emulated.backend, x, residual, dy, p=p)
+    inputs = LayerNormInputs(
+        x, *(randn(hidden, seed=s) for s in (4, 5)), residual, randn(hidden, seed=6), 1e-5
+    )
+    inputs = inputs._replace(dropout_p=p, seed=SEED if p else None, offset=9)
+    *same, rounded = emulated.backend.layer_norm_fwd(inputs, True, True)
+    assert all(torch.equal(a, b) for a, b in zip(same, once[:4], strict=True))
+    assert torch.equal(rounded, same[0].to(dtype))
+    saved = LayerNormSaved(same[1], inputs.weight, *same[2:], p, inputs.seed, 9)
+    need, drounded = LayerNormNeeds(True, True, True, True, dtype), randn(5, hidden, dtype=dtype, seed=7)
+    ours = emulated.backend.layer_norm_bwd(dy, saved, need, drounded)
+    summed = emulated.backend.layer_norm_bwd(dy + drounded, saved, need)
+    assert all(torch.equal(a, b) for a, b in zip(ours, summed, strict=True))
+    # Backward's columns per thread are those of float32: the same bits. Forward adds in another order.
+    cast = emulated.backend.layer_norm_bwd(dy, saved, need._replace(x_dtype=None))
+    cast = cast if p else (cast[0], cast[0], *cast[2:])
+    for a, b in zip(once[4:], cast, strict=True):
+        assert torch.equal(a, b.to(a.dtype))
+    for a, b in zip(same, both_ways(emulated.backend, x.float(), residual, dy, p=p), strict=False):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert torch.equal(same[1], both_ways(emulated.backend, x.float(), residual, dy, p=p)[1])
 
 
 def test_every_kernel_is_launched(emulated):
@@ -63,6 +93,8 @@ def test_every_kernel_is_launched(emulated):
         )
         needs = (True, True, False, False)
         layer_norm_bwd(emulated.backend, x, x, weight, mean, rstd, 0, None, 0, *needs)
+        if dtype != torch.float32:
+            both_ways(emulated.backend, x, x.float(), x.float())
     ours = {name for name in emulated.library.names if "layer_norm" in name}
     assert ours
     assert {launch.kernel for launch in emulated.launches} == ours
@@ -73,7 +105,8 @@ def both_ways(backend, x, residual, dy, parameters=None, *, p=0.25):
     hidden, seed = x.shape[1], SEED if p else None
     weight, bias, x_bias = parameters or (randn(hidden, seed=s) for s in (4, 5, 6))
     y, z, mean, rstd = layer_norm_fwd(backend, x, weight, bias, residual, x_bias, 1e-5, p, seed, 9, True)
-    grads = layer_norm_bwd(backend, dy, z, weight, mean, rstd, p, seed, 9, True, True, True, True)
+    need = LayerNormNeeds(True, True, True, True, x.dtype)
+    grads = backend.layer_norm_bwd(dy, LayerNormSaved(z, weight, mean, rstd, p, seed, 9), need)
     return y, z, mean, rstd, *grads
 
 

@@ -141,7 +141,7 @@ def test_a_report_leaves_the_call(emulated):
 def test_memory_of_no_launcher_is_out_of_bounds(emulated):
     x, weight, y = randn(4, 768), randn(768), torch.zeros(4, 768)
     given = (0, 4, 768, x.data_ptr(), 768, 0, 0, weight.data_ptr(), 0, 0, 0, 0, 0)
-    rest = (1e-5, 0, 0, 0, 1.0, y.data_ptr(), 0, 0, 0, 0, 0)
+    rest = (1e-5, 0, 0, 0, 1.0, y.data_ptr(), 0, 0, 0, 0, 0, 0, 0)
     launch = emulated.backend.device.extension.cuda_layer_norm_fwd
     with pytest.raises(emulator.OutOfBounds):
         launch(*given, *rest)

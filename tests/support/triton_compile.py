@@ -29,12 +29,13 @@ def layer_norm_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]
     """(name, architecture, call that launches): every distinct config, with and without the optional inputs.
 
     By default bfloat16 at several widths and the other dtypes at one for sm_90, and one width in bfloat16 for
-    the others; `full` is the product.
+    the others; `full` is the product. So for half precision beside float32, as in training under autocast.
     """
     import torch
     import triton
 
     from fastbert.kernels import layer_norm as kernels
+    from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
     from tests.support.launchers import layer_norm_bwd, layer_norm_fwd
 
     widths = {}
@@ -63,7 +64,23 @@ def layer_norm_jobs(full: bool) -> Iterator[tuple[str, int, Callable[[], None]]]
             layer_norm_bwd(kernels, x, x, weight, rstd, rstd, 0.0, None, 0, True, False, False, False)
             layer_norm_bwd(kernels, x, x, weight, rstd, rstd, 0.0, None, 0, False, True, True, True)
 
+    def mixed(dtype: torch.dtype, hidden: int) -> None:
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        x, wide, weight = empty(16384, hidden, dtype=dtype), empty(16384, hidden), empty(hidden)
+        rstd, seed = empty(16384), empty(1, dtype=torch.int64)
+        kernels.layer_norm_fwd(
+            LayerNormInputs(x, weight, weight, wide, weight, 1e-12, 0.1, seed, 3), True, True
+        )
+        saved = LayerNormSaved(wide, weight, rstd, rstd, 0.1, seed, 3)
+        kernels.layer_norm_bwd(wide, saved, LayerNormNeeds(True, True, True, True, dtype), x)
+
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for arch, dtype, hidden in itertools.product(SHARED_LIMIT, dtypes[1:], widths):
+        if full or (dtype == torch.bfloat16 and (hidden == 768 or (arch == 90 and hidden in few))):
+            name = f"{str(dtype).removeprefix('torch.')}-float32-{hidden}-all"
+            yield name, arch, lambda a=dtype, b=hidden: mixed(a, b)
     for arch, dtype, hidden, everything in itertools.product(SHARED_LIMIT, dtypes, widths, (True, False)):
         default = dtype == torch.bfloat16 and hidden == 768
         if arch == 90:

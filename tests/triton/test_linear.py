@@ -135,9 +135,9 @@ def test_exact_on_small_integers(depth, transport):
         assert_bit_equal(actual, ((pre.clamp_min(0) + residual).to(dtype), pre.to(dtype)))
 
 
-@pytest.mark.parametrize("depth", (511, 512, 513, 1024, 1100))
+@pytest.mark.parametrize("depth", (511, 512, 513, 576, 1024, 1088, 1100))
 def test_parts_of_a_deep_sum(depth):
-    """At depths beside multiples of a part's, by pointers and, where rows lie on 16 bytes, by TMA."""
+    """Of whole parts, with a shorter last one, and of depths that are no multiple of a tile: in one."""
     g = torch.Generator().manual_seed(3)
     x, weight = (torch.randint(-2, 3, (rows, depth), generator=g).float().to(DEVICE) for rows in (5, 8))
     y, _ = kernels.linear_fwd(x, weight, None, None, None, False)

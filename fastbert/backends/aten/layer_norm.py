@@ -7,12 +7,19 @@ import torch
 from fastbert.backends.reference import layer_norm as reference
 from fastbert.ops.checks import FLOATS, compute_dtype
 from fastbert.ops.dropout import keep_mask_2d
-from fastbert.ops.layer_norm import NARROW, LayerNormInputs, LayerNormNeeds, LayerNormSaved
+from fastbert.ops.layer_norm import (
+    NARROW,
+    LayerNormInputs,
+    LayerNormNeeds,
+    LayerNormSaved,
+    own_dresidual,
+    storage_dtype,
+)
 
 DTYPES = FLOATS
 
 
-def layer_norm_fwd(inputs: LayerNormInputs, save):
+def layer_norm_fwd(inputs: LayerNormInputs, save, rounded=False):
     x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset = inputs
     # The sum is taken in float32 and normalised unrounded; native_layer_norm then needs no second cast.
     stats = compute_dtype(x)
@@ -38,18 +45,22 @@ def layer_norm_fwd(inputs: LayerNormInputs, save):
         repaired = (rows - row_mean) * row_rstd * scale
         y[wrong] = repaired if shift is None else repaired + shift
         mean[wrong], rstd[wrong] = row_mean, row_rstd
-    y = y.to(x.dtype)
+    dtype = storage_dtype(inputs)
+    more = (y.to(x.dtype),) if rounded else ()
+    y = y.to(dtype)
     if not save:
-        return y, x.new_empty(0), mean.new_empty(0), mean.new_empty(0)
-    return y, z.to(x.dtype) if summed else x.new_empty(0), mean.reshape(-1), rstd.reshape(-1)
+        return y, x.new_empty(0), mean.new_empty(0), mean.new_empty(0), *more
+    return y, z.to(dtype) if summed else x.new_empty(0), mean.reshape(-1), rstd.reshape(-1), *more
 
 
-def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds):
+def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds, drounded=None):
     z, weight, mean, rstd, dropout_p, seed, offset = saved
     if z.shape[1] <= NARROW:
         # PyTorch's z * rstd - mean * rstd cancels where a narrow row makes rstd large.
-        return reference.layer_norm_bwd(dy, saved, need)
+        return reference.layer_norm_bwd(dy, saved, need, drounded)
     stats = compute_dtype(z)
+    if drounded is not None:
+        dy = dy + drounded
     dz, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
         dy.to(stats),
         z.to(stats),
@@ -65,8 +76,8 @@ def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds):
         keep = keep_mask_2d(seed, offset, *z.shape, dropout_p).to(stats)
         dx = dz * (keep * (1.0 / (1.0 - dropout_p)))
     return (
-        dx.to(z.dtype) if need.dx else z.new_empty(0),
-        dz.to(z.dtype) if need.dresidual and (dropout_p > 0 or not need.dx) else z.new_empty(0),
+        dx.to(need.x_dtype or z.dtype) if need.dx else z.new_empty(0),
+        dz.to(z.dtype) if own_dresidual(saved, need) else z.new_empty(0),
         dweight if need.dweight else mean.new_empty(0),
         dbias if need.dweight else mean.new_empty(0),
         dx.sum(0) if need.dx_bias else mean.new_empty(0),

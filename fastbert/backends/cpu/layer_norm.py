@@ -5,14 +5,22 @@ from __future__ import annotations
 import torch
 
 from fastbert.backends.extension import DTYPE_CODES, STORED, dropout, vector
-from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
+from fastbert.ops.layer_norm import (
+    LayerNormInputs,
+    LayerNormNeeds,
+    LayerNormSaved,
+    own_dresidual,
+    storage_dtype,
+)
 from fastbert.runtime.loader import extension as _C
 
 DTYPES = STORED
 
 
-def layer_norm_fwd(inputs: LayerNormInputs, save):
+def layer_norm_fwd(inputs: LayerNormInputs, save, rounded=False):
     x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset = inputs
+    # the kernel takes one dtype
+    x_dtype, x = x.dtype, x.to(storage_dtype(inputs))
     rows, hidden = x.shape
     summed = residual is not None or x_bias is not None or dropout_p > 0
     y = x.new_empty(rows, hidden)
@@ -28,14 +36,16 @@ def layer_norm_fwd(inputs: LayerNormInputs, save):
         *outputs,
         torch.get_num_threads(),
     )
-    return y, z, mean, rstd
+    return (y, z, mean, rstd, y.to(x_dtype)) if rounded else (y, z, mean, rstd)
 
 
-def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds):
+def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds, drounded=None):
     z, weight, mean, rstd, dropout_p, seed, offset = saved
+    if drounded is not None:
+        dy = dy + drounded
     rows, hidden = z.shape
     dx = z.new_empty((rows, hidden) if need.dx else 0)
-    dresidual = z.new_empty((rows, hidden) if need.dresidual and (dropout_p > 0 or not need.dx) else 0)
+    dresidual = z.new_empty((rows, hidden) if own_dresidual(saved, need) else 0)
     dweight = mean.new_empty(hidden if need.dweight else 0)
     dbias = mean.new_empty(hidden if need.dweight else 0)
     dx_bias = mean.new_empty(hidden if need.dx_bias else 0)
@@ -47,4 +57,4 @@ def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds):
         *map(torch.Tensor.data_ptr, (dx, dresidual, dweight, dbias, dx_bias)),
         torch.get_num_threads(),
     )
-    return dx, dresidual, dweight, dbias, dx_bias
+    return dx.to(need.x_dtype or z.dtype), dresidual, dweight, dbias, dx_bias

@@ -6,38 +6,47 @@ import torch
 
 from fastbert.backends.cuda import device
 from fastbert.backends.extension import DTYPE_CODES, STORED, dropout, vector
-from fastbert.ops.layer_norm import LayerNormInputs, LayerNormNeeds, LayerNormSaved
+from fastbert.ops.layer_norm import (
+    LayerNormInputs,
+    LayerNormNeeds,
+    LayerNormSaved,
+    own_dresidual,
+    storage_dtype,
+)
 from fastbert.runtime.streams import on
 
 DTYPES = STORED
 
 
-def layer_norm_fwd(inputs: LayerNormInputs, save):
+def layer_norm_fwd(inputs: LayerNormInputs, save, rounded=False):
     x, weight, bias, residual, x_bias, eps, dropout_p, seed, offset = inputs
     rows, hidden = x.shape
     summed = residual is not None or x_bias is not None or dropout_p > 0
-    y = x.new_empty(rows, hidden)
-    z = x.new_empty((rows, hidden) if save and summed else 0)
+    dtype = storage_dtype(inputs)
+    y = x.new_empty(rows, hidden, dtype=dtype)
+    z = x.new_empty((rows, hidden) if save and summed else 0, dtype=dtype)
     mean = x.new_empty(rows if save else 0, dtype=torch.float32)
     rstd = x.new_empty(rows if save else 0, dtype=torch.float32)
+    more = (torch.empty_like(x, memory_format=torch.contiguous_format),) if rounded else ()
     added = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
     outputs = y.data_ptr(), z.data_ptr(), mean.data_ptr(), rstd.data_ptr()
     with on(x.device):
         device.extension.cuda_layer_norm_fwd(
-            *(DTYPE_CODES[x.dtype], rows, hidden, x.data_ptr(), x.stride(0), *added),
+            *(DTYPE_CODES[dtype], rows, hidden, x.data_ptr(), x.stride(0), *added),
             *(*vector(weight), *vector(bias), *vector(x_bias), eps),
             *dropout(dropout_p, seed, offset),
             *outputs,
+            *(DTYPE_CODES[x.dtype], more[0].data_ptr() if rounded else 0),
             *device.place(x.device),
         )
-    return y, z, mean, rstd
+    return y, z, mean, rstd, *more
 
 
-def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds):
+def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds, drounded=None):
     z, weight, mean, rstd, dropout_p, seed, offset = saved
     rows, hidden = z.shape
-    dx = z.new_empty((rows, hidden) if need.dx else 0)
-    dresidual = z.new_empty((rows, hidden) if need.dresidual and (dropout_p > 0 or not need.dx) else 0)
+    dx = z.new_empty((rows, hidden) if need.dx else 0, dtype=need.x_dtype)
+    dresidual = z.new_empty((rows, hidden) if own_dresidual(saved, need) else 0)
     dweight = mean.new_empty(hidden if need.dweight else 0)
     dbias = mean.new_empty(hidden if need.dweight else 0)
     dx_bias = mean.new_empty(hidden if need.dx_bias else 0)
@@ -51,6 +60,7 @@ def layer_norm_bwd(dy, saved: LayerNormSaved, need: LayerNormNeeds):
             *dropout(dropout_p, seed, offset),
             *(t.data_ptr() for t in (dx, dresidual, dweight, dbias, dx_bias, partial)),
             parts,
+            *(DTYPE_CODES[dx.dtype], 0 if drounded is None else drounded.data_ptr()),
             *device.place(z.device),
         )
     return dx, dresidual, dweight, dbias, dx_bias

@@ -136,7 +136,7 @@ def hopper_product(
     rows, columns = x.shape[0], weight.shape[0]
     c = x.new_empty(rows, columns)
     pre = x.new_empty((rows, columns) if save else 0)
-    with torch.cuda.device(x.device):
+    with on(x.device):
         device.extension.cuda_linear_hopper_product(
             *(DTYPE_CODES[x.dtype], rows, columns, x.shape[1]),
             *(address(x), _row_stride(x), address(weight), _row_stride(weight)),

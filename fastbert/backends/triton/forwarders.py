@@ -33,12 +33,12 @@ def embedding_bwd(dy, saved, need_dinputs_embeds, need_dln):
     return kernels("embedding").embedding_bwd(dy, saved, need_dinputs_embeds, need_dln)
 
 
-def layer_norm_fwd(inputs, save):
-    return kernels("layer_norm").layer_norm_fwd(inputs, save)
+def layer_norm_fwd(inputs, save, rounded=False):
+    return kernels("layer_norm").layer_norm_fwd(inputs, save, rounded)
 
 
-def layer_norm_bwd(dy, saved, need):
-    return kernels("layer_norm").layer_norm_bwd(dy, saved, need)
+def layer_norm_bwd(dy, saved, need, drounded=None):
+    return kernels("layer_norm").layer_norm_bwd(dy, saved, need, drounded)
 
 
 def linear_fwd(x, weight, bias, activation, residual, save, panels=None):

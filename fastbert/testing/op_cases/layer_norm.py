@@ -25,7 +25,7 @@ def steepness(z: torch.Tensor) -> float:
 
 @dataclass(frozen=True, repr=False)
 class LayerNormCase(Case):
-    """`rows` x `hidden`, with the op's options."""
+    """`rows` x `hidden`, with the op's options; `half_x`: where all else is float32, `x` is in bfloat16."""
 
     rows: int
     hidden: int
@@ -33,6 +33,8 @@ class LayerNormCase(Case):
     x_bias: bool = False
     dropout_p: float = 0.0
     bias: bool = True
+    half_x: bool = False
+    rounded: bool = False
 
     op = "layer_norm"
     grad_inputs = ("x", "weight", "bias", "residual", "x_bias")
@@ -42,7 +44,12 @@ class LayerNormCase(Case):
         options = [n for n in ("residual", "x_bias") if getattr(self, n)]
         options += ["dropout"] if self.dropout_p else []
         options += [] if self.bias else ["no_bias"]
+        options += [n for n in ("half_x", "rounded") if getattr(self, n)]
         return "-".join([f"{self.rows}x{self.hidden}", *options])
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        return ("y", "rounded") if self.rounded else ("y",)
 
     def inputs(self, dtype, device, seed=0):
         g = torch.Generator().manual_seed(seed)
@@ -52,7 +59,7 @@ class LayerNormCase(Case):
 
         shape = (self.rows, self.hidden)
         return {
-            "x": randn(*shape),
+            "x": randn(*shape).to(torch.bfloat16 if self.half_x and dtype == torch.float32 else dtype),
             "weight": 1 + 0.1 * randn(self.hidden),
             "bias": 0.1 * randn(self.hidden) if self.bias else None,
             "residual": randn(*shape) if self.residual else None,
@@ -71,6 +78,7 @@ class LayerNormCase(Case):
             dropout_p=self.dropout_p,
             seed=seed,
             offset=3,
+            rounded=self.rounded,
         )
 
     def _keep(self, x, seed):
@@ -86,10 +94,12 @@ class LayerNormCase(Case):
         return x
 
     def eager(self, x, weight, bias, residual, x_bias, seed):
-        return F.layer_norm(self._sum(x, residual, x_bias, seed), (self.hidden,), weight, bias, 1e-12)
+        y = F.layer_norm(self._sum(x, residual, x_bias, seed), (self.hidden,), weight, bias, 1e-12)
+        return (y, y.to(x.dtype)) if self.rounded else y
 
     def oracle(self, x, weight, bias, residual, x_bias, seed):
-        return layer_norm_ref(x, weight, bias, residual, x_bias, 1e-12, self.dropout_p, self._keep(x, seed))
+        y = layer_norm_ref(x, weight, bias, residual, x_bias, 1e-12, self.dropout_p, self._keep(x, seed))
+        return (y, y) if self.rounded else y
 
     def floor(self, inputs, name):
         eps = torch.finfo(torch.float32).eps
@@ -114,8 +124,15 @@ class LayerNormCase(Case):
 SMALL = [
     LayerNormCase(5, 96),
     LayerNormCase(3, 100, residual=True, x_bias=True, dropout_p=0.25),
+    # training under autocast: after the feed-forward, after attention
+    LayerNormCase(4, 72, residual=True, x_bias=True, half_x=True),
+    LayerNormCase(4, 72, residual=True, x_bias=True, dropout_p=0.1, half_x=True, rounded=True),
 ]
-ON_GPU = [LayerNormCase(33, 768, residual=True, x_bias=True, dropout_p=0.1)]  # the blocks of base and large
+ON_GPU = [  # the blocks of base and large
+    LayerNormCase(33, 768, residual=True, x_bias=True, dropout_p=0.1),
+    LayerNormCase(33, 768, residual=True, x_bias=True, dropout_p=0.1, half_x=True),
+    LayerNormCase(33, 768, residual=True, x_bias=True, dropout_p=0.1, half_x=True, rounded=True),
+]
 CASES = [
     *SMALL,
     LayerNormCase(1, 1),  # variance 0: rstd = 1/sqrt(eps)
@@ -130,6 +147,10 @@ CASES = [
     LayerNormCase(33, 1024, residual=True, bias=False),
     LayerNormCase(130, 31, x_bias=True),  # no multiple of a vector
     LayerNormCase(3, 4099),  # beyond one block of most kernels
+    LayerNormCase(64, 768, residual=True, x_bias=True, dropout_p=0.1, half_x=True),
+    LayerNormCase(9, 33, residual=True, x_bias=True, dropout_p=0.25, half_x=True),
+    LayerNormCase(64, 768, residual=True, x_bias=True, half_x=True, rounded=True),
+    LayerNormCase(3, 4099, residual=True, half_x=True, rounded=True),
 ]
 
 

@@ -172,9 +172,11 @@ int check(std::int64_t rows, std::int64_t hidden, DType dtype, bool options) {
     const std::int64_t parts = cuda_layer_norm_bwd_parts(static_cast<int>(dtype), rows, hidden, 1);
     const Buffer partial(static_cast<std::size_t>(parts * 3 * hidden) * 4);
     const Outputs out = run(
-        fwd, bwd, item, [&](const LayerNormFwd& a) { return cuda_layer_norm_fwd(a, 0, 0); },
+        fwd, bwd, item,
+        [&](const LayerNormFwd& a) { return cuda_layer_norm_fwd(a, static_cast<int>(dtype), 0, 0, 0); },
         [&](const LayerNormBwd& a) {
-            return cuda_layer_norm_bwd(a, reinterpret_cast<std::uintptr_t>(partial.data()), parts, 0, 0);
+            return cuda_layer_norm_bwd(a, reinterpret_cast<std::uintptr_t>(partial.data()), parts,
+                                       static_cast<int>(dtype), 0, 0, 0);
         });
     calls += 3;
     if (first != nullptr && dtype == DType::kFloat32) {
