@@ -414,8 +414,8 @@ def test_nothing_needless_below_the_lowest_trained_layer(launches):
     assert all(need_dweight for _, need_dweight, _ in needs)
     needs = [args[-6:-1] for name, args in launches if name == "attention_bwd"]  # before the table of places
     assert needs == [(True,) * 3 + (False,) * 2]
-    # (need_dx, need_dweight, need_dxbias, need_dresidual): below attention's norm no residual's
-    assert [args[-4:] for name, args in launches if name == "layer_norm_bwd"] == [
+    # (need_dx, need_dweight, need_dxbias, need_dresidual, dx's dtype): below attention's norm no residual's
+    assert [args[-5:-1] for name, args in launches if name == "layer_norm_bwd"] == [
         (True, True, True, True),
         (True, True, True, False),
     ]

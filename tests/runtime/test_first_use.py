@@ -11,7 +11,7 @@ import torch
 
 from fastbert import testing
 from fastbert.backends import aten, cpu, reference
-from fastbert.ops.layer_norm import LayerNormInputs, layer_norm
+from fastbert.ops.layer_norm import LayerNormInputs, layer_norm, storage_dtype
 from fastbert.ops.linear import linear
 from fastbert.runtime import dispatch
 from fastbert.testing import checking, error_rule, proving, serving, verdict_keys, verdicts
@@ -185,10 +185,10 @@ def test_a_bad_backward_drops_the_backend_too(monkeypatch):
 
 
 def test_a_failure_in_one_dtype_leaves_the_others(monkeypatch):
-    def fault(inputs, save):
-        if inputs.x.dtype == torch.bfloat16:
+    def fault(inputs, save, *rounded):
+        if storage_dtype(inputs) == torch.bfloat16:
             raise RuntimeError("no bfloat16 here")
-        return aten.layer_norm_fwd(inputs, save)
+        return aten.layer_norm_fwd(inputs, save, *rounded)
 
     fake_backend(monkeypatch, layer_norm_fwd=fault)
     with pytest.warns(RuntimeWarning, match="no bfloat16 here"):

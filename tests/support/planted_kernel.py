@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from fastbert.backends import aten
-from fastbert.ops.layer_norm import layer_norm
+from fastbert.ops.layer_norm import layer_norm, storage_dtype
 from fastbert.runtime import dispatch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,10 +52,10 @@ def plant(behaviours: str) -> list[str]:
     by_dtype = dict(part.split("=") for part in behaviours.split(",")) if "=" in behaviours else {}
     served: list[str] = []
 
-    def layer_norm_fwd(inputs, save):
+    def layer_norm_fwd(inputs, save, *rounded):
         served.append("triton")
-        dtype = str(inputs.x.dtype).removeprefix("torch.")
-        return behave(by_dtype.get(dtype, behaviours), (inputs, save))
+        dtype = str(storage_dtype(inputs)).removeprefix("torch.")
+        return behave(by_dtype.get(dtype, behaviours), (inputs, save, *rounded))
 
     module = types.ModuleType("fastbert.backends.triton")
     module.DTYPES = {"layer_norm": FLOATS}
