@@ -62,9 +62,9 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "packing": ("cpu", "aten", "reference"),
         "pooling": ("aten", "reference"),
     },
-    # All of "cuda" was ranked by a count of bytes, before bench/results had a row of a GPU. What serves is what
-    # a device's own self-checks find: on an H100 most as ranked, but LayerNorm's forward by `triton` (24 us for
-    # 16,384 x 768 in a forward of BERT-base, `cuda` 34).
+    # All of "cuda" was ranked by a count of bytes, before bench/results had a row of a GPU. What serves is
+    # what a device's own self-checks find: on an H100 most as ranked, but LayerNorm's forward by `triton` (24
+    # us for 16,384 x 768 in a forward of BERT-base, `cuda` 34).
     "cuda": {
         # No padded copies of q, k, v and no scores in memory. In half precision at length 512 and headdim 64,
         # backward moves 1.6 kB per token and head; aten moves 16 kB for the float32 scores and the three

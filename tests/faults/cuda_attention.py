@@ -83,8 +83,8 @@ FAULTS = (
     # out, and the choice of a kernel
     _fault("out of rows past the length", "        if (warp_row + at < length)\n", ""),
     _fault("any stride", "heads.row_stride % 8 == 0", "heads.row_stride % 2 == 0", _ENTRY),
-    _fault("any address", "t.shape[2] in HEADDIMS and t.data_ptr() % 16 == 0", "t.shape[2] in HEADDIMS", _PYTHON),
-    _fault("keys of any stride", "t.stride(0) % 8 == 0", "t.stride(0) % 4 == 0", _PYTHON),
+    _fault("any address", "t.shape[2] not in HEADDIMS or t.data_ptr() % 16", "t.shape[2] not in HEADDIMS", _PYTHON),
+    _fault("keys of any stride", "or rows % 8", "or rows % 4", _PYTHON),
     _fault("probs forgotten", "if return_probs or not readable", "if not readable", _PYTHON),
 )  # fmt: skip
 

@@ -249,7 +249,7 @@ FAULTS = (
         _LAUNCHER,
     ),
     _fault(
-        "unaligned tensors to the kernel", "t.data_ptr() % 16 == 0 and t.stride(0)", "t.stride(0)", _LAUNCHER
+        "unaligned tensors to the kernel", "t.data_ptr() % 16 or rows % 8", "rows % 8", _LAUNCHER
     ),
 )
 

@@ -90,7 +90,7 @@ FAULTS = (
     _fault("fastbert/ops/linear.py", "linear's forward of training is served as in inference", "_forward(args[3], args[5]), args[0]", "_forward(args[3], False), args[0]"),
     _fault("fastbert/ops/linear.py", "linear's backward is served as inference", "else \"linear_bwd activation training\"", "else \"linear_bwd activation\""),
     _fault("fastbert/ops/feed_forward.py", "feed_forward's forward of training is served as in inference", "dispatch.call(_FORWARD_OF_TRAINING, args[0]", "dispatch.call(\"feed_forward_fwd\", args[0]"),
-    _fault("fastbert/ops/layer_norm.py", "layer_norm's forward of training is served as in inference", "dispatch.call(_FORWARD_OF_TRAINING, inputs.x", "dispatch.call(\"layer_norm_fwd\", inputs.x"),
+    _fault("fastbert/ops/layer_norm.py", "layer_norm's forward of training is served as in inference", "dispatch.call(_FORWARD_OF_TRAINING, key", "dispatch.call(\"layer_norm_fwd\", key"),
     _fault("fastbert/ops/layer_norm.py", "layer_norm's compiled forward of training is served as in inference", "_FORWARD_OF_TRAINING if save else", "_FORWARD_OF_TRAINING if False else"),
     _fault("fastbert/runtime/dispatch.py", "a kind is one word", "return \"\", *sorted({\" \".join(word for word in words if word != \"half\") for words in keys} - {\"\"})", "return \"\", *sorted({word for words in keys for word in words if word != \"half\"})"),
     _fault("fastbert/runtime/dispatch.py", "training is ranked by a line of its own alone", "for each in (kind.split(), kind.removesuffix(\"training\").split(), []):", "for each in (kind.split(), []):"),

@@ -34,7 +34,7 @@ FAULTS = (
     _fault("places written past the section", "(later >= 0) & (slot >= 0) & (slot < n_slots)", "(later >= 0) & (slot >= 0)"),
     _fault("places of no tile", "(later >= 0) & (slot >= 0) & (slot < n_slots)", "(slot >= 0) & (slot < n_slots)"),
     _fault("the first block's sequences everywhere", "mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)", "mine = tl.arange(0, BLOCK)"),
-    _fault("a block of sequences too few", "triton.cdiv(batch, _BLOCK) + 1", "batch // _BLOCK + 1"),
+    _fault("a block of sequences too few", "cdiv(batch, _BLOCK) + 1", "batch // _BLOCK + 1"),
     _fault("tail overlaps the last tiles", "for after in range(used, n_slots, CHUNK):", "for after in range(used - 1, n_slots, CHUNK):"),
     _fault("tail of the first chunk only", "at < n_slots,\n", "(at < n_slots) & (after == used),\n"),
     _fault("tail steps by all slots", "step = (n_slots - used) * height", "step = n_slots * height"),

@@ -29,7 +29,7 @@ FAULTS = (
     _fault("logits read beyond the row in backward", _BWD_LOAD, _BWD_LOAD.replace("mask=inside", "mask=cols <= classes")),
     _fault("gradient written beyond the row", "    inside = cols < classes\n    label", "    inside = cols <= classes\n    label"),
     _fault("one block of classes in forward", "for start in range(0, classes, BLOCK_N):", "for start in range(0, tl.minimum(classes, BLOCK_N), BLOCK_N):"),
-    _fault("one block of classes in backward", "(rows, triton.cdiv(classes, block_n))", "(rows, 1)"),
+    _fault("one block of classes in backward", "(rows, cdiv(classes, block_n))", "(rows, 1)"),
     _fault("maximum of the last block", "new_top = tl.maximum(top, tl.max(x, 0))", "new_top = tl.max(x, 0)"),
     _fault("maximum of the first block", "            top = new_top\n", "            top = tl.where(start == 0, new_top, top)\n"),
     _fault("sum not rescaled", "sums = sums * tl.exp(top - finite) + tl.exp(x - finite)", "sums = sums + tl.exp(x - finite)"),
@@ -70,7 +70,7 @@ FAULTS = (
     _fault("stride not asked for alignment", "align = math.gcd(16, classes, logits.stride(0))\n        launch(\n            _cross_entropy_bwd", "align = math.gcd(16, classes)\n        launch(\n            _cross_entropy_bwd"),
     _fault("gradient in float32", "dlogits = torch.empty((rows, classes), dtype=logits.dtype", "dlogits = torch.empty((rows, classes), dtype=torch.float32"),
     _fault("classes told apart by the compiler", "_FIXED_TYPES = (\"stride_units\", \"n_rows\", \"class_units\", \"ignore_index\")", "_FIXED_TYPES = (\"stride_units\", \"n_rows\", \"ignore_index\")"),
-    _fault("a block of each number of classes", "block_n = max(128, min(4096, triton.next_power_of_2(classes)))", "block_n = max(4, min(4096, triton.next_power_of_2(classes)))"),
+    _fault("a block of each number of classes", "block_n = max(128, min(4096, next_power_of_2(classes)))", "block_n = max(4, min(4096, next_power_of_2(classes)))"),
 )  # fmt: skip
 
 # what catches most comes first

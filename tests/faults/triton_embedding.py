@@ -67,7 +67,7 @@ FAULTS = (
     _fault("columns of the block, not of the row", "            keep = philox_keep(tl.load(seed_ptr), offset, 0, rows, col_start, threshold", "            keep = philox_keep(tl.load(seed_ptr), offset, 0, rows, 0, threshold"),
     _fault("seed read without dropout", "            seed if dropout_p > 0 else None,\n", "            seed,\n"),
     # launcher
-    _fault("a tile too few", "(triton.cdiv(rows, block_m),)", "(max(1, rows // block_m),)"),
+    _fault("a tile too few", "(cdiv(rows, block_m),)", "(max(1, rows // block_m),)"),
     _fault("z returned though not saved", "torch.empty_like(y) if save else", "torch.empty_like(y) if rows else"),
     _fault("rows of the word table for the tokens", "else input_ids.shape[0]", "else word.shape[0]"),
 )  # fmt: skip

@@ -99,8 +99,8 @@ FAULTS = (
     _fault("partial sums of another quantity", "(which.to(tl.int64) * n_partials + p)", "p", _SUMS),
     _fault("partial sums share a row", "partial_at = program.to(tl.int64) * HIDDEN + cols", "partial_at = cols", _BACKWARD),
     # launcher
-    _fault("a tile too few", "(triton.cdiv(rows, block_m), triton.cdiv(hidden, block_n)),\n            x.device",
-           "(max(1, rows // block_m), triton.cdiv(hidden, block_n)),\n            x.device"),
+    _fault("a tile too few", "(cdiv(rows, block_m), cdiv(hidden, block_n)),\n            x.device",
+           "(max(1, rows // block_m), cdiv(hidden, block_n)),\n            x.device"),
     _fault("z not saved for x_bias alone", "(residual is not None or x_bias is not None or seed is not None)", "(residual is not None or seed is not None)"),
     _fault("statistics returned though not saved", "    if not save:\n        mean, rstd =", "    if False:\n        mean, rstd ="),
     _fault("dx made though not wanted", "(rows, hidden) if need_dx else (0,)", "(rows, hidden)"),

@@ -57,7 +57,7 @@ FAULTS = (
         "z += tl.load(of_part + at,",
         "z = z - tl.load(partials_ptr + at, mask=mask, other=0.0) + tl.load(of_part + at,",
     ),
-    _fault("sums rounded", "dtype=torch.float32, device=x.device)", "dtype=x.dtype, device=x.device)"),
+    _fault("sums rounded", "rows, out_features), dtype=torch.float32)", "rows, out_features), dtype=x.dtype)"),
     # counters and memory
     _fault("the counter is not set back", "            tl.store(arrivals_ptr + row_tile, 0)\n", ""),
     _fault(
@@ -99,7 +99,7 @@ FAULTS = (
     # launchers
     _fault("too few programs", "(tiles * config.split_k,)", "(tiles,)"),
     _fault("the second launch always", "if arrivals is None:", "if True:"),
-    _fault("rows of the second launch", "(triton.cdiv(rows, norm_m),)", "(rows // norm_m,)"),
+    _fault("rows of the second launch", "(cdiv(rows, norm_m),)", "(rows // norm_m,)"),
     _fault("more rows than counters", "return rows <= MOST_ROWS and", "return rows <= 4 * MOST_ROWS and"),
     _fault("the tail is not counted", "operands + tail", "operands"),
     _fault("parts without a step", "if c.split_k <= steps or", "if c.split_k <= steps + 2 or"),

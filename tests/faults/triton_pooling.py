@@ -24,7 +24,7 @@ FAULTS = (
     _fault("an empty sequence's maximum", "            y = tl.where(length > 0, y, 0.0)\n", ""),
     _fault("first token of an empty sequence", "mask=inside & (length > 0)", "mask=inside"),
     _fault("columns past the width", "inside = cols < width\n    start = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)\n    length", "inside = cols <= width\n    start = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)\n    length"),
-    _fault("one block of columns", "(batch, triton.cdiv(width, block_n))", "(batch, 1)"),
+    _fault("one block of columns", "(batch, cdiv(width, block_n))", "(batch, 1)"),
     _fault("row stride taken for the width", "            y,\n            hidden.stride(0),", "            y,\n            width,"),
     _fault("32-bit offset of a sequence", "start = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)\n    length", "start = tl.load(cu_seqlens_ptr + sequence).to(tl.int32)\n    length"),
     _fault("32-bit offset of a token", "            at = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + cols[None, :]\n            if", "            at = x_ptr + tokens[:, None] * x_stride + cols[None, :]\n            if"),

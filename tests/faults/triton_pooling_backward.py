@@ -12,8 +12,8 @@ def _fault(name: str, old: str, new: str) -> Fault:
 
 
 FAULTS = (
-    _fault("rows behind the last sequence left out", "(batch + 1, triton.cdiv(width, block_n))", "(batch, triton.cdiv(width, block_n))"),
-    _fault("one block of columns in backward", "(batch + 1, triton.cdiv(width, block_n))", "(batch + 1, 1)"),
+    _fault("rows behind the last sequence left out", "(batch + 1, cdiv(width, block_n))", "(batch, cdiv(width, block_n))"),
+    _fault("one block of columns in backward", "(batch + 1, cdiv(width, block_n))", "(batch + 1, 1)"),
     _fault("end of the rows behind the last not known", "tl.where(within, end, n_rows) - start", "tl.where(within, end, start) - start"),
     _fault("cu_seqlens read beyond its end", "sequence + 1, mask=within, other=0)", "sequence + 1)"),
     _fault("gradient read beyond its end", "cols, mask=inside & within, other=0.0).to(tl.float32)\n    dx_ptr", "cols, mask=inside, other=0.0).to(tl.float32)\n    dx_ptr"),
