@@ -248,9 +248,7 @@ FAULTS = (
         "section = HEIGHTS.index(ROWS) + 1",
         _LAUNCHER,
     ),
-    _fault(
-        "unaligned tensors to the kernel", "t.data_ptr() % 16 or rows % 8", "rows % 8", _LAUNCHER
-    ),
+    _fault("unaligned tensors to the kernel", "t.data_ptr() % 16 or rows % 8", "rows % 8", _LAUNCHER),
 )
 
 # What sees most comes first: a fault costs the tests up to the one that sees it.

@@ -57,7 +57,9 @@ FAULTS = (
         "z += tl.load(of_part + at,",
         "z = z - tl.load(partials_ptr + at, mask=mask, other=0.0) + tl.load(of_part + at,",
     ),
-    _fault("sums rounded", "rows, out_features), dtype=torch.float32)", "rows, out_features), dtype=x.dtype)"),
+    _fault(
+        "sums rounded", "rows, out_features), dtype=torch.float32)", "rows, out_features), dtype=x.dtype)"
+    ),
     # counters and memory
     _fault("the counter is not set back", "            tl.store(arrivals_ptr + row_tile, 0)\n", ""),
     _fault(
