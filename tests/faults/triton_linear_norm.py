@@ -107,7 +107,7 @@ FAULTS = (
     _fault("parts without a step", "if c.split_k <= steps or", "if c.split_k <= steps + 2 or"),
     _fault(
         "the last step in no part",
-        "steps = triton.cdiv(in_features, BLOCK_K)",
+        "steps = cdiv(in_features, BLOCK_K)",
         "steps = in_features // BLOCK_K",
     ),
     _fault(
