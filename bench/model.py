@@ -375,7 +375,7 @@ def run_check(args: argparse.Namespace) -> tuple[dict, bool]:
     for reason, n in left_out.items():
         print(f"  left out: {n} rows, {reason}")
     print("\npublished figures on GPUs, beside projections; floor: every share 1, no launches")
-    figures = list(published.beside(args.results))
+    figures = list(published.beside())
     for found in figures:
         figure = found.figure
         print(f"  {figure.source}: {figure.value:,.4g} {figure.unit} on {figure.device.upper()}")

@@ -181,7 +181,7 @@ def config_for(
     chosen = heuristic(configs, 2**seqlen_bucket, 2**rows_bucket, device.multiprocessors)
     if triton.cdiv(2**rows_bucket, configs[0].block_m) < device.multiprocessors:
         return chosen
-    found = tuning.tuned(device, "attention", tuning_key(headdim, dtype, extras), seqlen_bucket)
+    found = tuning.tuned(device, "attention", tuning_key(headdim, dtype, extras), seqlen_bucket, below=False)
     return chosen if found is None else Config(**found)
 
 

@@ -159,7 +159,7 @@ def configs_for(
         return chosen
     for part in TUNED_PARTS:
         key = tuning_key(part, headdim, dtype, extras, saved)
-        found = tuning.tuned(device, "attention_bwd", key, seqlen_bucket)
+        found = tuning.tuned(device, "attention_bwd", key, seqlen_bucket, below=False)
         if found is not None:
             chosen = chosen._replace(**{part: Config(**found)})
     return chosen

@@ -266,7 +266,9 @@ def config_for(
 ) -> linear.Config:
     """The config of the GPU's table, which is for aligned matrices; else the heuristic's."""
     key = tuning_key(out_features, inner, activation, dtype)
-    found = tuning.tuned(device, "feed_forward_bwd", key, tuning.bucket(rows)) if aligned else None
+    found = (
+        tuning.tuned(device, "feed_forward_bwd", key, tuning.bucket(rows), below=False) if aligned else None
+    )
     if found is not None:
         return linear.Config(**found)
     return heuristic(max(rows, linear.ROW_UNIT), inner, dtype, aligned, device)

@@ -238,7 +238,7 @@ def config_for(
 ) -> Config:
     """The config of the GPU's table, which is for aligned matrices; else the heuristic's."""
     key = tuning_key(in_features, out_features, activation, residual, dtype)
-    found = tuning.tuned(device, "linear", key, tuning.bucket(rows)) if aligned else None
+    found = tuning.tuned(device, "linear", key, tuning.bucket(rows), below=False) if aligned else None
     if found is not None:
         return Config(**found)
     # Fewer rows than a unit are a whole one: the heuristic knows no tiles for less.

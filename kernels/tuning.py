@@ -74,10 +74,15 @@ def _table(path: Path) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def tuned(device: Device, kernel: str, key: str, rows_bucket: int) -> dict | None:
-    """The fields of the config at the bucket nearest to `rows_bucket`; None where nothing is tuned."""
+def tuned(device: Device, kernel: str, key: str, rows_bucket: int, below: bool = True) -> dict | None:
+    """The fields of the config at the bucket nearest to `rows_bucket`; None where nothing is tuned.
+
+    Args:
+        device, kernel, key, rows_bucket: see above.
+        below: whether the smallest bucket serves fewer rows too; not where its tiles may be too high.
+    """
     buckets = _table(read_from(device.name)).get(kernel, {}).get(key)
-    if not buckets:
+    if not buckets or (not below and rows_bucket < min(map(int, buckets))):
         return None
     # Of two equally near buckets the smaller.
     nearest = min(buckets, key=lambda b: (abs(int(b) - rows_bucket), int(b)))

@@ -288,7 +288,7 @@ def test_attention_alone_does_a_steps_work(monkeypatch, tag, lengths):
         del seen[:]
         candidates[name]()
         (forward, args), (backward, needs) = seen
-        assert (forward, backward) == ("attention_fwd", "attention_bwd")
+        assert (forward, backward) == ("attention_fwd training", "attention_bwd training")
         assert args[0].shape == (sum(lengths), TINY.heads, TINY.hidden // TINY.heads)
         assert args[0].dtype == attention.DTYPES[tag]
         # the last one is the table of places, which a CPU does not need

@@ -130,6 +130,8 @@ def test_look_up(monkeypatch, tmp_path):
     (tmp_path / "nvidia-h200.json").write_text(json.dumps({"device": H200.name, "linear": {"k": buckets}}))
     found = [tuning.tuned(H200, "linear", "k", n)["at"] for n in range(13)]
     assert found == [4, 4, 4, 4, 4, 4, 4, 8, 8, 8, 10, 10, 10]  # of two as near the smaller
+    assert tuning.tuned(H200, "linear", "k", 3, below=False) is None
+    assert tuning.tuned(H200, "linear", "k", 4, below=False) == {"at": 4}
     assert tuning.tuned(H200, "linear", "other", 4) is None
     assert tuning.tuned(H200, "attention", "k", 4) is None
     assert tuning.tuned(H200._replace(name="NVIDIA H100"), "linear", "k", 4) is None
@@ -745,7 +747,8 @@ def test_training_is_timed_as_training_runs_it(monkeypatch):
 
     def launches_of(op, case):
         def record(real, config, *args):
-            saved.append([each for each in args if isinstance(each, bool)][-1])
+            which = {"attention": -1, "layer_norm": 0}[op]
+            saved.append([each for each in args if isinstance(each, bool)][which])
             return real(config, *args)
 
         task = entries.tasks_of(op, case, BF16)[0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from bench.lib import mlperf_records, workloads
 from bench.lib.costs import counts as costs
@@ -203,10 +202,10 @@ class Beside:
         return "faster than the model predicts" if value > predicted else "slower than the model predicts"
 
 
-def beside(results: Path = devices.RESULTS) -> Iterator[Beside]:
-    """Each figure beside the model's."""
+def beside() -> Iterator[Beside]:
+    """Each figure beside the model's, for a GPU as its maker states it: a probe of ours is of another one."""
     for figure in figures():
-        device = devices.find(figure.device, results)
+        device = devices.of_datasheet(figure.device)
         build = costs.training if figure.train else costs.forward
         if figure.op is not None:
             # one op of each layer, without its launches
