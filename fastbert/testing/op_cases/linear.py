@@ -64,8 +64,7 @@ class LinearCase(Case):
         """Cauchy-Schwarz: a sum of products is off by some eps times the product of the two norms."""
         eps = torch.finfo(inputs["x"].dtype).eps
         if name in ("dweight", "dbias"):  # sums over rows of products of two unit normals
-            # with an activation the product inherits the slope's error, which is the pre-activation's
-            return eps * (1 + self.rows) * (2 if self.activation else 1)
+            return eps * (1 + self.rows)
         x, weight = inputs["x"], inputs["weight"]
         if name == "dx":
             return eps * (1 + self.out_features**0.5 * weight.norm(dim=0).max().item())
