@@ -98,7 +98,7 @@ FAULTS = (
     _fault("TMA of a column with a stride", "        and t.stride(1) == 1\n", ""),
     _fault("TMA of rows that overlap", "        and t.stride(0) >= t.shape[1]\n", ""),
     _fault("TMA of float32 on a GPU", "if dtype == torch.float32 or not aligned:", "if not aligned:"),
-    _fault("tables for matrices that are not aligned", "tuning.bucket(rows)) if aligned else None", "tuning.bucket(rows))"),
+    _fault("tables for matrices that are not aligned", "tuning.bucket(rows), below=False) if aligned else None", "tuning.bucket(rows), below=False)"),
     _fault("table never read", "    if found is not None:\n        return Config(**found)\n", ""),
     _fault("TMA where there is none", "if capability[0] in (9, 10):\n        return (\n", "if capability[0] in (8, 9, 10):\n        return (\n"),
     _fault("TMA of the newest GPUs forgotten", "if capability[0] == 12:", "if capability[0] == 11:"),
