@@ -23,6 +23,15 @@ def steepness(z: torch.Tensor) -> float:
     return max([1.0, *(1.0 / std[std > 0]).tolist()])
 
 
+def largest_x_hat(z: torch.Tensor) -> float:
+    """The largest |x_hat| of rows that deviate, at least 1."""
+    z = z.double()
+    std, centred = z.std(-1, correction=0, keepdim=True), z - z.mean(-1, keepdim=True)
+    return max(
+        1.0, torch.where(std > 0, centred / std, 0.0).abs().nan_to_num(nan=1.0, posinf=1.0).max().item()
+    )
+
+
 @dataclass(frozen=True, repr=False)
 class LayerNormCase(Case):
     """`rows` x `hidden`, with the op's options; `half_x`: where all else is float32, `x` is in bfloat16."""
@@ -103,13 +112,16 @@ class LayerNormCase(Case):
 
     def floor(self, inputs, name):
         eps = torch.finfo(torch.float32).eps
-        steep = steepness(self._sum(*(inputs[n] for n in ("x", "residual", "x_bias", "seed"))))
+        z = self._sum(*(inputs[n] for n in ("x", "residual", "x_bias", "seed")))
+        steep = steepness(z)
         if name in ("dx", "dresidual", "dx_bias"):
             eps *= steep**2  # rstd * x_hat
         elif name in ("y", "dweight"):
             eps *= steep
         if name in ("dweight", "dbias", "dx_bias"):
-            # sums over rows: a few roundings of their largest partial sum
+            # sums over rows: a few roundings of their largest partial sum; dweight's terms have x_hat's size
+            if name == "dweight":
+                eps *= largest_x_hat(z)
             return 4 * eps * max(1.0, self.rows**0.5)
         return 4 * eps / (1 - self.dropout_p)
 
