@@ -334,7 +334,7 @@ def test_a_dry_run_checks_every_triton_kernel(dry):
     }
     assert golden == set(backend.DTYPES)
     tools = [(row["step"], row["status"]) for row in found["c"] if row["step"] != "golden"]
-    assert tools == [("profile", "skipped"), ("sanitizer", "skipped")]
+    assert tools == [("profile", "skipped"), ("sanitizer", "skipped"), *[("pretrain", "ok")] * 4]
     assert {row["status"] for rows in found.values() for row in rows} == {"ok", "skipped"}
 
 

@@ -75,7 +75,7 @@ def test_a_run_that_fails_is_told_with_its_output(tmp_path):
     assert process.poll() is not None
 
 
-@pytest.mark.sweep
+@pytest.mark.slow  # the dry run of `make gpu`, part c, has it in the sweep
 def test_the_whole_command(tmp_path):
     file = tmp_path / "checks.jsonl"
     script = Path(pretraining.__file__)

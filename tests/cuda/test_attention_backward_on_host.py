@@ -496,7 +496,7 @@ def test_calls_for_the_next_backend(monkeypatch, change):
     following = lambda *which: asked.append(which) or (lambda *args: asked.append(len(args)))  # noqa: E731
     monkeypatch.setattr(launcher.dispatch, "next_function", following)
     Call(inputs).run()
-    assert asked == [("cuda", "attention_bwd", torch.device("cpu"), torch.bfloat16), 7]
+    assert asked == [("cuda", "attention_bwd training", torch.device("cpu"), torch.bfloat16), 7]
 
 
 def test_the_entry_refuses_what_it_cannot_serve(emulated_extension, monkeypatch):
