@@ -131,12 +131,9 @@ __global__ void __launch_bounds__(kRowThreads) forward_looped_kernel(LayerNormFw
     const auto z_at = [&](std::int64_t column) {
         float z = widen(x[column]);
         if (args.x_bias.data != nullptr) z += load_param(args.x_bias, column);
-        const bool has_residual = args.residual != nullptr;
-        const float other = has_residual ? widen(residual[column]) : 0.0f;
-        if (args.dropout.seed == nullptr) return has_residual ? z + other : z;
-        // One rounding, and in every pass the same
-        if (!keeps_one(args.dropout, row, column)) return other;
-        return has_residual ? fmaf(z, args.dropout.scale, other) : rounded_product(z, args.dropout.scale);
+        if (args.dropout.seed != nullptr) z = drop_one(args.dropout, row, column, z);
+        if (args.residual != nullptr) z += widen(residual[column]);
+        return z;
     };
     float total = 0.0f;
     for (std::int64_t j = threadIdx.x; j < args.hidden; j += kRowThreads) total += z_at(j);

@@ -61,7 +61,8 @@ __device__ __forceinline__ void drop(const DropoutArgs& dropout, std::uint64_t s
     }
 }
 
-__device__ __forceinline__ bool keeps_one(const DropoutArgs& dropout, std::int64_t row, std::int64_t column) {
+__device__ __forceinline__ float drop_one(const DropoutArgs& dropout, std::int64_t row, std::int64_t column,
+                                          float value) {
     const Philox bits = philox(*dropout.seed, static_cast<std::uint32_t>(column >> 3),
                                static_cast<std::uint32_t>(row), 0, dropout.offset);
     const int place = static_cast<int>(column >> 1 & 3);
@@ -69,12 +70,8 @@ __device__ __forceinline__ bool keeps_one(const DropoutArgs& dropout, std::int64
     const std::uint32_t first = place == 0 ? bits.word[0] : bits.word[1];
     const std::uint32_t last = place == 2 ? bits.word[2] : bits.word[3];
     const std::uint32_t word = place < 2 ? first : last;
-    return kept_lane(word, column & 1, dropout.threshold);
-}
-// Rounded, as the sum takes it.
-__device__ __forceinline__ float drop_one(const DropoutArgs& dropout, std::int64_t row, std::int64_t column,
-                                          float value) {
-    return keeps_one(dropout, row, column) ? rounded_product(value, dropout.scale) : 0.0f;
+    // Rounded, as the sum takes it: a difference from the mean of one column is 0.
+    return kept_lane(word, column & 1, dropout.threshold) ? rounded_product(value, dropout.scale) : 0.0f;
 }
 
 // --- host ---
