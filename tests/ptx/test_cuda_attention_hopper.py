@@ -216,7 +216,7 @@ def test_a_sequence_does_not_depend_on_its_batch(emulated):
 @pytest.mark.parametrize("p", (0.0, 0.25))
 @pytest.mark.parametrize("lengths", ((40, 66), (64, 1, 200), (129, 63), (261, 10)), ids=str)
 def test_neighbours_of_a_sequence_change_nothing(emulated, lengths, p, bad):
-    """Tiles reach into the sequence behind. A warp has queries of it too, whose maxima follow by themselves."""
+    """Tiles reach into the sequence behind. Maxima of its queries, in the same warp, follow by themselves."""
     clean = made(lengths, 2, p=p, capacity=2)
     out, lse, bits = forward(emulated, clean)
     start = 0
