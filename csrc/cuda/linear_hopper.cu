@@ -2,8 +2,7 @@
 #include "linear.h"
 
 #ifdef __CUDACC__
-#include <atomic>
-
+#include "hopper_host.cuh"
 #include "linear_hopper.cuh"
 
 namespace fastbert {
@@ -23,42 +22,6 @@ struct GeluTanh {
         return gelu_tanh<T>(z);
     }
 };
-
-// cuTensorMapEncodeTiled, from the driver that runs: the library is not linked with it.
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-Encode find_encode() {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
-#else
-    const cudaError_t error =
-        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
-#endif
-    if (error != cudaSuccess) cudaGetLastError();  // the next launch must not meet it
-    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(found)
-                                                                         : nullptr;
-}
-
-Encode encode() {
-    static const Encode found = find_encode();
-    return found;
-}
-
-// The map of a (rows, columns) matrix in tiles of `box_rows` x 64; false if the driver refuses.
-bool make_map(CUtensorMap& map, DType dtype, const void* data, std::int64_t rows, std::int64_t columns,
-              std::int64_t stride, int box_rows) {
-    const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-    const cuuint64_t strides[] = {static_cast<cuuint64_t>(stride) * 2};
-    const cuuint32_t box[] = {kSwizzled, static_cast<cuuint32_t>(box_rows)}, steps[] = {1, 1};
-    const auto type =
-        dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    return encode()(&map, type, 2, const_cast<void*>(data), sizes, strides, box, steps,
-                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
 
 template <class T>
 const char* hopper_product(const LinearProduct& args, int blocks, std::uintptr_t stream) {
@@ -82,33 +45,12 @@ const char* hopper_product(const LinearProduct& args, int blocks, std::uintptr_t
     return launch_shared(kernel, dim3(grid), dim3(Tile::kThreads), Tile::kBytes, stream, maps, own);
 }
 
-bool runs_hopper(int device) {
-    int major = 0, minor = 0;
-    cudaFuncAttributes kernel = {};
-    const bool known =
-        cudaSetDevice(device) == cudaSuccess &&
-        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
-        cudaFuncGetAttributes(&kernel, hopper_kernel<bf16, CheapGelu>) == cudaSuccess;
-    if (!known) cudaGetLastError();  // the next launch must not meet it
-    // Compiled for anything but sm_90a, the kernel is empty and has no barriers in shared memory.
-    return known && major == 9 && minor == 0 && kernel.sharedSizeBytes > 0 && encode() != nullptr;
-}
-
 }  // namespace
 }  // namespace cuda
 
 bool cuda_linear_hopper(int device) {
-    // 1 and 2: no and yes. Asking takes microseconds, and the answer does not change.
-    constexpr int kDevices = 64;
-    static std::atomic<int> answers[kDevices];
-    if (device < 0 || device >= kDevices) return cuda::runs_hopper(device);
-    int answer = answers[device].load(std::memory_order_relaxed);
-    if (answer == 0) {
-        answer = cuda::runs_hopper(device) ? 2 : 1;
-        answers[device].store(answer, std::memory_order_relaxed);
-    }
-    return answer == 2;
+    static cuda::HopperDevices devices;
+    return devices.run(cuda::hopper_kernel<bf16, cuda::CheapGelu>, device);
 }
 
 const char* cuda_linear_hopper_product(const LinearProduct& args, int blocks, int device,

@@ -69,3 +69,10 @@ def launches(*flags: str) -> Path:
     source = ROOT / "tests" / "ptx" / "cuda" / "launches.cu"
     name = "-".join(["cuda_launches", *(flag.removeprefix("-D") for flag in flags)])
     return cpu_build.run_ninja(name, cuda_lines({"launches": (source, list(flags))})) / "kernels.so"
+
+
+def group_products() -> Path:
+    """Shared library of tests/ptx/cuda/products_hopper.cu, with the stand-in."""
+    source = ROOT / "tests" / "ptx" / "cuda" / "products_hopper.cu"
+    lines = cuda_lines({"products_hopper": (source, [])})
+    return cpu_build.run_ninja("cuda_products", lines) / "kernels.so"
