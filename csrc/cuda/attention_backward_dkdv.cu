@@ -192,9 +192,11 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttention
     T* const stage = &shared.query[0][0] + warp_row * kD;
     const float of_k[2] = {scale, scale}, of_v[2] = {factor, factor};
     if (dk != nullptr)
-        store_rows<T, kD>(dk + start * args.grad_stride, args.grad_stride, grad_k, of_k, stage, first + warp_row, length);
+        store_rows<T, kD>(dk + start * args.grad_stride, args.grad_stride, grad_k, of_k, stage,
+                          first + warp_row, length);
     if (dv != nullptr)
-        store_rows<T, kD>(dv + start * args.grad_stride, args.grad_stride, grad_v, of_v, stage, first + warp_row, length);
+        store_rows<T, kD>(dv + start * args.grad_stride, args.grad_stride, grad_v, of_v, stage,
+                          first + warp_row, length);
 }
 
 template <class T, int kD>

@@ -17,7 +17,8 @@ constexpr int kSlots = 2;
 template <class T>
 struct Shared {
     GroupTile<T> key, value, query[kSlots], dout[kSlots];
-    // The normalisers of P of the queries, then their deltas; a word of bits per query and 32 keys
+    // The normalisers of P of the queries, then their deltas without dropout's factor; a word of bits per
+    // query and 32 keys
     float numbers[kSlots][2 * kGroupTile];
     std::uint32_t bits[kSlots][kOwned / 32 * kGroupTile];
     std::uint64_t own, full[kSlots];
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
         multiply_tiles<T>(p, own_k, queries + slot * kTileStep);
         multiply_tiles<T>(ds, own_v, douts + slot * kTileStep);
         wait_products<1>();
-        after_wait(p);
+        settle(p);
         // This thread's columns are 2 pair and 2 pair + 1 of each 8.
         const auto pairs_of = [&](const float* row, int n) {
             return *reinterpret_cast<const float2*>(row + 8 * n + 2 * pair);
@@ -124,27 +125,29 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
             for (int i = 0; i < 4; ++i)
                 p[4 * n + i] = exp2_fast(fmaf(p[4 * n + i], unit, -(i % 2 == 0 ? norm.x : norm.y)));
         }
+        settle(p);
         wait_products<0>();
-        after_wait(ds);
+        settle(ds);
         std::uint32_t left[kGroupTile / 16][4], of_ds[kGroupTile / 16][4];
-        // dropout(P) and dS, of 8 queries at a time: their registers are those of P and dP.
+        // dropout(P) and dS, both without dropout's factor, of 8 queries at a time: their registers are those
+        // of P and dP.
         const std::uint32_t* const kept = shared.bits[slot] + warp_row / 32 * kGroupTile + 2 * pair;
 #pragma unroll
         for (int n = 0; n < kGroupTile / 8; ++n) {
-            float dropped[4], of_p[4];
+            float dropped[4], own_ds[4];
             const float2 delta = pairs_of(shared.numbers[slot] + kGroupTile, n);
-            const uint2 word = kDropout ? *reinterpret_cast<const uint2*>(kept + 8 * n) : uint2{~0u, ~0u};
+            const uint2 word = kDropout ? *reinterpret_cast<const uint2*>(kept + 8 * n) : uint2{};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
+                const float of_p = p[4 * n + i];
                 const bool keep = !kDropout || ((i % 2 == 0 ? word.x : word.y) & bit[i / 2]) != 0;
-                dropped[i] = keep ? p[4 * n + i] : 0.0f;
-                of_p[i] = keep ? ds[4 * n + i] : 0.0f;
-                of_p[i] = p[4 * n + i] * fmaf(of_p[i], factor, -(i % 2 == 0 ? delta.x : delta.y));
+                dropped[i] = keep ? of_p : 0.0f;
+                own_ds[i] = fmaf(dropped[i], ds[4 * n + i], -(of_p * (i % 2 == 0 ? delta.x : delta.y)));
             }
             left[n / 2][n % 2 * 2] = pack_pair<T>(dropped[0], dropped[1]);
             left[n / 2][n % 2 * 2 + 1] = pack_pair<T>(dropped[2], dropped[3]);
-            of_ds[n / 2][n % 2 * 2] = pack_pair<T>(of_p[0], of_p[1]);
-            of_ds[n / 2][n % 2 * 2 + 1] = pack_pair<T>(of_p[2], of_p[3]);
+            of_ds[n / 2][n % 2 * 2] = pack_pair<T>(own_ds[0], own_ds[1]);
+            of_ds[n / 2][n % 2 * 2 + 1] = pack_pair<T>(own_ds[2], own_ds[3]);
         }
         fence_products();
         multiply_rounded<T>(grad_v, left, douts + slot * kTileStep, first_row > 0);
@@ -153,12 +156,12 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
         parity ^= slot;
         slot ^= 1;
     }
-    after_wait(grad_k);
-    after_wait(grad_v);
+    settle(grad_k);
+    settle(grad_v);
     // Other warps may still read the keys.
     __syncthreads();
     T* const stage = shared.key + warp_row * kD;
-    const float of_k[2] = {scale, scale}, of_v[2] = {factor, factor};
+    const float of_k[2] = {factor * scale, factor * scale}, of_v[2] = {factor, factor};
     store_product<T>(dk + start * args.grad_stride, args.grad_stride, grad_k, of_k, stage, first + warp_row,
                      length);
     store_product<T>(dv + start * args.grad_stride, args.grad_stride, grad_v, of_v, stage, first + warp_row,
@@ -170,8 +173,7 @@ template <class T>
 const char* launch(const GroupArguments& args, std::uintptr_t stream) {
     const auto kernel =
         args.call.dropout.seed != nullptr ? dkdv_hopper_kernel<T, true> : dkdv_hopper_kernel<T, false>;
-    return launch_shared(kernel, grid_of(args.call.slots * args.call.nheads),
-                         dim3(kBackwardThreads), kSharedBytes<Shared<T>>, stream, args);
+    return launch_group<Shared<T>>(kernel, args, stream);
 }
 
 const char* launch_dkdv_hopper(const GroupArguments& args, std::uintptr_t stream) {
@@ -198,10 +200,9 @@ const char* cuda_attention_bwd_hopper(const CudaAttentionBwd& args, int device, 
     const auto map = [&](CUtensorMap& to, const void* data, std::int64_t stride) {
         return cuda::make_map(to, args.dtype, data, args.total, args.nheads * kD, stride, cuda::kGroupTile);
     };
-    const bool made = map(own.q, args.q.data, args.q.row_stride) &&
-                      map(own.k, args.k.data, args.k.row_stride) &&
-                      map(own.v, args.v.data, args.v.row_stride) &&
-                      map(own.dout, args.dout, args.nheads * kD);
+    const bool made =
+        map(own.q, args.q.data, args.q.row_stride) && map(own.k, args.k.data, args.k.row_stride) &&
+        map(own.v, args.v.data, args.v.row_stride) && map(own.dout, args.dout, args.nheads * kD);
     if (!made) return "q, k, v, dout: the driver makes no tensor map of them";
     const char* const reason = cuda::launch_dq_hopper(own, stream);
     if (reason != nullptr) return reason;

@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
             multiply_tiles<T>(p, own_q, keys + slot * kTileStep);
             multiply_tiles<T>(ds, own_dout, values + slot * kTileStep);
             wait_products<1>();
-            after_wait(p);
+            settle(p);
             // P, not normalised
 #pragma unroll
             for (int i = 0; i < kGroupSums; ++i) p[i] = exp2_fast(fmaf(p[i], unit, -shift[i / 2 % 2]));
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
 #pragma unroll
             for (int i = 0; i < kGroupSums; ++i) norm[i / 2 % 2] += p[i];
             wait_products<0>();
-            after_wait(ds);
+            settle(ds);
             if (dropout) {
 #pragma unroll
                 for (int word = 0; word < kGroupTile / 32; ++word)
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
             slot = next;
         }
         wait_products<0>();
-        after_wait(grad);
+        settle(grad);
         bool rough = false;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
             delta[half] += rest[half] / (norm[half] == 0.0f ? 1.0f : norm[half]);
             const std::int64_t at = plane + row[half];
             if (pair == 0 && row[half] < length) {
-                args.delta[at] = delta[half];
+                args.delta[at] = delta[half] / factor;
                 args.norm[at] = shift[half] + log2f(norm[half]);
             }
         }
@@ -216,8 +216,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
 
 template <class T>
 const char* launch(const GroupArguments& args, std::uintptr_t stream) {
-    return launch_shared(dq_hopper_kernel<T>, grid_of(args.call.slots * args.call.nheads),
-                         dim3(kBackwardThreads), kSharedBytes<Shared<T>>, stream, args);
+    return launch_group<Shared<T>>(dq_hopper_kernel<T>, args, stream);
 }
 
 }  // namespace

@@ -33,8 +33,20 @@ __device__ __forceinline__ Shared& aligned_shared() {
     char* const start = dynamic_shared();
     return *reinterpret_cast<Shared*>(start + (0u - shared_address(start)) % kTileAlignment);
 }
+
 template <class Shared>
-constexpr std::size_t kSharedBytes = sizeof(Shared) + kTileAlignment;
+const char* launch_group(void (*kernel)(GroupArguments), const GroupArguments& args, std::uintptr_t stream) {
+    // As many blocks as registers allow: shared memory before the first cache.
+    const cudaError_t error =
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                             cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    if (error != cudaSuccess) {
+        cudaGetLastError();  // the next launch must not meet it
+        return cudaGetErrorString(error);
+    }
+    return launch_shared(kernel, grid_of(args.call.slots * args.call.nheads), dim3(kGroupThreads),
+                         sizeof(Shared) + kTileAlignment, stream, args);
+}
 
 const char* launch_dq_hopper(const GroupArguments& args, std::uintptr_t stream);
 
@@ -86,8 +98,9 @@ __device__ __forceinline__ void rounded(std::uint32_t (&a)[kGroupTile / 16][4],
     for (int i = 0; i < kGroupSums; i += 2) a[i / 8][i / 2 % 4] = pack_pair<T>(c[i], c[i + 1]);
 }
 
-// After the wait for a product: what reads c stays behind it.
-__device__ __forceinline__ void after_wait(float (&c)[kGroupSums]) {
+// c is read and written no earlier than here, and no later: after the wait for its product, or before the
+// wait for another one.
+__device__ __forceinline__ void settle(float (&c)[kGroupSums]) {
 #pragma unroll
     for (int i = 0; i < kGroupSums; ++i) asm volatile("" : "+f"(c[i]) : : "memory");
 }
