@@ -2,8 +2,7 @@
 #include "linear.h"
 
 #ifdef __CUDACC__
-#include <atomic>
-
+#include "hopper_host.cuh"
 #include "linear_hopper.cuh"
 #include "tensor_map.cuh"
 
@@ -47,33 +46,12 @@ const char* hopper_product(const LinearProduct& args, int blocks, std::uintptr_t
     return launch_shared(kernel, dim3(grid), dim3(Tile::kThreads), Tile::kBytes, stream, maps, own);
 }
 
-bool runs_hopper(int device) {
-    int major = 0, minor = 0;
-    cudaFuncAttributes kernel = {};
-    const bool known =
-        cudaSetDevice(device) == cudaSuccess &&
-        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess &&
-        cudaFuncGetAttributes(&kernel, hopper_kernel<bf16, CheapGelu>) == cudaSuccess;
-    if (!known) cudaGetLastError();  // the next launch must not meet it
-    // Compiled for anything but sm_90a, the kernel is empty and has no barriers in shared memory.
-    return known && major == 9 && minor == 0 && kernel.sharedSizeBytes > 0 && encode() != nullptr;
-}
-
 }  // namespace
 }  // namespace cuda
 
 bool cuda_linear_hopper(int device) {
-    // 1 and 2: no and yes. Asking takes microseconds, and the answer does not change.
-    constexpr int kDevices = 64;
-    static std::atomic<int> answers[kDevices];
-    if (device < 0 || device >= kDevices) return cuda::runs_hopper(device);
-    int answer = answers[device].load(std::memory_order_relaxed);
-    if (answer == 0) {
-        answer = cuda::runs_hopper(device) ? 2 : 1;
-        answers[device].store(answer, std::memory_order_relaxed);
-    }
-    return answer == 2;
+    static cuda::HopperDevices devices;
+    return devices.run(cuda::hopper_kernel<bf16, cuda::CheapGelu>, device);
 }
 
 const char* cuda_linear_hopper_product(const LinearProduct& args, int blocks, int device,

@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(HopperTile::kThreads, 1)
     hopper_kernel(const __grid_constant__ HopperMaps maps, HopperArguments args) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using Tile = HopperTile;
-    // The host sees by this variable whether the kernel was compiled for 9.0 (hopper_is_there).
+    // The host sees by this variable whether the kernel was compiled for 9.0 (runs_hopper).
     __shared__ alignas(8) std::uint64_t full[Tile::kSlots], empty[Tile::kSlots];
     char* const start = dynamic_shared();
     char* const ring = start + (0u - shared_address(start)) % 1024;
