@@ -5,7 +5,7 @@
 
 #ifdef __CUDACC__
 #include "attention_backward_hopper.cuh"
-#include "tensor_map.cuh"
+#include "hopper_host.cuh"
 
 namespace fastbert {
 namespace cuda {

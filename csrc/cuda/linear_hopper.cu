@@ -4,7 +4,6 @@
 #ifdef __CUDACC__
 #include "hopper_host.cuh"
 #include "linear_hopper.cuh"
-#include "tensor_map.cuh"
 
 namespace fastbert {
 namespace cuda {
