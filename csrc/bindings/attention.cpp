@@ -123,6 +123,12 @@ void attention_fwd_on_device(const py::tuple& common, Address out, Address lse, 
     run([&] { return cuda_attention_fwd(args, device, stream); });
 }
 
+void attention_hopper_fwd(const py::tuple& common, Address out, Address lse, Address keep_bits, int device,
+                          Address stream) {
+    const AttentionFwd args = fwd_args(common, out, lse, 0, keep_bits, true);
+    run([&] { return cuda_attention_hopper_fwd(args, device, stream); });
+}
+
 void attention_bwd_on_device(const py::tuple& common, Address keep_bits, Address dout, Address out,
                              Address lse, Address places, std::int64_t slots, Address dq, Address dk,
                              Address dv, std::int64_t grad_stride, Address rows, bool need_dgate,
@@ -178,6 +184,9 @@ void bind_attention(py::module_& m) {
     m.def("cpu_attention_bwd", &attention_bwd);
 #if FASTBERT_CUDA
     m.def("cuda_attention_fwd", &attention_fwd_on_device);
+    m.def("cuda_attention_hopper", &cuda_attention_hopper,
+          "Whether the device runs attention's kernel for compute capability 9.0");
+    m.def("cuda_attention_hopper_fwd", &attention_hopper_fwd);
     m.def("cuda_attention_bwd", &attention_bwd_on_device);
     m.def("cuda_attention_bwd_slots", &cuda_attention_bwd_slots,
           "Blocks per head for (batch, total, max_seqlen), without a table of places");

@@ -12,4 +12,10 @@ namespace fastbert {
 // attention_backward.h.
 const char* cuda_attention_fwd(const AttentionFwd& args, int device, std::uintptr_t stream);
 
+// Whether the device has compute capability 9.0 and the library code for it.
+bool cuda_attention_hopper(int device);
+// As cuda_attention_fwd, by the kernel for compute capability 9.0 (attention_hopper.cuh): headdim 64 without
+// bias, causal mask and probs, a positive scale, and q, k, v whose heads lie side by side in a row.
+const char* cuda_attention_hopper_fwd(const AttentionFwd& args, int device, std::uintptr_t stream);
+
 }  // namespace fastbert

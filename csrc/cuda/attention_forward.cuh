@@ -58,11 +58,11 @@ struct Rows {
 };
 
 // Rows after the last sequence: out and lse are 0.
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, int kRows = kTileRows, int kThreads = kForwardThreads>
 __device__ void zero_rows(const AttentionFwd& args, std::int64_t first, int head) {
     constexpr int kChunks = kHeadDim / kPack<T>;
     const float zeros[kPack<T>] = {};
-    for (int i = static_cast<int>(threadIdx.x); i < kTileRows * kChunks; i += kForwardThreads) {
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks; i += kThreads) {
         const std::int64_t row = first + i / kChunks;
         if (row >= args.total) return;
         T* out = static_cast<T*>(args.out) + (row * args.nheads + head) * kHeadDim;

@@ -13,8 +13,10 @@ constexpr int kTileRows = 64;
 // --- the sequence and tile of a slot of the grid ---
 
 // The host does not know the lengths, so it cuts a grid that suffices for any: sequence b begins at slot
-// cu_seqlens[b] / 64 + b, and has as many slots as tiles, or one more.
-inline std::int64_t slots(std::int64_t total, std::int64_t batch) { return total / kTileRows + batch + 1; }
+// cu_seqlens[b] / rows + b, and has as many slots as tiles of so many rows, or one more.
+inline std::int64_t slots(std::int64_t total, std::int64_t batch, int rows = kTileRows) {
+    return total / rows + batch + 1;
+}
 
 // The most blocks along an axis of the grid other than the first.
 constexpr std::int64_t kMostOnAxis = 65535;
@@ -35,6 +37,7 @@ struct Place {
 
 // Every warp searches for itself, 32 sequences at a time: two rounds for up to 1,024 sequences. Within a
 // sequence the last tile comes first: with a causal mask it has the most keys.
+template <int kRows = kTileRows>
 __device__ __forceinline__ Place find_place(const std::int32_t* cu_seqlens, int batch, int total) {
     const int slot = static_cast<int>(blockIdx.y + blockIdx.z * gridDim.y);
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -42,7 +45,7 @@ __device__ __forceinline__ Place find_place(const std::int32_t* cu_seqlens, int 
     while (left > 1) {
         const int step = (left + kWarp - 1) / kWarp;
         const int at = lane * step;
-        const bool reached = at < left && cu_seqlens[found + at] / kTileRows + found + at <= slot;
+        const bool reached = at < left && cu_seqlens[found + at] / kRows + found + at <= slot;
         // Those reached come first, lane 0 among them.
         const int before = __popc(__ballot_sync(kAllLanes, reached) >> 1) * step;
         found += before;
@@ -50,10 +53,10 @@ __device__ __forceinline__ Place find_place(const std::int32_t* cu_seqlens, int 
     }
     const int start = cu_seqlens[found];
     const int length = (found < batch ? cu_seqlens[found + 1] : total) - start;
-    int tile = slot - (start / kTileRows + found);
-    if (found < batch) tile = (length + kTileRows - 1) / kTileRows - 1 - tile;
+    int tile = slot - (start / kRows + found);
+    if (found < batch) tile = (length + kRows - 1) / kRows - 1 - tile;
     // A slot too many has tile -1.
-    return {found, start, length, tile >= 0 ? tile * kTileRows : length};
+    return {found, start, length, tile >= 0 ? tile * kRows : length};
 }
 
 // --- copies of tiles ---

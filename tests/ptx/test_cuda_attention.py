@@ -8,12 +8,20 @@ import pytest
 import torch
 
 from fastbert import testing
+from fastbert.backends.cuda import attention as launchers
 from fastbert.ops.attention_grid import keep_mask, unpack_bits
 from fastbert.testing.op_cases.attention import CASES, AttentionCase
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 pytest_plugins = ("tests.support.ptx_fixtures",)
+
+
+@pytest.fixture(autouse=True)
+def without_hopper(monkeypatch):
+    """Calls that test_cuda_attention_hopper.py is about go to these kernels too."""
+    monkeypatch.setattr(launchers, "HOPPER", False)
+
 
 # Every kernel: each head with nothing, with dropout, with a bias.
 EVERY_KERNEL = [

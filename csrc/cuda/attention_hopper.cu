@@ -1,0 +1,80 @@
+// Attention's forward on compute capability 9.0: the entry points of the kernel in attention_hopper.cuh.
+#include "attention.h"
+
+#ifdef __CUDACC__
+#include "attention_hopper.cuh"
+#include "hopper_host.cuh"
+
+namespace fastbert {
+namespace cuda {
+namespace {
+
+template <class T, bool kDrop>
+const char* launch_hopper(const AttentionMaps& maps, const AttentionFwd& args, std::uintptr_t stream) {
+    using Tile = AttentionTile;
+    const dim3 grid = slot_grid(args.nheads, slots(args.total, args.batch, Tile::kRows));
+    return launch_shared(attention_hopper_kernel<T, kDrop>, grid, dim3(Tile::kThreads), Tile::kBytes, stream,
+                         maps, args);
+}
+
+// Heads lie side by side: a row is one row of a matrix.
+bool side_by_side(const AttentionFwd& args, const Heads& heads) {
+    return aligned(heads.data) && heads.row_stride % 8 == 0 &&
+           (args.nheads == 1 || heads.head_stride == args.headdim);
+}
+
+bool map_heads(CUtensorMap& map, const AttentionFwd& args, const Heads& heads) {
+    return make_map(map, args.dtype, heads.data, args.total, args.nheads * args.headdim, heads.row_stride,
+                    kTileRows);
+}
+
+template <class T>
+const char* attention_hopper(const AttentionFwd& args, std::uintptr_t stream) {
+    AttentionMaps maps = {};
+    if (!map_heads(maps.q, args, args.q) || !map_heads(maps.k, args, args.k) ||
+        !map_heads(maps.v, args, args.v))
+        return "q, k, v: the driver makes no tensor map of them";
+    return args.dropout.seed != nullptr ? launch_hopper<T, true>(maps, args, stream)
+                                        : launch_hopper<T, false>(maps, args, stream);
+}
+
+}  // namespace
+}  // namespace cuda
+
+bool cuda_attention_hopper(int device) {
+    static cuda::HopperDevices devices;
+    return devices.run(cuda::attention_hopper_kernel<bf16, false>, device);
+}
+
+const char* cuda_attention_hopper_fwd(const AttentionFwd& args, int device, std::uintptr_t stream) {
+    if (args.dtype == DType::kFloat32) return "dtype: expected bfloat16 or float16";
+    if (args.headdim != cuda::AttentionTile::kHeadDim) return "headdim: expected 64";
+    if (args.causal || args.bias.data != nullptr || args.probs != nullptr || !(args.softmax_scale > 0.0f))
+        return "expected no bias, causal mask or probs, and softmax_scale > 0";
+    if (!cuda::side_by_side(args, args.q) || !cuda::side_by_side(args, args.k) ||
+        !cuda::side_by_side(args, args.v) || !cuda::aligned(args.out))
+        return "q, k, v: expected multiples of 16 bytes, rows on 16 bytes and heads side by side";
+    if (args.total >= 0x40000000 || args.batch >= 0x40000000) return "total, batch: at most 2**30 - 1";
+    if (args.nheads > 0x1ffffff) return "nheads: less than 2**25";
+    if (args.total == 0) return nullptr;
+    if (!cuda_attention_hopper(device)) return "the device or the build has no such kernel";
+    if (const cudaError_t error = cudaSetDevice(device)) return cudaGetErrorString(error);
+    return args.dtype == DType::kBFloat16 ? cuda::attention_hopper<bf16>(args, stream)
+                                          : cuda::attention_hopper<fp16>(args, stream);
+}
+
+}  // namespace fastbert
+
+#else
+
+namespace fastbert {
+
+// The host has no such instructions.
+bool cuda_attention_hopper(int) { return false; }
+const char* cuda_attention_hopper_fwd(const AttentionFwd&, int, std::uintptr_t) {
+    return "the device or the build has no such kernel";
+}
+
+}  // namespace fastbert
+
+#endif

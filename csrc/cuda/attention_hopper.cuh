@@ -1,0 +1,371 @@
+// Attention's forward on compute capability 9.0, for heads of 64 dimensions without a bias or a causal mask.
+// Contract: fastbert/ops/attention.py; mathematics, precision and what is saved: attention_forward.cuh.
+//
+// Tiling     A block owns 128 queries of one sequence and head, 64 for each of two warp groups, whose P and
+//            out stay in registers. It walks over the keys, 64 at a time. Two blocks share a multiprocessor.
+// Pipeline   Tiles of keys and of values come by tensor maps into a ring of 5 each, which one thread fills. A
+//            group starts the scores of tile t and then P v of tile t - 1: the softmax waits for the scores
+//            alone, and runs beside the products of the other groups. The two groups start products in turns.
+// Tails      A tensor map does not know where a sequence ends. Scores of keys behind the end become -inf
+//            whatever those keys hold; values behind it become 0, because 0 times NaN is NaN. Queries behind
+//            it are computed and not stored.
+// Source     Shah et al. 2024, FlashAttention-3: the next scores before P v, groups in turns.
+#pragma once
+
+#include "attention_forward.cuh"
+#include "hopper.cuh"
+
+namespace fastbert {
+namespace cuda {
+
+struct AttentionTile {
+    static constexpr int kGroups = 2, kRows = kGroups * kTileRows, kHeadDim = kSwizzled, kSlots = 5;
+    static constexpr int kThreads = kGroups * kGroupThreads, kWarps = kGroupThreads / kWarp;
+    static constexpr int kRowBytes = kSwizzled * 2, kTileBytes = kTileRows * kRowBytes;
+    // Queries of both groups, and two rings; tiles begin on 1,024 bytes.
+    static constexpr int kBytes = (kGroups + 2 * kSlots) * kTileBytes + 1024;
+};
+
+struct AttentionMaps {
+    CUtensorMap q, k, v;
+};
+
+// A tile's slot in a ring, and the parity of the phase in which that is filled.
+struct TilePlace {
+    int slot = 0, parity = 0;
+
+    __device__ __forceinline__ void next() {
+        if (++slot == AttentionTile::kSlots) slot = 0, parity ^= 1;
+    }
+};
+
+// A ring of tiles of keys or of values. `full`: a slot's bytes have come; `empty`: all warps are done with
+// it.
+struct TileRing {
+    char* tiles;
+    std::uint64_t *full, *empty;
+
+    __device__ __forceinline__ char* at(TilePlace place) const {
+        return tiles + place.slot * AttentionTile::kTileBytes;
+    }
+    __device__ __forceinline__ void wait(TilePlace place) const {
+        wait_phase(&full[place.slot], place.parity);
+    }
+    // By one lane of each warp
+    __device__ __forceinline__ void release(TilePlace place) const { arrive(&empty[place.slot]); }
+    // By one thread: tile `tile`, which begins at (row, column) of the tensor, once its slot is free.
+    __device__ __forceinline__ void fill(int tile, const CUtensorMap& map, int row, int column) const {
+        const int slot = tile % AttentionTile::kSlots, turn = tile / AttentionTile::kSlots;
+        if (turn > 0) wait_phase(&empty[slot], (turn - 1) & 1);
+        arrive_expecting(&full[slot], AttentionTile::kTileBytes);
+        load_tile(tiles + slot * AttentionTile::kTileBytes, map, &full[slot], row, column);
+    }
+};
+
+// Zeros in the rows of a tile of values from `end` on, by `threads` threads of which this is `thread`.
+__device__ __forceinline__ void clear_rows(char* tile, int end, int thread, int threads) {
+    constexpr int kChunks = AttentionTile::kRowBytes / kChunkBytes;
+    for (int i = end * kChunks + thread; i < kTileRows * kChunks; i += threads)
+        *reinterpret_cast<uint4*>(tile + i * kChunkBytes) = uint4{};
+}
+
+// How much the exponentials of one tile may sum up to in a lane before the maximum that is subtracted
+// follows.
+constexpr float kMostSum = 256.0f;
+
+// One lane's part of the softmax of 64 queries by a warp group: two rows, 8 apart.
+template <class T>
+struct GroupSoftmax {
+    float scores[kTileRows / 2];
+    std::uint32_t p[kTileRows / 16][4];
+    float out[AttentionTile::kHeadDim / 2];
+    float unit;     // exp S = 2^(unit S)
+    float base[2];  // what is subtracted, in units of log 2
+    float norm[2];  // this lane's part of the sum of 2^(unit S - base)
+
+    // Scores of keys from this lane's key `most` on become -inf.
+    __device__ __forceinline__ void mask(int most) {
+#pragma unroll
+        for (int n = 0; n < kTileRows / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (8 * n + i % 2 >= most) scores[4 * n + i] = -INFINITY;
+    }
+
+    // The greatest scores of both rows, in units of log 2.
+    __device__ __forceinline__ void find_top(float (&top)[2]) const {
+        top[0] = top[1] = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < kTileRows / 2; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], scores[i]);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            top[r] = fmaxf(top[r], __shfl_xor_sync(kAllLanes, top[r], 1));
+            top[r] = fmaxf(top[r], __shfl_xor_sync(kAllLanes, top[r], 2)) * unit;
+        }
+    }
+
+    // P of the scores, and its sums before it is rounded.
+    __device__ __forceinline__ void exponentiate(float (&sum)[2]) {
+#pragma unroll
+        for (int n = 0; n < kTileRows / 8; ++n)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float low = exp2_fast(fmaf(scores[4 * n + 2 * r], unit, -base[r]));
+                const float high = exp2_fast(fmaf(scores[4 * n + 2 * r + 1], unit, -base[r]));
+                sum[r] = n == 0 ? low : sum[r] + low;
+                sum[r] += high;
+                p[n / 2][n % 2 * 2 + r] = pack_pair<T>(low, high);
+            }
+    }
+
+    __device__ __forceinline__ void first_tile() {
+        // Any score exceeds this one, and then the base follows.
+        constexpr float kNone = -1e30f;
+        float top[2];
+        find_top(top);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) base[r] = fmaxf(top[r], kNone);
+        exponentiate(norm);
+    }
+
+    __device__ __forceinline__ void next_tile() {
+        float sum[2];
+        exponentiate(sum);
+        if (__any_sync(kAllLanes, sum[0] > kMostSum || sum[1] > kMostSum)) {
+            float top[2];
+            find_top(top);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                top[r] = fmaxf(top[r], base[r]);
+                const float shrink = exp2_fast(base[r] - top[r]);
+                base[r] = top[r];
+                norm[r] *= shrink;
+#pragma unroll
+                for (int n = 0; n < AttentionTile::kHeadDim / 8; ++n) {
+                    out[4 * n + 2 * r] *= shrink;
+                    out[4 * n + 2 * r + 1] *= shrink;
+                }
+            }
+            exponentiate(sum);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) norm[r] += sum[r];
+    }
+
+    __device__ __forceinline__ void drop(std::uint32_t keep_bytes) {
+        const KeepMasks masks(keep_bytes);
+#pragma unroll
+        for (int n = 0; n < kTileRows / 8; ++n)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) p[n / 2][n % 2 * 2 + r] &= masks.of(n, r);
+    }
+};
+
+template <class T, bool kDrop>
+__global__ void __launch_bounds__(AttentionTile::kThreads, 2)
+    attention_hopper_kernel(const __grid_constant__ AttentionMaps maps, AttentionFwd args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using Tile = AttentionTile;
+    // The host sees by these whether the kernel was compiled for 9.0 (runs_hopper).
+    __shared__ alignas(8) std::uint64_t barriers[4][Tile::kSlots], asked, cleared;
+    const Place place =
+        find_place<Tile::kRows>(args.cu_seqlens, static_cast<int>(args.batch), static_cast<int>(args.total));
+    const int head = static_cast<int>(blockIdx.x), length = place.length, first_row = place.first_row;
+    if (first_row >= length) return;
+    const int start = place.start;
+    if (place.sequence == args.batch) {
+        zero_rows<T, Tile::kHeadDim, Tile::kRows, Tile::kThreads>(args, start + first_row, head);
+        return;
+    }
+    char* const shared = dynamic_shared();
+    char* const queries = shared + (0u - shared_address(shared)) % 1024;
+    const TileRing keys{queries + Tile::kGroups * Tile::kTileBytes, barriers[0], barriers[1]};
+    const TileRing values{keys.tiles + Tile::kSlots * Tile::kTileBytes, barriers[2], barriers[3]};
+    const int tiles = (length + kTileRows - 1) / kTileRows;
+    const int groups = length - first_row > kTileRows ? 2 : 1;
+    const int column = head * Tile::kHeadDim;
+    const auto fill_keys = [&](int tile) { keys.fill(tile, maps.k, start + tile * kTileRows, column); };
+    const auto fill_values = [&](int tile) { values.fill(tile, maps.v, start + tile * kTileRows, column); };
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < Tile::kSlots; ++i) {
+            init_barrier(&keys.full[i], 1);
+            init_barrier(&values.full[i], 1);
+            init_barrier(&keys.empty[i], groups * Tile::kWarps);
+            init_barrier(&values.empty[i], groups * Tile::kWarps);
+        }
+        init_barrier(&asked, 1);
+        init_barrier(&cleared, groups * Tile::kWarps);
+        fence_barriers();
+        arrive_expecting(&asked, groups * Tile::kTileBytes);
+        for (int group = 0; group < groups; ++group)
+            load_tile(queries + group * Tile::kTileBytes, maps.q, &asked,
+                      start + first_row + group * kTileRows, column);
+        for (int tile = 0; tile < tiles && tile < Tile::kSlots; ++tile) {
+            fill_keys(tile);
+            fill_values(tile);
+        }
+    }
+    __syncthreads();
+    // The same in all lanes, as ptxas does not know of threadIdx.x / 128.
+    const int group = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
+    if (group >= groups) return;
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    const int warp = static_cast<int>(threadIdx.x) % kGroupThreads / kWarp;
+    const int pair = lane % 4;
+    // In the sequence: this warp's first row, this lane's first row.
+    const int warp_row = first_row + group * kTileRows + 16 * warp, row = warp_row + lane / 4;
+
+    char* const own = queries + group * Tile::kTileBytes;
+    std::uint32_t q[Tile::kHeadDim / 16][4];
+    wait_phase(&asked, 0);
+#pragma unroll
+    for (int d = 0; d < Tile::kHeadDim / 16; ++d)
+        load_matrices(q[d], own + swizzled_chunk(16 * warp + lane % 16, 2 * d + lane / 16));
+
+    const std::uint64_t seed = kDrop ? *args.dropout.seed : 0;
+    const LaneThreshold threshold = lane_threshold(args.dropout.threshold);
+    // Words of a row of saved bits; lane 4 g + p saves word p % 2 of row g + 8 (p / 2).
+    const int words = static_cast<int>((args.max_seqlen + 31) / 32), saved_row = row + pair / 2 * 8;
+    std::int32_t* const saved =
+        kDrop && args.keep_bits != nullptr && saved_row < length
+            ? args.keep_bits + (head * args.total + start + saved_row) * static_cast<std::int64_t>(words)
+            : nullptr;
+    const auto draw = [&](int tile) {
+        const std::uint32_t keep_bytes =
+            draw_keep_bytes(seed, args.dropout.offset, static_cast<std::uint32_t>(head),
+                            static_cast<std::uint32_t>(start + warp_row),
+                            static_cast<std::uint32_t>(tile * kTileRows), threshold);
+        if (args.keep_bits != nullptr) {
+            const std::uint32_t word = keep_word(keep_bytes);
+            const int at = tile * (kTileRows / 32) + pair % 2;
+            if (saved != nullptr && at < words) saved[at] = static_cast<std::int32_t>(word);
+        }
+        return keep_bytes;
+    };
+
+    GroupSoftmax<T> softmax;
+    softmax.unit = args.softmax_scale * kLog2E;
+    TilePlace key, value;  // of the tile whose scores, and whose P v, are next
+    // Barriers 1 and 2: the group's turn to start products. Constant numbers: others would reserve all 16.
+    const auto take_turn = [&] {
+        if (groups == 1) return;
+        if (group == 0)
+            sync_threads_at(1, Tile::kThreads);
+        else
+            sync_threads_at(2, Tile::kThreads);
+    };
+    const auto pass_turn = [&] {
+        if (groups == 1) return;
+        if (group == 0)
+            arrive_at(2, Tile::kThreads);
+        else
+            arrive_at(1, Tile::kThreads);
+    };
+    constexpr std::uint64_t kTileStep = Tile::kTileBytes >> 4;
+    const std::uint64_t first_keys = operand_at(keys.tiles), first_values = operand_at(values.tiles);
+    const auto start_scores = [&] {
+        const std::uint64_t b = first_keys + key.slot * kTileStep;
+#pragma unroll
+        for (int d = 0; d < Tile::kHeadDim / 16; ++d)
+            group_product<T>(softmax.scores, q[d], b + d * kDepthStep, d > 0);
+        commit_products();
+    };
+    const auto start_sums = [&](bool add) {
+        const std::uint64_t b = first_values + value.slot * kTileStep;
+#pragma unroll
+        for (int n = 0; n < kTileRows / 16; ++n)
+            group_product<T, 1>(softmax.out, softmax.p[n], b + n * kTransposedStep, n > 0 || add);
+        commit_products();
+    };
+    // Of the last tile: scores behind the end, and this warp's part of the rows of values behind it.
+    const int last = length - (tiles - 1) * kTileRows;
+    const auto end_tile = [&] {
+        if (last == kTileRows) return;
+        softmax.mask(last - 2 * pair);
+        values.wait(value);
+        clear_rows(values.at(value), last, static_cast<int>(threadIdx.x), groups * kGroupThreads);
+        fence_shared();
+        __syncwarp();
+        if (lane == 0) arrive(&cleared);
+    };
+
+    // --- the first tile ---
+    keys.wait(key);
+    if (group == 1) take_turn();
+    fence_products();
+    start_scores();
+    pass_turn();
+    std::uint32_t keep_bytes = kDrop ? draw(0) : 0;
+    wait_products<0>();
+    if (lane == 0) keys.release(key);
+    key.next();
+    if (tiles == 1) end_tile();
+    softmax.first_tile();
+    if (kDrop) softmax.drop(keep_bytes);
+
+    for (int tile = 1; tile < tiles; ++tile) {
+        keys.wait(key);
+        values.wait(value);
+        take_turn();
+        fence_products();
+        start_scores();
+        start_sums(tile > 1);
+        pass_turn();
+        wait_products<0>();
+        if (lane == 0) {
+            keys.release(key);
+            values.release(value);
+        }
+        key.next();
+        value.next();
+        // Slots that both groups have left a while ago
+        if (threadIdx.x == 0) {
+            const int next_keys = tile - 2 + Tile::kSlots, next_values = tile - 3 + Tile::kSlots;
+            if (next_keys >= Tile::kSlots && next_keys < tiles) fill_keys(next_keys);
+            if (next_values >= Tile::kSlots && next_values < tiles) fill_values(next_values);
+        }
+        __syncwarp();
+        if (tile == tiles - 1) end_tile();
+        softmax.next_tile();
+        if (kDrop) softmax.drop(draw(tile));
+    }
+    values.wait(value);
+    if (last < kTileRows) wait_phase(&cleared, 0);
+    take_turn();
+    fence_products();
+    start_sums(tiles > 1);
+    if (group == 0) pass_turn();
+    wait_products<0>();
+
+    // --- out and lse, through this warp's rows of the queries ---
+    const float common = args.dropout.scale * (args.gate != nullptr ? args.gate[head] : 1.0f);
+    char* const staged = own + 16 * warp * Tile::kRowBytes;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        float norm = softmax.norm[r];
+        norm += __shfl_xor_sync(kAllLanes, norm, 1);
+        norm += __shfl_xor_sync(kAllLanes, norm, 2);
+        const float factor = norm == 0.0f ? 0.0f : common / norm;
+        if (pair == 0 && row + 8 * r < length && args.lse != nullptr)
+            args.lse[head * args.total + start + row + 8 * r] =
+                norm == 0.0f ? -INFINITY : (softmax.base[r] + log2f(norm)) * kLn2;
+#pragma unroll
+        for (int n = 0; n < Tile::kHeadDim / 8; ++n)
+            *reinterpret_cast<std::uint32_t*>(staged + swizzled_chunk(lane / 4 + 8 * r, n) + 4 * pair) =
+                pack_pair<T>(softmax.out[4 * n + 2 * r] * factor, softmax.out[4 * n + 2 * r + 1] * factor);
+    }
+    __syncwarp();
+    T* const to = static_cast<T*>(args.out) +
+                  ((static_cast<std::int64_t>(start) + warp_row) * args.nheads + head) * Tile::kHeadDim;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int at = 4 * i + lane / 8, chunk = lane % 8;
+        if (warp_row + at < length)
+            *reinterpret_cast<Pack<T>*>(to + at * args.nheads * Tile::kHeadDim + chunk * kPack<T>) =
+                *reinterpret_cast<const Pack<T>*>(staged + swizzled_chunk(at, chunk));
+    }
+#endif
+}
+
+}  // namespace cuda
+}  // namespace fastbert
