@@ -191,7 +191,7 @@ const char* cuda_attention_bwd_hopper(const CudaAttentionBwd& args, int device, 
     if (args.dq == nullptr || args.dk == nullptr || args.dv == nullptr)
         return "attention_bwd: expected dq, dk and dv";
     for (const Heads* heads : {&args.q, &args.k, &args.v})
-        if (heads->head_stride != kD) return "attention_bwd: expected the heads of a row side by side";
+        if (heads->head_stride != kD && args.nheads > 1) return "attention_bwd: expected the heads of a row side by side";
     if (!cuda_linear_hopper(device)) return "the device or the build has no such kernel";
     if (args.total == 0) return nullptr;
     if (const cudaError_t error = cudaSetDevice(device)) return cudaGetErrorString(error);

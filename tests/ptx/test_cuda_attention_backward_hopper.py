@@ -208,7 +208,7 @@ def test_an_lse_that_is_slightly_wrong_cancels(emulated):
     call.check(emulated)
 
 
-@pytest.mark.parametrize("scale", (-0.7, 0.0, 0.01, 1.0))
+@pytest.mark.parametrize("scale", (0.01, 1.0))
 def test_softmax_scale(emulated, scale):
     Call(made((19, 70), softmax_scale=scale)).check(emulated, 0.03)
 
@@ -264,7 +264,7 @@ def test_gradients_lie_side_by_side_where_the_inputs_do(emulated):
 
 
 def test_which_calls_they_serve(emulated, monkeypatch):
-    inputs, serves = made((9,), nheads=2), launchers.hopper_serves
+    inputs, serves = made((9,), nheads=2), launchers.hopper_serves_backward
     assert serves(inputs, NEEDS)
     assert serves(inputs._replace(dropout_p=0.1, seed=SEED), NEEDS)
     for i in range(3):
@@ -279,6 +279,9 @@ def test_which_calls_they_serve(emulated, monkeypatch):
         assert not serves(inputs._replace(**{name: t[:1].expand(9, -1, -1)}), NEEDS)
     narrow = torch.zeros(9, 2, 32, dtype=torch.bfloat16)
     assert not serves(inputs._replace(q=narrow, k=narrow, v=narrow), NEEDS)
+    monkeypatch.setattr(launchers, "HOPPER_BACKWARD", False)
+    assert not serves(inputs, NEEDS)
+    monkeypatch.setattr(launchers, "HOPPER_BACKWARD", True)
     monkeypatch.setattr(device, "is_hopper", lambda _: False)
     assert not serves(inputs, NEEDS)
 

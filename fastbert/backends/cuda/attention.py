@@ -20,8 +20,10 @@ DTYPES = (torch.bfloat16, torch.float16)
 HEADDIMS = (32, 64, 128)
 # rows of the tiles that a block of backward owns
 ROWS = 64
-# Whether forward may use the kernel for compute capability 9.0; its heads, and the queries of a block.
+# Whether forward and backward may use the kernels for compute capability 9.0; their heads, and the queries of
+# a block of forward.
 HOPPER = True
+HOPPER_BACKWARD = True
 HOPPER_HEADDIM, HOPPER_ROWS = 64, 128
 
 
@@ -36,7 +38,7 @@ def readable(*tensors: torch.Tensor) -> bool:
 
 
 def hopper_reads(inputs: AttentionInputs) -> bool:
-    """Whether the kernel for compute capability 9.0 has this call's mathematics and layout."""
+    """Whether the kernels for compute capability 9.0 have this call's mathematics and layout."""
     total, nheads, headdim = inputs.q.shape
     if headdim != HOPPER_HEADDIM or inputs.causal or inputs.bias is not None or not inputs.softmax_scale > 0:
         return False
@@ -117,23 +119,20 @@ def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: Atte
             *(grad.data_ptr() if needed else 0 for grad, needed in zip((dq, dk, dv), need, strict=False)),
             *(grad_stride, rows.data_ptr(), need.dgate),
             *(dbias.data_ptr() if dbias.numel() else 0, dbias.shape),
-            hopper_serves(inputs, need),
+            hopper_serves_backward(inputs, need),
             *device.place(q.device),
         )
     dbias = dbias.sum(0) if need.dbias else lse.new_empty(0)
     return dq, dk, dv, dbias, rows[2].sum(1) if need.dgate else lse.new_empty(0)
 
 
-def hopper_serves(inputs: AttentionInputs, need: AttentionNeeds) -> bool:
-    """Whether backward's kernels for compute capability 9.0 are for this call."""
-    nheads, headdim = inputs.q.shape[1:]
+def hopper_serves_backward(inputs: AttentionInputs, need: AttentionNeeds) -> bool:
+    """Whether backward by the kernels for compute capability 9.0 is for this call, which `readable` is for."""
     return (
-        headdim == 64
+        HOPPER_BACKWARD
         and all(need[:3])
-        and inputs.bias is None
         and inputs.gate is None
-        and not inputs.causal
-        and all(t.stride(1) == 64 and t.stride(0) >= 64 * nheads for t in inputs[:3])
+        and hopper_reads(inputs)
         and device.is_hopper(inputs.q.device)
     )
 
