@@ -118,14 +118,16 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
         const auto pairs_of = [&](const float* row, int n) {
             return *reinterpret_cast<const float2*>(row + 8 * n + 2 * pair);
         };
+        // Always so. ptxas moves nothing over a branch: the exponentials run beside the second product.
+        if (args.max_seqlen > 0) {
 #pragma unroll
-        for (int n = 0; n < kGroupTile / 8; ++n) {
-            const float2 norm = pairs_of(shared.numbers[slot], n);
+            for (int n = 0; n < kGroupTile / 8; ++n) {
+                const float2 norm = pairs_of(shared.numbers[slot], n);
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                p[4 * n + i] = exp2_fast(fmaf(p[4 * n + i], unit, -(i % 2 == 0 ? norm.x : norm.y)));
+                for (int i = 0; i < 4; ++i)
+                    p[4 * n + i] = exp2_fast(fmaf(p[4 * n + i], unit, -(i % 2 == 0 ? norm.x : norm.y)));
+            }
         }
-        settle(p);
         wait_products<0>();
         settle(ds);
         std::uint32_t left[kGroupTile / 16][4], of_ds[kGroupTile / 16][4];
@@ -191,7 +193,8 @@ const char* cuda_attention_bwd_hopper(const CudaAttentionBwd& args, int device, 
     if (args.dq == nullptr || args.dk == nullptr || args.dv == nullptr)
         return "attention_bwd: expected dq, dk and dv";
     for (const Heads* heads : {&args.q, &args.k, &args.v})
-        if (heads->head_stride != kD && args.nheads > 1) return "attention_bwd: expected the heads of a row side by side";
+        if (heads->head_stride != kD && args.nheads > 1)
+            return "attention_bwd: expected the heads of a row side by side";
     if (!cuda_linear_hopper(device)) return "the device or the build has no such kernel";
     if (args.total == 0) return nullptr;
     if (const cudaError_t error = cudaSetDevice(device)) return cudaGetErrorString(error);

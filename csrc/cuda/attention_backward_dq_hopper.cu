@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
             draw_bits<kOwned, kGroupTile>(shared.bits[slot], args, head, place, first, first_key);
         } else {
             const bool inside = first_key / 32 + thread / kOwned < words;
-            copy_word(shared.bits[slot] + thread, inside ? bits + first_key / 32 : bits, inside);
+            copy_word(shared.bits[slot] + thread, inside ? bits + first_key / 32 : args.keep_bits, inside);
             commit_copies();
         }
     };
