@@ -13,6 +13,14 @@ template <class T, bool kDrop>
 const char* launch_hopper(const AttentionMaps& maps, const AttentionFwd& args, std::uintptr_t stream) {
     using Tile = AttentionTile;
     const dim3 grid = slot_grid(args.nheads, slots(args.total, args.batch, Tile::kRows));
+    // Two blocks per multiprocessor: shared memory before the first cache.
+    const cudaError_t error =
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(attention_hopper_kernel<T, kDrop>),
+                             cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    if (error != cudaSuccess) {
+        cudaGetLastError();  // the next launch must not meet it
+        return cudaGetErrorString(error);
+    }
     return launch_shared(attention_hopper_kernel<T, kDrop>, grid, dim3(Tile::kThreads), Tile::kBytes, stream,
                          maps, args);
 }

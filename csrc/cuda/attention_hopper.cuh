@@ -22,6 +22,8 @@ struct AttentionTile {
     static constexpr int kGroups = 2, kRows = kGroups * kTileRows, kHeadDim = kSwizzled, kSlots = 5;
     static constexpr int kThreads = kGroups * kGroupThreads, kWarps = kGroupThreads / kWarp;
     static constexpr int kRowBytes = kSwizzled * 2, kTileBytes = kTileRows * kRowBytes;
+    // Whether the groups start products in turns, so that one's softmax runs beside the other's products
+    static constexpr bool kInTurns = true;
     // Queries of both groups, and two rings; tiles begin on 1,024 bytes.
     static constexpr int kBytes = (kGroups + 2 * kSlots) * kTileBytes + 1024;
 };
@@ -62,9 +64,13 @@ struct TileRing {
     }
 };
 
-// Zeros in the rows of a tile of values from `end` on, by `threads` threads of which this is `thread`.
-__device__ __forceinline__ void clear_rows(char* tile, int end, int thread, int threads) {
+// Zeros in the rows of a tile of values from `end` on, by the block's first `threads` threads.
+__device__ __forceinline__ void clear_rows(char* tile, int end, int threads) {
     constexpr int kChunks = AttentionTile::kRowBytes / kChunkBytes;
+    // Read here, so that what depends on it takes no registers elsewhere.
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+#pragma unroll 1
     for (int i = end * kChunks + thread; i < kTileRows * kChunks; i += threads)
         *reinterpret_cast<uint4*>(tile + i * kChunkBytes) = uint4{};
 }
@@ -92,16 +98,18 @@ struct GroupSoftmax {
                 if (8 * n + i % 2 >= most) scores[4 * n + i] = -INFINITY;
     }
 
+    static __device__ __forceinline__ float most_of_row(float x) {
+        x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
+        return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
+    }
+
     // The greatest scores of both rows, in units of log 2.
     __device__ __forceinline__ void find_top(float (&top)[2]) const {
         top[0] = top[1] = -INFINITY;
 #pragma unroll
         for (int i = 0; i < kTileRows / 2; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], scores[i]);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            top[r] = fmaxf(top[r], __shfl_xor_sync(kAllLanes, top[r], 1));
-            top[r] = fmaxf(top[r], __shfl_xor_sync(kAllLanes, top[r], 2)) * unit;
-        }
+        for (int r = 0; r < 2; ++r) top[r] = most_of_row(top[r]) * unit;
     }
 
     // P of the scores, and its sums before it is rounded.
@@ -136,7 +144,8 @@ struct GroupSoftmax {
             find_top(top);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                top[r] = fmaxf(top[r], base[r]);
+                // Of each row by itself: others of the warp may be another sequence's.
+                top[r] = most_of_row(sum[r]) > kMostSum ? fmaxf(top[r], base[r]) : base[r];
                 const float shrink = exp2_fast(base[r] - top[r]);
                 base[r] = top[r];
                 norm[r] *= shrink;
@@ -161,6 +170,9 @@ struct GroupSoftmax {
     }
 };
 
+// A number that all lanes of a warp have, which ptxas then knows, and keeps in a register of the warp's.
+__device__ __forceinline__ int of_warp(int x) { return __shfl_sync(kAllLanes, x, 0); }
+
 template <class T, bool kDrop>
 __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
     attention_hopper_kernel(const __grid_constant__ AttentionMaps maps, AttentionFwd args) {
@@ -168,11 +180,16 @@ __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
     using Tile = AttentionTile;
     // The host sees by these whether the kernel was compiled for 9.0 (runs_hopper).
     __shared__ alignas(8) std::uint64_t barriers[4][Tile::kSlots], asked, cleared;
+    if (threadIdx.x == 0) {
+        prefetch_map(maps.q);
+        prefetch_map(maps.k);
+        prefetch_map(maps.v);
+    }
     const Place place =
         find_place<Tile::kRows>(args.cu_seqlens, static_cast<int>(args.batch), static_cast<int>(args.total));
-    const int head = static_cast<int>(blockIdx.x), length = place.length, first_row = place.first_row;
+    const int head = static_cast<int>(blockIdx.x), start = of_warp(place.start);
+    const int length = of_warp(place.length), first_row = of_warp(place.first_row);
     if (first_row >= length) return;
-    const int start = place.start;
     if (place.sequence == args.batch) {
         zero_rows<T, Tile::kHeadDim, Tile::kRows, Tile::kThreads>(args, start + first_row, head);
         return;
@@ -196,6 +213,7 @@ __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
         init_barrier(&asked, 1);
         init_barrier(&cleared, groups * Tile::kWarps);
         fence_barriers();
+        fence_shared();
         arrive_expecting(&asked, groups * Tile::kTileBytes);
         for (int group = 0; group < groups; ++group)
             load_tile(queries + group * Tile::kTileBytes, maps.q, &asked,
@@ -206,8 +224,7 @@ __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
         }
     }
     __syncthreads();
-    // The same in all lanes, as ptxas does not know of threadIdx.x / 128.
-    const int group = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
+    const int group = of_warp(static_cast<int>(threadIdx.x) / kGroupThreads);
     if (group >= groups) return;
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
     const int warp = static_cast<int>(threadIdx.x) % kGroupThreads / kWarp;
@@ -247,22 +264,24 @@ __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
     softmax.unit = args.softmax_scale * kLog2E;
     TilePlace key, value;  // of the tile whose scores, and whose P v, are next
     // Barriers 1 and 2: the group's turn to start products. Constant numbers: others would reserve all 16.
+    const bool in_turns = Tile::kInTurns && groups == 2;
     const auto take_turn = [&] {
-        if (groups == 1) return;
+        if (!in_turns) return;
         if (group == 0)
             sync_threads_at(1, Tile::kThreads);
         else
             sync_threads_at(2, Tile::kThreads);
     };
     const auto pass_turn = [&] {
-        if (groups == 1) return;
+        if (!in_turns) return;
         if (group == 0)
             arrive_at(2, Tile::kThreads);
         else
             arrive_at(1, Tile::kThreads);
     };
     constexpr std::uint64_t kTileStep = Tile::kTileBytes >> 4;
-    const std::uint64_t first_keys = operand_at(keys.tiles), first_values = operand_at(values.tiles);
+    const std::uint64_t first_keys = operand_at(keys.tiles),
+                        first_values = operand_at(values.tiles, 8 * Tile::kRowBytes);
     const auto start_scores = [&] {
         const std::uint64_t b = first_keys + key.slot * kTileStep;
 #pragma unroll
@@ -283,7 +302,7 @@ __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
         if (last == kTileRows) return;
         softmax.mask(last - 2 * pair);
         values.wait(value);
-        clear_rows(values.at(value), last, static_cast<int>(threadIdx.x), groups * kGroupThreads);
+        clear_rows(values.at(value), last, groups * kGroupThreads);
         fence_shared();
         __syncwarp();
         if (lane == 0) arrive(&cleared);
@@ -295,13 +314,12 @@ __global__ void __launch_bounds__(AttentionTile::kThreads, 2)
     fence_products();
     start_scores();
     pass_turn();
-    std::uint32_t keep_bytes = kDrop ? draw(0) : 0;
     wait_products<0>();
     if (lane == 0) keys.release(key);
     key.next();
     if (tiles == 1) end_tile();
     softmax.first_tile();
-    if (kDrop) softmax.drop(keep_bytes);
+    if (kDrop) softmax.drop(draw(0));
 
     for (int tile = 1; tile < tiles; ++tile) {
         keys.wait(key);

@@ -79,6 +79,10 @@ __device__ __forceinline__ void take_registers() {
 
 // --- copies of tiles, by one thread; what lies outside of the tensor is read as 0 and not written ---
 
+// Before its first use: the map itself is read from memory.
+__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" : : "l"(&map) : "memory");
+}
 // The tile at (row, column) into shared memory; its bytes count on `barrier`.
 __device__ __forceinline__ void load_tile(void* shared, const CUtensorMap& map, std::uint64_t* barrier,
                                           int row, int column) {

@@ -559,6 +559,17 @@ def test_addresses_of_tiles():
         load(wait(0, "A"), map_=outside)
 
 
+PREFETCH = "mov.b64 %rd0, map; cvta.param.u64 %rd1, %rd0; @%p0 prefetch.tensormap [%rd1];"
+
+
+def test_a_map_is_prefetched():
+    source = np.zeros((64, 64), np.uint16)
+    made = program(PREFETCH, PARAMETERS, shared=16)
+    made.launch("k", (1,), (128,), [tile(source, (16, 64), 128), np.zeros(1, np.int32)])
+    with pytest.raises(BadLaunch, match="is none"):
+        made.launch("k", (1,), (128,), [bytes(128), np.zeros(1, np.int32)])
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("width", [0, 32, 64, 128])
 def test_tiles_are_stored(width, schedule, random):

@@ -149,6 +149,11 @@ const TensorMap& map_of(Warp& w, const Op& op, size_t s, size_t i, uint32_t lane
     return map;
 }
 
+void prefetch_map(Warp& w, const Op& op, uint32_t m) {
+    for (uint32_t l = 0; l < LANES; ++l)
+        if (m >> l & 1) map_of(w, op, 0, 0, l);
+}
+
 uint32_t swizzled(uint32_t at, uint32_t mode) {
     if (mode == 128) return at ^ (at >> 3 & 0x70);
     if (mode == 64) return at ^ (at >> 3 & 0x30);
@@ -402,6 +407,7 @@ REGISTERS void hopper_forms() {
     form("cp.async.bulk.commit_group", "", commit);
     form("cp.async.bulk.wait_group", "#", wait_group);
     form("cp.async.bulk.wait_group.read", "#", wait_group);
+    form("prefetch.tensormap", "@", prefetch_map);
     form("fence.proxy.async", "", proxy_fence);
     form("fence.mbarrier_init.release.cluster", "", nothing);
     form("setmaxnreg.inc.sync.aligned.u32", "#", set_registers);

@@ -1,0 +1,104 @@
+"""Faults of attention's forward for compute capability 9.0, in the PTX emulator: masks, waits, rings, rescaling."""
+
+# ruff: noqa: E501 (a table)
+
+import sys
+
+from tests.support.mutation import Fault, Suite
+
+_KERNEL = "csrc/cuda/attention_hopper.cuh"
+_HOST = "csrc/cuda/attention_hopper.cu"
+_PYTHON = "fastbert/backends/cuda/attention.py"
+
+
+def _fault(name: str, old: str, new: str, file: str = _KERNEL) -> Fault:
+    return Fault(name, file, old, new)
+
+
+FAULTS = (
+    # tails
+    _fault("scores behind the end count", "        softmax.mask(last - 2 * pair);\n", ""),
+    _fault("the mask is one key late", "softmax.mask(last - 2 * pair);", "softmax.mask(last + 1 - 2 * pair);"),
+    _fault("the mask is one key early", "softmax.mask(last - 2 * pair);", "softmax.mask(last - 1 - 2 * pair);"),
+    _fault("odd keys are masked like even ones", "if (8 * n + i % 2 >= most)", "if (8 * n >= most)"),
+    _fault("values behind the end stay", "*reinterpret_cast<uint4*>(tile + i * kChunkBytes) = uint4{};", "(void)i;"),
+    _fault("a row of values too many is cleared", "for (int i = end * kChunks + thread;", "for (int i = (end - 1) * kChunks + thread;"),
+    _fault("values are cleared before they come", "        values.wait(value);\n        clear_rows", "        clear_rows"),
+    _fault("zeros without a fence", "        fence_shared();\n        __syncwarp();\n        if (lane == 0) arrive(&cleared);", "        __syncwarp();\n        if (lane == 0) arrive(&cleared);"),
+    _fault("zeros are not waited for", "    if (last < kTileRows) wait_phase(&cleared, 0);\n", ""),
+    _fault("one warp's zeros are waited for", "init_barrier(&cleared, groups * Tile::kWarps);", "init_barrier(&cleared, 1);"),
+    _fault("queries behind the end are stored", "        if (warp_row + at < length)\n", ""),
+    _fault("lse behind the end is stored", "if (pair == 0 && row + 8 * r < length && args.lse != nullptr)", "if (pair == 0 && args.lse != nullptr)"),
+    # rings
+    _fault("keys are read before they come", "        keys.wait(key);\n        values.wait(value);\n", "        values.wait(value);\n"),
+    _fault("values are read before they come", "        keys.wait(key);\n        values.wait(value);\n", "        keys.wait(key);\n"),
+    _fault("the last values are read before they come", "    values.wait(value);\n    if (last", "    if (last"),
+    _fault("queries are read before they come", "    wait_phase(&asked, 0);\n", ""),
+    _fault("slots are filled while they are read", "        if (turn > 0) wait_phase(&empty[slot], (turn - 1) & 1);\n", ""),
+    _fault("a slot counts as free when one warp is done", "init_barrier(&keys.empty[i], groups * Tile::kWarps);", "init_barrier(&keys.empty[i], 1);"),
+    _fault("a ring waits for a group that is not there", "init_barrier(&values.empty[i], groups * Tile::kWarps);", "init_barrier(&values.empty[i], 2 * Tile::kWarps);"),
+    _fault("values are given back while they are read", "        wait_products<0>();\n        if (lane == 0) {", "        wait_products<1>();\n        if (lane == 0) {"),
+    _fault("keys are not given back", "            keys.release(key);\n            values.release(value);", "            values.release(value);"),
+    _fault("a turn of the ring keeps its parity", "slot = 0, parity ^= 1;", "slot = 0;"),
+    _fault("keys are not filled again", "            if (next_keys >= Tile::kSlots && next_keys < tiles) fill_keys(next_keys);\n", ""),
+    _fault("values are filled beyond the end", "next_values >= Tile::kSlots && next_values < tiles", "next_values >= Tile::kSlots"),
+    _fault("barriers are used before they are there", "            fill_values(tile);\n        }\n    }\n    __syncthreads();\n", "            fill_values(tile);\n        }\n    }\n"),
+    _fault("both groups have the first queries", "start + first_row + group * kTileRows, column);", "start + first_row, column);"),
+    _fault("values of the first head", "values.fill(tile, maps.v, start + tile * kTileRows, column);", "values.fill(tile, maps.v, start + tile * kTileRows, 0);"),
+    # products
+    _fault("the tile before is added to the scores", "q[d], b + d * kDepthStep, d > 0)", "q[d], b + d * kDepthStep, true)"),
+    _fault("sums begin anew with each tile", "        start_sums(tile > 1);\n", "        start_sums(false);\n"),
+    _fault("the depth of the keys stands still", "b + d * kDepthStep", "b"),
+    _fault("values are stepped like keys", "b + n * kTransposedStep", "b + n * kDepthStep"),
+    _fault("values are not transposed", "group_product<T, 1>(softmax.out,", "group_product<T, 0>(softmax.out,"),
+    _fault("the first scores are read while they are made", "    wait_products<0>();\n    if (lane == 0) keys.release(key);", "    if (lane == 0) keys.release(key);"),
+    _fault("out is read while it is made", "    if (group == 0) pass_turn();\n    wait_products<0>();\n", "    if (group == 0) pass_turn();\n"),
+    # turns
+    _fault("a turn too many is passed", "    if (group == 0) pass_turn();\n    wait_products<0>();\n", "    pass_turn();\n    wait_products<0>();\n"),
+    _fault("the first group waits for a turn at first", "    if (group == 1) take_turn();\n", "    take_turn();\n"),
+    # softmax
+    _fault("the maximum of one lane", "        x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));\n", ""),
+    _fault("maxima never follow", "sum[0] > kMostSum || sum[1] > kMostSum", "sum[0] > 1e38f && sum[1] > 1e38f"),
+    _fault("the second row's maximum does not follow", "sum[0] > kMostSum || sum[1] > kMostSum", "sum[0] > kMostSum"),
+    _fault("rows follow their warp's maximum", "most_of_row(sum[r]) > kMostSum ? fmaxf(top[r], base[r]) : base[r]", "fmaxf(top[r], base[r])"),
+    _fault("sums are not rescaled", "                    out[4 * n + 2 * r] *= shrink;\n", ""),
+    _fault("the norm is not rescaled", "                norm[r] *= shrink;\n", ""),
+    _fault("P keeps its old maximum", "            exponentiate(sum);\n        }\n#pragma", "        }\n#pragma"),
+    _fault("a low tile after scores of minus infinity is lost", "constexpr float kNone = -1e30f;", "constexpr float kNone = 0.0f;"),
+    _fault("the norm of the last tile alone", "norm[r] += sum[r];", "norm[r] = sum[r];"),
+    _fault("lse in units of log 2", "log2f(norm)) * kLn2;", "log2f(norm));"),
+    _fault("a row of zeros is divided", "norm == 0.0f ? 0.0f : common / norm", "common / norm"),
+    # dropout
+    _fault("bits of the tile before", "softmax.drop(draw(tile));", "softmax.drop(draw(tile - 1));"),
+    _fault("the first tile is not dropped from", "    if (kDrop) softmax.drop(draw(0));\n", "    if (kDrop) draw(0);\n"),
+    _fault("bits of the first sequence's rows", "static_cast<std::uint32_t>(start + warp_row)", "static_cast<std::uint32_t>(warp_row)"),
+    _fault("words past the row are saved", "if (saved != nullptr && at < words)", "if (saved != nullptr)"),
+    _fault("what is kept is not scaled", "args.dropout.scale * (args.gate", "1.0f * (args.gate"),
+    _fault("the gate is forgotten", "(args.gate != nullptr ? args.gate[head] : 1.0f)", "1.0f"),
+    # host and launcher
+    _fault("the map of k is of q", "map_heads(maps.k, args, args.k)", "map_heads(maps.k, args, args.q)", _HOST),
+    _fault("rows without a gap", "heads.row_stride,\n                    kTileRows)", "args.nheads * args.headdim,\n                    kTileRows)", _HOST),
+    _fault("slots of 64 rows", "slots(args.total, args.batch, Tile::kRows)", "slots(args.total, args.batch) / 2", _HOST),
+    _fault("a causal mask is forgotten", "if (args.causal || args.bias.data", "if (args.bias.data", _HOST),
+    _fault("a causal call is served", "headdim != HOPPER_HEADDIM or inputs.causal or", "headdim != HOPPER_HEADDIM or", _PYTHON),
+    _fault("a bias is served", "inputs.causal or inputs.bias is not None or not", "inputs.causal or not", _PYTHON),
+    _fault("served without the device", "        and device.is_hopper(inputs.q.device)\n", "", _PYTHON),
+)  # fmt: skip
+
+_BUILD = """
+from tests.ptx.emulator import library
+from tests.support import cuda_build
+cuda_build.emulated_extension(), library.engine()
+"""
+
+SUITE = Suite(
+    faults=FAULTS,
+    tests=(
+        "tests/ptx/test_cuda_attention_hopper.py",
+        "-k",
+        "not error_rule and not gradients and not every_length and not (test_lengths and fp16)",
+    ),
+    build=(sys.executable, "-c", _BUILD),
+    quick="not slow",
+    timeout_s=600.0,
+)
