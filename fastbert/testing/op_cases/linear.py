@@ -31,6 +31,10 @@ class LinearCase(Case):
         return "activation" if self.activation else ""
 
     @property
+    def ranked_rows(self) -> int:
+        return self.rows
+
+    @property
     def id(self) -> str:
         options = [self.activation] if self.activation else []
         options += [] if self.bias else ["no_bias"]
