@@ -30,7 +30,7 @@ FAULTS = (
     _fault(_PROVING, "a device that admits no process tried again", "            _alone.add(device)\n", "            pass\n"),
     _fault(_PROVING, "what the process found is forgotten", "found = _verdicts.get(key) or _found.get(key)", "found = _verdicts.get(key)"),
     _fault(_PROVING, "a slower kernel is warned of", "if not verdict.passed and verdict.outcome != SLOWER:", "if not verdict.passed:"),
-    _fault(_PROVING, "only the kernel in use is checked", "                units.append(unit)\n", "                pass\n"),
+    _fault(_PROVING, "only the kernel in use is checked", "                units += [each for each in (*_lower(unit, device), unit) if each not in units]\n", "                pass\n"),
     _fault(_PROVING, "kernels of all dtypes are checked", "if dtype != first.dtype or unit in units:", "if unit in units:"),
     _fault(_PROVING, "known kernels are checked again", "if is_due(known_verdict(name, op, device, dtype), device):", "if True:"),
     _fault(_PROVING, "told every second", "if seconds > checking.SLOW_SECONDS and not told:", "if seconds > checking.SLOW_SECONDS:"),
