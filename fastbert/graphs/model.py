@@ -436,7 +436,7 @@ class GraphedModel:
         self._failed.clear()
         self._recorder = self._weights = self._stage = None
         self._derived = {}
-        self._memory, self._packed = torch.empty(0), None
+        self._memory = torch.empty(0)
         self._inputs.clear()
         self._plans.clear()
 

@@ -442,7 +442,10 @@ FAULTS = (
     ),
     _fault(
         "what a call with ids wrote left",
+        "                    self._packed = None\n"
+        "                    plan.inputs.copy_(packed, non_blocking=True)\n"
         "                    self._packed = same\n",
+        "                    plan.inputs.copy_(packed, non_blocking=True)\n"
         "                    self._packed = same or self._packed\n",
     ),
     _fault(
@@ -454,11 +457,6 @@ FAULTS = (
         "what a replay wrote left",
         "        self._packed = None\n        _, rows, ends, _ = self._rows(bucket.tokens)\n",
         "        _, rows, ends, _ = self._rows(bucket.tokens)\n",
-    ),
-    _fault(
-        "what a cleared model wrote left",
-        "self._memory, self._packed = torch.empty(0), None",
-        "self._memory = torch.empty(0)",
     ),
     _fault("ends where indices are", "ends = memory[3 * tokens :", "ends = memory[4 * tokens :", _STAGING),
     _fault(

@@ -491,9 +491,24 @@ def test_a_kernel_that_is_slower_for_any_number_of_rows_is_slower(monkeypatch, c
     assert "slower in forward of few rows than aten: 2.00 x its time" in found.reason
 
 
+def test_few_rows_are_not_timed_in_training(monkeypatch, clock):
+    module = few_rows_kernel(monkeypatch, clock, "linear", lambda rows: 1.0)
+    module.linear_bwd = aten.linear_bwd
+    monkeypatch.setattr(speed, "_times", lambda *args: [(1.0, None)] * 2)
+    times = speed.compare("linear", "triton", CPU, torch.float32)
+    assert [(t.case.split("x")[0], t.passes) for t in times if "768x3072" in t.case] == [
+        ("32", "forward of few rows"),
+        ("128", "forward of some rows"),
+        ("128", "training"),
+        ("304", "forward"),
+        ("304", "training"),
+    ]
+
+
 def test_an_op_that_stands_for_others_is_timed_beside_those(monkeypatch, clock):
     """A model would call a product and LayerNorm, each by what serves it, and not the op's next backend."""
     few_rows_kernel(monkeypatch, clock, "linear_norm", lambda rows: 2.4 if rows <= 32 else 2.6, aten_ms=9.0)
+    monkeypatch.setattr(speed, "SIZES", ((128,), (300, 4), (700,)))
     monkeypatch.setattr(aten, "linear_fwd", clock.lasting(LINEAR["linear_fwd"], 1.5e-3))
     monkeypatch.setitem(dispatch.TABLE["cpu"], "linear", ("aten", "reference"))
     for rows, pays in ((32, True), (33, False), (200, False)):
@@ -501,7 +516,7 @@ def test_an_op_that_stands_for_others_is_timed_beside_those(monkeypatch, clock):
         expected = "triton" if pays else "aten"
         assert dispatch.serving_backend(kind, CPU, torch.float32) == expected, rows
     found = verdicts.load(verdict_keys.key_of("linear_norm", "triton", CPU, torch.float32))
-    # two products of each size; 304 tokens are timed as 256
+    # two products of each size; 304 and 700 tokens are timed as 256, once
     assert [(t.case.split("x")[0], t.other) for t in found.times] == [
         (rows, "linear + layer_norm") for rows in ("32", "32", "128", "128", "256", "256")
     ]
