@@ -505,6 +505,16 @@ def test_few_rows_are_not_timed_in_training(monkeypatch, clock):
     ]
 
 
+def test_what_two_sizes_have_in_common_is_timed_once(monkeypatch, clock):
+    """Models call linear_norm for at most 256 rows."""
+    few_rows_kernel(monkeypatch, clock, "linear_norm", lambda rows: 1.0)
+    monkeypatch.setattr(speed, "SIZES", ((128,), (300, 4), (700,)))
+    timed = []
+    monkeypatch.setattr(speed, "_times", lambda case, *_: timed.append(case.rows) or [(1.0, None)] * 2)
+    speed.compare("linear_norm", "triton", CPU, torch.float32)
+    assert timed == [32, 32, 128, 128, 256, 256]
+
+
 def test_an_op_that_stands_for_others_is_timed_beside_those(monkeypatch, clock):
     """A model would call a product and LayerNorm, each by what serves it, and not the op's next backend."""
     few_rows_kernel(monkeypatch, clock, "linear_norm", lambda rows: 2.4 if rows <= 32 else 2.6, aten_ms=9.0)
