@@ -11,12 +11,15 @@ namespace fastbert {
 namespace cuda {
 namespace {
 
+// Tiles of keys and values: the products of one still run, one is used, one comes.
+constexpr int kSlots = 3;
+
 template <class T>
 struct Shared {
-    GroupTile<T> query, dout, key[kGroupSlots], value[kGroupSlots];
-    std::uint32_t bits[kGroupSlots][kGroupTile / 32 * kOwned];
+    GroupTile<T> query, dout, key[kSlots], value[kSlots];
+    std::uint32_t bits[kSlots][kGroupTile / 32 * kOwned];
     float delta[kOwned];
-    std::uint64_t own, full[kGroupSlots];
+    std::uint64_t own, full[kSlots];
     int rough;
 };
 
@@ -65,7 +68,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
 
     if (thread == 0) {
         init_barrier(&shared.own, 1);
-        for (int i = 0; i < kGroupSlots; ++i) init_barrier(&shared.full[i], 1);
+        for (int i = 0; i < kSlots; ++i) init_barrier(&shared.full[i], 1);
         fence_barriers();
         shared.rough = 0;
     }
@@ -132,7 +135,7 @@ __global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
             }
             __syncthreads();
             // The products that read the next slot have been waited for by all warps.
-            const int next = slot + 1 == kGroupSlots ? 0 : slot + 1;
+            const int next = slot + 1 == kSlots ? 0 : slot + 1;
             if (first_key + kGroupTile < length) fetch(first_key + kGroupTile, next);
             float p[kGroupSums], ds[kGroupSums];
             fence_products();

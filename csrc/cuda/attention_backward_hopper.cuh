@@ -11,8 +11,6 @@ namespace cuda {
 // A block is one warp group, and owns a tile of 64 rows, as all tiles are.
 constexpr int kGroupHead = kSwizzled, kGroupTile = kOwned, kGroupSums = 32;
 static_assert(kBackwardThreads == kGroupThreads, "a block is a warp group");
-// Tiles of the other side: the products of one still run, one is used, one comes.
-constexpr int kGroupSlots = 3;
 // Of a multiprocessor, by registers and by shared memory
 constexpr int kGroupBlocks = 3;
 constexpr int kTileBytes = kGroupTile * kGroupHead * 2;

@@ -1,4 +1,4 @@
-"""csrc/cuda/attention_backward_*_hopper.cu as nvcc compiles them for sm_90a, with their host code, in the emulator."""
+"""csrc/cuda/attention_backward_*_hopper.cu as nvcc compiles them for sm_90a, in the PTX emulator."""
 
 from __future__ import annotations
 
@@ -288,9 +288,7 @@ def test_which_calls_they_serve(emulated, monkeypatch):
 
 def test_others_go_to_the_other_kernels(emulated):
     call = Call(made((70,), causal=True))
-    emulated.launcher(launchers.attention_bwd)(
-        call.dout, call.inputs, call.out, call.lse, None, NEEDS, None
-    )
+    emulated.launcher(launchers.attention_bwd)(call.dout, call.inputs, call.out, call.lse, None, NEEDS, None)
     assert not any("hopper" in launch.kernel for launch in emulated.launches)
 
 

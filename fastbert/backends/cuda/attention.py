@@ -127,7 +127,7 @@ def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: Atte
 
 
 def hopper_serves_backward(inputs: AttentionInputs, need: AttentionNeeds) -> bool:
-    """Whether backward by the kernels for compute capability 9.0 is for this call, which `readable` is for."""
+    """Whether backward by the kernels for compute capability 9.0 is for this call, which is `readable`."""
     return (
         HOPPER_BACKWARD
         and all(need[:3])
