@@ -5,9 +5,10 @@ Tiling     Few rows read the weight and little else, so all multiprocessors must
            program multiplies one tile of [BLOCK_M, BLOCK_N] over one of SPLIT_K parts of the depth. It stores
            float32 sums to its own place in `partials` = [SPLIT_K, rows, OUT]; part 0 adds bias and residual.
            Then rows are normalized: their parts are added in the order 0, 1, …, whoever was done first.
-Launches   One, if the caller has counters at zero: each program counts its arrival at its row tile, and the
-           last one there normalizes these rows and sets the counter back to zero. No program waits for
-           another. Without counters a second kernel normalizes.
+Launches   One, if the caller has counters at zero and few sums are left to be normalized: each program counts
+           its arrival at its row tile, and the last one there normalizes these rows and sets the counter back
+           to zero. No program waits for another. Otherwise a second kernel normalizes, on all
+           multiprocessors.
 Order      `debug_barrier` (bar.sync) puts the stores of all threads before the one that counts, by an atomic
            add that is acq_rel at the scope of the GPU. Its result reaches the other threads through shared
            memory and a second bar.sync. Both are cumulative, so the last to arrive sees all stores of all
@@ -191,6 +192,12 @@ class Config(NamedTuple):
 TILES = ((16, 32, 4), (16, 64, 8), (32, 32, 4), (32, 64, 8), (64, 64, 8))
 BLOCK_K = 128
 SPLITS = (1, 2, 3, 4, 6, 8)
+# In bytes of operands of the busiest multiprocessor, which read 57 kB of them per µs on an H100 (128 and 256
+# rows, 768 columns). The last program of a row tile reads its sums when all else is done, and a row's mean
+# and variance wait for them: a byte of theirs counts as four. A second launch takes as long as a LayerNorm,
+# 3.1 µs.
+TAIL = 4
+SECOND_LAUNCH = 180_000
 # Bytes of shared memory for tiles on their way: what two programs of a GPU with 227 KB may have, and one of a
 # GPU with 99 KB. 100 KB in flight per multiprocessor hide a microsecond at 100 GB/s.
 ROOM = 96 * 1024
@@ -235,13 +242,29 @@ def work(
     Those are the operands of its tiles and then, if there is one launch, the float32 sums of a row tile,
     which its last program reads. With two launches all multiprocessors share these.
     """
+    return sum(_work(config, rows, in_features, out_features, one_launch, device))
+
+
+def _work(
+    config: Config, rows: int, in_features: int, out_features: int, one_launch: bool, device: tuning.Device
+) -> tuple[int, int]:
+    """(the operands, the sums) of `work`."""
     block_m, block_n, _, split_k, *_ = config
     programs = cdiv(rows, block_m) * cdiv(out_features, block_n) * split_k
     depth = cdiv(cdiv(in_features, BLOCK_K), split_k) * BLOCK_K
     operands = (block_m + block_n) * depth * 2
     sums = 4 * split_k * out_features
     tail = sums * min(rows, block_m) if one_launch else sums * cdiv(rows, device.multiprocessors)
-    return cdiv(programs, device.multiprocessors) * operands + tail
+    return cdiv(programs, device.multiprocessors) * operands, tail
+
+
+@lru_cache(maxsize=4096)
+def in_one_launch(rows_bucket: int, in_features: int, out_features: int, device: tuning.Device) -> bool:
+    """Whether a call with counters takes one launch, by a count: not where many sums are left to the end."""
+    rows, sizes = 2**rows_bucket, (in_features, out_features)
+    best = {one: heuristic(rows, *sizes, one, device) for one in (True, False)}
+    (operands, tail), two = (_work(best[one], rows, *sizes, one, device) for one in (True, False))
+    return operands + TAIL * tail <= sum(two) + SECOND_LAUNCH
 
 
 def tuning_key(in_features: int, out_features: int, one_launch: bool, dtype: torch.dtype) -> str:
@@ -288,9 +311,12 @@ def takes(rows: int, out_features: int) -> bool:
 
 def linear_norm_fwd(inputs: LinearNormInputs) -> Tensor:
     """The contract of `fastbert.ops.linear_norm.linear_norm_fwd`, where `takes` holds."""
-    x, weight, arrivals = inputs.x, inputs.weight, inputs.arrivals
-    facts = tuning.bucket(x.shape[0]), x.shape[1], weight.shape[0], arrivals is not None, x.dtype
-    return linear_norm_fwd_with(config_for(*facts, tuning.device_of(x.device)), inputs)
+    x, device = inputs.x, tuning.device_of(inputs.x.device)
+    sizes = tuning.bucket(x.shape[0]), x.shape[1], inputs.weight.shape[0]
+    one_launch = inputs.arrivals is not None and in_one_launch(*sizes, device)
+    if not one_launch:
+        inputs = inputs._replace(arrivals=None)
+    return linear_norm_fwd_with(config_for(*sizes, one_launch, x.dtype, device), inputs)
 
 
 def linear_norm_fwd_with(config: Config, inputs: LinearNormInputs) -> Tensor:

@@ -203,7 +203,7 @@ class LinearBackward(Kind):
 
 
 class LinearNorm(Kind):
-    """`linear_norm` in one launch, as models call it."""
+    """`linear_norm` in one launch, which models' calls take where `in_one_launch` counts that it pays."""
 
     op, module, launcher = "linear_norm", "linear_norm", "linear_norm_fwd_with"
     tiny = (LinearNormCase(20, 48, 40), LinearNormCase(5, 48, 40, arrivals=False))

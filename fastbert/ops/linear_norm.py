@@ -9,13 +9,15 @@ With x (rows, in), weight (out, in), bias (out,), residual (rows, out):
 Computed in float32 (float64 for float64) and rounded once by `reference`; a backend that calls `linear` and
 `layer_norm` rounds the product as well.
 
-For few rows a GPU is busy with launches: as one op the two are one launch. Where no backend does that,
-`linear` and `layer_norm` are as good: `pays` says so. A backend that does has one more function:
+For few rows a GPU is busy with launches, and waits for the weight: one op may take one launch, or share the
+depth among more multiprocessors. Where no backend does that, `linear` and `layer_norm` are as good: `pays`
+says so. A backend that does has one more function:
 
     joins_norm(rows, out) -> whether a product of that shape should be one op with its norm
 
-`arrivals` are counters at zero that such a backend needs for one launch; it leaves them at zero. Calls that
-may run at the same time must not share them. Without them it takes two launches; the result is the same.
+`arrivals` are counters at zero that such a backend needs for one launch, where it prefers that; it leaves
+them at zero. Calls that may run at the same time must not share them. Without them it takes two launches; the
+result is the same.
 
 There is no custom op and no autograd here: training and torch.compile call `linear` and `layer_norm`.
 

@@ -107,10 +107,10 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         "linear_int8": ("aten", "reference"),
         # Two calls, which is what models do in float32.
         "linear_norm": ("aten", "reference"),
-        # Up to 256 rows one launch instead of two, or of three where cuBLAS splits the depth. Per element of
-        # the product it moves 8 bytes, as float32 sums, and not 4, within the L2 cache, and the last program
-        # of a row tile normalizes alone: whether that pays depends on the rows. More rows are two calls, of
-        # which the norm is one pass.
+        # Up to 256 rows one launch instead of two, or of three where cuBLAS splits the depth; or two, in
+        # which all multiprocessors share the depth. Per element of the product it moves 8 bytes, as float32
+        # sums, and not 4, within the L2 cache: whether that pays depends on the rows. More rows are two
+        # calls, of which the norm is one pass.
         "linear_norm half": ("triton", "aten", "reference"),
         "linear_norm few half": ("triton", "aten", "reference"),
         "linear_norm some half": ("triton", "aten", "reference"),

@@ -103,7 +103,14 @@ FAULTS = (
     _fault("the second launch always", "if arrivals is None:", "if True:"),
     _fault("rows of the second launch", "(cdiv(rows, norm_m),)", "(rows // norm_m,)"),
     _fault("more rows than counters", "return rows <= MOST_ROWS and", "return rows <= 4 * MOST_ROWS and"),
-    _fault("the tail is not counted", "operands + tail", "operands"),
+    _fault("the tail is not counted", "* operands, tail", "* operands, 0"),
+    _fault("the last program's sums count as operands", "TAIL = 4", "TAIL = 1"),
+    _fault("a second launch costs nothing", "sum(two) + SECOND_LAUNCH", "sum(two)"),
+    _fault(
+        "one launch wherever there are counters",
+        "inputs.arrivals is not None and in_one_launch(*sizes, device)",
+        "inputs.arrivals is not None",
+    ),
     _fault("parts without a step", "if c.split_k <= steps or", "if c.split_k <= steps + 2 or"),
     _fault(
         "the last step in no part",

@@ -284,7 +284,7 @@ def test_no_rows_and_many(rows):
 
 
 def test_launches(monkeypatch):
-    """One with counters, two without them, none without rows."""
+    """One with counters where few sums are left to the end, else two, none without rows."""
     launched, launch = [], kernels.launch
 
     def spy(kernel, *args, **options):
@@ -300,6 +300,23 @@ def test_launches(monkeypatch):
         launched.clear()
         kernels.linear_norm_fwd(arguments(rows, 40, 33, one_launch=one_launch))
         assert launched == names
+    monkeypatch.setattr(kernels, "in_one_launch", lambda *sizes: False)
+    launched.clear()
+    args = arguments(20, 40, 33)
+    check(args)
+    assert launched == ["_linear_norm_kernel", "_normalize_kernel"]
+
+
+def test_one_launch_where_a_second_costs_more():
+    """By the count that four times of an H100 gave: of BERT-base one row, of a narrow model more."""
+    bert = {
+        (rows, depth): kernels.in_one_launch(tuning.bucket(rows), depth, 768, H100)
+        for rows in (1, 8, 16, 32, 128, 256)
+        for depth in (768, 3072)
+    }
+    assert bert == {size: size[0] == 1 for size in bert}
+    assert kernels.in_one_launch(tuning.bucket(64), 384, 384, H100)
+    assert not kernels.in_one_launch(tuning.bucket(256), 1536, 384, H100)
 
 
 def test_inputs_are_left_alone():
@@ -376,10 +393,12 @@ def test_a_gpus_check_meets_every_config_of_bert():
         met, wanted = set(), set()
         for case in SMALL + ON_GPU:
             if kernels.takes(case.rows, case.out_features):
-                facts = tuning.bucket(case.rows), case.in_features, case.out_features, case.arrivals
-                met.add(kernels.config_for(*facts, torch.bfloat16, device))
+                sizes = tuning.bucket(case.rows), case.in_features, case.out_features
+                one_launch = case.arrivals and kernels.in_one_launch(*sizes, device)
+                met.add(kernels.config_for(*sizes, one_launch, torch.bfloat16, device))
         for bucket, depth in itertools.product(range(9), (768, 3072)):
-            wanted.add(kernels.config_for(bucket, depth, 768, True, torch.bfloat16, device))
+            one_launch = kernels.in_one_launch(bucket, depth, 768, device)
+            wanted.add(kernels.config_for(bucket, depth, 768, one_launch, torch.bfloat16, device))
         assert {c[:3] for c in wanted} <= {c[:3] for c in met}
         assert {c.split_k > 1 for c in met} == {True, False}
 

@@ -96,14 +96,14 @@ SMALL = [
     LinearNormCase(5, 24, 40),
     LinearNormCase(3, 17, 9, arrivals=False, norm_bias=False),
 ]
-# These meet every tile that BERT meets, with one part and with several, in one launch and in two, and more
-# rows and columns than the kernels take.
+# These meet every tile that BERT meets, with one part and with several, in one launch (one row, narrow rows)
+# and in two, and more rows and columns than the kernels take.
 ON_GPU = [
-    *(LinearNormCase(rows, 768, 768) for rows in (1, 128, 256)),
-    *(LinearNormCase(rows, 3072, 768, bias=False) for rows in (16, 33, 64, 128, 200)),
+    *(LinearNormCase(rows, 768, 768) for rows in (1, 32, 128, 256)),
+    *(LinearNormCase(rows, 3072, 768, bias=False) for rows in (16, 31, 64, 128, 200)),
+    *(LinearNormCase(rows, 384, 384) for rows in (20, 100, 256)),
     LinearNormCase(256, 512, 2048),
     LinearNormCase(100, 136, 4096),
-    LinearNormCase(128, 3072, 768, arrivals=False),
     LinearNormCase(100, 768, 768, arrivals=False),
     LinearNormCase(300, 768, 768),
 ]
