@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from fastbert.runtime import dispatch
 from fastbert.testing import error_rule, verdict_keys, verdicts
@@ -98,6 +99,21 @@ def why_not(verdict: Verdict, op: str, kind: str, device_type: str) -> str | Non
     return verdict.reason or (why_slower(verdict.times, passes) if passes else None)
 
 
+def timed_calls(
+    op: str, backend: str, device_type: str, dtype: torch.dtype
+) -> Iterator[tuple[error_rule.Case, bool]]:
+    """(case, whether it is timed as in training) of all calls that the table gives to the backend."""
+    for lengths in SIZES:
+        for case, training in _calls(op, lengths, dtype):
+            if backend in _ranking(case, device_type, dtype, training):
+                yield case, training
+
+
+def _ranking(case: error_rule.Case, device_type: str, dtype: torch.dtype, training: bool) -> tuple[str, ...]:
+    kind = f"{case.kind} {TRAINING}".lstrip() if training else case.kind
+    return dispatch.ranking(f"{case.op}_fwd {kind}".rstrip(), device_type, dtype)
+
+
 def _calls(op: str, lengths: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[error_rule.Case, bool]]:
     """(case, whether it is timed as in training)."""
     for case in error_rule.bench_cases(op, lengths):
@@ -115,7 +131,7 @@ def _next(
     A kernel that needs a self-check itself counts where it has passed it; `proving` checks it first.
     """
     kind = f"{case.kind} {TRAINING}".lstrip() if training else case.kind
-    ranking = dispatch.ranking(f"{case.op}_fwd {kind}".rstrip(), device.type, dtype)
+    ranking = _ranking(case, device.type, dtype, training)
     if backend not in ranking:
         return None
     for name in ranking[ranking.index(backend) + 1 :]:
@@ -133,7 +149,7 @@ def _times(
     case: error_rule.Case, backends: tuple[str, str], device: torch.device, dtype: torch.dtype, training: bool
 ) -> list[tuple[float, float | None]]:
     """(median milliseconds per call, those of the host) of each backend."""
-    inputs = error_rule.with_grad(case.inputs(dtype, device), case.grad_inputs if training else (), None)
+    inputs = error_rule.with_grad(_inputs(case, dtype, device), case.grad_inputs if training else (), None)
     call = functools.partial(case.call, **inputs)
     if training:
         call = _step(call, [t for t in inputs.values() if isinstance(t, torch.Tensor) and t.requires_grad])
@@ -142,6 +158,29 @@ def _times(
         for each in timed:
             each.sample()
     return [each.medians() for each in timed]
+
+
+def _inputs(case: error_rule.Case, dtype: torch.dtype, device: torch.device) -> dict[str, object]:
+    """The case's inputs. A GPU draws its random numbers itself: what the host draws takes it long."""
+    if device.type == "cpu":
+        return case.inputs(dtype, device)
+    with _DrawnThere(device):
+        return case.inputs(dtype, device)
+
+
+class _DrawnThere(TorchFunctionMode):
+    """`torch.randn` draws on the device, from a generator of its own: the user's goes on as before."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(0) if device.type == "cuda" else None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is torch.randn:
+            kwargs |= {"device": self.device, "generator": self.generator}
+        return func(*args, **kwargs)
 
 
 def _step(call: Callable, wanted: list[torch.Tensor]) -> Callable[[], object]:

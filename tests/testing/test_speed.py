@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from fastbert.backends import aten
 from fastbert.ops.attention import attention
@@ -414,3 +415,28 @@ def test_an_activation_in_training_is_judged_by_training():
         assert speed.why_not(found, op, kind, "cuda") is None
         assert speed.why_not(found, op, f"{kind} training".lstrip(), "cuda").startswith("slower in training")
     assert speed.why_not(found, "embedding", "training", "cuda") is None
+
+
+class Watch(TorchFunctionMode):
+    """Where normal random numbers are drawn."""
+
+    def __init__(self):
+        super().__init__()
+        self.devices = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.randn:
+            self.devices.add(str((kwargs or {}).get("device", "cpu")))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("op", [op for op in dispatch.OPS if op != "linear_int8"])
+def test_what_is_timed_on_a_gpu_is_drawn_there(op, device):
+    """The host takes seconds for all of it. Tensors of the meta device cannot be mixed with the host's."""
+    with Watch() as watch:
+        for case, _ in speed._calls(op, (5, 3), torch.bfloat16):
+            inputs = speed._inputs(case, torch.bfloat16, torch.device(device))
+            tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
+            assert {tensor.device.type for tensor in tensors} == {device}
+    assert watch.devices == {device}
