@@ -148,6 +148,13 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="S",
         help="most seconds for one check (default 300)",
     )
+    warm.add_argument(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="most processes that compile kernels at once (default: as cores and memory allow; 1: the one "
+        "that checks compiles)",
+    )
     warm.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
     _add_pretraining(commands)

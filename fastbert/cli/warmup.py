@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -11,12 +13,36 @@ import torch
 
 from fastbert.cli.usage import DTYPES, UsageError, device_of
 from fastbert.runtime import dispatch
-from fastbert.testing import verdicts, warmup
+from fastbert.testing import serving, verdicts, warmup
 from fastbert.testing.verdicts import FAILED, KILLED, PASSED, SLOWER, UNDECIDED
 
 # A slower kernel is no failure: the next backend serves.
 _SAYS = {PASSED: "pass", FAILED: "FAIL", SLOWER: "slower", KILLED: "KILLED", UNDECIDED: "FAIL"}
-_LINE = "{:<14}{:<11}{:<10}{:>10}  {}"
+_LINE = "{:>7}  {:<21}{:<8}{:<10}{:>9}  {}"
+_SERVES = "{:<32}{:<10}{:<11}{}"
+
+
+class _Now:
+    """One line on stderr that says what is done: in place on a terminal, else every few seconds."""
+
+    def __init__(self) -> None:
+        self.in_place, self.begin = sys.stderr.isatty(), time.monotonic()
+        self.width, self.last = 0, self.begin
+
+    def __call__(self, text: str) -> None:
+        """Say what is done now."""
+        now = time.monotonic()
+        if not self.in_place and now - self.last < 5.0:
+            return
+        self.last = now
+        line = f"{now - self.begin:4.0f} s: {text}"
+        print(line.ljust(self.width), end="\r" if self.in_place else "\n", file=sys.stderr, flush=True)
+        self.width = len(line) if self.in_place else 0
+
+    def clear(self) -> None:
+        """Make room for a line of the table."""
+        if self.width:
+            print(" " * self.width, end="\r", file=sys.stderr, flush=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,21 +53,31 @@ def run(args: argparse.Namespace) -> int:
     timeout = warmup.SECONDS if args.timeout is None else args.timeout
     if not 0 < timeout < float("inf"):
         raise UsageError(f"--timeout {timeout}: expected a number of seconds above 0")
+    if args.jobs is not None and args.jobs < 1:
+        raise UsageError(f"--jobs {args.jobs}: expected a number of processes above 0")
     dtypes = [DTYPES[name] for name in args.dtype] if args.dtype else None
     rows: list[warmup.Result] = []
-    where = verdicts.folder()
-    if not args.json and warmup.wanted(device, args.op, dtypes):
+    where, wanted, now = verdicts.folder(), warmup.wanted(device, args.op, dtypes), _Now()
+    count = sum(len(each) for _, _, each in wanted)
+    if not args.json and wanted:
         print(
             f"verdicts on {device} are kept in {where}" if where else "verdicts are not kept: FASTBERT_CACHE="
         )
-        print(_LINE.format("op", "backend", "dtype", "ms", "verdict"), flush=True)
-    for row in warmup.run(device, args.op, dtypes, again=args.again, seconds=timeout):
+        print(_LINE.format("", "op", "backend", "dtype", "ms", "verdict"), flush=True)
+    checks = warmup.run(
+        device, args.op, dtypes, again=args.again, jobs=args.jobs, seconds=timeout, telling=now
+    )
+    for row in checks:
         rows.append(row)
+        now.clear()
         if not args.json:
             verdict = _SAYS[row.outcome] + (row.beside if row.passed else f": {row.reason}")
             kept = f" (of {row.date})" if row.kept else ""
             ms = f"{row.seconds * 1e3:,.0f}"
-            print(_LINE.format(row.op, row.backend, row.dtype, ms, verdict + kept), flush=True)
+            which = f"{len(rows)}/{count}"
+            print(_LINE.format(which, row.op, row.backend, row.dtype, ms, verdict + kept), flush=True)
+    now.clear()
+    choices = _choices(device, wanted)
     passed = all(row.outcome in (PASSED, SLOWER) for row in rows)
     if args.json:
         folder = None if where is None else str(where)
@@ -50,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
             "verdicts": folder,
             "passed": passed,
             "rows": [vars(row) | {"times": [time._asdict() for time in row.times]} for row in rows],
+            "serving": [vars(choice) for choice in choices],
         }
         print(json.dumps(report, indent=1))
     elif not rows:
@@ -57,9 +94,25 @@ def run(args: argparse.Namespace) -> int:
     else:
         counts = Counter(row.outcome for row in rows)
         bad = len(rows) - counts[PASSED] - counts[SLOWER]
+        print(f"\n{_SERVES.format('op', 'dtype', 'served by', 'why')}")
+        for each in choices:
+            print(_SERVES.format(each.op, each.dtype, each.backend, each.why))
+        print()
         slow = f", {counts[SLOWER]} slower than the next backend" if counts[SLOWER] else ""
         print(f"{len(rows)} kernels on {device}, {bad} failed{slow}")
     return 0 if passed else 1
+
+
+def _choices(
+    device: torch.device, wanted: Sequence[tuple[str, str, Sequence[torch.dtype]]]
+) -> list[serving.Choice]:
+    """What serves the ops and dtypes whose kernels were checked."""
+    calls = dict.fromkeys((op, dtype) for op, _, dtypes in wanted for dtype in dtypes)
+    return [
+        serving.choice(op, kind, device, dtype)
+        for op, dtype in calls
+        for kind in dispatch.call_kinds(op, device.type)
+    ]
 
 
 def why_none(device: torch.device, ops: Sequence[str]) -> str:

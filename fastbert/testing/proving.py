@@ -1,10 +1,11 @@
 """Whether a GPU kernel is proven on the user's own device: self-checks at first use, and their verdicts.
 
 A self-check runs a few tiny Cases of the kernel's op against the reference, and times it beside the backend
-that would serve without it. `verdicts` keeps its result on disk. The first use of any kernel in a dtype
-checks all kernels of that dtype, in a process of their own; where that cannot be (a GPU in exclusive mode,
-for example), each kernel is checked in this process at its own first use. During the capture of a CUDA graph
-no check can run, so only verdicts that are on disk already count.
+that would serve without it. `verdicts` keeps its result on disk. Each kernel is checked at its first use in a
+dtype, in a process of its own, which stays for the next one and meanwhile has the other kernels of that dtype
+compiled; where that cannot be (a GPU in exclusive mode, for example), in this process. During the capture of
+a CUDA graph no check can run, so only verdicts that are on disk already count. Of several processes, such as
+the ranks of a training run, one checks at a time, and the others wait for its verdict.
 
 A kernel that failed, or whose check was killed, is reported by one warning. A killed check is tried again,
 `MOST_DEATHS` times in all and only in a process of its own. A kernel that is right but slower does not serve
@@ -91,7 +92,11 @@ def _verdict(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Ve
         if is_due(verdict, device):
             if only_look:
                 return None
-            verdict = _check(unit, device)
+            with verdicts.turn(verdict_keys.key_of(op, name, device, dtype), _tell_of(device)):
+                # another process may have found it while this one waited
+                verdict = known_verdict(name, op, device, dtype)
+                if is_due(verdict, device):
+                    verdict = _check(unit, device)
         if (unit, device) not in _verdicts:
             _verdicts[unit, device] = verdict
             if not verdict.passed and verdict.outcome != SLOWER:
@@ -100,10 +105,12 @@ def _verdict(name: str, op: str, device: torch.device, dtype: torch.dtype) -> Ve
 
 
 def _check(unit: Unit, device: torch.device) -> Verdict:
-    """Check a kernel, and in the same process of their own all others of its dtype that are due."""
+    """Check a kernel behind those beside which it is timed."""
     if processes.possible(device) and device not in _alone:
+        wanted, waiting = [*_lower(unit, device), unit], _tell_of(device)
+        others = [each for each in _due(unit, device) if each not in wanted]
         try:
-            for each, verdict in processes.checked(device, _due(unit, device), waiting=_tell_of(device)):
+            for each, verdict in processes.checked(device, wanted, ahead=others, keep=True, waiting=waiting):
                 if verdict.outcome != UNDECIDED:
                     _found[each, device] = verdict
         except processes.CannotStart:
@@ -154,15 +161,12 @@ def _is_below(name: str, other: str, ranking: tuple[str, ...]) -> bool:
 
 
 def _due(first: Unit, device: torch.device) -> list[Unit]:
-    """The kernels of that dtype that are due: `first` behind what it is timed beside, then the others."""
-    units = [*_lower(first, device), first]
+    """The kernels of that dtype that are due, which may be used next."""
+    units = []
     for op in dispatch.OPS:
         for name, dtype in to_check(op, device.type):
-            unit = Unit(op, name, dtype)
-            if dtype != first.dtype or unit in units:
-                continue
-            if is_due(known_verdict(name, op, device, dtype), device):
-                units += [each for each in (*_lower(unit, device), unit) if each not in units]
+            if dtype == first.dtype and is_due(known_verdict(name, op, device, dtype), device):
+                units.append(Unit(op, name, dtype))
     return units
 
 

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from fastbert.runtime import dispatch
 from fastbert.testing import error_rule, verdict_keys, verdicts
@@ -44,24 +45,19 @@ MOST_CALLS = 64
 def compare(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> tuple[Time, ...]:
     """Times of a kernel and of the next backend; none of calls that the table does not give to the kernel.
 
-    A size that does not fit into the device's memory is left out.
+    A call that does not fit into the device's memory is left out.
     """
-    found: dict[tuple[str, str], Time] = {}
-    by_rows = any(_of_rows(word) in judged_passes(op, device.type) for word in dispatch.ROWS)
-    for lengths in (FEWEST, *SIZES) if by_rows else SIZES:
+    found: list[Time] = []
+    for case, training in timed_calls(op, backend, device.type, dtype):
         with contextlib.suppress(torch.OutOfMemoryError):
-            for case, training in _calls(op, lengths, dtype):
-                passes = TRAINING if training else passes_of(op, _kind(case, False), device.type) or FORWARD
-                if (case.id, passes) in found or (training and lengths is FEWEST):
-                    continue
-                other = _next(backend, case, device, dtype, training)
-                if other is not None:
-                    (ms, host_ms), (other_ms, other_host_ms) = _times(
-                        case, (backend, other), device, dtype, training
-                    )
-                    time = Time(case.id, passes, ms, other, other_ms, host_ms, other_host_ms)
-                    found[case.id, passes] = time
-    return tuple(found.values())
+            other = _next(backend, case, device, dtype, training)
+            if other is not None:
+                (ms, host_ms), (other_ms, other_host_ms) = _times(
+                    case, (backend, other), device, dtype, training
+                )
+                passes = _passes(case, training, device.type)
+                found.append(Time(case.id, passes, ms, other, other_ms, host_ms, other_host_ms))
+    return tuple(found)
 
 
 def _of_rows(word: str) -> str:
@@ -122,6 +118,31 @@ def why_not(verdict: Verdict, op: str, kind: str, device_type: str) -> str | Non
     return verdict.reason or (why_slower(verdict.times, passes) if passes else None)
 
 
+def timed_calls(
+    op: str, backend: str, device_type: str, dtype: torch.dtype
+) -> Iterator[tuple[error_rule.Case, bool]]:
+    """(case, whether it is timed as in training) of all calls that the table gives to the backend."""
+    seen = set()
+    by_rows = any(_of_rows(word) in judged_passes(op, device_type) for word in dispatch.ROWS)
+    for lengths in (FEWEST, *SIZES) if by_rows else SIZES:
+        for case, training in _calls(op, lengths, dtype):
+            key = case.id, _passes(case, training, device_type)
+            if key in seen or (training and lengths is FEWEST):
+                continue
+            if backend in _ranking(case, device_type, dtype, training):
+                seen.add(key)
+                yield case, training
+
+
+def _passes(case: error_rule.Case, training: bool, device_type: str) -> str:
+    """What a time of the case counts for."""
+    return TRAINING if training else passes_of(case.op, _kind(case, False), device_type) or FORWARD
+
+
+def _ranking(case: error_rule.Case, device_type: str, dtype: torch.dtype, training: bool) -> tuple[str, ...]:
+    return dispatch.ranking(f"{case.op}_fwd {_kind(case, training)}".rstrip(), device_type, dtype)
+
+
 def _calls(op: str, lengths: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[error_rule.Case, bool]]:
     """(case, whether it is timed as in training)."""
     for case in error_rule.bench_cases(op, lengths):
@@ -140,7 +161,7 @@ def _next(
     A kernel that needs a self-check itself counts where it has passed it; `proving` checks it first.
     """
     kind = _kind(case, training)
-    ranking = dispatch.ranking(f"{case.op}_fwd {kind}".rstrip(), device.type, dtype)
+    ranking = _ranking(case, device.type, dtype, training)
     if backend not in ranking:
         return None
     if case.parts and not training:
@@ -161,7 +182,7 @@ def _times(
 ) -> list[tuple[float, float | None]]:
     """(median milliseconds per call, those of the host) of each backend, the second perhaps `case.parts`."""
     parts = " + ".join(case.parts)
-    inputs = error_rule.with_grad(case.inputs(dtype, device), case.grad_inputs if training else (), None)
+    inputs = error_rule.with_grad(_inputs(case, dtype, device), case.grad_inputs if training else (), None)
     call = functools.partial(case.call, **inputs)
     if training:
         call = _step(call, [t for t in inputs.values() if isinstance(t, torch.Tensor) and t.requires_grad])
@@ -172,6 +193,29 @@ def _times(
         for each in timed:
             each.sample()
     return [each.medians() for each in timed]
+
+
+def _inputs(case: error_rule.Case, dtype: torch.dtype, device: torch.device) -> dict[str, object]:
+    """The case's inputs. A GPU draws its random numbers itself: what the host draws takes it long."""
+    if device.type == "cpu":
+        return case.inputs(dtype, device)
+    with _DrawnThere(device):
+        return case.inputs(dtype, device)
+
+
+class _DrawnThere(TorchFunctionMode):
+    """`torch.randn` draws on the device, from a generator of its own: the user's goes on as before."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(0) if device.type == "cuda" else None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is torch.randn:
+            kwargs |= {"device": self.device, "generator": self.generator}
+        return func(*args, **kwargs)
 
 
 def _step(call: Callable, wanted: list[torch.Tensor]) -> Callable[[], object]:

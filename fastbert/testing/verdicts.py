@@ -7,8 +7,8 @@ verdict depends on (`fastbert.testing.verdict_keys`). If anything in the key cha
 A kernel may crash the process, or hang until somebody kills it; and a healthy check may be killed with its
 job. So a marker file is kept next to the verdict while a check runs. A marker whose process has ended becomes
 the verdict "killed", which counts how often that happened: who may try the kernel again, and how often, is
-decided in `fastbert.testing.proving`. Several processes may check the same kernel at once. Each has its own
-marker, and a failure overrides a success.
+decided in `fastbert.testing.proving`. Processes on the same kind of device take turns (`turn`). Where they
+cannot, several may check the same kernel at once. Each has its own marker, and a failure overrides a success.
 
 Anyone who can write these files could make a wrong kernel count as proven. So a file is believed only if it
 is a plain file, no link, that belongs to this user and that nobody else may write. The same holds for the
@@ -449,6 +449,74 @@ def _abandoned(path: Path) -> bool:
         born = _born(data["pid"])
         return born is None or (born != data.get("born") and "" not in (born, data.get("born")))
     return age > FOREIGN_SECONDS
+
+
+# --- turns --------------------------------------------------------------------------------------------------
+
+# How long a process waits for its turn.
+TURN_SECONDS = 900.0
+_TURN_POLL_SECONDS = 0.1
+# How many turns this process is in, one within the other. `proving` takes them in one thread at a time.
+_turns = 0
+
+
+@contextlib.contextmanager
+def turn(key: Key, waiting: Callable[[float], None] = lambda seconds: None) -> Iterator[None]:
+    """Let no other process check on this kind of device while the block runs.
+
+    The system ends the turn of a process that dies. After `TURN_SECONDS`, or where files cannot be locked,
+    the block runs all the same.
+
+    Args:
+        key: of the verdict that is about to be found.
+        waiting: called now and then with the seconds that this process has waited.
+    """
+    global _turns
+    lock = _locked(key, waiting) if _turns == 0 else None
+    _turns += 1
+    try:
+        yield
+    finally:
+        _turns -= 1
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked(key: Key, waiting: Callable[[float], None]) -> int | None:
+    """The open file of a lock that this process holds; None without one."""
+    where = _trusted_folder()
+    if where is None:
+        return None
+    try:
+        import fcntl
+    except ImportError:
+        # Windows
+        return None
+    device = hashlib.sha256(f"{key['device']} {key['capability']}".encode()).hexdigest()[:16]
+    begin, descriptor = time.monotonic(), None
+    try:
+        _make(where.parent)
+        # beside the folder, in which files are verdicts
+        path = where.with_name(f"{where.name}-{device}.turn")
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
+        while (waited := time.monotonic() - begin) < TURN_SECONDS:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return descriptor
+            except BlockingIOError:
+                waiting(waited)
+                time.sleep(_TURN_POLL_SECONDS)
+    except OSError:
+        # no such file system, or no permission; the first write of a verdict reports it
+        pass
+    except BaseException:
+        # Ctrl-C
+        if descriptor is not None:
+            os.close(descriptor)
+        raise
+    if descriptor is not None:
+        os.close(descriptor)
+    return None
 
 
 @contextlib.contextmanager

@@ -1,12 +1,12 @@
 """`fastbert warmup`: run the self-checks that first use on a device would run, and keep their verdicts.
 
-All kernels are checked in one process of their own, one after the other, each with a time limit. After a
-kernel that crashes that process, or hangs, another one checks the rest.
+All kernels are compiled side by side, then checked in one process of their own, one after the other, each
+with a time limit. After a kernel that crashes that process, or hangs, another one checks the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +64,9 @@ def run(
     dtypes: Iterable[torch.dtype] | None = None,
     *,
     again: bool = False,
+    jobs: int | None = None,
     seconds: float = SECONDS,
+    telling: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Result]:
     """Check kernels and keep the verdicts, one result at a time.
 
@@ -72,7 +74,10 @@ def run(
         device: the device to check on; "cuda" with its index.
         ops, dtypes: check only these; None = all.
         again: check also the kernels that have a verdict.
+        jobs: how many processes may compile at once; 1 = none beside the one that checks; None = as the
+            machine allows.
         seconds: limit for one check.
+        telling: called with what is done now, such as "2 of 7 kernels are compiled".
     """
     left = []
     for op, backend, each in wanted(device, ops, dtypes):
@@ -85,8 +90,22 @@ def run(
                 left.append(Unit(op, backend, dtype))
             else:
                 yield _result(Unit(op, backend, dtype), device, found)
+    if left:
+        key = verdict_keys.key_of(left[0].op, left[0].backend, device, left[0].dtype)
+        with verdicts.turn(key, lambda waited: telling(f"another process checks; waited for {waited:.0f} s")):
+            yield from _checked(left, device, jobs, seconds, telling)
+
+
+def _checked(
+    left: list[Unit],
+    device: torch.device,
+    jobs: int | None,
+    seconds: float,
+    telling: Callable[[str], None],
+) -> Iterator[Result]:
+    """Check the kernels, one result at a time."""
     try:
-        for unit, found in processes.checked(device, list(left), seconds=seconds):
+        for unit, found in processes.checked(device, list(left), jobs=jobs, seconds=seconds, telling=telling):
             left.remove(unit)
             yield _result(unit, device, found)
     except processes.CannotStart as error:

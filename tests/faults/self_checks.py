@@ -7,6 +7,8 @@ from tests.support.mutation import Fault, Suite
 _PROVING = "fastbert/testing/proving.py"
 _PROCESSES = "fastbert/testing/processes.py"
 _CHECKING = "fastbert/testing/checking.py"
+_COMPILING = "fastbert/testing/compiling.py"
+_STAND_IN = "fastbert/testing/stand_in.py"
 _SPEED = "fastbert/testing/speed.py"
 _CLOCK = "fastbert/testing/device_time.py"
 _VERDICTS = "fastbert/testing/verdicts.py"
@@ -30,11 +32,15 @@ FAULTS = (
     _fault(_PROVING, "a device that admits no process tried again", "            _alone.add(device)\n", "            pass\n"),
     _fault(_PROVING, "what the process found is forgotten", "found = _verdicts.get(key) or _found.get(key)", "found = _verdicts.get(key)"),
     _fault(_PROVING, "a slower kernel is warned of", "if not verdict.passed and verdict.outcome != SLOWER:", "if not verdict.passed:"),
-    _fault(_PROVING, "only the kernel in use is checked", "                units += [each for each in (*_lower(unit, device), unit) if each not in units]\n", "                pass\n"),
-    _fault(_PROVING, "kernels of all dtypes are checked", "if dtype != first.dtype or unit in units:", "if unit in units:"),
-    _fault(_PROVING, "known kernels are checked again", "if is_due(known_verdict(name, op, device, dtype), device):", "if True:"),
+    _fault(_PROVING, "all kernels of the dtype are checked", "device, wanted, ahead=others", "device, wanted + others, ahead=others"),
+    _fault(_PROVING, "nothing is compiled in spare time", "device, wanted, ahead=others", "device, wanted, ahead=[]"),
+    _fault(_PROVING, "kernels of all dtypes are compiled", "if dtype == first.dtype and is_due(", "if is_due("),
+    _fault(_PROVING, "known kernels are compiled", "and is_due(known_verdict(name, op, device, dtype), device):\n                units", "and True:\n                units"),
+    _fault(_PROVING, "the process is started for each kernel", "keep=True", "keep=False"),
+    _fault(_PROVING, "what was found while it waited is checked again", "                if is_due(verdict, device):\n                    verdict = _check", "                if True:\n                    verdict = _check"),
+    _fault(_PROVING, "all check at once", "with verdicts.turn(verdict_keys.key_of(op, name, device, dtype), _tell_of(device)):", "with contextlib.nullcontext():"),
     _fault(_PROVING, "told every second", "if seconds > checking.SLOW_SECONDS and not told:", "if seconds > checking.SLOW_SECONDS:"),
-    _fault(_PROVING, "the lower kernel is checked after", "units = [*_lower(first, device), first]", "units = [first, *_lower(first, device)]"),
+    _fault(_PROVING, "the lower kernel is checked after", "wanted, waiting = [*_lower(unit, device), unit]", "wanted, waiting = [unit, *_lower(unit, device)]"),
     _fault(_PROVING, "the lower kernel is not checked here", "        _verdict(lower.backend, lower.op, device, lower.dtype)\n", "        pass\n"),
     _fault(_PROVING, "what ranks higher is checked before", "ranking.index(name) > ranking.index(other)", "ranking.index(name) != ranking.index(other)"),
     _fault(_PROVING, "a known lower kernel is checked again", "and below and is_due(known_verdict(name, unit.op, device, dtype), device):", "and below:"),
@@ -50,11 +56,38 @@ FAULTS = (
     _fault(_PROCESSES, "the kernel is not compared", 'if message is None or message.get("key") != verdicts.stem(key):', "if message is None:"),
     _fault(_PROCESSES, "the device is not compared", 'if _uuid(device) != wanted["uuid"]:', "if False:"),
     _fault(_PROCESSES, "the process outlives its parent", "    _end_with(os.getppid())\n", ""),
-    _fault(_PROCESSES, "Ctrl-C blames the kernel", "            verdicts.forget(self.begun)\n\n    def end", "            pass\n\n    def end"),
+    _fault(_PROCESSES, "Ctrl-C blames the kernel", "            verdicts.forget(self.begun)\n\n    def take", "            pass\n\n    def take"),
     _fault(_PROCESSES, "a failure found meanwhile is overridden", "if found.passed and kept is not None and kept.outcome in (FAILED, SLOWER):", "if False:"),
     _fault(_PROCESSES, "times are lost on the way", 'times=verdicts.times_of(message["times"])', "times=()"),
     _fault(_PROCESSES, "the user's folder shadows modules", "sys.path[:1] = []; ", ""),
     _fault(_PROCESSES, "a broken process goes on", 'return found, not message["broken"]', "return found, True"),
+    _fault(_PROCESSES, "a kept process is used in other surroundings", "self.made_by == (COMMAND, dict(os.environ))", "self.made_by[0] == COMMAND"),
+    _fault(_PROCESSES, "a kept process is used by a fork", "if self.owner == os.getpid() and self.made_by", "if self.made_by"),
+    _fault(_PROCESSES, "a fork ends its parent's process", "        if self.owner != os.getpid():\n", "        if False:\n"),
+    _fault(_PROCESSES, "a kept process that has gone is missed", "(len(left) < count or not self.is_new)", "len(left) < count"),
+    _fault(_PROCESSES, "a note is taken for a verdict", 'if message is None or "note" not in message:', "if True:"),
+    _fault(_PROCESSES, "progress is taken for a check", 'while message is not None and "compiled" in message:', "while False:"),
+    # turns
+    _fault(_VERDICTS, "a turn waits without end", "(waited := time.monotonic() - begin) < TURN_SECONDS", "(waited := time.monotonic() - begin) < 1e9"),
+    _fault(_VERDICTS, "a turn within a turn waits for itself", "if _turns == 0 else None", "if True else None"),
+    _fault(_VERDICTS, "all GPUs have one turn", 'f"{key[\'device\']} {key[\'capability\']}"', '"one"'),
+    _fault(_VERDICTS, "a turn never ends", "        if lock is not None:\n            os.close(lock)\n", ""),
+    # compiling before the checks
+    _fault(_COMPILING, "forked after CUDA has started", "or torch.cuda.is_initialized():", "or False:"),
+    _fault(_COMPILING, "one process beside the check", "count < 2 or not hasattr", "not hasattr"),
+    _fault(_COMPILING, "backward is not recorded", "calls = [(case, backward) for case", "calls = [(case, False) for case"),
+    _fault(_COMPILING, "what is timed is not recorded", "                calls.append((case, training))\n", "                pass\n"),
+    _fault(_COMPILING, "a damaged entry stays", "knobs.compilation.always_compile = True", "pass"),
+    _fault(_COMPILING, "a hang is waited for", "                if time.monotonic() > end:\n                    os.kill", "                if False:\n                    os.kill"),
+    _fault(_COMPILING, "a crash is not noted", "            if code < 0:\n                name =", "            if False:\n                name ="),
+    _fault(_COMPILING, "a failure is waited for without end", "            self._end(key)\n\n    def _end", "            if code == 0:\n                self._end(key)\n\n    def _end"),
+    _fault(_COMPILING, "spare time is not held", "and not self.now and not self.held", "and not self.now"),
+    _fault(_COMPILING, "nothing is compiled in spare time there", "            self.held = message", "            self.held = True or message"),
+    _fault(_COMPILING, "the interpreter is compiled for", "if self.recorder.knobs.runtime.interpret:", "if False:"),
+    _fault(_COMPILING, "its end is not seen", "self.alive = bool(chunk)", "self.alive = True"),
+    _fault(_STAND_IN, "every address is aligned", "+ tensor.storage_offset() * tensor.element_size()", "+ 0"),
+    _fault(_STAND_IN, "backward runs outside", "        with mode:\n            return call(*args)", "        return call(*args)"),
+    _fault(_SPEED, "the host draws the random numbers", "    if device.type == \"cpu\":\n        return case.inputs", "    if True:\n        return case.inputs"),
     # the verdict
     _fault(_CHECKING, "a slower kernel passes", "reason = speed.why_never(op, device.type, times)", "reason = None"),
     _fault(_CHECKING, "slower is taken for wrong", 'outcome = SLOWER if reason else ""', 'outcome = ""'),
@@ -102,7 +135,7 @@ FAULTS = (
     _fault(_SPEED, "few rows are judged with the rest", "apart = [_of_rows(word) for word in dispatch.ROWS if word in words]", "apart = []"),
     _fault(_SPEED, "few rows are not timed", "(FEWEST, *SIZES) if by_rows else SIZES", "SIZES"),
     _fault(_SPEED, "few rows are timed for every op", "(FEWEST, *SIZES) if by_rows else SIZES", "(FEWEST, *SIZES)"),
-    _fault(_SPEED, "a case is timed twice", "if (case.id, passes) in found or (training", "if (training"),
+    _fault(_SPEED, "a case is timed twice", "if key in seen or (training", "if (training"),
     _fault(_SPEED, "few rows are timed in training", "or (training and lengths is FEWEST):", "or False:"),
     _fault(_SPEED, "what models call instead is not timed", "if case.parts and not training:", "if False:"),
     _fault(_SPEED, "what models call instead is the op", "functools.partial(case.in_parts, **inputs)", "functools.partial(case.call, **inputs)"),
@@ -141,7 +174,7 @@ SUITE = Suite(
     (
         *(
             f"tests/testing/test_{name}.py"
-            for name in ("verdicts", "processes", "warmup", "speed", "device_time", "error_rule")
+            for name in ("verdicts", "processes", "compiling", "warmup", "speed", "device_time", "error_rule")
         ),
         "tests/runtime/test_first_use.py",
         "tests/runtime/test_dispatch.py",

@@ -61,6 +61,7 @@ NEW_MEMBERS = {
 # What is new outside the ops (a new function of an op breaks no caller): name -> reason.
 NEW = {
     "testing.Case.in_parts": "what a kernel of several ops is timed beside",
+    "fastbert warmup --jobs": "kernels are compiled side by side",
     "testing.Case.kind": "which calls a self-check times",
     "testing.Case.parts": "what a kernel of several ops is timed beside",
     "testing.Case.ranked_rows": "calls of few rows are judged apart",

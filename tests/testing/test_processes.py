@@ -35,6 +35,8 @@ def apart(monkeypatch):
         monkeypatch.setattr(proving, name, {})
     monkeypatch.setattr(proving, "_alone", set())
     monkeypatch.setattr(dispatch, "_resolved", {})
+    yield
+    processes.end_kept()
 
 
 @pytest.fixture
@@ -205,20 +207,135 @@ def two_ops(monkeypatch):
     monkeypatch.setitem(dispatch.TABLE["cpu"], "linear", ("triton", "aten", "reference"))
 
 
-def test_one_process_checks_all_kernels_of_a_dtype(two_ops, monkeypatch, tmp_path):
+def test_a_kernel_is_checked_at_its_own_first_use(two_ops, monkeypatch, tmp_path):
     fake(monkeypatch, ALL_GOOD, tmp_path / "asked")
     checks = inside(monkeypatch)
     linear(torch.ones(1, 2), torch.ones(3, 2))
     (first,) = asked(tmp_path / "asked")
-    assert first["units"] == [["linear", "triton", "float32"], ["layer_norm", "triton", "float32"]]
-    assert (first["device"], first["uuid"]) == ("cpu", "")
-    run()
-    assert len(asked(tmp_path / "asked")) == 1
+    assert first["units"] == [["linear", "triton", "float32"]]
+    # not checked before it is used, but compiled in spare time
+    assert first["ahead"] == [["layer_norm", "triton", "float32"]]
+    assert (first["device"], first["uuid"], first["gpu"], first["jobs"]) == ("cpu", "", None, None)
     run(torch.bfloat16)
-    units = asked(tmp_path / "asked")[1]["units"]
-    assert units == [["layer_norm", "triton", "bfloat16"], ["linear", "triton", "bfloat16"]]
+    second = asked(tmp_path / "asked")[1]
+    assert second["units"] == [["layer_norm", "triton", "bfloat16"]]
+    assert second["ahead"] == [["linear", "triton", "bfloat16"]]
+    run()
+    third = asked(tmp_path / "asked")[2]
+    assert (third["units"], third["ahead"]) == ([["layer_norm", "triton", "float32"]], [])
+    run()
+    assert len(asked(tmp_path / "asked")) == 3
     assert checks == []
     assert served_by() == served_by(torch.bfloat16) == "triton"
+
+
+# what is left of a process: it serves requests until it gets none
+KEPT = (
+    "send(ready=True)\nwhile True:\n for unit in wanted['units']:\n  begin(*unit)\n  end()\n"
+    " line = sys.stdin.readline()\n if not line: break\n wanted |= json.loads(line)\n"
+    " print(line, end='', file=open({path!r}, 'a'))\n"
+)
+
+
+def started(monkeypatch):
+    """The processes that are started from now on."""
+    found, real = [], subprocess.Popen
+    monkeypatch.setattr(
+        processes.subprocess,
+        "Popen",
+        lambda *args, **options: found.append(real(*args, **options)) or found[-1],
+    )
+    return found
+
+
+def test_the_process_waits_for_the_next_kernel(two_ops, monkeypatch, tmp_path):
+    path = tmp_path / "asked"
+    fake(monkeypatch, KEPT.format(path=str(path)), path)
+    children, checks = started(monkeypatch), inside(monkeypatch)
+    linear(torch.ones(1, 2), torch.ones(3, 2))
+    run()
+    run(torch.bfloat16)
+    (child,) = children
+    assert [request["units"] for request in asked(path)] == [
+        [["linear", "triton", "float32"]],
+        [["layer_norm", "triton", "float32"]],
+        [["layer_norm", "triton", "bfloat16"]],
+    ]
+    assert checks == []
+    assert served_by() == served_by(torch.bfloat16) == "triton"
+    assert child.poll() is None
+    processes.end_kept()
+    assert child.poll() is not None
+
+
+def test_a_process_that_has_gone_meanwhile_is_started_anew(two_ops, monkeypatch, tmp_path):
+    path = tmp_path / "asked"
+    fake(monkeypatch, KEPT.format(path=str(path)), path)
+    children = started(monkeypatch)
+    linear(torch.ones(1, 2), torch.ones(3, 2))
+    children[0].kill()
+    children[0].wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run()
+    assert len(children) == 2
+    assert served_by() == "triton"
+    assert proving._alone == set()
+
+
+def test_in_other_surroundings_another_process_is_started(two_ops, monkeypatch, tmp_path):
+    """Its environment says where verdicts are kept, and which GPUs there are."""
+    path = tmp_path / "asked"
+    fake(monkeypatch, KEPT.format(path=str(path)), path)
+    children = started(monkeypatch)
+    linear(torch.ones(1, 2), torch.ones(3, 2))
+    monkeypatch.setenv("FASTBERT_CACHE", str(tmp_path / "other"))
+    run()
+    assert len(children) == 2
+    assert children[0].poll() is not None
+
+
+def test_a_fork_does_not_use_its_parents_process(two_ops, monkeypatch, tmp_path):
+    path = tmp_path / "asked"
+    fake(monkeypatch, KEPT.format(path=str(path)), path)
+    children = started(monkeypatch)
+    linear(torch.ones(1, 2), torch.ones(3, 2))
+    (kept,) = processes._kept.values()
+    kept.owner += 1
+    run()
+    kept.owner -= 1
+    assert len(children) == 2
+    assert children[0].poll() is None  # and does not end it
+    kept.close()
+
+
+def test_the_real_process_is_kept_and_ends_when_nothing_is_asked(planted, monkeypatch):
+    planted("good")
+    children = started(monkeypatch)
+    run()
+    run(torch.bfloat16)
+    assert len(children) == 1
+    assert verdicts.load(key()).passed
+    assert verdicts.load(key(torch.bfloat16)).passed
+    monkeypatch.setattr(processes, "KEPT_SECONDS", 0.01)
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as stdin, os.fdopen(writing, "w"):
+        monkeypatch.setattr(processes.sys, "stdin", stdin)
+        assert processes._next_request() is None
+
+
+def test_notes_of_compiling_are_logged(two_ops, monkeypatch, tmp_path, caplog):
+    code = ALL_GOOD.replace("for unit", "send(compiled=1, of=2)\nsend(note='no room')\nfor unit")
+    fake(monkeypatch, code, tmp_path / "asked")
+    told = []
+    units = processes.checked(CPU, [LAYER_NORM], telling=told.append)
+    assert [verdict.passed for _, verdict in units] == [True]
+    assert [record.message for record in caplog.records] == ["cpu: no room"]
+    assert told == [
+        "a process that checks is started",
+        "1 of 2 kernels are compiled",
+        "layer_norm of triton in float32 is checked",
+    ]
 
 
 def test_a_kernel_with_a_verdict_is_not_checked_again(two_ops, monkeypatch, tmp_path):
@@ -238,7 +355,6 @@ def test_one_warning_for_each_bad_kernel_when_it_is_used(two_ops, monkeypatch, t
     with pytest.warns(RuntimeWarning, match="kernel of 'linear' failed") as caught:
         linear(torch.ones(1, 2), torch.ones(3, 2))
     assert len(caught) == 1
-    assert len(asked(tmp_path / "asked")) == 1
 
 
 CANNOT = {
@@ -412,3 +528,76 @@ def test_layer_norm_is_right_whoever_serves(planted):
     x = torch.randn(3, 8)
     y = layer_norm(x, torch.ones(8))
     assert torch.allclose(y, torch.nn.functional.layer_norm(x, (8,)), atol=1e-6)
+
+
+class Compiler:
+    """In the place of `compiling.Compiler`: notes what it is asked for."""
+
+    def __init__(self):
+        self.calls = []
+
+    def ask(self, units, ahead):
+        self.calls.append(("ask", units, ahead))
+
+    def wait(self, units, progress):
+        self.calls.append(("wait", list(units)))
+        progress(1, 2)
+        return ["one kernel was not compiled"]
+
+    def hold(self, whether):
+        self.calls.append(("hold", whether))
+
+
+def test_kernels_are_compiled_before_the_first_check(planted, monkeypatch):
+    """And while a check runs, which takes times, nothing is begun that is not needed yet."""
+    planted("good")
+    compiler, sent = Compiler(), []
+    monkeypatch.setattr(
+        checking,
+        "check",
+        lambda *args: compiler.calls.append(("check", args[1])) or Verdict(None, date="now"),
+    )
+    units = [["layer_norm", "triton", "float32"], ["linear", "cuda", "float32"]]
+    assert processes._check_all(units, CPU, compiler, sent.append)
+    mine = units[:1]  # Triton compiles no other
+    assert compiler.calls == [
+        ("wait", mine),
+        ("hold", True),
+        ("check", "layer_norm"),
+        ("check", "linear"),
+        ("hold", False),
+    ]
+    assert sent[:2] == [{"compiled": 1, "of": 2}, {"note": "one kernel was not compiled"}]
+    assert [message["begin"] for message in sent if "begin" in message] == units
+    asked = processes._compiled_by_triton({"units": units, "ahead": units[::-1]})
+    assert asked == [mine, mine]
+
+
+def test_where_the_gpu_cannot_be_used_what_compiles_ends_too(monkeypatch, tmp_path):
+    from fastbert.testing import stand_in
+
+    device = torch.device("cuda", 0)
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    facts = stand_in.Facts("NVIDIA H100 80GB HBM3", 9, 0, 132)
+    monkeypatch.setattr(stand_in, "facts_of", lambda device: facts)
+    monkeypatch.setattr(processes, "_uuid", lambda device: "")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    children = started(monkeypatch)
+    with pytest.raises(processes.CannotStart, match=r"CUDA|cuda|NVIDIA"):
+        list(processes.checked(device, [Unit("attention", "triton", torch.float16)], jobs=2))
+    group = children[0].pid
+    end = time.monotonic() + 20
+    while group in (_group(path) for path in Path("/proc").glob("[0-9]*")) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert group not in [_group(path) for path in Path("/proc").glob("[0-9]*")]
+
+
+def _group(process):
+    """The process group of a process that runs."""
+    try:
+        state, _, group = (process / "stat").read_text().rpartition(")")[2].split()[:3]
+    except OSError:
+        return None
+    return None if state == "Z" else int(group)

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from fastbert.backends import aten
 from fastbert.ops.attention import attention
@@ -539,10 +540,10 @@ def test_what_an_op_stands_for_is_checked_before_it(monkeypatch, clock):
     monkeypatch.setitem(dispatch.TABLE["cpu"], "layer_norm", ("triton", "aten", "reference"))
     unit = proving.Unit("linear_norm", "triton", torch.float32)
     norm = proving.Unit("layer_norm", "triton", torch.float32)
-    assert proving._due(unit, CPU) == [norm, unit]
-    assert proving._due(norm, CPU) == [norm, unit]
+    assert proving._lower(unit, CPU) == [norm]
+    assert proving._lower(norm, CPU) == []
     verdicts.store(verdict_keys.key_of("layer_norm", "triton", CPU, torch.float32), Verdict(None))
-    assert proving._due(unit, CPU) == [unit]
+    assert proving._lower(unit, CPU) == []
 
 
 @pytest.mark.parametrize("op", ["linear_norm"])
@@ -550,3 +551,28 @@ def test_what_an_op_stands_for_computes_the_same(op):
     for case in (c for c in error_rule.cases(op) if c.parts):
         inputs = case.inputs(torch.float64, CPU)
         torch.testing.assert_close(case.in_parts(**inputs), case.oracle(**inputs))
+
+
+class Watch(TorchFunctionMode):
+    """Where normal random numbers are drawn."""
+
+    def __init__(self):
+        super().__init__()
+        self.devices = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.randn:
+            self.devices.add(str((kwargs or {}).get("device", "cpu")))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("op", [op for op in dispatch.OPS if op != "linear_int8"])
+def test_what_is_timed_on_a_gpu_is_drawn_there(op, device):
+    """The host takes seconds for all of it. Tensors of the meta device cannot be mixed with the host's."""
+    with Watch() as watch:
+        for case, _ in speed._calls(op, (5, 3), torch.bfloat16):
+            inputs = speed._inputs(case, torch.bfloat16, torch.device(device))
+            tensors = [value for value in inputs.values() if isinstance(value, torch.Tensor)]
+            assert {tensor.device.type for tensor in tensors} == {device}
+    assert watch.devices == {device}

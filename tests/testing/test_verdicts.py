@@ -708,3 +708,103 @@ def test_processes_that_check_at_once(cache):
     assert [name.endswith(".json") for name in files(cache)] == [True]
     (found,) = all_verdicts(cache)
     assert found.passed
+
+
+# --- turns --------------------------------------------------------------------------------------------------
+
+HOLD = """
+import sys, time
+from fastbert.testing import verdict_keys, verdicts
+import torch
+key = verdict_keys.key_of("layer_norm", "triton", torch.device("cpu"), torch.float32)
+with verdicts.turn(key):
+    print("mine", flush=True)
+    time.sleep(600)
+"""
+
+
+@contextlib.contextmanager
+def another_ones_turn():
+    """Another process holds the turn; it ends with the block."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "mine\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_of_processes_that_begin_together_one_checks():
+    """The ranks of a training run, for example."""
+    found = [finished(p) for p in [first_use("slow", wait=False) for _ in range(3)]]
+    assert [each["by"] for each in found] == ["triton"] * 3
+    assert sorted(each["checked"] for each in found) == [False, False, True]
+    assert [each["warnings"] for each in found] == [[]] * 3
+
+
+def test_of_a_turn_that_ends_by_a_death_the_next_one_begins():
+    """It finds what the one that died has left."""
+    begin = time.monotonic()
+    processes = [first_use("killed", wait=False) for _ in range(2)]
+    ends = sorted(p.wait(120) for p in processes)
+    assert time.monotonic() - begin < 100
+    (survivor,) = [p for p in processes if p.returncode == 0]
+    assert ends == [-signal.SIGKILL, 0]
+    assert json.loads(survivor.communicate()[0])["by"] == "aten"
+    assert verdicts.load(KEY).deaths == 1
+
+
+def test_a_turn_waits_for_another_and_for_its_end(cache, monkeypatch):
+    waited = []
+    with another_ones_turn() as process:
+
+        def waiting(seconds):
+            waited.append(seconds)
+            if len(waited) == 3:
+                process.kill()
+
+        with verdicts.turn(KEY, waiting):
+            assert len(waited) >= 3
+    assert files(cache) == []  # the lock is no verdict
+    before = len(waited)
+    with verdicts.turn(KEY, waiting), verdicts.turn(KEY, waiting):  # one within the other is one
+        pass
+    assert len(waited) == before
+    assert verdicts._turns == 0
+
+
+def test_a_turn_is_not_waited_for_without_end(monkeypatch):
+    monkeypatch.setattr(verdicts, "TURN_SECONDS", 0.3)
+    done = []
+    with another_ones_turn(), verdicts.turn(KEY):
+        done.append(1)
+    assert done
+
+
+def test_another_kind_of_gpu_is_another_turn(monkeypatch):
+    waited = []
+    with another_ones_turn(), verdicts.turn(KEY | {"device": "another"}, waited.append):
+        assert waited == []
+
+
+@pytest.mark.parametrize("why", ["no folder", "no locks", "Ctrl-C"])
+def test_without_locks_there_are_no_turns(monkeypatch, why):
+    import fcntl
+
+    if why == "no folder":
+        monkeypatch.setenv("FASTBERT_CACHE", "")
+    error = KeyboardInterrupt if why == "Ctrl-C" else OSError(errno.ENOLCK, "No locks available")
+
+    def refuse(*args):
+        raise error
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    before, done = len(os.listdir("/proc/self/fd")), []
+    with contextlib.suppress(KeyboardInterrupt), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with verdicts.turn(KEY):
+            done.append(1)
+    assert done == ([] if why == "Ctrl-C" else [1])
+    assert verdicts._turns == 0
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -73,7 +73,7 @@ def test_on_a_cpu_nothing_needs_a_check(run, cache):
     text = run("warmup", "--device", "cpu")
     assert text == "nothing needs a check on cpu: only GPU kernels are checked before they serve\n"
     report = json.loads(run("warmup", "--device", "cpu", "--json"))
-    assert report == {"device": "cpu", "verdicts": str(cache), "passed": True, "rows": []}
+    assert report == {"device": "cpu", "verdicts": str(cache), "passed": True, "rows": [], "serving": []}
     assert not cache.exists()
 
 
@@ -117,6 +117,7 @@ def test_why_nothing_needs_a_check_on_a_gpu(monkeypatch):
     [
         (("--timeout", "0"), "--timeout 0.0: expected a number of seconds above 0"),
         (("--timeout", "nan"), "--timeout nan"),
+        (("--jobs", "0"), "--jobs 0: expected a number of processes above 0"),
         (("--device", "tpu"), "--device tpu"),
         (("--dtype", "int4"), "invalid choice: 'int4'"),
     ],
@@ -135,12 +136,18 @@ def test_mistakes_in_the_call(capsys, arguments, message):
 def test_whatever_one_kernel_does_the_others_are_checked(planted, run, cache):
     planted("float32=wrong,bfloat16=segv,float16=good")
     text = run("warmup", "--device", "cpu", status=1)
-    head, columns, *lines, last = text.splitlines()
+    head, columns, *lines, _, title, first, second, third, _, last = text.splitlines()
     assert head == f"verdicts on cpu are kept in {cache}"
     assert columns.split() == ["op", "backend", "dtype", "ms", "verdict"]
-    assert [line.split()[:3] for line in lines] == [
-        ["layer_norm", "triton", str(dtype).removeprefix("torch.")] for dtype in FLOATS
+    assert [line.split()[:4] for line in lines] == [
+        [f"{i}/3", "layer_norm", "triton", str(dtype).removeprefix("torch.")]
+        for i, dtype in enumerate(FLOATS, 1)
     ]
+    assert title.split() == ["op", "dtype", "served", "by", "why"]
+    assert first.split()[:4] == ["layer_norm", "float32", "aten", "triton:"]
+    assert second.split()[:3] == ["layer_norm", "bfloat16", "aten"]
+    assert "SIGSEGV" in second
+    assert third.split() == ["layer_norm", "float16", "triton", "first", "in", "the", "table"]
     assert "FAIL: 5x96 y: max error" in lines[0]
     assert "FAIL: its process ended by SIGSEGV" in lines[1]
     assert lines[2].endswith("pass")
@@ -199,8 +206,8 @@ def test_a_slower_kernel_is_no_failure_and_its_times_are_shown(planted, run, mon
         "    end(reason, 'slower' if reason else None, [['5x96', 'forward', ms, 'aten', 1.0]])\n",
     )
     lines = run("warmup", "--device", "cpu").splitlines()
-    assert lines[-4].endswith("pass, 0.50 x the time of aten")
-    assert lines[-2].endswith("slower: slower than aten: 3.00 x its time")
+    assert lines[2].endswith("pass, 0.50 x the time of aten")
+    assert lines[4].endswith("slower: slower than aten: 3.00 x its time")
     assert lines[-1] == "3 kernels on cpu, 0 failed, 1 slower than the next backend"
     report = json.loads(run("warmup", "--device", "cpu", "--json"))
     assert report["passed"]
@@ -216,8 +223,8 @@ def test_a_killed_check_fails_the_command(planted, run, cache):
     planted("float32=killed,bfloat16=good")
     chosen = ("warmup", "--device", "cpu", "--dtype", "float32", "--dtype", "bfloat16")
     lines = run(*chosen, status=1).splitlines()
-    assert f"KILLED: {verdicts.DIED}" in lines[-3]
-    assert lines[-2].endswith("pass")
+    assert f"KILLED: {verdicts.DIED}" in lines[2]
+    assert lines[3].endswith("pass")
     assert verdicts.load(key(torch.float32)).deaths == 1
     assert leftovers(cache) == []
 
