@@ -131,8 +131,9 @@ void attention_hopper_fwd(const py::tuple& common, Address out, Address lse, Add
 
 void attention_bwd_on_device(const py::tuple& common, Address keep_bits, Address dout, Address out,
                              Address lse, Address places, std::int64_t slots, Address dq, Address dk,
-                             Address dv, Address rows, bool need_dgate, Address dbias,
-                             const std::array<std::int64_t, 5>& dbias_shape, int device, Address stream) {
+                             Address dv, std::int64_t grad_stride, Address rows, bool need_dgate,
+                             Address dbias, const std::array<std::int64_t, 5>& dbias_shape, bool hopper,
+                             int device, Address stream) {
     CudaAttentionBwd args{};
     const std::int64_t end = fill(args, common, true);
     args.keep_bits = pointer<const std::int32_t>(keep_bits);
@@ -144,6 +145,7 @@ void attention_bwd_on_device(const py::tuple& common, Address keep_bits, Address
     args.dq = pointer(dq);
     args.dk = pointer(dk);
     args.dv = pointer(dv);
+    args.grad_stride = grad_stride;
     args.delta = pointer<float>(rows);
     args.norm = args.delta + args.nheads * args.total;
     args.dgate = need_dgate ? args.norm + args.nheads * args.total : nullptr;
@@ -154,6 +156,7 @@ void attention_bwd_on_device(const py::tuple& common, Address keep_bits, Address
     args.bias_has_rows = dbias_shape[3] > 1;
     args.bias_has_keys = dbias_shape[4] > 1;
     check_size("slots", args.slots);
+    check_strides("grads", {{args.total, args.grad_stride}, {args.nheads * args.headdim, 1}});
     check_given("dout", args.dout, end);
     check_given("out", args.out, end);
     check_given("lse", args.lse, end);
@@ -167,7 +170,10 @@ void attention_bwd_on_device(const py::tuple& common, Address keep_bits, Address
         check_size("dbias", args.bias_heads, 1);
         check_given("bias", args.bias.data, args.batch * args.max_seqlen);
     }
-    run([&] { return cuda_attention_bwd(args, device, stream); });
+    run([&] {
+        return hopper ? cuda_attention_bwd_hopper(args, device, stream)
+                      : cuda_attention_bwd(args, device, stream);
+    });
 }
 #endif
 

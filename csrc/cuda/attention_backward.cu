@@ -9,7 +9,8 @@
 //            dk and dv: 64 keys walk over the queries. Their products are transposed, so that P and dS stay
 //            in registers as the left operand of the next one. dbias: a tile of the bias walks over all
 //            sequences and heads (queries, keys) that share it, in several parts if there are few tiles.
-//            Tiles of the other side come by asynchronous copies, one ahead of the products.
+//            Tiles of the other side come by asynchronous copies, one ahead of the products. On compute
+//            capability 9.0 the files *_hopper.cu have dq, dk and dv by products of a warp group.
 // Precision  Products of the storage type are summed in float; P and dS are rounded to the storage type
 // before
 //            their product; the rest is float, rounded once at the store. As in

@@ -172,31 +172,18 @@ __device__ __forceinline__ void store_rows(T* out, std::int64_t row_stride, cons
 // --- dropout's bits: a word per row and 32 columns of a tile, word 0 of all rows first; bit i of word w is
 // column 32 w + i of the tile ---
 
-// Brings the bits of rows `row` … of a sequence, of columns `column` …, into shared memory: copied by the
-// asynchronous copies, or drawn. A barrier makes them visible.
+// Draws the bits of rows `row` … of a sequence, of columns `column` …. A barrier makes them visible.
 template <int kRows, int kWidth>
-__device__ __forceinline__ void bring_bits(std::uint32_t* bits, const CudaAttentionBwd& args,
-                                           std::int64_t head, const OwnedRows& place, int row, int column) {
+__device__ __forceinline__ void draw_bits(std::uint32_t* bits, const CudaAttentionBwd& args,
+                                          std::int64_t head, const OwnedRows& place, int row, int column) {
     const int thread = static_cast<int>(threadIdx.x);
     const std::int64_t first_row = static_cast<std::int64_t>(place.start) + row;
-    if (args.keep_bits != nullptr) {
-        const std::int64_t words = (args.max_seqlen + 31) / 32, word = column / 32;
-        const std::int32_t* from = args.keep_bits + (head * args.total + first_row) * words + word;
-        // Trips that the compiler can count: a loop that begins at the thread is unrolled with a rest.
-#pragma unroll
-        for (int i = 0; i < kWidth / 32 * kRows; i += kBackwardThreads) {
-            const int at = i + thread, at_row = at % kRows, at_word = at / kRows;
-            const bool inside = at_row < place.length - row && word + at_word < words;
-            if (at < kWidth / 32 * kRows)
-                copy_word(bits + at, inside ? from + at_row * words + at_word : args.keep_bits, inside);
-        }
-        return;
-    }
     const std::uint64_t seed = *args.dropout.seed;
+    static_assert(kWidth / 8 * kRows % kBackwardThreads == 0, "as many calls for every thread");
     // Eight columns per call of Philox: a byte of a word.
 #pragma unroll 1
-    for (int i = thread; i < kWidth / 8 * kRows; i += kBackwardThreads) {
-        const int group = i % (kWidth / 8), drawn_row = i / (kWidth / 8);
+    for (int i = 0; i < kWidth / 8 * kRows; i += kBackwardThreads) {
+        const int group = (i + thread) % (kWidth / 8), drawn_row = (i + thread) / (kWidth / 8);
         const Philox drawn = philox(seed, static_cast<std::uint32_t>(column / 8 + group),
                                     static_cast<std::uint32_t>(first_row + drawn_row),
                                     static_cast<std::uint32_t>(head), args.dropout.offset);
@@ -208,6 +195,26 @@ __device__ __forceinline__ void bring_bits(std::uint32_t* bits, const CudaAttent
                 << lane;
         reinterpret_cast<unsigned char*>(bits + group / 4 * kRows + drawn_row)[group % 4] =
             static_cast<unsigned char>(byte);
+    }
+}
+
+// Brings the bits of rows `row` … of a sequence, of columns `column` …, into shared memory: copied by the
+// asynchronous copies, or drawn. A barrier makes them visible.
+template <int kRows, int kWidth>
+__device__ __forceinline__ void bring_bits(std::uint32_t* bits, const CudaAttentionBwd& args,
+                                           std::int64_t head, const OwnedRows& place, int row, int column) {
+    if (args.keep_bits == nullptr) return draw_bits<kRows, kWidth>(bits, args, head, place, row, column);
+    const int thread = static_cast<int>(threadIdx.x);
+    const std::int64_t first_row = static_cast<std::int64_t>(place.start) + row;
+    const std::int64_t words = (args.max_seqlen + 31) / 32, word = column / 32;
+    const std::int32_t* from = args.keep_bits + (head * args.total + first_row) * words + word;
+    // Trips that the compiler can count: a loop that begins at the thread is unrolled with a rest.
+#pragma unroll
+    for (int i = 0; i < kWidth / 32 * kRows; i += kBackwardThreads) {
+        const int at = i + thread, at_row = at % kRows, at_word = at / kRows;
+        const bool inside = at_row < place.length - row && word + at_word < words;
+        if (at < kWidth / 32 * kRows)
+            copy_word(bits + at, inside ? from + at_row * words + at_word : args.keep_bits, inside);
     }
 }
 

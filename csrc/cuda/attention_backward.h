@@ -15,7 +15,10 @@ struct CudaAttentionBwd : Attention {
     // null: every sequence has the tiles of max_seqlen, and the slots after them share the tail.
     const std::int32_t* places;
     std::int64_t slots;
-    void *dq, *dk, *dv;           // contiguous, 0 from row cu_seqlens[batch] on; null: not wanted
+    // 0 from row cu_seqlens[batch] on; null: not wanted. From row to row grad_stride elements, from head to
+    // head headdim.
+    void *dq, *dk, *dv;
+    std::int64_t grad_stride;
     float *delta, *norm, *dgate;  // (nheads, total): scratch; dgate: the rows' shares, null: not wanted
     // (parts, bias_batch, bias_heads, S or 1, S or 1), null: not wanted. The sum over the parts is dbias.
     float* dbias;
@@ -29,5 +32,10 @@ std::int64_t cuda_attention_bwd_slots(std::int64_t batch, std::int64_t total, st
 // nullptr, or the text of the error. Nothing waits for the device. bfloat16 and float16, headdim 32, 64 and
 // 128, all tensors of these at multiples of 16 bytes and with strides that are multiples of 8.
 const char* cuda_attention_bwd(const CudaAttentionBwd& args, int device, std::uintptr_t stream);
+
+// The same by the kernels for compute capability 9.0: of headdim 64, with dq, dk and dv, the heads of a row
+// of q, k and v side by side; no bias, gate or causal mask. Where the device or the build has no such kernels
+// (cuda_linear_hopper), it says so.
+const char* cuda_attention_bwd_hopper(const CudaAttentionBwd& args, int device, std::uintptr_t stream);
 
 }  // namespace fastbert

@@ -38,8 +38,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttention
     if (place.sequence == args.batch) {
         for (std::int64_t first = static_cast<std::int64_t>(place.start) + place.first; first < args.total;
              first += place.length) {
-            if (dk != nullptr) zero_rows<T, kD>(dk, stride, first, args.total);
-            if (dv != nullptr) zero_rows<T, kD>(dv, stride, first, args.total);
+            if (dk != nullptr) zero_rows<T, kD>(dk, args.grad_stride, first, args.total);
+            if (dv != nullptr) zero_rows<T, kD>(dv, args.grad_stride, first, args.total);
         }
         return;
     }
@@ -192,9 +192,11 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dkdv_kernel(CudaAttention
     T* const stage = &shared.query[0][0] + warp_row * kD;
     const float of_k[2] = {scale, scale}, of_v[2] = {factor, factor};
     if (dk != nullptr)
-        store_rows<T, kD>(dk + start * stride, stride, grad_k, of_k, stage, first + warp_row, length);
+        store_rows<T, kD>(dk + start * args.grad_stride, args.grad_stride, grad_k, of_k, stage,
+                          first + warp_row, length);
     if (dv != nullptr)
-        store_rows<T, kD>(dv + start * stride, stride, grad_v, of_v, stage, first + warp_row, length);
+        store_rows<T, kD>(dv + start * args.grad_stride, args.grad_stride, grad_v, of_v, stage,
+                          first + warp_row, length);
 }
 
 template <class T, int kD>

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dq_kernel(CudaAttentionBw
     if (place.sequence == args.batch) {
         for (std::int64_t first = static_cast<std::int64_t>(place.start) + place.first; first < args.total;
              first += place.length) {
-            if (dq != nullptr) zero_rows<T, kD>(dq, stride, first, args.total);
+            if (dq != nullptr) zero_rows<T, kD>(dq, args.grad_stride, first, args.total);
             const std::int64_t row = first + threadIdx.x;
             if (args.dgate != nullptr && threadIdx.x < kOwned && row < args.total)
                 args.dgate[head * args.total + row] = 0.0f;
@@ -254,8 +254,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 2) dq_kernel(CudaAttentionBw
     // Other warps may still read the keys. Both slots together have the block's rows.
     __syncthreads();
     const float factors[2] = {inverse[0] * scale, inverse[1] * scale};
-    store_rows<T, kD>(dq + start * stride, stride, grad, factors, &shared.key[0][0] + warp_row * kD,
-                      first + warp_row, length);
+    store_rows<T, kD>(dq + start * args.grad_stride, args.grad_stride, grad, factors,
+                      &shared.key[0][0] + warp_row * kD, first + warp_row, length);
 }
 
 template <class T, int kD>

@@ -44,6 +44,15 @@ EXPECTED = {
         {"HGMMA.64x64x16.F32": 16, "HGMMA": 16, "UTMALDG.2D": 5},
         ["0x0", "0x0", "0x0"],
     ),
+    # backward: S and dP, dS k; then S and dP transposed, dropout(P) dout and dS q
+    "attention_backward_dq_hopper": (
+        {"HGMMA.64x64x16.F32": 12, "HGMMA": 12, "UTMALDG.2D": 8},
+        ["0x1", "0x0", "0x0"],
+    ),
+    "attention_backward_dkdv_hopper": (
+        {"HGMMA.64x64x16.F32": 16, "HGMMA": 16, "UTMALDG.2D": 6},
+        ["0x1", "0x0", "0x0"],
+    ),
 }
 
 

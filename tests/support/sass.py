@@ -112,7 +112,9 @@ def successors(code: Sequence[Instruction]) -> list[tuple[int, ...]]:
     for k, i in enumerate(code):
         after = [targets[k]] if k in targets else []
         if i.base == "BSYNC":
-            after += meeting[i.operands[-1]]
+            # right behind the region that it closes, where a BSSY says so
+            own = meeting[i.operands[-1]]
+            after += [k + 1] if k + 1 in own else own
         if i.base == "RET":
             after += returns
         # `BRA UP0, 0x80` and `BRA.DIV UR4, 0x80` depend on more than a predicate

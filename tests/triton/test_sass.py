@@ -180,6 +180,8 @@ def test_paths():
     # where threads meet again, calls and returns
     assert found("BSSY B0, 0x50", A, "BSYNC B0", WAIT, "EXIT", write) == [(5, "writes A", ("R88",))]
     assert found("BSSY B1, 0x50", A, "BSYNC B0", WAIT, "EXIT", write) == []
+    # a region that ends right behind the BSYNC is the one that it closes
+    assert found("BSSY B0, 0x60", "BSSY B0, 0x40", A, "BSYNC B0", WAIT, "EXIT", write) == []
     called = ("CALL.REL.NOINC 0x50", write, WAIT, "EXIT", "NOP", A, "RET.REL.NODEC R20 0x0")
     assert found(*called) == [(1, "writes A", ("R88",))]
     assert found(*called[:-1], WAIT, called[-1]) == []

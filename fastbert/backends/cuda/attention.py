@@ -20,8 +20,10 @@ DTYPES = (torch.bfloat16, torch.float16)
 HEADDIMS = (32, 64, 128)
 # rows of the tiles that a block of backward owns
 ROWS = 64
-# Whether forward may use the kernel for compute capability 9.0; its heads, and the queries of a block.
+# Whether forward and backward may use the kernels for compute capability 9.0; their heads, and the queries of
+# a block of forward.
 HOPPER = True
+HOPPER_BACKWARD = True
 HOPPER_HEADDIM, HOPPER_ROWS = 64, 128
 
 
@@ -36,7 +38,7 @@ def readable(*tensors: torch.Tensor) -> bool:
 
 
 def hopper_reads(inputs: AttentionInputs) -> bool:
-    """Whether the kernel for compute capability 9.0 has this call's mathematics and layout."""
+    """Whether the kernels for compute capability 9.0 have this call's mathematics and layout."""
     total, nheads, headdim = inputs.q.shape
     if headdim != HOPPER_HEADDIM or inputs.causal or inputs.bias is not None or not inputs.softmax_scale > 0:
         return False
@@ -99,7 +101,7 @@ def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: Atte
         following = dispatch.next_function("cuda", "attention_bwd training", q.device, q.dtype)
         return following(dout, inputs, out, lse, keep_bits, need, places)
     total, nheads, _ = q.shape
-    dq, dk, dv = (q.new_empty(q.shape if needed else 0) for needed in need[:3])
+    dq, dk, dv, grad_stride = _gradients(inputs, need)
     # per row: delta, the normaliser of P, the share of dgate
     rows = lse.new_empty(3 if need.dgate else 2, nheads, total)
     dbias = lse.new_empty(_dbias_shape(inputs) if need.dbias else (0, 0, 0, 0, 0))
@@ -115,12 +117,36 @@ def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: Atte
             0 if places is None else places[first:].data_ptr(),
             slots,
             *(grad.data_ptr() if needed else 0 for grad, needed in zip((dq, dk, dv), need, strict=False)),
-            *(rows.data_ptr(), need.dgate),
+            *(grad_stride, rows.data_ptr(), need.dgate),
             *(dbias.data_ptr() if dbias.numel() else 0, dbias.shape),
+            hopper_serves_backward(inputs, need),
             *device.place(q.device),
         )
     dbias = dbias.sum(0) if need.dbias else lse.new_empty(0)
     return dq, dk, dv, dbias, rows[2].sum(1) if need.dgate else lse.new_empty(0)
+
+
+def hopper_serves_backward(inputs: AttentionInputs, need: AttentionNeeds) -> bool:
+    """Whether backward by the kernels for compute capability 9.0 is for this call, which is `readable`."""
+    return (
+        HOPPER_BACKWARD
+        and all(need[:3])
+        and inputs.gate is None
+        and hopper_reads(inputs)
+        and device.is_hopper(inputs.q.device)
+    )
+
+
+def _gradients(inputs: AttentionInputs, need: AttentionNeeds):
+    """(dq, dk, dv, elements from row to row): side by side where q, k and v are, so that nobody copies."""
+    q, k, v = inputs[:3]
+    total, nheads, headdim = q.shape
+    size = nheads * headdim
+    aside = k.data_ptr() - q.data_ptr() == v.data_ptr() - k.data_ptr() == size * q.element_size()
+    strides = (3 * size, headdim, 1)
+    if all(need[:3]) and total > 0 and aside and q.stride() == k.stride() == v.stride() == strides:
+        return *q.new_empty((total, 3, nheads, headdim)).unbind(1), 3 * size
+    return *(q.new_empty(q.shape if needed else 0) for needed in need[:3]), size
 
 
 def _whole(t: torch.Tensor) -> torch.Tensor:

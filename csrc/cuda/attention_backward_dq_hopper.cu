@@ -1,0 +1,234 @@
+// dq of attention on compute capability 9.0, and delta and the normaliser of P: as attention_backward_dq.cu,
+// by products of a warp group.
+#include "attention_backward.h"
+
+#ifdef __CUDACC__
+#include <type_traits>
+
+#include "attention_backward_hopper.cuh"
+
+namespace fastbert {
+namespace cuda {
+namespace {
+
+// Tiles of keys and values: the products of one still run, one is used, one comes.
+constexpr int kSlots = 3;
+
+template <class T>
+struct Shared {
+    GroupTile<T> query, dout, key[kSlots], value[kSlots];
+    std::uint32_t bits[kSlots][kGroupTile / 32 * kOwned];
+    float delta[kOwned];
+    std::uint64_t own, full[kSlots];
+    int rough;
+};
+
+template <class T>
+__global__ void __launch_bounds__(kBackwardThreads, kGroupBlocks)
+    dq_hopper_kernel(const __grid_constant__ GroupArguments group_args) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr int kD = kGroupHead;
+    const CudaAttentionBwd& args = group_args.call;
+    const std::int64_t head = blockIdx.x % static_cast<unsigned>(args.nheads), stride = args.nheads * kD;
+    const OwnedRows place = owned_rows(args);
+    T* const dq = static_cast<T*>(args.dq) + head * kD;
+    if (place.sequence == args.batch) {
+        for (std::int64_t first = static_cast<std::int64_t>(place.start) + place.first; first < args.total;
+             first += place.length)
+            zero_rows<T, kD>(dq, args.grad_stride, first, args.total);
+        return;
+    }
+    if (place.first >= place.length) return;
+
+    Shared<T>& shared = aligned_shared<Shared<T>>();
+    const int first = place.first, length = place.length, thread = static_cast<int>(threadIdx.x);
+    const int lane = thread % kWarp, group = lane / 4, pair = lane % 4, warp_row = thread / kWarp * 16;
+    const std::int64_t start = place.start, plane = head * args.total + start;
+    const int column = static_cast<int>(head) * kD;
+    const bool dropout = args.dropout.seed != nullptr;
+    const int words = static_cast<int>((args.max_seqlen + 31) / 32);
+    // A thread copies a word of bits per tile: that of a row and 32 keys. Rows after the sequence have the
+    // last one's.
+    static_assert(kOwned * kGroupTile / 32 == kBackwardThreads, "a word per thread");
+    const int bits_row = first + thread % kOwned < length ? first + thread % kOwned : length - 1;
+    const std::int32_t* const bits = args.keep_bits + (plane + bits_row) * words + thread / kOwned;
+    const auto fetch = [&](int first_key, int slot) {
+        if (thread == 0)
+            load_two(&shared.full[slot], shared.key[slot], group_args.k, shared.value[slot], group_args.v,
+                     place.start + first_key, column);
+        if (!dropout) return;
+        if (args.keep_bits == nullptr) {
+            draw_bits<kOwned, kGroupTile>(shared.bits[slot], args, head, place, first, first_key);
+        } else {
+            const bool inside = first_key / 32 + thread / kOwned < words;
+            copy_word(shared.bits[slot] + thread, inside ? bits + first_key / 32 : args.keep_bits, inside);
+            commit_copies();
+        }
+    };
+
+    if (thread == 0) {
+        init_barrier(&shared.own, 1);
+        for (int i = 0; i < kSlots; ++i) init_barrier(&shared.full[i], 1);
+        fence_barriers();
+        shared.rough = 0;
+    }
+    __syncthreads();
+    if (thread == 0)
+        load_two(&shared.own, shared.query, group_args.q, shared.dout, group_args.dout, place.start + first,
+                 column);
+    fetch(0, 0);
+
+    // delta of the block's rows; out comes beside the copies.
+    constexpr int kChunks = kD / kPack<T>, kPacks = kOwned * kChunks / kBackwardThreads;
+    const int chunk = thread % kChunks;
+    const T* const out = static_cast<const T*>(args.out) + start * stride + column + chunk * kPack<T>;
+    Pack<T> packs[kPacks];
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+        const int row = first + (thread + i * kBackwardThreads) / kChunks;
+        packs[i] = load_pack(out + (row < length ? row : length - 1) * stride);
+    }
+    // This thread's two rows.
+    int row[2];  // in the sequence
+    float delta[2], shift[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        row[half] = first + warp_row + group + 8 * half;
+        shift[half] = args.lse[plane + (row[half] < length ? row[half] : length - 1)] * kLog2E;
+    }
+    wait_phase(&shared.own, 0);
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+        const int own = (thread + i * kBackwardThreads) / kChunks;
+        float sum = 0.0f, a[kPack<T>], b[kPack<T>];
+        widen_pack(load_pack(shared.dout + chunk_of<T, kD>(own, chunk)), a);
+        widen_pack(packs[i], b);
+#pragma unroll
+        for (int j = 0; j < kPack<T>; ++j) sum = fmaf(a[j], b[j], sum);
+#pragma unroll
+        for (int across = kChunks / 2; across > 0; across /= 2)
+            sum += __shfl_xor_sync(kAllLanes, sum, across);
+        if (chunk == 0) shared.delta[own] = sum;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) delta[half] = shared.delta[warp_row + group + 8 * half];
+
+    const float scale = args.softmax_scale, unit = args.softmax_scale * kLog2E, factor = args.dropout.scale;
+    // Half a step of T
+    constexpr float kRounding = std::is_same<T, bf16>::value ? 0x1p-8f : 0x1p-11f;
+    const std::uint64_t own_q = operand_at(shared.query), own_dout = operand_at(shared.dout);
+    const std::uint64_t keys = operand_at(shared.key[0]), values = operand_at(shared.value[0]);
+
+    float grad[kGroupSums];
+    float norm[2] = {}, rest[2] = {}, size[2] = {}, inverse[2];
+    int slot = 0, parity = 0;
+    for (bool again = false;; again = true) {
+        for (int first_key = 0; first_key < length; first_key += kGroupTile) {
+            const bool edge = first_key + kGroupTile > length;
+            wait_copies<0>();
+            wait_phase(&shared.full[slot], parity);
+            if (edge) {
+                zero_rest(shared.key[slot], length - first_key);
+                zero_rest(shared.value[slot], length - first_key);
+                fence_shared();
+            }
+            __syncthreads();
+            // The products that read the next slot have been waited for by all warps.
+            const int next = slot + 1 == kSlots ? 0 : slot + 1;
+            if (first_key + kGroupTile < length) fetch(first_key + kGroupTile, next);
+            float p[kGroupSums], ds[kGroupSums];
+            fence_products();
+            multiply_tiles<T>(p, own_q, keys + slot * kTileStep);
+            multiply_tiles<T>(ds, own_dout, values + slot * kTileStep);
+            wait_products<1>();
+            settle(p);
+            // P, not normalised
+#pragma unroll
+            for (int i = 0; i < kGroupSums; ++i) p[i] = exp2_fast(fmaf(p[i], unit, -shift[i / 2 % 2]));
+            if (edge) {
+                const int left = length - first_key - 2 * pair;
+#pragma unroll
+                for (int i = 0; i < kGroupSums; ++i)
+                    if (i / 4 * 8 + i % 2 >= left) p[i] = 0.0f;
+            }
+#pragma unroll
+            for (int i = 0; i < kGroupSums; ++i) norm[i / 2 % 2] += p[i];
+            wait_products<0>();
+            settle(ds);
+            if (dropout) {
+#pragma unroll
+                for (int word = 0; word < kGroupTile / 32; ++word)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const std::uint32_t kept =
+                            shared.bits[slot][word * kOwned + warp_row + group + 8 * half] >> (2 * pair);
+#pragma unroll
+                        for (int i = 0; i < 8; ++i) {
+                            float& of = ds[16 * word + i / 2 * 4 + 2 * half + i % 2];
+                            if ((kept & (1u << (i / 2 * 8 + i % 2))) == 0) of = 0.0f;
+                        }
+                    }
+            }
+#pragma unroll
+            for (int i = 0; i < kGroupSums; ++i) {
+                ds[i] = p[i] * fmaf(ds[i], factor, -delta[i / 2 % 2]);
+                rest[i / 2 % 2] += ds[i];
+                size[i / 2 % 2] += fabsf(ds[i]);
+            }
+            std::uint32_t left[kGroupTile / 16][4];
+            rounded<T>(left, ds);
+            fence_products();
+            multiply_rounded<T>(grad, left, keys + slot * kTileStep, first_key > 0);
+            parity ^= next == 0;
+            slot = next;
+        }
+        wait_products<0>();
+        settle(grad);
+        bool rough = false;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            norm[half] = row_sum(norm[half]);
+            inverse[half] = 1.0f / (norm[half] == 0.0f ? 1.0f : norm[half]);
+            if (again) continue;
+            rest[half] = row_sum(rest[half]);
+            size[half] = row_sum(size[half]);
+            rough = rough || (row[half] < length && fabsf(rest[half]) > kRounding * size[half]);
+            // By division: where there is one key, delta is then dP to the last bit.
+            delta[half] += rest[half] / (norm[half] == 0.0f ? 1.0f : norm[half]);
+            const std::int64_t at = plane + row[half];
+            if (pair == 0 && row[half] < length) {
+                args.delta[at] = delta[half] / factor;
+                args.norm[at] = shift[half] + log2f(norm[half]);
+            }
+        }
+        if (again) break;
+        if (rough) shared.rough = 1;
+        __syncthreads();
+        if (shared.rough == 0) break;
+        norm[0] = norm[1] = 0.0f;
+        fetch(0, slot);
+    }
+    // Other warps may still read the queries.
+    __syncthreads();
+    const float factors[2] = {inverse[0] * scale, inverse[1] * scale};
+    store_product<T>(dq + start * args.grad_stride, args.grad_stride, grad, factors,
+                     shared.query + warp_row * kD, first + warp_row, length);
+#endif
+}
+
+template <class T>
+const char* launch(const GroupArguments& args, std::uintptr_t stream) {
+    return launch_group<Shared<T>>(dq_hopper_kernel<T>, args, stream);
+}
+
+}  // namespace
+
+const char* launch_dq_hopper(const GroupArguments& args, std::uintptr_t stream) {
+    return args.call.dtype == DType::kFloat16 ? launch<fp16>(args, stream) : launch<bf16>(args, stream);
+}
+
+}  // namespace cuda
+}  // namespace fastbert
+
+#endif
