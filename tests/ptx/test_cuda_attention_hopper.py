@@ -171,12 +171,18 @@ def test_nothing_to_do(emulated):
     assert emulated.launches == []
 
 
+@pytest.mark.parametrize("half", (0, 1, None))
 @pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
-def test_maxima_that_grow(emulated, dtype):
-    """Scores that double from tile to tile in some rows, fall in others, and once jump by thousands."""
+def test_maxima_that_grow(emulated, dtype, half):
+    """Scores that grow from tile to tile in some rows, fall in others, and once jump by thousands.
+
+    In all rows, or in those alone that are a lane's first or its second one.
+    """
     inputs = made((330,), 1, dtype)
     q, k = (torch.zeros(330, 1, 64, dtype=dtype) for _ in range(2))
     q[:, 0, 0] = torch.linspace(-8, 8, 330)
+    if half is not None:
+        q[torch.arange(330) // 8 % 2 != half] = 0.0
     k[:, 0, 0] = torch.arange(330) // 64 * 8.0
     k[200, 0, 0] = 3000.0
     check(emulated, inputs._replace(q=q, k=k))
