@@ -54,7 +54,6 @@ FAULTS = (
     _fault("the first scores are read while they are made", "    wait_products<0>();\n    if (lane == 0) keys.release(key);", "    if (lane == 0) keys.release(key);"),
     _fault("out is read while it is made", "    if (group == 0) pass_turn();\n    wait_products<0>();\n", "    if (group == 0) pass_turn();\n"),
     # turns
-    _fault("a turn too many is passed", "    if (group == 0) pass_turn();\n    wait_products<0>();\n", "    pass_turn();\n    wait_products<0>();\n"),
     _fault("the first group waits for a turn at first", "    if (group == 1) take_turn();\n", "    take_turn();\n"),
     # softmax
     _fault("the maximum of one lane", "        x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));\n", ""),
@@ -82,7 +81,7 @@ FAULTS = (
     _fault("a causal mask is forgotten", "if (args.causal || args.bias.data", "if (args.bias.data", _HOST),
     _fault("a causal call is served", "headdim != HOPPER_HEADDIM or inputs.causal or", "headdim != HOPPER_HEADDIM or", _PYTHON),
     _fault("a bias is served", "inputs.causal or inputs.bias is not None or not", "inputs.causal or not", _PYTHON),
-    _fault("served without the device", "        and device.is_hopper(inputs.q.device)\n", "", _PYTHON),
+    _fault("served without the device", "        and hopper_reads(inputs)\n        and device.is_hopper(inputs.q.device)\n    )\n\n\ndef attention_fwd", "        and hopper_reads(inputs)\n    )\n\n\ndef attention_fwd", _PYTHON),
 )  # fmt: skip
 
 _BUILD = """

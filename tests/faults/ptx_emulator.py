@@ -71,7 +71,8 @@ FAULTS = (
     _hopper("no zeros outside", "               std::memset(at, 0, count);\n", "               (void)count;\n"),
     _hopper("tiles are there at once", "on_write<16>(w, to, l, ASYNC, in_flight);", "on_write<16>(w, to, l, ASYNC, valid);"),
     _hopper("a bulk wait one group early", "int64_t(copy.group) >= int64_t(state.committed[copy.lane]) - op.imm[0]", "int64_t(copy.group) > int64_t(state.committed[copy.lane]) - op.imm[0]"),
-    _hopper("ends with a store in flight", "if (!w.hopper_state || hopper(w).stores.empty()) return;", "if (!w.hopper_state || !hopper(w).stores.empty()) return;"),
+    _hopper("ends with a store in flight", "if (w.hopper_state && !hopper(w).stores.empty()) {", "if (w.hopper_state && hopper(w).stores.size() > 99) {"),
+    _hopper("ends with a tile in flight", "if (!block.done() || !block.hopper_state || hopper(*w.block).copies.empty()) return;", "if (!block.done() || !block.hopper_state || !hopper(*w.block).copies.empty()) return;"),
     _hopper("only the reader's fence counts", "std::max(own, hopper(w.block->warps[writer]).fenced)", "std::max(own, 0 * hopper(w.block->warps[writer]).fenced)"),
     _hopper("fences unheard", "hopper(w).fenced = w.block->now++;", "w.block->now++, (void)w;"),
     # copies and lanes

@@ -103,7 +103,7 @@ def broken_rules(case, dtype, **more):
 @pytest.mark.parametrize(
     "lengths",
     (
-        *((n,) for n in (1, 7, 63, 64, 65, 127, 128, 129, 193, 300, 320, 321, 384, 449, 512, 600)),
+        *((n,) for n in (1, 7, 63, 64, 65, 127, 128, 129, 193, 300, 320, 321, 384, 430, 512, 570)),
         (0, 1, 0),
         (127, 128, 129),
         (2, 0, 64, 0, 63, 65),
@@ -112,7 +112,7 @@ def broken_rules(case, dtype, **more):
     ids=str,
 )
 def test_lengths(emulated, lengths, dtype, p, schedule, seed):
-    """Tiles with a rest, a group without queries, rings that turn once and twice."""
+    """Tiles with a rest, rings that turn once and twice, also for one group alone."""
     emulated.schedule, emulated.seed = schedule, seed
     check(emulated, made(lengths, 2 if sum(lengths) < 200 else 1, dtype, p=p, capacity=1, slack=1))
 
@@ -171,12 +171,18 @@ def test_nothing_to_do(emulated):
     assert emulated.launches == []
 
 
+@pytest.mark.parametrize("half", (0, 1, None))
 @pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
-def test_maxima_that_grow(emulated, dtype):
-    """Scores that double from tile to tile in some rows, fall in others, and once jump by thousands."""
+def test_maxima_that_grow(emulated, dtype, half):
+    """Scores that grow from tile to tile in some rows, fall in others, and once jump by thousands.
+
+    In all rows, or in those alone that are a lane's first or its second one.
+    """
     inputs = made((330,), 1, dtype)
     q, k = (torch.zeros(330, 1, 64, dtype=dtype) for _ in range(2))
     q[:, 0, 0] = torch.linspace(-8, 8, 330)
+    if half is not None:
+        q[torch.arange(330) // 8 % 2 != half] = 0.0
     k[:, 0, 0] = torch.arange(330) // 64 * 8.0
     k[200, 0, 0] = 3000.0
     check(emulated, inputs._replace(q=q, k=k))

@@ -537,6 +537,13 @@ def test_tiles_that_are_not_waited_for(then, bytes_, error, schedule):
         load(then, bytes_, schedule=schedule)
 
 
+def test_a_tile_is_waited_for_before_the_end():
+    """Shared memory is another block's when the block has ended."""
+    with pytest.raises(SharedRace, match="the block ends"):
+        load("")
+    load(wait(0, "A"))
+
+
 def test_a_read_before_the_tile_comes_needs_a_barrier():
     """Warps still read the buffer when the next tile is asked for."""
     again = f"""

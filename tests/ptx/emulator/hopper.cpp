@@ -334,9 +334,15 @@ void wait_group(Warp& w, const Op& op, uint32_t m) {
 
 // Shared memory belongs to another block when the block has ended.
 void ended(Warp& w) {
-    if (!w.hopper_state || hopper(w).stores.empty()) return;
-    const TileCopy& copy = hopper(w).stores.front();
-    fail(Kind::shared_race, 1u << copy.lane, copy.shared, "a warp ends while a bulk store of its still reads memory");
+    if (w.hopper_state && !hopper(w).stores.empty()) {
+        const TileCopy& copy = hopper(w).stores.front();
+        fail(Kind::shared_race, 1u << copy.lane, copy.shared,
+             "a warp ends while a bulk store of its still reads memory");
+    }
+    const Block& block = *w.block;
+    if (!block.done() || !block.hopper_state || hopper(*w.block).copies.empty()) return;
+    const TileCopy& copy = hopper(*w.block).copies.front();
+    fail(Kind::shared_race, 0, copy.shared, "the block ends while a tile that nobody waited for is in flight");
 }
 
 void proxy_fence(Warp& w, const Op&, uint32_t) { hopper(w).fenced = w.block->now++; }
