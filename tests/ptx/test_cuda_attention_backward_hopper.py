@@ -195,8 +195,8 @@ def test_uniform_attention_is_exact(emulated, dtype):
 
 @pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
 def test_sequences_of_one_token_have_no_gradient(emulated, dtype):
-    """delta from the rounded `out` is inexact."""
-    dq, dk, _ = Call(made((1, 40, 1, 1), nheads=2, dtype=dtype, p=0.5)).check(emulated)
+    """delta from the rounded `out` is inexact, and 1 / (1 - p) no power of 2."""
+    dq, dk, _ = Call(made((1, 40, 1, 1), nheads=2, dtype=dtype, p=0.3)).check(emulated)
     assert (dq[[0, 41, 42]].abs() < 1e-6).all()
     assert (dk[[0, 41, 42]].abs() < 1e-6).all()
     assert dq[2:41].abs().max() > 0.1
