@@ -556,6 +556,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--op", choices=dispatch.OPS, action="append", help="only this op (may be repeated)")
     tags = [TAGS[dtype] for dtype in DTYPES]
     parser.add_argument("--dtype", choices=tags, action="append", help="only this one (may be repeated)")
+    parser.add_argument("--backend", choices=dispatch.SELF_CHECKED, help="only the kernels of this one")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", type=Path, help="a file *.jsonl to append to")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds in all")
@@ -571,9 +572,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def wanted(units: list[Unit], args: argparse.Namespace) -> list[Unit]:
-    """The units that `--op` and `--dtype` leave."""
+    """The units that `--op`, `--dtype` and `--backend` leave."""
     ops, tags = args.op or [unit.op for unit in units], args.dtype or list(TAGS.values())
-    return [unit for unit in units if unit.op in ops and TAGS[unit.dtype] in tags]
+    left = [unit for unit in units if unit.op in ops and TAGS[unit.dtype] in tags]
+    return [unit for unit in left if args.backend in (None, unit.backend)]
 
 
 def main(argv: list[str] | None = None) -> int:

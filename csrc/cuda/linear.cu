@@ -16,8 +16,9 @@ namespace {
 // bandwidth: operands, and for the tensor cores 8 cycles per row and step of 64, in which 64 bytes each move.
 std::int64_t work_of(const LinearPlan& plan, std::int64_t rows, std::int64_t columns, std::int64_t depth,
                      int multiprocessors) {
-    // What a second launch costs.
-    constexpr std::int64_t kSecond = 100 * 1024;
+    // What a second launch costs: two and a half microseconds, 3.0 with its floats for 128 x 3,072 and five
+    // parts (bench/results, H100).
+    constexpr std::int64_t kSecond = 512 * 1024;
     const std::int64_t tile = plan.tile_rows, steps = (depth + 63) / 64;
     const std::int64_t tiles = ((rows + tile - 1) / tile) * ((columns + kTileColumns - 1) / kTileColumns);
     const std::int64_t waves = (tiles * plan.parts + multiprocessors - 1) / multiprocessors;
@@ -29,11 +30,10 @@ std::int64_t work_of(const LinearPlan& plan, std::int64_t rows, std::int64_t col
 }
 
 template <class T>
-const char* product(const LinearProduct& args, std::uintptr_t stream) {
-    const auto make = args.layout != Layout::kForward ? backward_product<T>
-                      : args.tile_rows == 128         ? large_product<T>
-                                                      : small_product<T>;
-    const char* const error = make(args, stream);
+const char* product(const LinearProduct& args, int device, std::uintptr_t stream) {
+    const char* const error = args.layout != Layout::kForward ? backward_product<T>(args, stream)
+                              : args.tile_rows == 128         ? large_product<T>(args, stream)
+                                                              : small_product<T>(args, device, stream);
     const bool whole = args.parts == 1 && has_epilogue(args.activation, args.exact);
     return error != nullptr || whole ? error : add_parts<T>(args, stream);
 }
@@ -87,9 +87,9 @@ const char* cuda_linear_product(const LinearProduct& args, int device, std::uint
     if (const cudaError_t error = cudaSetDevice(device)) return cudaGetErrorString(error);
     switch (args.dtype) {
         case DType::kBFloat16:
-            return cuda::product<bf16>(args, stream);
+            return cuda::product<bf16>(args, device, stream);
         case DType::kFloat16:
-            return cuda::product<fp16>(args, stream);
+            return cuda::product<fp16>(args, device, stream);
         default:
             return "dtype: bfloat16 or float16";
     }

@@ -2,8 +2,10 @@
 //
 // Math       c = act(a b + bias) + residual, or c = (a b) act'(slope_at) with the sums of its columns
 // Tiling     A block of 4 warps owns kTileRows x 128 of c and a part of the depth. Tiles of 128 rows: a warp
-//            has 64 x 64, steps of depth 32, 3 slots. Fewer rows: kTileRows x 32, depth 64, 4 slots. A block
-//            goes down 8 row tiles before it takes the next column tile, so that its inputs stay in the L2.
+//            has 64 x 64, steps of depth 32, 3 slots. Fewer rows: kTileRows x 32, depth 64, 4 slots, or kDeep
+//            where a block has a multiprocessor to itself: what it waits for is the weight, and twice as much
+//            of it is under way. A block goes down 8 row tiles before it takes the next column tile, so that
+//            its inputs stay in the L2.
 // Pipeline   cp.async fills the ring's slots two or three steps ahead; ldmatrix reads the fragments of one
 //            step of 16 while the products of the one before run. One barrier per slot. Copies behind the end
 //            write zeros, so that the loop has no branch.
@@ -35,7 +37,8 @@ struct Tile {
     static constexpr int kDepth = kLarge ? 32 : 64;
     static constexpr int kSlots = kLarge ? 3 : 4;
     static constexpr int kSlot = (kTileRows + kTileColumns) * kDepth;  // elements
-    static constexpr int kBytes = kSlots * kSlot * 2;
+    // What compute capability 8.0, 9.0 and 10.x have for a block
+    static constexpr int kDeep = 163 * 1024 / (kSlot * 2);
     static_assert(kTileRows * kTileColumns <= kSlots * kSlot, "the epilogue fits into the ring");
 };
 
@@ -324,7 +327,7 @@ __device__ __forceinline__ void finish(const LinearProduct& args, const Whole& w
     tile.store(shared, args.c, args.columns, whole.c);
 }
 
-template <class T, int kTileRows, Layout kLayout>
+template <class T, int kTileRows, Layout kLayout, int kSlots>
 __global__ void __launch_bounds__(kProductThreads, kTileRows == 128 ? 2 : 1)
     product_kernel(LinearProduct args, Whole whole) {
     using Shape = Tile<kTileRows>;
@@ -355,7 +358,7 @@ __global__ void __launch_bounds__(kProductThreads, kTileRows == 128 ? 2 : 1)
         depth += Shape::kDepth;
     };
 #pragma unroll
-    for (int slot = 0; slot < Shape::kSlots - 1; ++slot) copy(slot);
+    for (int slot = 0; slot < kSlots - 1; ++slot) copy(slot);
 
     const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
     const int warp_row = warp / Shape::kWarpsAcross * Shape::kWarpRows;
@@ -388,17 +391,17 @@ __global__ void __launch_bounds__(kProductThreads, kTileRows == 128 ? 2 : 1)
             B::template load<true>(right[which][j], tile + kTileRows * Shape::kDepth, warp_column + 16 * j,
                                    k);
     };
-    wait_copies<Shape::kSlots - 2>();
+    wait_copies<kSlots - 2>();
     __syncthreads();
     load(0, 0, 0);
 
-    int slot = 0, following = 1, spare = Shape::kSlots - 1;
+    int slot = 0, following = 1, spare = kSlots - 1;
     for (int i = begin; i < end; ++i) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
             if (step == kSteps - 1) {
                 // The next slot is there for all, and nobody reads this one any more.
-                wait_copies<Shape::kSlots - 2>();
+                wait_copies<kSlots - 2>();
                 __syncthreads();
             }
             load((step + 1) % 2, step == kSteps - 1 ? following : slot, (step + 1) % kSteps * 16);
@@ -414,7 +417,7 @@ __global__ void __launch_bounds__(kProductThreads, kTileRows == 128 ? 2 : 1)
         }
         spare = slot;
         slot = following;
-        following = following + 1 == Shape::kSlots ? 0 : following + 1;
+        following = following + 1 == kSlots ? 0 : following + 1;
     }
 
     // Copies behind the end may still be under way, and other warps may read their fragments.
@@ -426,7 +429,7 @@ __global__ void __launch_bounds__(kProductThreads, kTileRows == 128 ? 2 : 1)
 
 // --- host ---
 
-template <class T, int kTileRows, Layout kLayout>
+template <class T, int kTileRows, Layout kLayout, int kSlots = Tile<kTileRows>::kSlots>
 const char* launch_product(const LinearProduct& args, std::uintptr_t stream) {
     using Shape = Tile<kTileRows>;
     const std::int64_t tiles =
@@ -440,16 +443,16 @@ const char* launch_product(const LinearProduct& args, std::uintptr_t stream) {
                       whole_chunks(args.pre, args.columns, args.columns),
                       whole_chunks(args.residual, args.residual_stride, args.columns),
                       whole_chunks(args.slope_at, args.columns, args.columns)};
-    return launch_shared(product_kernel<T, kTileRows, kLayout>,
+    return launch_shared(product_kernel<T, kTileRows, kLayout, kSlots>,
                          dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(args.parts)),
-                         dim3(kProductThreads), Shape::kBytes, stream, own, whole);
+                         dim3(kProductThreads), kSlots * Shape::kSlot * 2, stream, own, whole);
 }
 
 // The products of each file.
 template <class T>
 const char* large_product(const LinearProduct& args, std::uintptr_t stream);
 template <class T>
-const char* small_product(const LinearProduct& args, std::uintptr_t stream);
+const char* small_product(const LinearProduct& args, int device, std::uintptr_t stream);
 template <class T>
 const char* backward_product(const LinearProduct& args, std::uintptr_t stream);
 // Adds the parts in order, and does what follows.

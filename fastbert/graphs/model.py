@@ -160,6 +160,8 @@ class GraphedModel:
         self._failed: dict[Bucket, str] = {}
         self._stage: Stage | None = None
         self._memory = torch.empty(0)
+        # the quick call that wrote what lies there, if another of its kind may leave all but the ids
+        self._packed: tuple | None = None
         self._inputs: dict[int, Rows] = {}
         self._plans: dict[tuple, Plan] = {}
 
@@ -335,20 +337,29 @@ class GraphedModel:
         plan = self._plans.get(key) or self._plan(*key)
         if plan is None:
             return None
-        packed = torch.empty(plan.words, dtype=torch.int64, pin_memory=plan.pinned)
-        if not stage.pack(batch, plan.bucket.tokens, plan.room, plan.indices is not None, packed):
-            return None
+        # what is packed without ids is the same at each such call
+        same = None if batch.with_ids else (key, types is None)
+        packed = None
+        if same is None or self._packed != same:
+            packed = torch.empty(plan.words, dtype=torch.int64, pin_memory=plan.pinned)
+            if not stage.pack(batch, plan.bucket.tokens, plan.room, plan.indices is not None, packed):
+                return None
         with self._lock:
             # dropped meanwhile; or there is no state to compare with afterwards
             if self._plans.get(key) is not plan or not self._weights.is_followed():
                 return None
+            if packed is None and self._packed != same:
+                return None
             self._recordings.move_to_end(plan.bucket)
             with self._recorder.in_order():
-                plan.inputs.copy_(packed, non_blocking=True)
+                if packed is not None:
+                    self._packed = None
+                    plan.inputs.copy_(packed, non_blocking=True)
+                    self._packed = same
                 if not batch.with_ids:
-                    plan.ids[0].copy_(ids.reshape(-1))
+                    plan.ids.copy_(ids)
                     if types is not None:
-                        plan.ids[2].copy_(types.reshape(-1))
+                        plan.types.copy_(types)
                 plan.replay()
                 outputs = plan.copy_outputs()
             if not self._weights.untouched():
@@ -410,7 +421,7 @@ class GraphedModel:
             return f"the model is on {device}, where there are no graphs"
         if any(p.is_inference() for p in self.model.parameters()):
             return "the model was made in inference mode: changes of its weights would not be noticed"
-        self._weights, self._stage = Weights(self.model), Stage(self.model.config, device)
+        self._weights, self._stage = Weights(self.model), Stage(self.model.config, device, self.model.dtype)
         self._recorder = recorder
         with torch.inference_mode(False):  # what is made in that mode cannot be written to outside it
             most = max(starmap(words, zip(self.buckets, self.rooms, strict=True)))
@@ -488,6 +499,7 @@ class GraphedModel:
 
     def _blank(self) -> None:
         """Clear the inputs' memory, whose values belong to another bucket and make no sense in this one."""
+        self._packed = None
         self._memory.zero_()
 
     def _room(self, tokens: int) -> int:
@@ -521,6 +533,7 @@ class GraphedModel:
 
     def _run(self, bucket: Bucket, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         """Copy a batch to where the bucket's graph reads it, replay, and copy the result."""
+        self._packed = None
         _, rows, ends, _ = self._rows(bucket.tokens)
         given = [t for t in (inputs.input_ids, inputs.position_ids, inputs.token_type_ids) if t is not None]
         total, batch = given[0].shape[0], inputs.packing.batch

@@ -22,7 +22,8 @@ class Plan(NamedTuple):
         inputs: (words,) int64: what is written at a call.
         words: its length.
         pinned: whether it is best copied from pinned memory.
-        ids: (3, total) int64, the part of `inputs` that has ids, positions and types.
+        ids, types: (sequences, columns) int64, the parts of `inputs` that have those of a batch whose tokens
+            are all kept; None of others.
         indices: (total,) flat positions in the padded batch; None if all tokens are kept.
         replay: computes the outputs again, in place.
         hidden: the recording's output for these batches: packed if there are `indices`, else padded.
@@ -35,7 +36,8 @@ class Plan(NamedTuple):
     inputs: Tensor
     words: int
     pinned: bool
-    ids: Tensor
+    ids: Tensor | None
+    types: Tensor | None
     indices: Tensor | None
     replay: Callable[[], None]
     hidden: Tensor
@@ -65,7 +67,8 @@ def make_plan(bucket: Bucket, recording: Recording, rows: Rows, shape: tuple[int
         rows.whole[:words],
         words,
         rows.whole.is_cuda,
-        rows.ids[:, :total],
+        rows.ids[0, :total].view(size, seqlen) if dense else None,
+        rows.ids[2, :total].view(size, seqlen) if dense else None,
         None if dense else rows.indices[:total],
         recording.replay,
         hidden,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastbert.models.config import EncoderConfig
+from fastbert.runtime import dispatch
 from fastbert.runtime.loader import extension
 
 _IDS = (torch.int64, torch.int32)
@@ -51,11 +52,11 @@ class Batch(NamedTuple):
     Attributes:
         shape: (sequences, columns, kept tokens).
         ids, mask, types: in CPU memory, or None; see `to_host`.
-        with_ids: False: `ids` are only as many as the true ones, which stay on the device with the types.
+        with_ids: False: ids and types stay on the device, and `ids` and `types` are None.
     """
 
     shape: tuple[int, int, int]
-    ids: Tensor
+    ids: Tensor | None
     mask: Tensor | int | None
     types: Tensor | int | None
     with_ids: bool
@@ -68,12 +69,13 @@ class Stage:
     or says what is wrong with them.
 
     Attributes:
-        device: where the model and its graphs are.
+        device, dtype: of the model and its graphs.
     """
 
-    def __init__(self, config: EncoderConfig, device: torch.device):
-        self.device, family = device, config.family
+    def __init__(self, config: EncoderConfig, device: torch.device, dtype: torch.dtype):
+        self.device, self.dtype, family = device, dtype, config.family
         self._longest, self._by_column = config.max_tokens, not family.pad_positions
+        self._segments = family.segments
         types = config.type_vocab_size if family.segments else 0
         pad = config.pad_token_id if family.pad_positions else -1
         self._host = None
@@ -84,24 +86,36 @@ class Stage:
         """The batch, on the host; None if `check_inputs` must take it.
 
         If the ids are on a device, the host waits for it once, and takes all tensors from there. It does not
-        wait if the mask is on the host: then the ids stay where they are, unchecked.
+        wait if it has the lengths without them: there is no mask, or it is on the host. Then the ids stay
+        where they are, and the kernel that reads them tells of bad ones (kernels/bad_ids.py).
         """
         if self._host is None or type(ids) is not Tensor:
             return None
-        with_ids = is_on_host(ids) or mask is None or (type(mask) is Tensor and not is_on_host(mask))
-        if not with_ids:
-            if not self._by_column or not _are_ids(ids, types):
+        if not is_on_host(ids):
+            has_lengths = type(mask) is not Tensor or is_on_host(mask)
+            if has_lengths and not self._are_ids(ids, types):
                 return None
-            # the extension looks at their number alone, not at the memory
-            ids, types = torch.empty(ids.shape, dtype=ids.dtype), None
-        elif not is_on_host(ids):
+            if has_lengths and self._by_column and self._kernel_tells():
+                return self._of_lengths(ids.shape, mask)
+            if has_lengths and mask is not None:
+                return None
             ids, mask, types = to_host(ids, mask, types)
         shape = self._host.measure(ids, mask, types)
         if shape is None or shape[1] > self._longest:
             return None
-        if not with_ids and shape[2] < shape[0] * shape[1]:
+        return Batch(shape, ids, mask, types, True)
+
+    def _of_lengths(self, shape: tuple[int, int], mask: Any) -> Batch | None:
+        """The batch without its ids; None if `check_inputs` must take it: where a token is padding."""
+        size, columns = shape
+        whole = size, columns, size * columns
+        if columns > self._longest:
             return None
-        return Batch(shape, ids, mask, types, with_ids)
+        if mask is not None:
+            memory = torch.empty(shape, dtype=torch.int64)
+            if self._host.measure(memory, mask, None) != whole:
+                return None
+        return Batch(whole, None, mask, None, False)
 
     def pack(self, batch: Batch, tokens: int, room: int, indices: bool, packed: Tensor) -> bool:
         """Write the batch to `packed` as `Rows` are; False if `check_inputs` must take it.
@@ -112,22 +126,29 @@ class Stage:
             indices: whether there is padding, and so `Rows.indices`, which are last.
             packed: int64 in CPU memory, as long as that.
         """
-        _, ids, mask, types, with_ids = batch
+        (size, columns, _), ids, mask, types, with_ids = batch
+        if ids is None:
+            # the extension looks at their number alone, not at the memory
+            ids = torch.empty(size, columns, dtype=torch.int64)
         return self._host.pack(ids, mask, types, packed.data_ptr(), tokens, room, with_ids, indices)
 
+    def _are_ids(self, ids: Tensor, types: Any) -> bool:
+        """Whether these are ids of tokens on the model's device, and types, or None, beside them."""
+        if ids.dtype not in _IDS or ids.dim() != 2 or ids.device != self.device:
+            return False
+        if types is None:
+            return True
+        return (
+            self._segments
+            and type(types) is Tensor
+            and types.dtype in _IDS
+            and types.shape == ids.shape
+            and types.device == ids.device
+        )
 
-def _are_ids(ids: Tensor, types: Any) -> bool:
-    """Whether these are ids of tokens, and types, or None, beside them."""
-    if ids.dtype not in _IDS or ids.dim() != 2:
-        return False
-    if types is None:
-        return True
-    return (
-        type(types) is Tensor
-        and types.dtype in _IDS
-        and types.shape == ids.shape
-        and types.device == ids.device
-    )
+    def _kernel_tells(self) -> bool:
+        """Whether what serves `embedding` now reads no memory for a bad id, and tells of it."""
+        return dispatch.serving_function("bad_ids", ("embedding",), self.device, self.dtype) is not None
 
 
 def is_on_host(t: Tensor) -> bool:

@@ -20,6 +20,7 @@ from fastbert.ops.attention import AttentionInputs
 from fastbert.ops.attention_checks import check_bias, check_lengths
 from fastbert.ops.attention_places import checked_table
 from fastbert.ops.layer_norm import NARROW, LayerNormInputs
+from fastbert.ops.linear import forward_of
 from fastbert.ops.linear_norm import LinearNormInputs
 from fastbert.runtime import dispatch
 
@@ -179,7 +180,7 @@ def _run(layer, form, x, sequences, batch: Checked, parts: Parts) -> Tensor:
     attend = dispatch.launcher("attention_fwd", device, dtype)
     context = attend(inputs, False, False, batch.table)[0].view(rows, x.shape[1])
     x = _dense_norm(product, context, out_weight, out_bias, x, norm_weight, norm_bias, eps, sequences)
-    activate = dispatch.launcher("linear_fwd activation", device, dtype)
+    activate = dispatch.launcher(forward_of(form.activation, False, rows), device, dtype)
     inner = activate(x, up_weight, up_bias, form.activation, None, False)[0]
     return _dense_norm(product, inner, down_weight, down_bias, x, last_weight, last_bias, last_eps, sequences)
 
@@ -190,7 +191,8 @@ def _dense_norm(product, x, weight, bias, residual, norm_weight, norm_bias, eps,
         arrivals = sequences.arrivals
         if not arrivals:
             arrivals.append(linear_norm.new_arrivals(x.device))
-        launch = dispatch.launcher("linear_norm_fwd", x.device, x.dtype)
+        function = f"linear_norm_fwd{dispatch.rows_kind(x.shape[0])}"
+        launch = dispatch.launcher(function, x.device, x.dtype)
         inputs = LinearNormInputs(x, weight, bias, residual, norm_weight, norm_bias, eps, arrivals[0])
         return launch(inputs)
     z = product(x, weight, None, None, None, False)[0]

@@ -4,7 +4,8 @@ All checks of values (ids in range, kept tokens per sequence) share one read-bac
 waits for it once. It does not wait if the host has the lengths, as a mask or cu_seqlens in CPU memory:
 - All other inputs are on the host too. They are checked and packed there, then sent to the GPU.
 - The ids are on the GPU. The host does not check them. Our kernel does (kernels/bad_ids.py): it reads no
-  memory but the table's, makes the token NaN, and the next call raises an IndexError.
+  memory but the table's, makes the token NaN, and the next call raises an IndexError. A recorded graph treats
+  ids without a mask in the same way (graphs/staging.py).
 
 Under `torch.compile` values are not checked, and everything must be on the model's device.
 """

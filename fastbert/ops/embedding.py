@@ -16,6 +16,11 @@ Dropout comes after the norm. Its bits: `fastbert.ops.dropout`, plane 0, row = i
 column. The tables' gradients are summed in float32 in a fixed order, so repeats are bit-equal. Narrow tables
 of half precision are computed in float32, like narrow rows in `fastbert.ops.layer_norm`.
 
+A backend whose kernel reads no memory for an id that a table does not have, and tells of it, has one more
+function:
+
+    bad_ids(device) -> where it tells: an object with `check()`, which raises an IndexError
+
 Source: Devlin et al. 2018, "BERT", fig. 2.
 """
 

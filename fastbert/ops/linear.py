@@ -56,11 +56,11 @@ def linear_ref(
     return y.to(x.dtype)
 
 
-def _forward(activation: str | None, save: bool) -> str:
-    """What `dispatch` calls it: products with an activation may have a backend of their own."""
+def forward_of(activation: str | None, save: bool, rows: int) -> str:
+    """What `dispatch` calls it: products with an activation may have a backend of their own, few rows too."""
     if activation is None:
         return "linear_fwd"
-    return "linear_fwd activation training" if save else "linear_fwd activation"
+    return "linear_fwd activation training" if save else f"linear_fwd activation{dispatch.rows_kind(rows)}"
 
 
 def _backward_of(activation: str | None) -> str:
@@ -87,7 +87,8 @@ def linear_fwd(
     checks.operand("weight", weight, (out, depth), (x.dtype,), x, strided=True)
     checks.operand("bias", bias, (out,), (x.dtype,), x)
     checks.operand("residual", residual, (rows, out), (x.dtype,), x, strided=True)
-    return dispatch.call(_forward(activation, save), x, x, weight, bias, activation, residual, save)
+    function = forward_of(activation, save, rows)
+    return dispatch.call(function, x, x, weight, bias, activation, residual, save)
 
 
 @linear_fwd.register_fake
@@ -176,7 +177,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         # a separate setup_context would cost an inspect.signature at every call
-        output = dispatch.call(_forward(args[3], args[5]), args[0], *args)
+        output = dispatch.call(forward_of(args[3], args[5], args[0].shape[0]), args[0], *args)
         inputs = args[:-1]  # without `panels`
         _setup_context(ctx, inputs, output)
         return output[0]
@@ -271,5 +272,5 @@ def linear(
     elif save or (grad and residual is not None and residual.requires_grad):
         y = LinearFunction.apply(*args, panels)
     else:
-        y = dispatch.call(_forward(activation, save), x, *args, panels)[0]
+        y = dispatch.call(forward_of(activation, save, x.shape[0]), x, *args, panels)[0]
     return y if len(shape) == 2 else y.view(shape)

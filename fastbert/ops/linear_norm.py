@@ -78,12 +78,14 @@ def linear_norm_ref(
 def pays(x: Tensor, out_features: int) -> bool:
     """Whether `linear_norm` of these rows (rows, in) saves launches over `linear` and `layer_norm`.
 
-    That is for few rows in half precision on a GPU, where a backend has a kernel that passed its self-check.
+    That is for few rows in half precision on a GPU, where a backend has a kernel that passed its self-check:
+    for so many rows it is no slower than the two ops.
     """
     if x.dtype not in dispatch.HALF:
         return False
     try:
-        joins = dispatch.serving_function("joins_norm", ("linear_norm",), x.device, x.dtype)
+        op = f"linear_norm{dispatch.rows_kind(x.shape[0])}"
+        joins = dispatch.serving_function("joins_norm", (op,), x.device, x.dtype)
     except dispatch.BackendError:
         # A pinned backend that lacks this op may have the two others.
         return False
@@ -160,7 +162,7 @@ def linear_norm(
             "linear_norm: gradients are enabled and an argument requires one, but it is for inference: "
             "call it under torch.no_grad(), or use `linear` and `layer_norm`"
         )
-    y = dispatch.call("linear_norm_fwd", x, inputs)
+    y = dispatch.call(f"linear_norm_fwd{dispatch.rows_kind(inputs.x.shape[0])}", x, inputs)
     return y if len(shape) == 2 else y.view(shape)
 
 

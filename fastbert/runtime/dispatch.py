@@ -43,9 +43,11 @@ HALF = (torch.bfloat16, torch.float16)
 # it serves only on the devices where it is not slower.
 # A key may name one kind of call: "linear activation" is for calls with an activation, "linear half" for
 # calls in half precision, "linear activation half" for both. The most specific key counts. "attention
-# training" is for calls that save for backward, and for their backward. With such a key a self-check judges
-# the op's kernels in training by forward and backward together, and in inference by forward alone; without
-# one by all times together. A kernel whose forward is faster may have a slower backward.
+# training" is for calls that save for backward, and for their backward; "linear activation few" and "… some"
+# for calls of inference with at most the rows that `ROWS` says. With such a key a self-check judges the op's
+# kernels in these calls by themselves: in training by forward and backward together, for few rows by the
+# forward of few; without one by all times together. A kernel whose forward is faster may have a slower
+# backward, and one that is faster for many rows may be slower for few.
 TABLE: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {
         "attention": ("cpu", "aten", "reference"),
@@ -97,21 +99,29 @@ TABLE: dict[str, dict[str, tuple[str, ...]]] = {
         # float32 that is little compared with the products themselves.
         "linear activation half": ("cuda", "triton", "aten", "reference"),
         "linear activation training half": ("cuda", "triton", "aten", "reference"),
+        # Parts of the depth, so that all multiprocessors read the weight, and a second launch to add them.
+        "linear activation few half": ("cuda", "triton", "aten", "reference"),
+        "linear activation some half": ("cuda", "triton", "aten", "reference"),
         # cuBLAS's products with cross_entropy's kernels.
         "linear_cross_entropy": ("triton", "aten", "reference"),
         "linear_int8": ("aten", "reference"),
         # Two calls, which is what models do in float32.
         "linear_norm": ("aten", "reference"),
         # Up to 256 rows one launch instead of two, or of three where cuBLAS splits the depth. Per element of
-        # the product it moves 8 bytes, as float32 sums, and not 4, within the L2 cache. More rows are two
-        # calls, of which the norm is one pass.
+        # the product it moves 8 bytes, as float32 sums, and not 4, within the L2 cache, and the last program
+        # of a row tile normalizes alone: whether that pays depends on the rows. More rows are two calls, of
+        # which the norm is one pass.
         "linear_norm half": ("triton", "aten", "reference"),
+        "linear_norm few half": ("triton", "aten", "reference"),
+        "linear_norm some half": ("triton", "aten", "reference"),
         # Backward, which is `unpack`, writes each row once, where aten writes zeros first; forward is equal.
         "packing": ("triton", "aten", "reference"),
         # Reads the tokens once; aten writes them in float32 first, and their gradients too.
         "pooling": ("triton", "aten", "reference"),
     },
 }
+# The kinds of calls by their rows -> the most rows of each; calls with more have no such word.
+ROWS = {"few": 32, "some": 256}
 BACKENDS = ("reference", "aten", "cpu", "triton", "cuda")
 SELF_CHECKED = ("triton", "cuda")
 # The module whose `is_proven` says whether a kernel passed its self-check. It is loaded by name and at its
@@ -260,15 +270,24 @@ def _op_of(function: str) -> str:
 
 def ranking(function: str, device_type: str, dtype: torch.dtype) -> tuple[str, ...]:
     """The backends for calls of `function` ("linear_fwd", "linear_fwd activation"), best first."""
-    op, kind = _op_of(function), function.partition(" ")[2]
+    op, words = _op_of(function), function.split(" ")[1:]
     rankings = TABLE.get(device_type, {})
     half = ("half",) if dtype in HALF else ()
-    # a call in training without a line of its own is ranked as one in inference
-    for each in (kind.split(), kind.removesuffix("training").split(), []):
+    # a call in training, or with few rows, that has no line of its own is ranked as any other in inference
+    for count in range(len(words), -1, -1):
+        each = words[:count]
         for name in (" ".join((op, *each, *half)), " ".join((op, *each))):
             if name in rankings:
                 return rankings[name]
     return ("aten", "reference")
+
+
+def rows_kind(rows: int) -> str:
+    """The word of `ROWS` for calls with so many rows, behind a space; "" for more rows than all of them."""
+    for word, most in ROWS.items():
+        if rows <= most:
+            return f" {word}"
+    return ""
 
 
 def call_kinds(op: str, device_type: str) -> tuple[str, ...]:

@@ -46,10 +46,14 @@ class Case:
         grad_inputs: names of the inputs to differentiate.
         output_names: a name for each tensor that `call` returns.
         kind: the kind of call, where the dispatch table ranks it apart, such as "activation".
+        ranked_rows: its rows, where the dispatch table ranks calls with few apart; None where it does not.
+        parts: the ops that models call where no kernel of this op serves; () where they call this one.
     """
 
     op: ClassVar[str]
     kind: str = ""
+    ranked_rows: int | None = None
+    parts: ClassVar[tuple[str, ...]] = ()
     id: str
     grad_inputs: tuple[str, ...] = ()
     output_names: tuple[str, ...] = ("y",)
@@ -60,6 +64,10 @@ class Case:
 
     def call(self, **inputs) -> Tensor | tuple[Tensor, ...]:
         """The public op."""
+        raise NotImplementedError
+
+    def in_parts(self, **inputs) -> Tensor | tuple[Tensor, ...]:
+        """The same by the ops of `parts`, as models call them: what a kernel is timed beside."""
         raise NotImplementedError
 
     def eager(self, **inputs) -> Tensor | tuple[Tensor, ...]:
@@ -277,6 +285,11 @@ def gpu_cases(op: str) -> list[Case]:
 def bench_cases(op: str, lengths: tuple[int, ...]) -> list[Case]:
     """The cases that BERT-base needs of an op for a batch of sequences of these lengths, in tokens."""
     return list(importlib.import_module(f"fastbert.testing.op_cases.{op}").bench(lengths))
+
+
+def parts(op: str) -> tuple[str, ...]:
+    """The ops that models call where no kernel of `op` serves; () where they call `op` itself."""
+    return bench_cases(op, (128,))[0].parts
 
 
 def training_cases(op: str, lengths: tuple[int, ...]) -> list[Case]:

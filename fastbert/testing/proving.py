@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from fastbert.runtime import dispatch
-from fastbert.testing import checking, processes, speed, verdict_keys, verdicts
+from fastbert.testing import checking, error_rule, processes, speed, verdict_keys, verdicts
 from fastbert.testing.processes import Unit
 from fastbert.testing.verdicts import KILLED, SLOWER, UNDECIDED, Verdict
 
@@ -125,12 +125,18 @@ def _check(unit: Unit, device: torch.device) -> Verdict:
 
 
 def _lower(unit: Unit, device: torch.device) -> list[Unit]:
-    """The kernels of the unit's op and dtype that rank below it and whose check is due, the lowest first.
+    """The kernels of the unit's dtype that are to be checked before it and whose check is due.
 
-    They are checked before it, because it is timed beside the best of those that passed.
+    It is timed beside the best that passed: of those of its op that rank below it, the lowest first, or of
+    the ops that models call instead.
     """
     kinds = dispatch.call_kinds(unit.op, device.type)
     found: list[Unit] = []
+    for op in error_rule.parts(unit.op):
+        for name, dtype in to_check(op, device.type):
+            each = Unit(op, name, dtype)
+            if dtype == unit.dtype and is_due(known_verdict(name, op, device, dtype), device):
+                found += [lower for lower in (*_lower(each, device), each) if lower not in found]
     for name, dtype in to_check(unit.op, device.type):
         below = any(
             _is_below(
@@ -156,7 +162,7 @@ def _due(first: Unit, device: torch.device) -> list[Unit]:
             if dtype != first.dtype or unit in units:
                 continue
             if is_due(known_verdict(name, op, device, dtype), device):
-                units.append(unit)
+                units += [each for each in (*_lower(unit, device), unit) if each not in units]
     return units
 
 

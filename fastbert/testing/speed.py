@@ -1,13 +1,15 @@
 """Part of a self-check on a GPU: is the kernel slower than the backend that would serve without it?
 
 BERT-base's calls of the op are timed at three sizes: forward alone, and forward and backward as in training
-where both backends have a backward. Both backends take turns. A sample is a row of calls that the host has
-enqueued before the first one runs (`device_time`), so the times are the device's; the host's own are kept
-beside them. The kernel counts as slower if the geometric mean of its times over the other's is above
-`SLOWER`.
+where both backends have a backward. A fourth size has few rows, for the ops that choose by them. An op that
+models replace by others where no kernel serves it (`Case.parts`) is timed beside those. Both take turns. A
+sample is a row of calls that the host has enqueued before the first one runs (`device_time`), so the times
+are the device's; the host's own are kept beside them. The kernel counts as slower if the geometric mean of
+its times over the other's is above `SLOWER`.
 
 The kernel is judged by all times of an op together, except where the dispatch table has a line for the op's
-calls in training: then those are judged by the times in training, and the others by those of forward alone.
+calls in training, or with few rows: then those are judged by the times of such calls, and the others by the
+rest of those of forward alone.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from fastbert.testing.verdicts import FORWARD, TRAINING, Time, Verdict, ratio_of
 
 # Lengths of the sequences of a batch, in tokens: one short question; lengths as in SQuAD; a full batch.
 SIZES = ((128,), (384, 272, 210, 178, 164, 150, 128, 96), (512,) * 16)
+# The least one, for ops that choose by rows: one search query.
+FEWEST = (32,)
 # Of the other backend's time: what a repeated measurement may differ by.
 SLOWER = 1.03
 SAMPLES = 7
@@ -42,31 +46,51 @@ def compare(op: str, backend: str, device: torch.device, dtype: torch.dtype) -> 
 
     A size that does not fit into the device's memory is left out.
     """
-    found: list[Time] = []
-    for lengths in SIZES:
+    found: dict[tuple[str, str], Time] = {}
+    by_rows = any(_of_rows(word) in judged_passes(op, device.type) for word in dispatch.ROWS)
+    for lengths in (FEWEST, *SIZES) if by_rows else SIZES:
         with contextlib.suppress(torch.OutOfMemoryError):
             for case, training in _calls(op, lengths, dtype):
+                passes = TRAINING if training else passes_of(op, _kind(case, False), device.type) or FORWARD
+                if (case.id, passes) in found or (training and lengths is FEWEST):
+                    continue
                 other = _next(backend, case, device, dtype, training)
                 if other is not None:
                     (ms, host_ms), (other_ms, other_host_ms) = _times(
                         case, (backend, other), device, dtype, training
                     )
-                    passes = TRAINING if training else FORWARD
-                    found.append(Time(case.id, passes, ms, other, other_ms, host_ms, other_host_ms))
-    return tuple(found)
+                    time = Time(case.id, passes, ms, other, other_ms, host_ms, other_host_ms)
+                    found[case.id, passes] = time
+    return tuple(found.values())
+
+
+def _of_rows(word: str) -> str:
+    """What the forward of calls with "few" rows is called beside "forward" and "training"."""
+    return f"{FORWARD} of {word} rows"
 
 
 def judged_passes(op: str, device_type: str) -> tuple[str, ...]:
-    """The passes by which a kernel of the op is judged, each for itself: "forward", "training"; "" is all."""
-    apart = any(TRAINING in kind.split() for kind in dispatch.call_kinds(op, device_type))
-    return (FORWARD, TRAINING) if apart else ("",)
+    """The passes by which a kernel of the op is judged, each for itself; "" is all.
+
+    Such as "forward", "forward of few rows" and "training". The first is then the rest of forward.
+    """
+    words = {word for kind in dispatch.call_kinds(op, device_type) for word in kind.split()}
+    apart = [_of_rows(word) for word in dispatch.ROWS if word in words]
+    apart += [TRAINING] if TRAINING in words else []
+    return (FORWARD, *apart) if apart else ("",)
 
 
 def passes_of(op: str, kind: str, device_type: str) -> str:
     """The one of `judged_passes` that counts for a kind of call, such as "training"."""
-    if judged_passes(op, device_type) == ("",):
-        return ""
-    return TRAINING if TRAINING in kind.split() else FORWARD
+    judged = judged_passes(op, device_type)
+    named = [TRAINING if word == TRAINING else _of_rows(word) for word in kind.split()]
+    return next((passes for passes in named if passes in judged), judged[0])
+
+
+def _kind(case: error_rule.Case, training: bool) -> str:
+    """The kind of call that a case is, with the word for its rows."""
+    rows = "" if case.ranked_rows is None else dispatch.rows_kind(case.ranked_rows)
+    return f"{case.kind}{f' {TRAINING}' if training else rows}".lstrip()
 
 
 def why_slower(times: tuple[Time, ...], passes: str = "") -> str | None:
@@ -112,12 +136,15 @@ def _next(
 ) -> str | None:
     """The backend that would serve the case without `backend`; None where nothing is to be compared.
 
+    Where models would call other ops instead, it is their names.
     A kernel that needs a self-check itself counts where it has passed it; `proving` checks it first.
     """
-    kind = f"{case.kind} {TRAINING}".lstrip() if training else case.kind
+    kind = _kind(case, training)
     ranking = dispatch.ranking(f"{case.op}_fwd {kind}".rstrip(), device.type, dtype)
     if backend not in ranking:
         return None
+    if case.parts and not training:
+        return " + ".join(case.parts)
     for name in ranking[ranking.index(backend) + 1 :]:
         if dispatch.unsupported_reason(name, case.op, device.type, dtype) is None:
             if name in dispatch.SELF_CHECKED:
@@ -132,12 +159,15 @@ def _next(
 def _times(
     case: error_rule.Case, backends: tuple[str, str], device: torch.device, dtype: torch.dtype, training: bool
 ) -> list[tuple[float, float | None]]:
-    """(median milliseconds per call, those of the host) of each backend."""
+    """(median milliseconds per call, those of the host) of each backend, the second perhaps `case.parts`."""
+    parts = " + ".join(case.parts)
     inputs = error_rule.with_grad(case.inputs(dtype, device), case.grad_inputs if training else (), None)
     call = functools.partial(case.call, **inputs)
     if training:
         call = _step(call, [t for t in inputs.values() if isinstance(t, torch.Tensor) and t.requires_grad])
-    timed = [_Timed(call, case.op, backend, device, training) for backend in backends]
+    timed = [_Timed(call, {case.op: backend}, device, training) for backend in backends if backend != parts]
+    if parts in backends:
+        timed.append(_Timed(functools.partial(case.in_parts, **inputs), {}, device, training))
     for _ in range(SAMPLES):
         for each in timed:
             each.sample()
@@ -172,10 +202,10 @@ class _HostClock:
 
 
 class _Timed:
-    """The calls of one backend: warmed up, and as many per sample as are worth it."""
+    """The calls with some backends pinned: warmed up, and as many per sample as are worth it."""
 
-    def __init__(self, call: Callable, op: str, backend: str, device: torch.device, training: bool):
-        self.call, self.op, self.backend, self.training = call, op, backend, training
+    def __init__(self, call: Callable, pins: dict[str, str], device: torch.device, training: bool):
+        self.call, self.pins, self.training = call, pins, training
         self.on_gpu = device.type == "cuda"
         self.clock = DeviceClock() if self.on_gpu else _HostClock()
         self.samples: list[Sample] = []
@@ -189,7 +219,7 @@ class _Timed:
         self.clock.spin_for(warm.host_ms * self.count)
 
     def _timed(self, clock: Callable[[Callable, int], Sample], count: int) -> Sample:
-        with dispatch.trial(**{self.op: self.backend}), torch.set_grad_enabled(self.training):
+        with dispatch.trial(**self.pins), torch.set_grad_enabled(self.training):
             return clock(self._run, count)
 
     def _run(self, count: int) -> None:

@@ -479,6 +479,8 @@ def test_ops_and_dtypes_can_be_chosen():
         ("packing", torch.float16),
     }
     assert len(found) == len([u for u in units if u.op in args.op and u.dtype == torch.float16])
+    found = checks.wanted(units, checks.parse(["stream", "--op", "linear", "--backend", "cuda"]))
+    assert {(unit.op, unit.backend) for unit in found} == {("linear", "cuda")}
 
 
 @pytest.mark.parametrize("op", ["attention", "linear"])

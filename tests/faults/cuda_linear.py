@@ -23,11 +23,11 @@ def _fault(name: str, old: str, new: str, file: str = _TILES) -> Fault:
 
 FAULTS = (
     # barriers and waits
-    _fault("no barrier before the first fragments", "    wait_copies<Shape::kSlots - 2>();\n    __syncthreads();\n    load(0, 0, 0);", "    wait_copies<Shape::kSlots - 2>();\n    load(0, 0, 0);"),
-    _fault("first wait a group late", "    wait_copies<Shape::kSlots - 2>();\n    __syncthreads();\n    load(0, 0, 0);", "    wait_copies<Shape::kSlots - 1>();\n    __syncthreads();\n    load(0, 0, 0);"),
-    _fault("no barrier in the loop", "                wait_copies<Shape::kSlots - 2>();\n                __syncthreads();\n            }", "                wait_copies<Shape::kSlots - 2>();\n            }"),
-    _fault("no wait in the loop", "                wait_copies<Shape::kSlots - 2>();\n                __syncthreads();\n            }", "                __syncthreads();\n            }"),
-    _fault("wait in the loop a group late", "                wait_copies<Shape::kSlots - 2>();\n                __syncthreads();\n            }", "                wait_copies<Shape::kSlots - 1>();\n                __syncthreads();\n            }"),
+    _fault("no barrier before the first fragments", "    wait_copies<kSlots - 2>();\n    __syncthreads();\n    load(0, 0, 0);", "    wait_copies<kSlots - 2>();\n    load(0, 0, 0);"),
+    _fault("first wait a group late", "    wait_copies<kSlots - 2>();\n    __syncthreads();\n    load(0, 0, 0);", "    wait_copies<kSlots - 1>();\n    __syncthreads();\n    load(0, 0, 0);"),
+    _fault("no barrier in the loop", "                wait_copies<kSlots - 2>();\n                __syncthreads();\n            }", "                wait_copies<kSlots - 2>();\n            }"),
+    _fault("no wait in the loop", "                wait_copies<kSlots - 2>();\n                __syncthreads();\n            }", "                __syncthreads();\n            }"),
+    _fault("wait in the loop a group late", "                wait_copies<kSlots - 2>();\n                __syncthreads();\n            }", "                wait_copies<kSlots - 1>();\n                __syncthreads();\n            }"),
     _fault("copies are not committed", "        commit_copies();\n", ""),
     _fault("slot reused while it is read", "if (step == 0) copy(spare);", "if (step == 0) copy(slot);"),
     _fault("slot of the next step overwritten", "if (step == 0) copy(spare);", "if (step == 0) copy(following);"),

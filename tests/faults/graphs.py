@@ -361,12 +361,12 @@ FAULTS = (
     ),
     _fault(
         "ids on a device not copied",
-        "                    plan.ids[0].copy_(ids.reshape(-1))\n",
+        "                    plan.ids.copy_(ids)\n",
         "                    pass\n",
     ),
     _fault(
         "types on a device not copied",
-        "                        plan.ids[2].copy_(types.reshape(-1))\n",
+        "                        plan.types.copy_(types)\n",
         "                        pass\n",
     ),
     _fault("more tokens than planned for", "if not 0 < total <= self.buckets[-1] or", "if not 0 < total or"),
@@ -397,12 +397,66 @@ FAULTS = (
     ),
     _fault(
         "padding beside ids on a device",
-        "if not with_ids and shape[2] < shape[0] * shape[1]:",
+        "if self._host.measure(memory, mask, None) != whole:",
         "if False:",
         _STAGING,
     ),
     _fault(
-        "RoBERTa's ids not looked at", "if not self._by_column or not _are_ids", "if not _are_ids", _STAGING
+        "RoBERTa's ids not looked at",
+        "if has_lengths and self._by_column and self._kernel_tells():",
+        "if has_lengths and self._kernel_tells():",
+        _STAGING,
+    ),
+    _fault(
+        "ids that no kernel looks at stay on the device",
+        "if has_lengths and self._by_column and self._kernel_tells():",
+        "if has_lengths and self._by_column:",
+        _STAGING,
+    ),
+    _fault(
+        "ids without a mask are copied to the host",
+        "has_lengths = type(mask) is not Tensor or is_on_host(mask)",
+        "has_lengths = mask is not None and (type(mask) is not Tensor or is_on_host(mask))",
+        _STAGING,
+    ),
+    _fault(
+        "types of a family without segments taken",
+        "            self._segments\n            and type(types)",
+        "            type(types)",
+        _STAGING,
+    ),
+    _fault(
+        "what is packed without ids is packed again",
+        "same = None if batch.with_ids else",
+        "same = None if True else",
+    ),
+    _fault(
+        "another shape's positions left",
+        "same = None if batch.with_ids else (key, types is None)",
+        "same = None if batch.with_ids else (types is None,)",
+    ),
+    _fault(
+        "types of the call before left",
+        "same = None if batch.with_ids else (key, types is None)",
+        "same = None if batch.with_ids else (key,)",
+    ),
+    _fault(
+        "what a call with ids wrote left",
+        "                    self._packed = None\n"
+        "                    plan.inputs.copy_(packed, non_blocking=True)\n"
+        "                    self._packed = same\n",
+        "                    plan.inputs.copy_(packed, non_blocking=True)\n"
+        "                    self._packed = same or self._packed\n",
+    ),
+    _fault(
+        "what another recording wrote left",
+        "        self._packed = None\n        self._memory.zero_()\n",
+        "        self._memory.zero_()\n",
+    ),
+    _fault(
+        "what a replay wrote left",
+        "        self._packed = None\n        _, rows, ends, _ = self._rows(bucket.tokens)\n",
+        "        _, rows, ends, _ = self._rows(bucket.tokens)\n",
     ),
     _fault("ends where indices are", "ends = memory[3 * tokens :", "ends = memory[4 * tokens :", _STAGING),
     _fault(

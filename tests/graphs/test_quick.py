@@ -53,9 +53,10 @@ def only_quick(monkeypatch):
     monkeypatch.setattr(graphs, "check_inputs", refuse)
 
 
-def on_a_device(monkeypatch, *on_host):
-    """All tensors but these count as a GPU's."""
+def on_a_device(monkeypatch, *on_host, tells=True):
+    """All tensors but these count as a GPU's, where the kernel that reads the ids may tell of bad ones."""
     monkeypatch.setattr(staging, "is_on_host", lambda t: any(t is other for other in on_host))
+    monkeypatch.setattr(staging.Stage, "_kernel_tells", lambda stage: tells)
 
 
 @pytest.mark.parametrize(
@@ -94,19 +95,93 @@ def test_other_families(family, name, monkeypatch):
 
 @pytest.mark.parametrize("types", [None, TYPES])
 @pytest.mark.parametrize("mask", [None, torch.ones(4, 9).long()])
-def test_ids_on_a_device_and_the_mask_on_the_host(mask, types, monkeypatch):
+def test_ids_on_a_device_and_the_lengths_on_the_host(mask, types, monkeypatch):
     """The ids are not copied to the host."""
     g = Graphed(shared())
-    given = {"input_ids": PADDED["input_ids"], "attention_mask": torch.ones(4, 9).long()}
-    given["token_type_ids"] = types
+    given = {"input_ids": PADDED["input_ids"], "attention_mask": mask, "token_type_ids": types}
     g.check(**given)
     only_quick(monkeypatch)
-    on_a_device(monkeypatch, given["attention_mask"])
+    on_a_device(monkeypatch, mask)
     monkeypatch.setattr(staging, "to_host", None)
     g.check(**given)
     assert g.graphed.replays == 2
 
 
+def test_only_the_ids_are_copied_again(monkeypatch):
+    """What the host packs beside ids on a device lies there from call to call, until anything else does."""
+    g = Graphed(shared())
+    ids = PADDED["input_ids"]
+    calls = {
+        "whole": {"input_ids": ids},
+        "other ids": {"input_ids": ids.flip(0)},
+        "typed": {"input_ids": ids, "token_type_ids": TYPES},
+        "other types": {"input_ids": ids, "token_type_ids": 1 - TYPES},
+        "other shape": {"input_ids": ids[:2, :7]},
+        "same tokens": {"input_ids": ids.view(6, 6)},
+        "first": {"input_ids": ids, "first_token_only": True},
+        "padded": PADDED,
+        "packed": {"input_ids": ids, "position_ids": torch.arange(9).flip(0)[None]},
+    }
+    for given in calls.values():
+        g.check(**given)
+        g.check(**given)
+    packs, pack = [], staging.Stage.pack
+    monkeypatch.setattr(staging.Stage, "pack", lambda *args: packs.append(args) or pack(*args))
+    on_a_device(monkeypatch)
+
+    def packed(*names):
+        packs.clear()
+        for name in names:
+            g.check(**calls[name])
+        return len(packs)
+
+    assert packed("whole", "whole", "other ids", "whole") == 1
+    assert packed("typed", "other types", "typed") == 1
+    for name in ("other shape", "same tokens", "first", "padded", "typed"):
+        packed("whole")
+        assert packed(name, "whole", "other ids") == 2
+    # by `_replay`
+    assert packed("packed", "other ids") == 1
+    g.graphed._blank()
+    assert packed("whole", "whole") == 1
+    g.graphed.clear()
+    assert packed("whole") == 0
+    assert packed("whole", "whole") == 1
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(4, 9).long()])
+def test_ids_that_no_kernel_looks_at_are_checked_on_the_host(mask, monkeypatch):
+    g = Graphed(shared())
+    given = {"input_ids": PADDED["input_ids"], "attention_mask": mask}
+    g.check(**given)
+    on_a_device(monkeypatch, mask, tells=False)
+    g.check(**given)
+    with pytest.raises(ValueError, match="token id 200 is outside"), torch.no_grad():
+        g.graphed(**given | {"input_ids": torch.full((4, 9), 200)})
+
+
+def test_types_of_a_family_without_segments_are_refused(monkeypatch):
+    g = Graphed(shared("distilbert"))
+    given = {"input_ids": PADDED["input_ids"]}
+    g.check(**given)
+    on_a_device(monkeypatch)
+    with pytest.raises(ValueError, match="token_type_ids: distilbert has no segment"), torch.no_grad():
+        g.graphed(**given, token_type_ids=TYPES)
+
+
+def test_which_kernels_tell_of_bad_ids(monkeypatch):
+    stage = staging.Stage(shared().config, CPU, torch.float32)
+    assert not stage._kernel_tells()
+    monkeypatch.setitem(dispatch.TABLE["cpu"], "embedding", ("triton", "aten", "reference"))
+    triton = dispatch.backend_module("triton")
+    monkeypatch.setattr(triton, "available", lambda device_type: None)
+    with dispatch.use_backend(embedding="triton"):
+        assert stage._kernel_tells()
+    with dispatch.use_backend("aten"):
+        assert not stage._kernel_tells()
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(4, 9).long()])
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -117,11 +192,11 @@ def test_ids_on_a_device_and_the_mask_on_the_host(mask, types, monkeypatch):
         {"input_ids": torch.full((4, 9), 5)[0]},
     ],
 )
-def test_bad_ids_on_a_device_and_the_mask_on_the_host(wrong, monkeypatch):
+def test_bad_ids_on_a_device_and_the_lengths_on_the_host(wrong, mask, monkeypatch):
     g = Graphed(shared())
-    given = {"input_ids": PADDED["input_ids"], "attention_mask": torch.ones(4, 9).long()}
+    given = {"input_ids": PADDED["input_ids"], "attention_mask": mask}
     g.check(**given)
-    on_a_device(monkeypatch, given["attention_mask"])
+    on_a_device(monkeypatch, mask)
     with pytest.raises((TypeError, ValueError), match=r"token_type_ids|input_ids"), torch.no_grad():
         g.graphed(**given | wrong)
 
@@ -282,7 +357,7 @@ def test_packed_rows_are_those_of_check_inputs(family, seed):
     types = torch.randint(0, 2, (size, seqlen), generator=g) if model.family.segments else None
     if seed == 0:
         mask = None
-    stage = staging.Stage(model.config, CPU)
+    stage = staging.Stage(model.config, CPU, torch.float32)
     made = stage.batch(ids, mask, types)
     expected = check_inputs(model.config, CPU, ids, mask, types, None, None)
     total, packing = len(expected.input_ids), expected.packing
@@ -520,7 +595,7 @@ def test_what_no_recording_serves_after_quick_calls():
 
 
 def test_a_batch_that_has_no_room():
-    stage = staging.Stage(shared().config, CPU)
+    stage = staging.Stage(shared().config, CPU, torch.float32)
     made = stage.batch(PADDED["input_ids"], PADDED["attention_mask"], None)
     memory = torch.full((words(64, 8),), -7)
     for tokens, room, indices, words_said in (

@@ -60,7 +60,10 @@ NEW_MEMBERS = {
 }
 # What is new outside the ops (a new function of an op breaks no caller): name -> reason.
 NEW = {
+    "testing.Case.in_parts": "what a kernel of several ops is timed beside",
     "testing.Case.kind": "which calls a self-check times",
+    "testing.Case.parts": "what a kernel of several ops is timed beside",
+    "testing.Case.ranked_rows": "calls of few rows are judged apart",
     "testing.chance_allowance": "was luck",
     "testing.training_cases": "what a training step calls, which `make gpu` checks",
 }

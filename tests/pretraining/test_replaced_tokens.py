@@ -538,7 +538,8 @@ def test_the_discriminator_learns(seed, tokenizer_dir, tmp_path):
         return sum(n["replaced"] for _, _, n in some) / sum(batch.counts[of] for batch, _, _ in some)
 
     labels = np.concatenate([batch.inputs["labels"] for batch, _, _ in last])
-    majority = learning_text.majority_loss(share(last, "rtd"))
+    replaced = share(last, "rtd")
+    majority = learning_text.majority_loss(np.array([1 - replaced, replaced]))
     unigram = learning_text.unigram_loss(corpus, labels[labels != IGNORED])
     rtd, mlm = (np.mean([losses[name] for _, losses, _ in last]) for name in ("rtd", "mlm"))
     print(f"rtd {rtd:.4f} of {majority:.4f}, mlm {mlm:.3f} of {unigram:.3f}")

@@ -103,7 +103,7 @@ def broken_rules(case, dtype, **more):
 @pytest.mark.parametrize(
     "lengths",
     (
-        *((n,) for n in (1, 7, 63, 64, 65, 127, 128, 129, 193, 300, 320, 321, 384, 449, 512, 600)),
+        *((n,) for n in (1, 7, 63, 64, 65, 127, 128, 129, 193, 300, 320, 321, 384, 430, 512, 570)),
         (0, 1, 0),
         (127, 128, 129),
         (2, 0, 64, 0, 63, 65),
@@ -112,7 +112,7 @@ def broken_rules(case, dtype, **more):
     ids=str,
 )
 def test_lengths(emulated, lengths, dtype, p, schedule, seed):
-    """Tiles with a rest, a group without queries, rings that turn once and twice."""
+    """Tiles with a rest, rings that turn once and twice, also for one group alone."""
     emulated.schedule, emulated.seed = schedule, seed
     check(emulated, made(lengths, 2 if sum(lengths) < 200 else 1, dtype, p=p, capacity=1, slack=1))
 

@@ -57,6 +57,30 @@ def test_every_forward_tile(emulated, plan, schedule):
 
 
 @pytest.mark.parametrize("schedule", ("late", "early"))
+@pytest.mark.parametrize(("tile", "slots"), ((16, 9), (32, 8), (64, 6)))
+def test_a_block_with_a_multiprocessor_to_itself_has_a_longer_ring(emulated, tile, slots, schedule):
+    """Few steps and many blocks have the short one; depth up to and past the longer one's slots."""
+    emulated.schedule = schedule
+
+    def product(rows, depth, out, parts=1):
+        x, weight = (whole_numbers(n, depth, dtype=torch.bfloat16, seed=n) for n in (rows, out))
+        y, _ = call(emulated, launchers.linear_fwd_with, (tile, parts), x, weight, None, None, None, False)
+        equal(y, x.float() @ weight.float().T)
+        # that of the product: with parts another one adds them
+        return emulated.launches[-min(parts, 2)].shared_bytes // ((tile + 128) * 64 * 2)
+
+    for depth in (193, 64 * (slots - 1), 64 * slots + 8, 64 * (2 * slots + 1) - 8):
+        assert product(tile + 3, depth // 8 * 8 + 8, 137) == slots
+    assert product(5, 192, 8) == 4
+    assert product(5, 7 * 64, 8, parts=2) == 4
+    assert product(5, 8 * 64, 8, parts=2) == slots
+    if tile == 16:
+        # 132 multiprocessors
+        assert product(12 * tile, 256, 11 * 128) == slots
+        assert product(12 * tile + 1, 256, 11 * 128) == 4
+
+
+@pytest.mark.parametrize("schedule", ("late", "early"))
 @pytest.mark.parametrize("plan", ((64, 1), (64, 2), (128, 1), (128, 2)), ids=str)
 def test_every_backward_tile(emulated, plan, schedule):
     emulated.schedule = schedule

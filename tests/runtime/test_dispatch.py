@@ -10,8 +10,10 @@ import torch
 
 from fastbert import testing
 from fastbert.backends import aten, cpu, reference
+from fastbert.ops import linear_norm as linear_norm_op
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
+from fastbert.ops.linear_norm import linear_norm
 from fastbert.runtime import dispatch
 from fastbert.testing import serving
 from tests.support.fake_backends import FLOATS, fake_backend, run
@@ -53,7 +55,12 @@ def test_every_line_of_the_table_is_of_known_ops_and_backends_and_ends_in_refere
         for line, names in lines.items():
             assert line.split()[0] in dispatch.OPS
             kind = " ".join(line.split()[1:]).removesuffix("half").strip()
-            assert kind in ("", "activation", "training", "activation training")
+            words = kind.split()
+            assert kind == "" or words[-1] in ("activation", "training", *dispatch.ROWS)
+            assert words[:-1] in ([], ["activation"])
+            if words and words[-1] in dispatch.ROWS:
+                # a call of fewer rows must not fall back to the line of all
+                assert all(line.replace(words[-1], word) in lines for word in dispatch.ROWS)
             assert names[-1] == "reference"
             assert set(names) <= set(dispatch.BACKENDS)
             for name in names:
@@ -67,6 +74,11 @@ def test_every_line_of_the_table_is_of_known_ops_and_backends_and_ends_in_refere
         ("linear_fwd activation", torch.bfloat16, "cuda"),
         ("linear_fwd activation", torch.float16, "cuda"),
         ("linear_fwd activation", torch.float32, "aten"),
+        ("linear_fwd activation few", torch.bfloat16, "cuda"),
+        ("linear_fwd activation some", torch.float32, "aten"),
+        ("linear_norm_fwd some", torch.bfloat16, "triton"),
+        ("linear_norm_fwd few", torch.float32, "aten"),
+        ("layer_norm_fwd few", torch.float32, "cuda"),
         ("linear_bwd", torch.bfloat16, "aten"),
         ("linear_bwd activation", torch.bfloat16, "cuda"),
         ("linear_bwd activation", torch.float32, "aten"),
@@ -98,11 +110,13 @@ def test_the_narrowest_line_counts(monkeypatch, calls):
     monkeypatch.setitem(dispatch.TABLE, "cpu", lines | {"linear activation": ("reference",)})
     assert dispatch.call_kinds("linear", "cpu") == ("", "activation")
     assert dispatch.call_kinds("packing", "cpu") == ("",)
-    assert dispatch.call_kinds("linear", "cuda") == ("", "activation", "activation training")
+    kinds = "", "activation", "activation few", "activation some", "activation training"
+    assert dispatch.call_kinds("linear", "cuda") == kinds
     assert dispatch.call_kinds("attention", "cuda") == ("", "training")
     assert dispatch.ranking("linear_fwd", "cpu", torch.float16) == ("aten", "reference")
     assert dispatch.ranking("linear_fwd activation", "cpu", torch.float16) == ("reference",)
-    # a call in training has the line of one in inference where there is none of its own
+    # a call in training, or of few rows, has the line of one in inference where there is none of its own
+    assert dispatch.ranking("linear_fwd activation few", "cpu", torch.float16) == ("reference",)
     assert dispatch.ranking("linear_fwd activation training", "cpu", torch.float16) == ("reference",)
     assert dispatch.ranking("linear_fwd training", "cpu", torch.float16) == ("aten", "reference")
     monkeypatch.setitem(dispatch.TABLE["cpu"], "linear activation training", ("cpu", "reference"))
@@ -128,6 +142,24 @@ def test_the_narrowest_line_counts(monkeypatch, calls):
     rows = {(c.op, c.dtype): c.backend for c in serving.choices("cpu")}
     assert rows["linear", "bfloat16"] == "aten"
     assert rows["linear activation", "bfloat16"] == "reference"
+
+
+@pytest.mark.parametrize(
+    ("rows", "word"), [(0, " few"), (1, " few"), (32, " few"), (33, " some"), (256, " some"), (257, "")]
+)
+@pytest.mark.parametrize("training", [False, True])
+def test_few_rows_are_told_in_inference(monkeypatch, rows, word, training):
+    asked, real = [], dispatch._serving
+    monkeypatch.setattr(dispatch, "_serving", lambda call, *rest: asked.append(call) or real(call, *rest))
+    assert dispatch.rows_kind(rows) == word
+    x, w = torch.ones(rows, 1, 2, requires_grad=training), torch.ones(3, 2)
+    linear(x, w, activation="relu")
+    linear(x, w)
+    assert asked == [f"linear_fwd activation{' training' if training else word}", "linear_fwd"]
+    asked.clear()
+    linear_norm(x.detach(), w, None, torch.ones(rows, 1, 3), torch.ones(3))
+    linear_norm_op.pays(x.detach().flatten(1).half(), 3)
+    assert asked == [f"linear_norm_fwd{word}"] * 2
 
 
 def test_the_next_function_is_that_of_the_backend_behind(monkeypatch):

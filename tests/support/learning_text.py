@@ -6,7 +6,6 @@ something is learnt, far too little to say how well.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -68,6 +67,7 @@ def unigram_loss(corpus: Corpus, labels: np.ndarray) -> float:
     return float(-np.log(counts[labels] / corpus.num_tokens).mean())
 
 
-def majority_loss(share: float) -> float:
-    """The binary cross-entropy of always saying the share itself."""
-    return -(share * math.log(share) + (1 - share) * math.log(1 - share))
+def majority_loss(shares: np.ndarray) -> float:
+    """The cross-entropy of always saying the classes' own shares, a vector that sums to 1."""
+    some = shares[shares > 0]
+    return float(-(some * np.log(some)).sum())

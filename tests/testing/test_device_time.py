@@ -100,8 +100,7 @@ def test_a_self_check_times_the_device_and_keeps_the_hosts_time(monkeypatch):
     made = []
     timed = speed._Timed(
         lambda: made.append(1) or stream.kernel(0.1, 0.01),
-        "layer_norm",
-        "aten",
+        {"layer_norm": "aten"},
         torch.device("cuda", 0),
         False,
     )
@@ -113,7 +112,7 @@ def test_a_self_check_times_the_device_and_keeps_the_hosts_time(monkeypatch):
     # the spin is right at the first sample
     assert len(made) == 5 + 3 * timed.count
     slow = speed._Timed(
-        lambda: stream.kernel(0.01, 1.5), "layer_norm", "aten", torch.device("cuda", 0), False
+        lambda: stream.kernel(0.01, 1.5), {"layer_norm": "aten"}, torch.device("cuda", 0), False
     )
     assert slow.count == 2
     slow.sample()

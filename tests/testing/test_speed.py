@@ -13,7 +13,7 @@ from fastbert.ops.feed_forward import feed_forward
 from fastbert.ops.layer_norm import layer_norm
 from fastbert.ops.linear import linear
 from fastbert.runtime import dispatch
-from fastbert.testing import checking, proving, serving, speed, verdict_keys, verdicts
+from fastbert.testing import checking, error_rule, proving, serving, speed, verdict_keys, verdicts
 from fastbert.testing.op_cases.layer_norm import LayerNormCase
 from fastbert.testing.op_cases.linear import LinearCase
 from fastbert.testing.verdicts import Time, Verdict
@@ -399,7 +399,8 @@ def test_both_passes_of_training_ask_for_one_backend(monkeypatch, op, compiled):
     kind = " activation" if op == "linear" else ""
     call = torch.compile(call, backend="aot_eager") if compiled else call
     call(x)
-    assert [each for each in asked if each.startswith(f"{op}_")] == [f"{op}_fwd{kind}"]
+    few = " few" if op == "linear" else ""
+    assert [each for each in asked if each.startswith(f"{op}_")] == [f"{op}_fwd{kind}{few}"]
     asked.clear()
     dispatch._resolved.clear()
     call(x.clone().requires_grad_()).sum().backward()
@@ -414,3 +415,138 @@ def test_an_activation_in_training_is_judged_by_training():
         assert speed.why_not(found, op, kind, "cuda") is None
         assert speed.why_not(found, op, f"{kind} training".lstrip(), "cuda").startswith("slower in training")
     assert speed.why_not(found, "embedding", "training", "cuda") is None
+
+
+# --- calls of few rows are judged apart where the table has lines for them ----------------------------------
+
+LINEAR = {name: getattr(aten, name) for name in ("linear_fwd", "linear_norm_fwd")}
+
+
+def few_rows_kernel(monkeypatch, clock, op, milliseconds, aten_ms=1.0):
+    """A kernel of `op` that lasts as `milliseconds(rows)` says, in a table with lines for few rows."""
+    launcher = f"{op}_fwd"
+
+    def rows_of(args):
+        return (args[0].x if isinstance(args[0], tuple) else args[0]).shape[0]
+
+    def fwd(*args):
+        clock.now += milliseconds(rows_of(args)) * 1e-3
+        return LINEAR[launcher](*args)
+
+    monkeypatch.setattr(aten, launcher, clock.lasting(LINEAR[launcher], aten_ms * 1e-3))
+    module = fake_backend(monkeypatch)
+    module.DTYPES = {op: FLOATS}
+    setattr(module, launcher, fwd)
+    kind = " activation" if op == "linear" else ""
+    for line in (f"{op}{kind}", *(f"{op}{kind} {word}" for word in dispatch.ROWS)):
+        monkeypatch.setitem(dispatch.TABLE["cpu"], line, ("triton", "aten", "reference"))
+    monkeypatch.setitem(dispatch.TABLE["cpu"], "layer_norm", ("aten", "reference"))
+    monkeypatch.setattr(speed, "SIZES", ((128,), (300, 4)))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("few", "some", "many"), [(0.5, 2, 2), (2, 0.5, 2), (2, 2, 0.5), (2, 0.5, 0.5), (0.5, 0.5, 0.5)]
+)
+def test_a_kernel_may_serve_for_some_numbers_of_rows_alone(monkeypatch, clock, few, some, many):
+    few_rows_kernel(
+        monkeypatch, clock, "linear", lambda rows: few if rows <= 32 else some if rows <= 256 else many
+    )
+    served = {}
+    for _ in range(2):
+        for rows, ms in ((1, few), (32, few), (33, some), (256, some), (257, many)):
+            x, w = torch.ones(rows, 8), torch.ones(8, 8)
+            linear(x, w, activation="gelu")
+            before = clock.now
+            linear(x, w, activation="gelu")
+            served[rows] = "triton" if ms < 1 else "aten"
+            assert clock.now - before == pytest.approx(min(ms, 1.0) * 1e-3)
+            call = f"linear_fwd activation{dispatch.rows_kind(rows)}"
+            assert dispatch.serving_backend(call, CPU, torch.float32) == served[rows]
+        # once more by the verdict on disk
+        monkeypatch.setattr(proving, "_verdicts", {})
+        dispatch._resolved.clear()
+    found = verdicts.load(verdict_keys.key_of("linear", "triton", CPU, torch.float32))
+    passes = [t.passes for t in found.times if t.case.endswith("768x3072-gelu")]
+    assert passes == ["forward of few rows", "forward of some rows", "forward"]
+    words = dict(zip(passes, (few, some, many), strict=True))
+    order = ("forward", "forward of few rows", "forward of some rows")
+    assert speed.judged_passes("linear", "cpu") == order
+    assert serving.beside(found, "linear", "cpu") == "".join(
+        f", {name} {words[name]:.2f} x the time of aten{' (does not serve)' * (words[name] > 1)}"
+        for name in order
+    )
+    rows = {c.op: c.backend for c in serving.choices("cpu") if c.dtype == "float32"}
+    assert rows["linear activation few"] == served[32]
+    assert rows["linear activation some"] == served[256]
+    assert rows["linear activation"] == served[257]
+
+
+def test_a_kernel_that_is_slower_for_any_number_of_rows_is_slower(monkeypatch, clock):
+    few_rows_kernel(monkeypatch, clock, "linear", lambda rows: 2.0)
+    linear(torch.ones(4, 8), torch.ones(8, 8), activation="gelu")
+    found = verdicts.load(verdict_keys.key_of("linear", "triton", CPU, torch.float32))
+    assert found.outcome == "slower"
+    assert found.reason.count("slower in forward") == 3
+    assert "slower in forward of few rows than aten: 2.00 x its time" in found.reason
+
+
+def test_few_rows_are_not_timed_in_training(monkeypatch, clock):
+    module = few_rows_kernel(monkeypatch, clock, "linear", lambda rows: 1.0)
+    module.linear_bwd = aten.linear_bwd
+    monkeypatch.setattr(speed, "_times", lambda *args: [(1.0, None)] * 2)
+    times = speed.compare("linear", "triton", CPU, torch.float32)
+    assert [(t.case.split("x")[0], t.passes) for t in times if "768x3072" in t.case] == [
+        ("32", "forward of few rows"),
+        ("128", "forward of some rows"),
+        ("128", "training"),
+        ("304", "forward"),
+        ("304", "training"),
+    ]
+
+
+def test_what_two_sizes_have_in_common_is_timed_once(monkeypatch, clock):
+    """Models call linear_norm for at most 256 rows."""
+    few_rows_kernel(monkeypatch, clock, "linear_norm", lambda rows: 1.0)
+    monkeypatch.setattr(speed, "SIZES", ((128,), (300, 4), (700,)))
+    timed = []
+    monkeypatch.setattr(speed, "_times", lambda case, *_: timed.append(case.rows) or [(1.0, None)] * 2)
+    speed.compare("linear_norm", "triton", CPU, torch.float32)
+    assert timed == [32, 32, 128, 128, 256, 256]
+
+
+def test_an_op_that_stands_for_others_is_timed_beside_those(monkeypatch, clock):
+    """A model would call a product and LayerNorm, each by what serves it, and not the op's next backend."""
+    few_rows_kernel(monkeypatch, clock, "linear_norm", lambda rows: 2.4 if rows <= 32 else 2.6, aten_ms=9.0)
+    monkeypatch.setattr(speed, "SIZES", ((128,), (300, 4), (700,)))
+    monkeypatch.setattr(aten, "linear_fwd", clock.lasting(LINEAR["linear_fwd"], 1.5e-3))
+    monkeypatch.setitem(dispatch.TABLE["cpu"], "linear", ("aten", "reference"))
+    for rows, pays in ((32, True), (33, False), (200, False)):
+        kind = f"linear_norm_fwd{dispatch.rows_kind(rows)}"
+        expected = "triton" if pays else "aten"
+        assert dispatch.serving_backend(kind, CPU, torch.float32) == expected, rows
+    found = verdicts.load(verdict_keys.key_of("linear_norm", "triton", CPU, torch.float32))
+    # two products of each size; 304 and 700 tokens are timed as 256, once
+    assert [(t.case.split("x")[0], t.other) for t in found.times] == [
+        (rows, "linear + layer_norm") for rows in ("32", "32", "128", "128", "256", "256")
+    ]
+    assert [t.other_ms for t in found.times] == [pytest.approx(2.5)] * 6
+
+
+def test_what_an_op_stands_for_is_checked_before_it(monkeypatch, clock):
+    module = few_rows_kernel(monkeypatch, clock, "linear_norm", lambda rows: 1.0)
+    module.DTYPES = {"linear_norm": FLOATS, "layer_norm": FLOATS}
+    monkeypatch.setitem(dispatch.TABLE["cpu"], "layer_norm", ("triton", "aten", "reference"))
+    unit = proving.Unit("linear_norm", "triton", torch.float32)
+    norm = proving.Unit("layer_norm", "triton", torch.float32)
+    assert proving._due(unit, CPU) == [norm, unit]
+    assert proving._due(norm, CPU) == [norm, unit]
+    verdicts.store(verdict_keys.key_of("layer_norm", "triton", CPU, torch.float32), Verdict(None))
+    assert proving._due(unit, CPU) == [unit]
+
+
+@pytest.mark.parametrize("op", ["linear_norm"])
+def test_what_an_op_stands_for_computes_the_same(op):
+    for case in (c for c in error_rule.cases(op) if c.parts):
+        inputs = case.inputs(torch.float64, CPU)
+        torch.testing.assert_close(case.in_parts(**inputs), case.oracle(**inputs))

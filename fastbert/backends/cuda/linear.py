@@ -183,8 +183,9 @@ def gradient(
 
 def _following(function: str, x: Tensor, activation: str | None, training: bool):
     """The next backend's launcher, for calls that the kernels cannot read."""
-    kind = "" if activation is None else " activation training" if training else " activation"
-    return dispatch.next_function("cuda", function + kind, x.device, x.dtype)
+    if activation is not None:
+        function += " activation" + (" training" if training else dispatch.rows_kind(x.shape[0]))
+    return dispatch.next_function("cuda", function, x.device, x.dtype)
 
 
 def linear_fwd(x, weight, bias, activation, residual, save, panels=None):

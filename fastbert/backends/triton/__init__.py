@@ -18,6 +18,7 @@ from fastbert.backends.triton.device import available
 from fastbert.backends.triton.feed_forward import feed_forward_bwd, feed_forward_fwd
 from fastbert.backends.triton.first_attention import first_attention_fwd, first_attention_pays
 from fastbert.backends.triton.forwarders import (
+    bad_ids,
     cross_entropy_bwd,
     cross_entropy_fwd,
     embedding_bwd,
@@ -52,6 +53,7 @@ __all__ = [
     "attention_fwd",
     "attention_places",
     "available",
+    "bad_ids",
     "cross_entropy_bwd",
     "cross_entropy_fwd",
     "embedding_bwd",

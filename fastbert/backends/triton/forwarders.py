@@ -29,6 +29,10 @@ def embedding_fwd(inputs, save):
     return kernels("embedding").embedding_fwd(inputs, save)
 
 
+def bad_ids(device):
+    return kernels("bad_ids").bad_ids(device)
+
+
 def embedding_bwd(dy, saved, need_dinputs_embeds, need_dln):
     return kernels("embedding").embedding_bwd(dy, saved, need_dinputs_embeds, need_dln)
 

@@ -31,6 +31,10 @@ class LinearCase(Case):
         return "activation" if self.activation else ""
 
     @property
+    def ranked_rows(self) -> int:
+        return self.rows
+
+    @property
     def id(self) -> str:
         options = [self.activation] if self.activation else []
         options += [] if self.bias else ["no_bias"]
@@ -91,6 +95,8 @@ ON_GPU = [
     LinearCase(1000, 200, 2000, "gelu", residual=True),
     LinearCase(700, 200, 2000),
     LinearCase(1000, 200, 1000, "gelu"),
+    # few rows, two of them as they are timed: small tiles, and the longer ring of the `cuda` kernel
+    *(LinearCase(rows, 768, 3072, "gelu") for rows in (16, 32, 128)),
 ]
 CASES = [
     *SMALL,

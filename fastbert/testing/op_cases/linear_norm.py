@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from fastbert.ops.layer_norm import layer_norm
+from fastbert.ops.linear import linear
 from fastbert.ops.linear_norm import linear_norm, linear_norm_ref, new_arrivals
 from fastbert.testing.error_rule import Case
 
@@ -24,6 +26,11 @@ class LinearNormCase(Case):
     eps: float = 1e-12
 
     op = "linear_norm"
+    parts = ("linear", "layer_norm")
+
+    @property
+    def ranked_rows(self) -> int:
+        return self.rows
 
     @property
     def id(self) -> str:
@@ -52,6 +59,10 @@ class LinearNormCase(Case):
 
     def call(self, **inputs):
         return linear_norm(**inputs, eps=self.eps)
+
+    def in_parts(self, x, weight, bias, residual, norm_weight, norm_bias, arrivals):
+        z = linear(x, weight)
+        return layer_norm(z, norm_weight, norm_bias, residual=residual, x_bias=bias, eps=self.eps)
 
     def eager(self, x, weight, bias, residual, norm_weight, norm_bias, arrivals):
         z = F.linear(x, weight, bias) + residual

@@ -36,6 +36,12 @@ using cudaStream_t = struct CudaStream*;
 constexpr cudaError_t cudaSuccess = 0;
 inline const char* cudaGetErrorString(cudaError_t) { return "an error of the emulated device"; }
 inline cudaError_t cudaSetDevice(int device) { return device == 0 ? 0 : 1; }
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerBlockOptin };
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+    *value = attribute == cudaDevAttrMultiProcessorCount ? 132 : 163 * 1024;
+    return device == 0 ? 0 : 1;
+}
 
 namespace cuda_on_host {
 

@@ -243,13 +243,17 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* ho
     return cudaSuccess;
 }
 
-// The device has compute capability 9.0.
+// The device has compute capability 9.0, and of shared memory what 8.0 has, as launches do.
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
     if (device != 0) return result(cudaErrorInvalidDevice);
     if (attribute == cudaDevAttrComputeCapabilityMajor)
         *value = 9;
     else if (attribute == cudaDevAttrComputeCapabilityMinor)
         *value = 0;
+    else if (attribute == cudaDevAttrMultiProcessorCount)
+        *value = 132;
+    else if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin)
+        *value = 163 * 1024;
     else
         return result(cudaErrorInvalidValue);
     return cudaSuccess;
