@@ -33,11 +33,11 @@ FAULTS = (
     _fault("staged rows read before they are written", "    __syncwarp();\n", ""),
     _fault("an idle warp leaves the barriers", "    // A vote, so that", "    if (warp_row >= length) return;\n    // A vote, so that"),
     # places
-    _fault("a sequence's tiles in one slot less", "total / kTileRows + batch + 1; }", "total / kTileRows + batch; }", _TILES),
+    _fault("a sequence's tiles in one slot less", "return total / rows + batch + 1;", "return total / rows + batch;", _TILES),
     _fault("a search that stops one early", "const int before = __popc(__ballot_sync(kAllLanes, reached) >> 1) * step;", "const int before = __popc(__ballot_sync(kAllLanes, reached) >> 2) * step;", _TILES),
-    _fault("a slot too many does the tile before", "return {found, start, length, tile >= 0 ? tile * kTileRows : length};", "return {found, start, length, tile * kTileRows};", _TILES),
+    _fault("a slot too many does the tile before", "return {found, start, length, tile >= 0 ? tile * kRows : length};", "return {found, start, length, tile * kRows};", _TILES),
     _fault("the search leaves out a remainder of one", "(left + kWarp - 1) / kWarp;", "(left + kWarp - 2) / kWarp;", _TILES),
-    _fault("tiles of a sequence one late", "tile = (length + kTileRows - 1) / kTileRows - 1 - tile;", "tile = (length + kTileRows - 1) / kTileRows - tile;", _TILES),
+    _fault("tiles of a sequence one late", "tile = (length + kRows - 1) / kRows - 1 - tile;", "tile = (length + kRows - 1) / kRows - tile;", _TILES),
     _fault("rows after the sequences keep what they had", "        zero_rows<T, kHeadDim>(args, start + first_row, head);\n", ""),
     _fault("lse after the sequences unset", "if (i % kChunks == 0 && args.lse != nullptr) args.lse[head * args.total + row] = 0.0f;", ""),
     # copies and tiles

@@ -38,7 +38,6 @@ FAULTS = (
     _fault("dq: each tile of keys begins anew", "keys + slot * kTileStep, first_key > 0);", "keys + slot * kTileStep, false);"),
     _fault("dk: each tile of queries begins anew", "of_ds, queries + slot * kTileStep, first_row > 0);", "of_ds, queries + slot * kTileStep, false);", _DKDV),
     _fault("the depth of a transposed tile stands still", "b + k * kTransposedStep", "b", _SHARED),
-    _fault("tiles begin anywhere", " + (0u - shared_address(start)) % kTileAlignment", "", _SHARED),
     # tails
     _fault("dq: the next sequence's keys stay", "                zero_rest(shared.key[slot], length - first_key);\n", ""),
     _fault("dq: the next sequence's values stay", "                zero_rest(shared.value[slot], length - first_key);\n", ""),

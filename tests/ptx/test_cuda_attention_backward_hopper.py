@@ -132,10 +132,11 @@ def test_a_table_of_places_and_two_heads(emulated, dtype):
 # --- orders and neighbours ----------------------------------------------------------------------------------
 
 
-def test_every_schedule_returns_the_same_bits(emulated):
-    inputs = made((200, 66), p=0.25)
+@pytest.mark.parametrize(("p", "saved"), ((0.25, True), (0.25, False), (0.0, False)))
+def test_every_schedule_returns_the_same_bits(emulated, p, saved):
+    inputs = made((200, 66), p=p)
     inputs = inputs._replace(q=(inputs.q.float() * 8).bfloat16())  # a second walk over the keys
-    call, found = Call(inputs), []
+    call, found = Call(inputs, saved=saved), []
     for schedule, seed in itertools.product(("late", "early"), range(3)):
         emulated.schedule, emulated.seed = schedule, seed
         found.append(call.run(emulated))
@@ -194,8 +195,8 @@ def test_uniform_attention_is_exact(emulated, dtype):
 
 @pytest.mark.parametrize("dtype", HALF.values(), ids=HALF)
 def test_sequences_of_one_token_have_no_gradient(emulated, dtype):
-    """delta from the rounded `out` is inexact."""
-    dq, dk, _ = Call(made((1, 40, 1, 1), nheads=2, dtype=dtype, p=0.5)).check(emulated)
+    """delta from the rounded `out` is inexact, and 1 / (1 - p) no power of 2."""
+    dq, dk, _ = Call(made((1, 40, 1, 1), nheads=2, dtype=dtype, p=0.3)).check(emulated)
     assert (dq[[0, 41, 42]].abs() < 1e-6).all()
     assert (dk[[0, 41, 42]].abs() < 1e-6).all()
     assert dq[2:41].abs().max() > 0.1

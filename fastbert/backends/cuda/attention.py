@@ -129,11 +129,11 @@ def attention_bwd(dout, inputs: AttentionInputs, out, lse, keep_bits, need: Atte
 def hopper_serves_backward(inputs: AttentionInputs, need: AttentionNeeds) -> bool:
     """Whether backward by the kernels for compute capability 9.0 is for this call, which is `readable`."""
     return (
-        HOPPER_BACKWARD
+        device.is_hopper(inputs.q.device)
+        and HOPPER_BACKWARD
         and all(need[:3])
         and inputs.gate is None
         and hopper_reads(inputs)
-        and device.is_hopper(inputs.q.device)
     )
 
 
