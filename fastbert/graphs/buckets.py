@@ -5,10 +5,13 @@ padding; from 2,048 on eight, a ninth; from 8,192 on sixteen, a seventeenth: a l
 its rows, a small one as long as its launches. Measured with four everywhere (H100, BERT-large, 17,178 tokens
 in a bucket of 20,480): 27.4 ms, without graphs 23.9. Two sizes follow from a bucket's tokens:
     sequences  one per 8 tokens, at least 8, at most `max_batch` (`sequence_rooms`). A batch of more, shorter
-               sequences uses the next bucket that holds them. An absent sequence costs the attention one
-               program per head, which returns at once. With room for more than 64 sequences, tiles start in
-               the batch's order instead of the longest first; a `max_batch` of 64 avoids that. The pooler
-               has one row per sequence, and with `first_token_only` so has most of the last layer.
+               sequences uses the next bucket that holds them. A batch of long ones, at least 128 tokens each
+               on average, has a graph of its own with room for no more (`long_room`): an absent sequence
+               costs the attention one program per head, which returns at once, and the kernel for compute
+               capability 9.0 is for sequences that fill its tiles. With room for more than 64 sequences,
+               tiles start in the batch's order instead of the longest first; a `max_batch` of 64 avoids
+               that. The pooler has one row per sequence, and with `first_token_only` so has most of the last
+               layer.
     longest    as many tokens as the bucket or the model's positions allow. The attention kernel's grid is
                over tokens and sequences, but its tiles are chosen for this length: higher than short
                sequences need. MPNet's bias has longest² elements per head and is made once per replay.
@@ -25,19 +28,22 @@ _SMALLEST = 32
 _PER_DOUBLING = {8192: 16, 2048: 8, 0: 4}
 # The fewest sequences that a bucket holds; also tokens per sequence
 _ROOM = 8
+# Tokens per sequence in graphs for long ones
+_LONG = 128
 
 
 class Bucket(NamedTuple):
     """What one graph serves.
 
     Attributes:
-        tokens: the most tokens of a batch.
+        tokens, sequences: the most of a batch.
         first_token_only: whether it returns one row per sequence.
         pooled: whether it computes the pooler's output.
         pins: (op, backend) pairs that `use_backend` had pinned.
     """
 
     tokens: int
+    sequences: int
     first_token_only: bool
     pooled: bool
     pins: tuple[tuple[str, str], ...] = ()
@@ -59,3 +65,8 @@ def sequence_rooms(buckets: Sequence[int], max_batch: int) -> tuple[int, ...]:
     The last bucket holds `max_batch` sequences, whatever its size.
     """
     return (*(min(max_batch, max(_ROOM, size // _ROOM)) for size in buckets[:-1]), max_batch)
+
+
+def long_room(tokens: int, room: int) -> int:
+    """How many sequences the graph for long ones holds, in a bucket of `tokens` that has room for `room`."""
+    return min(room, max(_ROOM, tokens // _LONG))

@@ -47,7 +47,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from fastbert.graphs.buckets import Bucket, sequence_rooms, token_buckets
+from fastbert.graphs.buckets import Bucket, long_room, sequence_rooms, token_buckets
 from fastbert.graphs.calls import by_grid, is_usual, raise_bad_ids, unfit, unfit_arguments
 from fastbert.graphs.plans import Plan, make_plan
 from fastbert.graphs.recorder import Recorder, Recording, recorder_for
@@ -71,7 +71,7 @@ def graph(
     max_tokens: int = 16384,
     max_batch: int = 512,
     buckets: Sequence[int] | None = None,
-    max_graphs: int = 64,
+    max_graphs: int = 128,
     recorder: Callable[[torch.device], Recorder | None] = recorder_for,
 ) -> GraphedModel:
     """The model, with its inference forward replayed from CUDA graphs that are recorded when first needed.
@@ -82,7 +82,8 @@ def graph(
         max_batch: most sequences of a batch; the model itself computes larger batches.
         buckets: sizes of a batch in tokens, ascending; the last one overrides `max_tokens`. Default:
             `token_buckets(max_tokens)`.
-        max_graphs: graphs kept at a time; the default holds all default buckets for one kind of call.
+        max_graphs: graphs kept at a time; the default holds all of the default buckets, for long and for
+            short sequences, for one kind of call.
         recorder: makes the recorder for the model's device, or returns None if the device has none. With the
             default, `recorder_for`, only models on a CUDA device are recorded.
 
@@ -105,7 +106,7 @@ class GraphedModel:
     Attributes:
         model: the model.
         buckets: sizes of a batch in tokens.
-        rooms: how many sequences each bucket holds.
+        rooms: how many sequences each bucket holds; a batch of long ones has a graph with less room.
         max_batch, max_graphs: see `graph`.
         replays: how many calls were replayed.
         fallbacks: reason -> how many calls were not replayed.
@@ -162,7 +163,7 @@ class GraphedModel:
         self._memory = torch.empty(0)
         # the quick call that wrote what lies there, if another of its kind may leave all but the ids
         self._packed: tuple | None = None
-        self._inputs: dict[int, Rows] = {}
+        self._inputs: dict[tuple[int, int], Rows] = {}
         self._plans: dict[tuple, Plan] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPooling | tuple:
@@ -311,14 +312,16 @@ class GraphedModel:
             return f"there are more than {self.max_batch} sequences"
         if inputs.holes:
             return "the mask has holes, which this family's attention bias depends on"
-        return Bucket(self._tokens(total, packed.batch), first_only, pooled, dispatch.pins())
+        return Bucket(*self._sizes(total, packed.batch), first_only, pooled, dispatch.pins())
 
-    def _tokens(self, total: int, batch: int) -> int:
-        """The size of the smallest bucket that holds a batch, which must not be too large for all of them."""
+    def _sizes(self, total: int, batch: int) -> tuple[int, int]:
+        """(tokens, sequences) of the smallest graph for a batch, which one of them can hold."""
         first = bisect_left(self.buckets, total)
         while self.rooms[first] < batch:
             first += 1
-        return self.buckets[first]
+        tokens, room = self.buckets[first], self.rooms[first]
+        few = long_room(tokens, room)
+        return tokens, few if batch <= few else room
 
     def _quickly(
         self, stage: Stage, given: dict[str, Any], first_only: bool
@@ -342,7 +345,8 @@ class GraphedModel:
         packed = None
         if same is None or self._packed != same:
             packed = torch.empty(plan.words, dtype=torch.int64, pin_memory=plan.pinned)
-            if not stage.pack(batch, plan.bucket.tokens, plan.room, plan.indices is not None, packed):
+            sizes = plan.bucket.tokens, plan.bucket.sequences
+            if not stage.pack(batch, *sizes, plan.indices is not None, packed):
                 return None
         with self._lock:
             # dropped meanwhile; or there is no state to compare with afterwards
@@ -374,13 +378,13 @@ class GraphedModel:
         if not 0 < total <= self.buckets[-1] or size > self.max_batch:
             return None
         with self._lock:
-            bucket = Bucket(self._tokens(total, size), first_only, model.has_pooler, pins)
+            bucket = Bucket(*self._sizes(total, size), first_only, model.has_pooler, pins)
             if bucket not in self._recordings:
                 return None
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
             with torch.inference_mode(False):  # see `_begin`
-                plan = make_plan(bucket, self._recordings[bucket][0], self._rows(bucket.tokens), shape)
+                plan = make_plan(bucket, self._recordings[bucket][0], self._rows(bucket), shape)
             self._plans[shape, first_only, pins] = plan
         return plan
 
@@ -465,7 +469,7 @@ class GraphedModel:
         done = set()
         # the smallest bucket of each kind
         for bucket in sorted(self._recordings, key=attrgetter("tokens")):
-            kind = bucket._replace(tokens=0)
+            kind = bucket._replace(tokens=0, sequences=0)
             if kind not in done:
                 done.add(kind)
                 self._recordings[bucket][1]()
@@ -502,20 +506,17 @@ class GraphedModel:
         self._packed = None
         self._memory.zero_()
 
-    def _room(self, tokens: int) -> int:
-        """How many sequences the bucket of so many tokens holds."""
-        return self.rooms[self.buckets.index(tokens)]
-
-    def _rows(self, tokens: int) -> Rows:
-        """What the graphs of the bucket of so many tokens read. All buckets share the memory."""
-        if tokens not in self._inputs:
+    def _rows(self, bucket: Bucket) -> Rows:
+        """What the graphs of such sizes read. All share the memory."""
+        sizes = bucket.tokens, bucket.sequences
+        if sizes not in self._inputs:
             with torch.inference_mode(False):  # see `_begin`
-                self._inputs[tokens] = rows_in(self._memory, tokens, self._room(tokens))
-        return self._inputs[tokens]
+                self._inputs[sizes] = rows_in(self._memory, *sizes)
+        return self._inputs[sizes]
 
     def _function(self, bucket: Bucket) -> Callable[[], tuple[Tensor, Tensor | None]]:
         """What is recorded: the model's forward on the memory of `_rows`."""
-        model, (_, rows, ends, _) = self.model, self._rows(bucket.tokens)
+        model, (_, rows, ends, _) = self.model, self._rows(bucket)
         longest = min(bucket.tokens, model.config.max_tokens)
         packed = Packing(ends.shape[0] - 1, longest, ends, longest)
         types = rows[2] if model.family.segments else None
@@ -534,7 +535,7 @@ class GraphedModel:
     def _run(self, bucket: Bucket, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         """Copy a batch to where the bucket's graph reads it, replay, and copy the result."""
         self._packed = None
-        _, rows, ends, _ = self._rows(bucket.tokens)
+        _, rows, ends, _ = self._rows(bucket)
         given = [t for t in (inputs.input_ids, inputs.position_ids, inputs.token_type_ids) if t is not None]
         total, batch = given[0].shape[0], inputs.packing.batch
         rows[: len(given), :total] = send(torch.stack(given), rows.device)

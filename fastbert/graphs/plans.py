@@ -18,7 +18,6 @@ class Plan(NamedTuple):
 
     Attributes:
         bucket: of the recording.
-        room: how many sequences the recording holds.
         inputs: (words,) int64: what is written at a call.
         words: its length.
         pinned: whether it is best copied from pinned memory.
@@ -32,7 +31,6 @@ class Plan(NamedTuple):
     """
 
     bucket: Bucket
-    room: int
     inputs: Tensor
     words: int
     pinned: bool
@@ -63,7 +61,6 @@ def make_plan(bucket: Bucket, recording: Recording, rows: Rows, shape: tuple[int
     words = rows.whole.shape[0] - (rows.indices.shape[0] if dense else 0)
     return Plan(
         bucket,
-        rows.ends.shape[0] - 1,
         rows.whole[:words],
         words,
         rows.whole.is_cuda,

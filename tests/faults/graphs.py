@@ -80,7 +80,23 @@ FAULTS = (
         _BUCKETS,
     ),
     _fault("no room at least", "max(_ROOM, size // _ROOM))", "max(1, size // _ROOM))", _BUCKETS),
-    _fault("room of another bucket", "self.rooms[self.buckets.index(tokens)]", "self.rooms[-1]"),
+    _fault(
+        "room of another bucket",
+        "tokens, room = self.buckets[first], self.rooms[first]",
+        "tokens, room = self.buckets[first], self.rooms[-1]",
+    ),
+    _fault("room for long sequences alone", "few if batch <= few else room", "few"),
+    _fault("no graphs for long sequences", "few if batch <= few else room", "room"),
+    _fault(
+        "as many long sequences have the other graph",
+        "few if batch <= few else room",
+        "few if batch < few else room",
+    ),
+    _fault(
+        "the memory of another room",
+        "        sizes = bucket.tokens, bucket.sequences\n        if",
+        "        sizes = bucket.tokens, self.rooms[self.buckets.index(bucket.tokens)]\n        if",
+    ),
     _fault(
         "longest length not bounded by the tokens",
         "min(bucket.tokens, model.config.max_tokens)",
@@ -117,7 +133,7 @@ FAULTS = (
         "head_dim <= 256:",
         _CALLS,
     ),
-    _fault("fewer graphs kept than buckets", "    max_graphs: int = 64,\n", "    max_graphs: int = 32,\n"),
+    _fault("fewer graphs kept than buckets", "    max_graphs: int = 128,\n", "    max_graphs: int = 64,\n"),
     _fault(
         "first rows and all rows in one bucket",
         "packed.batch), first_only, pooled,",
@@ -158,7 +174,7 @@ FAULTS = (
     _fault("derived weights kept", "        prepared.clear(self.model)\n        weights", "        weights"),
     _fault(
         "one kind of recording alone derives",
-        "kind = bucket._replace(tokens=0)",
+        "kind = bucket._replace(tokens=0, sequences=0)",
         "kind = None",
     ),
     _fault(
@@ -455,8 +471,8 @@ FAULTS = (
     ),
     _fault(
         "what a replay wrote left",
-        "        self._packed = None\n        _, rows, ends, _ = self._rows(bucket.tokens)\n",
-        "        _, rows, ends, _ = self._rows(bucket.tokens)\n",
+        "        self._packed = None\n        _, rows, ends, _ = self._rows(bucket)\n",
+        "        _, rows, ends, _ = self._rows(bucket)\n",
     ),
     _fault("ends where indices are", "ends = memory[3 * tokens :", "ends = memory[4 * tokens :", _STAGING),
     _fault(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastbert.graphs import model as graphs
-from fastbert.graphs.buckets import sequence_rooms, token_buckets
+from fastbert.graphs.buckets import long_room, sequence_rooms, token_buckets
 from fastbert.runtime import dispatch
 from tests.support.graphed_models import Graphed, lengths_batch, shared
 
@@ -35,26 +35,46 @@ def test_sequence_rooms():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "tokens", "room"),
+    ("lengths", "tokens", "room", "sequences"),
     [
-        ([1], 32, 8),
-        ([32], 32, 8),
-        ([33], 40, 8),
-        ([1] * 8, 32, 8),
-        ([1] * 9, 80, 10),  # the smallest that holds 9 sequences
-        ([16, *[0] * 9], 80, 10),
-        ([1] * 60, 512, 60),  # max_batch
-        ([65, 1, 1], 80, 10),
-        ([70] * 3, 224, 28),
-        ([64] * 8, 512, 60),
+        ([1], 32, 8, 8),
+        ([32], 32, 8, 8),
+        ([33], 40, 8, 8),
+        ([1] * 8, 32, 8, 8),
+        ([1] * 9, 80, 10, 10),  # the smallest that holds 9 sequences
+        ([16, *[0] * 9], 80, 10, 10),
+        ([1] * 60, 512, 60, 60),  # max_batch
+        ([65, 1, 1], 80, 10, 8),
+        ([70] * 3, 224, 28, 8),
+        ([64] * 8, 512, 60, 8),
+        ([63] * 9, 640, 60, 60),
     ],
 )
 @torch.no_grad()
-def test_the_bucket_of_a_batch(lengths, tokens, room):
-    g = Graphed(shared(), max_batch=60)
+def test_the_sizes_for_a_batch(lengths, tokens, room, sequences):
+    g = Graphed(shared(), max_batch=60, max_tokens=1024)
     g.check(**lengths_batch(lengths))
-    assert [b.tokens for b in g.graphed.graphs] == [tokens]
+    assert [(b.tokens, b.sequences) for b in g.graphed.graphs] == [(tokens, sequences)]
     assert dict(zip(g.graphed.buckets, g.graphed.rooms, strict=True))[tokens] == room
+
+
+def test_room_for_long_sequences():
+    """One per 128 tokens; where a bucket holds fewer anyway, it has one kind of graph."""
+    assert [long_room(size, 512) for size in (32, 1024, 1152, 16384, 131072)] == [8, 8, 9, 128, 512]
+    assert long_room(16384, 60) == 60
+    assert long_room(32, 3) == 3
+
+
+@torch.no_grad()
+def test_a_bucket_has_a_graph_for_long_and_one_for_short_sequences():
+    """By turns, each after the other has written other numbers of sequences."""
+    g = Graphed(shared(), buckets=[192, 2048])
+    for _ in range(2):
+        for lengths in ([63] * 3, [15] * 12, [60] * 3, [17] * 11, [70] * 16, [65] * 17):
+            g.check(**lengths_batch(lengths))
+    sizes = sorted((b.tokens, b.sequences) for b in g.graphed.graphs)
+    assert sizes == [(192, 8), (192, 24), (2048, 16), (2048, 64)]
+    assert g.graphed.replays == 12
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "mpnet"])
@@ -71,7 +91,7 @@ def test_what_is_recorded(name, monkeypatch):
     monkeypatch.setattr(type(model), "encode_inputs", spy)
     g, longest = Graphed(model), model.config.max_tokens
     assert 64 < longest < 80  # roberta and mpnet: fewer than the positions of the table
-    for length, expected in ((5, (8, 32, 32)), (48, (8, 48, 48)), (longest, (10, longest, longest))):
+    for length, expected in ((5, (8, 32, 32)), (48, (8, 48, 48)), (longest, (8, longest, longest))):
         del seen[:]
         g.graphed(torch.full((1, length), 9))
         assert set(seen) == {expected}
@@ -108,11 +128,15 @@ def test_no_more_graphs_than_buckets():
         count = int(torch.randint(1, 12, (), generator=random))
         lengths = torch.randint(1, 40, (count,), generator=random).tolist()
         g.graphed(**lengths_batch(lengths, 64, seed), first_token_only=True)
-    held = [b.tokens for b in g.graphed.graphs]
-    assert len(held) == len(set(held)) == g.recorded <= len(g.graphed.buckets)
+    held = [(b.tokens, b.sequences) for b in g.graphed.graphs]
+    assert len(held) == len(set(held)) == g.recorded
+    assert len({tokens for tokens, _ in held}) <= len(g.graphed.buckets)
     assert g.graphed.replays == 60
     default = graphs.graph(shared())
-    assert len(default.buckets) <= default.max_graphs
+    rooms = zip(default.buckets, default.rooms, strict=True)
+    of_bucket = [len({room, long_room(tokens, room)}) for tokens, room in rooms]
+    assert set(of_bucket) == {1, 2}
+    assert sum(of_bucket) <= default.max_graphs < 1.25 * sum(of_bucket)
 
 
 @torch.no_grad()
@@ -127,7 +151,7 @@ def test_what_makes_another_graph():
         lambda: g.graphed(**lengths_batch([6] * 14)),  # 84 tokens, and more sequences than their bucket holds
         lambda: g.graphed(**lengths_batch([6] * 15)),
     ]
-    expected = [(1, 80), (2, 80), (3, 80), (4, 112), (4, 112), (5, 128)]
+    expected = [(1, 80), (2, 80), (3, 80), (4, 112), (5, 112), (6, 128)]
     for (count, tokens), call in zip(expected, calls, strict=True):
         for _ in range(2):
             call()
