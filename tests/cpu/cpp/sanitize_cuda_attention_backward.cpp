@@ -68,6 +68,9 @@ void check(const Options& options) {
     args.out = out.data();
     args.lse = lse.data<const float>();
     args.slots = cuda_attention_bwd_slots(batch, total, longest);
+    // dq, dk and dv apart, or side by side where q, k and v are
+    const bool apart = options.gated;
+    args.grad_stride = apart ? width : 3 * width;
     args.parts = 1;
     args.bias_batch = 1;
     args.bias_heads = options.nheads;
@@ -76,12 +79,12 @@ void check(const Options& options) {
     for (std::uint64_t order = 0; order < 2; ++order) {
         cuda_on_host::reseed(order + 11);
         std::vector<Buffer> grads;
-        for (int i = 0; i < 3; ++i) grads.emplace_back(2 * total * width);
+        for (int i = 0; i < 3; ++i) grads.emplace_back(apart || i == 0 ? 2 * total * args.grad_stride : 0);
         for (int i = 0; i < 3; ++i) grads.emplace_back(4 * options.nheads * total);
         grads.emplace_back(options.biased ? 4 * options.nheads * longest * longest : 0);
         args.dq = grads[0].data();
-        args.dk = grads[1].data();
-        args.dv = grads[2].data();
+        args.dk = apart ? grads[1].data() : grads[0].bytes.get() + 2 * width;
+        args.dv = apart ? grads[2].data() : grads[0].bytes.get() + 4 * width;
         args.delta = grads[3].data<float>();
         args.norm = grads[4].data<float>();
         args.dgate = options.gated ? grads[5].data<float>() : nullptr;
