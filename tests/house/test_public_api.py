@@ -76,6 +76,11 @@ CHANGED = {
         "(None, None, None)",
         "None is the 300 s of before",
     ),
+    "graph": (
+        "(model, *, max_tokens=16384, max_batch=512, buckets=None, max_graphs=128, "
+        "recorder=<function recorder_for>)",
+        "a bucket has a graph for long sequences too",
+    ),
     "ops.attention.attention": (
         "(q, k, v, cu_seqlens=None, max_seqlen=None, *, softmax_scale=None, causal=False, bias=None, "
         "gate=None, dropout_p=0.0, seed=None, offset=0, return_lse=False, return_probs=False, places=None)",
