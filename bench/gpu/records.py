@@ -11,6 +11,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from bench.gpu import training as gpu_training
@@ -21,7 +22,7 @@ from bench.lib.charts import gpu as charts
 from bench.lib.charts.suite import require_matplotlib
 from bench.lib.machine import commit_here
 from bench.lib.report import write_atomically
-from bench.lib.roofs import TAGS
+from bench.lib.roofs import TAGS, of_file
 from bench.lib.tables import table
 from fastbert.runtime import dispatch
 from fastbert.testing.verdicts import proves
@@ -284,6 +285,17 @@ def checks_line(data: dict) -> str:
     return "Checks there: " + "; ".join(parts) + "."
 
 
+def _whose_roofs(roofs: dict, path: Path) -> str:
+    """Where a file's roofs were measured: "there", or on the other device whose probe a run was given."""
+    for probe in sorted(path.parent.parent.glob("*/probe.json")):
+        if probe.parent != path.parent:
+            data = json.loads(probe.read_text())
+            with contextlib.suppress(RuntimeError):  # a probe without roofs
+                if asdict(of_file(probe)) == roofs:
+                    return f"on an {data['environment']['device']}"
+    return "there"
+
+
 def sections(results: Path = RESULTS) -> dict[str, list[str]]:
     """Name of a generated section -> its lines."""
     found: dict[str, list[str]] = {"gpu numbers": []}
@@ -293,7 +305,9 @@ def sections(results: Path = RESULTS) -> dict[str, list[str]]:
         caption = f"{device}, bf16, milliseconds of one forward and share of the floor"
         if roofs:
             rate, width = roofs["gflops"]["bf16"] / 1e3, roofs["gbytes"] / 1e3
-            caption += f" at the {rate:,.0f} TFLOP/s and {width:.1f} TB/s measured there"
+            caption += (
+                f" at the {rate:,.0f} TFLOP/s and {width:.1f} TB/s measured {_whose_roofs(roofs, path)}"
+            )
         found["gpu numbers"] += [f"{caption}; {where(data, path, results)}:", "", *gpu_table(data), ""]
         found["gpu numbers"] += daggers(data)
         trained = path.with_name("training.json")

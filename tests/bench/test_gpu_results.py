@@ -310,3 +310,11 @@ def test_the_committed_readme_is_what_bench_results_say():
     assert records.filled(text, records.sections()) == text, "run `python bench/gpu/prove.py readme`"
     text = records.MATRIX.read_text()
     assert records.filled(text, records.proven()) == text, "run `python bench/gpu/prove.py readme`"
+
+
+def test_the_page_says_whose_roofs_a_share_is_of():
+    """A device that was not probed has its shares by another one's roofs."""
+    captions = [line for line in records.sections()["gpu numbers"] if "TB/s measured" in line]
+    of = {line.split(",")[0]: line.split(" measured ")[1].split(";")[0] for line in captions}
+    assert of["NVIDIA H100 80GB HBM3"] == "there"
+    assert of["NVIDIA H200"] == "on an NVIDIA H100 80GB HBM3"
