@@ -325,7 +325,7 @@ sys.path.insert(0, {root!r})
 from tests.support import parallel_training as runs
 if __name__ == "__main__":
     found = runs.train(pathlib.Path({folder!r}), {kind!r}, workers=1, steps={steps})
-    print(found["ended"], flush=True)
+    print(found["ended"] + "\\n", end="", flush=True)  # one write: two processes share the pipe
     runs.leave(143 if found["ended"].startswith("Interrupted") else 0)
 """
 
