@@ -8,6 +8,7 @@ batch and a mask.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -332,9 +333,13 @@ class AcceleratedLayer(LayerMath, Accelerated):
         site: int,
         arrivals: list[Tensor] | None = None,
         rounded: Tensor | None = None,
+        tap: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        fuses = self.fuses_ffn()
-        return super()._feed(hidden, seed, site, arrivals, rounded) if fuses else self._stock_feed(hidden)
+        if self.fuses_ffn():
+            return super()._feed(hidden, seed, site, arrivals, rounded, tap)
+        if tap is not None:
+            raise ValueError("taps: the stock feed-forward block runs, and does not show what is inside it")
+        return self._stock_feed(hidden)
 
     def _stock_feed(self, hidden: Tensor) -> Tensor:
         block = self.fastbert_state.stock.feed_forward

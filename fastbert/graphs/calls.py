@@ -65,6 +65,8 @@ def _unfit_around(model: BertModel, device: torch.device) -> str | None:
         return "the model's forward was replaced"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "the caller is capturing a graph"
+    if model.taps is not None:
+        return "taps are set"
     return None
 
 

@@ -30,6 +30,7 @@ from fastbert.layers.linear import (
 )
 from fastbert.layers.modules import attach, is_hooked, part
 from fastbert.layers.quantized import copy_of
+from fastbert.layers.taps import Taps
 from fastbert.ops import checks
 from fastbert.ops.attention import attention
 from fastbert.ops.attention_places import Places
@@ -58,6 +59,7 @@ class Sequences:
             cu_seqlens, or None.
         checked: what `layers.direct` has checked for one layer after the other.
         causal: whether a token sees only those up to itself.
+        taps: who sees what the layers compute inside, or None.
     """
 
     cu_seqlens: Tensor
@@ -71,6 +73,7 @@ class Sequences:
     places: Places | None = None
     causal: bool = False
     checked: list[direct.Checked] = field(default_factory=list)
+    taps: Taps | None = None
 
     def fitting_places(self) -> Places | None:
         """`places`, or None if `replace` or a wrapper has changed the tensor of the lengths since."""
@@ -134,7 +137,13 @@ class LayerMath(FusedLayer):
         first_only: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """The layer on packed tokens; see `EncoderLayer.forward`."""
-        if not first_only and direct.on_gpu(hidden) and gate is None and self._may_run_directly():
+        if (
+            not first_only
+            and direct.on_gpu(hidden)
+            and gate is None
+            and sequences.taps is None
+            and self._may_run_directly()
+        ):
             y = direct.forward(self, self.form, hidden, sequences)
             if y is not None:
                 return y, None
@@ -173,45 +182,72 @@ class LayerMath(FusedLayer):
         )
 
     def _forward(self, hidden, sequences, gate, site, first_only=False):
-        hidden, rounded, probs = self._attend(hidden, sequences, gate, site, first_only)
-        return self._feed(hidden, sequences.seed, site + 2, sequences.arrivals, rounded), probs
-
-    def _attend(self, hidden, sequences, gate, site, first_only):
-        """Self-attention with its residual sum and norm; the result, the same for products, probabilities."""
-        form, seed = self.form, sequences.seed
-        attention_p, hidden_p, _ = self.dropout_rates()
         if first_only:
             starts = packing.starts(sequences.cu_seqlens, hidden.shape[0])
+            attention_p = self.dropout_rates()[0]
             context = self._first_context(hidden, starts, sequences, gate, attention_p, site)
-            probs = None
-            hidden = hidden.index_select(0, starts)
-        else:
-            context = attention(
-                *self._qkv(hidden),
-                sequences.cu_seqlens,
-                sequences.max_seqlen,
-                softmax_scale=form.head_dim**-0.5,
-                causal=sequences.causal,
-                bias=sequences.bias,
-                gate=gate,
-                dropout_p=attention_p,
-                seed=seed,
-                offset=site,
-                return_probs=sequences.return_probs,
-                places=sequences.fitting_places(),
-            )
-            context, probs = context if sequences.return_probs else (context, None)
+            return self.after_attention(hidden.index_select(0, starts), context, sequences, site), None
+        context, probs = self._attend(hidden, sequences, gate, site)
+        return self.after_attention(hidden, context, sequences, site), probs
+
+    def _attend(self, hidden, sequences, gate, site):
+        """The output of self-attention, (total, nheads, headdim), and its probabilities or None."""
+        q, k, v = self._qkv(hidden)
+        bias, taps = sequences.bias, sequences.taps
+        if taps is not None:
+            q, k, v, bias = taps.qkv(self._number(site), q, k, v, sequences)
+        found = attention(
+            q,
+            k,
+            v,
+            sequences.cu_seqlens,
+            sequences.max_seqlen,
+            softmax_scale=self.form.head_dim**-0.5,
+            causal=sequences.causal,
+            bias=bias,
+            gate=gate,
+            dropout_p=self.dropout_rates()[0],
+            seed=sequences.seed,
+            offset=site,
+            return_probs=sequences.return_probs,
+            places=sequences.fitting_places(),
+        )
+        context, probs = found if sequences.return_probs else (found, None)
+        if taps is not None:
+            context = taps.context(self._number(site), context, sequences)
+        return context, probs
+
+    def after_attention(self, hidden: Tensor, context: Tensor, sequences: Sequences, site: int = 1) -> Tensor:
+        """The layer's output from what attention has computed.
+
+        Args:
+            hidden: (rows, hidden), the layer's input.
+            context: (rows, nheads, headdim) or (rows, hidden), the output of attention.
+            sequences, site: see `EncoderLayer.forward`.
+        """
+        form, seed = self.form, sequences.seed
         dense, norm = self.linear_at(form.names.attention_output), part(self, form.names.attention_norm)
         context = context.reshape(hidden.shape)
-        how = hidden_p, seed, site + 1, self.fuses_norm, sequences.arrivals
-        if not takes_rounded(self.linear_at(form.names.intermediate), hidden):
-            return dense_norm(dense, norm, context, hidden, *how), None, probs
-        return *dense_norm(dense, norm, context, hidden, *how, rounded=True), probs
+        how = self.dropout_rates()[1], seed, site + 1, self.fuses_norm, sequences.arrivals
+        rounded = None
+        if takes_rounded(self.linear_at(form.names.intermediate), hidden):
+            hidden, rounded = dense_norm(dense, norm, context, hidden, *how, rounded=True)
+        else:
+            hidden = dense_norm(dense, norm, context, hidden, *how)
+        tap = None
+        if sequences.taps is not None:
+            tap = functools.partial(sequences.taps.inner, self._number(site), sequences=sequences)
+        return self._feed(hidden, seed, site + 2, sequences.arrivals, rounded, tap)
 
-    def _feed(self, hidden, seed, site, arrivals=None, rounded=None):
+    def _number(self, site: int) -> int:
+        """The number of the layer whose first dropout call site is `site`."""
+        return (site - 1) // self.SITES
+
+    def _feed(self, hidden, seed, site, arrivals=None, rounded=None, tap=None):
         """The feed-forward block with its residual sum and norm; `site` is its dropout call site.
 
-        `rounded` is `hidden` in the dtype of its products, if that is there already.
+        `rounded` is `hidden` in the dtype of its products, if that is there already; `tap` sees what is
+        between them.
         """
         names = self.form.names
         up, down = self.linear_at(names.intermediate), self.linear_at(names.output)
@@ -227,6 +263,7 @@ class LayerMath(FusedLayer):
             self.fuses_norm,
             arrivals,
             rounded,
+            tap,
         )
 
     def _first_context(

@@ -77,6 +77,7 @@ class FusedLayer:
             or x.device.type != "cpu"
             or sequences.causal
             or sequences.return_probs
+            or sequences.taps is not None
             or torch.compiler.is_compiling()
             or checks.autocast_dtype(x) is not None
         ):
@@ -149,7 +150,7 @@ class FusedLayer:
             fused: whether `_fused` has found a function for the layer. It does in inference only.
         """
         known = sequences.blocks
-        if sequences.bias is not None or (fused in known and not known[fused]):
+        if sequences.bias is not None or sequences.taps is not None or (fused in known and not known[fused]):
             return []
         if not fused and (
             self.training

@@ -198,17 +198,22 @@ def feed_forward_norm(
     fuse: bool = True,
     arrivals: list[Tensor] | None = None,
     rounded: Tensor | None = None,
+    tap: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """norm(x + dropout(down(act(up(x))))), as `dense_norm` does it.
 
     In training the two products are one op where that pays. `rounded`, if given, is multiplied for `x`.
+    `tap`, if given, replaces what is between the products.
     """
     rounded = x if rounded is None else rounded
-    one_op = activation is not None and pays(rounded) and kind_of(up) is FLOAT and kind_of(down) is FLOAT
+    float_ones = kind_of(up) is FLOAT and kind_of(down) is FLOAT
+    one_op = tap is None and activation is not None and pays(rounded) and float_ones
     if one_op and _is_trained(rounded, up, down):
         y, bias = feed_forward(rounded, up.weight, up.bias, down.weight, activation), down.bias
         return _add_norm(norm, y, bias, x, dropout_p, seed, offset, fuse)
     inner = apply_linear(up, rounded, activation)
+    if tap is not None:
+        inner = tap(inner)
     return dense_norm(down, norm, inner, x, dropout_p, seed, offset, fuse, arrivals)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fastbert.layers.embeddings import Embeddings, table
 from fastbert.layers.encoder import EncoderLayer
 from fastbert.layers.modules import attach
+from fastbert.layers.taps import Taps
 from fastbert.models.base import PreTrainedModel
 from fastbert.models.config import EncoderConfig
 from fastbert.models.encoder import layers_of, pool, run_encoder
@@ -34,6 +35,7 @@ class BertModel(PreTrainedModel):
         embeddings_class: constructed from the config, and called with (input_ids, position_ids,
             token_type_ids, inputs_embeds, seed), all packed.
         layer_class: constructed from the config, and called as `run_encoder` says.
+        taps: who sees what the layers compute inside, or None; see `fastbert.models.encoder.tapped`.
 
     A model with other mathematics subclasses this one in its own file, with its own layer and embeddings.
 
@@ -43,6 +45,7 @@ class BertModel(PreTrainedModel):
     is_base_model = True
     embeddings_class: ClassVar[type[nn.Module]] = Embeddings
     layer_class: ClassVar[type[nn.Module]] = EncoderLayer
+    taps: Taps | None = None
     __call__: EncoderCall
 
     def __init__(self, config: EncoderConfig, add_pooling_layer: bool = True):
@@ -290,6 +293,7 @@ class BertModel(PreTrainedModel):
             first_only=first_only,
             recompute_every=self.checkpoint_every,
             causal=causal,
+            taps=self.taps,
         )
 
 

@@ -10,7 +10,8 @@ every model of this package.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from fastbert.layers.embeddings import relative_bias
 from fastbert.layers.encoder import EncoderLayer, LayerMath, Sequences, together
 from fastbert.layers.linear import apply_linear, pool_first
 from fastbert.layers.modules import part
+from fastbert.layers.taps import Taps
 from fastbert.models.families import Family
 from fastbert.models.inputs import Inputs
 from fastbert.ops.attention_places import attention_places
@@ -49,6 +51,7 @@ def run_encoder(
     first_only: bool = False,
     recompute_every: int = 0,
     causal: bool = False,
+    taps: Taps | None = None,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Packed tokens through the embeddings, the projection (if the encoder has one) and all layers.
 
@@ -65,6 +68,7 @@ def run_encoder(
             if it may, unless states or attentions are asked for.
         recompute_every: in training, recompute every n-th layer in backward; 0 recomputes none.
         causal: whether a token sees only those up to itself.
+        taps: who sees what the layers compute inside, or None. Then no row is skipped.
 
     Returns:
         (last hidden, hidden states, probabilities). The last hidden is (rows, hidden), with `first_only`
@@ -81,12 +85,12 @@ def run_encoder(
     places = None
     if len(layers) > 0:
         places = attention_places(*lengths, hidden.shape[0], autocast_dtype(hidden) or hidden.dtype)
-    sequences = Sequences(*lengths, bias, seed, want_attentions, places=places, causal=causal)
+    sequences = Sequences(*lengths, bias, seed, want_attentions, places=places, causal=causal, taps=taps)
     attentions: list[Tensor] = []
     states = [hidden] if want_states else []
     skip = (
         first_only
-        and not (want_attentions or want_states)
+        and not (want_attentions or want_states or taps is not None)
         and hidden.shape[0] > 0
         and len(layers) > 0
         and type(layers[-1]) is EncoderLayer
@@ -109,6 +113,23 @@ def run_encoder(
     if first_only:
         hidden = packed.keep_first(hidden) if skip else packed.first_rows(hidden)
     return hidden, states, attentions
+
+
+@contextlib.contextmanager
+def tapped(encoder: nn.Module, taps: Taps) -> Iterator[None]:
+    """Show `taps` what the layers of `encoder` compute in every call inside the block, from any thread.
+
+    Args:
+        encoder: a `BertModel`, or one of its family's; of a model with a head: `model.base_model`.
+        taps: the taps; those that are set already come back at the end.
+    """
+    # not nn.Module's own: it would take taps that are a module for a part of the encoder
+    put, before = object.__setattr__, encoder.taps
+    put(encoder, "taps", taps)
+    try:
+        yield
+    finally:
+        put(encoder, "taps", before)
 
 
 def pool(root: nn.Module, family: Family, first: Tensor) -> Tensor:

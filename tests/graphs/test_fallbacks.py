@@ -9,6 +9,8 @@ import torch
 
 from fastbert.graphs import model as graphs
 from fastbert.graphs.calls import by_grid
+from fastbert.layers.taps import Taps
+from fastbert.models.encoder import tapped
 from fastbert.runtime import dispatch
 from tests.support.graphed_models import Graphed, GraphLike, fresh, lengths_batch, same, shared
 from tests.support.hf_models import batch
@@ -136,6 +138,25 @@ def test_what_the_config_asks_for():
     model.config.output_hidden_states = True
     Graphed(model).check(**batch("bert"), reason="output_hidden_states is asked for")
     Graphed(model).check(**batch("bert"), output_hidden_states=False)
+
+
+def test_taps():
+    """A graph would not show what its layers compute."""
+
+    class Watching(Taps):
+        seen = 0
+
+        def context(self, layer, context, sequences):
+            self.seen += 1
+            return context
+
+    g = Graphed(fresh())
+    g.check(**batch("bert"))
+    with tapped(g.model, taps := Watching()):
+        g.check(**batch("bert"), reason="taps are set")
+    assert taps.seen >= len(g.model.layers())
+    g.check(**batch("bert"))
+    assert g.graphed.replays == 2
 
 
 def test_gradients():

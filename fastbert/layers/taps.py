@@ -1,0 +1,37 @@
+"""What a layer computes inside, shown to whoever asks: analysis, pruning and distillation stand on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fastbert.layers.encoder import Sequences
+
+
+class Taps:
+    """Sees, and may replace, tensors inside the layers of a call; a subclass overrides what it wants.
+
+    Each method gets the layer's number (from 0, in execution order; a shared layer has one number per use)
+    and the packed batch. What it returns takes the tensor's place, so gradients flow through it. Under taps
+    the layers run op by op.
+    """
+
+    def qkv(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Query, key and value, each (total, nheads, headdim), before attention.
+
+        Returns:
+            The three, and the additive bias of attention, as `Sequences.bias` has it.
+        """
+        return q, k, v, sequences.bias
+
+    def context(self, layer: int, context: Tensor, sequences: Sequences) -> Tensor:
+        """The output of attention, (total, nheads, headdim), after gate and dropout."""
+        return context
+
+    def inner(self, layer: int, inner: Tensor, sequences: Sequences) -> Tensor:
+        """The feed-forward block between its two products, (total, intermediate), after the activation."""
+        return inner
